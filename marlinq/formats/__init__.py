@@ -1,0 +1,27 @@
+"""Pure tensor maths of every supported 4-bit layout, all through one neutral tuple."""
+
+from __future__ import annotations
+
+from marlinq.formats.awq import AWQ
+from marlinq.formats.base import Format, ModuleSpec, TensorSpec, spec_of
+from marlinq.formats.compressed_tensors import CompressedTensors
+from marlinq.formats.gptq import GPTQ
+from marlinq.formats.marlin import Marlin
+from marlinq.formats.neutral import QuantizedTensor, group_count, symmetric_zero, trivial_g_idx
+
+FORMATS: dict[str, Format] = {
+    layout.name: layout for layout in (GPTQ(1), GPTQ(2), AWQ(), Marlin(), CompressedTensors())
+}
+"""Every layout by its command-line name: gptq, gptq-v2, awq, marlin, compressed-tensors."""
+
+__all__ = [
+    "FORMATS",
+    "Format",
+    "ModuleSpec",
+    "QuantizedTensor",
+    "TensorSpec",
+    "group_count",
+    "spec_of",
+    "symmetric_zero",
+    "trivial_g_idx",
+]

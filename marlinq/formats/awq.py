@@ -1,0 +1,79 @@
+"""AWQ GEMM layout (AutoAWQ ``version: gemm``; docs/formats.md).
+
+    qweight int32 [K, N/8]   slot i of word c = codes[k, 8c + ORDER[i]], ORDER = 0 2 4 6 1 3 5 7
+    qzeros  int32 [G, N/8]   the same interleave; stores the zero point itself
+    scales  float16 [G, N]
+
+4-bit only and without g_idx. A symmetric tuple is stored with all zeros 8 and ``zero_point: true``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from marlinq.formats.base import Format, ModuleSpec, TensorSpec, g_idx_refusal, zero_range_refusal
+from marlinq.formats.neutral import QuantizedTensor, trivial_g_idx
+from marlinq.formats.nibbles import pack_last, unpack_last
+
+_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+_INVERSE = [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+class AWQ(Format):
+    """AWQ GEMM."""
+
+    name = "awq"
+    key = "qweight"
+    suffixes = ("qweight", "qzeros", "scales")
+
+    def shape_refusal(self, spec: ModuleSpec) -> str | None:
+        if spec.bits != 4:
+            return f"{spec.bits} bits; AWQ has a 4-bit layout only"
+        if spec.out_features % 8:
+            return f"N={spec.out_features} is not a multiple of 8 (codes in one word)"
+        if spec.in_features % spec.channels_per_group:
+            return f"K={spec.in_features} is not a multiple of the group size {spec.channels_per_group}"
+        return None
+
+    def value_refusal(self, q: QuantizedTensor) -> str | None:
+        return g_idx_refusal(q) or zero_range_refusal(q, lowest=0)
+
+    def expected(self, spec: ModuleSpec) -> dict[str, TensorSpec]:
+        k, n, groups = spec.in_features, spec.out_features, spec.groups
+        return {
+            "qweight": TensorSpec(torch.int32, (k, n // 8)),
+            "qzeros": TensorSpec(torch.int32, (groups, n // 8)),
+            "scales": TensorSpec(spec.scale_dtype, (groups, n)),
+        }
+
+    def infer_shape(self, shapes: Mapping[str, tuple[int, ...]], bits: int) -> tuple[int, int]:
+        rows, columns = shapes["qweight"]
+        return rows, columns * 8
+
+    def _pack(self, q: QuantizedTensor) -> dict[str, Tensor]:
+        return {
+            "qweight": _pack_interleaved(q.codes),
+            "qzeros": _pack_interleaved(q.zeros),
+            "scales": q.scales.contiguous(),
+        }
+
+    def _unpack(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> QuantizedTensor:
+        return QuantizedTensor(
+            codes=_unpack_interleaved(tensors["qweight"]),
+            scales=tensors["scales"],
+            zeros=_unpack_interleaved(tensors["qzeros"]),
+            g_idx=trivial_g_idx(spec.in_features, spec.group_size),
+            group_size=spec.channels_per_group,
+        )
+
+
+def _pack_interleaved(codes: Tensor) -> Tensor:
+    rows, columns = codes.shape
+    return pack_last(codes.reshape(rows, columns // 8, 8)[..., _ORDER], 4)
+
+
+def _unpack_interleaved(words: Tensor) -> Tensor:
+    return unpack_last(words, 4)[..., _INVERSE].flatten(-2)

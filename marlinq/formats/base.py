@@ -1,0 +1,180 @@
+"""What every on-disk layout offers, and the values it works with."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from marlinq.errors import CheckpointError, ConversionRefused
+from marlinq.formats.neutral import QuantizedTensor, group_count
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of one stored tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModuleSpec:
+    """What a config and the stored shapes say about one quantised linear, before its data is read.
+
+    ``group_size`` is -1 or positive, as configs write it; ``zero_writer`` names the program that packed
+    GPTQ v1 zeros where it is known (see :mod:`marlinq.formats.gptq`); ``scale_dtype`` is the stored dtype
+    of the scales.
+    """
+
+    in_features: int
+    out_features: int
+    group_size: int
+    bits: int = 4
+    symmetric: bool = True
+    scale_dtype: torch.dtype = torch.float16
+    zero_writer: str | None = None
+    has_g_idx: bool = False
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        return group_count(self.in_features, self.group_size)
+
+    @property
+    def channels_per_group(self) -> int:
+        """The group size with -1 resolved, and never above K."""
+        return self.in_features if self.group_size == -1 else min(self.group_size, self.in_features)
+
+
+class Format(ABC):
+    """One on-disk layout: what it can hold, and the way there and back.
+
+    A format never reads files or configs; it maps a module's tensors, keyed by the suffix after
+    ``<module>.``, to and from the neutral tuple.
+    """
+
+    name: str
+    """The name used on the command line."""
+    key: str
+    """The suffix whose presence marks a quantised module."""
+    suffixes: tuple[str, ...]
+    """All suffixes the layout owns; ``bias`` is never among them, it is carried unchanged."""
+    scale_dtype: torch.dtype | None = torch.float16
+    """The dtype that loaders of this layout expect of scales; None keeps what the tuple has."""
+
+    @abstractmethod
+    def shape_refusal(self, spec: ModuleSpec) -> str | None:
+        """Why a module of this shape, group size and width can't be stored, or None."""
+
+    def value_refusal(self, q: QuantizedTensor) -> str | None:
+        """Why these values can't be stored although the shape could, or None."""
+        return None
+
+    def refusal(self, q: QuantizedTensor, scale_dtype: torch.dtype | None = None) -> str | None:
+        """Why ``pack`` would refuse, or None when it is lossless."""
+        return (
+            self.shape_refusal(spec_of(q))
+            or self.value_refusal(q)
+            or _scale_refusal(q, scale_dtype or self.scale_dtype or q.scales.dtype)
+        )
+
+    @abstractmethod
+    def expected(self, spec: ModuleSpec) -> dict[str, TensorSpec]:
+        """The tensors, by suffix, that a module of this kind has on disk."""
+
+    @abstractmethod
+    def infer_shape(self, shapes: Mapping[str, tuple[int, ...]], bits: int) -> tuple[int, int]:
+        """(K, N) from the stored shapes alone."""
+
+    @abstractmethod
+    def _pack(self, q: QuantizedTensor) -> dict[str, Tensor]:
+        """The tensors of an accepted tuple."""
+
+    @abstractmethod
+    def _unpack(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> QuantizedTensor:
+        """The tuple of tensors whose names, shapes and dtypes have been checked."""
+
+    def pack(self, q: QuantizedTensor, scale_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """The module's tensors by suffix, its scales in ``scale_dtype`` (default: the layout's own).
+
+        Raises:
+            ConversionRefused: the layout can't hold ``q`` without loss; the message is the reason.
+        """
+        reason = self.refusal(q, scale_dtype)
+        if reason is not None:
+            raise ConversionRefused(f"{self.name}: {reason}")
+        dtype = scale_dtype or self.scale_dtype or q.scales.dtype
+        return self._pack(replace(q, scales=q.scales.to(dtype)))
+
+    def unpack(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> QuantizedTensor:
+        """The neutral tuple stored in ``tensors``.
+
+        Raises:
+            CheckpointError: a tensor is missing, unexpected, or of the wrong shape or dtype.
+            ConversionRefused: the stored values are ambiguous.
+        """
+        expected = self.expected(spec)
+        for suffix, want in expected.items():
+            found = tensors.get(suffix)
+            if found is None:
+                raise CheckpointError(f"{suffix}: expected {want.dtype} {list(want.shape)}, found no tensor")
+            if tuple(found.shape) != want.shape or found.dtype != want.dtype:
+                raise CheckpointError(
+                    f"{suffix}: expected {want.dtype} {list(want.shape)}, found {found.dtype} {list(found.shape)}"
+                )
+        extra = sorted(set(tensors) - set(expected))
+        if extra:
+            raise CheckpointError(f"{extra[0]}: not a tensor of a {self.name} module of this kind")
+        return self._unpack(tensors, spec)
+
+
+def spec_of(q: QuantizedTensor, zero_writer: str | None = None) -> ModuleSpec:
+    """The spec that describes ``q``; a single group counts as channelwise (-1)."""
+    return ModuleSpec(
+        in_features=q.in_features,
+        out_features=q.out_features,
+        group_size=-1 if q.groups == 1 else q.group_size,
+        bits=q.bits,
+        symmetric=q.symmetric,
+        scale_dtype=q.scales.dtype,
+        zero_writer=zero_writer,
+    )
+
+
+def _scale_refusal(q: QuantizedTensor, dtype: torch.dtype) -> str | None:
+    """Why the scales can't be cast to ``dtype`` exactly, or None.
+
+    NaN and infinity survive the cast as they are, so they are not refused here; ``verify`` reports them.
+    """
+    wide = q.scales.to(torch.float32)
+    back = wide.to(dtype).to(torch.float32)
+    changed = (wide != back) & ~(wide.isnan() & back.isnan())
+    count = int(changed.sum())
+    if count == 0:
+        return None
+    worst = float(wide[changed][0])
+    return (
+        f"{count} of {wide.numel()} scales are not exactly representable in {str(dtype).removeprefix('torch.')} "
+        f"(for example {worst!r})"
+    )
+
+
+def zero_range_refusal(q: QuantizedTensor, lowest: int) -> str | None:
+    """Why the zero points don't fit a field of ``q.bits`` bits that starts at ``lowest``, or None."""
+    highest = (1 << q.bits) - 1
+    low, high = int(q.zeros.min()), int(q.zeros.max())
+    if low >= lowest and high <= highest:
+        return None
+    wrong = low if low < lowest else high
+    return f"a zero point of {wrong} is outside the storable range {lowest}..{highest}"
+
+
+def g_idx_refusal(q: QuantizedTensor) -> str | None:
+    """Why a layout without g_idx can't hold ``q``, or None."""
+    if q.has_trivial_g_idx:
+        return None
+    return "activation order: g_idx is not k // group_size, and the layout has no g_idx"

@@ -1,0 +1,136 @@
+"""Marlin layout (IST-DASLab Marlin; docs/formats.md).
+
+    B int32 [K/16, 2N]     tiles of 16 (K) x 64 (N); 128 words a tile, word 4t + q for lane t = 0..31, q = 0..3
+    s float16 [G, N]       permuted so that a lane finds its scales together
+
+Slot i of word (t, q) of tile (kt, nt), with j = [0, 2, 4, 6, 1, 3, 5, 7][i] and R = [0, 1, 8, 9], holds
+
+    k = 16 kt + 2 (t % 4) + R[j % 4]        n = 64 nt + 16 q + t // 4 + 8 (j // 4)
+
+which is the register fragment of one lane for a 16x16 block of mma.m16n8k16. Codes are offset binary with
+zero 8; zero points and g_idx can't be stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from marlinq.formats.base import Format, ModuleSpec, TensorSpec, g_idx_refusal
+from marlinq.formats.neutral import QuantizedTensor, symmetric_zero, trivial_g_idx
+from marlinq.formats.nibbles import pack_last, unpack_last
+
+GROUP_SIZES = (32, 64, 128, -1)
+TILE_K = 16
+TILE_N = 64
+
+_SLOT_OF_J = [0, 4, 1, 5, 2, 6, 3, 7]
+_J_OF_SLOT = [0, 2, 4, 6, 1, 3, 5, 7]
+_SINGLE = [2 * i + c for i in range(4) for c in (0, 1, 8, 9, 16, 17, 24, 25)]
+_SINGLE_INVERSE = sorted(range(32), key=_SINGLE.__getitem__)
+
+
+class Marlin(Format):
+    """Marlin as serialised by its authors and by AutoGPTQ (``checkpoint_format: marlin``)."""
+
+    name = "marlin"
+    key = "B"
+    suffixes = ("B", "s")
+
+    def shape_refusal(self, spec: ModuleSpec) -> str | None:
+        if spec.bits != 4:
+            return f"{spec.bits} bits; Marlin has a 4-bit layout only"
+        if spec.in_features % TILE_K or spec.out_features % TILE_N:
+            return (
+                f"K={spec.in_features} must be a multiple of {TILE_K} "
+                f"and N={spec.out_features} of {TILE_N} (one tile)"
+            )
+        if spec.groups > 1 and spec.group_size not in GROUP_SIZES:
+            return f"group size {spec.group_size} is not one of 32, 64, 128, -1"
+        if spec.in_features % spec.channels_per_group:
+            return f"K={spec.in_features} is not a multiple of the group size {spec.group_size}"
+        return None
+
+    def strict_refusal(self, spec: ModuleSpec) -> str | None:
+        """Why the original kernel (K%128, N%256, group 128 or -1) can't run this module, or None."""
+        reason = self.shape_refusal(spec)
+        if reason is not None:
+            return reason
+        if spec.in_features % 128 or spec.out_features % 256:
+            return (
+                f"the original Marlin kernel needs K={spec.in_features} to be a multiple of 128 "
+                f"and N={spec.out_features} of 256"
+            )
+        if spec.groups > 1 and spec.group_size != 128:
+            return f"the original Marlin kernel takes group sizes 128 and -1, not {spec.group_size}"
+        return None
+
+    def value_refusal(self, q: QuantizedTensor) -> str | None:
+        if not q.symmetric:
+            count = int((q.zeros != symmetric_zero(q.bits)).sum())
+            return f"asymmetric: {count} of {q.zeros.numel()} zero points differ from 8, and Marlin stores none"
+        return g_idx_refusal(q)
+
+    def expected(self, spec: ModuleSpec) -> dict[str, TensorSpec]:
+        k, n = spec.in_features, spec.out_features
+        return {
+            "B": TensorSpec(torch.int32, (k // TILE_K, 2 * n)),
+            "s": TensorSpec(spec.scale_dtype, (spec.groups, n)),
+        }
+
+    def infer_shape(self, shapes: Mapping[str, tuple[int, ...]], bits: int) -> tuple[int, int]:
+        rows, columns = shapes["B"]
+        return rows * TILE_K, columns // 2
+
+    def _pack(self, q: QuantizedTensor) -> dict[str, Tensor]:
+        return {"B": pack_tiles(q.codes), "s": permute_scales(q.scales)}
+
+    def _unpack(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> QuantizedTensor:
+        return QuantizedTensor(
+            codes=unpack_tiles(tensors["B"]),
+            scales=unpermute_scales(tensors["s"]),
+            zeros=torch.full((spec.groups, spec.out_features), 8, dtype=torch.uint8),
+            g_idx=trivial_g_idx(spec.in_features, spec.group_size),
+            group_size=spec.channels_per_group,
+        )
+
+
+def pack_tiles(codes: Tensor) -> Tensor:
+    """uint8 codes [K, N] to Marlin words int32 [K/16, 2N]; K % 16 == 0, N % 64 == 0."""
+    k, n = codes.shape
+    # k = (kt, a, tl, b), n = (nt, q, jh, th): j = 4 jh + 2 a + b, lane = 4 th + tl.
+    tiles = codes.reshape(k // 16, 2, 4, 2, n // 64, 4, 2, 8).permute(0, 4, 7, 2, 5, 6, 1, 3)
+    by_j = tiles.reshape(k // 16, 2 * n, 8)
+    return pack_last(by_j[..., _J_OF_SLOT], 4)
+
+
+def unpack_tiles(words: Tensor) -> Tensor:
+    """Marlin words int32 [K/16, 2N] to uint8 codes [K, N]; the inverse of :func:`pack_tiles`."""
+    rows, columns = words.shape
+    by_j = unpack_last(words, 4)[..., _SLOT_OF_J]
+    tiles = by_j.reshape(rows, columns // 128, 8, 4, 4, 2, 2, 2).permute(0, 6, 3, 7, 1, 4, 5, 2)
+    return tiles.reshape(rows * 16, columns // 2)
+
+
+def permute_scales(scales: Tensor) -> Tensor:
+    """[G, N] in channel order to the stored order: an 8x8 transpose in every 64 columns, or, for a single
+    group, a fixed permutation of every 32."""
+    groups, n = scales.shape
+    if groups > 1:
+        return _transpose_8x8(scales)
+    return scales.reshape(groups, n // 32, 32)[..., _SINGLE].reshape(groups, n).contiguous()
+
+
+def unpermute_scales(scales: Tensor) -> Tensor:
+    """The inverse of :func:`permute_scales`."""
+    groups, n = scales.shape
+    if groups > 1:
+        return _transpose_8x8(scales)
+    return scales.reshape(groups, n // 32, 32)[..., _SINGLE_INVERSE].reshape(groups, n).contiguous()
+
+
+def _transpose_8x8(scales: Tensor) -> Tensor:
+    groups, n = scales.shape
+    return scales.reshape(groups, n // 64, 8, 8).transpose(2, 3).reshape(groups, n).contiguous()

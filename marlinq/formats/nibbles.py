@@ -1,0 +1,62 @@
+"""Packing of unsigned 4- and 8-bit codes into int32 words, natural order.
+
+Slot i of a word holds bits ``bits*i .. bits*i + bits - 1``, i = 0 least significant. The words are int32 bit
+patterns; their sign bit is data. Everything works on the bytes of the little-endian word, so no
+intermediate is wider than one byte a code.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from marlinq.errors import EnvironmentProblem
+
+if sys.byteorder != "little":  # every view below relies on it
+    raise EnvironmentProblem("marlinq needs a little-endian host; this one is big-endian")
+
+
+def slots_per_word(bits: int) -> int:
+    """Codes in one int32 word: 8 for 4 bits, 4 for 8 bits."""
+    return 32 // bits
+
+
+def unpack_last(words: Tensor, bits: int) -> Tensor:
+    """int32 [..., W] to uint8 [..., W, 32 / bits]: the slots of each word in natural order."""
+    octets = words.contiguous().view(torch.uint8).reshape(*words.shape, 4)
+    if bits == 8:
+        return octets
+    return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
+
+
+def pack_last(codes: Tensor, bits: int) -> Tensor:
+    """uint8 [..., W, 32 / bits] to int32 [..., W]; the inverse of :func:`unpack_last`."""
+    octets = codes if bits == 8 else codes[..., 0::2] | (codes[..., 1::2] << 4)
+    return octets.contiguous().view(torch.int32).squeeze(-1)
+
+
+def unpack_rows(words: Tensor, bits: int) -> Tensor:
+    """int32 [R, C] packed along dim 0 to uint8 [R * 32 / bits, C]."""
+    rows, columns = words.shape
+    return unpack_last(words, bits).permute(0, 2, 1).reshape(rows * slots_per_word(bits), columns)
+
+
+def pack_rows(codes: Tensor, bits: int) -> Tensor:
+    """uint8 [R * 32 / bits, C] to int32 [R, C] packed along dim 0."""
+    slots = slots_per_word(bits)
+    rows, columns = codes.shape
+    return pack_last(codes.reshape(rows // slots, slots, columns).permute(0, 2, 1), bits)
+
+
+def unpack_columns(words: Tensor, bits: int) -> Tensor:
+    """int32 [R, C] packed along dim 1 to uint8 [R, C * 32 / bits]."""
+    return unpack_last(words, bits).flatten(-2)
+
+
+def pack_columns(codes: Tensor, bits: int) -> Tensor:
+    """uint8 [R, C * 32 / bits] to int32 [R, C] packed along dim 1."""
+    slots = slots_per_word(bits)
+    rows, columns = codes.shape
+    return pack_last(codes.reshape(rows, columns // slots, slots), bits)
