@@ -25,7 +25,8 @@ def slots_per_word(bits: int) -> int:
 
 def unpack_last(words: Tensor, bits: int) -> Tensor:
     """int32 [..., W] to uint8 [..., W, 32 / bits]: the slots of each word in natural order."""
-    octets = words.contiguous().view(torch.uint8).reshape(*words.shape, 4)
+    # Flat first: a dimension of size 1 may carry any stride, which view(dtype) does not accept.
+    octets = words.reshape(-1).view(torch.uint8).reshape(*words.shape, 4)
     if bits == 8:
         return octets
     return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
@@ -34,7 +35,7 @@ def unpack_last(words: Tensor, bits: int) -> Tensor:
 def pack_last(codes: Tensor, bits: int) -> Tensor:
     """uint8 [..., W, 32 / bits] to int32 [..., W]; the inverse of :func:`unpack_last`."""
     octets = codes if bits == 8 else codes[..., 0::2] | (codes[..., 1::2] << 4)
-    return octets.contiguous().view(torch.int32).squeeze(-1)
+    return octets.reshape(-1).view(torch.int32).reshape(codes.shape[:-1])
 
 
 def unpack_rows(words: Tensor, bits: int) -> Tensor:
