@@ -70,7 +70,7 @@ class Marlin(Format):
     def value_refusal(self, q: QuantizedTensor) -> str | None:
         if not q.symmetric:
             count = int((q.zeros != symmetric_zero(q.bits)).sum())
-            return f"asymmetric: {count} of {q.zeros.numel()} zero points differ from 8, and Marlin stores none"
+            return f"asymmetric: {count} of {q.zeros.numel()} zero points differ from 8; Marlin stores none"
         return g_idx_refusal(q)
 
     def expected(self, spec: ModuleSpec) -> dict[str, TensorSpec]:

@@ -21,7 +21,7 @@ _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def group_count(in_features: int, group_size: int) -> int:
-    """Number of groups along K; ``group_size`` -1 means one group (channelwise). A last group may be short."""
+    """Groups along K; ``group_size`` -1 means one group (channelwise). A last group may be short."""
     return 1 if group_size == -1 else -(-in_features // group_size)
 
 
@@ -128,9 +128,7 @@ class QuantizedTensor:
         scales of equal value agree while -0.0 and 0.0 do not.
         """
         if (self.bits, self.group_size) != (other.bits, other.group_size):
-            return (
-                f"bits/group_size {self.bits}/{self.group_size} against {other.bits}/{other.group_size}"
-            )
+            return f"bits/group_size {self.bits}/{self.group_size} against {other.bits}/{other.group_size}"
         pairs = (
             ("codes", self.codes, other.codes),
             (

@@ -1,0 +1,29 @@
+"""Hugging Face checkpoint folders: untrusted input, planned output, quantization_config."""
+
+from __future__ import annotations
+
+from marlinq.checkpoint.emit import emit_quantization_config, extra_configs
+from marlinq.checkpoint.header import TensorInfo, TensorPlan
+from marlinq.checkpoint.quantization_config import (
+    ModuleSettings,
+    QuantizationConfig,
+    read_quantization_config,
+)
+from marlinq.checkpoint.quantized import QuantizedCheckpoint
+from marlinq.checkpoint.reader import MANIFEST, Checkpoint
+from marlinq.checkpoint.writer import DEFAULT_MAX_SHARD_BYTES, CheckpointWriter
+
+__all__ = [
+    "DEFAULT_MAX_SHARD_BYTES",
+    "MANIFEST",
+    "Checkpoint",
+    "CheckpointWriter",
+    "ModuleSettings",
+    "QuantizationConfig",
+    "QuantizedCheckpoint",
+    "TensorInfo",
+    "TensorPlan",
+    "emit_quantization_config",
+    "extra_configs",
+    "read_quantization_config",
+]

@@ -1,0 +1,133 @@
+"""A quantised checkpoint seen as named neutral tuples and the tensors around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from marlinq.checkpoint.quantization_config import QuantizationConfig, read_quantization_config
+from marlinq.checkpoint.reader import Checkpoint
+from marlinq.errors import CheckpointError, MarlinqError
+from marlinq.formats import FORMATS, Format, ModuleSpec, QuantizedTensor
+
+_EMBEDDING_MARKS = ("embed", "wte", "wpe", "norm")
+
+
+@dataclass(frozen=True)
+class QuantizedCheckpoint:
+    """An open quantised checkpoint.
+
+    Attributes:
+        checkpoint: the folder.
+        config: its quantization_config.
+        format: the layout of its quantised modules.
+        modules: every quantised module and what is stored for it, in file order.
+        passthrough: the tensors that belong to no quantised module (norms, embeddings, biases), in file order.
+    """
+
+    checkpoint: Checkpoint
+    config: QuantizationConfig
+    format: Format
+    modules: dict[str, ModuleSpec]
+    passthrough: list[str]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
+        """The quantised view of ``checkpoint``, or None when it is not quantised.
+
+        Raises:
+            CheckpointError: config and tensors contradict each other.
+            UnsupportedError: the quantisation method is not one marlinq reads.
+        """
+        config = read_quantization_config(checkpoint.path, checkpoint.config)
+        if config is None:
+            return None
+        layout = FORMATS[config.format]
+        modules = {}
+        for name in checkpoint.tensors:
+            stem, _, suffix = name.rpartition(".")
+            if suffix == layout.key:
+                modules[stem] = _spec(checkpoint, config, layout, stem)
+        if not modules:
+            raise CheckpointError(
+                f"{checkpoint.path}: quantization_config says {config.format}, but no tensor ends in .{layout.key}"
+            )
+        owned = {f"{module}.{suffix}" for module in modules for suffix in layout.suffixes}
+        passthrough = [name for name in checkpoint.tensors if name not in owned]
+        stray = [name for name in passthrough if name.rpartition(".")[2] in layout.suffixes]
+        if stray:
+            raise CheckpointError(
+                f"{checkpoint.path}: tensor {stray[0]} belongs to a {config.format} module without .{layout.key}"
+            )
+        return cls(checkpoint, config, layout, modules, passthrough)
+
+    def load(self, module: str) -> QuantizedTensor:
+        """The neutral tuple of ``module``.
+
+        Raises:
+            CheckpointError: a tensor is missing, of the wrong shape or out of range.
+            ConversionRefused: its stored values are ambiguous (GPTQ v1 zeros of an unknown writer).
+        """
+        names = self.tensor_names(module)
+        try:
+            return self.format.unpack(
+                {suffix: self.checkpoint.tensor(name) for suffix, name in names.items()}, self.modules[module]
+            )
+        except MarlinqError as error:
+            raise type(error)(f"{self.checkpoint.path}: {module}: {error}") from None
+
+    def tensor_names(self, module: str) -> dict[str, str]:
+        """The stored tensors of ``module`` by suffix."""
+        names = {suffix: f"{module}.{suffix}" for suffix in self.format.suffixes}
+        return {suffix: name for suffix, name in names.items() if name in self.checkpoint.tensors}
+
+    def unquantized_linears(self) -> list[str]:
+        """Modules that hold a two-dimensional floating-point weight and are no embedding or norm, and lm_head
+        unless it is quantised: a tied lm_head has no tensor but is a linear all the same."""
+        found = []
+        for name in self.passthrough:
+            module, _, suffix = name.rpartition(".")
+            info = self.checkpoint.tensors[name]
+            last = module.rpartition(".")[2]
+            if (
+                suffix == "weight"
+                and len(info.shape) == 2
+                and not any(mark in last for mark in _EMBEDDING_MARKS)
+            ):
+                found.append(module)
+        if not any(name.rpartition(".")[2] in ("lm_head", "embed_out") for name in (*found, *self.modules)):
+            found.append("lm_head")
+        return found
+
+
+def _spec(checkpoint: Checkpoint, config: QuantizationConfig, layout: Format, module: str) -> ModuleSpec:
+    settings = config.settings(module)
+    where = f"{checkpoint.path}: {module}"
+    if settings is None:
+        raise CheckpointError(f"{where}: is quantised, but quantization_config excludes it")
+    infos = {
+        suffix: checkpoint.tensors[f"{module}.{suffix}"]
+        for suffix in layout.suffixes
+        if f"{module}.{suffix}" in checkpoint.tensors
+    }
+    if len(infos[layout.key].shape) != 2:
+        raise CheckpointError(
+            f"{where}.{layout.key}: expected two dimensions, found shape {list(infos[layout.key].shape)}; "
+            "stacked experts are not supported"
+        )
+    k, n = layout.infer_shape({suffix: info.shape for suffix, info in infos.items()}, settings.bits)
+    if k == 0 or n == 0:
+        raise CheckpointError(f"{where}.{layout.key}: empty, shape {list(infos[layout.key].shape)}")
+    scale_name = next((suffix for suffix in ("scales", "s", "weight_scale") if suffix in infos), None)
+    if scale_name is None:
+        raise CheckpointError(f"{where}: the scales tensor is missing")
+    symmetric = {"marlin": True, "awq": False}.get(layout.name, settings.symmetric is not False)
+    return ModuleSpec(
+        in_features=k,
+        out_features=n,
+        group_size=settings.group_size if settings.group_size < k else -1,
+        bits=settings.bits,
+        symmetric=symmetric,
+        scale_dtype=infos[scale_name].dtype,
+        zero_writer=config.zero_writer,
+        has_g_idx="weight_g_idx" in infos,
+    )

@@ -1,0 +1,248 @@
+"""A Hugging Face checkpoint folder, read lazily and treated as hostile.
+
+Nothing is unpickled and no code of the checkpoint is run. Index files can't point outside the folder,
+symbolic links can't lead out of it (the Hub cache's own links to its blobs excepted), headers are checked
+before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from marlinq.checkpoint.header import TensorInfo, parse_json, read_header, read_tensor
+from marlinq.errors import CheckpointError, EnvironmentProblem
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MANIFEST = "marlinq.json"
+QUANTIZE_CONFIGS = ("quantize_config.json", "quant_config.json")
+
+_MAX_JSON_BYTES = 64 * 1024 * 1024
+_WEIGHT_SUFFIXES = (
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json", ".npz"
+)  # fmt: skip
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An open checkpoint folder; build it with :meth:`open`.
+
+    Attributes:
+        path: the folder.
+        config: ``config.json`` as parsed.
+        tensors: every stored tensor by name, shard by shard in file order.
+        side_files: relative paths of all other files a copy needs (tokenizer, templates, code), sorted.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    side_files: list[str]
+
+    @classmethod
+    def open(cls, source: str | os.PathLike[str], *, revision: str | None = None) -> Checkpoint:
+        """Open a local folder, or download a Hub id such as ``org/name`` and open it.
+
+        Raises:
+            CheckpointError: the folder is absent, incomplete, inconsistent or hostile.
+            EnvironmentProblem: a Hub id could not be downloaded.
+        """
+        folder = locate(source, revision=revision)
+        config = read_json(folder, CONFIG)
+        tensors = _read_tensors(folder)
+        return cls(folder, config, tensors, _side_files(folder))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all stored tensors."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    @property
+    def shards(self) -> list[str]:
+        """The shard files, in order of first use."""
+        return list(dict.fromkeys(info.shard for info in self.tensors.values()))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor ``name`` on the CPU, in memory of its own.
+
+        Raises:
+            CheckpointError: there is no such tensor, or its file was truncated.
+        """
+        info = self.tensors.get(name)
+        if info is None:
+            raise CheckpointError(f"{self.path}: no tensor named {name}")
+        return read_tensor(self.path / info.shard, info)
+
+    def identity(self) -> str:
+        """A hash of the config and of every tensor's name, dtype, shape, place and file time.
+
+        It tells whether a resumed run reads the same checkpoint without reading the weights.
+        """
+        digest = hashlib.sha256(repr(sorted(self.config.items())).encode())
+        for info in self.tensors.values():
+            digest.update(repr((info.name, str(info.dtype), info.shape, info.shard, info.offset)).encode())
+        for shard in self.shards:
+            stat = (self.path / shard).stat()
+            digest.update(repr((shard, stat.st_size, stat.st_mtime_ns)).encode())
+        return digest.hexdigest()
+
+
+def locate(source: str | os.PathLike[str], *, revision: str | None = None) -> Path:
+    """The local folder of ``source``; a Hub id is downloaded (safetensors, configs and text files only)."""
+    folder = Path(source)
+    if folder.is_dir():
+        return folder
+    text = os.fspath(source)
+    if folder.exists() or not _HUB_ID.fullmatch(text):
+        raise CheckpointError(f"{text}: not a folder, and not a Hub id of the form organisation/name")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    patterns = [
+        "*.safetensors",
+        "*.json",
+        "*.txt",
+        "*.model",
+        "*.jinja",
+        "*.py",
+        "*.md",
+        "LICENSE*",
+        "*.tiktoken",
+    ]
+    try:
+        return Path(snapshot_download(text, revision=revision, allow_patterns=patterns))
+    except RepositoryNotFoundError:
+        raise CheckpointError(f"{text}: neither a local folder nor a repository on the Hub") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise EnvironmentProblem(
+            f"{text}: not a local folder, and the Hub can't be reached ({reason}); pass a folder or go online"
+        ) from None
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON object from ``folder / name``.
+
+    Raises:
+        CheckpointError: missing, too large, outside the folder, or not an object.
+    """
+    path = _inside(folder, name)
+    if path.stat().st_size > _MAX_JSON_BYTES:
+        raise CheckpointError(f"{path}: larger than {_MAX_JSON_BYTES} bytes; refusing to read it")
+    value = parse_json(path.read_bytes(), str(path))
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _roots(folder: Path) -> tuple[Path, ...]:
+    real = folder.resolve()
+    # The Hub cache keeps <repo>/snapshots/<revision>/file -> ../../blobs/<hash>.
+    if real.parent.name == "snapshots" and (real.parent.parent / "blobs").is_dir():
+        return real, real.parent.parent / "blobs"
+    return (real,)
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """``folder / name`` as an existing regular file that really lies inside the folder."""
+    if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+        raise CheckpointError(f"{folder}: refers to the file {name!r}, which is not a plain file name")
+    path = folder / name
+    real = path.resolve()
+    if not any(root == real.parent or root in real.parents for root in _roots(folder)):
+        raise CheckpointError(f"{path}: a symbolic link that leads out of the folder; replace it by the file")
+    if not real.is_file():
+        raise CheckpointError(f"{path}: missing; the checkpoint is incomplete")
+    return path
+
+
+def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
+    index = _read_index(folder)
+    shards = sorted(set(index.values())) if index is not None else _unindexed_shards(folder)
+    tensors: dict[str, TensorInfo] = {}
+    for shard in shards:
+        for info in read_header(_inside(folder, shard)):
+            if info.name in tensors:
+                raise CheckpointError(
+                    f"{folder}: tensor {info.name} is stored twice, in {tensors[info.name].shard} and {shard}"
+                )
+            if index is not None and index.get(info.name) != shard:
+                listed = index.get(info.name)
+                where = f"lists it in {listed}" if listed else "does not list it"
+                raise CheckpointError(f"{folder / shard}: holds tensor {info.name}, but {INDEX} {where}")
+            tensors[info.name] = info
+    missing = sorted(set(index or ()) - set(tensors))
+    if index is not None and missing:
+        raise CheckpointError(
+            f"{folder / index[missing[0]]}: tensor {missing[0]} is listed in {INDEX} but not stored there "
+            f"({len(missing)} such tensors)"
+        )
+    return tensors
+
+
+def _read_index(folder: Path) -> dict[str, str] | None:
+    if not (folder / INDEX).exists():
+        return None
+    weight_map = read_json(folder, INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder / INDEX}: expected a non-empty weight_map object")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{folder / INDEX}: tensor {name} points to {shard!r}, not to a safetensors file"
+            )
+    return weight_map
+
+
+def _unindexed_shards(folder: Path) -> list[str]:
+    if (folder / SINGLE).exists():
+        return [SINGLE]
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    if len(found) == 1:
+        return found
+    if found:
+        raise CheckpointError(
+            f"{folder}: {len(found)} safetensors files but no {INDEX}; download the index too"
+        )
+    pickles = sorted(path.name for path in folder.glob("*.bin"))
+    if pickles:
+        raise CheckpointError(
+            f"{folder / pickles[0]}: pickled weights are never loaded; save the model again as safetensors"
+        )
+    raise CheckpointError(f"{folder}: no safetensors file; pass the folder of a Hugging Face checkpoint")
+
+
+def _side_files(folder: Path) -> list[str]:
+    return sorted(
+        name
+        for name in _walk(folder)
+        if name not in (CONFIG, MANIFEST, *QUANTIZE_CONFIGS) and not name.endswith(_WEIGHT_SUFFIXES)
+    )
+
+
+def _walk(folder: Path) -> Iterator[str]:
+    roots = _roots(folder)
+    for parent, folders, files in os.walk(folder, followlinks=False):
+        # Hidden folders hold version control and download bookkeeping.
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in files:
+            if name.startswith("."):
+                continue
+            path = Path(parent) / name
+            real = path.resolve()
+            if not any(root in real.parents for root in roots):
+                raise CheckpointError(
+                    f"{path}: a symbolic link that leads out of the folder; replace it by the file"
+                )
+            if real.is_file():
+                yield str(path.relative_to(folder))
