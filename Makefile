@@ -1,0 +1,49 @@
+# The targets need nothing but Python 3.11+ and make; everything is installed into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test lint format docs clean
+
+help:
+	@echo "make quickstart   quantise, convert, verify, evaluate and run a small model, with commentary"
+	@echo "make test         ruff, mypy and the whole CPU test suite with coverage"
+	@echo "make lint         ruff and mypy only"
+	@echo "make format       let ruff format and fix the sources"
+	@echo "make docs         regenerate the command-line reference (docs/cli.md)"
+	@echo "make clean        remove the environment, caches and the quickstart's files"
+
+# Rebuilt only when the requirements change; the package itself is installed editable.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "marlinq needs Python 3.11 or newer; choose one with: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,quickstart]"
+	@touch $@
+
+install: $(INSTALLED)
+
+quickstart: $(INSTALLED)
+	$(BIN)/python scripts/quickstart.py
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint
+	$(BIN)/python -m pytest --cov --cov-report=term $(PYTEST_ARGS)
+
+docs: $(INSTALLED)
+	$(BIN)/python -m marlinq.cli.reference docs/cli.md
+
+clean:
+	rm -rf $(VENV) quickstart build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage coverage.xml
+	find marlinq tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

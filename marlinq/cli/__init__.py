@@ -1,0 +1,87 @@
+"""The command line: every command parses its arguments, calls one operation and prints its report.
+
+Commands live one to a file and are imported when they are asked for; none of them imports torch before it
+runs, so ``marlinq --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+
+from marlinq import __version__
+from marlinq.cli.output import print_error, show_warnings_briefly
+from marlinq.errors import MarlinqError, UsageError
+
+COMMANDS = {
+    "quantize": "marlinq.cli.quantize",
+    "convert": "marlinq.cli.convert",
+    "verify": "marlinq.cli.verify",
+    "inspect": "marlinq.cli.inspect",
+    "eval": "marlinq.cli.evaluate",
+    "generate": "marlinq.cli.generate",
+    "bench": "marlinq.cli.bench",
+    "doctor": "marlinq.cli.doctor",
+}
+"""The module of each command, which calls it ``command``; in the order of a checkpoint's life."""
+
+_RESUMABLE = ("quantize",)
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(COMMANDS[cmd_name]).command
+        return command
+
+
+@click.group(
+    cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
+@click.version_option(__version__, "--version", prog_name="marlinq", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Quantise language models to INT4, convert between checkpoint formats, verify and run them."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with the code of what happened.
+
+    0 means success; the errors of ``marlinq.errors`` have their own codes (a usage error is 2, as in
+    click); 130 means interrupted. Anything else is a bug and keeps its traceback.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = "--json" in arguments
+    show_warnings_briefly()
+    try:
+        status = cli.main(args=arguments, prog_name="marlinq", standalone_mode=False)
+    except click.Abort:
+        _say_interrupted(arguments)
+        sys.exit(130)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        sys.exit(UsageError.exit_code)
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx else "marlinq"
+        message = f"{error.format_message().rstrip('.')}; see {where} --help"
+        sys.exit(print_error(UsageError(message), as_json=as_json))
+    except click.ClickException as error:
+        sys.exit(print_error(UsageError(error.format_message()), as_json=as_json))
+    except MarlinqError as error:
+        sys.exit(print_error(error, as_json=as_json))
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _say_interrupted(arguments: list[str]) -> None:
+    if arguments and arguments[0] in _RESUMABLE:
+        again = [*arguments, *([] if "--resume" in arguments else ["--resume"])]
+        click.echo(f"interrupted; continue with: {shlex.join(['marlinq', *again])}", err=True)
+    else:
+        click.echo("interrupted", err=True)

@@ -1,0 +1,6 @@
+"""``python -m marlinq.cli`` is the ``marlinq`` command."""
+
+from marlinq.cli import main
+
+if __name__ == "__main__":
+    main()

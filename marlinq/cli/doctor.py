@@ -1,0 +1,23 @@
+"""``marlinq doctor``."""
+
+from __future__ import annotations
+
+import click
+
+from marlinq.cli.options import json_option
+from marlinq.cli.output import print_report
+from marlinq.errors import EnvironmentProblem
+
+
+@click.command("doctor", short_help="Say what works on this machine, and how to fix the rest.")
+@json_option
+def command(as_json: bool) -> int:
+    """Say what is installed, what will and won't work on this machine, and how to fix it.
+
+    The exit code is 0 when everything works that needs no GPU.
+    """
+    from marlinq.environment import examine
+
+    report = examine()
+    print_report(report, as_json=as_json)
+    return 0 if report.ok else EnvironmentProblem.exit_code

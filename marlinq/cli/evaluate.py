@@ -1,0 +1,56 @@
+"""``marlinq eval``."""
+
+from __future__ import annotations
+
+import click
+
+from marlinq.cli.options import device_option, json_option, trust_remote_code_option
+from marlinq.cli.output import print_report, progress_bar
+
+
+@click.command(
+    "eval",
+    short_help="Measure perplexity and the distance to an original.",
+    context_settings={"show_default": True},
+)
+@click.argument("model")
+@click.option(
+    "--against", metavar="ORIGINAL", help="Also measure KL divergence and top-1 agreement with this model."
+)
+@click.option(
+    "--text",
+    metavar="FILE|DATASET",
+    help="Text to evaluate on; without it, text that the original generates from a fixed seed.",
+)
+@click.option(
+    "--windows", type=click.IntRange(min=1), default=32, help="Windows of text to evaluate, at most."
+)
+@click.option("--length", type=click.IntRange(min=2), default=1024, help="Tokens a window.")
+@device_option
+@trust_remote_code_option
+@json_option
+def command(
+    model: str,
+    against: str | None,
+    text: str | None,
+    windows: int,
+    length: int,
+    device: str,
+    trust_remote_code: bool,
+    as_json: bool,
+) -> None:
+    """Measure the perplexity of MODEL, quantised or not, and how far it is from an original."""
+    from marlinq.evaluation import evaluate
+
+    with progress_bar() as progress:
+        report = evaluate(
+            model,
+            against=against,
+            text=text,
+            windows=windows,
+            length=length,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+        )
+    print_report(report, as_json=as_json)

@@ -1,0 +1,59 @@
+"""``marlinq generate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from marlinq.cli.options import FOLDER, device_option, dtype_option, json_option
+from marlinq.cli.output import print_report
+from marlinq.errors import UsageError
+
+
+@click.command("generate", short_help="Continue a prompt.", context_settings={"show_default": True})
+@click.argument("checkpoint", type=FOLDER, metavar="CKPT")
+@click.option("--prompt", required=True, help="Text to continue.")
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=1), default=128, help="Tokens to generate, at most."
+)
+@click.option("--greedy", is_flag=True, help="Take the likeliest token every time.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Sample with this temperature. [default: 1.0]",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of the sampling.")
+@device_option
+@dtype_option
+@json_option
+def command(
+    checkpoint: Path,
+    prompt: str,
+    max_new_tokens: int,
+    greedy: bool,
+    temperature: float | None,
+    seed: int,
+    device: str,
+    dtype: str,
+    as_json: bool,
+) -> None:
+    """Load the checkpoint CKPT and continue a prompt; prints the text as it comes, then tokens a second."""
+    if greedy and temperature is not None:
+        raise UsageError("--greedy and --temperature contradict each other; keep one")
+    from marlinq.runtime import generate, load
+
+    model = load(checkpoint, device=device, dtype=dtype)
+    report = generate(
+        model,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=None if greedy else temperature or 1.0,
+        seed=seed,
+        on_text=None if as_json else _print_piece,
+    )
+    print_report(report, as_json=as_json)
+
+
+def _print_piece(text: str) -> None:
+    click.echo(text, nl=False)

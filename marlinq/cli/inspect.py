@@ -1,0 +1,24 @@
+"""``marlinq inspect``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from marlinq.cli.options import FOLDER, json_option
+from marlinq.cli.output import print_report
+
+
+@click.command("inspect", short_help="Say what a checkpoint holds and what can run it.")
+@click.argument("checkpoint", type=FOLDER, metavar="CKPT")
+@click.option("--modules", is_flag=True, help="List every module.")
+@json_option
+def command(checkpoint: Path, modules: bool, as_json: bool) -> None:
+    """Say what the quantised checkpoint CKPT holds, its size, and which kernels can run it and why.
+
+    Reads headers and configuration, not the weights.
+    """
+    from marlinq.inspection import inspect
+
+    print_report(inspect(checkpoint, modules=modules), as_json=as_json)

@@ -1,0 +1,35 @@
+"""``marlinq verify``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from marlinq.cli.options import FOLDER, json_option
+from marlinq.cli.output import print_report, progress_bar
+from marlinq.errors import VerificationFailed
+
+
+@click.command("verify", short_help="Check a quantised checkpoint.")
+@click.argument("checkpoint", type=FOLDER, metavar="CKPT")
+@click.option(
+    "--against",
+    metavar="ORIGINAL",
+    help="The model that was quantised, or another conversion of it: compares every weight.",
+)
+@click.option(
+    "--logits", is_flag=True, help="Also compare each layer's output and the logits with ORIGINAL's."
+)
+@json_option
+def command(checkpoint: Path, against: str | None, logits: bool, as_json: bool) -> int:
+    """Check the quantised checkpoint CKPT: structure, round trips, numbers, and kernels where there is a GPU.
+
+    The exit code is 0 only if every check holds.
+    """
+    from marlinq.verification import verify
+
+    with progress_bar() as progress:
+        report = verify(checkpoint, against=against, logits=logits, progress=progress)
+    print_report(report, as_json=as_json)
+    return 0 if report.ok else VerificationFailed.exit_code
