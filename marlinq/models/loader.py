@@ -1,0 +1,147 @@
+"""Materialising parts of a model that lives on the meta device, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from marlinq.errors import CheckpointError
+from marlinq.models.names import TensorNames
+from marlinq.models.structure import DecoderStructure
+
+
+class TensorSource(Protocol):
+    """The part of a checkpoint that a loader needs."""
+
+    @property
+    def path(self) -> object: ...
+
+    @property
+    def tensors(self) -> Mapping[str, object]: ...
+
+    def tensor(self, name: str) -> Tensor: ...
+
+
+class BlockLoader:
+    """Gives modules of ``structure.model`` their weights and takes them away again.
+
+    Args:
+        structure: the model, parameters on the meta device.
+        checkpoint: where tensors are read from, lazily.
+        device: where they go.
+        dtype: what floating point parameters are cast to.
+    """
+
+    def __init__(
+        self,
+        structure: DecoderStructure,
+        checkpoint: TensorSource,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.structure = structure
+        self.device = device
+        self.dtype = dtype
+        self._checkpoint = checkpoint
+        self.names = TensorNames(structure, checkpoint.tensors.keys(), source=str(checkpoint.path))
+
+    def read(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
+        """The stored tensor of a parameter, on the CPU in its stored dtype.
+
+        Raises:
+            CheckpointError: it is missing or its shape is not ``shape``.
+        """
+        stored = self.names.require(parameter)
+        tensor = self._checkpoint.tensor(stored)
+        if tuple(tensor.shape) != tuple(shape):
+            raise CheckpointError(
+                f"{self._checkpoint.path}: tensor {stored!r}: expected shape {list(shape)} from config.json, "
+                f"found {list(tensor.shape)}"
+            )
+        return tensor
+
+    def materialise(self, name: str, *, recurse: bool = True) -> nn.Module:
+        """Loads the parameters and buffers of the module ``name`` ("" is the model); returns the module."""
+        module: nn.Module = self.structure.model.get_submodule(name)
+        for inner, owner in list(module.named_modules()) if recurse else [("", module)]:
+            path = ".".join(part for part in (name, inner) if part)
+            for key, parameter in owner.named_parameters(recurse=False):
+                if not parameter.is_meta:
+                    continue
+                tensor = self.read(f"{path}.{key}" if path else key, tuple(parameter.shape))
+                dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+                value = tensor.to(device=self.device, dtype=dtype)
+                owner._parameters[key] = nn.Parameter(value, requires_grad=False)
+            for key, buffer in owner.named_buffers(recurse=False):
+                owner._buffers[key] = self._buffer(owner, f"{path}.{key}" if path else key, key, buffer)
+        return module
+
+    def _buffer(self, owner: nn.Module, full: str, key: str, buffer: Tensor) -> Tensor:
+        persistent = key not in owner._non_persistent_buffers_set
+        if persistent and self.names.own(full) is not None:
+            return self.read(full, tuple(buffer.shape)).to(self.device)
+        return buffer.to(self.device)
+
+    def release(self, name: str, *, recurse: bool = True) -> None:
+        """Puts the parameters of the module ``name`` back on the meta device."""
+        module = self.structure.model.get_submodule(name)
+        for owner in list(module.modules()) if recurse else [module]:
+            for key, parameter in owner.named_parameters(recurse=False):
+                owner._parameters[key] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+    @contextmanager
+    def loaded(self, name: str) -> Iterator[nn.Module]:
+        """The module ``name`` with its weights, for the length of a ``with`` statement."""
+        try:
+            yield self.materialise(name)
+        finally:
+            self.release(name)
+
+    def block(self, index: int) -> nn.Module:
+        """Materialises decoder block ``index``."""
+        return self.materialise(self.structure.blocks[index].name)
+
+    def release_block(self, index: int) -> None:
+        """Releases decoder block ``index``."""
+        self.release(self.structure.blocks[index].name)
+
+    @contextmanager
+    def outer(self) -> Iterator[nn.Module]:
+        """The model without blocks and head: all that runs before, between and after the decoder blocks.
+
+        Yields :attr:`DecoderStructure.replay_root`.
+        """
+        names = self._outer_modules()
+        try:
+            for name in names:
+                self.materialise(name, recurse=False)
+            yield self.structure.replay_root
+        finally:
+            for name in names:
+                self.release(name, recurse=False)
+
+    def _outer_modules(self) -> list[str]:
+        root_name = self.structure.replay_root_name
+        inside = self.structure.blocks_name
+        head = self.structure.model.get_output_embeddings()
+        found = []
+        for name, module in self.structure.replay_root.named_modules():
+            full = ".".join(part for part in (root_name, name) if part)
+            if full.startswith(inside + ".") or module is head:
+                continue
+            found.append(full)
+        return found
+
+    def whole_model(self) -> nn.Module:
+        """Materialises the whole model, tied parameters sharing one tensor."""
+        model = self.materialise("")
+        for name, owner in self.structure.tied.items():
+            module_name, _, key = name.rpartition(".")
+            owner_parameter = model.get_parameter(owner)
+            model.get_submodule(module_name)._parameters[key] = owner_parameter
+        return model

@@ -1,0 +1,64 @@
+"""Between the parameter names of a module tree and the tensor names of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from marlinq.errors import CheckpointError
+from marlinq.models.structure import DecoderStructure
+
+
+class TensorNames:
+    """Finds the checkpoint tensor of a module parameter.
+
+    Checkpoints of one model exist with and without the prefix of the base model (``transformer.h.0...`` and
+    ``h.0...`` for GPT-2 and Falcon), and leave out one of two tied tensors. A name is looked up exactly, then
+    without and with that prefix, then under the names that it is tied to.
+
+    Args:
+        structure: the model.
+        tensors: all tensor names of the checkpoint.
+        source: folder of the checkpoint, for messages.
+    """
+
+    def __init__(self, structure: DecoderStructure, tensors: Collection[str], *, source: str) -> None:
+        self._tensors = frozenset(tensors)
+        self._prefix = structure.model.base_model_prefix
+        self._source = source
+        self._ties: dict[str, list[str]] = {}
+        for name, owner in structure.tied.items():
+            self._ties.setdefault(owner, []).append(name)
+            self._ties.setdefault(name, []).append(owner)
+
+    def find(self, parameter: str) -> str | None:
+        """The checkpoint's name of ``parameter``, or None when no such tensor is stored."""
+        for candidate in (parameter, *self._ties.get(parameter, ())):
+            for spelling in self._spellings(candidate):
+                if spelling in self._tensors:
+                    return spelling
+        return None
+
+    def own(self, parameter: str) -> str | None:
+        """Like :meth:`find`, without looking at tied parameters."""
+        return next((name for name in self._spellings(parameter) if name in self._tensors), None)
+
+    def require(self, parameter: str) -> str:
+        """Like :meth:`find`.
+
+        Raises:
+            CheckpointError: no stored tensor belongs to the parameter.
+        """
+        found = self.find(parameter)
+        if found is None:
+            spellings = " or ".join(repr(name) for name in self._spellings(parameter))
+            raise CheckpointError(
+                f"{self._source}: expected a tensor {spellings}, found none; the checkpoint is "
+                "incomplete or of another architecture than its config.json says"
+            )
+        return found
+
+    def _spellings(self, name: str) -> Iterator[str]:
+        yield name
+        if self._prefix:
+            bare = name.removeprefix(self._prefix + ".")
+            yield bare if bare != name else f"{self._prefix}.{name}"

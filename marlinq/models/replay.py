@@ -1,0 +1,274 @@
+"""Running decoder blocks one at a time with exactly the inputs that the whole model would give them.
+
+The outer forward runs once a batch with every block's ``forward`` replaced by a stub. A stub keeps the
+arguments of its call (masks, position embeddings) and returns the hidden states it got, so that the next
+block is called as well. Afterwards block *i* runs on the true hidden states of block *i - 1* with the
+arguments kept for it.
+
+Batches carry no attention mask: they are padded on the right, and under causal attention a token never sees
+what stands to its right. Attention then takes the fast causal path, and no mask of length x length is built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from marlinq.errors import UnsupportedError
+from marlinq.models.loader import BlockLoader
+from marlinq.models.structure import DecoderStructure
+
+
+class _Hidden:
+    """Stands for the hidden states in a kept call."""
+
+
+_HIDDEN = _Hidden()
+
+
+class _StopForward(Exception):  # noqa: N818  (control flow, not an error)
+    """Ends the outer forward after the last block."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+class BlockReplay:
+    """The calls of every decoder block for every batch.
+
+    Args:
+        structure: the model on the meta device.
+        loader: gives modules their weights.
+    """
+
+    def __init__(self, structure: DecoderStructure, loader: BlockLoader) -> None:
+        self._structure = structure
+        self._loader = loader
+        self._calls: list[list[_Call]] = []
+        self._interned: dict[tuple[object, ...], Tensor] = {}
+
+    def record(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Runs the outer forward once a batch and keeps every block's arguments.
+
+        Args:
+            batches: token ids, int64 [B, T], padded on the right.
+
+        Yields:
+            The hidden states [B, T, hidden] that enter block 0, on the loader's device, a batch at a time.
+
+        Raises:
+            UnsupportedError: the model does something between its blocks, or they exchange state.
+        """
+        with self._loader.outer() as root, torch.no_grad():
+            wrap = None
+            for ids in batches:
+                recorder = _Recorder(self._structure, self._keep, wrap)
+                if wrap is None:
+                    first = self._loader.block(0)
+                    recorder.learn_from = first.forward
+                with recorder.installed(), suppress(_StopForward):
+                    root(input_ids=ids.to(self._loader.device), use_cache=False)
+                if wrap is None:
+                    wrap = recorder.wrap
+                    self._loader.release_block(0)
+                self._calls.append(recorder.calls)
+                yield recorder.finished()
+
+    def run(self, block: int, batch: int, hidden: Tensor) -> Tensor:
+        """What materialised block ``block`` makes of its input ``hidden``, both [B, T, hidden]."""
+        call = self._calls[batch][block]
+        device = self._loader.device
+        args = tuple(_restore(value, hidden, device) for value in call.args)
+        kwargs = {key: _restore(value, hidden, device) for key, value in call.kwargs.items()}
+        module = self._structure.model.get_submodule(self._structure.blocks[block].name)
+        with torch.no_grad():
+            output = module(*args, **kwargs)
+        result: Tensor = output if isinstance(output, Tensor) else output[0]
+        return result
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        """One CPU copy of equal tensors: batches of one length share masks and position embeddings."""
+        copy = tensor.detach().cpu().contiguous()
+        raw = copy.flatten().view(torch.uint8).numpy().tobytes()
+        key = (copy.dtype, tuple(copy.shape), hashlib.blake2b(raw, digest_size=16).digest())
+        if key not in self._interned:
+            self._interned[key] = copy.clone() if copy.data_ptr() == tensor.data_ptr() else copy
+        return self._interned[key]
+
+
+class _Recorder:
+    """The stubs of one outer forward."""
+
+    def __init__(
+        self,
+        structure: DecoderStructure,
+        keep: Callable[[Tensor], Tensor],
+        wrap: Callable[[Tensor], Any] | None,
+    ) -> None:
+        self._structure = structure
+        self._keep = keep
+        self._current: Tensor = torch.empty(0)
+        self._initial: Tensor | None = None
+        self.wrap: Callable[[Tensor], Any] = wrap or _unknown
+        self.learn_from: Callable[..., Any] | None = None
+        self.calls: list[_Call] = []
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        blocks = [self._structure.model.get_submodule(block.name) for block in self._structure.blocks]
+        replaced = [block.__dict__.get("forward") for block in blocks]
+        for index, block in enumerate(blocks):
+            block.forward = self._stub(index)
+        try:
+            yield
+        finally:
+            for block, forward in zip(blocks, replaced, strict=True):
+                del block.forward
+                if forward is not None:
+                    block.forward = forward
+
+    def finished(self) -> Tensor:
+        if self._initial is None or len(self.calls) != len(self._structure.blocks):
+            raise UnsupportedError(
+                f"{self._structure.blocks_name}: the model ran {len(self.calls)} of its "
+                f"{len(self._structure.blocks)} blocks; expected every block once, in order"
+            )
+        return self._initial
+
+    def _stub(self, index: int) -> Callable[..., Any]:
+        def stub(*args: Any, **kwargs: Any) -> Any:
+            name = self._structure.blocks[index].name
+            if index != len(self.calls):
+                raise UnsupportedError(
+                    f"{name} ran at place {len(self.calls)}; expected every block once, in order"
+                )
+            if index == 0:
+                self._initial = self._current = _first_hidden(name, args, kwargs)
+                if self.learn_from is not None:
+                    self.wrap = _wrapper(name, self.learn_from(*args, **kwargs))
+            seen = [value for value in (*args, *kwargs.values()) if value is self._current]
+            if len(seen) != 1:
+                raise UnsupportedError(
+                    f"{name}: expected the previous block's hidden states as they were, found them "
+                    f"{'changed' if not seen else 'more than once'}; such models can't run block by block"
+                )
+            self.calls.append(
+                _Call(
+                    tuple(self._freeze(name, value) for value in args),
+                    {key: self._freeze(f"{name}({key})", value) for key, value in kwargs.items()},
+                )
+            )
+            if index == len(self._structure.blocks) - 1:
+                raise _StopForward
+            return self.wrap(self._current)
+
+        return stub
+
+    def _freeze(self, where: str, value: Any) -> Any:
+        if value is self._current:
+            return _HIDDEN
+        if isinstance(value, Tensor):
+            return self._keep(value)
+        if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
+            return value
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._freeze(where, inner) for inner in value)
+        if isinstance(value, dict) and value:
+            return {key: self._freeze(where, inner) for key, inner in value.items()}
+        raise UnsupportedError(
+            f"{where}: blocks of this model exchange a {type(value).__name__}; expected tensors and plain "
+            "values, so the model can't run block by block"
+        )
+
+
+def _first_hidden(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    if not isinstance(hidden, Tensor) or hidden.dim() != 3 or not hidden.is_floating_point():
+        raise UnsupportedError(
+            f"{name}: expected hidden states [batch, length, hidden] as its first argument"
+        )
+    return hidden
+
+
+def _wrapper(name: str, output: Any) -> Callable[[Tensor], Any]:
+    """How a block returns hidden states, learnt from what the real first block returned."""
+    if isinstance(output, Tensor):
+        return lambda hidden: hidden
+    if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
+        rest = tuple(output[1:])
+        return lambda hidden: (hidden, *rest)
+    raise UnsupportedError(
+        f"{name}: returns {type(output).__name__}; expected hidden states, or a tuple that starts with them"
+    )
+
+
+def _unknown(hidden: Tensor) -> Any:
+    return hidden
+
+
+def _restore(value: Any, hidden: Tensor, device: torch.device) -> Any:
+    if value is _HIDDEN:
+        return hidden
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_restore(inner, hidden, device) for inner in value)
+    if isinstance(value, dict):
+        return {key: _restore(inner, hidden, device) for key, inner in value.items()}
+    return value
+
+
+@contextmanager
+def linear_inputs(
+    model: nn.Module, names: Iterable[str], receive: Callable[[str, Tensor], None]
+) -> Iterator[None]:
+    """Calls ``receive(name, x)`` with the input of each named linear whenever it runs."""
+
+    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            receive(name, args[0])
+
+        return before
+
+    handles = [model.get_submodule(name).register_forward_pre_hook(hook(name)) for name in names]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def shared_inputs(model: nn.Module, names: Iterable[str], run: Callable[[], object]) -> list[tuple[str, ...]]:
+    """Groups of linears that read the very same input tensor, in the order of their first use.
+
+    Args:
+        model: what the names are relative to.
+        names: linears of one materialised block.
+        run: runs the block once.
+
+    Linears that did not run (an expert no token chose) follow, each in a group of its own.
+    """
+    wanted = list(names)
+    groups: dict[tuple[object, ...], list[str]] = {}
+    # The tensors stay referenced until the end, so no memory address can be reused within the block.
+    alive: list[Tensor] = []
+
+    def receive(name: str, x: Tensor) -> None:
+        alive.append(x)
+        if not any(name in members for members in groups.values()):
+            key = (x.data_ptr(), x.numel(), x.shape[-1], x.dtype, x._version)
+            groups.setdefault(key, []).append(name)
+
+    with linear_inputs(model, wanted, receive):
+        run()
+    used = {name for members in groups.values() for name in members}
+    return [tuple(members) for members in groups.values()] + [(name,) for name in wanted if name not in used]
