@@ -15,21 +15,19 @@ _WIDTH = 100
 def reference() -> str:
     """The ``--help`` of every command as one Markdown page."""
     parts = ["# Command-line reference\n\nGenerated from `--help` by `make docs`; don't edit by hand.\n"]
-    contexts = _contexts(click.Context(cli, info_name="marlinq", terminal_width=_WIDTH))
-    parts.extend(f"## {context.command_path}\n\n```text\n{context.get_help()}\n```\n" for context in contexts)
+    parts.extend(f"## {path}\n\n```text\n{text}\n```\n" for path, text in _helps(cli, None, "marlinq"))
     return "\n".join(parts)
 
 
-def _contexts(context: click.Context) -> Iterator[click.Context]:
-    yield context
-    if isinstance(context.command, click.Group):
-        for name in context.command.list_commands(context):
-            command = context.command.get_command(context, name)
-            if command is not None:
-                settings = command.context_settings
-                yield from _contexts(
-                    click.Context(command, parent=context, info_name=name, terminal_width=_WIDTH, **settings)
-                )
+def _helps(command: click.Command, parent: click.Context | None, name: str) -> Iterator[tuple[str, str]]:
+    settings = {**command.context_settings, "terminal_width": _WIDTH}
+    context = click.Context(command, parent=parent, info_name=name, **settings)
+    yield context.command_path, context.get_help()
+    if isinstance(command, click.Group):
+        for child_name in command.list_commands(context):
+            child = command.get_command(context, child_name)
+            if child is not None:
+                yield from _helps(child, context, child_name)
 
 
 @click.command()

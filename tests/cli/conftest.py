@@ -1,0 +1,76 @@
+"""Running the command line in this process, with operations that only record what they were asked."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from marlinq.cli import main
+
+
+@dataclass
+class Outcome:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def marlinq(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Outcome]]:
+    """A function that runs ``marlinq`` with the given arguments."""
+    shown_by = warnings.showwarning
+
+    def run(*arguments: str) -> Outcome:
+        with pytest.raises(SystemExit) as exit_info:
+            main(arguments)
+        captured = capsys.readouterr()
+        code = exit_info.value.code
+        assert isinstance(code, int)
+        return Outcome(code, captured.out, captured.err)
+
+    yield run
+    warnings.showwarning = shown_by
+
+
+@dataclass
+class Recorder:
+    """Stands for an operation: keeps the arguments, then gives a report or raises."""
+
+    error: BaseException | None = None
+    ok: bool = True
+    arguments: tuple[Any, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Recorder:
+        self.arguments, self.options = arguments, options
+        if self.error is not None:
+            raise self.error
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"value": 1, "unbounded": float("inf")}
+
+    def render(self) -> str:
+        return "one line of report"
+
+
+@pytest.fixture
+def operation(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recorder]:
+    """A function that replaces ``module.name`` with a recorder, without importing the real module."""
+
+    def replace(module: str, name: str, error: BaseException | None = None, *, ok: bool = True) -> Recorder:
+        recorder = Recorder(error=error, ok=ok)
+        stand_in = ModuleType(module)
+        setattr(stand_in, name, recorder)
+        monkeypatch.setitem(sys.modules, module, stand_in)
+        return recorder
+
+    return replace

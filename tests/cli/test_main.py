@@ -1,0 +1,134 @@
+"""The frame around the commands: lazy imports, exit codes, errors for people and for machines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+
+import pytest
+
+from marlinq import errors
+from marlinq.cli import COMMANDS
+
+HEAVY = ("torch", "transformers", "datasets", "cupy", "gguf", "accelerate")
+HELPS = [[], *([name] for name in COMMANDS), ["bench", "kernels"], ["bench", "decode"]]
+ERRORS = [value for value in vars(errors).values() if isinstance(value, type)]
+
+
+@pytest.mark.parametrize("arguments", HELPS, ids=" ".join)
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from marlinq.cli import cli\n"
+        f"cli.main({[*arguments, '--help']!r}, standalone_mode=False)\n"
+        f"sys.exit(','.join(name for name in {HEAVY!r} if name in sys.modules) or 0)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stderr.strip() == ""
+    assert run.stdout.startswith("Usage:")
+
+
+def test_import_of_the_package_imports_nothing_heavy() -> None:
+    code = f"import sys, marlinq; sys.exit(','.join(name for name in {HEAVY!r} if name in sys.modules) or 0)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr.strip()) == (0, "")
+
+
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
+def test_error_is_one_line_and_its_own_exit_code(marlinq: Callable, operation: Callable, kind: type) -> None:
+    operation("marlinq.inspection", "inspect", kind("folder/x: expected a,\n  found b; do c"))
+    outcome = marlinq("inspect", "folder")
+    assert outcome.code == kind.exit_code
+    assert outcome.err == "error: folder/x: expected a, found b; do c\n"
+    assert outcome.out == ""
+
+
+def test_exit_codes_are_distinct() -> None:
+    assert len({kind.exit_code for kind in ERRORS}) == len(ERRORS)
+
+
+def test_error_as_json(marlinq: Callable, operation: Callable) -> None:
+    operation("marlinq.inspection", "inspect", errors.CheckpointError("no config.json"))
+    outcome = marlinq("inspect", "folder", "--json")
+    assert outcome.code == 3
+    assert json.loads(outcome.out) == {"error": "no config.json", "class": "CheckpointError", "exit_code": 3}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["inspect"], "Missing argument 'CKPT'"),
+        (["inspect", "a", "--jsonn"], "No such option '--jsonn'"),
+        (["frobnicate"], "No such command 'frobnicate'"),
+        (["convert", "gptq-to-gguf", "a", "b"], "expected auto, or SOURCE-to-TARGET"),
+        (["convert", "auto", "a", "b"], "add --to"),
+        (["convert", "gptq-to-awq", "a", "b", "--to", "marlin"], "only goes with auto"),
+        (["quantize", "a", "b", "--max-shard-size", "0GB"], "expected a size such as 5GB"),
+        (["quantize", "a", "b", "--device", "tpu"], "expected auto, cpu, cuda or cuda:N"),
+        (["quantize", "a", "b", "--override", "x=y"], "expected REGEX=skip"),
+        (["bench", "kernels", "--batch", "1,x"], "expected whole numbers"),
+        (["generate", "a", "--prompt", "x", "--greedy", "--temperature", "1"], "keep one"),
+    ],
+)
+def test_wrong_usage(marlinq: Callable, arguments: list[str], expected: str) -> None:
+    plain = marlinq(*arguments)
+    assert plain.code == 2
+    assert plain.err.startswith("error: ")
+    assert plain.err.count("\n") == 1
+    assert expected in plain.err
+    machine = json.loads(marlinq(*arguments, "--json").out)
+    assert expected in machine["error"]
+    assert (machine["class"], machine["exit_code"]) == ("UsageError", 2)
+
+
+def test_no_command_shows_the_help(marlinq: Callable) -> None:
+    outcome = marlinq()
+    assert outcome.code == 2
+    assert "Commands:" in outcome.err
+
+
+def test_interrupted_quantize_says_how_to_resume(marlinq: Callable, operation: Callable) -> None:
+    operation("marlinq.pipeline", "quantize", KeyboardInterrupt())
+    outcome = marlinq("quantize", "model", "a folder", "--group-size", "64")
+    assert outcome.code == 130
+    assert outcome.err.strip() == (
+        "interrupted; continue with: marlinq quantize model 'a folder' --group-size 64 --resume"
+    )
+
+
+def test_interrupted_elsewhere(marlinq: Callable, operation: Callable) -> None:
+    operation("marlinq.inspection", "inspect", KeyboardInterrupt())
+    outcome = marlinq("inspect", "folder")
+    assert (outcome.code, outcome.err.strip()) == (130, "interrupted")
+
+
+def test_bugs_keep_their_traceback(operation: Callable) -> None:
+    from marlinq.cli import main
+
+    operation("marlinq.inspection", "inspect", ZeroDivisionError("a bug"))
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        main(["inspect", "folder"])
+
+
+def test_report_as_text_and_as_json(marlinq: Callable, operation: Callable) -> None:
+    operation("marlinq.inspection", "inspect")
+    assert marlinq("inspect", "folder").out == "one line of report\n"
+    assert json.loads(marlinq("inspect", "folder", "--json").out) == {"value": 1, "unbounded": None}
+
+
+def test_failed_verification_has_its_exit_code(marlinq: Callable, operation: Callable) -> None:
+    operation("marlinq.verification", "verify", ok=False)
+    assert marlinq("verify", "folder").code == errors.VerificationFailed.exit_code
+    operation("marlinq.verification", "verify", ok=True)
+    assert marlinq("verify", "folder").code == 0
+
+
+def test_warnings_are_one_line(marlinq: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    marlinq("--version")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("the fallback\n  was taken", stacklevel=1)
+    assert capsys.readouterr().err == "warning: the fallback was taken\n"
