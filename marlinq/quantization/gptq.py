@@ -123,7 +123,7 @@ def solve_gptq_shared(
     names = names or [f"weight {i}" for i in range(len(weights))]
     k = hessian.shape[0]
     for weight, name in zip(weights, names, strict=True):
-        check_weight(weight, name)
+        check_weight(weight, scale_dtype, name)
         if tuple(hessian.shape) != (weight.shape[1],) * 2:
             raise UnsupportedError(
                 f"{name}: the weight {list(weight.shape)} needs a Hessian [K, K] of its K, "

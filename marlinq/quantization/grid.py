@@ -102,7 +102,8 @@ def _search(
 ) -> tuple[Tensor, Tensor]:
     top = (1 << bits) - 1
     best_cost = torch.full_like(weight[0], torch.inf)
-    best_scales, best_zeros = torch.ones_like(best_cost), torch.ones_like(best_cost)
+    # What stands if every cost overflows to infinity.
+    best_scales, best_zeros = minmax_grid(weight, bits=bits, symmetric=symmetric, scale_dtype=dtype)
     if symmetric:
         absmax = weight.abs().amax(dim=0) * (2 / top)
     else:

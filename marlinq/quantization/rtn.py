@@ -34,9 +34,9 @@ def round_to_nearest(
 
     Raises:
         UnsupportedError: K is not a multiple of ``group_size``.
-        NumericsError: ``weight`` holds NaN or infinity.
+        NumericsError: ``weight`` holds NaN, infinity or values beyond the range of ``scale_dtype``.
     """
-    check_weight(weight, name)
+    check_weight(weight, scale_dtype, name)
     n, k = weight.shape
     g = channels_per_group(k, group_size, name)
     w = weight.t().to(torch.float32).reshape(k // g, g, n)
@@ -68,12 +68,23 @@ def channels_per_group(in_features: int, group_size: int, name: str) -> int:
     return group_size
 
 
-def check_weight(weight: Tensor, name: str) -> None:
-    """Raise NumericsError unless the weight is a finite matrix."""
+def check_weight(weight: Tensor, scale_dtype: torch.dtype, name: str) -> None:
+    """Refuse a weight that no grid can hold.
+
+    Raises:
+        UnsupportedError: it is not a matrix.
+        NumericsError: it holds NaN, infinity, or values whose scale overflows ``scale_dtype``.
+    """
     if weight.dim() != 2:
         raise UnsupportedError(f"{name}: expected a weight [N, K], found shape {list(weight.shape)}")
     if not bool(torch.isfinite(weight).all()):
         bad = int((~torch.isfinite(weight)).sum())
         raise NumericsError(
             f"{name}: {bad} of {weight.numel()} weights are NaN or infinite; check the source checkpoint"
+        )
+    largest = float(weight.abs().max())
+    if largest > torch.finfo(scale_dtype).max:
+        raise NumericsError(
+            f"{name}: a weight of magnitude {largest:.3g} is beyond what {scale_dtype} scales are meant for; "
+            "check the source checkpoint"
         )
