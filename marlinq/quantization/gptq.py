@@ -9,7 +9,8 @@ algorithm 1, on the inverse's Cholesky factor), reached without inverting H.
 What makes it MARLIN's variant (Frantar et al. 2024, section 3.5): a group's scales are chosen when its
 first channel comes up, from weights that carry the updates of all channels before, by a search over
 shrunken ranges that weighs errors as the loss does: a rounding error of channel k costs R[k, k]**2, the
-part of it that later channels can't make up for.
+part of it that later channels can't make up for. Once the group's codes are known, its scales are fitted
+to them by least squares.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from marlinq.errors import NumericsError, UnsupportedError, UsageError
 from marlinq.formats.neutral import QuantizedTensor, trivial_g_idx
-from marlinq.quantization.grid import minmax_grid, search_grid
+from marlinq.quantization.grid import minmax_grid, search_grid, storable_scales
 from marlinq.quantization.rtn import channels_per_group, check_weight
 
 _SMALLEST_DAMP, _LARGEST_DAMP = 1e-4, 1.0
@@ -59,7 +60,7 @@ def solve_gptq(
     bits: int = 4,
     damp: float = 0.01,
     clip_search: bool = True,
-    act_order: str = "none",
+    act_order: str = "static",
     scale_dtype: torch.dtype = torch.float16,
     name: str = "weight",
 ) -> tuple[QuantizedTensor, SolveReport]:
@@ -87,7 +88,7 @@ def solve_gptq_shared(
     bits: int = 4,
     damp: float = 0.01,
     clip_search: bool = True,
-    act_order: str = "none",
+    act_order: str = "static",
     scale_dtype: torch.dtype = torch.float16,
     names: Sequence[str] | None = None,
 ) -> list[tuple[QuantizedTensor, SolveReport]]:
@@ -277,16 +278,28 @@ def _solve(
         feedback = inverse / inverse.diagonal().unsqueeze(1)
         _round_channels(updated.div(s).add_(z), rounded, feedback, top)
         codes[part] = rounded.to(torch.uint8)
+        levels = rounded.sub_(z)
+        reached, wanted = own.t() @ levels, own.t() @ updated
+        if clip_search:
+            s = _refit(s, reached, wanted, scale_dtype)
         scales[group], zeros[group] = s, z
-
-        q = rounded.sub_(z).mul_(s)
-        terms = own.t() @ updated.sub_(q)
-        difference = w[part] - q
-        loss += terms.square().sum(dim=0) - factor.shift * difference.square().sum(dim=0)
+        difference = torch.addcmul(w[part], levels, s, value=-1)
+        loss += wanted.sub_(reached.mul_(s)).square_().sum(dim=0)
+        loss -= difference.square().sum(dim=0).mul_(factor.shift)
         if part.stop < k:
             carried[part.stop :].addmm_(root[part, part.stop :].t(), difference)
     norm = (factor.hessian @ w).mul_(w).sum(dim=0, dtype=torch.float64)
     return _Solution(codes, scales, zeros, loss.clamp_(min=0), norm)
+
+
+def _refit(scales: Tensor, reached: Tensor, wanted: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scales with the least ||wanted - scale * reached||: the group's loss, now that its codes are known.
+
+    The nearest value of ``dtype`` to the least-squares solution is at least as good as the value before.
+    """
+    overlap, power = (reached * wanted).sum(dim=0), reached.square().sum(dim=0)
+    solvable = (power > 0) & (overlap != 0)
+    return torch.where(solvable, storable_scales(overlap / power, dtype), scales)
 
 
 def _round_channels(v: Tensor, codes: Tensor, feedback: Tensor, top: int) -> None:

@@ -118,7 +118,8 @@ class Recipe:
         symmetric: zero point fixed in the middle of the codes.
         clip_search: choose each group's scale by the error it causes, instead of by its largest weight.
         damp: share of the Hessian's mean diagonal that is added to it, 0 < damp < 1.
-        act_order: "none", or "static": columns by falling Hessian diagonal, groups keep their channels.
+        act_order: "static": groups, and channels within each, by falling Hessian diagonal, with g_idx staying
+            trivial; or "none": as they come.
         calibration: "self", a file, or the name of a dataset.
         samples: calibration documents.
         max_length: tokens that a document is cut to.
@@ -134,7 +135,7 @@ class Recipe:
     symmetric: bool = True
     clip_search: bool = True
     damp: float = 0.01
-    act_order: str = "none"
+    act_order: str = "static"
     calibration: str = "self"
     samples: int = 128
     max_length: int = 2048
