@@ -1,0 +1,21 @@
+"""Calibration: where tokens come from, how they are batched, and the statistics taken from them."""
+
+from __future__ import annotations
+
+from marlinq.calibration.batches import Batch, make_batches
+from marlinq.calibration.documents import Document, documents_hash, load_tokenizer, read_documents
+from marlinq.calibration.generation import generate_documents
+from marlinq.calibration.hessian import HessianAccumulator
+from marlinq.calibration.hidden import HiddenStates
+
+__all__ = [
+    "Batch",
+    "Document",
+    "HessianAccumulator",
+    "HiddenStates",
+    "documents_hash",
+    "generate_documents",
+    "load_tokenizer",
+    "make_batches",
+    "read_documents",
+]

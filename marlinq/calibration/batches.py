@@ -1,0 +1,62 @@
+"""Documents of different lengths in batches of similar lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from marlinq.calibration.documents import Document
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Documents side by side, padded on the right.
+
+    Attributes:
+        ids: int64 [B, T], token ids; 0 where a document has ended.
+        lengths: the number of real tokens in each row.
+    """
+
+    ids: Tensor
+    lengths: tuple[int, ...]
+
+    @property
+    def padded(self) -> bool:
+        """True when some row is shorter than T."""
+        return min(self.lengths) < self.ids.shape[1]
+
+    def mask(self) -> Tensor:
+        """bool [B, T], true at real tokens."""
+        return torch.arange(self.ids.shape[1])[None, :] < torch.tensor(self.lengths)[:, None]
+
+
+def make_batches(documents: Sequence[Document], *, token_budget: int, pad: bool = True) -> list[Batch]:
+    """Batches of at most ``token_budget`` places each, padding included, the longest documents first.
+
+    Args:
+        documents: at least one; an order that differs only among equal lengths gives the same shapes.
+        token_budget: places a batch has; a longer document gets a batch of its own.
+        pad: False puts only documents of equal length together, so that no batch has padding.
+    """
+    batches: list[Batch] = []
+    rows: list[Document] = []
+    for document in sorted(documents, key=len, reverse=True):
+        # The first row is the longest, so it sets the batch's width.
+        if rows and (
+            (len(rows) + 1) * len(rows[0]) > token_budget or not (pad or len(document) == len(rows[0]))
+        ):
+            batches.append(_batch(rows))
+            rows = []
+        rows.append(document)
+    batches.append(_batch(rows))
+    return batches
+
+
+def _batch(rows: Sequence[Document]) -> Batch:
+    ids = torch.zeros(len(rows), len(rows[0]), dtype=torch.int64)
+    for place, row in enumerate(rows):
+        ids[place, : len(row)] = torch.tensor(row.tokens)
+    return Batch(ids, tuple(len(row) for row in rows))

@@ -1,0 +1,67 @@
+"""Streaming statistics of a linear layer's inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from marlinq.errors import NumericsError, UnsupportedError
+
+_CHUNK_ROWS = 8192
+
+
+class HessianAccumulator:
+    """The mean of 2 x x^T over the inputs x of a linear layer: the Hessian of its squared output error.
+
+    A running mean keeps the numbers in range however many tokens come (GPTQ, Frantar et al. 2023, section 3).
+
+    Args:
+        in_features: K.
+        device: where the sum is kept and computed, in float32.
+        name: what error messages call the layer.
+    """
+
+    def __init__(self, in_features: int, *, device: torch.device, name: str) -> None:
+        self._mean = torch.zeros(in_features, in_features, dtype=torch.float32, device=device)
+        self._name = name
+        self.tokens = 0
+
+    def add(self, x: Tensor, mask: Tensor | None = None) -> None:
+        """Counts the inputs of one call.
+
+        Args:
+            x: float [..., K].
+            mask: bool [B, T] with true at real tokens, None when all are; x then is [B, T, K] or [B * T, K].
+
+        Raises:
+            UnsupportedError: there is a mask, but the rows of x are not the batch's tokens in order.
+        """
+        rows = x.detach().reshape(-1, x.shape[-1])
+        if mask is not None:
+            if rows.shape[0] != mask.numel():
+                raise UnsupportedError(
+                    f"{self._name}: expected inputs of {list(mask.shape)} tokens, found {list(x.shape)}; it "
+                    "does not see every token once, so padding can't be told apart; skip it with an override"
+                )
+            rows = rows[mask.to(rows.device).flatten()]
+        for chunk in torch.split(rows, _CHUNK_ROWS):
+            wide = chunk.to(torch.float32)
+            total = self.tokens + wide.shape[0]
+            self._mean.addmm_(wide.t(), wide, beta=self.tokens / total, alpha=2.0 / total)
+            self.tokens = total
+
+    def hessian(self) -> Tensor:
+        """float32 [K, K], exactly symmetric; zero when nothing was added.
+
+        Raises:
+            NumericsError: the inputs held NaN or infinity, or overflowed float32.
+        """
+        if not bool(torch.isfinite(self._mean.diagonal()).all()):
+            bad = int((~torch.isfinite(self._mean.diagonal())).sum())
+            raise NumericsError(
+                f"{self._name}: {bad} of {self._mean.shape[0]} input channels are NaN or infinite in the "
+                "calibration; check the source checkpoint, and its dtype's range"
+            )
+        # Matrix products don't promise the same rounding on both sides of the diagonal.
+        upper = self._mean.triu()
+        return upper + upper.triu(1).t()

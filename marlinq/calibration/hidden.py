@@ -1,0 +1,60 @@
+"""Hidden states of all calibration batches, between one decoder block and the next."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+class HiddenStates:
+    """One tensor a batch, in host memory or, above a limit, in a file that the system pages in and out.
+
+    Args:
+        shapes: [B, T, hidden] of each batch.
+        dtype: of the states.
+        device: where they are used; memory is pinned when that is a GPU.
+        limit_bytes: above it a file is used.
+        folder: where that file lies; it is unlinked at once and vanishes with the process.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, int, int]],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        limit_bytes: int,
+        folder: Path,
+    ) -> None:
+        sizes = [prod(shape) for shape in shapes]
+        total = sum(sizes)
+        self.on_disk = total * dtype.itemsize > limit_bytes
+        if self.on_disk:
+            with tempfile.NamedTemporaryFile(dir=folder, prefix="hidden-states-") as file:
+                file.truncate(total * dtype.itemsize)
+                flat = torch.from_file(file.name, shared=True, size=total, dtype=dtype)
+        else:
+            flat = torch.empty(total, dtype=dtype, pin_memory=device.type == "cuda")
+        starts = [0, *accumulate(sizes)]
+        self._batches = [
+            flat[start : start + size].view(shape)
+            for start, size, shape in zip(starts, sizes, shapes, strict=False)
+        ]
+        self._device = device
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def load(self, batch: int) -> Tensor:
+        """A copy of a batch's states on the device: a block may change its input in place."""
+        return self._batches[batch].to(self._device, non_blocking=True, copy=True)
+
+    def store(self, batch: int, states: Tensor) -> None:
+        """Replaces the states of a batch."""
+        self._batches[batch].copy_(states)

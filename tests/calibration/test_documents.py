@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from marlinq.calibration import Document, documents_hash, load_tokenizer, read_documents
+from marlinq.errors import CheckpointError, UsageError
+
+
+class Bytes:
+    """A tokenizer of one token a byte."""
+
+    def __call__(self, text: str, truncation: bool, max_length: int) -> dict[str, list[int]]:
+        ids = list(text.encode())
+        return {"input_ids": ids[:max_length] if truncation else ids}
+
+
+def read(source: object, **changes: Any) -> list[Document]:
+    settings = {"samples": 4, "max_length": 40, "seed": 0, "vocabulary": 256} | changes
+    return read_documents(str(source), tokenizer=Bytes, **settings)
+
+
+TEXTS = [f"document {number:02d} " + "word " * number for number in range(1, 13)]
+
+
+def as_texts(documents: list[Document]) -> list[str]:
+    return [bytes(document.tokens).decode() for document in documents]
+
+
+def write(path: Path, texts: list[str] = TEXTS, column: str = "text") -> Path:
+    rows = [{column: text, "id": number} for number, text in enumerate(texts)]
+    if path.suffix == ".txt":
+        path.write_text("\n\n \n".join(texts) + "\n")
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "json", "parquet"])
+def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path, suffix: str) -> None:
+    found = as_texts(read(write(tmp_path / f"data.{suffix}"), samples=12))
+    assert sorted(found) == sorted(text[:40].strip() if suffix == "txt" else text[:40] for text in TEXTS)
+
+
+def test_documents_keep_their_length_up_to_the_maximum(tmp_path: Path) -> None:
+    lengths = sorted(len(document) for document in read(write(tmp_path / "data.jsonl"), samples=12))
+    assert lengths == sorted(min(len(text), 40) for text in TEXTS)
+
+
+def test_the_draw_follows_the_seed(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.jsonl", [f"a document with number {n:04d}" for n in range(200)])
+    first, again, other = (read(path, seed=seed) for seed in (0, 0, 1))
+    assert first == again != other
+    assert documents_hash(first) == documents_hash(again) != documents_hash(other)
+    assert len(set(first)) == 4
+    # The reservoir reaches beyond the first rows.
+    drawn = {int(text[-4:]) for seed in range(8) for text in as_texts(read(path, seed=seed))}
+    assert max(drawn) > 100
+
+
+def test_lines_of_one_document_stay_together(tmp_path: Path) -> None:
+    path = tmp_path / "data.txt"
+    path.write_text("\n\nfirst line here\nsecond line\n\n\n\nanother document, long enough\n")
+    with pytest.warns(UserWarning, match="2 usable documents, fewer than the 4"):
+        found = as_texts(read(path))
+    assert sorted(found) == ["another document, long enough", "first line here\nsecond line"]
+
+
+def test_fragments_are_passed_over(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.jsonl", ["short", "", "a document that is long enough"])
+    with pytest.warns(UserWarning, match="1 usable"):
+        assert as_texts(read(path)) == ["a document that is long enough"]
+    with pytest.raises(UsageError, match="none of 16 tokens"):
+        read(write(tmp_path / "data.jsonl", ["short"]))
+
+
+def test_columns_are_named_or_found(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.jsonl", column="body")
+    assert as_texts(read(path)) == as_texts(read(f"{path}#body"))
+    with pytest.raises(UsageError, match="column 'id' holds int.*body, id"):
+        read(f"{path}#id")
+    path.write_text(json.dumps({"a": "x" * 20, "b": "y" * 20}) + "\n")
+    with pytest.raises(UsageError, match="Name one of a, b"):
+        read(path)
+
+
+def test_rows_of_token_ids_are_taken_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"input_ids": list(range(30))}) + "\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert read(path, max_length=20) == [Document(tuple(range(20)))]
+        with pytest.raises(CheckpointError, match="token id 29 is outside the model's vocabulary of 25"):
+            read(path, vocabulary=25)
+
+
+def test_a_folder_of_files_is_read_as_a_dataset(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    write(folder / "train.jsonl")
+    found = as_texts(read(f"{folder}@train#text", samples=12))
+    assert sorted(found) == sorted(text[:40] for text in TEXTS)
+    with pytest.raises(UsageError, match="corpus@nothing"):
+        read(f"{folder}@nothing")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"not json\n", "not JSON"),
+        ("a.jsonl", b"[1]\n", "expected rows with columns, found list"),
+        ("a.json", b"{}", "expected a list of rows, found dict"),
+        ("a.txt", b"\xff\xfe\xff", "not UTF-8"),
+        ("a.parquet", b"PAR1 nothing", "not a readable parquet"),
+        ("a.csv", b"a,b\n", r"expected a file ending in \.txt"),
+    ],
+)
+def test_unreadable_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=message) as caught:
+        read(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_and_a_missing_tokenizer_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="absent.txt: no such file"):
+        read(tmp_path / "absent.txt")
+    with pytest.raises(CheckpointError, match="no usable tokenizer"):
+        load_tokenizer(tmp_path)
