@@ -141,9 +141,10 @@ def _entry(path: Path, shard: str, start: int, name: str, entry: object) -> Tens
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(f"{where}: malformed data_offsets {offsets!r}")
     nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes != offsets[1] - offsets[0]:
+    span = offsets[1] - offsets[0]
+    if nbytes != span:
         raise CheckpointError(
-            f"{where}: shape {shape} of {entry['dtype']} takes {nbytes} bytes, data_offsets give {offsets[1] - offsets[0]}"
+            f"{where}: shape {shape} of {entry['dtype']} takes {nbytes} bytes, data_offsets give {span}"
         )
     return TensorInfo(name, dtype, tuple(shape), shard, start + offsets[0], nbytes)
 

@@ -66,7 +66,8 @@ class QuantizationConfig:
 def read_quantization_config(folder: Path, config: Mapping[str, Any]) -> QuantizationConfig | None:
     """The folder's quantization_config, or None for an unquantised checkpoint.
 
-    ``config.json`` comes first, then ``quantize_config.json`` and ``quant_config.json``, as vLLM and SGLang read.
+    ``config.json`` comes first, then ``quantize_config.json`` and ``quant_config.json``, as vLLM and
+    SGLang do.
 
     Raises:
         UnsupportedError: a quant_method, version, width or scheme that marlinq does not handle, by name.
@@ -247,7 +248,8 @@ def _weights(keys: _Keys, outer_format: object) -> ModuleSettings:
     kind, strategy = weights.raw.get("type", "int"), weights.raw.get("strategy")
     if kind != "int" or strategy not in (None, "group", "channel"):
         raise UnsupportedError(
-            f"{weights.where}: type {kind!r} with strategy {strategy!r} is not supported; int with group or channel is"
+            f"{weights.where}: type {kind!r} with strategy {strategy!r} is not supported; "
+            "marlinq reads int with group or channel"
         )
     group_size = weights.first("group_size")
     channelwise = strategy == "channel" or group_size is None

@@ -21,7 +21,7 @@ class QuantizedCheckpoint:
         config: its quantization_config.
         format: the layout of its quantised modules.
         modules: every quantised module and what is stored for it, in file order.
-        passthrough: the tensors that belong to no quantised module (norms, embeddings, biases), in file order.
+        passthrough: the tensors that are no quantised weight (norms, embeddings, biases), in file order.
     """
 
     checkpoint: Checkpoint
@@ -49,14 +49,16 @@ class QuantizedCheckpoint:
                 modules[stem] = _spec(checkpoint, config, layout, stem)
         if not modules:
             raise CheckpointError(
-                f"{checkpoint.path}: quantization_config says {config.format}, but no tensor ends in .{layout.key}"
+                f"{checkpoint.path}: quantization_config says {config.format}, "
+                f"but no tensor ends in .{layout.key}"
             )
         owned = {f"{module}.{suffix}" for module in modules for suffix in layout.suffixes}
         passthrough = [name for name in checkpoint.tensors if name not in owned]
         stray = [name for name in passthrough if name.rpartition(".")[2] in layout.suffixes]
         if stray:
             raise CheckpointError(
-                f"{checkpoint.path}: tensor {stray[0]} belongs to a {config.format} module without .{layout.key}"
+                f"{checkpoint.path}: tensor {stray[0]} belongs to a {config.format} module, "
+                f"but there is no .{layout.key}"
             )
         return cls(checkpoint, config, layout, modules, passthrough)
 

@@ -243,7 +243,7 @@ class CheckpointWriter:
         fsync_folder(self.partial)
 
     def _read_journal(self) -> bool:
-        """Take up the journal of an unfinished run; False when that run did not get as far as starting one."""
+        """Take up the journal of an unfinished run; False when that run did not start one."""
         path = self.partial / _JOURNAL
         if not path.exists():
             return self._read_manifest()

@@ -7,7 +7,7 @@ from marlinq.formats.base import Format, ModuleSpec, TensorSpec, spec_of
 from marlinq.formats.compressed_tensors import CompressedTensors
 from marlinq.formats.gptq import GPTQ
 from marlinq.formats.marlin import Marlin
-from marlinq.formats.neutral import QuantizedTensor, group_count, symmetric_zero, trivial_g_idx
+from marlinq.formats.neutral import Grid, QuantizedTensor, group_count, symmetric_zero, trivial_g_idx
 
 FORMATS: dict[str, Format] = {
     layout.name: layout for layout in (GPTQ(1), GPTQ(2), AWQ(), Marlin(), CompressedTensors())
@@ -17,6 +17,7 @@ FORMATS: dict[str, Format] = {
 __all__ = [
     "FORMATS",
     "Format",
+    "Grid",
     "ModuleSpec",
     "QuantizedTensor",
     "TensorSpec",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from marlinq.formats.base import Format, ModuleSpec, TensorSpec, g_idx_refusal, zero_range_refusal
-from marlinq.formats.neutral import QuantizedTensor, trivial_g_idx
+from marlinq.formats.neutral import Grid, trivial_g_idx
 from marlinq.formats.nibbles import pack_last, unpack_last
 
 _ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -38,8 +38,8 @@ class AWQ(Format):
             return f"K={spec.in_features} is not a multiple of the group size {spec.channels_per_group}"
         return None
 
-    def value_refusal(self, q: QuantizedTensor) -> str | None:
-        return g_idx_refusal(q) or zero_range_refusal(q, lowest=0)
+    def value_refusal(self, grid: Grid) -> str | None:
+        return g_idx_refusal(grid) or zero_range_refusal(grid, lowest=0)
 
     def expected(self, spec: ModuleSpec) -> dict[str, TensorSpec]:
         k, n, groups = spec.in_features, spec.out_features, spec.groups
@@ -53,16 +53,17 @@ class AWQ(Format):
         rows, columns = shapes["qweight"]
         return rows, columns * 8
 
-    def _pack(self, q: QuantizedTensor) -> dict[str, Tensor]:
-        return {
-            "qweight": _pack_interleaved(q.codes),
-            "qzeros": _pack_interleaved(q.zeros),
-            "scales": q.scales.contiguous(),
-        }
+    def pack_codes(self, codes: Tensor, bits: int) -> Tensor:
+        return _pack_interleaved(codes)
 
-    def _unpack(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> QuantizedTensor:
-        return QuantizedTensor(
-            codes=_unpack_interleaved(tensors["qweight"]),
+    def unpack_codes(self, words: Tensor, bits: int) -> Tensor:
+        return _unpack_interleaved(words)
+
+    def _pack_grid(self, grid: Grid) -> dict[str, Tensor]:
+        return {"qzeros": _pack_interleaved(grid.zeros), "scales": grid.scales.contiguous()}
+
+    def _unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
+        return Grid(
             scales=tensors["scales"],
             zeros=_unpack_interleaved(tensors["qzeros"]),
             g_idx=trivial_g_idx(spec.in_features, spec.group_size),

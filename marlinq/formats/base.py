@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from marlinq.errors import CheckpointError, ConversionRefused
-from marlinq.formats.neutral import QuantizedTensor, group_count
+from marlinq.formats.neutral import Grid, QuantizedTensor, group_count
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class ModuleSpec:
 
     ``group_size`` is -1 or positive, as configs write it; ``zero_writer`` names the program that packed
     GPTQ v1 zeros where it is known (see :mod:`marlinq.formats.gptq`); ``scale_dtype`` is the stored dtype
-    of the scales.
+    of the scales; ``has_g_idx`` says that a layout which does not need a g_idx stores one all the same;
+    ``act_order`` that the stored g_idx is not ``k // group_size``, which only the data can tell.
     """
 
     in_features: int
@@ -38,6 +39,7 @@ class ModuleSpec:
     scale_dtype: torch.dtype = torch.float16
     zero_writer: str | None = None
     has_g_idx: bool = False
+    act_order: bool = False
 
     @property
     def groups(self) -> int:
@@ -70,16 +72,17 @@ class Format(ABC):
     def shape_refusal(self, spec: ModuleSpec) -> str | None:
         """Why a module of this shape, group size and width can't be stored, or None."""
 
-    def value_refusal(self, q: QuantizedTensor) -> str | None:
+    def value_refusal(self, grid: Grid) -> str | None:
         """Why these values can't be stored although the shape could, or None."""
         return None
 
-    def refusal(self, q: QuantizedTensor, scale_dtype: torch.dtype | None = None) -> str | None:
-        """Why ``pack`` would refuse, or None when it is lossless."""
+    def refusal(self, q: QuantizedTensor | Grid, scale_dtype: torch.dtype | None = None) -> str | None:
+        """Why ``pack`` would refuse, or None when it is lossless. The codes play no part in it."""
+        grid = q.grid if isinstance(q, QuantizedTensor) else q
         return (
-            self.shape_refusal(spec_of(q))
-            or self.value_refusal(q)
-            or _scale_refusal(q, scale_dtype or self.scale_dtype or q.scales.dtype)
+            self.shape_refusal(spec_of(grid))
+            or self.value_refusal(grid)
+            or _scale_refusal(grid, scale_dtype or self.scale_dtype or grid.scales.dtype)
         )
 
     @abstractmethod
@@ -91,12 +94,20 @@ class Format(ABC):
         """(K, N) from the stored shapes alone."""
 
     @abstractmethod
-    def _pack(self, q: QuantizedTensor) -> dict[str, Tensor]:
-        """The tensors of an accepted tuple."""
+    def pack_codes(self, codes: Tensor, bits: int) -> Tensor:
+        """uint8 codes [K, N] of a shape that the layout holds, as the words stored under ``key``."""
 
     @abstractmethod
-    def _unpack(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> QuantizedTensor:
-        """The tuple of tensors whose names, shapes and dtypes have been checked."""
+    def unpack_codes(self, words: Tensor, bits: int) -> Tensor:
+        """The inverse of :meth:`pack_codes`: uint8 [K, N], contiguous."""
+
+    @abstractmethod
+    def _pack_grid(self, grid: Grid) -> dict[str, Tensor]:
+        """The tensors of an accepted grid."""
+
+    @abstractmethod
+    def _unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
+        """The grid of tensors whose names, shapes and dtypes have been checked."""
 
     def pack(self, q: QuantizedTensor, scale_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """The module's tensors by suffix, its scales in ``scale_dtype`` (default: the layout's own).
@@ -104,11 +115,20 @@ class Format(ABC):
         Raises:
             ConversionRefused: the layout can't hold ``q`` without loss; the message is the reason.
         """
-        reason = self.refusal(q, scale_dtype)
+        tensors = self.pack_grid(q.grid, scale_dtype)
+        return {self.key: self.pack_codes(q.codes, q.bits), **tensors}
+
+    def pack_grid(self, grid: Grid, scale_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """The tensors of :meth:`pack` except the codes' own.
+
+        Raises:
+            ConversionRefused: as :meth:`pack`.
+        """
+        reason = self.refusal(grid, scale_dtype)
         if reason is not None:
             raise ConversionRefused(f"{self.name}: {reason}")
-        dtype = scale_dtype or self.scale_dtype or q.scales.dtype
-        return self._pack(replace(q, scales=q.scales.to(dtype)))
+        dtype = scale_dtype or self.scale_dtype or grid.scales.dtype
+        return self._pack_grid(replace(grid, scales=grid.scales.to(dtype)))
 
     def unpack(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> QuantizedTensor:
         """The neutral tuple stored in ``tensors``.
@@ -118,21 +138,37 @@ class Format(ABC):
             ConversionRefused: the stored values are ambiguous.
         """
         expected = self.expected(spec)
+        self._check(tensors, expected)
+        grid = self._unpack_grid(tensors, spec)
+        codes = self.unpack_codes(tensors[self.key], spec.bits)
+        return QuantizedTensor(codes, grid.scales, grid.zeros, grid.g_idx, grid.group_size, grid.bits)
+
+    def unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
+        """Everything but the codes, from the tensors except the codes' own.
+
+        Raises:
+            CheckpointError, ConversionRefused: as :meth:`unpack`.
+        """
+        expected = {suffix: want for suffix, want in self.expected(spec).items() if suffix != self.key}
+        self._check(tensors, expected)
+        return self._unpack_grid(tensors, spec)
+
+    def _check(self, tensors: Mapping[str, Tensor], expected: Mapping[str, TensorSpec]) -> None:
         for suffix, want in expected.items():
             found = tensors.get(suffix)
             if found is None:
                 raise CheckpointError(f"{suffix}: expected {want.dtype} {list(want.shape)}, found no tensor")
             if tuple(found.shape) != want.shape or found.dtype != want.dtype:
                 raise CheckpointError(
-                    f"{suffix}: expected {want.dtype} {list(want.shape)}, found {found.dtype} {list(found.shape)}"
+                    f"{suffix}: expected {want.dtype} {list(want.shape)}, "
+                    f"found {found.dtype} {list(found.shape)}"
                 )
         extra = sorted(set(tensors) - set(expected))
         if extra:
             raise CheckpointError(f"{extra[0]}: not a tensor of a {self.name} module of this kind")
-        return self._unpack(tensors, spec)
 
 
-def spec_of(q: QuantizedTensor, zero_writer: str | None = None) -> ModuleSpec:
+def spec_of(q: QuantizedTensor | Grid, zero_writer: str | None = None) -> ModuleSpec:
     """The spec that describes ``q``; a single group counts as channelwise (-1)."""
     return ModuleSpec(
         in_features=q.in_features,
@@ -142,10 +178,11 @@ def spec_of(q: QuantizedTensor, zero_writer: str | None = None) -> ModuleSpec:
         symmetric=q.symmetric,
         scale_dtype=q.scales.dtype,
         zero_writer=zero_writer,
+        act_order=not q.has_trivial_g_idx,
     )
 
 
-def _scale_refusal(q: QuantizedTensor, dtype: torch.dtype) -> str | None:
+def _scale_refusal(q: Grid, dtype: torch.dtype) -> str | None:
     """Why the scales can't be cast to ``dtype`` exactly, or None.
 
     NaN and infinity survive the cast as they are, so they are not refused here; ``verify`` reports them.
@@ -158,12 +195,12 @@ def _scale_refusal(q: QuantizedTensor, dtype: torch.dtype) -> str | None:
         return None
     worst = float(wide[changed][0])
     return (
-        f"{count} of {wide.numel()} scales are not exactly representable in {str(dtype).removeprefix('torch.')} "
-        f"(for example {worst!r})"
+        f"{count} of {wide.numel()} scales are not exactly representable "
+        f"in {str(dtype).removeprefix('torch.')} (for example {worst!r})"
     )
 
 
-def zero_range_refusal(q: QuantizedTensor, lowest: int) -> str | None:
+def zero_range_refusal(q: Grid, lowest: int) -> str | None:
     """Why the zero points don't fit a field of ``q.bits`` bits that starts at ``lowest``, or None."""
     highest = (1 << q.bits) - 1
     low, high = int(q.zeros.min()), int(q.zeros.max())
@@ -173,7 +210,7 @@ def zero_range_refusal(q: QuantizedTensor, lowest: int) -> str | None:
     return f"a zero point of {wrong} is outside the storable range {lowest}..{highest}"
 
 
-def g_idx_refusal(q: QuantizedTensor) -> str | None:
+def g_idx_refusal(q: Grid) -> str | None:
     """Why a layout without g_idx can't hold ``q``, or None."""
     if q.has_trivial_g_idx:
         return None

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from marlinq.errors import CheckpointError
 from marlinq.formats.base import Format, ModuleSpec, TensorSpec, g_idx_refusal, zero_range_refusal
-from marlinq.formats.neutral import QuantizedTensor, symmetric_zero, trivial_g_idx
-from marlinq.formats.nibbles import pack_columns, pack_rows, slots_per_word, unpack_columns, unpack_rows
+from marlinq.formats.neutral import Grid, symmetric_zero, trivial_g_idx
+from marlinq.formats.nibbles import pack_rows, slots_per_word, unpack_rows
 
 
 class CompressedTensors(Format):
@@ -41,8 +41,8 @@ class CompressedTensors(Format):
             return f"K={spec.in_features} is not a multiple of the group size {spec.channels_per_group}"
         return None
 
-    def value_refusal(self, q: QuantizedTensor) -> str | None:
-        return g_idx_refusal(q) or zero_range_refusal(q, lowest=0)
+    def value_refusal(self, grid: Grid) -> str | None:
+        return g_idx_refusal(grid) or zero_range_refusal(grid, lowest=0)
 
     def expected(self, spec: ModuleSpec) -> dict[str, TensorSpec]:
         k, n, groups = spec.in_features, spec.out_features, spec.groups
@@ -62,29 +62,35 @@ class CompressedTensors(Format):
         rows, columns = shapes["weight_packed"]
         return columns * slots_per_word(bits), rows
 
-    def _pack(self, q: QuantizedTensor) -> dict[str, Tensor]:
+    def pack_codes(self, codes: Tensor, bits: int) -> Tensor:
+        # Transposing whole words moves an eighth of the elements that transposing codes would.
+        return pack_rows(codes, bits).t().contiguous()
+
+    def unpack_codes(self, words: Tensor, bits: int) -> Tensor:
+        return unpack_rows(words.t().contiguous(), bits)
+
+    def _pack_grid(self, grid: Grid) -> dict[str, Tensor]:
         tensors = {
-            "weight_packed": pack_columns(q.codes.t().contiguous(), q.bits),
-            "weight_scale": q.scales.t().contiguous(),
-            "weight_shape": torch.tensor([q.out_features, q.in_features], dtype=torch.int64),
+            "weight_scale": grid.scales.t().contiguous(),
+            "weight_shape": torch.tensor([grid.out_features, grid.in_features], dtype=torch.int64),
         }
-        if not q.symmetric:
-            tensors["weight_zero_point"] = pack_rows(q.zeros.t().contiguous(), q.bits)
+        if not grid.symmetric:
+            tensors["weight_zero_point"] = pack_rows(grid.zeros.t().contiguous(), grid.bits)
         return tensors
 
-    def _unpack(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> QuantizedTensor:
+    def _unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
         shape = tensors["weight_shape"].tolist()
         if shape != [spec.out_features, spec.in_features]:
             raise CheckpointError(
-                f"weight_shape: expected [{spec.out_features}, {spec.in_features}] from weight_packed, found {shape}"
+                f"weight_shape: expected [{spec.out_features}, {spec.in_features}] from weight_packed, "
+                f"found {shape}"
             )
         if spec.symmetric:
             zeros = torch.full((spec.groups, spec.out_features), symmetric_zero(spec.bits), dtype=torch.uint8)
         else:
             zeros = unpack_rows(tensors["weight_zero_point"], spec.bits).t().contiguous()
         g_idx = tensors.get("weight_g_idx")
-        return QuantizedTensor(
-            codes=unpack_columns(tensors["weight_packed"], spec.bits).t().contiguous(),
+        return Grid(
             scales=tensors["weight_scale"].t().contiguous(),
             zeros=zeros,
             g_idx=trivial_g_idx(spec.in_features, spec.group_size) if g_idx is None else g_idx,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from marlinq.errors import ConversionRefused
 from marlinq.formats.base import Format, ModuleSpec, TensorSpec, zero_range_refusal
-from marlinq.formats.neutral import QuantizedTensor
+from marlinq.formats.neutral import Grid
 from marlinq.formats.nibbles import (
     pack_columns,
     pack_rows,
@@ -52,8 +52,8 @@ class GPTQ(Format):
             )
         return None
 
-    def value_refusal(self, q: QuantizedTensor) -> str | None:
-        return zero_range_refusal(q, lowest=1 if self.version == 1 else 0)
+    def value_refusal(self, grid: Grid) -> str | None:
+        return zero_range_refusal(grid, lowest=1 if self.version == 1 else 0)
 
     def expected(self, spec: ModuleSpec) -> dict[str, TensorSpec]:
         k, n = spec.in_features, spec.out_features
@@ -69,21 +69,25 @@ class GPTQ(Format):
         rows, columns = shapes["qweight"]
         return rows * slots_per_word(bits), columns
 
-    def _pack(self, q: QuantizedTensor) -> dict[str, Tensor]:
-        stored = q.zeros - 1 if self.version == 1 else q.zeros
+    def pack_codes(self, codes: Tensor, bits: int) -> Tensor:
+        return pack_rows(codes, bits)
+
+    def unpack_codes(self, words: Tensor, bits: int) -> Tensor:
+        return unpack_rows(words, bits)
+
+    def _pack_grid(self, grid: Grid) -> dict[str, Tensor]:
+        stored = grid.zeros - 1 if self.version == 1 else grid.zeros
         return {
-            "qweight": pack_rows(q.codes, q.bits),
-            "qzeros": pack_columns(stored, q.bits),
-            "scales": q.scales.contiguous(),
-            "g_idx": q.g_idx.contiguous(),
+            "qzeros": pack_columns(stored, grid.bits),
+            "scales": grid.scales.contiguous(),
+            "g_idx": grid.g_idx.contiguous(),
         }
 
-    def _unpack(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> QuantizedTensor:
+    def _unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
         zeros = unpack_columns(tensors["qzeros"], spec.bits)
         if self.version == 1:
             zeros = _decode_v1_zeros(tensors["qzeros"], zeros, spec)
-        return QuantizedTensor(
-            codes=unpack_rows(tensors["qweight"], spec.bits),
+        return Grid(
             scales=tensors["scales"],
             zeros=zeros,
             g_idx=tensors["g_idx"],
@@ -98,8 +102,9 @@ def _decode_v1_zeros(words: Tensor, slots: Tensor, spec: ModuleSpec) -> Tensor:
         return slots + 1
     if spec.zero_writer != WORD_ADD_WRITER:
         raise ConversionRefused(
-            f"qzeros: GPTQ v1 zeros hold the value {all_ones}, which different writers use for different zero "
-            "points, and the config does not name GPTQModel as the writer; requantise or use a v2 checkpoint"
+            f"qzeros: GPTQ v1 zeros hold the value {all_ones}, which different writers use for different "
+            "zero points, and the config does not name GPTQModel as the writer; "
+            "requantise or use a v2 checkpoint"
         )
     ones = 0x11111111 if spec.bits == 4 else 0x01010101
     wide = (words.to(torch.int64) + ones) & 0xFFFFFFFF

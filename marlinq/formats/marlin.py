@@ -1,7 +1,7 @@
 """Marlin layout (IST-DASLab Marlin; docs/formats.md).
 
-    B int32 [K/16, 2N]     tiles of 16 (K) x 64 (N); 128 words a tile, word 4t + q for lane t = 0..31, q = 0..3
-    s float16 [G, N]       permuted so that a lane finds its scales together
+    B int32 [K/16, 2N]   tiles of 16 (K) x 64 (N); 128 words a tile, word 4t + q for lane t = 0..31, q = 0..3
+    s float16 [G, N]     permuted so that a lane finds its scales together
 
 Slot i of word (t, q) of tile (kt, nt), with j = [0, 2, 4, 6, 1, 3, 5, 7][i] and R = [0, 1, 8, 9], holds
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from marlinq.formats.base import Format, ModuleSpec, TensorSpec, g_idx_refusal
-from marlinq.formats.neutral import QuantizedTensor, symmetric_zero, trivial_g_idx
+from marlinq.formats.neutral import Grid, symmetric_zero, trivial_g_idx
 from marlinq.formats.nibbles import pack_last, unpack_last
 
 GROUP_SIZES = (32, 64, 128, -1)
@@ -67,11 +67,13 @@ class Marlin(Format):
             return f"the original Marlin kernel takes group sizes 128 and -1, not {spec.group_size}"
         return None
 
-    def value_refusal(self, q: QuantizedTensor) -> str | None:
-        if not q.symmetric:
-            count = int((q.zeros != symmetric_zero(q.bits)).sum())
-            return f"asymmetric: {count} of {q.zeros.numel()} zero points differ from 8; Marlin stores none"
-        return g_idx_refusal(q)
+    def value_refusal(self, grid: Grid) -> str | None:
+        if not grid.symmetric:
+            count = int((grid.zeros != symmetric_zero(grid.bits)).sum())
+            return (
+                f"asymmetric: {count} of {grid.zeros.numel()} zero points differ from 8; Marlin stores none"
+            )
+        return g_idx_refusal(grid)
 
     def expected(self, spec: ModuleSpec) -> dict[str, TensorSpec]:
         k, n = spec.in_features, spec.out_features
@@ -84,12 +86,17 @@ class Marlin(Format):
         rows, columns = shapes["B"]
         return rows * TILE_K, columns // 2
 
-    def _pack(self, q: QuantizedTensor) -> dict[str, Tensor]:
-        return {"B": pack_tiles(q.codes), "s": permute_scales(q.scales)}
+    def pack_codes(self, codes: Tensor, bits: int) -> Tensor:
+        return pack_tiles(codes)
 
-    def _unpack(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> QuantizedTensor:
-        return QuantizedTensor(
-            codes=unpack_tiles(tensors["B"]),
+    def unpack_codes(self, words: Tensor, bits: int) -> Tensor:
+        return unpack_tiles(words)
+
+    def _pack_grid(self, grid: Grid) -> dict[str, Tensor]:
+        return {"s": permute_scales(grid.scales)}
+
+    def _unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
+        return Grid(
             scales=unpermute_scales(tensors["s"]),
             zeros=torch.full((spec.groups, spec.out_features), 8, dtype=torch.uint8),
             g_idx=trivial_g_idx(spec.in_features, spec.group_size),

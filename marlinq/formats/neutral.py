@@ -11,6 +11,7 @@ subset of these tuples; what a layout can't hold it refuses by name (see ``Forma
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,6 +39,78 @@ def symmetric_zero(bits: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
+class Grid:
+    """Everything of a quantised linear but its codes: what decides whether a layout can hold it.
+
+    Attributes:
+        scales: float16, bfloat16 or float32 [G, N]; negative values are legal.
+        zeros: uint8 [G, N], zero points in code units; ``2**(bits-1)`` everywhere means symmetric.
+        g_idx: int32 [K], the group of each input channel, in ``0 .. G - 1``.
+        group_size: channels a group, 1..K; a channelwise layer (one group) has ``group_size == K``.
+        bits: 4 or 8.
+
+    Raises:
+        CheckpointError: the parts don't fit together (shape, dtype or range).
+    """
+
+    scales: Tensor
+    zeros: Tensor
+    g_idx: Tensor
+    group_size: int
+    bits: int = 4
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise CheckpointError(f"quantised tensor: expected 4 or 8 bits, found {self.bits}")
+        if self.g_idx.dtype != torch.int32 or self.g_idx.dim() != 1:
+            raise CheckpointError(
+                f"g_idx: expected int32 [K], found {self.g_idx.dtype} {list(self.g_idx.shape)}"
+            )
+        k = self.in_features
+        if not 1 <= self.group_size <= k:
+            raise CheckpointError(f"group_size: expected 1..{k} (K), found {self.group_size}")
+        if self.scales.dim() != 2 or self.scales.dtype not in _SCALE_DTYPES:
+            raise CheckpointError(
+                f"scales: expected float [G, N], found {self.scales.dtype} {list(self.scales.shape)}"
+            )
+        shape = (group_count(k, self.group_size), self.out_features)
+        if tuple(self.scales.shape) != shape:
+            raise CheckpointError(f"scales: expected {list(shape)}, found {list(self.scales.shape)}")
+        if tuple(self.zeros.shape) != shape or self.zeros.dtype != torch.uint8:
+            raise CheckpointError(
+                f"zeros: expected uint8 {list(shape)}, found {self.zeros.dtype} {list(self.zeros.shape)}"
+            )
+        low, high = int(self.g_idx.min()), int(self.g_idx.max())
+        if low < 0 or high >= shape[0]:
+            raise CheckpointError(f"g_idx: expected values in 0..{shape[0] - 1}, found {low}..{high}")
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self.g_idx.shape[0]
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return self.scales.shape[1]
+
+    @property
+    def groups(self) -> int:
+        """G, the number of groups along K."""
+        return self.scales.shape[0]
+
+    @property
+    def symmetric(self) -> bool:
+        """True when every zero point is the middle code, whatever a config file says."""
+        return bool((self.zeros == symmetric_zero(self.bits)).all())
+
+    @property
+    def has_trivial_g_idx(self) -> bool:
+        """True when channel k belongs to group ``k // group_size``: no activation order is stored."""
+        return torch.equal(self.g_idx.cpu(), trivial_g_idx(self.in_features, self.group_size))
+
+
+@dataclass(frozen=True, eq=False)
 class QuantizedTensor:
     """The integer weight of one linear layer, independent of any file layout.
 
@@ -61,33 +134,20 @@ class QuantizedTensor:
     bits: int = 4
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
-            raise CheckpointError(f"quantised tensor: expected 4 or 8 bits, found {self.bits}")
-        if self.codes.dtype != torch.uint8 or self.codes.dim() != 2:
+        grid = self.grid
+        if self.codes.dtype != torch.uint8 or tuple(self.codes.shape) != (
+            grid.in_features,
+            grid.out_features,
+        ):
             raise CheckpointError(
-                f"codes: expected uint8 [K, N], found {self.codes.dtype} {list(self.codes.shape)}"
+                f"codes: expected uint8 {[grid.in_features, grid.out_features]}, "
+                f"found {self.codes.dtype} {list(self.codes.shape)}"
             )
-        k, n = self.codes.shape
-        if not 1 <= self.group_size <= k:
-            raise CheckpointError(f"group_size: expected 1..{k} (K), found {self.group_size}")
-        grid = (group_count(k, self.group_size), n)
-        if tuple(self.scales.shape) != grid or self.scales.dtype not in _SCALE_DTYPES:
-            raise CheckpointError(
-                f"scales: expected float {list(grid)}, found {self.scales.dtype} {list(self.scales.shape)}"
-            )
-        if tuple(self.zeros.shape) != grid or self.zeros.dtype != torch.uint8:
-            raise CheckpointError(
-                f"zeros: expected uint8 {list(grid)}, found {self.zeros.dtype} {list(self.zeros.shape)}"
-            )
-        if tuple(self.g_idx.shape) != (k,) or self.g_idx.dtype != torch.int32:
-            raise CheckpointError(
-                f"g_idx: expected int32 [{k}], found {self.g_idx.dtype} {list(self.g_idx.shape)}"
-            )
-        if k and (int(self.g_idx.min()) < 0 or int(self.g_idx.max()) >= grid[0]):
-            raise CheckpointError(
-                f"g_idx: expected values in 0..{grid[0] - 1}, "
-                f"found {int(self.g_idx.min())}..{int(self.g_idx.max())}"
-            )
+
+    @cached_property
+    def grid(self) -> Grid:
+        """Everything but the codes."""
+        return Grid(self.scales, self.zeros, self.g_idx, self.group_size, self.bits)
 
     @property
     def in_features(self) -> int:
@@ -107,12 +167,12 @@ class QuantizedTensor:
     @property
     def symmetric(self) -> bool:
         """True when every zero point is the middle code, whatever a config file says."""
-        return bool((self.zeros == symmetric_zero(self.bits)).all())
+        return self.grid.symmetric
 
     @property
     def has_trivial_g_idx(self) -> bool:
         """True when channel k belongs to group ``k // group_size``: no activation order is stored."""
-        return torch.equal(self.g_idx.cpu(), trivial_g_idx(self.in_features, self.group_size))
+        return self.grid.has_trivial_g_idx
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense weight W, [N, K], computed in float32 and cast to ``dtype``."""
