@@ -19,7 +19,7 @@ _API = {
     "load": "marlinq.runtime",
     "evaluate": "marlinq.evaluation",
 }
-__all__ = ["__version__", *_API]
+__all__ = ["__version__", "convert", "evaluate", "inspect", "load", "quantize", "verify"]
 
 if TYPE_CHECKING:
     from marlinq.conversion import convert

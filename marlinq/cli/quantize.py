@@ -52,7 +52,7 @@ _DEFAULTS = Recipe()
     "--act-order",
     type=click.Choice(ACT_ORDERS),
     default=_DEFAULTS.act_order,
-    help="static quantises columns by falling activation energy; groups keep their channels.",
+    help="static quantises the channels of the largest activations first; groups keep their channels.",
 )
 @click.option(
     "--calibration",
