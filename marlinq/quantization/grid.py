@@ -19,8 +19,10 @@ from marlinq.formats.neutral import symmetric_zero
 # the code -8 reaches absmax only with a scale of absmax/8, while GPTQ's convention counts from absmax/7.5.
 _SHRINK = tuple(1.06 - 0.04 * step for step in range(13))
 
-# N is searched in slices whose [g, slice] temporaries stay in a CPU's cache.
-_SLICE_ELEMENTS = 1 << 17
+# N is searched in slices of so many weights: few enough for a CPU's cache to hold the temporaries, many
+# enough for a GPU to be busy.
+_SLICE = {"cpu": 1 << 19}
+_LARGE_SLICE = 1 << 24
 
 
 def minmax_grid(
@@ -70,7 +72,7 @@ def search_grid(
         scales and zeros, float32 [N], as in :func:`minmax_grid`.
     """
     g, n = weight.shape
-    width = max(1, _SLICE_ELEMENTS // g)
+    width = max(1, _SLICE.get(weight.device.type, _LARGE_SLICE) // g)
     parts = [
         _search(weight[:, start : start + width], importance, bits, symmetric, scale_dtype)
         for start in range(0, n, width)
@@ -116,7 +118,7 @@ def _search(
                 zeros = torch.full_like(scales, symmetric_zero(bits))
             else:
                 scales, zeros = _asymmetric_grid(low * shrink, high * shrink, top, dtype)
-            torch.div(weight, scales, out=errors).add_(zeros)
+            torch.mul(weight, scales.reciprocal(), out=errors).add_(zeros)
             torch.round(errors, out=codes).clamp_(0, top)
             cost = (importance @ errors.sub_(codes).square_()).mul_(scales.square())
             better = cost < best_cost

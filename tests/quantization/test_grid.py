@@ -105,15 +105,16 @@ def test_symmetric_search_uses_both_signs():
 
 
 def test_slices_along_the_outputs_change_nothing():
-    weight = torch.randn(256, 700, generator=torch.Generator().manual_seed(5))
-    importance = torch.linspace(0.1, 1, 256)
+    # More weights than one slice holds, so the last outputs are searched apart from the first.
+    weight = torch.randn(512, 1100, generator=torch.Generator().manual_seed(5))
+    importance = torch.linspace(0.1, 1, 512)
     scales, _ = search_grid(weight, importance, symmetric=True)
-    last, _ = search_grid(weight[:, 650:].contiguous(), importance, symmetric=True)
+    last, _ = search_grid(weight[:, 1000:].contiguous(), importance, symmetric=True)
     # A different matrix product may break a near-tie the other way, so the costs are compared.
-    zeros = torch.full((50,), 8.0)
+    zeros = torch.full((100,), 8.0)
     torch.testing.assert_close(
-        _rounding_cost(weight[:, 650:], importance, scales[650:], zeros),
-        _rounding_cost(weight[:, 650:], importance, last, zeros),
+        _rounding_cost(weight[:, 1000:], importance, scales[1000:], zeros),
+        _rounding_cost(weight[:, 1000:], importance, last, zeros),
         rtol=1e-5,
         atol=0,
     )
