@@ -8,6 +8,7 @@ from itertools import accumulate
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,7 @@ class HiddenStates:
         dtype: of the states.
         device: where they are used; memory is pinned when that is a GPU.
         limit_bytes: above it a file is used.
-        folder: where that file lies; it is unlinked at once and vanishes with the process.
+        folder: where that file lies; it has no name and vanishes with the process.
     """
 
     def __init__(
@@ -36,9 +37,10 @@ class HiddenStates:
         total = sum(sizes)
         self.on_disk = total * dtype.itemsize > limit_bytes
         if self.on_disk:
-            with tempfile.NamedTemporaryFile(dir=folder, prefix="hidden-states-") as file:
+            with tempfile.TemporaryFile(dir=folder) as file:
                 file.truncate(total * dtype.itemsize)
-                flat = torch.from_file(file.name, shared=True, size=total, dtype=dtype)
+                mapped = np.memmap(file, dtype=np.uint8, mode="r+")
+            flat = torch.from_numpy(mapped).view(dtype)
         else:
             flat = torch.empty(total, dtype=dtype, pin_memory=device.type == "cuda")
         starts = [0, *accumulate(sizes)]

@@ -83,6 +83,7 @@ class CheckpointWriter:
         for shard, members in self._shards:
             self._headers[shard], infos = encode_header(shard, members)
             self.tensors.update((info.name, info) for info in infos)
+        self.notes: dict[str, Any] = {}
         self._hashes: dict[str, str] = {}
         self._pending: dict[str, str] = {}
         self._files: dict[str, int] = {}
@@ -133,14 +134,20 @@ class CheckpointWriter:
             )
         return tensor
 
-    def commit(self) -> None:
-        """Make everything written so far durable and note it in the journal."""
-        if not self._pending:
+    def commit(self, notes: Mapping[str, Any] | None = None) -> None:
+        """Make everything written so far durable and note it in the journal.
+
+        Args:
+            notes: JSON values that belong to what was written; a resumed run finds them in ``notes``, and
+                the manifest holds all of them under ``run``.
+        """
+        if not self._pending and not notes:
             return
         for shard in {self.tensors[name].shard for name in self._pending}:
             os.fsync(self._files[shard])
-        self._append({"written": self._pending})
+        self._append({"written": self._pending, "notes": notes or {}})
         self._hashes.update(self._pending)
+        self.notes.update(notes or {})
         self._pending = {}
 
     def finish(
@@ -174,7 +181,8 @@ class CheckpointWriter:
         for name, value in (extra_json or {}).items():
             self._write_json(name, value)
         hashes = dict(sorted(self._hashes.items()))
-        self._write_json(MANIFEST, {**manifest, "fingerprint": self._fingerprint, "tensors": hashes})
+        run = {"run": self.notes} if self.notes else {}
+        self._write_json(MANIFEST, {**manifest, **run, "fingerprint": self._fingerprint, "tensors": hashes})
         if len(self._shards) > 1:
             weight_map = {name: info.shard for name, info in sorted(self.tensors.items())}
             total = sum(info.nbytes for info in self.tensors.values())
@@ -262,6 +270,7 @@ class CheckpointWriter:
             os.truncate(path, len(whole))
         for line in lines[1:]:
             self._hashes.update(line["written"])
+            self.notes.update(line["notes"])
         return True
 
     def _read_manifest(self) -> bool:
@@ -272,6 +281,7 @@ class CheckpointWriter:
         if manifest["fingerprint"] != self._fingerprint:
             return False
         self._hashes = dict(manifest["tensors"])
+        self.notes = dict(manifest.get("run", {}))
         return True
 
     def _append(self, line: Mapping[str, Any]) -> None:

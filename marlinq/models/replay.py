@@ -32,7 +32,7 @@ class _Hidden:
 _HIDDEN = _Hidden()
 
 
-class _StopForward(Exception):  # noqa: N818  (control flow, not an error)
+class _StopForward(Exception):
     """Ends the outer forward after the last block."""
 
 
@@ -94,6 +94,33 @@ class BlockReplay:
             output = module(*args, **kwargs)
         result: Tensor = output if isinstance(output, Tensor) else output[0]
         return result
+
+    def inputs(
+        self,
+        block: int,
+        batch: int,
+        hidden: Tensor,
+        names: Iterable[str],
+        receive: Callable[[str, Tensor], None],
+        *,
+        last: str | None = None,
+    ) -> None:
+        """Runs a block for the inputs of some of its linears.
+
+        Args:
+            block, batch, hidden: as in :meth:`run`.
+            names: the linears.
+            receive: called with the name and the input of each.
+            last: the block may stop when this linear has been reached: nothing after it is of interest.
+        """
+
+        def until_last(name: str, x: Tensor) -> None:
+            receive(name, x)
+            if name == last:
+                raise _StopForward
+
+        with linear_inputs(self._structure.model, names, until_last), suppress(_StopForward):
+            self.run(block, batch, hidden)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         """One CPU copy of equal tensors: batches of one length share masks and position embeddings."""
@@ -247,13 +274,19 @@ def linear_inputs(
             handle.remove()
 
 
-def shared_inputs(model: nn.Module, names: Iterable[str], run: Callable[[], object]) -> list[tuple[str, ...]]:
+def shared_inputs(
+    model: nn.Module,
+    names: Iterable[str],
+    run: Callable[[], object],
+    receive: Callable[[str, Tensor], None] | None = None,
+) -> list[tuple[str, ...]]:
     """Groups of linears that read the very same input tensor, in the order of their first use.
 
     Args:
         model: what the names are relative to.
         names: linears of one materialised block.
         run: runs the block once.
+        receive: called with each group's first linear and its input whenever that linear runs.
 
     Linears that did not run (an expert no token chose) follow, each in a group of its own.
     """
@@ -262,13 +295,15 @@ def shared_inputs(model: nn.Module, names: Iterable[str], run: Callable[[], obje
     # The tensors stay referenced until the end, so no memory address can be reused within the block.
     alive: list[Tensor] = []
 
-    def receive(name: str, x: Tensor) -> None:
+    def note(name: str, x: Tensor) -> None:
         alive.append(x)
         if not any(name in members for members in groups.values()):
             key = (x.data_ptr(), x.numel(), x.shape[-1], x.dtype, x._version)
             groups.setdefault(key, []).append(name)
+        if receive is not None and any(members[0] == name for members in groups.values()):
+            receive(name, x)
 
-    with linear_inputs(model, wanted, receive):
+    with linear_inputs(model, wanted, note):
         run()
     used = {name for members in groups.values() for name in members}
     return [tuple(members) for members in groups.values()] + [(name,) for name in wanted if name not in used]

@@ -1,0 +1,8 @@
+"""The quantise operation: block by block, with a journal, resumable."""
+
+from __future__ import annotations
+
+from marlinq.pipeline.quantize import quantize
+from marlinq.pipeline.report import ModuleReport, QuantizeReport
+
+__all__ = ["ModuleReport", "QuantizeReport", "quantize"]

@@ -1,0 +1,107 @@
+"""What a quantise run tells about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from marlinq.models import KeptModule
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """How one linear was quantised.
+
+    Attributes:
+        group_size, symmetric: as stored; -1 is one group.
+        damp: share of the Hessian's mean diagonal that was added to it.
+        fallback: what was done instead of GPTQ and why, or None.
+        dead_channels: input channels that were zero in all of the calibration.
+        relative_error: tr(D H D^T) / tr(W H W^T) with D = W - Q: the squared output error, relative.
+        tokens: calibration tokens that the linear saw.
+    """
+
+    group_size: int
+    symmetric: bool
+    damp: float
+    fallback: str | None
+    dead_channels: int
+    relative_error: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """The result of ``marlinq quantize``.
+
+    Attributes:
+        out: the new folder.
+        format: its layout.
+        modules: quantised linears by stored name.
+        kept: modules with a weight matrix that stay as they were, with reasons.
+        calibration: source, documents, tokens and a hash of the token ids.
+        device, dtype: where and in which dtype the blocks ran.
+        blocks: decoder blocks with quantised linears.
+        resumed_blocks: decoder blocks taken over from an interrupted run.
+        source_bytes, output_bytes: tensor data before and after.
+        seconds: of this run.
+        peak_host_bytes: highest resident memory of the process.
+        peak_device_bytes: highest memory of the GPU, None on the CPU.
+    """
+
+    out: Path
+    format: str
+    modules: Mapping[str, ModuleReport]
+    kept: tuple[KeptModule, ...]
+    calibration: Mapping[str, Any]
+    device: str
+    dtype: str
+    blocks: int
+    resumed_blocks: int
+    source_bytes: int
+    output_bytes: int
+    seconds: float
+    peak_host_bytes: int
+    peak_device_bytes: int | None
+
+    @property
+    def fallbacks(self) -> dict[str, str]:
+        """Modules that were not solved by GPTQ, with the reason."""
+        return {name: report.fallback for name, report in self.modules.items() if report.fallback}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {**asdict(self), "out": str(self.out)}
+
+    def render(self) -> str:
+        """A few lines for a terminal."""
+        worst = max(self.modules, key=lambda name: self.modules[name].relative_error)
+        errors = sorted(report.relative_error for report in self.modules.values())
+        sizes = f"{_size(self.source_bytes)} -> {_size(self.output_bytes)}"
+        text = self.calibration
+        middle = errors[len(errors) // 2]
+        lines = [
+            f"{self.out}: {len(self.modules)} linears in {self.blocks} blocks as {self.format}, {sizes}",
+            f"calibration: {text['documents']} documents, {text['tokens']} tokens from {text['source']}",
+            f"relative output error: median {middle:.2e}, largest {errors[-1]:.2e} in {worst}",
+        ]
+        reasons: dict[str, list[str]] = {}
+        for module in self.kept:
+            reasons.setdefault(module.reason, []).append(module.name)
+        for reason, names in reasons.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            lines.append(f"kept unquantised: {names[0]}{more} ({reason})")
+        lines.extend(f"fallback: {name}: {reason}" for name, reason in self.fallbacks.items())
+        if self.resumed_blocks:
+            lines.append(f"resumed: {self.resumed_blocks} of {self.blocks} blocks were there already")
+        peak = f"peak memory {_size(self.peak_host_bytes)}"
+        if self.peak_device_bytes is not None:
+            peak += f", GPU {_size(self.peak_device_bytes)}"
+        lines.append(f"{self.seconds:.0f} s on {self.device} in {self.dtype}, {peak}")
+        return "\n".join(lines)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
