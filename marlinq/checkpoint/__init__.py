@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from marlinq.checkpoint.emit import emit_quantization_config, extra_configs
+from marlinq.checkpoint.emit import (
+    emit_quantization_config,
+    extra_configs,
+    replace_quantization_config,
+)
 from marlinq.checkpoint.header import TensorInfo, TensorPlan
 from marlinq.checkpoint.quantization_config import (
     ModuleSettings,
@@ -26,4 +30,5 @@ __all__ = [
     "emit_quantization_config",
     "extra_configs",
     "read_quantization_config",
+    "replace_quantization_config",
 ]

@@ -18,6 +18,8 @@ _FUSED = (
 )
 _CHECKPOINT_FORMAT = {"gptq": "gptq", "gptq-v2": "gptq_v2", "marlin": "marlin"}
 
+_CONFIG_KEYS = ("quantization_config", "compression_config")
+
 _Key = tuple[int, int, bool]
 
 
@@ -36,12 +38,14 @@ def emit_quantization_config(
     """
     if not modules:
         raise ConversionRefused(f"{layout}: no module is quantised; nothing to describe")
-    settings = {name: _settings(layout, spec) for name, spec in modules.items()}
+    settings = _settings(layout, modules)
     if layout == "awq":
         return _awq(settings, unquantized)
     if layout == "compressed-tensors":
         return _compressed_tensors(settings, unquantized)
-    return _gptq(layout, settings, unquantized)
+    # Loaders that read the flag for a module whose g_idx is trivial still get the right weights.
+    act_order = any(spec.act_order for spec in modules.values())
+    return _gptq(layout, settings, unquantized, act_order)
 
 
 def extra_configs(layout: str, quantization_config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -49,10 +53,27 @@ def extra_configs(layout: str, quantization_config: Mapping[str, Any]) -> dict[s
     return {} if layout == "compressed-tensors" else {"quantize_config.json": quantization_config}
 
 
-def _settings(layout: str, spec: ModuleSpec) -> _Key:
-    group_size = -1 if spec.groups == 1 else spec.group_size
-    # AWQ always stores its zero points; the other dialects tell symmetric modules apart.
-    return spec.bits, group_size, spec.symmetric and layout != "awq"
+def replace_quantization_config(config: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """``config.json`` with ``new`` as its only quantization_config, wherever an old one stood."""
+    result = {key: value for key, value in config.items() if key not in _CONFIG_KEYS}
+    text_config = result.get("text_config")
+    if isinstance(text_config, dict):
+        result["text_config"] = {key: value for key, value in text_config.items() if key not in _CONFIG_KEYS}
+    result["quantization_config"] = dict(new)
+    return result
+
+
+def _settings(layout: str, modules: Mapping[str, ModuleSpec]) -> dict[str, _Key]:
+    grouped = Counter(spec.group_size for spec in modules.values() if spec.groups > 1)
+    usual = grouped.most_common(1)[0][0] if grouped else -1
+    settings = {}
+    for name, spec in modules.items():
+        # One group of K channels is the usual group size where that is K, and -1 otherwise.
+        single = usual if spec.in_features == usual else -1
+        group_size = single if spec.groups == 1 else spec.group_size
+        # AWQ always stores its zero points; the other dialects tell symmetric modules apart.
+        settings[name] = (spec.bits, group_size, spec.symmetric and layout != "awq")
+    return settings
 
 
 def _majority(settings: Mapping[str, _Key]) -> _Key:
@@ -60,7 +81,9 @@ def _majority(settings: Mapping[str, _Key]) -> _Key:
     return Counter(settings.values()).most_common(1)[0][0]
 
 
-def _gptq(layout: str, settings: Mapping[str, _Key], unquantized: Sequence[str]) -> dict[str, Any]:
+def _gptq(
+    layout: str, settings: Mapping[str, _Key], unquantized: Sequence[str], act_order: bool
+) -> dict[str, Any]:
     default = _majority(settings)
     bits, group_size, symmetric = default
     dynamic: dict[str, Any] = {}
@@ -73,14 +96,14 @@ def _gptq(layout: str, settings: Mapping[str, _Key], unquantized: Sequence[str])
             "bits": other[0],
             "group_size": other[1],
             "sym": other[2],
-            "desc_act": False,
+            "desc_act": act_order,
         }
     layout_key = _CHECKPOINT_FORMAT[layout]
     config: dict[str, Any] = {
         "quant_method": "gptq",
         "bits": bits,
         "group_size": group_size,
-        "desc_act": False,
+        "desc_act": act_order,
         "sym": symmetric,
         "checkpoint_format": layout_key,
         "format": layout_key,
@@ -103,6 +126,13 @@ def _awq(settings: Mapping[str, _Key], unquantized: Sequence[str]) -> dict[str, 
         raise ConversionRefused(
             f"awq: group sizes {sizes} in one checkpoint; AWQ configs have no per-module settings"
         )
+    for skipped in unquantized:
+        caught = next((name for name in settings if skipped in name), None)
+        if caught is not None:
+            raise ConversionRefused(
+                f"awq: {skipped} is not quantised and {caught} is; AWQ configs exclude modules by a part of "
+                "their name, which can't tell these two apart"
+            )
     return {
         "quant_method": "awq",
         "bits": 4,

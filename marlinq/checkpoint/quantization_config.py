@@ -217,6 +217,8 @@ def _compressed_tensors(keys: _Keys) -> QuantizationConfig:
     for name in ("sparsity_config", "transform_config"):
         if keys.mapping(name):
             raise UnsupportedError(f"{keys.where}: a non-empty {name} is not supported")
+    if keys.raw.get("kv_cache_scheme") is not None:
+        raise UnsupportedError(f"{keys.where}: a quantised KV cache (kv_cache_scheme) is not supported")
     rules = [Rule(_target(keys, name), None) for name in keys.names("ignore")]
     default: ModuleSettings | None = None
     groups = keys.mapping("config_groups")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from marlinq.checkpoint.quantization_config import QuantizationConfig, read_quantization_config
 from marlinq.checkpoint.reader import Checkpoint
-from marlinq.errors import CheckpointError, MarlinqError
-from marlinq.formats import FORMATS, Format, ModuleSpec, QuantizedTensor
+from marlinq.errors import CheckpointError, MarlinqError, UnsupportedError
+from marlinq.formats import FORMATS, Format, Grid, ModuleSpec, QuantizedTensor, TensorSpec
 
 _EMBEDDING_MARKS = ("embed", "wte", "wpe", "norm")
 
@@ -45,7 +47,7 @@ class QuantizedCheckpoint:
         modules = {}
         for name in checkpoint.tensors:
             stem, _, suffix = name.rpartition(".")
-            if suffix == layout.key:
+            if suffix == layout.key and stem:
                 modules[stem] = _spec(checkpoint, config, layout, stem)
         if not modules:
             raise CheckpointError(
@@ -60,7 +62,35 @@ class QuantizedCheckpoint:
                 f"{checkpoint.path}: tensor {stray[0]} belongs to a {config.format} module, "
                 f"but there is no .{layout.key}"
             )
+        for name in passthrough:
+            info = checkpoint.tensors[name]
+            if info.dtype == torch.int32 and len(info.shape) > 1:
+                raise UnsupportedError(
+                    f"{checkpoint.path}: tensor {name} holds integers {list(info.shape)} and is no part of a "
+                    f"{config.format} linear; stacked experts and other packings are not supported"
+                )
         return cls(checkpoint, config, layout, modules, passthrough)
+
+    def mismatch(self, module: str) -> str | None:
+        """How the stored names, shapes and dtypes of ``module`` differ from the layout's, or None."""
+        infos = {suffix: self.checkpoint.tensors[name] for suffix, name in self.tensor_names(module).items()}
+        found = {suffix: TensorSpec(info.dtype, info.shape) for suffix, info in infos.items()}
+        return self.format.mismatch(found, self.modules[module])
+
+    def load_grid(self, module: str) -> Grid:
+        """The neutral tuple of ``module`` without its codes: scales, zeros and g_idx, which are small.
+
+        Raises:
+            CheckpointError, ConversionRefused: as :meth:`load`.
+        """
+        names = self.tensor_names(module)
+        names.pop(self.format.key)
+        try:
+            return self.format.unpack_grid(
+                {suffix: self.checkpoint.tensor(name) for suffix, name in names.items()}, self.modules[module]
+            )
+        except MarlinqError as error:
+            raise type(error)(f"{self.checkpoint.path}: {module}: {error}") from None
 
     def load(self, module: str) -> QuantizedTensor:
         """The neutral tuple of ``module``.
@@ -112,7 +142,7 @@ def _spec(checkpoint: Checkpoint, config: QuantizationConfig, layout: Format, mo
         if f"{module}.{suffix}" in checkpoint.tensors
     }
     if len(infos[layout.key].shape) != 2:
-        raise CheckpointError(
+        raise UnsupportedError(
             f"{where}.{layout.key}: expected two dimensions, found shape {list(infos[layout.key].shape)}; "
             "stacked experts are not supported"
         )

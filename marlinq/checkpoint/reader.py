@@ -83,6 +83,13 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: no tensor named {name}")
         return read_tensor(self.path / info.shard, info)
 
+    @property
+    def left_out(self) -> list[str]:
+        """Relative paths of files that are no part of the open checkpoint: weights in other formats, or
+        shards that the index does not list."""
+        own = {CONFIG, INDEX, MANIFEST, *QUANTIZE_CONFIGS, *self.shards, *self.side_files}
+        return sorted(name for name in _walk(self.path) if name not in own)
+
     def identity(self) -> str:
         """A hash of the config and of every tensor's name, dtype, shape, place and file time.
 

@@ -26,6 +26,7 @@ class AWQ(Format):
     """AWQ GEMM."""
 
     name = "awq"
+    family = "awq"
     key = "qweight"
     suffixes = ("qweight", "qzeros", "scales")
 
@@ -59,7 +60,10 @@ class AWQ(Format):
     def unpack_codes(self, words: Tensor, bits: int) -> Tensor:
         return _unpack_interleaved(words)
 
-    def _pack_grid(self, grid: Grid) -> dict[str, Tensor]:
+    def channels(self, words: Tensor, start: int, stop: int, bits: int) -> Tensor:
+        return words[start:stop]
+
+    def _pack_grid(self, grid: Grid, symmetric: bool) -> dict[str, Tensor]:
         return {"qzeros": _pack_interleaved(grid.zeros), "scales": grid.scales.contiguous()}
 
     def _unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:

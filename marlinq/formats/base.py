@@ -61,6 +61,8 @@ class Format(ABC):
 
     name: str
     """The name used on the command line."""
+    family: str
+    """Layouts of one family store codes and scales in the same bits."""
     key: str
     """The suffix whose presence marks a quantised module."""
     suffixes: tuple[str, ...]
@@ -102,23 +104,37 @@ class Format(ABC):
         """The inverse of :meth:`pack_codes`: uint8 [K, N], contiguous."""
 
     @abstractmethod
-    def _pack_grid(self, grid: Grid) -> dict[str, Tensor]:
-        """The tensors of an accepted grid."""
+    def channels(self, words: Tensor, start: int, stop: int, bits: int) -> Tensor:
+        """The view of ``words`` that holds the input channels ``start .. stop - 1``, multiples of 16 or K."""
+
+    @abstractmethod
+    def _pack_grid(self, grid: Grid, symmetric: bool) -> dict[str, Tensor]:
+        """The tensors of an accepted grid; ``symmetric`` says that zeros need not be stored."""
 
     @abstractmethod
     def _unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
         """The grid of tensors whose names, shapes and dtypes have been checked."""
 
-    def pack(self, q: QuantizedTensor, scale_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    def pack(
+        self,
+        q: QuantizedTensor,
+        scale_dtype: torch.dtype | None = None,
+        symmetric: bool | None = None,
+    ) -> dict[str, Tensor]:
         """The module's tensors by suffix, its scales in ``scale_dtype`` (default: the layout's own).
+
+        ``symmetric`` is what the config declares (default: what the zeros are). A tuple whose zeros happen
+        to be the middle code may be declared asymmetric, so that it stores the tensors the config promises.
 
         Raises:
             ConversionRefused: the layout can't hold ``q`` without loss; the message is the reason.
         """
-        tensors = self.pack_grid(q.grid, scale_dtype)
+        tensors = self.pack_grid(q.grid, scale_dtype, symmetric)
         return {self.key: self.pack_codes(q.codes, q.bits), **tensors}
 
-    def pack_grid(self, grid: Grid, scale_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    def pack_grid(
+        self, grid: Grid, scale_dtype: torch.dtype | None = None, symmetric: bool | None = None
+    ) -> dict[str, Tensor]:
         """The tensors of :meth:`pack` except the codes' own.
 
         Raises:
@@ -127,8 +143,14 @@ class Format(ABC):
         reason = self.refusal(grid, scale_dtype)
         if reason is not None:
             raise ConversionRefused(f"{self.name}: {reason}")
+        if symmetric and not grid.symmetric:
+            raise ConversionRefused(
+                f"{self.name}: declared symmetric, but not all zero points are the middle code"
+            )
         dtype = scale_dtype or self.scale_dtype or grid.scales.dtype
-        return self._pack_grid(replace(grid, scales=grid.scales.to(dtype)))
+        return self._pack_grid(
+            replace(grid, scales=grid.scales.to(dtype)), grid.symmetric if symmetric is None else symmetric
+        )
 
     def unpack(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> QuantizedTensor:
         """The neutral tuple stored in ``tensors``.
@@ -137,8 +159,7 @@ class Format(ABC):
             CheckpointError: a tensor is missing, unexpected, or of the wrong shape or dtype.
             ConversionRefused: the stored values are ambiguous.
         """
-        expected = self.expected(spec)
-        self._check(tensors, expected)
+        self._check(tensors, spec)
         grid = self._unpack_grid(tensors, spec)
         codes = self.unpack_codes(tensors[self.key], spec.bits)
         return QuantizedTensor(codes, grid.scales, grid.zeros, grid.g_idx, grid.group_size, grid.bits)
@@ -149,23 +170,32 @@ class Format(ABC):
         Raises:
             CheckpointError, ConversionRefused: as :meth:`unpack`.
         """
-        expected = {suffix: want for suffix, want in self.expected(spec).items() if suffix != self.key}
-        self._check(tensors, expected)
+        self._check(tensors, spec, without=self.key)
         return self._unpack_grid(tensors, spec)
 
-    def _check(self, tensors: Mapping[str, Tensor], expected: Mapping[str, TensorSpec]) -> None:
+    def mismatch(
+        self, found: Mapping[str, TensorSpec], spec: ModuleSpec, without: str | None = None
+    ) -> str | None:
+        """How ``found`` differs from the tensors that a module of this kind has, or None.
+
+        ``without`` is a suffix that is not looked at.
+        """
+        expected = {suffix: want for suffix, want in self.expected(spec).items() if suffix != without}
         for suffix, want in expected.items():
-            found = tensors.get(suffix)
-            if found is None:
-                raise CheckpointError(f"{suffix}: expected {want.dtype} {list(want.shape)}, found no tensor")
-            if tuple(found.shape) != want.shape or found.dtype != want.dtype:
-                raise CheckpointError(
-                    f"{suffix}: expected {want.dtype} {list(want.shape)}, "
-                    f"found {found.dtype} {list(found.shape)}"
-                )
-        extra = sorted(set(tensors) - set(expected))
-        if extra:
-            raise CheckpointError(f"{extra[0]}: not a tensor of a {self.name} module of this kind")
+            have = found.get(suffix)
+            if have is None:
+                return f"{suffix}: expected {want.dtype} {list(want.shape)}, found no tensor"
+            if have != want:
+                wanted = f"expected {want.dtype} {list(want.shape)}"
+                return f"{suffix}: {wanted}, found {have.dtype} {list(have.shape)}"
+        extra = sorted(set(found) - set(expected) - {without})
+        return f"{extra[0]}: not a tensor of a {self.name} module of this kind" if extra else None
+
+    def _check(self, tensors: Mapping[str, Tensor], spec: ModuleSpec, without: str | None = None) -> None:
+        found = {suffix: TensorSpec(tensor.dtype, tuple(tensor.shape)) for suffix, tensor in tensors.items()}
+        reason = self.mismatch(found, spec, without)
+        if reason is not None:
+            raise CheckpointError(reason)
 
 
 def spec_of(q: QuantizedTensor | Grid, zero_writer: str | None = None) -> ModuleSpec:

@@ -27,6 +27,7 @@ class CompressedTensors(Format):
     """compressed-tensors pack-quantized, 4 and 8 bits, symmetric and asymmetric."""
 
     name = "compressed-tensors"
+    family = "compressed-tensors"
     key = "weight_packed"
     suffixes = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
     scale_dtype = None
@@ -69,12 +70,16 @@ class CompressedTensors(Format):
     def unpack_codes(self, words: Tensor, bits: int) -> Tensor:
         return unpack_rows(words.t().contiguous(), bits)
 
-    def _pack_grid(self, grid: Grid) -> dict[str, Tensor]:
+    def channels(self, words: Tensor, start: int, stop: int, bits: int) -> Tensor:
+        slots = slots_per_word(bits)
+        return words[:, start // slots : stop // slots]
+
+    def _pack_grid(self, grid: Grid, symmetric: bool) -> dict[str, Tensor]:
         tensors = {
             "weight_scale": grid.scales.t().contiguous(),
             "weight_shape": torch.tensor([grid.out_features, grid.in_features], dtype=torch.int64),
         }
-        if not grid.symmetric:
+        if not symmetric:
             tensors["weight_zero_point"] = pack_rows(grid.zeros.t().contiguous(), grid.bits)
         return tensors
 

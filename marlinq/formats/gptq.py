@@ -36,6 +36,7 @@ WORD_ADD_WRITER = "gptqmodel"
 class GPTQ(Format):
     """GPTQ v1 or v2; they differ in the stored zeros only."""
 
+    family = "gptq"
     key = "qweight"
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
 
@@ -75,7 +76,11 @@ class GPTQ(Format):
     def unpack_codes(self, words: Tensor, bits: int) -> Tensor:
         return unpack_rows(words, bits)
 
-    def _pack_grid(self, grid: Grid) -> dict[str, Tensor]:
+    def channels(self, words: Tensor, start: int, stop: int, bits: int) -> Tensor:
+        slots = slots_per_word(bits)
+        return words[start // slots : stop // slots]
+
+    def _pack_grid(self, grid: Grid, symmetric: bool) -> dict[str, Tensor]:
         stored = grid.zeros - 1 if self.version == 1 else grid.zeros
         return {
             "qzeros": pack_columns(stored, grid.bits),

@@ -36,6 +36,7 @@ class Marlin(Format):
     """Marlin as serialised by its authors and by AutoGPTQ (``checkpoint_format: marlin``)."""
 
     name = "marlin"
+    family = "marlin"
     key = "B"
     suffixes = ("B", "s")
 
@@ -92,7 +93,10 @@ class Marlin(Format):
     def unpack_codes(self, words: Tensor, bits: int) -> Tensor:
         return unpack_tiles(words)
 
-    def _pack_grid(self, grid: Grid) -> dict[str, Tensor]:
+    def channels(self, words: Tensor, start: int, stop: int, bits: int) -> Tensor:
+        return words[start // TILE_K : stop // TILE_K]
+
+    def _pack_grid(self, grid: Grid, symmetric: bool) -> dict[str, Tensor]:
         return {"s": permute_scales(grid.scales)}
 
     def _unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from marlinq.errors import CheckpointError
 
+_SLAB = 512
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -177,9 +178,15 @@ class QuantizedTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense weight W, [N, K], computed in float32 and cast to ``dtype``."""
         groups = self.g_idx.long()
-        zeros = self.zeros.to(torch.float32)[groups]
-        scales = self.scales.to(torch.float32)[groups]
-        return ((self.codes.to(torch.float32) - zeros) * scales).t().contiguous().to(dtype)
+        zeros = self.zeros.to(torch.float32)
+        scales = self.scales.to(torch.float32)
+        weight = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.codes.device)
+        for start in range(0, self.in_features, _SLAB):
+            # A slab at a time: the float32 intermediates are several times the size of the codes.
+            slab = slice(start, start + _SLAB)
+            centred = self.codes[slab].to(torch.float32) - zeros[groups[slab]]
+            weight[:, slab] = (centred * scales[groups[slab]]).t()
+        return weight
 
     def difference(self, other: QuantizedTensor) -> str | None:
         """Where ``other`` first differs, in words, or None when both hold the same values.
