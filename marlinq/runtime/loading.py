@@ -1,0 +1,277 @@
+"""Any supported checkpoint as a transformers model whose quantised linears are ours."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
+from marlinq.errors import CheckpointError
+from marlinq.models import BlockLoader, DecoderStructure, build_structure, is_linear
+from marlinq.runtime.linear import Linears, RuntimeDecision, decide, quantized_linear, summarize
+from marlinq.runtime.placement import place
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, steps done, steps in all)."""
+
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+# Files that tell a tokenizer is there; without any of them transformers would look for one on the Hub.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model that is ready to run.
+
+    Attributes:
+        path: the checkpoint folder.
+        model: a transformers causal language model in evaluation mode, all on ``device``.
+        tokenizer: the folder's tokenizer, or None when it has none.
+        device: where the model is.
+        dtype: of activations and unquantised weights.
+        decisions: quantised module name -> what multiplies it, and why.
+        notes: what else a person should know, one line each.
+    """
+
+    path: Path
+    model: PreTrainedModel
+    tokenizer: Any | None
+    device: torch.device
+    dtype: torch.dtype
+    decisions: Mapping[str, RuntimeDecision]
+    notes: tuple[str, ...]
+
+    def report(self) -> list[str]:
+        """What was loaded and how it is multiplied, line by line."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        lines = [f"{self.path}: {type(self.model).__name__} on {self.device} in {dtype}"]
+        return [*lines, *summarize(self.decisions.values()), *self.notes]
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    trust_remote_code: bool = False,
+    linears: Linears = "auto",
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Loads a quantised or unquantised checkpoint for inference.
+
+    Tensors are read one at a time; no dense copy of a quantised weight outlives its module's load unless the
+    module runs dense, which its decision says.
+
+    Args:
+        path: a checkpoint folder or a Hub id.
+        device: ``auto`` or None (the first GPU, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``.
+        dtype: of activations and unquantised weights; ``auto`` or None as in
+            :func:`marlinq.runtime.placement.place`.
+        trust_remote_code: run model code that the checkpoint brings.
+        linears: what multiplies quantised weights; see :data:`marlinq.runtime.linear.Linears`.
+        progress: called after each module.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected or of the wrong shape.
+        UnsupportedError: the architecture, the quantisation method, or (``linears="kernel"``) a layout that
+            the kernel can't hold.
+        EnvironmentProblem: the device is not there.
+    """
+    checkpoint = Checkpoint.open(path)
+    quantized = QuantizedCheckpoint.of(checkpoint)
+    placement = place(checkpoint, quantized=quantized is not None, device=device, dtype=dtype)
+    structure = build_structure(
+        _plain_config(checkpoint.config),
+        source=str(checkpoint.path),
+        trust_remote_code=trust_remote_code,
+        dtype=placement.dtype,
+    )
+    notes = [placement.reason] if placement.reason else []
+    decisions: dict[str, RuntimeDecision] = {}
+    loader = BlockLoader(structure, checkpoint, device=placement.device, dtype=placement.dtype)
+    if quantized is not None:
+        replaced = _quantized_names(structure, loader, quantized)
+        structure = _without_ties(structure, replaced)
+        loader = BlockLoader(structure, checkpoint, device=placement.device, dtype=placement.dtype)
+        _check_tensors(structure, loader, checkpoint, quantized, replaced)
+        for index, (name, stored) in enumerate(replaced.items()):
+            q = quantized.load(stored)
+            decision = decide(q, device=placement.device, dtype=placement.dtype, linears=linears)
+            bias = _bias(loader, checkpoint, name, structure.model.get_submodule(name), q.out_features)
+            module = quantized_linear(
+                q, bias, decision, device=placement.device, dtype=placement.dtype, name=name
+            )
+            structure.model.set_submodule(name, module)
+            decisions[name] = decision
+            if progress is not None:
+                progress("loading", index + 1, len(replaced))
+        notes += _scale_notes(quantized, placement.dtype)
+    else:
+        _check_tensors(structure, loader, checkpoint, None, {})
+    loader.whole_model()
+    _warn_about_dense(decisions, placement.device)
+    model = structure.model
+    _read_generation_config(checkpoint, model)
+    return LoadedModel(
+        path=checkpoint.path,
+        model=model,
+        tokenizer=_load_tokenizer(checkpoint, trust_remote_code),
+        device=placement.device,
+        dtype=placement.dtype,
+        decisions=decisions,
+        notes=tuple(notes),
+    )
+
+
+def _plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` without any word of quantisation, for transformers must not act on it."""
+    plain = {key: value for key, value in config.items() if key not in _QUANTIZATION_KEYS}
+    if isinstance(plain.get("text_config"), dict):
+        plain["text_config"] = {
+            key: value for key, value in plain["text_config"].items() if key not in _QUANTIZATION_KEYS
+        }
+    return plain
+
+
+def _quantized_names(
+    structure: DecoderStructure, loader: BlockLoader, quantized: QuantizedCheckpoint
+) -> dict[str, str]:
+    """Module name -> the checkpoint's name for it, for every linear that is quantised there."""
+    key = quantized.format.key
+    found: dict[str, str] = {}
+    for name, module in structure.model.named_modules():
+        stored = loader.names.own(f"{name}.{key}") if is_linear(module) else None
+        if stored is None:
+            continue
+        stem = stored.removesuffix(f".{key}")
+        shape = tuple(module.get_parameter("weight").shape)
+        expected = shape if not isinstance(module, nn.Linear) else (shape[1], shape[0])
+        spec = quantized.modules[stem]
+        if (spec.in_features, spec.out_features) != expected:
+            raise CheckpointError(
+                f"{quantized.checkpoint.path}: {stem}: expected K, N = {expected[0]}, {expected[1]} from "
+                f"config.json, found {spec.in_features}, {spec.out_features}"
+            )
+        found[name] = stem
+    homeless = sorted(set(quantized.modules) - set(found.values()))
+    if homeless:
+        raise CheckpointError(
+            f"{quantized.checkpoint.path}: quantised module {homeless[0]} ({len(homeless)} such) is no "
+            f"linear of {type(structure.model).__name__}; config.json describes another model"
+        )
+    return found
+
+
+def _without_ties(structure: DecoderStructure, replaced: Mapping[str, str]) -> DecoderStructure:
+    """A quantised head is tied to nothing, whatever the config says."""
+    weights = {f"{name}.weight" for name in replaced}
+    tied = {name: owner for name, owner in structure.tied.items() if not {name, owner} & weights}
+    return replace(structure, tied=tied)
+
+
+def _bias(
+    loader: BlockLoader, checkpoint: Checkpoint, name: str, linear: nn.Module, out_features: int
+) -> Tensor | None:
+    if getattr(linear, "bias", None) is not None:
+        return loader.read(f"{name}.bias", (out_features,))
+    stored = loader.names.own(f"{name}.bias")
+    if stored is None:
+        return None
+    # Some writers give every quantised linear a bias, zeros where the model has none.
+    bias = checkpoint.tensor(stored)
+    if bias.shape != (out_features,):
+        raise CheckpointError(
+            f"{checkpoint.path}: tensor {stored!r}: expected shape [{out_features}], found {list(bias.shape)}"
+        )
+    return bias if bool(bias.any()) else None
+
+
+def _check_tensors(
+    structure: DecoderStructure,
+    loader: BlockLoader,
+    checkpoint: Checkpoint,
+    quantized: QuantizedCheckpoint | None,
+    replaced: Mapping[str, str],
+) -> None:
+    """Every parameter has a tensor and every tensor a place, known before anything is read.
+
+    Raises:
+        CheckpointError: one is missing or unexpected.
+    """
+    model = structure.model
+    used: set[str] = set()
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        module, _, key = name.rpartition(".")
+        if module not in replaced:
+            used |= {loader.names.require(name), loader.names.own(name) or name}
+        elif key != "weight":
+            used.add(loader.names.require(name))
+    for name, _ in model.named_buffers():
+        used.add(loader.names.own(name) or name)
+    if quantized is not None:
+        for name, stored in replaced.items():
+            used |= {*quantized.tensor_names(stored).values(), loader.names.own(f"{name}.bias") or name}
+    ignored = _ignored_pattern(model)
+    unexpected = [name for name in checkpoint.tensors if name not in used and not ignored.search(name)]
+    if unexpected:
+        raise CheckpointError(
+            f"{checkpoint.path}: tensor {unexpected[0]!r} ({len(unexpected)} such) has no place in "
+            f"{type(model).__name__}; config.json describes another model"
+        )
+
+
+def _ignored_pattern(model: PreTrainedModel) -> re.Pattern[str]:
+    """Tensors that old checkpoints hold and today's models compute: what the model class names, and rotary
+    frequencies."""
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
+
+
+def _scale_notes(quantized: QuantizedCheckpoint, dtype: torch.dtype) -> list[str]:
+    stored = {spec.scale_dtype for spec in quantized.modules.values()}
+    rounded = sorted(
+        str(found).removeprefix("torch.") for found in stored if torch.promote_types(found, dtype) != dtype
+    )
+    if not rounded:
+        return []
+    target = str(dtype).removeprefix("torch.")
+    return [f"scales stored in {', '.join(rounded)} are rounded to {target}"]
+
+
+def _warn_about_dense(decisions: Mapping[str, RuntimeDecision], device: torch.device) -> None:
+    dense = [decision for decision in decisions.values() if decision.path == "dense"]
+    if dense and device.type == "cuda":
+        warnings.warn(
+            f"{len(dense)} of {len(decisions)} quantised linears run as dense weights on {device}, which "
+            f"takes more memory: {dense[0].reason}",
+            stacklevel=3,
+        )
+
+
+def _read_generation_config(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
+    if not (checkpoint.path / "generation_config.json").is_file():
+        return
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
+    except (OSError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"{checkpoint.path / 'generation_config.json'}: transformers can't read it ({reason})"
+        ) from None
+
+
+def _load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any | None:
+    if not any((checkpoint.path / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    from marlinq.calibration import load_tokenizer
+
+    return load_tokenizer(checkpoint.path, trust_remote_code=trust_remote_code)

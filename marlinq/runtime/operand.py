@@ -1,0 +1,151 @@
+"""From the neutral tuple to what the kernel multiplies with: the Marlin layout in memory, any shape.
+
+The kernel takes K and N that are multiples of 64, groups of 32, 64, 128 or one group for all of K, and no
+g_idx. What does not fit is made to, without changing a single weight:
+
+* **Shape.** K grows to a multiple of 64 and of the group, N to a multiple of 64. Added rows of an existing
+  group hold the group's zero point as code; added groups and columns have scale 0 and zero point and codes 8.
+  Either way the added weights are exactly 0. A layer with one group keeps one group.
+* **Group size.** A multiple of 32 is refined to the largest of 128, 64, 32 that divides it by repeating rows
+  of scales and zeros.
+* **Activation order.** When sorting the channels by g_idx (stably) gives contiguous groups of the stated
+  size, the rows are stored sorted and the activations are gathered in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from marlinq.errors import UnsupportedError
+from marlinq.formats import QuantizedTensor, symmetric_zero, trivial_g_idx
+from marlinq.formats.marlin import GROUP_SIZES, pack_tiles, permute_scales
+
+PAD_MULTIPLE = 64
+"""K and N of a stored operand are multiples of this."""
+
+_REFINED_SIZES = sorted((size for size in GROUP_SIZES if size > 0), reverse=True)
+
+
+@dataclass(frozen=True, eq=False)
+class MarlinOperand:
+    """The weight operand of :func:`marlinq.kernels.w4a16_gemm`.
+
+    Attributes:
+        words: int32 [K'/16, 2N'], K' and N' being K and N after padding.
+        scales: float [G', N'], in the stored order of :func:`marlinq.formats.marlin.permute_scales`.
+        zeros: like ``scales``, zero points as floats; None when all are 8.
+        order: int64 [K], the input channel that each of the first K rows belongs to; None for 0, 1, 2, ...
+        group_size: 32, 64, 128 or -1.
+        in_features: K.
+        out_features: N.
+    """
+
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    order: Tensor | None
+    group_size: int
+    in_features: int
+    out_features: int
+
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        """(K', N')."""
+        rows, columns = self.words.shape
+        return rows * 16, columns // 2
+
+
+def operand_refusal(q: QuantizedTensor) -> str | None:
+    """Why :func:`marlin_operand` would refuse ``q``, or None."""
+    if q.bits != 4:
+        return f"{q.bits} bits; the kernel multiplies 4-bit weights"
+    if q.groups > 1 and _kernel_group_size(q) is None:
+        return f"group size {q.group_size} is neither one group nor a multiple of 32"
+    if not torch.equal(q.g_idx.sort().values.cpu(), trivial_g_idx(q.in_features, q.group_size)):
+        return f"activation order: sorting g_idx does not give groups of {q.group_size} channels each"
+    return None
+
+
+def marlin_operand(q: QuantizedTensor, dtype: torch.dtype, *, name: str = "weight") -> MarlinOperand:
+    """The operand that holds exactly the weights of ``q``, on its device; scales are rounded to ``dtype``.
+
+    Args:
+        q: 4-bit codes, any K and N.
+        dtype: of the activations, and so of scales and zeros.
+        name: what error messages call the module.
+
+    Raises:
+        UnsupportedError: :func:`operand_refusal` has a reason, or a scale overflows ``dtype``.
+    """
+    reason = operand_refusal(q)
+    if reason is not None:
+        raise UnsupportedError(f"{name}: {reason}")
+    codes, order = q.codes, None
+    if not q.has_trivial_g_idx:
+        order = torch.argsort(q.g_idx, stable=True)
+        codes = codes[order]
+    scales, zeros, group_size = _kernel_groups(q)
+    scales = _cast_scales(scales, dtype, name)
+    k, n = q.in_features, q.out_features
+    step = PAD_MULTIPLE if group_size == -1 else max(PAD_MULTIPLE, group_size)
+    rows, columns = _round_up(k, step), _round_up(n, PAD_MULTIPLE)
+    groups = 1 if group_size == -1 else rows // group_size
+    middle = symmetric_zero(q.bits)
+    scales = _grow(scales, groups, columns, 0)
+    zeros = _grow(zeros, groups, columns, middle)
+    codes = _grow(codes, rows, columns, middle)
+    if rows > k:
+        row_groups = trivial_g_idx(rows, group_size)[k:].long()
+        codes[k:] = zeros[row_groups.to(zeros.device)]
+    return MarlinOperand(
+        words=pack_tiles(codes),
+        scales=permute_scales(scales),
+        zeros=None if q.symmetric else permute_scales(zeros.to(dtype)),
+        order=order,
+        group_size=group_size,
+        in_features=k,
+        out_features=n,
+    )
+
+
+def _kernel_group_size(q: QuantizedTensor) -> int | None:
+    if q.groups == 1:
+        return -1
+    return next((size for size in _REFINED_SIZES if q.group_size % size == 0), None)
+
+
+def _kernel_groups(q: QuantizedTensor) -> tuple[Tensor, Tensor, int]:
+    """Scales and zeros with one row for each group that the kernel sees, and its group size."""
+    size = _kernel_group_size(q)
+    if size is None or size in (-1, q.group_size):
+        return q.scales, q.zeros, size or -1
+    # A short last group of the tuple has fewer parts than the others.
+    first_channels = torch.arange(0, q.in_features, size, device=q.scales.device)
+    source = first_channels // q.group_size
+    return q.scales[source], q.zeros[source], size
+
+
+def _cast_scales(scales: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    cast = scales.to(dtype)
+    if bool((torch.isfinite(scales) & ~torch.isfinite(cast)).any()):
+        largest = float(scales[torch.isfinite(scales)].abs().max())
+        raise UnsupportedError(
+            f"{name}: a scale of {largest:.6g} overflows {str(dtype).removeprefix('torch.')}; run in bfloat16"
+        )
+    return cast
+
+
+def _grow(matrix: Tensor, rows: int, columns: int, value: float) -> Tensor:
+    """``matrix`` in the upper left corner of [rows, columns] filled with ``value``."""
+    if tuple(matrix.shape) == (rows, columns):
+        return matrix
+    grown = matrix.new_full((rows, columns), value)
+    grown[: matrix.shape[0], : matrix.shape[1]] = matrix
+    return grown
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

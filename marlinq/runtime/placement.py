@@ -1,0 +1,94 @@
+"""Which device and dtype a model runs in, and why when that is not what its checkpoint names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from marlinq.checkpoint import Checkpoint
+from marlinq.errors import EnvironmentProblem, UsageError
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a model runs; ``reason`` says why the dtype differs from the checkpoint's, or is empty."""
+
+    device: torch.device
+    dtype: torch.dtype
+    reason: str = ""
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """The device meant by ``auto`` or None (the first GPU, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Raises:
+        UsageError: the text names no device.
+        EnvironmentProblem: the device is not there.
+    """
+    if device is None or device == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise UsageError(f"device: expected auto, cpu, cuda or cuda:N, found {device!r}") from None
+    if found.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (found.index or 0) >= count:
+            raise EnvironmentProblem(
+                f"device {device}: torch sees {count} CUDA devices; run `marlinq doctor`, or use --device cpu"
+            )
+        return torch.device("cuda", found.index or 0)
+    return found
+
+
+def place(
+    checkpoint: Checkpoint,
+    *,
+    quantized: bool,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype | None,
+) -> Placement:
+    """Resolves ``device`` and ``dtype``.
+
+    ``auto`` takes the dtype that the checkpoint names, with two exceptions: a CPU computes in float32, and a
+    quantised float32 checkpoint runs in float16 on a GPU, whose kernel has no float32.
+
+    Raises:
+        UsageError: an unknown device or dtype.
+        EnvironmentProblem: the device is not there.
+    """
+    where = resolve_device(device)
+    if isinstance(dtype, torch.dtype):
+        if dtype not in DTYPES.values():
+            raise UsageError(f"dtype: expected float16, bfloat16 or float32, found {dtype}")
+        return Placement(where, dtype)
+    if dtype is not None and dtype != "auto":
+        if dtype not in DTYPES:
+            raise UsageError(f"dtype: expected auto, {', '.join(DTYPES)}, found {dtype!r}")
+        return Placement(where, DTYPES[dtype])
+    named = _named_dtype(checkpoint)
+    if where.type == "cpu" and named != torch.float32:
+        return Placement(
+            where, torch.float32, f"float32 instead of {_short(named)}: 16-bit arithmetic is slow on a CPU"
+        )
+    if where.type == "cuda" and quantized and named == torch.float32:
+        return Placement(where, torch.float16, "float16 instead of float32: the kernel has no float32")
+    return Placement(where, named)
+
+
+def _named_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    configs = [checkpoint.config, checkpoint.config.get("text_config")]
+    for config in configs:
+        if isinstance(config, dict):
+            name = config.get("dtype") or config.get("torch_dtype")
+            if isinstance(name, str) and name.removeprefix("torch.") in DTYPES:
+                return DTYPES[name.removeprefix("torch.")]
+    stored = [info.dtype for info in checkpoint.tensors.values() if info.dtype in DTYPES.values()]
+    return stored[0] if stored else torch.float32
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,63 @@
+"""On a GPU: the kernel inside a model, and the captured decode step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from marlinq.runtime import Decoder, QuantLinear, generate, load
+from tests.models.tiny import tiny_model
+from tests.runtime.folders import random_quantizer, save_quantized
+
+pytestmark = pytest.mark.gpu
+
+PROMPT = [1, 9, 30, 77]
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "qwen2", "gpt2", "gpt_neox", "falcon", "gemma2", "gemma3"]
+)
+def test_greedy_tokens_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
+    save_quantized(tmp_path, tiny_model(name), "gptq", random_quantizer(symmetric=False, act_order=True))
+    on_cpu = load(tmp_path, device="cpu")
+    on_gpu = load(tmp_path, device="cuda", dtype="float16")
+    assert {decision.path for decision in on_gpu.decisions.values()} == {"kernel"}
+    quantized = [module for module in on_gpu.model.modules() if isinstance(module, QuantLinear)]
+    assert len(quantized) == len(on_gpu.decisions) > 0
+    for loaded in (on_cpu, on_gpu):
+        loaded.model.generation_config.eos_token_id = None
+        loaded.model.config.eos_token_id = None
+    expected = generate(on_cpu, PROMPT, max_new_tokens=64)
+    found = generate(on_gpu, PROMPT, max_new_tokens=64)
+    assert found.step.mode == "cuda-graph", found.step.reason
+    assert found.tokens == expected.tokens
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("batch", [1, 5])
+def test_replayed_steps_give_the_logits_of_eager_ones(dtype: str, batch: int, tmp_path: Path) -> None:
+    save_quantized(tmp_path, tiny_model("llama"), "gptq", random_quantizer())
+    model = load(tmp_path, device="cuda", dtype=dtype).model
+    ids = torch.randint(0, 128, (batch, 20), device="cuda")
+    captured = Decoder(model, batch=batch, max_length=40)
+    eager = Decoder(model, batch=batch, max_length=40, graphs=False)
+    assert captured.decision.mode == "cuda-graph", captured.decision.reason
+    assert eager.decision.mode == "eager"
+    tolerance = 16 * torch.finfo(getattr(torch, dtype)).eps
+    for _ in range(2):
+        # A second prompt starts over in the same cache.
+        pairs = [(captured.prefill(ids[:, :6]), eager.prefill(ids[:, :6]))]
+        pairs += [(captured.step(ids[:, i]).clone(), eager.step(ids[:, i])) for i in range(6, 20)]
+        for found, expected in pairs:
+            assert float((found - expected).float().norm() / expected.float().norm()) < tolerance
+
+
+def test_float32_and_eight_bits_run_dense_with_a_warning(tmp_path: Path) -> None:
+    save_quantized(tmp_path / "4", tiny_model("llama"), "gptq", random_quantizer())
+    with pytest.warns(UserWarning, match="dense weights on cuda:0.*not float32"):
+        load(tmp_path / "4", device="cuda", dtype="float32")
+    save_quantized(tmp_path / "8", tiny_model("llama"), "gptq", random_quantizer(bits=8))
+    with pytest.warns(UserWarning, match="dense weights on cuda:0.*8 bits"):
+        load(tmp_path / "8", device="cuda", dtype="float16")

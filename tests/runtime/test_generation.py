@@ -1,0 +1,187 @@
+"""Decoding: the same tokens as one forward over the whole text, stopping, sampling, streaming."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Cache, GPT2Config, PreTrainedModel
+from transformers.cache_utils import StaticLayer
+
+from marlinq.errors import CheckpointError, NumericsError, UnsupportedError, UsageError
+from marlinq.runtime import Decoder, LoadedModel, generate, load
+from marlinq.runtime.generation import TextStream
+from tests.models.tiny import CONFIGS, tiny_model
+from tests.runtime.folders import random_quantizer, save_plain, save_quantized, save_tokenizer
+
+PROMPT = [1, 9, 30, 77]
+
+
+def wide_model(name: str = "llama") -> PreTrainedModel:
+    """A tiny model whose vocabulary holds all 256 bytes."""
+    import transformers
+
+    config_class, arguments = CONFIGS[name]
+    config = getattr(transformers, config_class)(**{**arguments, "vocab_size": 320})
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_quantized(tmp_path, wide_model(), "gptq", random_quantizer())
+    save_tokenizer(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def loaded(folder: Path) -> LoadedModel:
+    return load(folder, device="cpu")
+
+
+def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    """Greedy decoding without a cache: the whole text again for each token."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def set_ends(loaded: LoadedModel, ends: list[int] | None) -> None:
+    loaded.model.generation_config.eos_token_id = ends
+    loaded.model.config.eos_token_id = ends
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "bloom", "gemma2"])
+def test_greedy_tokens_are_those_of_forwards_without_a_cache(name: str, tmp_path: Path) -> None:
+    save_plain(tmp_path, tiny_model(name))
+    loaded = load(tmp_path, device="cpu")
+    set_ends(loaded, None)
+    result = generate(loaded, PROMPT, max_new_tokens=24)
+    assert list(result.tokens) == greedy(loaded.model, PROMPT, 24)
+    assert result.stopped == "length"
+    assert result.step.mode == "eager"
+
+
+def test_stops_at_the_end_token(loaded: LoadedModel) -> None:
+    set_ends(loaded, None)
+    free = generate(loaded, PROMPT, max_new_tokens=12)
+    end = free.tokens[5]
+    set_ends(loaded, [end, 319])
+    result = generate(loaded, PROMPT, max_new_tokens=12)
+    assert result.tokens == free.tokens[: free.tokens.index(end) + 1]
+    assert result.stopped == "eos"
+
+
+def test_stops_where_positions_end(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=128, n_positions=16, n_embd=64, n_layer=1, n_head=2)
+    save_plain(tmp_path, AutoModelForCausalLM.from_config(config))
+    loaded = load(tmp_path, device="cpu")
+    set_ends(loaded, None)
+    result = generate(loaded, PROMPT, max_new_tokens=100)
+    assert (len(result.tokens), result.stopped) == (12, "context")
+    with pytest.raises(UsageError, match="16 tokens, the model has positions for 16"):
+        generate(loaded, [3] * 16)
+
+
+def test_sampling_follows_the_seed(loaded: LoadedModel) -> None:
+    set_ends(loaded, None)
+    draws = [generate(loaded, PROMPT, max_new_tokens=16, temperature=1.5, seed=seed) for seed in (1, 1, 2)]
+    assert draws[0].tokens == draws[1].tokens != draws[2].tokens
+    cold = generate(loaded, PROMPT, max_new_tokens=16, temperature=1e-4)
+    assert cold.tokens == generate(loaded, PROMPT, max_new_tokens=16).tokens
+
+
+def test_streams_exactly_the_text(loaded: LoadedModel) -> None:
+    set_ends(loaded, None)
+    pieces: list[str] = []
+    result = generate(loaded, "Ärger", max_new_tokens=40, temperature=3.0, on_text=pieces.append)
+    assert "".join(pieces) == result.text == loaded.tokenizer.decode(result.tokens, skip_special_tokens=True)
+    assert result.prompt_tokens == 6
+
+
+def test_stream_waits_for_whole_characters(folder: Path) -> None:
+    tokenizer = save_tokenizer(folder)
+    text = "a Ä 猫🐈!"
+    tokens = tokenizer(text)["input_ids"]
+    stream = TextStream(tokenizer, tokenizer("é")["input_ids"])
+    pieces = [stream.push(token) for token in tokens]
+    assert [piece for piece in pieces if piece] == list(text)
+    assert pieces.count("") == len(tokens) - len(text)
+    assert stream.finish() == ""
+    assert stream.push(tokenizer("🐈")["input_ids"][0]) == ""
+    assert stream.finish() == "\ufffd"
+
+
+def test_figures_and_decisions_are_reported(loaded: LoadedModel) -> None:
+    result = generate(loaded, PROMPT, max_new_tokens=4)
+    value = json.loads(json.dumps(result.to_dict()))
+    assert value["tokens"] == list(result.tokens)
+    assert value["tokens_per_second"] == pytest.approx(3 / result.decode_seconds)
+    assert value["step"]["mode"] == "eager"
+    rendered = result.render()
+    assert "tokens/s" in rendered
+    assert "no GPU" in rendered
+
+
+def test_chat_template(loaded: LoadedModel) -> None:
+    with pytest.raises(UnsupportedError, match="no chat template"):
+        generate(loaded, "hi", chat=True)
+    loaded.tokenizer.chat_template = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+    result = generate(loaded, "hi", chat=True, max_new_tokens=2)
+    assert result.prompt_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, "at least one token"),
+        ([320], {}, "token ids must lie in 0..319"),
+        ([1], {"max_new_tokens": 0}, "max_new_tokens"),
+        ([1], {"temperature": 0.0}, "temperature"),
+        ([1], {"chat": True}, "as text"),
+    ],
+)
+def test_wrong_requests_are_named(
+    loaded: LoadedModel, prompt: list[int], options: dict[str, float], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        generate(loaded, prompt, **options)
+
+
+def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
+    save_plain(tmp_path, tiny_model("llama"))
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        generate(load(tmp_path, device="cpu"), "hi")
+
+
+def test_nan_logits_are_named(loaded: LoadedModel) -> None:
+    loaded.model.lm_head.weight.data[3, 3] = float("nan")
+    with pytest.raises(NumericsError, match="NaN"):
+        generate(loaded, PROMPT)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "gemma2", "gemma3", "gpt2", "gpt_neox", "falcon", "phi3"]
+)
+def test_full_length_layers_serve_sliding_windows_too(name: str) -> None:
+    """A captured step relies on it: a cache of fixed full-length layers gives the growing cache's logits."""
+    model = tiny_model(name)
+    ids = torch.tensor([PROMPT * 5])
+    decoder = Decoder(model, max_length=32)
+    expected = [decoder.prefill(ids)] + [decoder.step(torch.tensor([token])) for token in range(40, 50)]
+    cache = Cache(layers=[StaticLayer(max_cache_len=32) for _ in range(model.config.num_hidden_layers)])
+    with torch.no_grad():
+        found = [model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1]]
+        for token in range(40, 50):
+            step = model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            found.append(step.logits[:, -1])
+    # The same float32 sums in another order, over two to six layers.
+    assert float((torch.stack(found) - torch.stack(expected)).norm() / torch.stack(expected).norm()) < 1e-5

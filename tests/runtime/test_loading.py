@@ -1,0 +1,234 @@
+"""Loaded models give the logits of a dense transformers model with the dequantised weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from marlinq.errors import CheckpointError, UnsupportedError, UsageError
+from marlinq.formats import FORMATS
+from marlinq.runtime import QuantLinear, load
+from tests.models.tiny import tiny_model
+from tests.runtime.folders import (
+    Quantizer,
+    random_quantizer,
+    random_tuple,
+    replace_weight,
+    save_plain,
+    save_quantized,
+    save_tokenizer,
+)
+
+IDS = torch.tensor([[1, 5, 9, 120, 3, 77, 8, 64, 31, 2, 90, 17]])
+
+ARCHITECTURES = [
+    "llama",
+    "llama-tied",
+    "qwen2",
+    "gpt2",
+    "gpt_neox",
+    "falcon",
+    "gemma2",
+    "opt",
+    "phi3",
+    "bloom",
+]
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits.float()
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+# Both sides compute the same products in float32; only the order of summation differs, over at most 20
+# layers of a few hundred terms, each rounding by 2**-24.
+FLOAT32 = 2e-5
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("linears", ["auto", "kernel"])
+def test_logits_equal_those_of_the_dequantised_model(name: str, linears: str, tmp_path: Path) -> None:
+    reference = tiny_model(name)
+    tuples = save_quantized(tmp_path, reference, "gptq", random_quantizer(symmetric=False))
+    loaded = load(tmp_path, device="cpu", linears=linears)
+    assert set(loaded.decisions) == set(tuples)
+    assert {decision.path for decision in loaded.decisions.values()} == (
+        {"dense"} if linears == "auto" else {"cpu-reference"}
+    )
+    quantized = [module for module in loaded.model.modules() if isinstance(module, QuantLinear)]
+    assert len(quantized) == (0 if linears == "auto" else len(tuples))
+    assert relative(logits(loaded.model), logits(reference)) < FLOAT32
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2", "falcon"])
+def test_unquantised_checkpoints_load_as_they_are(name: str, tmp_path: Path) -> None:
+    reference = tiny_model(name)
+    loaded = load(save_plain(tmp_path, reference), device="cpu")
+    assert not loaded.decisions
+    assert torch.equal(logits(loaded.model), logits(reference))
+
+
+def whole_tiles(quantize: Quantizer) -> Quantizer:
+    """Leaves out what Marlin can't store: here the key and value projections, with 32 columns."""
+    return lambda name, weight: quantize(name, weight) if weight.shape[0] % 64 == 0 else None
+
+
+def test_all_five_formats_give_identical_logits(tmp_path: Path) -> None:
+    found = {}
+    for layout in FORMATS:
+        folder = tmp_path / layout
+        save_quantized(folder, tiny_model("llama"), layout, whole_tiles(random_quantizer()))
+        for linears in ("dense", "kernel"):
+            found[layout, linears] = logits(load(folder, device="cpu", linears=linears).model)
+    for linears in ("dense", "kernel"):
+        for layout in FORMATS:
+            assert torch.equal(found[layout, linears], found["gptq", linears])
+
+
+@pytest.mark.parametrize("group_size", [16, 32, 64, -1])
+@pytest.mark.parametrize("act_order", [False, True])
+def test_group_sizes_and_activation_order(group_size: int, act_order: bool, tmp_path: Path) -> None:
+    reference = tiny_model("llama")
+    save_quantized(
+        tmp_path, reference, "gptq-v2", random_quantizer(group_size=group_size, act_order=act_order)
+    )
+    loaded = load(tmp_path, device="cpu", linears="kernel")
+    paths = {decision.path for decision in loaded.decisions.values()}
+    assert paths == ({"dense"} if group_size == 16 else {"cpu-reference"})
+    if group_size == 16:
+        assert all("group size 16" in decision.reason for decision in loaded.decisions.values())
+    assert relative(logits(loaded.model), logits(reference)) < FLOAT32
+
+
+def test_eight_bit_modules_run_dense_and_say_so(tmp_path: Path) -> None:
+    reference = tiny_model("llama")
+    save_quantized(tmp_path, reference, "gptq", random_quantizer(bits=8))
+    loaded = load(tmp_path, device="cpu", linears="kernel")
+    assert all(d.path == "dense" and "8 bits" in d.reason for d in loaded.decisions.values())
+    assert any("8 bits" in line for line in loaded.report())
+    assert relative(logits(loaded.model), logits(reference)) < FLOAT32
+
+
+def test_names_without_the_prefix_of_the_base_model(tmp_path: Path) -> None:
+    reference = tiny_model("gpt2")
+    tuples = save_quantized(tmp_path, reference, "gptq", random_quantizer(), prefix="transformer.")
+    assert all(name.startswith("h.") for name in tuples)
+    loaded = load(tmp_path, device="cpu")
+    assert len(loaded.decisions) == len(tuples)
+    assert relative(logits(loaded.model), logits(reference)) < FLOAT32
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_quantised_head(name: str, tmp_path: Path) -> None:
+    reference = tiny_model(name)
+    save_quantized(tmp_path, reference, "gptq", random_quantizer())
+    q = random_tuple(64, 128, group_size=32, seed=99)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors.pop("lm_head.weight", None)
+    tensors.update({f"lm_head.{suffix}": tensor for suffix, tensor in FORMATS["gptq"].pack(q).items()})
+    save_file(tensors, tmp_path / "model.safetensors")
+    if name == "llama-tied":
+        reference.lm_head.weight = nn.Parameter(torch.empty(128, 64), requires_grad=False)
+    replace_weight(reference.lm_head, q)
+    loaded = load(tmp_path, device="cpu", linears="kernel")
+    assert loaded.decisions["lm_head"].path == "cpu-reference"
+    assert relative(logits(loaded.model), logits(reference)) < FLOAT32
+
+
+def edit(folder: Path, changes: dict[str, Tensor | None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in changes.items():
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_biases_that_a_writer_added(tmp_path: Path) -> None:
+    reference = tiny_model("llama")
+    save_quantized(tmp_path, reference, "gptq", random_quantizer())
+    linear = reference.model.layers[0].mlp.up_proj
+    linear.bias = nn.Parameter(torch.randn(128).half().float())
+    edit(
+        tmp_path,
+        {
+            "model.layers.0.mlp.up_proj.bias": linear.bias.detach().half(),
+            "model.layers.0.mlp.gate_proj.bias": torch.zeros(128),
+            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+        },
+    )
+    loaded = load(tmp_path, device="cpu", linears="kernel")
+    assert loaded.model.model.layers[0].mlp.gate_proj.bias is None
+    assert relative(logits(loaded.model), logits(reference)) < FLOAT32
+
+
+def test_planted_faults_are_named(tmp_path: Path) -> None:
+    save_quantized(tmp_path, tiny_model("llama"), "gptq", random_quantizer())
+    pristine = (tmp_path / "model.safetensors").read_bytes()
+    for changes, message in (
+        ({"model.norm.weight": None}, "expected a tensor 'model.norm.weight'"),
+        ({"model.layers.7.mlp.up_proj.weight": torch.zeros(2)}, "'model.layers.7.mlp.up_proj.weight'"),
+        ({"model.norm.weight": torch.zeros(32)}, r"'model.norm.weight': expected shape \[64\]"),
+        ({"model.layers.0.mlp.up_proj.bias": torch.zeros(32)}, r"up_proj.bias': expected shape \[128\]"),
+        ({"model.layers.0.mlp.up_proj.scales": None}, "model.layers.0.mlp.up_proj: the scales"),
+    ):
+        edit(tmp_path, changes)
+        with pytest.raises(CheckpointError, match=message):
+            load(tmp_path, device="cpu")
+        (tmp_path / "model.safetensors").write_bytes(pristine)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    with pytest.raises(
+        CheckpointError, match=r"quantised module model.layers.2.*is no linear of LlamaForCausalLM"
+    ):
+        load(tmp_path, device="cpu")
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 256}))
+    with pytest.raises(CheckpointError, match="expected K, N = "):
+        load(tmp_path, device="cpu")
+
+
+def test_devices_and_dtypes(tmp_path: Path) -> None:
+    model = tiny_model("llama").to(torch.bfloat16)
+    model.config.dtype = "bfloat16"
+    save_plain(tmp_path, model)
+    loaded = load(tmp_path, device="cpu")
+    assert loaded.dtype == torch.float32
+    assert any("float32 instead of bfloat16" in line for line in loaded.report())
+    assert load(tmp_path, device="cpu", dtype="bfloat16").model.lm_head.weight.dtype == torch.bfloat16
+    with pytest.raises(UsageError, match="dtype"):
+        load(tmp_path, device="cpu", dtype="int8")
+    with pytest.raises(UsageError, match="device"):
+        load(tmp_path, device="abacus")
+
+
+def test_rounded_scales_are_reported(tmp_path: Path) -> None:
+    save_quantized(tmp_path, tiny_model("llama"), "gptq", random_quantizer())
+    loaded = load(tmp_path, device="cpu", dtype="bfloat16")
+    assert "scales stored in float16 are rounded to bfloat16" in loaded.report()
+
+
+def test_tokenizer_comes_along_when_there_is_one(tmp_path: Path) -> None:
+    save_plain(tmp_path, tiny_model("llama"))
+    assert load(tmp_path, device="cpu").tokenizer is None
+    save_tokenizer(tmp_path)
+    tokenizer = load(tmp_path, device="cpu").tokenizer
+    assert tokenizer.decode(tokenizer("Grüße")["input_ids"]) == "Grüße"
+
+
+def test_fused_experts_are_refused(tmp_path: Path) -> None:
+    save_plain(tmp_path, tiny_model("llama"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match="fused experts"):
+        load(tmp_path, device="cpu")
