@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from marlinq.errors import CheckpointError
 from marlinq.models.structure import DecoderStructure
@@ -12,8 +13,9 @@ class TensorNames:
     """Finds the checkpoint tensor of a module parameter.
 
     Checkpoints of one model exist with and without the prefix of the base model (``transformer.h.0...`` and
-    ``h.0...`` for GPT-2 and Falcon), and leave out one of two tied tensors. A name is looked up exactly, then
-    without and with that prefix, then under the names that it is tied to.
+    ``h.0...`` for GPT-2 and Falcon), leave out one of two tied tensors, and some architectures have other
+    names in files than in memory, which transformers knows (GPT-NeoX stores ``lm_head`` as ``embed_out``).
+    A name is looked up exactly, then without and with that prefix, then under the names it is tied to.
 
     Args:
         structure: the model.
@@ -22,7 +24,10 @@ class TensorNames:
     """
 
     def __init__(self, structure: DecoderStructure, tensors: Collection[str], *, source: str) -> None:
-        self._tensors = frozenset(tensors)
+        self._stored = {name: name for name in tensors}
+        # The renamings keep state and want the names sorted.
+        for name in sorted(tensors):
+            self._stored.setdefault(_name_in_memory(name, structure.renamings), name)
         self._prefix = structure.model.base_model_prefix
         self._source = source
         self._ties: dict[str, list[str]] = {}
@@ -32,15 +37,13 @@ class TensorNames:
 
     def find(self, parameter: str) -> str | None:
         """The checkpoint's name of ``parameter``, or None when no such tensor is stored."""
-        for candidate in (parameter, *self._ties.get(parameter, ())):
-            for spelling in self._spellings(candidate):
-                if spelling in self._tensors:
-                    return spelling
-        return None
+        candidates = (parameter, *self._ties.get(parameter, ()))
+        return next((found for name in candidates if (found := self.own(name)) is not None), None)
 
     def own(self, parameter: str) -> str | None:
         """Like :meth:`find`, without looking at tied parameters."""
-        return next((name for name in self._spellings(parameter) if name in self._tensors), None)
+        spellings = self._spellings(parameter)
+        return next((self._stored[name] for name in spellings if name in self._stored), None)
 
     def require(self, parameter: str) -> str:
         """Like :meth:`find`.
@@ -62,3 +65,9 @@ class TensorNames:
         if self._prefix:
             bare = name.removeprefix(self._prefix + ".")
             yield bare if bare != name else f"{self._prefix}.{name}"
+
+
+def _name_in_memory(name: str, renamings: Sequence[Any]) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name

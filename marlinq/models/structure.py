@@ -6,13 +6,15 @@ weights, the linears are the ``nn.Linear`` and ``Conv1D`` modules inside them, a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from transformers.pytorch_utils import Conv1D
 
 from marlinq.errors import CheckpointError, UnsupportedError
@@ -67,6 +69,7 @@ class DecoderStructure:
         routed: True when linears sit in lists inside a block (experts), so that a linear may see a subset
             of the tokens in an order of its own.
         tied: parameter name -> the parameter name that it shares its tensor with.
+        renamings: transformers' own rules from the names in files to those in memory, in order.
     """
 
     model: PreTrainedModel
@@ -75,6 +78,7 @@ class DecoderStructure:
     kept: tuple[KeptModule, ...]
     routed: bool
     tied: Mapping[str, str]
+    renamings: Sequence[Any]
 
     def linears(self) -> Iterator[LinearModule]:
         """Every quantisable linear, block by block."""
@@ -204,6 +208,7 @@ def describe(model: PreTrainedModel, *, source: str = "model") -> DecoderStructu
         kept=tuple(kept),
         routed=any(bool(_linear_lists(block)) for block in blocks_list),
         tied=_tied_parameters(model),
+        renamings=[rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)],
     )
 
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import MixtralConfig
 
 from marlinq.errors import CheckpointError, UnsupportedError
@@ -92,6 +95,17 @@ def test_names_are_found_with_and_without_the_base_models_prefix(prefix: str) ->
     assert names.find("transformer.wpe.weight") is None
     with pytest.raises(CheckpointError, match=r"gpt2.*'transformer\.wpe\.weight'.*'wpe\.weight'"):
         names.require("transformer.wpe.weight")
+
+
+def test_names_that_differ_between_files_and_memory_are_found(tmp_path: Path) -> None:
+    model = tiny_model("gpt_neox")
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        stored = set(file.keys())
+    assert "embed_out.weight" in stored
+    names = TensorNames(describe(model), stored, source="gpt_neox")
+    assert names.own("lm_head.weight") == "embed_out.weight"
+    assert {names.require(name) for name, _ in model.named_parameters()} == stored
 
 
 def test_a_missing_head_that_is_not_tied_is_named() -> None:
