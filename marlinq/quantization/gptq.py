@@ -6,11 +6,10 @@ channels up to k alone. So the loss that channels 0..k fix is known once they ar
 channel is rounded to where its own term is smallest: the same solution as Frantar et al. 2023 (GPTQ,
 algorithm 1, on the inverse's Cholesky factor), reached without inverting H.
 
-What makes it MARLIN's variant (Frantar et al. 2024, section 3.5): a group's scales are chosen when its
-first channel comes up, from weights that carry the updates of all channels before, by a search over
-shrunken ranges that weighs errors as the loss does: a rounding error of channel k costs R[k, k]**2, the
-part of it that later channels can't make up for. Once the group's codes are known, its scales are fitted
-to them by least squares.
+What makes it MARLIN's variant (Frantar et al. 2024): a group's scales are chosen when its first channel
+comes up, from weights that carry the updates of all channels before, by a search over shrunken ranges that
+weighs errors as the loss does: a rounding error of channel k costs R[k, k]**2, the part of it that later
+channels can't make up for. Once the group's codes are known, its scales are fitted to them by least squares.
 """
 
 from __future__ import annotations
@@ -265,41 +264,51 @@ def _solve(
     for group in range(k // g):
         part = slice(group * g, (group + 1) * g)
         own = root[part, part]
+        diagonal = own.diagonal()
         inverse = torch.linalg.solve_triangular(own, eye, upper=True)
-        updated = torch.addmm(w[part], inverse.t(), carried[part])
+        # Nothing is carried into the first group, which may be the only one and as large as the layer.
+        updated = torch.addmm(w[part], inverse.t(), carried[part]) if group else w[part]
         if clip_search:
             s, z = search_grid(
-                updated, own.diagonal().square(), bits=bits, symmetric=symmetric, scale_dtype=scale_dtype
+                updated, diagonal.square(), bits=bits, symmetric=symmetric, scale_dtype=scale_dtype
             )
         else:
             s, z = minmax_grid(updated, bits=bits, symmetric=symmetric, scale_dtype=scale_dtype)
         # In code units a channel's error moves the later ones by the same factors, whatever its scale.
         rounded = torch.empty_like(updated)
-        feedback = inverse / inverse.diagonal().unsqueeze(1)
-        _round_channels(updated.div(s).add_(z), rounded, feedback, top)
+        errors = updated.div(s).add_(z)
+        _round_channels(errors, rounded, inverse * diagonal.unsqueeze(1), top)
         codes[part] = rounded.to(torch.uint8)
         levels = rounded.sub_(z)
-        reached, wanted = own.t() @ levels, own.t() @ updated
+        terms = errors.mul_(diagonal.unsqueeze(1)).mul_(s)
         if clip_search:
-            s = _refit(s, reached, wanted, scale_dtype)
+            s = _refit(s, own.t() @ levels, terms, scale_dtype)
         scales[group], zeros[group] = s, z
         difference = torch.addcmul(w[part], levels, s, value=-1)
-        loss += wanted.sub_(reached.mul_(s)).square_().sum(dim=0)
+        loss += terms.square().sum(dim=0)
         loss -= difference.square().sum(dim=0).mul_(factor.shift)
         if part.stop < k:
             carried[part.stop :].addmm_(root[part, part.stop :].t(), difference)
-    norm = (factor.hessian @ w).mul_(w).sum(dim=0, dtype=torch.float64)
+    norm = (factor.hessian @ w).mul_(w).sum(dim=0).to(torch.float64)
     return _Solution(codes, scales, zeros, loss.clamp_(min=0), norm)
 
 
-def _refit(scales: Tensor, reached: Tensor, wanted: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scales with the least ||wanted - scale * reached||: the group's loss, now that its codes are known.
+def _refit(scales: Tensor, reached: Tensor, terms: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scales that minimise the group's loss, now that its codes are known; ``terms`` follow in place.
 
-    The nearest value of ``dtype`` to the least-squares solution is at least as good as the value before.
+    Args:
+        scales: float32 [N], those that the codes were found with.
+        reached: float32 [g, N], R^T (codes - zeros): what a scale of 1 contributes.
+        terms: float32 [g, N], the loss terms, R^T (w - q); overwritten with those of the new scales.
+        dtype: the scales are rounded to it. The nearest value to the least-squares solution is at least as
+            good as the value before.
     """
-    overlap, power = (reached * wanted).sum(dim=0), reached.square().sum(dim=0)
-    solvable = (power > 0) & (overlap != 0)
-    return torch.where(solvable, storable_scales(overlap / power, dtype), scales)
+    overlap, power = (reached * terms).sum(dim=0), reached.square().sum(dim=0)
+    best = scales + overlap / power
+    solvable = (power > 0) & (best != 0)
+    fitted = torch.where(solvable, storable_scales(best, dtype), scales)
+    terms.addcmul_(reached, fitted - scales, value=-1)
+    return fitted
 
 
 def _round_channels(v: Tensor, codes: Tensor, feedback: Tensor, top: int) -> None:
