@@ -1,0 +1,123 @@
+"""Run-time compilation: CUDA C++ to a cubin through NVRTC, kept in a cache on disk.
+
+The cache key is the content of everything that decides the result: sources, options, architecture and the NVRTC
+version. An entry is built under a temporary name and renamed, so any number of processes can share the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from marlinq.errors import EnvironmentProblem
+
+_SOURCES = Path(__file__).parent / "cuda"
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
+"""Every architecture the kernels are compiled for in the test suite."""
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A cubin and what the assembler said of it: registers a thread, and bytes spilled to local memory."""
+
+    cubin: bytes
+    registers: int
+    spill_bytes: int
+    log: str
+
+
+def cache_folder() -> Path:
+    """Where cubins are kept: ``$MARLINQ_CACHE``, else ``$XDG_CACHE_HOME/marlinq``, else ``~/.cache/marlinq``."""
+    chosen = os.environ.get("MARLINQ_CACHE")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "marlinq"
+
+
+@lru_cache(maxsize=1)
+def _headers() -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(_SOURCES.glob("*.cuh"))}
+
+
+def _options(architecture: str, defines: Mapping[str, object]) -> tuple[str, ...]:
+    macros = tuple(f"-D{name}={value}" for name, value in sorted(defines.items()))
+    return (f"-arch={architecture}", "-std=c++17", "--ptxas-options=-v", "-lineinfo", *macros)
+
+
+def _nvrtc() -> object:
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"CuPy is not installed ({error}); install marlinq[cuda12] or marlinq[cuda13], matching the driver"
+        ) from None
+    return nvrtc
+
+
+def compile_kernel(source: str, architecture: str, defines: Mapping[str, object]) -> CompiledKernel:
+    """Compile ``cuda/<source>`` for ``architecture`` without touching the cache; needs NVRTC but no GPU.
+
+    Raises:
+        EnvironmentProblem: CuPy or NVRTC is missing, or NVRTC rejects the source; the log's first error is quoted.
+    """
+    nvrtc = _nvrtc()
+    headers = _headers()
+    text = (_SOURCES / source).read_bytes()
+    program = nvrtc.createProgram(text, source, list(headers.values()), [name.encode() for name in headers])  # type: ignore[attr-defined]
+    try:
+        try:
+            nvrtc.compileProgram(program, list(_options(architecture, defines)))  # type: ignore[attr-defined]
+        except nvrtc.NVRTCError as error:  # type: ignore[attr-defined]
+            log = nvrtc.getProgramLog(program)  # type: ignore[attr-defined]
+            first = next((line for line in log.splitlines() if "error" in line), str(error))
+            raise EnvironmentProblem(
+                f"{source} does not compile for {architecture} with NVRTC {nvrtc_version()}: {first}"
+            ) from None
+        log = nvrtc.getProgramLog(program)  # type: ignore[attr-defined]
+        cubin = nvrtc.getCUBIN(program)  # type: ignore[attr-defined]
+    finally:
+        nvrtc.destroyProgram(program)  # type: ignore[attr-defined]
+    registers = max((int(found) for found in re.findall(r"Used (\d+) registers", log)), default=0)
+    spills = sum(int(found) for found in re.findall(r"(\d+) bytes spill (?:stores|loads)", log))
+    return CompiledKernel(cubin, registers, spills, log)
+
+
+@lru_cache(maxsize=1)
+def nvrtc_version() -> str:
+    """The version of the NVRTC library that CuPy loads, for example ``13.0``."""
+    major, minor = _nvrtc().getVersion()  # type: ignore[attr-defined]
+    return f"{major}.{minor}"
+
+
+def cached_cubin(source: str, architecture: str, defines: Mapping[str, object]) -> Path:
+    """The path of the cubin, compiled now if no process has done so before.
+
+    Raises:
+        EnvironmentProblem: as :func:`compile_kernel`, or the cache folder can't be written.
+    """
+    digest = hashlib.sha256(nvrtc_version().encode())
+    for part in (*_headers().values(), (_SOURCES / source).read_bytes(), *_options(architecture, defines)):
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little") + data)
+    folder = cache_folder() / "kernels"
+    path = folder / f"{Path(source).stem}-{architecture}-{digest.hexdigest()[:32]}.cubin"
+    if path.exists():
+        return path
+    compiled = compile_kernel(source, architecture, defines)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(compiled.cubin)
+        Path(temporary).replace(path)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{folder}: the kernel cache can't be written ({error.strerror}); set MARLINQ_CACHE to a writable folder"
+        ) from None
+    return path

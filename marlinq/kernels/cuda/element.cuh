@@ -1,0 +1,93 @@
+// Arithmetic on pairs of 16-bit floats, float16 or bfloat16, held in 32-bit registers.
+//
+// Dequantisation. A Marlin word keeps nibbles 0..7 so that (nibble 0, nibble 4) are elements (0, 1) of the first
+// register of an mma A fragment, (1, 5) of the third, (2, 6) of the second and (3, 7) of the fourth. A nibble
+// becomes a float by OR-ing it under an exponent whose unit in the last place matches its bit position:
+//   float16   0x6400 | n       = 1024 + n   (low nibbles),   0x5400 | (n << 4) = 64 + n   (high nibbles)
+//   bfloat16  0x4300 | n       = 128 + n    (8 significant bits, so high nibbles are shifted down first)
+// Subtracting the bias and the zero point 8 in 16 bits is exact.
+#pragma once
+#include "ptx.cuh"
+
+struct Half {
+    static __device__ __forceinline__ u32 subtract(u32 a, u32 b) {
+        u32 r;
+        asm("sub.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+        return r;
+    }
+    static __device__ __forceinline__ u32 multiply(u32 a, u32 b) {
+        u32 r;
+        asm("mul.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+        return r;
+    }
+    static __device__ __forceinline__ float widen(u32 bits) {
+        float r;
+        asm("{ .reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h; }" : "=f"(r) : "r"(bits));
+        return r;
+    }
+    // Two floats to a pair, the first in the low half.
+    static __device__ __forceinline__ u32 narrow(float low, float high) {
+        u32 r;
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+        return r;
+    }
+    static __device__ __forceinline__ void multiply_accumulate(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+    // A word to the A fragment of codes minus 8.
+    static __device__ __forceinline__ void dequantize(u32 word, u32 (&a)[4]) {
+        const u32 upper = word >> 8;
+        a[0] = subtract(and_or<0x000f000fu, 0x64006400u>(word), 0x64086408u);
+        a[2] = subtract(and_or<0x00f000f0u, 0x54005400u>(word), 0x54805480u);
+        a[1] = subtract(and_or<0x000f000fu, 0x64006400u>(upper), 0x64086408u);
+        a[3] = subtract(and_or<0x00f000f0u, 0x54005400u>(upper), 0x54805480u);
+    }
+    static constexpr u32 ONES = 0x3c003c00u;
+};
+
+struct Bfloat16 {
+    static __device__ __forceinline__ u32 subtract(u32 a, u32 b) {
+        // a * 1 - b: sm_80 has the fused instruction only.
+        u32 r;
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(ONES), "r"(b ^ 0x80008000u));
+        return r;
+    }
+    static __device__ __forceinline__ u32 multiply(u32 a, u32 b) {
+        u32 r;
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
+        return r;
+    }
+    static __device__ __forceinline__ float widen(u32 bits) { return __uint_as_float(bits << 16); }
+    static __device__ __forceinline__ u32 narrow(float low, float high) {
+        u32 r;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+        return r;
+    }
+    static __device__ __forceinline__ void multiply_accumulate(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+    static __device__ __forceinline__ void dequantize(u32 word, u32 (&a)[4]) {
+        a[0] = subtract(and_or<0x000f000fu, 0x43004300u>(word), 0x43084308u);
+        a[2] = subtract(and_or<0x000f000fu, 0x43004300u>(word >> 4), 0x43084308u);
+        a[1] = subtract(and_or<0x000f000fu, 0x43004300u>(word >> 8), 0x43084308u);
+        a[3] = subtract(and_or<0x000f000fu, 0x43004300u>(word >> 12), 0x43084308u);
+    }
+    static constexpr u32 ONES = 0x3f803f80u;
+};
+
+// Half h (0 or 1) of a pair, repeated in both halves.
+template <int H>
+__device__ __forceinline__ u32 broadcast(u32 pair) {
+    u32 r;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(pair), "n"(H == 0 ? 0x1010 : 0x3232));
+    return r;
+}
+
+template <typename E, int H>
+__device__ __forceinline__ float widen_half(u32 pair) {
+    return E::widen(H == 0 ? pair & 0xffffu : pair >> 16);
+}

@@ -1,0 +1,98 @@
+// Thin wrappers over the PTX instructions the kernels use. Nothing here needs a CUDA header, so a kernel
+// compiles wherever NVRTC itself is installed.
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+typedef unsigned short u16;
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// 16 bytes of weights. They are read once, so they stay out of L1 and leave L2 first.
+__device__ __forceinline__ uint4 load_streaming(const uint4* pointer) {
+    uint4 value;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(pointer));
+    return value;
+}
+
+__device__ __forceinline__ uint4 load_cached(const void* pointer) {
+    uint4 value;
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(pointer));
+    return value;
+}
+
+__device__ __forceinline__ u32 load_u16(const u16* pointer) {
+    u16 value;
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(value) : "l"(pointer));
+    return value;
+}
+
+// 16 bytes from global to shared memory; bytes from `valid` on are filled with zeros.
+__device__ __forceinline__ void copy_async_16(u32 destination, const void* source, u32 valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(valid)
+                 : "memory");
+}
+
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int PENDING>
+__device__ __forceinline__ void copy_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrix_x4(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// (a & mask) | bits, one instruction.
+template <u32 MASK, u32 BITS>
+__device__ __forceinline__ u32 and_or(u32 a) {
+    u32 result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(a), "n"(MASK), "n"(BITS));
+    return result;
+}
+
+// Dependent launch: let the next kernel of the stream begin, and wait for the previous one's results.
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// The address in the shared memory of block `rank` of the cluster that corresponds to our `address`.
+__device__ __forceinline__ u32 cluster_address(u32 address, u32 rank) {
+    u32 result;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(result) : "r"(address), "r"(rank));
+    return result;
+}
+
+__device__ __forceinline__ float2 load_cluster_float2(u32 address) {
+    float2 value;
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
+    return value;
+}
+#endif

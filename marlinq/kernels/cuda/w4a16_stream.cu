@@ -1,0 +1,339 @@
+// W4A16 GEMM that streams weights from global memory straight into tensor-core registers.
+//
+//   out[m, n] = sum_k x[m, k] * (code[k, n] - zero[g(k), n]) * scale[g(k), n] + bias[n]
+//
+// The operands are swapped: weights are the A operand of mma.m16n8k16 (16 rows of N), activations the B operand
+// (8 columns of M), so that a batch of 8 fills the tensor core. A 16-byte vector of the Marlin layout is one
+// lane's share of a 16 (K) x 64 (N) tile, and its four words are that lane's A fragments of four 16x16 blocks: no
+// shared memory, no shuffles, no second copy of the weights.
+//
+//   lane l of a warp, tile (kt, nt), word q:  n = 64 nt + 16 q + l/4 + {0, 8},  k = 16 kt + 2 (l%4) + {0, 1, 8, 9}
+//   accumulator of word q, column block b:    n as above,  m = 8 b + 2 (l%4) + {0, 1}
+//
+// Who does what. A block owns 64*WARPS_N columns of N, 8*BLOCKS_M rows of the batch, and one slice of K; the blocks of
+// a cluster own the slices of one tile. Inside a block, warp (wn, wk) owns 64 columns and the wk-th part of the slice:
+//
+//   K  | block 0: wk 0 | wk 1 | block 1: wk 0 | wk 1 | ...   each part is a run of chunks of 128 channels
+//
+// Weights: each lane keeps the next chunk (ROWS vectors of 16 bytes) in flight in registers. They depend on no earlier
+// kernel, so they are requested before the wait for the previous kernel of a dependent launch, as are the scales.
+// Activations and scales: cp.async into a ring of STAGES shared-memory stages, one chunk for each wk a stage; 16-byte
+// pieces of activations are swizzled by the row so that ldmatrix reads without bank conflicts.
+// SCALE_SUMS: scales multiply float accumulators at group ends (exact weights, fewer instructions); otherwise they
+// multiply the dequantised weights in 16 bits (no second set of accumulators, for large tiles).
+// Reduction: parts meet in shared memory, slices through distributed shared memory, always in the same order, so the
+// result is the same bits every time.
+//
+// Compile-time parameters: ELEMENT, WARPS_N, WARPS_K, BLOCKS_M, ROWS, GROUP (0: channelwise), ZEROS, SCALE_SUMS, CLUSTER,
+// STAGES, MIN_BLOCKS.
+#include "element.cuh"
+#include "ptx.cuh"
+
+constexpr int CHUNK = 16 * ROWS;                 // channels in a chunk
+constexpr int TILE_M = 8 * BLOCKS_M;
+constexpr int TILE_N = 64 * WARPS_N;
+constexpr int THREADS = 32 * WARPS_N * WARPS_K;
+constexpr int CHUNK_BYTES = TILE_M * CHUNK * 2;  // activations of one chunk
+constexpr int GROUPS = GROUP == 0 || GROUP > CHUNK ? 1 : CHUNK / GROUP;  // groups in a chunk
+constexpr int GROUP_ROWS = ROWS / GROUPS;
+static_assert(!SCALE_SUMS || GROUP <= CHUNK, "sums are scaled at group ends, which must be chunk ends");
+constexpr int KINDS = ZEROS ? 2 : 1;             // scales, zero points
+constexpr int SCALE_BYTES = GROUPS * KINDS * TILE_N * 2;  // of one chunk; [group][kind][n]
+constexpr int SCALE_STAGES = GROUP == 0 ? 1 : STAGES;
+constexpr int SCALE_PARTS = GROUP == 0 ? 1 : WARPS_K;
+constexpr int STAGE_BYTES = WARPS_K * CHUNK_BYTES;
+constexpr int PITCH = TILE_N + 4;                // floats a row of the reduction buffer; 4 avoids bank conflicts
+
+typedef ELEMENT E;
+
+struct Scales {
+    u32 pair[4];  // word q: the scales (or zero points) of this lane's rows n and n + 8 of block q
+};
+
+// The eight values of this lane for one group; `base` is its warp's 64 columns in shared memory, in stored order
+// (docs/formats.md, "Marlin").
+__device__ __forceinline__ Scales load_scales(const u16* base, int lane) {
+    Scales s;
+    if (GROUP != 0) {
+        const uint4 v = *reinterpret_cast<const uint4*>(base + 8 * (lane / 4));
+        s.pair[0] = v.x, s.pair[1] = v.y, s.pair[2] = v.z, s.pair[3] = v.w;
+    } else {
+        const int row = lane / 4;
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            const u16* p = base + 32 * (q / 2) + 8 * (row / 2) + 4 * (q % 2) + row % 2;
+            s.pair[q] = (u32)p[0] | (u32)p[2] << 16;
+        }
+    }
+    return s;
+}
+
+struct Accumulators {
+    float value[4][BLOCKS_M][4];
+    float sum_x[ZEROS ? BLOCKS_M : 1][4];  // column sums of the activations, for the zero points
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int q = 0; q < 4; ++q)
+#pragma unroll
+            for (int b = 0; b < BLOCKS_M; ++b)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) value[q][b][i] = 0.f;
+        clear_sums();
+    }
+    __device__ __forceinline__ void clear_sums() {
+#pragma unroll
+        for (int b = 0; b < (ZEROS ? BLOCKS_M : 1); ++b)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sum_x[b][i] = 0.f;
+    }
+};
+
+// total += scale * (group - (zero - 8) * sum_x), then start the next group.
+__device__ __forceinline__ void close_group(Accumulators& total, Accumulators& group, const Scales& s, const Scales& z) {
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+        const float scale[2] = {widen_half<E, 0>(s.pair[q]), widen_half<E, 1>(s.pair[q])};
+        const float zero[2] = {ZEROS ? 8.f - widen_half<E, 0>(z.pair[q]) : 0.f,
+                               ZEROS ? 8.f - widen_half<E, 1>(z.pair[q]) : 0.f};
+#pragma unroll
+        for (int b = 0; b < BLOCKS_M; ++b)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float v = group.value[q][b][i];
+                if (ZEROS) v = fmaf(zero[i / 2], group.sum_x[b][i], v);
+                total.value[q][b][i] = fmaf(scale[i / 2], v, total.value[q][b][i]);
+            }
+    }
+    group.clear();
+}
+
+__device__ __forceinline__ void scale_fragment(u32 (&a)[4], u32 scales, u32 zeros) {
+    if (ZEROS) {
+        const u32 eight = E::narrow(8.f, 8.f);
+        const u32 low = E::subtract(broadcast<0>(zeros), eight), high = E::subtract(broadcast<1>(zeros), eight);
+        a[0] = E::subtract(a[0], low), a[2] = E::subtract(a[2], low);
+        a[1] = E::subtract(a[1], high), a[3] = E::subtract(a[3], high);
+    }
+    const u32 low = broadcast<0>(scales), high = broadcast<1>(scales);
+    a[0] = E::multiply(a[0], low), a[2] = E::multiply(a[2], low);
+    a[1] = E::multiply(a[1], high), a[3] = E::multiply(a[3], high);
+}
+
+// B fragments of two k16 rows, `row` and `row + 1`, for all column blocks; `tile` is the chunk's activations.
+__device__ __forceinline__ void load_activations(u32 (&x)[2][BLOCKS_M][2], u32 tile, int row, int lane) {
+    if constexpr (BLOCKS_M == 1) {
+        const int m = lane % 8, piece = 2 * row + lane / 8;
+        u32 r[4];
+        load_matrix_x4(r, tile + m * (CHUNK * 2) + ((piece ^ m) * 16));
+        x[0][0][0] = r[0], x[0][0][1] = r[1], x[1][0][0] = r[2], x[1][0][1] = r[3];
+    } else {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int b = 0; b < BLOCKS_M; b += 2) {
+                const int m = 8 * b + lane % 8 + 8 * (lane / 16), piece = 2 * (row + i) + (lane / 8) % 2;
+                u32 r[4];
+                load_matrix_x4(r, tile + m * (CHUNK * 2) + ((piece ^ (m % 8)) * 16));
+                x[i][b][0] = r[0], x[i][b][1] = r[1], x[i][b + 1][0] = r[2], x[i][b + 1][1] = r[3];
+            }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+#if __CUDA_ARCH__ >= 900
+__cluster_dims__(CLUSTER, 1, 1)
+#endif
+w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u16* __restrict__ scales,
+             const u16* __restrict__ zeros, const u16* __restrict__ bias, u16* __restrict__ out, int M, int N, int K,
+             i64 x_stride, i64 out_stride) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    launch_dependents();
+
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int wn = warp % WARPS_N, wk = warp / WARPS_N;
+    const int rank = blockIdx.x % CLUSTER;
+    const int tiles_m = (M + TILE_M - 1) / TILE_M;
+    // Neighbouring blocks share a column tile, so that its weights are read from L2 after the first.
+    const int tile = blockIdx.x / CLUSTER;
+    const int m0 = (tile % tiles_m) * TILE_M, n0 = (tile / tiles_m) * TILE_N;
+
+    const int k_tiles = K / 16, chunks = (K + CHUNK - 1) / CHUNK;
+    constexpr int PARTS = CLUSTER * WARPS_K;
+    const int part = rank * WARPS_K + wk;
+    const int first = (int)((i64)chunks * part / PARTS), last = (int)((i64)chunks * (part + 1) / PARTS);
+    const int steps = (chunks + PARTS - 1) / PARTS;
+
+    // A warp past the last column repeats it; its results are not stored.
+    const int n_tile = min(n0 / 64 + wn, N / 64 - 1);
+    const int last_group = GROUP == 0 ? 0 : K / GROUP - 1;
+    const u16* lane_scales = reinterpret_cast<const u16*>(shared + STAGES * STAGE_BYTES) + (n_tile * 64 - n0);
+
+    // One running pointer: the rows of a part lie 2N words apart.
+    const uint4* next_vector = words + (i64)(first * ROWS) * (N / 2) + n_tile * 32 + lane;
+    int rows_left = min(last * ROWS, k_tiles) - first * ROWS;
+    uint4 vector[ROWS];
+    const auto fetch_row = [&](int i) {
+        // Code 8 is a weight of zero: rows past the end of this part add nothing.
+        vector[i] = make_uint4(0x88888888u, 0x88888888u, 0x88888888u, 0x88888888u);
+        if (rows_left > i) vector[i] = load_streaming(next_vector);
+        next_vector += N / 2;
+    };
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) fetch_row(i);
+    rows_left -= ROWS;
+
+    const u32 ring = shared_address(shared), scale_ring = ring + STAGES * STAGE_BYTES;
+    const auto fetch_scales = [&](int step) {
+        const u32 stage = scale_ring + (step % SCALE_STAGES) * (SCALE_PARTS * SCALE_BYTES);
+        constexpr int PIECES = SCALE_PARTS * SCALE_BYTES / 16;
+        for (int index = threadIdx.x; index < PIECES; index += THREADS) {
+            const int piece = index % (TILE_N / 8), kind = index / (TILE_N / 8) % KINDS;
+            const int g = index / (TILE_N / 8 * KINDS) % GROUPS, p = index / (SCALE_BYTES / 16);
+            const int begin = (int)((i64)chunks * (rank * WARPS_K + p) / PARTS);
+            const int its_group = GROUP == 0 ? 0 : (begin + step) * CHUNK / GROUP + g;
+            const bool valid = its_group <= last_group && n0 + 8 * piece < N;
+            const u16* base = kind == 0 ? scales : zeros;
+            copy_async_16(stage + index * 16, valid ? base + (i64)its_group * N + n0 + 8 * piece : base,
+                          valid ? 16u : 0u);
+        }
+    };
+    const auto fetch_activations = [&](int step) {
+        const u32 stage = ring + (step % STAGES) * STAGE_BYTES;
+        constexpr int PIECES = STAGE_BYTES / 16;
+#pragma unroll
+        for (int base = 0; base < PIECES; base += THREADS) {
+            const int index = base + threadIdx.x;
+            if (PIECES % THREADS == 0 || index < PIECES) {
+                const int piece = index % (CHUNK / 8), m = index / (CHUNK / 8) % TILE_M, p = index / (CHUNK_BYTES / 16);
+                const int its_part = rank * WARPS_K + p;
+                const int begin = (int)((i64)chunks * its_part / PARTS), end = (int)((i64)chunks * (its_part + 1) / PARTS);
+                const int k = (begin + step) * CHUNK + piece * 8;
+                const bool valid = begin + step < end && k < K && m0 + m < M;
+                const u16* source = valid ? x + (m0 + m) * x_stride + k : x;
+                copy_async_16(stage + p * CHUNK_BYTES + m * (CHUNK * 2) + ((piece ^ (m % 8)) * 16), source,
+                              valid ? 16u : 0u);
+            }
+        }
+    };
+#pragma unroll
+    for (int s = 0; s < (GROUP == 0 ? 1 : STAGES - 1); ++s) fetch_scales(s);
+    wait_for_previous_kernel();
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; ++s) {
+        if (s < steps) fetch_activations(s);
+        copy_async_commit();
+    }
+
+    Accumulators total, group;
+    total.clear();
+    group.clear();
+    Accumulators& target = SCALE_SUMS && GROUP != 0 ? group : total;
+
+    for (int step = 0; step < steps; ++step) {
+        copy_async_wait<STAGES - 2>();
+        __syncthreads();
+        if (step + STAGES - 1 < steps) {
+            if (GROUP != 0) fetch_scales(step + STAGES - 1);
+            fetch_activations(step + STAGES - 1);
+        }
+        copy_async_commit();
+
+        const u32 activations = ring + (step % STAGES) * STAGE_BYTES + wk * CHUNK_BYTES;
+        const u16* group_scales = lane_scales + (GROUP == 0 ? 0 : ((step % STAGES) * WARPS_K + wk) * (SCALE_BYTES / 2));
+        Scales scale, zero;
+        u32 fragments[2][BLOCKS_M][2];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const uint4 v = vector[i];
+            fetch_row(i);
+            if (i % 2 == 0) load_activations(fragments, activations, i, lane);
+            const u32(&b)[BLOCKS_M][2] = fragments[i % 2];
+            const u32 word[4] = {v.x, v.y, v.z, v.w};
+            if (!SCALE_SUMS && i % GROUP_ROWS == 0) {
+                scale = load_scales(group_scales + i / GROUP_ROWS * KINDS * TILE_N, lane);
+                if (ZEROS) zero = load_scales(group_scales + (i / GROUP_ROWS * KINDS + 1) * TILE_N, lane);
+            }
+#pragma unroll
+            for (int q = 0; q < 4; ++q) {
+                u32 a[4];
+                E::dequantize(word[q], a);
+                if (!SCALE_SUMS) scale_fragment(a, scale.pair[q], zero.pair[q]);
+#pragma unroll
+                for (int c = 0; c < BLOCKS_M; ++c) E::multiply_accumulate(target.value[q][c], a, b[c][0], b[c][1]);
+            }
+            if (SCALE_SUMS && ZEROS) {
+                const u32 ones[4] = {E::ONES, E::ONES, E::ONES, E::ONES};
+#pragma unroll
+                for (int c = 0; c < BLOCKS_M; ++c) E::multiply_accumulate(target.sum_x[c], ones, b[c][0], b[c][1]);
+            }
+            if (SCALE_SUMS && GROUP != 0 && i % GROUP_ROWS == GROUP_ROWS - 1) {
+                scale = load_scales(group_scales + i / GROUP_ROWS * KINDS * TILE_N, lane);
+                if (ZEROS) zero = load_scales(group_scales + (i / GROUP_ROWS * KINDS + 1) * TILE_N, lane);
+                close_group(total, group, scale, zero);
+            }
+        }
+        rows_left -= ROWS;
+    }
+    if (SCALE_SUMS && GROUP == 0) {
+        group = total;
+        total.clear();
+        Scales zero;
+        if (ZEROS) zero = load_scales(lane_scales + TILE_N, lane);
+        close_group(total, group, load_scales(lane_scales, lane), zero);
+    }
+
+    // The ring is drained; its memory becomes the reduction buffer [part][m][n].
+    copy_async_wait<0>();
+    __syncthreads();
+    float* buffer = reinterpret_cast<float*>(shared);
+#pragma unroll
+    for (int q = 0; q < 4; ++q)
+#pragma unroll
+        for (int c = 0; c < BLOCKS_M; ++c)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int m = 8 * c + 2 * (lane % 4) + i % 2, n = 64 * wn + 16 * q + lane / 4 + 8 * (i / 2);
+                buffer[(wk * TILE_M + m) * PITCH + n] = total.value[q][c][i];
+            }
+#if __CUDA_ARCH__ >= 900
+    if (CLUSTER > 1) {
+        cluster_arrive();
+        cluster_wait();
+    } else
+#endif
+        __syncthreads();
+
+    const int rows = min(TILE_M, M - m0), columns = min(TILE_N, N - n0);
+    for (int pair = rank * THREADS + threadIdx.x; pair < rows * (TILE_N / 2); pair += CLUSTER * THREADS) {
+        const int m = pair / (TILE_N / 2), n = pair % (TILE_N / 2) * 2;
+        float2 sum = make_float2(0.f, 0.f);
+#pragma unroll
+        for (int r = 0; r < CLUSTER; ++r)
+#pragma unroll
+            for (int p = 0; p < WARPS_K; ++p) {
+                const float* source = buffer + (p * TILE_M + m) * PITCH + n;
+#if __CUDA_ARCH__ >= 900
+                const float2 v = CLUSTER > 1 ? load_cluster_float2(cluster_address(shared_address(source), r))
+                                             : *reinterpret_cast<const float2*>(source);
+#else
+                const float2 v = *reinterpret_cast<const float2*>(source);
+#endif
+                sum.x += v.x, sum.y += v.y;
+            }
+        if (n < columns) {
+            if (bias != nullptr) {
+                sum.x += E::widen(bias[n0 + n]);
+                sum.y += E::widen(bias[n0 + n + 1]);
+            }
+            *reinterpret_cast<u32*>(out + (m0 + m) * out_stride + n0 + n) = E::narrow(sum.x, sum.y);
+        }
+    }
+#if __CUDA_ARCH__ >= 900
+    // Nobody leaves while its shared memory may still be read.
+    if (CLUSTER > 1) {
+        cluster_arrive();
+        cluster_wait();
+    }
+#endif
+}

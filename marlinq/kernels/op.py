@@ -1,0 +1,119 @@
+"""``torch.ops.marlinq.w4a16_gemm``: the GEMM as a torch operator on CUDA, CPU and meta tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from marlinq.errors import UnsupportedError
+from marlinq.kernels.reference import reference_gemm
+
+_library = torch.library.Library("marlinq", "DEF")
+_library.define(
+    "w4a16_gemm(Tensor x, Tensor words, Tensor scales, Tensor? zeros, Tensor? bias, "
+    "int group_size, int out_features) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _check(x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, n_out: int) -> None:
+    k, n = words.shape[0] * 16, words.shape[1] // 2
+    if words.dtype != torch.int32 or words.dim() != 2 or n % 64:
+        raise ValueError(f"words: expected int32 [K/16, 2N], N % 64 == 0, found {words.dtype} {list(words.shape)}")
+    if x.shape[-1] != k:
+        raise ValueError(f"x: expected {k} columns (K of the weight), found {x.shape[-1]}")
+    for name, value in (("scales", scales), ("zeros", zeros)):
+        if value is not None and (value.dim() != 2 or value.shape[1] != n or value.dtype != x.dtype):
+            raise ValueError(f"{name}: expected {x.dtype} [G, {n}], found {value.dtype} {list(value.shape)}")
+    if not 0 < n_out <= n:
+        raise ValueError(f"out_features: expected 1..{n}, found {n_out}")
+    if bias is not None and (bias.shape != (n_out,) or bias.dtype != x.dtype):
+        raise ValueError(f"bias: expected {x.dtype} [{n_out}], found {bias.dtype} {list(bias.shape)}")
+
+
+def _cuda(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    out_features: int,
+) -> Tensor:
+    from marlinq.kernels.launch import launch_gemm
+
+    _check(x, words, scales, zeros, bias, out_features)
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        raise UnsupportedError(f"w4a16_gemm: x has dtype {x.dtype}; the kernel takes float16 and bfloat16")
+    n = words.shape[1] // 2
+    rows = x.reshape(-1, x.shape[-1])
+    # The kernel copies 16-byte pieces of rows.
+    if rows.stride(1) != 1 or rows.stride(0) % 8 or rows.data_ptr() % 16:
+        rows = rows.contiguous() if rows.data_ptr() % 16 == 0 else rows.clone(memory_format=torch.contiguous_format)
+    if bias is not None and out_features != n:
+        bias = torch.nn.functional.pad(bias, (0, n - out_features))
+    out = torch.empty((rows.shape[0], n), dtype=x.dtype, device=x.device)
+    if rows.shape[0]:
+        launch_gemm(rows, words, scales, zeros, bias, group_size, out)
+    return out[:, :out_features].reshape(*x.shape[:-1], out_features)
+
+
+def _cpu(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    out_features: int,
+) -> Tensor:
+    _check(x, words, scales, zeros, bias, out_features)
+    return reference_gemm(x, words, scales, zeros, bias, out_features)
+
+
+def _meta(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    out_features: int,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+_library.impl("w4a16_gemm", _cuda, "CUDA")
+_library.impl("w4a16_gemm", _cpu, "CPU")
+_library.impl("w4a16_gemm", _meta, "Meta")
+
+
+def w4a16_gemm(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    out_features: int,
+) -> Tensor:
+    """``x @ W + bias`` with a 4-bit weight in the Marlin layout.
+
+    Args:
+        x: [..., K] float16 or bfloat16, on the CPU also float32.
+        words: int32 [K/16, 2N], K and N multiples of 64 (:func:`marlinq.formats.marlin.pack_tiles`).
+        scales: [G, N] in ``x.dtype``, stored order (:func:`marlinq.formats.marlin.permute_scales`).
+        zeros: None for symmetric weights, else zero points [G, N] in ``x.dtype``, stored order.
+        bias: None or [out_features] in ``x.dtype``, channel order.
+        group_size: 32, 64, 128 or -1 (one group).
+        out_features: columns to return, at most N; the rest is padding.
+
+    Returns:
+        [..., out_features] in ``x.dtype``, accumulated in float32.
+
+    Raises:
+        ValueError: an operand's shape or dtype does not fit.
+        UnsupportedError: a shape or dtype the kernel can't run.
+        EnvironmentProblem: CuPy, NVRTC or the driver is missing.
+    """
+    return torch.ops.marlinq.w4a16_gemm(x, words, scales, zeros, bias, group_size, out_features)  # type: ignore[no-any-return]
