@@ -68,7 +68,7 @@ def compile_kernel(source: str, architecture: str, defines: Mapping[str, object]
     """
     nvrtc = _nvrtc()
     headers = _headers()
-    text = (_SOURCES / source).read_bytes()
+    text = (_SOURCES / source).read_text(encoding="utf-8")
     program = nvrtc.createProgram(text, source, list(headers.values()), [name.encode() for name in headers])  # type: ignore[attr-defined]
     try:
         try:
