@@ -23,7 +23,7 @@ def reference_gemm(
 ) -> Tensor:
     """``x @ W + bias`` accumulated in float32 and returned in ``x.dtype``; shapes as :func:`w4a16_gemm`."""
     weight = dequantize_operands(words, scales, zeros)
-    out = x.to(torch.float32) @ weight
+    out = (x.to(torch.float32) @ weight)[..., :out_features]
     if bias is not None:
         out = out + bias.to(torch.float32)
-    return out[..., :out_features].to(x.dtype)
+    return out.to(x.dtype)

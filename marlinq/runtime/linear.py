@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from marlinq.errors import EnvironmentProblem
 from marlinq.formats import QuantizedTensor
-from marlinq.runtime.operand import MarlinOperand, marlin_operand, operand_refusal
+from marlinq.kernels import explain, w4a16_gemm
+from marlinq.runtime.operand import MarlinOperand, marlin_operand, operand_refusal, operand_shape
 
 Linears = Literal["auto", "kernel", "dense"]
 """What multiplies: the choice of :func:`decide`, the kernel (on a CPU its reference), or dense weights."""
@@ -40,6 +43,9 @@ def decide(
     """How to multiply with ``q`` on ``device`` with activations of ``dtype``.
 
     Whatever the kernel can't hold is dequantised, with the reason.
+
+    Raises:
+        EnvironmentProblem: the kernel would fit, but the package that launches it is missing.
     """
     if linears == "dense":
         return RuntimeDecision("dense", "torch", "dense weights were asked for")
@@ -59,11 +65,18 @@ def decide(
 
 
 def _kernel_decision(q: QuantizedTensor, device: torch.device, dtype: torch.dtype) -> RuntimeDecision:
-    from marlinq.kernels import explain
-
-    group_size = -1 if q.groups == 1 else q.group_size
-    found = explain(device, dtype, q.in_features, q.out_features, group_size, not q.symmetric)
-    return RuntimeDecision("kernel", found.kernel, found.reason)
+    if find_spec("cupy") is None:
+        raise EnvironmentProblem(
+            "CuPy is not installed, which launches the kernel; install marlinq[cuda12] or marlinq[cuda13], "
+            "matching the driver, or use --device cpu"
+        )
+    k, n, group_size = operand_shape(q)
+    try:
+        found = explain(device, dtype, 1, n, k, group_size, not q.symmetric)
+    except EnvironmentProblem as error:
+        # An old GPU: nothing the user could install would change it.
+        return RuntimeDecision("dense", "torch", str(error))
+    return RuntimeDecision("kernel", found.kernel, f"for one token: {found.reason}")
 
 
 def summarize(decisions: Iterable[RuntimeDecision]) -> list[str]:
@@ -108,8 +121,6 @@ class QuantLinear(nn.Module):
         name: str = "weight",
     ) -> None:
         super().__init__()
-        import marlinq.kernels  # noqa: F401  (registers the op)
-
         operand: MarlinOperand = marlin_operand(_moved(q, device), dtype, name=name)
         self.in_features = operand.in_features
         self.out_features = operand.out_features
@@ -127,10 +138,9 @@ class QuantLinear(nn.Module):
             x = x.index_select(-1, self.order)
         if self._padding:
             x = F.pad(x, (0, self._padding))
-        product: Tensor = torch.ops.marlinq.w4a16_gemm(
+        return w4a16_gemm(
             x, self.words, self.scales, self.zeros, self.bias, self.group_size, self.out_features
         )
-        return product
 
     def extra_repr(self) -> str:
         return (

@@ -69,6 +69,13 @@ def operand_refusal(q: QuantizedTensor) -> str | None:
     return None
 
 
+def operand_shape(q: QuantizedTensor) -> tuple[int, int, int]:
+    """K and N after padding and the kernel's group size, for a tuple that is not refused."""
+    group_size = _kernel_group_size(q) or -1
+    step = max(PAD_MULTIPLE, group_size)
+    return _round_up(q.in_features, step), _round_up(q.out_features, PAD_MULTIPLE), group_size
+
+
 def marlin_operand(q: QuantizedTensor, dtype: torch.dtype, *, name: str = "weight") -> MarlinOperand:
     """The operand that holds exactly the weights of ``q``, on its device; scales are rounded to ``dtype``.
 
@@ -87,11 +94,10 @@ def marlin_operand(q: QuantizedTensor, dtype: torch.dtype, *, name: str = "weigh
     if not q.has_trivial_g_idx:
         order = torch.argsort(q.g_idx, stable=True)
         codes = codes[order]
-    scales, zeros, group_size = _kernel_groups(q)
+    rows, columns, group_size = operand_shape(q)
+    scales, zeros = _regrouped(q, group_size)
     scales = _cast_scales(scales, dtype, name)
     k, n = q.in_features, q.out_features
-    step = PAD_MULTIPLE if group_size == -1 else max(PAD_MULTIPLE, group_size)
-    rows, columns = _round_up(k, step), _round_up(n, PAD_MULTIPLE)
     groups = 1 if group_size == -1 else rows // group_size
     middle = symmetric_zero(q.bits)
     scales = _grow(scales, groups, columns, 0)
@@ -117,15 +123,14 @@ def _kernel_group_size(q: QuantizedTensor) -> int | None:
     return next((size for size in _REFINED_SIZES if q.group_size % size == 0), None)
 
 
-def _kernel_groups(q: QuantizedTensor) -> tuple[Tensor, Tensor, int]:
-    """Scales and zeros with one row for each group that the kernel sees, and its group size."""
-    size = _kernel_group_size(q)
-    if size is None or size in (-1, q.group_size):
-        return q.scales, q.zeros, size or -1
+def _regrouped(q: QuantizedTensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Scales and zeros with one row for each group of ``group_size`` channels."""
+    if group_size in (-1, q.group_size):
+        return q.scales, q.zeros
     # A short last group of the tuple has fewer parts than the others.
-    first_channels = torch.arange(0, q.in_features, size, device=q.scales.device)
+    first_channels = torch.arange(0, q.in_features, group_size, device=q.scales.device)
     source = first_channels // q.group_size
-    return q.scales[source], q.zeros[source], size
+    return q.scales[source], q.zeros[source]
 
 
 def _cast_scales(scales: Tensor, dtype: torch.dtype, name: str) -> Tensor:
