@@ -90,11 +90,13 @@ def _batches() -> list[dict[str, list[int]]]:
 
 def write_gptqmodel(base: Path, out: Path, options: dict[str, Any]) -> None:
     """Quantise with GPTQModel and save; ``options`` are ``QuantizeConfig`` arguments."""
-    from gptqmodel import GPTQModel, QuantizeConfig
+    from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
     config = QuantizeConfig(bits=options.get("bits", 4), offload_to_disk=False, **_without(options, "bits"))
     model = GPTQModel.load(str(base), config, trust_remote_code=False, dtype=torch.float16)
-    model.quantize(_batches(), batch_size=1)
+    # Its default AWQ packer asks for CUDA; the torch one writes the same layout.
+    backend = {"backend": BACKEND.AWQ_TORCH} if options.get("method") == "awq" else {}
+    model.quantize(_batches(), batch_size=1, **backend)
     model.save(str(out))
 
 
