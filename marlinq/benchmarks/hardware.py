@@ -1,0 +1,28 @@
+"""What a figure was measured on, in one line."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import torch
+import transformers
+
+from marlinq import __version__
+
+
+def hardware_line(device: torch.device) -> str:
+    """Processor, and the versions that decide its speed."""
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, marlinq {__version__}"
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, {versions}"
+    return f"{_processor()}, {torch.get_num_threads()} threads, {versions}"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
