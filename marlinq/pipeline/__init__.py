@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from marlinq.pipeline.quantize import quantize
+from marlinq.pipeline.operation import quantize
 from marlinq.pipeline.report import ModuleReport, QuantizeReport
 
 __all__ = ["ModuleReport", "QuantizeReport", "quantize"]
