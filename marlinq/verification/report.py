@@ -1,0 +1,150 @@
+"""The values that ``verify`` returns, and their text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Status = Literal["passed", "warning", "failed", "skipped"]
+
+_SHOWN_PROBLEMS = 5
+_SHOWN_MODULES = 10
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the report.
+
+    Attributes:
+        name: what was checked.
+        status: ``passed``, ``warning`` (odd but loadable), ``failed``, or ``skipped`` (``detail`` says why).
+        detail: one line.
+        problems: every single problem behind ``failed`` or ``warning``, each naming its tensor or module.
+    """
+
+    name: str
+    status: Status
+    detail: str
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModuleResult:
+    """One quantised module.
+
+    Attributes:
+        name: full module name.
+        in_features, out_features, group_size, symmetric: as stored; group_size -1 means one group.
+        relative_error: ||W - dq|| / ||W|| against the original; None without one.
+        rtn_error: the same for round-to-nearest of the original with the same groups and symmetry.
+        problems: everything that any check found wrong with this module.
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    group_size: int
+    symmetric: bool
+    relative_error: float | None = None
+    rtn_error: float | None = None
+    problems: tuple[str, ...] = ()
+
+    @property
+    def ratio(self) -> float | None:
+        """Relative error in units of round-to-nearest's, or None where either is unknown or zero."""
+        if self.relative_error is None or not self.rtn_error:
+            return None
+        return self.relative_error / self.rtn_error
+
+
+@dataclass(frozen=True)
+class VerificationReport:
+    """What ``verify`` found.
+
+    Attributes:
+        checkpoint: the folder.
+        against: the folder it was compared with, or None.
+        format: the layout of the quantised modules, or None when that could not be told.
+        checks: the rows, in the order in which they were made.
+        modules: every quantised module, worst first.
+    """
+
+    checkpoint: str
+    against: str | None
+    format: str | None
+    checks: tuple[Check, ...]
+    modules: tuple[ModuleResult, ...] = field(default=())
+
+    @property
+    def ok(self) -> bool:
+        """True when no check failed; warnings and skipped rows don't count."""
+        return all(check.status != "failed" for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        modules = [asdict(module) | {"ratio": module.ratio} for module in self.modules]
+        return {
+            "ok": self.ok,
+            "checkpoint": self.checkpoint,
+            "against": self.against,
+            "format": self.format,
+            "checks": [asdict(check) for check in self.checks],
+            "modules": modules,
+        }
+
+    def render(self) -> str:
+        """A table of the checks, then the worst modules when there was an original."""
+        title = f"{self.checkpoint} ({self.format or 'unknown format'})"
+        lines = [title + (f" against {self.against}" if self.against else ""), ""]
+        width = max(len(check.name) for check in self.checks)
+        for check in self.checks:
+            lines.append(f"{check.status:<8} {check.name:<{width}}  {check.detail}")
+            shown = check.problems[:_SHOWN_PROBLEMS]
+            # A single problem is the detail already.
+            if len(check.problems) > 1:
+                lines += [f"{'':<8} {'':<{width}}  - {problem}" for problem in shown]
+                rest = len(check.problems) - len(shown)
+                lines += [f"{'':<8} {'':<{width}}  - and {rest} more (--json lists all)"] if rest else []
+        lines += _module_table(self.modules)
+        failed = sum(check.status == "failed" for check in self.checks)
+        lines += ["", "verified" if self.ok else f"FAILED: {failed} of {len(self.checks)} checks"]
+        return "\n".join(lines)
+
+
+def _module_table(modules: Sequence[ModuleResult]) -> list[str]:
+    shown = [module for module in modules if module.relative_error is not None][:_SHOWN_MODULES]
+    if not shown:
+        return []
+    width = max(len(module.name) for module in shown)
+    lines = ["", f"{'module (worst first)':<{width}}  {'K':>6} {'N':>6} {'group':>5}  error    of RTN's"]
+    for module in shown:
+        ratio = "-" if module.ratio is None else f"{module.ratio:.2f}x"
+        lines.append(
+            f"{module.name:<{width}}  {module.in_features:>6} {module.out_features:>6} "
+            f"{module.group_size:>5}  {module.relative_error:.5f}  {ratio}"
+        )
+    if len(modules) > len(shown):
+        lines.append(f"and {len(modules) - len(shown)} more")
+    return lines
+
+
+@dataclass
+class Findings:
+    """What one check has found so far; becomes a :class:`Check`."""
+
+    name: str
+    failures: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    skipped: str | None = None
+
+    def result(self, summary: str) -> Check:
+        """The row: ``summary`` when nothing was found, else how much and the first."""
+        if self.skipped is not None and not self.failures:
+            return Check(self.name, "skipped", self.skipped)
+        found = self.failures or self.warnings
+        if not found:
+            return Check(self.name, "passed", summary)
+        detail = found[0] if len(found) == 1 else f"{len(found)} problems; first: {found[0]}"
+        status: Status = "failed" if self.failures else "warning"
+        return Check(self.name, status, detail, (*self.failures, *self.warnings))

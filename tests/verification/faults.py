@@ -1,0 +1,164 @@
+"""Damage planted into a copy of a checkpoint, behind the back of everything that wrote it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from marlinq.checkpoint import MANIFEST
+
+INDEX = "model.safetensors.index.json"
+SCALES = {
+    "gptq": "scales",
+    "gptq-v2": "scales",
+    "awq": "scales",
+    "marlin": "s",
+    "compressed-tensors": "weight_scale",
+}
+WORDS = {
+    "gptq": "qweight",
+    "gptq-v2": "qweight",
+    "awq": "qweight",
+    "marlin": "B",
+    "compressed-tensors": "weight_packed",
+}
+ZEROS = {"gptq": "qzeros", "gptq-v2": "qzeros", "awq": "qzeros", "compressed-tensors": "weight_zero_point"}
+
+
+def copy(source: Path, out: Path, *, manifest: bool) -> Path:
+    """A copy of a checkpoint, with or without its manifest."""
+    shutil.copytree(source, out)
+    if not manifest:
+        (out / MANIFEST).unlink()
+    return out
+
+
+def shard_of(folder: Path, name: str) -> Path:
+    if not (folder / INDEX).exists():
+        return folder / "model.safetensors"
+    return folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
+
+
+def change(folder: Path, name: str, edit: Callable[[Tensor], Tensor]) -> None:
+    """Replace a stored tensor by what ``edit`` makes of it."""
+    shard = shard_of(folder, name)
+    tensors = load_file(shard)
+    tensors[name] = edit(tensors[name]).contiguous()
+    save_file(tensors, shard, metadata={"format": "pt"})
+
+
+def swap_nibbles(words: Tensor) -> Tensor:
+    """The two codes of every byte exchanged."""
+    octets = words.contiguous().reshape(-1).view(torch.uint8)
+    return ((octets << 4) | (octets >> 4)).view(words.dtype).reshape(words.shape)
+
+
+def swap_nibbles_of_one_word(words: Tensor) -> Tensor:
+    """Of the word in which it makes the largest difference, as an exchange of equal codes makes none."""
+    flat = words.reshape(-1).clone()
+    octets = flat.view(torch.uint8).reshape(-1, 4)
+    apart = ((octets >> 4).int() - (octets & 15).int()).square().sum(dim=1)
+    index = int(apart.argsort()[len(apart) // 2])  # an ordinary word
+    flat[index] = swap_nibbles(flat[index : index + 1])[0]
+    return flat.reshape(words.shape)
+
+
+def transpose_scales(scales: Tensor) -> Tensor:
+    """The transposed matrix's data under the shape that is expected."""
+    return scales.t().contiguous().reshape(scales.shape)
+
+
+def flip_bit(bit: int) -> Callable[[Tensor], Tensor]:
+    """One bit of the scale in the middle of the tensor."""
+
+    def edit(scales: Tensor) -> Tensor:
+        words = scales.contiguous().reshape(-1).view(torch.int16).clone()
+        words[len(words) // 2] ^= 1 << bit if bit < 15 else -(1 << 15)
+        return words.view(scales.dtype).reshape(scales.shape)
+
+    return edit
+
+
+def shift_zeros(by: int) -> Callable[[Tensor], Tensor]:
+    """Every stored zero point ``by`` higher, modulo 16."""
+
+    def edit(words: Tensor) -> Tensor:
+        octets = words.contiguous().reshape(-1).view(torch.uint8)
+        low, high = (octets & 15) + by & 15, (octets >> 4) + by & 15
+        return (low | high << 4).view(words.dtype).reshape(words.shape)
+
+    return edit
+
+
+def swap_two_channels(g_idx: Tensor) -> Tensor:
+    """The groups of the first channel and of one in another group exchanged."""
+    other = int((g_idx != g_idx[0]).nonzero()[-1])
+    changed = g_idx.clone()
+    changed[0], changed[other] = g_idx[other], g_idx[0]
+    return changed
+
+
+def remove_tensor(folder: Path, name: str, *, from_index: bool = True) -> None:
+    """A tensor gone from its shard and, unless told otherwise, from the index."""
+    shard = shard_of(folder, name)
+    tensors = load_file(shard)
+    del tensors[name]
+    save_file(tensors, shard, metadata={"format": "pt"})
+    if from_index:
+        index = json.loads((folder / INDEX).read_text())
+        del index["weight_map"][name]
+        (folder / INDEX).write_text(json.dumps(index))
+
+
+def duplicate_tensor(folder: Path, name: str) -> None:
+    """The same tensor in a second shard."""
+    shard = shard_of(folder, name)
+    other = next(path for path in sorted(folder.glob("*.safetensors")) if path != shard)
+    tensors = load_file(other)
+    tensors[name] = load_file(shard)[name]
+    save_file(tensors, other, metadata={"format": "pt"})
+
+
+def truncate_shard(folder: Path) -> None:
+    """The last 16 bytes of the last shard lost."""
+    shard = sorted(folder.glob("*.safetensors"))[-1]
+    shard.write_bytes(shard.read_bytes()[:-16])
+
+
+def unquantize(folder: Path, module: str, weight: Tensor) -> None:
+    """The module's quantised tensors replaced by its plain weight; the config keeps silent about it."""
+    index = json.loads((folder / INDEX).read_text())
+    names = [name for name in index["weight_map"] if name.startswith(f"{module}.")]
+    home = shard_of(folder, names[0])
+    for name in names:
+        shard = shard_of(folder, name)
+        tensors = load_file(shard)
+        del tensors[name]
+        if shard == home:
+            tensors[f"{module}.weight"] = weight
+        save_file(tensors, shard, metadata={"format": "pt"})
+        del index["weight_map"][name]
+    index["weight_map"][f"{module}.weight"] = home.name
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def header_bytes(path: Path) -> int:
+    """Where the data of a shard starts."""
+    with path.open("rb") as file:
+        return 8 + struct.unpack("<Q", file.read(8))[0]
+
+
+def add_tensor(folder: Path, name: str, tensor: Tensor) -> None:
+    """A tensor more, listed in the index."""
+    shard = min(folder.glob("*.safetensors"))
+    save_file({**load_file(shard), name: tensor}, shard, metadata={"format": "pt"})
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"][name] = shard.name
+    (folder / INDEX).write_text(json.dumps(index))
