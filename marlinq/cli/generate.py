@@ -6,8 +6,14 @@ from pathlib import Path
 
 import click
 
-from marlinq.cli.options import FOLDER, device_option, dtype_option, json_option
-from marlinq.cli.output import print_report
+from marlinq.cli.options import (
+    FOLDER,
+    device_option,
+    dtype_option,
+    json_option,
+    trust_remote_code_option,
+)
+from marlinq.cli.output import print_report, progress_bar
 from marlinq.errors import UsageError
 
 
@@ -24,8 +30,10 @@ from marlinq.errors import UsageError
     help="Sample with this temperature. [default: 1.0]",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of the sampling.")
+@click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template.")
 @device_option
 @dtype_option
+@trust_remote_code_option
 @json_option
 def command(
     checkpoint: Path,
@@ -34,8 +42,10 @@ def command(
     greedy: bool,
     temperature: float | None,
     seed: int,
+    chat: bool,
     device: str,
     dtype: str,
+    trust_remote_code: bool,
     as_json: bool,
 ) -> None:
     """Load the checkpoint CKPT and continue a prompt; prints the text as it comes, then tokens a second."""
@@ -43,13 +53,21 @@ def command(
         raise UsageError("--greedy and --temperature contradict each other; keep one")
     from marlinq.runtime import generate, load
 
-    model = load(checkpoint, device=device, dtype=dtype)
+    with progress_bar() as progress:
+        loaded = load(
+            checkpoint,
+            device=device,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+        )
     report = generate(
-        model,
+        loaded,
         prompt,
         max_new_tokens=max_new_tokens,
         temperature=None if greedy else temperature or 1.0,
         seed=seed,
+        chat=chat,
         on_text=None if as_json else _print_piece,
     )
     print_report(report, as_json=as_json)

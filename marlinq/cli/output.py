@@ -51,17 +51,18 @@ def print_error(error: MarlinqError, *, as_json: bool) -> int:
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """A function of (what is being done, steps done, steps in all) that draws a bar on stderr.
 
-    A change of the first argument's stage finishes one bar and starts the next. Nothing is drawn where
-    stderr is not a terminal.
+    Another thing being done, or fewer steps than before, ends one bar and starts the next. Nothing is drawn
+    where stderr is not a terminal.
     """
     bar: tqdm[Any] | None = None
+    current = ""
 
     def report(stage: str, done: int, total: int) -> None:
-        nonlocal bar
-        if bar is None or bar.desc != f"{stage}: ":
+        nonlocal bar, current
+        if bar is None or stage != current or done < bar.n:
             if bar is not None:
                 bar.close()
-            bar = tqdm(desc=stage, total=total, disable=None, file=sys.stderr)
+            bar, current = tqdm(desc=stage, total=total, disable=None, file=sys.stderr), stage
         bar.total = total
         bar.update(done - bar.n)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from marlinq import errors
 from marlinq.cli import COMMANDS
+from marlinq.cli.output import progress_bar
 
 HEAVY = ("torch", "transformers", "datasets", "cupy", "gguf", "accelerate")
 HELPS = [[], *([name] for name in COMMANDS), ["bench", "kernels"], ["bench", "decode"]]
@@ -132,3 +134,22 @@ def test_warnings_are_one_line(marlinq: Callable, capsys: pytest.CaptureFixture[
         warnings.simplefilter("always")
         warnings.warn("the fallback\n  was taken", stacklevel=1)
     assert capsys.readouterr().err == "warning: the fallback was taken\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_progress_is_drawn_on_terminals_only(
+    monkeypatch: pytest.MonkeyPatch, kind: type[io.StringIO]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", screen := kind())
+    with progress_bar() as progress:
+        progress("reading", 1, 2)
+        progress("reading", 2, 2)
+        progress("writing", 0, 3)
+        progress("writing", 3, 3)
+    drawn = screen.getvalue()
+    assert ("reading" in drawn, "writing" in drawn, "3/3" in drawn) == (kind is Terminal,) * 3
