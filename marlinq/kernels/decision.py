@@ -13,7 +13,6 @@ from functools import lru_cache
 from marlinq.errors import UnsupportedError
 
 GROUP_SIZES = (32, 64, 128, -1)
-_REGISTERS = 65536
 _MAX_CLUSTER = 8
 
 
@@ -85,15 +84,14 @@ class StreamConfig:
         return 16 * self.rows
 
     def shared_bytes(self, group: int, zeros: bool) -> int:
-        """Dynamic shared memory of a block: the ring of activations and scales, or the reduction buffer."""
-        activations = self.stages * self.warps_k * self.tile_m * self.chunk * 2
-        per_group = (2 if zeros else 1) * self.tile_n * 2
-        if group == 0:
-            scales = per_group
-        else:
-            scales = self.stages * self.warps_k * max(1, self.chunk // group) * per_group
+        """Dynamic shared memory of a block: the ring of stages, or the reduction buffer that follows it."""
+        warps = self.warps_n * self.warps_k
+        groups = 1 if group == 0 else max(1, self.chunk // group)
+        stage = warps * self.rows * 512
+        stage += self.warps_k * self.tile_m * self.chunk * 2
+        stage += warps * groups * (2 if zeros else 1) * 128
         reduction = self.warps_k * self.tile_m * (self.tile_n + 4) * 4
-        return max(activations + scales, reduction)
+        return max(self.stages * stage, reduction)
 
 
 @dataclass(frozen=True)
@@ -111,48 +109,53 @@ class KernelDecision:
     seconds: float = 0.0
 
 
+# Registers a thread that a variant needs to stay clear of spills, by BLOCKS_M (kernels/resources.csv).
+_REGISTERS_NEEDED = {1: 96, 2: 128, 4: 128, 8: 240}
+_REGISTERS = 65536
+_WARPS = range(4, 17)
+
+
 def _candidates(problem: Problem, device: Device) -> Iterator[StreamConfig]:
     blocks_m = next((b for b in (1, 2, 4) if 8 * b >= problem.m), 8)
-    if blocks_m == 8 and problem.zeros and problem.group_size == -1:
-        blocks_m = 4  # zero points of a single group don't fit the registers of the largest tile
-    # Sums are scaled where that needs no more registers than a block may have (kernels/resources.csv).
-    scale_sums = blocks_m == 1 and (problem.group_size in (128, -1)) and not problem.zeros
+    group = max(problem.group_size, 0)
+    # Scaling sums takes a second set of accumulators and one product a group; it pays for few columns and long groups.
+    scale_sums = blocks_m == 1 and group != 32
+    registers = 240 if blocks_m == 4 and problem.zeros else _REGISTERS_NEEDED[blocks_m]
     rows = 4 if blocks_m == 8 else 8
     clusters = range(1, _MAX_CLUSTER + 1) if device.has_clusters else (1,)
-    shapes = {
-        1: ((2, ((1, 8), (2, 4), (3, 2), (4, 2), (4, 1), (2, 2), (8, 1), (7, 1), (6, 1), (5, 1))), (1, ((8, 2), (4, 4)))),
-        2: ((2, ((1, 8), (2, 4), (3, 2), (4, 2), (4, 1), (8, 1), (7, 1), (6, 1), (5, 1))),),
-        4: ((1, ((1, 8), (2, 4), (3, 2), (4, 2), (5, 1), (6, 1), (7, 1), (8, 1))),),
-        8: ((1, ((4, 2), (8, 1), (2, 4), (4, 1))),),
-    }[blocks_m]  # fmt: skip
-    for min_blocks, warps in shapes:
-        for warps_n, warps_k in warps:
-            if blocks_m == 2 and problem.zeros:
-                min_blocks = 1
-            for cluster in clusters:
-                yield StreamConfig(warps_n, warps_k, blocks_m, rows, scale_sums, cluster, 3, min_blocks)
+    chunks = -(-problem.k // (16 * rows))
+    for warps_n in range(1, 9):
+        for warps_k in (1, 2, 3, 4, 6, 8, 12, 16):
+            if warps_n * warps_k not in _WARPS:
+                continue
+            min_blocks = min(3, _REGISTERS // (registers * 32 * warps_n * warps_k))
+            for blocks in range(1, min_blocks + 1):
+                for cluster in clusters:
+                    if cluster * warps_k > max(chunks, 4):
+                        continue
+                    for stages in (3, 4, 6):
+                        yield StreamConfig(warps_n, warps_k, blocks_m, rows, scale_sums, cluster, stages, blocks)
 
 
 def _estimate(problem: Problem, device: Device, config: StreamConfig) -> tuple[float, str, int]:
     tiles = -(-problem.n // config.tile_n) * -(-problem.m // config.tile_m)
     grid = tiles * config.cluster
     chunks = -(-problem.k // config.chunk)
-    parts = config.cluster * config.warps_k
-    steps = -(-chunks // parts)
-    resident = config.min_blocks * device.multiprocessors
-    # A wave that is not full keeps only some multiprocessors busy, with fewer blocks each.
-    waves, rest = divmod(grid, resident)
-    loads = [config.min_blocks] * waves + ([-(-rest // device.multiprocessors)] if rest else [])
+    steps = -(-chunks // (config.cluster * config.warps_k))
     sms = device.multiprocessors
-    weights = steps * config.warps_k * config.chunk * config.tile_n * (0.5 + 2 / _group(problem))
-    activations = steps * config.warps_k * config.chunk * min(config.tile_m, problem.m) * 2
-    work = 2.0 * steps * config.warps_k * config.chunk * config.tile_n * config.tile_m
+    # A wave that is not full keeps only some multiprocessors busy, with fewer blocks each.
+    waves, rest = divmod(grid, config.min_blocks * sms)
+    loads = [config.min_blocks] * waves + ([-(-rest // sms)] if rest else [])
+    channels = steps * config.warps_k * config.chunk
+    weights = channels * config.tile_n * (0.5 + 2 / _group(problem))
+    activations = channels * min(config.tile_m, problem.m) * 2
+    work = 2.0 * channels * config.tile_n * config.tile_m
     # Launch, the first bytes' way and the drain; every further wave pays the latter two again.
     seconds, busiest = 1.6e-6 + 0.8e-6 * (len(loads) - 1), ""
     for blocks in loads:
-        # Too few bytes in flight can't fill the memory pipe: latency is about 0.9 microseconds under load.
-        in_flight = blocks * config.threads * config.rows * 16
-        rate = min(device.bandwidth / sms, in_flight / 0.9e-6)
+        # Too few bytes in flight can't fill the memory pipe: latency is about a microsecond under load.
+        in_flight = blocks * config.threads * config.rows * 16 * (config.stages - 1)
+        rate = min(device.bandwidth / sms, in_flight / 1.2e-6)
         times = {
             "weights": blocks * weights / rate,
             "activations": blocks * (weights + activations) / (device.cache_bandwidth / sms),
@@ -161,7 +164,8 @@ def _estimate(problem: Problem, device: Device, config: StreamConfig) -> tuple[f
         busiest = max(times, key=lambda name: times[name])
         seconds += times[busiest]
     reduced = min(config.tile_m, problem.m) * config.tile_n * 4 * config.warps_k
-    seconds += reduced / 2.0e11 + (0.3e-6 if config.cluster > 1 else 0.0)
+    # Larger clusters start later and wait for their slowest block (measured, docs/kernels/notes.md).
+    seconds += reduced / 2.0e11 + 0.3e-6 * (config.cluster - 1)
     return seconds, busiest, grid
 
 

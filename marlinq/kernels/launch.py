@@ -16,8 +16,8 @@ from marlinq.kernels.compiler import cached_cubin
 from marlinq.kernels.decision import Device, KernelDecision, Problem, decide
 
 _SOURCE = "w4a16_stream.cu"
-# Six pointers, M, N, K, four bytes of padding, two strides: the layout of the kernel's parameters.
-_ARGUMENTS = struct.Struct("=6Q3i4x2q")
+# Six pointers, M, N, K, four bytes of padding, two strides, a flag: the layout of the kernel's parameters.
+_ARGUMENTS = struct.Struct("=6Q3i4x2qi")
 _BUFFER_POINTER, _BUFFER_SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE (cuda.h)
 
 
@@ -122,6 +122,7 @@ def launch_gemm(
         k,
         x.stride(0),
         out.stride(0),
+        0,
     )
     size = ctypes.c_size_t(len(values))
     extra = (ctypes.c_void_p * 5)(

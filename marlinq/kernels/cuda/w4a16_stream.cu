@@ -13,12 +13,15 @@
 // Who does what. A block owns 64*WARPS_N columns of N, 8*BLOCKS_M rows of the batch, and one slice of K; the blocks of
 // a cluster own the slices of one tile. Inside a block, warp (wn, wk) owns 64 columns and the wk-th part of the slice:
 //
-//   K  | block 0: wk 0 | wk 1 | block 1: wk 0 | wk 1 | ...   each part is a run of chunks of 128 channels
+//   K  | block 0: wk 0 | wk 1 | block 1: wk 0 | wk 1 | ...   each part is a run of chunks of 16*ROWS channels
 //
-// Weights: each lane keeps the next chunk (ROWS vectors of 16 bytes) in flight in registers. They depend on no earlier
-// kernel, so they are requested before the wait for the previous kernel of a dependent launch, as are the scales.
-// Activations and scales: cp.async into a ring of STAGES shared-memory stages, one chunk for each wk a stage; 16-byte
-// pieces of activations are swizzled by the row so that ldmatrix reads without bank conflicts.
+// Everything travels by cp.async through a ring of STAGES stages in shared memory, one chunk of every warp a stage:
+//   weights      [warp][row][lane] 16 bytes; a lane reads back only what it copied itself
+//   activations  [wk][m][channel], shared by the warps of a part; 16-byte pieces are swizzled by m so that ldmatrix
+//                reads without bank conflicts
+//   scales       [warp][group][scale or zero point][64], shared by the lanes of a warp
+// Weights and scales depend on no earlier kernel, so in a dependent launch they are requested before the wait for it.
+//
 // SCALE_SUMS: scales multiply float accumulators at group ends (exact weights, fewer instructions); otherwise they
 // multiply the dequantised weights in 16 bits (no second set of accumulators, for large tiles).
 // Reduction: parts meet in shared memory, slices through distributed shared memory, always in the same order, so the
@@ -29,25 +32,31 @@
 #include "element.cuh"
 #include "ptx.cuh"
 
-constexpr int CHUNK = 16 * ROWS;                 // channels in a chunk
+constexpr int CHUNK = 16 * ROWS;  // channels in a chunk
+constexpr int PIECES = CHUNK / 8;  // 16-byte pieces of a chunk of activations
 constexpr int TILE_M = 8 * BLOCKS_M;
 constexpr int TILE_N = 64 * WARPS_N;
-constexpr int THREADS = 32 * WARPS_N * WARPS_K;
-constexpr int CHUNK_BYTES = TILE_M * CHUNK * 2;  // activations of one chunk
+constexpr int WARPS = WARPS_N * WARPS_K;
+constexpr int THREADS = 32 * WARPS;
 constexpr int GROUPS = GROUP == 0 || GROUP > CHUNK ? 1 : CHUNK / GROUP;  // groups in a chunk
 constexpr int GROUP_ROWS = ROWS / GROUPS;
 static_assert(!SCALE_SUMS || GROUP <= CHUNK, "sums are scaled at group ends, which must be chunk ends");
-constexpr int KINDS = ZEROS ? 2 : 1;             // scales, zero points
-constexpr int SCALE_BYTES = GROUPS * KINDS * TILE_N * 2;  // of one chunk; [group][kind][n]
-constexpr int SCALE_STAGES = GROUP == 0 ? 1 : STAGES;
-constexpr int SCALE_PARTS = GROUP == 0 ? 1 : WARPS_K;
-constexpr int STAGE_BYTES = WARPS_K * CHUNK_BYTES;
-constexpr int PITCH = TILE_N + 4;                // floats a row of the reduction buffer; 4 avoids bank conflicts
+static_assert(PIECES >= 8, "the swizzle permutes eight pieces");
+
+// Bytes of a stage, by warp or part.
+constexpr int WEIGHT_BYTES = ROWS * 512;
+constexpr int ACTIVATION_BYTES = TILE_M * CHUNK * 2;
+constexpr int KINDS = ZEROS ? 2 : 1;
+constexpr int SCALE_BYTES = GROUPS * KINDS * 128;
+constexpr int ACTIVATIONS_AT = WARPS * WEIGHT_BYTES;
+constexpr int SCALES_AT = ACTIVATIONS_AT + WARPS_K * ACTIVATION_BYTES;
+constexpr int STAGE_BYTES = SCALES_AT + WARPS * SCALE_BYTES;
+constexpr int PITCH = TILE_N + 4;  // floats a row of the reduction buffer; 4 avoids bank conflicts
 
 typedef ELEMENT E;
 
 struct Scales {
-    u32 pair[4];  // word q: the scales (or zero points) of this lane's rows n and n + 8 of block q
+    u32 pair[4];  // q: the scales (or zero points) of this lane's rows n and n + 8 of block q
 };
 
 // The eight values of this lane for one group; `base` is its warp's 64 columns in shared memory, in stored order
@@ -146,82 +155,77 @@ __cluster_dims__(CLUSTER, 1, 1)
 #endif
 w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u16* __restrict__ scales,
              const u16* __restrict__ zeros, const u16* __restrict__ bias, u16* __restrict__ out, int M, int N, int K,
-             i64 x_stride, i64 out_stride) {
+             i64 x_stride, i64 out_stride, int dependent) {
     extern __shared__ __align__(128) unsigned char shared[];
     launch_dependents();
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int wn = warp % WARPS_N, wk = warp / WARPS_N;
-    const int rank = blockIdx.x % CLUSTER;
+    const u32 rank = blockIdx.x % CLUSTER;
     const int tiles_m = (M + TILE_M - 1) / TILE_M;
     // Neighbouring blocks share a column tile, so that its weights are read from L2 after the first.
     const int tile = blockIdx.x / CLUSTER;
     const int m0 = (tile % tiles_m) * TILE_M, n0 = (tile / tiles_m) * TILE_N;
+    const int rows_m = min(TILE_M, M - m0);
 
-    const int k_tiles = K / 16, chunks = (K + CHUNK - 1) / CHUNK;
-    constexpr int PARTS = CLUSTER * WARPS_K;
-    const int part = rank * WARPS_K + wk;
-    const int first = (int)((i64)chunks * part / PARTS), last = (int)((i64)chunks * (part + 1) / PARTS);
+    constexpr u32 PARTS = CLUSTER * WARPS_K;
+    const u32 chunks = (K + CHUNK - 1) / CHUNK, part = rank * WARPS_K + wk;
+    const int first = chunks * part / PARTS, my_steps = chunks * (part + 1) / PARTS - first;
     const int steps = (chunks + PARTS - 1) / PARTS;
 
     // A warp past the last column repeats it; its results are not stored.
     const int n_tile = min(n0 / 64 + wn, N / 64 - 1);
     const int last_group = GROUP == 0 ? 0 : K / GROUP - 1;
-    const u16* lane_scales = reinterpret_cast<const u16*>(shared + STAGES * STAGE_BYTES) + (n_tile * 64 - n0);
 
-    // One running pointer: the rows of a part lie 2N words apart.
-    const uint4* next_vector = words + (i64)(first * ROWS) * (N / 2) + n_tile * 32 + lane;
-    int rows_left = min(last * ROWS, k_tiles) - first * ROWS;
-    uint4 vector[ROWS];
-    const auto fetch_row = [&](int i) {
-        // Code 8 is a weight of zero: rows past the end of this part add nothing.
-        vector[i] = make_uint4(0x88888888u, 0x88888888u, 0x88888888u, 0x88888888u);
-        if (rows_left > i) vector[i] = load_streaming(next_vector);
-        next_vector += N / 2;
-    };
+    const u32 ring = shared_address(shared);
+    const uint4* next_row = words + (i64)(first * ROWS) * (N / 2) + n_tile * 32 + lane;
+    int rows_left = K / 16 - first * ROWS;
+    const auto fetch_weights = [&](int step) {
+        if (step >= my_steps) return;
+        const u32 stage = ring + step % STAGES * STAGE_BYTES;
+        const u32 mine = stage + warp * WEIGHT_BYTES + lane * 16;
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) fetch_row(i);
-    rows_left -= ROWS;
-
-    const u32 ring = shared_address(shared), scale_ring = ring + STAGES * STAGE_BYTES;
-    const auto fetch_scales = [&](int step) {
-        const u32 stage = scale_ring + (step % SCALE_STAGES) * (SCALE_PARTS * SCALE_BYTES);
-        constexpr int PIECES = SCALE_PARTS * SCALE_BYTES / 16;
-        for (int index = threadIdx.x; index < PIECES; index += THREADS) {
-            const int piece = index % (TILE_N / 8), kind = index / (TILE_N / 8) % KINDS;
-            const int g = index / (TILE_N / 8 * KINDS) % GROUPS, p = index / (SCALE_BYTES / 16);
-            const int begin = (int)((i64)chunks * (rank * WARPS_K + p) / PARTS);
-            const int its_group = GROUP == 0 ? 0 : (begin + step) * CHUNK / GROUP + g;
-            const bool valid = its_group <= last_group && n0 + 8 * piece < N;
-            const u16* base = kind == 0 ? scales : zeros;
-            copy_async_16(stage + index * 16, valid ? base + (i64)its_group * N + n0 + 8 * piece : base,
-                          valid ? 16u : 0u);
+        for (int i = 0; i < ROWS; ++i) {
+            copy_async_16(mine + i * 512, next_row, rows_left > i ? 16u : 0u);
+            if (rows_left > i + 1) next_row += N / 2;
+        }
+        rows_left -= ROWS;
+        if (GROUP == 0 && step > 0) return;
+        const int base_group = GROUP == 0 ? 0 : (first + step) * CHUNK / (GROUP == 0 ? 1 : GROUP);
+#pragma unroll
+        for (int base = 0; base < GROUPS * KINDS * 8; base += 32) {
+            const int index = base + lane, kind = index / 8 % KINDS;
+            const int group = min(base_group + index / 8 / KINDS, last_group);
+            const u16* source = (kind == 0 ? scales : zeros) + (i64)group * N + n_tile * 64 + index % 8 * 8;
+            const u32 at = GROUP == 0 ? ring : stage;
+            if (index < GROUPS * KINDS * 8)
+                copy_async_16(at + SCALES_AT + warp * SCALE_BYTES + index * 16, source, 16u);
         }
     };
+    const u16* my_x = x + (i64)m0 * x_stride + (i64)first * CHUNK;
     const auto fetch_activations = [&](int step) {
-        const u32 stage = ring + (step % STAGES) * STAGE_BYTES;
-        constexpr int PIECES = STAGE_BYTES / 16;
+        if (step >= my_steps) return;
+        const u32 mine = ring + step % STAGES * STAGE_BYTES + ACTIVATIONS_AT + wk * ACTIVATION_BYTES;
+        const int k = (first + step) * CHUNK;
 #pragma unroll
-        for (int base = 0; base < PIECES; base += THREADS) {
-            const int index = base + threadIdx.x;
-            if (PIECES % THREADS == 0 || index < PIECES) {
-                const int piece = index % (CHUNK / 8), m = index / (CHUNK / 8) % TILE_M, p = index / (CHUNK_BYTES / 16);
-                const int its_part = rank * WARPS_K + p;
-                const int begin = (int)((i64)chunks * its_part / PARTS), end = (int)((i64)chunks * (its_part + 1) / PARTS);
-                const int k = (begin + step) * CHUNK + piece * 8;
-                const bool valid = begin + step < end && k < K && m0 + m < M;
-                const u16* source = valid ? x + (m0 + m) * x_stride + k : x;
-                copy_async_16(stage + p * CHUNK_BYTES + m * (CHUNK * 2) + ((piece ^ (m % 8)) * 16), source,
-                              valid ? 16u : 0u);
-            }
+        for (int base = 0; base < TILE_M * PIECES; base += 32 * WARPS_N) {
+            const int index = base + wn * 32 + lane, m = index / PIECES, piece = index % PIECES;
+            // Rows past the batch stay as they are: a column of the product depends on its own row alone. Channels
+            // past K become zeros, which cancel whatever the weights of those rows are.
+            if (m < rows_m)
+                copy_async_16(mine + m * (CHUNK * 2) + ((piece ^ (m % 8)) * 16), my_x + m * x_stride + piece * 8,
+                              k + piece * 8 < K ? 16u : 0u);
         }
+        my_x += CHUNK;
     };
-#pragma unroll
-    for (int s = 0; s < (GROUP == 0 ? 1 : STAGES - 1); ++s) fetch_scales(s);
-    wait_for_previous_kernel();
-#pragma unroll
+
+    if (dependent) {
+        for (int s = 0; s < STAGES - 1; ++s) fetch_weights(s);
+        wait_for_previous_kernel();
+    }
     for (int s = 0; s < STAGES - 1; ++s) {
-        if (s < steps) fetch_activations(s);
+        if (!dependent) fetch_weights(s);
+        fetch_activations(s);
         copy_async_commit();
     }
 
@@ -229,30 +233,32 @@ w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u
     total.clear();
     group.clear();
     Accumulators& target = SCALE_SUMS && GROUP != 0 ? group : total;
+    const u16* channel_scales = reinterpret_cast<const u16*>(shared + SCALES_AT + warp * SCALE_BYTES);
 
     for (int step = 0; step < steps; ++step) {
         copy_async_wait<STAGES - 2>();
         __syncthreads();
-        if (step + STAGES - 1 < steps) {
-            if (GROUP != 0) fetch_scales(step + STAGES - 1);
-            fetch_activations(step + STAGES - 1);
-        }
+        fetch_weights(step + STAGES - 1);
+        fetch_activations(step + STAGES - 1);
         copy_async_commit();
+        if (step >= my_steps) continue;
 
-        const u32 activations = ring + (step % STAGES) * STAGE_BYTES + wk * CHUNK_BYTES;
-        const u16* group_scales = lane_scales + (GROUP == 0 ? 0 : ((step % STAGES) * WARPS_K + wk) * (SCALE_BYTES / 2));
+        const u32 stage = step % STAGES * STAGE_BYTES;
+        const uint4* my_weights = reinterpret_cast<const uint4*>(shared + stage + warp * WEIGHT_BYTES) + lane;
+        const u32 activations = ring + stage + ACTIVATIONS_AT + wk * ACTIVATION_BYTES;
+        const u16* my_scales = channel_scales + (GROUP == 0 ? 0 : stage / 2);
         Scales scale, zero;
         u32 fragments[2][BLOCKS_M][2];
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const uint4 v = vector[i];
-            fetch_row(i);
+            const uint4 v = my_weights[i * 32];
             if (i % 2 == 0) load_activations(fragments, activations, i, lane);
             const u32(&b)[BLOCKS_M][2] = fragments[i % 2];
             const u32 word[4] = {v.x, v.y, v.z, v.w};
+            const u16* group_scales = my_scales + i / GROUP_ROWS * KINDS * 64;
             if (!SCALE_SUMS && i % GROUP_ROWS == 0) {
-                scale = load_scales(group_scales + i / GROUP_ROWS * KINDS * TILE_N, lane);
-                if (ZEROS) zero = load_scales(group_scales + (i / GROUP_ROWS * KINDS + 1) * TILE_N, lane);
+                scale = load_scales(group_scales, lane);
+                if (ZEROS) zero = load_scales(group_scales + 64, lane);
             }
 #pragma unroll
             for (int q = 0; q < 4; ++q) {
@@ -268,19 +274,18 @@ w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u
                 for (int c = 0; c < BLOCKS_M; ++c) E::multiply_accumulate(target.sum_x[c], ones, b[c][0], b[c][1]);
             }
             if (SCALE_SUMS && GROUP != 0 && i % GROUP_ROWS == GROUP_ROWS - 1) {
-                scale = load_scales(group_scales + i / GROUP_ROWS * KINDS * TILE_N, lane);
-                if (ZEROS) zero = load_scales(group_scales + (i / GROUP_ROWS * KINDS + 1) * TILE_N, lane);
+                scale = load_scales(group_scales, lane);
+                if (ZEROS) zero = load_scales(group_scales + 64, lane);
                 close_group(total, group, scale, zero);
             }
         }
-        rows_left -= ROWS;
     }
     if (SCALE_SUMS && GROUP == 0) {
         group = total;
         total.clear();
         Scales zero;
-        if (ZEROS) zero = load_scales(lane_scales + TILE_N, lane);
-        close_group(total, group, load_scales(lane_scales, lane), zero);
+        if (ZEROS) zero = load_scales(channel_scales + 64, lane);
+        close_group(total, group, load_scales(channel_scales, lane), zero);
     }
 
     // The ring is drained; its memory becomes the reduction buffer [part][m][n].
@@ -304,8 +309,8 @@ w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u
 #endif
         __syncthreads();
 
-    const int rows = min(TILE_M, M - m0), columns = min(TILE_N, N - n0);
-    for (int pair = rank * THREADS + threadIdx.x; pair < rows * (TILE_N / 2); pair += CLUSTER * THREADS) {
+    const int columns = min(TILE_N, N - n0);
+    for (int pair = rank * THREADS + threadIdx.x; pair < rows_m * (TILE_N / 2); pair += CLUSTER * THREADS) {
         const int m = pair / (TILE_N / 2), n = pair % (TILE_N / 2) * 2;
         float2 sum = make_float2(0.f, 0.f);
 #pragma unroll
