@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from marlinq.cli.options import FOLDER, device_option, json_option
+from marlinq.cli.options import FOLDER, device_option, dtype_option, json_option
 from marlinq.cli.output import print_report, progress_bar
 
 
@@ -55,16 +55,32 @@ def kernels(models: tuple[str, ...], batches: tuple[int, ...], device: str, as_j
     "decode", short_help="Time decoding with a checkpoint.", context_settings={"show_default": True}
 )
 @click.argument("checkpoint", type=FOLDER, metavar="CKPT")
-@click.option("--prompt-tokens", type=click.IntRange(min=1), default=128, help="Length of the prompt.")
-@click.option("--new-tokens", type=click.IntRange(min=1), default=64, help="Tokens to decode.")
+@click.option("--batch", type=click.IntRange(min=1), default=1, help="Sequences decoded together.")
+@click.option("--prompt-tokens", type=click.IntRange(min=1), default=512, help="Length of each prompt.")
+@click.option("--new-tokens", type=click.IntRange(min=1), default=128, help="Tokens to decode.")
 @device_option
+@dtype_option
 @json_option
-def decode(checkpoint: Path, prompt_tokens: int, new_tokens: int, device: str, as_json: bool) -> None:
+def decode(
+    checkpoint: Path,
+    batch: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    device: str,
+    dtype: str,
+    as_json: bool,
+) -> None:
     """Measure prefill and decode speed and the time to the first token with the checkpoint CKPT."""
     from marlinq.benchmarks import bench_decode
 
     with progress_bar() as progress:
         report = bench_decode(
-            checkpoint, prompt_tokens=prompt_tokens, new_tokens=new_tokens, device=device, progress=progress
+            checkpoint,
+            batch=batch,
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            device=device,
+            dtype=dtype,
+            progress=progress,
         )
     print_report(report, as_json=as_json)

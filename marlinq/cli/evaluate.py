@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from marlinq.cli.options import device_option, json_option, trust_remote_code_option
+from marlinq.cli.options import device_option, dtype_option, json_option, trust_remote_code_option
 from marlinq.cli.output import print_report, progress_bar
 
 
@@ -27,6 +27,7 @@ from marlinq.cli.output import print_report, progress_bar
 )
 @click.option("--length", type=click.IntRange(min=2), default=1024, help="Tokens a window.")
 @device_option
+@dtype_option
 @trust_remote_code_option
 @json_option
 def command(
@@ -36,6 +37,7 @@ def command(
     windows: int,
     length: int,
     device: str,
+    dtype: str,
     trust_remote_code: bool,
     as_json: bool,
 ) -> None:
@@ -50,6 +52,7 @@ def command(
             windows=windows,
             length=length,
             device=device,
+            dtype=dtype,
             trust_remote_code=trust_remote_code,
             progress=progress,
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from marlinq.cli.options import FOLDER, json_option
+from marlinq.cli.options import FOLDER, device_option, json_option, trust_remote_code_option
 from marlinq.cli.output import print_report, progress_bar
 from marlinq.errors import VerificationFailed
 
@@ -21,8 +21,12 @@ from marlinq.errors import VerificationFailed
 @click.option(
     "--logits", is_flag=True, help="Also compare each layer's output and the logits with ORIGINAL's."
 )
+@device_option
+@trust_remote_code_option
 @json_option
-def command(checkpoint: Path, against: str | None, logits: bool, as_json: bool) -> int:
+def command(
+    checkpoint: Path, against: str | None, logits: bool, device: str, trust_remote_code: bool, as_json: bool
+) -> int:
     """Check the quantised checkpoint CKPT: structure, round trips, numbers, and kernels where there is a GPU.
 
     The exit code is 0 only if every check holds.
@@ -30,6 +34,13 @@ def command(checkpoint: Path, against: str | None, logits: bool, as_json: bool) 
     from marlinq.verification import verify
 
     with progress_bar() as progress:
-        report = verify(checkpoint, against=against, logits=logits, progress=progress)
+        report = verify(
+            checkpoint,
+            against=against,
+            logits=logits,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+        )
     print_report(report, as_json=as_json)
     return 0 if report.ok else VerificationFailed.exit_code

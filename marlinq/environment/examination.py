@@ -26,13 +26,13 @@ def examine() -> Diagnosis:
     driver, driver_finding = gpu.find_driver()
     devices = [*gpu.device_findings(driver), _torch_sees_gpu()] if driver else []
     toolchain = [gpu.cupy_finding(driver), gpu.bindings_finding(driver), gpu.nvrtc_finding(driver)]
-    folders = [_disk()]
+    folders = [_kernel_cache(), _disk()]
     cpu = Capability(
         "quantize, convert, verify, inspect, eval, generate on the CPU",
         *_verdict([*packages, *libraries], "everything they need is here"),
     )
     accelerated = Capability(
-        "the GPU kernel", *_gpu_verdict([driver_finding, *devices, *toolchain], cpu.works)
+        "the GPU kernel", *_gpu_verdict([driver_finding, *devices, *toolchain, folders[0]], cpu.works)
     )
     return Diagnosis(
         findings=(*packages, *libraries, driver_finding, *devices, *toolchain, *folders),
@@ -74,6 +74,18 @@ def _torch_sees_gpu() -> Finding:
         fix = "install a CUDA build of torch that the driver can run"
         return Finding("torch and the GPU", State.PROBLEM, f"torch sees no GPU: {found}", fix)
     return Finding("torch and the GPU", State.OK, f"torch is built for CUDA {built_for} and sees the GPU")
+
+
+def _kernel_cache() -> Finding:
+    place, problem = run_apart("from marlinq.kernels import cache_folder; print(cache_folder())")
+    if problem is not None:
+        return Finding("kernel cache", State.PROBLEM, f"can't be found: {problem}", "mend the packages above")
+    folder = Path(place)
+    if not _writable(folder):
+        fix = "set MARLINQ_CACHE to a folder that can be written"
+        return Finding("kernel cache", State.PROBLEM, f"{folder} can't be written", fix)
+    sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
+    return Finding("kernel cache", State.OK, f"{folder}: {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB")
 
 
 def _disk() -> Finding:

@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from marlinq.cli import main
-from marlinq.environment import Finding, State, gpu, packages
+from marlinq.environment import Finding, State, examination, gpu, packages
 
 HOPPER = gpu.Device("a Hopper", (9, 0), 140 * 2**30)
 TURING = gpu.Device("a Turing", (7, 5), 15 * 2**30)
@@ -150,9 +150,29 @@ def test_doctor_fails_when_torch_does_not_import(
     assert "OSError: libc10.so" in out
 
 
-def test_little_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from marlinq.environment import examination
+@pytest.mark.parametrize("exists", [True, False])
+def test_cache_folder_is_where_the_kernels_say(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, exists: bool
+) -> None:
+    folder = tmp_path / "cache"
+    if exists:
+        (folder / "kernels").mkdir(parents=True)
+        (folder / "kernels" / "some.cubin").write_bytes(bytes(1_000_000))
+    monkeypatch.setenv("MARLINQ_CACHE", str(folder))
+    finding = examination._kernel_cache()
+    assert finding.state is State.OK
+    assert finding.found == f"{folder}: {'1 files, 1.0' if exists else '0 files, 0.0'} MB"
 
+
+def test_cache_folder_that_is_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("MARLINQ_CACHE", str(tmp_path / "file"))
+    finding = examination._kernel_cache()
+    assert finding.state is State.PROBLEM
+    assert "MARLINQ_CACHE" in finding.fix
+
+
+def test_little_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(examination, "_WORKING_SPACE", 2**60)
     assert examination._disk().state is State.PROBLEM
