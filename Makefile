@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format docs clean
+.PHONY: help install quickstart test lint format docs interop clean
 
 help:
 	@echo "make quickstart   quantise, convert, verify, evaluate and run a small model, with commentary"
@@ -15,6 +15,7 @@ help:
 	@echo "make lint         ruff and mypy only"
 	@echo "make format       let ruff format and fix the sources"
 	@echo "make docs         regenerate the command-line reference (docs/cli.md)"
+	@echo "make interop      exchange checkpoints with GPTQModel, compressed-tensors and llm-compressor (20 minutes)"
 	@echo "make clean        remove the environment, caches and the quickstart's files"
 
 # Rebuilt only when the requirements change; the package itself is installed editable.
@@ -43,6 +44,23 @@ test: lint
 
 docs: $(INSTALLED)
 	$(BIN)/python -m marlinq.cli.reference docs/cli.md
+
+# The published peers need older companions than ours, and than each other's: environments of their own.
+INTEROP := build/interop
+INTEROP_PINS := tests/interop/constraints.txt tests/interop/constraints-llmcompressor.txt
+
+$(INTEROP)/.installed: pyproject.toml $(INTEROP_PINS)
+	$(PYTHON) -m venv --clear $(INTEROP)/venv
+	$(INTEROP)/venv/bin/python -m pip install --quiet --constraint tests/interop/constraints.txt torch
+	$(INTEROP)/venv/bin/python -m pip install --quiet --constraint tests/interop/constraints.txt gptqmodel optimum compressed-tensors pytest --editable .
+	$(PYTHON) -m venv --clear $(INTEROP)/venv-llmcompressor
+	$(INTEROP)/venv-llmcompressor/bin/python -m pip install --quiet --constraint tests/interop/constraints-llmcompressor.txt torch
+	$(INTEROP)/venv-llmcompressor/bin/python -m pip install --quiet --constraint tests/interop/constraints-llmcompressor.txt llmcompressor
+	@touch $@
+
+interop: $(INTEROP)/.installed
+	$(INTEROP)/venv-llmcompressor/bin/python tests/interop/make_peer_checkpoints.py $(INTEROP)/peers --writer llmcompressor
+	MARLINQ_PEER_CHECKPOINTS=$(INTEROP)/peers $(INTEROP)/venv/bin/python -m pytest tests/interop -m interop $(PYTEST_ARGS)
 
 clean:
 	rm -rf $(VENV) quickstart build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage coverage.xml

@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +86,18 @@ class Answers:
         return load_file(self._folder / f"{name}.safetensors")
 
 
+def loader_of(folder: Path) -> str:
+    """How peer_side.py is to load a checkpoint of the peers."""
+    raw = json.loads((folder / "config.json").read_text())["quantization_config"]
+    # transformers drops per-module rules, GPTQModel's own loader follows them.
+    return "gptqmodel" if raw.get("dynamic") else "transformers"
+
+
 def ask_peers(folder: Path, tokens: Any, jobs: dict[str, tuple[Path, str]]) -> Answers:
-    """Run peer_side.py over ``{name: (checkpoint, loader)}`` in float32, its files in ``folder``."""
+    """Run peer_side.py over ``{name: (checkpoint, loader)}``, its files in ``folder``.
+
+    In float32, which GPTQModel's own loader alone does not take.
+    """
     request = {
         "tokens": tokens.tolist(),
         "jobs": [
@@ -96,7 +105,7 @@ def ask_peers(folder: Path, tokens: Any, jobs: dict[str, tuple[Path, str]]) -> A
                 "folder": str(path),
                 "out": str(folder / f"{name}.safetensors"),
                 "loader": loader,
-                "dtype": "float32",
+                "dtype": "float16" if loader == "gptqmodel" else "float32",
             }
             for name, (path, loader) in jobs.items()
         ],
@@ -107,14 +116,10 @@ def ask_peers(folder: Path, tokens: Any, jobs: dict[str, tuple[Path, str]]) -> A
 
 
 @pytest.fixture(scope="session")
-def peer_answers(peer_root: Path, tokens: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
+def peer_answers(peer_root: Path, tokens: Any, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """The peers' reading of their own checkpoints."""
-    jobs = {}
-    for path in sorted((peer_root / "checkpoints").iterdir()):
-        raw = json.loads((path / "config.json").read_text())["quantization_config"]
-        # transformers drops per-module rules, GPTQModel's own loader follows them.
-        jobs[path.name] = (path, "gptqmodel" if raw.get("dynamic") else "transformers")
-    yield ask_peers(tmp_path_factory.mktemp("answers"), tokens, jobs)
+    jobs = {path.name: (path, loader_of(path)) for path in sorted((peer_root / "checkpoints").iterdir())}
+    return ask_peers(tmp_path_factory.mktemp("answers"), tokens, jobs)
 
 
 def _run(script: str, *arguments: str) -> None:

@@ -247,7 +247,7 @@ BASES: dict[str, dict[str, Any]] = {
 
 
 def make(out: Path, writers: list[str], only: str = "") -> list[Path]:
-    """Write the missing checkpoints of ``writers`` whose name contains ``only``; returns all their folders."""
+    """Write the missing checkpoints of ``writers`` whose name contains ``only``; their folders."""
     folders = []
     for writer in writers:
         package, write, cases = WRITERS[writer]

@@ -159,7 +159,7 @@ def main() -> None:
         out = Path(job["out"])
         try:
             save_file(answer(job, tokens), out)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a refusal of whatever class is this job's answer
             traceback.print_exc()
             message = f"{type(error).__name__}: {' '.join(str(error).split())}"
             out.with_suffix(".json").write_text(json.dumps({"error": message}))

@@ -18,7 +18,7 @@ def open_quantized(folder: Path) -> QuantizedCheckpoint:
 
 
 def dense_logits(folder: Path, tokens: Tensor, *, rounded: bool) -> Tensor:
-    """Float32 logits; ``rounded`` casts every dequantised weight to its scales' dtype, as the peers store it."""
+    """Float32 logits; ``rounded`` casts dequantised weights to their scales' dtype, as the peers do."""
     quantized = open_quantized(folder)
     checkpoint = quantized.checkpoint
     config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}

@@ -1,16 +1,19 @@
 """Our checkpoints, loaded by the peers on the CPU, give the logits that ``marlinq.load`` gives.
 
-In float32 three sources of difference remain, each measured apart:
+``marlinq.load`` computes in float32 with exact weights. What a peer does otherwise depends on the loader:
 
-* summation order: a dot product of K terms strays by about sqrt(K) * 2**-24 of its size, so the model's
-  ``LINEARS`` linears in sequence by less than ``SUMMATION`` = LINEARS * sqrt(K) * 2**-24;
-* the peer's weights: the product (w - z) * s rounded to the scales' dtype (unit roundoff u = 2**-11 for
-  float16, 2**-8 for bfloat16's 8 significant bits). ``dense_logits(rounded=True)`` repeats exactly that
-  rounding, so the peer must agree with it to ``SUMMATION``;
-* GPTQModel's AWQ kernel multiplies in float16 whatever the model's dtype: two more roundings a linear.
+* ``transformers-default`` (compressed-tensors) does the same. Only the order of summation differs: a dot
+  product of K terms strays by about sqrt(K) * 2**-24 of its size, ``LINEARS`` linears in sequence by less
+  than ``SUMMATION`` = LINEARS * sqrt(K) * 2**-24.
+* ``transformers`` (float32) rounds every weight (w - z) * s to the scales' dtype, unit roundoff u = 2**-11
+  for float16 and 2**-8 for bfloat16. ``dense_logits(rounded=True)`` repeats exactly that, so the peer must
+  agree with it to ``SUMMATION``. AWQ modules also multiply in float16 whatever the model's dtype, which adds
+  a rounding of the input and one of the output.
+* ``gptqmodel`` takes float16 models only: three roundings a linear (input, weight, output), about ten more in
+  the norms, rotations, softmax, activation and additions of a block, one in the last norm.
 
-Rounding errors are independent between weights and between linears, so relative to the logits their root
-mean square is at most u * sqrt(roundings), one rounding of weights (AWQ: three roundings) a linear.
+Rounding errors are independent between weights and between operations, so relative to the logits their root
+mean square is at most u * sqrt(roundings in sequence).
 """
 
 from __future__ import annotations
@@ -28,13 +31,15 @@ from marlinq.conversion import convert
 from marlinq.pipeline import quantize
 from marlinq.quantization.recipe import Override, Recipe
 from marlinq.runtime import load
-from tests.interop.conftest import Answers, ask_peers
+from tests.interop.conftest import Answers, ask_peers, loader_of
 from tests.interop.make_peer_checkpoints import INTERMEDIATE, VOCABULARY, calibration_tokens
 from tests.interop.reference import dense_logits, open_quantized
+from tests.interop.test_reading import CASES, peer_folder
 
 pytestmark = pytest.mark.interop
 
-LINEARS = 2 * 7 + 1
+BLOCKS = 2
+LINEARS = BLOCKS * 7 + 1
 SUMMATION = LINEARS * math.sqrt(INTERMEDIATE) * 2.0**-24
 ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
@@ -80,7 +85,10 @@ OURS = {
     "ct-sym-channel-bf16": Ours("bf16", _recipe("compressed-tensors", -1)),
     "ct-asym-g32": Ours("plain", _recipe("compressed-tensors", 32, symmetric=False)),
     "ct-asym-g64-bf16": Ours("bf16", _recipe("compressed-tensors", symmetric=False)),
-    "ct-mixed-groups": Ours("plain", _recipe("compressed-tensors", overrides=MIXED)),
+    # With dequantize=True transformers applies one scheme to all modules; by default each has its own.
+    "ct-mixed-groups": Ours(
+        "plain", _recipe("compressed-tensors", overrides=MIXED), loader="transformers-default"
+    ),
     "ct-skipped-one": Ours("bias", _recipe("compressed-tensors", overrides=SKIPPED_ONE)),
     "ct-default-loader": Ours("plain", _recipe("compressed-tensors"), loader="transformers-default"),
     "gptq-marlin-gptq": Ours("plain", _recipe("gptq"), ("marlin", "gptq")),
@@ -90,6 +98,8 @@ OURS = {
     "ct-bf16-gptq-v2": Ours("bf16", _recipe("compressed-tensors", symmetric=False), ("gptq-v2",)),
     "gptq-v2-shifted-ct": Ours("shifted", _recipe("gptq-v2", symmetric=False), ("compressed-tensors",)),
 }
+
+REFUSED = "gptq-asym-by-gptqmodel"
 
 
 @pytest.fixture(scope="session")
@@ -117,6 +127,7 @@ def our_answers(
 ) -> Answers:
     """The peers' reading of our outputs."""
     jobs = {name: (path, OURS[name].loader) for name, path in our_checkpoints.items()}
+    jobs[REFUSED] = (our_checkpoints["gptq-asym-g64"], "gptqmodel")
     return ask_peers(tmp_path_factory.mktemp("our-answers"), tokens, jobs)
 
 
@@ -127,6 +138,35 @@ def our_logits(folder: Path, tokens: Tensor) -> Tensor:
 
 def relative_rms(difference: Tensor, of: Tensor) -> float:
     return float(difference.norm() / of.norm())
+
+
+def roundings_of(loader: str, layout: str) -> int:
+    """Roundings to the scales' dtype in sequence that the peer makes and we don't."""
+    if loader == "transformers-default":
+        return 0
+    if loader == "gptqmodel":
+        return 3 * LINEARS + 10 * BLOCKS + 1
+    return 3 * LINEARS if layout == "awq" else LINEARS
+
+
+def assert_close(folder: Path, loader: str, ours: Tensor, peer: Tensor, tokens: Tensor) -> float:
+    """Our logits against the peer's for one checkpoint; the bound on their relative RMS difference."""
+    quantized = open_quantized(folder)
+    (scale_dtype,) = {spec.scale_dtype for spec in quantized.modules.values()}
+    assert relative_rms(ours - dense_logits(folder, tokens, rounded=False), ours) <= SUMMATION
+    roundings = roundings_of(loader, quantized.format.name)
+    if roundings == LINEARS:
+        assert relative_rms(peer - dense_logits(folder, tokens, rounded=True), peer) <= SUMMATION
+    bound = ROUNDOFF[scale_dtype] * math.sqrt(roundings) + SUMMATION
+    assert relative_rms(peer - ours, ours) <= bound
+    return bound
+
+
+def _compared(ours: Tensor, peer: Tensor, bound: float) -> str:
+    return (
+        f"relative RMS {relative_rms(peer - ours, ours):.1e} (bound {bound:.1e}), max |difference| "
+        f"{float((peer - ours).abs().max()):.1e} of max |logit| {float(ours.abs().max()):.2f}"
+    )
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -143,32 +183,22 @@ def test_peers_load_our_checkpoints(
         q = quantized.load(module)
         weight = theirs[f"{module}::weight"]
         assert torch.equal(q.dequantize(weight.dtype), weight), module
-    (scale_dtype,) = {weight.dtype for key, weight in theirs.items() if key.endswith("::weight")}
-
-    awq = quantized.format.name == "awq"
-    exact = dense_logits(folder, tokens, rounded=False)
-    assert relative_rms(ours - exact, exact) <= SUMMATION
-    rounded = dense_logits(folder, tokens, rounded=True)
-    if not awq:
-        assert relative_rms(peer - rounded, rounded) <= SUMMATION
-    bound = ROUNDOFF[scale_dtype] * math.sqrt(LINEARS * (3 if awq else 1)) + SUMMATION
-    error = relative_rms(peer - ours, ours)
-    table.append(
-        f"{name:28} {quantized.format.name:19} by {OURS[name].loader:21} relative RMS {error:.1e} "
-        f"(bound {bound:.1e}), max |difference| {float((peer - ours).abs().max()):.1e} "
-        f"of max |logit| {float(ours.abs().max()):.2f}"
-    )
-    assert error <= bound
+    bound = assert_close(folder, OURS[name].loader, ours, peer, tokens)
+    table.append(f"{name:28} {quantized.format.name} by {OURS[name].loader}, {_compared(ours, peer, bound)}")
 
 
-@pytest.mark.parametrize("name", ["gptq-desc-act-g64", "gptq-v2-asym-desc-act-g64", "gptq-sym-8bit-g64"])
+def test_gptqmodel_refuses_asymmetric_v1_of_others(our_answers: Answers) -> None:
+    # Its own loader can't know how others stored the zeros; the same tuple as v2 loads (above).
+    error = our_answers.error(REFUSED)
+    assert error is not None
+    assert "sym=False" in error
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_we_run_what_the_peers_wrote(
     name: str, peer_root: Path, peer_answers: Answers, tokens: Tensor, table: list[str]
 ) -> None:
-    folder = peer_root / "checkpoints" / name
+    folder = peer_folder(peer_root, name)
     ours, peer = our_logits(folder, tokens), peer_answers.tensors(name)["logits"]
-    error = relative_rms(peer - ours, ours)
-    bound = ROUNDOFF[torch.float16] * math.sqrt(LINEARS) + SUMMATION
-    table.append(f"{name:28} written by GPTQModel, relative RMS {error:.1e} (bound {bound:.1e})")
-    assert error <= bound
-    assert relative_rms(peer - dense_logits(folder, tokens, rounded=True), peer) <= SUMMATION
+    bound = assert_close(folder, loader_of(folder), ours, peer, tokens)
+    table.append(f"{name:28} written by a peer, {_compared(ours, peer, bound)}")
