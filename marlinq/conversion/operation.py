@@ -22,9 +22,8 @@ from marlinq.checkpoint import (
 from marlinq.checkpoint.reader import read_json
 from marlinq.conversion.plan import ConversionPlan, Progress, plan_conversion
 from marlinq.conversion.report import ConversionReport
-from marlinq.conversion.transcode import transcode
 from marlinq.errors import OutputError, UnsupportedError, UsageError
-from marlinq.formats import FORMATS
+from marlinq.formats import FORMATS, transcode
 
 _COMMIT_BYTES = 1 << 30
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from marlinq.formats.awq import AWQ
-from marlinq.formats.base import Format, ModuleSpec, TensorSpec, spec_of
+from marlinq.formats.base import Format, ModuleSpec, TensorSpec, spec_of, transcode
 from marlinq.formats.compressed_tensors import CompressedTensors
 from marlinq.formats.gptq import GPTQ
 from marlinq.formats.marlin import Marlin
@@ -24,5 +24,6 @@ __all__ = [
     "group_count",
     "spec_of",
     "symmetric_zero",
+    "transcode",
     "trivial_g_idx",
 ]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from marlinq.formats.base import Format, ModuleSpec, TensorSpec, g_idx_refusal, zero_range_refusal
 from marlinq.formats.neutral import Grid, trivial_g_idx
-from marlinq.formats.nibbles import pack_last, unpack_last
+from marlinq.formats.nibbles import pack_last, transpose_fields, unpack_last
 
 _ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 _INVERSE = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -33,8 +33,10 @@ class AWQ(Format):
     def shape_refusal(self, spec: ModuleSpec) -> str | None:
         if spec.bits != 4:
             return f"{spec.bits} bits; AWQ has a 4-bit layout only"
-        if spec.out_features % 8:
-            return f"N={spec.out_features} is not a multiple of 8 (codes in one word)"
+        if spec.in_features % 8 or spec.out_features % 8:
+            return (
+                f"K={spec.in_features} and N={spec.out_features} must be multiples of 8 (codes in one word)"
+            )
         if spec.in_features % spec.channels_per_group:
             return f"K={spec.in_features} is not a multiple of the group size {spec.channels_per_group}"
         return None
@@ -54,14 +56,19 @@ class AWQ(Format):
         rows, columns = shapes["qweight"]
         return rows, columns * 8
 
-    def pack_codes(self, codes: Tensor, bits: int) -> Tensor:
-        return _pack_interleaved(codes)
+    def from_natural(self, natural: Tensor) -> Tensor:
+        # Eight words of neighbouring columns hold 8 (K) x 8 (N) codes; AWQ packs the other axis.
+        rows, columns = natural.shape[0], natural.shape[1] // 8
+        words = natural.reshape(rows, columns, 8).permute(2, 0, 1)[_ORDER].reshape(8, -1)
+        return transpose_fields(words).reshape(8, rows, columns).transpose(0, 1).reshape(rows * 8, columns)
 
-    def unpack_codes(self, words: Tensor, bits: int) -> Tensor:
-        return _unpack_interleaved(words)
+    def to_natural(self, stored: Tensor) -> Tensor:
+        rows, columns = stored.shape[0] // 8, stored.shape[1]
+        words = transpose_fields(stored.reshape(rows, 8, columns).transpose(0, 1).reshape(8, -1))
+        return words.reshape(8, rows, columns)[_INVERSE].permute(1, 2, 0).reshape(rows, columns * 8)
 
-    def channels(self, words: Tensor, start: int, stop: int, bits: int) -> Tensor:
-        return words[start:stop]
+    def channels(self, stored: Tensor, start: int, stop: int, bits: int) -> Tensor:
+        return stored[start:stop]
 
     def _pack_grid(self, grid: Grid, symmetric: bool) -> dict[str, Tensor]:
         return {"qzeros": _pack_interleaved(grid.zeros), "scales": grid.scales.contiguous()}

@@ -11,6 +11,10 @@ from torch import Tensor
 
 from marlinq.errors import CheckpointError, ConversionRefused
 from marlinq.formats.neutral import Grid, QuantizedTensor, group_count
+from marlinq.formats.nibbles import pack_rows, slots_per_word, unpack_rows
+
+_SLAB_CODES = 1 << 21
+_SLAB_STEP = 16
 
 
 @dataclass(frozen=True)
@@ -96,16 +100,20 @@ class Format(ABC):
         """(K, N) from the stored shapes alone."""
 
     @abstractmethod
-    def pack_codes(self, codes: Tensor, bits: int) -> Tensor:
-        """uint8 codes [K, N] of a shape that the layout holds, as the words stored under ``key``."""
+    def from_natural(self, natural: Tensor) -> Tensor:
+        """The words stored under ``key`` from natural words.
+
+        Natural words are int32 [K*bits/32, N], slot i of word (r, n) the code of channel r*slots + i: every
+        layout stores a permutation of them, so that conversion never has to unpack.
+        """
 
     @abstractmethod
-    def unpack_codes(self, words: Tensor, bits: int) -> Tensor:
-        """The inverse of :meth:`pack_codes`: uint8 [K, N], contiguous."""
+    def to_natural(self, stored: Tensor) -> Tensor:
+        """The inverse of :meth:`from_natural`."""
 
     @abstractmethod
-    def channels(self, words: Tensor, start: int, stop: int, bits: int) -> Tensor:
-        """The view of ``words`` that holds the input channels ``start .. stop - 1``, multiples of 16 or K."""
+    def channels(self, stored: Tensor, start: int, stop: int, bits: int) -> Tensor:
+        """The view of ``stored`` with input channels ``start .. stop - 1``; both multiples of 16, or K."""
 
     @abstractmethod
     def _pack_grid(self, grid: Grid, symmetric: bool) -> dict[str, Tensor]:
@@ -130,7 +138,7 @@ class Format(ABC):
             ConversionRefused: the layout can't hold ``q`` without loss; the message is the reason.
         """
         tensors = self.pack_grid(q.grid, scale_dtype, symmetric)
-        return {self.key: self.pack_codes(q.codes, q.bits), **tensors}
+        return {self.key: transcode(pack_rows(q.codes, q.bits), spec_of(q), None, self), **tensors}
 
     def pack_grid(
         self, grid: Grid, scale_dtype: torch.dtype | None = None, symmetric: bool | None = None
@@ -161,7 +169,7 @@ class Format(ABC):
         """
         self._check(tensors, spec)
         grid = self._unpack_grid(tensors, spec)
-        codes = self.unpack_codes(tensors[self.key], spec.bits)
+        codes = unpack_rows(transcode(tensors[self.key], spec, self, None), spec.bits)
         return QuantizedTensor(codes, grid.scales, grid.zeros, grid.g_idx, grid.group_size, grid.bits)
 
     def unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
@@ -196,6 +204,34 @@ class Format(ABC):
         reason = self.mismatch(found, spec, without)
         if reason is not None:
             raise CheckpointError(reason)
+
+
+def transcode(words: Tensor, spec: ModuleSpec, source: Format | None, target: Format | None) -> Tensor:
+    """The words that ``target`` stores for the codes that ``source`` stores as ``words``.
+
+    None stands for natural words (:meth:`Format.from_natural`).
+
+    Works on slabs of about two million codes: they stay in the processor's caches, and beside the two tensors
+    only a few MB are in memory.
+
+    Args:
+        words: the source's codes tensor, of the shape that ``spec`` says.
+        spec: the module; ``target`` must be able to hold its shape.
+    """
+    if source is target or (source and target and source.family == target.family):
+        return words
+    bits, slots = spec.bits, slots_per_word(spec.bits)
+    natural_shape = (spec.in_features // slots, spec.out_features)
+    shape = target.expected(spec)[target.key].shape if target else natural_shape
+    result = torch.empty(shape, dtype=torch.int32, device=words.device)
+    step = max(_SLAB_STEP, _SLAB_CODES // spec.out_features // _SLAB_STEP * _SLAB_STEP)
+    for start in range(0, spec.in_features, step):
+        stop = min(start + step, spec.in_features)
+        rows = slice(start // slots, stop // slots)
+        natural = source.to_natural(source.channels(words, start, stop, bits)) if source else words[rows]
+        slab = target.channels(result, start, stop, bits) if target else result[rows]
+        slab.copy_(target.from_natural(natural) if target else natural)
+    return result
 
 
 def spec_of(q: QuantizedTensor | Grid, zero_writer: str | None = None) -> ModuleSpec:

@@ -63,16 +63,15 @@ class CompressedTensors(Format):
         rows, columns = shapes["weight_packed"]
         return columns * slots_per_word(bits), rows
 
-    def pack_codes(self, codes: Tensor, bits: int) -> Tensor:
-        # Transposing whole words moves an eighth of the elements that transposing codes would.
-        return pack_rows(codes, bits).t().contiguous()
+    def from_natural(self, natural: Tensor) -> Tensor:
+        return natural.t().contiguous()
 
-    def unpack_codes(self, words: Tensor, bits: int) -> Tensor:
-        return unpack_rows(words.t().contiguous(), bits)
+    def to_natural(self, stored: Tensor) -> Tensor:
+        return stored.t().contiguous()
 
-    def channels(self, words: Tensor, start: int, stop: int, bits: int) -> Tensor:
+    def channels(self, stored: Tensor, start: int, stop: int, bits: int) -> Tensor:
         slots = slots_per_word(bits)
-        return words[:, start // slots : stop // slots]
+        return stored[:, start // slots : stop // slots]
 
     def _pack_grid(self, grid: Grid, symmetric: bool) -> dict[str, Tensor]:
         tensors = {

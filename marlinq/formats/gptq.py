@@ -21,13 +21,7 @@ from torch import Tensor
 from marlinq.errors import ConversionRefused
 from marlinq.formats.base import Format, ModuleSpec, TensorSpec, zero_range_refusal
 from marlinq.formats.neutral import Grid
-from marlinq.formats.nibbles import (
-    pack_columns,
-    pack_rows,
-    slots_per_word,
-    unpack_columns,
-    unpack_rows,
-)
+from marlinq.formats.nibbles import pack_columns, slots_per_word, unpack_columns
 
 WORD_ADD_WRITER = "gptqmodel"
 """``ModuleSpec.zero_writer`` of checkpoints whose v1 zeros were made by whole-word subtraction."""
@@ -70,15 +64,15 @@ class GPTQ(Format):
         rows, columns = shapes["qweight"]
         return rows * slots_per_word(bits), columns
 
-    def pack_codes(self, codes: Tensor, bits: int) -> Tensor:
-        return pack_rows(codes, bits)
+    def from_natural(self, natural: Tensor) -> Tensor:
+        return natural
 
-    def unpack_codes(self, words: Tensor, bits: int) -> Tensor:
-        return unpack_rows(words, bits)
+    def to_natural(self, stored: Tensor) -> Tensor:
+        return stored
 
-    def channels(self, words: Tensor, start: int, stop: int, bits: int) -> Tensor:
+    def channels(self, stored: Tensor, start: int, stop: int, bits: int) -> Tensor:
         slots = slots_per_word(bits)
-        return words[start // slots : stop // slots]
+        return stored[start // slots : stop // slots]
 
     def _pack_grid(self, grid: Grid, symmetric: bool) -> dict[str, Tensor]:
         stored = grid.zeros - 1 if self.version == 1 else grid.zeros

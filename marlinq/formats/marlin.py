@@ -20,14 +20,14 @@ from torch import Tensor
 
 from marlinq.formats.base import Format, ModuleSpec, TensorSpec, g_idx_refusal
 from marlinq.formats.neutral import Grid, symmetric_zero, trivial_g_idx
-from marlinq.formats.nibbles import pack_last, unpack_last
+from marlinq.formats.nibbles import pack_rows, transpose_fields, unpack_rows
 
 GROUP_SIZES = (32, 64, 128, -1)
 TILE_K = 16
 TILE_N = 64
 
-_SLOT_OF_J = [0, 4, 1, 5, 2, 6, 3, 7]
-_J_OF_SLOT = [0, 2, 4, 6, 1, 3, 5, 7]
+_LOW = 0x0F0F0F0F
+_SLAB_ROWS = 256
 _SINGLE = [2 * i + c for i in range(4) for c in (0, 1, 8, 9, 16, 17, 24, 25)]
 _SINGLE_INVERSE = sorted(range(32), key=_SINGLE.__getitem__)
 
@@ -87,14 +87,14 @@ class Marlin(Format):
         rows, columns = shapes["B"]
         return rows * TILE_K, columns // 2
 
-    def pack_codes(self, codes: Tensor, bits: int) -> Tensor:
-        return pack_tiles(codes)
+    def from_natural(self, natural: Tensor) -> Tensor:
+        return tile_words(natural)
 
-    def unpack_codes(self, words: Tensor, bits: int) -> Tensor:
-        return unpack_tiles(words)
+    def to_natural(self, stored: Tensor) -> Tensor:
+        return untile_words(stored)
 
-    def channels(self, words: Tensor, start: int, stop: int, bits: int) -> Tensor:
-        return words[start // TILE_K : stop // TILE_K]
+    def channels(self, stored: Tensor, start: int, stop: int, bits: int) -> Tensor:
+        return stored[start // TILE_K : stop // TILE_K]
 
     def _pack_grid(self, grid: Grid, symmetric: bool) -> dict[str, Tensor]:
         return {"s": permute_scales(grid.scales)}
@@ -110,19 +110,43 @@ class Marlin(Format):
 
 def pack_tiles(codes: Tensor) -> Tensor:
     """uint8 codes [K, N] to Marlin words int32 [K/16, 2N]; K % 16 == 0, N % 64 == 0."""
-    k, n = codes.shape
-    # k = (kt, a, tl, b), n = (nt, q, jh, th): j = 4 jh + 2 a + b, lane = 4 th + tl.
-    tiles = codes.reshape(k // 16, 2, 4, 2, n // 64, 4, 2, 8).permute(0, 4, 7, 2, 5, 6, 1, 3)
-    by_j = tiles.reshape(k // 16, 2 * n, 8)
-    return pack_last(by_j[..., _J_OF_SLOT], 4)
+    slabs = torch.split(codes, _SLAB_ROWS)
+    return torch.cat([tile_words(pack_rows(slab, 4)) for slab in slabs])
 
 
 def unpack_tiles(words: Tensor) -> Tensor:
     """Marlin words int32 [K/16, 2N] to uint8 codes [K, N]; the inverse of :func:`pack_tiles`."""
-    rows, columns = words.shape
-    by_j = unpack_last(words, 4)[..., _SLOT_OF_J]
-    tiles = by_j.reshape(rows, columns // 128, 8, 4, 4, 2, 2, 2).permute(0, 6, 3, 7, 1, 4, 5, 2)
-    return tiles.reshape(rows * 16, columns // 2)
+    slabs = torch.split(words, _SLAB_ROWS // TILE_K)
+    return torch.cat([unpack_rows(untile_words(slab), 4) for slab in slabs])
+
+
+def tile_words(natural: Tensor) -> Tensor:
+    """Natural words int32 [K/8, N] to Marlin words [K/16, 2N]; K % 16 == 0, N % 64 == 0.
+
+    A Marlin word takes byte t % 4, the codes of k = 2 (t % 4) and its successor, from four natural words:
+    rows k < 8 and k >= 8 of the tile (slots j and j + 2), columns n and n + 8 (j and j + 4).
+    """
+    upper, lower = natural[0::2], natural[1::2]
+    rows, columns = upper.shape
+    # Low and high nibbles part: j = 0, 2 go to the low byte of a half word and j = 1, 3 to its high byte.
+    even = (upper & _LOW) | ((lower & _LOW) << 4)
+    odd = ((upper >> 4) & _LOW) | (lower & ~_LOW)
+    # [parity, kt, nt, q, n + 8, t // 4] to the four words of a byte transpose, then to [kt, nt, t, q].
+    words = torch.stack((even, odd)).reshape(2, rows, columns // 64, 4, 2, 8).permute(0, 4, 1, 2, 5, 3)
+    lanes = transpose_fields(words.reshape(4, -1)).reshape(4, rows, columns // 64, 8, 4)
+    return lanes.permute(1, 2, 3, 0, 4).reshape(rows, columns * 2)
+
+
+def untile_words(stored: Tensor) -> Tensor:
+    """Marlin words int32 [K/16, 2N] to natural words [K/8, N]; the inverse of :func:`tile_words`."""
+    rows, columns = stored.shape[0], stored.shape[1] // 2
+    lanes = stored.reshape(rows, columns // 64, 8, 4, 4).permute(3, 0, 1, 2, 4)
+    words = transpose_fields(lanes.reshape(4, -1)).reshape(2, 2, rows, columns // 64, 8, 4)
+    even, odd = words.permute(0, 2, 3, 5, 1, 4).reshape(2, rows, columns)
+    natural = torch.empty(rows * 2, columns, dtype=torch.int32, device=stored.device)
+    natural[0::2] = (even & _LOW) | ((odd & _LOW) << 4)
+    natural[1::2] = ((even >> 4) & _LOW) | (odd & ~_LOW)
+    return natural
 
 
 def permute_scales(scales: Tensor) -> Tensor:

@@ -41,14 +41,26 @@ def pack_last(codes: Tensor, bits: int) -> Tensor:
 def unpack_rows(words: Tensor, bits: int) -> Tensor:
     """int32 [R, C] packed along dim 0 to uint8 [R * 32 / bits, C]."""
     rows, columns = words.shape
-    return unpack_last(words, bits).permute(0, 2, 1).reshape(rows * slots_per_word(bits), columns)
+    octets = words.reshape(-1).view(torch.uint8).reshape(rows, columns, 4).transpose(1, 2)
+    if bits == 8:
+        return octets.reshape(rows * 4, columns)
+    # Separating the bytes first keeps the nibble arithmetic on contiguous rows.
+    octets = octets.contiguous()
+    codes = torch.empty(rows, 4, 2, columns, dtype=torch.uint8, device=words.device)
+    torch.bitwise_and(octets, 15, out=codes[:, :, 0])
+    torch.bitwise_right_shift(octets, 4, out=codes[:, :, 1])
+    return codes.reshape(rows * 8, columns)
 
 
 def pack_rows(codes: Tensor, bits: int) -> Tensor:
     """uint8 [R * 32 / bits, C] to int32 [R, C] packed along dim 0."""
-    slots = slots_per_word(bits)
-    rows, columns = codes.shape
-    return pack_last(codes.reshape(rows // slots, slots, columns).permute(0, 2, 1), bits)
+    rows, columns = codes.shape[0] // slots_per_word(bits), codes.shape[1]
+    if bits == 8:
+        octets = codes.reshape(rows, 4, columns)
+    else:
+        pairs = codes.reshape(rows, 4, 2, columns)
+        octets = pairs[:, :, 0] | (pairs[:, :, 1] << 4)
+    return octets.transpose(1, 2).reshape(-1).view(torch.int32).reshape(rows, columns)
 
 
 def unpack_columns(words: Tensor, bits: int) -> Tensor:
@@ -61,3 +73,28 @@ def pack_columns(codes: Tensor, bits: int) -> Tensor:
     slots = slots_per_word(bits)
     rows, columns = codes.shape
     return pack_last(codes.reshape(rows, columns // slots, slots), bits)
+
+
+_FIELD_MASKS = {16: 0x0000FFFF, 8: 0x00FF00FF, 4: 0x0F0F0F0F}
+
+
+def transpose_fields(words: Tensor) -> Tensor:
+    """Transpose the square matrix that W words of W fields each form: field s of result[i] is field i of
+    words[s].
+
+    Args:
+        words: int32 [W, M] with W = 8 (fields of 4 bits) or 4 (fields of 8 bits), M independent matrices.
+
+    The usual recursion: swap the off-diagonal halves of ever smaller blocks, for all matrices at once.
+    """
+    width, span = 16, words.shape[0] // 2
+    shape = words.shape
+    while span:
+        mask = _FIELD_MASKS[width]
+        blocks = words.reshape(-1, 2, span * shape[1])
+        upper, lower = blocks[:, 0], blocks[:, 1]
+        swapped = torch.empty_like(blocks)
+        swapped[:, 0] = (upper & mask) | ((lower & mask) << width)
+        swapped[:, 1] = ((upper >> width) & mask) | (lower & ~mask)
+        words, width, span = swapped, width // 2, span // 2
+    return words.reshape(shape)
