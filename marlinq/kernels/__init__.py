@@ -6,6 +6,7 @@ import torch
 
 from marlinq.kernels.compiler import ARCHITECTURES, cache_folder, compile_kernel
 from marlinq.kernels.decision import GROUP_SIZES, Device, KernelDecision, Problem, StreamConfig, decide
+from marlinq.kernels.launch import dependent_launches, precompile
 from marlinq.kernels.op import w4a16_gemm
 from marlinq.kernels.reference import dequantize_operands, reference_gemm
 
@@ -15,7 +16,9 @@ def explain(
 ) -> KernelDecision:
     """The decision for one problem on ``device``, with its reason."""
     if device.type != "cuda":
-        return KernelDecision("reference", f"device {device.type} has no CUDA kernels; torch arithmetic runs instead")
+        return KernelDecision(
+            "reference", f"device {device.type} has no CUDA kernels; torch arithmetic runs instead"
+        )
     from marlinq.kernels.launch import device_numbers
 
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -32,8 +35,10 @@ __all__ = [
     "cache_folder",
     "compile_kernel",
     "decide",
+    "dependent_launches",
     "dequantize_operands",
     "explain",
+    "precompile",
     "reference_gemm",
     "w4a16_gemm",
 ]

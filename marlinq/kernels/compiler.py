@@ -10,7 +10,8 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -95,29 +96,41 @@ def nvrtc_version() -> str:
     return f"{major}.{minor}"
 
 
+def _cache_path(source: str, architecture: str, defines: Mapping[str, object]) -> Path:
+    digest = hashlib.sha256(nvrtc_version().encode())
+    for part in (*_headers().values(), (_SOURCES / source).read_bytes(), *_options(architecture, defines)):
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return cache_folder() / "kernels" / f"{Path(source).stem}-{architecture}-{digest.hexdigest()[:32]}.cubin"
+
+
 def cached_cubin(source: str, architecture: str, defines: Mapping[str, object]) -> Path:
     """The path of the cubin, compiled now if no process has done so before.
 
     Raises:
         EnvironmentProblem: as :func:`compile_kernel`, or the cache folder can't be written.
     """
-    digest = hashlib.sha256(nvrtc_version().encode())
-    for part in (*_headers().values(), (_SOURCES / source).read_bytes(), *_options(architecture, defines)):
-        data = part.encode() if isinstance(part, str) else part
-        digest.update(len(data).to_bytes(8, "little") + data)
-    folder = cache_folder() / "kernels"
-    path = folder / f"{Path(source).stem}-{architecture}-{digest.hexdigest()[:32]}.cubin"
+    path = _cache_path(source, architecture, defines)
     if path.exists():
         return path
     compiled = compile_kernel(source, architecture, defines)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         with os.fdopen(descriptor, "wb") as file:
             file.write(compiled.cubin)
         Path(temporary).replace(path)
     except OSError as error:
         raise EnvironmentProblem(
-            f"{folder}: the kernel cache can't be written ({error.strerror}); set MARLINQ_CACHE to a writable folder"
+            f"{path.parent}: the kernel cache can't be written ({error.strerror}); "
+            "set MARLINQ_CACHE to a writable folder"
         ) from None
     return path
+
+
+def compile_missing(source: str, architecture: str, variants: Sequence[Mapping[str, object]]) -> int:
+    """Compile the variants that the cache lacks, one thread a core, and return their number."""
+    missing = [defines for defines in variants if not _cache_path(source, architecture, defines).exists()]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda defines: cached_cubin(source, architecture, defines), missing))
+    return len(missing)

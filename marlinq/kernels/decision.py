@@ -134,7 +134,9 @@ def _candidates(problem: Problem, device: Device) -> Iterator[StreamConfig]:
                     if cluster * warps_k > max(chunks, 4):
                         continue
                     for stages in (3, 4, 6):
-                        yield StreamConfig(warps_n, warps_k, blocks_m, rows, scale_sums, cluster, stages, blocks)
+                        yield StreamConfig(
+                            warps_n, warps_k, blocks_m, rows, scale_sums, cluster, stages, blocks
+                        )
 
 
 def _estimate(problem: Problem, device: Device, config: StreamConfig) -> tuple[float, str, int]:
@@ -198,7 +200,9 @@ def decide(problem: Problem, device: Device) -> KernelDecision:
         if best is None or seconds < best[0]:
             best = (seconds, busiest, grid, config)
     if best is None:
-        raise UnsupportedError(f"w4a16_gemm: no variant fits {device.shared_bytes} bytes of shared memory a block")
+        raise UnsupportedError(
+            f"w4a16_gemm: no variant fits {device.shared_bytes} bytes of shared memory a block"
+        )
     seconds, busiest, grid, config = best
     reason = (
         f"tile {config.tile_m}x{config.tile_n}, K split {config.cluster} (cluster) x {config.warps_k} (warps): "

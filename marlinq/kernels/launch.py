@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,18 +15,84 @@ import torch
 from torch import Tensor
 
 from marlinq.errors import EnvironmentProblem
-from marlinq.kernels.compiler import cached_cubin
+from marlinq.kernels.compiler import cached_cubin, compile_missing
 from marlinq.kernels.decision import Device, KernelDecision, Problem, decide
 
-_SOURCE = "w4a16_stream.cu"
+SOURCE = "w4a16_stream.cu"
+_FUNCTION = "w4a16_stream"
 # Six pointers, M, N, K, four bytes of padding, two strides, a flag: the layout of the kernel's parameters.
 _ARGUMENTS = struct.Struct("=6Q3i4x2qi")
-_BUFFER_POINTER, _BUFFER_SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE (cuda.h)
+# CU_LAUNCH_PARAM_BUFFER_POINTER and _SIZE, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION (cuda.h).
+_BUFFER_POINTER, _BUFFER_SIZE, _PROGRAMMATIC = 1, 2, 6
+
+_dependent: ContextVar[bool] = ContextVar("marlinq_dependent_launches", default=False)
+
+
+@contextmanager
+def dependent_launches() -> Iterator[None]:
+    """Launch the kernels inside with programmatic dependent launch (compute capability 9.0 and later).
+
+    A kernel may then start, and request its weights and scales, while the previous kernel of the stream still runs; it
+    waits for that kernel before it touches activations or the output. So no kernel inside may write the weights of a
+    later one.
+    """
+    token = _dependent.set(True)
+    try:
+        yield
+    finally:
+        _dependent.reset(token)
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("padding", ctypes.c_int),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_int * 15),
+    )
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+_PROGRAMMATIC_ATTRIBUTE = _Attribute(_PROGRAMMATIC, 0, 1)
+
+
+@dataclass(frozen=True)
+class _Function:
+    """A loaded kernel; ``owner`` keeps its module alive."""
+
+    owner: Any
+    handle: ctypes.c_void_p
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    function: _Function
+    grid: int
+    threads: int
+    shared_bytes: int
 
 
 @lru_cache(maxsize=16)
 def device_numbers(index: int) -> Device:
-    """The numbers of CUDA device ``index`` that decisions rest on."""
+    """The numbers of CUDA device ``index`` that decisions rest on.
+
+    Raises:
+        EnvironmentProblem: the GPU is older than compute capability 8.0.
+    """
     properties = torch.cuda.get_device_properties(index)
     major, minor = properties.major, properties.minor
     if major < 8:
@@ -38,24 +107,7 @@ def device_numbers(index: int) -> Device:
     )
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    function: Any  # keeps the module alive
-    handle: ctypes.c_void_p
-    grid: int
-    threads: int
-    shared_bytes: int
-
-
-@lru_cache(maxsize=1)
-def _driver() -> Any:
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise EnvironmentProblem(f"the CUDA driver can't be loaded ({error}); install the NVIDIA driver") from None
-
-
-def defines_of(decision: KernelDecision, problem: Problem) -> dict[str, object]:
+def defines_of(problem: Problem, decision: KernelDecision) -> dict[str, object]:
     """The preprocessor definitions that select the decided variant."""
     config = decision.config
     if config is None:
@@ -75,21 +127,36 @@ def defines_of(decision: KernelDecision, problem: Problem) -> dict[str, object]:
     }
 
 
-@lru_cache(maxsize=4096)
-def _load(problem: Problem, device_index: int) -> _Loaded:
-    device = device_numbers(device_index)
-    decision = decide(problem, device)
-    config = decision.config
-    assert config is not None  # noqa: S101 - decide() never returns the reference for a GPU
+@lru_cache(maxsize=1)
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"the CUDA driver can't be loaded ({error}); install the NVIDIA driver"
+        ) from None
+
+
+@lru_cache(maxsize=None)
+def _function(device_index: int, defines: tuple[tuple[str, object], ...], shared_bytes: int) -> _Function:
     import cupy
 
-    path = cached_cubin(_SOURCE, device.architecture, defines_of(decision, problem))
+    path = cached_cubin(SOURCE, device_numbers(device_index).architecture, dict(defines))
     with torch.cuda.device(device_index), cupy.cuda.Device(device_index):
-        function = cupy.RawModule(path=str(path)).get_function("w4a16_stream")
-        shared = config.shared_bytes(max(problem.group_size, 0), problem.zeros)
-        function.max_dynamic_shared_size_bytes = shared
-        handle = ctypes.c_void_p(int(function.kernel.ptr))
-    return _Loaded(function, handle, decision.grid, config.threads, shared)
+        function = cupy.RawModule(path=str(path)).get_function(_FUNCTION)
+        function.max_dynamic_shared_size_bytes = shared_bytes
+        return _Function(function, ctypes.c_void_p(int(function.kernel.ptr)))
+
+
+@lru_cache(maxsize=8192)
+def _prepare(problem: Problem, device_index: int) -> _Prepared:
+    decision = decide(problem, device_numbers(device_index))
+    config = decision.config
+    if config is None:
+        raise ValueError(f"no kernel was decided for {problem}")
+    shared = config.shared_bytes(max(problem.group_size, 0), problem.zeros)
+    function = _function(device_index, tuple(sorted(defines_of(problem, decision).items())), shared)
+    return _Prepared(function, decision.grid, config.threads, shared)
 
 
 def launch_gemm(
@@ -103,13 +170,16 @@ def launch_gemm(
 ) -> None:
     """Run ``out = x @ W + bias`` on the device and current stream of ``x``.
 
-    ``x`` [M, K] and ``out`` [M, N] have unit stride along their rows and 16-byte aligned rows.
+    ``x`` [M, K] and ``out`` [M, N] have unit stride along their rows; rows of ``x`` are 16-byte aligned.
+
+    Raises:
+        RuntimeError: the driver refused the launch.
     """
     index = x.device.index
     m, k = x.shape
     n = out.shape[1]
-    problem = Problem(m, n, k, group_size, zeros is not None, x.dtype == torch.bfloat16)
-    loaded = _load(problem, index)
+    prepared = _prepare(Problem(m, n, k, group_size, zeros is not None, x.dtype == torch.bfloat16), index)
+    dependent = _dependent.get()
     values = _ARGUMENTS.pack(
         x.data_ptr(),
         words.data_ptr(),
@@ -122,20 +192,36 @@ def launch_gemm(
         k,
         x.stride(0),
         out.stride(0),
-        0,
+        dependent,
     )
     size = ctypes.c_size_t(len(values))
     extra = (ctypes.c_void_p * 5)(
-        _BUFFER_POINTER,
-        ctypes.cast(values, ctypes.c_void_p),
-        _BUFFER_SIZE,
-        ctypes.addressof(size),
-        None,
+        _BUFFER_POINTER, ctypes.cast(values, ctypes.c_void_p), _BUFFER_SIZE, ctypes.addressof(size), None
     )
-    stream = ctypes.c_void_p(torch.cuda.current_stream(index).cuda_stream)
-    with torch.cuda.device(index):
-        status = _driver().cuLaunchKernel(
-            loaded.handle, loaded.grid, 1, 1, loaded.threads, 1, 1, loaded.shared_bytes, stream, None, extra
-        )
+    config = _Config(
+        (prepared.grid, 1, 1),
+        (prepared.threads, 1, 1),
+        prepared.shared_bytes,
+        torch.cuda.current_stream(index).cuda_stream,
+        ctypes.pointer(_PROGRAMMATIC_ATTRIBUTE) if dependent else None,
+        int(dependent),
+    )
+    # The default stream belongs to whatever device is current.
+    with nullcontext() if torch.cuda.current_device() == index else torch.cuda.device(index):
+        status = _driver().cuLaunchKernelEx(ctypes.byref(config), prepared.function.handle, None, extra)
     if status != 0:
-        raise RuntimeError(f"w4a16_gemm: cuLaunchKernel failed with CUDA error {status} for {problem}")
+        raise RuntimeError(f"w4a16_gemm: cuLaunchKernelEx failed with CUDA error {status} ({prepared})")
+
+
+def precompile(problems: Iterable[Problem], device_index: int = 0) -> int:
+    """Compile every variant that ``problems`` need on a device and the cache lacks, in parallel.
+
+    Returns:
+        How many variants were compiled.
+
+    Raises:
+        EnvironmentProblem: a variant does not compile, or the cache can't be written.
+    """
+    device = device_numbers(device_index)
+    variants = {tuple(sorted(defines_of(problem, decide(problem, device)).items())) for problem in problems}
+    return compile_missing(SOURCE, device.architecture, [dict(variant) for variant in sorted(variants)])

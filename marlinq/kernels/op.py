@@ -8,18 +8,22 @@ from torch import Tensor
 from marlinq.errors import UnsupportedError
 from marlinq.kernels.reference import reference_gemm
 
-_library = torch.library.Library("marlinq", "DEF")
-_library.define(
+_library = torch.library.Library("marlinq", "DEF")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
     "w4a16_gemm(Tensor x, Tensor words, Tensor scales, Tensor? zeros, Tensor? bias, "
     "int group_size, int out_features) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
-def _check(x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, n_out: int) -> None:
+def _check(
+    x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, n_out: int
+) -> None:
     k, n = words.shape[0] * 16, words.shape[1] // 2
     if words.dtype != torch.int32 or words.dim() != 2 or n % 64:
-        raise ValueError(f"words: expected int32 [K/16, 2N], N % 64 == 0, found {words.dtype} {list(words.shape)}")
+        raise ValueError(
+            f"words: expected int32 [K/16, 2N], N % 64 == 0, found {words.dtype} {list(words.shape)}"
+        )
     if x.shape[-1] != k:
         raise ValueError(f"x: expected {k} columns (K of the weight), found {x.shape[-1]}")
     for name, value in (("scales", scales), ("zeros", zeros)):
@@ -49,7 +53,11 @@ def _cuda(
     rows = x.reshape(-1, x.shape[-1])
     # The kernel copies 16-byte pieces of rows.
     if rows.stride(1) != 1 or rows.stride(0) % 8 or rows.data_ptr() % 16:
-        rows = rows.contiguous() if rows.data_ptr() % 16 == 0 else rows.clone(memory_format=torch.contiguous_format)
+        rows = (
+            rows.contiguous()
+            if rows.data_ptr() % 16 == 0
+            else rows.clone(memory_format=torch.contiguous_format)
+        )
     if bias is not None and out_features != n:
         bias = torch.nn.functional.pad(bias, (0, n - out_features))
     out = torch.empty((rows.shape[0], n), dtype=x.dtype, device=x.device)
@@ -83,9 +91,9 @@ def _meta(
     return x.new_empty((*x.shape[:-1], out_features))
 
 
-_library.impl("w4a16_gemm", _cuda, "CUDA")
-_library.impl("w4a16_gemm", _cpu, "CPU")
-_library.impl("w4a16_gemm", _meta, "Meta")
+_library.impl("w4a16_gemm", _cuda, "CUDA")  # type: ignore[no-untyped-call]
+_library.impl("w4a16_gemm", _cpu, "CPU")  # type: ignore[no-untyped-call]
+_library.impl("w4a16_gemm", _meta, "Meta")  # type: ignore[no-untyped-call]
 
 
 def w4a16_gemm(

@@ -1,0 +1,65 @@
+"""Random problems for the kernel tests: operands in the kernel's layout and the exact weight in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from marlinq.formats.marlin import pack_tiles, permute_scales
+
+# Relative error of the result against float64 (Frobenius norms). Float16 and bfloat16 outputs are rounded to 11 and 8
+# significant bits, which alone gives 2^-11 / sqrt(3) = 2.8e-4 and 2^-8 / sqrt(3) = 2.3e-3; weights scaled in 16 bits
+# add as much again, independently.
+BOUND = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
+
+
+@dataclass
+class Operands:
+    """Operands of one layer; ``weight`` is float64 [K, N]."""
+
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bias: Tensor | None
+    group_size: int
+    weight: Tensor
+
+    def reference(self, x: Tensor) -> Tensor:
+        """The float64 result for ``x`` [M, K]."""
+        out = x.double() @ self.weight
+        return out if self.bias is None else out + self.bias.double()
+
+
+def random_operands(
+    k: int,
+    n: int,
+    group_size: int,
+    dtype: torch.dtype,
+    *,
+    zeros: bool = False,
+    bias: bool = False,
+    device: str = "cuda",
+) -> Operands:
+    """Random codes, scales of both signs over a factor of three, zero points over the whole range."""
+    groups = 1 if group_size == -1 else k // group_size
+    codes = torch.randint(0, 16, (k, n), dtype=torch.uint8, device=device)
+    signs = torch.randint(0, 2, (groups, n), device=device) * 2 - 1
+    scales = ((torch.rand(groups, n, device=device) + 0.5) * 0.02 * signs).to(dtype)
+    points = torch.randint(0, 16, (groups, n), device=device).to(dtype) if zeros else None
+    offset = 8.0 if points is None else points.double()[:, None]
+    weight = (codes.double().reshape(groups, k // groups, n) - offset) * scales.double()[:, None]
+    return Operands(
+        words=pack_tiles(codes),
+        scales=permute_scales(scales),
+        zeros=None if points is None else permute_scales(points),
+        bias=torch.randn(n, device=device).to(dtype) if bias else None,
+        group_size=group_size,
+        weight=weight.reshape(k, n),
+    )
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """||found - expected|| / ||expected||; NaN when anything found is NaN."""
+    return float((found.double() - expected).norm() / expected.norm())

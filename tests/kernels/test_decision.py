@@ -1,0 +1,62 @@
+"""Decisions are pure, legal and explained, for any problem on any device."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from marlinq.errors import UnsupportedError
+from marlinq.kernels import ARCHITECTURES, Device, Problem, decide
+
+H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232448)
+LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    m=st.integers(1, 70_000),
+    n=st.integers(1, 600).map(lambda i: 64 * i),
+    k=st.integers(1, 300).map(lambda i: 128 * i),
+    group=st.sampled_from([32, 64, 128, -1]),
+    zeros=st.booleans(),
+    bfloat16=st.booleans(),
+    architecture=st.sampled_from(ARCHITECTURES),
+    small=st.booleans(),
+)
+def test_any_problem_gets_a_variant_that_fits(
+    m: int, n: int, k: int, group: int, zeros: bool, bfloat16: bool, architecture: str, small: bool
+) -> None:
+    device = Device(
+        architecture, multiprocessors=48 if small else 132, shared_bytes=101_376 if small else 232_448
+    )
+    problem = Problem(m, n, k, group, zeros, bfloat16)
+    decision = decide(problem, device)
+    config = decision.config
+    assert config is not None
+    assert config.shared_bytes(max(group, 0), zeros) * config.min_blocks <= device.shared_bytes
+    assert config.threads * config.min_blocks <= 1536
+    assert config.threads <= 1024
+    assert config.cluster == 1 or device.has_clusters
+    blocks = -(-n // config.tile_n) * -(-m // config.tile_m) * config.cluster
+    assert decision.grid == blocks
+    assert decision.seconds > 0
+    assert f"{config.tile_m}x{config.tile_n}" in decision.reason
+
+
+@pytest.mark.parametrize(("n", "k"), LLAMA_8B)
+def test_small_batches_fill_the_gpu_in_one_wave(n: int, k: int) -> None:
+    decision = decide(Problem(1, n, k, 128, False, False), H200)
+    assert decision.config is not None
+    resident = decision.config.min_blocks * H200.multiprocessors
+    assert 0.9 * H200.multiprocessors <= decision.grid <= resident
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "group", "message"),
+    [(100, 128, 128, "multiples of 64"), (128, 96, 32, "multiples of 64"), (128, 128, 48, "group size 48"),
+     (128, 192, 128, "group size 128 with K=192")],
+)  # fmt: skip
+def test_what_no_kernel_takes_is_named(n: int, k: int, group: int, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        decide(Problem(1, n, k, group, False, False), H200)

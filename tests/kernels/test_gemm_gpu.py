@@ -1,0 +1,171 @@
+"""The CUDA kernels against float64, in every feature."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from marlinq.errors import UnsupportedError
+from marlinq.kernels import Problem, dependent_launches, w4a16_gemm
+from marlinq.kernels.launch import launch_gemm, precompile
+from tests.kernels.problems import BOUND, Operands, random_operands, relative_error
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = ((4096, 4096), (576, 1536), (1536, 576), (2112, 448))
+GROUPS = (32, 64, 128, -1)
+DTYPES = (torch.float16, torch.bfloat16)
+CASES = [
+    (shape, group, dtype, zeros)
+    for shape, group, dtype, zeros in itertools.product(SHAPES, GROUPS, DTYPES, (False, True))
+    if group == -1 or shape[0] % group == 0
+]
+
+
+def gemm(x: Tensor, operands: Operands, n_out: int | None = None) -> Tensor:
+    """The op on ``operands``."""
+    n = operands.words.shape[1] // 2
+    return w4a16_gemm(
+        x, operands.words, operands.scales, operands.zeros, operands.bias, operands.group_size, n_out or n
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled() -> None:
+    """Every variant the exhaustive test needs, compiled in parallel."""
+    batches = (*range(1, 261), 777)
+    precompile(
+        [
+            Problem(m, shape[1], shape[0], group, zeros, dtype == torch.bfloat16)
+            for shape, group, dtype, zeros in CASES
+            for m in batches
+        ],
+        device_index=0,
+    )
+
+
+@pytest.mark.parametrize(("shape", "group", "dtype", "zeros"), CASES)
+def test_every_batch_from_1_to_260(
+    shape: tuple[int, int], group: int, dtype: torch.dtype, zeros: bool
+) -> None:
+    k, n = shape
+    operands = random_operands(k, n, group, dtype, zeros=zeros, bias=True)
+    x = torch.randn(777, k, device="cuda").to(dtype)
+    expected = operands.reference(x)
+    errors = {}
+    for m in (*range(1, 261), 777):
+        out = torch.full((m, n), float("nan"), dtype=dtype, device="cuda")
+        launch_gemm(x[:m], operands.words, operands.scales, operands.zeros, operands.bias, group, out)
+        errors[m] = relative_error(out, expected[:m])
+    # NaN compares false with everything, so an element that was never written fails too.
+    wrong = {m: error for m, error in errors.items() if not error < BOUND[dtype]}
+    assert not wrong
+
+
+def test_the_same_problem_gives_the_same_bits() -> None:
+    operands = random_operands(4096, 6144, 128, torch.float16)
+    for m in (1, 16, 100):
+        x = torch.randn(m, 4096, device="cuda").half()
+        first = gemm(x, operands)
+        assert all(torch.equal(gemm(x, operands), first) for _ in range(5))
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize("m", [1, 16, 77])
+def test_graph_replay_follows_its_inputs(m: int, dependent: bool) -> None:
+    operands = random_operands(1024, 1024, 128, torch.float16)
+    x = torch.randn(m, 1024, device="cuda").half()
+    gemm(x, operands)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first = gemm(x, operands)
+        if dependent:
+            with dependent_launches():
+                second = gemm(first, operands)
+        else:
+            second = gemm(first, operands)
+    for _ in range(3):
+        x.copy_(torch.randn(m, 1024, device="cuda").half())
+        second.fill_(float("nan"))
+        graph.replay()
+        assert relative_error(first, operands.reference(x)) < BOUND[torch.float16]
+        assert relative_error(second, operands.reference(first)) < BOUND[torch.float16]
+
+
+def test_streams_do_not_disturb_each_other() -> None:
+    operands = random_operands(4096, 4096, 128, torch.float16)
+    inputs = [torch.randn(m, 4096, device="cuda").half() for m in (1, 5, 17, 64)]
+    gemm(inputs[0], operands)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    results: list[list[Tensor]] = [[] for _ in inputs]
+    for _ in range(20):
+        for stream, x, mine in zip(streams, inputs, results, strict=True):
+            with torch.cuda.stream(stream):
+                mine.append(gemm(x, operands))
+    torch.cuda.synchronize()
+    for x, mine in zip(inputs, results, strict=True):
+        expected = operands.reference(x)
+        assert all(relative_error(found, expected) < BOUND[torch.float16] for found in mine)
+
+
+def test_strided_empty_and_batched_activations() -> None:
+    operands = random_operands(512, 640, 64, torch.float16, bias=True)
+    wide = torch.randn(9, 2, 1536, device="cuda").half()
+    for x in (
+        wide[..., :512],
+        wide[..., 3:515],
+        wide[:, 1, 512:1024],
+        wide[0, 0, :512],
+        wide[..., :512].mT.mT,
+    ):
+        found = gemm(x, operands)
+        assert found.shape == (*x.shape[:-1], 640)
+        assert relative_error(found.reshape(-1, 640), operands.reference(x.reshape(-1, 512))) < 1e-3
+    assert gemm(wide[:0, 0, :512], operands).shape == (0, 640)
+
+
+def test_padding_columns_are_cut_off() -> None:
+    operands = random_operands(512, 640, 64, torch.float16)
+    x = torch.randn(3, 512, device="cuda").half()
+    found = gemm(x, operands, n_out=601)
+    assert found.shape == (3, 601)
+    assert torch.equal(found, gemm(x, operands)[:, :601])
+
+
+def test_large_batches_and_offsets_beyond_31_bits() -> None:
+    operands = random_operands(64, 64, 64, torch.float16)
+    x = torch.randn(65536, 64, device="cuda").half()
+    assert relative_error(gemm(x, operands), operands.reference(x)) < 1e-3
+    # 20,000 rows that lie 128 Ki elements apart: the last starts beyond 2^31 elements.
+    storage = torch.randn(20_000 * 131_072, device="cuda", dtype=torch.float16)
+    far = storage.view(20_000, 131_072)[:, :64]
+    assert relative_error(gemm(far, operands), operands.reference(far)) < 1e-3
+
+
+def test_torch_compile_and_opcheck() -> None:
+    operands = random_operands(512, 512, 128, torch.float16)
+    x = torch.randn(4, 512, device="cuda").half()
+
+    def step(value: Tensor) -> Tensor:
+        return torch.nn.functional.silu(gemm(value, operands)) + 1
+
+    found = torch.compile(step, fullgraph=True)(x)
+    # The compiled element-wise part may keep float32 between its operations.
+    torch.testing.assert_close(found, step(x), rtol=2**-9, atol=2**-9)
+    arguments = (x, operands.words, operands.scales, None, None, 128, 512)
+    torch.library.opcheck(torch.ops.marlinq.w4a16_gemm.default, arguments)
+
+
+def test_wrong_operands_are_named() -> None:
+    operands = random_operands(512, 512, 128, torch.float16)
+    with pytest.raises(ValueError, match="x: expected 512 columns"):
+        gemm(torch.randn(4, 256, device="cuda").half(), operands)
+    with pytest.raises(UnsupportedError, match="float32"):
+        w4a16_gemm(
+            torch.randn(4, 512, device="cuda"), operands.words, operands.scales.float(), None, None, 128, 512
+        )

@@ -1,0 +1,54 @@
+"""The CPU reference and the op's shape function, without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from marlinq.kernels import w4a16_gemm
+from tests.kernels.problems import BOUND, random_operands, relative_error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("group", [32, 64, 128, -1])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_the_reference_is_the_dense_product(dtype: torch.dtype, group: int, zeros: bool) -> None:
+    operands = random_operands(256, 192, group, dtype, zeros=zeros, bias=True, device="cpu")
+    x = torch.randn(2, 3, 256).to(dtype)
+    found = w4a16_gemm(x, operands.words, operands.scales, operands.zeros, operands.bias, group, 192)
+    assert found.shape == (2, 3, 192)
+    assert found.dtype == dtype
+    error = relative_error(found.reshape(-1, 192), operands.reference(x.reshape(-1, 256)))
+    assert error < BOUND.get(dtype, 1e-6)
+
+
+def test_the_meta_function_agrees_with_the_result() -> None:
+    operands = random_operands(128, 64, 64, torch.float16, device="cpu")
+    x = torch.randn(5, 128).half()
+    arguments = (x, operands.words, operands.scales, None, None, 64, 60)
+    torch.library.opcheck(torch.ops.marlinq.w4a16_gemm.default, arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(2, 64)}, "x: expected 128 columns"),
+        ({"words": torch.zeros(8, 130, dtype=torch.int32)}, "words: expected int32"),
+        ({"scales": torch.zeros(2, 64, dtype=torch.float64)}, "scales: expected torch.float32"),
+        ({"bias": torch.zeros(65)}, "bias: expected torch.float32"),
+        ({"out_features": 65}, "out_features: expected 1..64"),
+    ],
+)
+def test_operands_that_do_not_fit_are_named(change: dict[str, object], message: str) -> None:
+    operands = random_operands(128, 64, 64, torch.float32, device="cpu")
+    arguments: dict[str, object] = {
+        "x": torch.zeros(2, 128),
+        "words": operands.words,
+        "scales": operands.scales,
+        "zeros": None,
+        "bias": None,
+        "group_size": 64,
+        "out_features": 64,
+    }
+    with pytest.raises(ValueError, match=message):
+        w4a16_gemm(**(arguments | change))  # type: ignore[arg-type]
