@@ -12,12 +12,14 @@ with :data:`DEGREES` degrees of freedom: its tails are fatter than what GPTQ lea
 
 Threshold. The log-likelihood ratio L of the second explanation over the first has E[exp L] <= 1 when the
 first is true, so P(L > T) <= exp(-T) (Markov), and with M tests in a run T = ln(M / :data:`FALSE_ALARM`)
-keeps the chance of any false alarm below FALSE_ALARM as far as the model holds. It holds with room to spare:
-on the layers of a 135M Llama-style model quantised by GPTQ (groups 32 and 64, channelwise; symmetric and
-not; clip search, negative scales, activation order) the largest L of an undamaged module was 13 for
-exchanged codes, 3 for bits of scales and -14 for zero points, where T is about 24. Damage gave at least 39
-for the sign and each exponent bit of a scale, at least 27 for a zero point off by one in a group of 64, and
-at least 18 for two exchanged codes that differ by 6 or more, in 99 cases of 100.
+keeps the chance of any false alarm below FALSE_ALARM as far as the model holds. How far that is was measured
+on undamaged modules. Layers of a 135M Llama-style model (groups 32 and 64, channelwise; symmetric and not;
+clip search, negative scales, activation order) reach L = 13 for exchanged codes, 3 for bits of scales and -14
+for zero points, where T is 24. 160 random layers whose input channels differ by factors of 50 in size, and
+which GPTQ therefore moves most, reach 17.5 for exchanged codes; hence :data:`SMALLEST_THRESHOLD` for runs
+over few weights. Damage gives at least 39 for the sign and each exponent bit of a scale, at least 27 for a
+zero point off by one in a group of 64, and at least 18 for two exchanged codes that differ by 6 or more, in
+99 cases of 100.
 
 What can't be told this way: the bits of a scale's mantissa (a quantiser is free to choose a scale that is a
 quarter larger: undamaged modules reach L = 40), and exchanged codes that differ little. Only the manifest's
@@ -40,6 +42,7 @@ from marlinq.formats.nibbles import pack_last, slots_per_word
 
 DEGREES = 8.0
 FALSE_ALARM = 1e-2
+SMALLEST_THRESHOLD = 20.0
 TESTS_PER_WEIGHT = 4
 """28 pairs in a word of 8 codes, and a little for groups and channels."""
 
@@ -52,7 +55,7 @@ _SAMPLED_ELEMENTS = 1 << 20
 
 def threshold(weights: int) -> float:
     """The log-likelihood ratio that counts as a fault in a run over ``weights`` quantised weights."""
-    return math.log(max(weights, 1) * TESTS_PER_WEIGHT / FALSE_ALARM)
+    return max(math.log(max(weights, 1) * TESTS_PER_WEIGHT / FALSE_ALARM), SMALLEST_THRESHOLD)
 
 
 @dataclass(frozen=True)
