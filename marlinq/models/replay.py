@@ -148,6 +148,8 @@ class _Recorder:
         self.wrap: Callable[[Tensor], Any] = wrap or _unknown
         self.learn_from: Callable[..., Any] | None = None
         self.calls: list[_Call] = []
+        # Blocks share their arguments, so each is looked at once; the original is held to keep its id.
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -204,7 +206,9 @@ class _Recorder:
         if value is self._current:
             return _HIDDEN
         if isinstance(value, Tensor):
-            return self._keep(value)
+            if id(value) not in self._kept:
+                self._kept[id(value)] = (value, self._keep(value))
+            return self._kept[id(value)][1]
         if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
             return value
         if isinstance(value, (tuple, list)):
