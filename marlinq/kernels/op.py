@@ -50,6 +50,8 @@ def _cuda(
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise UnsupportedError(f"w4a16_gemm: x has dtype {x.dtype}; the kernel takes float16 and bfloat16")
     n = words.shape[1] // 2
+    if scales.shape[0] == 1:
+        group_size = -1  # a group as long as K is stored like a single one
     rows = x.reshape(-1, x.shape[-1])
     # The kernel copies 16-byte pieces of rows.
     if rows.stride(1) != 1 or rows.stride(0) % 8 or rows.data_ptr() % 16:
