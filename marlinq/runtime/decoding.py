@@ -15,6 +15,8 @@ from transformers.cache_utils import StaticLayer
 # by rounding only. State that was frozen at capture changes them by tens of percent.
 _REPLAY_TOLERANCE = 0.03
 _PROBE_TOKENS = 4
+# Attention kernels want the rows of their mask aligned.
+_CACHE_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ class Decoder:
             return StepDecision("eager", "too few tokens to be worth a capture")
         # A full-length layer serves sliding windows too: their masks hide what is too far back. The
         # library's own sliding layer counts in a Python integer, which a graph would freeze.
-        layers = [StaticLayer(max_cache_len=self._max_length) for _ in self._cache.layers]
+        length = -(-self._max_length // _CACHE_MULTIPLE) * _CACHE_MULTIPLE
+        layers = [StaticLayer(max_cache_len=length) for _ in self._cache.layers]
         probe = torch.arange(_PROBE_TOKENS, device=self._device).repeat(self._batch, 1)
         expected = self._forward(probe)
         self._cache = Cache(layers=layers)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from marlinq.errors import UnsupportedError
-from marlinq.formats import QuantizedTensor, symmetric_zero, trivial_g_idx
+from marlinq.formats import Grid, QuantizedTensor, symmetric_zero, trivial_g_idx
 from marlinq.formats.marlin import GROUP_SIZES, pack_tiles, permute_scales
 
 PAD_MULTIPLE = 64
@@ -58,7 +58,7 @@ class MarlinOperand:
         return rows * 16, columns // 2
 
 
-def operand_refusal(q: QuantizedTensor) -> str | None:
+def operand_refusal(q: QuantizedTensor | Grid) -> str | None:
     """Why :func:`marlin_operand` would refuse ``q``, or None."""
     if q.bits != 4:
         return f"{q.bits} bits; the kernel multiplies 4-bit weights"
@@ -117,7 +117,7 @@ def marlin_operand(q: QuantizedTensor, dtype: torch.dtype, *, name: str = "weigh
     )
 
 
-def _kernel_group_size(q: QuantizedTensor) -> int | None:
+def _kernel_group_size(q: QuantizedTensor | Grid) -> int | None:
     if q.groups == 1:
         return -1
     return next((size for size in _REFINED_SIZES if q.group_size % size == 0), None)

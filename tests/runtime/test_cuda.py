@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from marlinq.runtime import Decoder, QuantLinear, generate, load
 from tests.models.tiny import tiny_model
@@ -16,10 +17,18 @@ pytestmark = pytest.mark.gpu
 PROMPT = [1, 9, 30, 77]
 
 
+def is_near_tie(model: PreTrainedModel, ids: list[int]) -> bool:
+    """Whether float16 may choose another next token: two logits within 2 % of the largest."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
+    first, second = logits.topk(2).values.tolist()
+    return first - second < 0.02 * float(logits.abs().max())
+
+
 @pytest.mark.parametrize(
     "name", ["llama", "mistral", "qwen2", "gpt2", "gpt_neox", "falcon", "gemma2", "gemma3"]
 )
-def test_greedy_tokens_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
+def test_greedy_tokens_are_those_of_the_cpu_up_to_near_ties(name: str, tmp_path: Path) -> None:
     save_quantized(tmp_path, tiny_model(name), "gptq", random_quantizer(symmetric=False, act_order=True))
     on_cpu = load(tmp_path, device="cpu")
     on_gpu = load(tmp_path, device="cuda", dtype="float16")
@@ -32,7 +41,10 @@ def test_greedy_tokens_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
     expected = generate(on_cpu, PROMPT, max_new_tokens=64)
     found = generate(on_gpu, PROMPT, max_new_tokens=64)
     assert found.step.mode == "cuda-graph", found.step.reason
-    assert found.tokens == expected.tokens
+    if found.tokens != expected.tokens:
+        pairs = zip(found.tokens, expected.tokens, strict=True)
+        place = next(place for place, (mine, theirs) in enumerate(pairs) if mine != theirs)
+        assert is_near_tie(on_cpu.model, [*PROMPT, *expected.tokens[:place]]), place
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
