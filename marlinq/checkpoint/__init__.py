@@ -13,7 +13,7 @@ from marlinq.checkpoint.quantization_config import (
     QuantizationConfig,
     read_quantization_config,
 )
-from marlinq.checkpoint.quantized import QuantizedCheckpoint
+from marlinq.checkpoint.quantized import QuantizedCheckpoint, floating_linears
 from marlinq.checkpoint.reader import MANIFEST, Checkpoint
 from marlinq.checkpoint.writer import DEFAULT_MAX_SHARD_BYTES, CheckpointWriter
 
@@ -29,6 +29,7 @@ __all__ = [
     "TensorPlan",
     "emit_quantization_config",
     "extra_configs",
+    "floating_linears",
     "read_quantization_config",
     "replace_quantization_config",
 ]

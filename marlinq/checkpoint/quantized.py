@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -113,22 +114,24 @@ class QuantizedCheckpoint:
         return {suffix: name for suffix, name in names.items() if name in self.checkpoint.tensors}
 
     def unquantized_linears(self) -> list[str]:
-        """Modules that hold a two-dimensional floating-point weight and are no embedding or norm, and lm_head
-        unless it is quantised: a tied lm_head has no tensor but is a linear all the same."""
-        found = []
-        for name in self.passthrough:
-            module, _, suffix = name.rpartition(".")
-            info = self.checkpoint.tensors[name]
-            last = module.rpartition(".")[2]
-            if (
-                suffix == "weight"
-                and len(info.shape) == 2
-                and not any(mark in last for mark in _EMBEDDING_MARKS)
-            ):
-                found.append(module)
+        """:func:`floating_linears` outside the quantised modules, and lm_head unless it is quantised: a tied
+        lm_head has no tensor but is a linear all the same."""
+        found = floating_linears(self.checkpoint, self.passthrough)
         if not any(name.rpartition(".")[2] in ("lm_head", "embed_out") for name in (*found, *self.modules)):
             found.append("lm_head")
         return found
+
+
+def floating_linears(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
+    """The modules that hold a two-dimensional weight among ``names``, embeddings and norms aside."""
+    found = []
+    for name in names:
+        module, _, suffix = name.rpartition(".")
+        last = module.rpartition(".")[2]
+        matrix = suffix == "weight" and len(checkpoint.tensors[name].shape) == 2
+        if matrix and not any(mark in last for mark in _EMBEDDING_MARKS):
+            found.append(module)
+    return found
 
 
 def _spec(checkpoint: Checkpoint, config: QuantizationConfig, layout: Format, module: str) -> ModuleSpec:
