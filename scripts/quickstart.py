@@ -212,11 +212,12 @@ def call(arguments: list[str], *, echo: bool = True) -> str:
 def print_summary(seconds: float) -> None:
     """The table at the end, from the records of the steps."""
     quality, fast, original = (recorded(name) for name in ("eval", "bench", "bench-original"))
-    inspected = json.loads(call(["inspect", str(MARLIN), "--json"], echo=False))
+    facts = [json.loads(call(["inspect", str(folder), "--json"], echo=False)) for folder in (MODEL, MARLIN)]
     rows = (
         ("", "original", "4-bit Marlin"),
-        ("size on disk", f"{weight_bytes(MODEL) / 1e6:.1f} MB", f"{weight_bytes(MARLIN) / 1e6:.1f} MB"),
-        ("bits a quantised weight", "16", f"{inspected['bits_per_weight']:.3f}"),
+        ("size on disk", *(f"{fact['bytes_on_disk'] / 1e6:.1f} MB" for fact in facts)),
+        ("bits a weight, all", *(f"{fact['model_bits']:.2f}" for fact in facts)),
+        ("bits a quantised weight", "", f"{facts[1]['linear_bits']:.3f}"),
         ("perplexity", f"{quality['against_perplexity']:.3f}", f"{quality['perplexity']:.3f}"),
         ("mean KL from the original", "", f"{quality['kl']:.4f} nats"),
         ("same likeliest token", "", f"{100 * quality['top1_agreement']:.1f} %"),
@@ -237,11 +238,6 @@ def recorded(name: str) -> dict[str, Any]:
     record = json.loads((FOLDER / "records" / f"{name}.json").read_text(encoding="utf-8"))
     report: dict[str, Any] = json.loads(record["output"])
     return report
-
-
-def weight_bytes(folder: Path) -> int:
-    """Bytes of all files of weights."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def say(text: str) -> None:

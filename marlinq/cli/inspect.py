@@ -17,7 +17,7 @@ from marlinq.cli.output import print_report
 def command(checkpoint: Path, modules: bool, as_json: bool) -> None:
     """Say what the quantised checkpoint CKPT holds, its size, and which kernels can run it and why.
 
-    Reads headers and configuration, not the weights.
+    Reads headers, configuration and the small tensors, not the weights.
     """
     from marlinq.inspection import inspect
 
