@@ -25,29 +25,72 @@ def command() -> None:
 @command.command(
     "kernels", short_help="Time matrix multiplications.", context_settings={"show_default": True}
 )
+@click.option("--model", "models", multiple=True, help="Model whose layers to measure; repeatable.")
 @click.option(
-    "--model",
-    "models",
-    multiple=True,
-    default=("llama-3-8b",),
-    help="Model whose layer shapes to measure; repeatable.",
+    "--shape", "shapes", multiple=True, metavar="[NAME=]NxK", help="One more layer to measure; repeatable."
 )
 @click.option(
     "--batch",
     "batches",
     metavar="M,M,...",
     callback=_numbers,
-    default="1,8,16,64,256",
+    default="1,4,8,16,32,64,128,256,512,1024,2048,4096",
     help="Rows of activations to measure.",
 )
+@click.option(
+    "--against",
+    metavar="PEER,PEER,...",
+    default="cublas,humming",
+    help="Peers to measure alongside: cublas, humming, tinygemm; one that is not installed is noted.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(("float16", "bfloat16")),
+    default="float16",
+    help="Type of activations and scales.",
+)
+@click.option(
+    "--group-size",
+    type=click.Choice(("32", "64", "128", "-1")),
+    default="128",
+    help="Channels that share a scale; -1 is all of them.",
+)
+@click.option("--asymmetric", is_flag=True, help="Measure weights with zero points.")
+@click.option("--explain", is_flag=True, help="Give the reason of every kernel decision.")
 @device_option
 @json_option
-def kernels(models: tuple[str, ...], batches: tuple[int, ...], device: str, as_json: bool) -> None:
-    """Time the W4A16 kernel, cuBLAS FP16 and every installed peer on a model's layers, in one process."""
+def kernels(
+    models: tuple[str, ...],
+    shapes: tuple[str, ...],
+    batches: tuple[int, ...],
+    against: str,
+    dtype: str,
+    group_size: str,
+    asymmetric: bool,
+    explain: bool,
+    device: str,
+    as_json: bool,
+) -> None:
+    """Time the W4A16 kernel, cuBLAS FP16 and every installed peer on a model's layers, in one process.
+
+    Models: gemma-2-9b, llama-3-70b, llama-3-8b, mistral-7b, mixtral-8x7b, qwen3-32b, qwen3-8b, smollm2-135m;
+    without --model and --shape, llama-3-8b.
+    """
     from marlinq.benchmarks import bench_kernels
 
     with progress_bar() as progress:
-        report = bench_kernels(models, batches=batches, device=device, progress=progress)
+        report = bench_kernels(
+            models or (() if shapes else ("llama-3-8b",)),
+            batches=batches,
+            device=device,
+            against=[name.strip() for name in against.split(",") if name.strip()],
+            dtype=dtype,
+            group_size=int(group_size),
+            asymmetric=asymmetric,
+            explain=explain,
+            shapes=shapes,
+            progress=progress,
+        )
     print_report(report, as_json=as_json)
 
 

@@ -1,0 +1,218 @@
+"""The report of ``marlinq bench kernels``: cells, means over layers, and cells behind a peer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+OURS = "marlinq"
+_BEHIND = 1.03
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One layer at one batch size.
+
+    Attributes:
+        layer: its name.
+        m: rows of activations.
+        n: output features.
+        k: input features.
+        nbytes: what our product must move at least: words, scales, zero points, activations in and out.
+        floor_seconds: the larger of a cold read of the weight and the operations at the measured peak; None
+            where no GPU measured them.
+        seconds: median time by contender.
+        errors: relative error against float32 arithmetic by contender.
+        reason: the decision that our kernel's variant came from, where asked.
+    """
+
+    layer: str
+    m: int
+    n: int
+    k: int
+    nbytes: int
+    floor_seconds: float | None
+    seconds: dict[str, float]
+    errors: dict[str, float]
+    reason: str | None = None
+
+    @property
+    def best_peer(self) -> str | None:
+        """The fastest contender but ours."""
+        peers = [name for name in self.seconds if name != OURS]
+        return min(peers, key=self.seconds.__getitem__, default=None)
+
+    @property
+    def behind(self) -> float | None:
+        """Our time over the best peer's."""
+        if self.best_peer is None or OURS not in self.seconds:
+            return None
+        return self.seconds[OURS] / self.seconds[self.best_peer]
+
+    def ratio(self, contender: str) -> float | None:
+        """Time over floor of a contender, or of the best peer for ``best peer``."""
+        name = self.best_peer if contender == "best peer" else contender
+        if self.floor_seconds is None or name not in self.seconds:
+            return None
+        return self.seconds[name] / self.floor_seconds
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes a second of ours."""
+        return self.nbytes / self.seconds[OURS] if OURS in self.seconds else None
+
+    @property
+    def rate(self) -> float | None:
+        """Operations a second of ours."""
+        return 2.0 * self.m * self.n * self.k / self.seconds[OURS] if OURS in self.seconds else None
+
+
+@dataclass(frozen=True)
+class KernelBench:
+    """Times of the W4A16 product and its peers, taken in one process.
+
+    Attributes:
+        hardware: processor and versions.
+        dtype: of activations and scales.
+        group_size: channels that share a scale, or -1.
+        asymmetric: whether weights had zero points.
+        contenders: who was timed anywhere, ours first.
+        cold_read_seconds: by layer; empty where no GPU measured it.
+        peak_rate: operations a second of cuBLAS on 8192 x 8192 x 8192, or None.
+        cells: layer by layer, batch by batch.
+        notes: who was left out and why, and how the figures were taken.
+    """
+
+    hardware: str
+    dtype: str
+    group_size: int
+    asymmetric: bool
+    contenders: tuple[str, ...]
+    cold_read_seconds: dict[str, float]
+    peak_rate: float | None
+    cells: tuple[Cell, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """The batch sizes in order."""
+        return tuple(dict.fromkeys(cell.m for cell in self.cells))
+
+    def geometric_means(self) -> dict[str, dict[int, float]]:
+        """Time over floor by contender and batch size, over the layers where the contender was timed."""
+        rows = [*self.contenders, *(["best peer"] if len(self.contenders) > 1 else [])]
+        found = {
+            name: {
+                m: mean
+                for m in self.batches
+                if (mean := _geometric_mean(cell.ratio(name) for cell in self.cells if cell.m == m))
+                is not None
+            }
+            for name in rows
+        }
+        return {name: means for name, means in found.items() if means}
+
+    def behind(self) -> tuple[Cell, ...]:
+        """Cells where ours takes more than 3% longer than the best peer, worst first."""
+        found = [cell for cell in self.cells if cell.behind is not None and cell.behind > _BEHIND]
+        return tuple(sorted(found, key=lambda cell: -(cell.behind or 0.0)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; times in seconds."""
+        return {
+            **asdict(self),
+            "geometric_means": {
+                name: {str(m): mean for m, mean in means.items()}
+                for name, means in self.geometric_means().items()
+            },
+            "behind": [
+                {"layer": cell.layer, "m": cell.m, "peer": cell.best_peer, "ratio": cell.behind}
+                for cell in self.behind()
+            ],
+        }
+
+    def render(self) -> str:
+        """Tables for a terminal."""
+        parts = [self._heading(), self._cells()]
+        means = self.geometric_means()
+        if means:
+            header = ["time / floor, geometric mean", *(f"M={m}" for m in self.batches)]
+            rows = [
+                [name, *(_number(values.get(m), ".2f") for m in self.batches)]
+                for name, values in means.items()
+            ]
+            parts.append(_table([header, *rows]))
+        if len(self.contenders) > 1:
+            parts.append(self._behind())
+        reasons = [[cell.layer, str(cell.m), cell.reason] for cell in self.cells if cell.reason is not None]
+        if reasons:
+            parts.append("decisions\n" + _table([["layer", "M", "reason"], *reasons], left=(0, 2)))
+        parts.append("\n".join([self.hardware, *self.notes]))
+        return "\n\n".join(parts)
+
+    def _heading(self) -> str:
+        kind = "asymmetric" if self.asymmetric else "symmetric"
+        line = f"W4A16 products, {self.dtype} activations, {kind}, group {self.group_size}; times in us"
+        if self.peak_rate is None:
+            return line
+        reads = ", ".join(f"{name} {1e6 * value:.2f}" for name, value in self.cold_read_seconds.items())
+        return f"{line}\npeak {self.peak_rate / 1e12:.0f} TFLOP/s (cuBLAS, 8192^3)\ncold read: {reads}"
+
+    def _cells(self) -> str:
+        header = [
+            "layer",
+            "M",
+            "floor",
+            *self.contenders,
+            "ours/floor",
+            "% of floor",
+            "peer/floor",
+            "ours/peer",
+        ]
+        rows = [
+            [
+                cell.layer,
+                str(cell.m),
+                _number(cell.floor_seconds, ".2f", 1e6),
+                *(_number(cell.seconds.get(name), ".2f", 1e6) for name in self.contenders),
+                _number(cell.ratio(OURS), ".2f"),
+                _number(None if (ratio := cell.ratio(OURS)) is None else 1 / ratio, ".0f", 100),
+                _number(cell.ratio("best peer"), ".2f"),
+                _number(cell.behind, ".2f"),
+                _number(cell.bandwidth, ".0f", 1e-9),
+                _number(cell.rate, ".1f", 1e-12),
+            ]
+            for cell in self.cells
+        ]
+        return _table([[*header, "GB/s", "TFLOP/s"], *rows])
+
+    def _behind(self) -> str:
+        cells = self.behind()
+        if not cells:
+            return "no cell is more than 3% behind the best peer"
+        lines = [f"{cell.layer} M={cell.m}: {cell.behind:.3f} x {cell.best_peer}" for cell in cells]
+        return "\n".join(
+            [f"{len(cells)} of {len(self.cells)} cells more than 3% behind the best peer:", *lines]
+        )
+
+
+def _geometric_mean(values: Iterable[float | None]) -> float | None:
+    logarithms = [math.log(value) for value in values if value is not None]
+    return math.exp(sum(logarithms) / len(logarithms)) if logarithms else None
+
+
+def _number(value: float | None, form: str, factor: float = 1.0) -> str:
+    return "-" if value is None else format(value * factor, form)
+
+
+def _table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            text.ljust(width) if column in left else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
