@@ -91,7 +91,7 @@ def read_quantization_config(folder: Path, config: Mapping[str, Any]) -> Quantiz
     if method is None:
         method = "awq" if "w_bit" in raw or "zero_point" in raw else "gptq"
     readers = {"gptq": _gptq, "marlin": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors}
-    if method not in readers:
+    if not isinstance(method, str) or method not in readers:
         raise UnsupportedError(
             f"{where}: quant_method {method!r} is not supported; marlinq reads {', '.join(sorted(readers))}"
         )
@@ -158,7 +158,7 @@ def _gptq(keys: _Keys) -> QuantizationConfig:
     if raw.get("is_marlin_format") or raw.get("quant_method") == "marlin":
         layout = "marlin"
     names = {"gptq": "gptq", "gptq_v2": "gptq-v2", "marlin": "marlin"}
-    if layout not in names:
+    if not isinstance(layout, str) or layout not in names:
         raise UnsupportedError(
             f"{keys.where}: checkpoint_format {layout!r} is not supported; marlinq reads {', '.join(names)}"
         )

@@ -160,12 +160,22 @@ def _roots(folder: Path) -> tuple[Path, ...]:
     return (real,)
 
 
+def _resolved(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (RuntimeError, OSError):
+        # Python below 3.13 raises RuntimeError for links that form a circle.
+        raise CheckpointError(
+            f"{path}: a symbolic link that can't be followed; replace it by the file"
+        ) from None
+
+
 def _inside(folder: Path, name: str) -> Path:
     """``folder / name`` as an existing regular file that really lies inside the folder."""
     if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise CheckpointError(f"{folder}: refers to the file {name!r}, which is not a plain file name")
     path = folder / name
-    real = path.resolve()
+    real = _resolved(path)
     if not any(root == real.parent or root in real.parents for root in _roots(folder)):
         raise CheckpointError(f"{path}: a symbolic link that leads out of the folder; replace it by the file")
     if not real.is_file():
@@ -246,7 +256,7 @@ def _walk(folder: Path) -> Iterator[str]:
             if name.startswith("."):
                 continue
             path = Path(parent) / name
-            real = path.resolve()
+            real = _resolved(path)
             if not any(root in real.parents for root in roots):
                 raise CheckpointError(
                     f"{path}: a symbolic link that leads out of the folder; replace it by the file"

@@ -1,0 +1,186 @@
+"""quantization_config: what is emitted reads back as the same settings, in every dialect."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from marlinq.checkpoint import (
+    emit_quantization_config,
+    extra_configs,
+    read_quantization_config,
+    replace_quantization_config,
+)
+from marlinq.errors import ConversionRefused
+from marlinq.formats import FORMATS, ModuleSpec
+
+FOLDER = Path("checkpoint")
+INNER = [f"self_attn.{part}_proj" for part in "qkvo"] + [
+    f"mlp.{part}_proj" for part in ("gate", "up", "down")
+]
+NAMES = [f"model.layers.{layer}.{inner}" for layer in (0, 1, 2, 10) for inner in INNER] + ["lm_head"]
+KINDS = {
+    "usual": ModuleSpec(256, 256, 64),
+    "finer": ModuleSpec(256, 256, 32),
+    "channelwise": ModuleSpec(256, 256, -1),
+    "asymmetric": ModuleSpec(256, 256, 64, symmetric=False),
+    "eight": ModuleSpec(256, 256, 64, bits=8),
+    "one group": ModuleSpec(64, 256, -1),
+}
+
+
+def read(config: dict[str, Any]) -> Any:
+    found = read_quantization_config(FOLDER, {"quantization_config": json.loads(json.dumps(config))})
+    assert found is not None
+    return found
+
+
+@st.composite
+def mixtures(draw: st.DrawFn) -> tuple[dict[str, ModuleSpec], list[str]]:
+    kinds = draw(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=3, unique=True))
+    choices = [draw(st.sampled_from([*kinds, kinds[0], kinds[0], None])) for _ in NAMES]
+    modules = {name: KINDS[kind] for name, kind in zip(NAMES, choices, strict=True) if kind is not None}
+    return modules, [name for name in NAMES if name not in modules]
+
+
+@pytest.mark.parametrize("layout", ["gptq", "gptq-v2", "marlin", "compressed-tensors"])
+@settings(max_examples=60, deadline=None)
+@given(mixture=mixtures())
+def test_mixed_settings_and_skips_read_back(
+    layout: str, mixture: tuple[dict[str, ModuleSpec], list[str]]
+) -> None:
+    modules, unquantized = mixture
+    if not modules:
+        with pytest.raises(ConversionRefused, match="no module is quantised"):
+            emit_quantization_config(layout, modules, unquantized)
+        return
+    found = read(emit_quantization_config(layout, modules, unquantized))
+    assert found.format == layout
+    for name, spec in modules.items():
+        said = found.settings(name)
+        assert said is not None, name
+        # One group of K channels may be written as -1 or as K.
+        size = -1 if said.group_size == spec.in_features else said.group_size
+        assert (said.bits, size, said.symmetric) == (spec.bits, spec.group_size, spec.symmetric), name
+        assert not said.desc_act
+    for name in unquantized:
+        # GPTQ loaders leave what is outside the blocks alone unless lm_head is true.
+        if name != "lm_head" or layout == "compressed-tensors":
+            assert found.settings(name) is None, name
+
+
+@given(skipped=st.lists(st.sampled_from(NAMES[:-1]), max_size=20, unique=True))
+@settings(max_examples=40, deadline=None)
+def test_awq_reads_back(skipped: list[str]) -> None:
+    modules = {name: KINDS["usual"] for name in NAMES[:-1] if name not in skipped}
+    if not modules:
+        return
+    found = read(emit_quantization_config("awq", modules, [*skipped, "lm_head"]))
+    assert all(found.settings(name).group_size == 64 for name in modules)
+    assert all(found.settings(name) is None for name in [*skipped, "lm_head"])
+
+
+def test_awq_refuses_what_its_config_cannot_say() -> None:
+    with pytest.raises(ConversionRefused, match=r"group sizes \[32, 64\]"):
+        emit_quantization_config("awq", {"a.0.x": KINDS["usual"], "a.0.y": KINDS["finer"]}, [])
+    with pytest.raises(ConversionRefused, match=r"mlp\.gate is not quantised and .*mlp\.gate_proj is"):
+        emit_quantization_config("awq", {"l.0.mlp.gate_proj": KINDS["usual"]}, ["l.0.mlp.gate"])
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+def test_a_single_group_of_the_usual_size_is_no_exception(layout: str) -> None:
+    modules = {"l.0.a": KINDS["usual"], "l.0.b": KINDS["one group"]}
+    config = emit_quantization_config(layout, modules, [])
+    assert "dynamic" not in config
+    assert len(config.get("config_groups", "1")) == 1
+    assert read(config).settings("l.0.b").group_size == 64
+
+
+def test_the_keys_that_loaders_need() -> None:
+    modules, unquantized = dict.fromkeys(NAMES[:-1], KINDS["usual"]), ["lm_head"]
+    for layout, stored in (("gptq", "gptq"), ("gptq-v2", "gptq_v2"), ("marlin", "marlin")):
+        config = emit_quantization_config(layout, modules, unquantized)
+        assert config["quant_method"] == "gptq"
+        assert (config["bits"], config["group_size"], config["sym"]) == (4, 64, True)
+        assert config["desc_act"] is False
+        assert config["checkpoint_format"] == stored
+        assert config["lm_head"] is False
+        assert extra_configs(layout, config) == {"quantize_config.json": config}
+    awq = emit_quantization_config("awq", modules, unquantized)
+    assert (awq["quant_method"], awq["version"], awq["zero_point"]) == ("awq", "gemm", True)
+    ct = emit_quantization_config("compressed-tensors", modules, unquantized)
+    assert (ct["format"], ct["quantization_status"], ct["ignore"]) == (
+        "pack-quantized",
+        "compressed",
+        ["lm_head"],
+    )
+    allowed = {"num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "actorder"}
+    assert all(set(group["weights"]) <= allowed for group in ct["config_groups"].values())
+    assert extra_configs("compressed-tensors", ct) == {}
+
+
+def test_activation_order_is_said() -> None:
+    modules = {"l.0.a": ModuleSpec(256, 256, 64, act_order=True), "l.0.b": KINDS["finer"]}
+    config = emit_quantization_config("gptq", modules, [])
+    assert config["desc_act"] is True
+    assert read(config).settings("l.0.a").desc_act
+    assert read(config).settings("l.0.b").desc_act
+
+
+def test_rules_match_the_fused_names_of_whole_sets_only() -> None:
+    modules = dict.fromkeys(NAMES[:-1], KINDS["usual"])
+    for name in list(modules):
+        if name.startswith("model.layers.1.") and "self_attn" in name:
+            modules[name] = KINDS["finer"]
+    rules = emit_quantization_config("gptq", modules, ["lm_head"])["dynamic"]
+    (pattern,) = (re.compile(rule[2:]) for rule in rules)
+    assert pattern.match("model.layers.1.self_attn.qkv_proj")
+    assert not pattern.match("model.layers.10.self_attn.qkv_proj")
+    assert not pattern.match("model.layers.1.mlp.gate_up_proj")
+    del modules["model.layers.1.self_attn.k_proj"]
+    rules = emit_quantization_config("gptq", modules, ["model.layers.1.self_attn.k_proj"])["dynamic"]
+    assert not any(re.match(rule[2:], "model.layers.1.self_attn.qkv_proj") for rule in rules)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quantization_config": {"old": 1}},
+        {"compression_config": {"old": 1}},
+        {"text_config": {"hidden_size": 4, "quantization_config": {"old": 1}}},
+        {},
+    ],
+)
+def test_the_old_config_is_replaced_wherever_it_stood(config: dict[str, Any]) -> None:
+    before = json.dumps(config)
+    result = replace_quantization_config({"model_type": "x", **config}, {"new": 2})
+    assert result["quantization_config"] == {"new": 2}
+    assert "old" not in json.dumps(result)
+    assert result["model_type"] == "x"
+    assert result.get("text_config", {"hidden_size": 4}) == {"hidden_size": 4}
+    assert json.dumps(config) == before
+
+
+@pytest.mark.parametrize("place", ["top", "compression", "text", "quantize_config.json", "quant_config.json"])
+def test_a_config_is_found_where_peers_put_it(tmp_path: Path, place: str) -> None:
+    raw = {"w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM", "quant_method": "awq"}
+    config: dict[str, Any] = {}
+    if place == "top":
+        config = {"quantization_config": raw}
+    elif place == "compression":
+        config = {"compression_config": raw}
+    elif place == "text":
+        config = {"text_config": {"quantization_config": raw}}
+    else:
+        del raw["quant_method"]
+        (tmp_path / place).write_text(json.dumps(raw))
+    found = read_quantization_config(tmp_path, config)
+    assert found is not None
+    assert found.format == "awq"
+    assert found.settings("x").group_size == 64  # type: ignore[union-attr]
