@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from marlinq.benchmarks import Cell, KernelBench, bench_kernels
-from marlinq.benchmarks.peers import PEERS, Marlinq, Weight, _pack_rows, random_weight
+from marlinq.benchmarks import Cell, KernelBench, bench_kernels, kernels
+from marlinq.benchmarks.peers import PEERS, Marlinq, Run, Weight, _pack_rows, random_weight
 from marlinq.benchmarks.shapes import MODELS, Layer, layers_of
 from marlinq.errors import UsageError
 from marlinq.kernels import ARCHITECTURES, GROUP_SIZES, compile_kernel
@@ -197,3 +197,53 @@ def test_gpu_measures_everything_that_runs(dtype: str) -> None:
         assert each.errors["marlinq"] < (1e-3 if dtype == "float16" else 5e-3)
         assert each.reason is not None
         assert "us" in each.reason
+
+
+class Faulty:
+    """A contender that is wrong, or fails, in a chosen way."""
+
+    def __init__(self, name: str, fault: str) -> None:
+        self.name, self.fault = name, fault
+
+    def unavailable(self, dtype: torch.dtype, group_size: int, asymmetric: bool) -> str | None:
+        return "no such hardware" if self.fault == "unavailable" else None
+
+    def nbytes(self, weight: Weight) -> int:
+        return weight.nbytes
+
+    def prepare(self, weight: Weight, copies: int) -> Run:
+        if self.fault == "prepare":
+            raise KeyError("lost")
+        dense = weight.dense() * (1.01 if self.fault == "wrong" else 1.0)
+
+        def run(copy: int, x: torch.Tensor) -> torch.Tensor:
+            if self.fault == "run":
+                raise RuntimeError("no kernel\nfor this")
+            out = (x.float() @ dense).to(x.dtype)
+            return out[:, 1:] if self.fault == "shape" else out
+
+        return run
+
+
+def test_faulty_peers_are_reported_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = ("wrong", "shape", "run", "prepare", "unavailable", "none")
+    monkeypatch.setattr(kernels, "PEERS", {fault: Faulty(fault, fault) for fault in faults})
+    # Everything that needs a GPU but the flow itself.
+    monkeypatch.setattr(kernels, "precompile", lambda problems, index: 0)
+    monkeypatch.setattr(kernels, "peak_rate", lambda device, dtype: 1e12)
+    monkeypatch.setattr(kernels, "cold_read_seconds", lambda words, scales: 1e-6)
+    monkeypatch.setattr(kernels, "copies_for", lambda size, device: 2)
+    monkeypatch.setattr(kernels, "capture", lambda launch, launches: launch(launches - 1))
+    monkeypatch.setattr(kernels, "time_in_turn", lambda graphs, expected: dict.fromkeys(graphs, 2 * expected))
+    setting = kernels._Setting(CPU, torch.float16, 64, True, explain=False)
+    found = kernels._on_gpu(setting, (Layer("l", 64, 128),), (1, 20), faults, "float16", None)
+    assert found.contenders == ("marlinq", "none")
+    assert [each.floor_seconds for each in found.cells] == [1e-6, 1e-6]
+    assert [each.ratio("none") for each in found.cells] == pytest.approx([3, 3])
+    text = found.render()
+    assert "unavailable was left out: no such hardware" in text
+    assert "wrong is wrong on l M=20: relative error 0.01, at most 4e-03 expected; not timed" in text
+    assert "shape is wrong on l M=1: relative error inf" in text
+    assert "run failed on l M=1: RuntimeError: no kernel\n" in text
+    assert "prepare could not prepare l: KeyError: 'lost'" in text
+    assert "no cell is more than 3% behind" in text
