@@ -88,7 +88,9 @@ def main() -> int:
         if reason is not None:
             print(f"{contender.name} was left out: {reason}", file=sys.stderr)
             continue
-        runs[contender.name] = [contender.prepare(weight, arguments.layers) for weight in weights]
+        runs[contender.name] = [
+            contender.prepare(weight, arguments.layers, arguments.batch) for weight in weights
+        ]
     found = []
     for batch in arguments.batch:
         found += _measure(runs, layers, batch, arguments.layers, layer_bytes, device)

@@ -157,7 +157,7 @@ def _on_gpu(
         # Zero points are read like more scales.
         scales = weight.scales if weight.zeros is None else torch.cat((weight.scales, weight.zeros))
         cold[layer.name] = cold_read_seconds(weight.words, scales)
-        runs = _prepare(contenders, weight, notes)
+        runs = _prepare(contenders, weight, batches, notes)
         dense = weight.dense()
         x = torch.randn(max(batches), layer.k, dtype=setting.dtype, device=setting.device)
         for m in batches:
@@ -181,12 +181,14 @@ def _on_gpu(
     )
 
 
-def _prepare(contenders: list[Contender], weight: Weight, notes: list[str]) -> dict[str, tuple[Run, int]]:
+def _prepare(
+    contenders: list[Contender], weight: Weight, batches: Sequence[int], notes: list[str]
+) -> dict[str, tuple[Run, int]]:
     runs: dict[str, tuple[Run, int]] = {}
     for contender in contenders:
         copies = copies_for(contender.nbytes(weight), weight.words.device)
         try:
-            runs[contender.name] = contender.prepare(weight, copies), copies
+            runs[contender.name] = contender.prepare(weight, copies, batches), copies
         except Exception as error:
             # A peer may fail in any way of its own; the report says how.
             if contender.name == OURS:

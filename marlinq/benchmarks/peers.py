@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -92,8 +93,8 @@ class Contender(Protocol):
         """Bytes it reads of one copy of the weight."""
         ...
 
-    def prepare(self, weight: Weight, copies: int) -> Run:
-        """Pack ``copies`` copies of the weight."""
+    def prepare(self, weight: Weight, copies: int, batches: Sequence[int]) -> Run:
+        """Pack ``copies`` copies of the weight, to be run at ``batches`` rows."""
         ...
 
 
@@ -108,7 +109,7 @@ class Marlinq:
     def nbytes(self, weight: Weight) -> int:
         return weight.nbytes
 
-    def prepare(self, weight: Weight, copies: int) -> Run:
+    def prepare(self, weight: Weight, copies: int, batches: Sequence[int]) -> Run:
         operands = [
             (
                 weight.words.clone(),
@@ -132,7 +133,7 @@ class Cublas:
     def nbytes(self, weight: Weight) -> int:
         return 2 * weight.layer.n * weight.layer.k
 
-    def prepare(self, weight: Weight, copies: int) -> Run:
+    def prepare(self, weight: Weight, copies: int, batches: Sequence[int]) -> Run:
         dense = weight.dense().to(weight.scales.dtype).t().contiguous()
         weights = [dense, *(dense.clone() for _ in range(copies - 1))]
         return lambda copy, x: torch.mm(x, weights[copy].t())
@@ -151,9 +152,10 @@ class Humming:
     def nbytes(self, weight: Weight) -> int:
         return weight.nbytes
 
-    def prepare(self, weight: Weight, copies: int) -> Run:
+    def prepare(self, weight: Weight, copies: int, batches: Sequence[int]) -> Run:
         from humming.forward import humming_forward
         from humming.layer import HummingLayer
+        from humming.tune import get_heuristics_config
 
         config = {
             "dtype": "uint4",
@@ -180,9 +182,15 @@ class Humming:
         # Its stream-K locks can't be shared by launches that overlap, so each copy has its own.
         operands = [{name: value.detach().clone() for name, value in packed.items()} for _ in range(copies)]
         humming_config = layer.humming_config
+        # Its default is one variant an interval (first, last] of M, all compiled at the first call: about ninety.
+        # Only those that will run are kept, and the one of M = 1, which its launcher asks for.
+        intervals = get_heuristics_config(humming_config, device=weight.words.device)
+        needed = {1, *batches}
+        used = [entry for entry in intervals if any(entry[0] < m <= entry[1] for m in needed)]
+        tuning = json.dumps(used)
 
         def run(copy: int, x: Tensor) -> Tensor:
-            result: Tensor = humming_forward(humming_config, inputs=x, **operands[copy])
+            result: Tensor = humming_forward(humming_config, inputs=x, tuning_config=tuning, **operands[copy])
             return result
 
         return run
@@ -201,7 +209,7 @@ class Tinygemm:
     def nbytes(self, weight: Weight) -> int:
         return weight.nbytes + weight.scales.nbytes
 
-    def prepare(self, weight: Weight, copies: int) -> Run:
+    def prepare(self, weight: Weight, copies: int, batches: Sequence[int]) -> Run:
         codes = weight.codes().t().contiguous()
         pairs = codes[:, ::2] << 4 | codes[:, 1::2]
         packed = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)

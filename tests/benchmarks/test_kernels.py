@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def test_contenders_agree(dtype: torch.dtype, tolerance: float) -> None:
     x = torch.randn(5, 256).to(dtype)
     expected = x.float() @ weight.dense()
     for contender in (Marlinq(), PEERS["cublas"]):
-        run = contender.prepare(weight, 2)
+        run = contender.prepare(weight, 2, [5])
         for copy in range(2):
             found = run(copy, x)
             assert (found.float() - expected).norm() / expected.norm() < tolerance
@@ -211,7 +212,7 @@ class Faulty:
     def nbytes(self, weight: Weight) -> int:
         return weight.nbytes
 
-    def prepare(self, weight: Weight, copies: int) -> Run:
+    def prepare(self, weight: Weight, copies: int, batches: Sequence[int]) -> Run:
         if self.fault == "prepare":
             raise KeyError("lost")
         dense = weight.dense() * (1.01 if self.fault == "wrong" else 1.0)
