@@ -16,14 +16,22 @@ import torch
 import transformers
 
 from marlinq import __version__
-from marlinq.calibration import make_batches
+from marlinq.calibration import Document, make_batches
 from marlinq.checkpoint import DEFAULT_MAX_SHARD_BYTES, Checkpoint, CheckpointWriter
 from marlinq.errors import EnvironmentProblem, UsageError
 from marlinq.models import BlockLoader, build_structure
 from marlinq.pipeline.blocks import BlockQuantizer, module_reports
 from marlinq.pipeline.planning import OutputPlan, PlannedModule, plan_output
 from marlinq.pipeline.report import QuantizeReport
-from marlinq.pipeline.text import Progress, calibration_documents, forget_written_text
+from marlinq.pipeline.text import (
+    Progress,
+    check_room,
+    forget_written_text,
+    longest,
+    note_text,
+    text_by_the_model,
+    text_from_outside,
+)
 from marlinq.quantization.recipe import Recipe
 
 # Places of a batch, padding included: enough to keep the device busy, little enough for its memory.
@@ -78,6 +86,17 @@ def quantize(
     if where.type == "cuda":
         torch.cuda.reset_peak_memory_stats(where)
     environment = _environment(where, dtype)
+    # All that can be wrong with the text is found before the output folder is begun.
+    loader = BlockLoader(structure, checkpoint, device=where, dtype=dtype)
+    config = structure.model.config
+    max_length = longest(config, recipe)
+    documents: list[Document] | None = None
+    if recipe.calibration != "self":
+        documents = text_from_outside(
+            checkpoint, config, recipe, max_length=max_length, trust_remote_code=trust_remote_code
+        )
+    elif not resume:
+        check_room(loader)
     writer = CheckpointWriter(
         Path(out),
         plan.tensors,
@@ -89,10 +108,9 @@ def quantize(
         resumed = sum(1 for members in by_block if _all_written(plan, members, writer))
         _copy(checkpoint, plan, writer, tell)
         if resumed < len(by_block):
-            loader = BlockLoader(structure, checkpoint, device=where, dtype=dtype)
-            documents = calibration_documents(
-                checkpoint, loader, writer, recipe, trust_remote_code=trust_remote_code, progress=tell
-            )
+            if documents is None:
+                documents = text_by_the_model(loader, writer, recipe, max_length=max_length, progress=tell)
+            note_text(writer, recipe, documents)
             batches = make_batches(
                 documents, token_budget=_TOKEN_BUDGET[where.type], pad=not structure.routed
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
@@ -28,40 +28,38 @@ Progress = Callable[[str, int, int], None]
 _WRITTEN_TEXT = "calibration.json"
 
 
-def calibration_documents(
-    checkpoint: Checkpoint,
-    loader: BlockLoader,
-    writer: CheckpointWriter,
-    recipe: Recipe,
-    *,
-    trust_remote_code: bool,
-    progress: Progress,
+def longest(config: Any, recipe: Recipe) -> int:
+    """Tokens that a document may have: the recipe's, but no more than the model has positions."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is None or positions >= recipe.max_length:
+        return recipe.max_length
+    warnings.warn(
+        f"calibration: max_length {recipe.max_length} is cut to the model's {positions} positions",
+        stacklevel=3,
+    )
+    return int(positions)
+
+
+def text_from_outside(
+    checkpoint: Checkpoint, config: Any, recipe: Recipe, *, max_length: int, trust_remote_code: bool
 ) -> list[Document]:
-    """The documents that the recipe asks for; their identity is noted in the writer's journal.
+    """The documents of a file or dataset."""
+    return read_documents(
+        recipe.calibration,
+        tokenizer=lambda: load_tokenizer(checkpoint.path, trust_remote_code=trust_remote_code),
+        samples=recipe.samples,
+        max_length=max_length,
+        seed=recipe.seed,
+        vocabulary=config.get_text_config().vocab_size,
+    )
+
+
+def note_text(writer: CheckpointWriter, recipe: Recipe, documents: Sequence[Document]) -> None:
+    """Notes the identity of the text in the writer's journal.
 
     Raises:
-        OutputError: a resumed run got other text than the interrupted one.
-        EnvironmentProblem: the model is to write the text, and does not fit the device as a whole.
+        OutputError: the run is resumed, and the interrupted one had other text.
     """
-    config = loader.structure.model.config.get_text_config()
-    max_length = recipe.max_length
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and positions < max_length:
-        warnings.warn(
-            f"calibration: max_length {max_length} is cut to the model's {positions} positions", stacklevel=3
-        )
-        max_length = positions
-    if recipe.calibration == "self":
-        documents = _written_by_the_model(loader, writer, recipe, max_length, progress)
-    else:
-        documents = read_documents(
-            recipe.calibration,
-            tokenizer=lambda: load_tokenizer(checkpoint.path, trust_remote_code=trust_remote_code),
-            samples=recipe.samples,
-            max_length=max_length,
-            seed=recipe.seed,
-            vocabulary=config.vocab_size,
-        )
     identity = {
         "source": recipe.calibration,
         "documents": len(documents),
@@ -76,16 +74,15 @@ def calibration_documents(
             f"{writer.partial}: the interrupted run calibrated on {noted['tokens']} tokens, "
             f"{noted['source']} now gives {identity['tokens']}; restore it, or remove the folder"
         )
-    return documents
 
 
-def _written_by_the_model(
-    loader: BlockLoader, writer: CheckpointWriter, recipe: Recipe, max_length: int, progress: Progress
+def text_by_the_model(
+    loader: BlockLoader, writer: CheckpointWriter, recipe: Recipe, *, max_length: int, progress: Progress
 ) -> list[Document]:
+    """The documents that the model writes, or wrote in the interrupted run that this one resumes."""
     kept = writer.partial / _WRITTEN_TEXT
     if kept.exists():
         return [Document(tuple(tokens)) for tokens in json.loads(kept.read_text(encoding="utf-8"))]
-    _check_room(loader)
     model = loader.whole_model()
     try:
         documents = generate_documents(
@@ -111,8 +108,13 @@ def forget_written_text(writer: CheckpointWriter) -> None:
     (writer.partial / _WRITTEN_TEXT).unlink(missing_ok=True)
 
 
-def _check_room(loader: BlockLoader) -> None:
-    model: Any = loader.structure.model
+def check_room(loader: BlockLoader) -> None:
+    """Makes sure that the whole model fits on the device, so that it can write text.
+
+    Raises:
+        EnvironmentProblem: it does not.
+    """
+    model = loader.structure.model
     needed = sum(parameter.numel() for parameter in model.parameters()) * loader.dtype.itemsize
     if loader.device.type == "cuda":
         free = torch.cuda.mem_get_info(loader.device)[0]

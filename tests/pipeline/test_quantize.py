@@ -351,6 +351,17 @@ def test_what_can_not_be_quantised_is_refused(tmp_path: Path) -> None:
         run(source, tmp_path / "out")
 
 
+def test_wrong_calibration_text_leaves_no_folder_behind(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    with pytest.raises(UsageError, match="absent.txt: no such file"):
+        run(source, tmp_path / "out", calibration=str(tmp_path / "absent.txt"))
+    text = tmp_path / "text.txt"
+    text.write_text("a document of some length")
+    with pytest.raises(CheckpointError, match="no usable tokenizer"):
+        run(source, tmp_path / "out", calibration=str(text))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "text.txt"]
+
+
 def test_devices_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save_tiny("llama", tmp_path / "model")
     with pytest.raises(UsageError, match="expected auto, cpu, cuda"):
