@@ -182,7 +182,7 @@ class Humming:
         # Its stream-K locks can't be shared by launches that overlap, so each copy has its own.
         operands = [{name: value.detach().clone() for name, value in packed.items()} for _ in range(copies)]
         humming_config = layer.humming_config
-        # Its default is one variant an interval (first, last] of M, all compiled at the first call: about ninety.
+        # By default about ninety variants, one an interval (first, last] of M, compile at the first call.
         # Only those that will run are kept, and the one of M = 1, which its launcher asks for.
         intervals = get_heuristics_config(humming_config, device=weight.words.device)
         needed = {1, *batches}
