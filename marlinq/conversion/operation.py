@@ -6,8 +6,14 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from marlinq import __version__
 from marlinq.checkpoint import (
@@ -23,9 +29,10 @@ from marlinq.checkpoint.reader import read_json
 from marlinq.conversion.plan import ConversionPlan, Progress, plan_conversion
 from marlinq.conversion.report import ConversionReport
 from marlinq.errors import OutputError, UnsupportedError, UsageError
-from marlinq.formats import FORMATS, transcode
+from marlinq.formats import FORMATS, Format, transcode
 
 _COMMIT_BYTES = 1 << 30
+_WORKERS = 4
 
 
 def convert(
@@ -60,14 +67,35 @@ def convert(
         UsageError: the formats named don't fit the source or each other.
         OutputError: ``out`` exists or can't be written.
     """
+    with _one_torch_thread():
+        return _convert(
+            _open(source, source_format, target_format, strict_marlin),
+            Path(out),
+            FORMATS[target_format],
+            strict_marlin=strict_marlin,
+            skip_unsupported=skip_unsupported,
+            max_shard_size=max_shard_size,
+            progress=progress,
+        )
+
+
+def _convert(
+    quantized: QuantizedCheckpoint,
+    out: Path,
+    target: Format,
+    *,
+    strict_marlin: bool,
+    skip_unsupported: bool,
+    max_shard_size: int,
+    progress: Progress | None,
+) -> ConversionReport:
     started = time.monotonic()
-    quantized = _open(source, source_format, target_format, strict_marlin)
-    checkpoint, out = quantized.checkpoint, Path(out)
+    checkpoint = quantized.checkpoint
     if out.exists():
         raise OutputError(f"{out}: already exists; choose another output folder or remove it")
     plan = plan_conversion(
         quantized,
-        FORMATS[target_format],
+        target,
         strict_marlin=strict_marlin,
         skip_unsupported=skip_unsupported,
         progress=progress,
@@ -79,18 +107,18 @@ def convert(
         out, plan.tensors, fingerprint=fingerprint, max_shard_bytes=max_shard_size, resume=True
     ) as writer:
         resumed = len(writer.written)
-        _write(plan, writer, progress)
+        _write(plan, writer, min(_COMMIT_BYTES, 2 * max_shard_size), progress)
         writer.finish(
             config=replace_quantization_config(checkpoint.config, plan.quantization_config),
             manifest=manifest,
             side_files_from=checkpoint,
-            extra_json=extra_configs(target_format, plan.quantization_config),
+            extra_json=extra_configs(target.name, plan.quantization_config),
         )
     return ConversionReport(
         source=str(checkpoint.path),
         out=str(out),
         source_format=quantized.format.name,
-        target_format=target_format,
+        target_format=target.name,
         converted=len(plan.modules),
         skipped=plan.skipped,
         carried=len(quantized.passthrough),
@@ -145,39 +173,87 @@ def _manifest(plan: ConversionPlan, strict_marlin: bool, skip_unsupported: bool)
     }
 
 
-def _write(plan: ConversionPlan, writer: CheckpointWriter, progress: Progress | None) -> None:
-    source, checkpoint = plan.source, plan.source.checkpoint
-    written = writer.written
-    carried = set(source.passthrough)
-    uncommitted = done = 0
-    for name, info in checkpoint.tensors.items():
+@dataclass(frozen=True)
+class _Job:
+    """One module, or one tensor that is carried: what a thread reads, converts and writes at a time."""
+
+    name: str
+    module: bool
+    nbytes: int
+
+
+def _write(plan: ConversionPlan, writer: CheckpointWriter, max_bytes: int, progress: Progress | None) -> None:
+    done, modules = 0, len(plan.source.modules)
+    with ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1)) as pool:
+        for batch in _batches(_jobs(plan, writer.written), max_bytes):
+            for job in pool.map(lambda job: _run(plan, writer, job), batch):
+                done += job.module
+                if progress is not None:
+                    progress("converting", done, modules)
+            writer.commit()
+    if progress is not None:
+        progress("converting", modules, modules)
+
+
+def _jobs(plan: ConversionPlan, written: set[str]) -> Iterator[_Job]:
+    """What is not written yet, in the order of the source, so that its shards are read in one pass."""
+    source, carried = plan.source, set(plan.source.passthrough)
+    for name, info in source.checkpoint.tensors.items():
         module, _, suffix = name.rpartition(".")
         if name in carried:
             if name not in written:
-                writer.write(name, checkpoint.tensor(name))
-        elif suffix == source.format.key:
-            _write_module(plan, writer, module, written)
-            done += 1
-            if progress is not None:
-                progress("converting", done, len(source.modules))
-        uncommitted += info.nbytes
-        if uncommitted >= _COMMIT_BYTES:
-            writer.commit()
-            uncommitted = 0
+                yield _Job(name, False, info.nbytes)
+        elif suffix == source.format.key and not written.issuperset(_output_names(plan, module)):
+            spec = source.modules[module]
+            kept = module in plan.modules
+            size = info.nbytes if kept else spec.in_features * spec.out_features * plan.weight_dtype.itemsize
+            yield _Job(module, True, info.nbytes + size)
 
 
-def _write_module(plan: ConversionPlan, writer: CheckpointWriter, module: str, written: set[str]) -> None:
-    source, target = plan.source, plan.target
+def _batches(jobs: Iterable[_Job], max_bytes: int) -> Iterator[list[_Job]]:
+    """Jobs that may all be in memory at once: at most ``max_bytes``, or a single job."""
+    batch: list[_Job] = []
+    total = 0
+    for job in jobs:
+        if batch and total + job.nbytes > max_bytes:
+            yield batch
+            batch, total = [], 0
+        batch.append(job)
+        total += job.nbytes
+    if batch:
+        yield batch
+
+
+def _output_names(plan: ConversionPlan, module: str) -> list[str]:
     spec = plan.modules.get(module)
+    return [f"{module}.{suffix}" for suffix in plan.target.expected(spec)] if spec else [f"{module}.weight"]
+
+
+def _run(plan: ConversionPlan, writer: CheckpointWriter, job: _Job) -> _Job:
+    source, target = plan.source, plan.target
+    if not job.module:
+        writer.write(job.name, source.checkpoint.tensor(job.name))
+        return job
+    spec = plan.modules.get(job.name)
     if spec is None:
-        if f"{module}.weight" not in written:
-            weight = source.load(module).dequantize(plan.weight_dtype)
-            writer.write(f"{module}.weight", weight.t() if plan.transposed else weight)
-        return
-    if all(f"{module}.{suffix}" in written for suffix in target.expected(spec)):
-        return
-    grid = source.load_grid(module)
+        weight = source.load(job.name).dequantize(plan.weight_dtype)
+        writer.write(f"{job.name}.weight", weight.t() if plan.transposed else weight)
+        return job
+    grid = source.load_grid(job.name)
     for suffix, tensor in target.pack_grid(grid, spec.scale_dtype, spec.symmetric).items():
-        writer.write(f"{module}.{suffix}", tensor)
-    words = source.checkpoint.tensor(f"{module}.{source.format.key}")
-    writer.write(f"{module}.{target.key}", transcode(words, spec, source.format, target))
+        writer.write(f"{job.name}.{suffix}", tensor)
+    words = source.checkpoint.tensor(f"{job.name}.{source.format.key}")
+    writer.write(f"{job.name}.{target.key}", transcode(words, spec, source.format, target))
+    return job
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """The pool's threads do whole modules each, and the slabs are too small to share: threads within a
+    module only fight over the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,7 +1,7 @@
 """Which kernels can run a quantised linear, and why not: every such decision is made here.
 
-The rules are those of docs/formats.md's loaders: the original Marlin kernel, vLLM 0.33's Marlin, Machete and
-ExLlama with the checks that vLLM makes before it picks one, and marlinq's own kernel.
+Judged are the original Marlin kernel (IST-DASLab), vLLM 0.33's Marlin, Machete and ExLlama together with the
+checks that vLLM makes before it picks one, and marlinq's own kernel.
 """
 
 from __future__ import annotations
