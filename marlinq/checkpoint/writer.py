@@ -104,7 +104,10 @@ class CheckpointWriter:
         return set(self._hashes)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Put ``tensor`` into its planned place; it counts as written after the next :meth:`commit`."""
+        """Put ``tensor`` into its planned place; it counts as written after the next :meth:`commit`.
+
+        Several threads may write at once, but not while one commits.
+        """
         info = self.tensors.get(name)
         if info is None or tuple(tensor.shape) != info.shape or tensor.dtype != info.dtype:
             found = f"{tensor.dtype} {list(tensor.shape)}"
