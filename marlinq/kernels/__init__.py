@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from marlinq.kernels.compiler import ARCHITECTURES, cache_folder, compile_kernel
-from marlinq.kernels.decision import GROUP_SIZES, Device, KernelDecision, Problem, StreamConfig, decide
-from marlinq.kernels.launch import dependent_launches, precompile
+from marlinq.kernels.decision import KERNELS, KernelDecision, decide, forced_kernel
+from marlinq.kernels.launch import dependent_launches, device_numbers, precompile
 from marlinq.kernels.op import w4a16_gemm
+from marlinq.kernels.problem import GROUP_SIZES, Device, Problem
 from marlinq.kernels.reference import dequantize_operands, reference_gemm
 
 
@@ -19,25 +20,25 @@ def explain(
         return KernelDecision(
             "reference", f"device {device.type} has no CUDA kernels; torch arithmetic runs instead"
         )
-    from marlinq.kernels.launch import device_numbers
-
-    index = torch.cuda.current_device() if device.index is None else device.index
+    # A plain "cuda" has no index, whatever the annotation says.
+    index = torch.cuda.current_device() if device.index is None else device.index  # type: ignore[redundant-expr]
     return decide(Problem(m, n, k, group_size, asymmetric, dtype == torch.bfloat16), device_numbers(index))
 
 
 __all__ = [
     "ARCHITECTURES",
     "GROUP_SIZES",
+    "KERNELS",
     "Device",
     "KernelDecision",
     "Problem",
-    "StreamConfig",
     "cache_folder",
     "compile_kernel",
     "decide",
     "dependent_launches",
     "dequantize_operands",
     "explain",
+    "forced_kernel",
     "precompile",
     "reference_gemm",
     "w4a16_gemm",

@@ -1,7 +1,8 @@
 """Run-time compilation: CUDA C++ to a cubin through NVRTC, kept in a cache on disk.
 
-The cache key is the content of everything that decides the result: sources, options, architecture and the NVRTC
-version. An entry is built under a temporary name and renamed, so any number of processes can share the folder.
+The cache key is the content of everything that decides the result: sources, options, architecture and the
+NVRTC version. An entry is built under a temporary name and renamed, so any number of processes can share the
+folder.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from marlinq.errors import EnvironmentProblem
 
@@ -34,7 +36,7 @@ class CompiledKernel:
 
 
 def cache_folder() -> Path:
-    """Where cubins are kept: ``$MARLINQ_CACHE``, else ``$XDG_CACHE_HOME/marlinq``, else ``~/.cache/marlinq``."""
+    """Where cubins are kept: ``$MARLINQ_CACHE``, ``$XDG_CACHE_HOME/marlinq`` or ``~/.cache/marlinq``."""
     chosen = os.environ.get("MARLINQ_CACHE")
     if chosen:
         return Path(chosen)
@@ -51,12 +53,12 @@ def _options(architecture: str, defines: Mapping[str, object]) -> tuple[str, ...
     return (f"-arch={architecture}", "-std=c++17", "--ptxas-options=-v", "-lineinfo", *macros)
 
 
-def _nvrtc() -> object:
+def _nvrtc() -> Any:
     try:
         from cupy_backends.cuda.libs import nvrtc
     except ImportError as error:
         raise EnvironmentProblem(
-            f"CuPy is not installed ({error}); install marlinq[cuda12] or marlinq[cuda13], matching the driver"
+            f"CuPy is not installed ({error}); install marlinq[cuda12] or [cuda13], matching the driver"
         ) from None
     return nvrtc
 
@@ -65,25 +67,26 @@ def compile_kernel(source: str, architecture: str, defines: Mapping[str, object]
     """Compile ``cuda/<source>`` for ``architecture`` without touching the cache; needs NVRTC but no GPU.
 
     Raises:
-        EnvironmentProblem: CuPy or NVRTC is missing, or NVRTC rejects the source; the log's first error is quoted.
+        EnvironmentProblem: CuPy or NVRTC is missing, or NVRTC rejects the source (its first error is quoted).
     """
     nvrtc = _nvrtc()
     headers = _headers()
     text = (_SOURCES / source).read_text(encoding="utf-8")
-    program = nvrtc.createProgram(text, source, list(headers.values()), [name.encode() for name in headers])  # type: ignore[attr-defined]
+    program = nvrtc.createProgram(text, source, list(headers.values()), [name.encode() for name in headers])
+
     try:
         try:
-            nvrtc.compileProgram(program, list(_options(architecture, defines)))  # type: ignore[attr-defined]
-        except nvrtc.NVRTCError as error:  # type: ignore[attr-defined]
-            log = nvrtc.getProgramLog(program)  # type: ignore[attr-defined]
+            nvrtc.compileProgram(program, list(_options(architecture, defines)))
+        except nvrtc.NVRTCError as error:
+            log = nvrtc.getProgramLog(program)
             first = next((line for line in log.splitlines() if "error" in line), str(error))
             raise EnvironmentProblem(
                 f"{source} does not compile for {architecture} with NVRTC {nvrtc_version()}: {first}"
             ) from None
-        log = nvrtc.getProgramLog(program)  # type: ignore[attr-defined]
-        cubin = nvrtc.getCUBIN(program)  # type: ignore[attr-defined]
+        log = nvrtc.getProgramLog(program)
+        cubin = nvrtc.getCUBIN(program)
     finally:
-        nvrtc.destroyProgram(program)  # type: ignore[attr-defined]
+        nvrtc.destroyProgram(program)
     registers = max((int(found) for found in re.findall(r"Used (\d+) registers", log)), default=0)
     spills = sum(int(found) for found in re.findall(r"(\d+) bytes spill (?:stores|loads)", log))
     return CompiledKernel(cubin, registers, spills, log)
@@ -92,14 +95,14 @@ def compile_kernel(source: str, architecture: str, defines: Mapping[str, object]
 @lru_cache(maxsize=1)
 def nvrtc_version() -> str:
     """The version of the NVRTC library that CuPy loads, for example ``13.0``."""
-    major, minor = _nvrtc().getVersion()  # type: ignore[attr-defined]
+    major, minor = _nvrtc().getVersion()
     return f"{major}.{minor}"
 
 
 def _cache_path(source: str, architecture: str, defines: Mapping[str, object]) -> Path:
     digest = hashlib.sha256(nvrtc_version().encode())
-    for part in (*_headers().values(), (_SOURCES / source).read_bytes(), *_options(architecture, defines)):
-        data = part.encode() if isinstance(part, str) else part
+    options = [option.encode() for option in _options(architecture, defines)]
+    for data in (*_headers().values(), (_SOURCES / source).read_bytes(), *options):
         digest.update(len(data).to_bytes(8, "little") + data)
     return cache_folder() / "kernels" / f"{Path(source).stem}-{architecture}-{digest.hexdigest()[:32]}.cubin"
 

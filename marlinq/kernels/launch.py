@@ -1,29 +1,23 @@
-"""Launching a decided kernel on torch's current stream."""
+"""From a problem to a launch: decide, compile or load, pack the arguments."""
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from marlinq.errors import EnvironmentProblem
 from marlinq.kernels.compiler import cached_cubin, compile_missing
-from marlinq.kernels.decision import Device, KernelDecision, Problem, decide
-
-SOURCE = "w4a16_stream.cu"
-_FUNCTION = "w4a16_stream"
-# Six pointers, M, N, K, four bytes of padding, two strides, a flag: the layout of the kernel's parameters.
-_ARGUMENTS = struct.Struct("=6Q3i4x2qi")
-# CU_LAUNCH_PARAM_BUFFER_POINTER and _SIZE, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION (cuda.h).
-_BUFFER_POINTER, _BUFFER_SIZE, _PROGRAMMATIC = 1, 2, 6
+from marlinq.kernels.decision import KernelDecision, decide
+from marlinq.kernels.driver import Function, launch, load_function
+from marlinq.kernels.problem import Device, Problem
+from marlinq.kernels.stream import StreamConfig
+from marlinq.kernels.warpgroup import WarpgroupConfig
 
 _dependent: ContextVar[bool] = ContextVar("marlinq_dependent_launches", default=False)
 
@@ -32,9 +26,9 @@ _dependent: ContextVar[bool] = ContextVar("marlinq_dependent_launches", default=
 def dependent_launches() -> Iterator[None]:
     """Launch the kernels inside with programmatic dependent launch (compute capability 9.0 and later).
 
-    A kernel may then start, and request its weights and scales, while the previous kernel of the stream still runs; it
-    waits for that kernel before it touches activations or the output. So no kernel inside may write the weights of a
-    later one.
+    A kernel may then start, and request its weights and scales, while the previous kernel of the stream still
+    runs; it waits for that kernel before it touches activations or the output. So no kernel inside may
+    write the weights of a later one.
     """
     token = _dependent.set(True)
     try:
@@ -43,46 +37,11 @@ def dependent_launches() -> Iterator[None]:
         _dependent.reset(token)
 
 
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute."""
-
-    _fields_ = (
-        ("id", ctypes.c_int),
-        ("padding", ctypes.c_int),
-        ("value", ctypes.c_int),
-        ("rest", ctypes.c_int * 15),
-    )
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("attribute_count", ctypes.c_uint),
-    )
-
-
-_PROGRAMMATIC_ATTRIBUTE = _Attribute(_PROGRAMMATIC, 0, 1)
-
-
-@dataclass(frozen=True)
-class _Function:
-    """A loaded kernel; ``owner`` keeps its module alive."""
-
-    owner: Any
-    handle: ctypes.c_void_p
-
-
 @dataclass(frozen=True)
 class _Prepared:
-    function: _Function
+    config: StreamConfig | WarpgroupConfig
+    function: Function
     grid: int
-    threads: int
     shared_bytes: int
 
 
@@ -103,60 +62,31 @@ def device_numbers(index: int) -> Device:
     return Device(
         architecture=f"sm_{major}{minor}{suffix}",
         multiprocessors=properties.multi_processor_count,
-        shared_bytes=properties.shared_memory_per_block_optin,
+        shared_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
     )
 
 
-def defines_of(problem: Problem, decision: KernelDecision) -> dict[str, object]:
-    """The preprocessor definitions that select the decided variant."""
-    config = decision.config
-    if config is None:
-        raise ValueError("the reference kernel is not compiled")
-    return {
-        "ELEMENT": "Bfloat16" if problem.bfloat16 else "Half",
-        "WARPS_N": config.warps_n,
-        "WARPS_K": config.warps_k,
-        "BLOCKS_M": config.blocks_m,
-        "ROWS": config.rows,
-        "GROUP": max(problem.group_size, 0),
-        "ZEROS": int(problem.zeros),
-        "SCALE_SUMS": int(config.scale_sums),
-        "CLUSTER": config.cluster,
-        "STAGES": config.stages,
-        "MIN_BLOCKS": config.min_blocks,
-    }
-
-
-@lru_cache(maxsize=1)
-def _driver() -> Any:
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"the CUDA driver can't be loaded ({error}); install the NVIDIA driver"
-        ) from None
-
-
-@lru_cache(maxsize=None)
-def _function(device_index: int, defines: tuple[tuple[str, object], ...], shared_bytes: int) -> _Function:
-    import cupy
-
-    path = cached_cubin(SOURCE, device_numbers(device_index).architecture, dict(defines))
-    with torch.cuda.device(device_index), cupy.cuda.Device(device_index):
-        function = cupy.RawModule(path=str(path)).get_function(_FUNCTION)
-        function.max_dynamic_shared_size_bytes = shared_bytes
-        return _Function(function, ctypes.c_void_p(int(function.kernel.ptr)))
+def _config_of(decision: KernelDecision) -> StreamConfig | WarpgroupConfig:
+    if decision.config is None:
+        raise ValueError(f"the {decision.kernel} kernel is not compiled")
+    return decision.config
 
 
 @lru_cache(maxsize=8192)
-def _prepare(problem: Problem, device_index: int) -> _Prepared:
-    decision = decide(problem, device_numbers(device_index))
-    config = decision.config
-    if config is None:
-        raise ValueError(f"no kernel was decided for {problem}")
-    shared = config.shared_bytes(max(problem.group_size, 0), problem.zeros)
-    function = _function(device_index, tuple(sorted(defines_of(problem, decision).items())), shared)
-    return _Prepared(function, decision.grid, config.threads, shared)
+def _load(
+    source: str, name: str, defines: tuple[tuple[str, object], ...], shared_bytes: int, device_index: int
+) -> Function:
+    cubin = cached_cubin(source, device_numbers(device_index).architecture, dict(defines))
+    return load_function(cubin, name, device_index, shared_bytes)
+
+
+@lru_cache(maxsize=8192)
+def _prepare(problem: Problem, decision: KernelDecision, device_index: int) -> _Prepared:
+    config = _config_of(decision)
+    shared = config.shared_bytes(problem)
+    defines = tuple(sorted(config.defines(problem).items()))
+    function = _load(config.source, config.function, defines, shared, device_index)
+    return _Prepared(config, function, decision.grid, shared)
 
 
 def launch_gemm(
@@ -176,41 +106,20 @@ def launch_gemm(
         RuntimeError: the driver refused the launch.
     """
     index = x.device.index
-    m, k = x.shape
-    n = out.shape[1]
-    prepared = _prepare(Problem(m, n, k, group_size, zeros is not None, x.dtype == torch.bfloat16), index)
-    dependent = _dependent.get()
-    values = _ARGUMENTS.pack(
-        x.data_ptr(),
-        words.data_ptr(),
-        scales.data_ptr(),
-        0 if zeros is None else zeros.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        m,
-        n,
-        k,
-        x.stride(0),
-        out.stride(0),
-        dependent,
+    problem = Problem(
+        x.shape[0], out.shape[1], x.shape[1], group_size, zeros is not None, x.dtype == torch.bfloat16
     )
-    size = ctypes.c_size_t(len(values))
-    extra = (ctypes.c_void_p * 5)(
-        _BUFFER_POINTER, ctypes.cast(values, ctypes.c_void_p), _BUFFER_SIZE, ctypes.addressof(size), None
-    )
-    config = _Config(
-        (prepared.grid, 1, 1),
-        (prepared.threads, 1, 1),
+    prepared = _prepare(problem, decide(problem, device_numbers(index)), index)
+    config, dependent = prepared.config, _dependent.get()
+    arguments = config.arguments(x, words, scales, zeros, bias, out, dependent)
+    launch(
+        prepared.function,
+        prepared.grid,
+        config.threads,
         prepared.shared_bytes,
-        torch.cuda.current_stream(index).cuda_stream,
-        ctypes.pointer(_PROGRAMMATIC_ATTRIBUTE) if dependent else None,
-        int(dependent),
+        arguments,
+        dependent=dependent,
     )
-    # The default stream belongs to whatever device is current.
-    with nullcontext() if torch.cuda.current_device() == index else torch.cuda.device(index):
-        status = _driver().cuLaunchKernelEx(ctypes.byref(config), prepared.function.handle, None, extra)
-    if status != 0:
-        raise RuntimeError(f"w4a16_gemm: cuLaunchKernelEx failed with CUDA error {status} ({prepared})")
 
 
 def precompile(problems: Iterable[Problem], device_index: int = 0) -> int:
@@ -223,5 +132,11 @@ def precompile(problems: Iterable[Problem], device_index: int = 0) -> int:
         EnvironmentProblem: a variant does not compile, or the cache can't be written.
     """
     device = device_numbers(device_index)
-    variants = {tuple(sorted(defines_of(problem, decide(problem, device)).items())) for problem in problems}
-    return compile_missing(SOURCE, device.architecture, [dict(variant) for variant in sorted(variants)])
+    variants: dict[str, dict[tuple[tuple[str, object], ...], None]] = {}
+    for problem in problems:
+        config = _config_of(decide(problem, device))
+        variants.setdefault(config.source, {})[tuple(sorted(config.defines(problem).items()))] = None
+    return sum(
+        compile_missing(source, device.architecture, [dict(variant) for variant in chosen])
+        for source, chosen in variants.items()
+    )

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from marlinq.errors import EnvironmentProblem
 from marlinq.kernels.compiler import cached_cubin
+from marlinq.kernels.driver import launch, load_function
 from marlinq.kernels.launch import device_numbers
 
 POINTER = ctypes.c_void_p
@@ -27,26 +27,14 @@ class RawKernel:
         defines: preprocessor definitions.
 
     Raises:
-        EnvironmentProblem: CuPy, cuda-bindings or NVRTC is missing, or the source does not compile.
+        EnvironmentProblem: CuPy or NVRTC is missing, or the source does not compile.
     """
 
     def __init__(
         self, source: str, function: str, device: torch.device, defines: Mapping[str, object]
     ) -> None:
-        try:
-            import cupy
-            from cuda.bindings import driver
-        except ImportError as error:
-            raise EnvironmentProblem(
-                f"{error.name} is not installed; install marlinq[cuda12] or [cuda13], matching the driver"
-            ) from None
-        self._driver = driver
-        self._index: int = device.index
-        path = cached_cubin(source, device_numbers(self._index).architecture, defines)
-        with torch.cuda.device(self._index), cupy.cuda.Device(self._index):
-            # The function keeps the module loaded.
-            self._function = cupy.RawModule(path=str(path)).get_function(function)
-        self._handle = driver.CUfunction(int(self._function.kernel.ptr))
+        path = cached_cubin(source, device_numbers(device.index).architecture, defines)
+        self._function = load_function(path, function, device.index)
 
     def launch(
         self, grid: int, threads: int, arguments: Sequence[tuple[Any, type]], *, dependent: bool = False
@@ -63,18 +51,8 @@ class RawKernel:
         Raises:
             RuntimeError: the driver refused the launch.
         """
-        driver = self._driver
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.hStream = driver.CUstream(torch.cuda.current_stream(self._index).cuda_stream)
-        if dependent:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
-        values, types = tuple(value for value, _ in arguments), tuple(kind for _, kind in arguments)
-        with torch.cuda.device(self._index):
-            (status,) = driver.cuLaunchKernelEx(config, self._handle, (values, types), 0)
-        if status != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"cuLaunchKernelEx failed with {status.name}")
+        # ctypes lays a structure out as C does, which is how the driver wants the parameters.
+        fields = [(f"p{index}", kind) for index, (_, kind) in enumerate(arguments)]
+        layout = type("Arguments", (ctypes.Structure,), {"_fields_": fields})
+        packed = bytes(layout(*(value for value, _ in arguments)))
+        launch(self._function, grid, threads, 0, packed, dependent=dependent)

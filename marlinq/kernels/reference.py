@@ -9,7 +9,7 @@ from marlinq.formats.marlin import unpack_tiles, unpermute_scales
 
 
 def dequantize_operands(words: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """The dense weight [K, N] in float32 of Marlin words int32 [K/16, 2N], permuted scales [G, N] and zeros."""
+    """The dense weight [K, N], float32, of words int32 [K/16, 2N], permuted scales [G, N] and zeros."""
     codes = unpack_tiles(words).to(torch.float32)
     k, n = codes.shape
     groups = scales.shape[0]

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from marlinq.formats.marlin import pack_tiles, permute_scales
 
-# Relative error of the result against float64 (Frobenius norms). Float16 and bfloat16 outputs are rounded to 11 and 8
-# significant bits, which alone gives 2^-11 / sqrt(3) = 2.8e-4 and 2^-8 / sqrt(3) = 2.3e-3; weights scaled in 16 bits
-# add as much again, independently.
+# Relative error of the result against float64 (Frobenius norms). Outputs are rounded to 11 and 8 significant
+# bits, which alone gives 2^-11 / sqrt(3) = 2.8e-4 for float16 and 2^-8 / sqrt(3) = 2.3e-3 for bfloat16;
+# weights scaled in 16 bits add as much again, independently.
 BOUND = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
 
 

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marlinq.errors import UnsupportedError
-from marlinq.kernels import ARCHITECTURES, Device, Problem, decide
+from marlinq.kernels import ARCHITECTURES, KERNELS, Device, Problem, decide, forced_kernel
+from marlinq.kernels.decision import Kernel
 
 H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232448)
 LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
@@ -23,18 +24,33 @@ LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
     bfloat16=st.booleans(),
     architecture=st.sampled_from(ARCHITECTURES),
     small=st.booleans(),
+    kernel=st.sampled_from(KERNELS),
 )
 def test_any_problem_gets_a_variant_that_fits(
-    m: int, n: int, k: int, group: int, zeros: bool, bfloat16: bool, architecture: str, small: bool
+    m: int,
+    n: int,
+    k: int,
+    group: int,
+    zeros: bool,
+    bfloat16: bool,
+    architecture: str,
+    small: bool,
+    kernel: Kernel,
 ) -> None:
     device = Device(
         architecture, multiprocessors=48 if small else 132, shared_bytes=101_376 if small else 232_448
     )
     problem = Problem(m, n, k, group, zeros, bfloat16)
-    decision = decide(problem, device)
+    if kernel == "warpgroup" and not device.has_warpgroups:
+        with forced_kernel("warpgroup"), pytest.raises(UnsupportedError, match=architecture):
+            decide(problem, device)
+        return
+    with forced_kernel(kernel):
+        decision = decide(problem, device)
     config = decision.config
     assert config is not None
-    assert config.shared_bytes(max(group, 0), zeros) * config.min_blocks <= device.shared_bytes
+    assert decision.kernel == kernel
+    assert config.shared_bytes(problem) * config.min_blocks <= device.shared_bytes
     assert config.threads * config.min_blocks <= 1536
     assert config.threads <= 1024
     assert config.cluster == 1 or device.has_clusters

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from marlinq.errors import UnsupportedError
-from marlinq.kernels import Problem, dependent_launches, w4a16_gemm
-from marlinq.kernels.launch import launch_gemm, precompile
+from marlinq.kernels import KERNELS, Problem, dependent_launches, forced_kernel, precompile, w4a16_gemm
+from marlinq.kernels.decision import Kernel
+from marlinq.kernels.launch import device_numbers, launch_gemm
 from tests.kernels.problems import BOUND, Operands, random_operands, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -19,8 +20,10 @@ SHAPES = ((4096, 4096), (576, 1536), (1536, 576), (2112, 448))
 GROUPS = (32, 64, 128, -1)
 DTYPES = (torch.float16, torch.bfloat16)
 CASES = [
-    (shape, group, dtype, zeros)
-    for shape, group, dtype, zeros in itertools.product(SHAPES, GROUPS, DTYPES, (False, True))
+    (kernel, shape, group, dtype, zeros)
+    for kernel, shape, group, dtype, zeros in itertools.product(
+        KERNELS, SHAPES, GROUPS, DTYPES, (False, True)
+    )
     if group == -1 or shape[0] % group == 0
 ]
 
@@ -33,24 +36,31 @@ def gemm(x: Tensor, operands: Operands, n_out: int | None = None) -> Tensor:
     )
 
 
+def available() -> tuple[Kernel, ...]:
+    """The kernels that this GPU can run."""
+    return KERNELS if device_numbers(0).has_warpgroups else ("stream",)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def compiled() -> None:
     """Every variant the exhaustive test needs, compiled in parallel."""
     batches = (*range(1, 261), 777)
-    precompile(
-        [
-            Problem(m, shape[1], shape[0], group, zeros, dtype == torch.bfloat16)
-            for shape, group, dtype, zeros in CASES
-            for m in batches
-        ],
-        device_index=0,
-    )
+    for chosen in available():
+        with forced_kernel(chosen):
+            precompile(
+                Problem(m, shape[1], shape[0], group, zeros, dtype == torch.bfloat16)
+                for kernel, shape, group, dtype, zeros in CASES
+                for m in batches
+                if kernel == chosen
+            )
 
 
-@pytest.mark.parametrize(("shape", "group", "dtype", "zeros"), CASES)
+@pytest.mark.parametrize(("kernel", "shape", "group", "dtype", "zeros"), CASES)
 def test_every_batch_from_1_to_260(
-    shape: tuple[int, int], group: int, dtype: torch.dtype, zeros: bool
+    kernel: Kernel, shape: tuple[int, int], group: int, dtype: torch.dtype, zeros: bool
 ) -> None:
+    if kernel not in available():
+        pytest.skip(f"the {kernel} kernel needs another GPU than {device_numbers(0).architecture}")
     k, n = shape
     operands = random_operands(k, n, group, dtype, zeros=zeros, bias=True)
     x = torch.randn(777, k, device="cuda").to(dtype)
@@ -58,7 +68,8 @@ def test_every_batch_from_1_to_260(
     errors = {}
     for m in (*range(1, 261), 777):
         out = torch.full((m, n), float("nan"), dtype=dtype, device="cuda")
-        launch_gemm(x[:m], operands.words, operands.scales, operands.zeros, operands.bias, group, out)
+        with forced_kernel(kernel):
+            launch_gemm(x[:m], operands.words, operands.scales, operands.zeros, operands.bias, group, out)
         errors[m] = relative_error(out, expected[:m])
     # NaN compares false with everything, so an element that was never written fails too.
     wrong = {m: error for m, error in errors.items() if not error < BOUND[dtype]}

@@ -1,0 +1,131 @@
+// Barriers, bulk copies and warpgroup matrix instructions of compute capability 9.0 (PTX ISA, chapters mbarrier,
+// cp.async.bulk and wgmma).
+#pragma once
+#include "ptx.cuh"
+
+// A CUtensorMap, opaque.
+struct __align__(64) TensorMap {
+    unsigned char bytes[128];
+};
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrive once and expect `bytes` more to be copied before the phase ends.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(barrier), "r"(parity)
+        : "memory");
+}
+
+// Barrier `index` of the block, among `threads` threads.
+__device__ __forceinline__ void barrier_sync(int index, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(index), "r"(threads) : "memory");
+}
+
+// `bytes` (a multiple of 16) of contiguous global memory, leaving L2 first when it is full.
+__device__ __forceinline__ void copy_bulk(u32 destination, const void* source, u32 bytes, u32 barrier) {
+    const u64 evict_first = 0x12f0000000000000ull;
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+            destination),
+        "l"(source), "r"(bytes), "r"(barrier), "l"(evict_first)
+        : "memory");
+}
+
+// The map's box at column `x`, row `y`; elements outside the tensor arrive as zeros and count as bytes.
+__device__ __forceinline__ void copy_box(u32 destination, const TensorMap* map, int x, int y, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+            destination),
+        "l"(map), "r"(x), "r"(y), "r"(barrier)
+        : "memory");
+}
+
+template <int COUNT>
+__device__ __forceinline__ void registers_grow() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+template <int COUNT>
+__device__ __forceinline__ void registers_shrink() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+__device__ __forceinline__ void matrix_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void matrix_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int PENDING>
+__device__ __forceinline__ void matrix_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Descriptor of a K-major operand in rows of 128 bytes with the 128-byte swizzle; atoms of 8 rows lie 1024 bytes apart.
+__device__ __forceinline__ u64 matrix_descriptor(u32 address) {
+    return (u64)((address & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+// d (64 x COLUMNS, this lane's share) += A (64 x 16, registers) * B (16 x COLUMNS, shared memory).
+// The accumulators are passed eight at a time: R<i> names their registers, D8 lists them as operands.
+#define R0 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define R1 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define R2 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define R3 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define R4 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define R5 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define R6 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define R7 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define R8 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define R9 ",%72,%73,%74,%75,%76,%77,%78,%79"
+#define R10 ",%80,%81,%82,%83,%84,%85,%86,%87"
+#define R11 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define R12 ",%96,%97,%98,%99,%100,%101,%102,%103"
+#define R13 ",%104,%105,%106,%107,%108,%109,%110,%111"
+#define R14 ",%112,%113,%114,%115,%116,%117,%118,%119"
+#define R15 ",%120,%121,%122,%123,%124,%125,%126,%127"
+#define D8(i)                                                                                                    \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+        "+f"(d[i + 7])
+#define MATRIX(COLUMNS, TYPE, REGISTERS, OPERANDS, ...)                                                    \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" REGISTERS "}, " \
+                 OPERANDS ", 1, 1, 1, 0;"                                                                   \
+                 : __VA_ARGS__                                                                              \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#define MATRIX_FUNCTION(NAME, TYPE)                                                                         \
+    template <int COLUMNS>                                                                                  \
+    __device__ __forceinline__ void NAME(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b) {               \
+        if constexpr (COLUMNS == 8) MATRIX(8, TYPE, "%0,%1,%2,%3", "{%4,%5,%6,%7}, %8", "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])); \
+        if constexpr (COLUMNS == 16) MATRIX(16, TYPE, R0, "{%8,%9,%10,%11}, %12", D8(0)); \
+        if constexpr (COLUMNS == 32) MATRIX(32, TYPE, R0 R1, "{%16,%17,%18,%19}, %20", D8(0), D8(8)); \
+        if constexpr (COLUMNS == 48) MATRIX(48, TYPE, R0 R1 R2, "{%24,%25,%26,%27}, %28", D8(0), D8(8), D8(16)); \
+        if constexpr (COLUMNS == 64) MATRIX(64, TYPE, R0 R1 R2 R3, "{%32,%33,%34,%35}, %36", D8(0), D8(8), D8(16), D8(24)); \
+        if constexpr (COLUMNS == 96) MATRIX(96, TYPE, R0 R1 R2 R3 R4 R5, "{%48,%49,%50,%51}, %52", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40)); \
+        if constexpr (COLUMNS == 128) MATRIX(128, TYPE, R0 R1 R2 R3 R4 R5 R6 R7, "{%64,%65,%66,%67}, %68", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56)); \
+        if constexpr (COLUMNS == 160) MATRIX(160, TYPE, R0 R1 R2 R3 R4 R5 R6 R7 R8 R9, "{%80,%81,%82,%83}, %84", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56), D8(64), D8(72)); \
+        if constexpr (COLUMNS == 192) MATRIX(192, TYPE, R0 R1 R2 R3 R4 R5 R6 R7 R8 R9 R10 R11, "{%96,%97,%98,%99}, %100", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56), D8(64), D8(72), D8(80), D8(88)); \
+        if constexpr (COLUMNS == 256) MATRIX(256, TYPE, R0 R1 R2 R3 R4 R5 R6 R7 R8 R9 R10 R11 R12 R13 R14 R15, "{%128,%129,%130,%131}, %132", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56), D8(64), D8(72), D8(80), D8(88), D8(96), D8(104), D8(112), D8(120)); \
+    }
+MATRIX_FUNCTION(matrix_multiply_half, "f16")
+MATRIX_FUNCTION(matrix_multiply_bfloat16, "bf16")
+#undef MATRIX_FUNCTION
+#undef MATRIX
+#undef D8

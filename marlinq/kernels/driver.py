@@ -1,0 +1,177 @@
+"""The few calls of the CUDA driver that launching needs, through ctypes.
+
+A launch must cost microseconds of host time, and neither CuPy nor torch offers dependent launches and
+tensor maps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from marlinq.errors import EnvironmentProblem
+
+# Enumerators of cuda.h.
+_BUFFER_POINTER, _BUFFER_SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE
+_PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_MAP_FLOAT16, _MAP_BFLOAT16 = 6, 9  # CU_TENSOR_MAP_DATA_TYPE_*
+_SWIZZLE_128B, _PROMOTE_128B = 3, 2  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+TENSOR_MAP_BYTES = 128
+_TENSOR_MAP_ALIGNMENT = 64
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: an id and a union of 64 bytes, of which we use one int."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("padding", ctypes.c_int),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_int * 15),
+    )
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+_PROGRAMMATIC_ATTRIBUTE = _Attribute(_PROGRAMMATIC, 0, 1)
+
+
+@lru_cache(maxsize=1)
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"the CUDA driver can't be loaded ({error}); install the NVIDIA driver"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Function:
+    """A kernel loaded on one device; ``owner`` keeps its module alive."""
+
+    owner: Any
+    handle: ctypes.c_void_p
+    device_index: int
+
+
+def load_function(cubin: Path, name: str, device_index: int, shared_bytes: int = 0) -> Function:
+    """Load ``cubin`` on a device and allow its kernel ``name`` that much dynamic shared memory.
+
+    Raises:
+        EnvironmentProblem: CuPy is missing.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"CuPy is not installed ({error}); install marlinq[cuda12] or [cuda13], matching the driver"
+        ) from None
+    with torch.cuda.device(device_index), cupy.cuda.Device(device_index):
+        function = cupy.RawModule(path=str(cubin)).get_function(name)
+        if shared_bytes:
+            function.max_dynamic_shared_size_bytes = shared_bytes
+        return Function(function, ctypes.c_void_p(int(function.kernel.ptr)), device_index)
+
+
+def launch(
+    function: Function,
+    grid: int,
+    threads: int,
+    shared_bytes: int,
+    arguments: bytes,
+    *,
+    dependent: bool = False,
+) -> None:
+    """Launch on torch's current stream of the function's device.
+
+    Args:
+        function: the kernel.
+        grid: blocks.
+        threads: threads of a block.
+        shared_bytes: dynamic shared memory of a block.
+        arguments: the kernel's parameters, each at its natural alignment.
+        dependent: let the kernel start before the stream's previous one has ended; it waits for that one
+        itself
+            (``griddepcontrol.wait``).
+
+    Raises:
+        RuntimeError: the driver refused the launch.
+    """
+    index = function.device_index
+    size = ctypes.c_size_t(len(arguments))
+    extra = (ctypes.c_void_p * 5)(
+        _BUFFER_POINTER,
+        ctypes.cast(ctypes.c_char_p(arguments), ctypes.c_void_p),
+        _BUFFER_SIZE,
+        ctypes.addressof(size),
+        None,
+    )
+    config = _Config(
+        (grid, 1, 1),
+        (threads, 1, 1),
+        shared_bytes,
+        torch.cuda.current_stream(index).cuda_stream,
+        ctypes.pointer(_PROGRAMMATIC_ATTRIBUTE) if dependent else None,
+        int(dependent),
+    )
+    # The default stream belongs to whatever device is current.
+    with nullcontext() if torch.cuda.current_device() == index else torch.cuda.device(index):
+        status = _driver().cuLaunchKernelEx(ctypes.byref(config), function.handle, None, extra)
+    if status != 0:
+        raise RuntimeError(
+            f"cuLaunchKernelEx failed with CUDA error {status}: {grid} blocks of {threads} threads, "
+            f"{shared_bytes} bytes of shared memory"
+        )
+
+
+@lru_cache(maxsize=4096)
+def _encode(address: int, rows: int, columns: int, stride: int, box_rows: int, bfloat16: bool) -> bytes:
+    memory = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT)
+    start = -(-ctypes.addressof(memory) // _TENSOR_MAP_ALIGNMENT) * _TENSOR_MAP_ALIGNMENT
+    status = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(start),
+        _MAP_BFLOAT16 if bfloat16 else _MAP_FLOAT16,
+        2,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(stride * 2),
+        (ctypes.c_uint32 * 2)(64, box_rows),
+        (ctypes.c_uint32 * 2)(1, 1),
+        0,
+        _SWIZZLE_128B,
+        _PROMOTE_128B,
+        0,
+    )
+    if status != 0:
+        raise RuntimeError(f"cuTensorMapEncodeTiled failed with CUDA error {status} for [{rows}, {columns}]")
+    return ctypes.string_at(start, TENSOR_MAP_BYTES)
+
+
+def tensor_map(x: Tensor, box_rows: int) -> bytes:
+    """The CUtensorMap of ``x`` [M, K], 16-bit floats in 16-byte aligned rows, in boxes of ``box_rows`` x 64.
+
+    Boxes land in shared memory with the 128-byte swizzle; what lies outside ``x`` arrives as zeros.
+    """
+    rows, columns = x.shape
+    # A map holds addresses and extents only, so equal arguments give equal maps and the cache never goes
+    # stale.
+    return _encode(x.data_ptr(), rows, columns, x.stride(0), box_rows, x.dtype == torch.bfloat16)

@@ -1,0 +1,74 @@
+"""What a decision is about: a multiplication and the GPU that runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GROUP_SIZES = (32, 64, 128, -1)
+
+
+@dataclass(frozen=True)
+class Device:
+    """The numbers of a GPU that decisions rest on.
+
+    Attributes:
+        architecture: what NVRTC compiles for, for example ``sm_90a``.
+        multiprocessors: their number.
+        shared_bytes: the most dynamic shared memory a block may have.
+        bandwidth: bytes a second from device memory.
+        cache_bandwidth: bytes a second from L2.
+        tensor_rate: dense 16-bit operations a second through mma.sync.
+    """
+
+    architecture: str
+    multiprocessors: int
+    shared_bytes: int
+    bandwidth: float = 4.5e12
+    cache_bandwidth: float = 6.5e12
+    tensor_rate: float = 4.5e14
+
+    @property
+    def capability(self) -> int:
+        """Ten times the compute capability: 90 for 9.0."""
+        return int("".join(filter(str.isdigit, self.architecture)))
+
+    @property
+    def has_clusters(self) -> bool:
+        """Whether the blocks of a cluster can read each other's shared memory (9.0 and later)."""
+        return self.capability >= 90
+
+    @property
+    def has_warpgroups(self) -> bool:
+        """Whether the GPU has wgmma (9.0 alone)."""
+        return self.capability == 90
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One multiplication: M rows of activations with a K x N weight.
+
+    Attributes:
+        m: rows of activations.
+        n: columns of the weight, a multiple of 64.
+        k: channels, a multiple of 64.
+        group_size: 32, 64, 128, or -1 for a single group.
+        zeros: whether there are zero points.
+        bfloat16: the element type; float16 otherwise.
+    """
+
+    m: int
+    n: int
+    k: int
+    group_size: int
+    zeros: bool
+    bfloat16: bool
+
+    @property
+    def group(self) -> int:
+        """The kernels' GROUP: 0 for a single group."""
+        return max(self.group_size, 0)
+
+    @property
+    def scale_bytes_per_weight(self) -> float:
+        """Scales and zero points, in bytes a weight."""
+        return (4 if self.zeros else 2) / (self.k if self.group == 0 else self.group)

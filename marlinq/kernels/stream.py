@@ -1,0 +1,176 @@
+"""The host's side of the stream kernel (``cuda/w4a16_stream.cu``): variants, resources and cost."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from marlinq.kernels.problem import Device, Problem
+
+_REGISTERS = 65536
+# Registers a thread that a variant needs to stay clear of spills, by BLOCKS_M
+# (tests/kernels/test_compile.py).
+_REGISTERS_NEEDED = {1: 96, 2: 128, 4: 128, 8: 240}
+_MAX_CLUSTER = 8
+_WARPS = range(4, 17)
+# Six pointers, M, N, K, four bytes of padding, two strides, a flag: the kernel's parameters.
+_ARGUMENTS = struct.Struct("=6Q3i4x2qi")
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """The compile-time parameters of the stream kernel; see its header comment."""
+
+    warps_n: int
+    warps_k: int
+    blocks_m: int
+    rows: int
+    scale_sums: bool
+    cluster: int
+    stages: int
+    min_blocks: int
+
+    source: ClassVar[str] = "w4a16_stream.cu"
+    function: ClassVar[str] = "w4a16_stream"
+
+    @property
+    def tile_m(self) -> int:
+        """Batch rows of a block."""
+        return 8 * self.blocks_m
+
+    @property
+    def tile_n(self) -> int:
+        """Output columns of a block."""
+        return 64 * self.warps_n
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps_n * self.warps_k
+
+    @property
+    def chunk(self) -> int:
+        """Channels of K that a warp takes at a time."""
+        return 16 * self.rows
+
+    @property
+    def parts(self) -> int:
+        """Parts that K is split into, over blocks and warps."""
+        return self.cluster * self.warps_k
+
+    def shared_bytes(self, problem: Problem) -> int:
+        """Dynamic shared memory of a block: the ring of stages, or the reduction buffer that follows it."""
+        warps = self.warps_n * self.warps_k
+        groups = 1 if problem.group == 0 else max(1, self.chunk // problem.group)
+        stage = warps * self.rows * 512
+        stage += self.warps_k * self.tile_m * self.chunk * 2
+        stage += warps * groups * (2 if problem.zeros else 1) * 128
+        reduction = self.warps_k * self.tile_m * (self.tile_n + 4) * 4
+        return max(self.stages * stage, reduction)
+
+    def grid(self, problem: Problem) -> int:
+        """Blocks of a launch."""
+        return -(-problem.n // self.tile_n) * -(-problem.m // self.tile_m) * self.cluster
+
+    def defines(self, problem: Problem) -> dict[str, object]:
+        """The preprocessor definitions of the variant."""
+        return {
+            "ELEMENT": "Bfloat16" if problem.bfloat16 else "Half",
+            "WARPS_N": self.warps_n,
+            "WARPS_K": self.warps_k,
+            "BLOCKS_M": self.blocks_m,
+            "ROWS": self.rows,
+            "GROUP": problem.group,
+            "ZEROS": int(problem.zeros),
+            "SCALE_SUMS": int(self.scale_sums),
+            "CLUSTER": self.cluster,
+            "STAGES": self.stages,
+            "MIN_BLOCKS": self.min_blocks,
+        }
+
+    def arguments(
+        self,
+        x: Tensor,
+        words: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        bias: Tensor | None,
+        out: Tensor,
+        dependent: bool,
+    ) -> bytes:
+        """The kernel's parameters."""
+        return _ARGUMENTS.pack(
+            x.data_ptr(),
+            words.data_ptr(),
+            scales.data_ptr(),
+            0 if zeros is None else zeros.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            x.shape[0],
+            out.shape[1],
+            x.shape[1],
+            x.stride(0),
+            out.stride(0),
+            dependent,
+        )
+
+
+def candidates(problem: Problem, device: Device) -> Iterator[StreamConfig]:
+    """The variants worth estimating, all of which fit the device's registers and shared memory."""
+    blocks_m = next((b for b in (1, 2, 4) if 8 * b >= problem.m), 8)
+    # Scaling sums takes a second set of accumulators and work at every group's end: for few columns, long
+    # groups.
+    scale_sums = blocks_m == 1 and problem.group != 32
+    registers = 240 if blocks_m == 4 and problem.zeros else _REGISTERS_NEEDED[blocks_m]
+    rows = 4 if blocks_m == 8 else 8
+    clusters = range(1, _MAX_CLUSTER + 1) if device.has_clusters else (1,)
+    chunks = -(-problem.k // (16 * rows))
+    for warps_n in range(1, 9):
+        for warps_k in (1, 2, 3, 4, 6, 8, 12, 16):
+            if warps_n * warps_k not in _WARPS:
+                continue
+            most = min(3, _REGISTERS // (registers * 32 * warps_n * warps_k))
+            for blocks in range(1, most + 1):
+                for cluster in clusters:
+                    if cluster * warps_k > max(chunks, 4):
+                        continue
+                    for stages in (3, 4, 6):
+                        config = StreamConfig(
+                            warps_n, warps_k, blocks_m, rows, scale_sums, cluster, stages, blocks
+                        )
+                        if config.shared_bytes(problem) * blocks <= device.shared_bytes:
+                            yield config
+
+
+def estimate(problem: Problem, device: Device, config: StreamConfig) -> tuple[float, str]:
+    """Seconds of a launch, and what the busiest multiprocessor spends them on."""
+    grid = config.grid(problem)
+    chunks = -(-problem.k // config.chunk)
+    sms = device.multiprocessors
+    # A wave that is not full keeps only some multiprocessors busy, with fewer blocks each.
+    waves, rest = divmod(grid, config.min_blocks * sms)
+    loads = [config.min_blocks] * waves + ([-(-rest // sms)] if rest else [])
+    channels = -(-chunks // config.parts) * config.warps_k * config.chunk
+    weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
+    activations = channels * min(config.tile_m, problem.m) * 2
+    work = 2.0 * channels * config.tile_n * config.tile_m
+    # Launch, the first bytes' way and the drain; every further wave pays the latter two again.
+    seconds, busiest = 1.6e-6 + 0.8e-6 * (len(loads) - 1), ""
+    for blocks in loads:
+        # Too few bytes in flight can't fill the memory pipe: latency is about a microsecond under load.
+        in_flight = blocks * config.threads * config.rows * 16 * (config.stages - 1)
+        rate = min(device.bandwidth / sms, in_flight / 1.2e-6)
+        times = {
+            "weights": blocks * weights / rate,
+            "activations": blocks * (weights + activations) / (device.cache_bandwidth / sms),
+            "tensor cores": blocks * work / (device.tensor_rate / sms),
+        }
+        busiest = max(times, key=lambda name: times[name])
+        seconds += times[busiest]
+    reduced = min(config.tile_m, problem.m) * config.tile_n * 4 * config.warps_k
+    # Larger clusters start later and wait for their slowest block (measured, docs/kernels/notes.md).
+    return seconds + reduced / 2.0e11 + 0.3e-6 * (config.cluster - 1), busiest
