@@ -29,7 +29,7 @@ GGUF_BYTES = 98_362_432
 MODEL = FOLDER / "model"
 GPTQ = FOLDER / "gptq"
 MARLIN = FOLDER / "marlin"
-PROMPT = "The three most important things to know about the ocean are"
+PROMPT = "Explain in two sentences why the sky is blue."
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ STEPS = (
     Step(
         "generate",
         "Let it speak.",
-        ("generate", str(MARLIN), "--prompt", PROMPT, "--max-new-tokens", "64", "--greedy"),
+        ("generate", str(MARLIN), "--chat", "--prompt", PROMPT, "--max-new-tokens", "64", "--greedy"),
     ),
     Step(
         "bench",
