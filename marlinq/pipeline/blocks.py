@@ -142,7 +142,10 @@ class BlockQuantizer:
                 for planned, solved, report in self._solve(batch, hessian, accumulator.tokens):
                     quantized[planned.linear.name] = solved
                     notes[f"module {planned.stored}"] = asdict(report)
-                    for suffix, tensor in self._plan.layout.pack(solved, planned.spec.scale_dtype).items():
+                    spec = planned.spec
+                    for suffix, tensor in self._plan.layout.pack(
+                        solved, spec.scale_dtype, spec.symmetric
+                    ).items():
                         self._writer.write(f"{planned.stored}.{suffix}", tensor.cpu())
         self._writer.commit(notes)
         return quantized

@@ -55,7 +55,7 @@ class RoundTrip:
         if reason is not None:
             self._own.warnings.append(f"{name}: can be read but not written as {layout.name}: {reason}")
             return
-        packed = layout.pack(q, spec.scale_dtype)
+        packed = layout.pack(q, spec.scale_dtype, spec.symmetric and q.symmetric)
         for suffix, tensor in stored.items():
             if suffix == "weight_g_idx":  # read from old writers, never written
                 continue
