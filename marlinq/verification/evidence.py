@@ -13,17 +13,19 @@ with :data:`DEGREES` degrees of freedom: its tails are fatter than what GPTQ lea
 Threshold. The log-likelihood ratio L of the second explanation over the first has E[exp L] <= 1 when the
 first is true, so P(L > T) <= exp(-T) (Markov), and with M tests in a run T = ln(M / :data:`FALSE_ALARM`)
 keeps the chance of any false alarm below FALSE_ALARM as far as the model holds. How far that is was measured
-on undamaged modules. Layers of a 135M Llama-style model (groups 32 and 64, channelwise; symmetric and not;
-clip search, negative scales, activation order) reach L = 13 for exchanged codes, 3 for bits of scales and -14
-for zero points, where T is 24. 160 random layers whose input channels differ by factors of 50 in size, and
-which GPTQ therefore moves most, reach 17.5 for exchanged codes; hence :data:`SMALLEST_THRESHOLD` for runs
-over few weights. Damage gives at least 39 for the sign and each exponent bit of a scale, at least 27 for a
-zero point off by one in a group of 64, and at least 18 for two exchanged codes that differ by 6 or more, in
-99 cases of 100.
+on undamaged modules. For exchanged codes all layers of a 135M Llama-style model stay below 15, where T is 25.
+160 random layers whose input channels differ by factors of 50 in size, and which GPTQ therefore moves most,
+reach 17.5; hence :data:`SMALLEST_THRESHOLD` for runs over few weights.
+
+Scales and zero points need a second condition. Where one input channel outweighs all others of its group, a
+quantiser fits the scale to that channel alone, and the others' codes end up to twice off (L = 135). That
+shows in many outputs of the group, since they share the channel. So a scale must also stand out against
+those of the other outputs: the best-fitting factor between codes and weights has to lie so far out in the
+tail fitted to the others that its probability, over all groups of the run, is below FALSE_ALARM too; the mean
+of r likewise for zero points.
 
 What can't be told this way: the bits of a scale's mantissa (a quantiser is free to choose a scale that is a
-quarter larger: undamaged modules reach L = 40), and exchanged codes that differ little. Only the manifest's
-hashes see those.
+quarter larger), and exchanged codes that differ little. Only the manifest's hashes see those.
 """
 
 from __future__ import annotations
@@ -50,6 +52,9 @@ TESTS_PER_WEIGHT = 4
 _SMALLEST_SIGMA = 12**-0.5
 _BYTE_PARTNERS = ((0, 1), (2, 3), (4, 5), (6, 7))
 _CHUNK_ELEMENTS = 1 << 22
+_TAIL_SHARE = 0.05
+_SMALLEST_SPREAD = 0.02
+_FARTHEST = 3.0
 _SAMPLED_ELEMENTS = 1 << 20
 
 
@@ -194,14 +199,17 @@ def _groups(w: Tensor, q: QuantizedTensor, noise: _Noise, limit: float) -> Itera
         suspects = (base < base.median() - limit / 2).nonzero()[:, 0]
         if not len(suspects):
             continue
+        stretch, shift = _oddness(w[rows], q, group, rows, noise.r[rows])
         part, codes = w[rows][:, suspects], q.codes[rows][:, suspects].float()
         scales, zeros = q.scales[group, suspects], q.zeros[group, suspects].float()
         best = torch.full((len(suspects),), -math.inf, device=w.device)
         names = [""] * len(suspects)
-        for name, s, z in _group_explanations(scales, zeros, q):
+        # As many groups are judged as there are weights over the group size, not as there are pairs of codes.
+        enough = limit - math.log(TESTS_PER_WEIGHT * q.group_size)
+        for name, s, z, odd in _group_explanations(scales, zeros, stretch[suspects], shift[suspects]):
             r = _distance(part, codes, s, z, q.bits)
             gain = _log_density(r, sigma).sum(dim=0) - base[suspects]
-            gain = torch.where(torch.isfinite(s) & (s != 0), gain, -math.inf)
+            gain = torch.where(torch.isfinite(s) & (s != 0) & (odd > enough), gain, -math.inf)
             for i in (gain > best).nonzero()[:, 0].tolist():
                 names[i] = name
             best = torch.maximum(best, gain)
@@ -210,18 +218,41 @@ def _groups(w: Tensor, q: QuantizedTensor, noise: _Noise, limit: float) -> Itera
             yield Fault(f"{place}: {names[i]}", float(best[i]))
 
 
+def _oddness(
+    w: Tensor, q: QuantizedTensor, group: int, rows: Tensor | slice, r: Tensor
+) -> tuple[Tensor, Tensor]:
+    """How far each output's scale and zero point of one group are off, against the other outputs' of the
+    same group, as -ln of a tail probability, [N] each."""
+    scales, zeros = q.scales[group].float(), q.zeros[group].float()
+    levels = q.codes[rows].float().sub_(zeros)
+    slope = (w * levels).sum(dim=0).div_(scales).div_(levels.square().sum(dim=0).clamp_(min=1))
+    # A scale of the wrong sign is as far off as one can be.
+    stretch = slope.nan_to_num_(0).clamp_(math.exp(-_FARTHEST), math.exp(_FARTHEST)).log_().abs_()
+    stretch[(levels == 0).all(dim=0)] = 0
+    return _tail(stretch), _tail(r.mean(dim=0).abs())
+
+
+def _tail(values: Tensor) -> Tensor:
+    """-ln P of exceeding each value [N], by an exponential tail fitted to the largest of the others."""
+    count = max(2, round(_TAIL_SHARE * len(values)))
+    start = values.topk(min(count + 1, len(values))).values[-1]
+    excess = (values - start).clamp_(min=0)
+    spread = (excess.sum() - excess).div_(count - 1).clamp_(min=_SMALLEST_SPREAD)
+    return excess.div_(spread).sub_(math.log(_TAIL_SHARE))
+
+
 def _group_explanations(
-    scales: Tensor, zeros: Tensor, q: QuantizedTensor
-) -> Iterator[tuple[str, Tensor, Tensor]]:
+    scales: Tensor, zeros: Tensor, stretch: Tensor, shift: Tensor
+) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     words = scales.view(torch.int32 if scales.dtype == torch.float32 else torch.int16)
     width = 8 * scales.dtype.itemsize
     mantissa = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23}[scales.dtype]
     for bit in range(mantissa, width):
         mask = 1 << bit if bit < width - 1 else -(1 << bit)
         flipped = (words ^ mask).view(scales.dtype).float()
-        yield f"bit {bit} of its scale is flipped", flipped, zeros
+        yield f"bit {bit} of its scale is flipped", flipped, zeros, stretch
     for step, word in ((1, "low"), (-1, "high")):
-        yield f"its zero point is one too {word}", scales.float(), zeros + step
+        yield f"its zero point is one too {word}", scales.float(), zeros + step, shift
 
 
 def _words(q: QuantizedTensor, layout: Format, noise: _Noise, limit: float) -> Iterator[Fault]:
