@@ -29,21 +29,26 @@ def main() -> int:
     print(f"undisturbed: {length:.1f} s on the folder, {len(expected)} files", flush=True)
 
     generator = random.Random(arguments.seed)
-    equal = 0
-    for attempt in range(1, arguments.kills + 1):
-        out = arguments.work / f"killed-{attempt}"
+    equal = attempt = 0
+    while attempt < arguments.kills:
+        out = arguments.work / f"killed-{attempt + 1}"
         _remove(out)
         moment = generator.uniform(0, length)
-        killed, _ = _run(_command(arguments, out, resume=False), out, moment)
+        _run(_command(arguments, out, resume=False), out, moment)
+        if out.exists():
+            # This run was quicker than the first, so the blow came too late to count.
+            print(f"    finished before {moment:.1f} s; drawing another moment", flush=True)
+            length = min(length, moment)
+            continue
+        attempt += 1
         reached = _reached(out)
-        again = 0.0
-        if not out.exists():
-            _, again = _run(_command(arguments, out, resume=True), out, None)
+        _, again = _run(_command(arguments, out, resume=True), out, None)
         same = _hashes(out) == expected
         equal += same
-        how = "killed" if killed else "ended before"
         verdict = "equal" if same else "DIFFERENT"
-        line = f"{how} {moment:.1f} s with {reached} journal lines, resumed in {again:.1f} s: {verdict}"
+        line = (
+            f"killed after {moment:.1f} s with {reached} journal lines, resumed in {again:.1f} s: {verdict}"
+        )
         print(f"{attempt:2d}: {line}", flush=True)
         if same:
             _remove(out)
