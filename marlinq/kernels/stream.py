@@ -121,7 +121,9 @@ class StreamConfig:
 
 def candidates(problem: Problem, device: Device) -> Iterator[StreamConfig]:
     """The variants worth estimating, all of which fit the device's registers and shared memory."""
-    blocks_m = next((b for b in (1, 2, 4) if 8 * b >= problem.m), 8)
+    # With zero points of a single group the largest tile spills on some architectures.
+    largest = 4 if problem.zeros and problem.group == 0 else 8
+    blocks_m = next((b for b in (1, 2, 4) if 8 * b >= problem.m), largest)
     # Scaling sums takes a second set of accumulators and work at every group's end: for few columns, long
     # groups.
     scale_sums = blocks_m == 1 and problem.group != 32
