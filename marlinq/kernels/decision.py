@@ -20,6 +20,9 @@ from marlinq.kernels.problem import GROUP_SIZES, Device, Problem
 from marlinq.kernels.stream import StreamConfig
 from marlinq.kernels.warpgroup import WarpgroupConfig
 
+KernelConfig = StreamConfig | WarpgroupConfig
+"""The compile-time parameters of either kernel."""
+
 Kernel = Literal["stream", "warpgroup"]
 KERNELS: tuple[Kernel, ...] = ("stream", "warpgroup")
 # The kernels that are chosen when none is asked for. The warpgroup kernel joins when its speed has been
@@ -43,7 +46,7 @@ class KernelDecision:
 
     kernel: str
     reason: str
-    config: StreamConfig | WarpgroupConfig | None = None
+    config: KernelConfig | None = None
     grid: int = 0
     seconds: float = 0.0
 
@@ -79,9 +82,9 @@ def _decide(problem: Problem, device: Device, forced: Kernel | None) -> KernelDe
             f"w4a16_gemm: group size {problem.group_size} with K={problem.k}; "
             "expected 32, 64, 128 or -1, dividing K"
         )
-    best: tuple[float, str, StreamConfig | WarpgroupConfig] | None = None
+    best: tuple[float, str, KernelConfig] | None = None
     for kernel in (forced,) if forced else _CHOSEN:
-        for seconds, busiest, config in _estimates(problem, device, kernel):
+        for seconds, busiest, config in estimates(problem, device, kernel):
             if best is None or seconds < best[0]:
                 best = (seconds, busiest, config)
     if best is None:
@@ -99,9 +102,8 @@ def _decide(problem: Problem, device: Device, forced: Kernel | None) -> KernelDe
     return KernelDecision(kernel, reason, config, grid, seconds)
 
 
-def _estimates(
-    problem: Problem, device: Device, kernel: Kernel
-) -> Iterator[tuple[float, str, StreamConfig | WarpgroupConfig]]:
+def estimates(problem: Problem, device: Device, kernel: Kernel) -> Iterator[tuple[float, str, KernelConfig]]:
+    """Every candidate of a kernel with its expected seconds and what bounds it."""
     if kernel == "stream":
         for narrow in stream.candidates(problem, device):
             yield (*stream.estimate(problem, device, narrow), narrow)

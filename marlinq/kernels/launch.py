@@ -13,11 +13,9 @@ from torch import Tensor
 
 from marlinq.errors import EnvironmentProblem
 from marlinq.kernels.compiler import cached_cubin, compile_missing
-from marlinq.kernels.decision import KernelDecision, decide
+from marlinq.kernels.decision import KernelConfig, decide
 from marlinq.kernels.driver import Function, launch, load_function
 from marlinq.kernels.problem import Device, Problem
-from marlinq.kernels.stream import StreamConfig
-from marlinq.kernels.warpgroup import WarpgroupConfig
 
 _dependent: ContextVar[bool] = ContextVar("marlinq_dependent_launches", default=False)
 
@@ -39,7 +37,7 @@ def dependent_launches() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Prepared:
-    config: StreamConfig | WarpgroupConfig
+    config: KernelConfig
     function: Function
     grid: int
     shared_bytes: int
@@ -66,7 +64,8 @@ def device_numbers(index: int) -> Device:
     )
 
 
-def _config_of(decision: KernelDecision) -> StreamConfig | WarpgroupConfig:
+def _decided(problem: Problem, device_index: int) -> KernelConfig:
+    decision = decide(problem, device_numbers(device_index))
     if decision.config is None:
         raise ValueError(f"the {decision.kernel} kernel is not compiled")
     return decision.config
@@ -81,12 +80,11 @@ def _load(
 
 
 @lru_cache(maxsize=8192)
-def _prepare(problem: Problem, decision: KernelDecision, device_index: int) -> _Prepared:
-    config = _config_of(decision)
+def _prepare(problem: Problem, config: KernelConfig, device_index: int) -> _Prepared:
     shared = config.shared_bytes(problem)
     defines = tuple(sorted(config.defines(problem).items()))
     function = _load(config.source, config.function, defines, shared, device_index)
-    return _Prepared(config, function, decision.grid, shared)
+    return _Prepared(config, function, config.grid(problem), shared)
 
 
 def launch_gemm(
@@ -97,10 +95,12 @@ def launch_gemm(
     bias: Tensor | None,
     group_size: int,
     out: Tensor,
+    config: KernelConfig | None = None,
 ) -> None:
     """Run ``out = x @ W + bias`` on the device and current stream of ``x``.
 
     ``x`` [M, K] and ``out`` [M, N] have unit stride along their rows; rows of ``x`` are 16-byte aligned.
+    ``config`` overrides the decision.
 
     Raises:
         RuntimeError: the driver refused the launch.
@@ -109,13 +109,13 @@ def launch_gemm(
     problem = Problem(
         x.shape[0], out.shape[1], x.shape[1], group_size, zeros is not None, x.dtype == torch.bfloat16
     )
-    prepared = _prepare(problem, decide(problem, device_numbers(index)), index)
-    config, dependent = prepared.config, _dependent.get()
-    arguments = config.arguments(x, words, scales, zeros, bias, out, dependent)
+    prepared = _prepare(problem, config or _decided(problem, index), index)
+    dependent = _dependent.get()
+    arguments = prepared.config.arguments(x, words, scales, zeros, bias, out, dependent)
     launch(
         prepared.function,
         prepared.grid,
-        config.threads,
+        prepared.config.threads,
         prepared.shared_bytes,
         arguments,
         dependent=dependent,
@@ -131,12 +131,18 @@ def precompile(problems: Iterable[Problem], device_index: int = 0) -> int:
     Raises:
         EnvironmentProblem: a variant does not compile, or the cache can't be written.
     """
-    device = device_numbers(device_index)
-    variants: dict[str, dict[tuple[tuple[str, object], ...], None]] = {}
-    for problem in problems:
-        config = _config_of(decide(problem, device))
-        variants.setdefault(config.source, {})[tuple(sorted(config.defines(problem).items()))] = None
+    return precompile_variants(
+        ((problem, _decided(problem, device_index)) for problem in problems), device_index
+    )
+
+
+def precompile_variants(variants: Iterable[tuple[Problem, KernelConfig]], device_index: int = 0) -> int:
+    """As :func:`precompile`, for chosen configurations."""
+    sources: dict[str, dict[tuple[tuple[str, object], ...], None]] = {}
+    for problem, config in variants:
+        sources.setdefault(config.source, {})[tuple(sorted(config.defines(problem).items()))] = None
+    architecture = device_numbers(device_index).architecture
     return sum(
-        compile_missing(source, device.architecture, [dict(variant) for variant in chosen])
-        for source, chosen in variants.items()
+        compile_missing(source, architecture, [dict(variant) for variant in chosen])
+        for source, chosen in sources.items()
     )
