@@ -25,7 +25,7 @@ from marlinq.benchmarks.peers import Weight, random_weight
 from marlinq.benchmarks.shapes import MODELS, layers_of
 from marlinq.benchmarks.timing import capture, copies_for, launches_for, time_in_turn
 from marlinq.kernels import KERNELS, Problem
-from marlinq.kernels.decision import KernelConfig, estimates
+from marlinq.kernels.decision import Kernel, KernelConfig, estimates
 from marlinq.kernels.launch import device_numbers, launch_gemm, precompile_variants
 
 Candidate = tuple[float, str, str, KernelConfig]
@@ -33,7 +33,7 @@ Candidate = tuple[float, str, str, KernelConfig]
 TOLERANCE = 2e-3
 
 
-def candidates(problem: Problem, kernels: list[str], most: int, index: int) -> list[Candidate]:
+def candidates(problem: Problem, kernels: list[Kernel], most: int, index: int) -> list[Candidate]:
     """(expected seconds, bound, kernel, config), the model's best ``most`` of every kernel."""
     found = []
     for kernel in kernels:

@@ -167,6 +167,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                 copy_weights(step, ring + s * STAGE_BYTES, full + 8 * s);
                 copy_activations(step, ring + s * STAGE_BYTES, full + 8 * s);
             }
+            // The barriers at the end want whole warps.
+            __syncwarp();
         }
     } else {
         if (REGISTERS > 0) registers_grow<REGISTERS == 0 ? 40 : REGISTERS>();
