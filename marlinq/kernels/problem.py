@@ -17,7 +17,8 @@ class Device:
         shared_bytes: the most dynamic shared memory a block may have.
         bandwidth: bytes a second from device memory.
         cache_bandwidth: bytes a second from L2.
-        tensor_rate: dense 16-bit operations a second through mma.sync.
+        tensor_rate: dense 16-bit operations a second through wgmma.
+        clock: cycles a second of a multiprocessor under load.
     """
 
     architecture: str
@@ -25,7 +26,8 @@ class Device:
     shared_bytes: int
     bandwidth: float = 4.5e12
     cache_bandwidth: float = 6.5e12
-    tensor_rate: float = 4.5e14
+    tensor_rate: float = 7.5e14
+    clock: float = 1.755e9
 
     @property
     def capability(self) -> int:
@@ -36,6 +38,16 @@ class Device:
     def has_clusters(self) -> bool:
         """Whether the blocks of a cluster can read each other's shared memory (9.0 and later)."""
         return self.capability >= 90
+
+    def resident_blocks(self, cluster: int, blocks: int) -> int:
+        """How many blocks run at once, in clusters of ``cluster``, with at most ``blocks`` a multiprocessor.
+
+        A cluster stays inside one processing cluster of the chip, whose multiprocessors (16 or so, not the same
+        number everywhere) larger clusters don't divide: of an H200's 132, clusters of four and more leave some idle
+        (docs/kernels/notes.md). A tenth is a bound on that until the driver is asked.
+        """
+        whole = self.multiprocessors * blocks // cluster
+        return cluster * (whole if cluster <= 2 else whole * 9 // 10)
 
     @property
     def has_warpgroups(self) -> bool:

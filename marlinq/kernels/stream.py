@@ -15,6 +15,9 @@ _REGISTERS = 65536
 # Registers a thread that a variant needs to stay clear of spills, by BLOCKS_M
 # (tests/kernels/test_compile.py).
 _REGISTERS_NEEDED = {1: 96, 2: 128, 4: 128, 8: 240}
+# Cycles that a multiprocessor needs for one 512-byte row of weights, by BLOCKS_M: measured on an H200 for
+# 1, 2 and 4, each further mma.sync of a row takes eight of them; continued for 8.
+_ROW_CYCLES = {1: 37, 2: 53, 4: 69, 8: 105}
 _MAX_CLUSTER = 8
 _WARPS = range(4, 17)
 # Six pointers, M, N, K, four bytes of padding, two strides, a flag: the kernel's parameters.
@@ -154,14 +157,14 @@ def estimate(problem: Problem, device: Device, config: StreamConfig) -> tuple[fl
     chunks = -(-problem.k // config.chunk)
     sms = device.multiprocessors
     # A wave that is not full keeps only some multiprocessors busy, with fewer blocks each.
-    waves, rest = divmod(grid, config.min_blocks * sms)
+    waves, rest = divmod(grid, device.resident_blocks(config.cluster, config.min_blocks))
     loads = [config.min_blocks] * waves + ([-(-rest // sms)] if rest else [])
     channels = -(-chunks // config.parts) * config.warps_k * config.chunk
     weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
     activations = channels * min(config.tile_m, problem.m) * 2
-    work = 2.0 * channels * config.tile_n * config.tile_m
+    cycles = channels // 16 * config.warps_n * _ROW_CYCLES[config.blocks_m]
     # Launch, the first bytes' way and the drain; every further wave pays the latter two again.
-    seconds, busiest = 1.6e-6 + 0.8e-6 * (len(loads) - 1), ""
+    seconds, busiest = 2.0e-6 + 0.8e-6 * (len(loads) - 1), ""
     for blocks in loads:
         # Too few bytes in flight can't fill the memory pipe: latency is about a microsecond under load.
         in_flight = blocks * config.threads * config.rows * 16 * (config.stages - 1)
@@ -169,10 +172,10 @@ def estimate(problem: Problem, device: Device, config: StreamConfig) -> tuple[fl
         times = {
             "weights": blocks * weights / rate,
             "activations": blocks * (weights + activations) / (device.cache_bandwidth / sms),
-            "tensor cores": blocks * work / (device.tensor_rate / sms),
+            "instructions": blocks * cycles / device.clock,
         }
         busiest = max(times, key=lambda name: times[name])
         seconds += times[busiest]
     reduced = min(config.tile_m, problem.m) * config.tile_n * 4 * config.warps_k
-    # Larger clusters start later and wait for their slowest block (measured, docs/kernels/notes.md).
-    return seconds + reduced / 2.0e11 + 0.3e-6 * (config.cluster - 1), busiest
+    # Larger clusters start later and wait for their slowest block.
+    return seconds + reduced / 2.0e11 + 0.1e-6 * (config.cluster - 1), busiest

@@ -165,21 +165,17 @@ def estimate(problem: Problem, device: Device, config: WarpgroupConfig) -> tuple
     """Seconds of a launch, and what the busiest multiprocessor spends them on."""
     chunks = -(-problem.k // _CHUNK)
     sms = device.multiprocessors
-    waves = -(-config.grid(problem) // sms)
+    waves = -(-config.grid(problem) // device.resident_blocks(config.cluster, 1))
     channels = -(-chunks // config.parts) * config.parts_k * _CHUNK
     weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
     activations = channels * min(config.tile_m, problem.m) * 2
     times = {
         "weights": weights / (device.bandwidth / sms),
         "activations": (weights + activations) / (device.cache_bandwidth / sms),
-        # wgmma runs at up to twice the rate of mma.sync here, but not below about 32 columns.
-        "tensor cores": 2.0
-        * channels
-        * config.tile_n
-        * max(config.tile_m, 32)
-        / (1.6 * device.tensor_rate / sms),
+        # Fewer than 32 columns take a product no less time.
+        "tensor cores": 2.0 * channels * config.tile_n * max(config.tile_m, 32) / (device.tensor_rate / sms),
     }
     busiest = max(times, key=lambda name: times[name])
     reduced = min(config.tile_m, problem.m) * config.tile_n * 4 * config.parts_k
     seconds = 1.6e-6 + waves * times[busiest] + 0.8e-6 * (waves - 1) + waves * reduced / 2.0e11
-    return seconds + 0.3e-6 * (config.cluster - 1), busiest
+    return seconds + 0.1e-6 * (config.cluster - 1), busiest
