@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import itemgetter
 from typing import Literal
 
 from marlinq.errors import UnsupportedError
@@ -28,6 +29,8 @@ KERNELS: tuple[Kernel, ...] = ("stream", "warpgroup")
 # The kernels that are chosen when none is asked for. The warpgroup kernel joins when its speed has been
 # measured.
 _CHOSEN: tuple[Kernel, ...] = ("stream",)
+
+_LARGEST_TILE = 64  # rows of activations a block of the stream kernel
 
 _forced: ContextVar[Kernel | None] = ContextVar("marlinq_forced_kernel", default=None)
 
@@ -82,16 +85,9 @@ def _decide(problem: Problem, device: Device, forced: Kernel | None) -> KernelDe
             f"w4a16_gemm: group size {problem.group_size} with K={problem.k}; "
             "expected 32, 64, 128 or -1, dividing K"
         )
-    best: tuple[float, str, KernelConfig] | None = None
-    for kernel in (forced,) if forced else _CHOSEN:
-        for seconds, busiest, config in estimates(problem, device, kernel):
-            if best is None or seconds < best[0]:
-                best = (seconds, busiest, config)
-    if best is None:
-        raise UnsupportedError(
-            f"w4a16_gemm: no variant fits {device.architecture} with {device.shared_bytes} bytes a block"
-        )
-    seconds, busiest, config = best
+    # Prompts have any length; those that fill the same tiles share a decision.
+    rows = problem.m if problem.m <= _LARGEST_TILE else -(-problem.m // _LARGEST_TILE) * _LARGEST_TILE
+    seconds, busiest, config = _fastest(replace(problem, m=rows), device, forced)
     grid = config.grid(problem)
     reason = (
         f"tile {config.tile_m}x{config.tile_n}, K in {config.parts} parts over {config.cluster} blocks: "
@@ -100,6 +96,21 @@ def _decide(problem: Problem, device: Device, forced: Kernel | None) -> KernelDe
     )
     kernel = "stream" if isinstance(config, StreamConfig) else "warpgroup"
     return KernelDecision(kernel, reason, config, grid, seconds)
+
+
+@lru_cache(maxsize=1024)
+def _fastest(problem: Problem, device: Device, forced: Kernel | None) -> tuple[float, str, KernelConfig]:
+    kernels = (forced,) if forced else _CHOSEN
+    best = min(
+        (candidate for kernel in kernels for candidate in estimates(problem, device, kernel)),
+        key=itemgetter(0),
+        default=None,
+    )
+    if best is None:
+        raise UnsupportedError(
+            f"w4a16_gemm: no variant fits {device.architecture} with {device.shared_bytes} bytes a block"
+        )
+    return best
 
 
 def estimates(problem: Problem, device: Device, kernel: Kernel) -> Iterator[tuple[float, str, KernelConfig]]:

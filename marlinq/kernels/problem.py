@@ -43,8 +43,8 @@ class Device:
         """How many blocks run at once, in clusters of ``cluster``, with at most ``blocks`` a multiprocessor.
 
         A cluster stays inside one processing cluster of the chip, whose multiprocessors (16 or so, not the
-        same number everywhere) larger clusters don't divide: of an H200's 132, clusters of four and more leave
-        some idle (docs/kernels/notes.md). A tenth is a bound on that until the driver is asked.
+        same number everywhere) larger clusters don't divide: of an H200's 132, clusters of four and more
+        leave some idle (docs/kernels/notes.md). A tenth is a bound on that until the driver is asked.
         """
         whole = self.multiprocessors * blocks // cluster
         return cluster * (whole if cluster <= 2 else whole * 9 // 10)
