@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,12 +13,29 @@ from torch import Tensor
 from marlinq.kernels.problem import Device, Problem
 
 _REGISTERS = 65536
-# Registers a thread that a variant needs to stay clear of spills, by BLOCKS_M
-# (tests/kernels/test_compile.py).
-_REGISTERS_NEEDED = {1: 96, 2: 128, 4: 128, 8: 240}
-# Cycles that a multiprocessor needs for one 512-byte row of weights, by BLOCKS_M: measured on an H200 for
-# 1, 2 and 4, each further mma.sync of a row takes eight of them; continued for 8.
-_ROW_CYCLES = {1: 37, 2: 53, 4: 69, 8: 105}
+# By (BLOCKS_M, SCALE_SUMS). Registers a thread needs to stay clear of spills (tests/kernels/test_compile.py).
+_REGISTERS_NEEDED = {
+    (1, True): 96,
+    (1, False): 96,
+    (2, True): 208,
+    (2, False): 128,
+    (4, True): 255,
+    (4, False): 128,
+    (8, False): 240,
+}
+# Cycles that a multiprocessor needs for one 512-byte row of weights: measured on an H200 for (1, True), (2,
+# False) and (4, False), where each further mma.sync takes eight; continued for (8, False). Scaled sums save
+# a row's 24 instructions of scaling at a few a group, which has not been measured beyond (1, True): until
+# then they come last.
+_ROW_CYCLES = {
+    (1, True): 37,
+    (1, False): 45,
+    (2, True): 54,
+    (2, False): 53,
+    (4, True): 70,
+    (4, False): 69,
+    (8, False): 105,
+}
 _MAX_CLUSTER = 8
 _WARPS = range(4, 17)
 # Six pointers, M, N, K, four bytes of padding, two strides, a flag: the kernel's parameters.
@@ -127,28 +145,39 @@ def candidates(problem: Problem, device: Device) -> Iterator[StreamConfig]:
     # With zero points of a single group the largest tile spills on some architectures.
     largest = 4 if problem.zeros and problem.group == 0 else 8
     blocks_m = next((b for b in (1, 2, 4) if 8 * b >= problem.m), largest)
-    # Scaling sums takes a second set of accumulators and work at every group's end: for few columns, long
-    # groups.
-    scale_sums = blocks_m == 1 and problem.group != 32
-    registers = 240 if blocks_m == 4 and problem.zeros else _REGISTERS_NEEDED[blocks_m]
+    for scale_sums in _ways_of_scaling(problem, blocks_m):
+        registers = _REGISTERS_NEEDED[blocks_m, scale_sums]
+        if (blocks_m, scale_sums) == (4, False) and problem.zeros:
+            registers = 240
+        yield from _splits(problem, device, blocks_m, scale_sums, registers)
+
+
+def _ways_of_scaling(problem: Problem, blocks_m: int) -> tuple[bool, ...]:
+    """Whether sums can be scaled: that takes a second set of accumulators and work at every group's end."""
+    if blocks_m == 1:
+        return (problem.group != 32,)
+    if blocks_m == 2 or (blocks_m == 4 and problem.group in (0, 128)):
+        return (False, True)
+    return (False,)
+
+
+def _splits(
+    problem: Problem, device: Device, blocks_m: int, scale_sums: bool, registers: int
+) -> Iterator[StreamConfig]:
     rows = 4 if blocks_m == 8 else 8
     clusters = range(1, _MAX_CLUSTER + 1) if device.has_clusters else (1,)
     chunks = -(-problem.k // (16 * rows))
-    for warps_n in range(1, 9):
-        for warps_k in (1, 2, 3, 4, 6, 8, 12, 16):
-            if warps_n * warps_k not in _WARPS:
+    for warps_n, warps_k in itertools.product(range(1, 9), (1, 2, 3, 4, 6, 8, 12, 16)):
+        if warps_n * warps_k not in _WARPS:
+            continue
+        most = min(3, _REGISTERS // (registers * 32 * warps_n * warps_k))
+        for blocks, cluster in itertools.product(range(1, most + 1), clusters):
+            if cluster * warps_k > max(chunks, 4):
                 continue
-            most = min(3, _REGISTERS // (registers * 32 * warps_n * warps_k))
-            for blocks in range(1, most + 1):
-                for cluster in clusters:
-                    if cluster * warps_k > max(chunks, 4):
-                        continue
-                    for stages in (3, 4, 6):
-                        config = StreamConfig(
-                            warps_n, warps_k, blocks_m, rows, scale_sums, cluster, stages, blocks
-                        )
-                        if config.shared_bytes(problem) * blocks <= device.shared_bytes:
-                            yield config
+            for stages in (3, 4, 6):
+                config = StreamConfig(warps_n, warps_k, blocks_m, rows, scale_sums, cluster, stages, blocks)
+                if config.shared_bytes(problem) * blocks <= device.shared_bytes:
+                    yield config
 
 
 def estimate(problem: Problem, device: Device, config: StreamConfig) -> tuple[float, str]:
@@ -162,7 +191,7 @@ def estimate(problem: Problem, device: Device, config: StreamConfig) -> tuple[fl
     channels = -(-chunks // config.parts) * config.warps_k * config.chunk
     weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
     activations = channels * min(config.tile_m, problem.m) * 2
-    cycles = channels // 16 * config.warps_n * _ROW_CYCLES[config.blocks_m]
+    cycles = channels // 16 * config.warps_n * _ROW_CYCLES[config.blocks_m, config.scale_sums]
     # Launch, the first bytes' way and the drain; every further wave pays the latter two again.
     seconds, busiest = 2.0e-6 + 0.8e-6 * (len(loads) - 1), ""
     for blocks in loads:
