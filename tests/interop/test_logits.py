@@ -79,7 +79,7 @@ OURS = {
     "gptq-v2-asym-by-gptqmodel": Ours("plain", _recipe("gptq-v2", symmetric=False), loader="gptqmodel"),
     "awq-sym-g64": Ours("plain", _recipe("awq")),
     "awq-asym-g128": Ours("plain", _recipe("awq", 128, symmetric=False)),
-    "awq-asym-shifted-bias": Ours("bias", _recipe("awq", 32, symmetric=False)),
+    "awq-asym-bias-g32": Ours("bias", _recipe("awq", 32, symmetric=False)),
     "awq-by-gptqmodel": Ours("plain", _recipe("awq", symmetric=False), loader="gptqmodel"),
     "ct-sym-g64": Ours("plain", _recipe("compressed-tensors")),
     "ct-sym-channel-bf16": Ours("bf16", _recipe("compressed-tensors", -1)),
