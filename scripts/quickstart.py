@@ -228,7 +228,7 @@ def print_summary(seconds: float) -> None:
     for label, before, after in rows:
         print(f"{label:<26} {before:>18} {after:>18}")
     print(
-        f"\n{fast['hardware']}\n"
+        "\n" + "\n".join([fast["hardware"], *fast["notes"]]) + "\n"
         f"The GPTQ checkpoint is in {GPTQ}, what every step printed in {FOLDER / 'records'}."
     )
 
