@@ -16,18 +16,18 @@ from operator import itemgetter
 from typing import Literal
 
 from marlinq.errors import UnsupportedError
-from marlinq.kernels import stream, warpgroup
+from marlinq.kernels import bulk, stream, warpgroup
+from marlinq.kernels.bulk import BulkConfig
 from marlinq.kernels.problem import GROUP_SIZES, Device, Problem
 from marlinq.kernels.stream import StreamConfig
 from marlinq.kernels.warpgroup import WarpgroupConfig
 
-KernelConfig = StreamConfig | WarpgroupConfig
-"""The compile-time parameters of either kernel."""
+KernelConfig = StreamConfig | BulkConfig | WarpgroupConfig
+"""The compile-time parameters of any kernel."""
 
-Kernel = Literal["stream", "warpgroup"]
-KERNELS: tuple[Kernel, ...] = ("stream", "warpgroup")
-# The kernels that are chosen when none is asked for. The warpgroup kernel joins when its speed has been
-# measured.
+Kernel = Literal["stream", "bulk", "warpgroup"]
+KERNELS: tuple[Kernel, ...] = ("stream", "bulk", "warpgroup")
+# The kernels that are chosen when none is asked for; the others join when their speed has been measured.
 _CHOSEN: tuple[Kernel, ...] = ("stream",)
 
 _LARGEST_TILE = 64  # rows of activations a block of the stream kernel
@@ -40,7 +40,7 @@ class KernelDecision:
     """What will run and why.
 
     Attributes:
-        kernel: ``stream`` or ``warpgroup`` on a GPU, ``reference`` on the CPU.
+        kernel: ``stream``, ``bulk`` or ``warpgroup`` on a GPU, ``reference`` on the CPU.
         reason: the tile, the split, what bounds it, the expected time.
         config: the compile-time parameters; None for the reference.
         grid: blocks of a launch.
@@ -94,8 +94,7 @@ def _decide(problem: Problem, device: Device, forced: Kernel | None) -> KernelDe
         f"{grid} blocks on {device.multiprocessors} multiprocessors, bound by {busiest}, "
         f"about {seconds * 1e6:.1f} us"
     )
-    kernel = "stream" if isinstance(config, StreamConfig) else "warpgroup"
-    return KernelDecision(kernel, reason, config, grid, seconds)
+    return KernelDecision(_kernel_of(config), reason, config, grid, seconds)
 
 
 @lru_cache(maxsize=1024)
@@ -113,11 +112,27 @@ def _fastest(problem: Problem, device: Device, forced: Kernel | None) -> tuple[f
     return best
 
 
+def _kernel_of(config: KernelConfig) -> Kernel:
+    if isinstance(config, StreamConfig):
+        return "stream"
+    return "bulk" if isinstance(config, BulkConfig) else "warpgroup"
+
+
+def available(device: Device) -> tuple[Kernel, ...]:
+    """The kernels that ``device`` can run."""
+    needs = {"stream": True, "bulk": device.has_clusters, "warpgroup": device.has_warpgroups}
+    return tuple(kernel for kernel in KERNELS if needs[kernel])
+
+
 def estimates(problem: Problem, device: Device, kernel: Kernel) -> Iterator[tuple[float, str, KernelConfig]]:
     """Every candidate of a kernel with its expected seconds and what bounds it."""
-    if kernel == "stream":
-        for narrow in stream.candidates(problem, device):
-            yield (*stream.estimate(problem, device, narrow), narrow)
-    else:
-        for wide in warpgroup.candidates(problem, device):
-            yield (*warpgroup.estimate(problem, device, wide), wide)
+    match kernel:
+        case "stream":
+            for narrow in stream.candidates(problem, device):
+                yield (*stream.estimate(problem, device, narrow), narrow)
+        case "bulk":
+            for copied in bulk.candidates(problem, device):
+                yield (*bulk.estimate(problem, device, copied), copied)
+        case "warpgroup":
+            for wide in warpgroup.candidates(problem, device):
+                yield (*warpgroup.estimate(problem, device, wide), wide)

@@ -15,6 +15,7 @@ from marlinq.errors import EnvironmentProblem
 from marlinq.kernels.compiler import cached_cubin, compile_missing
 from marlinq.kernels.decision import KernelConfig, decide
 from marlinq.kernels.driver import Function, launch, load_function
+from marlinq.kernels.operands import Operands
 from marlinq.kernels.problem import Device, Problem
 
 _dependent: ContextVar[bool] = ContextVar("marlinq_dependent_launches", default=False)
@@ -111,7 +112,7 @@ def launch_gemm(
     )
     prepared = _prepare(problem, config or _decided(problem, index), index)
     dependent = _dependent.get()
-    arguments = prepared.config.arguments(x, words, scales, zeros, bias, out, dependent)
+    arguments = prepared.config.arguments(Operands(x, words, scales, zeros, bias, out), dependent)
     launch(
         prepared.function,
         prepared.grid,

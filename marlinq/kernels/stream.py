@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
+from marlinq.kernels.operands import Operands
 from marlinq.kernels.problem import Device, Problem
 
 _REGISTERS = 65536
@@ -38,8 +36,6 @@ _ROW_CYCLES = {
 }
 _MAX_CLUSTER = 8
 _WARPS = range(4, 17)
-# Six pointers, M, N, K, four bytes of padding, two strides, a flag: the kernel's parameters.
-_ARGUMENTS = struct.Struct("=6Q3i4x2qi")
 
 
 @dataclass(frozen=True)
@@ -113,31 +109,9 @@ class StreamConfig:
             "MIN_BLOCKS": self.min_blocks,
         }
 
-    def arguments(
-        self,
-        x: Tensor,
-        words: Tensor,
-        scales: Tensor,
-        zeros: Tensor | None,
-        bias: Tensor | None,
-        out: Tensor,
-        dependent: bool,
-    ) -> bytes:
+    def arguments(self, operands: Operands, dependent: bool) -> bytes:
         """The kernel's parameters."""
-        return _ARGUMENTS.pack(
-            x.data_ptr(),
-            words.data_ptr(),
-            scales.data_ptr(),
-            0 if zeros is None else zeros.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            x.shape[0],
-            out.shape[1],
-            x.shape[1],
-            x.stride(0),
-            out.stride(0),
-            dependent,
-        )
+        return operands.plain_arguments(dependent)
 
 
 def candidates(problem: Problem, device: Device) -> Iterator[StreamConfig]:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from marlinq.kernels.driver import TENSOR_MAP_BYTES, tensor_map
+from marlinq.kernels.operands import Operands
 from marlinq.kernels.problem import Device, Problem
 
 _CHUNK = 128
 _ROWS = 8
-# A tensor map, five pointers, M, N, K, four bytes of padding, a stride, a flag: the kernel's parameters.
-_ARGUMENTS = struct.Struct(f"={TENSOR_MAP_BYTES}s5Q3i4xqi")
 # Registers of a multiplying thread beside its accumulators and operand fragments.
 _OTHER_REGISTERS = 56
 _GROWN_REGISTERS = 232  # with two multiplying warpgroups; the copying one keeps 40 (setmaxnreg)
@@ -107,30 +102,9 @@ class WarpgroupConfig:
             "REGISTERS": self.grown_registers,
         }
 
-    def arguments(
-        self,
-        x: Tensor,
-        words: Tensor,
-        scales: Tensor,
-        zeros: Tensor | None,
-        bias: Tensor | None,
-        out: Tensor,
-        dependent: bool,
-    ) -> bytes:
+    def arguments(self, operands: Operands, dependent: bool) -> bytes:
         """The kernel's parameters."""
-        return _ARGUMENTS.pack(
-            tensor_map(x, self.tile_m),
-            words.data_ptr(),
-            scales.data_ptr(),
-            0 if zeros is None else zeros.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            x.shape[0],
-            out.shape[1],
-            x.shape[1],
-            out.stride(0),
-            dependent,
-        )
+        return operands.mapped_arguments(self.tile_m, dependent)
 
 
 def candidates(problem: Problem, device: Device) -> Iterator[WarpgroupConfig]:

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from marlinq.errors import EnvironmentProblem
-from marlinq.kernels import ARCHITECTURES, KERNELS, Device, Problem, compile_kernel, decide, forced_kernel
+from marlinq.kernels import ARCHITECTURES, Device, Problem, compile_kernel, decide, forced_kernel
+from marlinq.kernels.decision import available
 
 # On the two architectures that the project measures or falls back to, everything; elsewhere the extremes.
 FULL = ("sm_80", "sm_90a")
-BATCHES = (1, 9, 17, 33)
-WARPGROUP_BATCHES = (8, 32, 64, 128)
+BATCHES = {"stream": (1, 9, 17, 33), "bulk": (1, 9), "warpgroup": (8, 32, 64, 128)}
 
 
 def variants(architecture: str) -> list[tuple[str, dict[str, object]]]:
@@ -23,10 +23,8 @@ def variants(architecture: str) -> list[tuple[str, dict[str, object]]]:
     device = Device(architecture, 132, 232_448 if large else 101_376)
     groups = (32, 64, 128, -1) if architecture in FULL else (32, -1)
     found = {}
-    for kernel in KERNELS:
-        if kernel == "warpgroup" and not device.has_warpgroups:
-            continue
-        batches = BATCHES if kernel == "stream" else WARPGROUP_BATCHES
+    for kernel in available(device):
+        batches = BATCHES[kernel]
         for m, group, zeros, bfloat16 in itertools.product(batches, groups, (False, True), (False, True)):
             problem = Problem(m, 4096, 4096, group, zeros, bfloat16)
             with forced_kernel(kernel):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from marlinq.errors import UnsupportedError
 from marlinq.kernels import ARCHITECTURES, KERNELS, Device, Problem, decide, forced_kernel
-from marlinq.kernels.decision import Kernel
+from marlinq.kernels.decision import Kernel, available
 
 H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232448)
 LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
@@ -41,8 +41,8 @@ def test_any_problem_gets_a_variant_that_fits(
         architecture, multiprocessors=48 if small else 132, shared_bytes=101_376 if small else 232_448
     )
     problem = Problem(m, n, k, group, zeros, bfloat16)
-    if kernel == "warpgroup" and not device.has_warpgroups:
-        with forced_kernel("warpgroup"), pytest.raises(UnsupportedError, match=architecture):
+    if kernel not in available(device):
+        with forced_kernel(kernel), pytest.raises(UnsupportedError, match=architecture):
             decide(problem, device)
         return
     with forced_kernel(kernel):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from marlinq.errors import UnsupportedError
 from marlinq.kernels import KERNELS, Problem, dependent_launches, forced_kernel, precompile, w4a16_gemm
-from marlinq.kernels.decision import Kernel
+from marlinq.kernels.decision import Kernel, available
 from marlinq.kernels.launch import device_numbers, launch_gemm
 from tests.kernels.problems import BOUND, Operands, random_operands, relative_error
 
@@ -36,16 +36,11 @@ def gemm(x: Tensor, operands: Operands, n_out: int | None = None) -> Tensor:
     )
 
 
-def available() -> tuple[Kernel, ...]:
-    """The kernels that this GPU can run."""
-    return KERNELS if device_numbers(0).has_warpgroups else ("stream",)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def compiled() -> None:
     """Every variant the exhaustive test needs, compiled in parallel."""
     batches = (*range(1, 261), 777)
-    for chosen in available():
+    for chosen in available(device_numbers(0)):
         with forced_kernel(chosen):
             precompile(
                 Problem(m, shape[1], shape[0], group, zeros, dtype == torch.bfloat16)
@@ -59,7 +54,7 @@ def compiled() -> None:
 def test_every_batch_from_1_to_260(
     kernel: Kernel, shape: tuple[int, int], group: int, dtype: torch.dtype, zeros: bool
 ) -> None:
-    if kernel not in available():
+    if kernel not in available(device_numbers(0)):
         pytest.skip(f"the {kernel} kernel needs another GPU than {device_numbers(0).architecture}")
     k, n = shape
     operands = random_operands(k, n, group, dtype, zeros=zeros, bias=True)
