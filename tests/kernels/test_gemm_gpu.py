@@ -143,6 +143,19 @@ def test_padding_columns_are_cut_off() -> None:
     assert torch.equal(found, gemm(x, operands)[:, :601])
 
 
+@pytest.mark.parametrize("k", [64, 128, 192, 384])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_fewer_chunks_than_parts(k: int, zeros: bool) -> None:
+    operands = random_operands(k, 256, -1, torch.float16, zeros=zeros)
+    x = torch.randn(16, k, device="cuda").half()
+    # What a block finds in shared memory is what another left there: here NaN, as far as one can arrange it.
+    gemm(torch.full((64, k), float("nan"), device="cuda").half(), operands)
+    for kernel in available(device_numbers(0)):
+        for m in (1, 5, 16):
+            with forced_kernel(kernel):
+                assert relative_error(gemm(x[:m], operands), operands.reference(x[:m])) < BOUND[torch.float16]
+
+
 def test_large_batches_and_offsets_beyond_31_bits() -> None:
     operands = random_operands(64, 64, 64, torch.float16)
     x = torch.randn(65536, 64, device="cuda").half()

@@ -280,7 +280,8 @@ w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u
             }
         }
     }
-    if (SCALE_SUMS && GROUP == 0) {
+    // A part without a chunk fetched no scales: whatever its memory holds, NaN perhaps, must not meet its zeros.
+    if (SCALE_SUMS && GROUP == 0 && my_steps > 0) {
         group = total;
         total.clear();
         Scales zero;
