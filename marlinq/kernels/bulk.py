@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from marlinq.kernels.operands import Operands
+from marlinq.kernels.operands import MappedArguments, Operands
 from marlinq.kernels.problem import Device, Problem
 
 _CHUNK = 128
@@ -88,7 +88,7 @@ class BulkConfig:
             "MIN_BLOCKS": self.min_blocks,
         }
 
-    def arguments(self, operands: Operands, dependent: bool) -> bytes:
+    def arguments(self, operands: Operands, dependent: bool) -> MappedArguments:
         """The kernel's parameters."""
         return operands.mapped_arguments(self.tile_m, dependent)
 

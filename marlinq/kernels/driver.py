@@ -7,7 +7,9 @@ tensor maps.
 from __future__ import annotations
 
 import ctypes
-from contextlib import nullcontext
+import struct
+import threading
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,12 +21,13 @@ from torch import Tensor
 from marlinq.errors import EnvironmentProblem
 
 # Enumerators of cuda.h.
-_BUFFER_POINTER, _BUFFER_SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAP_FLOAT16, _MAP_BFLOAT16 = 6, 9  # CU_TENSOR_MAP_DATA_TYPE_*
 _SWIZZLE_128B, _PROMOTE_128B = 3, 2  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B
-TENSOR_MAP_BYTES = 128
+TensorMap = ctypes.c_ubyte * 128
+"""CUtensorMap, opaque."""
 _TENSOR_MAP_ALIGNMENT = 64
+_thread = threading.local()
 
 
 class _Attribute(ctypes.Structure):
@@ -66,11 +69,12 @@ def _driver() -> Any:
 
 @dataclass(frozen=True)
 class Function:
-    """A kernel loaded on one device; ``owner`` keeps its module alive."""
+    """A kernel loaded in a device's context; ``owner`` keeps its module alive."""
 
     owner: Any
     handle: ctypes.c_void_p
     device_index: int
+    context: int | None
 
 
 def load_function(cubin: Path, name: str, device_index: int, shared_bytes: int = 0) -> Function:
@@ -89,7 +93,33 @@ def load_function(cubin: Path, name: str, device_index: int, shared_bytes: int =
         function = cupy.RawModule(path=str(cubin)).get_function(name)
         if shared_bytes:
             function.max_dynamic_shared_size_bytes = shared_bytes
-        return Function(function, ctypes.c_void_p(int(function.kernel.ptr)), device_index)
+        handle = ctypes.c_void_p(int(function.kernel.ptr))
+        return Function(function, handle, device_index, _current_context())
+
+
+def _current_context() -> int | None:
+    context = ctypes.c_void_p()
+    _driver().cuCtxGetCurrent(ctypes.byref(context))
+    return context.value
+
+
+def on_device(function: Function) -> AbstractContextManager[object]:
+    """Make the function's device current for the calling thread, which may not have used CUDA before."""
+    if torch.cuda.current_device() != function.device_index:
+        return torch.cuda.device(function.device_index)
+    if not hasattr(_thread, "has_context"):
+        # Neither asking torch for the device nor memory from its cache gives a new thread a context.
+        if _current_context() is None:
+            _driver().cuCtxSetCurrent(ctypes.c_void_p(function.context))
+        _thread.has_context = True
+    return nullcontext()
+
+
+@lru_cache(maxsize=64)
+def _fields(layout: type[ctypes.Structure]) -> tuple[struct.Struct, tuple[int, ...]]:
+    """How to pack one address a field, and the fields' offsets."""
+    offsets = tuple(getattr(layout, field[0]).offset for field in layout._fields_)
+    return struct.Struct(f"={len(offsets)}Q"), offsets
 
 
 def launch(
@@ -97,45 +127,38 @@ def launch(
     grid: int,
     threads: int,
     shared_bytes: int,
-    arguments: bytes,
+    arguments: ctypes.Structure,
     *,
     dependent: bool = False,
 ) -> None:
-    """Launch on torch's current stream of the function's device.
+    """Launch on torch's current stream of the function's device, inside :func:`on_device`.
 
     Args:
         function: the kernel.
         grid: blocks.
         threads: threads of a block.
         shared_bytes: dynamic shared memory of a block.
-        arguments: the kernel's parameters, each at its natural alignment.
+        arguments: the kernel's parameters, one field each.
         dependent: let the kernel start before the stream's previous one has ended; it waits for that one
-        itself
-            (``griddepcontrol.wait``).
+            itself (``griddepcontrol.wait``).
 
     Raises:
         RuntimeError: the driver refused the launch.
     """
-    index = function.device_index
-    size = ctypes.c_size_t(len(arguments))
-    extra = (ctypes.c_void_p * 5)(
-        _BUFFER_POINTER,
-        ctypes.cast(ctypes.c_char_p(arguments), ctypes.c_void_p),
-        _BUFFER_SIZE,
-        ctypes.addressof(size),
-        None,
-    )
+    # One pointer a parameter, for the driver to place them: it puts a tensor map where its alignment in
+    # constant memory wants it, which is not where a C structure has it.
+    pack, offsets = _fields(type(arguments))
+    base = ctypes.addressof(arguments)
+    pointers = pack.pack(*[base + offset for offset in offsets])
     config = _Config(
         (grid, 1, 1),
         (threads, 1, 1),
         shared_bytes,
-        torch.cuda.current_stream(index).cuda_stream,
+        torch.cuda.current_stream(function.device_index).cuda_stream,
         ctypes.pointer(_PROGRAMMATIC_ATTRIBUTE) if dependent else None,
         int(dependent),
     )
-    # The default stream belongs to whatever device is current.
-    with nullcontext() if torch.cuda.current_device() == index else torch.cuda.device(index):
-        status = _driver().cuLaunchKernelEx(ctypes.byref(config), function.handle, None, extra)
+    status = _driver().cuLaunchKernelEx(ctypes.byref(config), function.handle, pointers, None)
     if status != 0:
         raise RuntimeError(
             f"cuLaunchKernelEx failed with CUDA error {status}: {grid} blocks of {threads} threads, "
@@ -144,8 +167,10 @@ def launch(
 
 
 @lru_cache(maxsize=4096)
-def _encode(address: int, rows: int, columns: int, stride: int, box_rows: int, bfloat16: bool) -> bytes:
-    memory = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT)
+def _encode(
+    address: int, rows: int, columns: int, stride: int, box_rows: int, bfloat16: bool
+) -> ctypes.Array[ctypes.c_ubyte]:
+    memory = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + _TENSOR_MAP_ALIGNMENT)
     start = -(-ctypes.addressof(memory) // _TENSOR_MAP_ALIGNMENT) * _TENSOR_MAP_ALIGNMENT
     status = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(start),
@@ -163,15 +188,17 @@ def _encode(address: int, rows: int, columns: int, stride: int, box_rows: int, b
     )
     if status != 0:
         raise RuntimeError(f"cuTensorMapEncodeTiled failed with CUDA error {status} for [{rows}, {columns}]")
-    return ctypes.string_at(start, TENSOR_MAP_BYTES)
+    return TensorMap.from_buffer_copy(memory, start - ctypes.addressof(memory))
 
 
-def tensor_map(x: Tensor, box_rows: int) -> bytes:
+def tensor_map(x: Tensor, box_rows: int) -> ctypes.Array[ctypes.c_ubyte]:
     """The CUtensorMap of ``x`` [M, K], 16-bit floats in 16-byte aligned rows, in boxes of ``box_rows`` x 64.
 
     Boxes land in shared memory with the 128-byte swizzle; what lies outside ``x`` arrives as zeros.
     """
     rows, columns = x.shape
+    # A single row may have any stride, also one that no map can hold.
+    stride = x.stride(0) if rows > 1 else columns
     # A map holds addresses and extents only, so equal arguments give equal maps and the cache never goes
     # stale.
-    return _encode(x.data_ptr(), rows, columns, x.stride(0), box_rows, x.dtype == torch.bfloat16)
+    return _encode(x.data_ptr(), rows, columns, stride, box_rows, x.dtype == torch.bfloat16)

@@ -14,7 +14,7 @@ from torch import Tensor
 from marlinq.errors import EnvironmentProblem
 from marlinq.kernels.compiler import cached_cubin, compile_missing
 from marlinq.kernels.decision import KernelConfig, decide
-from marlinq.kernels.driver import Function, launch, load_function
+from marlinq.kernels.driver import Function, launch, load_function, on_device
 from marlinq.kernels.operands import Operands
 from marlinq.kernels.problem import Device, Problem
 
@@ -112,15 +112,16 @@ def launch_gemm(
     )
     prepared = _prepare(problem, config or _decided(problem, index), index)
     dependent = _dependent.get()
-    arguments = prepared.config.arguments(Operands(x, words, scales, zeros, bias, out), dependent)
-    launch(
-        prepared.function,
-        prepared.grid,
-        prepared.config.threads,
-        prepared.shared_bytes,
-        arguments,
-        dependent=dependent,
-    )
+    operands = Operands(x, words, scales, zeros, bias, out)
+    with on_device(prepared.function):
+        launch(
+            prepared.function,
+            prepared.grid,
+            prepared.config.threads,
+            prepared.shared_bytes,
+            prepared.config.arguments(operands, dependent),
+            dependent=dependent,
+        )
 
 
 def precompile(problems: Iterable[Problem], device_index: int = 0) -> int:

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
-import struct
+import ctypes
 from typing import NamedTuple
 
 from torch import Tensor
 
-from marlinq.kernels.driver import TENSOR_MAP_BYTES, tensor_map
+from marlinq.kernels.driver import TensorMap, tensor_map
 
-# Six pointers, M, N, K, four bytes of padding, two strides, a flag.
-_PLAIN = struct.Struct("=6Q3i4x2qi")
-# A tensor map, five pointers, M, N, K, four bytes of padding, a stride, a flag.
-_MAPPED = struct.Struct(f"={TENSOR_MAP_BYTES}s5Q3i4xqi")
+_POINTERS = ("words", "scales", "zeros", "bias", "out")
+_EXTENTS = ("m", "n", "k")
+
+
+class PlainArguments(ctypes.Structure):
+    """The parameters of a kernel that takes ``x`` by pointer and stride."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int) for name in _EXTENTS),
+        ("x_stride", ctypes.c_longlong),
+        ("out_stride", ctypes.c_longlong),
+        ("dependent", ctypes.c_int),
+    )
+
+
+class MappedArguments(ctypes.Structure):
+    """The parameters of a kernel that takes ``x`` as a tensor map."""
+
+    _fields_ = (
+        ("x", TensorMap),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int) for name in _EXTENTS),
+        ("out_stride", ctypes.c_longlong),
+        ("dependent", ctypes.c_int),
+    )
 
 
 class Operands(NamedTuple):
@@ -25,9 +48,9 @@ class Operands(NamedTuple):
     bias: Tensor | None
     out: Tensor
 
-    def plain_arguments(self, dependent: bool) -> bytes:
+    def plain_arguments(self, dependent: bool) -> PlainArguments:
         """Parameters of a kernel that takes ``x`` by pointer and stride."""
-        return _PLAIN.pack(
+        return PlainArguments(
             self.x.data_ptr(),
             *self._pointers(),
             *self._extents(),
@@ -36,9 +59,9 @@ class Operands(NamedTuple):
             dependent,
         )
 
-    def mapped_arguments(self, tile_m: int, dependent: bool) -> bytes:
+    def mapped_arguments(self, tile_m: int, dependent: bool) -> MappedArguments:
         """Parameters of a kernel that takes ``x`` as a tensor map with boxes of ``tile_m`` rows."""
-        return _MAPPED.pack(
+        return MappedArguments(
             tensor_map(self.x, tile_m), *self._pointers(), *self._extents(), self.out.stride(0), dependent
         )
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from marlinq.kernels.compiler import cached_cubin
-from marlinq.kernels.driver import launch, load_function
+from marlinq.kernels.driver import launch, load_function, on_device
 from marlinq.kernels.launch import device_numbers
 
 POINTER = ctypes.c_void_p
@@ -51,8 +52,13 @@ class RawKernel:
         Raises:
             RuntimeError: the driver refused the launch.
         """
-        # ctypes lays a structure out as C does, which is how the driver wants the parameters.
-        fields = [(f"p{index}", kind) for index, (_, kind) in enumerate(arguments)]
-        layout = type("Arguments", (ctypes.Structure,), {"_fields_": fields})
-        packed = bytes(layout(*(value for value, _ in arguments)))
-        launch(self._function, grid, threads, 0, packed, dependent=dependent)
+        layout = _layout(tuple(kind for _, kind in arguments))
+        packed = layout(*(value for value, _ in arguments))
+        with on_device(self._function):
+            launch(self._function, grid, threads, 0, packed, dependent=dependent)
+
+
+@lru_cache(maxsize=64)
+def _layout(kinds: tuple[type, ...]) -> type[ctypes.Structure]:
+    fields = [(f"p{index}", kind) for index, kind in enumerate(kinds)]
+    return type("Arguments", (ctypes.Structure,), {"_fields_": fields})

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from marlinq.kernels.operands import Operands
+from marlinq.kernels.operands import Operands, PlainArguments
 from marlinq.kernels.problem import Device, Problem
 
 _REGISTERS = 65536
@@ -109,7 +109,7 @@ class StreamConfig:
             "MIN_BLOCKS": self.min_blocks,
         }
 
-    def arguments(self, operands: Operands, dependent: bool) -> bytes:
+    def arguments(self, operands: Operands, dependent: bool) -> PlainArguments:
         """The kernel's parameters."""
         return operands.plain_arguments(dependent)
 
