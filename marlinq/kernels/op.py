@@ -17,22 +17,45 @@ _library.define(  # type: ignore[no-untyped-call]
 
 
 def _check(
-    x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, n_out: int
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    n_out: int,
 ) -> None:
-    k, n = words.shape[0] * 16, words.shape[1] // 2
+    k, n = words.shape[0] * 16, words.shape[-1] // 2
     if words.dtype != torch.int32 or words.dim() != 2 or n % 64:
         raise ValueError(
             f"words: expected int32 [K/16, 2N], N % 64 == 0, found {words.dtype} {list(words.shape)}"
         )
     if x.shape[-1] != k:
         raise ValueError(f"x: expected {k} columns (K of the weight), found {x.shape[-1]}")
+    # A group as long as K is stored like a single one.
+    groups = 1 if group_size < 1 else k // group_size
     for name, value in (("scales", scales), ("zeros", zeros)):
-        if value is not None and (value.dim() != 2 or value.shape[1] != n or value.dtype != x.dtype):
-            raise ValueError(f"{name}: expected {x.dtype} [G, {n}], found {value.dtype} {list(value.shape)}")
+        if value is not None and (value.shape != (groups, n) or value.dtype != x.dtype):
+            raise ValueError(
+                f"{name}: expected {x.dtype} [{groups}, {n}] with group size {group_size}, "
+                f"found {value.dtype} {list(value.shape)}"
+            )
     if not 0 < n_out <= n:
         raise ValueError(f"out_features: expected 1..{n}, found {n_out}")
     if bias is not None and (bias.shape != (n_out,) or bias.dtype != x.dtype):
         raise ValueError(f"bias: expected {x.dtype} [{n_out}], found {bias.dtype} {list(bias.shape)}")
+    for name, value in (("words", words), ("scales", scales), ("zeros", zeros), ("bias", bias)):
+        if value is not None and (value.device != x.device or not value.is_contiguous()):
+            raise ValueError(
+                f"{name}: expected a contiguous tensor on {x.device}, the device of x, "
+                f"found strides {value.stride()} on {value.device}"
+            )
+
+
+def _result(x: Tensor, words: Tensor, out_features: int) -> tuple[Tensor, Tensor]:
+    """Memory for all N columns, which the kernels write, and the view of it that the operator returns."""
+    out = x.new_empty((*x.shape[:-1], words.shape[1] // 2))
+    return out, out[..., :out_features]
 
 
 def _cuda(
@@ -46,15 +69,19 @@ def _cuda(
 ) -> Tensor:
     from marlinq.kernels.launch import launch_gemm
 
-    _check(x, words, scales, zeros, bias, out_features)
+    _check(x, words, scales, zeros, bias, group_size, out_features)
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise UnsupportedError(f"w4a16_gemm: x has dtype {x.dtype}; the kernel takes float16 and bfloat16")
     n = words.shape[1] // 2
+    for name, value in (("words", words), ("scales", scales), ("zeros", zeros)):
+        if value is not None and value.data_ptr() % 16:
+            raise ValueError(f"{name}: expected memory aligned to 16 bytes, found address {value.data_ptr()}")
     if scales.shape[0] == 1:
-        group_size = -1  # a group as long as K is stored like a single one
+        group_size = -1
     rows = x.reshape(-1, x.shape[-1])
-    # The kernel copies 16-byte pieces of rows.
-    if rows.stride(1) != 1 or rows.stride(0) % 8 or rows.data_ptr() % 16:
+    # The kernels copy 16-byte pieces of rows, and the rows of a tensor map don't overlap.
+    row = rows.stride(0)
+    if rows.stride(1) != 1 or row % 8 or row < rows.shape[1] or rows.data_ptr() % 16:
         rows = (
             rows.contiguous()
             if rows.data_ptr() % 16 == 0
@@ -62,10 +89,10 @@ def _cuda(
         )
     if bias is not None and out_features != n:
         bias = torch.nn.functional.pad(bias, (0, n - out_features))
-    out = torch.empty((rows.shape[0], n), dtype=x.dtype, device=x.device)
+    out, returned = _result(x, words, out_features)
     if rows.shape[0]:
-        launch_gemm(rows, words, scales, zeros, bias, group_size, out)
-    return out[:, :out_features].reshape(*x.shape[:-1], out_features)
+        launch_gemm(rows, words, scales, zeros, bias, group_size, out.view(-1, n))
+    return returned
 
 
 def _cpu(
@@ -77,8 +104,9 @@ def _cpu(
     group_size: int,
     out_features: int,
 ) -> Tensor:
-    _check(x, words, scales, zeros, bias, out_features)
-    return reference_gemm(x, words, scales, zeros, bias, out_features)
+    _check(x, words, scales, zeros, bias, group_size, out_features)
+    _, returned = _result(x, words, out_features)
+    return returned.copy_(reference_gemm(x, words, scales, zeros, bias, out_features))
 
 
 def _meta(
@@ -90,7 +118,8 @@ def _meta(
     group_size: int,
     out_features: int,
 ) -> Tensor:
-    return x.new_empty((*x.shape[:-1], out_features))
+    _, returned = _result(x, words, out_features)
+    return returned
 
 
 _library.impl("w4a16_gemm", _cuda, "CUDA")  # type: ignore[no-untyped-call]

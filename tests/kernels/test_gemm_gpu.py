@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -119,20 +120,26 @@ def test_streams_do_not_disturb_each_other() -> None:
         assert all(relative_error(found, expected) < BOUND[torch.float16] for found in mine)
 
 
-def test_strided_empty_and_batched_activations() -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_strided_empty_and_batched_activations(kernel: Kernel) -> None:
+    if kernel not in available(device_numbers(0)):
+        pytest.skip(f"the {kernel} kernel needs another GPU than {device_numbers(0).architecture}")
     operands = random_operands(512, 640, 64, torch.float16, bias=True)
     wide = torch.randn(9, 2, 1536, device="cuda").half()
-    for x in (
-        wide[..., :512],
-        wide[..., 3:515],
-        wide[:, 1, 512:1024],
-        wide[0, 0, :512],
-        wide[..., :512].mT.mT,
-    ):
-        found = gemm(x, operands)
-        assert found.shape == (*x.shape[:-1], 640)
-        assert relative_error(found.reshape(-1, 640), operands.reference(x.reshape(-1, 512))) < 1e-3
-    assert gemm(wide[:0, 0, :512], operands).shape == (0, 640)
+    with forced_kernel(kernel):
+        for x in (
+            wide[..., :512],
+            wide[..., 3:515],
+            wide[:, 1, 512:1024],
+            wide[0, 0, :512],
+            wide[..., :512].mT.mT,
+            wide[0, 0, :512].expand(4, 512),
+            wide[0, 0, :515].clone()[None, :512].as_strided((1, 512), (515, 1)),
+        ):
+            found = gemm(x, operands)
+            assert found.shape == (*x.shape[:-1], 640)
+            assert relative_error(found.reshape(-1, 640), operands.reference(x.reshape(-1, 512))) < 1e-3
+        assert gemm(wide[:0, 0, :512], operands).shape == (0, 640)
 
 
 def test_padding_columns_are_cut_off() -> None:
@@ -176,8 +183,9 @@ def test_torch_compile_and_opcheck() -> None:
     found = torch.compile(step, fullgraph=True)(x)
     # The compiled element-wise part may keep float32 between its operations.
     torch.testing.assert_close(found, step(x), rtol=2**-9, atol=2**-9)
-    arguments = (x, operands.words, operands.scales, None, None, 128, 512)
-    torch.library.opcheck(torch.ops.marlinq.w4a16_gemm.default, arguments)
+    for columns in (512, 500):
+        arguments = (x, operands.words, operands.scales, None, None, 128, columns)
+        torch.library.opcheck(torch.ops.marlinq.w4a16_gemm.default, arguments)
 
 
 def test_wrong_operands_are_named() -> None:
@@ -188,3 +196,13 @@ def test_wrong_operands_are_named() -> None:
         w4a16_gemm(
             torch.randn(4, 512, device="cuda"), operands.words, operands.scales.float(), None, None, 128, 512
         )
+
+
+def test_the_first_call_of_a_new_thread() -> None:
+    operands = random_operands(512, 512, 128, torch.float16)
+    x = torch.randn(4, 512, device="cuda").half()
+    expected = gemm(x, operands)
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(gemm, x, operands).result()
+    assert torch.equal(found, expected)

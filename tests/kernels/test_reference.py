@@ -22,11 +22,17 @@ def test_the_reference_is_the_dense_product(dtype: torch.dtype, group: int, zero
     assert error < BOUND.get(dtype, 1e-6)
 
 
-def test_the_meta_function_agrees_with_the_result() -> None:
-    operands = random_operands(128, 64, 64, torch.float16, device="cpu")
-    x = torch.randn(5, 128).half()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_meta_function_agrees_with_the_result(dtype: torch.dtype) -> None:
+    operands = random_operands(128, 64, 64, dtype, device="cpu")
+    x = torch.randn(5, 128).to(dtype)
     arguments = (x, operands.words, operands.scales, None, None, 64, 60)
     torch.library.opcheck(torch.ops.marlinq.w4a16_gemm.default, arguments)
+    meta = [value.to("meta") if isinstance(value, torch.Tensor) else value for value in arguments]
+    for shape in ((128,), (5, 128), (2, 5, 128), (0, 128)):
+        found = w4a16_gemm(torch.zeros(shape, dtype=dtype), *arguments[1:])
+        expected = torch.ops.marlinq.w4a16_gemm(torch.zeros(shape, dtype=dtype, device="meta"), *meta[1:])
+        assert (found.shape, found.stride()) == (expected.shape, expected.stride())
 
 
 @pytest.mark.parametrize(
@@ -37,6 +43,10 @@ def test_the_meta_function_agrees_with_the_result() -> None:
         ({"scales": torch.zeros(2, 64, dtype=torch.float64)}, "scales: expected torch.float32"),
         ({"bias": torch.zeros(65)}, "bias: expected torch.float32"),
         ({"out_features": 65}, "out_features: expected 1..64"),
+        ({"group_size": 128}, r"scales: expected torch.float32 \[1, 64\] with group size 128"),
+        ({"zeros": torch.zeros(1, 64)}, r"zeros: expected torch.float32 \[2, 64\]"),
+        ({"scales": torch.zeros(64, 2).T}, "scales: expected a contiguous tensor on cpu"),
+        ({"bias": torch.zeros(128)[::2]}, "bias: expected a contiguous tensor on cpu"),
     ],
 )
 def test_operands_that_do_not_fit_are_named(change: dict[str, object], message: str) -> None:
