@@ -116,8 +116,13 @@ class StreamConfig:
 
 def candidates(problem: Problem, device: Device) -> Iterator[StreamConfig]:
     """The variants worth estimating, all of which fit the device's registers and shared memory."""
-    # With zero points of a single group the largest tile spills on some architectures.
-    largest = 4 if problem.zeros and problem.group == 0 else 8
+    # The largest tile spills with zero points of a single group on some architectures; on 10.x, under NVRTC
+    # 13.0, without them too, and with zero points of the smallest groups.
+    single, smallest = problem.group == 0, problem.group == 32
+    spills = problem.zeros and single
+    if device.capability // 10 == 10:
+        spills = single or (problem.zeros and smallest)
+    largest = 4 if spills else 8
     blocks_m = next((b for b in (1, 2, 4) if 8 * b >= problem.m), largest)
     for scale_sums in _ways_of_scaling(problem, blocks_m):
         registers = _REGISTERS_NEEDED[blocks_m, scale_sums]
