@@ -15,7 +15,7 @@ from marlinq.checkpoint.quantization_config import (
 )
 from marlinq.checkpoint.quantized import QuantizedCheckpoint, floating_linears
 from marlinq.checkpoint.reader import MANIFEST, Checkpoint
-from marlinq.checkpoint.writer import DEFAULT_MAX_SHARD_BYTES, CheckpointWriter
+from marlinq.checkpoint.writer import DEFAULT_MAX_SHARD_BYTES, CheckpointWriter, check_place
 
 __all__ = [
     "DEFAULT_MAX_SHARD_BYTES",
@@ -27,6 +27,7 @@ __all__ = [
     "QuantizedCheckpoint",
     "TensorInfo",
     "TensorPlan",
+    "check_place",
     "emit_quantization_config",
     "extra_configs",
     "floating_linears",

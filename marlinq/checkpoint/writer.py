@@ -7,12 +7,14 @@ disk. Config, index and manifest come last; then the folder is renamed to ``OUT`
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -50,6 +52,59 @@ def plan_shards(plan: Sequence[TensorPlan], max_shard_bytes: int) -> list[tuple[
     return [(f"model-{i:05d}-of-{count:05d}.safetensors", shard) for i, shard in enumerate(shards, start=1)]
 
 
+def check_place(out: Path, *, resume: bool, source: Path | None = None) -> None:
+    """Find out what is wrong with the place of an output folder, before any work is done for it.
+
+    Args:
+        out: the folder to make.
+        resume: a run that continues an unfinished one, so ``out.partial`` may be there.
+        source: the checkpoint folder that is read.
+
+    Raises:
+        OutputError: ``out`` exists, lies inside ``source`` or can't be made there, or an unfinished run is in
+            the way.
+    """
+    # A link that leads nowhere is in the way too.
+    if os.path.lexists(out):
+        raise OutputError(f"{out}: already exists; choose another output folder or remove it")
+    if source is not None and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(source)):
+        raise OutputError(f"{out}: lies inside {source}, which is read; choose a folder outside it")
+    try:
+        partial, parent = _partial(out), _nearest(out)
+        exists, is_folder = partial.exists(), partial.is_dir()
+    except OSError as error:
+        raise OutputError(f"{out}: can't be created ({error.strerror})") from None
+    if exists and not is_folder:
+        raise OutputError(f"{partial}: is in the way and is not a folder; move it away")
+    if exists and not resume:
+        raise OutputError(f"{partial}: an unfinished run is here; continue it with --resume, or remove it")
+    if not parent.is_dir():
+        raise OutputError(f"{out}: can't be created ({parent} is not a folder)")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise OutputError(f"{out}: can't be created (no permission to write in {parent})")
+
+
+def _partial(out: Path) -> Path:
+    return out.with_name(out.name + ".partial")
+
+
+def _nearest(out: Path) -> Path:
+    """What exists of the folders above ``out``."""
+    return next(folder for folder in out.absolute().parents if folder.exists())
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Say in one line what the system refused."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "free some room" if full else "mend that"
+        where = error.filename or path
+        raise OutputError(f"{where}: {error.strerror or error}; {advice}, then resume") from None
+
+
 class CheckpointWriter:
     """Writes one checkpoint folder; use it as a context manager.
 
@@ -59,6 +114,9 @@ class CheckpointWriter:
         max_shard_bytes: upper bound of a shard's tensor bytes.
         fingerprint: identifies the run (recipe, source, version); a resumed run must have the same.
         resume: continue an ``out.partial`` left behind instead of refusing it.
+
+    Attributes:
+        resumed: an unfinished run was found and taken up.
 
     Raises:
         OutputError: ``out`` exists, an unfinished run is in the way, another process writes it, or the disk
@@ -75,7 +133,8 @@ class CheckpointWriter:
         resume: bool = False,
     ) -> None:
         self.out = out
-        self.partial = out.with_name(out.name + ".partial")
+        check_place(out, resume=resume)
+        self.partial = _partial(out)
         self._fingerprint = fingerprint
         self._shards = plan_shards(plan, max_shard_bytes)
         self._headers: dict[str, bytes] = {}
@@ -88,7 +147,8 @@ class CheckpointWriter:
         self._pending: dict[str, str] = {}
         self._files: dict[str, int] = {}
         self._lock = -1
-        self._open(resume)
+        self.resumed = False
+        self._open()
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -114,13 +174,9 @@ class CheckpointWriter:
             raise ValueError(f"{name}: planned {info and (info.dtype, info.shape)}, given {found}")
         data = tensor_bytes(tensor)
         descriptor, done = self._files[info.shard], 0
-        while done < len(data):
-            try:
+        with _writing(self.partial / info.shard):
+            while done < len(data):
                 done += os.pwrite(descriptor, data[done : done + (1 << 30)], info.offset + done)
-            except OSError as error:
-                raise OutputError(
-                    f"{self.partial / info.shard}: {error.strerror}; free some room, then resume"
-                ) from None
         self._pending[name] = hashlib.sha256(data).hexdigest()
 
     def read_back(self, name: str) -> torch.Tensor:
@@ -146,9 +202,10 @@ class CheckpointWriter:
         """
         if not self._pending and not notes:
             return
-        for shard in {self.tensors[name].shard for name in self._pending}:
-            os.fsync(self._files[shard])
-        self._append({"written": self._pending, "notes": notes or {}})
+        with _writing(self.partial):
+            for shard in {self.tensors[name].shard for name in self._pending}:
+                os.fsync(self._files[shard])
+            self._append({"written": self._pending, "notes": notes or {}})
         self._hashes.update(self._pending)
         self.notes.update(notes or {})
         self._pending = {}
@@ -176,31 +233,46 @@ class CheckpointWriter:
         missing = sorted(set(self.tensors) - set(self._hashes))
         if missing:
             raise ValueError(f"{missing[0]} and {len(missing) - 1} more planned tensors were never written")
-        if side_files_from is not None:
-            for name in side_files_from.side_files:
-                target = self.partial / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(side_files_from.path / name, target)
-        for name, value in (extra_json or {}).items():
-            self._write_json(name, value)
-        hashes = dict(sorted(self._hashes.items()))
-        run = {"run": self.notes} if self.notes else {}
-        self._write_json(MANIFEST, {**manifest, **run, "fingerprint": self._fingerprint, "tensors": hashes})
-        if len(self._shards) > 1:
-            weight_map = {name: info.shard for name, info in sorted(self.tensors.items())}
-            total = sum(info.nbytes for info in self.tensors.values())
-            self._write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        self._write_json(CONFIG, config)
-        (self.partial / _JOURNAL).unlink(missing_ok=True)
-        fsync_folder(self.partial)
-        if self.out.exists():
-            raise OutputError(
-                f"{self.out}: appeared while {self.partial} was written; move it away and rename the other"
-            )
-        self.partial.rename(self.out)
-        fsync_folder(self.out.parent)
+        with _writing(self.partial):
+            if side_files_from is not None:
+                for name in side_files_from.side_files:
+                    target = self.partial / name
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(side_files_from.path / name, target)
+            for name, value in (extra_json or {}).items():
+                self.write_json(name, value)
+            hashes = dict(sorted(self._hashes.items()))
+            run = {"run": self.notes} if self.notes else {}
+            record = {**manifest, **run, "fingerprint": self._fingerprint, "tensors": hashes}
+            self.write_json(MANIFEST, record)
+            if len(self._shards) > 1:
+                weight_map = {name: info.shard for name, info in sorted(self.tensors.items())}
+                total = sum(info.nbytes for info in self.tensors.values())
+                self.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+            self.write_json(CONFIG, config)
+            (self.partial / _JOURNAL).unlink(missing_ok=True)
+            fsync_folder(self.partial)
+            if os.path.lexists(self.out):
+                raise OutputError(
+                    f"{self.out}: appeared while {self.partial} was written; "
+                    "move it away and rename the other"
+                )
+            self.partial.rename(self.out)
+            fsync_folder(self.out.parent)
         self.close()
         return self.out
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Put a JSON file into the unfinished folder, durably, whole or not at all."""
+        path = self.partial / name
+        temporary = path.with_name(path.name + ".tmp")
+        with _writing(path):
+            with temporary.open("w", encoding="utf-8") as file:
+                json.dump(value, file, indent=2, ensure_ascii=False)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.rename(path)
 
     def close(self) -> None:
         """Close the files; what :meth:`commit` has seen stays for a resumed run."""
@@ -211,19 +283,16 @@ class CheckpointWriter:
             os.close(self._lock)
             self._lock = -1
 
-    def _open(self, resume: bool) -> None:
-        if self.out.exists():
-            raise OutputError(f"{self.out}: already exists; choose another output folder or remove it")
+    def _open(self) -> None:
         exists = self.partial.exists()
-        if exists and not resume:
-            raise OutputError(
-                f"{self.partial}: an unfinished run is here; continue it with --resume, or remove it"
-            )
+        if not exists:
+            self._check_room()
         try:
             self.partial.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OutputError(f"{self.partial}: can't be created ({error.strerror})") from None
-        self._lock = os.open(self.partial, os.O_RDONLY)
+        with _writing(self.partial):
+            self._lock = os.open(self.partial, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -232,19 +301,34 @@ class CheckpointWriter:
                 f"{self.partial}: another process is writing it; wait for it or stop it"
             ) from None
         try:
-            if not (exists and self._read_journal()):
-                self._start()
-            for shard, _ in self._shards:
-                self._files[shard] = os.open(self.partial / shard, os.O_RDWR)
+            with _writing(self.partial):
+                self.resumed = exists and self._take_up()
+                if not self.resumed:
+                    self._start()
+                for shard, _ in self._shards:
+                    self._files[shard] = os.open(self.partial / shard, os.O_RDWR)
         except BaseException:
             self.close()
             raise
 
-    def _start(self) -> None:
+    def _check_room(self) -> None:
         total = sum(info.nbytes for info in self.tensors.values())
-        free = shutil.disk_usage(self.partial).free
+        free = shutil.disk_usage(_nearest(self.out)).free
         if total > free:
-            raise OutputError(f"{self.partial}: needs {total} bytes, the disk has {free} free")
+            raise OutputError(
+                f"{self.out}: needs {total / 1e6:.1f} MB, the disk has {free / 1e6:.1f} MB free; "
+                "free some room or choose a folder on another disk"
+            )
+
+    def _start(self) -> None:
+        # A journal without a whole line, or shards without a journal: a run that was stopped right here.
+        own = {_JOURNAL, *(shard for shard, _ in self._shards)}
+        foreign = sorted({path.name for path in self.partial.iterdir()} - own)
+        if foreign:
+            raise OutputError(
+                f"{self.partial}: holds {foreign[0]}, which no unfinished run of this kind left; move it away"
+            )
+        (self.partial / _JOURNAL).unlink(missing_ok=True)
         for shard, members in self._shards:
             with (self.partial / shard).open("wb") as file:
                 file.write(self._headers[shard])
@@ -253,52 +337,51 @@ class CheckpointWriter:
         self._append({"fingerprint": self._fingerprint})
         fsync_folder(self.partial)
 
-    def _read_journal(self) -> bool:
+    def _take_up(self) -> bool:
         """Take up the journal of an unfinished run; False when that run did not start one."""
         path = self.partial / _JOURNAL
         if not path.exists():
-            return self._read_manifest()
+            return self._take_up_manifest()
         data = path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
-        lines = [json.loads(line) for line in whole.splitlines()]
-        if not lines:
+        if not whole:
             return False
-        if lines[0] != {"fingerprint": self._fingerprint}:
+        try:
+            first, *rest = [json.loads(line) for line in whole.splitlines()]
+            self._check_fingerprint(first["fingerprint"])
+            for line in rest:
+                self._hashes.update(line["written"])
+                self.notes.update(line["notes"])
+        except (ValueError, LookupError, TypeError):
+            raise OutputError(f"{path}: is damaged; remove {self.partial} and start over") from None
+        if len(whole) < len(data):
+            # A line torn by a kill: cut it off so that the next one starts clean.
+            os.truncate(path, len(whole))
+        return True
+
+    def _take_up_manifest(self) -> bool:
+        """Take up a run that was stopped between removing its journal and renaming its folder."""
+        path = self.partial / MANIFEST
+        if not (self.partial / CONFIG).exists() or not path.exists():
+            return False
+        try:
+            manifest = json.loads(path.read_bytes())
+            self._check_fingerprint(manifest["fingerprint"])
+            self._hashes = dict(manifest["tensors"])
+            self.notes = dict(manifest.get("run", {}))
+        except (ValueError, LookupError, TypeError):
+            raise OutputError(f"{path}: is damaged; remove {self.partial} and start over") from None
+        return True
+
+    def _check_fingerprint(self, found: object) -> None:
+        if found != self._fingerprint:
             raise OutputError(
                 f"{self.partial}: belongs to a run with another recipe, source or version; "
                 "repeat that command to resume it, or remove the folder"
             )
-        if len(whole) < len(data):
-            # A line torn by a kill: cut it off so that the next one starts clean.
-            os.truncate(path, len(whole))
-        for line in lines[1:]:
-            self._hashes.update(line["written"])
-            self.notes.update(line["notes"])
-        return True
-
-    def _read_manifest(self) -> bool:
-        """Take up a run that was stopped between removing its journal and renaming its folder."""
-        if not (self.partial / CONFIG).exists() or not (self.partial / MANIFEST).exists():
-            return False
-        manifest = json.loads((self.partial / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["fingerprint"] != self._fingerprint:
-            return False
-        self._hashes = dict(manifest["tensors"])
-        self.notes = dict(manifest.get("run", {}))
-        return True
 
     def _append(self, line: Mapping[str, Any]) -> None:
         with (self.partial / _JOURNAL).open("ab") as file:
             file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
-
-    def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        path = self.partial / name
-        temporary = path.with_name(path.name + ".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=2, ensure_ascii=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)

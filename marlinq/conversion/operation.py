@@ -22,13 +22,14 @@ from marlinq.checkpoint import (
     Checkpoint,
     CheckpointWriter,
     QuantizedCheckpoint,
+    check_place,
     extra_configs,
     replace_quantization_config,
 )
 from marlinq.checkpoint.reader import read_json
 from marlinq.conversion.plan import ConversionPlan, Progress, plan_conversion
 from marlinq.conversion.report import ConversionReport
-from marlinq.errors import OutputError, UnsupportedError, UsageError
+from marlinq.errors import UnsupportedError, UsageError
 from marlinq.formats import FORMATS, Format, transcode
 
 _COMMIT_BYTES = 1 << 30
@@ -91,8 +92,7 @@ def _convert(
 ) -> ConversionReport:
     started = time.monotonic()
     checkpoint = quantized.checkpoint
-    if out.exists():
-        raise OutputError(f"{out}: already exists; choose another output folder or remove it")
+    check_place(out, resume=True, source=checkpoint.path)
     plan = plan_conversion(
         quantized,
         target,

@@ -17,7 +17,7 @@ import transformers
 
 from marlinq import __version__
 from marlinq.calibration import Document, make_batches
-from marlinq.checkpoint import DEFAULT_MAX_SHARD_BYTES, Checkpoint, CheckpointWriter
+from marlinq.checkpoint import DEFAULT_MAX_SHARD_BYTES, Checkpoint, CheckpointWriter, check_place
 from marlinq.errors import EnvironmentProblem, UsageError
 from marlinq.models import BlockLoader, build_structure
 from marlinq.pipeline.blocks import BlockQuantizer, module_reports
@@ -75,6 +75,7 @@ def quantize(
     tell: Progress = progress or _silent
     where = _device(device)
     checkpoint = Checkpoint.open(model)
+    check_place(Path(out), resume=resume, source=checkpoint.path)
     structure = build_structure(
         checkpoint.config, source=str(checkpoint.path), trust_remote_code=trust_remote_code
     )
@@ -105,6 +106,8 @@ def quantize(
         resume=resume,
     )
     with writer:
+        if resume and not writer.resumed:
+            warnings.warn(f"{writer.partial}: no unfinished run to resume; starting afresh", stacklevel=2)
         resumed = sum(1 for members in by_block if _all_written(plan, members, writer))
         _copy(checkpoint, plan, writer, tell)
         if resumed < len(by_block):

@@ -97,9 +97,7 @@ def text_by_the_model(
     finally:
         loader.release("")
     # Sampling takes minutes, and on a GPU nothing promises the same text again.
-    temporary = kept.with_suffix(".tmp")
-    temporary.write_text(json.dumps([document.tokens for document in documents]), encoding="utf-8")
-    temporary.rename(kept)
+    writer.write_json(_WRITTEN_TEXT, [document.tokens for document in documents])
     return documents
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from marlinq.checkpoint import MANIFEST, Checkpoint, CheckpointWriter, TensorPlan
+from marlinq.checkpoint import MANIFEST, Checkpoint, CheckpointWriter, TensorPlan, check_place
 from marlinq.errors import CheckpointError, OutputError
 
 PLAN = [
@@ -206,6 +206,99 @@ def test_what_stands_in_the_way_is_named(tmp_path: Path) -> None:
         writer(tmp_path / "file" / "out")
 
 
+def test_the_place_is_judged_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (tmp_path / "link").symlink_to(source)
+    for inside in (source / "out", source / "new" / "out", tmp_path / "link" / "out"):
+        with pytest.raises(OutputError, match="lies inside"):
+            check_place(inside, resume=False, source=source)
+    check_place(tmp_path / "source-out", resume=False, source=source)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(OutputError, match="already exists"):
+        check_place(tmp_path / "dangling", resume=False)
+    with pytest.raises(OutputError, match="already exists"):
+        check_place(Path(), resume=False)
+    (tmp_path / "out.partial").write_text("")
+    with pytest.raises(OutputError, match="is not a folder"):
+        check_place(tmp_path / "out", resume=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(OutputError, match="no permission to write in"):
+        check_place(tmp_path / "new" / "other", resume=False)
+    with pytest.raises(OutputError, match="can't be created"):
+        writer(source / ("a" * 300))
+
+
+def test_a_foreign_folder_is_not_taken_over(tmp_path: Path) -> None:
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    (partial / "notes.txt").write_text("precious")
+    with pytest.raises(OutputError, match=r"holds notes\.txt"):
+        writer(tmp_path / "out", resume=True)
+    assert contents(partial) == {"notes.txt": b"precious"}
+
+
+@pytest.mark.parametrize("journal", [b"", b'{"finger'])
+def test_a_run_that_was_stopped_before_its_first_journal_line_starts_afresh(
+    tmp_path: Path, reference: dict[str, bytes], journal: bytes
+) -> None:
+    with writer(tmp_path / "out"):
+        pass
+    path = tmp_path / "out.partial" / "journal.jsonl"
+    path.write_bytes(journal)
+    for commit in (True, False):
+        with writer(tmp_path / "out", resume=True) as target:
+            # The second time there is a whole journal to take up.
+            assert target.resumed is not commit
+            fill(target, [plan.name for plan in PLAN if plan.name not in target.written])
+            if commit:
+                target.commit()
+            else:
+                assert contents(finish(target)) == reference
+
+
+@pytest.mark.parametrize("journal", [b"garbage\n", b"[]\n", b"{}\n", b'{"fingerprint":"run"}\n[1]\n'])
+def test_a_damaged_journal_is_said(tmp_path: Path, journal: bytes) -> None:
+    with writer(tmp_path / "out"):
+        pass
+    (tmp_path / "out.partial" / "journal.jsonl").write_bytes(journal)
+    with pytest.raises(OutputError, match="is damaged; remove"):
+        writer(tmp_path / "out", resume=True)
+
+
+@pytest.mark.parametrize("manifest", ["garbage", "{}", '{"fingerprint": "run"}'])
+def test_a_damaged_manifest_of_a_finished_folder_is_said(tmp_path: Path, manifest: str) -> None:
+    with writer(tmp_path / "out") as target:
+        fill(target)
+        finish(target)
+    partial = (tmp_path / "out").rename(tmp_path / "out.partial")
+    with pytest.raises(OutputError, match="another recipe, source or version"):
+        writer(tmp_path / "out", fingerprint="other", resume=True)
+    (partial / MANIFEST).write_text(manifest)
+    with pytest.raises(OutputError, match="is damaged; remove"):
+        writer(tmp_path / "out", resume=True)
+
+
+@pytest.mark.parametrize("call", ["fsync", "open"])
+def test_what_the_system_refuses_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes], call: str
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, refuse)
+        with pytest.raises(OutputError, match="Operation not permitted; mend that, then resume"):
+            writer(tmp_path / "out")
+    with writer(tmp_path / "out", resume=True) as target:
+        fill(target)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, refuse)
+            with pytest.raises(OutputError, match="Operation not permitted; mend that, then resume"):
+                finish(target)
+        assert contents(finish(target)) == reference
+
+
 def test_an_output_that_appears_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with writer(out) as target:
@@ -223,9 +316,10 @@ def test_a_full_disk_is_said_before_and_while_writing(
     out = tmp_path / "out"
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))  # type: ignore[attr-defined]
-        with pytest.raises(OutputError, match=r"needs \d+ bytes, the disk has 10 free"):
+        with pytest.raises(OutputError, match=r"needs 0\.0 MB, the disk has 0\.0 MB free"):
             writer(out)
-    with writer(out, resume=True) as target:
+    assert list(tmp_path.iterdir()) == []
+    with writer(out) as target:
         with monkeypatch.context() as patched:
 
             def full(*args: object) -> int:

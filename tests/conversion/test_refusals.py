@@ -68,6 +68,9 @@ def test_the_formats_must_fit(tmp_path: Path) -> None:
     (tmp_path / "after").mkdir()
     with pytest.raises(OutputError, match="already exists"):
         convert(before, tmp_path / "after", target_format="marlin")
+    with pytest.raises(OutputError, match="lies inside"):
+        convert(before, before / "marlin", target_format="marlin")
+    assert not list(before.glob("marlin*"))
 
 
 def test_an_unquantised_model_is_not_converted(tmp_path: Path) -> None:

@@ -175,6 +175,13 @@ def test_another_recipe_model_or_text_is_not_resumed(tmp_path: Path) -> None:
     quantize(source, out, recipe=recipe, device="cpu", resume=True)
 
 
+def test_resuming_nothing_is_said(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    with pytest.warns(UserWarning, match="no unfinished run to resume; starting afresh"):
+        report = quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu", resume=True)
+    assert report.resumed_blocks == 0
+
+
 def test_damaged_leftovers_are_noticed(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
     interrupted(source, tmp_path / "out")
