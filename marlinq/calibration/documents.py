@@ -141,11 +141,14 @@ def _draw(rows: Iterable[str | list[int]], count: int, seed: int) -> list[str | 
 
 def _rows(source: str, seed: int) -> Iterator[str | list[int]]:
     path, column = Path(source), None
-    if not path.exists() and "#" in source:
-        text, _, column = source.rpartition("#")
-        path = Path(text)
-    if path.is_file():
-        return _file_rows(path, column)
+    try:
+        if not path.exists() and "#" in source:
+            text, _, column = source.rpartition("#")
+            path = Path(text)
+        if path.is_file():
+            return _file_rows(path, column)
+    except OSError as error:
+        raise UsageError(f"calibration {source}: can't be read ({error.strerror})") from None
     if path.suffix in SUFFIXES:
         raise UsageError(f"calibration {path}: no such file")
     return _dataset_rows(source, seed)
@@ -158,6 +161,8 @@ def _file_rows(path: Path, column: str | None) -> Iterator[str | list[int]]:
         raise UsageError(f"calibration {path}: expected a file ending in {', '.join(SUFFIXES)}")
     try:
         yield from reader(path, column)
+    except OSError as error:
+        raise UsageError(f"calibration {path}: can't be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
         raise UsageError(
             f"calibration {path}: not UTF-8 text ({error.reason} at byte {error.start})"

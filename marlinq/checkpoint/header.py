@@ -10,7 +10,8 @@ import json
 import math
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,18 @@ class TensorPlan:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Say in one line that the system would not let ``path`` be read."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or path}: can't be read ({error.strerror or error}); "
+            "mend its permissions or copy it again"
+        ) from None
+
+
 def parse_json(text: bytes, what: str) -> Any:
     """JSON with duplicate keys and absurd nesting refused; ``what`` names the file in the message."""
 
@@ -93,8 +106,8 @@ def read_header(path: Path) -> list[TensorInfo]:
             malformed: unknown dtypes, shapes that don't match their sizes, overlaps or holes.
     """
     shard = path.name
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         if len(prefix) < 8:
             raise CheckpointError(f"{path}: {size} bytes is too short for a safetensors file")
@@ -188,7 +201,7 @@ def read_tensor(path: Path, info: TensorInfo) -> torch.Tensor:
         CheckpointError: the file has become shorter since its header was checked.
     """
     buffer = torch.empty(info.nbytes, dtype=torch.uint8)
-    with path.open("rb", buffering=0) as file:
+    with reading(path), path.open("rb", buffering=0) as file:
         file.seek(info.offset)
         view = memoryview(buffer.numpy())  # type: ignore[arg-type]
         done = 0

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from marlinq.checkpoint.header import TensorInfo, parse_json, read_header, read_tensor
+from marlinq.checkpoint.header import TensorInfo, parse_json, read_header, read_tensor, reading
 from marlinq.errors import CheckpointError, EnvironmentProblem
 
 CONFIG = "config.json"
@@ -106,12 +106,12 @@ class Checkpoint:
 
 def locate(source: str | os.PathLike[str], *, revision: str | None = None) -> Path:
     """The local folder of ``source``; a Hub id is downloaded (safetensors, configs and text files only)."""
-    folder = Path(source)
-    if folder.is_dir():
-        return folder
-    text = os.fspath(source)
-    if folder.exists() or not _HUB_ID.fullmatch(text):
-        raise CheckpointError(f"{text}: not a folder, and not a Hub id of the form organisation/name")
+    folder, text = Path(source), os.fspath(source)
+    with reading(folder):
+        if folder.is_dir():
+            return folder
+        if folder.exists() or not _HUB_ID.fullmatch(text):
+            raise CheckpointError(f"{text}: not a folder, and not a Hub id of the form organisation/name")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -144,9 +144,11 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
         CheckpointError: missing, too large, outside the folder, or not an object.
     """
     path = _inside(folder, name)
-    if path.stat().st_size > _MAX_JSON_BYTES:
-        raise CheckpointError(f"{path}: larger than {_MAX_JSON_BYTES} bytes; refusing to read it")
-    value = parse_json(path.read_bytes(), str(path))
+    with reading(path):
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: larger than {_MAX_JSON_BYTES} bytes; refusing to read it")
+        text = path.read_bytes()
+    value = parse_json(text, str(path))
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value

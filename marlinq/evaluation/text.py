@@ -95,18 +95,24 @@ def _begin_tokens(tokenizer: Any) -> tuple[int, ...]:
 
 def _pieces(source: str) -> Iterator[str]:
     path, column = Path(source), None
-    if not path.exists() and "#" in source:
-        text, _, column = source.rpartition("#")
-        path = Path(text)
-    if path.is_file() and path.suffix in _TABLES:
+    try:
+        if not path.exists() and "#" in source:
+            text, _, column = source.rpartition("#")
+            path = Path(text)
+        is_file = path.is_file()
+    except OSError as error:
+        raise UsageError(f"text {source}: can't be read ({error.strerror})") from None
+    if is_file and path.suffix in _TABLES:
         yield from _rows(
             source, {"path": _TABLES[path.suffix], "data_files": str(path), "split": "train"}, column
         )
-    elif path.is_file():
+    elif is_file:
         try:
             yield path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise UsageError(f"text {path}: not UTF-8 ({error.reason} at byte {error.start})") from None
+        except OSError as error:
+            raise UsageError(f"text {path}: can't be read ({error.strerror})") from None
     else:
         match = _DATASET.fullmatch(source)
         if match is None or path.suffix in (".txt", *_TABLES):

@@ -138,5 +138,7 @@ def test_unreadable_files_are_named(tmp_path: Path, name: str, content: bytes, m
 def test_a_missing_file_and_a_missing_tokenizer_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="absent.txt: no such file"):
         read(tmp_path / "absent.txt")
+    with pytest.raises(UsageError, match="File name too long"):
+        read("prose instead of a path " * 20)
     with pytest.raises(CheckpointError, match="no usable tokenizer"):
         load_tokenizer(tmp_path)

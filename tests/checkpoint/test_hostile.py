@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -378,6 +380,28 @@ def test_wrong_modules_are_named(folder: Path, name: str) -> None:
         open_and_load(folder)
     assert says in str(caught.value)
     assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", SINGLE])
+def test_a_file_that_may_not_be_read_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    original = Path.open
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.name == name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return original(path, *args, **kwargs)
+
+    # Read permissions don't bind root, under whom the tests may run.
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(CheckpointError, match=rf"{name}: can't be read \(Permission denied\)"):
+        Checkpoint.open(folder)
+
+
+def test_a_name_too_long_for_the_system_is_no_folder() -> None:
+    with pytest.raises(CheckpointError, match="File name too long"):
+        Checkpoint.open("a" * 300)
 
 
 def test_side_files_and_what_is_left_out(folder: Path) -> None:

@@ -149,6 +149,7 @@ def test_tables_are_read_row_by_row(original: Path, tmp_path: Path, column: str)
     ("name", "content", "message"),
     [
         ("absent.txt", None, "no such file"),
+        ("prose instead of a path " * 20, None, "File name too long"),
         ("short.txt", b"too short", "9 tokens, fewer than one window of 32"),
         ("latin.txt", b"\xe4" * 99, "not UTF-8"),
         ("two.jsonl", b'{"a": "x", "b": "y"}\n', "which column"),
