@@ -12,7 +12,7 @@ from marlinq.checkpoint import Checkpoint, TensorPlan, emit_quantization_config,
 from marlinq.errors import CheckpointError, UnsupportedError
 from marlinq.formats import FORMATS, Format, ModuleSpec
 from marlinq.models import Block, DecoderStructure, KeptModule, LinearModule, TensorNames, is_linear
-from marlinq.quantization.recipe import ModuleSettings, ModuleSkip, Recipe
+from marlinq.quantization.recipe import GROUP_SIZES, ModuleSettings, ModuleSkip, Recipe
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -182,7 +182,9 @@ def _spec(
 
 def _refusal(layout: Format, spec: ModuleSpec, settings: ModuleSettings) -> str | None:
     if settings.group_size != -1 and spec.in_features % settings.group_size:
-        return f"in_features {spec.in_features} is not a multiple of group size {settings.group_size}"
+        fitting = [size for size in GROUP_SIZES if size > 0 and spec.in_features % size == 0]
+        hint = f", but of {max(fitting)}" if fitting else ""
+        return f"in_features {spec.in_features} is not a multiple of group size {settings.group_size}{hint}"
     return layout.shape_refusal(spec)
 
 

@@ -312,7 +312,10 @@ def test_nan_and_infinity_are_named(tmp_path: Path, tensor: str, value: float, m
 
 def test_shapes_that_do_not_fit_are_refused_before_any_work(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    with pytest.raises(UnsupportedError, match=r"q_proj \(and 17 more modules\).*64 is not a multiple"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"q_proj \(and 17 more modules\).*64 is not a multiple of group size 128, but of 64",
+    ):
         run(source, tmp_path / "out", group_size=128)
     with pytest.raises(UnsupportedError, match=r"k_proj \(and 5 more modules\): marlin: .*'k_proj\$=skip'"):
         run(source, tmp_path / "out", format="marlin")
@@ -342,7 +345,9 @@ def test_what_can_not_be_quantised_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="is quantised already"):
         run(tmp_path / "quantised", tmp_path / "out")
     with pytest.raises(OutputError, match="already exists"):
-        run(source, tmp_path / "quantised")
+        run(source, tmp_path / "quantised", calibration="absent.txt")
+    with pytest.raises(OutputError, match="lies inside"):
+        run(source, source / "quantised", calibration="absent.txt")
 
     tensors = load_file(source / "model.safetensors")
     del tensors["model.layers.1.mlp.down_proj.weight"]
