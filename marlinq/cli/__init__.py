@@ -6,6 +6,7 @@ runs, so ``marlinq --help`` answers at once.
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -29,7 +30,10 @@ COMMANDS = {
 }
 """The module of each command, which calls it ``command``; in the order of a checkpoint's life."""
 
-_RESUMABLE = ("quantize",)
+_CONTINUES = {"quantize": ("--resume",), "convert": ()}
+"""Commands that take up an unfinished folder, and the options that ask for it."""
+
+_INTERRUPTED = 130
 
 
 class _LazyGroup(click.Group):
@@ -63,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         status = cli.main(args=arguments, prog_name="marlinq", standalone_mode=False)
     except click.Abort:
-        _say_interrupted(arguments)
-        sys.exit(130)
+        _say_interrupted(arguments, as_json=as_json)
+        sys.exit(_INTERRUPTED)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         sys.exit(UsageError.exit_code)
@@ -79,9 +83,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(status if isinstance(status, int) else 0)
 
 
-def _say_interrupted(arguments: list[str]) -> None:
-    if arguments and arguments[0] in _RESUMABLE:
-        again = [*arguments, *([] if "--resume" in arguments else ["--resume"])]
-        click.echo(f"interrupted; continue with: {shlex.join(['marlinq', *again])}", err=True)
+def _say_interrupted(arguments: list[str], *, as_json: bool) -> None:
+    message = "interrupted"
+    if arguments and (missing := _CONTINUES.get(arguments[0])) is not None:
+        again = [*arguments, *(option for option in missing if option not in arguments)]
+        message += f"; continue with: {shlex.join(['marlinq', *again])}"
+    if as_json:
+        value = {"error": message, "class": "KeyboardInterrupt", "exit_code": _INTERRUPTED}
+        click.echo(json.dumps(value, ensure_ascii=False))
     else:
-        click.echo("interrupted", err=True)
+        click.echo(message, err=True)

@@ -101,6 +101,21 @@ def test_interrupted_quantize_says_how_to_resume(marlinq: Callable, operation: C
     )
 
 
+def test_interrupted_convert_continues_when_it_is_repeated(marlinq: Callable, operation: Callable) -> None:
+    operation("marlinq.conversion", "convert", KeyboardInterrupt())
+    arguments = ["convert", "gptq-to-awq", "a", "b"]
+    outcome = marlinq(*arguments)
+    assert outcome.code == 130
+    assert outcome.err.strip() == "interrupted; continue with: marlinq convert gptq-to-awq a b"
+    outcome = marlinq(*arguments, "--json")
+    assert outcome.code == 130
+    assert json.loads(outcome.out) == {
+        "error": "interrupted; continue with: marlinq convert gptq-to-awq a b --json",
+        "class": "KeyboardInterrupt",
+        "exit_code": 130,
+    }
+
+
 def test_interrupted_elsewhere(marlinq: Callable, operation: Callable) -> None:
     operation("marlinq.inspection", "inspect", KeyboardInterrupt())
     outcome = marlinq("inspect", "folder")
