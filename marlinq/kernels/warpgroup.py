@@ -13,7 +13,7 @@ _CHUNK = 128
 _ROWS = 8
 # Registers of a multiplying thread beside its accumulators and operand fragments.
 _OTHER_REGISTERS = 56
-_GROWN_REGISTERS = 232  # with two multiplying warpgroups; the copying one keeps 40 (setmaxnreg)
+_GROWN_REGISTERS = 224  # with two multiplying warpgroups; the copying one keeps 56 (setmaxnreg)
 _TILES_M = (8, 16, 32, 48, 64, 96, 128)
 _MAX_STAGES = 8
 

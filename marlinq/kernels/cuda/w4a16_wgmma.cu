@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
 
     float* buffer = reinterpret_cast<float*>(shared);
     if (group == CONSUMERS) {
-        if (REGISTERS > 0) registers_shrink<40>();
+        if (REGISTERS > 0) registers_shrink<56>();
         if (warp == 0) {
             const int tiles = min(TILES, N / 64 - n0 / 64), last_group = GROUP == 0 ? 0 : K / GROUP - 1;
             const auto valid_rows = [&](int chunk) { return min(ROWS, K / 16 - chunk * ROWS); };
@@ -171,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
             __syncwarp();
         }
     } else {
-        if (REGISTERS > 0) registers_grow<REGISTERS == 0 ? 40 : REGISTERS>();
+        if (REGISTERS > 0) registers_grow<REGISTERS == 0 ? 56 : REGISTERS>();
         const int part = group / GROUPS_N, column_group = group % GROUPS_N;
         const int my_tile = WIDE ? column_group * 4 + warp : column_group * 2 + warp / 2;
         const int word = WIDE ? 0 : 2 * (warp % 2);
