@@ -30,6 +30,10 @@ class _Run:
     logits: Tensor
     dtype: torch.dtype
 
+    @property
+    def shapes(self) -> list[torch.Size]:
+        return [*(state.shape for state in self.hidden), self.logits.shape]
+
 
 def check_logits(
     checkpoint: Path,
@@ -53,6 +57,12 @@ def check_logits(
     except MarlinqError as error:
         layers.failures.append(str(error))
         logits.skipped = "a model could not be run"
+        return [layers.result(""), logits.result("")]
+    if mine.shapes != theirs.shapes:
+        layers.failures.append(
+            f"{checkpoint}: {_describe(mine)}, but {against} has {_describe(theirs)}: not the same model"
+        )
+        logits.skipped = "the models can't be compared"
         return [layers.result(""), logits.result("")]
     bound = _SAME if same_tuple else 1.0
     differences = [_relative(a, b) for a, b in zip(mine.hidden, theirs.hidden, strict=True)]
@@ -94,6 +104,11 @@ def _run(
     del loaded, output
     gc.collect()
     return run
+
+
+def _describe(run: _Run) -> str:
+    width, vocabulary = run.hidden[0].shape[1], run.logits.shape[1]
+    return f"{len(run.hidden) - 1} blocks of width {width} and a vocabulary of {vocabulary}"
 
 
 def _relative(a: Tensor, b: Tensor) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.errors import CheckpointError, UsageError
@@ -52,6 +53,23 @@ def test_without_a_gpu_the_row_says_so(quantized):
 def test_kernels_on_a_gpu(quantized, layout):
     report = verify(quantized(layout), device="cuda")
     assert rows(report)["kernels"].status == "passed", report.render()
+
+
+def test_logits_of_another_model_are_not_compared(quantized, tmp_path):
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "other")
+    found = rows(verify(quantized("gptq"), against=tmp_path / "other", logits=True, device="cpu"))
+    assert found["layers"].status == "failed"
+    assert "3 blocks of width 128 and a vocabulary of 128" in found["layers"].detail
+    assert "2 blocks of width 64 and a vocabulary of 96: not the same model" in found["layers"].detail
+    assert found["logits"].status == "skipped"
 
 
 def test_logits_against_the_original(original, quantized):
