@@ -16,6 +16,7 @@ _REGISTERS = 65536
 # Registers a thread needs to stay clear of spills, by BLOCKS_M and zero points
 # (tests/kernels/test_compile.py).
 _REGISTERS_NEEDED = {(1, False): 96, (1, True): 112, (2, False): 128, (2, True): 168}
+_REGISTERS_OF_SHORT_GROUPS = 32  # more, when a chunk holds several groups
 # Cycles of a multiprocessor for a 512-byte row of weights; not measured, those of the stream kernel less
 # the share of instructions that its copies take.
 _ROW_CYCLES = {1: 31, 2: 40}
@@ -98,7 +99,8 @@ def candidates(problem: Problem, device: Device) -> Iterator[BulkConfig]:
     if not device.has_clusters:
         return
     blocks_m = 1 if problem.m <= 8 else 2
-    registers = _REGISTERS_NEEDED[blocks_m, problem.zeros]
+    short_groups = 0 < problem.group < _CHUNK
+    registers = _REGISTERS_NEEDED[blocks_m, problem.zeros] + short_groups * _REGISTERS_OF_SHORT_GROUPS
     chunks = -(-problem.k // _CHUNK)
     for warps_n, warps_k in itertools.product(range(1, 9), (1, 2, 3, 4, 6, 8, 12, 16)):
         if warps_n * warps_k not in _WARPS:
