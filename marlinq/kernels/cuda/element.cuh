@@ -91,3 +91,17 @@ template <typename E, int H>
 __device__ __forceinline__ float widen_half(u32 pair) {
     return E::widen(H == 0 ? pair & 0xffffu : pair >> 16);
 }
+
+// Weights of one block to their values, in 16 bits: minus what the zero points differ from 8, times the scales.
+template <typename E, bool Zeros>
+__device__ __forceinline__ void scale_fragment(u32 (&a)[4], u32 scales, u32 zeros) {
+    if (Zeros) {
+        const u32 eight = E::narrow(8.f, 8.f);
+        const u32 low = E::subtract(broadcast<0>(zeros), eight), high = E::subtract(broadcast<1>(zeros), eight);
+        a[0] = E::subtract(a[0], low), a[2] = E::subtract(a[2], low);
+        a[1] = E::subtract(a[1], high), a[3] = E::subtract(a[3], high);
+    }
+    const u32 low = broadcast<0>(scales), high = broadcast<1>(scales);
+    a[0] = E::multiply(a[0], low), a[2] = E::multiply(a[2], low);
+    a[1] = E::multiply(a[1], high), a[3] = E::multiply(a[3], high);
+}

@@ -10,6 +10,8 @@
 // Compile-time parameters: as the stream kernel's, without ROWS and SCALE_SUMS (chunks have 8 rows, sums are scaled).
 #include "element.cuh"
 #include "hopper.cuh"
+#include "reduction.cuh"
+#include "sums.cuh"
 
 constexpr int ROWS = 8;            // k16 rows of weights in a chunk
 constexpr int CHUNK = 16 * ROWS;   // channels in a chunk
@@ -33,10 +35,6 @@ constexpr int STAGE_BYTES = (SCALES_AT + (GROUP == 0 ? 0 : WARPS_K * GROUPS * KI
 
 typedef ELEMENT E;
 
-struct Scales {
-    u32 pair[4];  // q: the scales (or zero points) of this lane's rows n and n + 8 of block q
-};
-
 // From the stored order of one tile's 64 columns.
 __device__ __forceinline__ Scales load_scales(const u16* tile, int lane) {
     Scales s;
@@ -53,40 +51,7 @@ __device__ __forceinline__ Scales load_scales(const u16* tile, int lane) {
     return s;
 }
 
-struct Accumulators {
-    float value[4][BLOCKS_M][4];
-    float sum_x[ZEROS ? BLOCKS_M : 1][4];  // column sums of the activations, for the zero points
-
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int b = 0; b < BLOCKS_M; ++b)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-#pragma unroll
-                for (int q = 0; q < 4; ++q) value[q][b][i] = 0.f;
-                if (ZEROS) sum_x[b][i] = 0.f;
-            }
-    }
-};
-
-// total += scale * (group - (zero - 8) * sum_x), then start the next group.
-__device__ __forceinline__ void close_group(Accumulators& total, Accumulators& group, const Scales& s, const Scales& z) {
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-        const float scale[2] = {widen_half<E, 0>(s.pair[q]), widen_half<E, 1>(s.pair[q])};
-        const float zero[2] = {ZEROS ? 8.f - widen_half<E, 0>(z.pair[q]) : 0.f,
-                               ZEROS ? 8.f - widen_half<E, 1>(z.pair[q]) : 0.f};
-#pragma unroll
-        for (int b = 0; b < BLOCKS_M; ++b)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float v = group.value[q][b][i];
-                if (ZEROS) v = fmaf(zero[i / 2], group.sum_x[b][i], v);
-                total.value[q][b][i] = fmaf(scale[i / 2], v, total.value[q][b][i]);
-            }
-    }
-    group.clear();
-}
+typedef Accumulators<BLOCKS_M, ZEROS != 0> Sums;
 
 // B fragments of two k16 rows, `row` and `row + 1`, for all column blocks; `part` is the activations of the part's chunk.
 __device__ __forceinline__ void load_activations(u32 (&x)[2][BLOCKS_M][2], u32 part, int row, int lane) {
@@ -193,10 +158,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
         const unsigned char* base = shared + (ring - shared_address(shared));
         const int column = min(n0 + wn * 64, N - 64);
 
-        Accumulators total, group;
+        Sums total, group;
         total.clear();
         group.clear();
-        Accumulators& target = GROUP != 0 ? group : total;
+        Sums& target = GROUP != 0 ? group : total;
         Scales channel_scale, channel_zero;
         if (GROUP == 0) {
             channel_scale = load_scales(scales + column, lane);
@@ -238,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                         const Scales scale = load_scales(at, lane);
                         Scales zero;
                         if (ZEROS) zero = load_scales(at + SCALE_BYTES / 2, lane);
-                        close_group(total, group, scale, zero);
+                        close_group<E>(total, group, scale, zero);
                     }
                 }
             }
@@ -248,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
         if (GROUP == 0) {
             group = total;
             total.clear();
-            close_group(total, group, channel_scale, channel_zero);
+            close_group<E>(total, group, channel_scale, channel_zero);
         }
 
         // When all multiplying warps are here all stages are read; their memory becomes the buffer [part][m][n].
@@ -263,37 +228,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                     buffer[(wk * TILE_M + m) * PITCH + n] = total.value[q][c][i];
                 }
     }
-    if (CLUSTER > 1) {
-        cluster_arrive();
-        cluster_wait();
-    } else {
-        __syncthreads();
-    }
-
-    const int rows_m = min(TILE_M, M - m0), columns = min(TILE_N, N - n0);
-    for (int pair = rank * THREADS + threadIdx.x; pair < rows_m * (TILE_N / 2); pair += CLUSTER * THREADS) {
-        const int m = pair / (TILE_N / 2), n = pair % (TILE_N / 2) * 2;
-        float2 sum = make_float2(0.f, 0.f);
-#pragma unroll
-        for (int r = 0; r < CLUSTER; ++r)
-#pragma unroll
-            for (int p = 0; p < WARPS_K; ++p) {
-                const float* source = buffer + (p * TILE_M + m) * PITCH + n;
-                const float2 v = CLUSTER > 1 ? load_cluster_float2(cluster_address(shared_address(source), r))
-                                             : *reinterpret_cast<const float2*>(source);
-                sum.x += v.x, sum.y += v.y;
-            }
-        if (n < columns) {
-            if (bias != nullptr) {
-                sum.x += E::widen(bias[n0 + n]);
-                sum.y += E::widen(bias[n0 + n + 1]);
-            }
-            *reinterpret_cast<u32*>(out + (m0 + m) * out_stride + n0 + n) = E::narrow(sum.x, sum.y);
-        }
-    }
-    // Nobody leaves while its shared memory may still be read.
-    if (CLUSTER > 1) {
-        cluster_arrive();
-        cluster_wait();
-    }
+    reduce_and_store<E, TILE_M, TILE_N, PITCH, WARPS_K, CLUSTER, THREADS>(buffer, bias, out, out_stride, m0, n0, M, N, rank);
 }

@@ -30,7 +30,8 @@
 // Compile-time parameters: ELEMENT, WARPS_N, WARPS_K, BLOCKS_M, ROWS, GROUP (0: channelwise), ZEROS, SCALE_SUMS, CLUSTER,
 // STAGES, MIN_BLOCKS.
 #include "element.cuh"
-#include "ptx.cuh"
+#include "reduction.cuh"
+#include "sums.cuh"
 
 constexpr int CHUNK = 16 * ROWS;  // channels in a chunk
 constexpr int PIECES = CHUNK / 8;  // 16-byte pieces of a chunk of activations
@@ -55,10 +56,6 @@ constexpr int PITCH = TILE_N + 4;  // floats a row of the reduction buffer; 4 av
 
 typedef ELEMENT E;
 
-struct Scales {
-    u32 pair[4];  // q: the scales (or zero points) of this lane's rows n and n + 8 of block q
-};
-
 // The eight values of this lane for one group; `base` is its warp's 64 columns in shared memory, in stored order
 // (docs/formats.md, "Marlin").
 __device__ __forceinline__ Scales load_scales(const u16* base, int lane) {
@@ -77,57 +74,7 @@ __device__ __forceinline__ Scales load_scales(const u16* base, int lane) {
     return s;
 }
 
-struct Accumulators {
-    float value[4][BLOCKS_M][4];
-    float sum_x[ZEROS ? BLOCKS_M : 1][4];  // column sums of the activations, for the zero points
-
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int q = 0; q < 4; ++q)
-#pragma unroll
-            for (int b = 0; b < BLOCKS_M; ++b)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) value[q][b][i] = 0.f;
-        clear_sums();
-    }
-    __device__ __forceinline__ void clear_sums() {
-#pragma unroll
-        for (int b = 0; b < (ZEROS ? BLOCKS_M : 1); ++b)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sum_x[b][i] = 0.f;
-    }
-};
-
-// total += scale * (group - (zero - 8) * sum_x), then start the next group.
-__device__ __forceinline__ void close_group(Accumulators& total, Accumulators& group, const Scales& s, const Scales& z) {
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-        const float scale[2] = {widen_half<E, 0>(s.pair[q]), widen_half<E, 1>(s.pair[q])};
-        const float zero[2] = {ZEROS ? 8.f - widen_half<E, 0>(z.pair[q]) : 0.f,
-                               ZEROS ? 8.f - widen_half<E, 1>(z.pair[q]) : 0.f};
-#pragma unroll
-        for (int b = 0; b < BLOCKS_M; ++b)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float v = group.value[q][b][i];
-                if (ZEROS) v = fmaf(zero[i / 2], group.sum_x[b][i], v);
-                total.value[q][b][i] = fmaf(scale[i / 2], v, total.value[q][b][i]);
-            }
-    }
-    group.clear();
-}
-
-__device__ __forceinline__ void scale_fragment(u32 (&a)[4], u32 scales, u32 zeros) {
-    if (ZEROS) {
-        const u32 eight = E::narrow(8.f, 8.f);
-        const u32 low = E::subtract(broadcast<0>(zeros), eight), high = E::subtract(broadcast<1>(zeros), eight);
-        a[0] = E::subtract(a[0], low), a[2] = E::subtract(a[2], low);
-        a[1] = E::subtract(a[1], high), a[3] = E::subtract(a[3], high);
-    }
-    const u32 low = broadcast<0>(scales), high = broadcast<1>(scales);
-    a[0] = E::multiply(a[0], low), a[2] = E::multiply(a[2], low);
-    a[1] = E::multiply(a[1], high), a[3] = E::multiply(a[3], high);
-}
+typedef Accumulators<BLOCKS_M, ZEROS != 0> Sums;
 
 // B fragments of two k16 rows, `row` and `row + 1`, for all column blocks; `tile` is the chunk's activations.
 __device__ __forceinline__ void load_activations(u32 (&x)[2][BLOCKS_M][2], u32 tile, int row, int lane) {
@@ -229,10 +176,10 @@ w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u
         copy_async_commit();
     }
 
-    Accumulators total, group;
+    Sums total, group;
     total.clear();
     group.clear();
-    Accumulators& target = SCALE_SUMS && GROUP != 0 ? group : total;
+    Sums& target = SCALE_SUMS && GROUP != 0 ? group : total;
     const u16* channel_scales = reinterpret_cast<const u16*>(shared + SCALES_AT + warp * SCALE_BYTES);
 
     for (int step = 0; step < steps; ++step) {
@@ -264,7 +211,7 @@ w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u
             for (int q = 0; q < 4; ++q) {
                 u32 a[4];
                 E::dequantize(word[q], a);
-                if (!SCALE_SUMS) scale_fragment(a, scale.pair[q], zero.pair[q]);
+                if (!SCALE_SUMS) scale_fragment<E, ZEROS != 0>(a, scale.pair[q], zero.pair[q]);
 #pragma unroll
                 for (int c = 0; c < BLOCKS_M; ++c) E::multiply_accumulate(target.value[q][c], a, b[c][0], b[c][1]);
             }
@@ -276,7 +223,7 @@ w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u
             if (SCALE_SUMS && GROUP != 0 && i % GROUP_ROWS == GROUP_ROWS - 1) {
                 scale = load_scales(group_scales, lane);
                 if (ZEROS) zero = load_scales(group_scales + 64, lane);
-                close_group(total, group, scale, zero);
+                close_group<E>(total, group, scale, zero);
             }
         }
     }
@@ -286,7 +233,7 @@ w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u
         total.clear();
         Scales zero;
         if (ZEROS) zero = load_scales(channel_scales + 64, lane);
-        close_group(total, group, load_scales(channel_scales, lane), zero);
+        close_group<E>(total, group, load_scales(channel_scales, lane), zero);
     }
 
     // The ring is drained; its memory becomes the reduction buffer [part][m][n].
@@ -302,44 +249,5 @@ w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u
                 const int m = 8 * c + 2 * (lane % 4) + i % 2, n = 64 * wn + 16 * q + lane / 4 + 8 * (i / 2);
                 buffer[(wk * TILE_M + m) * PITCH + n] = total.value[q][c][i];
             }
-#if __CUDA_ARCH__ >= 900
-    if (CLUSTER > 1) {
-        cluster_arrive();
-        cluster_wait();
-    } else
-#endif
-        __syncthreads();
-
-    const int columns = min(TILE_N, N - n0);
-    for (int pair = rank * THREADS + threadIdx.x; pair < rows_m * (TILE_N / 2); pair += CLUSTER * THREADS) {
-        const int m = pair / (TILE_N / 2), n = pair % (TILE_N / 2) * 2;
-        float2 sum = make_float2(0.f, 0.f);
-#pragma unroll
-        for (int r = 0; r < CLUSTER; ++r)
-#pragma unroll
-            for (int p = 0; p < WARPS_K; ++p) {
-                const float* source = buffer + (p * TILE_M + m) * PITCH + n;
-#if __CUDA_ARCH__ >= 900
-                const float2 v = CLUSTER > 1 ? load_cluster_float2(cluster_address(shared_address(source), r))
-                                             : *reinterpret_cast<const float2*>(source);
-#else
-                const float2 v = *reinterpret_cast<const float2*>(source);
-#endif
-                sum.x += v.x, sum.y += v.y;
-            }
-        if (n < columns) {
-            if (bias != nullptr) {
-                sum.x += E::widen(bias[n0 + n]);
-                sum.y += E::widen(bias[n0 + n + 1]);
-            }
-            *reinterpret_cast<u32*>(out + (m0 + m) * out_stride + n0 + n) = E::narrow(sum.x, sum.y);
-        }
-    }
-#if __CUDA_ARCH__ >= 900
-    // Nobody leaves while its shared memory may still be read.
-    if (CLUSTER > 1) {
-        cluster_arrive();
-        cluster_wait();
-    }
-#endif
+    reduce_and_store<E, TILE_M, TILE_N, PITCH, WARPS_K, CLUSTER, THREADS>(buffer, bias, out, out_stride, m0, n0, M, N, rank);
 }

@@ -21,6 +21,7 @@
 // Compile-time parameters: ELEMENT, TILE_M, WIDE, GROUPS_N, PARTS_K, GROUP (0: channelwise), ZEROS, CLUSTER, STAGES.
 #include "element.cuh"
 #include "hopper.cuh"
+#include "reduction.cuh"
 
 constexpr int ROWS = 8;                                    // k16 rows of weights in a chunk
 constexpr int CHUNK = 16 * ROWS;                           // channels in a chunk
@@ -74,18 +75,6 @@ __device__ __forceinline__ Scales load_scales(const u16* tile, int word, int lan
         }
     }
     return s;
-}
-
-__device__ __forceinline__ void scale_fragment(u32 (&a)[4], u32 scales, u32 zeros) {
-    if (ZEROS) {
-        const u32 eight = E::narrow(8.f, 8.f);
-        const u32 low = E::subtract(broadcast<0>(zeros), eight), high = E::subtract(broadcast<1>(zeros), eight);
-        a[0] = E::subtract(a[0], low), a[2] = E::subtract(a[2], low);
-        a[1] = E::subtract(a[1], high), a[3] = E::subtract(a[3], high);
-    }
-    const u32 low = broadcast<0>(scales), high = broadcast<1>(scales);
-    a[0] = E::multiply(a[0], low), a[2] = E::multiply(a[2], low);
-    a[1] = E::multiply(a[1], high), a[3] = E::multiply(a[3], high);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1)
@@ -218,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
 #pragma unroll
                 for (int q = 0; q < PRODUCTS; ++q) {
                     E::dequantize(w[q], a[i % 2][q]);
-                    scale_fragment(a[i % 2][q], scale.pair[q], zero.pair[q]);
+                    scale_fragment<E, ZEROS != 0>(a[i % 2][q], scale.pair[q], zero.pair[q]);
                 }
                 const u64 b = matrix_descriptor(activations + i / 4 * SLAB_BYTES + i % 4 * 32);
                 matrix_fence();
@@ -244,37 +233,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                 buffer[(part * TILE_M + m) * PITCH + n] = sums[q][i];
             }
     }
-    if (CLUSTER > 1) {
-        cluster_arrive();
-        cluster_wait();
-    } else {
-        __syncthreads();
-    }
-
-    const int rows_m = min(TILE_M, M - m0), columns = min(TILE_N, N - n0);
-    for (int pair = rank * THREADS + threadIdx.x; pair < rows_m * (TILE_N / 2); pair += CLUSTER * THREADS) {
-        const int m = pair / (TILE_N / 2), n = pair % (TILE_N / 2) * 2;
-        float2 sum = make_float2(0.f, 0.f);
-#pragma unroll
-        for (int r = 0; r < CLUSTER; ++r)
-#pragma unroll
-            for (int p = 0; p < PARTS_K; ++p) {
-                const float* source = buffer + (p * TILE_M + m) * PITCH + n;
-                const float2 v = CLUSTER > 1 ? load_cluster_float2(cluster_address(shared_address(source), r))
-                                             : *reinterpret_cast<const float2*>(source);
-                sum.x += v.x, sum.y += v.y;
-            }
-        if (n < columns) {
-            if (bias != nullptr) {
-                sum.x += E::widen(bias[n0 + n]);
-                sum.y += E::widen(bias[n0 + n + 1]);
-            }
-            *reinterpret_cast<u32*>(out + (m0 + m) * out_stride + n0 + n) = E::narrow(sum.x, sum.y);
-        }
-    }
-    // Nobody leaves while its shared memory may still be read.
-    if (CLUSTER > 1) {
-        cluster_arrive();
-        cluster_wait();
-    }
+    reduce_and_store<E, TILE_M, TILE_N, PITCH, PARTS_K, CLUSTER, THREADS>(buffer, bias, out, out_stride, m0, n0, M, N, rank);
 }

@@ -1,0 +1,50 @@
+// The end of every kernel: parts of K meet in shared memory, slices of it through distributed shared memory.
+#pragma once
+#include "ptx.cuh"
+
+// Every part of every block of the cluster has left its sums, float [Parts][TileM][Pitch], in its own shared memory.
+// Adds them, always in the same order, adds the bias, narrows and stores rows m0.. and columns n0.. of `out` [M, N].
+template <typename E, int TileM, int TileN, int Pitch, int Parts, int Cluster, int Threads>
+__device__ __forceinline__ void reduce_and_store(const float* buffer, const u16* bias, u16* out, i64 out_stride, int m0,
+                                                 int n0, int M, int N, u32 rank) {
+#if __CUDA_ARCH__ >= 900
+    if (Cluster > 1) {
+        cluster_arrive();
+        cluster_wait();
+    } else
+#endif
+        __syncthreads();
+
+    const int rows = min(TileM, M - m0), columns = min(TileN, N - n0);
+    for (int pair = rank * Threads + threadIdx.x; pair < rows * (TileN / 2); pair += Cluster * Threads) {
+        const int m = pair / (TileN / 2), n = pair % (TileN / 2) * 2;
+        float2 sum = make_float2(0.f, 0.f);
+#pragma unroll
+        for (int r = 0; r < Cluster; ++r)
+#pragma unroll
+            for (int p = 0; p < Parts; ++p) {
+                const float* source = buffer + (p * TileM + m) * Pitch + n;
+#if __CUDA_ARCH__ >= 900
+                const float2 v = Cluster > 1 ? load_cluster_float2(cluster_address(shared_address(source), r))
+                                             : *reinterpret_cast<const float2*>(source);
+#else
+                const float2 v = *reinterpret_cast<const float2*>(source);
+#endif
+                sum.x += v.x, sum.y += v.y;
+            }
+        if (n < columns) {
+            if (bias != nullptr) {
+                sum.x += E::widen(bias[n0 + n]);
+                sum.y += E::widen(bias[n0 + n + 1]);
+            }
+            *reinterpret_cast<u32*>(out + (m0 + m) * out_stride + n0 + n) = E::narrow(sum.x, sum.y);
+        }
+    }
+#if __CUDA_ARCH__ >= 900
+    // Nobody leaves while its shared memory may still be read.
+    if (Cluster > 1) {
+        cluster_arrive();
+        cluster_wait();
+    }
+#endif
+}
