@@ -53,7 +53,12 @@ def main() -> None:
             write_rounded(options.model, folder, asked)
         else:
             report = quantize(
-                options.model, folder, recipe=asked, device=options.device, resume=True, progress=_tell
+                options.model,
+                folder,
+                recipe=asked,
+                device=options.device,
+                resume=folder.with_name(f"{folder.name}.partial").exists(),
+                progress=_tell,
             )
             print(report.render(), file=sys.stderr)
 
