@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,10 +13,27 @@ from marlinq.kernels.problem import Device, Problem
 _CHUNK = 128
 _ROWS = 8
 # Registers of a multiplying thread beside its accumulators and operand fragments.
-_OTHER_REGISTERS = 56
-_GROWN_REGISTERS = 224  # with two multiplying warpgroups; the copying one keeps 56 (setmaxnreg)
-_TILES_M = (8, 16, 32, 48, 64, 96, 128)
+_OTHER_REGISTERS = 40
+# By the number of multiplying warpgroups: registers of a multiplying and of a copying thread when the even
+# share of a launch is not enough (setmaxnreg).
+_GROWN = {2: (232, 40), 3: (152, 56)}
+_TILES_M = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176)
+_SHAPES = (
+    # wide, groups_n, parts_k
+    (True, 1, 1),
+    (True, 1, 2),
+    (True, 1, 3),
+    (True, 2, 1),
+    (False, 1, 1),
+    (False, 1, 2),
+    (False, 2, 1),
+    (False, 3, 1),
+)
 _MAX_STAGES = 8
+# Cycles of a multiprocessor to dequantise a 512-byte row of weights: 64 instructions, a third at half rate.
+_ROW_CYCLES = 22
+# How much of the work that is not the bottleneck still shows.
+_UNHIDDEN = 0.1
 
 
 @dataclass(frozen=True)
@@ -28,7 +46,8 @@ class WarpgroupConfig:
     parts_k: int
     cluster: int
     stages: int
-    min_blocks: int = 1
+    min_blocks: int
+    most_blocks: int  # of a launch whose blocks take tile after tile
 
     source: ClassVar[str] = "w4a16_wgmma.cu"
     function: ClassVar[str] = "w4a16_wgmma"
@@ -60,15 +79,21 @@ class WarpgroupConfig:
         return products * self.tile_m // 2 + products * 8 + _OTHER_REGISTERS
 
     @property
-    def grown_registers(self) -> int:
-        """What multiplying warpgroups ask for at their start (setmaxnreg); 0 if the launch gives enough."""
-        return _GROWN_REGISTERS if self.multiplying == 2 and self.registers > 160 else 0
+    def launch_registers(self) -> int:
+        """Registers a thread is launched with."""
+        return min(255, 65536 // (self.threads * self.min_blocks) // 8 * 8)
+
+    @property
+    def grown_registers(self) -> tuple[int, int]:
+        """What multiplying and copying threads change to at their start; zeros if the launch gives enough."""
+        if self.registers <= self.launch_registers or self.min_blocks > 1:
+            return 0, 0
+        return _GROWN.get(self.multiplying, (0, 0))
 
     @property
     def fits_registers(self) -> bool:
         """Whether the accumulators fit what a thread can get."""
-        given = self.grown_registers or min(255, 65536 // self.threads // 8 * 8)
-        return self.registers <= given
+        return self.registers <= (self.grown_registers[0] or self.launch_registers)
 
     def stage_bytes(self, problem: Problem) -> int:
         """Bytes of a stage: activations, weights and scales of one chunk for every part."""
@@ -79,13 +104,21 @@ class WarpgroupConfig:
         return -(-stage // 1024) * 1024
 
     def shared_bytes(self, problem: Problem) -> int:
-        """Dynamic shared memory of a block: the aligned ring of stages, or the reduction buffer after it."""
-        reduction = self.parts_k * self.tile_m * (self.tile_n + 4) * 4
-        return max(self.stages * self.stage_bytes(problem) + 1024, reduction)
+        """Dynamic shared memory of a block: the aligned ring, then what transposes or reduces."""
+        ring = self.stages * self.stage_bytes(problem) + 1024
+        if self.parts > 1:
+            return max(ring, self.parts_k * self.tile_m * (self.tile_n + 4) * 4)
+        columns = 64 if self.wide else 32  # of a warp, which transposes twice eight rows of them
+        return ring + self.multiplying * 4 * 16 * (2 * columns + 16)
+
+    def tiles(self, problem: Problem) -> int:
+        """Tiles of the output."""
+        return -(-problem.n // self.tile_n) * -(-problem.m // self.tile_m)
 
     def grid(self, problem: Problem) -> int:
         """Blocks of a launch."""
-        return -(-problem.n // self.tile_n) * -(-problem.m // self.tile_m) * self.cluster
+        tiles = self.tiles(problem)
+        return tiles * self.cluster if self.parts > 1 else min(tiles, self.most_blocks)
 
     def defines(self, problem: Problem) -> dict[str, object]:
         """The preprocessor definitions of the variant."""
@@ -99,7 +132,9 @@ class WarpgroupConfig:
             "ZEROS": int(problem.zeros),
             "CLUSTER": self.cluster,
             "STAGES": self.stages,
-            "REGISTERS": self.grown_registers,
+            "MIN_BLOCKS": self.min_blocks,
+            "GROWN": self.grown_registers[0],
+            "SHRUNK": self.grown_registers[1],
         }
 
     def arguments(self, operands: Operands, dependent: bool) -> MappedArguments:
@@ -112,44 +147,66 @@ def candidates(problem: Problem, device: Device) -> Iterator[WarpgroupConfig]:
     if not device.has_warpgroups:
         return
     chunks = -(-problem.k // _CHUNK)
+    # A tile that holds the batch, or one of those that split it into the fewest tiles of their number.
     smallest = next((tile for tile in _TILES_M if tile >= problem.m), _TILES_M[-1])
     for tile_m in (tile for tile in _TILES_M if min(smallest, 64) <= tile <= smallest):
-        for wide, groups_n, parts_k in (
-            (True, 1, 2),
-            (True, 1, 1),
-            (True, 2, 1),
-            (False, 2, 1),
-            (False, 1, 2),
-            (False, 1, 1),
-            (False, 3, 1),
-            (True, 1, 3),
-        ):
+        for (wide, groups_n, parts_k), min_blocks in itertools.product(_SHAPES, (1, 2)):
             for cluster in (1, 2, 3, 4, 5, 6, 8):
                 if cluster * parts_k > chunks:
                     continue
-                single = WarpgroupConfig(tile_m, wide, groups_n, parts_k, cluster, 1)
-                stages = min(_MAX_STAGES, (device.shared_bytes - 2048) // single.stage_bytes(problem))
-                config = WarpgroupConfig(tile_m, wide, groups_n, parts_k, cluster, stages)
-                fits = config.shared_bytes(problem) <= device.shared_bytes - 1024
-                if stages >= 2 and config.fits_registers and fits:
+                config = _deepest(problem, device, tile_m, wide, groups_n, parts_k, cluster, min_blocks)
+                if config is not None:
                     yield config
+
+
+def _deepest(
+    problem: Problem,
+    device: Device,
+    tile_m: int,
+    wide: bool,
+    groups_n: int,
+    parts_k: int,
+    cluster: int,
+    min_blocks: int,
+) -> WarpgroupConfig | None:
+    """The variant with as many stages as shared memory has room for, if it fits with two at least."""
+    most = device.multiprocessors * min_blocks
+    # The barriers, and what the driver keeps of every block, come on top.
+    room = device.shared_bytes // min_blocks - 1024
+    for stages in range(_MAX_STAGES, 1, -1):
+        config = WarpgroupConfig(tile_m, wide, groups_n, parts_k, cluster, stages, min_blocks, most)
+        if config.shared_bytes(problem) <= room:
+            return config if config.fits_registers else None
+    return None
 
 
 def estimate(problem: Problem, device: Device, config: WarpgroupConfig) -> tuple[float, str]:
     """Seconds of a launch, and what the busiest multiprocessor spends them on."""
     chunks = -(-problem.k // _CHUNK)
     sms = device.multiprocessors
-    waves = -(-config.grid(problem) // device.resident_blocks(config.cluster, 1))
+    blocks = config.tiles(problem) * config.cluster
+    waves, rest = divmod(blocks, device.resident_blocks(config.cluster, config.min_blocks))
+    # Blocks that share a multiprocessor share its throughput.
+    loads = [config.min_blocks] * waves + ([-(-rest // sms)] if rest else [])
     channels = -(-chunks // config.parts) * config.parts_k * _CHUNK
     weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
     activations = channels * min(config.tile_m, problem.m) * 2
+    # Neighbouring tiles share their weights, which come from device memory once.
+    sharing = min(-(-problem.m // config.tile_m), max(1, 1024 // config.tile_m))
     times = {
-        "weights": weights / (device.bandwidth / sms),
+        "weights": weights / sharing / (device.bandwidth / sms),
         "activations": (weights + activations) / (device.cache_bandwidth / sms),
         # Fewer than 32 columns take a product no less time.
         "tensor cores": 2.0 * channels * config.tile_n * max(config.tile_m, 32) / (device.tensor_rate / sms),
     }
+    times["instructions"] = channels // 16 * (config.tile_n // 64) * _ROW_CYCLES / device.clock
     busiest = max(times, key=lambda name: times[name])
-    reduced = min(config.tile_m, problem.m) * config.tile_n * 4 * config.parts_k
-    seconds = 1.6e-6 + waves * times[busiest] + 0.8e-6 * (waves - 1) + waves * reduced / 2.0e11
-    return seconds + 0.1e-6 * (config.cluster - 1), busiest
+    tile = times[busiest] + _UNHIDDEN * (sum(times.values()) - times[busiest])
+    # Launch, the first bytes' way and the drain; every further tile costs its narrowing and storing.
+    seconds = 1.8e-6 + sum(loads) * tile
+    if config.parts > 1:
+        reduced = min(config.tile_m, problem.m) * config.tile_n * 4 * config.parts_k
+        seconds += len(loads) * reduced / 2.0e11 + 0.1e-6 * (config.cluster - 1) + 1.0e-6 * (len(loads) - 1)
+    else:
+        seconds += 0.5e-6 * sum(loads)
+    return seconds, busiest

@@ -60,6 +60,23 @@ __device__ __forceinline__ void copy_box(u32 destination, const TensorMap* map, 
         : "memory");
 }
 
+// Four 8x8 matrices of 16-bit elements, of which lane l holds row l / 4, columns 2 (l % 4) + {0, 1}, to memory with
+// columns as rows; lane l gives the address of the row that receives column l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrix_x4_transposed(u32 address, const u32 (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared(u32 address) {
+    uint4 value;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(address)
+                 : "memory");
+    return value;
+}
+
 template <int COUNT>
 __device__ __forceinline__ void registers_grow() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
@@ -80,8 +97,12 @@ __device__ __forceinline__ void matrix_wait() {
 }
 
 // Descriptor of a K-major operand in rows of 128 bytes with the 128-byte swizzle; atoms of 8 rows lie 1024 bytes apart.
-__device__ __forceinline__ u64 matrix_descriptor(u32 address) {
-    return (u64)((address & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+// Its low word grows with the address, by one for 16 bytes.
+__device__ __forceinline__ u32 descriptor_low(u32 address) { return address >> 4 | 1u << 16; }
+
+__device__ __forceinline__ u64 matrix_descriptor(u32 low) {
+    constexpr u32 HIGH = 1024 >> 4 | 1u << 30;
+    return (u64)HIGH << 32 | low;
 }
 
 // d (64 x COLUMNS, this lane's share) += A (64 x 16, registers) * B (16 x COLUMNS, shared memory).
@@ -97,11 +118,6 @@ __device__ __forceinline__ u64 matrix_descriptor(u32 address) {
 #define R8 ",%64,%65,%66,%67,%68,%69,%70,%71"
 #define R9 ",%72,%73,%74,%75,%76,%77,%78,%79"
 #define R10 ",%80,%81,%82,%83,%84,%85,%86,%87"
-#define R11 ",%88,%89,%90,%91,%92,%93,%94,%95"
-#define R12 ",%96,%97,%98,%99,%100,%101,%102,%103"
-#define R13 ",%104,%105,%106,%107,%108,%109,%110,%111"
-#define R14 ",%112,%113,%114,%115,%116,%117,%118,%119"
-#define R15 ",%120,%121,%122,%123,%124,%125,%126,%127"
 #define D8(i)                                                                                                    \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])
@@ -118,11 +134,13 @@ __device__ __forceinline__ u64 matrix_descriptor(u32 address) {
         if constexpr (COLUMNS == 32) MATRIX(32, TYPE, R0 R1, "{%16,%17,%18,%19}, %20", D8(0), D8(8)); \
         if constexpr (COLUMNS == 48) MATRIX(48, TYPE, R0 R1 R2, "{%24,%25,%26,%27}, %28", D8(0), D8(8), D8(16)); \
         if constexpr (COLUMNS == 64) MATRIX(64, TYPE, R0 R1 R2 R3, "{%32,%33,%34,%35}, %36", D8(0), D8(8), D8(16), D8(24)); \
+        if constexpr (COLUMNS == 80) MATRIX(80, TYPE, R0 R1 R2 R3 R4, "{%40,%41,%42,%43}, %44", D8(0), D8(8), D8(16), D8(24), D8(32)); \
         if constexpr (COLUMNS == 96) MATRIX(96, TYPE, R0 R1 R2 R3 R4 R5, "{%48,%49,%50,%51}, %52", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40)); \
+        if constexpr (COLUMNS == 112) MATRIX(112, TYPE, R0 R1 R2 R3 R4 R5 R6, "{%56,%57,%58,%59}, %60", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48)); \
         if constexpr (COLUMNS == 128) MATRIX(128, TYPE, R0 R1 R2 R3 R4 R5 R6 R7, "{%64,%65,%66,%67}, %68", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56)); \
+        if constexpr (COLUMNS == 144) MATRIX(144, TYPE, R0 R1 R2 R3 R4 R5 R6 R7 R8, "{%72,%73,%74,%75}, %76", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56), D8(64)); \
         if constexpr (COLUMNS == 160) MATRIX(160, TYPE, R0 R1 R2 R3 R4 R5 R6 R7 R8 R9, "{%80,%81,%82,%83}, %84", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56), D8(64), D8(72)); \
-        if constexpr (COLUMNS == 192) MATRIX(192, TYPE, R0 R1 R2 R3 R4 R5 R6 R7 R8 R9 R10 R11, "{%96,%97,%98,%99}, %100", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56), D8(64), D8(72), D8(80), D8(88)); \
-        if constexpr (COLUMNS == 256) MATRIX(256, TYPE, R0 R1 R2 R3 R4 R5 R6 R7 R8 R9 R10 R11 R12 R13 R14 R15, "{%128,%129,%130,%131}, %132", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56), D8(64), D8(72), D8(80), D8(88), D8(96), D8(104), D8(112), D8(120)); \
+        if constexpr (COLUMNS == 176) MATRIX(176, TYPE, R0 R1 R2 R3 R4 R5 R6 R7 R8 R9 R10, "{%88,%89,%90,%91}, %92", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56), D8(64), D8(72), D8(80)); \
     }
 MATRIX_FUNCTION(matrix_multiply_half, "f16")
 MATRIX_FUNCTION(matrix_multiply_bfloat16, "bf16")

@@ -16,9 +16,16 @@
 // weights and scales by 1-D bulk copies (they are contiguous as stored) and activations by a swizzled tensor copy.
 // Weights and scales depend on no earlier kernel; in a dependent launch only activations wait for it. The other
 // warpgroups, GROUPS_N side by side and PARTS_K parts of K, multiply. A stage is handed over by two barriers.
-// Reduction as in the stream kernel: shared memory, then distributed shared memory, in a fixed order.
 //
-// Compile-time parameters: ELEMENT, TILE_M, WIDE, GROUPS_N, PARTS_K, GROUP (0: channelwise), ZEROS, CLUSTER, STAGES.
+//   K rows of a stage     | 0 | 1 | ... | 7 | 0 of the next stage
+//   registers             dequantise row i + 1 ...   while the tensor cores multiply row i
+//
+// SPLIT (more than one part): the sums meet as in the stream kernel, in shared memory and then in distributed shared
+// memory, in a fixed order. Otherwise the grid is the multiprocessors; a block takes tile after tile, its copying warp
+// running ahead into the next one while the others narrow and store their own columns.
+//
+// Compile-time parameters: ELEMENT, TILE_M, WIDE, GROUPS_N, PARTS_K, GROUP (0: channelwise), ZEROS, CLUSTER, STAGES,
+// MIN_BLOCKS, GROWN and SHRUNK (registers of a multiplying and a copying thread; 0: as launched).
 #include "element.cuh"
 #include "hopper.cuh"
 #include "reduction.cuh"
@@ -34,7 +41,10 @@ constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int GROUPS = GROUP == 0 ? 1 : CHUNK / GROUP;     // scale groups in a chunk
 constexpr int GROUP_ROWS = ROWS / GROUPS;
 constexpr int KINDS = ZEROS ? 2 : 1;
-constexpr int PITCH = TILE_N + 4;
+constexpr bool SPLIT = PARTS_K * CLUSTER > 1;
+constexpr int PITCH = TILE_N + 4;                          // floats a row of the reduction buffer
+// Tiles are taken in bands of so many batch tiles, so that what a wave of blocks reads stays in L2.
+constexpr int BAND = 1024 / TILE_M;
 
 // Bytes of a stage: activations first, whose swizzle wants 1024-byte alignment.
 constexpr int SLAB_BYTES = TILE_M * 128;
@@ -44,6 +54,12 @@ constexpr int SCALES_AT = WEIGHTS_AT + PARTS_K * ROWS * ROW_BYTES;
 constexpr int SCALE_BYTES = TILE_N * 2;
 constexpr int STAGE_BYTES = (SCALES_AT + (GROUP == 0 ? 0 : PARTS_K * GROUPS * KINDS * SCALE_BYTES) + 1023) / 1024 * 1024;
 static_assert(SLAB_BYTES % 1024 == 0, "slabs hold whole swizzle atoms");
+
+// Without a split a warp transposes its results in memory of its own: eight rows of the batch, twice, each with its
+// columns and a pad against bank conflicts.
+constexpr int WARP_COLUMNS = 16 * PRODUCTS;
+constexpr int NARROW_PITCH = 2 * WARP_COLUMNS + 16;
+constexpr int NARROW_BYTES = 2 * 8 * NARROW_PITCH;
 
 typedef ELEMENT E;
 
@@ -77,7 +93,41 @@ __device__ __forceinline__ Scales load_scales(const u16* tile, int word, int lan
     return s;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1)
+// Stores this warp's columns of the tile, first_column on, for `rows` rows of `out` (which begins at the tile's first).
+__device__ __forceinline__ void store_columns(const float (&sums)[PRODUCTS][TILE_M / 2], u32 scratch, const u16* bias,
+                                              u16* out, i64 out_stride, int rows, int lane) {
+    float shift[PRODUCTS][2];
+#pragma unroll
+    for (int q = 0; q < PRODUCTS; ++q)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) shift[q][h] = bias == nullptr ? 0.f : E::widen(bias[16 * q + 8 * h + lane / 4]);
+#pragma unroll
+    for (int b = 0; b < TILE_M / 8; ++b) {
+        // The two halves take turns, so one barrier a turn keeps writers off what is still being read.
+        const u32 half = scratch + b % 2 * (NARROW_BYTES / 2);
+#pragma unroll
+        for (int q = 0; q < PRODUCTS; q += 2) {
+            u32 pair[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* sum = sums[q + i / 2] + 4 * b + 2 * (i % 2);
+                pair[i] = E::narrow(sum[0] + shift[q + i / 2][i % 2], sum[1] + shift[q + i / 2][i % 2]);
+            }
+            store_matrix_x4_transposed(half + lane % 8 * NARROW_PITCH + (2 * q + lane / 8) * 16, pair);
+        }
+        __syncwarp();
+        constexpr int PIECES = WARP_COLUMNS / 8;  // of 16 bytes, a row
+#pragma unroll
+        for (int base = 0; base < 8 * PIECES; base += 32) {
+            const int row = (base + lane) / PIECES, piece = (base + lane) % PIECES;
+            const uint4 value = load_shared(half + row * NARROW_PITCH + piece * 16);
+            if (8 * b + row < rows)
+                *reinterpret_cast<uint4*>(out + (8 * b + row) * out_stride + piece * 8) = value;
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims__(CLUSTER, 1, 1)
     w4a16_wgmma(const __grid_constant__ TensorMap x_map, const unsigned char* __restrict__ words,
                 const u16* __restrict__ scales, const u16* __restrict__ zeros, const u16* __restrict__ bias,
                 u16* __restrict__ out, int M, int N, int K, i64 out_stride, int dependent) {
@@ -85,11 +135,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
     __shared__ __align__(8) u64 barriers[2 * STAGES];
     launch_dependents();
 
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = threadIdx.x / 128;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    // The shuffle tells the compiler that the number is the same for a warp, so that descriptors stay in uniform registers.
+    const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     const u32 rank = blockIdx.x % CLUSTER;
-    const int tiles_m = (M + TILE_M - 1) / TILE_M;
-    const int tile = blockIdx.x / CLUSTER;
-    const int m0 = (tile % tiles_m) * TILE_M, n0 = (tile / tiles_m) * TILE_N;
+    const int tiles_m = (M + TILE_M - 1) / TILE_M, tiles_n = (N + TILE_N - 1) / TILE_N;
+    const int first_tile = blockIdx.x / CLUSTER, last_tile = SPLIT ? first_tile + 1 : tiles_m * tiles_n;
+    struct Place {
+        int m0, n0;
+    };
+    const auto place = [&](int tile) {
+        const int band = tile / (BAND * tiles_n), rest = tile % (BAND * tiles_n);
+        const int height = min(BAND, tiles_m - band * BAND);
+        return Place{(band * BAND + rest % height) * TILE_M, rest / height * TILE_N};
+    };
 
     constexpr u32 PARTS = CLUSTER * PARTS_K;
     const u32 chunks = (K + CHUNK - 1) / CHUNK;
@@ -108,12 +167,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
     __syncthreads();
 
     float* buffer = reinterpret_cast<float*>(shared);
+    // Both sides walk round the ring; `parity` is that of the phase to wait for.
+    int stage = 0;
+    u32 parity = group == CONSUMERS;  // a new barrier counts as past its odd phase, so the first round doesn't wait
+    const auto advance = [&]() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    };
     if (group == CONSUMERS) {
-        if (REGISTERS > 0) registers_shrink<56>();
+        if constexpr (SHRUNK > 0) registers_shrink<SHRUNK>();
         if (warp == 0) {
-            const int tiles = min(TILES, N / 64 - n0 / 64), last_group = GROUP == 0 ? 0 : K / GROUP - 1;
+            const int last_group = GROUP == 0 ? 0 : K / GROUP - 1;
             const auto valid_rows = [&](int chunk) { return min(ROWS, K / 16 - chunk * ROWS); };
-            const auto copy_weights = [&](int step, u32 stage, u32 barrier) {
+            const auto copy_weights = [&](int step, int n0) {
+                const u32 at = ring + stage * STAGE_BYTES, barrier = full + 8 * stage;
+                const int tiles = min(TILES, (N - n0) / 64);
                 u32 bytes = 0;
                 for (int p = 0; p < PARTS_K; ++p) {
                     const int chunk = part_begin(rank * PARTS_K + p) + step;
@@ -127,111 +194,146 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                     const int chunk = part_begin(rank * PARTS_K + p) + step;
                     if (chunk >= part_begin(rank * PARTS_K + p + 1)) continue;
                     if (lane < valid_rows(chunk))
-                        copy_bulk(stage + WEIGHTS_AT + (p * ROWS + lane) * ROW_BYTES,
+                        copy_bulk(at + WEIGHTS_AT + (p * ROWS + lane) * ROW_BYTES,
                                   words + ((i64)(chunk * ROWS + lane) * N * 2 + n0 * 2) * 4, tiles * 512, barrier);
                     if (GROUP != 0 && lane >= 16 && lane < 16 + GROUPS * KINDS) {
                         const int index = lane - 16, kind = index % KINDS;
                         const int g = min(chunk * GROUPS + index / KINDS, last_group);
-                        copy_bulk(stage + SCALES_AT + (p * GROUPS * KINDS + index) * SCALE_BYTES,
+                        copy_bulk(at + SCALES_AT + (p * GROUPS * KINDS + index) * SCALE_BYTES,
                                   (kind == 0 ? scales : zeros) + (i64)g * N + n0, tiles * 128, barrier);
                     }
                 }
             };
-            const auto copy_activations = [&](int step, u32 stage, u32 barrier) {
+            const auto copy_activations = [&](int step, int m0) {
+                const u32 at = ring + stage * STAGE_BYTES, barrier = full + 8 * stage;
                 for (int index = lane; index < PARTS_K * SLABS; index += 32) {
                     const int p = index / SLABS, chunk = part_begin(rank * PARTS_K + p) + step;
                     if (chunk < part_begin(rank * PARTS_K + p + 1))
-                        copy_box(stage + index * SLAB_BYTES, &x_map, chunk * CHUNK + index % SLABS * 64, m0, barrier);
+                        copy_box(at + index * SLAB_BYTES, &x_map, chunk * CHUNK + index % SLABS * 64, m0, barrier);
                 }
             };
-            const int ahead = min(STAGES, steps);
+            int step = 0;
             if (dependent) {
-                for (int s = 0; s < ahead; ++s) copy_weights(s, ring + s * STAGE_BYTES, full + 8 * s);
+                const Place first = place(first_tile);
+                for (; step < min(STAGES, steps); ++step, ++stage) copy_weights(step, first.n0);
                 wait_for_previous_kernel();
-                for (int s = 0; s < ahead; ++s) copy_activations(s, ring + s * STAGE_BYTES, full + 8 * s);
+                stage = 0;
+                for (int s = 0; s < step; ++s, advance()) copy_activations(s, first.m0);
             }
-            for (int step = dependent ? ahead : 0; step < steps; ++step) {
-                const int s = step % STAGES;
-                if (step >= STAGES) barrier_wait(empty + 8 * s, (step / STAGES - 1) % 2);
-                copy_weights(step, ring + s * STAGE_BYTES, full + 8 * s);
-                copy_activations(step, ring + s * STAGE_BYTES, full + 8 * s);
+            for (int tile = first_tile; tile < last_tile; tile += gridDim.x, step = 0) {
+                const Place its = place(tile);
+                for (; step < steps; ++step, advance()) {
+                    barrier_wait(empty + 8 * stage, parity);
+                    copy_weights(step, its.n0);
+                    copy_activations(step, its.m0);
+                }
             }
             // The barriers at the end want whole warps.
             __syncwarp();
         }
     } else {
-        if (REGISTERS > 0) registers_grow<REGISTERS == 0 ? 56 : REGISTERS>();
-        const int part = group / GROUPS_N, column_group = group % GROUPS_N;
+        if constexpr (GROWN > 0) registers_grow<GROWN>();
+        const int part = PARTS_K == 1 ? 0 : group / GROUPS_N, column_group = group % GROUPS_N;
         const int my_tile = WIDE ? column_group * 4 + warp : column_group * 2 + warp / 2;
         const int word = WIDE ? 0 : 2 * (warp % 2);
-        const int begin = part_begin(rank * PARTS_K + part), my_steps = part_begin(rank * PARTS_K + part + 1) - begin;
+        const int first_column = my_tile * 64 + 16 * word;
+        const int my_steps = part_begin(rank * PARTS_K + part + 1) - part_begin(rank * PARTS_K + part);
         const unsigned char* base = shared + (ring - shared_address(shared));
 
-        float sums[PRODUCTS][TILE_M / 2];
-#pragma unroll
-        for (int q = 0; q < PRODUCTS; ++q)
-#pragma unroll
-            for (int i = 0; i < TILE_M / 2; ++i) sums[q][i] = 0.f;
-
         Scales scale, zero;
-        if (GROUP == 0) {
-            const int column = min(n0 + my_tile * 64, N - 64);
-            scale = load_scales(scales + column, word, lane);
-            if (ZEROS) zero = load_scales(zeros + column, word, lane);
-        }
-        // Rows past K have activations of zero (the copy fills them in) and finite weights, whatever the stage held.
-        u32 a[2][PRODUCTS][4];
-        for (int step = 0; step < my_steps; ++step) {
-            const int s = step % STAGES;
-            barrier_wait(full + 8 * s, step / STAGES % 2);
-            const unsigned char* stage = base + s * STAGE_BYTES;
-            const unsigned char* my_words =
-                stage + WEIGHTS_AT + part * ROWS * ROW_BYTES + my_tile * 512 + lane * 16 + word * 4;
-            const u32 activations = ring + s * STAGE_BYTES + part * SLABS * SLAB_BYTES;
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                u32 w[PRODUCTS];
-                if constexpr (WIDE) {
-                    const uint4 v = *reinterpret_cast<const uint4*>(my_words + i * ROW_BYTES);
-                    w[0] = v.x, w[1] = v.y, w[PRODUCTS - 2] = v.z, w[PRODUCTS - 1] = v.w;
-                } else {
-                    const uint2 v = *reinterpret_cast<const uint2*>(my_words + i * ROW_BYTES);
-                    w[0] = v.x, w[1] = v.y;
-                }
-                if (GROUP != 0 && i % GROUP_ROWS == 0) {
-                    const u16* at = reinterpret_cast<const u16*>(
-                        stage + SCALES_AT + (part * GROUPS + i / GROUP_ROWS) * KINDS * SCALE_BYTES + my_tile * 128);
-                    scale = load_scales(at, word, lane);
-                    if (ZEROS) zero = load_scales(at + SCALE_BYTES / 2, word, lane);
-                }
-#pragma unroll
-                for (int q = 0; q < PRODUCTS; ++q) {
-                    E::dequantize(w[q], a[i % 2][q]);
-                    scale_fragment<E, ZEROS != 0>(a[i % 2][q], scale.pair[q], zero.pair[q]);
-                }
-                const u64 b = matrix_descriptor(activations + i / 4 * SLAB_BYTES + i % 4 * 32);
-                matrix_fence();
-#pragma unroll
-                for (int q = 0; q < PRODUCTS; ++q) Matrix::multiply(sums[q], a[i % 2][q], b, E());
-                matrix_commit();
-                // The products of the row before are done, so its registers may be written again. None stay in flight
-                // over the end of a stage: the assembler then serialises them all (C7515).
-                if (i < ROWS - 1) matrix_wait<1>();
+        u32 w[PRODUCTS], a[2][PRODUCTS][4];
+        // Row i of the stage at `at`, and the scales of a group that begins with it.
+        const auto load_row = [&](const unsigned char* at, int i) {
+            const unsigned char* mine =
+                at + WEIGHTS_AT + (part * ROWS + i) * ROW_BYTES + my_tile * 512 + lane * 16 + word * 4;
+            if constexpr (WIDE) {
+                const uint4 v = *reinterpret_cast<const uint4*>(mine);
+                w[0] = v.x, w[1] = v.y, w[PRODUCTS - 2] = v.z, w[PRODUCTS - 1] = v.w;
+            } else {
+                const uint2 v = *reinterpret_cast<const uint2*>(mine);
+                w[0] = v.x, w[1] = v.y;
             }
-            matrix_wait<0>();
-            if (lane == 0) barrier_arrive(empty + 8 * s);
-        }
+            if (GROUP != 0 && i % GROUP_ROWS == 0) {
+                const u16* its = reinterpret_cast<const u16*>(
+                    at + SCALES_AT + (part * GROUPS + i / GROUP_ROWS) * KINDS * SCALE_BYTES + my_tile * 128);
+                scale = load_scales(its, word, lane);
+                if (ZEROS) zero = load_scales(its + SCALE_BYTES / 2, word, lane);
+            }
+        };
+        const auto dequantize_row = [&](u32 (&fragments)[PRODUCTS][4]) {
+#pragma unroll
+            for (int q = 0; q < PRODUCTS; ++q) {
+                E::dequantize(w[q], fragments[q]);
+                scale_fragment<E, ZEROS != 0>(fragments[q], scale.pair[q], zero.pair[q]);
+            }
+        };
 
-        // When all consumers are here all stages are read; their memory becomes the reduction buffer [part][m][n].
-        barrier_sync(1, CONSUMERS * 128);
-        const int first = column_group * (WIDE ? 256 : 128) + (WIDE ? warp * 64 : warp / 2 * 64 + warp % 2 * 32);
+        for (int tile = first_tile; tile < last_tile; tile += gridDim.x) {
+            const Place its = place(tile);
+            float sums[PRODUCTS][TILE_M / 2];
 #pragma unroll
-        for (int q = 0; q < PRODUCTS; ++q)
+            for (int q = 0; q < PRODUCTS; ++q)
 #pragma unroll
-            for (int i = 0; i < TILE_M / 2; ++i) {
-                const int m = 8 * (i / 4) + 2 * (lane % 4) + i % 2, n = first + 16 * q + lane / 4 + 8 * (i / 2 % 2);
-                buffer[(part * TILE_M + m) * PITCH + n] = sums[q][i];
+                for (int i = 0; i < TILE_M / 2; ++i) sums[q][i] = 0.f;
+            if (GROUP == 0) {
+                const int column = min(its.n0 + my_tile * 64, N - 64);
+                scale = load_scales(scales + column, word, lane);
+                if (ZEROS) zero = load_scales(zeros + column, word, lane);
             }
+            // Rows past K have activations of zero (the copy fills them in) and finite weights, whatever the stage held.
+            if (my_steps > 0) {
+                barrier_wait(full + 8 * stage, parity);
+                load_row(base + stage * STAGE_BYTES, 0);
+                dequantize_row(a[0]);
+            }
+            for (int step = 0; step < my_steps; ++step) {
+                const unsigned char* now = base + stage * STAGE_BYTES;
+                const u32 activations = descriptor_low(ring + stage * STAGE_BYTES + part * SLABS * SLAB_BYTES);
+                const u32 done = empty + 8 * stage;
+                advance();
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i) {
+                    if (i + 1 < ROWS) load_row(now, i + 1);
+                    const u64 b = matrix_descriptor(activations + (i / 4 * SLAB_BYTES + i % 4 * 32) / 16);
+                    matrix_fence();
+#pragma unroll
+                    for (int q = 0; q < PRODUCTS; ++q) Matrix::multiply(sums[q], a[i % 2][q], b, E());
+                    matrix_commit();
+                    if (i + 1 == ROWS && step + 1 < my_steps) {
+                        barrier_wait(full + 8 * stage, parity);
+                        load_row(base + stage * STAGE_BYTES, 0);
+                    }
+                    // The products of the row before are done, so its registers may be written again.
+                    matrix_wait<1>();
+                    dequantize_row(a[(i + 1) % 2]);
+                }
+                // No product stays in flight over the loop's end: the assembler then serialises them all (C7515).
+                matrix_wait<0>();
+                if (lane == 0) barrier_arrive(done);
+            }
+            if constexpr (SPLIT) {
+                // When all consumers are here all stages are read; their memory becomes the buffer [part][m][n].
+                barrier_sync(1, CONSUMERS * 128);
+#pragma unroll
+                for (int q = 0; q < PRODUCTS; ++q)
+#pragma unroll
+                    for (int i = 0; i < TILE_M / 2; ++i) {
+                        const int m = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+                        const int n = first_column + 16 * q + lane / 4 + 8 * (i / 2 % 2);
+                        buffer[(part * TILE_M + m) * PITCH + n] = sums[q][i];
+                    }
+            } else {
+                const u32 scratch = ring + STAGES * STAGE_BYTES + (group * 4 + warp) * NARROW_BYTES;
+                const int n = its.n0 + first_column;
+                if (n < N)
+                    store_columns(sums, scratch, bias == nullptr ? nullptr : bias + n, out + its.m0 * out_stride + n,
+                                  out_stride, M - its.m0, lane);
+            }
+        }
     }
-    reduce_and_store<E, TILE_M, TILE_N, PITCH, PARTS_K, CLUSTER, THREADS>(buffer, bias, out, out_stride, m0, n0, M, N, rank);
+    if constexpr (SPLIT) {
+        const Place its = place(first_tile);
+        reduce_and_store<E, TILE_M, TILE_N, PITCH, PARTS_K, CLUSTER, THREADS>(buffer, bias, out, out_stride, its.m0,
+                                                                              its.n0, M, N, rank);
+    }
 }
