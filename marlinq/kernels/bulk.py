@@ -91,7 +91,7 @@ class BulkConfig:
 
     def arguments(self, operands: Operands, dependent: bool) -> MappedArguments:
         """The kernel's parameters."""
-        return operands.mapped_arguments(self.tile_m, dependent)
+        return operands.mapped_arguments(self.tile_m, self.warps_k * _ROWS * self.warps_n * 512, dependent)
 
 
 def candidates(problem: Problem, device: Device) -> Iterator[BulkConfig]:

@@ -11,6 +11,9 @@ from marlinq.kernels.driver import TensorMap, tensor_map
 
 _POINTERS = ("words", "scales", "zeros", "bias", "out")
 _EXTENTS = ("m", "n", "k")
+# What a block of a dependent launch brings to L2 while it waits: over 132 blocks, what device memory delivers
+# in the three microseconds between one product's last weights and the next one's first activations.
+_PREFETCH_BYTES = 96 * 1024
 
 
 class PlainArguments(ctypes.Structure):
@@ -59,10 +62,18 @@ class Operands(NamedTuple):
             dependent,
         )
 
-    def mapped_arguments(self, tile_m: int, dependent: bool) -> MappedArguments:
-        """Parameters of a kernel that takes ``x`` as a tensor map with boxes of ``tile_m`` rows."""
+    def mapped_arguments(self, tile_m: int, step_bytes: int, dependent: bool) -> MappedArguments:
+        """Parameters of a kernel that takes ``x`` as a tensor map with boxes of ``tile_m`` rows.
+
+        A dependent launch brings as many steps of ``step_bytes`` of weights to L2 as ``_PREFETCH_BYTES``
+        hold.
+        """
         return MappedArguments(
-            tensor_map(self.x, tile_m), *self._pointers(), *self._extents(), self.out.stride(0), dependent
+            tensor_map(self.x, tile_m),
+            *self._pointers(),
+            *self._extents(),
+            self.out.stride(0),
+            1 + _PREFETCH_BYTES // step_bytes if dependent else 0,
         )
 
     def _pointers(self) -> tuple[int, int, int, int, int]:

@@ -12,11 +12,13 @@ from marlinq.kernels.problem import Device, Problem
 
 _CHUNK = 128
 _ROWS = 8
-# Registers of a multiplying thread beside its accumulators and operand fragments.
-_OTHER_REGISTERS = 40
-# By the number of multiplying warpgroups: registers of a multiplying and of a copying thread when the even
-# share of a launch is not enough (setmaxnreg).
-_GROWN = {2: (232, 40), 3: (152, 56)}
+# Registers of a multiplying thread beside its accumulators and operand fragments: narrow or wide, and with
+# zero points.
+_OTHER_REGISTERS = {False: 40, True: 48}
+_ZERO_REGISTERS = 16
+# By the number of multiplying warpgroups and whether K is split: registers of a multiplying and of a copying
+# thread when the even share of a launch is not enough (setmaxnreg). The latter keeps what a reduction needs.
+_GROWN = {(2, False): (232, 40), (2, True): (224, 56), (3, False): (152, 56), (3, True): (152, 56)}
 _TILES_M = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176)
 _SHAPES = (
     # wide, groups_n, parts_k
@@ -73,27 +75,25 @@ class WarpgroupConfig:
         return self.cluster * self.parts_k
 
     @property
-    def registers(self) -> int:
-        """Registers that a multiplying thread needs."""
-        products = 4 if self.wide else 2
-        return products * self.tile_m // 2 + products * 8 + _OTHER_REGISTERS
-
-    @property
     def launch_registers(self) -> int:
         """Registers a thread is launched with."""
         return min(255, 65536 // (self.threads * self.min_blocks) // 8 * 8)
 
-    @property
-    def grown_registers(self) -> tuple[int, int]:
-        """What multiplying and copying threads change to at their start; zeros if the launch gives enough."""
-        if self.registers <= self.launch_registers or self.min_blocks > 1:
-            return 0, 0
-        return _GROWN.get(self.multiplying, (0, 0))
+    def registers(self, problem: Problem) -> int:
+        """Registers that a multiplying thread needs."""
+        products = 4 if self.wide else 2
+        needed = products * self.tile_m // 2 + products * 8 + _OTHER_REGISTERS[self.wide]
+        return needed + problem.zeros * _ZERO_REGISTERS
 
-    @property
-    def fits_registers(self) -> bool:
+    def grown_registers(self, problem: Problem) -> tuple[int, int]:
+        """What multiplying and copying threads change to at their start; zeros if the launch gives enough."""
+        if self.registers(problem) <= self.launch_registers or self.min_blocks > 1:
+            return 0, 0
+        return _GROWN.get((self.multiplying, self.parts > 1), (0, 0))
+
+    def fits_registers(self, problem: Problem) -> bool:
         """Whether the accumulators fit what a thread can get."""
-        return self.registers <= (self.grown_registers[0] or self.launch_registers)
+        return self.registers(problem) <= (self.grown_registers(problem)[0] or self.launch_registers)
 
     def stage_bytes(self, problem: Problem) -> int:
         """Bytes of a stage: activations, weights and scales of one chunk for every part."""
@@ -133,13 +133,13 @@ class WarpgroupConfig:
             "CLUSTER": self.cluster,
             "STAGES": self.stages,
             "MIN_BLOCKS": self.min_blocks,
-            "GROWN": self.grown_registers[0],
-            "SHRUNK": self.grown_registers[1],
+            "GROWN": self.grown_registers(problem)[0],
+            "SHRUNK": self.grown_registers(problem)[1],
         }
 
     def arguments(self, operands: Operands, dependent: bool) -> MappedArguments:
         """The kernel's parameters."""
-        return operands.mapped_arguments(self.tile_m, dependent)
+        return operands.mapped_arguments(self.tile_m, self.parts_k * _ROWS * self.tile_n * 8, dependent)
 
 
 def candidates(problem: Problem, device: Device) -> Iterator[WarpgroupConfig]:
@@ -176,7 +176,7 @@ def _deepest(
     for stages in range(_MAX_STAGES, 1, -1):
         config = WarpgroupConfig(tile_m, wide, groups_n, parts_k, cluster, stages, min_blocks, most)
         if config.shared_bytes(problem) <= room:
-            return config if config.fits_registers else None
+            return config if config.fits_registers(problem) else None
     return None
 
 

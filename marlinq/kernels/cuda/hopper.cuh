@@ -51,6 +51,11 @@ __device__ __forceinline__ void copy_bulk(u32 destination, const void* source, u
         : "memory");
 }
 
+// The same bytes to L2 alone.
+__device__ __forceinline__ void prefetch_bulk(const void* source, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
+
 // The map's box at column `x`, row `y`; elements outside the tensor arrive as zeros and count as bytes.
 __device__ __forceinline__ void copy_box(u32 destination, const TensorMap* map, int x, int y, u32 barrier) {
     asm volatile(

@@ -63,7 +63,8 @@ __device__ __forceinline__ u32 and_or(u32 a) {
     return result;
 }
 
-// Dependent launch: let the next kernel of the stream begin, and wait for the previous one's results.
+// Dependent launch: let the next kernel of the stream begin, and wait for the previous one's results. Kernels let the
+// next one begin when they have requested their last weights: its own requests then follow in the memory's queue.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -7,6 +7,9 @@
 // and hands stages over by two barriers. The multiplying warps issue no copies, compute no addresses and never wait for
 // each other, so they drift apart and keep different pipes busy.
 //
+// `dependent`: 0 for an ordinary launch, else one more than the steps past the ring whose weights are brought to L2
+// before the wait for the previous kernel.
+//
 // Compile-time parameters: as the stream kernel's, without ROWS and SCALE_SUMS (chunks have 8 rows, sums are scaled).
 #include "element.cuh"
 #include "hopper.cuh"
@@ -80,7 +83,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                u16* __restrict__ out, int M, int N, int K, i64 out_stride, int dependent) {
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ __align__(8) u64 barriers[2 * STAGES];
-    launch_dependents();
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 rank = blockIdx.x % CLUSTER;
@@ -111,6 +113,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
         const int begin = part_begin(rank * WARPS_K + min(lane, WARPS_K - 1));
         const int its_steps = part_begin(rank * WARPS_K + min(lane, WARPS_K - 1) + 1) - begin;
         const auto valid_rows = [&](int chunk) { return min(ROWS, K / 16 - chunk * ROWS); };
+        // take(offset in a stage, source, bytes) for this lane's share of a step's weights and scales.
+        const auto each_copy = [&](int step, auto take) {
+            constexpr int COPIES = ROWS + (GROUP == 0 ? 0 : GROUPS * KINDS);
+            for (int index = lane; index < WARPS_K * COPIES; index += 32) {
+                const int p = index / COPIES, i = index % COPIES;
+                const int chunk = part_begin(rank * WARPS_K + p) + step;
+                if (chunk >= part_begin(rank * WARPS_K + p + 1)) continue;
+                if (i >= ROWS) {
+                    const int which = i - ROWS, g = min(chunk * GROUPS + which / KINDS, last_group);
+                    take(SCALES_AT + (p * GROUPS * KINDS + which) * SCALE_BYTES,
+                         (which % KINDS == 0 ? scales : zeros) + (i64)g * N + n0, tiles * 128);
+                } else if (i < valid_rows(chunk)) {
+                    take(WEIGHTS_AT + (p * ROWS + i) * ROW_BYTES,
+                         words + ((i64)(chunk * ROWS + i) * N * 2 + n0 * 2) * 4, tiles * 512);
+                }
+            }
+        };
         const auto copy_weights = [&](int step, u32 stage, u32 barrier) {
             u32 bytes = 0;
             if (lane < WARPS_K && step < its_steps) {
@@ -120,20 +139,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
             bytes = __reduce_add_sync(0xffffffffu, bytes);
             if (lane == 0) barrier_expect(barrier, bytes);
             __syncwarp();
-            constexpr int COPIES = ROWS + (GROUP == 0 ? 0 : GROUPS * KINDS);
-            for (int index = lane; index < WARPS_K * COPIES; index += 32) {
-                const int p = index / COPIES, i = index % COPIES;
-                const int chunk = part_begin(rank * WARPS_K + p) + step;
-                if (chunk >= part_begin(rank * WARPS_K + p + 1)) continue;
-                if (i >= ROWS) {
-                    const int which = i - ROWS, g = min(chunk * GROUPS + which / KINDS, last_group);
-                    copy_bulk(stage + SCALES_AT + (p * GROUPS * KINDS + which) * SCALE_BYTES,
-                              (which % KINDS == 0 ? scales : zeros) + (i64)g * N + n0, tiles * 128, barrier);
-                } else if (i < valid_rows(chunk)) {
-                    copy_bulk(stage + WEIGHTS_AT + (p * ROWS + i) * ROW_BYTES,
-                              words + ((i64)(chunk * ROWS + i) * N * 2 + n0 * 2) * 4, tiles * 512, barrier);
-                }
-            }
+            each_copy(step, [&](u32 offset, const void* source, u32 size) {
+                copy_bulk(stage + offset, source, size, barrier);
+            });
         };
         const auto copy_activations = [&](int step, u32 stage, u32 barrier) {
             if (lane < WARPS_K && step < its_steps)
@@ -143,7 +151,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
         };
         const int ahead = dependent ? min(STAGES, steps) : 0;
         for (int s = 0; s < ahead; ++s) copy_weights(s, ring + s * STAGE_BYTES, full + 8 * s);
-        if (dependent) wait_for_previous_kernel();
+        if (dependent) {
+            // What comes after the ring waits in L2.
+            for (int step = ahead; step < min(steps, ahead + dependent - 1); ++step)
+                each_copy(step, [](u32, const void* source, u32 size) { prefetch_bulk(source, size); });
+            wait_for_previous_kernel();
+        }
         for (int s = 0; s < ahead; ++s) copy_activations(s, ring + s * STAGE_BYTES, full + 8 * s);
         for (int step = ahead; step < steps; ++step) {
             const int s = step % STAGES;
@@ -151,6 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
             copy_weights(step, ring + s * STAGE_BYTES, full + 8 * s);
             copy_activations(step, ring + s * STAGE_BYTES, full + 8 * s);
         }
+        launch_dependents();
         __syncwarp();
     } else {
         const int wn = warp % WARPS_N, wk = warp / WARPS_N;

@@ -104,7 +104,6 @@ w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u
              const u16* __restrict__ zeros, const u16* __restrict__ bias, u16* __restrict__ out, int M, int N, int K,
              i64 x_stride, i64 out_stride, int dependent) {
     extern __shared__ __align__(128) unsigned char shared[];
-    launch_dependents();
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int wn = warp % WARPS_N, wk = warp / WARPS_N;
@@ -188,6 +187,7 @@ w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u
         fetch_weights(step + STAGES - 1);
         fetch_activations(step + STAGES - 1);
         copy_async_commit();
+        if (step == max(0, steps - STAGES)) launch_dependents();
         if (step >= my_steps) continue;
 
         const u32 stage = step % STAGES * STAGE_BYTES;

@@ -24,6 +24,9 @@
 // memory, in a fixed order. Otherwise the grid is the multiprocessors; a block takes tile after tile, its copying warp
 // running ahead into the next one while the others narrow and store their own columns.
 //
+// `dependent`: 0 for an ordinary launch, else one more than the steps past the ring whose weights are brought to L2
+// before the wait for the previous kernel.
+//
 // Compile-time parameters: ELEMENT, TILE_M, WIDE, GROUPS_N, PARTS_K, GROUP (0: channelwise), ZEROS, CLUSTER, STAGES,
 // MIN_BLOCKS, GROWN and SHRUNK (registers of a multiplying and a copying thread; 0: as launched).
 #include "element.cuh"
@@ -133,7 +136,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                 u16* __restrict__ out, int M, int N, int K, i64 out_stride, int dependent) {
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ __align__(8) u64 barriers[2 * STAGES];
-    launch_dependents();
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     // The shuffle tells the compiler that the number is the same for a warp, so that descriptors stay in uniform registers.
@@ -178,6 +180,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
         if (warp == 0) {
             const int last_group = GROUP == 0 ? 0 : K / GROUP - 1;
             const auto valid_rows = [&](int chunk) { return min(ROWS, K / 16 - chunk * ROWS); };
+            // take(offset in a stage, source, bytes) for this lane's share of a step's weights and scales.
+            const auto each_copy = [&](int step, int n0, auto take) {
+                const int tiles = min(TILES, (N - n0) / 64);
+                for (int p = 0; p < PARTS_K; ++p) {
+                    const int chunk = part_begin(rank * PARTS_K + p) + step;
+                    if (chunk >= part_begin(rank * PARTS_K + p + 1)) continue;
+                    if (lane < valid_rows(chunk))
+                        take(WEIGHTS_AT + (p * ROWS + lane) * ROW_BYTES,
+                             words + ((i64)(chunk * ROWS + lane) * N * 2 + n0 * 2) * 4, tiles * 512);
+                    if (GROUP != 0 && lane >= 16 && lane < 16 + GROUPS * KINDS) {
+                        const int index = lane - 16, g = min(chunk * GROUPS + index / KINDS, last_group);
+                        take(SCALES_AT + (p * GROUPS * KINDS + index) * SCALE_BYTES,
+                             (index % KINDS == 0 ? scales : zeros) + (i64)g * N + n0, tiles * 128);
+                    }
+                }
+            };
             const auto copy_weights = [&](int step, int n0) {
                 const u32 at = ring + stage * STAGE_BYTES, barrier = full + 8 * stage;
                 const int tiles = min(TILES, (N - n0) / 64);
@@ -190,19 +208,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                 }
                 if (lane == 0) barrier_expect(barrier, bytes);
                 __syncwarp();
-                for (int p = 0; p < PARTS_K; ++p) {
-                    const int chunk = part_begin(rank * PARTS_K + p) + step;
-                    if (chunk >= part_begin(rank * PARTS_K + p + 1)) continue;
-                    if (lane < valid_rows(chunk))
-                        copy_bulk(at + WEIGHTS_AT + (p * ROWS + lane) * ROW_BYTES,
-                                  words + ((i64)(chunk * ROWS + lane) * N * 2 + n0 * 2) * 4, tiles * 512, barrier);
-                    if (GROUP != 0 && lane >= 16 && lane < 16 + GROUPS * KINDS) {
-                        const int index = lane - 16, kind = index % KINDS;
-                        const int g = min(chunk * GROUPS + index / KINDS, last_group);
-                        copy_bulk(at + SCALES_AT + (p * GROUPS * KINDS + index) * SCALE_BYTES,
-                                  (kind == 0 ? scales : zeros) + (i64)g * N + n0, tiles * 128, barrier);
-                    }
-                }
+                each_copy(step, n0, [&](u32 offset, const void* source, u32 size) {
+                    copy_bulk(at + offset, source, size, barrier);
+                });
             };
             const auto copy_activations = [&](int step, int m0) {
                 const u32 at = ring + stage * STAGE_BYTES, barrier = full + 8 * stage;
@@ -216,6 +224,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
             if (dependent) {
                 const Place first = place(first_tile);
                 for (; step < min(STAGES, steps); ++step, ++stage) copy_weights(step, first.n0);
+                // What comes after the ring waits in L2.
+                for (int far = step; far < min(steps, step + dependent - 1); ++far)
+                    each_copy(far, first.n0, [](u32, const void* source, u32 size) { prefetch_bulk(source, size); });
                 wait_for_previous_kernel();
                 stage = 0;
                 for (int s = 0; s < step; ++s, advance()) copy_activations(s, first.m0);
@@ -228,6 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                     copy_activations(step, its.m0);
                 }
             }
+            launch_dependents();
             // The barriers at the end want whole warps.
             __syncwarp();
         }
