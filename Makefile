@@ -14,7 +14,7 @@ help:
 	@echo "make test         ruff, mypy and the whole CPU test suite with coverage"
 	@echo "make lint         ruff and mypy only"
 	@echo "make format       let ruff format and fix the sources"
-	@echo "make docs         regenerate the command-line reference (docs/cli.md)"
+	@echo "make docs         regenerate docs/cli.md and docs/kernels/resources.md (a minute or two)"
 	@echo "make interop      exchange checkpoints with GPTQModel, compressed-tensors and llm-compressor (20 minutes)"
 	@echo "make clean        remove the environment, caches and the quickstart's files"
 
@@ -44,6 +44,7 @@ test: lint
 
 docs: $(INSTALLED)
 	$(BIN)/python -m marlinq.cli.reference docs/cli.md
+	$(BIN)/python -m marlinq.kernels.resources docs/kernels/resources.md
 
 # The published peers need older companions than ours, and than each other's: environments of their own.
 INTEROP := build/interop

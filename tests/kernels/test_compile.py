@@ -2,54 +2,60 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-from concurrent.futures import ThreadPoolExecutor
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from marlinq.errors import EnvironmentProblem
-from marlinq.kernels import ARCHITECTURES, Device, Problem, compile_kernel, decide, forced_kernel
-from marlinq.kernels.decision import available
+from marlinq.kernels import ARCHITECTURES, compile_kernel
+from marlinq.kernels.compiler import nvrtc_version
+from marlinq.kernels.resources import Measured, compile_all, page, trouble, variants
+from marlinq.kernels.stream import StreamConfig
 
-# On the two architectures that the project measures or falls back to, everything; elsewhere the extremes.
-FULL = ("sm_80", "sm_90a")
-BATCHES = {"stream": (1, 9, 17, 33), "bulk": (1, 9), "warpgroup": (8, 32, 64, 128)}
-
-
-def variants(architecture: str) -> list[tuple[str, dict[str, object]]]:
-    """Sources and definitions that decisions reach on ``architecture``, for one layer shape."""
-    large = architecture in ("sm_90a", "sm_100a", "sm_103a")
-    device = Device(architecture, 132, 232_448 if large else 101_376)
-    groups = (32, 64, 128, -1) if architecture in FULL else (32, -1)
-    found = {}
-    for kernel in available(device):
-        batches = BATCHES[kernel]
-        for m, group, zeros, bfloat16 in itertools.product(batches, groups, (False, True), (False, True)):
-            problem = Problem(m, 4096, 4096, group, zeros, bfloat16)
-            with forced_kernel(kernel):
-                config = decide(problem, device).config
-            assert config is not None
-            defines = config.defines(problem)
-            found[config.source, tuple(sorted(defines.items()))] = (config.source, defines)
-    return list(found.values())
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "kernels" / "resources.md"
 
 
-def trouble(job: tuple[str, str, dict[str, object]]) -> str | None:
-    """What is wrong with a variant, or None: spills, or warpgroup products that were serialised."""
-    architecture, source, defines = job
-    compiled = compile_kernel(source, architecture, defines)
-    if compiled.spill_bytes or "C75" in compiled.log:
-        return f"{architecture} {source} {defines}: {compiled.spill_bytes} bytes spilled; {compiled.log}"
-    return None
+@pytest.fixture(scope="module")
+def measured() -> list[Measured]:
+    """Every variant of every architecture, compiled once for all tests."""
+    return compile_all(variant for architecture in ARCHITECTURES for variant in variants(architecture))
 
 
 @pytest.mark.slow
-def test_no_variant_spills_on_any_architecture() -> None:
-    jobs = [(architecture, *variant) for architecture in ARCHITECTURES for variant in variants(architecture)]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        wrong = [found for found in pool.map(trouble, jobs) if found]
+def test_no_variant_spills_on_any_architecture(measured: list[Measured]) -> None:
+    wrong = [found for variant, compiled in measured if (found := trouble(variant, compiled))]
     assert not wrong
+
+
+@pytest.mark.slow
+def test_the_table_of_resources_is_up_to_date(measured: list[Measured]) -> None:
+    written = PAGE.read_text(encoding="utf-8")
+    if f"NVRTC {nvrtc_version()}.\n" not in written:
+        pytest.skip(f"{PAGE.name} is not of NVRTC {nvrtc_version()}, whose registers may differ")
+    assert written == page(measured), "run: make docs"
+
+
+def test_the_table_is_of_the_pinned_assembler() -> None:
+    pinned = re.search(
+        r"^nvidia-cuda-nvrtc==(\d+\.\d+)\.", (ROOT / "constraints.txt").read_text(), re.MULTILINE
+    )
+    assert pinned is not None
+    assert f"NVRTC {pinned[1]}.\n" in PAGE.read_text(encoding="utf-8"), "run: make docs"
+
+
+def test_spills_and_serialised_products_are_found() -> None:
+    variant = variants("sm_90a")[0]
+    assert isinstance(variant.config, StreamConfig)
+    compiled = variant.compile()
+    assert trouble(variant, compiled) is None
+    # Eight blocks leave a quarter of the registers that the accumulators of the largest tile take.
+    crowded = replace(variant, config=replace(variant.config, blocks_m=8, rows=4, min_blocks=8))
+    assert "bytes spilled" in (trouble(crowded, crowded.compile()) or "")
+    serialised = replace(compiled, log="wgmma.mma_async instructions are serialized (C7510) in 'w4a16_wgmma'")
+    assert "C7510" in (trouble(variant, serialised) or "")
 
 
 def test_a_broken_variant_is_reported_with_the_compilers_words() -> None:
