@@ -5,8 +5,15 @@ from __future__ import annotations
 import torch
 
 from marlinq.kernels.compiler import ARCHITECTURES, cache_folder, compile_kernel
-from marlinq.kernels.decision import KERNELS, KernelDecision, decide, forced_kernel
-from marlinq.kernels.launch import dependent_launches, device_numbers, precompile
+from marlinq.kernels.decision import (
+    KERNELS,
+    KernelDecision,
+    batch_invariant,
+    decide,
+    dependent_launches,
+    forced_kernel,
+)
+from marlinq.kernels.launch import device_numbers, precompile
 from marlinq.kernels.op import w4a16_gemm
 from marlinq.kernels.problem import GROUP_SIZES, Device, Problem
 from marlinq.kernels.reference import dequantize_operands, reference_gemm
@@ -32,6 +39,7 @@ __all__ = [
     "Device",
     "KernelDecision",
     "Problem",
+    "batch_invariant",
     "cache_folder",
     "compile_kernel",
     "decide",

@@ -7,12 +7,12 @@ and explained anywhere.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from operator import itemgetter
 from typing import Literal
 
 from marlinq.errors import UnsupportedError
@@ -31,8 +31,29 @@ KERNELS: tuple[Kernel, ...] = ("stream", "bulk", "warpgroup")
 _CHOSEN: tuple[Kernel, ...] = ("stream",)
 
 _LARGEST_TILE = 64  # rows of activations a block of the stream kernel
+# What a kernel that leaves room for the next one saves in a chain of dependent launches: most of a launch, of
+# the first bytes' way and of the reduction at the end.
+_OVERLAP_SECONDS = 2.5e-6
+# The batches whose speed decides in which order a batch-invariant sum is taken.
+_TYPICAL_BATCHES = (1, 16, 64, 512)
 
-_forced: ContextVar[Kernel | None] = ContextVar("marlinq_forced_kernel", default=None)
+
+@dataclass(frozen=True)
+class Demands:
+    """What the decisions of a context respect beside speed.
+
+    Attributes:
+        kernel: the only kernel to choose from; None for all.
+        batch_invariant: sum in an order that does not depend on M.
+        dependent: kernels overlap with their neighbours in the stream, so they should leave room for them.
+    """
+
+    kernel: Kernel | None = None
+    batch_invariant: bool = False
+    dependent: bool = False
+
+
+_demands: ContextVar[Demands] = ContextVar("marlinq_kernel_demands", default=Demands())  # noqa: B039
 
 
 @dataclass(frozen=True)
@@ -54,28 +75,62 @@ class KernelDecision:
     seconds: float = 0.0
 
 
+def demands() -> Demands:
+    """The demands of the current context."""
+    return _demands.get()
+
+
 @contextmanager
-def forced_kernel(kernel: Kernel) -> Iterator[None]:
-    """Decide for ``kernel`` inside, whatever the model says: for tests and measurements."""
-    token = _forced.set(kernel)
+def _demanding(changed: Demands) -> Iterator[None]:
+    token = _demands.set(changed)
     try:
         yield
     finally:
-        _forced.reset(token)
+        _demands.reset(token)
+
+
+@contextmanager
+def forced_kernel(kernel: Kernel) -> Iterator[None]:
+    """Decide for ``kernel`` inside, whatever the model says: for tests and measurements."""
+    with _demanding(replace(demands(), kernel=kernel)):
+        yield
+
+
+@contextmanager
+def batch_invariant() -> Iterator[None]:
+    """Sum in the same order whatever the batch, inside: a row's result has the same bits in any batch.
+
+    Without it the result has the same bits whenever shapes and inputs are the same. The order is chosen for
+    speed over a range of batches, so single ones are slower than they could be (docs/benchmarks.md).
+    """
+    with _demanding(replace(demands(), batch_invariant=True)):
+        yield
+
+
+@contextmanager
+def dependent_launches() -> Iterator[None]:
+    """Launch the kernels inside with programmatic dependent launch (compute capability 9.0 and later).
+
+    A kernel may then start, and request its weights and scales, while the previous kernel of the stream still
+    runs; it waits for that kernel before it touches activations or the output. So no kernel inside may
+    write the weights of a later one.
+    """
+    with _demanding(replace(demands(), dependent=True)):
+        yield
 
 
 def decide(problem: Problem, device: Device) -> KernelDecision:
-    """The fastest variant by the model, of the forced kernel where one is forced.
+    """The fastest variant by the model that meets the demands of the context.
 
     Raises:
         UnsupportedError: K or N is not a multiple of 64, the group size is not 32, 64, 128 or -1, or
         nothing fits.
     """
-    return _decide(problem, device, _forced.get())
+    return _decide(problem, device, demands())
 
 
 @lru_cache(maxsize=8192)
-def _decide(problem: Problem, device: Device, forced: Kernel | None) -> KernelDecision:
+def _decide(problem: Problem, device: Device, demanded: Demands) -> KernelDecision:
     if problem.k % 64 or problem.n % 64:
         raise UnsupportedError(
             f"w4a16_gemm: K={problem.k} and N={problem.n} must be multiples of 64; pad the weight at load"
@@ -87,29 +142,74 @@ def _decide(problem: Problem, device: Device, forced: Kernel | None) -> KernelDe
         )
     # Prompts have any length; those that fill the same tiles share a decision.
     rows = problem.m if problem.m <= _LARGEST_TILE else -(-problem.m // _LARGEST_TILE) * _LARGEST_TILE
-    seconds, busiest, config = _fastest(replace(problem, m=rows), device, forced)
+    seconds, busiest, config = _fastest(replace(problem, m=rows), device, demanded)
     grid = config.grid(problem)
     reason = (
         f"tile {config.tile_m}x{config.tile_n}, K in {config.parts} parts over {config.cluster} blocks: "
         f"{grid} blocks on {device.multiprocessors} multiprocessors, bound by {busiest}, "
         f"about {seconds * 1e6:.1f} us"
     )
+    if demanded.batch_invariant:
+        reason += "; summed in the same order for every batch"
     return KernelDecision(_kernel_of(config), reason, config, grid, seconds)
 
 
 @lru_cache(maxsize=1024)
-def _fastest(problem: Problem, device: Device, forced: Kernel | None) -> tuple[float, str, KernelConfig]:
-    kernels = (forced,) if forced else _CHOSEN
-    best = min(
-        (candidate for kernel in kernels for candidate in estimates(problem, device, kernel)),
-        key=itemgetter(0),
-        default=None,
-    )
+def _fastest(problem: Problem, device: Device, demanded: Demands) -> tuple[float, str, KernelConfig]:
+    found = _all_estimates(problem, device, demanded)
+    if demanded.batch_invariant:
+        order = _invariant_order(replace(problem, m=1), device, demanded)
+        found = (candidate for candidate in found if _order(candidate[2]) == order)
+
+    def cost(candidate: tuple[float, str, KernelConfig]) -> float:
+        leaves = demanded.dependent and _leaves_room(problem, device, candidate[2])
+        return candidate[0] - leaves * _OVERLAP_SECONDS
+
+    best = min(found, key=cost, default=None)
     if best is None:
         raise UnsupportedError(
             f"w4a16_gemm: no variant fits {device.architecture} with {device.shared_bytes} bytes a block"
         )
     return best
+
+
+def _all_estimates(
+    problem: Problem, device: Device, demanded: Demands
+) -> Iterator[tuple[float, str, KernelConfig]]:
+    for kernel in (demanded.kernel,) if demanded.kernel else _CHOSEN:
+        yield from estimates(problem, device, kernel, demanded.batch_invariant)
+
+
+def _leaves_room(problem: Problem, device: Device, config: KernelConfig) -> bool:
+    """Whether another kernel's blocks fit beside this one's on every multiprocessor."""
+    return config.grid(problem) <= device.multiprocessors * (config.min_blocks - 1)
+
+
+def _order(config: KernelConfig) -> tuple[object, ...]:
+    """What decides in which order, and with which roundings, a sum is taken."""
+    if isinstance(config, StreamConfig):
+        return "stream", config.parts, config.rows, config.scale_sums
+    return _kernel_of(config), config.parts
+
+
+@lru_cache(maxsize=256)
+def _invariant_order(problem: Problem, device: Device, demanded: Demands) -> tuple[object, ...]:
+    """The order with the best product of times over the typical batches; ``problem.m`` means nothing."""
+    totals: dict[tuple[object, ...], float] = {}
+    for number, m in enumerate(_TYPICAL_BATCHES):
+        best: dict[tuple[object, ...], float] = {}
+        for seconds, _, config in _all_estimates(replace(problem, m=m), device, demanded):
+            key = _order(config)
+            best[key] = min(seconds, best.get(key, math.inf))
+        if number == 0:
+            totals = {key: math.log(seconds) for key, seconds in best.items()}
+        else:
+            totals = {key: total + math.log(best[key]) for key, total in totals.items() if key in best}
+    if not totals:
+        raise UnsupportedError(
+            f"w4a16_gemm: no order of summation serves every batch on {device.architecture}"
+        )
+    return min(totals, key=lambda key: totals[key])
 
 
 def _kernel_of(config: KernelConfig) -> Kernel:
@@ -124,11 +224,16 @@ def available(device: Device) -> tuple[Kernel, ...]:
     return tuple(kernel for kernel in KERNELS if needs[kernel])
 
 
-def estimates(problem: Problem, device: Device, kernel: Kernel) -> Iterator[tuple[float, str, KernelConfig]]:
-    """Every candidate of a kernel with its expected seconds and what bounds it."""
+def estimates(
+    problem: Problem, device: Device, kernel: Kernel, batch_invariant: bool = False
+) -> Iterator[tuple[float, str, KernelConfig]]:
+    """Every candidate of a kernel with its expected seconds and what bounds it.
+
+    With ``batch_invariant`` those of the stream kernel are restricted to roundings that exist for every M.
+    """
     match kernel:
         case "stream":
-            for narrow in stream.candidates(problem, device):
+            for narrow in stream.candidates(problem, device, batch_invariant):
                 yield (*stream.estimate(problem, device, narrow), narrow)
         case "bulk":
             for copied in bulk.candidates(problem, device):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,27 +11,10 @@ from torch import Tensor
 
 from marlinq.errors import EnvironmentProblem
 from marlinq.kernels.compiler import cached_cubin, compile_missing
-from marlinq.kernels.decision import KernelConfig, decide
+from marlinq.kernels.decision import KernelConfig, decide, demands
 from marlinq.kernels.driver import Function, launch, load_function, on_device
 from marlinq.kernels.operands import Operands
 from marlinq.kernels.problem import Device, Problem
-
-_dependent: ContextVar[bool] = ContextVar("marlinq_dependent_launches", default=False)
-
-
-@contextmanager
-def dependent_launches() -> Iterator[None]:
-    """Launch the kernels inside with programmatic dependent launch (compute capability 9.0 and later).
-
-    A kernel may then start, and request its weights and scales, while the previous kernel of the stream still
-    runs; it waits for that kernel before it touches activations or the output. So no kernel inside may
-    write the weights of a later one.
-    """
-    token = _dependent.set(True)
-    try:
-        yield
-    finally:
-        _dependent.reset(token)
 
 
 @dataclass(frozen=True)
@@ -111,7 +92,7 @@ def launch_gemm(
         x.shape[0], out.shape[1], x.shape[1], group_size, zeros is not None, x.dtype == torch.bfloat16
     )
     prepared = _prepare(problem, config or _decided(problem, index), index)
-    dependent = _dependent.get()
+    dependent = demands().dependent
     operands = Operands(x, words, scales, zeros, bias, out)
     with on_device(prepared.function):
         launch(

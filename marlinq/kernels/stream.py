@@ -114,8 +114,16 @@ class StreamConfig:
         return operands.plain_arguments(dependent)
 
 
-def candidates(problem: Problem, device: Device) -> Iterator[StreamConfig]:
-    """The variants worth estimating, all of which fit the device's registers and shared memory."""
+def candidates(problem: Problem, device: Device, batch_invariant: bool = False) -> Iterator[StreamConfig]:
+    """The variants worth estimating, all of which fit the device's registers and shared memory.
+
+    With ``batch_invariant`` they all scale weights and take chunks of the same length, whatever M.
+    """
+    if batch_invariant:
+        blocks_m = 2 if problem.m <= 16 else 4
+        registers = 240 if blocks_m == 4 and problem.zeros else _REGISTERS_NEEDED[blocks_m, False]
+        yield from _splits(problem, device, blocks_m, scale_sums=False, registers=registers)
+        return
     # The largest tile spills with zero points of a single group on some architectures; on 10.x, under NVRTC
     # 13.0, without them too, and with zero points of the smallest groups.
     single, smallest = problem.group == 0, problem.group == 32

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marlinq.errors import UnsupportedError
-from marlinq.kernels import ARCHITECTURES, KERNELS, Device, Problem, decide, forced_kernel
+from marlinq.kernels import (
+    ARCHITECTURES,
+    KERNELS,
+    Device,
+    Problem,
+    batch_invariant,
+    decide,
+    dependent_launches,
+    forced_kernel,
+)
 from marlinq.kernels.decision import Kernel, available
 from marlinq.kernels.warpgroup import WarpgroupConfig
 
@@ -71,6 +82,41 @@ def test_small_batches_fill_the_gpu_in_one_wave(n: int, k: int) -> None:
     assert decision.config is not None
     resident = decision.config.min_blocks * H200.multiprocessors
     assert 0.9 * H200.multiprocessors <= decision.grid <= resident
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kernel"),
+    [("sm_80", None), ("sm_90a", None), *(("sm_90a", kernel) for kernel in KERNELS)],
+)
+def test_batch_invariant_decisions_share_one_order(architecture: str, kernel: Kernel | None) -> None:
+    device = Device(architecture, multiprocessors=132, shared_bytes=166_912)
+    orders, tiles = set(), set()
+    with forced_kernel(kernel) if kernel else nullcontext(), batch_invariant():
+        for m in (1, 7, 16, 17, 64, 65, 300, 4096):
+            decision = decide(Problem(m, 4096, 4096, 64, True, False), device)
+            assert decision.config is not None
+            assert "same order" in decision.reason
+            config = decision.config
+            orders.add(
+                (
+                    decision.kernel,
+                    config.parts,
+                    getattr(config, "rows", 8),
+                    getattr(config, "scale_sums", None),
+                )
+            )
+            tiles.add(config.tile_m)
+    assert len(orders) == 1
+    assert len(tiles) > 1, "the order is fixed, not the tile"
+
+
+def test_dependent_launches_leave_room_for_their_neighbours() -> None:
+    for n, k in LLAMA_8B:
+        for m in (1, 16):
+            with dependent_launches():
+                decision = decide(Problem(m, n, k, 128, False, False), H200)
+            assert decision.config is not None
+            assert decision.grid <= H200.multiprocessors * (decision.config.min_blocks - 1)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from marlinq.errors import UnsupportedError
-from marlinq.kernels import KERNELS, Problem, dependent_launches, forced_kernel, precompile, w4a16_gemm
+from marlinq.kernels import (
+    KERNELS,
+    Problem,
+    batch_invariant,
+    dependent_launches,
+    forced_kernel,
+    precompile,
+    w4a16_gemm,
+)
 from marlinq.kernels.decision import Kernel, available
 from marlinq.kernels.launch import device_numbers, launch_gemm
 from tests.kernels.problems import BOUND, Operands, random_operands, relative_error
@@ -78,6 +86,20 @@ def test_the_same_problem_gives_the_same_bits() -> None:
         x = torch.randn(m, 4096, device="cuda").half()
         first = gemm(x, operands)
         assert all(torch.equal(gemm(x, operands), first) for _ in range(5))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_batch_invariant_rows_have_the_same_bits_in_every_batch(kernel: Kernel) -> None:
+    if kernel not in available(device_numbers(0)):
+        pytest.skip(f"the {kernel} kernel needs another GPU than {device_numbers(0).architecture}")
+    operands = random_operands(4096, 6144, 128, torch.float16)
+    x = torch.randn(600, 4096, device="cuda").half()
+    with forced_kernel(kernel), batch_invariant():
+        alone = torch.cat([gemm(row, operands) for row in x[:70].split(1)])
+        assert relative_error(alone, operands.reference(x[:70])) < BOUND[torch.float16]
+        for m in (2, 7, 8, 9, 16, 17, 33, 64, 70, 130, 300, 600):
+            assert torch.equal(gemm(x[:m], operands)[:70], alone[:m])
+            assert torch.equal(gemm(x[70 - min(m, 70) : 70], operands), alone[70 - min(m, 70) :])
 
 
 @pytest.mark.parametrize("dependent", [False, True])
