@@ -78,11 +78,14 @@ def launch_gemm(
     group_size: int,
     out: Tensor,
     config: KernelConfig | None = None,
+    *,
+    behind_own: bool = False,
 ) -> None:
     """Run ``out = x @ W + bias`` on the device and current stream of ``x``.
 
     ``x`` [M, K] and ``out`` [M, N] have unit stride along their rows; rows of ``x`` are 16-byte aligned.
-    ``config`` overrides the decision.
+    ``config`` overrides the decision. ``behind_own`` says that the stream's previous kernel is
+    :func:`marlinq.kernels.gather.gather_channels` and wrote ``x``: the launch then overlaps with it.
 
     Raises:
         RuntimeError: the driver refused the launch.
@@ -92,7 +95,7 @@ def launch_gemm(
         x.shape[0], out.shape[1], x.shape[1], group_size, zeros is not None, x.dtype == torch.bfloat16
     )
     prepared = _prepare(problem, config or _decided(problem, index), index)
-    dependent = demands().dependent
+    dependent = behind_own or demands().dependent
     operands = Operands(x, words, scales, zeros, bias, out)
     with on_device(prepared.function):
         launch(

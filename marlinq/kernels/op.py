@@ -11,7 +11,7 @@ from marlinq.kernels.reference import reference_gemm
 _library = torch.library.Library("marlinq", "DEF")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "w4a16_gemm(Tensor x, Tensor words, Tensor scales, Tensor? zeros, Tensor? bias, "
-    "int group_size, int out_features) -> Tensor",
+    "int group_size, int out_features, Tensor? order=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -24,13 +24,17 @@ def _check(
     bias: Tensor | None,
     group_size: int,
     n_out: int,
+    order: Tensor | None,
 ) -> None:
     k, n = words.shape[0] * 16, words.shape[-1] // 2
     if words.dtype != torch.int32 or words.dim() != 2 or n % 64:
         raise ValueError(
             f"words: expected int32 [K/16, 2N], N % 64 == 0, found {words.dtype} {list(words.shape)}"
         )
-    if x.shape[-1] != k:
+    if order is not None:
+        if order.shape != (k,) or order.dtype != torch.int32:
+            raise ValueError(f"order: expected int32 [{k}], found {order.dtype} {list(order.shape)}")
+    elif x.shape[-1] != k:
         raise ValueError(f"x: expected {k} columns (K of the weight), found {x.shape[-1]}")
     # A group as long as K is stored like a single one.
     groups = 1 if group_size < 1 else k // group_size
@@ -44,7 +48,8 @@ def _check(
         raise ValueError(f"out_features: expected 1..{n}, found {n_out}")
     if bias is not None and (bias.shape != (n_out,) or bias.dtype != x.dtype):
         raise ValueError(f"bias: expected {x.dtype} [{n_out}], found {bias.dtype} {list(bias.shape)}")
-    for name, value in (("words", words), ("scales", scales), ("zeros", zeros), ("bias", bias)):
+    named = (("words", words), ("scales", scales), ("zeros", zeros), ("bias", bias), ("order", order))
+    for name, value in named:
         if value is not None and (value.device != x.device or not value.is_contiguous()):
             raise ValueError(
                 f"{name}: expected a contiguous tensor on {x.device}, the device of x, "
@@ -66,22 +71,27 @@ def _cuda(
     bias: Tensor | None,
     group_size: int,
     out_features: int,
+    order: Tensor | None = None,
 ) -> Tensor:
+    from marlinq.kernels.gather import gather_channels
     from marlinq.kernels.launch import launch_gemm
 
-    _check(x, words, scales, zeros, bias, group_size, out_features)
+    _check(x, words, scales, zeros, bias, group_size, out_features, order)
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise UnsupportedError(f"w4a16_gemm: x has dtype {x.dtype}; the kernel takes float16 and bfloat16")
     n = words.shape[1] // 2
-    for name, value in (("words", words), ("scales", scales), ("zeros", zeros)):
+    for name, value in (("words", words), ("scales", scales), ("zeros", zeros), ("order", order)):
         if value is not None and value.data_ptr() % 16:
             raise ValueError(f"{name}: expected memory aligned to 16 bytes, found address {value.data_ptr()}")
     if scales.shape[0] == 1:
         group_size = -1
     rows = x.reshape(-1, x.shape[-1])
-    # The kernels copy 16-byte pieces of rows, and the rows of a tensor map don't overlap.
     row = rows.stride(0)
-    if rows.stride(1) != 1 or row % 8 or row < rows.shape[1] or rows.data_ptr() % 16:
+    if order is not None:
+        if rows.shape[0]:
+            rows = gather_channels(rows if rows.stride(1) == 1 else rows.contiguous(), order)
+    # The kernels copy 16-byte pieces of rows, and the rows of a tensor map don't overlap.
+    elif rows.stride(1) != 1 or row % 8 or row < rows.shape[1] or rows.data_ptr() % 16:
         rows = (
             rows.contiguous()
             if rows.data_ptr() % 16 == 0
@@ -91,7 +101,9 @@ def _cuda(
         bias = torch.nn.functional.pad(bias, (0, n - out_features))
     out, returned = _result(x, words, out_features)
     if rows.shape[0]:
-        launch_gemm(rows, words, scales, zeros, bias, group_size, out.view(-1, n))
+        launch_gemm(
+            rows, words, scales, zeros, bias, group_size, out.view(-1, n), behind_own=order is not None
+        )
     return returned
 
 
@@ -103,10 +115,11 @@ def _cpu(
     bias: Tensor | None,
     group_size: int,
     out_features: int,
+    order: Tensor | None = None,
 ) -> Tensor:
-    _check(x, words, scales, zeros, bias, group_size, out_features)
+    _check(x, words, scales, zeros, bias, group_size, out_features, order)
     _, returned = _result(x, words, out_features)
-    return returned.copy_(reference_gemm(x, words, scales, zeros, bias, out_features))
+    return returned.copy_(reference_gemm(x, words, scales, zeros, bias, out_features, order))
 
 
 def _meta(
@@ -117,6 +130,7 @@ def _meta(
     bias: Tensor | None,
     group_size: int,
     out_features: int,
+    order: Tensor | None = None,
 ) -> Tensor:
     _, returned = _result(x, words, out_features)
     return returned
@@ -135,17 +149,21 @@ def w4a16_gemm(
     bias: Tensor | None,
     group_size: int,
     out_features: int,
+    order: Tensor | None = None,
 ) -> Tensor:
     """``x @ W + bias`` with a 4-bit weight in the Marlin layout.
 
     Args:
-        x: [..., K] float16 or bfloat16, on the CPU also float32.
+        x: [..., K] float16 or bfloat16, on the CPU also float32; with ``order`` any number of columns.
         words: int32 [K/16, 2N], K and N multiples of 64 (:func:`marlinq.formats.marlin.pack_tiles`).
         scales: [G, N] in ``x.dtype``, stored order (:func:`marlinq.formats.marlin.permute_scales`).
         zeros: None for symmetric weights, else zero points [G, N] in ``x.dtype``, stored order.
         bias: None or [out_features] in ``x.dtype``, channel order.
         group_size: 32, 64, 128 or -1 (one group).
         out_features: columns to return, at most N; the rest is padding.
+        order: None or int32 [K], contiguous: channel j of the weight multiplies column ``order[j]`` of ``x``
+            (activation order); nothing where it is negative. Other entries have to be columns of ``x``,
+            which a GPU does not check.
 
     Returns:
         [..., out_features] in ``x.dtype``, accumulated in float32.
@@ -155,4 +173,6 @@ def w4a16_gemm(
         UnsupportedError: a shape or dtype the kernel can't run.
         EnvironmentProblem: CuPy, NVRTC or the driver is missing.
     """
-    return torch.ops.marlinq.w4a16_gemm(x, words, scales, zeros, bias, group_size, out_features)  # type: ignore[no-any-return]
+    return torch.ops.marlinq.w4a16_gemm(  # type: ignore[no-any-return]
+        x, words, scales, zeros, bias, group_size, out_features, order
+    )

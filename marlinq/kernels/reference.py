@@ -19,10 +19,18 @@ def dequantize_operands(words: Tensor, scales: Tensor, zeros: Tensor | None) -> 
 
 
 def reference_gemm(
-    x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, out_features: int
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    out_features: int,
+    order: Tensor | None = None,
 ) -> Tensor:
     """``x @ W + bias`` accumulated in float32 and returned in ``x.dtype``; shapes as :func:`w4a16_gemm`."""
     weight = dequantize_operands(words, scales, zeros)
+    if order is not None:
+        x = x.index_select(-1, order.clamp(min=0)).masked_fill(order < 0, 0)
     out = (x.to(torch.float32) @ weight)[..., :out_features]
     if bias is not None:
         out = out + bias.to(torch.float32)

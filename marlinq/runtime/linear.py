@@ -134,12 +134,10 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] to [..., N], in the dtype of x."""
-        if self.order is not None:
-            x = x.index_select(-1, self.order)
-        if self._padding:
+        if self.order is None and self._padding:
             x = F.pad(x, (0, self._padding))
         return w4a16_gemm(
-            x, self.words, self.scales, self.zeros, self.bias, self.group_size, self.out_features
+            x, self.words, self.scales, self.zeros, self.bias, self.group_size, self.out_features, self.order
         )
 
     def extra_repr(self) -> str:

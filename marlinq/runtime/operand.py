@@ -37,7 +37,7 @@ class MarlinOperand:
         words: int32 [K'/16, 2N'], K' and N' being K and N after padding.
         scales: float [G', N'], in the stored order of :func:`marlinq.formats.marlin.permute_scales`.
         zeros: like ``scales``, zero points as floats; None when all are 8.
-        order: int64 [K], the input channel that each of the first K rows belongs to; None for 0, 1, 2, ...
+        order: int32 [K'], the input channel that each row belongs to, -1 for padding; None for 0, 1, 2, ...
         group_size: 32, 64, 128 or -1.
         in_features: K.
         out_features: N.
@@ -106,6 +106,8 @@ def marlin_operand(q: QuantizedTensor, dtype: torch.dtype, *, name: str = "weigh
     if rows > k:
         row_groups = trivial_g_idx(rows, group_size)[k:].long()
         codes[k:] = zeros[row_groups.to(zeros.device)]
+    if order is not None:
+        order = torch.nn.functional.pad(order, (0, rows - k), value=-1).to(torch.int32)
     return MarlinOperand(
         words=pack_tiles(codes),
         scales=permute_scales(scales),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -162,6 +163,31 @@ def test_strided_empty_and_batched_activations(kernel: Kernel) -> None:
             assert found.shape == (*x.shape[:-1], 640)
             assert relative_error(found.reshape(-1, 640), operands.reference(x.reshape(-1, 512))) < 1e-3
         assert gemm(wide[:0, 0, :512], operands).shape == (0, 640)
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize("m", [1, 9, 300])
+def test_activation_order_is_gathered(m: int, dependent: bool) -> None:
+    operands = random_operands(1024, 640, 64, torch.float16, bias=True)
+    x = torch.randn(m, 1100, device="cuda").half()[:, 3:1003]
+    order = torch.cat([torch.randperm(1000, device="cuda"), torch.full((24,), -1, device="cuda")])
+    expected = operands.reference(torch.nn.functional.pad(x[:, order[:1000]], (0, 24)))
+
+    def step() -> Tensor:
+        with dependent_launches() if dependent else nullcontext():
+            return w4a16_gemm(
+                x, operands.words, operands.scales, None, operands.bias, 64, 640, order.to(torch.int32)
+            )
+
+    assert relative_error(step(), expected) < BOUND[torch.float16]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for _ in range(20):
+        found.fill_(float("nan"))
+        graph.replay()
+        assert relative_error(found, expected) < BOUND[torch.float16]
 
 
 def test_padding_columns_are_cut_off() -> None:

@@ -22,6 +22,15 @@ def test_the_reference_is_the_dense_product(dtype: torch.dtype, group: int, zero
     assert error < BOUND.get(dtype, 1e-6)
 
 
+def test_an_order_picks_columns_and_leaves_out_padding() -> None:
+    operands = random_operands(128, 64, 64, torch.float32, device="cpu")
+    x = torch.randn(3, 100)
+    order = torch.cat([torch.randperm(100), torch.full((28,), -1)]).to(torch.int32)
+    found = w4a16_gemm(x, operands.words, operands.scales, None, None, 64, 64, order)
+    gathered = torch.nn.functional.pad(x[:, order[:100].long()], (0, 28))
+    assert relative_error(found, operands.reference(gathered)) < 1e-6
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_meta_function_agrees_with_the_result(dtype: torch.dtype) -> None:
     operands = random_operands(128, 64, 64, dtype, device="cpu")
@@ -46,6 +55,9 @@ def test_the_meta_function_agrees_with_the_result(dtype: torch.dtype) -> None:
         ({"group_size": 128}, r"scales: expected torch.float32 \[1, 64\] with group size 128"),
         ({"zeros": torch.zeros(1, 64)}, r"zeros: expected torch.float32 \[2, 64\]"),
         ({"scales": torch.zeros(64, 2).T}, "scales: expected a contiguous tensor on cpu"),
+        ({"order": torch.arange(128)}, r"order: expected int32 \[128\], found torch.int64 \[128\]"),
+        ({"order": torch.zeros(64, dtype=torch.int32)}, r"order: expected int32 \[128\]"),
+        ({"order": torch.zeros(256, dtype=torch.int32)[::2]}, "order: expected a contiguous tensor on cpu"),
         ({"bias": torch.zeros(128)[::2]}, "bias: expected a contiguous tensor on cpu"),
     ],
 )

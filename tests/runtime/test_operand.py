@@ -44,7 +44,8 @@ def test_every_weight_is_held_and_padding_is_zero(
     assert operand.group_size in (32, 64, 128, -1)
     assert (operand.zeros is None) == q.symmetric
     expected = torch.zeros(operand.padded_shape[::-1])
-    order = torch.arange(k) if operand.order is None else operand.order
+    order = torch.arange(k) if operand.order is None else operand.order[:k]
+    assert operand.order is None or (operand.order[k:] == -1).all()
     expected[:n, :k] = q.dequantize()[:, order]
     assert torch.equal(held_weight(operand), expected)
 
