@@ -1,0 +1,285 @@
+"""Random problems against float64: shapes, groups, types, features and forms of call, all from one seed.
+
+``MARLINQ_FUZZ_SEED`` repeats a run, ``MARLINQ_FUZZ_PROBLEMS`` sets its length. A failure is listed as the
+expression that repeats it alone: ``relative_error_of(Call(...))``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from marlinq.benchmarks.timing import capture
+from marlinq.kernels import (
+    GROUP_SIZES,
+    Device,
+    KernelDecision,
+    Problem,
+    batch_invariant,
+    decide,
+    dependent_launches,
+    forced_kernel,
+    w4a16_gemm,
+)
+from marlinq.kernels.decision import Kernel, available
+from marlinq.kernels.launch import device_numbers, precompile_variants
+from tests.kernels.problems import BOUND, Operands, random_operands, relative_error
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+DEVICE = "cuda"
+LARGEST_BATCH = 4096
+# Weights and batches are few, calls are many: 2,000 calls come to about 740 compiled variants, a quarter of a
+# minute on 16 cores. Weights and batches drawn anew for every call would come to twice as many.
+WEIGHTS = 48
+BATCHES_OF_A_WEIGHT = 8
+LARGEST_WEIGHT = 2**24
+# In blocks of 64: 448, 576, 1536, 2112, 4096, 6144 and 11008.
+ODD_EXTENTS = (7, 9, 24, 33, 64, 96, 172)
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight [K, N] that several calls share."""
+
+    seed: int
+    k: int
+    n: int
+    group_size: int
+    dtype: str
+    zeros: bool
+    bias: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the operator; ``kernel`` None leaves the choice to the decision."""
+
+    weight: Weight
+    seed: int
+    m: int
+    out_features: int
+    kernel: Kernel | None
+    form: str
+    dependent: bool
+    batch_invariant: bool
+    captured: bool
+
+    @property
+    def problem(self) -> Problem:
+        """What the decision is asked; the operator takes a group as long as K for a single one."""
+        weight = self.weight
+        group = -1 if weight.k == weight.group_size else weight.group_size
+        return Problem(self.m, weight.n, weight.k, group, weight.zeros, weight.dtype == "bfloat16")
+
+
+def _rows(m: int, k: int, empty: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    x = empty(m, k)
+    return x, x
+
+
+def _columns_of_wider_rows(m: int, k: int, empty: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    x = empty(m, k + 192)[:, 64 : 64 + k]
+    return x, x
+
+
+def _misaligned(m: int, k: int, empty: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    x = empty(m, k + 16)[:, 3 : 3 + k]
+    return x, x
+
+
+def _transposed(m: int, k: int, empty: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    x = empty(k, m).t()
+    return x, x
+
+
+def _batches_with_gaps(m: int, k: int, empty: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    batches = next(count for count in (4, 3, 2, 1) if m % count == 0)
+    x = empty(batches, m // batches + 1, k)[:, 1:]
+    return x, x
+
+
+def _one_row_repeated(m: int, k: int, empty: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    x = empty(1, k)
+    return x, x.expand(m, k)
+
+
+# What a form returns: the part of its memory that holds activations, and x.
+FORMS = {
+    "rows": _rows,
+    "columns of wider rows": _columns_of_wider_rows,
+    "misaligned": _misaligned,
+    "transposed": _transposed,
+    "batches with gaps": _batches_with_gaps,
+    "one row repeated": _one_row_repeated,
+}
+
+
+def draw(seed: int, count: int, kernels: tuple[Kernel, ...]) -> list[Call]:
+    """``count`` calls, sorted by weight."""
+    rng = random.Random(seed)
+    features = itertools.cycle(itertools.product(GROUP_SIZES, DTYPES, (False, True)))
+    weights = [_weight(rng, *next(features)) for _ in range(WEIGHTS)]
+    # Half of the batches are of 16 rows and fewer.
+    batches = {
+        weight: [round(LARGEST_BATCH ** (rng.random() ** 1.5)) for _ in range(BATCHES_OF_A_WEIGHT)]
+        for weight in weights
+    }
+    calls = []
+    for number in range(count):
+        weight = weights[number * WEIGHTS // count]
+        calls.append(
+            Call(
+                weight=weight,
+                seed=rng.getrandbits(31),
+                m=rng.choice(batches[weight]),
+                out_features=weight.n - rng.choice((0, 0, rng.randint(1, 63))),
+                kernel=rng.choice((None, *kernels)),
+                # Twice as many of the plain form as of any other.
+                form=rng.choice(("rows", *FORMS)),
+                dependent=rng.random() < 0.2,
+                batch_invariant=rng.random() < 0.1,
+                captured=rng.random() < 0.1,
+            )
+        )
+    return calls
+
+
+def _weight(rng: random.Random, group_size: int, dtype: str, zeros: bool) -> Weight:
+    while True:
+        n, k = (
+            64 * rng.choice((rng.randint(1, 16), rng.randint(1, 64), rng.choice(ODD_EXTENTS))) for _ in "nk"
+        )
+        if n * k <= LARGEST_WEIGHT and k % max(group_size, 1) == 0:
+            return Weight(rng.getrandbits(31), k, n, group_size, dtype, zeros, rng.random() < 0.5)
+
+
+@contextmanager
+def demanded(call: Call) -> Iterator[None]:
+    """The context that the call is decided and launched in."""
+    with ExitStack() as stack:
+        if call.kernel is not None:
+            stack.enter_context(forced_kernel(call.kernel))
+        if call.dependent:
+            stack.enter_context(dependent_launches())
+        if call.batch_invariant:
+            stack.enter_context(batch_invariant())
+        yield
+
+
+def decided(call: Call, device: Device) -> KernelDecision:
+    """What the call will run."""
+    with demanded(call):
+        return decide(call.problem, device)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fill whatever torch allocates inside with NaN, as it does while algorithms are to be deterministic."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@lru_cache(maxsize=1)
+def operands_of(weight: Weight) -> Operands:
+    """The weight's tensors; calls are sorted by weight, so one is enough to keep."""
+    torch.manual_seed(weight.seed)
+    return random_operands(
+        weight.k,
+        weight.n,
+        weight.group_size,
+        DTYPES[weight.dtype],
+        zeros=weight.zeros,
+        bias=weight.bias,
+        device=DEVICE,
+    )
+
+
+def relative_error_of(call: Call) -> float:
+    """The error of the call's result against float64; NaN when an element was not written."""
+    operands, dtype = operands_of(call.weight), DTYPES[call.weight.dtype]
+    bias = None if operands.bias is None else operands.bias[: call.out_features].contiguous()
+    generator = torch.Generator(DEVICE).manual_seed(call.seed)
+    # What lies between and behind the activations is NaN: it must not even be multiplied by 0.
+    held, x = FORMS[call.form](
+        call.m, call.weight.k, lambda *shape: torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
+    )
+    values = torch.empty(held.shape, dtype=dtype, device=DEVICE)
+    results: list[Tensor] = []
+
+    def multiply(_: int = 0) -> None:
+        # Until this kernel has ended the activations are old or NaN: a dependent launch waits for it.
+        held.copy_(values)
+        with demanded(call), poisoned_memory():
+            results.append(
+                w4a16_gemm(
+                    x,
+                    operands.words,
+                    operands.scales,
+                    operands.zeros,
+                    bias,
+                    call.weight.group_size,
+                    call.out_features,
+                )
+            )
+
+    def error() -> float:
+        found = results[-1]
+        if found.shape != (*x.shape[:-1], call.out_features):
+            return float("inf")
+        expected = operands.reference(x.reshape(-1, call.weight.k))[:, : call.out_features]
+        return relative_error(found.reshape(-1, call.out_features), expected)
+
+    values.normal_(generator=generator)
+    multiply()
+    found = error()
+    if call.captured and found < BOUND[dtype]:
+        graph = capture(multiply, 1)
+        values.normal_(generator=generator)
+        results[-1].fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        found = error()
+    return found
+
+
+def test_random_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    seed = int(os.environ.get("MARLINQ_FUZZ_SEED") or secrets.randbits(31))
+    count = int(os.environ.get("MARLINQ_FUZZ_PROBLEMS") or 2000)
+    device = device_numbers(0)
+    calls = draw(seed, count, available(device))
+    variants = {}
+    for call in calls:
+        config = decided(call, device).config
+        assert config is not None
+        variants[config, call.problem] = call.problem, config
+    compiled = precompile_variants(variants.values())
+    with capsys.disabled():
+        print(f"\nMARLINQ_FUZZ_SEED={seed}: {count} problems, {compiled} variants compiled", flush=True)
+    with poisoned_memory():
+        assert torch.empty(64, device=DEVICE).isnan().all()
+    failures = []
+    for call in calls:
+        try:
+            found = relative_error_of(call)
+        except Exception as error:
+            error.add_note(f"MARLINQ_FUZZ_SEED={seed}: relative_error_of({call})")
+            raise
+        # NaN compares false with everything.
+        if not found < BOUND[DTYPES[call.weight.dtype]]:
+            failures.append(f"{found:.2e}: relative_error_of({call})")
+    assert not failures, f"MARLINQ_FUZZ_SEED={seed}: {len(failures)} of {count}:\n" + "\n".join(failures[:20])
