@@ -64,7 +64,20 @@ class Weight:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the operator; ``kernel`` None leaves the choice to the decision."""
+    """One call of the operator.
+
+    Attributes:
+        weight: what it multiplies with.
+        seed: of the activations.
+        m: rows of activations.
+        out_features: columns to return.
+        kernel: the forced one; None leaves the choice to the decision.
+        form: how the activations lie in memory, of :data:`FORMS`.
+        gathered: None, or the columns of x that an activation order brings to the channels of the weight.
+        dependent: launched with programmatic dependent launch.
+        batch_invariant: summed in an order that does not depend on M.
+        captured: replayed from a graph, with other activations than at capture.
+    """
 
     weight: Weight
     seed: int
@@ -72,6 +85,7 @@ class Call:
     out_features: int
     kernel: Kernel | None
     form: str
+    gathered: int | None
     dependent: bool
     batch_invariant: bool
     captured: bool
@@ -139,6 +153,7 @@ def draw(seed: int, count: int, kernels: tuple[Kernel, ...]) -> list[Call]:
     calls = []
     for number in range(count):
         weight = weights[number * WEIGHTS // count]
+        columns = rng.randint(max(1, weight.k - 70), weight.k + 70)
         calls.append(
             Call(
                 weight=weight,
@@ -148,6 +163,7 @@ def draw(seed: int, count: int, kernels: tuple[Kernel, ...]) -> list[Call]:
                 kernel=rng.choice((None, *kernels)),
                 # Twice as many of the plain form as of any other.
                 form=rng.choice(("rows", *FORMS)),
+                gathered=columns if rng.random() < 0.15 else None,
                 dependent=rng.random() < 0.2,
                 batch_invariant=rng.random() < 0.1,
                 captured=rng.random() < 0.1,
@@ -209,6 +225,13 @@ def operands_of(weight: Weight) -> Operands:
     )
 
 
+def _order(k: int, columns: int, generator: torch.Generator) -> Tensor:
+    """An activation order int32 [K]: distinct columns of x, and -1 for the rest, anywhere."""
+    order = torch.full((max(k, columns),), -1, dtype=torch.int32, device=DEVICE)
+    order[:columns] = torch.randperm(columns, generator=generator, device=DEVICE)
+    return order[torch.randperm(len(order), generator=generator, device=DEVICE)[:k]].contiguous()
+
+
 def relative_error_of(call: Call) -> float:
     """The error of the call's result against float64; NaN when an element was not written."""
     operands, dtype = operands_of(call.weight), DTYPES[call.weight.dtype]
@@ -216,8 +239,11 @@ def relative_error_of(call: Call) -> float:
     generator = torch.Generator(DEVICE).manual_seed(call.seed)
     # What lies between and behind the activations is NaN: it must not even be multiplied by 0.
     held, x = FORMS[call.form](
-        call.m, call.weight.k, lambda *shape: torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
+        call.m,
+        call.gathered or call.weight.k,
+        lambda *shape: torch.full(shape, torch.nan, dtype=dtype, device=DEVICE),
     )
+    order = None if call.gathered is None else _order(call.weight.k, call.gathered, generator)
     values = torch.empty(held.shape, dtype=dtype, device=DEVICE)
     results: list[Tensor] = []
 
@@ -234,6 +260,7 @@ def relative_error_of(call: Call) -> float:
                     bias,
                     call.weight.group_size,
                     call.out_features,
+                    order,
                 )
             )
 
@@ -241,7 +268,10 @@ def relative_error_of(call: Call) -> float:
         found = results[-1]
         if found.shape != (*x.shape[:-1], call.out_features):
             return float("inf")
-        expected = operands.reference(x.reshape(-1, call.weight.k))[:, : call.out_features]
+        rows = x.reshape(call.m, -1)
+        if order is not None:
+            rows = torch.nn.functional.pad(rows, (0, 1))[:, order]  # a column of zeros for the entries -1
+        expected = operands.reference(rows)[:, : call.out_features]
         return relative_error(found.reshape(-1, call.out_features), expected)
 
     values.normal_(generator=generator)
