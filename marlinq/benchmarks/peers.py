@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from marlinq.benchmarks.shapes import Layer
-from marlinq.kernels import dequantize_operands, w4a16_gemm
+from marlinq.formats.marlin import pack_tiles
+from marlinq.kernels import Problem, batch_invariant, dequantize_operands, precompile, w4a16_gemm
 
 Run = Callable[[int, Tensor], Tensor]
 """``run(copy, x)``: x [M, K] times one of the prepared copies of the weight, [M, N]."""
@@ -98,6 +99,15 @@ class Contender(Protocol):
         ...
 
 
+def _operator(weight: Weight, copies: int, order: Tensor | None) -> Run:
+    operands = [
+        (weight.words.clone(), weight.scales.clone(), None if weight.zeros is None else weight.zeros.clone())
+        for _ in range(copies)
+    ]
+    n, group_size = weight.layer.n, weight.group_size
+    return lambda copy, x: w4a16_gemm(x, *operands[copy], None, group_size, n, order)
+
+
 class Marlinq:
     """The kernel of this package, through its torch operator."""
 
@@ -110,16 +120,44 @@ class Marlinq:
         return weight.nbytes
 
     def prepare(self, weight: Weight, copies: int, batches: Sequence[int]) -> Run:
-        operands = [
-            (
-                weight.words.clone(),
-                weight.scales.clone(),
-                None if weight.zeros is None else weight.zeros.clone(),
+        return _operator(weight, copies, None)
+
+
+class BatchInvariant(Marlinq):
+    """The same operator where a row's result must not depend on the batch around it."""
+
+    name = "batch-invariant"
+
+    def prepare(self, weight: Weight, copies: int, batches: Sequence[int]) -> Run:
+        run, layer = super().prepare(weight, copies, batches), weight.layer
+        bfloat16 = weight.scales.dtype == torch.bfloat16
+
+        def invariant(copy: int, x: Tensor) -> Tensor:
+            with batch_invariant():
+                return run(copy, x)
+
+        if weight.words.is_cuda:
+            problems = (
+                Problem(m, layer.n, layer.k, weight.group_size, weight.zeros is not None, bfloat16)
+                for m in batches
             )
-            for _ in range(copies)
-        ]
-        n, group_size = weight.layer.n, weight.group_size
-        return lambda copy, x: w4a16_gemm(x, *operands[copy], None, group_size, n)
+            with batch_invariant():
+                precompile(problems, weight.words.device.index)
+        return invariant
+
+
+class ActivationOrder(Marlinq):
+    """The same operator with channels to be gathered first: here shuffled inside their groups."""
+
+    name = "act-order"
+
+    def prepare(self, weight: Weight, copies: int, batches: Sequence[int]) -> Run:
+        k, group_size = weight.layer.k, weight.group_size if weight.group_size > 0 else weight.layer.k
+        starts = torch.arange(0, k, group_size, device=weight.words.device)[:, None]
+        shuffled = torch.rand(k // group_size, group_size, device=starts.device).argsort(1) + starts
+        order = shuffled.flatten()
+        words = pack_tiles(weight.codes()[order])
+        return _operator(replace(weight, words=words), copies, order.to(torch.int32))
 
 
 class Cublas:
@@ -228,7 +266,9 @@ class Tinygemm:
         return run
 
 
-PEERS: dict[str, Contender] = {peer.name: peer for peer in (Cublas(), Humming(), Tinygemm())}
+PEERS: dict[str, Contender] = {
+    peer.name: peer for peer in (Cublas(), Humming(), Tinygemm(), BatchInvariant(), ActivationOrder())
+}
 
 
 def _pack_rows(codes: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def test_contenders_agree(dtype: torch.dtype, tolerance: float) -> None:
     weight = weight_of(64, asymmetric=True, dtype=dtype)
     x = torch.randn(5, 256).to(dtype)
     expected = x.float() @ weight.dense()
-    for contender in (Marlinq(), PEERS["cublas"]):
+    for contender in (Marlinq(), *(PEERS[name] for name in ("cublas", "batch-invariant", "act-order"))):
         run = contender.prepare(weight, 2, [5])
         for copy in range(2):
             found = run(copy, x)
