@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
         if (dependent) {
             // What comes after the ring waits in L2.
             for (int step = ahead; step < min(steps, ahead + dependent - 1); ++step)
-                each_copy(step, [](u32, const void* source, u32 size) { prefetch_bulk(source, size); });
+                each_copy(step, [&](u32, const void* source, u32 size) { prefetch_bulk(source, size); });
             wait_for_previous_kernel();
         }
         for (int s = 0; s < ahead; ++s) copy_activations(s, ring + s * STAGE_BYTES, full + 8 * s);

@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                 for (; step < min(STAGES, steps); ++step, ++stage) copy_weights(step, first.n0);
                 // What comes after the ring waits in L2.
                 for (int far = step; far < min(steps, step + dependent - 1); ++far)
-                    each_copy(far, first.n0, [](u32, const void* source, u32 size) { prefetch_bulk(source, size); });
+                    each_copy(far, first.n0, [&](u32, const void* source, u32 size) { prefetch_bulk(source, size); });
                 wait_for_previous_kernel();
                 stage = 0;
                 for (int s = 0; s < step; ++s, advance()) copy_activations(s, first.m0);
