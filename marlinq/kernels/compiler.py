@@ -50,7 +50,9 @@ def _headers() -> dict[str, bytes]:
 
 def _options(architecture: str, defines: Mapping[str, object]) -> tuple[str, ...]:
     macros = tuple(f"-D{name}={value}" for name, value in sorted(defines.items()))
-    return (f"-arch={architecture}", "-std=c++17", "--ptxas-options=-v", "-lineinfo", *macros)
+    # NVRTC 13.0 takes generic lambdas for host functions unless told otherwise.
+    common = ("-std=c++17", "-default-device", "--ptxas-options=-v", "-lineinfo")
+    return (f"-arch={architecture}", *common, *macros)
 
 
 def _nvrtc() -> Any:
