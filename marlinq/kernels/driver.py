@@ -7,7 +7,6 @@ tensor maps.
 from __future__ import annotations
 
 import ctypes
-import struct
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ _SWIZZLE_128B, _PROMOTE_128B = 3, 2  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP
 TensorMap = ctypes.c_ubyte * 128
 """CUtensorMap, opaque."""
 _TENSOR_MAP_ALIGNMENT = 64
-_thread = threading.local()
 
 
 class _Attribute(ctypes.Structure):
@@ -45,8 +43,12 @@ class _Config(ctypes.Structure):
     """CUlaunchConfig."""
 
     _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
+        ("grid", ctypes.c_uint),
+        ("grid_y", ctypes.c_uint),
+        ("grid_z", ctypes.c_uint),
+        ("threads", ctypes.c_uint),
+        ("threads_y", ctypes.c_uint),
+        ("threads_z", ctypes.c_uint),
         ("shared_bytes", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.POINTER(_Attribute)),
@@ -54,7 +56,34 @@ class _Config(ctypes.Structure):
     )
 
 
-_PROGRAMMATIC_ATTRIBUTE = _Attribute(_PROGRAMMATIC, 0, 1)
+class _Parameters:
+    """Memory for the parameters of one layout, and the array of one pointer a parameter.
+
+    The driver places parameters itself: it puts a tensor map where its alignment in constant memory wants it,
+    which is not where a C structure has it.
+    """
+
+    def __init__(self, layout: type[ctypes.Structure]) -> None:
+        self._memory = layout()
+        self.address = ctypes.addressof(self._memory)
+        self.size = ctypes.sizeof(layout)
+        offsets = [getattr(layout, field[0]).offset for field in layout._fields_]
+        self.pointers = (ctypes.c_void_p * len(offsets))(*[self.address + offset for offset in offsets])
+
+
+class _Thread(threading.local):
+    """What a thread hands to the driver, kept because making it takes longer than a launch."""
+
+    def __init__(self) -> None:
+        self.has_context = False
+        self.config = _Config(grid_y=1, grid_z=1, threads_y=1, threads_z=1)
+        self.config.attributes = ctypes.pointer(_Attribute(_PROGRAMMATIC, 0, 1))
+        self.config_reference = ctypes.byref(self.config)
+        self.parameters: dict[type[ctypes.Structure], _Parameters] = {}
+
+
+_thread = _Thread()
+_HERE = nullcontext()
 
 
 @lru_cache(maxsize=1)
@@ -107,19 +136,12 @@ def on_device(function: Function) -> AbstractContextManager[object]:
     """Make the function's device current for the calling thread, which may not have used CUDA before."""
     if torch.cuda.current_device() != function.device_index:
         return torch.cuda.device(function.device_index)
-    if not hasattr(_thread, "has_context"):
+    if not _thread.has_context:
         # Neither asking torch for the device nor memory from its cache gives a new thread a context.
         if _current_context() is None:
             _driver().cuCtxSetCurrent(ctypes.c_void_p(function.context))
         _thread.has_context = True
-    return nullcontext()
-
-
-@lru_cache(maxsize=64)
-def _fields(layout: type[ctypes.Structure]) -> tuple[struct.Struct, tuple[int, ...]]:
-    """How to pack one address a field, and the fields' offsets."""
-    offsets = tuple(getattr(layout, field[0]).offset for field in layout._fields_)
-    return struct.Struct(f"={len(offsets)}Q"), offsets
+    return _HERE
 
 
 def launch(
@@ -145,20 +167,19 @@ def launch(
     Raises:
         RuntimeError: the driver refused the launch.
     """
-    # One pointer a parameter, for the driver to place them: it puts a tensor map where its alignment in
-    # constant memory wants it, which is not where a C structure has it.
-    pack, offsets = _fields(type(arguments))
-    base = ctypes.addressof(arguments)
-    pointers = pack.pack(*[base + offset for offset in offsets])
-    config = _Config(
-        (grid, 1, 1),
-        (threads, 1, 1),
-        shared_bytes,
-        torch.cuda.current_stream(function.device_index).cuda_stream,
-        ctypes.pointer(_PROGRAMMATIC_ATTRIBUTE) if dependent else None,
-        int(dependent),
-    )
-    status = _driver().cuLaunchKernelEx(ctypes.byref(config), function.handle, pointers, None)
+    layout = type(arguments)
+    parameters = _thread.parameters.get(layout)
+    if parameters is None:
+        parameters = _thread.parameters[layout] = _Parameters(layout)
+    ctypes.memmove(parameters.address, ctypes.addressof(arguments), parameters.size)
+    config = _thread.config
+    config.grid = grid
+    config.threads = threads
+    config.shared_bytes = shared_bytes
+    # torch.cuda.current_stream makes an object, which takes as long as all the rest here.
+    config.stream = torch._C._cuda_getCurrentRawStream(function.device_index)
+    config.attribute_count = dependent
+    status = _driver().cuLaunchKernelEx(_thread.config_reference, function.handle, parameters.pointers, None)
     if status != 0:
         raise RuntimeError(
             f"cuLaunchKernelEx failed with CUDA error {status}: {grid} blocks of {threads} threads, "

@@ -1,0 +1,78 @@
+"""What a launch hands to the CUDA driver, whose library a stand-in replaces."""
+
+from __future__ import annotations
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from marlinq.kernels import driver
+
+
+class _Small(ctypes.Structure):
+    _fields_ = (("count", ctypes.c_int), ("address", ctypes.c_void_p))
+
+
+class _Large(ctypes.Structure):
+    _fields_ = (("map", driver.TensorMap), ("address", ctypes.c_void_p), ("count", ctypes.c_int))
+
+
+class _Driver:
+    """Keeps what every launch was given, read the way the driver reads it."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status = status
+        self.launches: list[tuple[list[int], list[int] | None, list[bytes]]] = []
+
+    def cuLaunchKernelEx(self, config: object, handle: object, pointers: object, extra: object) -> int:  # noqa: N802
+        given = config._obj  # type: ignore[attr-defined]
+        numbers = [getattr(given, name) for name, *_ in given._fields_ if name != "attributes"]
+        # CUlaunchAttribute: an id, four bytes of padding, the value.
+        raw = ctypes.string_at(given.attributes, 12)
+        attribute = [int.from_bytes(raw[at : at + 4], "little") for at in (0, 8)]
+        layout = {2: _Small, 3: _Large}[len(pointers)]  # type: ignore[arg-type]
+        sizes = [getattr(layout, name).size for name, _ in layout._fields_]
+        values = [ctypes.string_at(at, size) for at, size in zip(pointers, sizes, strict=True)]  # type: ignore[call-overload]
+        self.launches.append((numbers, attribute if given.attribute_count else None, values))
+        return self.status
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> _Driver:
+    library = _Driver()
+    monkeypatch.setattr(driver, "_driver", lambda: library)
+    # Builds of torch without CUDA lack it.
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
+    return library
+
+
+FUNCTION = driver.Function(None, ctypes.c_void_p(1), 2, None)
+
+
+def test_every_parameter_arrives_at_its_pointer(library: _Driver) -> None:
+    content = bytes(range(128))
+    driver.launch(FUNCTION, 5, 96, 1024, _Small(-3, 2**40))
+    driver.launch(FUNCTION, 6, 128, 0, _Large(driver.TensorMap(*content), 77, 9), dependent=True)
+    driver.launch(FUNCTION, 7, 32, 16, _Small(4, 8))
+    assert library.launches == [
+        ([5, 1, 1, 96, 1, 1, 1024, 72, 0], None, [b"\xfd\xff\xff\xff", (2**40).to_bytes(8, "little")]),
+        ([6, 1, 1, 128, 1, 1, 0, 72, 1], [6, 1], [content, b"M" + bytes(7), b"\t" + bytes(3)]),
+        ([7, 1, 1, 32, 1, 1, 16, 72, 0], None, [b"\x04" + bytes(3), b"\x08" + bytes(7)]),
+    ]  # fmt: skip
+
+
+def test_threads_do_not_share_what_they_hand_over(library: _Driver) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: driver.launch(FUNCTION, i, i, i, _Small(i, i)), range(1, 2000)))
+    for numbers, _, values in library.launches:
+        expected = numbers[0]
+        assert (numbers[3], numbers[6]) == (expected, expected)
+        assert [int.from_bytes(value, "little") for value in values] == [expected, expected]
+
+
+def test_a_refused_launch_is_an_error(library: _Driver) -> None:
+    library.status = 701
+    with pytest.raises(RuntimeError, match="CUDA error 701: 5 blocks of 96 threads, 1024 bytes"):
+        driver.launch(FUNCTION, 5, 96, 1024, _Small(1, 2))
