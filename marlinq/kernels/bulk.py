@@ -9,18 +9,20 @@ from typing import ClassVar
 
 from marlinq.kernels.operands import MappedArguments, Operands
 from marlinq.kernels.problem import Device, Problem
+from marlinq.kernels.stages import stage_bytes
 
-_CHUNK = 128
-_ROWS = 8
 _REGISTERS = 65536
 # Registers a thread needs to stay clear of spills, by BLOCKS_M and zero points
 # (tests/kernels/test_compile.py).
 _REGISTERS_NEEDED = {(1, False): 96, (1, True): 112, (2, False): 128, (2, True): 168}
 _REGISTERS_OF_SHORT_GROUPS = 32  # more, when a chunk holds several groups
-# Cycles of a multiprocessor for a 512-byte row of weights; not measured, those of the stream kernel less
-# the share of instructions that its copies take.
-_ROW_CYCLES = {1: 31, 2: 40}
+# Cycles of a multiprocessor for a 512-byte row of weights; not measured: from the stream kernel's and the
+# difference in instructions.
+_ROW_CYCLES = {1: 22, 2: 30}
+# Cycles of a warp for a row of the last chunk, with nothing left to overlap with.
+_LAST_ROW_CYCLES = {1: 120, 2: 170}
 _MAX_CLUSTER = 8
+_MAX_STAGES = 32
 _WARPS = range(4, 17)
 
 
@@ -31,6 +33,7 @@ class BulkConfig:
     warps_n: int
     warps_k: int
     blocks_m: int
+    rows: int
     cluster: int
     stages: int
     min_blocks: int
@@ -54,22 +57,20 @@ class BulkConfig:
         return 32 * (self.warps_n * self.warps_k + 1)
 
     @property
+    def chunk(self) -> int:
+        """Channels of K in a stage."""
+        return 16 * self.rows
+
+    @property
     def parts(self) -> int:
         """Parts that K is split into, over blocks and warps."""
         return self.cluster * self.warps_k
 
-    def stage_bytes(self, problem: Problem) -> int:
-        """Bytes of a stage: activations, weights and scales of one chunk for every part."""
-        stage = self.warps_k * (_CHUNK // 64 * self.tile_m * 128 + _ROWS * self.warps_n * 512)
-        if problem.group:
-            kinds = 2 if problem.zeros else 1
-            stage += self.warps_k * (_CHUNK // problem.group) * kinds * self.tile_n * 2
-        return -(-stage // 1024) * 1024
-
     def shared_bytes(self, problem: Problem) -> int:
-        """Dynamic shared memory of a block: the aligned ring of stages, or the reduction buffer after it."""
-        reduction = self.warps_k * self.tile_m * (self.tile_n + 4) * 4
-        return max(self.stages * self.stage_bytes(problem) + 1024, reduction)
+        """Dynamic shared memory of a block: the aligned ring of stages, and where sums are received."""
+        slots = -(-4 * self.warps_n // self.cluster)
+        received = self.parts * slots * self.blocks_m * 512
+        return self.stages * stage_bytes(problem, self.tile_m, self.tile_n, self.rows) + received + 1024
 
     def grid(self, problem: Problem) -> int:
         """Blocks of a launch."""
@@ -82,6 +83,7 @@ class BulkConfig:
             "WARPS_N": self.warps_n,
             "WARPS_K": self.warps_k,
             "BLOCKS_M": self.blocks_m,
+            "ROWS": self.rows,
             "GROUP": problem.group,
             "ZEROS": int(problem.zeros),
             "CLUSTER": self.cluster,
@@ -91,7 +93,7 @@ class BulkConfig:
 
     def arguments(self, operands: Operands, dependent: bool) -> MappedArguments:
         """The kernel's parameters."""
-        return operands.mapped_arguments(self.tile_m, self.warps_k * _ROWS * self.warps_n * 512, dependent)
+        return operands.mapped_arguments(self.tile_m, self.warps_n, self.rows, dependent)
 
 
 def candidates(problem: Problem, device: Device) -> Iterator[BulkConfig]:
@@ -99,37 +101,46 @@ def candidates(problem: Problem, device: Device) -> Iterator[BulkConfig]:
     if not device.has_clusters:
         return
     blocks_m = 1 if problem.m <= 8 else 2
-    short_groups = 0 < problem.group < _CHUNK
-    registers = _REGISTERS_NEEDED[blocks_m, problem.zeros] + short_groups * _REGISTERS_OF_SHORT_GROUPS
-    chunks = -(-problem.k // _CHUNK)
-    for warps_n, warps_k in itertools.product(range(1, 9), (1, 2, 3, 4, 6, 8, 12, 16)):
-        if warps_n * warps_k not in _WARPS:
+    shapes = [
+        (warps_n, warps_k)
+        for warps_n, warps_k in itertools.product(range(1, 9), (1, 2, 3, 4, 6, 8, 12, 16))
+        if warps_n * warps_k in _WARPS
+    ]
+    for rows, (warps_n, warps_k), cluster in itertools.product((8, 4), shapes, range(1, _MAX_CLUSTER + 1)):
+        if cluster * warps_k > max(-(-problem.k // (16 * rows)), 4):
             continue
+        short_groups = 0 < problem.group < 16 * rows
+        registers = _REGISTERS_NEEDED[blocks_m, problem.zeros] + short_groups * _REGISTERS_OF_SHORT_GROUPS
         most = min(3, _REGISTERS // (registers * 32 * (warps_n * warps_k + 1)))
-        for blocks, cluster in itertools.product(range(1, most + 1), range(1, _MAX_CLUSTER + 1)):
-            if cluster * warps_k > max(chunks, 4):
-                continue
-            for stages in (2, 3, 4, 6):
-                config = BulkConfig(warps_n, warps_k, blocks_m, cluster, stages, blocks)
-                # The barriers, and what the driver keeps of every block, come on top.
-                if (config.shared_bytes(problem) + 2048) * blocks <= device.shared_bytes:
-                    yield config
+        for blocks in range(1, most + 1):
+            # The barriers, and what the driver keeps of every block, come on top.
+            room = device.shared_bytes // blocks - 2048
+            single = BulkConfig(warps_n, warps_k, blocks_m, rows, cluster, 0, blocks)
+            stage = stage_bytes(problem, single.tile_m, single.tile_n, rows)
+            # A stage belongs to one part.
+            stages = min(_MAX_STAGES, (room - single.shared_bytes(problem)) // stage) // warps_k * warps_k
+            if stages >= 2 * warps_k:
+                yield BulkConfig(warps_n, warps_k, blocks_m, rows, cluster, stages, blocks)
 
 
 def estimate(problem: Problem, device: Device, config: BulkConfig) -> tuple[float, str]:
     """Seconds of a launch, and what the busiest multiprocessor spends them on."""
     grid = config.grid(problem)
-    chunks = -(-problem.k // _CHUNK)
+    chunks = -(-problem.k // config.chunk)
     sms = device.multiprocessors
     waves, rest = divmod(grid, device.resident_blocks(config.cluster, config.min_blocks))
     loads = [config.min_blocks] * waves + ([-(-rest // sms)] if rest else [])
-    channels = -(-chunks // config.parts) * config.warps_k * _CHUNK
+    slice_chunks = -(-chunks // config.cluster)
+    channels = slice_chunks * config.chunk
     weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
     activations = channels * min(config.tile_m, problem.m) * 2
-    cycles = channels // 16 * config.warps_n * _ROW_CYCLES[config.blocks_m]
-    seconds, busiest = 2.0e-6 + 0.8e-6 * (len(loads) - 1), ""
+    # The part with the most chunks decides.
+    turns = -(-slice_chunks // config.warps_k) * config.warps_k
+    cycles = turns * config.rows * config.warps_n * _ROW_CYCLES[config.blocks_m]
+    last = config.rows * _LAST_ROW_CYCLES[config.blocks_m] / device.clock
+    seconds, busiest = 2.2e-6 + last + 0.8e-6 * (len(loads) - 1), ""
     for blocks in loads:
-        in_flight = blocks * (config.stages - 1) * config.warps_n * config.warps_k * _ROWS * 512
+        in_flight = blocks * (config.stages - 1) * config.warps_n * config.rows * 512
         times = {
             "weights": blocks * weights / min(device.bandwidth / sms, in_flight / 1.2e-6),
             "activations": blocks * (weights + activations) / (device.cache_bandwidth / sms),
@@ -137,5 +148,4 @@ def estimate(problem: Problem, device: Device, config: BulkConfig) -> tuple[floa
         }
         busiest = max(times, key=lambda name: times[name])
         seconds += times[busiest]
-    reduced = min(config.tile_m, problem.m) * config.tile_n * 4 * config.warps_k
-    return seconds + reduced / 2.0e11 + 0.1e-6 * (config.cluster - 1), busiest
+    return seconds + 0.1e-6 * (config.cluster - 1), busiest

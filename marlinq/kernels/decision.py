@@ -189,7 +189,7 @@ def _order(config: KernelConfig) -> tuple[object, ...]:
     """What decides in which order, and with which roundings, a sum is taken."""
     if isinstance(config, StreamConfig):
         return "stream", config.parts, config.rows, config.scale_sums
-    return _kernel_of(config), config.parts
+    return _kernel_of(config), config.cluster, config.parts, config.rows
 
 
 @lru_cache(maxsize=256)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,27 +16,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from marlinq.errors import EnvironmentProblem
 
 # Enumerators of cuda.h.
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_MAP_FLOAT16, _MAP_BFLOAT16 = 6, 9  # CU_TENSOR_MAP_DATA_TYPE_*
-_SWIZZLE_128B, _PROMOTE_128B = 3, 2  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B
-TensorMap = ctypes.c_ubyte * 128
-"""CUtensorMap, opaque."""
+_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_MAP_TYPES = {2: 1, 4: 2}  # CU_TENSOR_MAP_DATA_TYPE_UINT16 and _UINT32, by size
+_SWIZZLE_128B = 3  # CU_TENSOR_MAP_SWIZZLE_128B
+_PROMOTE_128B, _PROMOTE_256B = 2, 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_*
+TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: an id and a union of 64 bytes, of which we use one int."""
+    """CUlaunchAttribute: an id and a union of 64 bytes, of which we use up to three ints."""
 
     _fields_ = (
         ("id", ctypes.c_int),
         ("padding", ctypes.c_int),
-        ("value", ctypes.c_int),
-        ("rest", ctypes.c_int * 15),
+        ("value", ctypes.c_int * 3),
+        ("rest", ctypes.c_int * 13),
     )
 
 
@@ -77,7 +78,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.has_context = False
         self.config = _Config(grid_y=1, grid_z=1, threads_y=1, threads_z=1)
-        self.config.attributes = ctypes.pointer(_Attribute(_PROGRAMMATIC, 0, 1))
+        self.config.attributes = ctypes.pointer(_Attribute(_PROGRAMMATIC, 0, (1, 0, 0)))
         self.config_reference = ctypes.byref(self.config)
         self.parameters: dict[type[ctypes.Structure], _Parameters] = {}
 
@@ -187,39 +188,63 @@ def launch(
         )
 
 
-@lru_cache(maxsize=4096)
-def _encode(
-    address: int, rows: int, columns: int, stride: int, box_rows: int, bfloat16: bool
-) -> ctypes.Array[ctypes.c_ubyte]:
-    memory = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + _TENSOR_MAP_ALIGNMENT)
+def active_clusters(function: Function, cluster: int, threads: int, shared_bytes: int) -> int:
+    """How many clusters of ``cluster`` such blocks the device runs at once; the kernel fixes no size itself.
+
+    Raises:
+        RuntimeError: the driver refused the question.
+    """
+    attribute = _Attribute(_CLUSTER, 0, (cluster, 1, 1))
+    config = _Config(cluster, 1, 1, threads, 1, 1, shared_bytes, None, ctypes.pointer(attribute), 1)
+    found = ctypes.c_int()
+    with on_device(function):
+        status = _driver().cuOccupancyMaxActiveClusters(
+            ctypes.byref(found), function.handle, ctypes.byref(config)
+        )
+    if status != 0:
+        raise RuntimeError(f"cuOccupancyMaxActiveClusters failed with CUDA error {status}")
+    return found.value
+
+
+def encode_tensor_map(
+    address: int,
+    element_bytes: int,
+    extents: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    *,
+    swizzled: bool,
+) -> bytes:
+    """A CUtensorMap: how copies find boxes of a tensor; elements outside it arrive as zeros.
+
+    Args:
+        address: of the first element, a multiple of 16.
+        element_bytes: 2 or 4.
+        extents: elements a dimension, the contiguous one first.
+        strides: bytes between neighbours of every dimension but the first, multiples of 16.
+        box: elements a dimension that one copy brings, at most 256 each.
+        swizzled: whether rows of 128 bytes land with the 128-byte swizzle.
+
+    Raises:
+        RuntimeError: the driver refused the map.
+    """
+    rank = len(extents)
+    memory = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT)
     start = -(-ctypes.addressof(memory) // _TENSOR_MAP_ALIGNMENT) * _TENSOR_MAP_ALIGNMENT
     status = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(start),
-        _MAP_BFLOAT16 if bfloat16 else _MAP_FLOAT16,
-        2,
+        _MAP_TYPES[element_bytes],
+        rank,
         ctypes.c_void_p(address),
-        (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(stride * 2),
-        (ctypes.c_uint32 * 2)(64, box_rows),
-        (ctypes.c_uint32 * 2)(1, 1),
+        (ctypes.c_uint64 * rank)(*extents),
+        (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
         0,
-        _SWIZZLE_128B,
-        _PROMOTE_128B,
+        _SWIZZLE_128B if swizzled else 0,
+        _PROMOTE_128B if swizzled else _PROMOTE_256B,
         0,
     )
     if status != 0:
-        raise RuntimeError(f"cuTensorMapEncodeTiled failed with CUDA error {status} for [{rows}, {columns}]")
-    return TensorMap.from_buffer_copy(memory, start - ctypes.addressof(memory))
-
-
-def tensor_map(x: Tensor, box_rows: int) -> ctypes.Array[ctypes.c_ubyte]:
-    """The CUtensorMap of ``x`` [M, K], 16-bit floats in 16-byte aligned rows, in boxes of ``box_rows`` x 64.
-
-    Boxes land in shared memory with the 128-byte swizzle; what lies outside ``x`` arrives as zeros.
-    """
-    rows, columns = x.shape
-    # A single row may have any stride, also one that no map can hold.
-    stride = x.stride(0) if rows > 1 else columns
-    # A map holds addresses and extents only, so equal arguments give equal maps and the cache never goes
-    # stale.
-    return _encode(x.data_ptr(), rows, columns, stride, box_rows, x.dtype == torch.bfloat16)
+        raise RuntimeError(f"cuTensorMapEncodeTiled failed with CUDA error {status} for {list(extents)}")
+    return ctypes.string_at(start, TENSOR_MAP_BYTES)

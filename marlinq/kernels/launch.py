@@ -12,7 +12,7 @@ from torch import Tensor
 from marlinq.errors import EnvironmentProblem
 from marlinq.kernels.compiler import cached_cubin, compile_missing
 from marlinq.kernels.decision import KernelConfig, decide, demands
-from marlinq.kernels.driver import Function, launch, load_function, on_device
+from marlinq.kernels.driver import Function, active_clusters, launch, load_function, on_device
 from marlinq.kernels.operands import Operands
 from marlinq.kernels.problem import Device, Problem
 
@@ -39,10 +39,25 @@ def device_numbers(index: int) -> Device:
             f"GPU {index} has compute capability {major}.{minor}; the kernels need 8.0 or later"
         )
     suffix = "a" if major >= 9 else ""
+    architecture = f"sm_{major}{minor}{suffix}"
+    shared_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     return Device(
-        architecture=f"sm_{major}{minor}{suffix}",
+        architecture=architecture,
         multiprocessors=properties.multi_processor_count,
-        shared_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+        shared_bytes=shared_bytes,
+        clusters=_clusters(architecture, shared_bytes, index) if major >= 9 else (),
+    )
+
+
+def _clusters(architecture: str, shared_bytes: int, index: int) -> tuple[tuple[int, ...], ...]:
+    """:attr:`Device.clusters`: the driver's answers for blocks that fill a multiprocessor's shared memory."""
+    threads = 32
+    cubin = cached_cubin("cold_read.cu", architecture, {"THREADS": threads, "UNROLL": 1})
+    function = load_function(cubin, "cold_read", index, shared_bytes)
+    # The driver keeps a kilobyte of every block.
+    rooms = [shared_bytes, *((shared_bytes + 1024) // blocks - 1024 for blocks in (2, 3))]
+    return tuple(
+        tuple(active_clusters(function, cluster, threads, room) for cluster in range(1, 9)) for room in rooms
     )
 
 

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
 
-from marlinq.kernels.driver import TensorMap, tensor_map
+from marlinq.kernels.driver import TENSOR_MAP_BYTES, encode_tensor_map
 
-_POINTERS = ("words", "scales", "zeros", "bias", "out")
 _EXTENTS = ("m", "n", "k")
 # What a block of a dependent launch brings to L2 while it waits: over 132 blocks, what device memory delivers
 # in the three microseconds between one product's last weights and the next one's first activations.
 _PREFETCH_BYTES = 96 * 1024
 
 
+_Maps = ctypes.c_ubyte * (4 * TENSOR_MAP_BYTES)
+
+
 class PlainArguments(ctypes.Structure):
     """The parameters of a kernel that takes ``x`` by pointer and stride."""
 
     _fields_ = (
-        ("x", ctypes.c_void_p),
-        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_void_p) for name in ("x", "words", "scales", "zeros", "bias", "out")),
         *((name, ctypes.c_int) for name in _EXTENTS),
         ("x_stride", ctypes.c_longlong),
         ("out_stride", ctypes.c_longlong),
@@ -30,11 +32,11 @@ class PlainArguments(ctypes.Structure):
 
 
 class MappedArguments(ctypes.Structure):
-    """The parameters of a kernel that takes ``x`` as a tensor map."""
+    """The parameters of a kernel that takes its large operands as tensor maps (``Maps`` of cuda/feed.cuh)."""
 
     _fields_ = (
-        ("x", TensorMap),
-        *((name, ctypes.c_void_p) for name in _POINTERS),
+        ("maps", _Maps),
+        *((name, ctypes.c_void_p) for name in ("scales", "zeros", "bias", "out")),
         *((name, ctypes.c_int) for name in _EXTENTS),
         ("out_stride", ctypes.c_longlong),
         ("dependent", ctypes.c_int),
@@ -55,30 +57,36 @@ class Operands(NamedTuple):
         """Parameters of a kernel that takes ``x`` by pointer and stride."""
         return PlainArguments(
             self.x.data_ptr(),
-            *self._pointers(),
+            self.words.data_ptr(),
+            *self._small(),
             *self._extents(),
             self.x.stride(0),
             self.out.stride(0),
             dependent,
         )
 
-    def mapped_arguments(self, tile_m: int, step_bytes: int, dependent: bool) -> MappedArguments:
-        """Parameters of a kernel that takes ``x`` as a tensor map with boxes of ``tile_m`` rows.
+    def mapped_arguments(self, tile_m: int, tiles: int, rows: int, dependent: bool) -> MappedArguments:
+        """Parameters of a kernel whose stages are filled by tensor copies.
 
-        A dependent launch brings as many steps of ``step_bytes`` of weights to L2 as ``_PREFETCH_BYTES``
-        hold.
+        Args:
+            tile_m: rows of activations in a stage.
+            tiles: 64-column tiles of weights in a stage.
+            rows: rows of 16 channels in a stage.
+            dependent: whether to bring weights past the ring to L2 before the wait for the previous kernel.
         """
-        return MappedArguments(
-            tensor_map(self.x, tile_m),
-            *self._pointers(),
-            *self._extents(),
-            self.out.stride(0),
-            1 + _PREFETCH_BYTES // step_bytes if dependent else 0,
+        m, n, k = self._extents()
+        small = self._small()
+        groups = self.scales.shape[0]
+        # A single row may have any stride, also one that no map can hold.
+        stride = self.x.stride(0) if m > 1 else k
+        maps = _activation_map(self.x.data_ptr(), m, k, stride, tile_m) + _weight_maps(
+            self.words.data_ptr(), small[0], small[1], n, k, groups, tiles, rows
         )
+        far = 1 + _PREFETCH_BYTES // (rows * tiles * 512) if dependent else 0
+        return MappedArguments(_Maps.from_buffer_copy(maps), *small, m, n, k, self.out.stride(0), far)
 
-    def _pointers(self) -> tuple[int, int, int, int, int]:
+    def _small(self) -> tuple[int, int, int, int]:
         return (
-            self.words.data_ptr(),
             self.scales.data_ptr(),
             0 if self.zeros is None else self.zeros.data_ptr(),
             0 if self.bias is None else self.bias.data_ptr(),
@@ -87,3 +95,29 @@ class Operands(NamedTuple):
 
     def _extents(self) -> tuple[int, int, int]:
         return self.x.shape[0], self.out.shape[1], self.x.shape[1]
+
+
+# Maps hold addresses and extents only, so equal arguments give equal maps and the caches never go stale.
+@lru_cache(maxsize=4096)
+def _activation_map(address: int, m: int, k: int, stride: int, tile_m: int) -> bytes:
+    """x [M, K] in boxes of 64 columns, whose rows of 128 bytes land swizzled."""
+    return encode_tensor_map(address, 2, (k, m), (2 * stride,), (64, tile_m), swizzled=True)
+
+
+@lru_cache(maxsize=16384)
+def _weight_maps(
+    words: int, scales: int, zeros: int, n: int, k: int, groups: int, tiles: int, rows: int
+) -> bytes:
+    """Words [K/16, N/64, 128], then scales and zero points [G, N/64, 64] where they travel in groups."""
+    maps = encode_tensor_map(
+        words, 4, (128, n // 64, k // 16), (512, 8 * n), (128, tiles, rows), swizzled=False
+    )
+    in_box = max(1, 16 * rows * groups // k)
+    for address in (scales, zeros):
+        if groups == 1 or not address:
+            maps += bytes(TENSOR_MAP_BYTES)
+        else:
+            maps += encode_tensor_map(
+                address, 2, (64, n // 64, groups), (128, 2 * n), (64, tiles, in_box), swizzled=False
+            )
+    return maps

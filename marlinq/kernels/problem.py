@@ -19,6 +19,8 @@ class Device:
         cache_bandwidth: bytes a second from L2.
         tensor_rate: dense 16-bit operations a second through wgmma.
         clock: cycles a second of a multiprocessor under load.
+        clusters: how many clusters of 1, 2, ... 8 blocks run at once, by how many blocks (1, 2, 3) a
+            multiprocessor has room for; empty where nobody asked the driver.
     """
 
     architecture: str
@@ -28,6 +30,7 @@ class Device:
     cache_bandwidth: float = 6.5e12
     tensor_rate: float = 7.5e14
     clock: float = 1.755e9
+    clusters: tuple[tuple[int, ...], ...] = ()
 
     @property
     def capability(self) -> int:
@@ -44,8 +47,10 @@ class Device:
 
         A cluster stays inside one processing cluster of the chip, whose multiprocessors (16 or so, not the
         same number everywhere) larger clusters don't divide: of an H200's 132, clusters of four and more
-        leave some idle (docs/kernels/notes.md). A tenth is a bound on that until the driver is asked.
+        leave some idle (docs/kernels/notes.md).
         """
+        if self.clusters:
+            return cluster * self.clusters[blocks - 1][cluster - 1]
         whole = self.multiprocessors * blocks // cluster
         return cluster * (whole if cluster <= 2 else whole * 9 // 10)
 

@@ -9,9 +9,8 @@ from typing import ClassVar
 
 from marlinq.kernels.operands import MappedArguments, Operands
 from marlinq.kernels.problem import Device, Problem
+from marlinq.kernels.stages import stage_bytes
 
-_CHUNK = 128
-_ROWS = 8
 # Registers of a multiplying thread beside its accumulators and operand fragments: narrow or wide, and with
 # zero points.
 _OTHER_REGISTERS = {False: 40, True: 48}
@@ -31,7 +30,7 @@ _SHAPES = (
     (False, 2, 1),
     (False, 3, 1),
 )
-_MAX_STAGES = 8
+_MAX_STAGES = 12
 # Cycles of a multiprocessor to dequantise a 512-byte row of weights: 64 instructions, a third at half rate.
 _ROW_CYCLES = 22
 # How much of the work that is not the bottleneck still shows.
@@ -46,6 +45,7 @@ class WarpgroupConfig:
     wide: bool
     groups_n: int
     parts_k: int
+    rows: int
     cluster: int
     stages: int
     min_blocks: int
@@ -95,17 +95,9 @@ class WarpgroupConfig:
         """Whether the accumulators fit what a thread can get."""
         return self.registers(problem) <= (self.grown_registers(problem)[0] or self.launch_registers)
 
-    def stage_bytes(self, problem: Problem) -> int:
-        """Bytes of a stage: activations, weights and scales of one chunk for every part."""
-        stage = self.parts_k * (_CHUNK // 64 * self.tile_m * 128 + _ROWS * self.tile_n * 8)
-        if problem.group:
-            kinds = 2 if problem.zeros else 1
-            stage += self.parts_k * (_CHUNK // problem.group) * kinds * self.tile_n * 2
-        return -(-stage // 1024) * 1024
-
     def shared_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory of a block: the aligned ring, then what transposes or reduces."""
-        ring = self.stages * self.stage_bytes(problem) + 1024
+        ring = self.stages * stage_bytes(problem, self.tile_m, self.tile_n, self.rows) + 1024
         if self.parts > 1:
             return max(ring, self.parts_k * self.tile_m * (self.tile_n + 4) * 4)
         columns = 64 if self.wide else 32  # of a warp, which transposes twice eight rows of them
@@ -128,6 +120,7 @@ class WarpgroupConfig:
             "WIDE": int(self.wide),
             "GROUPS_N": self.groups_n,
             "PARTS_K": self.parts_k,
+            "ROWS": self.rows,
             "GROUP": problem.group,
             "ZEROS": int(problem.zeros),
             "CLUSTER": self.cluster,
@@ -139,22 +132,21 @@ class WarpgroupConfig:
 
     def arguments(self, operands: Operands, dependent: bool) -> MappedArguments:
         """The kernel's parameters."""
-        return operands.mapped_arguments(self.tile_m, self.parts_k * _ROWS * self.tile_n * 8, dependent)
+        return operands.mapped_arguments(self.tile_m, self.tile_n // 64, self.rows, dependent)
 
 
 def candidates(problem: Problem, device: Device) -> Iterator[WarpgroupConfig]:
     """The variants worth estimating, all of which fit the device's registers and shared memory."""
     if not device.has_warpgroups:
         return
-    chunks = -(-problem.k // _CHUNK)
     # A tile that holds the batch, or one of those that split it into the fewest tiles of their number.
     smallest = next((tile for tile in _TILES_M if tile >= problem.m), _TILES_M[-1])
     for tile_m in (tile for tile in _TILES_M if min(smallest, 64) <= tile <= smallest):
-        for (wide, groups_n, parts_k), min_blocks in itertools.product(_SHAPES, (1, 2)):
+        for (wide, groups_n, parts_k), rows, min_blocks in itertools.product(_SHAPES, (8, 4), (1, 2)):
             for cluster in (1, 2, 3, 4, 5, 6, 8):
-                if cluster * parts_k > chunks:
+                if cluster * parts_k > -(-problem.k // (16 * rows)):
                     continue
-                config = _deepest(problem, device, tile_m, wide, groups_n, parts_k, cluster, min_blocks)
+                config = _deepest(problem, device, tile_m, wide, groups_n, parts_k, rows, cluster, min_blocks)
                 if config is not None:
                     yield config
 
@@ -166,15 +158,17 @@ def _deepest(
     wide: bool,
     groups_n: int,
     parts_k: int,
+    rows: int,
     cluster: int,
     min_blocks: int,
 ) -> WarpgroupConfig | None:
-    """The variant with as many stages as shared memory has room for, if it fits with two at least."""
+    """The variant with as many stages as shared memory has room for, if it fits with two a part at least."""
     most = device.multiprocessors * min_blocks
     # The barriers, and what the driver keeps of every block, come on top.
     room = device.shared_bytes // min_blocks - 1024
-    for stages in range(_MAX_STAGES, 1, -1):
-        config = WarpgroupConfig(tile_m, wide, groups_n, parts_k, cluster, stages, min_blocks, most)
+    # A stage belongs to one part, which begins its next chunk before it gives the last one back.
+    for stages in range(_MAX_STAGES, 2 * parts_k - 1, -parts_k):
+        config = WarpgroupConfig(tile_m, wide, groups_n, parts_k, rows, cluster, stages, min_blocks, most)
         if config.shared_bytes(problem) <= room:
             return config if config.fits_registers(problem) else None
     return None
@@ -182,13 +176,14 @@ def _deepest(
 
 def estimate(problem: Problem, device: Device, config: WarpgroupConfig) -> tuple[float, str]:
     """Seconds of a launch, and what the busiest multiprocessor spends them on."""
-    chunks = -(-problem.k // _CHUNK)
+    chunk = 16 * config.rows
+    chunks = -(-problem.k // chunk)
     sms = device.multiprocessors
     blocks = config.tiles(problem) * config.cluster
     waves, rest = divmod(blocks, device.resident_blocks(config.cluster, config.min_blocks))
     # Blocks that share a multiprocessor share its throughput.
     loads = [config.min_blocks] * waves + ([-(-rest // sms)] if rest else [])
-    channels = -(-chunks // config.parts) * config.parts_k * _CHUNK
+    channels = -(-chunks // config.parts) * config.parts_k * chunk
     weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
     activations = channels * min(config.tile_m, problem.m) * 2
     # Neighbouring tiles share their weights, which come from device memory once.

@@ -11,12 +11,15 @@ import torch
 from marlinq.kernels import driver
 
 
+_MAP = ctypes.c_ubyte * driver.TENSOR_MAP_BYTES
+
+
 class _Small(ctypes.Structure):
     _fields_ = (("count", ctypes.c_int), ("address", ctypes.c_void_p))
 
 
 class _Large(ctypes.Structure):
-    _fields_ = (("map", driver.TensorMap), ("address", ctypes.c_void_p), ("count", ctypes.c_int))
+    _fields_ = (("map", _MAP), ("address", ctypes.c_void_p), ("count", ctypes.c_int))
 
 
 class _Driver:
@@ -54,7 +57,7 @@ FUNCTION = driver.Function(None, ctypes.c_void_p(1), 2, None)
 def test_every_parameter_arrives_at_its_pointer(library: _Driver) -> None:
     content = bytes(range(128))
     driver.launch(FUNCTION, 5, 96, 1024, _Small(-3, 2**40))
-    driver.launch(FUNCTION, 6, 128, 0, _Large(driver.TensorMap(*content), 77, 9), dependent=True)
+    driver.launch(FUNCTION, 6, 128, 0, _Large(_MAP(*content), 77, 9), dependent=True)
     driver.launch(FUNCTION, 7, 32, 16, _Small(4, 8))
     assert library.launches == [
         ([5, 1, 1, 96, 1, 1, 1024, 72, 0], None, [b"\xfd\xff\xff\xff", (2**40).to_bytes(8, "little")]),

@@ -25,6 +25,18 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// Until the phase of that parity is over. What other blocks of the cluster stored for it is visible then.
+__device__ __forceinline__ void barrier_wait_cluster(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(barrier), "r"(parity)
+        : "memory");
+}
+
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{\n"
@@ -41,22 +53,24 @@ __device__ __forceinline__ void barrier_sync(int index, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(index), "r"(threads) : "memory");
 }
 
-// `bytes` (a multiple of 16) of contiguous global memory, leaving L2 first when it is full.
-__device__ __forceinline__ void copy_bulk(u32 destination, const void* source, u32 bytes, u32 barrier) {
+// The map's box at element `x` of row `y` of plane `z`, for data that is read once: it leaves L2 first.
+// Elements outside the tensor arrive as zeros and count as bytes.
+__device__ __forceinline__ void copy_box_once(u32 destination, const TensorMap* map, int x, int y, int z, u32 barrier) {
     const u64 evict_first = 0x12f0000000000000ull;
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-            destination),
-        "l"(source), "r"(bytes), "r"(barrier), "l"(evict_first)
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], "
+        "[%5], %6;" ::"r"(destination),
+        "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(evict_first)
         : "memory");
 }
 
-// The same bytes to L2 alone.
-__device__ __forceinline__ void prefetch_bulk(const void* source, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+// The same box to L2 alone.
+__device__ __forceinline__ void prefetch_box(const TensorMap* map, int x, int y, int z) {
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y), "r"(z)
+                 : "memory");
 }
 
-// The map's box at column `x`, row `y`; elements outside the tensor arrive as zeros and count as bytes.
+// As above, of a map of two dimensions and for data that others read too.
 __device__ __forceinline__ void copy_box(u32 destination, const TensorMap* map, int x, int y, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
@@ -80,6 +94,22 @@ __device__ __forceinline__ uint4 load_shared(u32 address) {
                  : "r"(address)
                  : "memory");
     return value;
+}
+
+// 16 bytes to the shared memory of any block of the cluster, counted by a barrier there.
+__device__ __forceinline__ void store_cluster_counted(u32 address, const float (&v)[4], u32 barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+        "r"(__float_as_uint(v[0])), "r"(__float_as_uint(v[1])), "r"(__float_as_uint(v[2])), "r"(__float_as_uint(v[3])),
+        "r"(barrier)
+        : "memory");
+}
+
+// An 8x8 matrix of 16-bit elements, of which lane l holds row l / 4, columns 2 (l % 4) + {0, 1}, transposed.
+__device__ __forceinline__ u32 transpose_matrix(u32 pair) {
+    u32 result;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+    return result;
 }
 
 template <int COUNT>

@@ -1,40 +1,40 @@
-// W4A16 GEMM for small batches on compute capability 9.0 and later: the stream kernel's products behind bulk copies.
+// W4A16 GEMM for small batches on compute capability 9.0 and later: the stream kernel's products behind tensor copies.
 //
 //   out[m, n] = sum_k x[m, k] * (code[k, n] - zero[g(k), n]) * scale[g(k), n] + bias[n]
 //
-// Operands, fragments and the split of K are those of the stream kernel (w4a16_stream.cu). What differs is who copies:
-// one extra warp moves whole weight rows and scale rows by 1-D bulk copies and activations by a swizzled tensor copy,
-// and hands stages over by two barriers. The multiplying warps issue no copies, compute no addresses and never wait for
-// each other, so they drift apart and keep different pipes busy.
+// Operands and fragments are those of the stream kernel (w4a16_stream.cu). What differs is who copies and who meets whom.
+// A block owns 64*WARPS_N columns, 8*BLOCKS_M rows of the batch and a slice of K's chunks; the blocks of a cluster own
+// the slices of one tile. One thread of an extra warp fills the ring (feed.cuh). Chunk j of the slice is multiplied by the
+// WARPS_N warps of part j % WARPS_K, so a chunk's work begins when its own bytes are there, and after the last bytes
+// of a slice there is one chunk's work left, whatever the number of warps:
 //
-// `dependent`: 0 for an ordinary launch, else one more than the steps past the ring whose weights are brought to L2
-// before the wait for the previous kernel.
+//   chunk     | 0     | 1     | 2     | 3     | 4     |   in the order of arrival
+//   part      | 0     | 1     | 2     | 0     | 1     |   with WARPS_K = 3
 //
-// Compile-time parameters: as the stream kernel's, without ROWS and SCALE_SUMS (chunks have 8 rows, sums are scaled).
+// Sums. Scales multiply float accumulators when a group or a chunk ends. At the end every warp sends each 16-column
+// block of its sums to the block of the cluster that owns it (block b of the tile: rank b % CLUSTER), into memory of its own
+// and counted by a barrier, so that nobody waits for a ring to drain and nobody reads what another block holds.
+// The owner adds the parts, always in the same order, and stores. No workspace in global memory.
+//
+// `dependent`: 0 for an ordinary launch, else one more than the chunks past the ring that are brought to L2 before the
+// wait for the previous kernel.
+//
+// Compile-time parameters: ELEMENT, WARPS_N, WARPS_K, BLOCKS_M, ROWS, GROUP (0: channelwise), ZEROS, CLUSTER, STAGES,
+// MIN_BLOCKS.
 #include "element.cuh"
-#include "hopper.cuh"
-#include "reduction.cuh"
 #include "sums.cuh"
 
-constexpr int ROWS = 8;            // k16 rows of weights in a chunk
-constexpr int CHUNK = 16 * ROWS;   // channels in a chunk
-constexpr int SLABS = CHUNK / 64;  // 128-byte rows of activations
+constexpr int TILES = WARPS_N;
 constexpr int TILE_M = 8 * BLOCKS_M;
-constexpr int TILE_N = 64 * WARPS_N;
+#include "feed.cuh"
+
 constexpr int WARPS = WARPS_N * WARPS_K;
 constexpr int THREADS = 32 * (WARPS + 1);
-constexpr int GROUPS = GROUP == 0 ? 1 : CHUNK / GROUP;
-constexpr int GROUP_ROWS = ROWS / GROUPS;
-constexpr int KINDS = ZEROS ? 2 : 1;
-constexpr int PITCH = TILE_N + 4;
-
-// Bytes of a stage: activations first, whose swizzle wants 1024-byte alignment.
-constexpr int SLAB_BYTES = TILE_M * 128;
-constexpr int WEIGHTS_AT = WARPS_K * SLABS * SLAB_BYTES;
-constexpr int ROW_BYTES = WARPS_N * 512;
-constexpr int SCALES_AT = WEIGHTS_AT + WARPS_K * ROWS * ROW_BYTES;
-constexpr int SCALE_BYTES = TILE_N * 2;
-constexpr int STAGE_BYTES = (SCALES_AT + (GROUP == 0 ? 0 : WARPS_K * GROUPS * KINDS * SCALE_BYTES) + 1023) / 1024 * 1024;
+constexpr int PARTS = CLUSTER * WARPS_K;
+// The owner's memory: float4 [part][slot][block of 8 rows][lane], a slot being a 16-column block.
+constexpr int SLOTS = (4 * WARPS_N + CLUSTER - 1) / CLUSTER;
+constexpr int SLOT_BYTES = BLOCKS_M * 512;
+static_assert(STAGES % WARPS_K == 0, "a stage belongs to one part, which then sees all of its phases");
 
 typedef ELEMENT E;
 
@@ -56,9 +56,9 @@ __device__ __forceinline__ Scales load_scales(const u16* tile, int lane) {
 
 typedef Accumulators<BLOCKS_M, ZEROS != 0> Sums;
 
-// B fragments of two k16 rows, `row` and `row + 1`, for all column blocks; `part` is the activations of the part's chunk.
-__device__ __forceinline__ void load_activations(u32 (&x)[2][BLOCKS_M][2], u32 part, int row, int lane) {
-    const u32 slab = part + row / 4 * SLAB_BYTES;
+// B fragments of two k16 rows, `row` and `row + 1`, for all column blocks; `slabs` is the chunk's activations.
+__device__ __forceinline__ void load_activations(u32 (&x)[2][BLOCKS_M][2], u32 slabs, int row, int lane) {
+    const u32 slab = slabs + row / 4 * SLAB_BYTES;
     if constexpr (BLOCKS_M == 1) {
         const int m = lane % 8, piece = 2 * (row % 4) + lane / 8;
         u32 r[4];
@@ -78,169 +78,125 @@ __device__ __forceinline__ void load_activations(u32 (&x)[2][BLOCKS_M][2], u32 p
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims__(CLUSTER, 1, 1)
-    w4a16_bulk(const __grid_constant__ TensorMap x_map, const unsigned char* __restrict__ words,
-               const u16* __restrict__ scales, const u16* __restrict__ zeros, const u16* __restrict__ bias,
-               u16* __restrict__ out, int M, int N, int K, i64 out_stride, int dependent) {
+    w4a16_bulk(const __grid_constant__ Maps maps, const u16* __restrict__ scales, const u16* __restrict__ zeros,
+               const u16* __restrict__ bias, u16* __restrict__ out, int M, int N, int K, i64 out_stride, int dependent) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    __shared__ __align__(8) u64 barriers[2 * STAGES];
+    __shared__ __align__(8) u64 barriers[2 * STAGES + 1];
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const u32 rank = blockIdx.x % CLUSTER;
+    const int rank = blockIdx.x % CLUSTER, tile = blockIdx.x / CLUSTER;
     const int tiles_m = (M + TILE_M - 1) / TILE_M;
-    const int tile = blockIdx.x / CLUSTER;
-    const int m0 = (tile % tiles_m) * TILE_M, n0 = (tile / tiles_m) * TILE_N;
-
-    constexpr u32 PARTS = CLUSTER * WARPS_K;
+    const int m0 = tile % tiles_m * TILE_M, n0 = tile / tiles_m * TILE_N;
+    const int rows_m = min(TILE_M, M - m0), blocks_m = (rows_m + 7) / 8;
     const u32 chunks = (K + CHUNK - 1) / CHUNK;
-    const int steps = (chunks + PARTS - 1) / PARTS;
-    const auto part_begin = [&](u32 part) { return (int)(chunks * part / PARTS); };
+    const int begin = chunks * rank / CLUSTER, count = (int)(chunks * (rank + 1) / CLUSTER) - begin;
 
-    const u32 ring = (shared_address(shared) + 1023) / 1024 * 1024;
-    const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
+    Ring ring(shared, barriers, warp == WARPS);
+    const u32 received = ring.stages + STAGES * STAGE_BYTES, all_received = shared_address(barriers + 2 * STAGES);
+    const int slots = (4 * WARPS_N - rank + CLUSTER - 1) / CLUSTER;  // what this block owns
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) {
-            barrier_init(full + 8 * s, 1);
-            barrier_init(empty + 8 * s, WARPS);
-        }
-        barrier_init_fence();
+        barrier_init(all_received, 1);
+        ring.init(WARPS_N);
+        barrier_expect(all_received, PARTS * slots * blocks_m * 512);
     }
     __syncthreads();
+    if (CLUSTER > 1) cluster_arrive();
 
-    float* buffer = reinterpret_cast<float*>(shared);
     if (warp == WARPS) {
-        const int tiles = min(WARPS_N, N / 64 - n0 / 64), last_group = GROUP == 0 ? 0 : K / GROUP - 1;
-        // Lane p of the first WARPS_K looks after part p.
-        const int begin = part_begin(rank * WARPS_K + min(lane, WARPS_K - 1));
-        const int its_steps = part_begin(rank * WARPS_K + min(lane, WARPS_K - 1) + 1) - begin;
-        const auto valid_rows = [&](int chunk) { return min(ROWS, K / 16 - chunk * ROWS); };
-        // take(offset in a stage, source, bytes) for this lane's share of a step's weights and scales.
-        const auto each_copy = [&](int step, auto take) {
-            constexpr int COPIES = ROWS + (GROUP == 0 ? 0 : GROUPS * KINDS);
-            for (int index = lane; index < WARPS_K * COPIES; index += 32) {
-                const int p = index / COPIES, i = index % COPIES;
-                const int chunk = part_begin(rank * WARPS_K + p) + step;
-                if (chunk >= part_begin(rank * WARPS_K + p + 1)) continue;
-                if (i >= ROWS) {
-                    const int which = i - ROWS, g = min(chunk * GROUPS + which / KINDS, last_group);
-                    take(SCALES_AT + (p * GROUPS * KINDS + which) * SCALE_BYTES,
-                         (which % KINDS == 0 ? scales : zeros) + (i64)g * N + n0, tiles * 128);
-                } else if (i < valid_rows(chunk)) {
-                    take(WEIGHTS_AT + (p * ROWS + i) * ROW_BYTES,
-                         words + ((i64)(chunk * ROWS + i) * N * 2 + n0 * 2) * 4, tiles * 512);
-                }
-            }
-        };
-        const auto copy_weights = [&](int step, u32 stage, u32 barrier) {
-            u32 bytes = 0;
-            if (lane < WARPS_K && step < its_steps) {
-                bytes = SLABS * SLAB_BYTES + valid_rows(begin + step) * tiles * 512;
-                if (GROUP != 0) bytes += GROUPS * KINDS * tiles * 128;
-            }
-            bytes = __reduce_add_sync(0xffffffffu, bytes);
-            if (lane == 0) barrier_expect(barrier, bytes);
-            __syncwarp();
-            each_copy(step, [&](u32 offset, const void* source, u32 size) {
-                copy_bulk(stage + offset, source, size, barrier);
-            });
-        };
-        const auto copy_activations = [&](int step, u32 stage, u32 barrier) {
-            if (lane < WARPS_K && step < its_steps)
-                for (int slab = 0; slab < SLABS; ++slab)
-                    copy_box(stage + (lane * SLABS + slab) * SLAB_BYTES, &x_map, (begin + step) * CHUNK + slab * 64, m0,
-                             barrier);
-        };
-        const int ahead = dependent ? min(STAGES, steps) : 0;
-        for (int s = 0; s < ahead; ++s) copy_weights(s, ring + s * STAGE_BYTES, full + 8 * s);
-        if (dependent) {
-            // What comes after the ring waits in L2.
-            for (int step = ahead; step < min(steps, ahead + dependent - 1); ++step)
-                each_copy(step, [&](u32, const void* source, u32 size) { prefetch_bulk(source, size); });
-            wait_for_previous_kernel();
+        if (lane == 0) {
+            const Feed feed{maps, m0, n0 / 64};
+            const int ahead = dependent ? feed.fill_ahead(ring, begin, count, dependent - 1) : 0;
+            feed.fill(ring, begin, ahead, count);
+            launch_dependents();
         }
-        for (int s = 0; s < ahead; ++s) copy_activations(s, ring + s * STAGE_BYTES, full + 8 * s);
-        for (int step = ahead; step < steps; ++step) {
-            const int s = step % STAGES;
-            if (step >= STAGES) barrier_wait(empty + 8 * s, (step / STAGES - 1) % 2);
-            copy_weights(step, ring + s * STAGE_BYTES, full + 8 * s);
-            copy_activations(step, ring + s * STAGE_BYTES, full + 8 * s);
-        }
-        launch_dependents();
-        __syncwarp();
-    } else {
-        const int wn = warp % WARPS_N, wk = warp / WARPS_N;
-        const int begin = part_begin(rank * WARPS_K + wk), my_steps = part_begin(rank * WARPS_K + wk + 1) - begin;
-        const unsigned char* base = shared + (ring - shared_address(shared));
-        const int column = min(n0 + wn * 64, N - 64);
-
-        Sums total, group;
-        total.clear();
-        group.clear();
-        Sums& target = GROUP != 0 ? group : total;
-        Scales channel_scale, channel_zero;
-        if (GROUP == 0) {
-            channel_scale = load_scales(scales + column, lane);
-            if (ZEROS) channel_zero = load_scales(zeros + column, lane);
-        }
-        // A part with a step less than others still lets their last stage pass.
-        for (int step = 0; step < steps; ++step) {
-            const int s = step % STAGES;
-            barrier_wait(full + 8 * s, step / STAGES % 2);
-            if (step < my_steps) {
-                const unsigned char* stage = base + s * STAGE_BYTES;
-                const uint4* my_words =
-                    reinterpret_cast<const uint4*>(stage + WEIGHTS_AT + wk * ROWS * ROW_BYTES + wn * 512) + lane;
-                const u32 activations = ring + s * STAGE_BYTES + wk * SLABS * SLAB_BYTES;
-                u32 fragments[2][BLOCKS_M][2];
-#pragma unroll
-                for (int i = 0; i < ROWS; ++i) {
-                    const uint4 v = my_words[i * (ROW_BYTES / 16)];
-                    if (i % 2 == 0) load_activations(fragments, activations, i, lane);
-                    const u32(&b)[BLOCKS_M][2] = fragments[i % 2];
-                    const u32 word[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-                    for (int q = 0; q < 4; ++q) {
-                        u32 a[4];
-                        E::dequantize(word[q], a);
-#pragma unroll
-                        for (int c = 0; c < BLOCKS_M; ++c)
-                            E::multiply_accumulate(target.value[q][c], a, b[c][0], b[c][1]);
-                    }
-                    if (ZEROS) {
-                        const u32 ones[4] = {E::ONES, E::ONES, E::ONES, E::ONES};
-#pragma unroll
-                        for (int c = 0; c < BLOCKS_M; ++c)
-                            E::multiply_accumulate(target.sum_x[c], ones, b[c][0], b[c][1]);
-                    }
-                    if (GROUP != 0 && i % GROUP_ROWS == GROUP_ROWS - 1) {
-                        const u16* at = reinterpret_cast<const u16*>(
-                            stage + SCALES_AT + (wk * GROUPS + i / GROUP_ROWS) * KINDS * SCALE_BYTES + wn * 128);
-                        const Scales scale = load_scales(at, lane);
-                        Scales zero;
-                        if (ZEROS) zero = load_scales(at + SCALE_BYTES / 2, lane);
-                        close_group<E>(total, group, scale, zero);
-                    }
-                }
-            }
-            __syncwarp();
-            if (lane == 0) barrier_arrive(empty + 8 * s);
-        }
-        if (GROUP == 0) {
-            group = total;
-            total.clear();
-            close_group<E>(total, group, channel_scale, channel_zero);
-        }
-
-        // When all multiplying warps are here all stages are read; their memory becomes the buffer [part][m][n].
-        barrier_sync(1, WARPS * 32);
-#pragma unroll
-        for (int q = 0; q < 4; ++q)
-#pragma unroll
-            for (int c = 0; c < BLOCKS_M; ++c)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int m = 8 * c + 2 * (lane % 4) + i % 2, n = 64 * wn + 16 * q + lane / 4 + 8 * (i / 2);
-                    buffer[(wk * TILE_M + m) * PITCH + n] = total.value[q][c][i];
-                }
+        return;
     }
-    reduce_and_store<E, TILE_M, TILE_N, PITCH, WARPS_K, CLUSTER, THREADS>(buffer, bias, out, out_stride, m0, n0, M, N, rank);
+
+    const int wn = warp % WARPS_N, wk = warp / WARPS_N;
+    const int column = min(n0 + wn * 64, N - 64);
+    Sums total, group;
+    total.clear();
+    group.clear();
+    Sums& target = GROUP != 0 ? group : total;
+    Scales channel_scale, channel_zero;
+    if (GROUP == 0) {
+        channel_scale = load_scales(scales + column, lane);
+        if (ZEROS) channel_zero = load_scales(zeros + column, lane);
+    }
+    ring.advance(wk);
+    for (int chunk = wk; chunk < count; chunk += WARPS_K) {
+        ring.wait_full();
+        const u32 activations = ring.address();
+        const unsigned char* stage = shared + (activations - shared_address(shared));
+        const uint4* my_words = reinterpret_cast<const uint4*>(stage + WEIGHTS_AT + wn * 512) + lane;
+        u32 fragments[2][BLOCKS_M][2];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const uint4 v = my_words[i * (ROW_BYTES / 16)];
+            if (i % 2 == 0) load_activations(fragments, activations, i, lane);
+            const u32(&b)[BLOCKS_M][2] = fragments[i % 2];
+            const u32 word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int q = 0; q < 4; ++q) {
+                u32 a[4];
+                E::dequantize(word[q], a);
+#pragma unroll
+                for (int c = 0; c < BLOCKS_M; ++c) E::multiply_accumulate(target.value[q][c], a, b[c][0], b[c][1]);
+            }
+            if (ZEROS) {
+                const u32 ones[4] = {E::ONES, E::ONES, E::ONES, E::ONES};
+#pragma unroll
+                for (int c = 0; c < BLOCKS_M; ++c) E::multiply_accumulate(target.sum_x[c], ones, b[c][0], b[c][1]);
+            }
+            if (GROUP != 0 && i % GROUP_ROWS == GROUP_ROWS - 1) {
+                const u16* at = reinterpret_cast<const u16*>(stage + SCALES_AT + i / GROUP_ROWS * SCALE_BYTES + wn * 128);
+                const Scales scale = load_scales(at, lane);
+                Scales zero;
+                if (ZEROS) zero = load_scales(at + (ZEROS_AT - SCALES_AT) / 2, lane);
+                close_group<E>(total, group, scale, zero);
+            }
+        }
+        __syncwarp();
+        if (lane == 0) ring.release();
+        ring.advance(WARPS_K);
+    }
+    if (GROUP == 0) {
+        group = total;
+        total.clear();
+        close_group<E>(total, group, channel_scale, channel_zero);
+    }
+
+    // The owners have started and expect what comes.
+    if (CLUSTER > 1) cluster_wait();
+    const int part = rank * WARPS_K + wk;
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+        const int block = 4 * wn + q;
+        const u32 at = received + (part * SLOTS + block / CLUSTER) * SLOT_BYTES + lane * 16;
+        const u32 there = cluster_address(at, block % CLUSTER), counted = cluster_address(all_received, block % CLUSTER);
+#pragma unroll
+        for (int c = 0; c < BLOCKS_M; ++c)
+            if (c < blocks_m) store_cluster_counted(there + c * 512, total.value[q][c], counted);
+    }
+
+    if (slots == 0) return;
+    barrier_wait_cluster(all_received, 0);
+    for (int item = warp; item < slots * blocks_m; item += WARPS) {
+        const int slot = item / blocks_m, c = item % blocks_m;
+        float sum[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 8
+        for (int p = 0; p < PARTS; ++p) {
+            const uint4 v = load_shared(received + (p * SLOTS + slot) * SLOT_BYTES + c * 512 + lane * 16);
+            sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y);
+            sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
+        }
+        const int n = n0 + 16 * (slot * CLUSTER + rank), m = 8 * c + lane / 4;
+        if (n >= N) continue;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float shift = bias == nullptr ? 0.f : E::widen(load_u16(bias + n + 8 * h + lane / 4));
+            const u32 pair = transpose_matrix(E::narrow(sum[2 * h] + shift, sum[2 * h + 1] + shift));
+            if (m < rows_m) *reinterpret_cast<u32*>(out + (m0 + m) * out_stride + n + 8 * h + 2 * (lane % 4)) = pair;
+        }
+    }
 }

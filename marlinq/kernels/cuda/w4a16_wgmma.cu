@@ -11,52 +11,37 @@
 //   else   warp w owns words 2 (w % 2) + {0, 1} of tile w / 2 (128 columns a warpgroup); two products a row
 //   accumulator i of product q: n = 64 tile + 16 q + l/4 + 8 (i/2 % 2),  m = 8 (i/4) + 2 (l%4) + i%2
 //
-// Who does what. A block owns one column tile, TILE_M rows of the batch and one slice of K; the blocks of a cluster own
-// the slices of one tile. Of its warpgroups the last one's first warp only copies: per stage and part of K, rows of
-// weights and scales by 1-D bulk copies (they are contiguous as stored) and activations by a swizzled tensor copy.
-// Weights and scales depend on no earlier kernel; in a dependent launch only activations wait for it. The other
-// warpgroups, GROUPS_N side by side and PARTS_K parts of K, multiply. A stage is handed over by two barriers.
+// Who does what. A block owns one column tile, TILE_M rows of the batch and one slice of K's chunks; the blocks of a
+// cluster own the slices of one tile. One thread of the last warpgroup fills the ring (feed.cuh). The other warpgroups
+// multiply: GROUPS_N side by side share a chunk, and chunk j of the slice belongs to part j % PARTS_K.
 //
-//   K rows of a stage     | 0 | 1 | ... | 7 | 0 of the next stage
+//   K rows of a chunk     | 0 | 1 | ... | 7 | 0 of the part's next chunk
 //   registers             dequantise row i + 1 ...   while the tensor cores multiply row i
 //
 // SPLIT (more than one part): the sums meet as in the stream kernel, in shared memory and then in distributed shared
-// memory, in a fixed order. Otherwise the grid is the multiprocessors; a block takes tile after tile, its copying warp
-// running ahead into the next one while the others narrow and store their own columns.
+// memory, in a fixed order. Otherwise the grid is the multiprocessors; a block takes tile after tile, its filling
+// thread running ahead into the next one while the others narrow and store their own columns.
 //
-// `dependent`: 0 for an ordinary launch, else one more than the steps past the ring whose weights are brought to L2
-// before the wait for the previous kernel.
+// `dependent`: 0 for an ordinary launch, else one more than the chunks past the ring that are brought to L2 before the
+// wait for the previous kernel.
 //
-// Compile-time parameters: ELEMENT, TILE_M, WIDE, GROUPS_N, PARTS_K, GROUP (0: channelwise), ZEROS, CLUSTER, STAGES,
+// Compile-time parameters: ELEMENT, TILE_M, WIDE, GROUPS_N, PARTS_K, ROWS, GROUP (0: channelwise), ZEROS, CLUSTER, STAGES,
 // MIN_BLOCKS, GROWN and SHRUNK (registers of a multiplying and a copying thread; 0: as launched).
 #include "element.cuh"
-#include "hopper.cuh"
 #include "reduction.cuh"
 
-constexpr int ROWS = 8;                                    // k16 rows of weights in a chunk
-constexpr int CHUNK = 16 * ROWS;                           // channels in a chunk
-constexpr int SLABS = CHUNK / 64;                          // 128-byte rows of activations
-constexpr int PRODUCTS = WIDE ? 4 : 2;                     // products of a warpgroup a k16 row
-constexpr int TILES = GROUPS_N * (WIDE ? 4 : 2);           // 64-column tiles of a block
-constexpr int TILE_N = 64 * TILES;
-constexpr int CONSUMERS = GROUPS_N * PARTS_K;              // warpgroups that multiply
+constexpr int TILES = GROUPS_N * (WIDE ? 4 : 2);
+#include "feed.cuh"
+
+constexpr int PRODUCTS = WIDE ? 4 : 2;        // products of a warpgroup a k16 row
+constexpr int CONSUMERS = GROUPS_N * PARTS_K;  // warpgroups that multiply
 constexpr int THREADS = 128 * (CONSUMERS + 1);
-constexpr int GROUPS = GROUP == 0 ? 1 : CHUNK / GROUP;     // scale groups in a chunk
-constexpr int GROUP_ROWS = ROWS / GROUPS;
-constexpr int KINDS = ZEROS ? 2 : 1;
 constexpr bool SPLIT = PARTS_K * CLUSTER > 1;
-constexpr int PITCH = TILE_N + 4;                          // floats a row of the reduction buffer
+constexpr int PITCH = TILE_N + 4;  // floats a row of the reduction buffer
 // Tiles are taken in bands of so many batch tiles, so that what a wave of blocks reads stays in L2.
 constexpr int BAND = 1024 / TILE_M;
-
-// Bytes of a stage: activations first, whose swizzle wants 1024-byte alignment.
-constexpr int SLAB_BYTES = TILE_M * 128;
-constexpr int WEIGHTS_AT = PARTS_K * SLABS * SLAB_BYTES;
-constexpr int ROW_BYTES = TILES * 512;
-constexpr int SCALES_AT = WEIGHTS_AT + PARTS_K * ROWS * ROW_BYTES;
-constexpr int SCALE_BYTES = TILE_N * 2;
-constexpr int STAGE_BYTES = (SCALES_AT + (GROUP == 0 ? 0 : PARTS_K * GROUPS * KINDS * SCALE_BYTES) + 1023) / 1024 * 1024;
-static_assert(SLAB_BYTES % 1024 == 0, "slabs hold whole swizzle atoms");
+static_assert(STAGES % PARTS_K == 0, "a stage belongs to one part, which then sees all of its phases");
+static_assert(STAGES >= 2 * PARTS_K, "a part begins its next chunk before it gives the last one back");
 
 // Without a split a warp transposes its results in memory of its own: eight rows of the batch, twice, each with its
 // columns and a pad against bank conflicts.
@@ -131,16 +116,15 @@ __device__ __forceinline__ void store_columns(const float (&sums)[PRODUCTS][TILE
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims__(CLUSTER, 1, 1)
-    w4a16_wgmma(const __grid_constant__ TensorMap x_map, const unsigned char* __restrict__ words,
-                const u16* __restrict__ scales, const u16* __restrict__ zeros, const u16* __restrict__ bias,
-                u16* __restrict__ out, int M, int N, int K, i64 out_stride, int dependent) {
+    w4a16_wgmma(const __grid_constant__ Maps maps, const u16* __restrict__ scales, const u16* __restrict__ zeros,
+                const u16* __restrict__ bias, u16* __restrict__ out, int M, int N, int K, i64 out_stride, int dependent) {
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ __align__(8) u64 barriers[2 * STAGES];
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     // The shuffle tells the compiler that the number is the same for a warp, so that descriptors stay in uniform registers.
     const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-    const u32 rank = blockIdx.x % CLUSTER;
+    const int rank = blockIdx.x % CLUSTER;
     const int tiles_m = (M + TILE_M - 1) / TILE_M, tiles_n = (N + TILE_N - 1) / TILE_N;
     const int first_tile = blockIdx.x / CLUSTER, last_tile = SPLIT ? first_tile + 1 : tiles_m * tiles_n;
     struct Place {
@@ -151,113 +135,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
         const int height = min(BAND, tiles_m - band * BAND);
         return Place{(band * BAND + rest % height) * TILE_M, rest / height * TILE_N};
     };
-
-    constexpr u32 PARTS = CLUSTER * PARTS_K;
     const u32 chunks = (K + CHUNK - 1) / CHUNK;
-    const int steps = (chunks + PARTS - 1) / PARTS;
-    const auto part_begin = [&](u32 part) { return (int)(chunks * part / PARTS); };
+    const int begin = chunks * rank / CLUSTER, count = (int)(chunks * (rank + 1) / CLUSTER) - begin;
 
-    const u32 ring = (shared_address(shared) + 1023) / 1024 * 1024;
-    const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) {
-            barrier_init(full + 8 * s, 1);
-            barrier_init(empty + 8 * s, CONSUMERS * 4);
-        }
-        barrier_init_fence();
-    }
+    Ring ring(shared, barriers, group == CONSUMERS);
+    if (threadIdx.x == 0) ring.init(GROUPS_N * 4);
     __syncthreads();
 
     float* buffer = reinterpret_cast<float*>(shared);
-    // Both sides walk round the ring; `parity` is that of the phase to wait for.
-    int stage = 0;
-    u32 parity = group == CONSUMERS;  // a new barrier counts as past its odd phase, so the first round doesn't wait
-    const auto advance = [&]() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    };
     if (group == CONSUMERS) {
         if constexpr (SHRUNK > 0) registers_shrink<SHRUNK>();
-        if (warp == 0) {
-            const int last_group = GROUP == 0 ? 0 : K / GROUP - 1;
-            const auto valid_rows = [&](int chunk) { return min(ROWS, K / 16 - chunk * ROWS); };
-            // take(offset in a stage, source, bytes) for this lane's share of a step's weights and scales.
-            const auto each_copy = [&](int step, int n0, auto take) {
-                const int tiles = min(TILES, (N - n0) / 64);
-                for (int p = 0; p < PARTS_K; ++p) {
-                    const int chunk = part_begin(rank * PARTS_K + p) + step;
-                    if (chunk >= part_begin(rank * PARTS_K + p + 1)) continue;
-                    if (lane < valid_rows(chunk))
-                        take(WEIGHTS_AT + (p * ROWS + lane) * ROW_BYTES,
-                             words + ((i64)(chunk * ROWS + lane) * N * 2 + n0 * 2) * 4, tiles * 512);
-                    if (GROUP != 0 && lane >= 16 && lane < 16 + GROUPS * KINDS) {
-                        const int index = lane - 16, g = min(chunk * GROUPS + index / KINDS, last_group);
-                        take(SCALES_AT + (p * GROUPS * KINDS + index) * SCALE_BYTES,
-                             (index % KINDS == 0 ? scales : zeros) + (i64)g * N + n0, tiles * 128);
-                    }
-                }
-            };
-            const auto copy_weights = [&](int step, int n0) {
-                const u32 at = ring + stage * STAGE_BYTES, barrier = full + 8 * stage;
-                const int tiles = min(TILES, (N - n0) / 64);
-                u32 bytes = 0;
-                for (int p = 0; p < PARTS_K; ++p) {
-                    const int chunk = part_begin(rank * PARTS_K + p) + step;
-                    if (chunk >= part_begin(rank * PARTS_K + p + 1)) continue;
-                    bytes += SLABS * SLAB_BYTES + valid_rows(chunk) * tiles * 512;
-                    if (GROUP != 0) bytes += GROUPS * KINDS * tiles * 128;
-                }
-                if (lane == 0) barrier_expect(barrier, bytes);
-                __syncwarp();
-                each_copy(step, n0, [&](u32 offset, const void* source, u32 size) {
-                    copy_bulk(at + offset, source, size, barrier);
-                });
-            };
-            const auto copy_activations = [&](int step, int m0) {
-                const u32 at = ring + stage * STAGE_BYTES, barrier = full + 8 * stage;
-                for (int index = lane; index < PARTS_K * SLABS; index += 32) {
-                    const int p = index / SLABS, chunk = part_begin(rank * PARTS_K + p) + step;
-                    if (chunk < part_begin(rank * PARTS_K + p + 1))
-                        copy_box(at + index * SLAB_BYTES, &x_map, chunk * CHUNK + index % SLABS * 64, m0, barrier);
-                }
-            };
-            int step = 0;
-            if (dependent) {
-                const Place first = place(first_tile);
-                for (; step < min(STAGES, steps); ++step, ++stage) copy_weights(step, first.n0);
-                // What comes after the ring waits in L2.
-                for (int far = step; far < min(steps, step + dependent - 1); ++far)
-                    each_copy(far, first.n0, [&](u32, const void* source, u32 size) { prefetch_bulk(source, size); });
-                wait_for_previous_kernel();
-                stage = 0;
-                for (int s = 0; s < step; ++s, advance()) copy_activations(s, first.m0);
-            }
-            for (int tile = first_tile; tile < last_tile; tile += gridDim.x, step = 0) {
+        if (warp == 0 && lane == 0) {
+            bool ahead = dependent;
+            for (int tile = first_tile; tile < last_tile; tile += gridDim.x) {
                 const Place its = place(tile);
-                for (; step < steps; ++step, advance()) {
-                    barrier_wait(empty + 8 * stage, parity);
-                    copy_weights(step, its.n0);
-                    copy_activations(step, its.m0);
-                }
+                const Feed feed{maps, its.m0, its.n0 / 64};
+                const int from = ahead ? feed.fill_ahead(ring, begin, count, dependent - 1) : 0;
+                ahead = false;
+                feed.fill(ring, begin, from, count);
             }
             launch_dependents();
-            // The barriers at the end want whole warps.
-            __syncwarp();
         }
+        // The barriers at the end want whole warps.
+        __syncwarp();
     } else {
         if constexpr (GROWN > 0) registers_grow<GROWN>();
         const int part = PARTS_K == 1 ? 0 : group / GROUPS_N, column_group = group % GROUPS_N;
         const int my_tile = WIDE ? column_group * 4 + warp : column_group * 2 + warp / 2;
         const int word = WIDE ? 0 : 2 * (warp % 2);
         const int first_column = my_tile * 64 + 16 * word;
-        const int my_steps = part_begin(rank * PARTS_K + part + 1) - part_begin(rank * PARTS_K + part);
-        const unsigned char* base = shared + (ring - shared_address(shared));
+        const unsigned char* base = shared - shared_address(shared);
 
+        ring.advance(part);
         Scales scale, zero;
         u32 w[PRODUCTS], a[2][PRODUCTS][4];
         // Row i of the stage at `at`, and the scales of a group that begins with it.
         const auto load_row = [&](const unsigned char* at, int i) {
             const unsigned char* mine =
-                at + WEIGHTS_AT + (part * ROWS + i) * ROW_BYTES + my_tile * 512 + lane * 16 + word * 4;
+                at + WEIGHTS_AT + i * ROW_BYTES + my_tile * 512 + lane * 16 + word * 4;
             if constexpr (WIDE) {
                 const uint4 v = *reinterpret_cast<const uint4*>(mine);
                 w[0] = v.x, w[1] = v.y, w[PRODUCTS - 2] = v.z, w[PRODUCTS - 1] = v.w;
@@ -266,10 +181,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                 w[0] = v.x, w[1] = v.y;
             }
             if (GROUP != 0 && i % GROUP_ROWS == 0) {
-                const u16* its = reinterpret_cast<const u16*>(
-                    at + SCALES_AT + (part * GROUPS + i / GROUP_ROWS) * KINDS * SCALE_BYTES + my_tile * 128);
+                const u16* its =
+                    reinterpret_cast<const u16*>(at + SCALES_AT + i / GROUP_ROWS * SCALE_BYTES + my_tile * 128);
                 scale = load_scales(its, word, lane);
-                if (ZEROS) zero = load_scales(its + SCALE_BYTES / 2, word, lane);
+                if (ZEROS) zero = load_scales(its + (ZEROS_AT - SCALES_AT) / 2, word, lane);
             }
         };
         const auto dequantize_row = [&](u32 (&fragments)[PRODUCTS][4]) {
@@ -292,28 +207,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                 scale = load_scales(scales + column, word, lane);
                 if (ZEROS) zero = load_scales(zeros + column, word, lane);
             }
-            // Rows past K have activations of zero (the copy fills them in) and finite weights, whatever the stage held.
-            if (my_steps > 0) {
-                barrier_wait(full + 8 * stage, parity);
-                load_row(base + stage * STAGE_BYTES, 0);
+            // Rows past K have activations of zero (the copy fills them in) and finite weights.
+            if (part < count) {
+                ring.wait_full();
+                load_row(base + ring.address(), 0);
                 dequantize_row(a[0]);
             }
-            for (int step = 0; step < my_steps; ++step) {
-                const unsigned char* now = base + stage * STAGE_BYTES;
-                const u32 activations = descriptor_low(ring + stage * STAGE_BYTES + part * SLABS * SLAB_BYTES);
-                const u32 done = empty + 8 * stage;
-                advance();
+            for (int chunk = part; chunk < count; chunk += PARTS_K) {
+                const Ring now = ring;
+                const u32 activations = descriptor_low(now.address());
+                ring.advance(PARTS_K);
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) {
-                    if (i + 1 < ROWS) load_row(now, i + 1);
+                    if (i + 1 < ROWS) load_row(base + now.address(), i + 1);
                     const u64 b = matrix_descriptor(activations + (i / 4 * SLAB_BYTES + i % 4 * 32) / 16);
                     matrix_fence();
 #pragma unroll
                     for (int q = 0; q < PRODUCTS; ++q) Matrix::multiply(sums[q], a[i % 2][q], b, E());
                     matrix_commit();
-                    if (i + 1 == ROWS && step + 1 < my_steps) {
-                        barrier_wait(full + 8 * stage, parity);
-                        load_row(base + stage * STAGE_BYTES, 0);
+                    if (i + 1 == ROWS && chunk + PARTS_K < count) {
+                        ring.wait_full();
+                        load_row(base + ring.address(), 0);
                     }
                     // The products of the row before are done, so its registers may be written again.
                     matrix_wait<1>();
@@ -321,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                 }
                 // No product stays in flight over the loop's end: the assembler then serialises them all (C7515).
                 matrix_wait<0>();
-                if (lane == 0) barrier_arrive(done);
+                if (lane == 0) now.release();
             }
             if constexpr (SPLIT) {
                 // When all consumers are here all stages are read; their memory becomes the buffer [part][m][n].
@@ -335,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                         buffer[(part * TILE_M + m) * PITCH + n] = sums[q][i];
                     }
             } else {
-                const u32 scratch = ring + STAGES * STAGE_BYTES + (group * 4 + warp) * NARROW_BYTES;
+                const u32 scratch = ring.stages + STAGES * STAGE_BYTES + (group * 4 + warp) * NARROW_BYTES;
                 const int n = its.n0 + first_column;
                 if (n < N)
                     store_columns(sums, scratch, bias == nullptr ? nullptr : bias + n, out + its.m0 * out_stride + n,

@@ -1,0 +1,113 @@
+// A ring of stages in shared memory and the thread that fills it, for the kernels built on tensor copies.
+//
+// A stage is one chunk of CHUNK channels: TILE_M rows of activations, ROWS rows of weights (a row is the TILES * 64
+// columns of 16 channels), and the chunk's groups of scales and zero points. One thread orders all of it with three to
+// five instructions; a stage is handed over by two barriers:
+//
+//   full    the copies' bytes have arrived                     empty    the warps that multiply the chunk are done
+//
+// What lies outside a tensor arrives as zeros and counts as bytes, so a stage always expects the same number.
+//
+// The including file defines TILES, TILE_M, ROWS, GROUP (0: channelwise, whose scales don't travel here), ZEROS, STAGES.
+#pragma once
+#include "hopper.cuh"
+
+constexpr int CHUNK = 16 * ROWS;
+constexpr int SLABS = CHUNK / 64;  // 128-byte rows of activations
+constexpr int GROUPS = GROUP == 0 || GROUP > CHUNK ? 1 : CHUNK / GROUP;  // groups of scales in a chunk
+constexpr int GROUP_ROWS = ROWS / GROUPS;
+constexpr int TILE_N = 64 * TILES;
+
+// Bytes of a stage: activations first, whose swizzle wants 1024-byte alignment.
+constexpr int SLAB_BYTES = TILE_M * 128;
+constexpr int ROW_BYTES = TILES * 512;
+constexpr int SCALE_BYTES = TILES * 128;  // of one group
+constexpr int WEIGHTS_AT = SLABS * SLAB_BYTES;
+constexpr int SCALES_AT = WEIGHTS_AT + ROWS * ROW_BYTES;
+constexpr int ZEROS_AT = SCALES_AT + (GROUP == 0 ? 0 : GROUPS * SCALE_BYTES);
+constexpr int COPIED_BYTES = ZEROS_AT + (GROUP == 0 || !ZEROS ? 0 : GROUPS * SCALE_BYTES);
+constexpr int STAGE_BYTES = (COPIED_BYTES + 1023) / 1024 * 1024;
+static_assert(SLAB_BYTES % 1024 == 0 && CHUNK % 64 == 0, "slabs hold whole swizzle atoms");
+
+// Maps of x [M, K] in boxes of 64 columns, swizzled; of words [K/16, N/64, 128]; of scales and zeros [G, N/64, 64].
+struct Maps {
+    TensorMap x, words, scales, zeros;
+};
+
+// The ring in shared memory, and a walk round it. `parity` is that of the phase to wait for.
+struct Ring {
+    u32 stages, full, empty;  // addresses: of the first stage, and of STAGES barriers each
+    int stage;
+    u32 parity;
+
+    // `barriers` holds 2 * STAGES of them. The one who fills starts at parity 1: a new barrier counts as past its odd phase.
+    __device__ __forceinline__ Ring(const void* memory, const void* barriers, bool fills)
+        : stages((shared_address(memory) + 1023) / 1024 * 1024),
+          full(shared_address(barriers)),
+          empty(full + 8 * STAGES),
+          stage(0),
+          parity(fills) {}
+
+    __device__ __forceinline__ void init(int readers) const {
+        for (int s = 0; s < STAGES; ++s) {
+            barrier_init(full + 8 * s, 1);
+            barrier_init(empty + 8 * s, readers);
+        }
+        barrier_init_fence();
+    }
+    __device__ __forceinline__ u32 address() const { return stages + stage * STAGE_BYTES; }
+    __device__ __forceinline__ void wait_full() const { barrier_wait(full + 8 * stage, parity); }
+    __device__ __forceinline__ void wait_empty() const { barrier_wait(empty + 8 * stage, parity); }
+    __device__ __forceinline__ void release() const { barrier_arrive(empty + 8 * stage); }
+    // At most STAGES on.
+    __device__ __forceinline__ void advance(int by = 1) {
+        stage += by;
+        if (stage >= STAGES) stage -= STAGES, parity ^= 1;
+    }
+};
+
+// What the filling thread copies from: chunks of one column tile and one batch tile.
+struct Feed {
+    const Maps& maps;
+    int m0, tile;  // first row of the batch, first 64-column tile
+
+    __device__ __forceinline__ static int group_of(int chunk) { return GROUP == 0 ? 0 : chunk * CHUNK / (GROUP == 0 ? 1 : GROUP); }
+
+    __device__ __forceinline__ void copy_weights(const Ring& ring, int chunk) const {
+        const u32 at = ring.address(), barrier = ring.full + 8 * ring.stage;
+        barrier_expect(barrier, COPIED_BYTES);
+        copy_box_once(at + WEIGHTS_AT, &maps.words, 0, tile, chunk * ROWS, barrier);
+        if (GROUP != 0) copy_box_once(at + SCALES_AT, &maps.scales, 0, tile, group_of(chunk), barrier);
+        if (GROUP != 0 && ZEROS) copy_box_once(at + ZEROS_AT, &maps.zeros, 0, tile, group_of(chunk), barrier);
+    }
+    __device__ __forceinline__ void copy_activations(const Ring& ring, int chunk) const {
+        const u32 at = ring.address(), barrier = ring.full + 8 * ring.stage;
+#pragma unroll
+        for (int slab = 0; slab < SLABS; ++slab)
+            copy_box(at + slab * SLAB_BYTES, &maps.x, chunk * CHUNK + slab * 64, m0, barrier);
+    }
+
+    // The first chunks of a dependent launch: their weights depend on no earlier kernel and travel before the wait for
+    // it, `far` chunks more as far as L2. Returns how many chunks are on their way.
+    __device__ __forceinline__ int fill_ahead(Ring& ring, int begin, int count, int far) const {
+        const Ring start = ring;
+        const int ahead = min(STAGES, count);
+        for (int i = 0; i < ahead; ++i, ring.advance()) copy_weights(ring, begin + i);
+        for (int i = ahead; i < min(count, ahead + far); ++i) {
+            prefetch_box(&maps.words, 0, tile, (begin + i) * ROWS);
+            if (GROUP != 0) prefetch_box(&maps.scales, 0, tile, group_of(begin + i));
+        }
+        wait_for_previous_kernel();
+        ring = start;
+        for (int i = 0; i < ahead; ++i, ring.advance()) copy_activations(ring, begin + i);
+        return ahead;
+    }
+    // The chunks begin + from to begin + count.
+    __device__ __forceinline__ void fill(Ring& ring, int begin, int from, int count) const {
+        for (int i = from; i < count; ++i, ring.advance()) {
+            ring.wait_empty();
+            copy_weights(ring, begin + i);
+            copy_activations(ring, begin + i);
+        }
+    }
+};
