@@ -5,9 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
+GPU_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format docs interop clean
+.PHONY: help install quickstart test lint format docs gpu interop clean
 
 help:
 	@echo "make quickstart   quantise, convert, verify, evaluate and run a small model, with commentary"
@@ -15,6 +16,7 @@ help:
 	@echo "make lint         ruff and mypy only"
 	@echo "make format       let ruff format and fix the sources"
 	@echo "make docs         regenerate docs/cli.md and docs/kernels/resources.md (a minute or two)"
+	@echo "make gpu          tests, sanitizers and measurements on a GPU, into build/gpu (20 minutes)"
 	@echo "make interop      exchange checkpoints with GPTQModel, compressed-tensors and llm-compressor (20 minutes)"
 	@echo "make clean        remove the environment, caches and the quickstart's files"
 
@@ -45,6 +47,9 @@ test: lint
 docs: $(INSTALLED)
 	$(BIN)/python -m marlinq.cli.reference docs/cli.md
 	$(BIN)/python -m marlinq.kernels.resources docs/kernels/resources.md
+
+gpu: $(INSTALLED)
+	$(BIN)/python benchmarks/gpu_checks.py build/gpu $(GPU_ARGS)
 
 # The published peers need older companions than ours, and than each other's: environments of their own.
 INTEROP := build/interop

@@ -11,8 +11,9 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -65,17 +66,13 @@ def _nvrtc() -> Any:
     return nvrtc
 
 
-def compile_kernel(source: str, architecture: str, defines: Mapping[str, object]) -> CompiledKernel:
-    """Compile ``cuda/<source>`` for ``architecture`` without touching the cache; needs NVRTC but no GPU.
-
-    Raises:
-        EnvironmentProblem: CuPy or NVRTC is missing, or NVRTC rejects the source (its first error is quoted).
-    """
+@contextmanager
+def _compiled(source: str, architecture: str, defines: Mapping[str, object]) -> Iterator[Any]:
+    """NVRTC's program after compilation."""
     nvrtc = _nvrtc()
     headers = _headers()
     text = (_SOURCES / source).read_text(encoding="utf-8")
     program = nvrtc.createProgram(text, source, list(headers.values()), [name.encode() for name in headers])
-
     try:
         try:
             nvrtc.compileProgram(program, list(_options(architecture, defines)))
@@ -85,13 +82,36 @@ def compile_kernel(source: str, architecture: str, defines: Mapping[str, object]
             raise EnvironmentProblem(
                 f"{source} does not compile for {architecture} with NVRTC {nvrtc_version()}: {first}"
             ) from None
-        log = nvrtc.getProgramLog(program)
-        cubin = nvrtc.getCUBIN(program)
+        yield program
     finally:
         nvrtc.destroyProgram(program)
+
+
+def compile_kernel(source: str, architecture: str, defines: Mapping[str, object]) -> CompiledKernel:
+    """Compile ``cuda/<source>`` for ``architecture`` without touching the cache; needs NVRTC but no GPU.
+
+    Raises:
+        EnvironmentProblem: CuPy or NVRTC is missing, or NVRTC rejects the source (its first error is quoted).
+    """
+    with _compiled(source, architecture, defines) as program:
+        log = _nvrtc().getProgramLog(program)
+        cubin = _nvrtc().getCUBIN(program)
     registers = max((int(found) for found in re.findall(r"Used (\d+) registers", log)), default=0)
     spills = sum(int(found) for found in re.findall(r"(\d+) bytes spill (?:stores|loads)", log))
     return CompiledKernel(cubin, registers, spills, log)
+
+
+def compile_to_ptx(source: str, architecture: str, defines: Mapping[str, object]) -> bytes:
+    """As :func:`compile_kernel`, but PTX for a virtual architecture such as ``compute_80``.
+
+    Any later GPU runs it after its driver has assembled it, so what an older GPU executes can be tested on a
+    newer one.
+
+    Raises:
+        EnvironmentProblem: as :func:`compile_kernel`.
+    """
+    with _compiled(source, architecture, defines) as program:
+        return bytes(_nvrtc().getPTX(program))
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,118 @@
+"""A small set of problems for compute-sanitizer to watch: every kernel, group size, split and form of call.
+
+    compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.kernels.small_problems
+
+Operands are made, and results checked, on the CPU in float64, so that the GPU runs little but our kernels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from contextlib import ExitStack
+
+import torch
+
+from marlinq.kernels import (
+    Device,
+    Problem,
+    batch_invariant,
+    decide,
+    dependent_launches,
+    forced_kernel,
+    w4a16_gemm,
+)
+from marlinq.kernels.decision import Kernel, KernelConfig, available
+from marlinq.kernels.launch import device_numbers, precompile_variants
+from tests.kernels.problems import BOUND, Operands, random_operands, relative_error
+
+# K, N, group size, zero points, type. K ends inside a chunk or before every part has one, N inside a tile.
+WEIGHTS = (
+    (576, 448, 32, True, torch.float16),
+    (1088, 576, 64, False, torch.bfloat16),
+    (2048, 704, 128, True, torch.bfloat16),
+    (4032, 320, -1, False, torch.float16),
+    (192, 64, -1, True, torch.float16),
+)
+BATCHES = (1, 9, 17, 70)
+# Demands on the decision and the launch, one a batch in turn, so that each meets every weight and kernel.
+DEMANDS = ("none", "dependent", "batch_invariant", "order")
+
+
+def cases(device: Device) -> list[tuple[int, Kernel, int, str]]:
+    """(index of the weight, kernel, batch, demand)."""
+    listed = itertools.product(range(len(WEIGHTS)), available(device), enumerate(BATCHES))
+    return [
+        (weight, kernel, m, DEMANDS[(weight + turn) % len(DEMANDS)]) for weight, kernel, (turn, m) in listed
+    ]
+
+
+def demanded(kernel: Kernel, demand: str) -> ExitStack:
+    """The context of one case."""
+    stack = ExitStack()
+    stack.enter_context(forced_kernel(kernel))
+    if demand == "dependent":
+        stack.enter_context(dependent_launches())
+    if demand == "batch_invariant":
+        stack.enter_context(batch_invariant())
+    return stack
+
+
+def variant(weight: int, kernel: Kernel, m: int, demand: str, device: Device) -> tuple[Problem, KernelConfig]:
+    """What the case runs."""
+    k, n, group, zeros, dtype = WEIGHTS[weight]
+    problem = Problem(m, n, k, group, zeros, dtype == torch.bfloat16)
+    with demanded(kernel, demand):
+        config = decide(problem, device).config
+    if config is None:
+        raise ValueError(f"{kernel} has no variant for {problem}")
+    return problem, config
+
+
+def error_of(operands: Operands, kernel: Kernel, m: int, demand: str) -> float:
+    """The relative error of one case; its x are columns of wider rows, and four columns are padding."""
+    k, n = operands.weight.shape
+    x = torch.randn(m, k + 64).to(operands.scales.dtype)
+    order = None
+    expected = operands.reference(x[:, :k])[:, : n - 4]
+    if demand == "order":
+        order = torch.randperm(k, dtype=torch.int32)
+        order[5] = -1
+        gathered = x[:, order].masked_fill(order < 0, 0)
+        expected = operands.reference(gathered)[:, : n - 4]
+    bias = None if operands.bias is None else operands.bias[: n - 4]
+    given = [
+        None if value is None else value.cuda()
+        for value in (operands.words, operands.scales, operands.zeros, bias)
+    ]
+    with demanded(kernel, demand):
+        found = w4a16_gemm(
+            x.cuda()[:, :k], *given, operands.group_size, n - 4, None if order is None else order.cuda()
+        )
+    return relative_error(found.cpu(), expected)
+
+
+def main() -> int:
+    device = device_numbers(0)
+    listed = cases(device)
+    variants = [variant(*case, device) for case in listed]
+    precompile_variants(variants)
+    torch.manual_seed(0)
+    made = [
+        random_operands(k, n, group, dtype, zeros=zeros, bias=True, device="cpu")
+        for k, n, group, zeros, dtype in WEIGHTS
+    ]
+    wrong = 0
+    for case, (_, config) in zip(listed, variants, strict=True):
+        weight, kernel, m, demand = case
+        error = error_of(made[weight], kernel, m, demand)
+        if not error < BOUND[WEIGHTS[weight][4]]:
+            wrong += 1
+            print(f"WRONG by {error:.1e}: {WEIGHTS[weight]} {kernel} M={m} {demand} {config}")
+    clusters = sorted({config.cluster for _, config in variants})
+    print(f"{len(listed)} problems, {len(set(variants))} variants, clusters of {clusters}, {wrong} wrong")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
