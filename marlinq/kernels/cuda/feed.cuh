@@ -92,18 +92,22 @@ struct Feed {
     __device__ __forceinline__ int fill_ahead(Ring& ring, int begin, int count, int far) const {
         const Ring start = ring;
         const int ahead = min(STAGES, count);
+#pragma unroll 1
         for (int i = 0; i < ahead; ++i, ring.advance()) copy_weights(ring, begin + i);
+#pragma unroll 1
         for (int i = ahead; i < min(count, ahead + far); ++i) {
             prefetch_box(&maps.words, 0, tile, (begin + i) * ROWS);
             if (GROUP != 0) prefetch_box(&maps.scales, 0, tile, group_of(begin + i));
         }
         wait_for_previous_kernel();
         ring = start;
+#pragma unroll 1
         for (int i = 0; i < ahead; ++i, ring.advance()) copy_activations(ring, begin + i);
         return ahead;
     }
     // The chunks begin + from to begin + count.
     __device__ __forceinline__ void fill(Ring& ring, int begin, int from, int count) const {
+#pragma unroll 1
         for (int i = from; i < count; ++i, ring.advance()) {
             ring.wait_empty();
             copy_weights(ring, begin + i);
