@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from marlinq.kernels.operands import MappedArguments, Operands
-from marlinq.kernels.problem import Device, Problem
+from marlinq.kernels.problem import Device, Problem, registers_of_a_thread
 
 _CHUNK = 128
 _ROWS = 8
-_REGISTERS = 65536
 # Registers a thread needs to stay clear of spills, by BLOCKS_M and zero points
 # (tests/kernels/test_compile.py).
 _REGISTERS_NEEDED = {(1, False): 96, (1, True): 112, (2, False): 128, (2, True): 168}
@@ -21,6 +20,7 @@ _REGISTERS_OF_SHORT_GROUPS = 32  # more, when a chunk holds several groups
 # the share of instructions that its copies take.
 _ROW_CYCLES = {1: 31, 2: 40}
 _MAX_CLUSTER = 8
+_MAX_BLOCKS = 3  # a multiprocessor
 _WARPS = range(4, 17)
 
 
@@ -105,8 +105,9 @@ def candidates(problem: Problem, device: Device) -> Iterator[BulkConfig]:
     for warps_n, warps_k in itertools.product(range(1, 9), (1, 2, 3, 4, 6, 8, 12, 16)):
         if warps_n * warps_k not in _WARPS:
             continue
-        most = min(3, _REGISTERS // (registers * 32 * (warps_n * warps_k + 1)))
-        for blocks, cluster in itertools.product(range(1, most + 1), range(1, _MAX_CLUSTER + 1)):
+        for blocks, cluster in itertools.product(range(1, _MAX_BLOCKS + 1), range(1, _MAX_CLUSTER + 1)):
+            if registers_of_a_thread(warps_n * warps_k + 1, blocks) < registers:
+                continue
             if cluster * warps_k > max(chunks, 4):
                 continue
             for stages in (2, 3, 4, 6):
