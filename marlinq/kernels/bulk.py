@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from marlinq.kernels.operands import MappedArguments, Operands
-from marlinq.kernels.problem import Device, Problem
+from marlinq.kernels.problem import Device, Problem, registers_of_a_thread
 from marlinq.kernels.stages import stage_bytes
 
-_REGISTERS = 65536
 # Registers a thread needs to stay clear of spills, by BLOCKS_M and zero points
 # (tests/kernels/test_compile.py).
 _REGISTERS_NEEDED = {(1, False): 96, (1, True): 112, (2, False): 128, (2, True): 168}
@@ -23,6 +22,7 @@ _ROW_CYCLES = {1: 22, 2: 30}
 _LAST_ROW_CYCLES = {1: 120, 2: 170}
 _MAX_CLUSTER = 8
 _MAX_STAGES = 32
+_MAX_BLOCKS = 3  # a multiprocessor
 _WARPS = range(4, 17)
 
 
@@ -111,8 +111,9 @@ def candidates(problem: Problem, device: Device) -> Iterator[BulkConfig]:
             continue
         short_groups = 0 < problem.group < 16 * rows
         registers = _REGISTERS_NEEDED[blocks_m, problem.zeros] + short_groups * _REGISTERS_OF_SHORT_GROUPS
-        most = min(3, _REGISTERS // (registers * 32 * (warps_n * warps_k + 1)))
-        for blocks in range(1, most + 1):
+        for blocks in range(1, _MAX_BLOCKS + 1):
+            if registers_of_a_thread(warps_n * warps_k + 1, blocks) < registers:
+                continue
             # The barriers, and what the driver keeps of every block, come on top.
             room = device.shared_bytes // blocks - 2048
             single = BulkConfig(warps_n, warps_k, blocks_m, rows, cluster, 0, blocks)

@@ -5,6 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GROUP_SIZES = (32, 64, 128, -1)
+_PARTITIONS, _PARTITION_REGISTERS = 4, 16384
+
+
+def registers_of_a_thread(warps: int, blocks: int) -> int:
+    """How many registers a thread may have where ``blocks`` blocks of ``warps`` warps share a multiprocessor.
+
+    A multiprocessor deals warps out to four partitions that have their own registers: the fullest counts.
+    """
+    fullest = -(-warps * blocks // _PARTITIONS)
+    return min(255, _PARTITION_REGISTERS // (32 * fullest) // 8 * 8)
 
 
 @dataclass(frozen=True)

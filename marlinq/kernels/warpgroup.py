@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from marlinq.kernels.operands import MappedArguments, Operands
-from marlinq.kernels.problem import Device, Problem
+from marlinq.kernels.problem import Device, Problem, registers_of_a_thread
 from marlinq.kernels.stages import stage_bytes
 
 # Registers of a multiplying thread beside its accumulators and operand fragments: narrow or wide, and with
@@ -77,7 +77,7 @@ class WarpgroupConfig:
     @property
     def launch_registers(self) -> int:
         """Registers a thread is launched with."""
-        return min(255, 65536 // (self.threads * self.min_blocks) // 8 * 8)
+        return registers_of_a_thread(self.threads // 32, self.min_blocks)
 
     def registers(self, problem: Problem) -> int:
         """Registers that a multiplying thread needs."""

@@ -11,6 +11,7 @@ import pytest
 from marlinq.errors import EnvironmentProblem
 from marlinq.kernels import ARCHITECTURES, compile_kernel
 from marlinq.kernels.compiler import nvrtc_version
+from marlinq.kernels.problem import registers_of_a_thread
 from marlinq.kernels.resources import Measured, compile_all, page, trouble, variants
 from marlinq.kernels.stream import StreamConfig
 
@@ -56,6 +57,18 @@ def test_spills_and_serialised_products_are_found() -> None:
     assert "bytes spilled" in (trouble(crowded, crowded.compile()) or "")
     serialised = replace(compiled, log="wgmma.mma_async instructions are serialized (C7510) in 'w4a16_wgmma'")
     assert "C7510" in (trouble(variant, serialised) or "")
+
+
+@pytest.mark.parametrize(("warps_n", "warps_k", "blocks", "registers"), [(3, 3, 1, 168), (7, 1, 3, 80)])
+def test_the_assembler_gives_as_many_registers_as_we_count(
+    warps_n: int, warps_k: int, blocks: int, registers: int
+) -> None:
+    assert registers_of_a_thread(warps_n * warps_k, blocks) == registers
+    variant = variants("sm_90a")[0]
+    assert isinstance(variant.config, StreamConfig)
+    # The largest tile takes all it can get.
+    config = replace(variant.config, warps_n=warps_n, warps_k=warps_k, blocks_m=8, rows=4, min_blocks=blocks)
+    assert replace(variant, config=config).compile().registers == registers
 
 
 def test_a_broken_variant_is_reported_with_the_compilers_words() -> None:

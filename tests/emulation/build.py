@@ -1,0 +1,131 @@
+"""Compiling: the machine once, then every variant of a kernel to a library of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.emulation.translation import translate
+
+_MACHINE = Path(__file__).parent / "machine"
+_PYTHON = ("instructions.py", "translation.py", "build.py")
+_COMMON = ("-std=c++17", "-fPIC", "-g1", "-U_FORTIFY_SOURCE")
+# The sanitizers' hooks are the machine's own: every plain access of a kernel goes through it.
+_KERNEL = (*_COMMON, "-O1", "-w", "-Wno-psabi", "-fsanitize=thread,alignment,bounds")
+
+
+class CompilerFailure(Exception):
+    """The host's compiler rejected a source; the message is its own."""
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler: ``$CXX``, or g++ or c++ on the path; None if there is none."""
+    chosen = os.environ.get("CXX")
+    return shutil.which(chosen) if chosen else shutil.which("g++") or shutil.which("c++")
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Builds libraries in ``folder``, where they stay: keyed by content, written aside and renamed.
+
+    Attributes:
+        folder: has to exist, and must not move.
+        compiler: the path of GCC or Clang.
+    """
+
+    folder: Path
+    compiler: str
+
+    def _run(self, *arguments: object) -> str:
+        command = [self.compiler, *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise CompilerFailure(f"{' '.join(command)}\n{done.stderr}")
+        return done.stdout
+
+    @functools.cached_property
+    def _version(self) -> str:
+        return self._run("--version")
+
+    @functools.cached_property
+    def _key(self) -> bytes:
+        """Of everything but a kernel that decides what is built."""
+        folder = Path(__file__).parent
+        digest = hashlib.sha256(self._version.encode())
+        for path in (*sorted(_MACHINE.iterdir()), *(folder / name for name in _PYTHON)):
+            digest.update(path.name.encode() + path.read_bytes())
+        return digest.digest()
+
+    def _built(self, name: str, make: Callable[[Path], object], content: str = "") -> Path:
+        """The path of ``name`` for ``content``; ``make`` builds it in the empty folder that it is given."""
+        key = hashlib.sha256(self._key + content.encode()).hexdigest()[:32]
+        path = self.folder / f"{key}-{name}"
+        if not path.exists():
+            with tempfile.TemporaryDirectory(dir=self.folder) as aside:
+                make(Path(aside))
+                (Path(aside) / name).replace(path)
+        return path
+
+    @functools.cached_property
+    def _machine(self) -> Path:
+        """The machine's library, which all kernels share."""
+        options = (*_COMMON, "-O2", "-shared", "-Wall", "-Wextra", "-Werror", "-Wl,-z,defs")
+        sources = sorted(_MACHINE.glob("*.cpp"))
+        return self._built(
+            "machine.so", lambda aside: self._run(*options, *sources, "-o", aside / "machine.so")
+        )
+
+    def preprocess(self, source: Path, defines: Mapping[str, object], capability: int = 90) -> str:
+        """``source`` as NVRTC would see it, with line markers.
+
+        Raises:
+            CompilerFailure: the compiler's words.
+        """
+        macros = [f"-D{name}={value}" for name, value in sorted(defines.items())]
+        # No header but the project's own: NVRTC has none either.
+        options = ["-E", "-nostdinc", "-x", "c++", "-std=c++17", f"-D__CUDA_ARCH__={capability}0", *macros]
+        return self._run(*options, source)
+
+    def kernel(
+        self, source: Path, function: str, defines: Mapping[str, object], capability: int = 90
+    ) -> ctypes.CDLL:
+        """The library of one variant.
+
+        Args:
+            source: a ``.cu`` file; it finds its headers beside it.
+            function: its ``extern "C" __global__`` function.
+            defines: preprocessor definitions.
+            capability: ten times the compute capability.
+
+        Raises:
+            CompilerFailure: the compiler's words.
+            UnknownPtx: the source has PTX that the emulation lacks.
+        """
+        text = translate(self.preprocess(source, defines, capability), function)
+
+        def make(aside: Path) -> None:
+            (aside / "kernel.cpp").write_text(text, encoding="utf-8")
+            options = (*_KERNEL, *self._own_options, "-I", _MACHINE)
+            self._run(*options, "-c", aside / "kernel.cpp", "-o", aside / "kernel.o")
+            # Linked in a step of its own, without the sanitizers' libraries.
+            link = ("-shared", "-Wl,-z,defs", aside / "kernel.o", self._machine)
+            self._run(*link, "-o", aside / f"{function}.so")
+
+        return ctypes.CDLL(str(self._built(f"{function}.so", make, text)))
+
+    @functools.cached_property
+    def _own_options(self) -> tuple[str, ...]:
+        """What GCC alone understands, and needs.
+
+        Variables keep their stack slots, because a product may use its registers when their C++ block has
+        ended. Constants of one kernel don't replace those of another that is loaded too.
+        """
+        return () if "clang" in self._version else ("-fstack-reuse=none", "-fno-gnu-unique")

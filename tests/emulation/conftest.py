@@ -1,0 +1,23 @@
+"""The compiled emulation, shared by the session."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.emulation.build import Builder, find_compiler
+
+
+@pytest.fixture(scope="session")
+def builder(tmp_path_factory: pytest.TempPathFactory) -> Builder:
+    """Keeps what it compiles below ``$MARLINQ_CACHE``, if that is set, else for this session."""
+    compiler = find_compiler()
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("the emulation of CUDA needs Linux and a C++ compiler: g++ or c++ on the path, or $CXX")
+    chosen = os.environ.get("MARLINQ_CACHE")
+    folder = Path(chosen) / "emulation" if chosen else tmp_path_factory.mktemp("emulation")
+    folder.mkdir(parents=True, exist_ok=True)
+    return Builder(folder, compiler)

@@ -1,0 +1,337 @@
+"""Faults to plant into the kernels' sources, and what the emulation has to say of each."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from marlinq.kernels import Problem
+from marlinq.kernels.bulk import BulkConfig
+from marlinq.kernels.stream import StreamConfig
+from marlinq.kernels.warpgroup import WarpgroupConfig
+from tests.emulation.gemm import SOURCES, Case
+
+WRONG = "the result is wrong"
+
+# Three rows past a tile of eight, half a tile of columns past N, chunks enough for every ring to go round.
+_PROBLEM = Problem(11, 320, 1344, 64, zeros=True, bfloat16=False)
+STREAM = Case(_PROBLEM, StreamConfig(2, 2, 1, 8, True, 1, 3, 1), x_padding=8)
+CLUSTERED = replace(STREAM, config=replace(STREAM.config, cluster=2))
+UNBIASED = replace(STREAM, bias=False)
+BULK = replace(STREAM, config=BulkConfig(2, 2, 1, 1, 2, 1))
+SPLIT = replace(STREAM, config=WarpgroupConfig(16, False, 1, 2, 1, 2, 1, 132))
+PERSISTENT = replace(STREAM, config=WarpgroupConfig(16, True, 1, 1, 1, 2, 1, 1))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault and what has to be said of it.
+
+    Attributes:
+        case: a launch that shows it; faults in the wait for the previous kernel, of a dependent launch.
+        file: the source that it is planted in.
+        name: what is wrong.
+        old: text of the source; "..." stands for any text.
+        new: what replaces its first occurrence.
+        reported: a pattern of the report; :data:`WRONG` for a result that differs from float64.
+    """
+
+    case: Case
+    file: str
+    name: str
+    old: str
+    new: str
+    reported: str
+
+    def plant(self, folder: Path) -> None:
+        """Copy the sources to ``folder`` and put the fault in.
+
+        Raises:
+            LookupError: the source has changed; the same fault should be planted in what it says now.
+        """
+        shutil.copytree(SOURCES, folder, dirs_exist_ok=True)
+        path = folder / self.file
+        pattern = re.escape(self.old).replace(re.escape("..."), ".*?")
+        text = path.read_text(encoding="utf-8")
+        found = re.search(pattern, text, re.DOTALL)
+        if not found:
+            raise LookupError(f"{self.file} no longer has {self.old!r}; plant the fault in what replaced it")
+        path.write_text(text[: found.start()] + self.new + text[found.end() :], encoding="utf-8")
+
+
+def _in(case: Case, file: str, faults: list[tuple[str, str, str, str]]) -> list[Fault]:
+    return [
+        Fault(replace(case, dependent="wait_for_previous" in old), file, name, old, new, reported)
+        for name, old, new, reported in faults
+    ]
+
+
+FAULTS = [
+    *_in(
+        STREAM,
+        "element.cuh",
+        [
+            ("a wrong zero point", "0x64086408u", "0x64076407u", WRONG),
+        ],
+    ),
+    *_in(
+        STREAM,
+        "reduction.cuh",
+        [
+            (
+                "sums read too early",
+                "#endif\n        __syncthreads();",
+                "#endif\n        ;",
+                "without waiting for it",
+            ),
+        ],
+    ),
+    *_in(
+        STREAM,
+        "w4a16_stream.cu",
+        [
+            (
+                "columns past N",
+                "min(n0 / 64 + wn, N / 64 - 1)",
+                "n0 / 64 + wn",
+                "out of bounds of global memory: .* (words|scales|zeros)",
+            ),
+            (
+                "groups past K",
+                "min(base_group + index / 8 / KINDS, last_group)",
+                "base_group + index / 8 / KINDS",
+                "out of bounds of global memory: .* (scales|zeros)",
+            ),
+            (
+                "more shared memory than asked for",
+                "PITCH = TILE_N + 4",
+                "PITCH = TILE_N + 4096",
+                "out of bounds of shared memory",
+            ),
+            ("misaligned vectors", "base + 8 * (lane / 4));", "base + 2 * (lane / 4));", "not aligned"),
+            (
+                "past an array's end",
+                "dequantize(word[q], a)",
+                "dequantize(word[q + 1], a)",
+                "out of an array's bounds",
+            ),
+            ("scales never fetched", "GROUP == 0 && step > 0) return", "true) return", WRONG),
+            (
+                "a group of copies too few waited for",
+                "copy_async_wait<STAGES - 2>",
+                "copy_async_wait<STAGES - 1>",
+                "cp.async group|asynchronous copy",
+            ),
+            (
+                "a stage read by one's neighbours",
+                "copy_async_wait<STAGES - 2>();\n        __syncthreads();",
+                "copy_async_wait<STAGES - 2>();",
+                "overwrites what|reads what cp.async group|asynchronous copy",
+            ),
+            ("activations before the wait", "wait_for_previous_kernel();", "", "touches x without waiting"),
+            (
+                "a warp that parts",
+                "const uint4 v = my_weights[i * 32];",
+                "if (lane == 5) __syncwarp();\n const uint4 v = my_weights[i * 32];",
+                "while other lanes of its warp execute",
+            ),
+        ],
+    ),
+    *_in(
+        CLUSTERED,
+        "reduction.cuh",
+        [
+            (
+                "another block's sums read too early",
+                "cluster_arrive();\n        cluster_wait();\n    } else",
+                "} else",
+                "shared::cluster reads what",
+            ),
+            (
+                "a block that leaves too early",
+                "still be read.\n    if (Cluster > 1) {...}",
+                "still be read.",
+                "which has ended",
+            ),
+        ],
+    ),
+    *_in(
+        UNBIASED,
+        "reduction.cuh",
+        [
+            (
+                "columns of the next row",
+                "if (n < columns)",
+                "if (true)",
+                "out of bounds of global memory: .* out|a second time",
+            ),
+        ],
+    ),
+    *_in(
+        BULK,
+        "reduction.cuh",
+        [
+            ("rows past M", "min(TileM, M - m0)", "TileM", "out of bounds of global memory: .* out"),
+        ],
+    ),
+    *_in(
+        BULK,
+        "w4a16_bulk.cu",
+        [
+            (
+                "a ring that is not aligned",
+                "(shared_address(shared) + 1023) / 1024 * 1024",
+                "shared_address(shared)",
+                f"leaves its bytes|{WRONG}",
+            ),
+            (
+                "a full stage not waited for",
+                "step / STAGES % 2);",
+                "(step / STAGES + 1) % 2);",
+                "asynchronous copy|without waiting for it|deadlock|overwrites what",
+            ),
+            (
+                "an empty stage not waited for",
+                "if (step >= STAGES) barrier_wait(empty...;",
+                "",
+                "overwrites what|asynchronous copy",
+            ),
+            (
+                "a lane that speaks for its warp unasked",
+                "__syncwarp();\n            if (lane == 0) barrier_arrive",
+                "if (lane == 0) barrier_arrive",
+                "overwrites what thread",
+            ),
+            (
+                "more bytes expected than copied",
+                "bytes = SLABS * SLAB_BYTES +",
+                "bytes = 16 + SLABS * SLAB_BYTES +",
+                "deadlock.*mbarrier.* bytes that no copy will bring",
+            ),
+            (
+                "fewer bytes expected than copied",
+                "bytes = SLABS * SLAB_BYTES +",
+                "bytes = SLABS * SLAB_BYTES - 16 +",
+                r"deadlock.*mbarrier.* -\d+ bytes",
+            ),
+            (
+                "a whole copy not expected",
+                "bytes = SLABS * SLAB_BYTES +",
+                "bytes = SLAB_BYTES +",
+                "fewer bytes were expected|overwrites what|deadlock",
+            ),
+            ("an initialisation without its fence", "barrier_init_fence();", "", "no fence has made visible"),
+            (
+                "an initialisation not waited for",
+                "barrier_init_fence();\n    }\n    __syncthreads();",
+                "barrier_init_fence();\n    }",
+                "no mbarrier was initialised|waiting for the initialisation",
+            ),
+            (
+                "a barrier for too many threads",
+                "barrier_sync(1, WARPS * 32)",
+                "barrier_sync(1, WARPS * 32 + 32)",
+                "deadlock.*barrier 1, where 128 of 160 threads are",
+            ),
+            ("the ring reused too early", "barrier_sync(1, WARPS * 32);", "", "overwrites what"),
+            ("activations before the wait", "wait_for_previous_kernel();", "", "touches x without waiting"),
+        ],
+    ),
+    *_in(
+        SPLIT,
+        "element.cuh",
+        [
+            ("a wrong byte permutation", "0x1010 : 0x3232", "0x3232 : 0x1010", WRONG),
+            ("halves exchanged", '"f"(high), "f"(low)', '"f"(low), "f"(high)', WRONG),
+        ],
+    ),
+    *_in(
+        SPLIT,
+        "w4a16_wgmma.cu",
+        [
+            (
+                "a stage given back too early",
+                "matrix_wait<0>();\n                if (lane == 0) barrier_arrive(done);",
+                "if (lane == 0) barrier_arrive(done);\n                matrix_wait<0>();",
+                "overwrites what",
+            ),
+            (
+                "an arrival too many expected",
+                "CONSUMERS * 4);",
+                "CONSUMERS * 4 + 1);",
+                "deadlock.*mbarrier.* 1 of 9 arrivals",
+            ),
+            (
+                "an arrival too few expected",
+                "CONSUMERS * 4);",
+                "CONSUMERS * 4 - 1);",
+                "all the phase's arrivals|overwrites what|deadlock",
+            ),
+            ("activations before the wait", "wait_for_previous_kernel();", "", "touches x without waiting"),
+            (
+                "an operand overwritten in flight",
+                "dequantize_row(a[(i + 1) % 2])",
+                "dequantize_row(a[i % 2])",
+                "operand A of a wgmma was overwritten",
+            ),
+            (
+                "sums changed in flight",
+                "matrix_wait<1>();",
+                "sums[0][0] += 1.f;\n matrix_wait<1>();",
+                "accumulator of a wgmma was written",
+            ),
+            ("no fence before the products", "matrix_fence();", "", "without a wgmma.fence"),
+            (
+                "an operand written behind the fence",
+                "matrix_fence();",
+                "matrix_fence();\n a[i % 2][0][0] ^= 1;",
+                "written after wgmma.fence",
+            ),
+            (
+                "a warp with fewer products",
+                "matrix_multiply_half<TILE_M>(d, a, b);",
+                "if (threadIdx.x / 32 != 1) matrix_multiply_half<TILE_M>(d, a, b);",
+                "different products",
+            ),
+            (
+                "more registers than the block has",
+                "if constexpr (GROWN > 0) registers_grow<GROWN>();",
+                "registers_grow<208>();",
+                "deadlock.*registers a thread",
+            ),
+        ],
+    ),
+    *_in(
+        PERSISTENT,
+        "hopper.cuh",
+        [
+            ("matrices not transposed", "x4.trans.shared", "x4.shared", WRONG),
+        ],
+    ),
+    *_in(
+        PERSISTENT,
+        "w4a16_wgmma.cu",
+        [
+            (
+                "an empty stage not waited for",
+                "barrier_wait(empty + 8 * stage, parity);",
+                "",
+                "overwrites what|asynchronous copy|all the phase's arrivals",
+            ),
+            (
+                "a parity that never changes",
+                "stage = 0, parity ^= 1",
+                "stage = 0",
+                "deadlock|overwrites|asynchronous copy|without waiting|all the phase's arrivals",
+            ),
+            (
+                "scratch memory reused too early",
+                "scratch + b % 2 * (NARROW_BYTES / 2)",
+                "scratch",
+                "overwrites what thread|without waiting for it",
+            ),
+        ],
+    ),
+]

@@ -1,0 +1,108 @@
+"""A multiplication on the emulation: the host's configuration, packing and arguments, the kernel's source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import marlinq.kernels
+from marlinq.kernels import Device, Problem
+from marlinq.kernels.decision import KernelConfig
+from marlinq.kernels.operands import Operands
+from marlinq.kernels.warpgroup import WarpgroupConfig
+from tests.emulation.build import Builder
+from tests.emulation.launching import EmulatedKernel, Memory, apart, emulated_tensor_maps
+from tests.kernels.problems import BOUND, random_operands, relative_error
+
+SOURCES = Path(marlinq.kernels.__file__).parent / "cuda"
+H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch.
+
+    Attributes:
+        problem: shapes, groups and types.
+        config: the variant.
+        dependent: whether the previous kernel of the stream still runs.
+        bias: whether there is one.
+        x_padding: elements between the rows of the activations, a multiple of 8.
+        seed: of operands and schedule.
+        capability: ten times the compute capability that the source is compiled for.
+    """
+
+    problem: Problem
+    config: KernelConfig
+    dependent: bool = False
+    bias: bool = True
+    x_padding: int = 0
+    seed: int = 0
+    capability: int = 90
+
+
+def run(builder: Builder, case: Case, sources: Path = SOURCES) -> float:
+    """The relative error of the result against float64; NaN when an element was not written.
+
+    Args:
+        builder: compiles the variant.
+        case: what to launch.
+        sources: the folder of the ``.cu`` and ``.cuh`` files.
+
+    Raises:
+        KernelFault: the kernel did something wrong.
+    """
+    problem, config = case.problem, case.config
+    library = builder.kernel(
+        sources / config.source, config.function, config.defines(problem), case.capability
+    )
+    torch.manual_seed(case.seed)
+    dtype = _dtype(problem)
+    made = random_operands(
+        problem.k, problem.n, problem.group_size, dtype, zeros=problem.zeros, bias=case.bias, device="cpu"
+    )
+    wide = torch.randn(problem.m, problem.k + case.x_padding, dtype=dtype)
+    operands = Operands(
+        apart(wide[:, : problem.k]),
+        apart(made.words),
+        apart(made.scales),
+        None if made.zeros is None else apart(made.zeros),
+        None if made.bias is None else apart(made.bias),
+        apart(torch.full((problem.m, problem.n), torch.nan, dtype=dtype)),
+    )
+    with emulated_tensor_maps():
+        arguments = config.arguments(operands, case.dependent)
+    EmulatedKernel(library).launch(
+        config.grid(problem),
+        config.threads,
+        config.shared_bytes(problem),
+        arguments,
+        _memory(operands),
+        registers=config.launch_registers if isinstance(config, WarpgroupConfig) else 255,
+        dependent=case.dependent,
+        seed=case.seed,
+    )
+    return relative_error(operands.out, made.reference(operands.x))
+
+
+def bound(problem: Problem) -> float:
+    """The relative error that rounding may cause."""
+    return BOUND[_dtype(problem)]
+
+
+def _dtype(problem: Problem) -> torch.dtype:
+    return torch.bfloat16 if problem.bfloat16 else torch.float16
+
+
+def _memory(operands: Operands) -> list[Memory]:
+    """What the kernel may touch; the previous kernel writes the activations and may still use the output."""
+    previous = {"x", "out"}
+    named: dict[str, Tensor | None] = operands._asdict()
+    return [
+        Memory(name, tensor, writable=name == "out", after_previous=name in previous)
+        for name, tensor in named.items()
+        if tensor is not None
+    ]

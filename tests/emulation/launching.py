@@ -1,0 +1,217 @@
+"""Launching an emulated kernel with the host's own configuration and arguments."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from marlinq.kernels.driver import TensorMap
+
+_MAX_FRAMES = 16
+_GAP = 1 << 16  # bytes between operands, so that running over one never reaches another
+POISON = 0xFF  # every byte of it makes NaN
+
+
+class KernelFault(Exception):
+    """What the emulation found wrong with a kernel, the thread and the source line first."""
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("begin", ctypes.c_void_p),
+        ("bytes", ctypes.c_uint64),
+        ("writable", ctypes.c_uint32),
+        ("after_previous", ctypes.c_uint32),
+    )
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint32),
+        ("threads", ctypes.c_uint32),
+        ("dynamic_bytes", ctypes.c_uint32),
+        ("shared_limit", ctypes.c_uint32),
+        ("registers", ctypes.c_uint32),
+        ("dependent", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64),
+        ("ranges", ctypes.POINTER(_Range)),
+        ("range_count", ctypes.c_uint32),
+        ("message_bytes", ctypes.c_uint32),
+        ("message", ctypes.c_char_p),
+        ("frames", ctypes.POINTER(ctypes.c_uint64)),
+        ("cluster", ctypes.c_uint32),
+    )
+
+
+class _EmulatedTensorMap(ctypes.Structure):
+    """What the machine reads in a tensor map's 128 bytes; mirrored in machine/copies.cpp."""
+
+    _fields_ = (
+        ("begin", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("box_rows", ctypes.c_int64),
+        ("box_columns", ctypes.c_int64),
+        ("rest", ctypes.c_ubyte * 80),
+    )
+
+
+def _tensor_map(x: Tensor, box_rows: int) -> ctypes.Array[ctypes.c_ubyte]:
+    """Stands for :func:`marlinq.kernels.driver.tensor_map`, whose map only a GPU understands."""
+    if x.data_ptr() % 16 or (x.shape[0] > 1 and x.stride(0) % 8) or not 0 < box_rows <= 256:
+        raise ValueError(f"no tensor map of {list(x.shape)}, strides {x.stride()}, boxes of {box_rows} rows")
+    made = _EmulatedTensorMap(x.data_ptr(), x.shape[0], x.shape[1], x.stride(0), box_rows, 64)
+    return TensorMap.from_buffer_copy(made)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A tensor that a kernel may touch, from its first element to its last.
+
+    Attributes:
+        name: for messages.
+        tensor: on the CPU.
+        writable: an output; else read-only.
+        after_previous: belongs to the stream's previous kernel until that has ended.
+    """
+
+    name: str
+    tensor: Tensor
+    writable: bool = False
+    after_previous: bool = False
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """A copy of ``tensor`` with the same strides, 256-byte aligned; NaN between its rows and around it."""
+    size = _extent(tensor) * tensor.element_size()
+    memory = torch.full((size + 2 * _GAP,), POISON, dtype=torch.uint8)
+    start = _GAP + -(memory.data_ptr() + _GAP) % 256
+    inside = memory[start : start + size].view(tensor.dtype)
+    copy = inside.as_strided(tensor.shape, tensor.stride(), inside.storage_offset())
+    return copy.copy_(tensor)
+
+
+def _extent(tensor: Tensor) -> int:
+    """Elements from the first to the last."""
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+@dataclass(frozen=True)
+class EmulatedKernel:
+    """A compiled variant, ready to be launched."""
+
+    library: ctypes.CDLL
+
+    def launch(
+        self,
+        grid: int,
+        threads: int,
+        shared_bytes: int,
+        arguments: ctypes.Structure,
+        memory: Sequence[Memory],
+        *,
+        registers: int = 255,
+        dependent: bool = False,
+        seed: int = 0,
+        shared_limit: int = 232_448,
+    ) -> None:
+        """Run a grid; as :func:`marlinq.kernels.driver.launch`, with what the kernel may touch.
+
+        Args:
+            grid: blocks.
+            threads: threads of a block.
+            shared_bytes: dynamic shared memory of a block.
+            arguments: the kernel's parameters, one field each.
+            memory: everything that the kernel may touch.
+            registers: of a thread at launch.
+            dependent: whether a previous kernel still runs when this one starts.
+            seed: of the schedule.
+            shared_limit: static and dynamic shared memory a block may have.
+
+        Raises:
+            KernelFault: the kernel did something wrong.
+        """
+        limit = ctypes.c_uint.in_dll(self.library, "emulation_threads").value
+        if threads > limit:
+            raise KernelFault(f"{threads} threads a block, the kernel's launch bounds allow {limit}")
+        fields = [getattr(type(arguments), field[0]) for field in type(arguments)._fields_]
+        self._check_parameters([field.size for field in fields])
+        base = ctypes.addressof(arguments)
+        pointers = (ctypes.c_void_p * len(fields))(*[base + field.offset for field in fields])
+        ranges = (_Range * len(memory))(*[_range(operand) for operand in memory])
+        message = ctypes.create_string_buffer(4096)
+        frames = (ctypes.c_uint64 * _MAX_FRAMES)()
+        launch = _Launch(
+            grid,
+            threads,
+            shared_bytes,
+            shared_limit,
+            registers,
+            dependent,
+            seed,
+            ranges,
+            len(memory),
+            len(message),
+            ctypes.cast(message, ctypes.c_char_p),
+            frames,
+            ctypes.c_uint.in_dll(self.library, "emulation_cluster").value,
+        )
+        run = self.library.emulation_launch
+        run.restype = ctypes.c_bool
+        if not run(ctypes.byref(launch), pointers):
+            place = _source_line(self.library._name, list(frames))
+            raise KernelFault(place + message.value.decode())
+
+    def _check_parameters(self, given: list[int]) -> None:
+        self.library.emulation_parameters.restype = ctypes.POINTER(ctypes.c_size_t)
+        sizes = self.library.emulation_parameters()
+        expected = list(itertools.takewhile(bool, (sizes[index] for index in itertools.count())))
+        if len(given) != len(expected):
+            raise KernelFault(f"{len(given)} parameters given to a kernel of {len(expected)}")
+        for index, pair in enumerate(zip(given, expected, strict=True)):
+            if pair[0] != pair[1]:
+                raise KernelFault(
+                    f"parameter {index} has {pair[0]} bytes in the host, {pair[1]} in the kernel"
+                )
+
+
+def _range(operand: Memory) -> _Range:
+    return _Range(
+        operand.name.encode(),
+        operand.tensor.data_ptr(),
+        _extent(operand.tensor) * operand.tensor.element_size(),
+        operand.writable,
+        operand.after_previous,
+    )
+
+
+def _source_line(library: str, frames: list[int]) -> str:
+    """Where in the kernel's sources a failure arose; nothing where that can't be found out."""
+    tool = shutil.which("addr2line")
+    # A frame is a return address, one behind its call.
+    offsets = [hex(frame - 1) for frame in frames if frame]
+    if tool is None or not offsets:
+        return ""
+    command = [tool, "-i", "-e", library, *offsets]
+    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    places = [Path(line.split(" ")[0]).name for line in lines]
+    return next((f"{place}: " for place in places if ".cu:" in place or ".cuh:" in place), "")
+
+
+@contextmanager
+def emulated_tensor_maps() -> Iterator[None]:
+    """Let the host make tensor maps for the emulation."""
+    with mock.patch("marlinq.kernels.operands.tensor_map", _tensor_map):
+        yield

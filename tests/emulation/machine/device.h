@@ -1,0 +1,171 @@
+// What a kernel's source sees: CUDA's built-ins, and the PTX instructions that replace its asm statements.
+#pragma once
+#include <math.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __align__(bytes) alignas(bytes)
+
+struct __align__(8) uint2 {
+    unsigned x, y;
+};
+struct __align__(16) uint4 {
+    unsigned x, y, z, w;
+};
+struct __align__(16) int4 {
+    int x, y, z, w;
+};
+struct __align__(8) float2 {
+    float x, y;
+};
+
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+
+// CUDA's mixed-sign overloads follow the usual arithmetic conversions, as this does.
+template <typename A, typename B>
+constexpr auto min(A a, B b) -> decltype(a + b) {
+    return static_cast<decltype(a + b)>(a) < static_cast<decltype(a + b)>(b) ? a : b;
+}
+template <typename A, typename B>
+constexpr auto max(A a, B b) -> decltype(a + b) {
+    return static_cast<decltype(a + b)>(a) < static_cast<decltype(a + b)>(b) ? b : a;
+}
+
+// The linker's names for where this library begins and ends.
+extern "C" const char __ehdr_start[] __attribute__((visibility("hidden")));
+extern "C" const char _end[] __attribute__((visibility("hidden")));
+
+namespace emulation {
+
+unsigned thread_index();
+unsigned block_index();
+unsigned block_size();
+unsigned grid_size();
+template <unsigned (*GET)()>
+struct BuiltIn {
+    struct {
+        operator unsigned() const { return GET(); }
+    } x;
+};
+
+// A place for a __shared__ variable in the block's static shared memory.
+void* static_shared(unsigned variable, size_t bytes, size_t alignment);
+void* dynamic_shared();
+
+}  // namespace emulation
+
+static const emulation::BuiltIn<emulation::thread_index> threadIdx;
+static const emulation::BuiltIn<emulation::block_index> blockIdx;
+static const emulation::BuiltIn<emulation::block_size> blockDim;
+static const emulation::BuiltIn<emulation::grid_size> gridDim;
+
+size_t __cvta_generic_to_shared(const void* pointer);
+float __uint_as_float(unsigned bits);
+unsigned __float_as_uint(float value);
+void __syncthreads();
+void __syncwarp(unsigned mask = 0xffffffffu);
+unsigned __reduce_add_sync(unsigned mask, unsigned value);
+unsigned __shfl_sync(unsigned mask, unsigned value, int lane);
+
+namespace emulation {
+
+// Operands of an asm statement. An input remembers where its register lives, if it has a name, because asynchronous
+// products read it later than their instruction.
+template <typename T>
+struct Output {
+    T* home;
+    Output(T& variable) : home(&variable) {}
+    void set(T value) const { *home = value; }
+};
+template <typename T>
+struct Input {
+    T value;
+    const T* home;
+    operator T() const { return value; }
+};
+
+template <typename T, typename X>
+Output<T> output(X& variable) {
+    static_assert(sizeof(T) == sizeof(X), "the operand's constraint and its variable differ in size");
+    return Output<T>(reinterpret_cast<T&>(variable));
+}
+template <typename T, typename X>
+Input<T> input(X&& expression) {
+    typedef std::remove_cv_t<std::remove_reference_t<X>> Plain;
+    if constexpr (std::is_pointer_v<Plain>) {
+        static_assert(sizeof(T) == sizeof(Plain), "pointers are 64-bit operands");
+        return Input<T>{reinterpret_cast<T>(expression), nullptr};
+    } else if constexpr (std::is_lvalue_reference_v<X> && sizeof(T) == sizeof(Plain)) {
+        return Input<T>{static_cast<T>(expression), reinterpret_cast<const T*>(&expression)};
+    } else {
+        static_assert(std::is_floating_point_v<T> == std::is_floating_point_v<Plain>, "asm does not convert");
+        return Input<T>{static_cast<T>(expression), nullptr};
+    }
+}
+template <typename X, typename... Rest>
+std::array<X, 1 + sizeof...(Rest)> group(X first, Rest... rest) {
+    return {first, rest...};
+}
+// `_`, the result that nobody wants.
+struct Sink {};
+
+// The parameters of a launch; mirrored in launching.py.
+struct Range {
+    const char* name;
+    const unsigned char* begin;
+    uint64_t bytes;
+    uint32_t writable;        // else read-only
+    uint32_t after_previous;  // not to be touched before the previous kernel has ended
+};
+constexpr int MAX_FRAMES = 16;
+struct Launch {
+    uint32_t grid, threads, dynamic_bytes, shared_limit, registers, dependent;
+    uint64_t seed;
+    const Range* ranges;
+    uint32_t range_count, message_bytes;
+    char* message;
+    uint64_t* frames;  // where a failure arose: MAX_FRAMES offsets into the library, innermost first, padded with 0
+    uint32_t cluster;
+};
+
+// The first and the last byte of a kernel's library.
+struct Image {
+    const char *begin, *end;
+};
+
+// Runs a grid; returns false, with a message, when the kernel did something wrong.
+bool launch(const Launch& parameters, Image image, void (*kernel)(void**), void** arguments);
+
+// The arguments' memory is the host's, and aligned as the host pleases.
+template <typename T>
+__attribute__((no_sanitize("thread"))) T argument(const void* at) {
+    std::remove_cv_t<T> value;
+    __builtin_memcpy(&value, at, sizeof value);
+    return value;
+}
+template <typename... Parameters, size_t... I>
+__attribute__((no_sanitize("thread"))) void call(void (*kernel)(Parameters...), void** arguments,
+                                                 std::index_sequence<I...>) {
+    kernel(argument<Parameters>(arguments[I])...);
+}
+template <typename... Parameters>
+void call(void (*kernel)(Parameters...), void** arguments) {
+    call(kernel, arguments, std::index_sequence_for<Parameters...>());
+}
+// The parameters' sizes, and a zero.
+template <typename... Parameters>
+const size_t* parameter_sizes(void (*)(Parameters...)) {
+    static constexpr size_t sizes[] = {sizeof(Parameters)..., 0};
+    return sizes;
+}
+
+}  // namespace emulation

@@ -1,0 +1,50 @@
+// float16 and bfloat16 in integer arithmetic, since compilers differ in which of them they know.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace emulation {
+
+inline float float_of(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+// `value` rounded to nearest even to a float with that many bits, subnormals and infinities included.
+template <int EXPONENT, int MANTISSA>
+uint16_t round_to_16_bits(double value) {
+    constexpr int BIAS = (1 << (EXPONENT - 1)) - 1, CUT = 52 - MANTISSA;
+    constexpr uint64_t INFINITE = ((1 << EXPONENT) - 1) << MANTISSA;
+    uint64_t bits;
+    std::memcpy(&bits, &value, 8);
+    const uint64_t sign = bits >> 63 << 15, magnitude = bits << 1 >> 1;
+    const int exponent = static_cast<int>(magnitude >> 52) - 1023;
+    if (std::isnan(value)) return 0x7fff;  // the canonical NaN of cvt
+    if (exponent > BIAS) return static_cast<uint16_t>(sign | INFINITE);
+    if (exponent < 1 - BIAS)  // subnormal: a count of the smallest unit
+        return static_cast<uint16_t>(sign | static_cast<uint64_t>(std::nearbyint(
+                                                std::ldexp(std::fabs(value), BIAS - 1 + MANTISSA))));
+    // A carry out of the mantissa lands in the exponent, where it belongs, up to infinity.
+    const uint64_t rounded = (magnitude + (1ull << (CUT - 1)) - 1 + (magnitude >> CUT & 1)) >> CUT;
+    return static_cast<uint16_t>(sign | (rounded - (static_cast<uint64_t>(1023 - BIAS) << MANTISSA)));
+}
+
+struct Half {
+    static float widen(uint16_t bits) {
+        const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+        const float magnitude = exponent == 31 ? (mantissa ? NAN : INFINITY)
+                                : exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -24)
+                                                : float_of(static_cast<uint32_t>(exponent + 112) << 23 | mantissa << 13);
+        return bits & 0x8000 ? -magnitude : magnitude;
+    }
+    static uint16_t narrow(double value) { return round_to_16_bits<5, 10>(value); }
+};
+
+struct Bfloat16 {
+    static float widen(uint16_t bits) { return float_of(static_cast<uint32_t>(bits) << 16); }
+    static uint16_t narrow(double value) { return round_to_16_bits<8, 7>(value); }
+};
+
+}  // namespace emulation

@@ -1,0 +1,95 @@
+// The PTX instructions that the emulation knows, as functions of their operands in the order of the text. Which
+// instruction becomes which function is a table in instructions.py; the chapters are those of the PTX ISA.
+#pragma once
+#include "device.h"
+
+namespace emulation {
+
+enum class Element { HALF, BFLOAT16 };
+
+typedef uint16_t u16;
+typedef uint32_t u32;
+typedef uint64_t u64;
+typedef std::array<Output<u32>, 4> Outputs4;
+typedef std::array<Input<u32>, 4> Inputs4;
+
+// Data movement: ld, mapa (memory.cpp).
+void load_constant_v4(const Outputs4& values, u64 address);
+void load_constant_u16(Output<u16> value, u64 address);
+void load_shared_v4(const Outputs4& values, u32 address);
+void load_cluster_v2(const std::array<Output<float>, 2>& values, u32 address);
+void map_cluster_address(Output<u32> result, u32 address, u32 rank);
+
+// Asynchronous copies: cp.async, cp.async.bulk, cp.async.bulk.tensor (copies.cpp).
+void copy_async(u32 destination, u64 source, u32 bytes, u32 valid);
+void copy_async_commit();
+void copy_async_wait(u32 pending);
+void copy_bulk(u32 destination, u64 source, u32 bytes, u32 barrier, u64 cache_policy);
+void prefetch_bulk(u64 source, u32 bytes);
+void copy_tensor_2d(u32 destination, u64 map, const std::array<Input<u32>, 2>& at, u32 barrier);
+
+// mbarrier, bar, barrier.cluster, griddepcontrol, setmaxnreg (barriers.cpp).
+void barrier_init(u32 barrier, u32 arrivals);
+void barrier_init_fence();
+void barrier_arrive(Sink, u32 barrier);
+void barrier_arrive_expect(Sink, u32 barrier, u32 bytes);
+void barrier_try_wait(Output<bool> done, u32 barrier, u32 parity);
+void block_barrier(u32 index, u32 threads);
+void cluster_arrive();
+void cluster_wait();
+inline void launch_dependents() {}
+void wait_for_previous_kernel();
+void registers_grow(u32 count);
+void registers_shrink(u32 count);
+
+// Warp-level matrix instructions: ldmatrix, stmatrix, mma (matrix.cpp).
+void load_matrices(const Outputs4& fragments, u32 address, bool transposed);
+void store_matrices(u32 address, const Inputs4& fragments, bool transposed);
+void multiply_fragments(float* const (&d)[4], const Inputs4& a, const std::array<Input<u32>, 2>& b, Element element);
+
+template <bool TRANSPOSED>
+void load_matrices(const Outputs4& fragments, u32 address) {
+    load_matrices(fragments, address, TRANSPOSED);
+}
+template <bool TRANSPOSED>
+void store_matrices(u32 address, const Inputs4& fragments) {
+    store_matrices(address, fragments, TRANSPOSED);
+}
+// The kernels accumulate in place: the fourth operand is the first.
+template <Element ELEMENT>
+void multiply_fragments(const std::array<Output<float>, 4>& d, const Inputs4& a, const std::array<Input<u32>, 2>& b,
+                        const std::array<Output<float>, 4>&) {
+    multiply_fragments({d[0].home, d[1].home, d[2].home, d[3].home}, a, b, ELEMENT);
+}
+
+// Asynchronous warpgroup-level matrix instructions: wgmma (warpgroup.cpp).
+void matrix_fence();
+void matrix_commit();
+void matrix_wait(u32 pending);
+void multiply_warpgroup(const Output<float>* d, u32 columns, const Inputs4& a, u64 descriptor, Element element,
+                        bool accumulate);
+
+template <int COLUMNS, Element ELEMENT>
+void multiply_warpgroup(const std::array<Output<float>, COLUMNS / 2>& d, const Inputs4& a, u64 descriptor,
+                        int accumulate, int sign_a, int sign_b, int transpose_b) {
+    static_assert(COLUMNS % 8 == 0 && COLUMNS >= 8 && COLUMNS <= 256, "no such shape");
+    if (sign_a != 1 || sign_b != 1 || transpose_b != 0) __builtin_trap();
+    multiply_warpgroup(d.data(), COLUMNS, a, descriptor, ELEMENT, accumulate != 0);
+}
+
+// Arithmetic: lop3, prmt, cvt, and sub, mul, fma on pairs of 16-bit floats (arithmetic.cpp).
+void combine_bits(Output<u32> result, u32 a, u32 b, u32 c, u32 table);
+void permute_bytes(Output<u32> result, u32 a, u32 b, u32 selector);
+void truncate_to_u16(Output<u16> result, u32 value);
+template <Element ELEMENT>
+void widen(Output<float> result, u16 value);
+template <Element ELEMENT>
+void narrow_pair(Output<u32> result, float high, float low);
+template <Element ELEMENT>
+void subtract_pairs(Output<u32> result, u32 a, u32 b);
+template <Element ELEMENT>
+void multiply_pairs(Output<u32> result, u32 a, u32 b);
+template <Element ELEMENT>
+void multiply_add_pairs(Output<u32> result, u32 a, u32 b, u32 c);
+
+}  // namespace emulation

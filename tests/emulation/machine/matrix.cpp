@@ -1,0 +1,110 @@
+// Warp-level matrix instructions (PTX ISA, "Warp-Level Matrix Instructions": ldmatrix, stmatrix, mma).
+#include <cstring>
+
+#include "floats.h"
+#include "machine.h"
+#include "memory.h"
+
+namespace emulation {
+
+namespace {
+
+struct MatrixOperands {
+    unsigned char* row;  // of 16 bytes: lane l gives that of row l % 8 of matrix l / 8
+    u32 registers[4];
+};
+
+MatrixOperands& matrix_operands(void* const* operands, unsigned lane) {
+    return *static_cast<MatrixOperands*>(operands[lane]);
+}
+
+// Calls act(row's memory, the lane's register, bytes 2 * column, bits 16 * half) for every element of the four 8x8 matrices.
+template <typename ACT>
+void each_element(void* const* operands, bool transposed, ACT act) {
+    for (unsigned matrix = 0; matrix < 4; ++matrix)
+        for (unsigned row = 0; row < 8; ++row)
+            for (unsigned column = 0; column < 8; ++column) {
+                // A lane's register holds two neighbours of a row or, transposed, of a column.
+                const unsigned major = transposed ? column : row, minor = transposed ? row : column;
+                act(matrix_operands(operands, 8 * matrix + row).row + 2 * column,
+                    matrix_operands(operands, 4 * major + minor / 2).registers[matrix], 16 * (minor % 2));
+            }
+}
+
+template <bool TRANSPOSED>
+void load(Warp&, void* const* operands) {
+    each_element(operands, TRANSPOSED, [](const unsigned char* memory, u32& fragment, unsigned shift) {
+        u16 element;
+        memcpy(&element, memory, 2);
+        fragment = (fragment & ~(0xffffu << shift)) | static_cast<u32>(element) << shift;
+    });
+}
+
+template <bool TRANSPOSED>
+void store(Warp&, void* const* operands) {
+    each_element(operands, TRANSPOSED, [](unsigned char* memory, u32 fragment, unsigned shift) {
+        const u16 element = static_cast<u16>(fragment >> shift);
+        memcpy(memory, &element, 2);
+    });
+}
+
+struct FragmentOperands {
+    float* const* d;
+    u32 a[4], b[2];
+    float (*widen)(u16);
+};
+
+void multiply(Warp&, void* const* operands) {
+    double a[16][16], b[16][8], sums[16][8] = {};
+    for (unsigned lane = 0; lane < LANES; ++lane) {
+        const auto& mine = *static_cast<const FragmentOperands*>(operands[lane]);
+        const unsigned row = lane / 4, column = lane % 4 * 2;
+        for (unsigned half = 0; half < 2; ++half) {
+            for (unsigned i = 0; i < 4; ++i)
+                a[row + i % 2 * 8][column + half + i / 2 * 8] = mine.widen(static_cast<u16>(mine.a[i] >> 16 * half));
+            for (unsigned i = 0; i < 2; ++i)
+                b[column + half + i * 8][row] = mine.widen(static_cast<u16>(mine.b[i] >> 16 * half));
+        }
+    }
+    for (unsigned row = 0; row < 16; ++row)
+        for (unsigned k = 0; k < 16; ++k)
+            for (unsigned column = 0; column < 8; ++column) sums[row][column] += a[row][k] * b[k][column];
+    for (unsigned lane = 0; lane < LANES; ++lane) {
+        const auto& mine = *static_cast<const FragmentOperands*>(operands[lane]);
+        for (unsigned i = 0; i < 4; ++i) {
+            float& d = *mine.d[i];
+            d = static_cast<float>(d + sums[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2]);
+        }
+    }
+}
+
+void check_row(u32 address, const char* instruction) {
+    if (address % 16) fail("%s with a row at %u, which is no multiple of 16", instruction, address);
+}
+
+}  // namespace
+
+void load_matrices(const Outputs4& fragments, u32 address, bool transposed) {
+    check_row(address, "ldmatrix");
+    // The machine's memory is never constant; that this instruction leaves it alone is seen above.
+    MatrixOperands mine = {const_cast<unsigned char*>(read_shared(address, 16, "ldmatrix", now())), {}};
+    gather("ldmatrix", &mine, transposed ? load<true> : load<false>);
+    for (int i = 0; i < 4; ++i) fragments[i].set(mine.registers[i]);
+}
+
+void store_matrices(u32 address, const Inputs4& fragments, bool transposed) {
+    check_row(address, "stmatrix");
+    MatrixOperands mine = {write_shared(address, 16, "stmatrix", now()),
+                           {fragments[0], fragments[1], fragments[2], fragments[3]}};
+    gather("stmatrix", &mine, transposed ? store<true> : store<false>);
+    maybe_yield(8);
+}
+
+// Sums are exact before they are rounded to float once; hardware rounds earlier and more often.
+void multiply_fragments(float* const (&d)[4], const Inputs4& a, const std::array<Input<u32>, 2>& b, Element element) {
+    FragmentOperands mine = {
+        d, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}, element == Element::HALF ? Half::widen : Bfloat16::widen};
+    gather("mma", &mine, multiply);
+}
+
+}  // namespace emulation

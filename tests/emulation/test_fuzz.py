@@ -1,0 +1,73 @@
+"""Random problems, variants and schedules, from one seed.
+
+``MARLINQ_FUZZ_SEED`` repeats a run, ``MARLINQ_FUZZ_PROBLEMS`` sets its length. A failure is listed as the
+expression that repeats it alone: ``run(builder, Case(...))``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+
+import pytest
+
+from marlinq.kernels import GROUP_SIZES, Problem
+from marlinq.kernels.decision import KERNELS, estimates
+from marlinq.kernels.warpgroup import WarpgroupConfig
+from tests.emulation.build import Builder
+from tests.emulation.gemm import H200, Case, bound, run
+from tests.emulation.launching import KernelFault
+
+# In units of 64. Every length of a last chunk and a last tile, and enough steps to go round every ring twice.
+_CHANNELS = (1, 2, 3, 5, 8, 9, 14, 17, 24, 33)
+_COLUMNS = (1, 2, 3, 5, 7, 9)
+_ROWS = (1, 2, 7, 8, 9, 16, 17, 31, 33, 48, 64, 70, 100, 130, 177)
+
+
+def draw(rng: random.Random) -> Case:
+    """One case: any variant that a decision might choose."""
+    while True:
+        k, n, m = 64 * rng.choice(_CHANNELS), 64 * rng.choice(_COLUMNS), rng.choice(_ROWS)
+        group = rng.choice(GROUP_SIZES)
+        # The operator takes a group as long as K for a single one.
+        if group > 0 and (k % group or k == group):
+            continue
+        problem = Problem(m, n, k, group, rng.random() < 0.5, rng.random() < 0.5)
+        invariant = rng.random() < 0.2
+        configs = [config for _, _, config in estimates(problem, H200, rng.choice(KERNELS), invariant)]
+        if configs:
+            config = rng.choice(configs)
+            if isinstance(config, WarpgroupConfig):
+                # Fewer blocks than any GPU has room for, so that they take tile after tile.
+                config = replace(config, most_blocks=rng.choice((1, 2, 3, config.most_blocks)))
+            return Case(
+                problem,
+                config,
+                dependent=rng.random() < 0.5,
+                bias=rng.random() < 0.5,
+                x_padding=rng.choice((0, 8, 64)),
+                seed=rng.getrandbits(31),
+            )
+
+
+@pytest.mark.slow
+def test_random_problems(builder: Builder, capsys: pytest.CaptureFixture[str]) -> None:
+    seed = int(os.environ.get("MARLINQ_FUZZ_SEED") or 0)
+    count = int(os.environ.get("MARLINQ_FUZZ_PROBLEMS") or 12)
+    rng = random.Random(seed)
+    failures = []
+    for _ in range(count):
+        case = draw(rng)
+        try:
+            error = run(builder, case)
+        except KernelFault as fault:
+            failures.append(f"{fault}: run(builder, {case})")
+        else:
+            # NaN compares false with everything.
+            if not error < bound(case.problem):
+                failures.append(f"relative error {error:.2e}: run(builder, {case})")
+    if count >= 1000:
+        with capsys.disabled():
+            print(f"\nMARLINQ_FUZZ_SEED={seed}: {count} problems, {len(failures)} failures", flush=True)
+    assert not failures, f"MARLINQ_FUZZ_SEED={seed}, {len(failures)} of {count}:\n" + "\n".join(failures[:20])

@@ -1,0 +1,147 @@
+"""Every kernel on the emulation: right against float64, and nothing out of bounds, out of order or stuck."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from marlinq.kernels import Device, Problem, batch_invariant, decide, dependent_launches, forced_kernel
+from marlinq.kernels.decision import KERNELS, Kernel, KernelConfig, estimates
+from marlinq.kernels.gather import gather_channels
+from marlinq.kernels.warpgroup import WarpgroupConfig
+from tests.emulation.build import Builder
+from tests.emulation.gemm import H200, SOURCES, Case, bound, run
+from tests.emulation.launching import EmulatedKernel, Memory, apart
+
+# (M, N, K, group, zeros, bfloat16, dependent, elements between rows of x): every pair of features with the
+# extents that leave tiles, chunks and rings with a rest.
+PROBLEMS = [
+    (1, 448, 192, 32, False, False, False, 0),
+    (9, 64, 320, 32, True, True, True, 8),
+    (17, 320, 576, 64, True, False, True, 0),
+    (33, 448, 192, -1, False, True, True, 64),
+    (70, 192, 1536, 128, True, False, False, 8),
+    (1, 576, 896, 128, False, True, True, 0),
+    (33, 64, 1152, 64, False, True, False, 8),
+    (9, 448, 64, -1, True, False, True, 8),
+    (17, 64, 2112, -1, True, True, False, 0),
+    (70, 320, 448, 32, False, False, True, 0),
+    (177, 448, 256, 128, True, True, True, 8),
+]
+
+
+def right(builder: Builder, case: Case) -> None:
+    """Fails unless the emulation gives the case's result."""
+    assert run(builder, case) < bound(case.problem), case
+
+
+def chosen(kernel: Kernel, problem: Problem, device: Device = H200) -> KernelConfig:
+    """The host's own choice among a kernel's variants."""
+    with forced_kernel(kernel):
+        config = decide(problem, device).config
+    assert config is not None
+    return config
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("values", PROBLEMS, ids=str)
+def test_the_variant_that_the_host_chooses(
+    builder: Builder, kernel: Kernel, values: tuple[int, int, int, int, bool, bool, bool, int]
+) -> None:
+    m, n, k, group, zeros, bfloat16, dependent, padding = values
+    problem = Problem(m, n, k, group, zeros, bfloat16)
+    case = Case(problem, chosen(kernel, problem), dependent, not dependent, padding, seed=k)
+    right(builder, case)
+
+
+SPLITS: dict[str, Callable[[Any], bool]] = {
+    "clusters": lambda config: config.cluster == 3,
+    "parts of a block": lambda config: config.parts == 3 and config.cluster == 1,
+    "both": lambda config: config.parts == 4 and config.cluster == 2,
+    "side by side": lambda config: config.parts == 1 and config.tile_n >= 256,
+    "two blocks a multiprocessor": lambda config: config.min_blocks == 2 and config.parts == 2,
+    "the shallowest ring": lambda config: config.stages <= 3 and config.parts == 1,
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("split", SPLITS)
+def test_ways_of_splitting(builder: Builder, kernel: Kernel, split: str) -> None:
+    number = list(SPLITS).index(split)
+    m, group, zeros = ((7, 64, True), (16, -1, False), (50, 32, True))[number % 3]
+    problem = Problem(m, 448, 1088, group, zeros, bfloat16=False)
+    config = next(c for _, _, c in estimates(problem, H200, kernel) if SPLITS[split](c))
+    right(builder, Case(problem, config, dependent=number % 2 == 0, seed=number))
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+def test_blocks_that_take_tile_after_tile(builder: Builder, blocks: int) -> None:
+    for m, n, k, wide, group in ((20, 1088, 640, False, 128), (20, 832, 320, True, -1)):
+        problem = Problem(m, n, k, group, zeros=True, bfloat16=blocks == 2)
+        config = WarpgroupConfig(8, wide, 1, 1, 1, 2, 1, blocks)
+        assert config.tiles(problem) > 2 * blocks
+        right(builder, Case(problem, config, dependent=wide, seed=blocks))
+
+
+def test_registers_that_change_hands(builder: Builder) -> None:
+    problem = Problem(112, 512, 384, 64, zeros=False, bfloat16=False)
+    growing = [
+        config
+        for _, _, config in estimates(problem, H200, "warpgroup")
+        if isinstance(config, WarpgroupConfig) and config.grown_registers(problem) != (0, 0)
+    ]
+    right(builder, Case(problem, growing[0]))
+
+
+def test_batch_invariant_sums(builder: Builder) -> None:
+    for m in (1, 33):
+        problem = Problem(m, 192, 1088, 64, zeros=True, bfloat16=False)
+        with batch_invariant():
+            right(builder, Case(problem, chosen("stream", problem)))
+
+
+@pytest.mark.parametrize("m", [1, 9, 33])
+def test_gpus_without_clusters(builder: Builder, m: int) -> None:
+    device = Device("sm_86", multiprocessors=84, shared_bytes=101_376)
+    problem = Problem(m, 320, 832, 64, zeros=m == 9, bfloat16=m == 33)
+    right(builder, Case(problem, chosen("stream", problem, device), capability=device.capability))
+
+
+def test_no_bias_and_a_single_row_of_any_stride(builder: Builder) -> None:
+    for kernel in KERNELS:
+        problem = Problem(1, 128, 256, 128, zeros=False, bfloat16=False)
+        right(builder, Case(problem, chosen(kernel, problem), bias=False, x_padding=3))
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+def test_channels_in_activation_order(builder: Builder, dependent: bool) -> None:
+    x = apart(torch.randn(3, 100).half())
+    order = apart(torch.randperm(208, dtype=torch.int32) - 108)
+    out = apart(torch.full((3, 208), torch.nan).half())
+    memory = [
+        Memory("x", x, after_previous=True),
+        Memory("order", order),
+        Memory("out", out, writable=True, after_previous=True),
+    ]
+
+    def launch(
+        _: object, grid: int, threads: int, shared: int, arguments: ctypes.Structure, *, dependent: bool
+    ) -> None:
+        kernel = EmulatedKernel(builder.kernel(SOURCES / "gather.cu", "gather", {"THREADS": threads}))
+        kernel.launch(grid, threads, shared, arguments, memory, dependent=dependent)
+
+    with (
+        mock.patch("marlinq.kernels.gather.launch", launch),
+        mock.patch("marlinq.kernels.gather._function"),
+        mock.patch("marlinq.kernels.gather.on_device"),
+        mock.patch("torch.empty", return_value=out),
+        dependent_launches() if dependent else nullcontext(),
+    ):
+        found = gather_channels(x, order)
+    assert torch.equal(found, torch.where(order >= 0, x[:, order.clamp(min=0).long()], 0))

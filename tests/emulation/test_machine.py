@@ -1,0 +1,153 @@
+"""The emulated machine itself, with kernels of a few lines."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.emulation.build import Builder
+from tests.emulation.gemm import SOURCES
+from tests.emulation.launching import EmulatedKernel, KernelFault, Memory, apart
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = (("given", ctypes.c_void_p), ("out", ctypes.c_void_p))
+
+
+class Probe:
+    """Launches kernels of a few lines with parameters ``const u32* given`` and ``u32* out``."""
+
+    def __init__(self, builder: Builder, folder: Path) -> None:
+        self._builder = builder
+        self._folder = folder
+        shutil.copytree(SOURCES, folder, dirs_exist_ok=True)
+
+    def run(self, body: str, given: Tensor, out: Tensor, *, threads: int = 32, dynamic: int = 0) -> Tensor:
+        """``out`` after one block has run ``body``; all tensors are int32."""
+        source = self._folder / "probe.cu"
+        source.write_text(
+            '#include "element.cuh"\n#include "hopper.cuh"\n'
+            'extern "C" __global__ void __launch_bounds__(128) probe(const u32* given, u32* out) {\n'
+            "    extern __shared__ __align__(16) unsigned char shared[];\n"
+            f"    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;\n{body}\n}}\n",
+            encoding="utf-8",
+        )
+        kernel = EmulatedKernel(self._builder.kernel(source, "probe", {}))
+        given, out = apart(given), apart(out)
+        memory = [Memory("given", given), Memory("out", out, writable=True)]
+        kernel.launch(1, threads, dynamic, _Arguments(given.data_ptr(), out.data_ptr()), memory)
+        return out
+
+
+@pytest.fixture
+def probe(builder: Builder, tmp_path: Path) -> Probe:
+    return Probe(builder, tmp_path)
+
+
+def _words(*shape: int) -> Tensor:
+    return torch.full(shape, -1, dtype=torch.int32)
+
+
+ARITHMETIC = """
+    const u32 a = given[threadIdx.x], b = given[128 + threadIdx.x];
+    u32* mine = out + 8 * threadIdx.x;
+    mine[0] = E::subtract(a, b), mine[1] = E::multiply(a, b);
+    mine[2] = __float_as_uint(widen_half<E, 0>(a)), mine[3] = __float_as_uint(widen_half<E, 1>(a));
+    mine[4] = E::narrow(__uint_as_float(a), __uint_as_float(b));
+    mine[5] = broadcast<0>(a), mine[6] = broadcast<1>(a), mine[7] = and_or<0x00f0f00fu, 0x12340000u>(a);
+"""
+
+
+@pytest.mark.parametrize(("element", "dtype"), [("Half", torch.float16), ("Bfloat16", torch.bfloat16)])
+def test_arithmetic_on_pairs(probe: Probe, element: str, dtype: torch.dtype) -> None:
+    # Random bits: numbers of every size, subnormals, infinities and NaN.
+    given = torch.randint(-(2**31), 2**31, (2, 128), dtype=torch.int32)
+    given[:, :32] &= 0x03FF03FF
+    found = probe.run(f"typedef {element} E;{ARITHMETIC}", given, _words(128, 8), threads=128)
+    a, b = (row.view(dtype).reshape(128, 2) for row in given)
+    narrowed = given.view(torch.float32).T.to(dtype)
+    for column, expected in ((0, a - b), (1, a * b), (4, narrowed)):
+        pair = found[:, column].contiguous().view(dtype).reshape(128, 2)
+        torch.testing.assert_close(pair, expected, rtol=0, atol=0, equal_nan=True)
+    widened = found[:, 2:4].contiguous().view(torch.float32)
+    torch.testing.assert_close(widened, a.float(), rtol=0, atol=0, equal_nan=True)
+    halves = given[0].view(torch.int16).reshape(128, 2)
+    for half in range(2):
+        assert torch.equal(
+            found[:, 5 + half].contiguous().view(torch.int16).reshape(128, 2), halves[:, [half, half]]
+        )
+    assert torch.equal(found[:, 7], given[0] & 0x00F0F00F | 0x12340000)
+
+
+def test_matrices_go_to_memory_transposed_and_come_back(probe: Probe) -> None:
+    body = """
+    const u32 at = shared_address(shared) + lane * 16;
+    const u32 fragments[4] = {given[lane], given[32 + lane], given[64 + lane], given[96 + lane]};
+    store_matrix_x4_transposed(at, fragments);
+    __syncwarp();
+    u32 loaded[4];
+    load_matrix_x4(loaded, at);
+    for (int i = 0; i < 4; ++i) out[32 * i + lane] = loaded[i];
+    """
+    given = torch.arange(256, dtype=torch.int16).view(torch.int32)
+    found = probe.run(body, given, _words(128), dynamic=512)
+    # Lane l of an 8x8 matrix holds row l / 4, columns 2 (l % 4) and the next.
+    matrices = given.view(torch.int16).reshape(4, 8, 8)
+    assert torch.equal(found.view(torch.int16).reshape(4, 8, 8), matrices.mT)
+
+
+def test_numbered_barriers_order_only_their_own_threads(probe: Probe) -> None:
+    body = """
+    u32* words = reinterpret_cast<u32*>(shared);
+    words[threadIdx.x] = given[threadIdx.x];
+    barrier_sync(1 + warp / 2, 64);
+    out[threadIdx.x] = words[threadIdx.x ^ NEIGHBOUR];
+    """
+    given = torch.arange(128, dtype=torch.int32)
+    found = probe.run(body.replace("NEIGHBOUR", "32"), given, _words(128), threads=128, dynamic=512)
+    assert torch.equal(found, given ^ 32)
+    with pytest.raises(KernelFault, match="a load reads what thread .* writes without waiting for it"):
+        probe.run(body.replace("NEIGHBOUR", "64"), given, _words(128), threads=128, dynamic=512)
+
+
+def test_a_deadlock_says_who_waits_where(probe: Probe) -> None:
+    body = "if (warp == 0) barrier_sync(3, 64); else if (warp == 1) __syncthreads();"
+    with pytest.raises(KernelFault, match="deadlock") as fault:
+        probe.run(body, _words(1), _words(1), threads=96)
+    said = str(fault.value)
+    assert "32 threads have ended" in said
+    assert "32 threads wait for barrier 3, where 32 of 64 threads are: block 0 warp 0;" in said
+    assert "32 threads wait for barrier 0, where 32 of 96 threads are: block 0 warp 1;" in said
+
+
+FAULTS = {
+    "out[64] = 1;": "probe.cu:6: .*a store of 4 bytes out of bounds of global memory: 4 bytes past .* out",
+    "out[0] = lane;": "writes byte 0 of out a second time",
+    "*const_cast<u32*>(given) = 1;": "writes given, which is an input",
+    "out[lane] = *(shared + 64);": "a load out of bounds of shared memory: 1 bytes at",
+    "load_cached(out);": "reads out through the read-only path",
+    "copy_async_16(shared_address(shared), given, 16);": "thread ends with a cp.async in flight",
+    "copy_async_16(shared_address(shared) + 8, given, 16);": "no multiple of 16",
+    "barrier_arrive(shared_address(shared));": "no mbarrier was initialised",
+    "registers_shrink<20>();": "setmaxnreg.dec to 20 registers",
+    "matrix_multiply_half<8>(*(float(*)[4])shared, {1, 1, 1, 1}, 0);": "without a wgmma.fence",
+}
+
+
+@pytest.mark.parametrize("body", FAULTS)
+def test_faults_of_one_line(probe: Probe, body: str) -> None:
+    with pytest.raises(KernelFault, match=FAULTS[body]):
+        probe.run(body, _words(64), _words(63), dynamic=64)
+
+
+def test_launches_that_a_gpu_would_refuse(builder: Builder) -> None:
+    kernel = EmulatedKernel(builder.kernel(SOURCES / "gather.cu", "gather", {"THREADS": 64}))
+    with pytest.raises(KernelFault, match="128 threads a block, the kernel's launch bounds allow 64"):
+        kernel.launch(1, 128, 0, _Arguments(), [])
+    with pytest.raises(KernelFault, match="2 parameters given to a kernel of 6"):
+        kernel.launch(1, 64, 0, _Arguments(), [])
