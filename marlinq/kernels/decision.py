@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from marlinq.errors import UnsupportedError
 from marlinq.kernels import bulk, stream, warpgroup
@@ -38,8 +38,7 @@ _OVERLAP_SECONDS = 2.5e-6
 _TYPICAL_BATCHES = (1, 16, 64, 512)
 
 
-@dataclass(frozen=True)
-class Demands:
+class Demands(NamedTuple):
     """What the decisions of a context respect beside speed.
 
     Attributes:
@@ -92,7 +91,7 @@ def _demanding(changed: Demands) -> Iterator[None]:
 @contextmanager
 def forced_kernel(kernel: Kernel) -> Iterator[None]:
     """Decide for ``kernel`` inside, whatever the model says: for tests and measurements."""
-    with _demanding(replace(demands(), kernel=kernel)):
+    with _demanding(demands()._replace(kernel=kernel)):
         yield
 
 
@@ -103,7 +102,7 @@ def batch_invariant() -> Iterator[None]:
     Without it the result has the same bits whenever shapes and inputs are the same. The order is chosen for
     speed over a range of batches, so single ones are slower than they could be (docs/benchmarks.md).
     """
-    with _demanding(replace(demands(), batch_invariant=True)):
+    with _demanding(demands()._replace(batch_invariant=True)):
         yield
 
 
@@ -115,7 +114,7 @@ def dependent_launches() -> Iterator[None]:
     runs; it waits for that kernel before it touches activations or the output. So no kernel inside may
     write the weights of a later one.
     """
-    with _demanding(replace(demands(), dependent=True)):
+    with _demanding(demands()._replace(dependent=True)):
         yield
 
 

@@ -13,16 +13,38 @@ from marlinq.errors import EnvironmentProblem
 from marlinq.kernels.compiler import cached_cubin, compile_missing
 from marlinq.kernels.decision import KernelConfig, decide, demands
 from marlinq.kernels.driver import Function, active_clusters, launch, load_function, on_device
-from marlinq.kernels.operands import Operands
+from marlinq.kernels.operands import Arguments, Operands
 from marlinq.kernels.problem import Device, Problem
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    config: KernelConfig
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A launch of one variant on one weight, for any activations of the same shape."""
+
     function: Function
+    config: KernelConfig
     grid: int
     shared_bytes: int
+    arguments: Arguments
+    dependent: bool
+
+    def start(self, x: int, x_stride: int, out: int) -> None:
+        """Launch on the current stream with activations at ``x``, rows ``x_stride`` elements apart.
+
+        Raises:
+            RuntimeError: the driver refused the launch.
+        """
+        arguments = type(self.arguments).from_buffer_copy(self.arguments)
+        arguments.aim(x, x_stride, out, self.config.tile_m)
+        with on_device(self.function):
+            launch(
+                self.function,
+                self.grid,
+                self.config.threads,
+                self.shared_bytes,
+                arguments,
+                dependent=self.dependent,
+            )
 
 
 @lru_cache(maxsize=16)
@@ -76,12 +98,38 @@ def _load(
     return load_function(cubin, name, device_index, shared_bytes)
 
 
-@lru_cache(maxsize=8192)
-def _prepare(problem: Problem, config: KernelConfig, device_index: int) -> _Prepared:
-    shared = config.shared_bytes(problem)
-    defines = tuple(sorted(config.defines(problem).items()))
-    function = _load(config.source, config.function, defines, shared, device_index)
-    return _Prepared(config, function, config.grid(problem), shared)
+def prepare(
+    operands: Operands, group_size: int, config: KernelConfig | None = None, *, behind_own: bool = False
+) -> Call:
+    """Decide, compile or load, and pack what does not change from call to call.
+
+    Args:
+        operands: ``x`` [M, K] and ``out`` [M, N] have unit stride along their rows; rows of ``x`` are
+            16-byte aligned.
+        group_size: 32, 64, 128 or -1.
+        config: overrides the decision.
+        behind_own: the stream's previous kernel is :func:`marlinq.kernels.gather.gather_channels` and wrote
+            ``x``: the launch then overlaps with it.
+    """
+    x, out = operands.x, operands.out
+    index = x.device.index
+    problem = Problem(
+        x.shape[0],
+        out.shape[1],
+        x.shape[1],
+        group_size,
+        operands.zeros is not None,
+        x.dtype == torch.bfloat16,
+    )
+    chosen = config or _decided(problem, index)
+    shared = chosen.shared_bytes(problem)
+    defines = tuple(sorted(chosen.defines(problem).items()))
+    function = _load(chosen.source, chosen.function, defines, shared, index)
+    # Older GPUs know no launch that overlaps.
+    dependent = (behind_own or demands().dependent) and device_numbers(index).has_clusters
+    return Call(
+        function, chosen, chosen.grid(problem), shared, chosen.arguments(operands, dependent), dependent
+    )
 
 
 def launch_gemm(
@@ -96,31 +144,13 @@ def launch_gemm(
     *,
     behind_own: bool = False,
 ) -> None:
-    """Run ``out = x @ W + bias`` on the device and current stream of ``x``.
-
-    ``x`` [M, K] and ``out`` [M, N] have unit stride along their rows; rows of ``x`` are 16-byte aligned.
-    ``config`` overrides the decision. ``behind_own`` says that the stream's previous kernel is
-    :func:`marlinq.kernels.gather.gather_channels` and wrote ``x``: the launch then overlaps with it.
+    """Run ``out = x @ W + bias`` on the device and current stream of ``x``; arguments as :func:`prepare`.
 
     Raises:
         RuntimeError: the driver refused the launch.
     """
-    index = x.device.index
-    problem = Problem(
-        x.shape[0], out.shape[1], x.shape[1], group_size, zeros is not None, x.dtype == torch.bfloat16
-    )
-    prepared = _prepare(problem, config or _decided(problem, index), index)
-    dependent = behind_own or demands().dependent
-    operands = Operands(x, words, scales, zeros, bias, out)
-    with on_device(prepared.function):
-        launch(
-            prepared.function,
-            prepared.grid,
-            prepared.config.threads,
-            prepared.shared_bytes,
-            prepared.config.arguments(operands, dependent),
-            dependent=dependent,
-        )
+    call = prepare(Operands(x, words, scales, zeros, bias, out), group_size, config, behind_own=behind_own)
+    call.start(x.data_ptr(), x.stride(0), out.data_ptr())
 
 
 def precompile(problems: Iterable[Problem], device_index: int = 0) -> int:

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 from marlinq.errors import UnsupportedError
+from marlinq.kernels import plans
+from marlinq.kernels.gather import gather_channels
+from marlinq.kernels.launch import launch_gemm
 from marlinq.kernels.reference import reference_gemm
 
 _library = torch.library.Library("marlinq", "DEF")  # type: ignore[no-untyped-call]
@@ -73,9 +76,12 @@ def _cuda(
     out_features: int,
     order: Tensor | None = None,
 ) -> Tensor:
-    from marlinq.kernels.gather import gather_channels
-    from marlinq.kernels.launch import launch_gemm
-
+    key = plans.key_of(x, words, scales, zeros, bias, group_size, out_features)
+    plan = plans.find(key) if order is None else None
+    if plan is not None:
+        planned = plan.run(x, words, scales, zeros, bias)
+        if planned is not None:
+            return planned if planned.shape[-1] == out_features else planned[..., :out_features]
     _check(x, words, scales, zeros, bias, group_size, out_features, order)
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise UnsupportedError(f"w4a16_gemm: x has dtype {x.dtype}; the kernel takes float16 and bfloat16")
@@ -85,6 +91,8 @@ def _cuda(
             raise ValueError(f"{name}: expected memory aligned to 16 bytes, found address {value.data_ptr()}")
     if scales.shape[0] == 1:
         group_size = -1
+    if order is None and (bias is None or out_features == n):
+        plans.remember(key, words, scales, zeros, bias, group_size)
     rows = x.reshape(-1, x.shape[-1])
     row = rows.stride(0)
     if order is not None:

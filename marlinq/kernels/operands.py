@@ -14,9 +14,8 @@ _EXTENTS = ("m", "n", "k")
 # What a block of a dependent launch brings to L2 while it waits: over 132 blocks, what device memory delivers
 # in the three microseconds between one product's last weights and the next one's first activations.
 _PREFETCH_BYTES = 96 * 1024
-
-
-_Maps = ctypes.c_ubyte * (4 * TENSOR_MAP_BYTES)
+_Map = ctypes.c_ubyte * TENSOR_MAP_BYTES
+_Maps = ctypes.c_ubyte * (3 * TENSOR_MAP_BYTES)
 
 
 class PlainArguments(ctypes.Structure):
@@ -30,17 +29,32 @@ class PlainArguments(ctypes.Structure):
         ("dependent", ctypes.c_int),
     )
 
+    def aim(self, x: int, x_stride: int, out: int, tile_m: int) -> None:
+        """Change the addresses that differ from call to call."""
+        self.x = x
+        self.x_stride = x_stride
+        self.out = out
+
 
 class MappedArguments(ctypes.Structure):
-    """The parameters of a kernel that takes its large operands as tensor maps (``Maps`` of cuda/feed.cuh)."""
+    """The parameters of a kernel that takes its large operands as tensor maps (``cuda/feed.cuh``)."""
 
     _fields_ = (
-        ("maps", _Maps),
+        ("x", _Map),
+        ("weight", _Maps),
         *((name, ctypes.c_void_p) for name in ("scales", "zeros", "bias", "out")),
         *((name, ctypes.c_int) for name in _EXTENTS),
         ("out_stride", ctypes.c_longlong),
         ("dependent", ctypes.c_int),
     )
+
+    def aim(self, x: int, x_stride: int, out: int, tile_m: int) -> None:
+        """Change the addresses that differ from call to call."""
+        self.x = _activation_map(x, self.m, self.k, x_stride, tile_m)
+        self.out = out
+
+
+Arguments = PlainArguments | MappedArguments
 
 
 class Operands(NamedTuple):
@@ -76,14 +90,16 @@ class Operands(NamedTuple):
         """
         m, n, k = self._extents()
         small = self._small()
-        groups = self.scales.shape[0]
-        # A single row may have any stride, also one that no map can hold.
-        stride = self.x.stride(0) if m > 1 else k
-        maps = _activation_map(self.x.data_ptr(), m, k, stride, tile_m) + _weight_maps(
-            self.words.data_ptr(), small[0], small[1], n, k, groups, tiles, rows
+        return MappedArguments(
+            _activation_map(self.x.data_ptr(), m, k, self.x.stride(0), tile_m),
+            _weight_maps(self.words.data_ptr(), *small[:2], n, k, self.scales.shape[0], tiles, rows),
+            *small,
+            m,
+            n,
+            k,
+            self.out.stride(0),
+            1 + _PREFETCH_BYTES // (rows * tiles * 512) if dependent else 0,
         )
-        far = 1 + _PREFETCH_BYTES // (rows * tiles * 512) if dependent else 0
-        return MappedArguments(_Maps.from_buffer_copy(maps), *small, m, n, k, self.out.stride(0), far)
 
     def _small(self) -> tuple[int, int, int, int]:
         return (
@@ -99,15 +115,19 @@ class Operands(NamedTuple):
 
 # Maps hold addresses and extents only, so equal arguments give equal maps and the caches never go stale.
 @lru_cache(maxsize=4096)
-def _activation_map(address: int, m: int, k: int, stride: int, tile_m: int) -> bytes:
+def _activation_map(address: int, m: int, k: int, stride: int, tile_m: int) -> ctypes.Array[ctypes.c_ubyte]:
     """x [M, K] in boxes of 64 columns, whose rows of 128 bytes land swizzled."""
-    return encode_tensor_map(address, 2, (k, m), (2 * stride,), (64, tile_m), swizzled=True)
+    # A single row may have any stride, also one that no map can hold.
+    row_bytes = 2 * (stride if m > 1 else k)
+    return _Map.from_buffer_copy(
+        encode_tensor_map(address, 2, (k, m), (row_bytes,), (64, tile_m), swizzled=True)
+    )
 
 
 @lru_cache(maxsize=16384)
 def _weight_maps(
     words: int, scales: int, zeros: int, n: int, k: int, groups: int, tiles: int, rows: int
-) -> bytes:
+) -> ctypes.Array[ctypes.c_ubyte]:
     """Words [K/16, N/64, 128], then scales and zero points [G, N/64, 64] where they travel in groups."""
     maps = encode_tensor_map(
         words, 4, (128, n // 64, k // 16), (512, 8 * n), (128, tiles, rows), swizzled=False
@@ -120,4 +140,4 @@ def _weight_maps(
             maps += encode_tensor_map(
                 address, 2, (64, n // 64, groups), (128, 2 * n), (64, tiles, in_box), swizzled=False
             )
-    return maps
+    return _Maps.from_buffer_copy(maps)

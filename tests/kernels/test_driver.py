@@ -10,7 +10,6 @@ import torch
 
 from marlinq.kernels import driver
 
-
 _MAP = ctypes.c_ubyte * driver.TENSOR_MAP_BYTES
 
 

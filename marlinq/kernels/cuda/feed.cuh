@@ -29,9 +29,9 @@ constexpr int COPIED_BYTES = ZEROS_AT + (GROUP == 0 || !ZEROS ? 0 : GROUPS * SCA
 constexpr int STAGE_BYTES = (COPIED_BYTES + 1023) / 1024 * 1024;
 static_assert(SLAB_BYTES % 1024 == 0 && CHUNK % 64 == 0, "slabs hold whole swizzle atoms");
 
-// Maps of x [M, K] in boxes of 64 columns, swizzled; of words [K/16, N/64, 128]; of scales and zeros [G, N/64, 64].
-struct Maps {
-    TensorMap x, words, scales, zeros;
+// Maps of words [K/16, N/64, 128] and of scales and zeros [G, N/64, 64]. That of x [M, K] has boxes of 64 columns, swizzled.
+struct WeightMaps {
+    TensorMap words, scales, zeros;
 };
 
 // The ring in shared memory, and a walk round it. `parity` is that of the phase to wait for.
@@ -68,7 +68,8 @@ struct Ring {
 
 // What the filling thread copies from: chunks of one column tile and one batch tile.
 struct Feed {
-    const Maps& maps;
+    const TensorMap& x;
+    const WeightMaps& maps;
     int m0, tile;  // first row of the batch, first 64-column tile
 
     __device__ __forceinline__ static int group_of(int chunk) { return GROUP == 0 ? 0 : chunk * CHUNK / (GROUP == 0 ? 1 : GROUP); }
@@ -84,7 +85,7 @@ struct Feed {
         const u32 at = ring.address(), barrier = ring.full + 8 * ring.stage;
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab)
-            copy_box(at + slab * SLAB_BYTES, &maps.x, chunk * CHUNK + slab * 64, m0, barrier);
+            copy_box(at + slab * SLAB_BYTES, &x, chunk * CHUNK + slab * 64, m0, barrier);
     }
 
     // The first chunks of a dependent launch: their weights depend on no earlier kernel and travel before the wait for

@@ -78,8 +78,9 @@ __device__ __forceinline__ void load_activations(u32 (&x)[2][BLOCKS_M][2], u32 s
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims__(CLUSTER, 1, 1)
-    w4a16_bulk(const __grid_constant__ Maps maps, const u16* __restrict__ scales, const u16* __restrict__ zeros,
-               const u16* __restrict__ bias, u16* __restrict__ out, int M, int N, int K, i64 out_stride, int dependent) {
+    w4a16_bulk(const __grid_constant__ TensorMap x_map, const __grid_constant__ WeightMaps maps,
+               const u16* __restrict__ scales, const u16* __restrict__ zeros, const u16* __restrict__ bias,
+               u16* __restrict__ out, int M, int N, int K, i64 out_stride, int dependent) {
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ __align__(8) u64 barriers[2 * STAGES + 1];
 
@@ -104,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
 
     if (warp == WARPS) {
         if (lane == 0) {
-            const Feed feed{maps, m0, n0 / 64};
+            const Feed feed{x_map, maps, m0, n0 / 64};
             const int ahead = dependent ? feed.fill_ahead(ring, begin, count, dependent - 1) : 0;
             feed.fill(ring, begin, ahead, count);
             launch_dependents();

@@ -116,8 +116,9 @@ __device__ __forceinline__ void store_columns(const float (&sums)[PRODUCTS][TILE
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims__(CLUSTER, 1, 1)
-    w4a16_wgmma(const __grid_constant__ Maps maps, const u16* __restrict__ scales, const u16* __restrict__ zeros,
-                const u16* __restrict__ bias, u16* __restrict__ out, int M, int N, int K, i64 out_stride, int dependent) {
+    w4a16_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ WeightMaps maps,
+                const u16* __restrict__ scales, const u16* __restrict__ zeros, const u16* __restrict__ bias,
+                u16* __restrict__ out, int M, int N, int K, i64 out_stride, int dependent) {
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ __align__(8) u64 barriers[2 * STAGES];
 
@@ -149,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
             bool ahead = dependent;
             for (int tile = first_tile; tile < last_tile; tile += gridDim.x) {
                 const Place its = place(tile);
-                const Feed feed{maps, its.m0, its.n0 / 64};
+                const Feed feed{x_map, maps, its.m0, its.n0 / 64};
                 const int from = ahead ? feed.fill_ahead(ring, begin, count, dependent - 1) : 0;
                 ahead = false;
                 feed.fill(ring, begin, from, count);

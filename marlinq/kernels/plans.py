@@ -1,0 +1,114 @@
+"""What calls of the operator with the same weight share, checked and prepared once.
+
+An eager call costs the host more than many of these products cost the GPU, so whatever depends on the
+weight alone is kept for as long as its tensors live.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from torch import Tensor
+
+from marlinq.kernels.decision import Demands, demands
+from marlinq.kernels.launch import Call, prepare
+from marlinq.kernels.operands import Operands
+
+_MAX_CALLS = 512  # batch sizes a weight
+
+Key = tuple[object, ...]
+
+
+class Plan:
+    """The checked operands of one weight and their prepared launches.
+
+    Args:
+        words: int32 [K/16, 2N].
+        scales: [G, N].
+        zeros: like ``scales``, or None.
+        bias: [N] or None.
+        group_size: 32, 64, 128 or -1, as the kernels take it.
+        evict: called when one of the tensors goes.
+    """
+
+    __slots__ = ("_addresses", "_calls", "_group_size", "_index", "_k", "_n", "_tensors")
+
+    def __init__(
+        self,
+        words: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        bias: Tensor | None,
+        group_size: int,
+        evict: Callable[[object], object],
+    ) -> None:
+        self._k, self._n = words.shape[0] * 16, words.shape[1] // 2
+        self._index = words.device.index
+        self._group_size = group_size
+        self._tensors = [
+            None if tensor is None else weakref.ref(tensor, evict) for tensor in (words, scales, zeros, bias)
+        ]
+        self._addresses = _addresses(words, scales, zeros, bias)
+        self._calls: dict[tuple[int, Demands], Call] = {}
+
+    def run(
+        self, x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
+    ) -> Tensor | None:
+        """[..., N] in the dtype of ``x``; None where this call needs the operator's checks again."""
+        address = x.data_ptr()
+        if (
+            x.shape[-1] != self._k
+            or x.get_device() != self._index
+            or address % 16
+            or not x.is_contiguous()
+            or self._addresses != _addresses(words, scales, zeros, bias)
+        ):
+            return None
+        out = x.new_empty((*x.shape[:-1], self._n))
+        m = x.numel() // self._k
+        if m:
+            demanded = demands()
+            call = self._calls.get((m, demanded))
+            if call is None:
+                rows = Operands(x.view(m, self._k), words, scales, zeros, bias, out.view(m, self._n))
+                if len(self._calls) == _MAX_CALLS:
+                    self._calls.clear()
+                call = self._calls[m, demanded] = prepare(rows, self._group_size)
+            call.start(address, self._k, out.data_ptr())
+        return out
+
+
+def _addresses(
+    words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
+) -> tuple[int, int, int, int]:
+    return (
+        words.data_ptr(),
+        scales.data_ptr(),
+        0 if zeros is None else zeros.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+    )
+
+
+_plans: dict[Key, Plan] = {}
+find = _plans.get
+
+
+def key_of(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    out_features: int,
+) -> Key:
+    """What a plan is found by: the identity of the tensors, which it outlives none of."""
+    return id(words), id(scales), id(zeros), id(bias), group_size, out_features, x.dtype
+
+
+def remember(
+    key: Key, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, group_size: int
+) -> None:
+    """Keep a plan for operands that have been checked, until one of them goes."""
+    _plans[key] = Plan(words, scales, zeros, bias, group_size, lambda _: _plans.pop(key, None))
