@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -111,4 +112,6 @@ def remember(
     key: Key, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, group_size: int
 ) -> None:
     """Keep a plan for operands that have been checked, until one of them goes."""
-    _plans[key] = Plan(words, scales, zeros, bias, group_size, lambda _: _plans.pop(key, None))
+    # At the interpreter's end tensors may go after this module's names.
+    evict = partial(_plans.pop, key)
+    _plans[key] = Plan(words, scales, zeros, bias, group_size, evict)
