@@ -84,7 +84,7 @@ FAULTS = [
                 "sums read too early",
                 "#endif\n        __syncthreads();",
                 "#endif\n        ;",
-                "without waiting for it",
+                "without waiting for it|may still be reading",
             ),
         ],
     ),

@@ -125,6 +125,19 @@ def test_a_deadlock_says_who_waits_where(probe: Probe) -> None:
     assert "32 threads wait for barrier 0, where 32 of 96 threads are: block 0 warp 1;" in said
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("if (lane < 16) __syncthreads(); else __syncwarp();", "while other lanes of its warp execute"),
+        ("if (warp == 0) registers_shrink<24>();", "setmaxnreg by some warps of a warpgroup"),
+        ("if (lane == 0) return; __syncthreads();", "the other lanes at bar.sync, where 31 of 32 are"),
+    ],
+)
+def test_instructions_that_want_whole_warps(probe: Probe, body: str, message: str) -> None:
+    with pytest.raises(KernelFault, match=message):
+        probe.run(body, _words(1), _words(1), threads=64)
+
+
 FAULTS = {
     "out[64] = 1;": "probe.cu:6: .*a store of 4 bytes out of bounds of global memory: 4 bytes past .* out",
     "out[0] = lane;": "writes byte 0 of out a second time",

@@ -42,6 +42,11 @@ void arrive(u32 address, int64_t expected, const char* instruction) {
     maybe_yield(4);
 }
 
+// Instructions that are ".aligned" want whole warps, all lanes at the same one.
+void align(const char* instruction) {
+    gather(instruction, nullptr, [](Warp&, void* const*) {});
+}
+
 }  // namespace
 
 void join_lanes(Warp& warp) {
@@ -138,6 +143,7 @@ void check_barriers_at_end(const Block& block) {
 
 void block_barrier(u32 index, u32 threads) {
     if (index >= 16 || !threads || threads % LANES) fail("bar.sync %u, %u", index, threads);
+    align("bar.sync");
     NumberedBarrier& barrier = self->block->numbered[index];
     if (barrier.arrived && barrier.threads != threads)
         fail("bar.sync %u for %u threads while others wait there for %u", index, threads, barrier.threads);
@@ -162,6 +168,7 @@ void block_barrier(u32 index, u32 threads) {
 // barrier.cluster.
 
 void cluster_arrive() {
+    align("barrier.cluster.arrive");
     if (self->cluster_arrivals != self->clock.counts[Agents::other_blocks()])
         fail("barrier.cluster.arrive a second time without a wait");
     self->block->gathered_for_cluster.join(self->clock);
@@ -177,6 +184,7 @@ void cluster_arrive() {
 }
 
 void cluster_wait() {
+    align("barrier.cluster.wait");
     if (self->cluster_arrivals == self->clock.counts[Agents::other_blocks()])
         fail("barrier.cluster.wait without an arrival");
     wait_until(
@@ -200,6 +208,7 @@ void wait_for_previous_kernel() {
 // setmaxnreg: registers of a block move between its threads; who wants more waits until others have given them up.
 
 void registers_shrink(u32 count) {
+    align("setmaxnreg.dec");
     if (count % 8 || count < 24 || count > self->registers)
         fail("setmaxnreg.dec to %u registers from %u", count, self->registers);
     self->block->spare_registers += self->registers - count;
@@ -208,6 +217,7 @@ void registers_shrink(u32 count) {
 }
 
 void registers_grow(u32 count) {
+    align("setmaxnreg.inc");
     if (count % 8 || count > 256 || count < self->registers)
         fail("setmaxnreg.inc to %u registers from %u", count, self->registers);
     Block& block = *self->block;

@@ -180,13 +180,16 @@ void check_products_at_exit(const Fiber& fiber) {
     if (fiber.products.issued != fiber.products.completed) fail("the thread ends with a wgmma in flight");
 }
 
-// The four warps of a warpgroup execute the same products on the same operand B.
+// The four warps of a warpgroup execute the same products on the same operand B, and change their registers together.
 void check_warpgroups(const Block& block) {
     for (size_t warp = 0; warp < block.warps.size(); ++warp) {
-        const ProductQueue& mine = block.fibers[warp * LANES]->products;
-        const size_t leader = warp / WARPGROUP * WARPGROUP;
-        if (mine.history != block.fibers[leader * LANES]->products.history)
-            fail("warps %zu and %zu of a warpgroup of block %u executed different products", leader, warp, block.index);
+        const size_t first = warp / WARPGROUP * WARPGROUP;
+        const Fiber &mine = *block.fibers[warp * LANES], &leader = *block.fibers[first * LANES];
+        if (mine.products.history != leader.products.history)
+            fail("warps %zu and %zu of a warpgroup of block %u executed different products", first, warp, block.index);
+        if (mine.registers != leader.registers)
+            fail("setmaxnreg by some warps of a warpgroup: %u registers for warp %zu of block %u, %u for warp %zu",
+                 leader.registers, first, block.index, mine.registers, warp);
     }
 }
 
