@@ -20,9 +20,11 @@ _PROBLEM = Problem(11, 320, 1344, 64, zeros=True, bfloat16=False)
 STREAM = Case(_PROBLEM, StreamConfig(2, 2, 1, 8, True, 1, 3, 1), x_padding=8)
 CLUSTERED = replace(STREAM, config=replace(STREAM.config, cluster=2))
 UNBIASED = replace(STREAM, bias=False)
-BULK = replace(STREAM, config=BulkConfig(2, 2, 1, 1, 2, 1))
-SPLIT = replace(STREAM, config=WarpgroupConfig(16, False, 1, 2, 1, 2, 1, 132))
-PERSISTENT = replace(STREAM, config=WarpgroupConfig(16, True, 1, 1, 1, 2, 1, 1))
+BULK = replace(STREAM, config=BulkConfig(2, 2, 1, 8, 1, 4, 1))
+PUSHED = replace(STREAM, config=BulkConfig(1, 2, 1, 8, 2, 4, 1))
+SHARED_STAGES = replace(STREAM, config=BulkConfig(1, 2, 1, 8, 1, 3, 1))
+SPLIT = replace(STREAM, config=WarpgroupConfig(16, False, 1, 2, 8, 1, 4, 1, 132))
+PERSISTENT = replace(STREAM, config=WarpgroupConfig(16, True, 1, 1, 8, 1, 2, 1, 1))
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ FAULTS = [
         ],
     ),
     *_in(
-        BULK,
+        SPLIT,
         "reduction.cuh",
         [
             ("rows past M", "min(TileM, M - m0)", "TileM", "out of bounds of global memory: .* out"),
@@ -178,65 +180,127 @@ FAULTS = [
     ),
     *_in(
         BULK,
-        "w4a16_bulk.cu",
+        "feed.cuh",
         [
             (
                 "a ring that is not aligned",
-                "(shared_address(shared) + 1023) / 1024 * 1024",
-                "shared_address(shared)",
-                f"leaves its bytes|{WRONG}",
-            ),
-            (
-                "a full stage not waited for",
-                "step / STAGES % 2);",
-                "(step / STAGES + 1) % 2);",
-                "asynchronous copy|without waiting for it|deadlock|overwrites what",
+                "(shared_address(memory) + 1023) / 1024 * 1024",
+                "shared_address(memory) + 128",
+                f"leaves its bytes|out of bounds|{WRONG}",
             ),
             (
                 "an empty stage not waited for",
-                "if (step >= STAGES) barrier_wait(empty...;",
+                "ring.wait_empty();",
                 "",
-                "overwrites what|asynchronous copy",
-            ),
-            (
-                "a lane that speaks for its warp unasked",
-                "__syncwarp();\n            if (lane == 0) barrier_arrive",
-                "if (lane == 0) barrier_arrive",
-                "overwrites what thread",
+                "overwrites what|asynchronous copy|all the phase's arrivals",
             ),
             (
                 "more bytes expected than copied",
-                "bytes = SLABS * SLAB_BYTES +",
-                "bytes = 16 + SLABS * SLAB_BYTES +",
+                "barrier_expect(barrier, COPIED_BYTES);",
+                "barrier_expect(barrier, COPIED_BYTES + 16);",
                 "deadlock.*mbarrier.* bytes that no copy will bring",
             ),
             (
                 "fewer bytes expected than copied",
-                "bytes = SLABS * SLAB_BYTES +",
-                "bytes = SLABS * SLAB_BYTES - 16 +",
+                "barrier_expect(barrier, COPIED_BYTES);",
+                "barrier_expect(barrier, COPIED_BYTES - 16);",
                 r"deadlock.*mbarrier.* -\d+ bytes",
             ),
             (
                 "a whole copy not expected",
-                "bytes = SLABS * SLAB_BYTES +",
-                "bytes = SLAB_BYTES +",
+                "barrier_expect(barrier, COPIED_BYTES);",
+                "barrier_expect(barrier, COPIED_BYTES - SLAB_BYTES);",
                 "fewer bytes were expected|overwrites what|deadlock",
             ),
             ("an initialisation without its fence", "barrier_init_fence();", "", "no fence has made visible"),
+            ("activations before the wait", "wait_for_previous_kernel();", "", "touches x without waiting"),
+            (
+                "a slab in another's place",
+                "at + slab * SLAB_BYTES",
+                "at",
+                "overwrites what|asynchronous copy",
+            ),
+            ("zero points instead of scales", "SCALES_AT, &maps.scales", "SCALES_AT, &maps.zeros", WRONG),
+        ],
+    ),
+    *_in(
+        BULK,
+        "w4a16_bulk.cu",
+        [
+            (
+                "a full stage not waited for",
+                "ring.wait_full();",
+                "",
+                "asynchronous copy|without waiting for it|overwrites what",
+            ),
+            (
+                "a lane that speaks for its warp unasked",
+                "__syncwarp();\n        if (lane == 0) ring.release();",
+                "if (lane == 0) ring.release();",
+                "overwrites what thread",
+            ),
             (
                 "an initialisation not waited for",
-                "barrier_init_fence();\n    }\n    __syncthreads();",
-                "barrier_init_fence();\n    }",
+                "    __syncthreads();\n    if (CLUSTER > 1)",
+                "    if (CLUSTER > 1)",
                 "no mbarrier was initialised|waiting for the initialisation",
             ),
             (
-                "a barrier for too many threads",
-                "barrier_sync(1, WARPS * 32)",
-                "barrier_sync(1, WARPS * 32 + 32)",
-                "deadlock.*barrier 1, where 128 of 160 threads are",
+                "sums not waited for",
+                "barrier_wait_cluster(all_received, 0);",
+                "",
+                "asynchronous copy|without waiting for it",
             ),
-            ("the ring reused too early", "barrier_sync(1, WARPS * 32);", "", "overwrites what"),
-            ("activations before the wait", "wait_for_previous_kernel();", "", "touches x without waiting"),
+            (
+                "fewer sums expected than sent",
+                "PARTS * slots * blocks_m * 512",
+                "PARTS * slots * blocks_m * 512 - 16",
+                "deadlock.*mbarrier.* bytes|fewer bytes were expected",
+            ),
+            ("rows past M", "if (m < rows_m)", "", "out of bounds of global memory: .* out|a second time"),
+            ("columns past N", "if (n >= N) continue;", "", "out of bounds of global memory|a second time"),
+            (
+                "sums not transposed",
+                "transpose_matrix(E::narrow(...));",
+                "E::narrow(sum[2 * h], sum[2 * h + 1]);",
+                WRONG,
+            ),
+        ],
+    ),
+    *_in(
+        PUSHED,
+        "w4a16_bulk.cu",
+        [
+            (
+                "sums sent before the owner has begun",
+                "if (CLUSTER > 1) cluster_wait();",
+                "",
+                "without waiting for the initialisation",
+            ),
+            (
+                "an acquire of the block alone",
+                "barrier_wait_cluster(all_received, 0);",
+                "barrier_wait(all_received, 0);",
+                "takes .acquire.cluster",
+            ),
+            (
+                "sums sent to another's place",
+                "block / CLUSTER) * SLOT_BYTES",
+                "block) * SLOT_BYTES",
+                f"overwrites|bounds|{WRONG}",
+            ),
+        ],
+    ),
+    *_in(
+        SHARED_STAGES,
+        "w4a16_bulk.cu",
+        [
+            (
+                "stages that change their part",
+                "static_assert(STAGES % WARPS_K == 0...;",
+                "",
+                "all the phase's arrivals|overwrites what|asynchronous copy|without waiting|deadlock",
+            ),
         ],
     ),
     *_in(
@@ -253,23 +317,22 @@ FAULTS = [
         [
             (
                 "a stage given back too early",
-                "matrix_wait<0>();\n                if (lane == 0) barrier_arrive(done);",
-                "if (lane == 0) barrier_arrive(done);\n                matrix_wait<0>();",
+                "matrix_wait<0>();\n                if (lane == 0) now.release();",
+                "if (lane == 0) now.release();\n                matrix_wait<0>();",
                 "overwrites what",
             ),
             (
                 "an arrival too many expected",
-                "CONSUMERS * 4);",
-                "CONSUMERS * 4 + 1);",
-                "deadlock.*mbarrier.* 1 of 9 arrivals",
+                "GROUPS_N * 4);",
+                "GROUPS_N * 4 + 1);",
+                "deadlock.*mbarrier.* 1 of 5 arrivals",
             ),
             (
                 "an arrival too few expected",
-                "CONSUMERS * 4);",
-                "CONSUMERS * 4 - 1);",
+                "GROUPS_N * 4);",
+                "GROUPS_N * 4 - 1);",
                 "all the phase's arrivals|overwrites what|deadlock",
             ),
-            ("activations before the wait", "wait_for_previous_kernel();", "", "touches x without waiting"),
             (
                 "an operand overwritten in flight",
                 "dequantize_row(a[(i + 1) % 2])",
@@ -312,20 +375,26 @@ FAULTS = [
     ),
     *_in(
         PERSISTENT,
-        "w4a16_wgmma.cu",
+        "feed.cuh",
         [
             (
                 "an empty stage not waited for",
-                "barrier_wait(empty + 8 * stage, parity);",
+                "ring.wait_empty();",
                 "",
                 "overwrites what|asynchronous copy|all the phase's arrivals",
             ),
             (
                 "a parity that never changes",
-                "stage = 0, parity ^= 1",
-                "stage = 0",
+                "stage -= STAGES, parity ^= 1",
+                "stage -= STAGES",
                 "deadlock|overwrites|asynchronous copy|without waiting|all the phase's arrivals",
             ),
+        ],
+    ),
+    *_in(
+        PERSISTENT,
+        "w4a16_wgmma.cu",
+        [
             (
                 "scratch memory reused too early",
                 "scratch + b % 2 * (NARROW_BYTES / 2)",

@@ -28,9 +28,12 @@ _TABLE = {
     r"cp\.async\.cg\.shared\.global": "copy_async",
     r"cp\.async\.commit_group": "copy_async_commit",
     r"cp\.async\.wait_group": "copy_async_wait",
-    r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes\.L2::cache_hint": "copy_bulk",
-    r"cp\.async\.bulk\.prefetch\.L2\.global": "prefetch_bulk",
     r"cp\.async\.bulk\.tensor\.2d\.shared::cluster\.global\.mbarrier::complete_tx::bytes": "copy_tensor_2d",
+    r"cp\.async\.bulk\.tensor\.3d\.shared::cluster\.global\.mbarrier::complete_tx::bytes\.L2::cache_hint": (
+        "copy_tensor_3d"
+    ),
+    r"cp\.async\.bulk\.prefetch\.tensor\.3d\.L2\.global": "prefetch_tensor_3d",
+    r"st\.async\.weak\.shared::cluster\.mbarrier::complete_tx::bytes\.v4\.b32": "store_async_v4",
     # Logic and Shift, Half-Precision Floating-Point
     r"lop3\.b32": "combine_bits",
     rf"sub\.{_ELEMENT}x2": "subtract_pairs<emulation::Element::{element}>",
@@ -41,7 +44,8 @@ _TABLE = {
     r"fence\.mbarrier_init\.release\.cluster": "barrier_init_fence",
     r"mbarrier\.arrive\.shared::cta\.b64": "barrier_arrive",
     r"mbarrier\.arrive\.expect_tx\.shared::cta\.b64": "barrier_arrive_expect",
-    r"mbarrier\.try_wait\.parity\.shared::cta\.b64": "barrier_try_wait",
+    r"mbarrier\.try_wait\.parity\.shared::cta\.b64": "barrier_try_wait<false>",
+    r"mbarrier\.try_wait\.parity\.acquire\.cluster\.shared::cta\.b64": "barrier_try_wait<true>",
     r"bar\.sync": "block_barrier",
     r"barrier\.cluster\.arrive\.release\.aligned": "cluster_arrive",
     r"barrier\.cluster\.wait\.acquire\.aligned": "cluster_wait",
@@ -55,6 +59,7 @@ _TABLE = {
     r"ldmatrix\.sync\.aligned\.m8n8\.x4\.trans\.shared\.b16": "load_matrices<true>",
     r"stmatrix\.sync\.aligned\.m8n8\.x4\.shared\.b16": "store_matrices<false>",
     r"stmatrix\.sync\.aligned\.m8n8\.x4\.trans\.shared\.b16": "store_matrices<true>",
+    r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16": "transpose_matrix",
     rf"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.{_ELEMENT}\.(?P=element)\.f32": (
         "multiply_fragments<emulation::Element::{element}>"
     ),

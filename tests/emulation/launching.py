@@ -15,7 +15,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from marlinq.kernels.driver import TensorMap
+from marlinq.kernels import operands
+from marlinq.kernels.driver import TENSOR_MAP_BYTES
 
 _MAX_FRAMES = 16
 _GAP = 1 << 16  # bytes between operands, so that running over one never reaches another
@@ -59,21 +60,38 @@ class _EmulatedTensorMap(ctypes.Structure):
 
     _fields_ = (
         ("begin", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-        ("box_rows", ctypes.c_int64),
-        ("box_columns", ctypes.c_int64),
-        ("rest", ctypes.c_ubyte * 80),
+        ("element_bytes", ctypes.c_int64),
+        ("swizzled", ctypes.c_int64),
+        ("extents", ctypes.c_int64 * 3),
+        ("strides", ctypes.c_int64 * 3),
+        ("box", ctypes.c_int64 * 3),
     )
 
 
-def _tensor_map(x: Tensor, box_rows: int) -> ctypes.Array[ctypes.c_ubyte]:
-    """Stands for :func:`marlinq.kernels.driver.tensor_map`, whose map only a GPU understands."""
-    if x.data_ptr() % 16 or (x.shape[0] > 1 and x.stride(0) % 8) or not 0 < box_rows <= 256:
-        raise ValueError(f"no tensor map of {list(x.shape)}, strides {x.stride()}, boxes of {box_rows} rows")
-    made = _EmulatedTensorMap(x.data_ptr(), x.shape[0], x.shape[1], x.stride(0), box_rows, 64)
-    return TensorMap.from_buffer_copy(made)
+def _encode_tensor_map(
+    address: int,
+    element_bytes: int,
+    extents: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    *,
+    swizzled: bool,
+) -> bytes:
+    """Stands for :func:`marlinq.kernels.driver.encode_tensor_map`, whose map only a GPU understands."""
+    # What cuTensorMapEncodeTiled refuses, as far as it concerns these maps.
+    aligned = not address % 16 and not any(stride % 16 for stride in strides)
+    if not aligned or not all(0 < size <= 256 for size in box) or box[0] * element_bytes % 16:
+        raise ValueError(f"no tensor map of {list(extents)}, strides {list(strides)}, boxes {list(box)}")
+    missing = 3 - len(extents)
+    made = _EmulatedTensorMap(
+        address,
+        element_bytes,
+        swizzled,
+        (*extents, *[1] * missing),
+        (element_bytes, *strides, *[0] * missing),
+        (*box, *[1] * missing),
+    )
+    return bytes(made).ljust(TENSOR_MAP_BYTES, b"\0")
 
 
 @dataclass(frozen=True)
@@ -212,6 +230,13 @@ def _source_line(library: str, frames: list[int]) -> str:
 
 @contextmanager
 def emulated_tensor_maps() -> Iterator[None]:
-    """Let the host make tensor maps for the emulation."""
-    with mock.patch("marlinq.kernels.operands.tensor_map", _tensor_map):
-        yield
+    """Let the host make tensor maps for the emulation, and keep none of them."""
+    caches = operands._activation_map, operands._weight_maps
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        with mock.patch("marlinq.kernels.operands.encode_tensor_map", _encode_tensor_map):
+            yield
+    finally:
+        for cache in caches:
+            cache.cache_clear()

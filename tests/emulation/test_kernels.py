@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -66,7 +67,7 @@ SPLITS: dict[str, Callable[[Any], bool]] = {
     "both": lambda config: config.parts == 4 and config.cluster == 2,
     "side by side": lambda config: config.parts == 1 and config.tile_n >= 256,
     "two blocks a multiprocessor": lambda config: config.min_blocks == 2 and config.parts == 2,
-    "the shallowest ring": lambda config: config.stages <= 3 and config.parts == 1,
+    "four rows a chunk": lambda config: config.rows == 4 and config.parts == 2,
 }
 
 
@@ -76,15 +77,24 @@ def test_ways_of_splitting(builder: Builder, kernel: Kernel, split: str) -> None
     number = list(SPLITS).index(split)
     m, group, zeros = ((7, 64, True), (16, -1, False), (50, 32, True))[number % 3]
     problem = Problem(m, 448, 1088, group, zeros, bfloat16=False)
-    config = next(c for _, _, c in estimates(problem, H200, kernel) if SPLITS[split](c))
-    right(builder, Case(problem, config, dependent=number % 2 == 0, seed=number))
+    found = [config for _, _, config in estimates(problem, H200, kernel) if SPLITS[split](config)]
+    if not found and split == "four rows a chunk":
+        pytest.skip("the stream kernel has four rows for the largest tile only, which it never splits")
+    right(builder, Case(problem, found[0], dependent=number % 2 == 0, seed=number))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_shallowest_ring(builder: Builder, kernel: Kernel) -> None:
+    problem = Problem(16, 448, 1088, 64, zeros=True, bfloat16=False)
+    config = next(config for _, _, config in estimates(problem, H200, kernel) if config.parts == 1)
+    right(builder, Case(problem, replace(config, stages=3 if kernel == "stream" else 2)))
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 def test_blocks_that_take_tile_after_tile(builder: Builder, blocks: int) -> None:
     for m, n, k, wide, group in ((20, 1088, 640, False, 128), (20, 832, 320, True, -1)):
         problem = Problem(m, n, k, group, zeros=True, bfloat16=blocks == 2)
-        config = WarpgroupConfig(8, wide, 1, 1, 1, 2, 1, blocks)
+        config = WarpgroupConfig(8, wide, 1, 1, 8, 1, 2, 1, blocks)
         assert config.tiles(problem) > 2 * blocks
         right(builder, Case(problem, config, dependent=wide, seed=blocks))
 
@@ -140,6 +150,7 @@ def test_channels_in_activation_order(builder: Builder, dependent: bool) -> None
         mock.patch("marlinq.kernels.gather.launch", launch),
         mock.patch("marlinq.kernels.gather._function"),
         mock.patch("marlinq.kernels.gather.on_device"),
+        mock.patch("marlinq.kernels.gather.device_numbers", return_value=H200),
         mock.patch("torch.empty", return_value=out),
         dependent_launches() if dependent else nullcontext(),
     ):

@@ -41,7 +41,7 @@ def test_operands_come_in_the_order_of_the_text() -> None:
 def test_blocks_declare_label_and_branch() -> None:
     text = "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again; }"
     found = ptx_to_cpp(text, [Operand("r", "a"), Operand("r", "b")], 7)
-    assert found.startswith("{ bool p; again_7: emulation::barrier_try_wait(p, ")
+    assert found.startswith("{ bool p; again_7: emulation::barrier_try_wait<false>(p, ")
     assert found.endswith("if (!p) goto again_7; }")
 
 

@@ -95,7 +95,7 @@ void barrier_arrive_expect(Sink, u32 address, u32 bytes) {
     arrive(address, bytes, "mbarrier.arrive.expect_tx");
 }
 
-void barrier_try_wait(Output<bool> done, u32 address, u32 parity) {
+void barrier_try_wait(Output<bool> done, u32 address, u32 parity, bool cluster_scope) {
     Block& block = *self->block;
     MemoryBarrier& barrier = barrier_at(block, address, "mbarrier.try_wait");
     if (parity > 1) fail("mbarrier.try_wait for parity %u", parity);
@@ -104,6 +104,8 @@ void barrier_try_wait(Output<bool> done, u32 address, u32 parity) {
     wait_until(barrier.waiters, complete, [&block, &parity, at = address] {
         return format("parity %u of %s", parity, describe_barrier(block, at).c_str());
     });
+    if (barrier.fed_by_other_blocks && !cluster_scope)
+        fail("mbarrier.try_wait acquires what other blocks stored; that takes .acquire.cluster");
     self->clock.join(barrier.released);
     self->clock.counts[Agents::barrier(barrier.index)] = barrier.completed_phases;
     done.set(true);
@@ -118,6 +120,24 @@ void begin_copy(uint32_t address, uint32_t bytes, const char* instruction) {
     // Who sees the copy complete has seen what its requester did before.
     barrier.gathered.join(self->clock);
     release();
+}
+
+Moment begin_store(Block& block, uint32_t address, uint32_t bytes, const char* instruction) {
+    const bool own = &block == self->block;
+    const auto found = block.barriers.find(address);
+    const Clock& known = own ? self->clock : block.released_by_cluster[self->clock.counts[Agents::other_blocks()]];
+    if (found == block.barriers.end() || !found->second.created.before(known))
+        fail("%s to block %u without waiting for the initialisation of its mbarrier", instruction, block.index);
+    MemoryBarrier& barrier = found->second;
+    if (!barrier.visible_to_copies)
+        fail("%s on an mbarrier whose initialisation no fence has made visible to other blocks", instruction);
+    barrier.bytes_in_flight += bytes;
+    if (own)
+        barrier.gathered.join(self->clock);
+    else
+        barrier.fed_by_other_blocks = true;
+    release();
+    return {Agents::barrier(barrier.index), barrier.completed_phases + 1};
 }
 
 Moment copy_moment(uint32_t address) {

@@ -20,20 +20,25 @@ void load_shared_v4(const Outputs4& values, u32 address);
 void load_cluster_v2(const std::array<Output<float>, 2>& values, u32 address);
 void map_cluster_address(Output<u32> result, u32 address, u32 rank);
 
-// Asynchronous copies: cp.async, cp.async.bulk, cp.async.bulk.tensor (copies.cpp).
+// Asynchronous copies: cp.async, cp.async.bulk.tensor, st.async (copies.cpp).
 void copy_async(u32 destination, u64 source, u32 bytes, u32 valid);
 void copy_async_commit();
 void copy_async_wait(u32 pending);
-void copy_bulk(u32 destination, u64 source, u32 bytes, u32 barrier, u64 cache_policy);
-void prefetch_bulk(u64 source, u32 bytes);
 void copy_tensor_2d(u32 destination, u64 map, const std::array<Input<u32>, 2>& at, u32 barrier);
+void copy_tensor_3d(u32 destination, u64 map, const std::array<Input<u32>, 3>& at, u32 barrier, u64 cache_policy);
+void prefetch_tensor_3d(u64 map, const std::array<Input<u32>, 3>& at);
+void store_async_v4(u32 address, const Inputs4& values, u32 barrier);
 
 // mbarrier, bar, barrier.cluster, griddepcontrol, setmaxnreg (barriers.cpp).
 void barrier_init(u32 barrier, u32 arrivals);
 void barrier_init_fence();
 void barrier_arrive(Sink, u32 barrier);
 void barrier_arrive_expect(Sink, u32 barrier, u32 bytes);
-void barrier_try_wait(Output<bool> done, u32 barrier, u32 parity);
+void barrier_try_wait(Output<bool> done, u32 barrier, u32 parity, bool cluster_scope);
+template <bool CLUSTER_SCOPE>
+void barrier_try_wait(Output<bool> done, u32 barrier, u32 parity) {
+    barrier_try_wait(done, barrier, parity, CLUSTER_SCOPE);
+}
 void block_barrier(u32 index, u32 threads);
 void cluster_arrive();
 void cluster_wait();
@@ -42,9 +47,10 @@ void wait_for_previous_kernel();
 void registers_grow(u32 count);
 void registers_shrink(u32 count);
 
-// Warp-level matrix instructions: ldmatrix, stmatrix, mma (matrix.cpp).
+// Warp-level matrix instructions: ldmatrix, stmatrix, movmatrix, mma (matrix.cpp).
 void load_matrices(const Outputs4& fragments, u32 address, bool transposed);
 void store_matrices(u32 address, const Inputs4& fragments, bool transposed);
+void transpose_matrix(Output<u32> result, u32 pair);
 void multiply_fragments(float* const (&d)[4], const Inputs4& a, const std::array<Input<u32>, 2>& b, Element element);
 
 template <bool TRANSPOSED>

@@ -102,6 +102,7 @@ struct MemoryBarrier {
     int64_t bytes = 0;
     int64_t bytes_in_flight = 0;
     bool visible_to_copies = false;
+    bool fed_by_other_blocks = false;
     const Fiber* creator = nullptr;
     Moment created;
     Clock released, gathered;
@@ -141,7 +142,7 @@ struct Block {
     Waiters register_waiters;
 };
 
-// A bulk or tensor copy in flight.
+// A tensor copy or a store to another block, in flight.
 struct BulkCopy {
     Block* block;
     uint32_t destination, bytes, barrier;
@@ -174,7 +175,7 @@ extern Fiber* self;  // the thread whose turn it is
 
 // Agents of a block's clocks: its threads, and what works for them asynchronously.
 struct Agents {
-    static constexpr unsigned MAX_BARRIERS = 64;
+    static constexpr unsigned MAX_BARRIERS = 96;
     static unsigned copies_of(const Fiber& f) { return machine.threads + f.thread; }
     static unsigned products_of(const Warp& w) { return 2 * machine.threads + w.index; }
     static unsigned barrier(unsigned index) { return 2 * machine.threads + machine.threads / LANES + index; }
@@ -208,6 +209,8 @@ void join_lanes(Warp& warp);
 // Copies that complete on an mbarrier: the agent's moment, the request, the landing.
 Moment copy_moment(uint32_t barrier);
 void begin_copy(uint32_t barrier, uint32_t bytes, const char* instruction);
+// The same for a store to another block of the cluster, at a moment that block's barrier of the cluster has shown us.
+Moment begin_store(Block& block, uint32_t barrier, uint32_t bytes, const char* instruction);
 void end_copy(Block& block, uint32_t barrier, uint32_t bytes);
 void land_one_copy();
 

@@ -48,6 +48,20 @@ void store(Warp&, void* const* operands) {
     });
 }
 
+void transpose(Warp&, void* const* operands) {
+    u32 given[LANES];
+    for (unsigned lane = 0; lane < LANES; ++lane) given[lane] = *static_cast<const u32*>(operands[lane]);
+    // Lane l holds row l / 4, columns 2 (l % 4) + {0, 1}.
+    for (unsigned lane = 0; lane < LANES; ++lane) {
+        u32 pair = 0;
+        for (unsigned half = 0; half < 2; ++half) {
+            const unsigned from_row = 2 * (lane % 4) + half, from_column = lane / 4;
+            pair |= (given[4 * from_row + from_column / 2] >> 16 * (from_column % 2) & 0xffffu) << 16 * half;
+        }
+        *static_cast<u32*>(operands[lane]) = pair;
+    }
+}
+
 struct FragmentOperands {
     float* const* d;
     u32 a[4], b[2];
@@ -101,6 +115,11 @@ void store_matrices(u32 address, const Inputs4& fragments, bool transposed) {
 }
 
 // Sums are exact before they are rounded to float once; hardware rounds earlier and more often.
+void transpose_matrix(Output<u32> result, u32 pair) {
+    gather("movmatrix", &pair, transpose);
+    result.set(pair);
+}
+
 void multiply_fragments(float* const (&d)[4], const Inputs4& a, const std::array<Input<u32>, 2>& b, Element element) {
     FragmentOperands mine = {
         d, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}, element == Element::HALF ? Half::widen : Bfloat16::widen};

@@ -57,14 +57,14 @@ void note_read(Granule& granule, const Clock& clock, Moment reader) {
     granule.reads[machine.random.below(Granule::READS)] = reader;
 }
 
-void check_write(const Granule& granule, uint32_t address, const char* what) {
+void check_write(const Granule& granule, const Clock& clock, uint32_t address, const char* what) {
     if (granule.state == Granule::IN_FLIGHT || granule.state == Granule::BARRIER)
         fail("%s writes %s, %s", what, state_name(granule.state), where(*self->block, address).c_str());
-    if (!granule.write.before(self->clock))
+    if (!granule.write.before(clock))
         fail("%s overwrites what %s writes without waiting for it, %s", what, Agents::name(granule.write).c_str(),
              where(*self->block, address).c_str());
     for (const Moment& read : granule.reads)
-        if (!read.before(self->clock))
+        if (!read.before(clock))
             fail("%s overwrites what %s may still be reading, %s", what, Agents::name(read).c_str(),
                  where(*self->block, address).c_str());
 }
@@ -171,7 +171,7 @@ unsigned char* write_shared(uint32_t address, uint32_t bytes, const char* what, 
     Block& block = *self->block;
     checked(block, address, bytes, what);
     each_granule(block, address, bytes, [&](Granule& granule, uint32_t at) {
-        check_write(granule, at, what);
+        check_write(granule, self->clock, at, what);
         granule.write = writer;
         granule.reads.fill(Moment());
         granule.state = Granule::WRITTEN;
@@ -198,6 +198,29 @@ void check_async_proxy(uint32_t address, uint32_t bytes, const char* what) {
 void claim_shared(uint32_t address, uint32_t bytes, const char* what, Moment writer) {
     memset(write_shared(address, bytes, what, writer), POISON, bytes);
     each_granule(*self->block, address, bytes, [](Granule& granule, uint32_t) { granule.state = Granule::IN_FLIGHT; });
+}
+
+uint32_t local_address(uint32_t address) { return address & ((1u << RANK_SHIFT) - 1); }
+
+Block& block_of_cluster_address(uint32_t address, const char* what) {
+    const u32 rank = (address >> RANK_SHIFT) == 0 ? self->block->rank : (address >> RANK_SHIFT) - 1;
+    Block& block = *machine.blocks[rank];
+    if (!block.running) fail("%s to block %u, which has ended", what, block.index);
+    return block;
+}
+
+void claim_in_cluster(Block& block, uint32_t address, uint32_t bytes, const char* what, Moment writer) {
+    const Clock& clock =
+        &block == self->block ? self->clock : block.released_by_cluster[self->clock.counts[Agents::other_blocks()]];
+    checked(block, address, bytes, what);
+    memset(block.shared + address, POISON, bytes);
+    each_granule(block, address, bytes, [&](Granule& granule, uint32_t at) {
+        check_write(granule, clock, at, what);
+        granule.write = writer;
+        granule.reads.fill(Moment());
+        granule.state = Granule::IN_FLIGHT;
+        granule.by_thread = true;
+    });
 }
 
 unsigned char* land_in_shared(Block& block, uint32_t address, uint32_t bytes) {
@@ -303,13 +326,11 @@ void map_cluster_address(Output<u32> result, u32 address, u32 rank) {
 // and counts in the other block as done when that barrier's next phase ends.
 void load_cluster_v2(const std::array<Output<float>, 2>& values, u32 address) {
     maybe_yield(32);
-    const u32 rank = (address >> RANK_SHIFT) == 0 ? self->block->rank : (address >> RANK_SHIFT) - 1;
-    const u32 local = address & ((1u << RANK_SHIFT) - 1);
+    const u32 local = local_address(address);
     if (local % 8) fail("ld.shared::cluster.v2 from an address that is no multiple of 8");
-    Block& block = *machine.blocks[rank];
+    Block& block = block_of_cluster_address(address, "ld.shared::cluster");
     checked(block, local, 8, "ld.shared::cluster");
     const bool own = &block == self->block;
-    if (!own && !block.running) fail("ld.shared::cluster reads from block %u, which has ended", block.index);
     const u32 waited = self->clock.counts[Agents::other_blocks()];
     const Clock& clock = own ? self->clock : block.released_by_cluster[waited];
     const Moment reader = own ? now() : Moment{Agents::other_blocks(), self->cluster_arrivals + 1};

@@ -25,6 +25,10 @@ void claim_for_bulk_copy(uint32_t address, uint32_t bytes, const char* what, Mom
 // Bulk copies and wgmma reach shared memory by another way (PTX ISA, "Async proxy"), which sees a thread's own stores only
 // behind a fence. No kernel has one yet, so the emulation doesn't know it either.
 void check_async_proxy(uint32_t address, uint32_t bytes, const char* what);
+// The same in any block of the cluster, whose memory its last barrier has to have shown us.
+Block& block_of_cluster_address(uint32_t address, const char* what);
+uint32_t local_address(uint32_t address);
+void claim_in_cluster(Block& block, uint32_t address, uint32_t bytes, const char* what, Moment writer);
 unsigned char* land_in_shared(Block& block, uint32_t address, uint32_t bytes);
 // A barrier object's bytes are for barrier instructions alone.
 void make_barrier_bytes(uint32_t address);
