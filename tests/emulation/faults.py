@@ -171,6 +171,18 @@ FAULTS = [
     ),
     *_in(
         BULK,
+        "hopper.cuh",
+        [
+            (
+                "a barrier asked only once",
+                '"@!done bra again;\\n"',
+                "",
+                "asynchronous copy|without waiting for it|overwrites what",
+            ),
+        ],
+    ),
+    *_in(
+        BULK,
         "reduction.cuh",
         [
             ("rows past M", "min(TileM, M - m0)", "TileM", "out of bounds of global memory: .* out"),
@@ -196,7 +208,7 @@ FAULTS = [
                 "an empty stage not waited for",
                 "if (step >= STAGES) barrier_wait(empty...;",
                 "",
-                "overwrites what|asynchronous copy",
+                "overwrites what|asynchronous copy|all the phase's arrivals",
             ),
             (
                 "a lane that speaks for its warp unasked",
@@ -267,7 +279,7 @@ FAULTS = [
                 "an arrival too few expected",
                 "CONSUMERS * 4);",
                 "CONSUMERS * 4 - 1);",
-                "all the phase's arrivals|overwrites what|deadlock",
+                "all the phase's arrivals|overwrites what|asynchronous copy|deadlock",
             ),
             ("activations before the wait", "wait_for_previous_kernel();", "", "touches x without waiting"),
             (

@@ -1,7 +1,7 @@
 // Asynchronous copies to shared memory (PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy").
 //
-// What a copy will overwrite is claimed, and poisoned, at once; the bytes arrive later, in any order. So a reader that does
-// not wait finds claimed memory, and a writer that does not wait for readers is found by the clocks.
+// What a copy will overwrite is claimed, and poisoned, at once; the bytes arrive later, in any order. So a reader that
+// does not wait finds claimed memory, and a writer that does not wait for readers is found by the clocks.
 #include <cstring>
 
 #include "machine.h"
@@ -24,8 +24,8 @@ struct EmulatedTensorMap {
     int64_t box_rows, box_columns;
 };
 
-// The 128-byte swizzle (PTX ISA, "Tensors: swizzling modes"): the 16-byte piece of a 128-byte row is exchanged by the row's
-// number modulo 8, both counted in the address itself.
+// The 128-byte swizzle (PTX ISA, "Tensors: swizzling modes"): the number of a 16-byte piece in its 128-byte row is
+// XOR-ed with the row's number modulo 8, both counted in the address itself.
 u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 
 }  // namespace
@@ -84,7 +84,8 @@ void copy_bulk(u32 destination, u64 source, u32 bytes, u32 barrier, u64) {
 
 // Moves nothing that a kernel could see, but the bytes have to exist.
 void prefetch_bulk(u64 source, u32 bytes) {
-    if (source % 16 || bytes % 16) fail("cp.async.bulk.prefetch of %u bytes; size and address must be multiples of 16", bytes);
+    if (source % 16 || bytes % 16)
+        fail("cp.async.bulk.prefetch of %u bytes; size and address must be multiples of 16", bytes);
     check_global(source, bytes, Access::READ, "cp.async.bulk.prefetch");
 }
 

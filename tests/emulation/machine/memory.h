@@ -22,8 +22,8 @@ void check_readable(uint32_t address, uint32_t bytes, const char* what);
 // An asynchronous copy claims its destination when it is requested; nobody may touch it until it has landed.
 void claim_shared(uint32_t address, uint32_t bytes, const char* what, Moment writer);
 void claim_for_bulk_copy(uint32_t address, uint32_t bytes, const char* what, Moment writer);
-// Bulk copies and wgmma reach shared memory by another way (PTX ISA, "Async proxy"), which sees a thread's own stores only
-// behind a fence. No kernel has one yet, so the emulation doesn't know it either.
+// Bulk copies and wgmma reach shared memory by another way (PTX ISA, "Async proxy"), which sees a thread's own stores
+// only behind a fence. No kernel has one yet, so the emulation doesn't know it either.
 void check_async_proxy(uint32_t address, uint32_t bytes, const char* what);
 unsigned char* land_in_shared(Block& block, uint32_t address, uint32_t bytes);
 // A barrier object's bytes are for barrier instructions alone.
