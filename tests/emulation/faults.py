@@ -172,6 +172,18 @@ FAULTS = [
         ],
     ),
     *_in(
+        BULK,
+        "hopper.cuh",
+        [
+            (
+                "a barrier asked only once",
+                'parity.shared::cta.b64 done, [%0], %1;\\n"\n        "@!done bra again;\\n"',
+                'parity.shared::cta.b64 done, [%0], %1;\\n"',
+                "asynchronous copy|without waiting for it|overwrites what",
+            ),
+        ],
+    ),
+    *_in(
         SPLIT,
         "reduction.cuh",
         [
@@ -331,7 +343,7 @@ FAULTS = [
                 "an arrival too few expected",
                 "GROUPS_N * 4);",
                 "GROUPS_N * 4 - 1);",
-                "all the phase's arrivals|overwrites what|deadlock",
+                "all the phase's arrivals|overwrites what|asynchronous copy|deadlock",
             ),
             (
                 "an operand overwritten in flight",

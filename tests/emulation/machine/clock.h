@@ -3,8 +3,8 @@
 // Two accesses to the same bytes, one of them a write, must be ordered by synchronisation, whatever order a run happens
 // to give them (PTX ISA, chapter "Memory consistency model", causality order). Every agent counts its own steps; a
 // synchronisation hands over the counts of whoever released it. An access by agent A at A's count c is ordered before
-// everything that an agent does once its clock has counts[A] >= c. So a missing barrier is found in every run in which the two
-// accesses occur, not only in runs whose timing breaks the result.
+// everything that an agent does once its clock has counts[A] >= c. So a missing barrier is found in every run in which
+// the two accesses occur, not only in runs whose timing breaks the result.
 #pragma once
 #include <algorithm>
 #include <cstddef>

@@ -1,7 +1,7 @@
 // Asynchronous copies to shared memory (PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy").
 //
-// What a copy will overwrite is claimed, and poisoned, at once; the bytes arrive later, in any order. So a reader that does
-// not wait finds claimed memory, and a writer that does not wait for readers is found by the clocks.
+// What a copy will overwrite is claimed, and poisoned, at once; the bytes arrive later, in any order. So a reader that
+// does not wait finds claimed memory, and a writer that does not wait for readers is found by the clocks.
 #include <cstring>
 
 #include "machine.h"
@@ -24,8 +24,8 @@ struct EmulatedTensorMap {
     int64_t extents[3], strides[3], box[3];  // the contiguous dimension first; strides in bytes
 };
 
-// The 128-byte swizzle (PTX ISA, "Tensors: swizzling modes"): the 16-byte piece of a 128-byte row is exchanged by the row's
-// number modulo 8, both counted in the address itself.
+// The 128-byte swizzle (PTX ISA, "Tensors: swizzling modes"): the number of a 16-byte piece in its 128-byte row is
+// XOR-ed with the row's number modulo 8, both counted in the address itself.
 u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 
 }  // namespace

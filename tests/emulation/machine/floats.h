@@ -24,8 +24,8 @@ uint16_t round_to_16_bits(double value) {
     if (std::isnan(value)) return 0x7fff;  // the canonical NaN of cvt
     if (exponent > BIAS) return static_cast<uint16_t>(sign | INFINITE);
     if (exponent < 1 - BIAS)  // subnormal: a count of the smallest unit
-        return static_cast<uint16_t>(sign | static_cast<uint64_t>(std::nearbyint(
-                                                std::ldexp(std::fabs(value), BIAS - 1 + MANTISSA))));
+        return static_cast<uint16_t>(
+            sign | static_cast<uint64_t>(std::nearbyint(std::ldexp(std::fabs(value), BIAS - 1 + MANTISSA))));
     // A carry out of the mantissa lands in the exponent, where it belongs, up to infinity.
     const uint64_t rounded = (magnitude + (1ull << (CUT - 1)) - 1 + (magnitude >> CUT & 1)) >> CUT;
     return static_cast<uint16_t>(sign | (rounded - (static_cast<uint64_t>(1023 - BIAS) << MANTISSA)));
@@ -34,9 +34,9 @@ uint16_t round_to_16_bits(double value) {
 struct Half {
     static float widen(uint16_t bits) {
         const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
-        const float magnitude = exponent == 31 ? (mantissa ? NAN : INFINITY)
-                                : exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -24)
-                                                : float_of(static_cast<uint32_t>(exponent + 112) << 23 | mantissa << 13);
+        float magnitude = float_of(static_cast<uint32_t>(exponent + 112) << 23 | mantissa << 13);
+        if (exponent == 0) magnitude = std::ldexp(static_cast<float>(mantissa), -24);
+        if (exponent == 31) magnitude = mantissa ? NAN : INFINITY;
         return bits & 0x8000 ? -magnitude : magnitude;
     }
     static uint16_t narrow(double value) { return round_to_16_bits<5, 10>(value); }

@@ -1,7 +1,7 @@
 // The machine that runs a kernel: threads as fibers of one host thread, scheduled at random but reproducibly.
 //
-// Clusters of a grid run one after another; the threads of a cluster take turns. A thread gives up its turn where it has
-// to wait, at synchronising instructions and, now and then, at accesses to shared memory.
+// Clusters of a grid run one after another; the threads of a cluster take turns. A thread gives up its turn where it
+// has to wait and, now and then, at synchronising instructions and at accesses to shared memory.
 #pragma once
 #include <array>
 #include <csetjmp>

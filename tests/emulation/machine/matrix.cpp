@@ -18,7 +18,7 @@ MatrixOperands& matrix_operands(void* const* operands, unsigned lane) {
     return *static_cast<MatrixOperands*>(operands[lane]);
 }
 
-// Calls act(row's memory, the lane's register, bytes 2 * column, bits 16 * half) for every element of the four 8x8 matrices.
+// Calls act(the element's memory, the register that holds it, and its shift there) for the four 8x8 matrices' elements.
 template <typename ACT>
 void each_element(void* const* operands, bool transposed, ACT act) {
     for (unsigned matrix = 0; matrix < 4; ++matrix)

@@ -1,3 +1,4 @@
+// Who may touch which bytes, and the loads that are plain ones.
 #include "memory.h"
 
 #include <sys/mman.h>
@@ -17,13 +18,12 @@ unsigned char* windows = nullptr;
 // What uninitialised and in-flight memory holds: NaN in every float format, and an index far out of bounds.
 constexpr int POISON = 0xff;
 
-uint32_t checked(const Block& block, uint32_t address, uint32_t bytes, const char* what) {
+void check_bounds(const Block& block, uint32_t address, uint32_t bytes, const char* what) {
     const bool fixed = address >= SYSTEM_SHARED_BYTES && address + bytes <= machine.static_end;
     const bool dynamic = address >= block.dynamic_at && address + bytes <= block.shared_end;
     if (!fixed && !dynamic)
         fail("%s out of bounds of shared memory: %u bytes at %u, dynamic memory is [%u, %u)", what, bytes, address,
              block.dynamic_at, block.shared_end);
-    return address;
 }
 
 const char* state_name(Granule::State state) {
@@ -100,7 +100,7 @@ std::string nearest_range(uintptr_t address) {
 
 // Every plain access of the kernel comes through here, before it is made.
 void plain_access(const void* pointer, uint32_t bytes, bool write) {
-    if (!self) return;
+    if (!self) return;  // the library's own entry
     const auto* byte = static_cast<const unsigned char*>(pointer);
     const size_t on_stack = static_cast<size_t>(static_cast<const char*>(pointer) - self->stack);
     if (on_stack < STACK_BYTES) {
@@ -145,7 +145,8 @@ void make_shared_memory(Block& block) {
     block.dynamic_at = machine.dynamic_at;
     block.shared_end = block.dynamic_at + machine.launch.dynamic_bytes;
     if (block.rank >= WINDOWS || block.shared_end > WINDOW_BYTES)
-        fail("%u blocks a cluster with %u bytes of dynamic shared memory", machine.cluster, machine.launch.dynamic_bytes);
+        fail("%u blocks a cluster with %u bytes of dynamic shared memory", machine.cluster,
+             machine.launch.dynamic_bytes);
     block.shared = windows + block.rank * WINDOW_BYTES;
     memset(block.shared, POISON, block.shared_end);
     block.granules.assign((block.shared_end + 1) / 2, Granule());
@@ -159,7 +160,7 @@ uint64_t offset_in_library(const void* address) {
 
 const unsigned char* read_shared(uint32_t address, uint32_t bytes, const char* what, Moment reader) {
     Block& block = *self->block;
-    checked(block, address, bytes, what);
+    check_bounds(block, address, bytes, what);
     each_granule(block, address, bytes, [&](Granule& granule, uint32_t at) {
         check_read(granule, self->clock, at, what);
         note_read(granule, self->clock, reader);
@@ -169,7 +170,7 @@ const unsigned char* read_shared(uint32_t address, uint32_t bytes, const char* w
 
 unsigned char* write_shared(uint32_t address, uint32_t bytes, const char* what, Moment writer) {
     Block& block = *self->block;
-    checked(block, address, bytes, what);
+    check_bounds(block, address, bytes, what);
     each_granule(block, address, bytes, [&](Granule& granule, uint32_t at) {
         check_write(granule, self->clock, at, what);
         granule.write = writer;
@@ -182,7 +183,7 @@ unsigned char* write_shared(uint32_t address, uint32_t bytes, const char* what, 
 
 void check_readable(uint32_t address, uint32_t bytes, const char* what) {
     Block& block = *self->block;
-    checked(block, address, bytes, what);
+    check_bounds(block, address, bytes, what);
     each_granule(block, address, bytes,
                  [&](const Granule& granule, uint32_t at) { check_read(granule, self->clock, at, what); });
 }
@@ -212,7 +213,7 @@ Block& block_of_cluster_address(uint32_t address, const char* what) {
 void claim_in_cluster(Block& block, uint32_t address, uint32_t bytes, const char* what, Moment writer) {
     const Clock& clock =
         &block == self->block ? self->clock : block.released_by_cluster[self->clock.counts[Agents::other_blocks()]];
-    checked(block, address, bytes, what);
+    check_bounds(block, address, bytes, what);
     memset(block.shared + address, POISON, bytes);
     each_granule(block, address, bytes, [&](Granule& granule, uint32_t at) {
         check_write(granule, clock, at, what);
@@ -229,7 +230,7 @@ unsigned char* land_in_shared(Block& block, uint32_t address, uint32_t bytes) {
 }
 
 void claim_for_bulk_copy(uint32_t address, uint32_t bytes, const char* what, Moment writer) {
-    checked(*self->block, address, bytes, what);
+    check_bounds(*self->block, address, bytes, what);
     check_async_proxy(address, bytes, what);
     claim_shared(address, bytes, what, writer);
     each_granule(*self->block, address, bytes, [](Granule& granule, uint32_t) { granule.by_thread = false; });
@@ -284,7 +285,8 @@ void* static_shared(unsigned variable, size_t bytes, size_t alignment) {
             fail("the emulation keeps %u bytes for static shared memory", STATIC_SHARED_BYTES);
         const uint32_t used = machine.static_end - SYSTEM_SHARED_BYTES + machine.launch.dynamic_bytes;
         if (used > machine.launch.shared_limit)
-            fail("static and dynamic shared memory take %u bytes, a block may have %u", used, machine.launch.shared_limit);
+            fail("static and dynamic shared memory take %u bytes, a block may have %u", used,
+                 machine.launch.shared_limit);
     }
     return self->block->shared + found->second;
 }
@@ -329,7 +331,7 @@ void load_cluster_v2(const std::array<Output<float>, 2>& values, u32 address) {
     const u32 local = local_address(address);
     if (local % 8) fail("ld.shared::cluster.v2 from an address that is no multiple of 8");
     Block& block = block_of_cluster_address(address, "ld.shared::cluster");
-    checked(block, local, 8, "ld.shared::cluster");
+    check_bounds(block, local, 8, "ld.shared::cluster");
     const bool own = &block == self->block;
     const u32 waited = self->clock.counts[Agents::other_blocks()];
     const Clock& clock = own ? self->clock : block.released_by_cluster[waited];

@@ -22,8 +22,8 @@ void check_readable(uint32_t address, uint32_t bytes, const char* what);
 // An asynchronous copy claims its destination when it is requested; nobody may touch it until it has landed.
 void claim_shared(uint32_t address, uint32_t bytes, const char* what, Moment writer);
 void claim_for_bulk_copy(uint32_t address, uint32_t bytes, const char* what, Moment writer);
-// Bulk copies and wgmma reach shared memory by another way (PTX ISA, "Async proxy"), which sees a thread's own stores only
-// behind a fence. No kernel has one yet, so the emulation doesn't know it either.
+// Bulk copies and wgmma reach shared memory by another way (PTX ISA, "Async proxy"), which sees a thread's own stores
+// only behind a fence. No kernel has one yet, so the emulation doesn't know it either.
 void check_async_proxy(uint32_t address, uint32_t bytes, const char* what);
 // The same in any block of the cluster, whose memory its last barrier has to have shown us.
 Block& block_of_cluster_address(uint32_t address, const char* what);

@@ -80,7 +80,7 @@ __attribute__((noinline)) void suspend() {
 }
 
 // Even: every warp has the same chance at every turn. Skewed: the warp of the highest priority runs as long as it can,
-// and priorities change at a few random points; that drives warps apart as far as the kernel's synchronisation lets them
+// and priorities change at a few random points; that drives warps apart as far as the kernel's synchronisation allows
 // (Burckhardt et al., "A randomized scheduler with probabilistic guarantees of finding bugs", ASPLOS 2010).
 Warp* choose_warp() {
     if (!machine.skewed) return machine.runnable[machine.random.below(machine.runnable.size())];
@@ -203,11 +203,12 @@ void make_cluster(unsigned first_block, StackPool& stacks) {
     }
 }
 
-// Runs the whole grid; locals that a failure's jump would leave behind live in the caller.
+// A failure jumps out of here; the few bytes that the frames between own are lost.
 void run_grid(StackPool& stacks) {
     const Launch& launch = machine.launch;
     if (launch.threads % LANES || launch.threads > 1024) fail("blocks of %u threads", launch.threads);
-    if (launch.grid % machine.cluster) fail("%u blocks are no whole clusters of %u", launch.grid, machine.cluster);
+    if (launch.grid % machine.cluster)
+        fail("%u blocks are no whole clusters of %u", launch.grid, machine.cluster);
     std::vector<unsigned> order(launch.grid / machine.cluster);
     for (unsigned i = 0; i < order.size(); ++i) order[i] = i;
     for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[machine.random.below(i)]);

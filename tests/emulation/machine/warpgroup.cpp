@@ -32,8 +32,8 @@ struct OperandB {
     }
 };
 
-// Whether the thread wrote a variable since its fence of that number: asynchronous products use registers from the fence to
-// the wait, and nobody may write them in between.
+// Whether the thread wrote a variable since its fence of that number: asynchronous products use registers from the
+// fence to the wait, and nobody may write them in between.
 bool written_since(const Fiber& fiber, const void* home, uint32_t fence) {
     const size_t on_stack = static_cast<size_t>(static_cast<const char*>(home) - fiber.stack);
     return on_stack < STACK_BYTES && fiber.stamps[on_stack / 4] >= fence;
