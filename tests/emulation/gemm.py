@@ -19,6 +19,7 @@ from tests.kernels.problems import BOUND, random_operands, relative_error
 
 SOURCES = Path(marlinq.kernels.__file__).parent / "cuda"
 H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
+AMPERE = Device("sm_86", multiprocessors=84, shared_bytes=101_376)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from marlinq.kernels import GROUP_SIZES, Problem
 from marlinq.kernels.decision import KERNELS, estimates
 from marlinq.kernels.warpgroup import WarpgroupConfig
 from tests.emulation.build import Builder
-from tests.emulation.gemm import H200, Case, bound, run
+from tests.emulation.gemm import AMPERE, H200, Case, bound, run
 from tests.emulation.launching import KernelFault
 
 # In units of 64. Every length of a last chunk and a last tile, and enough steps to go round every ring twice.
@@ -34,8 +34,9 @@ def draw(rng: random.Random) -> Case:
         if group > 0 and (k % group or k == group):
             continue
         problem = Problem(m, n, k, group, rng.random() < 0.5, rng.random() < 0.5)
+        device = AMPERE if rng.random() < 0.1 else H200
         invariant = rng.random() < 0.2
-        configs = [config for _, _, config in estimates(problem, H200, rng.choice(KERNELS), invariant)]
+        configs = [config for _, _, config in estimates(problem, device, rng.choice(KERNELS), invariant)]
         if configs:
             config = rng.choice(configs)
             if isinstance(config, WarpgroupConfig):
@@ -44,10 +45,11 @@ def draw(rng: random.Random) -> Case:
             return Case(
                 problem,
                 config,
-                dependent=rng.random() < 0.5,
+                dependent=device.has_clusters and rng.random() < 0.5,
                 bias=rng.random() < 0.5,
                 x_padding=rng.choice((0, 8, 64)),
                 seed=rng.getrandbits(31),
+                capability=device.capability,
             )
 
 

@@ -17,7 +17,7 @@ from marlinq.kernels.decision import KERNELS, Kernel, KernelConfig, estimates
 from marlinq.kernels.gather import gather_channels
 from marlinq.kernels.warpgroup import WarpgroupConfig
 from tests.emulation.build import Builder
-from tests.emulation.gemm import H200, SOURCES, Case, bound, run
+from tests.emulation.gemm import AMPERE, H200, SOURCES, Case, bound, run
 from tests.emulation.launching import EmulatedKernel, Memory, apart
 
 # (M, N, K, group, zeros, bfloat16, dependent, elements between rows of x): every pair of features with the
@@ -118,9 +118,8 @@ def test_batch_invariant_sums(builder: Builder) -> None:
 
 @pytest.mark.parametrize("m", [1, 9, 33])
 def test_gpus_without_clusters(builder: Builder, m: int) -> None:
-    device = Device("sm_86", multiprocessors=84, shared_bytes=101_376)
     problem = Problem(m, 320, 832, 64, zeros=m == 9, bfloat16=m == 33)
-    right(builder, Case(problem, chosen("stream", problem, device), capability=device.capability))
+    right(builder, Case(problem, chosen("stream", problem, AMPERE), capability=AMPERE.capability))
 
 
 def test_no_bias_and_a_single_row_of_any_stride(builder: Builder) -> None:
