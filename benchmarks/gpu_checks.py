@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_checks.py OUT                        all of it
     python benchmarks/gpu_checks.py OUT --piece fuzz --piece memcheck
-    python benchmarks/gpu_checks.py OUT --without bench --within 560
+    python benchmarks/gpu_checks.py OUT --without bench-llama-3-70b --within 560
 
 Pieces that only check run side by side, the timed ones alone after them. A piece that fails or exceeds its
 limit does not stop the others. OUT gets NAME.log of every piece, NAME.json of those that measure, and
@@ -27,7 +27,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 _BENCHMARKS = ROOT / "benchmarks"
 _TOOLKIT = Path("/usr/local/cuda/bin")
-_MODELS = ("--model", "llama-3-8b", "--model", "llama-3-70b")
 _GRACE_SECONDS = 5
 
 
@@ -80,14 +79,20 @@ def _sanitizer(tool: str, limit: int) -> Piece:
     )
 
 
-def _sweep(kernel: str, batches: str) -> Piece:
+def _sweep(kernel: str, batches: str, most: int) -> Piece:
     script = str(_BENCHMARKS / "kernel_sweep.py")
-    sizes = ("--batch", batches, "--most", "8", "--json", "{json}")
-    return Piece(f"sweep-{kernel}", (script, "--kernel", kernel, *_MODELS, *sizes), 240, timed=True)
+    sizes = ("--model", "llama-3-8b", "--batch", batches, "--most", str(most), "--json", "{json}")
+    return Piece(f"sweep-{kernel}", (script, "--kernel", kernel, *sizes), 300, timed=True)
 
 
-def pieces() -> list[Piece]:
-    """All pieces, in the order in which they are started."""
+def _bench(model: str) -> Piece:
+    demands = ("--model", model, "--against", "cublas,humming", "--explain", "--json")
+    command = ("-m", "marlinq.cli", "bench", "kernels", *demands)
+    return Piece(f"bench-{model}", command, 500, timed=True, prints_json=True)
+
+
+def pieces(checkpoint: Path | None) -> list[Piece]:
+    """All pieces, in the order in which they are started; without a checkpoint not those that need one."""
     marked = [
         path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text("utf-8")
     ]
@@ -106,27 +111,17 @@ def pieces() -> list[Piece]:
         *(_tests(f"tests-{room}", files, 180) for room, files in sorted(rooms.items())),
         Piece("host-cost", (str(_BENCHMARKS / "host_cost.py"), "--json", "{json}"), 120, timed=True),
         Piece("chain", (chain, "--batch", "1", "--batch", "16", "--json"), 150, timed=True, prints_json=True),
-        Piece(
-            "bench",
-            (
-                "-m",
-                "marlinq.cli",
-                "bench",
-                "kernels",
-                *_MODELS,
-                "--against",
-                "cublas,humming",
-                "--explain",
-                "--json",
-            ),
-            560,
-            timed=True,
-            prints_json=True,
-        ),
-        _sweep("stream", "1,8,16,32,64"),
-        _sweep("bulk", "1,8,16"),
-        _sweep("warpgroup", "16,32,64,128,256,1024"),
+        *(_bench(model) for model in ("llama-3-8b", "llama-3-70b")),
+        _sweep("stream", "1,16,32", 12),
+        _sweep("bulk", "1,8,16", 40),
+        _sweep("warpgroup", "8,16,32,64,128,256,1024,4096", 24),
+        *([] if checkpoint is None else [_text(checkpoint)]),
     ]
+
+
+def _text(checkpoint: Path) -> Piece:
+    script = str(_BENCHMARKS / "same_text.py")
+    return Piece("text", (script, str(checkpoint.resolve()), "--json"), 240, prints_json=True)
 
 
 class Session:
@@ -203,14 +198,16 @@ def _last_line(log: Path) -> str:
 
 
 def main() -> int:
-    every = pieces()
-    names = [piece.name for piece in every]
+    names = [piece.name for piece in pieces(Path())]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path, help="folder for logs and figures")
     parser.add_argument("--piece", action="append", choices=names, help="repeatable; default: all")
     parser.add_argument("--without", action="append", choices=names, default=[], help="repeatable")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="whose text to compare with a CPU's (the piece 'text')"
+    )
     parser.add_argument("--within", type=float, default=3600, help="seconds for everything")
     parser.add_argument("--together", type=int, default=3, help="checks to run side by side")
     arguments = parser.parse_args()
@@ -222,7 +219,7 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     chosen = [
         piece
-        for piece in every
+        for piece in pieces(arguments.checkpoint)
         if piece.name in (arguments.piece or names) and piece.name not in arguments.without
     ]
     session = Session(arguments.out.resolve(), time.monotonic() + arguments.within)

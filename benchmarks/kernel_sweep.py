@@ -125,8 +125,9 @@ def main() -> int:
         timed = measure(weight, problem.m, found, device)
         show(layer.name, problem.m, timed, arguments.show)
         rows.append({"layer": layer.name, "n": layer.n, "k": layer.k, "m": problem.m, "candidates": timed})
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"hardware": hardware_line(device), "rows": rows}))
+        # A sweep that is cut off keeps what it has.
+        if arguments.json:
+            arguments.json.write_text(json.dumps({"hardware": hardware_line(device), "rows": rows}))
     return 0
 
 
