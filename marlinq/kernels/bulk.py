@@ -126,11 +126,9 @@ def candidates(problem: Problem, device: Device) -> Iterator[BulkConfig]:
 
 def estimate(problem: Problem, device: Device, config: BulkConfig) -> tuple[float, str]:
     """Seconds of a launch, and what the busiest multiprocessor spends them on."""
-    grid = config.grid(problem)
     chunks = -(-problem.k // config.chunk)
     sms = device.multiprocessors
-    waves, rest = divmod(grid, device.resident_blocks(config.cluster, config.min_blocks))
-    loads = [config.min_blocks] * waves + ([-(-rest // sms)] if rest else [])
+    loads = device.loads(config.grid(problem), config.cluster, config.min_blocks)
     slice_chunks = -(-chunks // config.cluster)
     channels = slice_chunks * config.chunk
     weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
@@ -139,8 +137,8 @@ def estimate(problem: Problem, device: Device, config: BulkConfig) -> tuple[floa
     turns = -(-slice_chunks // config.warps_k) * config.warps_k
     cycles = turns * config.rows * config.warps_n * _ROW_CYCLES[config.blocks_m]
     last = config.rows * _LAST_ROW_CYCLES[config.blocks_m] / device.clock
-    seconds, busiest = 2.2e-6 + last + 0.8e-6 * (len(loads) - 1), ""
-    for blocks in loads:
+    seconds, busiest = 2.2e-6 + last + 0.8e-6 * (sum(waves for waves, _ in loads) - 1), ""
+    for waves, blocks in loads:
         in_flight = blocks * (config.stages - 1) * config.warps_n * config.rows * 512
         times = {
             "weights": blocks * weights / min(device.bandwidth / sms, in_flight / 1.2e-6),
@@ -148,5 +146,5 @@ def estimate(problem: Problem, device: Device, config: BulkConfig) -> tuple[floa
             "instructions": blocks * cycles / device.clock,
         }
         busiest = max(times, key=lambda name: times[name])
-        seconds += times[busiest]
+        seconds += waves * times[busiest]
     return seconds + 0.1e-6 * (config.cluster - 1), busiest

@@ -64,6 +64,18 @@ class Device:
         whole = self.multiprocessors * blocks // cluster
         return cluster * (whole if cluster <= 2 else whole * 9 // 10)
 
+    def loads(self, grid: int, cluster: int, blocks: int) -> list[tuple[int, int]]:
+        """How a grid is worked off: pairs of (waves, blocks on the busiest multiprocessor in each).
+
+        A wave that is not full keeps only some multiprocessors busy, with fewer blocks each.
+        """
+        waves, rest = divmod(grid, self.resident_blocks(cluster, blocks))
+        return [
+            (count, load)
+            for count, load in ((waves, blocks), (1 if rest else 0, -(-rest // self.multiprocessors)))
+            if count
+        ]
+
     @property
     def has_warpgroups(self) -> bool:
         """Whether the GPU has wgmma (9.0 alone)."""

@@ -169,19 +169,16 @@ def _splits(
 
 def estimate(problem: Problem, device: Device, config: StreamConfig) -> tuple[float, str]:
     """Seconds of a launch, and what the busiest multiprocessor spends them on."""
-    grid = config.grid(problem)
     chunks = -(-problem.k // config.chunk)
     sms = device.multiprocessors
-    # A wave that is not full keeps only some multiprocessors busy, with fewer blocks each.
-    waves, rest = divmod(grid, device.resident_blocks(config.cluster, config.min_blocks))
-    loads = [config.min_blocks] * waves + ([-(-rest // sms)] if rest else [])
+    loads = device.loads(config.grid(problem), config.cluster, config.min_blocks)
     channels = -(-chunks // config.parts) * config.warps_k * config.chunk
     weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
     activations = channels * min(config.tile_m, problem.m) * 2
     cycles = channels // 16 * config.warps_n * _ROW_CYCLES[config.blocks_m, config.scale_sums]
     # Launch, the first bytes' way and the drain; every further wave pays the latter two again.
-    seconds, busiest = 2.0e-6 + 0.8e-6 * (len(loads) - 1), ""
-    for blocks in loads:
+    seconds, busiest = 2.0e-6 + 0.8e-6 * (sum(waves for waves, _ in loads) - 1), ""
+    for waves, blocks in loads:
         # Too few bytes in flight can't fill the memory pipe: latency is about a microsecond under load.
         in_flight = blocks * config.threads * config.rows * 16 * (config.stages - 1)
         rate = min(device.bandwidth / sms, in_flight / 1.2e-6)
@@ -191,7 +188,7 @@ def estimate(problem: Problem, device: Device, config: StreamConfig) -> tuple[fl
             "instructions": blocks * cycles / device.clock,
         }
         busiest = max(times, key=lambda name: times[name])
-        seconds += times[busiest]
+        seconds += waves * times[busiest]
     reduced = min(config.tile_m, problem.m) * config.tile_n * 4 * config.warps_k
     # Larger clusters start later and wait for their slowest block.
     return seconds + reduced / 2.0e11 + 0.1e-6 * (config.cluster - 1), busiest

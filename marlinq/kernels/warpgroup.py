@@ -179,10 +179,9 @@ def estimate(problem: Problem, device: Device, config: WarpgroupConfig) -> tuple
     chunk = 16 * config.rows
     chunks = -(-problem.k // chunk)
     sms = device.multiprocessors
-    blocks = config.tiles(problem) * config.cluster
-    waves, rest = divmod(blocks, device.resident_blocks(config.cluster, config.min_blocks))
+    loads = device.loads(config.tiles(problem) * config.cluster, config.cluster, config.min_blocks)
     # Blocks that share a multiprocessor share its throughput.
-    loads = [config.min_blocks] * waves + ([-(-rest // sms)] if rest else [])
+    waves, tiles = sum(count for count, _ in loads), sum(count * blocks for count, blocks in loads)
     channels = -(-chunks // config.parts) * config.parts_k * chunk
     weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
     activations = channels * min(config.tile_m, problem.m) * 2
@@ -198,10 +197,10 @@ def estimate(problem: Problem, device: Device, config: WarpgroupConfig) -> tuple
     busiest = max(times, key=lambda name: times[name])
     tile = times[busiest] + _UNHIDDEN * (sum(times.values()) - times[busiest])
     # Launch, the first bytes' way and the drain; every further tile costs its narrowing and storing.
-    seconds = 1.8e-6 + sum(loads) * tile
+    seconds = 1.8e-6 + tiles * tile
     if config.parts > 1:
         reduced = min(config.tile_m, problem.m) * config.tile_n * 4 * config.parts_k
-        seconds += len(loads) * reduced / 2.0e11 + 0.1e-6 * (config.cluster - 1) + 1.0e-6 * (len(loads) - 1)
+        seconds += waves * reduced / 2.0e11 + 0.1e-6 * (config.cluster - 1) + 1.0e-6 * (waves - 1)
     else:
-        seconds += 0.5e-6 * sum(loads)
+        seconds += 0.5e-6 * tiles
     return seconds, busiest
