@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -78,9 +79,14 @@ def _clusters(architecture: str, shared_bytes: int, index: int) -> tuple[tuple[i
     function = load_function(cubin, "cold_read", index, shared_bytes)
     # The driver keeps a kilobyte of every block.
     rooms = [shared_bytes, *((shared_bytes + 1024) // blocks - 1024 for blocks in (2, 3))]
-    return tuple(
-        tuple(active_clusters(function, cluster, threads, room) for cluster in range(1, 9)) for room in rooms
-    )
+    try:
+        return tuple(
+            tuple(active_clusters(function, cluster, threads, room) for cluster in range(1, 9))
+            for room in rooms
+        )
+    except RuntimeError as error:
+        warnings.warn(f"{error}; how many clusters run at once is estimated", stacklevel=2)
+        return ()
 
 
 def _decided(problem: Problem, device_index: int) -> KernelConfig:
