@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from marlinq.kernels.operands import MappedArguments, Operands
 from marlinq.kernels.problem import Device, Problem, registers_of_a_thread
-from marlinq.kernels.stages import stage_bytes
+from marlinq.kernels.stages import FEED_CYCLES, stage_bytes
 
 # Registers a thread needs to stay clear of spills, by BLOCKS_M and zero points
 # (tests/kernels/test_compile.py).
@@ -144,6 +144,7 @@ def estimate(problem: Problem, device: Device, config: BulkConfig) -> tuple[floa
             "weights": blocks * weights / min(device.bandwidth / sms, in_flight / 1.2e-6),
             "activations": blocks * (weights + activations) / (device.cache_bandwidth / sms),
             "instructions": blocks * cycles / device.clock,
+            "the feed": slice_chunks * FEED_CYCLES / device.clock,
         }
         busiest = max(times, key=lambda name: times[name])
         seconds += waves * times[busiest]

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from marlinq.kernels.operands import MappedArguments, Operands
 from marlinq.kernels.problem import Device, Problem, registers_of_a_thread
-from marlinq.kernels.stages import stage_bytes
+from marlinq.kernels.stages import FEED_CYCLES, stage_bytes
 
 # Registers of a multiplying thread beside its accumulators and operand fragments: narrow or wide, and with
 # zero points.
@@ -33,6 +33,8 @@ _SHAPES = (
 _MAX_STAGES = 12
 # Cycles of a multiprocessor to dequantise a 512-byte row of weights: 64 instructions, a third at half rate.
 _ROW_CYCLES = 22
+# Cycles of a warpgroup for a row of the last chunk, with nothing left to overlap with; not measured.
+_LAST_ROW_CYCLES = 130
 # How much of the work that is not the bottleneck still shows.
 _UNHIDDEN = 0.1
 
@@ -192,12 +194,13 @@ def estimate(problem: Problem, device: Device, config: WarpgroupConfig) -> tuple
         "activations": (weights + activations) / (device.cache_bandwidth / sms),
         # Fewer than 32 columns take a product no less time.
         "tensor cores": 2.0 * channels * config.tile_n * max(config.tile_m, 32) / (device.tensor_rate / sms),
+        "instructions": channels // 16 * (config.tile_n // 64) * _ROW_CYCLES / device.clock,
+        "the feed": -(-chunks // config.cluster) * FEED_CYCLES / device.clock,
     }
-    times["instructions"] = channels // 16 * (config.tile_n // 64) * _ROW_CYCLES / device.clock
     busiest = max(times, key=lambda name: times[name])
     tile = times[busiest] + _UNHIDDEN * (sum(times.values()) - times[busiest])
     # Launch, the first bytes' way and the drain; every further tile costs its narrowing and storing.
-    seconds = 1.8e-6 + tiles * tile
+    seconds = 1.8e-6 + tiles * tile + config.rows * _LAST_ROW_CYCLES / device.clock
     if config.parts > 1:
         reduced = min(config.tile_m, problem.m) * config.tile_n * 4 * config.parts_k
         seconds += waves * reduced / 2.0e11 + 0.1e-6 * (config.cluster - 1) + 1.0e-6 * (waves - 1)
