@@ -182,6 +182,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
 
     if (slots == 0) return;
     barrier_wait_cluster(all_received, 0);
+    // A block whose slice is empty has seen nothing yet that waited for the previous kernel, which may still read `out`.
+    if (dependent) wait_for_previous_kernel();
     for (int item = warp; item < slots * blocks_m; item += WARPS) {
         const int slot = item / blocks_m, c = item % blocks_m;
         float sum[4] = {0.f, 0.f, 0.f, 0.f};
