@@ -236,6 +236,16 @@ def test_torch_compile_and_opcheck() -> None:
         torch.library.opcheck(torch.ops.marlinq.w4a16_gemm.default, arguments)
 
 
+def test_the_driver_tells_how_many_clusters_run_at_once() -> None:
+    device = device_numbers(0)
+    if not device.has_clusters:
+        pytest.skip(f"{device.architecture} has no clusters")
+    for blocks, clusters in enumerate(device.clusters, start=1):
+        assert clusters[0] == blocks * device.multiprocessors
+        assert all(0 < size * count <= clusters[0] for size, count in enumerate(clusters, start=1))
+    assert len(device.clusters) == 3
+
+
 def test_wrong_operands_are_named() -> None:
     operands = random_operands(512, 512, 128, torch.float16)
     with pytest.raises(ValueError, match="x: expected 512 columns"):
