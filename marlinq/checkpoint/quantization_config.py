@@ -6,17 +6,20 @@ Writing them is :mod:`marlinq.checkpoint.emit`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import regex
 
 from marlinq.checkpoint.reader import QUANTIZE_CONFIGS, read_json
 from marlinq.errors import CheckpointError, UnsupportedError
 from marlinq.formats.gptq import WORD_ADD_WRITER
 
 _MAX_PATTERN = 10_000
+# A hostile pattern can backtrack for longer than anybody lives; an honest one takes microseconds.
+_MATCH_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,25 @@ class ModuleSettings:
 
 @dataclass(frozen=True)
 class Rule:
-    """Settings for the modules that ``pattern`` matches (``re.match``); None means not quantised."""
+    """Settings for the modules whose name begins with a match of ``pattern``; None means not quantised."""
 
-    pattern: re.Pattern[str]
+    pattern: regex.Pattern[str]
     settings: ModuleSettings | None
+    where: str = "quantization_config"
+
+    def matches(self, module: str) -> bool:
+        """Whether the rule is about ``module``.
+
+        Raises:
+            CheckpointError: the pattern takes too long.
+        """
+        try:
+            return self.pattern.match(module, timeout=_MATCH_SECONDS) is not None
+        except TimeoutError:
+            raise CheckpointError(
+                f"{self.where}: the module pattern {self.pattern.pattern[:80]!r} takes more than "
+                f"{_MATCH_SECONDS:.0f} s to match {module!r}; replace it by a simpler one"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -58,7 +76,7 @@ class QuantizationConfig:
     def settings(self, module: str) -> ModuleSettings | None:
         """The settings of ``module``, or None when the config leaves it unquantised."""
         for rule in self.rules:
-            if rule.pattern.match(module):
+            if rule.matches(module):
                 return rule.settings
         return self.default
 
@@ -132,12 +150,12 @@ class _Keys:
             raise CheckpointError(f"{self.where}: {name}: expected a list of module names, found {value!r}")
         return value
 
-    def pattern(self, text: str) -> re.Pattern[str]:
+    def pattern(self, text: str) -> regex.Pattern[str]:
         if len(text) > _MAX_PATTERN:
             raise CheckpointError(f"{self.where}: a module pattern of {len(text)} characters is too long")
         try:
-            return re.compile(text)
-        except (re.error, RecursionError) as error:
+            return regex.compile(text)
+        except (regex.error, RecursionError) as error:
             raise CheckpointError(f"{self.where}: {text!r} is not a regular expression ({error})") from None
 
     def check(self, settings: ModuleSettings) -> ModuleSettings:
@@ -174,7 +192,8 @@ def _gptq(keys: _Keys) -> QuantizationConfig:
     for text, overrides in keys.mapping("dynamic").items():
         skip = text.startswith("-:")
         pattern = keys.pattern(text[2:] if text[:2] in ("-:", "+:") else text)
-        rules.append(Rule(pattern, None if skip else _override(keys, text, overrides, default)))
+        settings = None if skip else _override(keys, text, overrides, default)
+        rules.append(Rule(pattern, settings, keys.where))
     return QuantizationConfig(names[layout], default, tuple(rules), zero_writer=_zero_writer(keys))
 
 
@@ -209,7 +228,7 @@ def _awq(keys: _Keys) -> QuantizationConfig:
     group_size = keys.integer("group_size", "q_group_size")
     settings = keys.check(ModuleSettings(bits=4, group_size=group_size, symmetric=None))
     skipped = keys.names("modules_to_not_convert")
-    rules = tuple(Rule(re.compile(f".*{re.escape(name)}"), None) for name in skipped)
+    rules = tuple(Rule(regex.compile(f".*{regex.escape(name)}"), None) for name in skipped)
     return QuantizationConfig("awq", settings, rules)
 
 
@@ -219,7 +238,7 @@ def _compressed_tensors(keys: _Keys) -> QuantizationConfig:
             raise UnsupportedError(f"{keys.where}: a non-empty {name} is not supported")
     if keys.raw.get("kv_cache_scheme") is not None:
         raise UnsupportedError(f"{keys.where}: a quantised KV cache (kv_cache_scheme) is not supported")
-    rules = [Rule(_target(keys, name), None) for name in keys.names("ignore")]
+    rules = [Rule(_target(keys, name), None, keys.where) for name in keys.names("ignore")]
     default: ModuleSettings | None = None
     groups = keys.mapping("config_groups")
     if not groups:
@@ -234,7 +253,7 @@ def _compressed_tensors(keys: _Keys) -> QuantizationConfig:
             if target in ("Linear", "Conv1D"):
                 default = settings
             else:
-                rules.append(Rule(_target(inner, target), settings))
+                rules.append(Rule(_target(inner, target), settings, inner.where))
     return QuantizationConfig("compressed-tensors", default, tuple(rules))
 
 
@@ -265,7 +284,7 @@ def _weights(keys: _Keys, outer_format: object) -> ModuleSettings:
     )
 
 
-def _target(keys: _Keys, text: str) -> re.Pattern[str]:
+def _target(keys: _Keys, text: str) -> regex.Pattern[str]:
     if text.startswith("re:"):
         return keys.pattern(text[3:])
-    return re.compile(re.escape(text) + r"\Z")
+    return regex.compile(regex.escape(text) + r"\Z")

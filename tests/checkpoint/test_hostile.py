@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, quantization_config
+from marlinq.checkpoint.quantization_config import read_quantization_config
 from marlinq.errors import CheckpointError, MarlinqError, UnsupportedError
 
 Harm = Callable[[Path], None]
@@ -413,3 +414,15 @@ def test_side_files_and_what_is_left_out(folder: Path) -> None:
     opened = Checkpoint.open(folder)
     assert opened.side_files == ["chat_template.jinja", "modeling_x.py", "sub/vocab.txt", "tokenizer.json"]
     assert opened.left_out == ["model.gguf"]
+
+
+def test_a_pattern_that_backtracks_forever_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantization_config, "_MATCH_SECONDS", 0.05)
+    (tmp_path / "config.json").write_text("{}")
+    hostile = {**GPTQ, "dynamic": {r"-:(?:[a-z.]|.)+[0-9]": {}}}
+    found = read_quantization_config(tmp_path, {"quantization_config": hostile})
+    assert found is not None
+    with pytest.raises(CheckpointError, match=r"config.json.*takes more than .* to match 'model"):
+        found.settings("model.decoder.blocks.attention.projection.query" * 3)
