@@ -20,7 +20,6 @@ _REGISTERS_OF_SHORT_GROUPS = 32  # more, when a chunk holds several groups
 _ROW_CYCLES = {1: 22, 2: 30}
 # Cycles of a warp for a row of the last chunk, with nothing left to overlap with.
 _LAST_ROW_CYCLES = {1: 120, 2: 170}
-_MAX_CLUSTER = 8
 _MAX_STAGES = 32
 _MAX_BLOCKS = 3  # a multiprocessor
 _WARPS = range(4, 17)
@@ -106,7 +105,7 @@ def candidates(problem: Problem, device: Device) -> Iterator[BulkConfig]:
         for warps_n, warps_k in itertools.product(range(1, 9), (1, 2, 3, 4, 6, 8, 12, 16))
         if warps_n * warps_k in _WARPS
     ]
-    for rows, (warps_n, warps_k), cluster in itertools.product((8, 4), shapes, range(1, _MAX_CLUSTER + 1)):
+    for rows, (warps_n, warps_k), cluster in itertools.product((8, 4), shapes, device.cluster_sizes):
         if cluster * warps_k > max(-(-problem.k // (16 * rows)), 4):
             continue
         short_groups = 0 < problem.group < 16 * rows

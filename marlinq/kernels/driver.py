@@ -22,6 +22,7 @@ from marlinq.errors import EnvironmentProblem
 # Enumerators of cuda.h.
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_INVALID_CLUSTER_SIZE = 912  # CUDA_ERROR_INVALID_CLUSTER_SIZE
 _MAP_TYPES = {2: 1, 4: 2}  # CU_TENSOR_MAP_DATA_TYPE_UINT16 and _UINT32, by size
 _SWIZZLE_128B = 3  # CU_TENSOR_MAP_SWIZZLE_128B
 _PROMOTE_128B, _PROMOTE_256B = 2, 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_*
@@ -189,7 +190,9 @@ def launch(
 
 
 def active_clusters(function: Function, cluster: int, threads: int, shared_bytes: int) -> int:
-    """How many clusters of ``cluster`` such blocks the device runs at once; the kernel fixes no size itself.
+    """How many clusters of ``cluster`` such blocks the device runs at once; 0 where it knows no such size.
+
+    The kernel fixes no size itself.
 
     Raises:
         RuntimeError: the driver refused the question.
@@ -201,6 +204,8 @@ def active_clusters(function: Function, cluster: int, threads: int, shared_bytes
         status = _driver().cuOccupancyMaxActiveClusters(
             ctypes.byref(found), function.handle, ctypes.byref(config)
         )
+    if status == _INVALID_CLUSTER_SIZE:
+        return 0
     if status != 0:
         raise RuntimeError(f"cuOccupancyMaxActiveClusters failed with CUDA error {status}")
     return found.value

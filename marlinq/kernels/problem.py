@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 GROUP_SIZES = (32, 64, 128, -1)
 _PARTITIONS, _PARTITION_REGISTERS = 4, 16384
+_MAX_CLUSTER = 8  # that every GPU with clusters runs
 
 
 def registers_of_a_thread(warps: int, blocks: int) -> int:
@@ -51,6 +52,12 @@ class Device:
     def has_clusters(self) -> bool:
         """Whether the blocks of a cluster can read each other's shared memory (9.0 and later)."""
         return self.capability >= 90
+
+    @property
+    def cluster_sizes(self) -> tuple[int, ...]:
+        """How many blocks a cluster may have; 1 alone before 9.0."""
+        sizes = range(1, _MAX_CLUSTER + 1) if self.has_clusters else (1,)
+        return tuple(size for size in sizes if self.resident_blocks(size, 1))
 
     def resident_blocks(self, cluster: int, blocks: int) -> int:
         """How many blocks run at once, in clusters of ``cluster``, with at most ``blocks`` a multiprocessor.

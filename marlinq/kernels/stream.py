@@ -34,7 +34,6 @@ _ROW_CYCLES = {
     (4, False): 69,
     (8, False): 105,
 }
-_MAX_CLUSTER = 8
 _WARPS = range(4, 17)
 
 
@@ -152,13 +151,12 @@ def _splits(
     problem: Problem, device: Device, blocks_m: int, scale_sums: bool, registers: int
 ) -> Iterator[StreamConfig]:
     rows = 4 if blocks_m == 8 else 8
-    clusters = range(1, _MAX_CLUSTER + 1) if device.has_clusters else (1,)
     chunks = -(-problem.k // (16 * rows))
     for warps_n, warps_k in itertools.product(range(1, 9), (1, 2, 3, 4, 6, 8, 12, 16)):
         if warps_n * warps_k not in _WARPS:
             continue
         most = min(3, _REGISTERS // (registers * 32 * warps_n * warps_k))
-        for blocks, cluster in itertools.product(range(1, most + 1), clusters):
+        for blocks, cluster in itertools.product(range(1, most + 1), device.cluster_sizes):
             if cluster * warps_k > max(chunks, 4):
                 continue
             for stages in (3, 4, 6):

@@ -145,7 +145,7 @@ def candidates(problem: Problem, device: Device) -> Iterator[WarpgroupConfig]:
     smallest = next((tile for tile in _TILES_M if tile >= problem.m), _TILES_M[-1])
     for tile_m in (tile for tile in _TILES_M if min(smallest, 64) <= tile <= smallest):
         for (wide, groups_n, parts_k), rows, min_blocks in itertools.product(_SHAPES, (8, 4), (1, 2)):
-            for cluster in (1, 2, 3, 4, 5, 6, 8):
+            for cluster in device.cluster_sizes:
                 if cluster * parts_k > -(-problem.k // (16 * rows)):
                     continue
                 config = _deepest(problem, device, tile_m, wide, groups_n, parts_k, rows, cluster, min_blocks)

@@ -110,6 +110,16 @@ def test_batch_invariant_decisions_share_one_order(architecture: str, kernel: Ke
     assert len(tiles) > 1, "the order is fixed, not the tile"
 
 
+def test_clusters_that_a_gpu_does_not_run_are_not_chosen() -> None:
+    lonely = (84, 0, 0, 0, 0, 0, 0, 0)
+    device = Device("sm_120a", multiprocessors=84, shared_bytes=101_376, clusters=(lonely, lonely, lonely))
+    for kernel in available(device):
+        with forced_kernel(kernel):
+            decision = decide(Problem(1, 4096, 4096, 128, False, False), device)
+        assert decision.config is not None
+        assert decision.config.cluster == 1
+
+
 def test_dependent_launches_leave_room_for_their_neighbours() -> None:
     for n, k in LLAMA_8B:
         for m in (1, 16):
