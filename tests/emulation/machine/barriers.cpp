@@ -40,6 +40,12 @@ void arrive(u32 address, int64_t expected, const char* instruction) {
     maybe_yield(4);
 }
 
+// Clocks of different blocks have the end of the previous kernel in common, and nothing else.
+void pass_on_previous_kernel(Clock& to, const Clock& from) {
+    uint32_t& known = to.counts[Agents::previous_kernel()];
+    known = std::max(known, from.counts[Agents::previous_kernel()]);
+}
+
 // Instructions that are ".aligned" want whole warps, all lanes at the same one.
 void align(const char* instruction) {
     gather(instruction, nullptr, [](Warp&, void* const*) {});
@@ -137,10 +143,12 @@ Moment begin_store(Block& block, uint32_t address, uint32_t bytes, const char* i
     if (!barrier.visible_to_copies)
         fail("%s on an mbarrier whose initialisation no fence has made visible to other blocks", instruction);
     barrier.bytes_in_flight += bytes;
-    if (own)
+    if (own) {
         barrier.gathered.join(self->clock);
-    else
+    } else {
         barrier.fed_by_other_blocks = true;
+        pass_on_previous_kernel(barrier.gathered, self->clock);
+    }
     release();
     return {Agents::barrier(barrier.index), barrier.completed_phases + 1};
 }
@@ -202,6 +210,9 @@ void cluster_arrive() {
     if (++machine.cluster_arrived == machine.threads * machine.cluster) {
         machine.cluster_arrived = 0;
         ++machine.cluster_generation;
+        for (const auto& block : machine.blocks)
+            for (const auto& other : machine.blocks)
+                pass_on_previous_kernel(block->gathered_for_cluster, other->gathered_for_cluster);
         for (const auto& block : machine.blocks) block->released_by_cluster.push_back(block->gathered_for_cluster);
         wake_all(machine.cluster_waiters);
     }

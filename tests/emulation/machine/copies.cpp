@@ -84,7 +84,8 @@ void copy_tensor(u32 destination, u64 address, const int64_t (&at)[3], u32 barri
     const EmulatedTensorMap map = read_map(address);
     const auto row_bytes = static_cast<u32>(map.box[0] * map.element_bytes);
     const auto bytes = static_cast<u32>(row_bytes * map.box[1] * map.box[2]);
-    if (map.swizzled && row_bytes != 128) fail("a box with rows of %u bytes; the swizzle is emulated for 128", row_bytes);
+    if (map.swizzled && row_bytes != 128)
+        fail("a box with rows of %u bytes; the swizzle is emulated for 128", row_bytes);
     if (destination % 128) fail("cp.async.bulk.tensor to %u, which is no multiple of 128", destination);
     claim_for_bulk_copy(destination, bytes, "cp.async.bulk.tensor", copy_moment(barrier));
     begin_copy(barrier, bytes, "cp.async.bulk.tensor");
@@ -97,7 +98,8 @@ void copy_tensor(u32 destination, u64 address, const int64_t (&at)[3], u32 barri
             for (int64_t i = 0; i < map.box[0]; ++i) {
                 const int64_t x = at[0] + i;
                 if (x < 0 || x >= map.extents[0]) continue;
-                const unsigned char* element = map.begin + x * map.element_bytes + y * map.strides[1] + z * map.strides[2];
+                const unsigned char* element =
+                    map.begin + x * map.element_bytes + y * map.strides[1] + z * map.strides[2];
                 const auto size = static_cast<size_t>(map.element_bytes);
                 check_global(reinterpret_cast<uintptr_t>(element), size, Access::READ, "cp.async.bulk.tensor");
                 u32 to = destination + place + static_cast<u32>(i * map.element_bytes);

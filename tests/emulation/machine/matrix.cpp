@@ -114,12 +114,12 @@ void store_matrices(u32 address, const Inputs4& fragments, bool transposed) {
     maybe_yield(8);
 }
 
-// Sums are exact before they are rounded to float once; hardware rounds earlier and more often.
 void transpose_matrix(Output<u32> result, u32 pair) {
     gather("movmatrix", &pair, transpose);
     result.set(pair);
 }
 
+// Sums are exact before they are rounded to float once; hardware rounds earlier and more often.
 void multiply_fragments(float* const (&d)[4], const Inputs4& a, const std::array<Input<u32>, 2>& b, Element element) {
     FragmentOperands mine = {
         d, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}, element == Element::HALF ? Half::widen : Bfloat16::widen};
