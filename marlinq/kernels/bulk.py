@@ -10,6 +10,7 @@ from typing import ClassVar
 from marlinq.kernels.operands import MappedArguments, Operands
 from marlinq.kernels.problem import Device, Problem, registers_of_a_thread
 from marlinq.kernels.stages import FEED_CYCLES, stage_bytes
+from marlinq.kernels.tiles import WarpTiles
 
 # Registers a thread needs to stay clear of spills, by BLOCKS_M and zero points
 # (tests/kernels/test_compile.py).
@@ -26,7 +27,7 @@ _WARPS = range(4, 17)
 
 
 @dataclass(frozen=True)
-class BulkConfig:
+class BulkConfig(WarpTiles):
     """The compile-time parameters of the bulk kernel; see its header comment."""
 
     warps_n: int
@@ -41,39 +42,15 @@ class BulkConfig:
     function: ClassVar[str] = "w4a16_bulk"
 
     @property
-    def tile_m(self) -> int:
-        """Batch rows of a block."""
-        return 8 * self.blocks_m
-
-    @property
-    def tile_n(self) -> int:
-        """Output columns of a block."""
-        return 64 * self.warps_n
-
-    @property
     def threads(self) -> int:
         """Threads of a block, the copying warp included."""
         return 32 * (self.warps_n * self.warps_k + 1)
-
-    @property
-    def chunk(self) -> int:
-        """Channels of K in a stage."""
-        return 16 * self.rows
-
-    @property
-    def parts(self) -> int:
-        """Parts that K is split into, over blocks and warps."""
-        return self.cluster * self.warps_k
 
     def shared_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory of a block: the aligned ring of stages, and where sums are received."""
         slots = -(-4 * self.warps_n // self.cluster)
         received = self.parts * slots * self.blocks_m * 512
         return self.stages * stage_bytes(problem, self.tile_m, self.tile_n, self.rows) + received + 1024
-
-    def grid(self, problem: Problem) -> int:
-        """Blocks of a launch."""
-        return -(-problem.n // self.tile_n) * -(-problem.m // self.tile_m) * self.cluster
 
     def defines(self, problem: Problem) -> dict[str, object]:
         """The preprocessor definitions of the variant."""

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from marlinq.kernels.operands import Operands, PlainArguments
 from marlinq.kernels.problem import Device, Problem
+from marlinq.kernels.tiles import WarpTiles
 
 _REGISTERS = 65536
 # By (BLOCKS_M, SCALE_SUMS). Registers a thread needs to stay clear of spills (tests/kernels/test_compile.py).
@@ -38,7 +39,7 @@ _WARPS = range(4, 17)
 
 
 @dataclass(frozen=True)
-class StreamConfig:
+class StreamConfig(WarpTiles):
     """The compile-time parameters of the stream kernel; see its header comment."""
 
     warps_n: int
@@ -54,29 +55,9 @@ class StreamConfig:
     function: ClassVar[str] = "w4a16_stream"
 
     @property
-    def tile_m(self) -> int:
-        """Batch rows of a block."""
-        return 8 * self.blocks_m
-
-    @property
-    def tile_n(self) -> int:
-        """Output columns of a block."""
-        return 64 * self.warps_n
-
-    @property
     def threads(self) -> int:
         """Threads of a block."""
         return 32 * self.warps_n * self.warps_k
-
-    @property
-    def chunk(self) -> int:
-        """Channels of K that a warp takes at a time."""
-        return 16 * self.rows
-
-    @property
-    def parts(self) -> int:
-        """Parts that K is split into, over blocks and warps."""
-        return self.cluster * self.warps_k
 
     def shared_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory of a block: the ring of stages, or the reduction buffer that follows it."""
@@ -87,10 +68,6 @@ class StreamConfig:
         stage += warps * groups * (2 if problem.zeros else 1) * 128
         reduction = self.warps_k * self.tile_m * (self.tile_n + 4) * 4
         return max(self.stages * stage, reduction)
-
-    def grid(self, problem: Problem) -> int:
-        """Blocks of a launch."""
-        return -(-problem.n // self.tile_n) * -(-problem.m // self.tile_m) * self.cluster
 
     def defines(self, problem: Problem) -> dict[str, object]:
         """The preprocessor definitions of the variant."""

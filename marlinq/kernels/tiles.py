@@ -1,0 +1,47 @@
+"""What the kernels built on ``mma.sync`` share: blocks of warps, side by side and one after the other in K."""
+
+from __future__ import annotations
+
+from marlinq.kernels.problem import Problem
+
+
+class WarpTiles:
+    """A block of ``warps_n`` times ``warps_k`` warps, each with 64 columns and a part of K.
+
+    Attributes:
+        warps_n: warps side by side.
+        warps_k: parts that the block's slice of K has.
+        blocks_m: blocks of eight batch rows.
+        rows: rows of 16 channels that a warp takes at a time.
+        cluster: blocks that share a tile, each with a slice of K.
+    """
+
+    warps_n: int
+    warps_k: int
+    blocks_m: int
+    rows: int
+    cluster: int
+
+    @property
+    def tile_m(self) -> int:
+        """Batch rows of a block."""
+        return 8 * self.blocks_m
+
+    @property
+    def tile_n(self) -> int:
+        """Output columns of a block."""
+        return 64 * self.warps_n
+
+    @property
+    def chunk(self) -> int:
+        """Channels of K that a warp takes at a time."""
+        return 16 * self.rows
+
+    @property
+    def parts(self) -> int:
+        """Parts that K is split into, over blocks and warps."""
+        return self.cluster * self.warps_k
+
+    def grid(self, problem: Problem) -> int:
+        """Blocks of a launch."""
+        return -(-problem.n // self.tile_n) * -(-problem.m // self.tile_m) * self.cluster
