@@ -1,4 +1,4 @@
-"""What the kernels built on ``mma.sync`` share: blocks of warps, side by side and one after the other in K."""
+"""What the kernels built on ``mma.sync`` share: warps side by side and one after the other in K."""
 
 from __future__ import annotations
 
