@@ -75,6 +75,9 @@ def write_llmcompressor(model: Path, out: Path, documents: list[list[int]], opti
     common = {"ignore": ["lm_head"], "config_groups": {"group_0": scheme}}
     recipe: list[Any] = []
     if "awq" in options:
+        if not torch.cuda.is_available():
+            # It pins the activations it keeps whatever the device is, and torch can't without an accelerator.
+            torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
         recipe.append(AWQModifier(**options["awq"]))
     if "gptq" in options:
         recipe.append(GPTQModifier(**common, **options["gptq"]))
