@@ -19,16 +19,8 @@ _library.define(  # type: ignore[no-untyped-call]
 )
 
 
-def _check(
-    x: Tensor,
-    words: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    group_size: int,
-    n_out: int,
-    order: Tensor | None,
-) -> None:
+def _check(x: Tensor, weight: plans.Weight, group_size: int, n_out: int, order: Tensor | None) -> None:
+    words, scales, zeros, bias = weight
     k, n = words.shape[0] * 16, words.shape[-1] // 2
     if words.dtype != torch.int32 or words.dim() != 2 or n % 64:
         raise ValueError(
@@ -76,13 +68,14 @@ def _cuda(
     out_features: int,
     order: Tensor | None = None,
 ) -> Tensor:
-    key = plans.key_of(x, words, scales, zeros, bias, group_size, out_features)
+    weight = words, scales, zeros, bias
+    key = plans.key_of(weight, group_size, out_features, x.dtype)
     plan = plans.find(key) if order is None else None
     if plan is not None:
-        planned = plan.run(x, words, scales, zeros, bias)
+        planned = plan.run(x, weight)
         if planned is not None:
             return planned if planned.shape[-1] == out_features else planned[..., :out_features]
-    _check(x, words, scales, zeros, bias, group_size, out_features, order)
+    _check(x, weight, group_size, out_features, order)
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise UnsupportedError(f"w4a16_gemm: x has dtype {x.dtype}; the kernel takes float16 and bfloat16")
     n = words.shape[1] // 2
@@ -92,7 +85,7 @@ def _cuda(
     if scales.shape[0] == 1:
         group_size = -1
     if order is None and (bias is None or out_features == n):
-        plans.remember(key, words, scales, zeros, bias, group_size)
+        plans.remember(key, weight, group_size)
     rows = x.reshape(-1, x.shape[-1])
     row = rows.stride(0)
     if order is not None:
@@ -125,7 +118,7 @@ def _cpu(
     out_features: int,
     order: Tensor | None = None,
 ) -> Tensor:
-    _check(x, words, scales, zeros, bias, group_size, out_features, order)
+    _check(x, (words, scales, zeros, bias), group_size, out_features, order)
     _, returned = _result(x, words, out_features)
     return returned.copy_(reference_gemm(x, words, scales, zeros, bias, out_features, order))
 

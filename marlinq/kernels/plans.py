@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from marlinq.kernels.decision import Demands, demands
@@ -19,43 +20,31 @@ from marlinq.kernels.operands import Operands
 _MAX_CALLS = 512  # batch sizes a weight
 
 Key = tuple[object, ...]
+Weight = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Words, scales, zero points and bias, as the operator takes them."""
 
 
 class Plan:
     """The checked operands of one weight and their prepared launches.
 
     Args:
-        words: int32 [K/16, 2N].
-        scales: [G, N].
-        zeros: like ``scales``, or None.
-        bias: [N] or None.
+        weight: words int32 [K/16, 2N], scales [G, N], zero points [G, N] or None, bias [N] or None.
         group_size: 32, 64, 128 or -1, as the kernels take it.
         evict: called when one of the tensors goes.
     """
 
     __slots__ = ("_addresses", "_calls", "_group_size", "_index", "_k", "_n", "_tensors")
 
-    def __init__(
-        self,
-        words: Tensor,
-        scales: Tensor,
-        zeros: Tensor | None,
-        bias: Tensor | None,
-        group_size: int,
-        evict: Callable[[object], object],
-    ) -> None:
+    def __init__(self, weight: Weight, group_size: int, evict: Callable[[object], object]) -> None:
+        words = weight[0]
         self._k, self._n = words.shape[0] * 16, words.shape[1] // 2
         self._index = words.device.index
         self._group_size = group_size
-        self._tensors = [
-            None if tensor is None else weakref.ref(tensor, evict) for tensor in (words, scales, zeros, bias)
-        ]
-        self._addresses = _addresses(words, scales, zeros, bias)
+        self._tensors = [None if tensor is None else weakref.ref(tensor, evict) for tensor in weight]
+        self._addresses = _addresses(*weight)
         self._calls: dict[tuple[int, Demands], Call] = {}
 
-    def run(
-        self, x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
-    ) -> Tensor | None:
+    def run(self, x: Tensor, weight: Weight) -> Tensor | None:
         """[..., N] in the dtype of ``x``; None where this call needs the operator's checks again."""
         address = x.data_ptr()
         if (
@@ -63,7 +52,7 @@ class Plan:
             or x.get_device() != self._index
             or address % 16
             or not x.is_contiguous()
-            or self._addresses != _addresses(words, scales, zeros, bias)
+            or self._addresses != _addresses(*weight)
         ):
             return None
         out = x.new_empty((*x.shape[:-1], self._n))
@@ -72,7 +61,7 @@ class Plan:
             demanded = demands()
             call = self._calls.get((m, demanded))
             if call is None:
-                rows = Operands(x.view(m, self._k), words, scales, zeros, bias, out.view(m, self._n))
+                rows = Operands(x.view(m, self._k), *weight, out.view(m, self._n))
                 if len(self._calls) == _MAX_CALLS:
                     self._calls.clear()
                 call = self._calls[m, demanded] = prepare(rows, self._group_size)
@@ -95,23 +84,14 @@ _plans: dict[Key, Plan] = {}
 find = _plans.get
 
 
-def key_of(
-    x: Tensor,
-    words: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    group_size: int,
-    out_features: int,
-) -> Key:
+def key_of(weight: Weight, group_size: int, out_features: int, dtype: torch.dtype) -> Key:
     """What a plan is found by: the identity of the tensors, which it outlives none of."""
-    return id(words), id(scales), id(zeros), id(bias), group_size, out_features, x.dtype
+    words, scales, zeros, bias = weight
+    return id(words), id(scales), id(zeros), id(bias), group_size, out_features, dtype
 
 
-def remember(
-    key: Key, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, group_size: int
-) -> None:
+def remember(key: Key, weight: Weight, group_size: int) -> None:
     """Keep a plan for operands that have been checked, until one of them goes."""
     # At the interpreter's end tensors may go after this module's names.
     evict = partial(_plans.pop, key)
-    _plans[key] = Plan(words, scales, zeros, bias, group_size, evict)
+    _plans[key] = Plan(weight, group_size, evict)

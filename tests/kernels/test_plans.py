@@ -40,10 +40,10 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[_Call]:
 
 def test_a_plan_serves_every_shape_that_fits(prepared: list[_Call]) -> None:
     operands = random_operands(128, 192, 64, torch.float16, device="cpu")
-    plan = plans.Plan(operands.words, operands.scales, None, None, 64, lambda _: None)
+    plan = plans.Plan((operands.words, operands.scales, None, None), 64, lambda _: None)
     given = operands.words, operands.scales, None, None
     for shape in ((5, 128), (1, 5, 128), (128,), (0, 128)):
-        out = plan.run(torch.zeros(shape).half(), *given)
+        out = plan.run(torch.zeros(shape).half(), given)
         assert out is not None
         assert out.shape == (*shape[:-1], 192)
     assert [call.rows for call in prepared] == [5, 1]
@@ -53,22 +53,21 @@ def test_a_plan_serves_every_shape_that_fits(prepared: list[_Call]) -> None:
 
 def test_what_does_not_fit_goes_back_to_the_checks(prepared: list[_Call]) -> None:
     operands = random_operands(128, 192, 64, torch.float16, device="cpu")
-    plan = plans.Plan(operands.words, operands.scales, None, None, 64, lambda _: None)
+    plan = plans.Plan((operands.words, operands.scales, None, None), 64, lambda _: None)
     given = operands.words, operands.scales, None, None
     wide = torch.zeros(4, 256).half()
     for x in (wide[:, :128], wide[:2], wide.flatten()[1:257].view(2, 128)):
-        assert plan.run(x, *given) is None
+        assert plan.run(x, given) is None
     moved = operands.scales.clone()
-    assert plan.run(wide[:1, :128], operands.words, moved, None, None) is None
+    assert plan.run(wide[:1, :128], (operands.words, moved, None, None)) is None
     assert not prepared
 
 
 def test_a_plan_goes_with_its_tensors() -> None:
     operands = random_operands(128, 192, 64, torch.float16, device="cpu", zeros=True, bias=True)
-    x = torch.zeros(1, 128).half()
     given = operands.words, operands.scales, operands.zeros, operands.bias
-    key = plans.key_of(x, *given, 64, 192)
-    plans.remember(key, *given, 64)
+    key = plans.key_of(given, 64, 192, torch.float16)
+    plans.remember(key, given, 64)
     assert plans.find(key) is not None
     operands.zeros = None
     del given
