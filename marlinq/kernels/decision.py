@@ -27,8 +27,9 @@ KernelConfig = StreamConfig | BulkConfig | WarpgroupConfig
 
 Kernel = Literal["stream", "bulk", "warpgroup"]
 KERNELS: tuple[Kernel, ...] = ("stream", "bulk", "warpgroup")
-# The kernels that are chosen when none is asked for; the others join when their speed has been measured.
-_CHOSEN: tuple[Kernel, ...] = ("stream",)
+# Batches from which the warpgroup kernel is faster than the stream kernel, whatever the layer: measured (see
+# docs/kernels/notes.md). The bulk kernel joins when its cost model is calibrated.
+_WARPGROUP_ROWS = 33
 
 _LARGEST_TILE = 64  # rows of activations a block of the stream kernel
 # What a kernel that leaves room for the next one saves in a chain of dependent launches: most of a launch, of
@@ -175,8 +176,15 @@ def _fastest(problem: Problem, device: Device, demanded: Demands) -> tuple[float
 def _all_estimates(
     problem: Problem, device: Device, demanded: Demands
 ) -> Iterator[tuple[float, str, KernelConfig]]:
-    for kernel in (demanded.kernel,) if demanded.kernel else _CHOSEN:
-        yield from estimates(problem, device, kernel, demanded.batch_invariant)
+    yield from estimates(
+        problem, device, demanded.kernel or _chosen(problem, device, demanded), demanded.batch_invariant
+    )
+
+
+def _chosen(problem: Problem, device: Device, demanded: Demands) -> Kernel:
+    """The kernel when none is asked for; one for all batches where the order must not depend on them."""
+    large = problem.m >= _WARPGROUP_ROWS and not demanded.batch_invariant
+    return "warpgroup" if large and device.has_warpgroups else "stream"
 
 
 def _leaves_room(problem: Problem, device: Device, config: KernelConfig) -> bool:

@@ -221,6 +221,8 @@ def test_large_batches_and_offsets_beyond_31_bits() -> None:
     assert relative_error(gemm(far, operands), operands.reference(far)) < 1e-3
 
 
+# torch's own compiler imports what torch has deprecated.
+@pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
 def test_torch_compile_and_opcheck() -> None:
     operands = random_operands(512, 512, 128, torch.float16)
     x = torch.randn(4, 512, device="cuda").half()

@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     if (threadIdx.x == 0) {
         barrier_init(all_received, 1);
         ring.init(WARPS_N);
-        barrier_expect(all_received, PARTS * slots * blocks_m * 512);
+        if (CLUSTER > 1) barrier_expect(all_received, PARTS * slots * blocks_m * 512);
     }
     __syncthreads();
     if (CLUSTER > 1) cluster_arrive();
@@ -174,14 +174,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     for (int q = 0; q < 4; ++q) {
         const int block = 4 * wn + q;
         const u32 at = received + (part * SLOTS + block / CLUSTER) * SLOT_BYTES + lane * 16;
-        const u32 there = cluster_address(at, block % CLUSTER), counted = cluster_address(all_received, block % CLUSTER);
 #pragma unroll
-        for (int c = 0; c < BLOCKS_M; ++c)
-            if (c < blocks_m) store_cluster_counted(there + c * 512, total.value[q][c], counted);
+        for (int c = 0; c < BLOCKS_M; ++c) {
+            if (c >= blocks_m) continue;
+            const float(&v)[4] = total.value[q][c];
+            // Without a cluster there are no addresses in it.
+            if constexpr (CLUSTER > 1)
+                store_cluster_counted(cluster_address(at + c * 512, block % CLUSTER), v,
+                                      cluster_address(all_received, block % CLUSTER));
+            else
+                *reinterpret_cast<uint4*>(shared + (at + c * 512 - shared_address(shared))) = make_uint4(
+                    __float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
+        }
     }
 
     if (slots == 0) return;
-    barrier_wait_cluster(all_received, 0);
+    if constexpr (CLUSTER > 1)
+        barrier_wait_cluster(all_received, 0);
+    else
+        barrier_sync(1, WARPS * 32);
     // A block whose slice is empty has seen nothing yet that waited for the previous kernel, which may still read `out`.
     if (dependent) wait_for_previous_kernel();
     for (int item = warp; item < slots * blocks_m; item += WARPS) {
