@@ -22,7 +22,7 @@ CLUSTERED = replace(STREAM, config=replace(STREAM.config, cluster=2))
 UNBIASED = replace(STREAM, bias=False)
 BULK = replace(STREAM, config=BulkConfig(2, 2, 1, 8, 1, 4, 1))
 PUSHED = replace(STREAM, config=BulkConfig(1, 2, 1, 8, 2, 4, 1))
-SHARED_STAGES = replace(STREAM, config=BulkConfig(1, 2, 1, 8, 1, 3, 1))
+SHARED_STAGES = replace(STREAM, config=BulkConfig(1, 4, 1, 4, 1, 5, 1))
 SPLIT = replace(STREAM, config=WarpgroupConfig(16, False, 1, 2, 8, 1, 4, 1, 132))
 PERSISTENT = replace(STREAM, config=WarpgroupConfig(16, True, 1, 1, 8, 1, 2, 1, 1))
 
@@ -259,15 +259,9 @@ FAULTS = [
             ),
             (
                 "sums not waited for",
-                "barrier_wait_cluster(all_received, 0);",
-                "",
-                "asynchronous copy|without waiting for it",
-            ),
-            (
-                "fewer sums expected than sent",
-                "PARTS * slots * blocks_m * 512",
-                "PARTS * slots * blocks_m * 512 - 16",
-                "deadlock.*mbarrier.* bytes|fewer bytes were expected",
+                "barrier_sync(1, WARPS * 32);",
+                ";",
+                "without waiting for it|still be reading",
             ),
             ("rows past M", "if (m < rows_m)", "", "out of bounds of global memory: .* out|a second time"),
             ("columns past N", "if (n >= N) continue;", "", "out of bounds of global memory|a second time"),
@@ -288,6 +282,18 @@ FAULTS = [
                 "if (CLUSTER > 1) cluster_wait();",
                 "",
                 "without waiting for the initialisation",
+            ),
+            (
+                "sums of other blocks not waited for",
+                "barrier_wait_cluster(all_received, 0);",
+                ";",
+                "asynchronous copy|without waiting for it",
+            ),
+            (
+                "fewer sums expected than sent",
+                "PARTS * slots * blocks_m * 512",
+                "PARTS * slots * blocks_m * 512 - 16",
+                "deadlock.*mbarrier.* bytes|fewer bytes were expected",
             ),
             (
                 "an acquire of the block alone",
