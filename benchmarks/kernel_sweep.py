@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -31,17 +32,26 @@ from marlinq.kernels.launch import device_numbers, launch_gemm, precompile_varia
 Candidate = tuple[float, str, str, KernelConfig]
 # Two variants differ by rounding alone: each is within 1e-3 of the exact product.
 TOLERANCE = 2e-3
+_WORTH = 1.8
 
 
-def candidates(problem: Problem, kernels: list[Kernel], most: int, index: int) -> list[Candidate]:
-    """(expected seconds, bound, kernel, config), the model's best ``most`` of every kernel."""
+def candidates(
+    problem: Problem, kernels: list[Kernel], most: int, sample: int, index: int
+) -> list[Candidate]:
+    """(expected seconds, bound, kernel, config): of every kernel the model's best ``most``, and ``sample``
+    of the others that it expects to take less than ``_WORTH`` times the best."""
+    chance = random.Random(0)
     found = []
     for kernel in kernels:
-        listed = [
-            (seconds, bound, kernel, config)
-            for seconds, bound, config in estimates(problem, device_numbers(index), kernel)
-        ]
-        found += sorted(listed, key=itemgetter(0))[:most]
+        listed = sorted(
+            (
+                (seconds, bound, kernel, config)
+                for seconds, bound, config in estimates(problem, device_numbers(index), kernel)
+            ),
+            key=itemgetter(0),
+        )
+        others = [candidate for candidate in listed[most:] if candidate[0] < _WORTH * listed[0][0]]
+        found += listed[:most] + chance.sample(others, min(sample, len(others)))
     return found
 
 
@@ -111,7 +121,10 @@ def main() -> int:
         for layer in layers_of(arguments.model, arguments.shape, group)
         for m in arguments.batch.split(",")
     ]
-    listed = [candidates(problem, arguments.kernel, arguments.most, device.index) for _, problem in cells]
+    listed = [
+        candidates(problem, arguments.kernel, arguments.most, arguments.sample, device.index)
+        for _, problem in cells
+    ]
     variants = [
         (problem, candidate[3])
         for (_, problem), found in zip(cells, listed, strict=True)
@@ -142,6 +155,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--asymmetric", action="store_true")
     parser.add_argument("--most", type=int, default=24, help="candidates of every kernel to time")
+    parser.add_argument("--sample", type=int, default=0, help="further candidates, chosen at random")
     parser.add_argument("--show", type=int, default=3, help="fastest candidates to print")
     parser.add_argument("--json", type=Path, help="where to write every time")
     arguments = parser.parse_args()

@@ -74,14 +74,15 @@ class Device:
     def loads(self, grid: int, cluster: int, blocks: int) -> list[tuple[int, int]]:
         """How a grid is worked off: pairs of (waves, blocks on the busiest multiprocessor in each).
 
-        A wave that is not full keeps only some multiprocessors busy, with fewer blocks each.
+        A wave that is not full keeps only some multiprocessors busy, with fewer blocks each: as few as there
+        is room for the clusters.
         """
         waves, rest = divmod(grid, self.resident_blocks(cluster, blocks))
-        return [
-            (count, load)
-            for count, load in ((waves, blocks), (1 if rest else 0, -(-rest // self.multiprocessors)))
-            if count
-        ]
+        loads = [(waves, blocks)] if waves else []
+        if rest:
+            fewest = (b for b in range(1, blocks) if self.resident_blocks(cluster, b) >= rest)
+            loads.append((1, next(fewest, blocks)))
+        return loads
 
     @property
     def has_warpgroups(self) -> bool:
