@@ -1,7 +1,7 @@
 // Between two products of the chain: eight 16-bit elements a thread, from y [M, PITCH] to x [M, K].
 //
 //   MODE 0   x[m, j] = y[m, j]                         the attention's place: the first K columns
-//   MODE 1   x[m, j] = y[m, j] + residual[m, j]        keeps the magnitude of the activations near one
+//   MODE 1   x[m, j] = (y[m, j] + residual[m, j]) / 2  keeps the activations from growing from layer to layer
 //   MODE 2   x[m, j] = silu(y[m, j]) * y[m, j + K]     between gate_up and down
 //
 // Compile-time parameters: ELEMENT, MODE.
@@ -12,7 +12,7 @@ typedef ELEMENT E;
 __device__ __forceinline__ u32 combine(u32 a, u32 b) {
     const float a0 = widen_half<E, 0>(a), a1 = widen_half<E, 1>(a);
     const float b0 = widen_half<E, 0>(b), b1 = widen_half<E, 1>(b);
-    if (MODE == 1) return E::narrow(a0 + b0, a1 + b1);
+    if (MODE == 1) return E::narrow(0.5f * (a0 + b0), 0.5f * (a1 + b1));
     return E::narrow(a0 * b0 / (1.f + exp2f(-1.4426950f * a0)), a1 * b1 / (1.f + exp2f(-1.4426950f * a1)));
 }
 

@@ -67,15 +67,16 @@ class Weight:
 def random_weight(
     layer: Layer, group_size: int, *, asymmetric: bool, dtype: torch.dtype, device: torch.device
 ) -> Weight:
-    """Random codes 1..15, and scales that keep the products of unit activations near one.
+    """Random codes 1..15 with mean 8, and scales that keep the products of unit activations near one.
 
-    Code 0 is left out because a peer has a faster route for symmetric weights without it.
+    Code 0 is left out because a peer has a faster route for symmetric weights without it. Its place goes to
+    8, so that weights have no mean: through a chain of layers that would grow without bound.
     """
     groups = 1 if group_size == -1 else layer.k // group_size
     words = torch.randint(-(2**31), 2**31, (layer.k // 16, 2 * layer.n), dtype=torch.int32, device=device)
-    words |= ~(words | words >> 1 | words >> 2 | words >> 3) & 0x11111111
-    # The standard deviation of the codes 1..15 is 4.3.
-    unit = 1 / (4.3 * layer.k**0.5)
+    words |= (~(words | words >> 1 | words >> 2 | words >> 3) & 0x11111111) << 3
+    # The standard deviation of these codes is 4.2.
+    unit = 1 / (4.2 * layer.k**0.5)
     scales = (unit * (0.5 + torch.rand(groups, layer.n, device=device))).to(dtype)
     zeros = torch.randint(4, 12, (groups, layer.n), device=device).to(dtype) if asymmetric else None
     return Weight(layer, group_size, words, scales, zeros)

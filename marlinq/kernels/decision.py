@@ -32,9 +32,9 @@ KERNELS: tuple[Kernel, ...] = ("stream", "bulk", "warpgroup")
 _WARPGROUP_ROWS = 33
 
 _LARGEST_TILE = 64  # rows of activations a block of the stream kernel
-# What a kernel that leaves room for the next one saves in a chain of dependent launches: most of a launch, of
-# the first bytes' way and of the reduction at the end.
-_OVERLAP_SECONDS = 2.5e-6
+# What a kernel whose blocks run all at once saves in a chain of dependent launches: measured, see
+# docs/kernels/notes.md, "Dependent chain".
+_OVERLAP_SECONDS = 1.7e-6
 # The batches whose speed decides in which order a batch-invariant sum is taken.
 _TYPICAL_BATCHES = (1, 16, 64, 512)
 
@@ -45,7 +45,7 @@ class Demands(NamedTuple):
     Attributes:
         kernel: the only kernel to choose from; None for all.
         batch_invariant: sum in an order that does not depend on M.
-        dependent: kernels overlap with their neighbours in the stream, so they should leave room for them.
+        dependent: kernels overlap with their neighbours in the stream.
     """
 
     kernel: Kernel | None = None
@@ -162,8 +162,8 @@ def _fastest(problem: Problem, device: Device, demanded: Demands) -> tuple[float
         found = (candidate for candidate in found if _order(candidate[2]) == order)
 
     def cost(candidate: tuple[float, str, KernelConfig]) -> float:
-        leaves = demanded.dependent and _leaves_room(problem, device, candidate[2])
-        return candidate[0] - leaves * _OVERLAP_SECONDS
+        overlaps = demanded.dependent and blocks_together(problem, device, candidate[2])
+        return candidate[0] - (_OVERLAP_SECONDS if overlaps else 0.0)
 
     best = min(found, key=cost, default=None)
     if best is None:
@@ -187,9 +187,11 @@ def _chosen(problem: Problem, device: Device, demanded: Demands) -> Kernel:
     return "warpgroup" if large and device.has_warpgroups else "stream"
 
 
-def _leaves_room(problem: Problem, device: Device, config: KernelConfig) -> bool:
-    """Whether another kernel's blocks fit beside this one's on every multiprocessor."""
-    return config.grid(problem) <= device.multiprocessors * (config.min_blocks - 1)
+def blocks_together(problem: Problem, device: Device, config: KernelConfig) -> int | None:
+    """The fewest blocks a multiprocessor with which all of a launch run at once; None if they never do."""
+    grid = config.grid(problem)
+    fitting = range(1, config.min_blocks + 1)
+    return next((b for b in fitting if grid <= device.resident_blocks(config.cluster, b)), None)
 
 
 def _order(config: KernelConfig) -> tuple[object, ...]:

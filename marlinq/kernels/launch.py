@@ -12,7 +12,7 @@ from torch import Tensor
 
 from marlinq.errors import EnvironmentProblem
 from marlinq.kernels.compiler import cached_cubin, compile_missing
-from marlinq.kernels.decision import KernelConfig, decide, demands
+from marlinq.kernels.decision import KernelConfig, blocks_together, decide, demands
 from marlinq.kernels.driver import Function, active_clusters, launch, load_function, on_device
 from marlinq.kernels.operands import Arguments, Operands
 from marlinq.kernels.problem import Device, Problem
@@ -127,12 +127,18 @@ def prepare(
         operands.zeros is not None,
         x.dtype == torch.bfloat16,
     )
+    device = device_numbers(index)
     chosen = config or _decided(problem, index)
     shared = chosen.shared_bytes(problem)
+    # Older GPUs know no launch that overlaps.
+    dependent = (behind_own or demands().dependent) and device.has_clusters
+    together = blocks_together(problem, device, chosen) if dependent else None
+    if together:
+        # Blocks are started where the previous kernel's have ended: without this too many would crowd on the
+        # multiprocessors that are free first, and everybody would wait for those.
+        shared = max(shared, device.shared_bytes // (together + 1) + 1)
     defines = tuple(sorted(chosen.defines(problem).items()))
     function = _load(chosen.source, chosen.function, defines, shared, index)
-    # Older GPUs know no launch that overlaps.
-    dependent = (behind_own or demands().dependent) and device_numbers(index).has_clusters
     return Call(
         function, chosen, chosen.grid(problem), shared, chosen.arguments(operands, dependent), dependent
     )

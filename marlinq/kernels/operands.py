@@ -11,9 +11,6 @@ from torch import Tensor
 from marlinq.kernels.driver import TENSOR_MAP_BYTES, encode_tensor_map
 
 _EXTENTS = ("m", "n", "k")
-# What a block of a dependent launch brings to L2 while it waits: over 132 blocks, what device memory delivers
-# in the three microseconds between one product's last weights and the next one's first activations.
-_PREFETCH_BYTES = 96 * 1024
 _Map = ctypes.c_ubyte * TENSOR_MAP_BYTES
 _Maps = ctypes.c_ubyte * (3 * TENSOR_MAP_BYTES)
 
@@ -86,7 +83,7 @@ class Operands(NamedTuple):
             tile_m: rows of activations in a stage.
             tiles: 64-column tiles of weights in a stage.
             rows: rows of 16 channels in a stage.
-            dependent: whether to bring weights past the ring to L2 before the wait for the previous kernel.
+            dependent: whether the kernel is launched to overlap with the previous one.
         """
         m, n, k = self._extents()
         small = self._small()
@@ -98,7 +95,7 @@ class Operands(NamedTuple):
             n,
             k,
             self.out.stride(0),
-            1 + _PREFETCH_BYTES // (rows * tiles * 512) if dependent else 0,
+            dependent,
         )
 
     def _small(self) -> tuple[int, int, int, int]:

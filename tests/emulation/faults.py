@@ -153,9 +153,15 @@ FAULTS = [
             ),
             (
                 "a block that leaves too early",
-                "still be read.\n    if (Cluster > 1) {...}",
-                "still be read.",
+                "cluster_arrive_relaxed();\n        cluster_wait();",
+                "",
                 "which has ended",
+            ),
+            (
+                "sums handed over without an order",
+                "cluster_arrive();",
+                "cluster_arrive_relaxed();",
+                "shared::cluster reads what",
             ),
         ],
     ),

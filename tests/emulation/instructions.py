@@ -32,7 +32,6 @@ _TABLE = {
     r"cp\.async\.bulk\.tensor\.3d\.shared::cluster\.global\.mbarrier::complete_tx::bytes\.L2::cache_hint": (
         "copy_tensor_3d"
     ),
-    r"cp\.async\.bulk\.prefetch\.tensor\.3d\.L2\.global": "prefetch_tensor_3d",
     r"st\.async\.weak\.shared::cluster\.mbarrier::complete_tx::bytes\.v4\.b32": "store_async_v4",
     # Logic and Shift, Half-Precision Floating-Point
     r"lop3\.b32": "combine_bits",
@@ -48,6 +47,7 @@ _TABLE = {
     r"mbarrier\.try_wait\.parity\.acquire\.cluster\.shared::cta\.b64": "barrier_try_wait<true>",
     r"bar\.sync": "block_barrier",
     r"barrier\.cluster\.arrive\.release\.aligned": "cluster_arrive",
+    r"barrier\.cluster\.arrive\.relaxed\.aligned": "cluster_arrive_relaxed",
     r"barrier\.cluster\.wait\.acquire\.aligned": "cluster_wait",
     r"griddepcontrol\.launch_dependents": "launch_dependents",
     r"griddepcontrol\.wait": "wait_for_previous_kernel",

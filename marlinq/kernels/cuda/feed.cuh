@@ -27,6 +27,10 @@ constexpr int SCALES_AT = WEIGHTS_AT + ROWS * ROW_BYTES;
 constexpr int ZEROS_AT = SCALES_AT + (GROUP == 0 ? 0 : GROUPS * SCALE_BYTES);
 constexpr int COPIED_BYTES = ZEROS_AT + (GROUP == 0 || !ZEROS ? 0 : GROUPS * SCALE_BYTES);
 constexpr int STAGE_BYTES = (COPIED_BYTES + 1023) / 1024 * 1024;
+// Chunks that a dependent launch requests before the wait for the previous kernel. More bytes than these would hold up that
+// kernel's own requests (docs/kernels/notes.md, "Dependent chain").
+constexpr int AHEAD_BYTES = 32768;
+constexpr int AHEAD = STAGE_BYTES > AHEAD_BYTES ? 1 : AHEAD_BYTES / STAGE_BYTES < STAGES ? AHEAD_BYTES / STAGE_BYTES : STAGES;
 static_assert(SLAB_BYTES % 1024 == 0 && CHUNK % 64 == 0, "slabs hold whole swizzle atoms");
 
 // Maps of words [K/16, N/64, 128] and of scales and zeros [G, N/64, 64]. That of x [M, K] has boxes of 64 columns, swizzled.
@@ -89,17 +93,12 @@ struct Feed {
     }
 
     // The first chunks of a dependent launch: their weights depend on no earlier kernel and travel before the wait for
-    // it, `far` chunks more as far as L2. Returns how many chunks are on their way.
-    __device__ __forceinline__ int fill_ahead(Ring& ring, int begin, int count, int far) const {
+    // it. Returns how many chunks are on their way.
+    __device__ __forceinline__ int fill_ahead(Ring& ring, int begin, int count) const {
         const Ring start = ring;
-        const int ahead = min(STAGES, count);
+        const int ahead = min(AHEAD, count);
 #pragma unroll 1
         for (int i = 0; i < ahead; ++i, ring.advance()) copy_weights(ring, begin + i);
-#pragma unroll 1
-        for (int i = ahead; i < min(count, ahead + far); ++i) {
-            prefetch_box(&maps.words, 0, tile, (begin + i) * ROWS);
-            if (GROUP != 0) prefetch_box(&maps.scales, 0, tile, group_of(begin + i));
-        }
         wait_for_previous_kernel();
         ring = start;
 #pragma unroll 1

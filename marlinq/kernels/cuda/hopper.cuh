@@ -64,12 +64,6 @@ __device__ __forceinline__ void copy_box_once(u32 destination, const TensorMap* 
         : "memory");
 }
 
-// The same box to L2 alone.
-__device__ __forceinline__ void prefetch_box(const TensorMap* map, int x, int y, int z) {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y), "r"(z)
-                 : "memory");
-}
-
 // As above, of a map of two dimensions and for data that others read too.
 __device__ __forceinline__ void copy_box(u32 destination, const TensorMap* map, int x, int y, u32 barrier) {
     asm volatile(

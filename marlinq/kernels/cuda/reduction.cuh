@@ -41,9 +41,10 @@ __device__ __forceinline__ void reduce_and_store(const float* buffer, const u16*
         }
     }
 #if __CUDA_ARCH__ >= 900
-    // Nobody leaves while its shared memory may still be read.
+    // Nobody leaves while its shared memory may still be read. What was read has been used by now, so the barrier need
+    // not order memory, which would wait for the stores above.
     if (Cluster > 1) {
-        cluster_arrive();
+        cluster_arrive_relaxed();
         cluster_wait();
     }
 #endif

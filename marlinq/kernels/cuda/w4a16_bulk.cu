@@ -16,9 +16,6 @@
 // and counted by a barrier, so that nobody waits for a ring to drain and nobody reads what another block holds.
 // The owner adds the parts, always in the same order, and stores. No workspace in global memory.
 //
-// `dependent`: 0 for an ordinary launch, else one more than the chunks past the ring that are brought to L2 before the
-// wait for the previous kernel.
-//
 // Compile-time parameters: ELEMENT, WARPS_N, WARPS_K, BLOCKS_M, ROWS, GROUP (0: channelwise), ZEROS, CLUSTER, STAGES,
 // MIN_BLOCKS.
 #include "element.cuh"
@@ -106,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     if (warp == WARPS) {
         if (lane == 0) {
             const Feed feed{x_map, maps, m0, n0 / 64};
-            const int ahead = dependent ? feed.fill_ahead(ring, begin, count, dependent - 1) : 0;
+            const int ahead = dependent ? feed.fill_ahead(ring, begin, count) : 0;
             feed.fill(ring, begin, ahead, count);
             launch_dependents();
         }

@@ -20,7 +20,8 @@
 //   activations  [wk][m][channel], shared by the warps of a part; 16-byte pieces are swizzled by m so that ldmatrix
 //                reads without bank conflicts
 //   scales       [warp][group][scale or zero point][64], shared by the lanes of a warp
-// Weights and scales depend on no earlier kernel, so in a dependent launch they are requested before the wait for it.
+// Weights and scales depend on no earlier kernel, so in a dependent launch those of the first stage are requested before
+// the wait for it. More would hold up the earlier kernel's own requests (docs/kernels/notes.md, "Dependent chain").
 //
 // SCALE_SUMS: scales multiply float accumulators at group ends (exact weights, fewer instructions); otherwise they
 // multiply the dequantised weights in 16 bits (no second set of accumulators, for large tiles).
@@ -166,11 +167,11 @@ w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u
     };
 
     if (dependent) {
-        for (int s = 0; s < STAGES - 1; ++s) fetch_weights(s);
+        fetch_weights(0);
         wait_for_previous_kernel();
     }
     for (int s = 0; s < STAGES - 1; ++s) {
-        if (!dependent) fetch_weights(s);
+        if (!dependent || s > 0) fetch_weights(s);
         fetch_activations(s);
         copy_async_commit();
     }

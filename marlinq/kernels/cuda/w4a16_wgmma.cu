@@ -22,9 +22,6 @@
 // memory, in a fixed order. Otherwise the grid is the multiprocessors; a block takes tile after tile, its filling
 // thread running ahead into the next one while the others narrow and store their own columns.
 //
-// `dependent`: 0 for an ordinary launch, else one more than the chunks past the ring that are brought to L2 before the
-// wait for the previous kernel.
-//
 // Compile-time parameters: ELEMENT, TILE_M, WIDE, GROUPS_N, PARTS_K, ROWS, GROUP (0: channelwise), ZEROS, CLUSTER, STAGES,
 // MIN_BLOCKS, GROWN and SHRUNK (registers of a multiplying and a copying thread; 0: as launched).
 #include "element.cuh"
@@ -151,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
             for (int tile = first_tile; tile < last_tile; tile += gridDim.x) {
                 const Place its = place(tile);
                 const Feed feed{x_map, maps, its.m0, its.n0 / 64};
-                const int from = ahead ? feed.fill_ahead(ring, begin, count, dependent - 1) : 0;
+                const int from = ahead ? feed.fill_ahead(ring, begin, count) : 0;
                 ahead = false;
                 feed.fill(ring, begin, from, count);
             }

@@ -200,12 +200,15 @@ void block_barrier(u32 index, u32 threads) {
 
 // barrier.cluster.
 
-void cluster_arrive() {
+// With `ordered` what was done before is visible to those who wait; without, they know only that everybody has come.
+static void arrive_at_cluster(bool ordered) {
     align("barrier.cluster.arrive");
     if (self->cluster_arrivals != self->clock.counts[Agents::other_blocks()])
         fail("barrier.cluster.arrive a second time without a wait");
-    self->block->gathered_for_cluster.join(self->clock);
-    release();
+    if (ordered) {
+        self->block->gathered_for_cluster.join(self->clock);
+        release();
+    }
     ++self->cluster_arrivals;
     if (++machine.cluster_arrived == machine.threads * machine.cluster) {
         machine.cluster_arrived = 0;
@@ -218,6 +221,10 @@ void cluster_arrive() {
     }
     maybe_yield(4);
 }
+
+void cluster_arrive() { arrive_at_cluster(true); }
+
+void cluster_arrive_relaxed() { arrive_at_cluster(false); }
 
 void cluster_wait() {
     align("barrier.cluster.wait");

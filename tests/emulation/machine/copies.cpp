@@ -126,9 +126,6 @@ void copy_tensor_3d(u32 destination, u64 map, const std::array<Input<u32>, 3>& a
     copy_tensor(destination, map, corner, barrier);
 }
 
-// Moves nothing that a kernel could see.
-void prefetch_tensor_3d(u64 map, const std::array<Input<u32>, 3>&) { read_map(map); }
-
 // st.async: a store to any block of the cluster that completes on an mbarrier there.
 void store_async_v4(u32 address, const Inputs4& values, u32 barrier) {
     if (address % 16) fail("st.async.v4 to an address that is no multiple of 16");

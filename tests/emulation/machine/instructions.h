@@ -26,7 +26,6 @@ void copy_async_commit();
 void copy_async_wait(u32 pending);
 void copy_tensor_2d(u32 destination, u64 map, const std::array<Input<u32>, 2>& at, u32 barrier);
 void copy_tensor_3d(u32 destination, u64 map, const std::array<Input<u32>, 3>& at, u32 barrier, u64 cache_policy);
-void prefetch_tensor_3d(u64 map, const std::array<Input<u32>, 3>& at);
 void store_async_v4(u32 address, const Inputs4& values, u32 barrier);
 
 // mbarrier, bar, barrier.cluster, griddepcontrol, setmaxnreg (barriers.cpp).
@@ -41,6 +40,7 @@ void barrier_try_wait(Output<bool> done, u32 barrier, u32 parity) {
 }
 void block_barrier(u32 index, u32 threads);
 void cluster_arrive();
+void cluster_arrive_relaxed();
 void cluster_wait();
 inline void launch_dependents() {}
 void wait_for_previous_kernel();
