@@ -259,8 +259,8 @@ FAULTS = [
             ),
             (
                 "an initialisation not waited for",
-                "    __syncthreads();\n    if (CLUSTER > 1)",
-                "    if (CLUSTER > 1)",
+                "    __syncthreads();\n    // Others",
+                "    // Others",
                 "no mbarrier was initialised|waiting for the initialisation",
             ),
             (

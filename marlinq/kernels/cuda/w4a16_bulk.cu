@@ -98,7 +98,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
         if (CLUSTER > 1) barrier_expect(all_received, PARTS * slots * blocks_m * 512);
     }
     __syncthreads();
-    if (CLUSTER > 1) cluster_arrive();
+    // Others need to know of the barriers alone, whose initialisation has a fence of its own.
+    if (CLUSTER > 1) cluster_arrive_relaxed();
 
     if (warp == WARPS) {
         if (lane == 0) {

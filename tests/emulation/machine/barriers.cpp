@@ -91,7 +91,10 @@ void barrier_init(u32 address, u32 arrivals) {
 // Copies are another proxy: they see an initialisation only behind this fence.
 void barrier_init_fence() {
     for (auto& [address, barrier] : self->block->barriers)
-        if (barrier.creator == self) barrier.visible_to_copies = true;
+        if (barrier.creator == self && !barrier.visible_to_copies) {
+            barrier.visible_to_copies = true;
+            barrier.fenced_before_arrival = self->cluster_arrivals + 1;
+        }
 }
 
 void barrier_arrive(Sink, u32 address) { arrive(address, 0, "mbarrier.arrive"); }
@@ -137,7 +140,12 @@ Moment begin_store(Block& block, uint32_t address, uint32_t bytes, const char* i
     const bool own = &block == self->block;
     const auto found = block.barriers.find(address);
     const Clock& known = own ? self->clock : block.released_by_cluster[self->clock.counts[Agents::other_blocks()]];
-    if (found == block.barriers.end() || !found->second.created.before(known))
+    // The fence of the initialisation reaches others through the cluster's barrier whether that orders memory or not.
+    const auto fenced = [&](const MemoryBarrier& barrier) {
+        return barrier.visible_to_copies &&
+               barrier.fenced_before_arrival <= self->clock.counts[Agents::other_blocks()];
+    };
+    if (found == block.barriers.end() || !(found->second.created.before(known) || (!own && fenced(found->second))))
         fail("%s to block %u without waiting for the initialisation of its mbarrier", instruction, block.index);
     MemoryBarrier& barrier = found->second;
     if (!barrier.visible_to_copies)

@@ -103,6 +103,7 @@ struct MemoryBarrier {
     int64_t bytes_in_flight = 0;
     bool visible_to_copies = false;
     bool fed_by_other_blocks = false;
+    unsigned fenced_before_arrival = 0;  // at the cluster's barrier, counted from 1: its creator's first after the fence
     const Fiber* creator = nullptr;
     Moment created;
     Clock released, gathered;
