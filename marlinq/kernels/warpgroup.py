@@ -17,26 +17,17 @@ _OTHER_REGISTERS = {False: 32, True: 40}
 _ZERO_REGISTERS = 16
 # By the number of multiplying warpgroups and whether K is split: registers of a multiplying and of a copying
 # thread when the even share of a launch is not enough (setmaxnreg). The latter keeps what a reduction needs.
-_GROWN = {
-    (2, False): (232, 40),
-    (2, True): (224, 56),
-    (3, False): (152, 56),
-    (3, True): (152, 56),
-    (4, True): (112, 32),
-}
+_GROWN = {(2, False): (232, 40), (2, True): (224, 56), (3, False): (152, 56), (3, True): (152, 56)}
 _TILES_M = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176)
 _SHAPES = (
     # wide, groups_n, parts_k
     (True, 1, 1),
     (True, 1, 2),
     (True, 1, 3),
-    (True, 1, 4),
     (True, 2, 1),
     (False, 1, 1),
     (False, 1, 2),
     (False, 1, 3),
-    (False, 1, 4),
-    (False, 2, 2),
     (False, 2, 1),
     (False, 3, 1),
 )

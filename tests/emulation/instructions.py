@@ -18,7 +18,7 @@ _TABLE = {
     r"ld\.global\.nc(\.L1::no_allocate)?\.v4\.u32": "load_constant_v4",
     r"ld\.global\.nc\.u16": "load_constant_u16",
     r"ld\.shared\.v4\.u32": "load_shared_v4",
-    r"ld\.shared::cluster\.v2\.f32": "load_cluster_v2",
+    r"ld\.shared::cluster\.v4\.f32": "load_cluster_v4",
     r"mapa\.shared::cluster\.u32": "map_cluster_address",
     r"cvt\.u16\.u32": "truncate_to_u16",
     rf"cvt\.f32\.{_ELEMENT}": "widen<emulation::Element::{element}>",

@@ -96,9 +96,12 @@ __device__ __forceinline__ u32 cluster_address(u32 address, u32 rank) {
     return result;
 }
 
-__device__ __forceinline__ float2 load_cluster_float2(u32 address) {
-    float2 value;
-    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
-    return value;
+__device__ __forceinline__ float4 load_cluster_float4(u32 address) {
+    float4 v;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
 }
 #endif

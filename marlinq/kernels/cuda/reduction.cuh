@@ -16,28 +16,30 @@ __device__ __forceinline__ void reduce_and_store(const float* buffer, const u16*
         __syncthreads();
 
     const int rows = min(TileM, M - m0), columns = min(TileN, N - n0);
-    for (int pair = rank * Threads + threadIdx.x; pair < rows * (TileN / 2); pair += Cluster * Threads) {
-        const int m = pair / (TileN / 2), n = pair % (TileN / 2) * 2;
-        float2 sum = make_float2(0.f, 0.f);
+    static_assert(Pitch % 4 == 0 && TileN % 4 == 0, "sums are read four at a time");
+    for (int four = rank * Threads + threadIdx.x; four < rows * (TileN / 4); four += Cluster * Threads) {
+        const int m = four / (TileN / 4), n = four % (TileN / 4) * 4;
+        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
         for (int r = 0; r < Cluster; ++r)
 #pragma unroll
             for (int p = 0; p < Parts; ++p) {
                 const float* source = buffer + (p * TileM + m) * Pitch + n;
 #if __CUDA_ARCH__ >= 900
-                const float2 v = Cluster > 1 ? load_cluster_float2(cluster_address(shared_address(source), r))
-                                             : *reinterpret_cast<const float2*>(source);
+                const float4 v = Cluster > 1 ? load_cluster_float4(cluster_address(shared_address(source), r))
+                                             : *reinterpret_cast<const float4*>(source);
 #else
-                const float2 v = *reinterpret_cast<const float2*>(source);
+                const float4 v = *reinterpret_cast<const float4*>(source);
 #endif
-                sum.x += v.x, sum.y += v.y;
+                sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
             }
         if (n < columns) {
             if (bias != nullptr) {
-                sum.x += E::widen(bias[n0 + n]);
-                sum.y += E::widen(bias[n0 + n + 1]);
+                sum.x += E::widen(bias[n0 + n]), sum.y += E::widen(bias[n0 + n + 1]);
+                sum.z += E::widen(bias[n0 + n + 2]), sum.w += E::widen(bias[n0 + n + 3]);
             }
-            *reinterpret_cast<u32*>(out + (m0 + m) * out_stride + n0 + n) = E::narrow(sum.x, sum.y);
+            *reinterpret_cast<uint2*>(out + (m0 + m) * out_stride + n0 + n) =
+                make_uint2(E::narrow(sum.x, sum.y), E::narrow(sum.z, sum.w));
         }
     }
 #if __CUDA_ARCH__ >= 900

@@ -17,7 +17,7 @@ typedef std::array<Input<u32>, 4> Inputs4;
 void load_constant_v4(const Outputs4& values, u64 address);
 void load_constant_u16(Output<u16> value, u64 address);
 void load_shared_v4(const Outputs4& values, u32 address);
-void load_cluster_v2(const std::array<Output<float>, 2>& values, u32 address);
+void load_cluster_v4(const std::array<Output<float>, 4>& values, u32 address);
 void map_cluster_address(Output<u32> result, u32 address, u32 rank);
 
 // Asynchronous copies: cp.async, cp.async.bulk.tensor, st.async (copies.cpp).

@@ -326,24 +326,23 @@ void map_cluster_address(Output<u32> result, u32 address, u32 rank) {
 
 // Blocks know of each other what the cluster's barrier told them: a read finds what its own thread's last wait covers,
 // and counts in the other block as done when that barrier's next phase ends.
-void load_cluster_v2(const std::array<Output<float>, 2>& values, u32 address) {
+void load_cluster_v4(const std::array<Output<float>, 4>& values, u32 address) {
     maybe_yield(32);
     const u32 local = local_address(address);
-    if (local % 8) fail("ld.shared::cluster.v2 from an address that is no multiple of 8");
+    if (local % 16) fail("ld.shared::cluster.v4 from an address that is no multiple of 16");
     Block& block = block_of_cluster_address(address, "ld.shared::cluster");
-    check_bounds(block, local, 8, "ld.shared::cluster");
+    check_bounds(block, local, 16, "ld.shared::cluster");
     const bool own = &block == self->block;
     const u32 waited = self->clock.counts[Agents::other_blocks()];
     const Clock& clock = own ? self->clock : block.released_by_cluster[waited];
     const Moment reader = own ? now() : Moment{Agents::other_blocks(), self->cluster_arrivals + 1};
-    each_granule(block, local, 8, [&](Granule& granule, uint32_t at) {
+    each_granule(block, local, 16, [&](Granule& granule, uint32_t at) {
         check_read(granule, clock, at, "ld.shared::cluster");
         note_read(granule, clock, reader);
     });
-    float loaded[2];
-    memcpy(loaded, block.shared + local, 8);
-    values[0].set(loaded[0]);
-    values[1].set(loaded[1]);
+    float loaded[4];
+    memcpy(loaded, block.shared + local, 16);
+    for (int i = 0; i < 4; ++i) values[i].set(loaded[i]);
 }
 
 }  // namespace emulation
