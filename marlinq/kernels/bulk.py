@@ -4,26 +4,70 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from marlinq.kernels.costs import SCHEDULERS, overlapped, streaming_seconds
 from marlinq.kernels.operands import MappedArguments, Operands
 from marlinq.kernels.problem import Device, Problem, registers_of_a_thread
-from marlinq.kernels.stages import FEED_CYCLES, stage_bytes
+from marlinq.kernels.stages import stage_bytes
 from marlinq.kernels.tiles import WarpTiles
 
+_REGISTERS = 65536
 # Registers a thread needs to stay clear of spills, by BLOCKS_M and zero points
 # (tests/kernels/test_compile.py).
 _REGISTERS_NEEDED = {(1, False): 96, (1, True): 112, (2, False): 128, (2, True): 168}
 _REGISTERS_OF_SHORT_GROUPS = 32  # more, when a chunk holds several groups
-# Cycles of a multiprocessor for a 512-byte row of weights; not measured: from the stream kernel's and the
-# difference in instructions.
-_ROW_CYCLES = {1: 22, 2: 30}
-# Cycles of a warp for a row of the last chunk, with nothing left to overlap with.
-_LAST_ROW_CYCLES = {1: 120, 2: 170}
 _MAX_STAGES = 32
+_LEAST_STAGES = 3  # of a part: with two, waiting and multiplying take turns
 _MAX_BLOCKS = 3  # a multiprocessor
 _WARPS = range(4, 17)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the estimate can't count: fitted to measured times on an H200 (``benchmarks/fit_costs.py``).
+
+    Cycles are those of :attr:`Device.clock`. Instructions are counted in issue cycles of one scheduler.
+
+    Attributes:
+        launch: seconds from a launch to the first instruction, and from the last to the next launch.
+        wave: seconds that blocks need to set up, and their first bytes to arrive.
+        latency: seconds from a request to its bytes, once the ring is full.
+        port: bytes a second that one multiprocessor receives.
+        row: cycles of a warp's instructions for a row of weights, whatever the batch.
+        product: cycles of an ``mma.sync``.
+        closing: further ones for every eight rows of the batch and every group or chunk that ends.
+        stalls: how much longer a row takes a warp that has its scheduler for itself.
+        chunk: cycles of a warp to take a chunk and to give it back.
+        copy: bytes a second at which a chunk arrives.
+        feed: cycles of the filling thread for a chunk.
+        box: cycles that the copying unit takes for every 128-byte row of a box of activations.
+        reduction: bytes a second of sums that a multiprocessor sends and adds.
+        cluster: seconds that the meetings of a cluster take.
+        member: seconds more for every further block of a cluster.
+        sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
+    """
+
+    launch: float = 1.43e-06
+    wave: float = 1.11e-06
+    latency: float = 4.59e-07
+    port: float = 6.78e10
+    row: float = 57.7
+    product: float = 3.32
+    closing: float = 63.6
+    stalls: float = 0.859
+    chunk: float = 95.4
+    copy: float = 3.84e10
+    feed: float = 309
+    box: float = 2.37
+    reduction: float = 7.11e10
+    cluster: float = 2.88e-07
+    member: float = 5.9e-08
+    sharpness: float = 5.05
+
+
+COSTS = Costs()
 
 
 @dataclass(frozen=True)
@@ -72,56 +116,80 @@ class BulkConfig(WarpTiles):
         return operands.mapped_arguments(self.tile_m, self.warps_n, self.rows, dependent)
 
 
-def candidates(problem: Problem, device: Device) -> Iterator[BulkConfig]:
-    """The variants worth estimating, all of which fit the device's registers and shared memory."""
+def candidates(problem: Problem, device: Device, batch_invariant: bool = False) -> Iterator[BulkConfig]:
+    """The variants worth estimating, all of which fit the device's registers and shared memory.
+
+    With ``batch_invariant`` also clusters that don't all run at once; for a batch alone they never win.
+    """
     if not device.has_clusters:
         return
     blocks_m = 1 if problem.m <= 8 else 2
     shapes = [
         (warps_n, warps_k)
-        for warps_n, warps_k in itertools.product(range(1, 9), (1, 2, 3, 4, 6, 8, 12, 16))
+        for warps_n, warps_k in itertools.product(range(1, 9), (1, 2, 3, 4, 6, 8))
         if warps_n * warps_k in _WARPS
     ]
-    for rows, (warps_n, warps_k), cluster in itertools.product((8, 4), shapes, device.cluster_sizes):
-        if cluster * warps_k > max(-(-problem.k // (16 * rows)), 4):
-            continue
+    for rows, (warps_n, warps_k), blocks in itertools.product((8, 4), shapes, range(1, _MAX_BLOCKS + 1)):
         short_groups = 0 < problem.group < 16 * rows
         registers = _REGISTERS_NEEDED[blocks_m, problem.zeros] + short_groups * _REGISTERS_OF_SHORT_GROUPS
-        for blocks in range(1, _MAX_BLOCKS + 1):
-            if registers_of_a_thread(warps_n * warps_k + 1, blocks) < registers:
+        if registers_of_a_thread(warps_n * warps_k + 1, blocks) < registers:
+            continue
+        tiles = -(-problem.n // (64 * warps_n)) * -(-problem.m // (8 * blocks_m))
+        # The barriers, and what the driver keeps of every block, come on top.
+        room = device.shared_bytes // blocks - 2048
+        for cluster in device.cluster_sizes:
+            if cluster * warps_k > max(-(-problem.k // (16 * rows)), 4):
                 continue
-            # The barriers, and what the driver keeps of every block, come on top.
-            room = device.shared_bytes // blocks - 2048
+            if not batch_invariant and cluster > 1 and not device.runs_at_once(tiles, cluster, blocks):
+                continue
             single = BulkConfig(warps_n, warps_k, blocks_m, rows, cluster, 0, blocks)
             stage = stage_bytes(problem, single.tile_m, single.tile_n, rows)
             # A stage belongs to one part.
             stages = min(_MAX_STAGES, (room - single.shared_bytes(problem)) // stage) // warps_k * warps_k
-            if stages >= 2 * warps_k:
-                yield BulkConfig(warps_n, warps_k, blocks_m, rows, cluster, stages, blocks)
+            if stages >= _LEAST_STAGES * warps_k:
+                yield replace(single, stages=stages)
 
 
-def estimate(problem: Problem, device: Device, config: BulkConfig) -> tuple[float, str]:
-    """Seconds of a launch, and what the busiest multiprocessor spends them on."""
+def _resident(problem: Problem, device: Device, config: BulkConfig) -> int:
+    """Blocks that a multiprocessor has room for."""
+    cap = registers_of_a_thread(config.threads // 32, config.min_blocks)
+    registers = min(_REGISTERS_NEEDED[config.blocks_m, problem.zeros], cap) * config.threads
+    room = (device.shared_bytes + 1024) // (config.shared_bytes(problem) + 1024)
+    return max(config.min_blocks, min(room, _REGISTERS // registers))
+
+
+def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs = COSTS) -> tuple[float, str]:
+    """Seconds of a launch, and what the busiest multiprocessor spends most of them on."""
     chunks = -(-problem.k // config.chunk)
-    sms = device.multiprocessors
-    loads = device.loads(config.grid(problem), config.cluster, config.min_blocks)
-    slice_chunks = -(-chunks // config.cluster)
-    channels = slice_chunks * config.chunk
+    fed = -(-chunks // config.cluster)
+    turns = -(-fed // config.warps_k)  # of the part with the most chunks
+    channels = chunks / config.cluster * config.chunk
     weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
-    activations = channels * min(config.tile_m, problem.m) * 2
-    # The part with the most chunks decides.
-    turns = -(-slice_chunks // config.warps_k) * config.warps_k
-    cycles = turns * config.rows * config.warps_n * _ROW_CYCLES[config.blocks_m]
-    last = config.rows * _LAST_ROW_CYCLES[config.blocks_m] / device.clock
-    seconds, busiest = 2.2e-6 + last + 0.8e-6 * (sum(waves for waves, _ in loads) - 1), ""
-    for waves, blocks in loads:
-        in_flight = blocks * (config.stages - 1) * config.warps_n * config.rows * 512
-        times = {
-            "weights": blocks * weights / min(device.bandwidth / sms, in_flight / 1.2e-6),
-            "activations": blocks * (weights + activations) / (device.cache_bandwidth / sms),
-            "instructions": blocks * cycles / device.clock,
-            "the feed": slice_chunks * FEED_CYCLES / device.clock,
-        }
-        busiest = max(times, key=lambda name: times[name])
-        seconds += waves * times[busiest]
-    return seconds + 0.1e-6 * (config.cluster - 1), busiest
+    read = weights + channels * config.tile_m * 2
+    own = weights / -(-problem.m // config.tile_m)
+    row = costs.row + costs.product * 4 * config.blocks_m
+    closings = config.chunk / min(problem.group or config.chunk, config.chunk)
+    chunk = config.rows * row + closings * costs.closing * config.blocks_m
+    sums = config.tile_m * config.tile_n * 4 * config.warps_k
+    meeting = costs.cluster + costs.member * config.cluster if config.cluster > 1 else 0.0
+    seconds, busiest = costs.launch, ""
+    resident = _resident(problem, device, config)
+    for load in device.loads(config.grid(problem), config.cluster, resident):
+        parts = load.blocks * min(config.warps_k, fed)
+        # Warps of one scheduler. Those of a part work at once, on whichever scheduler has most of them.
+        even = config.warps_n / SCHEDULERS
+        issued = max(1.0, parts * even + (-(-config.warps_n // SCHEDULERS) - even) / parts)
+        times = streaming_seconds(device, load, own, read, costs.port)
+        work = (chunk * max(costs.stalls, issued) + costs.chunk) / device.clock
+        times["requests"] = (
+            turns * config.warps_k / config.stages * (costs.latency + work + read / fed / costs.copy)
+        )
+        times["instructions"] = turns * chunk * issued / device.clock
+        times["a warp"] = turns * (chunk * costs.stalls + costs.chunk) / device.clock
+        times["the feed"] = fed * (costs.feed + costs.box * config.tile_m * config.rows / 4) / device.clock
+        streamed, busiest = overlapped(times, costs.sharpness)
+        last = chunk * costs.stalls / device.clock
+        seconds += load.waves * (
+            costs.wave + streamed + last + load.blocks * sums / costs.reduction + meeting
+        )
+    return seconds, busiest

@@ -27,11 +27,9 @@ KernelConfig = StreamConfig | BulkConfig | WarpgroupConfig
 
 Kernel = Literal["stream", "bulk", "warpgroup"]
 KERNELS: tuple[Kernel, ...] = ("stream", "bulk", "warpgroup")
-# Batches from which the warpgroup kernel is faster than the stream kernel, whatever the layer: measured (see
-# docs/kernels/notes.md). The bulk kernel joins when its cost model is calibrated.
-_WARPGROUP_ROWS = 33
-
-_LARGEST_TILE = 64  # rows of activations a block of the stream kernel
+# Batches that a kernel is considered for beside others. The bulk kernel has no larger tile; wgmma is never
+# faster for eight rows, and always from 33 on (docs/kernels/notes.md).
+_BULK_MOST, _WARPGROUP_LEAST, _STREAM_MOST = 16, 9, 32
 # What a kernel whose blocks run all at once saves in a chain of dependent launches: measured, see
 # docs/kernels/notes.md, "Dependent chain".
 _OVERLAP_SECONDS = 1.7e-6
@@ -140,8 +138,9 @@ def _decide(problem: Problem, device: Device, demanded: Demands) -> KernelDecisi
             f"w4a16_gemm: group size {problem.group_size} with K={problem.k}; "
             "expected 32, 64, 128 or -1, dividing K"
         )
-    # Prompts have any length; those that fill the same tiles share a decision.
-    rows = problem.m if problem.m <= _LARGEST_TILE else -(-problem.m // _LARGEST_TILE) * _LARGEST_TILE
+    rows = problem.m if problem.m <= 64 else -(-problem.m // 16) * 16
+    # Prompts have any length; long ones that are nearly the same share a decision.
+    rows = rows if rows <= 1024 else -(-rows // 64) * 64
     seconds, busiest, config = _fastest(replace(problem, m=rows), device, demanded)
     grid = config.grid(problem)
     reason = (
@@ -176,15 +175,26 @@ def _fastest(problem: Problem, device: Device, demanded: Demands) -> tuple[float
 def _all_estimates(
     problem: Problem, device: Device, demanded: Demands
 ) -> Iterator[tuple[float, str, KernelConfig]]:
-    yield from estimates(
-        problem, device, demanded.kernel or _chosen(problem, device, demanded), demanded.batch_invariant
-    )
+    for kernel in _considered(problem, device, demanded):
+        yield from estimates(problem, device, kernel, demanded.batch_invariant)
 
 
-def _chosen(problem: Problem, device: Device, demanded: Demands) -> Kernel:
-    """The kernel when none is asked for; one for all batches where the order must not depend on them."""
-    large = problem.m >= _WARPGROUP_ROWS and not demanded.batch_invariant
-    return "warpgroup" if large and device.has_warpgroups else "stream"
+def _considered(problem: Problem, device: Device, demanded: Demands) -> tuple[Kernel, ...]:
+    """The kernels to choose from, all of which suit the batch."""
+    if demanded.kernel is not None:
+        return (demanded.kernel,)
+    # Kernels take their sums in different orders, and only this one has tiles for every batch everywhere.
+    if demanded.batch_invariant:
+        return ("stream",)
+    found: list[Kernel] = []
+    if problem.m <= _STREAM_MOST or not device.has_warpgroups:
+        found.append("stream")
+    # The bulk kernel would run on later GPUs too, where nobody has measured it.
+    if problem.m <= _BULK_MOST and device.has_warpgroups:
+        found.append("bulk")
+    if problem.m >= _WARPGROUP_LEAST and device.has_warpgroups:
+        found.append("warpgroup")
+    return tuple(found)
 
 
 def blocks_together(problem: Problem, device: Device, config: KernelConfig) -> int | None:
@@ -238,15 +248,15 @@ def estimates(
 ) -> Iterator[tuple[float, str, KernelConfig]]:
     """Every candidate of a kernel with its expected seconds and what bounds it.
 
-    With ``batch_invariant`` those of the stream kernel are restricted to roundings that exist for every M.
+    With ``batch_invariant`` those whose roundings and splits of K exist for every M.
     """
     match kernel:
         case "stream":
             for narrow in stream.candidates(problem, device, batch_invariant):
                 yield (*stream.estimate(problem, device, narrow), narrow)
         case "bulk":
-            for copied in bulk.candidates(problem, device):
+            for copied in bulk.candidates(problem, device, batch_invariant):
                 yield (*bulk.estimate(problem, device, copied), copied)
         case "warpgroup":
-            for wide in warpgroup.candidates(problem, device):
+            for wide in warpgroup.candidates(problem, device, batch_invariant):
                 yield (*warpgroup.estimate(problem, device, wide), wide)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 GROUP_SIZES = (32, 64, 128, -1)
 _PARTITIONS, _PARTITION_REGISTERS = 4, 16384
@@ -16,6 +17,20 @@ def registers_of_a_thread(warps: int, blocks: int) -> int:
     """
     fullest = -(-warps * blocks // _PARTITIONS)
     return min(255, _PARTITION_REGISTERS // (32 * fullest) // 8 * 8)
+
+
+class Load(NamedTuple):
+    """Waves of blocks that are alike.
+
+    Attributes:
+        waves: their number.
+        blocks: blocks on the busiest multiprocessor.
+        grid: blocks of one wave.
+    """
+
+    waves: int
+    blocks: int
+    grid: int
 
 
 @dataclass(frozen=True)
@@ -67,21 +82,27 @@ class Device:
         leave some idle (docs/kernels/notes.md).
         """
         if self.clusters:
-            return cluster * self.clusters[blocks - 1][cluster - 1]
+            known = self.clusters[min(blocks, len(self.clusters)) - 1][cluster - 1]
+            return cluster * (known * max(blocks, len(self.clusters)) // len(self.clusters))
         whole = self.multiprocessors * blocks // cluster
         return cluster * (whole if cluster <= 2 else whole * 9 // 10)
 
-    def loads(self, grid: int, cluster: int, blocks: int) -> list[tuple[int, int]]:
-        """How a grid is worked off: pairs of (waves, blocks on the busiest multiprocessor in each).
+    def runs_at_once(self, tiles: int, cluster: int, blocks: int) -> bool:
+        """Whether there is room for a cluster for every tile, ``blocks`` blocks a multiprocessor."""
+        return tiles * cluster <= self.resident_blocks(cluster, blocks)
+
+    def loads(self, grid: int, cluster: int, blocks: int) -> list[Load]:
+        """How a grid is worked off.
 
         A wave that is not full keeps only some multiprocessors busy, with fewer blocks each: as few as there
         is room for the clusters.
         """
-        waves, rest = divmod(grid, self.resident_blocks(cluster, blocks))
-        loads = [(waves, blocks)] if waves else []
+        resident = self.resident_blocks(cluster, blocks)
+        waves, rest = divmod(grid, resident)
+        loads = [Load(waves, blocks, resident)] if waves else []
         if rest:
             fewest = (b for b in range(1, blocks) if self.resident_blocks(cluster, b) >= rest)
-            loads.append((1, next(fewest, blocks)))
+            loads.append(Load(1, next(fewest, blocks), rest))
         return loads
 
     @property

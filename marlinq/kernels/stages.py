@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from marlinq.kernels.problem import Problem
 
-FEED_CYCLES = 120  # of the thread that fills the ring, for one stage; not measured
-
 
 def stage_bytes(problem: Problem, tile_m: int, tile_n: int, rows: int) -> int:
     """Bytes of a stage: one chunk of ``16 * rows`` channels of activations, weights, scales, zero points."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from marlinq.kernels.costs import SCHEDULERS, overlapped, streaming_seconds
 from marlinq.kernels.operands import Operands, PlainArguments
-from marlinq.kernels.problem import Device, Problem
+from marlinq.kernels.problem import Device, Problem, registers_of_a_thread
 from marlinq.kernels.tiles import WarpTiles
 
 _REGISTERS = 65536
@@ -22,20 +23,53 @@ _REGISTERS_NEEDED = {
     (4, False): 128,
     (8, False): 240,
 }
-# Cycles that a multiprocessor needs for one 512-byte row of weights: measured on an H200 for (1, True), (2,
-# False) and (4, False), where each further mma.sync takes eight; continued for (8, False). Scaled sums save
-# a row's 24 instructions of scaling at a few a group, which has not been measured beyond (1, True): until
-# then they come last.
-_ROW_CYCLES = {
-    (1, True): 37,
-    (1, False): 45,
-    (2, True): 54,
-    (2, False): 53,
-    (4, True): 70,
-    (4, False): 69,
-    (8, False): 105,
-}
 _WARPS = range(4, 17)
+# Registers of a thread where nothing limits them, by BLOCKS_M (docs/kernels/resources.md).
+_REGISTERS_USED = {1: 96, 2: 144, 4: 152, 8: 208}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the estimate can't count: fitted to measured times on an H200 (``benchmarks/fit_costs.py``).
+
+    Cycles are those of :attr:`Device.clock`. Instructions are counted in issue cycles of one scheduler.
+
+    Attributes:
+        launch: seconds from a launch to the first instruction, and from the last to the next launch.
+        wave: seconds that blocks need to set up, and their first bytes to arrive.
+        latency: seconds from a request to its bytes, once the ring is full.
+        port: bytes a second that one multiprocessor receives.
+        row: cycles of a warp's instructions for a row of weights, whatever the batch, with scaled sums.
+        product: cycles of an ``mma.sync``.
+        closing: further ones for every eight rows of the batch, to scale sums.
+        scaling: further ones to scale the weights instead.
+        stalls: how much longer a row takes a warp that has its scheduler for itself.
+        step: cycles of a block to meet at the end of a step.
+        reduction: bytes a second of sums that a multiprocessor reads from its own shared memory.
+        remote: the same from the cluster's.
+        cluster: seconds that two meetings of a cluster take.
+        member: seconds more for every further block of a cluster.
+        sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
+    """
+
+    launch: float = 1.44e-06
+    wave: float = 1.1e-06
+    latency: float = 7.57e-07
+    port: float = 7.98e10
+    row: float = 55.4
+    product: float = 6.22
+    closing: float = 8.37
+    scaling: float = 35.2
+    stalls: float = 1.16
+    step: float = 91.7
+    reduction: float = 2.01e11
+    remote: float = 1.04e11
+    cluster: float = 4.99e-07
+    member: float = 5e-08
+    sharpness: float = 6.24
+
+
+COSTS = Costs()
 
 
 @dataclass(frozen=True)
@@ -98,7 +132,7 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
     if batch_invariant:
         blocks_m = 2 if problem.m <= 16 else 4
         registers = 240 if blocks_m == 4 and problem.zeros else _REGISTERS_NEEDED[blocks_m, False]
-        yield from _splits(problem, device, blocks_m, scale_sums=False, registers=registers)
+        yield from _splits(problem, device, blocks_m, scale_sums=False, registers=registers, every=True)
         return
     # The largest tile spills with zero points of a single group on some architectures; on 10.x, under NVRTC
     # 13.0, without them too, and with zero points of the smallest groups.
@@ -125,45 +159,61 @@ def _ways_of_scaling(problem: Problem, blocks_m: int) -> tuple[bool, ...]:
 
 
 def _splits(
-    problem: Problem, device: Device, blocks_m: int, scale_sums: bool, registers: int
+    problem: Problem, device: Device, blocks_m: int, scale_sums: bool, registers: int, every: bool = False
 ) -> Iterator[StreamConfig]:
+    """With ``every`` also clusters that don't all run at once; for a batch alone they never win."""
     rows = 4 if blocks_m == 8 else 8
     chunks = -(-problem.k // (16 * rows))
-    for warps_n, warps_k in itertools.product(range(1, 9), (1, 2, 3, 4, 6, 8, 12, 16)):
+    for warps_n, warps_k in itertools.product(range(1, 9), (1, 2, 4, 6, 8)):
         if warps_n * warps_k not in _WARPS:
             continue
         most = min(3, _REGISTERS // (registers * 32 * warps_n * warps_k))
-        for blocks, cluster in itertools.product(range(1, most + 1), device.cluster_sizes):
-            if cluster * warps_k > max(chunks, 4):
+        for blocks, stages in itertools.product(range(1, most + 1), (3, 4, 6)):
+            config = StreamConfig(warps_n, warps_k, blocks_m, rows, scale_sums, 1, stages, blocks)
+            if config.shared_bytes(problem) * blocks > device.shared_bytes:
                 continue
-            for stages in (3, 4, 6):
-                config = StreamConfig(warps_n, warps_k, blocks_m, rows, scale_sums, cluster, stages, blocks)
-                if config.shared_bytes(problem) * blocks <= device.shared_bytes:
-                    yield config
+            tiles, resident = config.grid(problem), _resident(problem, device, config)
+            for cluster in device.cluster_sizes:
+                at_once = every or cluster == 1 or device.runs_at_once(tiles, cluster, resident)
+                if at_once and cluster * warps_k <= max(chunks, 4):
+                    yield replace(config, cluster=cluster)
 
 
-def estimate(problem: Problem, device: Device, config: StreamConfig) -> tuple[float, str]:
-    """Seconds of a launch, and what the busiest multiprocessor spends them on."""
+def _resident(problem: Problem, device: Device, config: StreamConfig) -> int:
+    """Blocks that a multiprocessor has room for."""
+    cap = registers_of_a_thread(config.threads // 32, config.min_blocks)
+    registers = min(_REGISTERS_USED[config.blocks_m], cap) * config.threads
+    room = (device.shared_bytes + 1024) // (config.shared_bytes(problem) + 1024)
+    return max(config.min_blocks, min(room, _REGISTERS // registers))
+
+
+def estimate(
+    problem: Problem, device: Device, config: StreamConfig, costs: Costs = COSTS
+) -> tuple[float, str]:
+    """Seconds of a launch, and what the busiest multiprocessor spends most of them on."""
     chunks = -(-problem.k // config.chunk)
-    sms = device.multiprocessors
-    loads = device.loads(config.grid(problem), config.cluster, config.min_blocks)
-    channels = -(-chunks // config.parts) * config.warps_k * config.chunk
+    steps = -(-chunks // config.parts)
+    batch = min(config.tile_m, problem.m)
+    # Of a block: warps that have fewer chunks than others wait for them.
+    channels = min(steps * config.parts, chunks + config.parts / 2) / config.cluster * config.chunk
     weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
-    activations = channels * min(config.tile_m, problem.m) * 2
-    cycles = channels // 16 * config.warps_n * _ROW_CYCLES[config.blocks_m, config.scale_sums]
-    # Launch, the first bytes' way and the drain; every further wave pays the latter two again.
-    seconds, busiest = 2.0e-6 + 0.8e-6 * (sum(waves for waves, _ in loads) - 1), ""
-    for waves, blocks in loads:
-        # Too few bytes in flight can't fill the memory pipe: latency is about a microsecond under load.
-        in_flight = blocks * config.threads * config.rows * 16 * (config.stages - 1)
-        rate = min(device.bandwidth / sms, in_flight / 1.2e-6)
-        times = {
-            "weights": blocks * weights / rate,
-            "activations": blocks * (weights + activations) / (device.cache_bandwidth / sms),
-            "instructions": blocks * cycles / device.clock,
-        }
-        busiest = max(times, key=lambda name: times[name])
-        seconds += waves * times[busiest]
-    reduced = min(config.tile_m, problem.m) * config.tile_n * 4 * config.warps_k
-    # Larger clusters start later and wait for their slowest block.
-    return seconds + reduced / 2.0e11 + 0.1e-6 * (config.cluster - 1), busiest
+    read = weights + channels * batch * 2
+    own = weights / -(-problem.m // config.tile_m)
+    row = costs.row + costs.product * 4 * config.blocks_m
+    row += costs.closing * config.blocks_m if config.scale_sums else costs.scaling
+    warps = config.warps_n * config.warps_k
+    sums = batch * config.tile_n * 4 * config.warps_k
+    meeting = costs.cluster + costs.member * config.cluster if config.cluster > 1 else 0.0
+    meeting_rate = costs.remote if config.cluster > 1 else costs.reduction
+    seconds, busiest = costs.launch, ""
+    resident = _resident(problem, device, config)
+    for load in device.loads(config.grid(problem), config.cluster, resident):
+        issued = -(-load.blocks * warps // SCHEDULERS)  # of the fullest scheduler
+        times = streaming_seconds(device, load, own, read, costs.port)
+        times["requests"] = steps / (config.stages - 1) * costs.latency
+        times["instructions"] = steps * config.rows * row * issued / device.clock
+        times["a warp"] = steps * (config.rows * row * costs.stalls + costs.step) / device.clock
+        streamed, busiest = overlapped(times, costs.sharpness)
+        last = config.rows * row * max(issued, costs.stalls) / device.clock
+        seconds += load.waves * (costs.wave + streamed + last + load.blocks * sums / meeting_rate + meeting)
+    return seconds, busiest

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from marlinq.kernels.costs import overlapped, round_trip, streaming_seconds
 from marlinq.kernels.operands import MappedArguments, Operands
 from marlinq.kernels.problem import Device, Problem, registers_of_a_thread
-from marlinq.kernels.stages import FEED_CYCLES, stage_bytes
+from marlinq.kernels.stages import stage_bytes
 
 # Registers of a multiplying thread beside its accumulators and operand fragments: narrow or wide, and with
 # zero points.
@@ -32,12 +33,66 @@ _SHAPES = (
     (False, 3, 1),
 )
 _MAX_STAGES = 12
-# Cycles of a multiprocessor to dequantise a 512-byte row of weights: 64 instructions, a third at half rate.
-_ROW_CYCLES = 22
-# Cycles of a warpgroup for a row of the last chunk, with nothing left to overlap with; not measured.
-_LAST_ROW_CYCLES = 130
-# How much of the work that is not the bottleneck still shows.
-_UNHIDDEN = 0.1
+# Larger clusters have to run all at once: never faster otherwise, while two slices can fill the last wave.
+_ALWAYS = 2
+_REGISTERS = 65536
+_MULTIPLICATIONS = 2048  # of 16-bit numbers a cycle, by a multiprocessor's tensor cores
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the estimate can't count: fitted to measured times on an H200 (``benchmarks/fit_costs.py``).
+
+    Cycles are those of :attr:`Device.clock`. A row is 16 channels of a warpgroup's columns.
+
+    Attributes:
+        launch: seconds from a launch to the first instruction, and from the last to the next launch.
+        wave: seconds that blocks need to set up, and their first bytes to arrive.
+        latency: seconds from a request to its bytes, once the ring is full.
+        port: bytes a second that one multiprocessor receives.
+        row: cycles of a warpgroup for a row, beside what follows: waiting, fetching, issuing.
+        fragment: cycles of a warpgroup to dequantise one product's operand with nobody else about.
+        issue: cycles of a multiprocessor's schedulers to dequantise one product's operand.
+        exposed: share of a product's time that its warpgroup can't spend on dequantising the next operand.
+        operand: cycles of it however few rows the batch has.
+        chunk: cycles of a warpgroup to take a chunk, to let its products end, and to give it back.
+        drain: further ones for every warpgroup that shares the chunk.
+        collision: how much of a queue one waits for (:func:`marlinq.kernels.costs.round_trip`).
+        cache: share of :attr:`Device.cache_bandwidth` that is reached.
+        feed: cycles of the filling thread for a chunk.
+        tile: seconds of an unsplit tile's end.
+        store: bytes a second of an unsplit tile that a multiprocessor narrows and stores.
+        reduction: bytes a second of sums that a multiprocessor reads from its own shared memory.
+        remote: the same from the cluster's.
+        cluster: seconds that two meetings of a cluster take.
+        member: seconds more for every further block of a cluster.
+        sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
+    """
+
+    launch: float = 8.59e-07
+    wave: float = 1.26e-06
+    latency: float = 6.34e-07
+    port: float = 9.95e10
+    row: float = 24
+    fragment: float = 3.59
+    issue: float = 20.9
+    exposed: float = 0.752
+    operand: float = 6.38
+    chunk: float = 148
+    drain: float = 52.5
+    collision: float = 1.93
+    cache: float = 1.29
+    feed: float = 361
+    tile: float = 3.96e-07
+    store: float = 1.34e11
+    reduction: float = 1.72e11
+    remote: float = 4.48e10
+    cluster: float = 6.37e-07
+    member: float = 1.03e-07
+    sharpness: float = 7.9
+
+
+COSTS = Costs()
 
 
 @dataclass(frozen=True)
@@ -138,18 +193,29 @@ class WarpgroupConfig:
         return operands.mapped_arguments(self.tile_m, self.tile_n // 64, self.rows, dependent)
 
 
-def candidates(problem: Problem, device: Device) -> Iterator[WarpgroupConfig]:
-    """The variants worth estimating, all of which fit the device's registers and shared memory."""
+def candidates(problem: Problem, device: Device, batch_invariant: bool = False) -> Iterator[WarpgroupConfig]:
+    """The variants worth estimating, all of which fit the device's registers and shared memory.
+
+    With ``batch_invariant`` also large clusters that don't all run at once.
+    """
     if not device.has_warpgroups:
         return
-    # A tile that holds the batch, or one of those that split it into the fewest tiles of their number.
+    # A tile that holds the batch, or one of those that split it, each the smallest for its number of tiles.
     smallest = next((tile for tile in _TILES_M if tile >= problem.m), _TILES_M[-1])
+    tiles_m: dict[int, int] = {}
     for tile_m in (tile for tile in _TILES_M if min(smallest, 64) <= tile <= smallest):
-        for (wide, groups_n, parts_k), rows, min_blocks in itertools.product(_SHAPES, (8, 4), (1, 2)):
+        tiles_m.setdefault(-(-problem.m // tile_m), tile_m)
+    for count, tile_m in tiles_m.items():
+        # Only batches of one tile gain from a second block beside the first.
+        most = 2 if count == 1 else 1
+        for (wide, groups_n, parts_k), rows, blocks in itertools.product(_SHAPES, (8, 4), range(1, most + 1)):
+            tiles = count * -(-problem.n // (groups_n * (256 if wide else 128)))
             for cluster in device.cluster_sizes:
                 if cluster * parts_k > -(-problem.k // (16 * rows)):
                     continue
-                config = _deepest(problem, device, tile_m, wide, groups_n, parts_k, rows, cluster, min_blocks)
+                if not (batch_invariant or cluster <= _ALWAYS or device.runs_at_once(tiles, cluster, blocks)):
+                    continue
+                config = _deepest(problem, device, tile_m, wide, groups_n, parts_k, rows, cluster, blocks)
                 if config is not None:
                     yield config
 
@@ -177,34 +243,55 @@ def _deepest(
     return None
 
 
-def estimate(problem: Problem, device: Device, config: WarpgroupConfig) -> tuple[float, str]:
-    """Seconds of a launch, and what the busiest multiprocessor spends them on."""
+def _resident(problem: Problem, device: Device, config: WarpgroupConfig) -> int:
+    """Blocks that a multiprocessor has room for."""
+    registers = min(config.registers(problem), config.launch_registers) * config.threads
+    room = (device.shared_bytes + 1024) // (config.shared_bytes(problem) + 1024)
+    return max(config.min_blocks, min(room, _REGISTERS // registers))
+
+
+def estimate(
+    problem: Problem, device: Device, config: WarpgroupConfig, costs: Costs = COSTS
+) -> tuple[float, str]:
+    """Seconds of a launch, and what the busiest multiprocessor spends most of them on."""
     chunk = 16 * config.rows
     chunks = -(-problem.k // chunk)
-    sms = device.multiprocessors
-    loads = device.loads(config.tiles(problem) * config.cluster, config.cluster, config.min_blocks)
-    # Blocks that share a multiprocessor share its throughput.
-    waves, tiles = sum(count for count, _ in loads), sum(count * blocks for count, blocks in loads)
-    channels = -(-chunks // config.parts) * config.parts_k * chunk
+    split = config.parts > 1
+    resident = _resident(problem, device, config) if split else config.min_blocks
+    fed = -(-chunks // config.cluster)
+    turns = -(-fed // config.parts_k)  # of the part with the most chunks
+    channels = chunks / config.cluster * chunk
     weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
-    activations = channels * min(config.tile_m, problem.m) * 2
+    read = weights + channels * config.tile_m * 2
     # Neighbouring tiles share their weights, which come from device memory once.
-    sharing = min(-(-problem.m // config.tile_m), max(1, 1024 // config.tile_m))
-    times = {
-        "weights": weights / sharing / (device.bandwidth / sms),
-        "activations": (weights + activations) / (device.cache_bandwidth / sms),
-        # Fewer than 32 columns take a product no less time.
-        "tensor cores": 2.0 * channels * config.tile_n * max(config.tile_m, 32) / (device.tensor_rate / sms),
-        "instructions": channels // 16 * (config.tile_n // 64) * _ROW_CYCLES / device.clock,
-        "the feed": -(-chunks // config.cluster) * FEED_CYCLES / device.clock,
-    }
-    busiest = max(times, key=lambda name: times[name])
-    tile = times[busiest] + _UNHIDDEN * (sum(times.values()) - times[busiest])
-    # Launch, the first bytes' way and the drain; every further tile costs its narrowing and storing.
-    seconds = 1.8e-6 + tiles * tile + config.rows * _LAST_ROW_CYCLES / device.clock
-    if config.parts > 1:
-        reduced = min(config.tile_m, problem.m) * config.tile_n * 4 * config.parts_k
-        seconds += waves * reduced / 2.0e11 + 0.1e-6 * (config.cluster - 1) + 1.0e-6 * (waves - 1)
-    else:
-        seconds += 0.5e-6 * tiles
+    own = weights / min(-(-problem.m // config.tile_m), max(1, 1024 // config.tile_m))
+    batch = min(config.tile_m, problem.m)
+    products = 4 if config.wide else 2
+    # 64 rows of weights times 16 channels times the tile's rows, on all tensor cores.
+    # 64 rows of weights times 16 channels times the tile's rows, however few those are.
+    columns = products * 64 * 16 * config.tile_m / _MULTIPLICATIONS / device.clock
+    shares = {"columns": columns * costs.exposed, "operand": products * costs.operand / device.clock}
+    multiplied, _ = overlapped(shares, costs.sharpness)
+    dequantised = products * costs.issue / device.clock
+    waited = (costs.row + products * costs.fragment) / device.clock
+    handed = (costs.chunk + costs.drain * (config.groups_n - 1)) / device.clock
+    ends = batch * config.tile_n * (4 * config.parts_k if split else 2)
+    meeting = costs.cluster + costs.member * config.cluster if config.cluster > 1 else 0.0
+    rate = costs.store if not split else costs.remote if config.cluster > 1 else costs.reduction
+    seconds, busiest = costs.launch + costs.wave * (not split), ""
+    for load in device.loads(config.tiles(problem) * config.cluster, config.cluster, resident):
+        count = load.blocks * config.groups_n * min(config.parts_k, fed)
+        row = round_trip(count, waited, (dequantised, multiplied), costs.collision)
+        work = config.rows * row + handed
+        times = streaming_seconds(device, load, own, read, costs.port, costs.cache)
+        times["requests"] = (
+            turns * config.parts_k / config.stages * (costs.latency + work + read / fed / costs.port)
+        )
+        times["products"] = turns * work
+        times["tensor cores"] = load.blocks * fed * config.groups_n * config.rows * columns
+        times["the feed"] = fed * costs.feed / device.clock
+        streamed, busiest = overlapped(times, costs.sharpness)
+        last = config.rows * (waited + dequantised + multiplied) + load.blocks * ends / rate
+        last += costs.wave + meeting if split else costs.tile
+        seconds += load.waves * (streamed + last)
     return seconds, busiest

@@ -1,0 +1,322 @@
+"""Fit the cost models' constants to measured sweeps, and say what their choices cost.
+
+    python benchmarks/kernel_sweep.py --model llama-3-8b --sample 12 --json sweep.json
+    python benchmarks/fit_costs.py sweep.json ...
+
+Reads any number of sweeps and needs no GPU. For every kernel the constants of its ``Costs`` are fitted to the
+logarithms of the times; the fastest candidates count most. Then the models, with the fitted constants or with
+``--as-is`` those of the package, choose among the measured candidates of every cell: the table gives the time
+of the best and of the chosen one. ``--validate`` fits again without each layer and lets the models choose
+for the one left out. The fitted constants are printed ready to be pasted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from marlinq.kernels import Problem, bulk, stream, warpgroup
+from marlinq.kernels.decision import KernelConfig
+from marlinq.kernels.problem import Device
+
+# An H200, and how many clusters its driver says it runs at once.
+H200 = Device(
+    "sm_90a",
+    multiprocessors=132,
+    shared_bytes=232_448,
+    clusters=(
+        (132, 66, 39, 30, 22, 17, 15, 15),
+        (264, 132, 79, 62, 47, 39, 32, 30),
+        (396, 198, 124, 92, 69, 62, 47, 45),
+    ),
+)
+KERNELS: dict[str, tuple[type[Any], Callable[..., tuple[float, str]], Any, Any]] = {
+    "stream": (stream.StreamConfig, stream.estimate, stream.COSTS, stream.candidates),
+    "bulk": (bulk.BulkConfig, bulk.estimate, bulk.COSTS, bulk.candidates),
+    "warpgroup": (
+        warpgroup.WarpgroupConfig,
+        warpgroup.estimate,
+        warpgroup.COSTS,
+        warpgroup.candidates,
+    ),
+}
+# A candidate that takes e times the best counts exp(-1 / _DECAY) as much, but never less than _LEAST.
+_DECAY, _LEAST = 0.25, 0.06
+# Errors of the logarithm beyond this count linearly: what the model has no term for shouldn't bend the rest.
+_ROBUST = 0.1
+# A constant that leaves its start this far, in logarithms, costs as much as an error of _PRIOR_ERROR.
+_REACH, _PRIOR_ERROR = 1.0, 0.15
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One candidate's time.
+
+    Attributes:
+        cell: layer and batch.
+        layer: the layer's name.
+        problem: the multiplication.
+        kernel: its kernel.
+        config: its compile-time parameters.
+        seconds: the median time of a launch.
+        live: whether decisions still consider it; what they don't is no part of a fit or a choice.
+    """
+
+    cell: tuple[str, int]
+    layer: str
+    problem: Problem
+    kernel: str
+    config: KernelConfig
+    seconds: float
+    live: bool
+
+
+@cache
+def _considered(kernel: str, problem: Problem) -> frozenset[KernelConfig]:
+    return frozenset(KERNELS[kernel][3](problem, H200))
+
+
+def read(paths: Iterable[Path]) -> tuple[list[Measured], int]:
+    """All measured candidates, and how many were left out since their parameters exist no longer.
+
+    A candidate that several sweeps measured counts with its fastest time.
+    """
+    found: dict[tuple[object, ...], Measured] = {}
+    skipped = 0
+    for path in paths:
+        for row in json.loads(path.read_text())["rows"]:
+            problem = Problem(row["m"], row["n"], row["k"], row.get("group_size", 128), False, False)
+            cell = row["layer"], row["m"]
+            for candidate in row["candidates"]:
+                kernel = candidate["kernel"]
+                names = {field.name for field in fields(KERNELS[kernel][0])}
+                if set(candidate["config"]) != names:
+                    skipped += 1
+                    continue
+                config = KERNELS[kernel][0](**candidate["config"])
+                live = config in _considered(kernel, problem)
+                one = Measured(cell, row["layer"], problem, kernel, config, candidate["seconds"], live)
+                key = cell, problem, config
+                if key not in found or one.seconds < found[key].seconds:
+                    found[key] = one
+    return list(found.values()), skipped
+
+
+def _cells(measured: Iterable[Measured]) -> dict[tuple[str, int], list[Measured]]:
+    cells = defaultdict(list)
+    for one in measured:
+        cells[one.cell].append(one)
+    return cells
+
+
+def expected(measured: Iterable[Measured], costs: Mapping[str, Any]) -> list[float]:
+    """The models' times."""
+    return [KERNELS[one.kernel][1](one.problem, H200, one.config, costs[one.kernel])[0] for one in measured]
+
+
+class Fit:
+    """Least squares of the logarithms of one kernel's times, by Gauss and Newton with damping."""
+
+    def __init__(self, kernel: str, measured: list[Measured], start: Any) -> None:
+        self.kernel, self.start = kernel, start
+        self.measured = [one for one in measured if one.kernel == kernel and one.live]
+        self.names = [field.name for field in fields(start)]
+        best = {cell: min(one.seconds for one in listed) for cell, listed in _cells(self.measured).items()}
+        self.truth = np.log([one.seconds for one in self.measured])
+        slower = self.truth - np.log([best[one.cell] for one in self.measured])
+        self.weights = np.maximum(np.exp(-slower / _DECAY), _LEAST)
+
+    def costs(self, point: np.ndarray) -> Any:
+        """The constants at ``point``: logarithms of what the start is multiplied with."""
+        factors = zip(self.names, point, strict=True)
+        return replace(self.start, **{name: getattr(self.start, name) * math.exp(x) for name, x in factors})
+
+    def errors(self, point: np.ndarray) -> np.ndarray:
+        """Errors of the logarithms."""
+        costs = {self.kernel: self.costs(point)}
+        return np.log(expected(self.measured, costs)) - self.truth
+
+    def loss(self, errors: np.ndarray, point: np.ndarray) -> float:
+        size = np.abs(errors)
+        huber = np.where(size < _ROBUST, size**2, _ROBUST * (2 * size - _ROBUST))
+        return float((self.weights * huber).sum() + ((point / _REACH * _PRIOR_ERROR) ** 2).sum())
+
+    def run(self, rounds: int) -> Any:
+        """The fitted constants."""
+        point = np.zeros(len(self.names))
+        errors = self.errors(point)
+        loss, damping = self.loss(errors, point), 1e-2
+        prior = np.eye(len(point)) * (_PRIOR_ERROR / _REACH)
+        for _ in range(rounds):
+            slopes = np.empty((len(errors), len(point)))
+            for place in range(len(point)):
+                moved = point.copy()
+                moved[place] += 0.02
+                slopes[:, place] = (self.errors(moved) - errors) / 0.02
+            robust = np.sqrt(self.weights * np.minimum(1, _ROBUST / np.maximum(np.abs(errors), 1e-9)))
+            system = np.concatenate([slopes * robust[:, None], prior])
+            right = -np.concatenate([errors * robust, prior @ point])
+            gained = 0.0
+            while damping < 1e6:
+                normal = system.T @ system
+                step = np.linalg.solve(normal + damping * np.diag(normal.diagonal()), system.T @ right)
+                trial = point + np.clip(step, -1, 1)
+                found = self.errors(trial)
+                if (new := self.loss(found, trial)) < loss:
+                    gained = loss - new
+                    point, errors, loss, damping = trial, found, new, max(damping / 4, 1e-6)
+                    break
+                damping *= 4
+            if gained < 1e-4 * loss:
+                break
+        return self.costs(point)
+
+
+def fit(measured: list[Measured], costs: Mapping[str, Any], rounds: int) -> dict[str, Any]:
+    """Fitted constants of every kernel that was measured; those of ``costs`` for the others."""
+    found = dict(costs)
+    for kernel in {one.kernel for one in measured}:
+        found[kernel] = Fit(kernel, measured, costs[kernel]).run(rounds)
+    return found
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the models choose in a cell.
+
+    Attributes:
+        cell: layer and batch.
+        best: the fastest measured candidate.
+        chosen: the measured one that the models expect to be fastest.
+        expected: what they expect of it.
+        open: what they expect of the best of all candidates, measured or not, over ``expected``.
+        favourite: that one.
+    """
+
+    cell: tuple[str, int]
+    best: Measured
+    chosen: Measured
+    expected: float
+    open: float
+    favourite: KernelConfig
+
+    @property
+    def loss(self) -> float:
+        """How much longer the chosen one takes than the best."""
+        return self.chosen.seconds / self.best.seconds
+
+
+def choices(measured: list[Measured], costs: Mapping[str, Any]) -> list[Choice]:
+    """What the models choose in every cell."""
+    found = []
+    for cell, listed in _cells(measured).items():
+        live = [one for one in listed if one.live]
+        if not live:
+            continue
+        times = expected(live, costs)
+        place = min(range(len(live)), key=lambda place: times[place])
+        best = min(listed, key=lambda one: one.seconds)
+        problem = best.problem
+        every = (
+            (KERNELS[kernel][1](problem, H200, config, costs[kernel])[0], config)
+            for kernel in {one.kernel for one in live}
+            for config in _considered(kernel, problem)
+        )
+        seconds, favourite = min(every, key=itemgetter(0))
+        found.append(Choice(cell, best, live[place], times[place], seconds / times[place], favourite))
+    return found
+
+
+def _mean(values: Iterable[float]) -> float:
+    logarithms = [math.log(value) for value in values]
+    return math.exp(sum(logarithms) / len(logarithms))
+
+
+def _brief(config: KernelConfig) -> str:
+    kernel = next(name for name, entry in KERNELS.items() if isinstance(config, entry[0]))
+    return f"{kernel} {' '.join(str(int(value)) for value in asdict(config).values())}"
+
+
+def show(found: list[Choice], every: bool) -> None:
+    """The cells, worst first, and the geometric means of every batch."""
+    for choice in sorted(found, key=lambda choice: -choice.loss)[: len(found) if every else 12]:
+        print(
+            f"  {choice.cell[0]:20} M={choice.cell[1]:<5} best {choice.best.seconds * 1e6:8.2f} us "
+            f"{_brief(choice.best.config):34} chosen {choice.chosen.seconds * 1e6:8.2f} "
+            f"(expected {choice.expected * 1e6:8.2f}) {_brief(choice.chosen.config):34} {choice.loss:.3f}"
+        )
+    print("  favourites nobody has measured, and what they are expected to take of the chosen one's time:")
+    for choice in sorted(found, key=lambda choice: choice.open)[: len(found) if every else 12]:
+        print(f"  {choice.cell[0]:20} M={choice.cell[1]:<5} {_brief(choice.favourite):34} {choice.open:.3f}")
+    for m in sorted({choice.cell[1] for choice in found}):
+        losses = [choice.loss for choice in found if choice.cell[1] == m]
+        print(f"  M={m:<5} {len(losses):2} cells: chosen / best {_mean(losses):.3f}, worst {max(losses):.3f}")
+
+
+def _accuracy(measured: list[Measured], costs: Mapping[str, Any]) -> None:
+    times = expected(measured, costs)
+    best = {cell: min(one.seconds for one in listed) for cell, listed in _cells(measured).items()}
+    for kernel in KERNELS:
+        errors = [
+            (math.log(time / one.seconds), one.seconds / best[one.cell])
+            for time, one in zip(times, measured, strict=True)
+            if one.kernel == kernel and one.live
+        ]
+        if errors:
+            near = [abs(error) for error, slower in errors if slower < 1.3]
+            print(
+                f"  {kernel}: {len(errors)} candidates, median error {np.median(np.abs(errors), 0)[0]:.3f}; "
+                f"of the {len(near)} within 1.3 of the best {np.median(near):.3f}, "
+                f"nine in ten {np.quantile(near, 0.9):.3f}"
+            )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sweeps", nargs="+", type=Path, help="JSON files of kernel_sweep.py")
+    parser.add_argument("--as-is", action="store_true", help="judge the package's constants, fit nothing")
+    parser.add_argument("--validate", action="store_true", help="fit without each layer in turn, too")
+    parser.add_argument("--rounds", type=int, default=25, help="steps of a fit")
+    parser.add_argument("--all", action="store_true", help="show every cell, not only the worst")
+    options = parser.parse_args()
+    measured, skipped = read(options.sweeps)
+    live = sum(one.live for one in measured)
+    print(
+        f"{len(measured)} candidates of {len(_cells(measured))} cells, {live} of which are still considered; "
+        f"{skipped} have other parameters"
+    )
+    start = {kernel: entry[2] for kernel, entry in KERNELS.items()}
+    costs = start if options.as_is else fit(measured, start, options.rounds)
+    if not options.as_is:
+        for kernel, one in costs.items():
+            print(f"{kernel}:")
+            for name, value in asdict(one).items():
+                print(f"    {name}: float = {value:.3g}".replace("e+", "e"))
+    _accuracy(measured, costs)
+    show(choices(measured, costs), options.all)
+    if options.validate:
+        left_out = []
+        for layer in sorted({one.layer for one in measured}):
+            rest = [one for one in measured if one.layer != layer]
+            own = [one for one in measured if one.layer == layer]
+            left_out += choices(own, fit(rest, costs, options.rounds))
+        print("every layer by a fit without it:")
+        show(left_out, options.all)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

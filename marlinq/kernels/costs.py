@@ -1,0 +1,60 @@
+"""How the cost models put a kernel's work together: overlap, queues, and a wave's share of the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from marlinq.kernels.problem import Device, Load
+
+SCHEDULERS = 4  # of a multiprocessor
+
+
+def overlapped(times: Mapping[str, float], sharpness: float) -> tuple[float, str]:
+    """Time of work that overlaps, and the longest share's name.
+
+    The norm of the shares with exponent ``sharpness``: 1 would be their sum, infinity the longest alone.
+    """
+    busiest = max(times, key=lambda name: times[name])
+    longest = times[busiest]
+    return longest * sum((time / longest) ** sharpness for time in times.values()) ** (1 / sharpness), busiest
+
+
+def round_trip(customers: int, delay: float, stations: Sequence[float], collision: float) -> float:
+    """How long one of several customers takes to pass all stations once, where each serves one at a time.
+
+    Mean value analysis of a closed queue (Reiser and Lavenberg 1980): who arrives waits for those that would
+    stand there without him, ``collision`` of the time that they need: 1 for times that scatter.
+
+    Args:
+        customers: their number.
+        delay: time of a customer beside the stations.
+        stations: service times.
+        collision: how much of a queue one waits for.
+    """
+    queues = [0.0] * len(stations)
+    trip = delay
+    for number in range(1, customers + 1):
+        stays = [time * (1 + collision * queue) for time, queue in zip(stations, queues, strict=True)]
+        trip = max(delay + sum(stays), number * max(stations))
+        queues = [number * stay / trip for stay in stays]
+    return trip
+
+
+def streaming_seconds(
+    device: Device, load: Load, own: float, read: float, port: float, cache: float = 1.0
+) -> dict[str, float]:
+    """Seconds in which a wave's bytes arrive, at the device memory, the L2 cache and a multiprocessor's port.
+
+    Args:
+        device: whose rates count.
+        load: the wave.
+        own: bytes of device memory a block, shared ones once.
+        read: bytes a block takes from L2.
+        port: bytes a second that one multiprocessor can receive.
+        cache: share of the cache's bandwidth that is reached.
+    """
+    return {
+        "device memory": load.grid * own / device.bandwidth,
+        "L2": load.grid * read / (device.cache_bandwidth * cache),
+        "the port": load.blocks * read / port,
+    }
