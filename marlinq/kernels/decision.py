@@ -144,8 +144,11 @@ def _decide(problem: Problem, device: Device, demanded: Demands) -> KernelDecisi
     rows = problem.m if problem.m <= _LARGEST_TILE else -(-problem.m // _LARGEST_TILE) * _LARGEST_TILE
     seconds, busiest, config = _fastest(replace(problem, m=rows), device, demanded)
     grid = config.grid(problem)
+    split = f"K in {config.parts} parts over {config.cluster} blocks"
+    if isinstance(config, WarpgroupConfig) and config.even:
+        split = "K dealt out evenly"
     reason = (
-        f"tile {config.tile_m}x{config.tile_n}, K in {config.parts} parts over {config.cluster} blocks: "
+        f"tile {config.tile_m}x{config.tile_n}, {split}: "
         f"{grid} blocks on {device.multiprocessors} multiprocessors, bound by {busiest}, "
         f"about {seconds * 1e6:.1f} us"
     )
@@ -236,7 +239,8 @@ def estimates(
 ) -> Iterator[tuple[float, str, KernelConfig]]:
     """Every candidate of a kernel with its expected seconds and what bounds it.
 
-    With ``batch_invariant`` those of the stream kernel are restricted to roundings that exist for every M.
+    With ``batch_invariant`` those of the stream kernel are restricted to roundings that exist for every M,
+    those of the warpgroup kernel to orders that do.
     """
     match kernel:
         case "stream":
@@ -246,5 +250,5 @@ def estimates(
             for copied in bulk.candidates(problem, device):
                 yield (*bulk.estimate(problem, device, copied), copied)
         case "warpgroup":
-            for wide in warpgroup.candidates(problem, device):
+            for wide in warpgroup.candidates(problem, device, batch_invariant):
                 yield (*warpgroup.estimate(problem, device, wide), wide)

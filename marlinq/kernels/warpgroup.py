@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from marlinq.kernels.operands import MappedArguments, Operands
+from marlinq.kernels.handover import Handover
+from marlinq.kernels.operands import Operands, WarpgroupArguments
 from marlinq.kernels.problem import Device, Problem, registers_of_a_thread
 from marlinq.kernels.stages import FEED_CYCLES, stage_bytes
 
@@ -35,6 +37,10 @@ _MAX_STAGES = 12
 _ROW_CYCLES = 22
 # Cycles of a warpgroup for a row of the last chunk, with nothing left to overlap with; not measured.
 _LAST_ROW_CYCLES = 130
+# Chunks that a block has at least where they are dealt out evenly.
+_LEAST_CHUNKS = 2
+# Whole tiles that keep the multiprocessors busier than this are not dealt out in chunks.
+_WELL_FILLED = 0.95
 # How much of the work that is not the bottleneck still shows.
 _UNHIDDEN = 0.1
 
@@ -52,6 +58,7 @@ class WarpgroupConfig:
     stages: int
     min_blocks: int
     most_blocks: int  # of a launch whose blocks take tile after tile
+    even: bool = False  # the last tiles are dealt out in chunks of K
 
     source: ClassVar[str] = "w4a16_wgmma.cu"
     function: ClassVar[str] = "w4a16_wgmma"
@@ -112,7 +119,22 @@ class WarpgroupConfig:
     def grid(self, problem: Problem) -> int:
         """Blocks of a launch."""
         tiles = self.tiles(problem)
-        return tiles * self.cluster if self.parts > 1 else min(tiles, self.most_blocks)
+        if self.parts > 1:
+            return tiles * self.cluster
+        if self.even:
+            tiles = max(1, tiles * self.chunks(problem) // _LEAST_CHUNKS)
+        return min(tiles, self.most_blocks)
+
+    def chunks(self, problem: Problem) -> int:
+        """Chunks of K."""
+        return -(-problem.k // (16 * self.rows))
+
+    def handover(self, problem: Problem) -> Handover | None:
+        """What blocks that share a tile leave sums in; None where they don't."""
+        if not self.even:
+            return None
+        warps = self.grid(problem) * self.multiplying * 4
+        return Handover(floats=warps * self.tile_m * self.tile_n // (self.groups_n * 4), flags=warps)
 
     def defines(self, problem: Problem) -> dict[str, object]:
         """The preprocessor definitions of the variant."""
@@ -128,17 +150,21 @@ class WarpgroupConfig:
             "CLUSTER": self.cluster,
             "STAGES": self.stages,
             "MIN_BLOCKS": self.min_blocks,
+            "EVEN": int(self.even),
             "GROWN": self.grown_registers(problem)[0],
             "SHRUNK": self.grown_registers(problem)[1],
         }
 
-    def arguments(self, operands: Operands, dependent: bool) -> MappedArguments:
+    def arguments(self, operands: Operands, dependent: bool) -> WarpgroupArguments:
         """The kernel's parameters."""
-        return operands.mapped_arguments(self.tile_m, self.tile_n // 64, self.rows, dependent)
+        return operands.warpgroup_arguments(self.tile_m, self.tile_n // 64, self.rows, dependent)
 
 
-def candidates(problem: Problem, device: Device) -> Iterator[WarpgroupConfig]:
-    """The variants worth estimating, all of which fit the device's registers and shared memory."""
+def candidates(problem: Problem, device: Device, batch_invariant: bool = False) -> Iterator[WarpgroupConfig]:
+    """The variants worth estimating, all of which fit the device's registers and shared memory.
+
+    With ``batch_invariant`` only those whose order of summation is the same for every M.
+    """
     if not device.has_warpgroups:
         return
     # A tile that holds the batch, or one of those that split it into the fewest tiles of their number.
@@ -149,8 +175,19 @@ def candidates(problem: Problem, device: Device) -> Iterator[WarpgroupConfig]:
                 if cluster * parts_k > -(-problem.k // (16 * rows)):
                     continue
                 config = _deepest(problem, device, tile_m, wide, groups_n, parts_k, rows, cluster, min_blocks)
-                if config is not None:
-                    yield config
+                if config is None:
+                    continue
+                yield config
+                if not batch_invariant and _worth_dealing_out(problem, config):
+                    yield replace(config, even=True)
+
+
+def _worth_dealing_out(problem: Problem, config: WarpgroupConfig) -> bool:
+    """Whether whole tiles leave multiprocessors idle that an even split of the last ones would use."""
+    if config.parts > 1 or replace(config, even=True).grid(problem) == 1:
+        return False
+    tiles = config.tiles(problem)
+    return tiles / (-(-tiles // config.most_blocks) * config.most_blocks) < _WELL_FILLED
 
 
 def _deepest(
@@ -179,11 +216,14 @@ def _deepest(
 def estimate(problem: Problem, device: Device, config: WarpgroupConfig) -> tuple[float, str]:
     """Seconds of a launch, and what the busiest multiprocessor spends them on."""
     chunk = 16 * config.rows
-    chunks = -(-problem.k // chunk)
+    chunks = config.chunks(problem)
     sms = device.multiprocessors
     loads = device.loads(config.tiles(problem) * config.cluster, config.cluster, config.min_blocks)
     # Blocks that share a multiprocessor share its throughput.
-    waves, tiles = sum(count for count, _ in loads), sum(count * blocks for count, blocks in loads)
+    waves, tiles = sum(count for count, _ in loads), float(sum(count * blocks for count, blocks in loads))
+    if config.even:
+        blocks = -(-config.grid(problem) // sms)
+        tiles = blocks * -(-config.tiles(problem) * chunks // config.grid(problem)) / chunks
     channels = -(-chunks // config.parts) * config.parts_k * chunk
     weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
     activations = channels * min(config.tile_m, problem.m) * 2
@@ -204,6 +244,12 @@ def estimate(problem: Problem, device: Device, config: WarpgroupConfig) -> tuple
     if config.parts > 1:
         reduced = min(config.tile_m, problem.m) * config.tile_n * 4 * config.parts_k
         seconds += waves * reduced / 2.0e11 + 0.1e-6 * (config.cluster - 1) + 1.0e-6 * (waves - 1)
+    elif config.even:
+        # A tile's first and last part, and the sums that go from block to block through L2: those that meet
+        # in a tile are read one after the other.
+        sums = config.tile_m * config.tile_n * 4 / (device.cache_bandwidth / sms)
+        givers = max(1, config.grid(problem) // config.tiles(problem))
+        seconds += 0.5e-6 * math.ceil(tiles + blocks) + 1.5e-6 + blocks * (1 + givers) * sums
     else:
         seconds += 0.5e-6 * tiles
     return seconds, busiest

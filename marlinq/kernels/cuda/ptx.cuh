@@ -28,6 +28,16 @@ __device__ __forceinline__ uint4 load_cached(const void* pointer) {
     return value;
 }
 
+// 16 bytes that another block has written, from L2.
+__device__ __forceinline__ uint4 load_l2(const void* pointer) {
+    uint4 value;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(pointer)
+                 : "memory");
+    return value;
+}
+
 __device__ __forceinline__ u32 load_u16(const u16* pointer) {
     u16 value;
     asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(value) : "l"(pointer));
@@ -75,6 +85,21 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+// Flags between blocks: who sees a released value sees what its writer, and whoever that had waited for, wrote before.
+__device__ __forceinline__ void store_release(u32* flag, u32 value) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_relaxed(u32* flag, u32 value) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ u32 load_acquire(const u32* flag) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+    return value;
 }
 
 #if __CUDA_ARCH__ >= 900
