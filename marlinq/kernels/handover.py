@@ -3,10 +3,10 @@
 Sums lie in memory of torch's allocator, taken for every launch and given back at once: what takes it next on
 the stream runs later, and a graph keeps what was taken at its capture.
 
-Flags have to be zero before a launch and are again behind it, so launches that never overlap share them:
-those of a stream. A graph may be replayed on any stream, beside others, so every launch in a graph has flags of its
-own, for good. They don't come from torch's allocator, which during captures and their rehearsals wants its
-memory back.
+Flags have to be zero before a launch and are again behind it, so launches that never touch them at the same
+time share them: those of a stream. A graph may be replayed on any stream, beside others, so every launch in a
+graph has flags of its own, for good. They don't come from torch's allocator, which during captures and their
+rehearsals wants its memory back.
 """
 
 from __future__ import annotations

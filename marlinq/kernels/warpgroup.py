@@ -13,10 +13,11 @@ from marlinq.kernels.operands import Operands, WarpgroupArguments
 from marlinq.kernels.problem import Device, Problem, registers_of_a_thread
 from marlinq.kernels.stages import FEED_CYCLES, stage_bytes
 
-# Registers of a multiplying thread beside its accumulators and operand fragments: narrow or wide, and with
-# zero points.
+# Registers of a multiplying thread beside its accumulators and operand fragments: narrow or wide, with zero
+# points, and where tiles are dealt out in chunks.
 _OTHER_REGISTERS = {False: 40, True: 48}
 _ZERO_REGISTERS = 16
+_EVEN_REGISTERS = 4
 # By the number of multiplying warpgroups and whether K is split: registers of a multiplying and of a copying
 # thread when the even share of a launch is not enough (setmaxnreg). The latter keeps what a reduction needs.
 _GROWN = {(2, False): (232, 40), (2, True): (224, 56), (3, False): (152, 56), (3, True): (152, 56)}
@@ -92,7 +93,7 @@ class WarpgroupConfig:
         """Registers that a multiplying thread needs."""
         products = 4 if self.wide else 2
         needed = products * self.tile_m // 2 + products * 8 + _OTHER_REGISTERS[self.wide]
-        return needed + problem.zeros * _ZERO_REGISTERS
+        return needed + problem.zeros * _ZERO_REGISTERS + self.even * _EVEN_REGISTERS
 
     def grown_registers(self, problem: Problem) -> tuple[int, int]:
         """What multiplying and copying threads change to at their start; zeros if the launch gives enough."""
@@ -178,13 +179,14 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
                 if config is None:
                     continue
                 yield config
-                if not batch_invariant and _worth_dealing_out(problem, config):
-                    yield replace(config, even=True)
+                dealt_out = replace(config, even=True)
+                if not batch_invariant and _worth_dealing_out(problem, dealt_out):
+                    yield dealt_out
 
 
 def _worth_dealing_out(problem: Problem, config: WarpgroupConfig) -> bool:
-    """Whether whole tiles leave multiprocessors idle that an even split of the last ones would use."""
-    if config.parts > 1 or replace(config, even=True).grid(problem) == 1:
+    """Whether an even split of the last tiles is possible, and whole ones leave multiprocessors idle."""
+    if config.parts > 1 or config.grid(problem) == 1 or not config.fits_registers(problem):
         return False
     tiles = config.tiles(problem)
     return tiles / (-(-tiles // config.most_blocks) * config.most_blocks) < _WELL_FILLED

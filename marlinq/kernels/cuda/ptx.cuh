@@ -73,6 +73,17 @@ __device__ __forceinline__ u32 and_or(u32 a) {
     return result;
 }
 
+// The same number or address, of which the compiler knows nothing: so it keeps nothing in registers that follows from
+// the number, and reaches what is at constant distances from the address by offsets.
+__device__ __forceinline__ int opaque(int number) {
+    asm volatile("" : "+r"(number));
+    return number;
+}
+__device__ __forceinline__ const float* opaque(const float* address) {
+    asm volatile("" : "+l"(address));
+    return address;
+}
+
 // Dependent launch: let the next kernel of the stream begin, and wait for the previous one's results. Kernels let the
 // next one begin when they have requested their last weights: its own requests then follow in the memory's queue.
 __device__ __forceinline__ void launch_dependents() {

@@ -25,9 +25,10 @@
 // EVEN: as without a split, but the last tiles, one to two a block, are dealt out in chunks (Osama et al., "Stream-K",
 // PPoPP 2023). Block b has the run [first(b), first(b + 1)) of their chunks and works it off tile by tile from the end:
 //
-//   tiles     |     t      |   t + 1    |   t + 2    |       block b:  1. t + 2, of which it lacks the end: its sums go to
-//   blocks    ... b - 1 |        b         |  b + 1 ...               memory, for a higher block   2. its whole tiles
-//                                                                     3. t + 1   4. t: adds what block b - 1 left
+//   tiles     |     t      |   t + 1    |   t + 2    |       block b:  1. t + 2, whose end it lacks: its sums go to
+//   blocks    ... b - 1 |        b         |  b + 1 ...                  memory, for a higher block
+//                                                                     2. t + 1   3. t, adding what block b - 1 left
+//                                                                     4. its tiles that nobody shares
 //
 // Whoever has a tile's last chunk stores the tile. A run ends inside one tile at most, so a block leaves sums at most
 // once, and before anything else: nobody waits for a block that waits, and only for lower ones, which start no later
@@ -135,9 +136,8 @@ struct Work {
     __device__ __forceinline__ Work(int all_tiles, int all_chunks) : tiles(all_tiles), chunks(all_chunks) {
         const int block = blockIdx.x;
         if constexpr (EVEN) {
-            turn = block;
-            first = first_unit(block), end = first_unit(block + 1);
-            take_last_of_run();
+            const Dealt dealt(*this);
+            end_run_at(dealt, dealt.first(block + 1));
         } else {
             const u32 rank = block % CLUSTER;
             tile = block / CLUSTER;
@@ -151,36 +151,45 @@ struct Work {
     }
     __device__ __forceinline__ void next() {
         if constexpr (EVEN) {
-            if (turn < whole()) {
-                tile = turn, begin = 0, count = chunks;
-                turn += gridDim.x;
-            } else {
-                take_last_of_run();
+            const Dealt dealt(*this);
+            if (tile >= dealt.tile) {
+                const int start = dealt.unit(*this);
+                if (start > dealt.first(blockIdx.x)) return end_run_at(dealt, start);
+                tile = blockIdx.x - dealt.grid;
             }
+            tile += dealt.grid, begin = 0, count = tile < dealt.tile ? chunks : 0;
         } else {
             tile += gridDim.x;
         }
     }
     // Whether higher blocks have the tile's last chunks.
     __device__ __forceinline__ bool lacks_end() const { return begin + count < chunks; }
-    // Whether `block`, which has chunks of this tile, has not its first one: then so has the block below it.
+    // Of a tile that lacks its begin: whether `block`, which has chunks of it, has not the first; so has the one below.
     __device__ __forceinline__ bool lacks_begin(int block) const {
-        return tile >= whole() && first_unit(block) > (tile - whole()) * chunks;
+        const Dealt dealt(*this);
+        return dealt.first(block) > dealt.unit(*this) - begin;
     }
 
 private:
     int tiles, chunks;
-    int turn, first, end;  // the next whole tile, and the run of what is dealt out
 
-    __device__ __forceinline__ int whole() const { return max(tiles / (int)gridDim.x - 1, 0) * (int)gridDim.x; }
-    __device__ __forceinline__ int first_unit(int block) const {
-        const int units = (tiles - whole()) * chunks, grid = gridDim.x;
-        return units / grid * block + min(block, units % grid);
-    }
-    __device__ __forceinline__ void take_last_of_run() {
-        const int of_run = max(end - 1, 0) / chunks, start = max(first, of_run * chunks);
-        tile = whole() + of_run, begin = start - of_run * chunks, count = end - start;
-        end = start;
+    // What is dealt out in chunks: the tiles from `tile` on. Computed where it is needed, registers being short.
+    struct Dealt {
+        int grid, tile, units, chunks;
+        __device__ __forceinline__ explicit Dealt(const Work& work)
+            : grid(opaque(gridDim.x)),
+              tile(max(work.tiles / grid - 1, 0) * grid),
+              units((work.tiles - tile) * work.chunks),
+              chunks(work.chunks) {}
+        __device__ __forceinline__ int first(int block) const { return units / grid * block + min(block, units % grid); }
+        __device__ __forceinline__ int unit(const Work& work) const { return (work.tile - tile) * chunks + work.begin; }
+    };
+    // Takes the chunks of the block's run before `end` that are of one tile.
+    __device__ __forceinline__ void end_run_at(const Dealt& dealt, int end) {
+        tile = (end - 1) / chunks;
+        const int start = max(dealt.first(blockIdx.x), tile * chunks);
+        begin = start - tile * chunks, count = end - start;
+        tile += dealt.tile;
     }
 };
 
@@ -191,18 +200,20 @@ private:
 constexpr int VECTORS = PRODUCTS * TILE_M / 8;
 constexpr int WARP_SUMS = VECTORS * 128;
 
-__device__ __forceinline__ void leave_sums(const float (&sums)[PRODUCTS][TILE_M / 2], float* place, u32* flag, int lane) {
+__device__ __forceinline__ void leave_sums(const float (&sums)[PRODUCTS][TILE_M / 2], float* warps, u32* flag, int lane) {
+    float* mine = warps + lane * 4;
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         const float* sum = sums[v / (TILE_M / 8)] + v % (TILE_M / 8) * 4;
-        *reinterpret_cast<uint4*>(place + v * 128 + lane * 4) =
+        *reinterpret_cast<uint4*>(mine + v * 128) =
             make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3]));
     }
     __syncwarp();
     if (lane == 0) store_release(flag, 1);
 }
 
-__device__ __forceinline__ void add_sums(float (&sums)[PRODUCTS][TILE_M / 2], const float* place, u32* flag, int lane) {
+__device__ __forceinline__ void add_sums(float (&sums)[PRODUCTS][TILE_M / 2], const float* warps, u32* flag, int lane) {
+    const float* mine = opaque(warps + lane * 4);
     if (lane == 0) {
         while (load_acquire(flag) == 0) continue;
         // Nobody else looks at it in this launch.
@@ -216,7 +227,7 @@ __device__ __forceinline__ void add_sums(float (&sums)[PRODUCTS][TILE_M / 2], co
         uint4 loaded[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i)
-            if (from + i < VECTORS) loaded[i] = load_l2(place + (from + i) * 128 + lane * 4);
+            if (from + i < VECTORS) loaded[i] = load_l2(mine + (from + i) * 128);
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i)
             if (from + i < VECTORS) {
@@ -247,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
         const int height = min(BAND, tiles_m - band * BAND);
         return Place{(band * BAND + rest % height) * TILE_M, rest / height * TILE_N};
     };
-    Work work(tiles_m * tiles_n, (K + CHUNK - 1) / CHUNK);
+    const int chunks = (K + CHUNK - 1) / CHUNK;
 
     Ring ring(shared, barriers, group == CONSUMERS);
     if (threadIdx.x == 0) ring.init(GROUPS_N * 4);
@@ -258,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
         if constexpr (SHRUNK > 0) registers_shrink<SHRUNK>();
         if (warp == 0 && lane == 0) {
             bool ahead = dependent;
-            for (; work.left(); work.next()) {
+            for (Work work(tiles_m * tiles_n, chunks); work.left(); work.next()) {
                 const Place its = place(work.tile);
                 const Feed feed{x_map, maps, its.m0, its.n0 / 64};
                 const int from = ahead ? feed.fill_ahead(ring, work.begin, work.count, dependent - 1) : 0;
@@ -306,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
             }
         };
 
-        for (; work.left(); work.next()) {
+        for (Work work(tiles_m * tiles_n, chunks); work.left(); work.next()) {
             const Place its = place(work.tile);
             const int count = work.count;
             float sums[PRODUCTS][TILE_M / 2];
@@ -371,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                         leave_sums(sums, partials + from * WARP_SUMS, flags + from, lane);
                         continue;
                     }
-                    if (n < N)
+                    if (n < N && work.begin > 0)
                         for (int block = blockIdx.x; work.lacks_begin(block);) {
                             const int from = --block * WARPS + its_warp;
                             add_sums(sums, partials + from * WARP_SUMS, flags + from, lane);
