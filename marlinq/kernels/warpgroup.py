@@ -17,7 +17,7 @@ from marlinq.kernels.stages import FEED_CYCLES, stage_bytes
 # points, and where tiles are dealt out in chunks.
 _OTHER_REGISTERS = {False: 40, True: 48}
 _ZERO_REGISTERS = 16
-_EVEN_REGISTERS = 4
+_EVEN_REGISTERS = 8
 # By the number of multiplying warpgroups and whether K is split: registers of a multiplying and of a copying
 # thread when the even share of a launch is not enough (setmaxnreg). The latter keeps what a reduction needs.
 _GROWN = {(2, False): (232, 40), (2, True): (224, 56), (3, False): (152, 56), (3, True): (152, 56)}
