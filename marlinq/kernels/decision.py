@@ -143,8 +143,11 @@ def _decide(problem: Problem, device: Device, demanded: Demands) -> KernelDecisi
     rows = rows if rows <= 1024 else -(-rows // 64) * 64
     seconds, busiest, config = _fastest(replace(problem, m=rows), device, demanded)
     grid = config.grid(problem)
+    split = f"K in {config.parts} parts over {config.cluster} blocks"
+    if isinstance(config, WarpgroupConfig) and config.even:
+        split = "K dealt out evenly"
     reason = (
-        f"tile {config.tile_m}x{config.tile_n}, K in {config.parts} parts over {config.cluster} blocks: "
+        f"tile {config.tile_m}x{config.tile_n}, {split}: "
         f"{grid} blocks on {device.multiprocessors} multiprocessors, bound by {busiest}, "
         f"about {seconds * 1e6:.1f} us"
     )

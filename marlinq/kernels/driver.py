@@ -27,6 +27,9 @@ _MAP_TYPES = {2: 1, 4: 2}  # CU_TENSOR_MAP_DATA_TYPE_UINT16 and _UINT32, by size
 _SWIZZLE_128B = 3  # CU_TENSOR_MAP_SWIZZLE_128B
 _PROMOTE_128B, _PROMOTE_256B = 2, 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_*
 TENSOR_MAP_BYTES = 128
+PER_THREAD_STREAM = 2  # CU_STREAM_PER_THREAD, of which every thread has another
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _TENSOR_MAP_ALIGNMENT = 64
 
 
@@ -187,6 +190,34 @@ def launch(
             f"cuLaunchKernelEx failed with CUDA error {status}: {grid} blocks of {threads} threads, "
             f"{shared_bytes} bytes of shared memory"
         )
+
+
+def zeroed_memory(size: int) -> int:
+    """The address of ``size`` bytes of zeros on the current device, inside :func:`on_device`, for good.
+
+    The current stream may be capturing a graph, of which nothing here becomes a part.
+
+    Raises:
+        RuntimeError: the device has no such memory left.
+    """
+    driver = _driver()
+    mode, address, stream = ctypes.c_int(_RELAXED), ctypes.c_uint64(), ctypes.c_void_p()
+    # Strict captures, of any thread, forbid to allocate.
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        status = driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size))
+        if status == 0:
+            # A stream of its own, which waits for no other and is no part of a capture.
+            status = driver.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING)
+        if status == 0:
+            driver.cuMemsetD8Async(address, ctypes.c_ubyte(0), ctypes.c_size_t(size), stream)
+            status = driver.cuStreamSynchronize(stream)
+            driver.cuStreamDestroy_v2(stream)
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    if status != 0:
+        raise RuntimeError(f"CUDA error {status} at allocating {size} bytes")
+    return address.value
 
 
 def active_clusters(function: Function, cluster: int, threads: int, shared_bytes: int) -> int:

@@ -14,8 +14,10 @@ from marlinq.errors import EnvironmentProblem
 from marlinq.kernels.compiler import cached_cubin, compile_missing
 from marlinq.kernels.decision import KernelConfig, blocks_together, decide, demands
 from marlinq.kernels.driver import Function, active_clusters, launch, load_function, on_device
-from marlinq.kernels.operands import Arguments, Operands
+from marlinq.kernels.handover import Handover
+from marlinq.kernels.operands import Arguments, Operands, WarpgroupArguments
 from marlinq.kernels.problem import Device, Problem
+from marlinq.kernels.warpgroup import WarpgroupConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class Call:
     shared_bytes: int
     arguments: Arguments
     dependent: bool
+    handover: Handover | None = None
 
     def start(self, x: int, x_stride: int, out: int) -> None:
         """Launch on the current stream with activations at ``x``, rows ``x_stride`` elements apart.
@@ -38,6 +41,8 @@ class Call:
         arguments = type(self.arguments).from_buffer_copy(self.arguments)
         arguments.aim(x, x_stride, out, self.config.tile_m)
         with on_device(self.function):
+            # Held until the launch is in the stream; whoever takes the memory then comes behind it.
+            sums = None if self.handover is None else self._share(self.handover, arguments)
             launch(
                 self.function,
                 self.grid,
@@ -46,6 +51,14 @@ class Call:
                 arguments,
                 dependent=self.dependent,
             )
+        del sums
+
+    def _share(self, handover: Handover, arguments: Arguments) -> Tensor:
+        if not isinstance(arguments, WarpgroupArguments):
+            raise TypeError(f"blocks of {self.config.function} share no sums")
+        sums, flags = handover.memory(self.function.device_index)
+        arguments.share(sums.data_ptr(), flags)
+        return sums
 
 
 @lru_cache(maxsize=16)
@@ -140,7 +153,13 @@ def prepare(
     defines = tuple(sorted(chosen.defines(problem).items()))
     function = _load(chosen.source, chosen.function, defines, shared, index)
     return Call(
-        function, chosen, chosen.grid(problem), shared, chosen.arguments(operands, dependent), dependent
+        function,
+        chosen,
+        chosen.grid(problem),
+        shared,
+        chosen.arguments(operands, dependent),
+        dependent,
+        chosen.handover(problem) if isinstance(chosen, WarpgroupConfig) else None,
     )
 
 

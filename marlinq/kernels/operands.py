@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -33,17 +33,11 @@ class PlainArguments(ctypes.Structure):
         self.out = out
 
 
-class MappedArguments(ctypes.Structure):
-    """The parameters of a kernel that takes its large operands as tensor maps (``cuda/feed.cuh``)."""
+class _Mapped(ctypes.Structure):
+    """What kernels have in common that take their large operands as tensor maps (``cuda/feed.cuh``)."""
 
-    _fields_ = (
-        ("x", _Map),
-        ("weight", _Maps),
-        *((name, ctypes.c_void_p) for name in ("scales", "zeros", "bias", "out")),
-        *((name, ctypes.c_int) for name in _EXTENTS),
-        ("out_stride", ctypes.c_longlong),
-        ("dependent", ctypes.c_int),
-    )
+    m: int
+    k: int
 
     def aim(self, x: int, x_stride: int, out: int, tile_m: int) -> None:
         """Change the addresses that differ from call to call."""
@@ -51,7 +45,34 @@ class MappedArguments(ctypes.Structure):
         self.out = out
 
 
-Arguments = PlainArguments | MappedArguments
+_MAPPED_FIELDS: tuple[tuple[str, type[ctypes.Array[Any] | ctypes._SimpleCData[Any]]], ...] = (
+    ("x", _Map),
+    ("weight", _Maps),
+    *((name, ctypes.c_void_p) for name in ("scales", "zeros", "bias", "out")),
+    *((name, ctypes.c_int) for name in _EXTENTS),
+    ("out_stride", ctypes.c_longlong),
+    ("dependent", ctypes.c_int),
+)
+
+
+class MappedArguments(_Mapped):
+    """The parameters of the bulk kernel."""
+
+    _fields_ = _MAPPED_FIELDS
+
+
+class WarpgroupArguments(_Mapped):
+    """The parameters of the warpgroup kernel."""
+
+    _fields_ = (*_MAPPED_FIELDS, ("partials", ctypes.c_void_p), ("flags", ctypes.c_void_p))
+
+    def share(self, partials: int, flags: int) -> None:
+        """Say where blocks leave sums for each other (:mod:`marlinq.kernels.handover`)."""
+        self.partials = partials
+        self.flags = flags
+
+
+Arguments = PlainArguments | MappedArguments | WarpgroupArguments
 
 
 class Operands(NamedTuple):
@@ -77,7 +98,7 @@ class Operands(NamedTuple):
         )
 
     def mapped_arguments(self, tile_m: int, tiles: int, rows: int, dependent: bool) -> MappedArguments:
-        """Parameters of a kernel whose stages are filled by tensor copies.
+        """Parameters of the bulk kernel, whose stages are filled by tensor copies.
 
         Args:
             tile_m: rows of activations in a stage.
@@ -85,9 +106,16 @@ class Operands(NamedTuple):
             rows: rows of 16 channels in a stage.
             dependent: whether the kernel is launched to overlap with the previous one.
         """
+        return MappedArguments(*self._mapped(tile_m, tiles, rows, dependent))
+
+    def warpgroup_arguments(self, tile_m: int, tiles: int, rows: int, dependent: bool) -> WarpgroupArguments:
+        """As :meth:`mapped_arguments`, of the warpgroup kernel, with no place for sums that blocks share."""
+        return WarpgroupArguments(*self._mapped(tile_m, tiles, rows, dependent))
+
+    def _mapped(self, tile_m: int, tiles: int, rows: int, dependent: bool) -> tuple[object, ...]:
         m, n, k = self._extents()
         small = self._small()
-        return MappedArguments(
+        return (
             _activation_map(self.x.data_ptr(), m, k, self.x.stride(0), tile_m),
             _weight_maps(self.words.data_ptr(), *small[:2], n, k, self.scales.shape[0], tiles, rows),
             *small,

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from marlinq.kernels.costs import overlapped, round_trip, streaming_seconds
-from marlinq.kernels.operands import MappedArguments, Operands
-from marlinq.kernels.problem import Device, Problem, registers_of_a_thread
+from marlinq.kernels.handover import Handover
+from marlinq.kernels.operands import Operands, WarpgroupArguments
+from marlinq.kernels.problem import Device, Load, Problem, registers_of_a_thread
 from marlinq.kernels.stages import stage_bytes
 
-# Registers of a multiplying thread beside its accumulators and operand fragments: narrow or wide, and with
-# zero points.
-_OTHER_REGISTERS = {False: 32, True: 40}
+# Registers of a multiplying thread beside its accumulators and operand fragments: narrow or wide, with zero
+# points, and where tiles are dealt out in chunks.
+_OTHER_REGISTERS = {False: 40, True: 48}
 _ZERO_REGISTERS = 16
+_EVEN_REGISTERS = 8
 # By the number of multiplying warpgroups and whether K is split: registers of a multiplying and of a copying
 # thread when the even share of a launch is not enough (setmaxnreg). The latter keeps what a reduction needs.
 _GROWN = {(2, False): (232, 40), (2, True): (224, 56), (3, False): (152, 56), (3, True): (152, 56)}
@@ -93,6 +96,12 @@ class Costs:
 
 
 COSTS = Costs()
+# Chunks that a block has at least where they are dealt out evenly.
+_LEAST_CHUNKS = 2
+# From the last product of a shared tile's first part to its sums in another block; not measured.
+_HANDOVER_SECONDS = 1.5e-6
+# Whole tiles that keep the multiprocessors busier than this are not dealt out in chunks.
+_WELL_FILLED = 0.95
 
 
 @dataclass(frozen=True)
@@ -108,6 +117,7 @@ class WarpgroupConfig:
     stages: int
     min_blocks: int
     most_blocks: int  # of a launch whose blocks take tile after tile
+    even: bool = False  # the last tiles are dealt out in chunks of K
 
     source: ClassVar[str] = "w4a16_wgmma.cu"
     function: ClassVar[str] = "w4a16_wgmma"
@@ -141,7 +151,7 @@ class WarpgroupConfig:
         """Registers that a multiplying thread needs."""
         products = 4 if self.wide else 2
         needed = products * self.tile_m // 2 + products * 8 + _OTHER_REGISTERS[self.wide]
-        return needed + problem.zeros * _ZERO_REGISTERS
+        return needed + problem.zeros * _ZERO_REGISTERS + self.even * _EVEN_REGISTERS
 
     def grown_registers(self, problem: Problem) -> tuple[int, int]:
         """What multiplying and copying threads change to at their start; zeros if the launch gives enough."""
@@ -168,7 +178,22 @@ class WarpgroupConfig:
     def grid(self, problem: Problem) -> int:
         """Blocks of a launch."""
         tiles = self.tiles(problem)
-        return tiles * self.cluster if self.parts > 1 else min(tiles, self.most_blocks)
+        if self.parts > 1:
+            return tiles * self.cluster
+        if self.even:
+            tiles = max(1, tiles * self.chunks(problem) // _LEAST_CHUNKS)
+        return min(tiles, self.most_blocks)
+
+    def chunks(self, problem: Problem) -> int:
+        """Chunks of K."""
+        return -(-problem.k // (16 * self.rows))
+
+    def handover(self, problem: Problem) -> Handover | None:
+        """What blocks that share a tile leave sums in; None where they don't."""
+        if not self.even:
+            return None
+        warps = self.grid(problem) * self.multiplying * 4
+        return Handover(floats=warps * self.tile_m * self.tile_n // (self.groups_n * 4), flags=warps)
 
     def defines(self, problem: Problem) -> dict[str, object]:
         """The preprocessor definitions of the variant."""
@@ -184,19 +209,21 @@ class WarpgroupConfig:
             "CLUSTER": self.cluster,
             "STAGES": self.stages,
             "MIN_BLOCKS": self.min_blocks,
+            "EVEN": int(self.even),
             "GROWN": self.grown_registers(problem)[0],
             "SHRUNK": self.grown_registers(problem)[1],
         }
 
-    def arguments(self, operands: Operands, dependent: bool) -> MappedArguments:
+    def arguments(self, operands: Operands, dependent: bool) -> WarpgroupArguments:
         """The kernel's parameters."""
-        return operands.mapped_arguments(self.tile_m, self.tile_n // 64, self.rows, dependent)
+        return operands.warpgroup_arguments(self.tile_m, self.tile_n // 64, self.rows, dependent)
 
 
 def candidates(problem: Problem, device: Device, batch_invariant: bool = False) -> Iterator[WarpgroupConfig]:
     """The variants worth estimating, all of which fit the device's registers and shared memory.
 
-    With ``batch_invariant`` also large clusters that don't all run at once.
+    With ``batch_invariant`` those whose order of summation is the same for every M, and large clusters that
+    don't all run at once.
     """
     if not device.has_warpgroups:
         return
@@ -216,8 +243,20 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
                 if not (batch_invariant or cluster <= _ALWAYS or device.runs_at_once(tiles, cluster, blocks)):
                     continue
                 config = _deepest(problem, device, tile_m, wide, groups_n, parts_k, rows, cluster, blocks)
-                if config is not None:
-                    yield config
+                if config is None:
+                    continue
+                yield config
+                dealt_out = replace(config, even=True)
+                if not batch_invariant and _worth_dealing_out(problem, dealt_out):
+                    yield dealt_out
+
+
+def _worth_dealing_out(problem: Problem, config: WarpgroupConfig) -> bool:
+    """Whether an even split of the last tiles is possible, and whole ones leave multiprocessors idle."""
+    if config.parts > 1 or config.grid(problem) == 1 or not config.fits_registers(problem):
+        return False
+    tiles = config.tiles(problem)
+    return tiles / (-(-tiles // config.most_blocks) * config.most_blocks) < _WELL_FILLED
 
 
 def _deepest(
@@ -267,7 +306,6 @@ def estimate(
     own = weights / min(-(-problem.m // config.tile_m), max(1, 1024 // config.tile_m))
     batch = min(config.tile_m, problem.m)
     products = 4 if config.wide else 2
-    # 64 rows of weights times 16 channels times the tile's rows, on all tensor cores.
     # 64 rows of weights times 16 channels times the tile's rows, however few those are.
     columns = products * 64 * 16 * config.tile_m / _MULTIPLICATIONS / device.clock
     shares = {"columns": columns * costs.exposed, "operand": products * costs.operand / device.clock}
@@ -279,7 +317,10 @@ def estimate(
     meeting = costs.cluster + costs.member * config.cluster if config.cluster > 1 else 0.0
     rate = costs.store if not split else costs.remote if config.cluster > 1 else costs.reduction
     seconds, busiest = costs.launch + costs.wave * (not split), ""
-    for load in device.loads(config.tiles(problem) * config.cluster, config.cluster, resident):
+    loads = device.loads(config.tiles(problem) * config.cluster, config.cluster, resident)
+    if config.even:
+        loads = [Load(1, config.min_blocks, config.grid(problem))]
+    for load in loads:
         count = load.blocks * config.groups_n * min(config.parts_k, fed)
         row = round_trip(count, waited, (dequantised, multiplied), costs.collision)
         work = config.rows * row + handed
@@ -293,5 +334,13 @@ def estimate(
         streamed, busiest = overlapped(times, costs.sharpness)
         last = config.rows * (waited + dequantised + multiplied) + load.blocks * ends / rate
         last += costs.wave + meeting if split else costs.tile
-        seconds += load.waves * (streamed + last)
+        if config.even:
+            # A block's share of the tiles, and sums that go from block to block through L2: those that meet in a
+            # tile are read one after the other.
+            share = config.tiles(problem) / load.grid
+            sums = config.tile_m * config.tile_n * 4 * device.multiprocessors / device.cache_bandwidth
+            seconds += share * streamed + math.ceil(share) * last
+            seconds += _HANDOVER_SECONDS + load.blocks * (1 + max(1.0, 1 / share)) * sums
+        else:
+            seconds += load.waves * (streamed + last)
     return seconds, busiest

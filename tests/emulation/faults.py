@@ -25,6 +25,8 @@ PUSHED = replace(STREAM, config=BulkConfig(1, 2, 1, 8, 2, 4, 1))
 SHARED_STAGES = replace(STREAM, config=BulkConfig(1, 4, 1, 4, 1, 5, 1))
 SPLIT = replace(STREAM, config=WarpgroupConfig(16, False, 1, 2, 8, 1, 4, 1, 132))
 PERSISTENT = replace(STREAM, config=WarpgroupConfig(16, True, 1, 1, 8, 1, 2, 1, 1))
+# Up to six blocks have chunks of a tile.
+EVEN = replace(STREAM, config=WarpgroupConfig(16, False, 1, 1, 8, 1, 2, 1, 132, even=True))
 
 
 @dataclass(frozen=True)
@@ -389,6 +391,76 @@ FAULTS = [
                 "deadlock.*registers a thread",
             ),
         ],
+    ),
+    *_in(
+        EVEN,
+        "w4a16_wgmma.cu",
+        [
+            (
+                "sums of another block not waited for",
+                "while (load_acquire(flag) == 0) continue;",
+                "",
+                "ld.global.cg reads .* sums",
+            ),
+            (
+                "sums announced without a release",
+                "store_release(flag, 1)",
+                "store_relaxed(flag, 1)",
+                "ld.global.cg reads .* sums, which thread .* without waiting for it",
+            ),
+            (
+                "a lane that announces what others have not stored",
+                "__syncwarp();\n    if (lane == 0) store_release",
+                "if (lane == 0) store_release",
+                "ld.global.cg reads .* sums",
+            ),
+            (
+                "a lane that has waited alone",
+                "__syncwarp();\n    // As many",
+                "// As many",
+                "ld.global.cg reads .* sums",
+            ),
+            ("a flag left set", "store_relaxed(flag, 0);", "", "flags are left set"),
+            (
+                "sums never announced",
+                "if (lane == 0) store_release(flag, 1);",
+                "",
+                "deadlock.* wait for flag",
+            ),
+            (
+                "a block that waits for a higher one",
+                "const int from = --block * WARPS",
+                "const int from = (2 * (int)blockIdx.x - --block) * WARPS",
+                "deadlock.* wait for flag|out of bounds",
+            ),
+            (
+                "only the next lower block waited for",
+                "for (int block = blockIdx.x; work.lacks_begin(block);)",
+                "if (int block = blockIdx.x; work.lacks_begin(block))",
+                f"flags are left set|{WRONG}",
+            ),
+        ],
+    ),
+    *_in(
+        EVEN,
+        "ptx.cuh",
+        [
+            (
+                "a wait that acquires nothing",
+                "ld.acquire.gpu",
+                "ld.relaxed.gpu",
+                "ld.global.cg reads .* sums, which thread .* without waiting for it",
+            ),
+            ("sums by the read-only path", "ld.global.cg", "ld.global.nc", "through the read-only path"),
+        ],
+    ),
+    Fault(
+        replace(EVEN, dependent=True),
+        "w4a16_wgmma.cu",
+        "a flag touched before the wait for the previous kernel",
+        "float sums[PRODUCTS][TILE_M / 2];",
+        "float sums[PRODUCTS][TILE_M / 2];\n if (lane == 0) load_acquire(flags);",
+        "touches flags without waiting for the previous kernel",
     ),
     *_in(
         PERSISTENT,

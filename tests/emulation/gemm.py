@@ -11,10 +11,10 @@ from torch import Tensor
 import marlinq.kernels
 from marlinq.kernels import Device, Problem
 from marlinq.kernels.decision import KernelConfig
-from marlinq.kernels.operands import Operands
+from marlinq.kernels.operands import Operands, WarpgroupArguments
 from marlinq.kernels.warpgroup import WarpgroupConfig
 from tests.emulation.build import Builder
-from tests.emulation.launching import EmulatedKernel, Memory, apart, emulated_tensor_maps
+from tests.emulation.launching import EmulatedKernel, KernelFault, Memory, apart, emulated_tensor_maps
 from tests.kernels.problems import BOUND, random_operands, relative_error
 
 SOURCES = Path(marlinq.kernels.__file__).parent / "cuda"
@@ -34,6 +34,8 @@ class Case:
         x_padding: elements between the rows of the activations, a multiple of 8.
         seed: of operands and schedule.
         capability: ten times the compute capability that the source is compiled for.
+        resident: how many blocks run at once where they hand sums to each other.
+        launches: of the same operands, one after another; their results have to have the same bits.
     """
 
     problem: Problem
@@ -43,6 +45,8 @@ class Case:
     x_padding: int = 0
     seed: int = 0
     capability: int = 90
+    resident: int = 3
+    launches: int = 1
 
 
 def run(builder: Builder, case: Case, sources: Path = SOURCES) -> float:
@@ -54,7 +58,7 @@ def run(builder: Builder, case: Case, sources: Path = SOURCES) -> float:
         sources: the folder of the ``.cu`` and ``.cuh`` files.
 
     Raises:
-        KernelFault: the kernel did something wrong.
+        KernelFault: the kernel did something wrong, left flags set, or gave other bits in another launch.
     """
     problem, config = case.problem, case.config
     library = builder.kernel(
@@ -66,27 +70,44 @@ def run(builder: Builder, case: Case, sources: Path = SOURCES) -> float:
         problem.k, problem.n, problem.group_size, dtype, zeros=problem.zeros, bias=case.bias, device="cpu"
     )
     wide = torch.randn(problem.m, problem.k + case.x_padding, dtype=dtype)
-    operands = Operands(
+    given = Operands(
         apart(wide[:, : problem.k]),
         apart(made.words),
         apart(made.scales),
         None if made.zeros is None else apart(made.zeros),
         None if made.bias is None else apart(made.bias),
-        apart(torch.full((problem.m, problem.n), torch.nan, dtype=dtype)),
+        torch.full((problem.m, problem.n), torch.nan, dtype=dtype),
     )
-    with emulated_tensor_maps():
-        arguments = config.arguments(operands, case.dependent)
-    EmulatedKernel(library).launch(
-        config.grid(problem),
-        config.threads,
-        config.shared_bytes(problem),
-        arguments,
-        _memory(operands),
-        registers=config.launch_registers if isinstance(config, WarpgroupConfig) else 255,
-        dependent=case.dependent,
-        seed=case.seed,
-    )
-    return relative_error(operands.out, made.reference(operands.x))
+    handover = config.handover(problem) if isinstance(config, WarpgroupConfig) else None
+    flags = apart(torch.zeros(handover.flags if handover else 0, dtype=torch.int32))
+    results = []
+    for number in range(case.launches):
+        operands = given._replace(out=apart(given.out))
+        memory = _memory(operands)
+        with emulated_tensor_maps():
+            arguments = config.arguments(operands, case.dependent)
+        if handover and isinstance(arguments, WarpgroupArguments):
+            sums = apart(torch.full((handover.floats,), torch.nan))
+            arguments.share(sums.data_ptr(), flags.data_ptr())
+            memory.append(Memory("sums", sums, writable=True, after_previous=True))
+            memory.append(Memory("flags", flags, writable=True, after_previous=True, flags=True))
+        EmulatedKernel(library).launch(
+            config.grid(problem),
+            config.threads,
+            config.shared_bytes(problem),
+            arguments,
+            memory,
+            registers=config.launch_registers if isinstance(config, WarpgroupConfig) else 255,
+            dependent=case.dependent,
+            seed=case.seed + number,
+            resident=case.resident if handover else 1,
+        )
+        if flags.any():
+            raise KernelFault(f"{int(flags.count_nonzero())} flags are left set")
+        results.append(operands.out)
+        if not torch.equal(results[0].view(torch.int16), operands.out.view(torch.int16)):
+            raise KernelFault(f"launch {number} gives other bits than the first")
+    return relative_error(results[0], made.reference(given.x))
 
 
 def bound(problem: Problem) -> float:

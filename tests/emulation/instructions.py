@@ -17,6 +17,11 @@ _TABLE = {
     # Data Movement and Conversion
     r"ld\.global\.nc(\.L1::no_allocate)?\.v4\.u32": "load_constant_v4",
     r"ld\.global\.nc\.u16": "load_constant_u16",
+    r"ld\.global\.cg\.v4\.u32": "load_l2_v4",
+    r"ld\.acquire\.gpu\.global\.u32": "load_flag<true>",
+    r"ld\.relaxed\.gpu\.global\.u32": "load_flag<false>",
+    r"st\.release\.gpu\.global\.u32": "store_flag<true>",
+    r"st\.relaxed\.gpu\.global\.u32": "store_flag<false>",
     r"ld\.shared\.v4\.u32": "load_shared_v4",
     r"ld\.shared::cluster\.v4\.f32": "load_cluster_v4",
     r"mapa\.shared::cluster\.u32": "map_cluster_address",

@@ -34,6 +34,7 @@ class _Range(ctypes.Structure):
         ("bytes", ctypes.c_uint64),
         ("writable", ctypes.c_uint32),
         ("after_previous", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
     )
 
 
@@ -52,6 +53,7 @@ class _Launch(ctypes.Structure):
         ("message", ctypes.c_char_p),
         ("frames", ctypes.POINTER(ctypes.c_uint64)),
         ("cluster", ctypes.c_uint32),
+        ("resident", ctypes.c_uint32),
     )
 
 
@@ -103,12 +105,14 @@ class Memory:
         tensor: on the CPU.
         writable: an output; else read-only.
         after_previous: belongs to the stream's previous kernel until that has ended.
+        flags: words by which blocks wait for each other, for instructions with an order and a scope.
     """
 
     name: str
     tensor: Tensor
     writable: bool = False
     after_previous: bool = False
+    flags: bool = False
 
 
 def apart(tensor: Tensor) -> Tensor:
@@ -144,6 +148,7 @@ class EmulatedKernel:
         dependent: bool = False,
         seed: int = 0,
         shared_limit: int = 232_448,
+        resident: int = 1,
     ) -> None:
         """Run a grid; as :func:`marlinq.kernels.driver.launch`, with what the kernel may touch.
 
@@ -157,6 +162,7 @@ class EmulatedKernel:
             dependent: whether a previous kernel still runs when this one starts.
             seed: of the schedule.
             shared_limit: static and dynamic shared memory a block may have.
+            resident: clusters that may run at once; more than one only where a cluster is one block.
 
         Raises:
             KernelFault: the kernel did something wrong.
@@ -185,6 +191,7 @@ class EmulatedKernel:
             ctypes.cast(message, ctypes.c_char_p),
             frames,
             ctypes.c_uint.in_dll(self.library, "emulation_cluster").value,
+            resident,
         )
         run = self.library.emulation_launch
         run.restype = ctypes.c_bool
@@ -212,6 +219,7 @@ def _range(operand: Memory) -> _Range:
         _extent(operand.tensor) * operand.tensor.element_size(),
         operand.writable,
         operand.after_previous,
+        operand.flags,
     )
 
 

@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 
 from tests.emulation.build import Builder
-from tests.emulation.faults import BULK, CLUSTERED, FAULTS, PERSISTENT, SPLIT, STREAM, UNBIASED, WRONG, Fault
+from tests.emulation.faults import (
+    BULK,
+    CLUSTERED,
+    EVEN,
+    FAULTS,
+    PERSISTENT,
+    SPLIT,
+    STREAM,
+    UNBIASED,
+    WRONG,
+    Fault,
+)
 from tests.emulation.gemm import SOURCES, Case, bound, run
 from tests.emulation.launching import KernelFault
 
@@ -34,7 +45,7 @@ def test_a_planted_fault_is_reported(builder: Builder, tmp_path: Path, fault: Fa
     assert re.search(fault.reported, found, re.DOTALL), found
 
 
-@pytest.mark.parametrize("case", [STREAM, CLUSTERED, UNBIASED, BULK, SPLIT, PERSISTENT], ids=str)
+@pytest.mark.parametrize("case", [STREAM, CLUSTERED, UNBIASED, BULK, SPLIT, PERSISTENT, EVEN], ids=str)
 @pytest.mark.parametrize("dependent", [False, True])
 def test_without_a_fault_there_is_nothing_to_report(builder: Builder, case: Case, dependent: bool) -> None:
     assert report(builder, replace(case, dependent=dependent), SOURCES, schedules=2) == "nothing"

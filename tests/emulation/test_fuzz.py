@@ -41,7 +41,7 @@ def draw(rng: random.Random) -> Case:
             config = rng.choice(configs)
             if isinstance(config, WarpgroupConfig):
                 # Fewer blocks than any GPU has room for, so that they take tile after tile.
-                config = replace(config, most_blocks=rng.choice((1, 2, 3, config.most_blocks)))
+                config = replace(config, most_blocks=rng.choice((1, 2, 3, 5, config.most_blocks)))
             return Case(
                 problem,
                 config,
@@ -50,6 +50,8 @@ def draw(rng: random.Random) -> Case:
                 x_padding=rng.choice((0, 8, 64)),
                 seed=rng.getrandbits(31),
                 capability=device.capability,
+                resident=rng.choice((1, 2, 4, 8)),
+                launches=rng.choice((1, 1, 1, 2)),
             )
 
 

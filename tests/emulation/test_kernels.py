@@ -99,6 +99,31 @@ def test_blocks_that_take_tile_after_tile(builder: Builder, blocks: int) -> None
         right(builder, Case(problem, config, dependent=wide, seed=blocks))
 
 
+# (M, N, K, group, zeros, tile_m, wide, groups_n, rows, most blocks), and what the blocks' runs are like.
+EVEN = {
+    "more blocks than tiles": (11, 320, 1344, 64, True, 16, False, 1, 8, 5),
+    "a tile for many blocks": (11, 192, 2112, 32, False, 8, True, 1, 4, 132),
+    "a run for every tile": (20, 512, 1024, 128, False, 16, False, 1, 8, 4),
+    "runs that end with tiles": (40, 256, 384, 64, True, 16, False, 2, 8, 2),
+    "whole tiles beside runs": (50, 832, 320, 32, True, 16, False, 1, 8, 3),
+    "many whole tiles": (70, 576, 448, -1, True, 8, True, 1, 4, 2),
+    "a single block": (9, 192, 576, 64, False, 16, False, 1, 8, 1),
+    "columns and rows past the end": (33, 192, 832, -1, False, 16, True, 2, 8, 7),
+}
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize("values", EVEN.values(), ids=EVEN)
+def test_tiles_dealt_out_in_chunks(builder: Builder, values: tuple[Any, ...], dependent: bool) -> None:
+    m, n, k, group, zeros, tile_m, wide, groups_n, rows, most = values
+    problem = Problem(m, n, k, group, zeros, bfloat16=dependent)
+    config = WarpgroupConfig(tile_m, wide, groups_n, 1, rows, 1, 3, 1, most, even=True)
+    # One at a time in order, and as many as may run at once; twice on the same flags.
+    for resident in (1, 4):
+        case = Case(problem, config, dependent, bias=not dependent, x_padding=8, resident=resident)
+        right(builder, replace(case, launches=2, seed=resident))
+
+
 def test_registers_that_change_hands(builder: Builder) -> None:
     problem = Problem(112, 512, 384, 64, zeros=False, bfloat16=False)
     growing = [

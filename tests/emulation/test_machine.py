@@ -27,8 +27,22 @@ class Probe:
         self._folder = folder
         shutil.copytree(SOURCES, folder, dirs_exist_ok=True)
 
-    def run(self, body: str, given: Tensor, out: Tensor, *, threads: int = 32, dynamic: int = 0) -> Tensor:
-        """``out`` after one block has run ``body``; all tensors are int32."""
+    def run(
+        self,
+        body: str,
+        given: Tensor,
+        out: Tensor,
+        *,
+        threads: int = 32,
+        dynamic: int = 0,
+        blocks: int = 1,
+        flags: bool = False,
+        seed: int = 0,
+    ) -> Tensor:
+        """``out`` after blocks that run at once have run ``body``; all tensors are int32.
+
+        With ``flags`` those given are flags, all zero.
+        """
         source = self._folder / "probe.cu"
         source.write_text(
             '#include "element.cuh"\n#include "hopper.cuh"\n'
@@ -39,8 +53,9 @@ class Probe:
         )
         kernel = EmulatedKernel(self._builder.kernel(source, "probe", {}))
         given, out = apart(given), apart(out)
-        memory = [Memory("given", given), Memory("out", out, writable=True)]
-        kernel.launch(1, threads, dynamic, _Arguments(given.data_ptr(), out.data_ptr()), memory)
+        memory = [Memory("given", given, writable=flags, flags=flags), Memory("out", out, writable=True)]
+        arguments = _Arguments(given.data_ptr(), out.data_ptr())
+        kernel.launch(blocks, threads, dynamic, arguments, memory, seed=seed, resident=blocks)
         return out
 
 
@@ -123,6 +138,53 @@ def test_a_deadlock_says_who_waits_where(probe: Probe) -> None:
     assert "32 threads have ended" in said
     assert "32 threads wait for barrier 3, where 32 of 64 threads are: block 0 warp 0;" in said
     assert "32 threads wait for barrier 0, where 32 of 96 threads are: block 0 warp 1;" in said
+
+
+RELAY = """
+    u32* flag = const_cast<u32*>(given) + blockIdx.x;
+    if (blockIdx.x > 0) {
+        if (lane == 0) while (load_acquire(flag - 1) == 0) continue;
+        __syncwarp();
+    }
+    u32 sum = threadIdx.x;
+    for (int block = 0; block < blockIdx.x; ++block) sum += load_l2(out + 4 * (block * 32 + lane)).x;
+    *reinterpret_cast<uint4*>(out + 4 * (blockIdx.x * 32 + lane)) = make_uint4(sum, 0, 0, 0);
+    __syncwarp();
+    if (lane == 0) store_release(flag, 1);
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_releases_and_acquires_order_blocks(probe: Probe, seed: int) -> None:
+    # The third block has not waited for the first, but for one that had.
+    found = probe.run(
+        RELAY, torch.zeros(3, dtype=torch.int32), _words(3, 32, 4), blocks=3, flags=True, seed=seed
+    )
+    lanes = torch.arange(32, dtype=torch.int32)
+    assert torch.equal(found[..., 0], torch.stack([lanes, 2 * lanes, 4 * lanes]))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("store_release(flag, 1)", "store_relaxed(flag, 1)", "without waiting for it"),
+        ("load_acquire(flag - 1) == 0", "false", "nobody has written|without waiting for it"),
+        (
+            "__syncwarp();\n    if (lane == 0) store",
+            "if (lane == 0) store",
+            "nobody has|without waiting for it",
+        ),
+        ("store_release(flag, 1);", ";", "deadlock.* wait for flag 0, which is 0: block 1 warp 0;"),
+        ("store_release(flag, 1)", "*flag = 1", "a store of given, which is for flags"),
+        ("store_release(flag, 1)", "store_release(out, 1)", "st to a flag of out, which is no flag"),
+    ],
+)
+def test_blocks_that_are_not_ordered(probe: Probe, old: str, new: str, message: str) -> None:
+    assert old in RELAY
+    with pytest.raises(KernelFault, match=message):
+        probe.run(
+            RELAY.replace(old, new), torch.zeros(3, dtype=torch.int32), _words(3, 32, 4), blocks=3, flags=True
+        )
 
 
 @pytest.mark.parametrize(

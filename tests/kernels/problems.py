@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from marlinq.formats.marlin import pack_tiles, permute_scales
+from marlinq.kernels import Device, Problem, warpgroup
+from marlinq.kernels.warpgroup import WarpgroupConfig
 
 # Relative error of the result against float64 (Frobenius norms). Outputs are rounded to 11 and 8 significant
 # bits, which alone gives 2^-11 / sqrt(3) = 2.8e-4 for float16 and 2^-8 / sqrt(3) = 2.3e-3 for bfloat16;
@@ -58,6 +60,12 @@ def random_operands(
         group_size=group_size,
         weight=weight.reshape(k, n),
     )
+
+
+def even_splits(problem: Problem, device: Device) -> list[WarpgroupConfig]:
+    """The variants of the warpgroup kernel that deal tiles out in chunks, the fastest by the model first."""
+    found = [config for config in warpgroup.candidates(problem, device) if config.even]
+    return sorted(found, key=lambda config: warpgroup.estimate(problem, device, config)[0])
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -23,8 +23,8 @@ from marlinq.kernels import (
     w4a16_gemm,
 )
 from marlinq.kernels.decision import Kernel, KernelConfig, available
-from marlinq.kernels.launch import device_numbers, precompile_variants
-from tests.kernels.problems import BOUND, Operands, random_operands, relative_error
+from marlinq.kernels.launch import device_numbers, launch_gemm, precompile_variants
+from tests.kernels.problems import BOUND, Operands, even_splits, random_operands, relative_error
 
 # K, N, group size, zero points, type. K ends inside a chunk or before every part has one, N inside a tile.
 WEIGHTS = (
@@ -42,16 +42,26 @@ DEMANDS = ("none", "dependent", "batch_invariant", "order")
 def cases(device: Device) -> list[tuple[int, Kernel, int, str]]:
     """(index of the weight, kernel, batch, demand)."""
     listed = itertools.product(range(len(WEIGHTS)), available(device), enumerate(BATCHES))
-    return [
+    found = [
         (weight, kernel, m, DEMANDS[(weight + turn) % len(DEMANDS)]) for weight, kernel, (turn, m) in listed
     ]
+    # Variants of the warpgroup kernel whose blocks share tiles, ordinarily and dependently launched.
+    for weight, (turn, m) in itertools.product(range(len(WEIGHTS)), enumerate(BATCHES)):
+        if even_splits(_problem(weight, m), device):
+            found.append((weight, "warpgroup", m, ("even", "even, dependent")[(weight + turn) % 2]))
+    return found
+
+
+def _problem(weight: int, m: int) -> Problem:
+    k, n, group, zeros, dtype = WEIGHTS[weight]
+    return Problem(m, n, k, group, zeros, dtype == torch.bfloat16)
 
 
 def demanded(kernel: Kernel, demand: str) -> ExitStack:
     """The context of one case."""
     stack = ExitStack()
     stack.enter_context(forced_kernel(kernel))
-    if demand == "dependent":
+    if demand.endswith("dependent"):
         stack.enter_context(dependent_launches())
     if demand == "batch_invariant":
         stack.enter_context(batch_invariant())
@@ -60,8 +70,9 @@ def demanded(kernel: Kernel, demand: str) -> ExitStack:
 
 def variant(weight: int, kernel: Kernel, m: int, demand: str, device: Device) -> tuple[Problem, KernelConfig]:
     """What the case runs."""
-    k, n, group, zeros, dtype = WEIGHTS[weight]
-    problem = Problem(m, n, k, group, zeros, dtype == torch.bfloat16)
+    problem = _problem(weight, m)
+    if demand.startswith("even"):
+        return problem, even_splits(problem, device)[0]
     with demanded(kernel, demand):
         config = decide(problem, device).config
     if config is None:
@@ -69,7 +80,7 @@ def variant(weight: int, kernel: Kernel, m: int, demand: str, device: Device) ->
     return problem, config
 
 
-def error_of(operands: Operands, kernel: Kernel, m: int, demand: str) -> float:
+def error_of(operands: Operands, kernel: Kernel, m: int, demand: str, config: KernelConfig) -> float:
     """The relative error of one case; its x are columns of wider rows, and four columns are padding."""
     k, n = operands.weight.shape
     x = torch.randn(m, k + 64).to(operands.scales.dtype)
@@ -80,6 +91,15 @@ def error_of(operands: Operands, kernel: Kernel, m: int, demand: str) -> float:
         order[5] = -1
         gathered = x[:, order].masked_fill(order < 0, 0)
         expected = operands.reference(gathered)[:, : n - 4]
+    if demand.startswith("even"):
+        tensors = operands.words, operands.scales, operands.zeros, operands.bias
+        words, scales, zeros, bias = (None if value is None else value.cuda() for value in tensors)
+        assert words is not None
+        assert scales is not None
+        out = torch.full((m, n), torch.nan, dtype=x.dtype, device="cuda")
+        with demanded(kernel, demand):
+            launch_gemm(x.cuda()[:, :k], words, scales, zeros, bias, operands.group_size, out, config)
+        return relative_error(out[:, : n - 4].cpu(), expected)
     bias = None if operands.bias is None else operands.bias[: n - 4]
     given = [
         None if value is None else value.cuda()
@@ -105,7 +125,7 @@ def main() -> int:
     wrong = 0
     for case, (_, config) in zip(listed, variants, strict=True):
         weight, kernel, m, demand = case
-        error = error_of(made[weight], kernel, m, demand)
+        error = error_of(made[weight], kernel, m, demand, config)
         if not error < BOUND[WEIGHTS[weight][4]]:
             wrong += 1
             print(f"WRONG by {error:.1e}: {WEIGHTS[weight]} {kernel} M={m} {demand} {config}")

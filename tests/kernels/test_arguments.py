@@ -9,13 +9,13 @@ import pytest
 
 from marlinq.kernels import Device, Problem, compile_kernel, decide, forced_kernel
 from marlinq.kernels.decision import KERNELS, Kernel
-from marlinq.kernels.operands import MappedArguments, PlainArguments
+from marlinq.kernels.operands import MappedArguments, PlainArguments, WarpgroupArguments
 
 H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
 LAYOUTS: dict[Kernel, type[ctypes.Structure]] = {
     "stream": PlainArguments,
     "bulk": MappedArguments,
-    "warpgroup": MappedArguments,
+    "warpgroup": WarpgroupArguments,
 }
 _SIZED, _PARAMETER = 4, 0x17  # EIFMT_SVAL, EIATTR_KPARAM_INFO
 

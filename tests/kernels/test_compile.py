@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from marlinq.errors import EnvironmentProblem
-from marlinq.kernels import ARCHITECTURES, compile_kernel
+from marlinq.kernels import ARCHITECTURES, GROUP_SIZES, Device, Problem, compile_kernel
 from marlinq.kernels.compiler import nvrtc_version
 from marlinq.kernels.problem import registers_of_a_thread
-from marlinq.kernels.resources import Measured, compile_all, page, trouble, variants
+from marlinq.kernels.resources import Measured, Variant, compile_all, page, trouble, variants
 from marlinq.kernels.stream import StreamConfig
+from tests.kernels.problems import even_splits
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "kernels" / "resources.md"
@@ -28,6 +30,23 @@ def measured() -> list[Measured]:
 @pytest.mark.slow
 def test_no_variant_spills_on_any_architecture(measured: list[Measured]) -> None:
     wrong = [found for variant, compiled in measured if (found := trouble(variant, compiled))]
+    assert not wrong
+
+
+@pytest.mark.slow
+def test_no_variant_that_deals_tiles_out_spills() -> None:
+    device = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
+    chosen = {}
+    for m, group, zeros, bfloat16 in itertools.product(
+        (40, 64, 80, 128, 144, 176), GROUP_SIZES, (False, True), (False, True)
+    ):
+        problem = Problem(m, 4096, 4096, group, zeros, bfloat16)
+        for config in even_splits(problem, device)[:2]:
+            variant = Variant(device.architecture, "warpgroup", problem, config, (m,))
+            chosen[tuple(config.defines(problem).items())] = variant
+    wrong = [
+        found for variant, compiled in compile_all(chosen.values()) if (found := trouble(variant, compiled))
+    ]
     assert not wrong
 
 

@@ -20,6 +20,7 @@ from marlinq.kernels import (
     decide,
     dependent_launches,
     forced_kernel,
+    warpgroup,
 )
 from marlinq.kernels.decision import Kernel, _decide, _fastest, available, blocks_together
 from marlinq.kernels.warpgroup import WarpgroupConfig
@@ -81,9 +82,11 @@ def test_any_problem_gets_a_variant_that_fits(
     blocks = -(-n // config.tile_n) * -(-m // config.tile_m) * config.cluster
     # Without a split, blocks of the warpgroup kernel take tile after tile.
     persistent = isinstance(config, WarpgroupConfig) and config.parts == 1
-    assert decision.grid == (
-        min(blocks, device.multiprocessors * config.min_blocks) if persistent else blocks
-    )
+    resident = device.multiprocessors * config.min_blocks
+    if isinstance(config, WarpgroupConfig) and config.even:
+        assert 1 < decision.grid <= min(resident, blocks * config.chunks(problem))
+    else:
+        assert decision.grid == (min(blocks, resident) if persistent else blocks)
     assert decision.seconds > 0
     assert f"{config.tile_m}x{config.tile_n}" in decision.reason
 
@@ -164,6 +167,7 @@ def test_batch_invariant_decisions_share_one_order(architecture: str, kernel: Ke
             assert decision.config is not None
             assert "same order" in decision.reason
             config = decision.config
+            assert not getattr(config, "even", False), "where a tile is cut depends on their number"
             orders.add(
                 (
                     decision.kernel,
@@ -175,6 +179,29 @@ def test_batch_invariant_decisions_share_one_order(architecture: str, kernel: Ke
             tiles.add(config.tile_m)
     assert len(orders) == 1
     assert len(tiles) > 1, "the order is fixed, not the tile"
+
+
+def test_tiles_are_dealt_out_where_whole_ones_leave_multiprocessors_idle() -> None:
+    def dealt_out(m: int) -> list[WarpgroupConfig]:
+        problem = Problem(m, 4096, 4096, 128, False, False)
+        found = [config for config in warpgroup.candidates(problem, H200) if config.even]
+        for config in found:
+            assert config.parts == 1
+            assert config.shared_bytes(problem) * config.min_blocks <= H200.shared_bytes
+            handover = config.handover(problem)
+            assert handover is not None
+            # A flag a warp, and a float32 sum for every element of a tile of every block.
+            assert handover.flags == config.grid(problem) * config.multiplying * 4
+            assert handover.floats == config.grid(problem) * config.tile_m * config.tile_n
+        return found
+
+    assert {config.min_blocks for config in dealt_out(64)} == {1, 2}
+    # 32 x 33 tiles of 128 x 128 are eight waves of 132.
+    whole = [config for config in dealt_out(33 * 128) if (config.tile_m, config.tile_n) == (128, 128)]
+    assert not whole
+    assert not any(
+        config.even for config in warpgroup.candidates(Problem(64, 4096, 4096, 128, False, False), H200, True)
+    )
 
 
 def test_clusters_that_a_gpu_does_not_run_are_not_chosen() -> None:

@@ -12,7 +12,7 @@ import random
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import pytest
@@ -23,7 +23,6 @@ from marlinq.benchmarks.timing import capture
 from marlinq.kernels import (
     GROUP_SIZES,
     Device,
-    KernelDecision,
     Problem,
     batch_invariant,
     decide,
@@ -31,9 +30,9 @@ from marlinq.kernels import (
     forced_kernel,
     w4a16_gemm,
 )
-from marlinq.kernels.decision import Kernel, available
-from marlinq.kernels.launch import device_numbers, precompile_variants
-from tests.kernels.problems import BOUND, Operands, random_operands, relative_error
+from marlinq.kernels.decision import Kernel, KernelConfig, available
+from marlinq.kernels.launch import device_numbers, launch_gemm, precompile_variants
+from tests.kernels.problems import BOUND, Operands, even_splits, random_operands, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -77,6 +76,7 @@ class Call:
         dependent: launched with programmatic dependent launch.
         batch_invariant: summed in an order that does not depend on M.
         captured: replayed from a graph, with other activations than at capture.
+        even: by the fastest variant of the warpgroup kernel that deals tiles out in chunks, if there is one.
     """
 
     weight: Weight
@@ -89,6 +89,7 @@ class Call:
     dependent: bool
     batch_invariant: bool
     captured: bool
+    even: bool = False
 
     @property
     def problem(self) -> Problem:
@@ -154,21 +155,24 @@ def draw(seed: int, count: int, kernels: tuple[Kernel, ...]) -> list[Call]:
     for number in range(count):
         weight = weights[number * WEIGHTS // count]
         columns = rng.randint(max(1, weight.k - 70), weight.k + 70)
-        calls.append(
-            Call(
-                weight=weight,
-                seed=rng.getrandbits(31),
-                m=rng.choice(batches[weight]),
-                out_features=weight.n - rng.choice((0, 0, rng.randint(1, 63))),
-                kernel=rng.choice((None, *kernels)),
-                # Twice as many of the plain form as of any other.
-                form=rng.choice(("rows", *FORMS)),
-                gathered=columns if rng.random() < 0.15 else None,
-                dependent=rng.random() < 0.2,
-                batch_invariant=rng.random() < 0.1,
-                captured=rng.random() < 0.1,
-            )
+        call = Call(
+            weight=weight,
+            seed=rng.getrandbits(31),
+            m=rng.choice(batches[weight]),
+            out_features=weight.n - rng.choice((0, 0, rng.randint(1, 63))),
+            kernel=rng.choice((None, *kernels)),
+            # Twice as many of the plain form as of any other.
+            form=rng.choice(("rows", *FORMS)),
+            gathered=columns if rng.random() < 0.15 else None,
+            dependent=rng.random() < 0.2,
+            batch_invariant=rng.random() < 0.1,
+            captured=rng.random() < 0.1,
         )
+        # These go past the operator, which brings activations into a form that the kernels take.
+        plain = call.gathered is None and call.form in ("rows", "columns of wider rows")
+        if call.kernel == "warpgroup" and plain and not call.batch_invariant:
+            call = replace(call, even=rng.random() < 0.7)
+        calls.append(call)
     return calls
 
 
@@ -194,10 +198,14 @@ def demanded(call: Call) -> Iterator[None]:
         yield
 
 
-def decided(call: Call, device: Device) -> KernelDecision:
+def decided(call: Call, device: Device) -> KernelConfig:
     """What the call will run."""
+    if call.even and (found := even_splits(call.problem, device)):
+        return found[0]
     with demanded(call):
-        return decide(call.problem, device)
+        config = decide(call.problem, device).config
+    assert config is not None
+    return config
 
 
 @contextmanager
@@ -251,6 +259,20 @@ def relative_error_of(call: Call) -> float:
         # Until this kernel has ended the activations are old or NaN: a dependent launch waits for it.
         held.copy_(values)
         with demanded(call), poisoned_memory():
+            if call.even:
+                full = torch.empty(call.m, call.weight.n, dtype=dtype, device=DEVICE)
+                launch_gemm(
+                    x,
+                    operands.words,
+                    operands.scales,
+                    operands.zeros,
+                    operands.bias,
+                    call.problem.group_size,
+                    full,
+                    decided(call, device_numbers(0)),
+                )
+                results.append(full[:, : call.out_features])
+                return
             results.append(
                 w4a16_gemm(
                     x,
@@ -294,8 +316,7 @@ def test_random_problems(capsys: pytest.CaptureFixture[str]) -> None:
     calls = draw(seed, count, available(device))
     variants = {}
     for call in calls:
-        config = decided(call, device).config
-        assert config is not None
+        config = decided(call, device)
         variants[config, call.problem] = call.problem, config
     compiled = precompile_variants(variants.values())
     with capsys.disabled():

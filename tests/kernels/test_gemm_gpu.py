@@ -13,16 +13,18 @@ from torch import Tensor
 from marlinq.errors import UnsupportedError
 from marlinq.kernels import (
     KERNELS,
+    Device,
     Problem,
     batch_invariant,
     dependent_launches,
     forced_kernel,
+    handover,
     precompile,
     w4a16_gemm,
 )
-from marlinq.kernels.decision import Kernel, available
-from marlinq.kernels.launch import device_numbers, launch_gemm
-from tests.kernels.problems import BOUND, Operands, random_operands, relative_error
+from marlinq.kernels.decision import Kernel, KernelConfig, available
+from marlinq.kernels.launch import device_numbers, launch_gemm, precompile_variants
+from tests.kernels.problems import BOUND, Operands, even_splits, random_operands, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -79,6 +81,78 @@ def test_every_batch_from_1_to_260(
     # NaN compares false with everything, so an element that was never written fails too.
     wrong = {m: error for m, error in errors.items() if not error < BOUND[dtype]}
     assert not wrong
+
+
+@pytest.fixture
+def shares_tiles() -> Device:
+    """The GPU, if its blocks can share tiles."""
+    device = device_numbers(0)
+    if not device.has_warpgroups:
+        pytest.skip(f"the warpgroup kernel needs another GPU than {device.architecture}")
+    return device
+
+
+def _dealt_out(x: Tensor, operands: Operands, config: KernelConfig) -> Tensor:
+    """The result of one variant; NaN where it writes nothing."""
+    out = torch.full((x.shape[0], operands.words.shape[1] // 2), float("nan"), dtype=x.dtype, device=x.device)
+    launch_gemm(
+        x, operands.words, operands.scales, operands.zeros, operands.bias, operands.group_size, out, config
+    )
+    return out
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize("number", range(8))
+def test_tiles_dealt_out_in_chunks(shares_tiles: Device, number: int, dependent: bool) -> None:
+    (k, n), group, dtype = SHAPES[number % 4], GROUPS[number // 2 % 4], DTYPES[number % 2]
+    zeros = number >= 4
+    if k % max(group, 1):
+        group = 64
+    operands = random_operands(k, n, group, dtype, zeros=zeros, bias=True)
+    x = torch.randn(777, k, device="cuda").to(dtype)
+    expected = operands.reference(x)
+    for m in (1, 33, 64, 100, 128, 192, 260, 777):
+        problem = Problem(m, n, k, group, zeros, dtype == torch.bfloat16)
+        found = even_splits(problem, shares_tiles)
+        # The fastest, and one of every further few.
+        listed = [*found[:2], *found[2 :: max(1, len(found) // 4)]]
+        precompile_variants((problem, config) for config in listed)
+        for config in listed:
+            with dependent_launches() if dependent else nullcontext():
+                results = [_dealt_out(x[:m], operands, config) for _ in range(4)]
+            assert relative_error(results[0], expected[:m]) < BOUND[dtype], (problem, config)
+            assert all(torch.equal(result, results[0]) for result in results), (problem, config)
+
+
+def test_tiles_dealt_out_on_many_streams_and_in_many_graphs(
+    shares_tiles: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operands = random_operands(4096, 1024, 128, torch.float16)
+    x = torch.randn(64, 4096, device="cuda").half()
+    expected = operands.reference(x)
+    config = even_splits(Problem(64, 1024, 4096, 128, False, False), shares_tiles)[0]
+    precompile_variants([(Problem(64, 1024, 4096, 128, False, False), config)])
+    first = _dealt_out(x, operands, config)
+    assert relative_error(first, expected) < BOUND[torch.float16]
+    torch.cuda.synchronize()
+    # As if the first launch ever were part of a graph.
+    monkeypatch.setattr(handover, "_slabs", {})
+    graphs, results = [], []
+    for _ in range(3):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results += [_dealt_out(x, operands, config) for _ in range(4)]
+        graphs.append(graph)
+    streams = [torch.cuda.Stream() for _ in range(6)]
+    for _ in range(30):
+        for stream, graph in zip(streams, graphs, strict=False):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        for stream in streams[3:]:
+            with torch.cuda.stream(stream):
+                results.append(_dealt_out(x, operands, config))
+    torch.cuda.synchronize()
+    assert all(torch.equal(result, first) for result in results)
 
 
 def test_the_same_problem_gives_the_same_bits() -> None:

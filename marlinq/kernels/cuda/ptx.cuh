@@ -28,6 +28,16 @@ __device__ __forceinline__ uint4 load_cached(const void* pointer) {
     return value;
 }
 
+// 16 bytes that another block has written, from L2.
+__device__ __forceinline__ uint4 load_l2(const void* pointer) {
+    uint4 value;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(pointer)
+                 : "memory");
+    return value;
+}
+
 __device__ __forceinline__ u32 load_u16(const u16* pointer) {
     u16 value;
     asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(value) : "l"(pointer));
@@ -63,6 +73,17 @@ __device__ __forceinline__ u32 and_or(u32 a) {
     return result;
 }
 
+// The same number or address, of which the compiler knows nothing: so it keeps nothing in registers that follows from
+// the number, and reaches what is at constant distances from the address by offsets.
+__device__ __forceinline__ int opaque(int number) {
+    asm volatile("" : "+r"(number));
+    return number;
+}
+__device__ __forceinline__ const float* opaque(const float* address) {
+    asm volatile("" : "+l"(address));
+    return address;
+}
+
 // Dependent launch: let the next kernel of the stream begin, and wait for the previous one's results. Kernels let the
 // next one begin when they have requested their last weights: its own requests then follow in the memory's queue.
 __device__ __forceinline__ void launch_dependents() {
@@ -75,6 +96,21 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+// Flags between blocks: who sees a released value sees what its writer, and whoever that had waited for, wrote before.
+__device__ __forceinline__ void store_release(u32* flag, u32 value) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_relaxed(u32* flag, u32 value) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ u32 load_acquire(const u32* flag) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+    return value;
 }
 
 #if __CUDA_ARCH__ >= 900

@@ -22,8 +22,21 @@
 // memory, in a fixed order. Otherwise the grid is the multiprocessors; a block takes tile after tile, its filling
 // thread running ahead into the next one while the others narrow and store their own columns.
 //
+// EVEN: as without a split, but the last tiles, one to two a block, are dealt out in chunks (Osama et al., "Stream-K",
+// PPoPP 2023). Block b has the run [first(b), first(b + 1)) of their chunks and works it off tile by tile from the end:
+//
+//   tiles     |     t      |   t + 1    |   t + 2    |       block b:  1. t + 2, whose end it lacks: its sums go to
+//   blocks    ... b - 1 |        b         |  b + 1 ...                  memory, for a higher block
+//                                                                     2. t + 1   3. t, adding what block b - 1 left
+//                                                                     4. its tiles that nobody shares
+//
+// Whoever has a tile's last chunk stores the tile. A run ends inside one tile at most, so a block leaves sums at most
+// once, and before anything else: nobody waits for a block that waits, and only for lower ones, which start no later
+// than oneself. So a launch ends however few of its blocks run at once, and there is hardly anything to wait for.
+// Sums are added in the order of falling blocks: a launch of the same shape gives the same bits.
+//
 // Compile-time parameters: ELEMENT, TILE_M, WIDE, GROUPS_N, PARTS_K, ROWS, GROUP (0: channelwise), ZEROS, CLUSTER, STAGES,
-// MIN_BLOCKS, GROWN and SHRUNK (registers of a multiplying and a copying thread; 0: as launched).
+// MIN_BLOCKS, EVEN, GROWN and SHRUNK (registers of a multiplying and a copying thread; 0: as launched).
 #include "element.cuh"
 #include "reduction.cuh"
 
@@ -39,6 +52,7 @@ constexpr int PITCH = TILE_N + 4;  // floats a row of the reduction buffer
 constexpr int BAND = 1024 / TILE_M;
 static_assert(STAGES % PARTS_K == 0, "a stage belongs to one part, which then sees all of its phases");
 static_assert(STAGES >= 2 * PARTS_K, "a part begins its next chunk before it gives the last one back");
+static_assert(!EVEN || !SPLIT, "chunks are dealt out to blocks that split K in no other way");
 
 // Without a split a warp transposes its results in memory of its own: eight rows of the batch, twice, each with its
 // columns and a pad against bank conflicts.
@@ -112,10 +126,119 @@ __device__ __forceinline__ void store_columns(const float (&sums)[PRODUCTS][TILE
     }
 }
 
+// The tiles that a block works on, one after the other, and of each the chunks that are its own.
+struct Work {
+    int tile, begin, count;  // chunks: the first, how many
+
+    __device__ __forceinline__ Work(int all_tiles, int all_chunks) : tiles(all_tiles), chunks(all_chunks) {
+        const int block = blockIdx.x;
+        if constexpr (EVEN) {
+            const Dealt dealt(*this);
+            end_run_at(dealt, dealt.first(block + 1));
+        } else {
+            const u32 rank = block % CLUSTER;
+            tile = block / CLUSTER;
+            begin = chunks * rank / CLUSTER;
+            count = (int)(chunks * (rank + 1) / CLUSTER) - begin;
+        }
+    }
+    __device__ __forceinline__ bool left() const {
+        if constexpr (EVEN) return count > 0;
+        return SPLIT ? tile == blockIdx.x / CLUSTER : tile < tiles;
+    }
+    __device__ __forceinline__ void next() {
+        if constexpr (EVEN) {
+            const Dealt dealt(*this);
+            if (tile >= dealt.tile) {
+                const int start = dealt.unit(*this);
+                if (start > dealt.first(blockIdx.x)) return end_run_at(dealt, start);
+                tile = blockIdx.x - dealt.grid;
+            }
+            tile += dealt.grid, begin = 0, count = tile < dealt.tile ? chunks : 0;
+        } else {
+            tile += gridDim.x;
+        }
+    }
+    // Whether higher blocks have the tile's last chunks.
+    __device__ __forceinline__ bool lacks_end() const { return begin + count < chunks; }
+    // Of a tile that lacks its begin: whether `block`, which has chunks of it, has not the first; so has the one below.
+    __device__ __forceinline__ bool lacks_begin(int block) const {
+        const Dealt dealt(*this);
+        return dealt.first(block) > dealt.unit(*this) - begin;
+    }
+
+private:
+    int tiles, chunks;
+
+    // What is dealt out in chunks: the tiles from `tile` on. Computed where it is needed, registers being short.
+    struct Dealt {
+        int grid, tile, units, chunks;
+        __device__ __forceinline__ explicit Dealt(const Work& work)
+            : grid(opaque(gridDim.x)),
+              tile(max(work.tiles / grid - 1, 0) * grid),
+              units((work.tiles - tile) * work.chunks),
+              chunks(work.chunks) {}
+        __device__ __forceinline__ int first(int block) const { return units / grid * block + min(block, units % grid); }
+        __device__ __forceinline__ int unit(const Work& work) const { return (work.tile - tile) * chunks + work.begin; }
+    };
+    // Takes the chunks of the block's run before `end` that are of one tile.
+    __device__ __forceinline__ void end_run_at(const Dealt& dealt, int end) {
+        tile = (end - 1) / chunks;
+        const int start = max(dealt.first(blockIdx.x), tile * chunks);
+        begin = start - tile * chunks, count = end - start;
+        tile += dealt.tile;
+    }
+};
+
+// Sums on their way between the same warp of two blocks: vectors of four a lane, those of a warp side by side, and a
+// flag that is 0 before and after every launch. Launches of a stream share flags and memory though the next one may
+// begin early: it touches either only after products of activations, which its filling thread has requested when the
+// launch before it had ended.
+constexpr int VECTORS = PRODUCTS * TILE_M / 8;
+constexpr int WARP_SUMS = VECTORS * 128;
+
+__device__ __forceinline__ void leave_sums(const float (&sums)[PRODUCTS][TILE_M / 2], float* warps, u32* flag, int lane) {
+    float* mine = warps + lane * 4;
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+        const float* sum = sums[v / (TILE_M / 8)] + v % (TILE_M / 8) * 4;
+        *reinterpret_cast<uint4*>(mine + v * 128) =
+            make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3]));
+    }
+    __syncwarp();
+    if (lane == 0) store_release(flag, 1);
+}
+
+__device__ __forceinline__ void add_sums(float (&sums)[PRODUCTS][TILE_M / 2], const float* warps, u32* flag, int lane) {
+    const float* mine = opaque(warps + lane * 4);
+    if (lane == 0) {
+        while (load_acquire(flag) == 0) continue;
+        // Nobody else looks at it in this launch.
+        store_relaxed(flag, 0);
+    }
+    __syncwarp();
+    // As many at once as there are registers free between two tiles.
+    constexpr int AT_ONCE = 8;
+#pragma unroll
+    for (int from = 0; from < VECTORS; from += AT_ONCE) {
+        uint4 loaded[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            if (from + i < VECTORS) loaded[i] = load_l2(mine + (from + i) * 128);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            if (from + i < VECTORS) {
+                float* sum = sums[(from + i) / (TILE_M / 8)] + (from + i) % (TILE_M / 8) * 4;
+                sum[0] += __uint_as_float(loaded[i].x), sum[1] += __uint_as_float(loaded[i].y);
+                sum[2] += __uint_as_float(loaded[i].z), sum[3] += __uint_as_float(loaded[i].w);
+            }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims__(CLUSTER, 1, 1)
     w4a16_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ WeightMaps maps,
                 const u16* __restrict__ scales, const u16* __restrict__ zeros, const u16* __restrict__ bias,
-                u16* __restrict__ out, int M, int N, int K, i64 out_stride, int dependent) {
+                u16* __restrict__ out, int M, int N, int K, i64 out_stride, int dependent, float* partials, u32* flags) {
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ __align__(8) u64 barriers[2 * STAGES];
 
@@ -124,7 +247,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     const int rank = blockIdx.x % CLUSTER;
     const int tiles_m = (M + TILE_M - 1) / TILE_M, tiles_n = (N + TILE_N - 1) / TILE_N;
-    const int first_tile = blockIdx.x / CLUSTER, last_tile = SPLIT ? first_tile + 1 : tiles_m * tiles_n;
     struct Place {
         int m0, n0;
     };
@@ -133,8 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
         const int height = min(BAND, tiles_m - band * BAND);
         return Place{(band * BAND + rest % height) * TILE_M, rest / height * TILE_N};
     };
-    const u32 chunks = (K + CHUNK - 1) / CHUNK;
-    const int begin = chunks * rank / CLUSTER, count = (int)(chunks * (rank + 1) / CLUSTER) - begin;
+    const int chunks = (K + CHUNK - 1) / CHUNK;
 
     Ring ring(shared, barriers, group == CONSUMERS);
     if (threadIdx.x == 0) ring.init(GROUPS_N * 4);
@@ -145,12 +266,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
         if constexpr (SHRUNK > 0) registers_shrink<SHRUNK>();
         if (warp == 0 && lane == 0) {
             bool ahead = dependent;
-            for (int tile = first_tile; tile < last_tile; tile += gridDim.x) {
-                const Place its = place(tile);
+            for (Work work(tiles_m * tiles_n, chunks); work.left(); work.next()) {
+                const Place its = place(work.tile);
                 const Feed feed{x_map, maps, its.m0, its.n0 / 64};
-                const int from = ahead ? feed.fill_ahead(ring, begin, count) : 0;
+                const int from = ahead ? feed.fill_ahead(ring, work.begin, work.count) : 0;
                 ahead = false;
-                feed.fill(ring, begin, from, count);
+                feed.fill(ring, work.begin, from, work.count);
             }
             launch_dependents();
         }
@@ -193,8 +314,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
             }
         };
 
-        for (int tile = first_tile; tile < last_tile; tile += gridDim.x) {
-            const Place its = place(tile);
+        for (Work work(tiles_m * tiles_n, chunks); work.left(); work.next()) {
+            const Place its = place(work.tile);
+            const int count = work.count;
             float sums[PRODUCTS][TILE_M / 2];
 #pragma unroll
             for (int q = 0; q < PRODUCTS; ++q)
@@ -249,6 +371,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
             } else {
                 const u32 scratch = ring.stages + STAGES * STAGE_BYTES + (group * 4 + warp) * NARROW_BYTES;
                 const int n = its.n0 + first_column;
+                if constexpr (EVEN) {
+                    const int its_warp = group * 4 + warp;
+                    constexpr int WARPS = CONSUMERS * 4;
+                    if (n < N && work.lacks_end()) {
+                        const int from = blockIdx.x * WARPS + its_warp;
+                        leave_sums(sums, partials + from * WARP_SUMS, flags + from, lane);
+                        continue;
+                    }
+                    if (n < N && work.begin > 0)
+                        for (int block = blockIdx.x; work.lacks_begin(block);) {
+                            const int from = --block * WARPS + its_warp;
+                            add_sums(sums, partials + from * WARP_SUMS, flags + from, lane);
+                        }
+                }
                 if (n < N)
                     store_columns(sums, scratch, bias == nullptr ? nullptr : bias + n, out + its.m0 * out_stride + n,
                                   out_stride, M - its.m0, lane);
@@ -256,7 +392,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
         }
     }
     if constexpr (SPLIT) {
-        const Place its = place(first_tile);
+        const Place its = place(blockIdx.x / CLUSTER);
         reduce_and_store<E, TILE_M, TILE_N, PITCH, PARTS_K, CLUSTER, THREADS>(buffer, bias, out, out_stride, its.m0,
                                                                               its.n0, M, N, rank);
     }

@@ -130,6 +130,7 @@ struct Range {
     uint64_t bytes;
     uint32_t writable;        // else read-only
     uint32_t after_previous;  // not to be touched before the previous kernel has ended
+    uint32_t flags;           // words that order the blocks' accesses to the other ranges; no others are ordered
 };
 constexpr int MAX_FRAMES = 16;
 struct Launch {
@@ -140,6 +141,7 @@ struct Launch {
     char* message;
     uint64_t* frames;  // where a failure arose: MAX_FRAMES offsets into the library, innermost first, padded with 0
     uint32_t cluster;
+    uint32_t resident;  // clusters that may run at once; more than one only where a cluster is one block
 };
 
 // The first and the last byte of a kernel's library.

@@ -16,6 +16,7 @@ typedef std::array<Input<u32>, 4> Inputs4;
 // Data movement: ld, mapa (memory.cpp).
 void load_constant_v4(const Outputs4& values, u64 address);
 void load_constant_u16(Output<u16> value, u64 address);
+void load_l2_v4(const Outputs4& values, u64 address);
 void load_shared_v4(const Outputs4& values, u32 address);
 void load_cluster_v4(const std::array<Output<float>, 4>& values, u32 address);
 void map_cluster_address(Output<u32> result, u32 address, u32 rank);
@@ -27,6 +28,18 @@ void copy_async_wait(u32 pending);
 void copy_tensor_2d(u32 destination, u64 map, const std::array<Input<u32>, 2>& at, u32 barrier);
 void copy_tensor_3d(u32 destination, u64 map, const std::array<Input<u32>, 3>& at, u32 barrier, u64 cache_policy);
 void store_async_v4(u32 address, const Inputs4& values, u32 barrier);
+
+// ld, st between the blocks of a grid: .acquire, .release and .relaxed at the scope of the GPU (flags.cpp).
+void load_flag(Output<u32> value, u64 address, bool acquires);
+void store_flag(u64 address, u32 value, bool releases);
+template <bool ACQUIRES>
+void load_flag(Output<u32> value, u64 address) {
+    load_flag(value, address, ACQUIRES);
+}
+template <bool RELEASES>
+void store_flag(u64 address, u32 value) {
+    store_flag(address, value, RELEASES);
+}
 
 // mbarrier, bar, barrier.cluster, griddepcontrol, setmaxnreg (barriers.cpp).
 void barrier_init(u32 barrier, u32 arrivals);

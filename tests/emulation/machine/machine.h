@@ -1,7 +1,8 @@
 // The machine that runs a kernel: threads as fibers of one host thread, scheduled at random but reproducibly.
 //
-// Clusters of a grid run one after another; the threads of a cluster take turns. A thread gives up its turn where it
-// has to wait and, now and then, at synchronising instructions and at accesses to shared memory.
+// Clusters of a grid run one after another, in any order; the threads of a cluster take turns. Where blocks wait for
+// each other by flags in global memory, a few run at once, and start in the order of their numbers. A thread gives up
+// its turn where it has to wait and, now and then, at synchronising instructions and at accesses to shared memory.
 #pragma once
 #include <array>
 #include <csetjmp>
@@ -94,6 +95,7 @@ struct Fiber {
     unsigned registers = 0;
     CopyQueue copies;
     ProductQueue products;
+    uint32_t last_flag = ~0u, last_stores = 0;  // the flag it looked at last, and how often that had been stored to
 };
 
 // An mbarrier object; see barriers.cpp.
@@ -129,6 +131,7 @@ struct Granule {
 
 struct Block {
     unsigned index = 0, rank = 0;
+    unsigned place = 0;  // among the blocks that run at once: where its threads have their stacks, and it its memory
     std::vector<Warp> warps;
     std::vector<std::unique_ptr<Fiber>> fibers;
     unsigned running = 0;
@@ -141,6 +144,25 @@ struct Block {
     std::vector<Clock> released_by_cluster;  // by how many phases of the cluster's barrier have ended
     unsigned spare_registers = 0;
     Waiters register_waiters;
+};
+
+// Who wrote two bytes of global memory, and when by the clock of the writer's block.
+struct GlobalWrite {
+    bool written = false;
+    unsigned block = 0;
+    Moment moment;
+};
+
+// A word of global memory by which blocks wait for each other; see flags.cpp.
+struct Flag {
+    struct Release {
+        unsigned block;
+        Clock clock;
+    };
+    std::vector<Release> releases;
+    bool released = false;  // whether what it holds was stored with a release
+    uint32_t stores = 0;
+    Waiters waiters;
 };
 
 // A tensor copy or a store to another block, in flight.
@@ -167,7 +189,8 @@ struct Machine {
     unsigned cluster_arrived = 0, cluster_generation = 0;
     Waiters cluster_waiters;
     std::map<unsigned, uint32_t> static_variables;  // offsets
-    std::map<ptrdiff_t, std::vector<bool>> written;  // of a writable range: its bytes that were
+    std::map<ptrdiff_t, std::vector<GlobalWrite>> writes;  // of a writable range: of every two bytes
+    std::vector<Flag> flags;
     uint32_t static_end = 0, dynamic_at = 0;
 };
 
@@ -182,7 +205,9 @@ struct Agents {
     static unsigned barrier(unsigned index) { return 2 * machine.threads + machine.threads / LANES + index; }
     static unsigned other_blocks() { return barrier(MAX_BARRIERS); }
     static unsigned previous_kernel() { return barrier(MAX_BARRIERS) + 1; }
-    static unsigned number() { return barrier(MAX_BARRIERS) + 2; }
+    // The clocks of all blocks count the releases of every flag that they know of.
+    static unsigned flag(size_t index) { return barrier(MAX_BARRIERS) + 2 + static_cast<unsigned>(index); }
+    static unsigned number() { return flag(machine.flags.size()); }
     static std::string name(Moment moment);
 };
 
@@ -214,6 +239,10 @@ void begin_copy(uint32_t barrier, uint32_t bytes, const char* instruction);
 Moment begin_store(Block& block, uint32_t barrier, uint32_t bytes, const char* instruction);
 void end_copy(Block& block, uint32_t barrier, uint32_t bytes);
 void land_one_copy();
+
+// Whether what a thread of another block, or of this one, did at a moment of its block is over for the running thread.
+bool known(unsigned block, Moment moment);
+void make_flags();
 
 // What must hold when a thread or a block ends.
 void check_copies_at_exit(const Fiber& fiber);

@@ -111,7 +111,7 @@ void plain_access(const void* pointer, uint32_t bytes, bool write) {
     }
     const size_t in_windows = static_cast<size_t>(byte - windows);
     if (in_windows < WINDOW_BYTES * WINDOWS) {
-        if (in_windows / WINDOW_BYTES != self->block->rank)
+        if (in_windows / WINDOW_BYTES != self->block->place)
             fail("a plain access to the shared memory of another block");
         maybe_yield(32);
         const uint32_t address = in_windows % WINDOW_BYTES;
@@ -144,10 +144,10 @@ void close_memory() {
 void make_shared_memory(Block& block) {
     block.dynamic_at = machine.dynamic_at;
     block.shared_end = block.dynamic_at + machine.launch.dynamic_bytes;
-    if (block.rank >= WINDOWS || block.shared_end > WINDOW_BYTES)
-        fail("%u blocks a cluster with %u bytes of dynamic shared memory", machine.cluster,
+    if (block.place >= WINDOWS || block.shared_end > WINDOW_BYTES)
+        fail("%u blocks at once with %u bytes of dynamic shared memory", machine.cluster * machine.launch.resident,
              machine.launch.dynamic_bytes);
-    block.shared = windows + block.rank * WINDOW_BYTES;
+    block.shared = windows + block.place * WINDOW_BYTES;
     memset(block.shared, POISON, block.shared_end);
     block.granules.assign((block.shared_end + 1) / 2, Granule());
 }
@@ -205,7 +205,7 @@ uint32_t local_address(uint32_t address) { return address & ((1u << RANK_SHIFT) 
 
 Block& block_of_cluster_address(uint32_t address, const char* what) {
     const u32 rank = (address >> RANK_SHIFT) == 0 ? self->block->rank : (address >> RANK_SHIFT) - 1;
-    Block& block = *machine.blocks[rank];
+    Block& block = machine.cluster == 1 ? *self->block : *machine.blocks[rank];
     if (!block.running) fail("%s to block %u, which has ended", what, block.index);
     return block;
 }
@@ -246,16 +246,26 @@ void check_global(uintptr_t address, size_t bytes, Access access, const char* wh
     if (!range || address + bytes > reinterpret_cast<uintptr_t>(range->begin) + range->bytes)
         fail("%s of %zu bytes out of bounds of global memory: %s", what, bytes,
              nearest_range(range ? address + bytes : address).c_str());
+    if (range->flags != (access == Access::FLAG))
+        fail("%s of %s, %s", what, range->name, range->flags ? "which is for flags" : "which is no flag");
     if (access == Access::WRITE && !range->writable) fail("%s writes %s, which is an input", what, range->name);
     if (access == Access::READ_CONSTANT && range->writable)
         fail("%s reads %s through the read-only path while the kernel may write it", what, range->name);
-    if (access == Access::WRITE) {
-        auto& written = machine.written[range - machine.launch.ranges];
-        written.resize(range->bytes);
+    if (range->writable && access != Access::FLAG) {
+        auto& writes = machine.writes[range - machine.launch.ranges];
+        writes.resize((range->bytes + 1) / 2);
         const size_t first = address - reinterpret_cast<uintptr_t>(range->begin);
-        for (size_t byte = first; byte < first + bytes; ++byte) {
-            if (written[byte]) fail("%s writes byte %zu of %s a second time", what, byte, range->name);
-            written[byte] = true;
+        for (size_t byte = first & ~size_t{1}; byte < first + bytes; byte += 2) {
+            GlobalWrite& write = writes[byte / 2];
+            if (access == Access::WRITE) {
+                if (write.written) fail("%s writes byte %zu of %s a second time", what, byte, range->name);
+                write = {true, self->block->index, now()};
+            } else if (!write.written) {
+                fail("%s reads byte %zu of %s, which nobody has written", what, byte, range->name);
+            } else if (!known(write.block, write.moment)) {
+                fail("%s reads byte %zu of %s, which %s of block %u writes, without waiting for it", what, byte,
+                     range->name, Agents::name(write.moment).c_str(), write.block);
+            }
         }
     }
     if (range->after_previous && machine.launch.dependent && !self->clock.counts[Agents::previous_kernel()])
@@ -271,7 +281,7 @@ std::string Agents::name(Moment moment) {
     if (agent < other_blocks())
         return format("a bulk copy of mbarrier %u (in the order of initialisation), phase %u", agent - barrier(0),
                       moment.count - 1);
-    return "another block of the cluster";
+    return agent == other_blocks() ? "another block of the cluster" : "another block";
 }
 
 // Static variables get their places in the order in which any thread first comes to them.
@@ -309,6 +319,14 @@ void load_constant_u16(Output<u16> value, u64 address) {
     u16 loaded;
     memcpy(&loaded, reinterpret_cast<const void*>(address), 2);
     value.set(loaded);
+}
+
+void load_l2_v4(const Outputs4& values, u64 address) {
+    if (address % 16) fail("ld.global.cg.v4 from an address that is no multiple of 16");
+    check_global(address, 16, Access::READ, "ld.global.cg");
+    u32 loaded[4];
+    memcpy(loaded, reinterpret_cast<const void*>(address), 16);
+    for (int i = 0; i < 4; ++i) values[i].set(loaded[i]);
 }
 
 void load_shared_v4(const Outputs4& values, u32 address) {

@@ -33,7 +33,7 @@ unsigned char* land_in_shared(Block& block, uint32_t address, uint32_t bytes);
 // A barrier object's bytes are for barrier instructions alone.
 void make_barrier_bytes(uint32_t address);
 
-enum class Access { READ, READ_CONSTANT, WRITE };
+enum class Access { READ, READ_CONSTANT, WRITE, FLAG };
 // Whether the running thread may touch global memory now.
 void check_global(uintptr_t address, size_t bytes, Access access, const char* what);
 

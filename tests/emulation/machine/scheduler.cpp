@@ -34,7 +34,7 @@ struct StackPool {
         for (char* stack : stacks) munmap(stack, 2 * STACK_BYTES);
     }
     char* get(size_t index) {
-        if (index == stacks.size()) {
+        while (index >= stacks.size()) {
             void* memory = mmap(nullptr, 2 * STACK_BYTES, PROT_READ | PROT_WRITE,
                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
             if (memory == MAP_FAILED) fail("the emulation has no memory for stacks");
@@ -126,10 +126,27 @@ std::string deadlock_report() {
     return report;
 }
 
-void run_cluster() {
-    size_t running = 0;
-    for (const auto& block : machine.blocks) running += block->running;
-    while (running) {
+// Checks and forgets the cluster of a block that has ended, if it has ended too.
+void retire(const Block& ended) {
+    const unsigned cluster = ended.index / machine.cluster;
+    for (const auto& block : machine.blocks)
+        if (block->index / machine.cluster == cluster && block->running) return;
+    for (const BulkCopy& copy : machine.copies)
+        if (copy.block->index / machine.cluster == cluster) fail("the cluster ended with a bulk copy in flight");
+    for (const auto& block : machine.blocks) {
+        if (block->index / machine.cluster != cluster) continue;
+        check_warpgroups(*block);
+        check_barriers_at_end(*block);
+    }
+    auto& blocks = machine.blocks;
+    const auto of_cluster = [&](const auto& block) { return block->index / machine.cluster == cluster; };
+    blocks.erase(std::remove_if(blocks.begin(), blocks.end(), of_cluster), blocks.end());
+}
+
+// Until a cluster has ended.
+void run_clusters() {
+    const size_t blocks = machine.blocks.size();
+    while (machine.blocks.size() == blocks) {
         if (machine.runnable.empty()) {
             if (!machine.copies.empty())
                 land_one_copy();
@@ -151,25 +168,26 @@ void run_cluster() {
         fibers.pop_back();
         if (fibers.empty()) machine.runnable.erase(std::find(machine.runnable.begin(), machine.runnable.end(), warp));
         resume(fiber);
-        if (fiber->finished) --running;
-    }
-    if (!machine.copies.empty()) fail("the cluster ended with a bulk copy in flight");
-    for (const auto& block : machine.blocks) {
-        check_warpgroups(*block);
-        check_barriers_at_end(*block);
+        if (fiber->finished && !fiber->block->running) retire(*fiber->block);
     }
 }
 
+// The first place that no block has.
+unsigned free_place() {
+    unsigned place = 0;
+    const auto taken = [&](const auto& block) { return block->place == place; };
+    while (std::any_of(machine.blocks.begin(), machine.blocks.end(), taken)) ++place;
+    return place;
+}
+
 void make_cluster(unsigned first_block, StackPool& stacks) {
-    machine.blocks.clear();
-    machine.runnable.clear();
-    machine.copies.clear();
     machine.cluster_arrived = machine.cluster_generation = 0;
     machine.engine_priority = machine.random.next();
-    size_t stack = 0;
     for (unsigned rank = 0; rank < machine.cluster; ++rank) {
+        const unsigned place = free_place();
         machine.blocks.push_back(std::make_unique<Block>());
         Block& block = *machine.blocks.back();
+        block.place = place;
         block.index = first_block + rank;
         block.rank = rank;
         block.running = machine.threads;
@@ -194,7 +212,7 @@ void make_cluster(unsigned first_block, StackPool& stacks) {
             fiber.thread = thread;
             fiber.lane = thread % LANES;
             fiber.registers = machine.launch.registers;
-            fiber.stack = stacks.get(stack++);
+            fiber.stack = stacks.get(place * machine.threads + thread);
             fiber.stamps = reinterpret_cast<uint32_t*>(fiber.stack + STACK_BYTES);
             fiber.clock.counts.resize(Agents::number());
             fiber.clock.counts[thread] = 1;
@@ -211,11 +229,15 @@ void run_grid(StackPool& stacks) {
         fail("%u blocks are no whole clusters of %u", launch.grid, machine.cluster);
     std::vector<unsigned> order(launch.grid / machine.cluster);
     for (unsigned i = 0; i < order.size(); ++i) order[i] = i;
-    for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[machine.random.below(i)]);
+    if (launch.resident > 1 && machine.cluster > 1) fail("the emulation runs clusters one at a time");
+    // Blocks that wait for others do so for those that a GPU starts no later.
+    if (machine.flags.empty())
+        for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[machine.random.below(i)]);
     for (unsigned cluster : order) {
+        if (machine.blocks.size() == launch.resident * machine.cluster) run_clusters();
         make_cluster(cluster * machine.cluster, stacks);
-        run_cluster();
     }
+    while (!machine.blocks.empty()) run_clusters();
 }
 
 }  // namespace
@@ -306,6 +328,7 @@ bool launch(const Launch& parameters, Image image, void (*kernel)(void**), void*
     const bool failed = _setjmp(failure_context);
     if (!failed) {
         open_memory();
+        make_flags();
         run_grid(stacks);
     }
     machine = Machine();

@@ -1,0 +1,96 @@
+// Flags in global memory, by which the blocks of a grid order their accesses to it (PTX ISA, "Memory consistency model":
+// release and acquire patterns at the scope of the GPU).
+//
+// Clocks count within a block, so blocks learn of each other's past by numbered releases: a release keeps its thread's
+// clock, an acquire counts the release as known, and what a block did is over for whoever knows a release whose clock
+// covers it. Known releases travel through all other synchronisation of a block, and through further releases.
+#include <cstring>
+
+#include "machine.h"
+#include "memory.h"
+
+namespace emulation {
+
+namespace {
+
+size_t index_of_flag(u64 address, const char* what) {
+    if (address % 4) fail("%s at an address that is no multiple of 4", what);
+    check_global(address, 4, Access::FLAG, what);
+    size_t index = 0;
+    for (uint32_t i = 0; i < machine.launch.range_count; ++i) {
+        const Range& range = machine.launch.ranges[i];
+        const u64 begin = reinterpret_cast<u64>(range.begin);
+        if (!range.flags) continue;
+        if (address >= begin && address < begin + range.bytes) return index + (address - begin) / 4;
+        index += range.bytes / 4;
+    }
+    fail("%s of a word that is no flag", what);
+}
+
+}  // namespace
+
+void make_flags() {
+    size_t number = 0;
+    for (uint32_t i = 0; i < machine.launch.range_count; ++i)
+        if (machine.launch.ranges[i].flags) number += machine.launch.ranges[i].bytes / 4;
+    machine.flags.resize(number);
+}
+
+bool known(unsigned block, Moment moment) {
+    if (block == self->block->index) return moment.before(self->clock);
+    for (size_t i = 0; i < machine.flags.size(); ++i)
+        for (uint32_t number = 0; number < self->clock.counts[Agents::flag(i)]; ++number) {
+            const Flag::Release& release = machine.flags[i].releases[number];
+            if (release.block == block && moment.before(release.clock)) return true;
+        }
+    return false;
+}
+
+void load_flag(Output<u32> value, u64 address, bool acquires) {
+    maybe_yield(4);
+    const uint32_t index = static_cast<uint32_t>(index_of_flag(address, "ld of a flag"));
+    Flag& flag = machine.flags[index];
+    u32 found;
+    memcpy(&found, reinterpret_cast<const void*>(address), 4);
+    // Who looks at the same value again waits for another: its turn comes when there is one.
+    if (self->last_flag == index && self->last_stores == flag.stores) {
+        wait_until(
+            flag.waiters, [&] { return flag.stores != self->last_stores; },
+            [index, found] { return format("flag %u, which is %u", index, found); });
+        memcpy(&found, reinterpret_cast<const void*>(address), 4);
+    }
+    self->last_flag = index;
+    self->last_stores = flag.stores;
+    if (acquires && flag.released) {
+        const Clock& theirs = flag.releases.back().clock;
+        Clock& mine = self->clock;
+        const auto learn = [&](unsigned agent, uint32_t count) {
+            mine.counts[agent] = std::max(mine.counts[agent], count);
+        };
+        for (size_t i = 0; i < machine.flags.size(); ++i) learn(Agents::flag(i), theirs.counts[Agents::flag(i)]);
+        learn(Agents::flag(index), static_cast<uint32_t>(flag.releases.size()));
+        learn(Agents::previous_kernel(), theirs.counts[Agents::previous_kernel()]);
+    }
+    value.set(found);
+}
+
+void store_flag(u64 address, u32 value, bool releases) {
+    maybe_yield(4);
+    const size_t index = index_of_flag(address, "st to a flag");
+    Flag& flag = machine.flags[index];
+    flag.released = releases;
+    ++flag.stores;
+    if (releases) {
+        // Whoever knows the last release is taken to know those before it.
+        if (self->clock.counts[Agents::flag(index)] != flag.releases.size())
+            fail("st.release to flag %zu, which another thread has released without our knowing", index);
+        flag.releases.push_back({self->block->index, self->clock});
+        self->clock.counts[Agents::flag(index)] = static_cast<uint32_t>(flag.releases.size());
+        release();
+    }
+    memcpy(reinterpret_cast<void*>(address), &value, 4);
+    wake_all(flag.waiters);
+    maybe_yield(4);
+}
+
+}  // namespace emulation
