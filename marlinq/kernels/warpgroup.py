@@ -335,8 +335,8 @@ def estimate(
         last = config.rows * (waited + dequantised + multiplied) + load.blocks * ends / rate
         last += costs.wave + meeting if split else costs.tile
         if config.even:
-            # A block's share of the tiles, and sums that go from block to block through L2: those that meet in a
-            # tile are read one after the other.
+            # A block's share of the tiles, and sums that go from block to block through L2: those that meet in
+            # a tile are read one after the other.
             share = config.tiles(problem) / load.grid
             sums = config.tile_m * config.tile_n * 4 * device.multiprocessors / device.cache_bandwidth
             seconds += share * streamed + math.ceil(share) * last
