@@ -30,6 +30,7 @@ TENSOR_MAP_BYTES = 128
 PER_THREAD_STREAM = 2  # CU_STREAM_PER_THREAD, of which every thread has another
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_CAPTURE_ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _TENSOR_MAP_ALIGNMENT = 64
 
 
@@ -190,6 +191,21 @@ def launch(
             f"cuLaunchKernelEx failed with CUDA error {status}: {grid} blocks of {threads} threads, "
             f"{shared_bytes} bytes of shared memory"
         )
+
+
+def capture_of(stream: int) -> int:
+    """The number of the capture that ``stream`` is part of, which no other has in this process; 0 for none.
+
+    Raises:
+        RuntimeError: the capture is invalid, or not to be mixed with this stream.
+    """
+    active, number = ctypes.c_int(), ctypes.c_uint64()
+    status = _driver().cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream), ctypes.byref(active), ctypes.byref(number), None, None, None
+    )
+    if status != 0:
+        raise RuntimeError(f"cuStreamGetCaptureInfo failed with CUDA error {status}")
+    return number.value if active.value == _CAPTURE_ACTIVE else 0
 
 
 def zeroed_memory(size: int) -> int:

@@ -4,9 +4,9 @@ Sums lie in memory of torch's allocator, taken for every launch and given back a
 the stream runs later, and a graph keeps what was taken at its capture.
 
 Flags have to be zero before a launch and are again behind it, so launches that never touch them at the same
-time share them: those of a stream. A graph may be replayed on any stream, beside others, so every launch in a
-graph has flags of its own, for good. They don't come from torch's allocator, which during captures and their
-rehearsals wants its memory back.
+time share them: those of a stream, and those that one stream brought into one graph. Graphs may be replayed
+on any stream, beside others, so theirs are their own for good. Flags don't come from torch's allocator, which
+during captures and their rehearsals wants its memory back.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from marlinq.kernels.driver import PER_THREAD_STREAM, zeroed_memory
+from marlinq.kernels.driver import PER_THREAD_STREAM, capture_of, zeroed_memory
 
-_SLAB_BYTES = 4 << 20
+_SLAB_BYTES = 1 << 20
 # Of a stream, so that hardly any launch needs more than the ones before.
 _STREAM_FLAGS = 1 << 12
-_LINE = 128  # bytes, which launches don't share
+_LINE = 128  # bytes, which streams don't share
 
 
 class Handover(NamedTuple):
@@ -52,15 +52,14 @@ class _Slab:
 
 
 _slabs: dict[int, _Slab] = {}
-_streams: dict[tuple[int, int, int], tuple[int, int]] = {}
+_streams: dict[tuple[int, int, int, int], tuple[int, int]] = {}
 _lock = threading.Lock()
 
 
 def _flags(device_index: int, count: int) -> int:
-    if torch.cuda.is_current_stream_capturing():
-        return _take(device_index, count)
     stream = torch._C._cuda_getCurrentRawStream(device_index)
-    key = device_index, stream, threading.get_ident() if stream == PER_THREAD_STREAM else 0
+    thread = threading.get_ident() if stream == PER_THREAD_STREAM else 0
+    key = device_index, stream, thread, capture_of(stream)
     address, room = _streams.get(key, (0, 0))
     if room < count:
         room = max(count, _STREAM_FLAGS)
@@ -74,9 +73,9 @@ def _take(device_index: int, count: int) -> int:
     with _lock:
         slab = _slabs.get(device_index)
         if slab is None or slab.next + size > slab.end:
-            bytes_ = max(size, _SLAB_BYTES)
-            start = zeroed_memory(bytes_)
-            slab = _slabs[device_index] = _Slab(start, start + bytes_)
+            slab_bytes = max(size, _SLAB_BYTES)
+            start = zeroed_memory(slab_bytes)
+            slab = _slabs[device_index] = _Slab(start, start + slab_bytes)
         address = slab.next
         slab.next += size
     return address

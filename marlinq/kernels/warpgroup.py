@@ -15,10 +15,10 @@ from marlinq.kernels.problem import Device, Load, Problem, registers_of_a_thread
 from marlinq.kernels.stages import stage_bytes
 
 # Registers of a multiplying thread beside its accumulators and operand fragments: narrow or wide, with zero
-# points, and where tiles are dealt out in chunks.
+# points, and where tiles are dealt out in chunks, without and with zero points.
 _OTHER_REGISTERS = {False: 40, True: 48}
 _ZERO_REGISTERS = 16
-_EVEN_REGISTERS = 8
+_EVEN_REGISTERS = {False: 4, True: 12}
 # By the number of multiplying warpgroups and whether K is split: registers of a multiplying and of a copying
 # thread when the even share of a launch is not enough (setmaxnreg). The latter keeps what a reduction needs.
 _GROWN = {(2, False): (232, 40), (2, True): (224, 56), (3, False): (152, 56), (3, True): (152, 56)}
@@ -151,7 +151,9 @@ class WarpgroupConfig:
         """Registers that a multiplying thread needs."""
         products = 4 if self.wide else 2
         needed = products * self.tile_m // 2 + products * 8 + _OTHER_REGISTERS[self.wide]
-        return needed + problem.zeros * _ZERO_REGISTERS + self.even * _EVEN_REGISTERS
+        if self.even:
+            needed += _EVEN_REGISTERS[problem.zeros]
+        return needed + problem.zeros * _ZERO_REGISTERS
 
     def grown_registers(self, problem: Problem) -> tuple[int, int]:
         """What multiplying and copying threads change to at their start; zeros if the launch gives enough."""

@@ -78,3 +78,83 @@ def test_a_refused_launch_is_an_error(library: _Driver) -> None:
     library.status = 701
     with pytest.raises(RuntimeError, match="CUDA error 701: 5 blocks of 96 threads, 1024 bytes"):
         driver.launch(FUNCTION, 5, 96, 1024, _Small(1, 2))
+
+
+class _MemoryDriver:
+    """Allocates one piece of memory, in a thread that takes part in a strict capture."""
+
+    GLOBAL, RELAXED = 0, 2  # of CUstreamCaptureMode
+
+    def __init__(self, failing: str = "") -> None:
+        self.mode = self.GLOBAL
+        self.failing = failing
+        self.calls: list[str] = []
+
+    def _called(self, name: str) -> int:
+        assert self.mode == self.RELAXED
+        self.calls.append(name)
+        return 2 if name == self.failing else 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: object) -> int:  # noqa: N802
+        given = mode._obj  # type: ignore[attr-defined]
+        self.mode, given.value = given.value, self.mode
+        return 0
+
+    def cuMemAlloc_v2(self, address: object, size: ctypes.c_size_t) -> int:  # noqa: N802
+        address._obj.value = 2**40  # type: ignore[attr-defined]
+        return self._called(f"allocate {size.value}")
+
+    def cuStreamCreate(self, stream: object, flags: int) -> int:  # noqa: N802
+        stream._obj.value = 99  # type: ignore[attr-defined]
+        return self._called(f"stream, flags {flags}")
+
+    def cuMemsetD8Async(  # noqa: N802
+        self,
+        address: ctypes.c_uint64,
+        value: ctypes.c_ubyte,
+        size: ctypes.c_size_t,
+        stream: ctypes.c_void_p,
+    ) -> int:
+        assert (address.value, stream.value) == (2**40, 99)
+        return self._called(f"{size.value} times {value.value}")
+
+    def cuStreamSynchronize(self, stream: ctypes.c_void_p) -> int:  # noqa: N802
+        return self._called("wait")
+
+    def cuStreamDestroy_v2(self, stream: ctypes.c_void_p) -> int:  # noqa: N802
+        return self._called("destroy")
+
+
+@pytest.mark.parametrize("failing", ["", "allocate 4096", "stream, flags 1", "wait"])
+def test_zeros_are_no_part_of_a_capture(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    library = _MemoryDriver(failing)
+    monkeypatch.setattr(driver, "_driver", lambda: library)
+    if failing:
+        with pytest.raises(RuntimeError, match="CUDA error 2 at allocating 4096 bytes"):
+            driver.zeroed_memory(4096)
+    else:
+        assert driver.zeroed_memory(4096) == 2**40
+        assert library.calls == ["allocate 4096", "stream, flags 1", "4096 times 0", "wait", "destroy"]
+    assert library.mode == library.GLOBAL
+
+
+@pytest.mark.parametrize(("active", "expected"), [(0, 0), (1, 7)])
+def test_streams_know_their_capture(monkeypatch: pytest.MonkeyPatch, active: int, expected: int) -> None:
+    class Library:
+        status = 0
+
+        def cuStreamGetCaptureInfo_v2(  # noqa: N802
+            self, stream: ctypes.c_void_p, state: object, number: object, *rest: None
+        ) -> int:
+            assert stream.value == 16
+            assert rest == (None, None, None)
+            state._obj.value = active  # type: ignore[attr-defined]
+            number._obj.value = 7  # type: ignore[attr-defined]
+            return self.status
+
+    library = Library()
+    monkeypatch.setattr(driver, "_driver", lambda: library)
+    assert driver.capture_of(16) == expected
+    library.status = 906
+    with pytest.raises(RuntimeError, match="CUDA error 906"):
+        driver.capture_of(16)

@@ -31,9 +31,9 @@
 //                                                                     4. its tiles that nobody shares
 //
 // Whoever has a tile's last chunk stores the tile. A run ends inside one tile at most, so a block leaves sums at most
-// once, and before anything else: nobody waits for a block that waits, and only for lower ones, which start no later
-// than oneself. So a launch ends however few of its blocks run at once, and there is hardly anything to wait for.
-// Sums are added in the order of falling blocks: a launch of the same shape gives the same bits.
+// once, and before it waits for any itself. Waits are for lower blocks, which start no later than oneself. So a launch
+// ends however few of its blocks run at once, and there is hardly anything to wait for. Sums are added in the order of
+// falling blocks: a launch of the same shape gives the same bits.
 //
 // Compile-time parameters: ELEMENT, TILE_M, WIDE, GROUPS_N, PARTS_K, ROWS, GROUP (0: channelwise), ZEROS, CLUSTER, STAGES,
 // MIN_BLOCKS, EVEN, GROWN and SHRUNK (registers of a multiplying and a copying thread; 0: as launched).
