@@ -34,6 +34,8 @@ class Costs:
         launch: seconds from a launch to the first instruction, and from the last to the next launch.
         wave: seconds that blocks need to set up, and their first bytes to arrive.
         latency: seconds from a request to its bytes, once the ring is full.
+        memory: share of :attr:`Device.bandwidth` that is reached.
+        crowding: how much longer the memory takes for every mebibyte that each multiprocessor requests ahead.
         port: bytes a second that one multiprocessor receives.
         row: cycles of a warp's instructions for a row of weights, whatever the batch.
         product: cycles of an ``mma.sync``.
@@ -50,21 +52,23 @@ class Costs:
     """
 
     launch: float = 1.43e-06
-    wave: float = 1.11e-06
-    latency: float = 4.59e-07
-    port: float = 6.78e10
+    wave: float = 9.66e-07
+    latency: float = 2.75e-07
+    memory: float = 1.05
+    crowding: float = 1.15
+    port: float = 9.47e10
     row: float = 57.7
-    product: float = 3.32
-    closing: float = 63.6
-    stalls: float = 0.859
-    chunk: float = 95.4
-    copy: float = 3.84e10
-    feed: float = 309
-    box: float = 2.37
-    reduction: float = 7.11e10
-    cluster: float = 2.88e-07
-    member: float = 5.9e-08
-    sharpness: float = 5.05
+    product: float = 3.08
+    closing: float = 67.3
+    stalls: float = 0.983
+    chunk: float = 92.4
+    copy: float = 5.71e10
+    feed: float = 327
+    box: float = 1.41
+    reduction: float = 5.57e10
+    cluster: float = 2.57e-07
+    member: float = 6.06e-08
+    sharpness: float = 5.35
 
 
 COSTS = Costs()
@@ -179,7 +183,9 @@ def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs 
         # Warps of one scheduler. Those of a part work at once, on whichever scheduler has most of them.
         even = config.warps_n / SCHEDULERS
         issued = max(1.0, parts * even + (-(-config.warps_n // SCHEDULERS) - even) / parts)
-        times = streaming_seconds(device, load, own, read, costs.port)
+        ahead = load.blocks * weights * min(1.0, config.stages / fed) / 2**20
+        slowed = own / costs.memory * (1 + costs.crowding * ahead)
+        times = streaming_seconds(device, load, slowed, read, costs.port)
         work = (chunk * max(costs.stalls, issued) + costs.chunk) / device.clock
         times["requests"] = (
             turns * config.warps_k / config.stages * (costs.latency + work + read / fed / costs.copy)

@@ -38,6 +38,8 @@ class Costs:
         launch: seconds from a launch to the first instruction, and from the last to the next launch.
         wave: seconds that blocks need to set up, and their first bytes to arrive.
         latency: seconds from a request to its bytes, once the ring is full.
+        memory: share of :attr:`Device.bandwidth` that is reached.
+        crowding: how much longer the memory takes for every mebibyte that each multiprocessor requests ahead.
         port: bytes a second that one multiprocessor receives.
         row: cycles of a warp's instructions for a row of weights, whatever the batch, with scaled sums.
         product: cycles of an ``mma.sync``.
@@ -52,21 +54,23 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 1.44e-06
-    wave: float = 1.1e-06
-    latency: float = 7.57e-07
-    port: float = 7.98e10
-    row: float = 55.4
-    product: float = 6.22
-    closing: float = 8.37
-    scaling: float = 35.2
+    launch: float = 1.58e-06
+    wave: float = 9.96e-07
+    latency: float = 6.42e-07
+    memory: float = 1.14
+    crowding: float = 0.984
+    port: float = 1.38e11
+    row: float = 49.2
+    product: float = 6.5
+    closing: float = 8.54
+    scaling: float = 35.3
     stalls: float = 1.16
-    step: float = 91.7
-    reduction: float = 2.01e11
-    remote: float = 1.04e11
-    cluster: float = 4.99e-07
-    member: float = 5e-08
-    sharpness: float = 6.24
+    step: float = 71.2
+    reduction: float = 2.2e11
+    remote: float = 1.37e11
+    cluster: float = 5.17e-07
+    member: float = 3.16e-08
+    sharpness: float = 4.9
 
 
 COSTS = Costs()
@@ -209,7 +213,9 @@ def estimate(
     resident = _resident(problem, device, config)
     for load in device.loads(config.grid(problem), config.cluster, resident):
         issued = -(-load.blocks * warps // SCHEDULERS)  # of the fullest scheduler
-        times = streaming_seconds(device, load, own, read, costs.port)
+        ahead = load.blocks * (config.stages - 1) * weights / max(steps, config.stages - 1) / 2**20
+        slowed = own / costs.memory * (1 + costs.crowding * ahead)
+        times = streaming_seconds(device, load, slowed, read, costs.port)
         times["requests"] = steps / (config.stages - 1) * costs.latency
         times["instructions"] = steps * config.rows * row * issued / device.clock
         times["a warp"] = steps * (config.rows * row * costs.stalls + costs.step) / device.clock

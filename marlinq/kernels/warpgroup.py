@@ -19,6 +19,8 @@ _ZERO_REGISTERS = 16
 # By the number of multiplying warpgroups and whether K is split: registers of a multiplying and of a copying
 # thread when the even share of a launch is not enough (setmaxnreg). The latter keeps what a reduction needs.
 _GROWN = {(2, False): (232, 40), (2, True): (224, 56), (3, False): (152, 56), (3, True): (152, 56)}
+# The last one fills the registers beside two column groups; it saves a wave where it leaves one, and was slower
+# by a tenth and more wherever it left several.
 _TILES_M = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176)
 _SHAPES = (
     # wide, groups_n, parts_k
@@ -68,27 +70,27 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 8.59e-07
-    wave: float = 1.26e-06
-    latency: float = 6.34e-07
-    port: float = 9.95e10
-    row: float = 24
-    fragment: float = 3.59
-    issue: float = 20.9
-    exposed: float = 0.752
-    operand: float = 6.38
-    chunk: float = 148
-    drain: float = 52.5
-    collision: float = 1.93
-    cache: float = 1.29
-    feed: float = 361
-    tile: float = 3.96e-07
-    store: float = 1.34e11
-    reduction: float = 1.72e11
-    remote: float = 4.48e10
-    cluster: float = 6.37e-07
-    member: float = 1.03e-07
-    sharpness: float = 7.9
+    launch: float = 4.05e-07
+    wave: float = 9.58e-07
+    latency: float = 5.52e-07
+    port: float = 1.08e11
+    row: float = 30.4
+    fragment: float = 1.13
+    issue: float = 20.7
+    exposed: float = 0.759
+    operand: float = 5.06
+    chunk: float = 168
+    drain: float = 25.5
+    collision: float = 2.01
+    cache: float = 1.33
+    feed: float = 388
+    tile: float = 4.35e-07
+    store: float = 1.76e11
+    reduction: float = 1.02e11
+    remote: float = 4.45e10
+    cluster: float = 9.6e-07
+    member: float = 1.79e-07
+    sharpness: float = 15.5
 
 
 COSTS = Costs()
@@ -209,6 +211,8 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
         most = 2 if count == 1 else 1
         for (wide, groups_n, parts_k), rows, blocks in itertools.product(_SHAPES, (8, 4), range(1, most + 1)):
             tiles = count * -(-problem.n // (groups_n * (256 if wide else 128)))
+            if tile_m == _TILES_M[-1] and groups_n > 1 and tiles > device.multiprocessors:
+                continue
             for cluster in device.cluster_sizes:
                 if cluster * parts_k > -(-problem.k // (16 * rows)):
                     continue
