@@ -34,7 +34,6 @@ class Costs:
         launch: seconds from a launch to the first instruction, and from the last to the next launch.
         wave: seconds that blocks need to set up, and their first bytes to arrive.
         latency: seconds from a request to its bytes, once the ring is full.
-        memory: share of :attr:`Device.bandwidth` that is reached.
         crowding: how much longer the memory takes for every mebibyte that each multiprocessor requests ahead.
         port: bytes a second that one multiprocessor receives.
         row: cycles of a warp's instructions for a row of weights, whatever the batch.
@@ -51,24 +50,23 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 1.43e-06
-    wave: float = 9.66e-07
-    latency: float = 2.75e-07
-    memory: float = 1.05
-    crowding: float = 1.15
-    port: float = 9.47e10
-    row: float = 57.7
-    product: float = 3.08
+    launch: float = 1.47e-06
+    wave: float = 9.11e-07
+    latency: float = 2.48e-07
+    crowding: float = 0.955
+    port: float = 9.87e10
+    row: float = 57.4
+    product: float = 3.15
     closing: float = 67.3
-    stalls: float = 0.983
-    chunk: float = 92.4
-    copy: float = 5.71e10
-    feed: float = 327
-    box: float = 1.41
-    reduction: float = 5.57e10
-    cluster: float = 2.57e-07
-    member: float = 6.06e-08
-    sharpness: float = 5.35
+    stalls: float = 1
+    chunk: float = 89.7
+    copy: float = 6.21e10
+    feed: float = 331
+    box: float = 1.25
+    reduction: float = 5.49e10
+    cluster: float = 2.44e-07
+    member: float = 6.34e-08
+    sharpness: float = 5.62
 
 
 COSTS = Costs()
@@ -184,7 +182,7 @@ def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs 
         even = config.warps_n / SCHEDULERS
         issued = max(1.0, parts * even + (-(-config.warps_n // SCHEDULERS) - even) / parts)
         ahead = load.blocks * weights * min(1.0, config.stages / fed) / 2**20
-        slowed = own / costs.memory * (1 + costs.crowding * ahead)
+        slowed = own * (1 + costs.crowding * ahead)
         times = streaming_seconds(device, load, slowed, read, costs.port)
         work = (chunk * max(costs.stalls, issued) + costs.chunk) / device.clock
         times["requests"] = (

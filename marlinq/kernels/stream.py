@@ -38,7 +38,6 @@ class Costs:
         launch: seconds from a launch to the first instruction, and from the last to the next launch.
         wave: seconds that blocks need to set up, and their first bytes to arrive.
         latency: seconds from a request to its bytes, once the ring is full.
-        memory: share of :attr:`Device.bandwidth` that is reached.
         crowding: how much longer the memory takes for every mebibyte that each multiprocessor requests ahead.
         port: bytes a second that one multiprocessor receives.
         row: cycles of a warp's instructions for a row of weights, whatever the batch, with scaled sums.
@@ -54,23 +53,22 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 1.58e-06
-    wave: float = 9.96e-07
-    latency: float = 6.42e-07
-    memory: float = 1.14
-    crowding: float = 0.984
-    port: float = 1.38e11
-    row: float = 49.2
-    product: float = 6.5
-    closing: float = 8.54
-    scaling: float = 35.3
-    stalls: float = 1.16
-    step: float = 71.2
-    reduction: float = 2.2e11
-    remote: float = 1.37e11
-    cluster: float = 5.17e-07
-    member: float = 3.16e-08
-    sharpness: float = 4.9
+    launch: float = 1.64e-06
+    wave: float = 9.21e-07
+    latency: float = 6.64e-07
+    crowding: float = 0.577
+    port: float = 1.48e11
+    row: float = 49
+    product: float = 6.84
+    closing: float = 8.62
+    scaling: float = 35.7
+    stalls: float = 1.2
+    step: float = 64.3
+    reduction: float = 2.31e11
+    remote: float = 1.49e11
+    cluster: float = 5.56e-07
+    member: float = 2.69e-08
+    sharpness: float = 6.27
 
 
 COSTS = Costs()
@@ -198,8 +196,7 @@ def estimate(
     chunks = -(-problem.k // config.chunk)
     steps = -(-chunks // config.parts)
     batch = min(config.tile_m, problem.m)
-    # Of a block: warps that have fewer chunks than others wait for them.
-    channels = min(steps * config.parts, chunks + config.parts / 2) / config.cluster * config.chunk
+    channels = chunks / config.cluster * config.chunk
     weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
     read = weights + channels * batch * 2
     own = weights / -(-problem.m // config.tile_m)
@@ -214,7 +211,7 @@ def estimate(
     for load in device.loads(config.grid(problem), config.cluster, resident):
         issued = -(-load.blocks * warps // SCHEDULERS)  # of the fullest scheduler
         ahead = load.blocks * (config.stages - 1) * weights / max(steps, config.stages - 1) / 2**20
-        slowed = own / costs.memory * (1 + costs.crowding * ahead)
+        slowed = own * (1 + costs.crowding * ahead)
         times = streaming_seconds(device, load, slowed, read, costs.port)
         times["requests"] = steps / (config.stages - 1) * costs.latency
         times["instructions"] = steps * config.rows * row * issued / device.clock

@@ -19,8 +19,8 @@ _ZERO_REGISTERS = 16
 # By the number of multiplying warpgroups and whether K is split: registers of a multiplying and of a copying
 # thread when the even share of a launch is not enough (setmaxnreg). The latter keeps what a reduction needs.
 _GROWN = {(2, False): (232, 40), (2, True): (224, 56), (3, False): (152, 56), (3, True): (152, 56)}
-# The last one fills the registers beside two column groups; it saves a wave where it leaves one, and was slower
-# by a tenth and more wherever it left several.
+# The last one fills the registers beside two column groups: it saves a wave where it leaves one alone, and
+# was slower by a tenth and more where it left several.
 _TILES_M = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176)
 _SHAPES = (
     # wide, groups_n, parts_k
@@ -70,27 +70,27 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 4.05e-07
-    wave: float = 9.58e-07
-    latency: float = 5.52e-07
-    port: float = 1.08e11
-    row: float = 30.4
-    fragment: float = 1.13
-    issue: float = 20.7
-    exposed: float = 0.759
-    operand: float = 5.06
-    chunk: float = 168
-    drain: float = 25.5
+    launch: float = 3.29e-07
+    wave: float = 8.42e-07
+    latency: float = 5.4e-07
+    port: float = 1.1e11
+    row: float = 30.9
+    fragment: float = 0.779
+    issue: float = 20.8
+    exposed: float = 0.761
+    operand: float = 4.95
+    chunk: float = 169
+    drain: float = 23.8
     collision: float = 2.01
-    cache: float = 1.33
-    feed: float = 388
-    tile: float = 4.35e-07
-    store: float = 1.76e11
-    reduction: float = 1.02e11
-    remote: float = 4.45e10
-    cluster: float = 9.6e-07
-    member: float = 1.79e-07
-    sharpness: float = 15.5
+    cache: float = 1.37
+    feed: float = 389
+    tile: float = 5.55e-07
+    store: float = 1.96e11
+    reduction: float = 8.22e10
+    remote: float = 4.46e10
+    cluster: float = 1.14e-06
+    member: float = 1.81e-07
+    sharpness: float = 17.2
 
 
 COSTS = Costs()
@@ -270,7 +270,6 @@ def estimate(
     own = weights / min(-(-problem.m // config.tile_m), max(1, 1024 // config.tile_m))
     batch = min(config.tile_m, problem.m)
     products = 4 if config.wide else 2
-    # 64 rows of weights times 16 channels times the tile's rows, on all tensor cores.
     # 64 rows of weights times 16 channels times the tile's rows, however few those are.
     columns = products * 64 * 16 * config.tile_m / _MULTIPLICATIONS / device.clock
     shares = {"columns": columns * costs.exposed, "operand": products * costs.operand / device.clock}
