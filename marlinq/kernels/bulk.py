@@ -169,7 +169,8 @@ def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs 
     weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
     read = weights + channels * config.tile_m * 2
     own = weights / -(-problem.m // config.tile_m)
-    row = costs.row + costs.product * 4 * config.blocks_m
+    # Zero points take a fifth product beside those of the four words.
+    row = costs.row + costs.product * (4 + problem.zeros) * config.blocks_m
     closings = config.chunk / min(problem.group or config.chunk, config.chunk)
     chunk = config.rows * row + closings * costs.closing * config.blocks_m
     sums = config.tile_m * config.tile_n * 4 * config.warps_k

@@ -42,7 +42,7 @@ class Costs:
         port: bytes a second that one multiprocessor receives.
         row: cycles of a warp's instructions for a row of weights, whatever the batch, with scaled sums.
         product: cycles of an ``mma.sync``.
-        closing: further ones for every eight rows of the batch, to scale sums.
+        closing: further ones for every eight rows of the batch and group of a chunk, to scale sums.
         scaling: further ones to scale the weights instead.
         stalls: how much longer a row takes a warp that has its scheduler for itself.
         step: cycles of a block to meet at the end of a step.
@@ -200,8 +200,10 @@ def estimate(
     weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
     read = weights + channels * batch * 2
     own = weights / -(-problem.m // config.tile_m)
-    row = costs.row + costs.product * 4 * config.blocks_m
-    row += costs.closing * config.blocks_m if config.scale_sums else costs.scaling
+    # Zero points take a fifth product beside those of the four words.
+    row = costs.row + costs.product * (4 + (config.scale_sums and problem.zeros)) * config.blocks_m
+    closings = config.chunk / min(problem.group or config.chunk, config.chunk)  # of a chunk
+    row += costs.closing * closings * config.blocks_m if config.scale_sums else costs.scaling
     warps = config.warps_n * config.warps_k
     sums = batch * config.tile_n * 4 * config.warps_k
     meeting = costs.cluster + costs.member * config.cluster if config.cluster > 1 else 0.0
