@@ -34,6 +34,7 @@ class Costs:
         launch: seconds from a launch to the first instruction, and from the last to the next launch.
         wave: seconds that blocks need to set up, and their first bytes to arrive.
         latency: seconds from a request to its bytes, once the ring is full.
+        crowding: how much longer the memory takes for every mebibyte that each multiprocessor requests ahead.
         port: bytes a second that one multiprocessor receives.
         row: cycles of a warp's instructions for a row of weights, whatever the batch.
         product: cycles of an ``mma.sync``.
@@ -49,22 +50,23 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 1.43e-06
-    wave: float = 1.11e-06
-    latency: float = 4.59e-07
-    port: float = 6.78e10
-    row: float = 57.7
-    product: float = 3.32
-    closing: float = 63.6
-    stalls: float = 0.859
-    chunk: float = 95.4
-    copy: float = 3.84e10
-    feed: float = 309
-    box: float = 2.37
-    reduction: float = 7.11e10
-    cluster: float = 2.88e-07
-    member: float = 5.9e-08
-    sharpness: float = 5.05
+    launch: float = 1.47e-06
+    wave: float = 9.11e-07
+    latency: float = 2.48e-07
+    crowding: float = 0.955
+    port: float = 9.87e10
+    row: float = 57.4
+    product: float = 3.15
+    closing: float = 67.3
+    stalls: float = 1
+    chunk: float = 89.7
+    copy: float = 6.21e10
+    feed: float = 331
+    box: float = 1.25
+    reduction: float = 5.49e10
+    cluster: float = 2.44e-07
+    member: float = 6.34e-08
+    sharpness: float = 5.62
 
 
 COSTS = Costs()
@@ -167,7 +169,8 @@ def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs 
     weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
     read = weights + channels * config.tile_m * 2
     own = weights / -(-problem.m // config.tile_m)
-    row = costs.row + costs.product * 4 * config.blocks_m
+    # Zero points take a fifth product beside those of the four words.
+    row = costs.row + costs.product * (4 + problem.zeros) * config.blocks_m
     closings = config.chunk / min(problem.group or config.chunk, config.chunk)
     chunk = config.rows * row + closings * costs.closing * config.blocks_m
     sums = config.tile_m * config.tile_n * 4 * config.warps_k
@@ -179,7 +182,9 @@ def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs 
         # Warps of one scheduler. Those of a part work at once, on whichever scheduler has most of them.
         even = config.warps_n / SCHEDULERS
         issued = max(1.0, parts * even + (-(-config.warps_n // SCHEDULERS) - even) / parts)
-        times = streaming_seconds(device, load, own, read, costs.port)
+        ahead = load.blocks * weights * min(1.0, config.stages / fed) / 2**20
+        slowed = own * (1 + costs.crowding * ahead)
+        times = streaming_seconds(device, load, slowed, read, costs.port)
         work = (chunk * max(costs.stalls, issued) + costs.chunk) / device.clock
         times["requests"] = (
             turns * config.warps_k / config.stages * (costs.latency + work + read / fed / costs.copy)

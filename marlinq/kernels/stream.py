@@ -38,10 +38,11 @@ class Costs:
         launch: seconds from a launch to the first instruction, and from the last to the next launch.
         wave: seconds that blocks need to set up, and their first bytes to arrive.
         latency: seconds from a request to its bytes, once the ring is full.
+        crowding: how much longer the memory takes for every mebibyte that each multiprocessor requests ahead.
         port: bytes a second that one multiprocessor receives.
         row: cycles of a warp's instructions for a row of weights, whatever the batch, with scaled sums.
         product: cycles of an ``mma.sync``.
-        closing: further ones for every eight rows of the batch, to scale sums.
+        closing: further ones for every eight rows of the batch and group of a chunk, to scale sums.
         scaling: further ones to scale the weights instead.
         stalls: how much longer a row takes a warp that has its scheduler for itself.
         step: cycles of a block to meet at the end of a step.
@@ -52,21 +53,22 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 1.44e-06
-    wave: float = 1.1e-06
-    latency: float = 7.57e-07
-    port: float = 7.98e10
-    row: float = 55.4
-    product: float = 6.22
-    closing: float = 8.37
-    scaling: float = 35.2
-    stalls: float = 1.16
-    step: float = 91.7
-    reduction: float = 2.01e11
-    remote: float = 1.04e11
-    cluster: float = 4.99e-07
-    member: float = 5e-08
-    sharpness: float = 6.24
+    launch: float = 1.64e-06
+    wave: float = 9.21e-07
+    latency: float = 6.64e-07
+    crowding: float = 0.577
+    port: float = 1.48e11
+    row: float = 49
+    product: float = 6.84
+    closing: float = 8.62
+    scaling: float = 35.7
+    stalls: float = 1.2
+    step: float = 64.3
+    reduction: float = 2.31e11
+    remote: float = 1.49e11
+    cluster: float = 5.56e-07
+    member: float = 2.69e-08
+    sharpness: float = 6.27
 
 
 COSTS = Costs()
@@ -194,13 +196,14 @@ def estimate(
     chunks = -(-problem.k // config.chunk)
     steps = -(-chunks // config.parts)
     batch = min(config.tile_m, problem.m)
-    # Of a block: warps that have fewer chunks than others wait for them.
-    channels = min(steps * config.parts, chunks + config.parts / 2) / config.cluster * config.chunk
+    channels = chunks / config.cluster * config.chunk
     weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
     read = weights + channels * batch * 2
     own = weights / -(-problem.m // config.tile_m)
-    row = costs.row + costs.product * 4 * config.blocks_m
-    row += costs.closing * config.blocks_m if config.scale_sums else costs.scaling
+    # Zero points take a fifth product beside those of the four words.
+    row = costs.row + costs.product * (4 + (config.scale_sums and problem.zeros)) * config.blocks_m
+    closings = config.chunk / min(problem.group or config.chunk, config.chunk)  # of a chunk
+    row += costs.closing * closings * config.blocks_m if config.scale_sums else costs.scaling
     warps = config.warps_n * config.warps_k
     sums = batch * config.tile_n * 4 * config.warps_k
     meeting = costs.cluster + costs.member * config.cluster if config.cluster > 1 else 0.0
@@ -209,7 +212,9 @@ def estimate(
     resident = _resident(problem, device, config)
     for load in device.loads(config.grid(problem), config.cluster, resident):
         issued = -(-load.blocks * warps // SCHEDULERS)  # of the fullest scheduler
-        times = streaming_seconds(device, load, own, read, costs.port)
+        ahead = load.blocks * (config.stages - 1) * weights / max(steps, config.stages - 1) / 2**20
+        slowed = own * (1 + costs.crowding * ahead)
+        times = streaming_seconds(device, load, slowed, read, costs.port)
         times["requests"] = steps / (config.stages - 1) * costs.latency
         times["instructions"] = steps * config.rows * row * issued / device.clock
         times["a warp"] = steps * (config.rows * row * costs.stalls + costs.step) / device.clock

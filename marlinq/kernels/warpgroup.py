@@ -22,6 +22,8 @@ _EVEN_REGISTERS = {False: 4, True: 12}
 # By the number of multiplying warpgroups and whether K is split: registers of a multiplying and of a copying
 # thread when the even share of a launch is not enough (setmaxnreg). The latter keeps what a reduction needs.
 _GROWN = {(2, False): (232, 40), (2, True): (224, 56), (3, False): (152, 56), (3, True): (152, 56)}
+# The last one fills the registers beside two column groups: it saves a wave where it leaves one alone, and
+# was slower by a tenth and more where it left several.
 _TILES_M = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176)
 _SHAPES = (
     # wide, groups_n, parts_k
@@ -72,27 +74,27 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 8.59e-07
-    wave: float = 1.26e-06
-    latency: float = 6.34e-07
-    port: float = 9.95e10
-    row: float = 24
-    fragment: float = 3.59
-    issue: float = 20.9
-    exposed: float = 0.752
-    operand: float = 6.38
-    chunk: float = 148
-    drain: float = 52.5
-    collision: float = 1.93
-    cache: float = 1.29
-    feed: float = 361
-    tile: float = 3.96e-07
-    store: float = 1.34e11
-    reduction: float = 1.72e11
-    remote: float = 4.48e10
-    cluster: float = 6.37e-07
-    member: float = 1.03e-07
-    sharpness: float = 7.9
+    launch: float = 3.29e-07
+    wave: float = 8.42e-07
+    latency: float = 5.4e-07
+    port: float = 1.1e11
+    row: float = 30.9
+    fragment: float = 0.779
+    issue: float = 20.8
+    exposed: float = 0.761
+    operand: float = 4.95
+    chunk: float = 169
+    drain: float = 23.8
+    collision: float = 2.01
+    cache: float = 1.37
+    feed: float = 389
+    tile: float = 5.55e-07
+    store: float = 1.96e11
+    reduction: float = 8.22e10
+    remote: float = 4.46e10
+    cluster: float = 1.14e-06
+    member: float = 1.81e-07
+    sharpness: float = 17.2
 
 
 COSTS = Costs()
@@ -239,6 +241,8 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
         most = 2 if count == 1 else 1
         for (wide, groups_n, parts_k), rows, blocks in itertools.product(_SHAPES, (8, 4), range(1, most + 1)):
             tiles = count * -(-problem.n // (groups_n * (256 if wide else 128)))
+            if tile_m == _TILES_M[-1] and groups_n > 1 and tiles > device.multiprocessors:
+                continue
             for cluster in device.cluster_sizes:
                 if cluster * parts_k > -(-problem.k // (16 * rows)):
                     continue

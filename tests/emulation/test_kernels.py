@@ -63,7 +63,7 @@ def test_the_variant_that_the_host_chooses(
 
 SPLITS: dict[str, Callable[[Any], bool]] = {
     "clusters": lambda config: config.cluster == 3,
-    "parts of a block": lambda config: config.parts == 3 and config.cluster == 1,
+    "parts of a block": lambda config: config.parts in (3, 6) and config.cluster == 1,
     "both": lambda config: config.parts == 4 and config.cluster == 2,
     "side by side": lambda config: config.parts == 1 and config.tile_n >= 256,
     "two blocks a multiprocessor": lambda config: config.min_blocks == 2 and config.parts == 2,

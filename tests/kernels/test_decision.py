@@ -117,11 +117,14 @@ def test_expected_times_grow_with_the_problem_and_respect_the_hardware(m: int, n
         return decide(Problem(rows, columns, channels, 128, False, False), H200).seconds
 
     own = seconds(m, n, k)
-    assert own > n * k * (0.5 + 2 / 128) / H200.bandwidth
+    # A plain read reaches 4.58 TB/s (docs/kernels/notes.md).
+    assert own > n * k * (0.5 + 2 / 128) / max(H200.bandwidth, 4.58e12)
     assert own > 2 * m * n * k / H200.multiprocessors / (4096 * H200.clock)
-    # Kernels that are considered for some batches only may step where one of them begins or ends.
-    for larger in (seconds(m, 2 * n, k), seconds(m, n, 2 * k), seconds(2 * m, n, k) * 1.05):
-        assert larger > own
+    assert seconds(m, 2 * n, k) >= own
+    assert seconds(m, n, 2 * k) >= own
+    # Below, other kernels are considered for some batches than for others.
+    if m > 32:
+        assert seconds(2 * m, n, k) >= own
 
 
 def test_the_fastest_of_all_kernels_is_chosen() -> None:
