@@ -216,7 +216,9 @@ def estimate(
         slowed = own * (1 + costs.crowding * ahead)
         times = streaming_seconds(device, load, slowed, read, costs.port)
         times["requests"] = steps / (config.stages - 1) * costs.latency
-        times["instructions"] = steps * config.rows * row * issued / device.clock
+        # Nobody else works while a block's warps meet, unless there is another block.
+        met = costs.step / load.blocks
+        times["instructions"] = steps * (config.rows * row * issued + met) / device.clock
         times["a warp"] = steps * (config.rows * row * costs.stalls + costs.step) / device.clock
         streamed, busiest = overlapped(times, costs.sharpness)
         last = config.rows * row * max(issued, costs.stalls) / device.clock
