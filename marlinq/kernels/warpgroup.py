@@ -14,29 +14,35 @@ from marlinq.kernels.operands import Operands, WarpgroupArguments
 from marlinq.kernels.problem import Device, Load, Problem, registers_of_a_thread
 from marlinq.kernels.stages import stage_bytes
 
-# Registers of a multiplying thread beside its accumulators and operand fragments: narrow or wide, with zero
-# points, and where tiles are dealt out in chunks, without and with zero points.
-_OTHER_REGISTERS = {False: 40, True: 48}
+# Registers of a multiplying thread beside its accumulators and operand fragments: by the words of
+# a vector that a lane takes, with zero points, and where tiles are dealt out in chunks, without and with zero points.
+_OTHER_REGISTERS = {1: 48, 2: 40, 4: 48}
 _ZERO_REGISTERS = 16
 _EVEN_REGISTERS = {False: 4, True: 12}
 # By the number of multiplying warpgroups and whether K is split: registers of a multiplying and of a copying
 # thread when the even share of a launch is not enough (setmaxnreg). The latter keeps what a reduction needs.
 _GROWN = {(2, False): (232, 40), (2, True): (224, 56), (3, False): (152, 56), (3, True): (152, 56)}
-# The last one fills the registers beside two column groups: it saves a wave where it leaves one alone, and
-# was slower by a tenth and more where it left several.
 _TILES_M = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176)
+# This tile fills the registers beside two groups of columns with two words: it saves a wave where it leaves one
+# alone, and was slower by a tenth and more where it left several.
+_FULL_TILE = 176
 _SHAPES = (
-    # wide, groups_n, parts_k
-    (True, 1, 1),
-    (True, 1, 2),
-    (True, 1, 3),
-    (True, 2, 1),
-    (False, 1, 1),
-    (False, 1, 2),
-    (False, 1, 3),
-    (False, 2, 1),
-    (False, 3, 1),
+    # words, groups_n, parts_k
+    (4, 1, 1),
+    (4, 1, 2),
+    (4, 1, 3),
+    (4, 2, 1),
+    (2, 1, 1),
+    (2, 1, 2),
+    (2, 1, 3),
+    (2, 2, 1),
+    (2, 3, 1),
+    (1, 1, 2),
+    (1, 1, 3),
+    (1, 2, 1),
+    (1, 3, 1),
 )
+_LEAST_FOR_ONE_WORD = 64
 _MAX_STAGES = 12
 # Larger clusters have to run all at once: never faster otherwise, while two slices can fill the last wave.
 _ALWAYS = 2
@@ -111,7 +117,7 @@ class WarpgroupConfig:
     """The compile-time parameters of the warpgroup kernel; see its header comment."""
 
     tile_m: int
-    wide: bool
+    words: int
     groups_n: int
     parts_k: int
     rows: int
@@ -127,7 +133,7 @@ class WarpgroupConfig:
     @property
     def tile_n(self) -> int:
         """Output columns of a block."""
-        return self.groups_n * (256 if self.wide else 128)
+        return self.groups_n * self.words * 64
 
     @property
     def multiplying(self) -> int:
@@ -151,8 +157,7 @@ class WarpgroupConfig:
 
     def registers(self, problem: Problem) -> int:
         """Registers that a multiplying thread needs."""
-        products = 4 if self.wide else 2
-        needed = products * self.tile_m // 2 + products * 8 + _OTHER_REGISTERS[self.wide]
+        needed = self.words * (self.tile_m // 2 + 8) + _OTHER_REGISTERS[self.words]
         if self.even:
             needed += _EVEN_REGISTERS[problem.zeros]
         return needed + problem.zeros * _ZERO_REGISTERS
@@ -172,8 +177,9 @@ class WarpgroupConfig:
         ring = self.stages * stage_bytes(problem, self.tile_m, self.tile_n, self.rows) + 1024
         if self.parts > 1:
             return max(ring, self.parts_k * self.tile_m * (self.tile_n + 4) * 4)
-        columns = 64 if self.wide else 32  # of a warp, which transposes twice eight rows of them
-        return ring + self.multiplying * 4 * 16 * (2 * columns + 16)
+        # A warp transposes twice eight rows of its columns, or sixteen where those are few.
+        rows = 32 if self.words == 1 else 16
+        return ring + self.multiplying * 4 * rows * (2 * 16 * self.words + 16)
 
     def tiles(self, problem: Problem) -> int:
         """Tiles of the output."""
@@ -204,7 +210,7 @@ class WarpgroupConfig:
         return {
             "ELEMENT": "Bfloat16" if problem.bfloat16 else "Half",
             "TILE_M": self.tile_m,
-            "WIDE": int(self.wide),
+            "WORDS": self.words,
             "GROUPS_N": self.groups_n,
             "PARTS_K": self.parts_k,
             "ROWS": self.rows,
@@ -239,16 +245,22 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
     for count, tile_m in tiles_m.items():
         # Only batches of one tile gain from a second block beside the first.
         most = 2 if count == 1 else 1
-        for (wide, groups_n, parts_k), rows, blocks in itertools.product(_SHAPES, (8, 4), range(1, most + 1)):
-            tiles = count * -(-problem.n // (groups_n * (256 if wide else 128)))
-            if tile_m == _TILES_M[-1] and groups_n > 1 and tiles > device.multiprocessors:
+        for (words, groups_n, parts_k), rows, blocks in itertools.product(
+            _SHAPES, (8, 4), range(1, most + 1)
+        ):
+            # One product a row is for tiles whose product takes long; the smallest would not be stored in whole
+            # turns either.
+            if words == 1 and tile_m < _LEAST_FOR_ONE_WORD:
+                continue
+            tiles = count * -(-problem.n // (groups_n * words * 64))
+            if tile_m == _FULL_TILE and groups_n > 1 and tiles > device.multiprocessors:
                 continue
             for cluster in device.cluster_sizes:
                 if cluster * parts_k > -(-problem.k // (16 * rows)):
                     continue
                 if not (batch_invariant or cluster <= _ALWAYS or device.runs_at_once(tiles, cluster, blocks)):
                     continue
-                config = _deepest(problem, device, tile_m, wide, groups_n, parts_k, rows, cluster, blocks)
+                config = _deepest(problem, device, tile_m, words, groups_n, parts_k, rows, cluster, blocks)
                 if config is None:
                     continue
                 yield config
@@ -272,7 +284,7 @@ def _deepest(
     problem: Problem,
     device: Device,
     tile_m: int,
-    wide: bool,
+    words: int,
     groups_n: int,
     parts_k: int,
     rows: int,
@@ -285,7 +297,7 @@ def _deepest(
     room = device.shared_bytes // min_blocks - 1024
     # A stage belongs to one part, which begins its next chunk before it gives the last one back.
     for stages in range(_MAX_STAGES, 2 * parts_k - 1, -parts_k):
-        config = WarpgroupConfig(tile_m, wide, groups_n, parts_k, rows, cluster, stages, min_blocks, most)
+        config = WarpgroupConfig(tile_m, words, groups_n, parts_k, rows, cluster, stages, min_blocks, most)
         if config.shared_bytes(problem) <= room:
             return config if config.fits_registers(problem) else None
     return None
@@ -314,7 +326,7 @@ def estimate(
     # Neighbouring tiles share their weights, which come from device memory once.
     own = weights / min(-(-problem.m // config.tile_m), max(1, 1024 // config.tile_m))
     batch = min(config.tile_m, problem.m)
-    products = 4 if config.wide else 2
+    products = config.words
     # 64 rows of weights times 16 channels times the tile's rows, however few those are.
     columns = products * 64 * 16 * config.tile_m / _MULTIPLICATIONS / device.clock
     shares = {"columns": columns * costs.exposed, "operand": products * costs.operand / device.clock}

@@ -23,10 +23,10 @@ UNBIASED = replace(STREAM, bias=False)
 BULK = replace(STREAM, config=BulkConfig(2, 2, 1, 8, 1, 4, 1))
 PUSHED = replace(STREAM, config=BulkConfig(1, 2, 1, 8, 2, 4, 1))
 SHARED_STAGES = replace(STREAM, config=BulkConfig(1, 4, 1, 4, 1, 5, 1))
-SPLIT = replace(STREAM, config=WarpgroupConfig(16, False, 1, 2, 8, 1, 4, 1, 132))
-PERSISTENT = replace(STREAM, config=WarpgroupConfig(16, True, 1, 1, 8, 1, 2, 1, 1))
+SPLIT = replace(STREAM, config=WarpgroupConfig(16, 2, 1, 2, 8, 1, 4, 1, 132))
+PERSISTENT = replace(STREAM, config=WarpgroupConfig(16, 4, 1, 1, 8, 1, 2, 1, 1))
 # Up to six blocks have chunks of a tile.
-EVEN = replace(STREAM, config=WarpgroupConfig(16, False, 1, 1, 8, 1, 2, 1, 132, even=True))
+EVEN = replace(STREAM, config=WarpgroupConfig(16, 2, 1, 1, 8, 1, 2, 1, 132, even=True))
 
 
 @dataclass(frozen=True)

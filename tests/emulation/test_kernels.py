@@ -92,32 +92,43 @@ def test_the_shallowest_ring(builder: Builder, kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 def test_blocks_that_take_tile_after_tile(builder: Builder, blocks: int) -> None:
-    for m, n, k, wide, group in ((20, 1088, 640, False, 128), (20, 832, 320, True, -1)):
+    for m, n, k, words, group in ((20, 1088, 640, 2, 128), (20, 832, 320, 4, -1), (40, 320, 576, 1, 64)):
         problem = Problem(m, n, k, group, zeros=True, bfloat16=blocks == 2)
-        config = WarpgroupConfig(8, wide, 1, 1, 8, 1, 2, 1, blocks)
+        config = WarpgroupConfig(16 if words == 1 else 8, words, 1, 1, 8, 1, 2, 1, blocks)
         assert config.tiles(problem) > 2 * blocks
-        right(builder, Case(problem, config, dependent=wide, seed=blocks))
+        right(builder, Case(problem, config, dependent=words == 4, seed=blocks))
 
 
-# (M, N, K, group, zeros, tile_m, wide, groups_n, rows, most blocks), and what the blocks' runs are like.
+@pytest.mark.parametrize("group", [-1, 32, 128])
+@pytest.mark.parametrize(("groups_n", "parts_k", "cluster"), [(2, 1, 1), (3, 1, 1), (1, 2, 1), (2, 1, 3)])
+def test_warpgroups_of_64_columns(
+    builder: Builder, groups_n: int, parts_k: int, cluster: int, group: int
+) -> None:
+    problem = Problem(45, 320, 768, group, zeros=group != 128, bfloat16=group == -1)
+    config = WarpgroupConfig(32, 1, groups_n, parts_k, 8, cluster, 4, 1, 3)
+    right(builder, Case(problem, config, bias=group == 32, x_padding=8, seed=groups_n))
+
+
+# (M, N, K, group, zeros, tile_m, words, groups_n, rows, most blocks), and what the blocks' runs are like.
 EVEN = {
-    "more blocks than tiles": (11, 320, 1344, 64, True, 16, False, 1, 8, 5),
-    "a tile for many blocks": (11, 192, 2112, 32, False, 8, True, 1, 4, 132),
-    "a run for every tile": (20, 512, 1024, 128, False, 16, False, 1, 8, 4),
-    "runs that end with tiles": (40, 256, 384, 64, True, 16, False, 2, 8, 2),
-    "whole tiles beside runs": (50, 832, 320, 32, True, 16, False, 1, 8, 3),
-    "many whole tiles": (70, 576, 448, -1, True, 8, True, 1, 4, 2),
-    "a single block": (9, 192, 576, 64, False, 16, False, 1, 8, 1),
-    "columns and rows past the end": (33, 192, 832, -1, False, 16, True, 2, 8, 7),
+    "more blocks than tiles": (11, 320, 1344, 64, True, 16, 2, 1, 8, 5),
+    "a tile for many blocks": (11, 192, 2112, 32, False, 8, 4, 1, 4, 132),
+    "a run for every tile": (20, 512, 1024, 128, False, 16, 2, 1, 8, 4),
+    "runs that end with tiles": (40, 256, 384, 64, True, 16, 2, 2, 8, 2),
+    "whole tiles beside runs": (50, 832, 320, 32, True, 16, 2, 1, 8, 3),
+    "many whole tiles": (70, 576, 448, -1, True, 8, 4, 1, 4, 2),
+    "a single block": (9, 192, 576, 64, False, 16, 2, 1, 8, 1),
+    "columns and rows past the end": (33, 192, 832, -1, False, 16, 4, 2, 8, 7),
+    "warpgroups of 64 columns": (40, 320, 576, 64, True, 16, 1, 2, 8, 7),
 }
 
 
 @pytest.mark.parametrize("dependent", [False, True])
 @pytest.mark.parametrize("values", EVEN.values(), ids=EVEN)
 def test_tiles_dealt_out_in_chunks(builder: Builder, values: tuple[Any, ...], dependent: bool) -> None:
-    m, n, k, group, zeros, tile_m, wide, groups_n, rows, most = values
+    m, n, k, group, zeros, tile_m, words, groups_n, rows, most = values
     problem = Problem(m, n, k, group, zeros, bfloat16=dependent)
-    config = WarpgroupConfig(tile_m, wide, groups_n, 1, rows, 1, 3, 1, most, even=True)
+    config = WarpgroupConfig(tile_m, words, groups_n, 1, rows, 1, 3, 1, most, even=True)
     # One at a time in order, and as many as may run at once; twice on the same flags.
     for resident in (1, 4):
         case = Case(problem, config, dependent, bias=not dependent, x_padding=8, resident=resident)

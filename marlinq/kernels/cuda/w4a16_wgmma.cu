@@ -7,8 +7,9 @@
 // share of a 16 (K) x 64 (N) tile, and each of its four words is that lane's A fragment of a 16x16 block. So with a
 // warp a tile, word q of all four warps is one 64x16 operand; the rows of the product are merely permuted:
 //
-//   WIDE   warp w of a warpgroup owns tile w (256 columns a warpgroup); it feeds four products a k16 row, q = 0..3
-//   else   warp w owns words 2 (w % 2) + {0, 1} of tile w / 2 (128 columns a warpgroup); two products a row
+//   WORDS = 4   warp w of a warpgroup owns tile w (256 columns a warpgroup); it feeds four products a k16 row, q = 0..3
+//   WORDS = 2   warp w owns words 2 (w % 2) + {0, 1} of tile w / 2 (128 columns a warpgroup); two products a row
+//   WORDS = 1   warp w owns word w of the only tile (64 columns a warpgroup); one product a row
 //   accumulator i of product q: n = 64 tile + 16 q + l/4 + 8 (i/2 % 2),  m = 8 (i/4) + 2 (l%4) + i%2
 //
 // Who does what. A block owns one column tile, TILE_M rows of the batch and one slice of K's chunks; the blocks of a
@@ -35,15 +36,15 @@
 // ends however few of its blocks run at once, and there is hardly anything to wait for. Sums are added in the order of
 // falling blocks: a launch of the same shape gives the same bits.
 //
-// Compile-time parameters: ELEMENT, TILE_M, WIDE, GROUPS_N, PARTS_K, ROWS, GROUP (0: channelwise), ZEROS, CLUSTER, STAGES,
+// Compile-time parameters: ELEMENT, TILE_M, WORDS, GROUPS_N, PARTS_K, ROWS, GROUP (0: channelwise), ZEROS, CLUSTER, STAGES,
 // MIN_BLOCKS, EVEN, GROWN and SHRUNK (registers of a multiplying and a copying thread; 0: as launched).
 #include "element.cuh"
 #include "reduction.cuh"
 
-constexpr int TILES = GROUPS_N * (WIDE ? 4 : 2);
+constexpr int TILES = GROUPS_N * WORDS;
 #include "feed.cuh"
 
-constexpr int PRODUCTS = WIDE ? 4 : 2;        // products of a warpgroup a k16 row
+constexpr int PRODUCTS = WORDS;                // products of a warpgroup a k16 row
 constexpr int CONSUMERS = GROUPS_N * PARTS_K;  // warpgroups that multiply
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr bool SPLIT = PARTS_K * CLUSTER > 1;
@@ -54,11 +55,13 @@ static_assert(STAGES % PARTS_K == 0, "a stage belongs to one part, which then se
 static_assert(STAGES >= 2 * PARTS_K, "a part begins its next chunk before it gives the last one back");
 static_assert(!EVEN || !SPLIT, "chunks are dealt out to blocks that split K in no other way");
 
-// Without a split a warp transposes its results in memory of its own: eight rows of the batch, twice, each with its
-// columns and a pad against bank conflicts.
+// Without a split a warp transposes its results in memory of its own: one or two blocks of eight rows of the batch, twice,
+// each row with its columns and a pad against bank conflicts. Four 8 x 8 matrices are transposed at once.
 constexpr int WARP_COLUMNS = 16 * PRODUCTS;
+constexpr int ROW_BLOCKS = PRODUCTS == 1 ? 2 : 1;
 constexpr int NARROW_PITCH = 2 * WARP_COLUMNS + 16;
-constexpr int NARROW_BYTES = 2 * 8 * NARROW_PITCH;
+constexpr int NARROW_BYTES = 2 * 8 * ROW_BLOCKS * NARROW_PITCH;
+static_assert(TILE_M / 8 % ROW_BLOCKS == 0, "blocks of eight rows are transposed in whole turns");
 
 typedef ELEMENT E;
 
@@ -101,23 +104,26 @@ __device__ __forceinline__ void store_columns(const float (&sums)[PRODUCTS][TILE
 #pragma unroll
         for (int h = 0; h < 2; ++h) shift[q][h] = bias == nullptr ? 0.f : E::widen(bias[16 * q + 8 * h + lane / 4]);
 #pragma unroll
-    for (int b = 0; b < TILE_M / 8; ++b) {
+    for (int b = 0; b < TILE_M / 8; b += ROW_BLOCKS) {
         // The two halves take turns, so one barrier a turn keeps writers off what is still being read.
-        const u32 half = scratch + b % 2 * (NARROW_BYTES / 2);
+        const u32 half = scratch + b / ROW_BLOCKS % 2 * (NARROW_BYTES / 2);
 #pragma unroll
-        for (int q = 0; q < PRODUCTS; q += 2) {
+        for (int j = 0; j < PRODUCTS * ROW_BLOCKS; j += 2) {
             u32 pair[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float* sum = sums[q + i / 2] + 4 * b + 2 * (i % 2);
-                pair[i] = E::narrow(sum[0] + shift[q + i / 2][i % 2], sum[1] + shift[q + i / 2][i % 2]);
+                const int q = PRODUCTS == 1 ? 0 : j + i / 2, block = PRODUCTS == 1 ? b + i / 2 : b;
+                const float* sum = sums[q] + 4 * block + 2 * (i % 2);
+                pair[i] = E::narrow(sum[0] + shift[q][i % 2], sum[1] + shift[q][i % 2]);
             }
-            store_matrix_x4_transposed(half + lane % 8 * NARROW_PITCH + (2 * q + lane / 8) * 16, pair);
+            const int row = PRODUCTS == 1 ? lane / 16 * 8 + lane % 8 : lane % 8;
+            const int piece = PRODUCTS == 1 ? lane / 8 % 2 : 2 * j + lane / 8;
+            store_matrix_x4_transposed(half + row * NARROW_PITCH + piece * 16, pair);
         }
         __syncwarp();
         constexpr int PIECES = WARP_COLUMNS / 8;  // of 16 bytes, a row
 #pragma unroll
-        for (int base = 0; base < 8 * PIECES; base += 32) {
+        for (int base = 0; base < 8 * ROW_BLOCKS * PIECES; base += 32) {
             const int row = (base + lane) / PIECES, piece = (base + lane) % PIECES;
             const uint4 value = load_shared(half + row * NARROW_PITCH + piece * 16);
             if (8 * b + row < rows)
@@ -280,8 +286,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     } else {
         if constexpr (GROWN > 0) registers_grow<GROWN>();
         const int part = PARTS_K == 1 ? 0 : group / GROUPS_N, column_group = group % GROUPS_N;
-        const int my_tile = WIDE ? column_group * 4 + warp : column_group * 2 + warp / 2;
-        const int word = WIDE ? 0 : 2 * (warp % 2);
+        const int my_tile = column_group * WORDS + warp * WORDS / 4;
+        const int word = warp * WORDS % 4;
         const int first_column = my_tile * 64 + 16 * word;
         const unsigned char* base = shared - shared_address(shared);
 
@@ -292,12 +298,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
         const auto load_row = [&](const unsigned char* at, int i) {
             const unsigned char* mine =
                 at + WEIGHTS_AT + i * ROW_BYTES + my_tile * 512 + lane * 16 + word * 4;
-            if constexpr (WIDE) {
+            if constexpr (WORDS == 4) {
                 const uint4 v = *reinterpret_cast<const uint4*>(mine);
-                w[0] = v.x, w[1] = v.y, w[PRODUCTS - 2] = v.z, w[PRODUCTS - 1] = v.w;
-            } else {
+                w[0] = v.x, w[1 % WORDS] = v.y, w[2 % WORDS] = v.z, w[3 % WORDS] = v.w;
+            } else if constexpr (WORDS == 2) {
                 const uint2 v = *reinterpret_cast<const uint2*>(mine);
-                w[0] = v.x, w[1] = v.y;
+                w[0] = v.x, w[1 % WORDS] = v.y;
+            } else {
+                w[0] = *reinterpret_cast<const u32*>(mine);
             }
             if (GROUP != 0 && i % GROUP_ROWS == 0) {
                 const u16* its =
