@@ -14,8 +14,8 @@ from marlinq.kernels.operands import Operands, WarpgroupArguments
 from marlinq.kernels.problem import Device, Load, Problem, registers_of_a_thread
 from marlinq.kernels.stages import stage_bytes
 
-# Registers of a multiplying thread beside its accumulators and operand fragments: by the words of
-# a vector that a lane takes, with zero points, and where tiles are dealt out in chunks, without and with zero points.
+# Registers of a multiplying thread beside its accumulators and operand fragments: by the words of a vector
+# that a lane takes, with zero points, and where tiles are dealt out in chunks, without and with zero points.
 _OTHER_REGISTERS = {1: 48, 2: 40, 4: 48}
 _ZERO_REGISTERS = 16
 _EVEN_REGISTERS = {False: 4, True: 12}
@@ -23,8 +23,8 @@ _EVEN_REGISTERS = {False: 4, True: 12}
 # thread when the even share of a launch is not enough (setmaxnreg). The latter keeps what a reduction needs.
 _GROWN = {(2, False): (232, 40), (2, True): (224, 56), (3, False): (152, 56), (3, True): (152, 56)}
 _TILES_M = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176)
-# This tile fills the registers beside two groups of columns with two words: it saves a wave where it leaves one
-# alone, and was slower by a tenth and more where it left several.
+# This tile fills the registers beside two groups of columns with two words: it saves a wave where it leaves
+# one alone, and was slower by a tenth and more where it left several.
 _FULL_TILE = 176
 _SHAPES = (
     # words, groups_n, parts_k
@@ -42,7 +42,6 @@ _SHAPES = (
     (1, 2, 1),
     (1, 3, 1),
 )
-_LEAST_FOR_ONE_WORD = 64
 _MAX_STAGES = 12
 # Larger clusters have to run all at once: never faster otherwise, while two slices can fill the last wave.
 _ALWAYS = 2
@@ -248,9 +247,8 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
         for (words, groups_n, parts_k), rows, blocks in itertools.product(
             _SHAPES, (8, 4), range(1, most + 1)
         ):
-            # One product a row is for tiles whose product takes long; the smallest would not be stored in whole
-            # turns either.
-            if words == 1 and tile_m < _LEAST_FOR_ONE_WORD:
+            # The smallest tile could not be stored in whole turns.
+            if words == 1 and tile_m % 16:
                 continue
             tiles = count * -(-problem.n // (groups_n * words * 64))
             if tile_m == _FULL_TILE and groups_n > 1 and tiles > device.multiprocessors:
@@ -356,8 +354,8 @@ def estimate(
         last = config.rows * (waited + dequantised + multiplied) + load.blocks * ends / rate
         last += costs.wave + meeting if split else costs.tile
         if config.even:
-            # A block's share of the tiles, and sums that go from block to block through L2: those that meet in
-            # a tile are read one after the other.
+            # A block's share of the tiles, and sums that go from block to block through L2: those that meet
+            # in a tile are read one after the other.
             share = config.tiles(problem) / load.grid
             sums = config.tile_m * config.tile_n * 4 * device.multiprocessors / device.cache_bandwidth
             seconds += share * streamed + math.ceil(share) * last
