@@ -126,7 +126,8 @@ def load_function(cubin: Path, name: str, device_index: int, shared_bytes: int =
         ) from None
     with torch.cuda.device(device_index), cupy.cuda.Device(device_index):
         function = cupy.RawModule(path=str(cubin)).get_function(name)
-        if shared_bytes:
+        # CuPy gives the same kernel for the same file, also to those who launch it with less.
+        if shared_bytes > function.max_dynamic_shared_size_bytes:
             function.max_dynamic_shared_size_bytes = shared_bytes
         handle = ctypes.c_void_p(int(function.kernel.ptr))
         return Function(function, handle, device_index, _current_context())

@@ -15,10 +15,10 @@ from marlinq.kernels.problem import Device, Load, Problem, registers_of_a_thread
 from marlinq.kernels.stages import stage_bytes
 
 # Registers of a multiplying thread beside its accumulators and operand fragments: by the words of a vector
-# that a lane takes, with zero points, and where tiles are dealt out in chunks, without and with zero points.
+# that a lane takes, with zero points, and where tiles are dealt out in chunks (with zero points for every word).
 _OTHER_REGISTERS = {1: 48, 2: 40, 4: 48}
 _ZERO_REGISTERS = 16
-_EVEN_REGISTERS = {False: 4, True: 12}
+_EVEN_REGISTERS, _EVEN_ZERO_REGISTERS = 4, 8
 # By the number of multiplying warpgroups and whether K is split: registers of a multiplying and of a copying
 # thread when the even share of a launch is not enough (setmaxnreg). The latter keeps what a reduction needs.
 _GROWN = {(2, False): (232, 40), (2, True): (224, 56), (3, False): (152, 56), (3, True): (152, 56)}
@@ -158,7 +158,7 @@ class WarpgroupConfig:
         """Registers that a multiplying thread needs."""
         needed = self.words * (self.tile_m // 2 + 8) + _OTHER_REGISTERS[self.words]
         if self.even:
-            needed += _EVEN_REGISTERS[problem.zeros]
+            needed += _EVEN_ZERO_REGISTERS * self.words if problem.zeros else _EVEN_REGISTERS
         return needed + problem.zeros * _ZERO_REGISTERS
 
     def grown_registers(self, problem: Problem) -> tuple[int, int]:

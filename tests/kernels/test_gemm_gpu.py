@@ -200,6 +200,19 @@ def test_graph_replay_follows_its_inputs(m: int, dependent: bool) -> None:
         assert relative_error(second, operands.reference(first)) < BOUND[torch.float16]
 
 
+def test_dependent_and_ordinary_launches_of_one_variant_take_turns() -> None:
+    # A dependent launch asks for more shared memory, which the same kernel's ordinary one must not take away.
+    operands = random_operands(1024, 1024, 128, torch.float16)
+    x = torch.randn(3, 1024, device="cuda").half()
+    config = decide(Problem(3, 1024, 1024, 128, False, False), device_numbers(0)).config
+    assert config is not None
+    for turn in range(4):
+        out = torch.full((3, 1024), float("nan"), dtype=torch.float16, device="cuda")
+        with dependent_launches() if turn % 2 else nullcontext():
+            launch_gemm(x, operands.words, operands.scales, None, None, 128, out, config)
+        assert relative_error(out, operands.reference(x)) < BOUND[torch.float16]
+
+
 def test_streams_do_not_disturb_each_other() -> None:
     operands = random_operands(4096, 4096, 128, torch.float16)
     inputs = [torch.randn(m, 4096, device="cuda").half() for m in (1, 5, 17, 64)]
