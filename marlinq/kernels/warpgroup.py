@@ -15,7 +15,7 @@ from marlinq.kernels.problem import Device, Load, Problem, registers_of_a_thread
 from marlinq.kernels.stages import stage_bytes
 
 # Registers of a multiplying thread beside its accumulators and operand fragments: by the words of a vector
-# that a lane takes, with zero points, and where tiles are dealt out in chunks (with zero points for every word).
+# that a lane takes, with zero points, and where tiles are dealt out in chunks (a word, with zero points).
 _OTHER_REGISTERS = {1: 48, 2: 40, 4: 48}
 _ZERO_REGISTERS = 16
 _EVEN_REGISTERS, _EVEN_ZERO_REGISTERS = 4, 8

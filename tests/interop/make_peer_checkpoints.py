@@ -20,9 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # its thread pool needs two workers even on two cores
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Of this script's own process alone: whoever imports the file may want the GPU.
+if __name__ == "__main__":
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # its thread pool needs two workers even on two cores
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from torch import nn

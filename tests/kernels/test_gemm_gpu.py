@@ -16,6 +16,7 @@ from marlinq.kernels import (
     Device,
     Problem,
     batch_invariant,
+    decide,
     dependent_launches,
     forced_kernel,
     handover,

@@ -40,11 +40,13 @@ def test_greedy_tokens_are_those_of_the_cpu_up_to_near_ties(name: str, tmp_path:
         loaded.model.config.eos_token_id = None
     expected = generate(on_cpu, PROMPT, max_new_tokens=64)
     found = generate(on_gpu, PROMPT, max_new_tokens=64)
-    # Falcon's step copies from the CPU in some versions of transformers, which no graph can hold.
-    if name != "falcon" or found.step.mode != "eager":
-        assert found.step.mode == "cuda-graph", found.step.reason
+    # With multi_query Falcon indexes its heads with Python lists, which become tensors on the CPU: copies that no
+    # graph can hold.
+    if name == "falcon":
+        assert found.step.mode == "eager"
+        assert "Cannot copy between CPU and CUDA" in found.step.reason
     else:
-        assert "could not be captured" in found.step.reason
+        assert found.step.mode == "cuda-graph", found.step.reason
     if found.tokens != expected.tokens:
         pairs = zip(found.tokens, expected.tokens, strict=True)
         place = next(place for place, (mine, theirs) in enumerate(pairs) if mine != theirs)
