@@ -86,7 +86,7 @@ FAULTS = [
         [
             (
                 "sums read too early",
-                "#endif\n        __syncthreads();",
+                "#endif\n        meet();",
                 "#endif\n        ;",
                 "without waiting for it|may still be reading",
             ),
@@ -493,7 +493,7 @@ FAULTS = [
         [
             (
                 "scratch memory reused too early",
-                "scratch + b % 2 * (NARROW_BYTES / 2)",
+                "scratch + b / ROW_BLOCKS % 2 * (NARROW_BYTES / 2)",
                 "scratch",
                 "overwrites what thread|without waiting for it",
             ),
