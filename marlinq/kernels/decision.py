@@ -27,8 +27,9 @@ KernelConfig = StreamConfig | BulkConfig | WarpgroupConfig
 
 Kernel = Literal["stream", "bulk", "warpgroup"]
 KERNELS: tuple[Kernel, ...] = ("stream", "bulk", "warpgroup")
-# Batches that a kernel is considered for beside others. The bulk kernel has no larger tile; wgmma is never
-# faster for eight rows, and always from 33 on (docs/kernels/notes.md).
+# Batches that a kernel is considered for beside others. The bulk kernel has no larger tile. The warpgroup
+# kernel lost on all measured layers at 16 rows, so fewer than nine were not tried, and won from 33 on
+# (docs/kernels/notes.md).
 _BULK_MOST, _WARPGROUP_LEAST, _STREAM_MOST = 16, 9, 32
 # What a kernel whose blocks run all at once saves in a chain of dependent launches: measured, see
 # docs/kernels/notes.md, "Dependent chain".

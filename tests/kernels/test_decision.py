@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.fit_costs import H200
 from marlinq.errors import UnsupportedError
 from marlinq.kernels import (
     ARCHITECTURES,
@@ -25,16 +26,6 @@ from marlinq.kernels import (
 from marlinq.kernels.decision import Kernel, _decide, _fastest, available, blocks_together
 from marlinq.kernels.warpgroup import WarpgroupConfig
 
-H200 = Device(
-    "sm_90a",
-    multiprocessors=132,
-    shared_bytes=232448,
-    clusters=(
-        (132, 66, 39, 30, 22, 17, 15, 15),
-        (264, 132, 79, 62, 47, 39, 32, 30),
-        (396, 198, 124, 92, 69, 62, 47, 45),
-    ),
-)
 sizes = st.integers(4, 250).map(lambda i: 128 * i)
 LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 
