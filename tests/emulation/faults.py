@@ -86,7 +86,7 @@ FAULTS = [
         [
             (
                 "sums read too early",
-                "#endif\n        __syncthreads();",
+                "#endif\n        meet();",
                 "#endif\n        ;",
                 "without waiting for it|may still be reading",
             ),

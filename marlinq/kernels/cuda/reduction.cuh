@@ -4,16 +4,17 @@
 
 // Every part of every block of the cluster has left its sums, float [Parts][TileM][Pitch], in its own shared memory.
 // Adds them, always in the same order, adds the bias, narrows and stores rows m0.. and columns n0.. of `out` [M, N].
-template <typename E, int TileM, int TileN, int Pitch, int Parts, int Cluster, int Threads>
+// The work is done by a block's first `Threads` threads, which meet before it: all of a cluster's, or as `meet` says.
+template <typename E, int TileM, int TileN, int Pitch, int Parts, int Cluster, int Threads, typename Meet>
 __device__ __forceinline__ void reduce_and_store(const float* buffer, const u16* bias, u16* out, i64 out_stride, int m0,
-                                                 int n0, int M, int N, u32 rank) {
+                                                 int n0, int M, int N, u32 rank, Meet meet) {
 #if __CUDA_ARCH__ >= 900
     if (Cluster > 1) {
         cluster_arrive();
         cluster_wait();
     } else
 #endif
-        __syncthreads();
+        meet();
 
     const int rows = min(TileM, M - m0), columns = min(TileN, N - n0);
     static_assert(Pitch % 4 == 0 && TileN % 4 == 0, "sums are read four at a time");

@@ -250,5 +250,6 @@ w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u
                 const int m = 8 * c + 2 * (lane % 4) + i % 2, n = 64 * wn + 16 * q + lane / 4 + 8 * (i / 2);
                 buffer[(wk * TILE_M + m) * PITCH + n] = total.value[q][c][i];
             }
-    reduce_and_store<E, TILE_M, TILE_N, PITCH, WARPS_K, CLUSTER, THREADS>(buffer, bias, out, out_stride, m0, n0, M, N, rank);
+    reduce_and_store<E, TILE_M, TILE_N, PITCH, WARPS_K, CLUSTER, THREADS>(buffer, bias, out, out_stride, m0, n0, M, N, rank,
+                                                                          [] { __syncthreads(); });
 }

@@ -65,6 +65,11 @@ static_assert(TILE_M / 8 % ROW_BLOCKS == 0, "blocks of eight rows are transposed
 
 typedef ELEMENT E;
 
+template <int VALUE>
+struct Number {
+    static constexpr int value = VALUE;
+};
+
 struct Matrix {
     static __device__ __forceinline__ void multiply(float (&d)[TILE_M / 2], const u32 (&a)[4], u64 b, Half) {
         matrix_multiply_half<TILE_M>(d, a, b);
@@ -268,6 +273,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     __syncthreads();
 
     float* buffer = reinterpret_cast<float*>(shared);
+    const auto reduce = [&](auto threads) {
+        const Place its = place(blockIdx.x / CLUSTER);
+        reduce_and_store<E, TILE_M, TILE_N, PITCH, PARTS_K, CLUSTER, decltype(threads)::value>(
+            buffer, bias, out, out_stride, its.m0, its.n0, M, N, rank, [] { barrier_sync(1, CONSUMERS * 128); });
+    };
     if (group == CONSUMERS) {
         if constexpr (SHRUNK > 0) registers_shrink<SHRUNK>();
         if (warp == 0 && lane == 0) {
@@ -376,6 +386,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                         const int n = first_column + 16 * q + lane / 4 + 8 * (i / 2 % 2);
                         buffer[(part * TILE_M + m) * PITCH + n] = sums[q][i];
                     }
+                // Without a cluster the filling warpgroup has nothing to wait for.
+                if constexpr (CLUSTER == 1) reduce(Number<CONSUMERS * 128>());
             } else {
                 const u32 scratch = ring.stages + STAGES * STAGE_BYTES + (group * 4 + warp) * NARROW_BYTES;
                 const int n = its.n0 + first_column;
@@ -399,9 +411,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
             }
         }
     }
-    if constexpr (SPLIT) {
-        const Place its = place(blockIdx.x / CLUSTER);
-        reduce_and_store<E, TILE_M, TILE_N, PITCH, PARTS_K, CLUSTER, THREADS>(buffer, bias, out, out_stride, its.m0,
-                                                                              its.n0, M, N, rank);
-    }
+    if constexpr (CLUSTER > 1) reduce(Number<THREADS>());
 }
