@@ -18,6 +18,11 @@ from marlinq.kernels.stages import stage_bytes
 # that a lane takes, with zero points, and where tiles are dealt out in chunks (a word, with zero points).
 _OTHER_REGISTERS = {1: 48, 2: 40, 4: 48}
 _ZERO_REGISTERS = 16
+# Largest tile whose sums are scaled instead of its weights: what it saves on a weight it spends on a sum
+# (docs/kernels/notes.md, "Scaled sums").
+_SCALED_SUMS_MOST = 64
+# Instructions that turn a word into an operand's fragment: for float16, more for bfloat16, for the scale.
+_UNPACK, _UNPACK_BFLOAT16, _SCALE = 9, 2, 4
 _EVEN_REGISTERS, _EVEN_ZERO_REGISTERS = 4, 8
 # By the number of multiplying warpgroups and whether K is split: registers of a multiplying and of a copying
 # thread when the even share of a launch is not enough (setmaxnreg). The latter keeps what a reduction needs.
@@ -62,7 +67,7 @@ class Costs:
         port: bytes a second that one multiprocessor receives.
         row: cycles of a warpgroup for a row, beside what follows: waiting, fetching, issuing.
         fragment: cycles of a warpgroup to dequantise one product's operand with nobody else about.
-        issue: cycles of a multiprocessor's schedulers to dequantise one product's operand.
+        issue: cycles of a multiprocessor's schedulers for an instruction of every warp that dequantises.
         exposed: share of a product's time that its warpgroup can't spend on dequantising the next operand.
         operand: cycles of it however few rows the batch has.
         chunk: cycles of a warpgroup to take a chunk, to let its products end, and to give it back.
@@ -85,7 +90,7 @@ class Costs:
     port: float = 1.1e11
     row: float = 30.9
     fragment: float = 0.779
-    issue: float = 20.8
+    issue: float = 1.6
     exposed: float = 0.761
     operand: float = 4.95
     chunk: float = 169
@@ -154,9 +159,22 @@ class WarpgroupConfig:
         """Registers a thread is launched with."""
         return registers_of_a_thread(self.threads // 32, self.min_blocks)
 
+    def scales_sums(self, problem: Problem) -> bool:
+        """Whether scales multiply sums at the end of a group, or of K, rather than the weights' fragments."""
+        if problem.group == 0:
+            return True
+        if problem.group != 16 * self.rows or self.tile_m > _SCALED_SUMS_MOST:
+            return False
+        grown = 0 if self.min_blocks > 1 else _GROWN.get((self.multiplying, self.parts > 1), (0, 0))[0]
+        return self._registers(problem, sets=2) <= max(grown, self.launch_registers)
+
     def registers(self, problem: Problem) -> int:
         """Registers that a multiplying thread needs."""
-        needed = self.words * (self.tile_m // 2 + 8) + _OTHER_REGISTERS[self.words]
+        return self._registers(problem, sets=2 if problem.group and self.scales_sums(problem) else 1)
+
+    def _registers(self, problem: Problem, sets: int) -> int:
+        """With so many sets of accumulators."""
+        needed = self.words * (sets * self.tile_m // 2 + 8) + _OTHER_REGISTERS[self.words]
         if self.even:
             needed += _EVEN_ZERO_REGISTERS * self.words if problem.zeros else _EVEN_REGISTERS
         return needed + problem.zeros * _ZERO_REGISTERS
@@ -215,6 +233,7 @@ class WarpgroupConfig:
             "ROWS": self.rows,
             "GROUP": problem.group,
             "ZEROS": int(problem.zeros),
+            "SCALE_SUMS": int(self.scales_sums(problem)),
             "CLUSTER": self.cluster,
             "STAGES": self.stages,
             "MIN_BLOCKS": self.min_blocks,
@@ -329,7 +348,12 @@ def estimate(
     columns = products * 64 * 16 * config.tile_m / _MULTIPLICATIONS / device.clock
     shares = {"columns": columns * costs.exposed, "operand": products * costs.operand / device.clock}
     multiplied, _ = overlapped(shares, costs.sharpness)
-    dequantised = products * costs.issue / device.clock
+    instructions = _UNPACK + _UNPACK_BFLOAT16 * problem.bfloat16
+    if not config.scales_sums(problem):
+        instructions += _SCALE
+    elif problem.group:
+        instructions += config.tile_m / 2 / config.rows
+    dequantised = products * instructions * costs.issue / device.clock
     waited = (costs.row + products * costs.fragment) / device.clock
     handed = (costs.chunk + costs.drain * (config.groups_n - 1)) / device.clock
     ends = batch * config.tile_n * (4 * config.parts_k if split else 2)

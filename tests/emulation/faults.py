@@ -25,6 +25,11 @@ PUSHED = replace(STREAM, config=BulkConfig(1, 2, 1, 8, 2, 4, 1))
 SHARED_STAGES = replace(STREAM, config=BulkConfig(1, 4, 1, 4, 1, 5, 1))
 SPLIT = replace(STREAM, config=WarpgroupConfig(16, 2, 1, 2, 8, 1, 4, 1, 132))
 PERSISTENT = replace(STREAM, config=WarpgroupConfig(16, 4, 1, 1, 8, 1, 2, 1, 1))
+SCALED_SUMS = replace(
+    STREAM,
+    problem=replace(_PROBLEM, group_size=64),
+    config=WarpgroupConfig(16, 2, 1, 1, 4, 1, 2, 1, 132),
+)
 # Up to six blocks have chunks of a tile.
 EVEN = replace(STREAM, config=WarpgroupConfig(16, 2, 1, 1, 8, 1, 2, 1, 132, even=True))
 
@@ -77,7 +82,7 @@ FAULTS = [
         STREAM,
         "element.cuh",
         [
-            ("a wrong zero point", "0x64086408u", "0x64076407u", WRONG),
+            ("a wrong zero point", "add(first, 0x64006400u)", "add(first, 0x64016401u)", WRONG),
         ],
     ),
     *_in(
@@ -117,8 +122,8 @@ FAULTS = [
             ("misaligned vectors", "base + 8 * (lane / 4));", "base + 2 * (lane / 4));", "not aligned"),
             (
                 "past an array's end",
-                "dequantize(word[q], a)",
-                "dequantize(word[q + 1], a)",
+                "dequantize(word[q], a,",
+                "dequantize(word[q + 1], a,",
                 "out of an array's bounds",
             ),
             ("scales never fetched", "GROUP == 0 && step > 0) return", "true) return", WRONG),
@@ -380,8 +385,8 @@ FAULTS = [
             ),
             (
                 "a warp with fewer products",
-                "matrix_multiply_half<TILE_M>(d, a, b);",
-                "if (threadIdx.x / 32 != 1) matrix_multiply_half<TILE_M>(d, a, b);",
+                "matrix_multiply_half<TILE_M, ADD>(d, a, b);",
+                "if (threadIdx.x / 32 != 1) matrix_multiply_half<TILE_M, ADD>(d, a, b);",
                 "different products",
             ),
             (
@@ -389,6 +394,25 @@ FAULTS = [
                 "if constexpr (GROWN > 0) registers_grow<GROWN>();",
                 "registers_grow<208>();",
                 "deadlock.*registers a thread",
+            ),
+        ],
+    ),
+    *_in(
+        SCALED_SUMS,
+        "w4a16_wgmma.cu",
+        [
+            (
+                "products added to the group before",
+                "Matrix::multiply<false>",
+                "Matrix::multiply<true>",
+                WRONG,
+            ),
+            (
+                "sums scaled in flight",
+                "matrix_wait<0>();\n                if (lane == 0) now.release();\n                if (SCALE_SUMS",
+                "if (SCALE_SUMS && GROUP != 0) add_scaled(sums, group_sums, scale);\n matrix_wait<0>();\n"
+                "                if (lane == 0) now.release();\n                if (false",
+                WRONG,
             ),
         ],
     ),
@@ -458,8 +482,8 @@ FAULTS = [
         replace(EVEN, dependent=True),
         "w4a16_wgmma.cu",
         "a flag touched before the wait for the previous kernel",
-        "float sums[PRODUCTS][TILE_M / 2];",
-        "float sums[PRODUCTS][TILE_M / 2];\n if (lane == 0) load_acquire(flags);",
+        "const int count = work.count;",
+        "const int count = work.count;\n if (lane == 0) load_acquire(flags);",
         "touches flags without waiting for the previous kernel",
     ),
     *_in(

@@ -40,6 +40,7 @@ _TABLE = {
     r"st\.async\.weak\.shared::cluster\.mbarrier::complete_tx::bytes\.v4\.b32": "store_async_v4",
     # Logic and Shift, Half-Precision Floating-Point
     r"lop3\.b32": "combine_bits",
+    rf"add\.{_ELEMENT}x2": "add_pairs<emulation::Element::{element}>",
     rf"sub\.{_ELEMENT}x2": "subtract_pairs<emulation::Element::{element}>",
     rf"mul\.{_ELEMENT}x2": "multiply_pairs<emulation::Element::{element}>",
     rf"fma\.rn\.{_ELEMENT}x2": "multiply_add_pairs<emulation::Element::{element}>",

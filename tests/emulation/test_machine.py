@@ -70,11 +70,12 @@ def _words(*shape: int) -> Tensor:
 
 ARITHMETIC = """
     const u32 a = given[threadIdx.x], b = given[128 + threadIdx.x];
-    u32* mine = out + 8 * threadIdx.x;
+    u32* mine = out + 9 * threadIdx.x;
     mine[0] = E::subtract(a, b), mine[1] = E::multiply(a, b);
     mine[2] = __float_as_uint(widen_half<E, 0>(a)), mine[3] = __float_as_uint(widen_half<E, 1>(a));
     mine[4] = E::narrow(__uint_as_float(a), __uint_as_float(b));
     mine[5] = broadcast<0>(a), mine[6] = broadcast<1>(a), mine[7] = and_or<0x00f0f00fu, 0x12340000u>(a);
+    mine[8] = E::add(a, b);
 """
 
 
@@ -83,10 +84,10 @@ def test_arithmetic_on_pairs(probe: Probe, element: str, dtype: torch.dtype) -> 
     # Random bits: numbers of every size, subnormals, infinities and NaN.
     given = torch.randint(-(2**31), 2**31, (2, 128), dtype=torch.int32)
     given[:, :32] &= 0x03FF03FF
-    found = probe.run(f"typedef {element} E;{ARITHMETIC}", given, _words(128, 8), threads=128)
+    found = probe.run(f"typedef {element} E;{ARITHMETIC}", given, _words(128, 9), threads=128)
     a, b = (row.view(dtype).reshape(128, 2) for row in given)
     narrowed = given.view(torch.float32).T.to(dtype)
-    for column, expected in ((0, a - b), (1, a * b), (4, narrowed)):
+    for column, expected in ((0, a - b), (1, a * b), (4, narrowed), (8, a + b)):
         pair = found[:, column].contiguous().view(dtype).reshape(128, 2)
         torch.testing.assert_close(pair, expected, rtol=0, atol=0, equal_nan=True)
     widened = found[:, 2:4].contiguous().view(torch.float32)
@@ -210,7 +211,7 @@ FAULTS = {
     "copy_async_16(shared_address(shared) + 8, given, 16);": "no multiple of 16",
     "barrier_arrive(shared_address(shared));": "no mbarrier was initialised",
     "registers_shrink<20>();": "setmaxnreg.dec to 20 registers",
-    "matrix_multiply_half<8>(*(float(*)[4])shared, {1, 1, 1, 1}, 0);": "without a wgmma.fence",
+    "matrix_multiply_half<8, true>(*(float(*)[4])shared, {1, 1, 1, 1}, 0);": "without a wgmma.fence",
 }
 
 

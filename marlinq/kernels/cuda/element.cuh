@@ -5,11 +5,30 @@
 // becomes a float by OR-ing it under an exponent whose unit in the last place matches its bit position:
 //   float16   0x6400 | n       = 1024 + n   (low nibbles),   0x5400 | (n << 4) = 64 + n   (high nibbles)
 //   bfloat16  0x4300 | n       = 128 + n    (8 significant bits, so high nibbles are shifted down first)
-// Subtracting the bias and the zero point 8 in 16 bits is exact.
+// Subtracting that and the zero point, an integer up to 127 (float16: 1023), in 16 bits is exact.
 #pragma once
 #include "ptx.cuh"
 
+// Half h (0 or 1) of a pair, repeated in both halves.
+template <int H>
+__device__ __forceinline__ u32 broadcast(u32 pair) {
+    u32 r;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(pair), "n"(H == 0 ? 0x1010 : 0x3232));
+    return r;
+}
+
+// What a weight's nibble, under its exponent, exceeds the code minus the zero point by: pairs for low and for high nibbles,
+// of rows n and n + 8.
+struct Offsets {
+    u32 low[2], high[2];
+};
+
 struct Half {
+    static __device__ __forceinline__ u32 add(u32 a, u32 b) {
+        u32 r;
+        asm("add.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+        return r;
+    }
     static __device__ __forceinline__ u32 subtract(u32 a, u32 b) {
         u32 r;
         asm("sub.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
@@ -36,24 +55,32 @@ struct Half {
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     }
-    // A word to the A fragment of codes minus 8.
-    static __device__ __forceinline__ void dequantize(u32 word, u32 (&a)[4]) {
-        const u32 upper = word >> 8;
-        a[0] = subtract(and_or<0x000f000fu, 0x64006400u>(word), 0x64086408u);
-        a[2] = subtract(and_or<0x00f000f0u, 0x54005400u>(word), 0x54805480u);
-        a[1] = subtract(and_or<0x000f000fu, 0x64006400u>(upper), 0x64086408u);
-        a[3] = subtract(and_or<0x00f000f0u, 0x54005400u>(upper), 0x54805480u);
+    // For zero points of 8, and for a pair of others.
+    static __device__ __forceinline__ Offsets offsets() {
+        return {{0x64086408u, 0x64086408u}, {0x54805480u, 0x54805480u}};
     }
-    static constexpr u32 ONES = 0x3c003c00u;
+    static __device__ __forceinline__ Offsets offsets(u32 zeros) {
+        const u32 first = broadcast<0>(zeros), second = broadcast<1>(zeros);
+        return {{add(first, 0x64006400u), add(second, 0x64006400u)}, {add(first, 0x54005400u), add(second, 0x54005400u)}};
+    }
+    // A word to the A fragment of codes minus zero points.
+    static __device__ __forceinline__ void dequantize(u32 word, u32 (&a)[4], const Offsets& offsets) {
+        const u32 upper = word >> 8;
+        a[0] = subtract(and_or<0x000f000fu, 0x64006400u>(word), offsets.low[0]);
+        a[2] = subtract(and_or<0x00f000f0u, 0x54005400u>(word), offsets.high[0]);
+        a[1] = subtract(and_or<0x000f000fu, 0x64006400u>(upper), offsets.low[1]);
+        a[3] = subtract(and_or<0x00f000f0u, 0x54005400u>(upper), offsets.high[1]);
+    }
 };
 
 struct Bfloat16 {
-    static __device__ __forceinline__ u32 subtract(u32 a, u32 b) {
-        // a * 1 - b: sm_80 has the fused instruction only.
+    static __device__ __forceinline__ u32 add(u32 a, u32 b) {
+        // a * 1 + b: sm_80 has the fused instruction only.
         u32 r;
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(ONES), "r"(b ^ 0x80008000u));
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(ONES), "r"(b));
         return r;
     }
+    static __device__ __forceinline__ u32 subtract(u32 a, u32 b) { return add(a, b ^ 0x80008000u); }
     static __device__ __forceinline__ u32 multiply(u32 a, u32 b) {
         u32 r;
         asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
@@ -70,37 +97,30 @@ struct Bfloat16 {
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     }
-    static __device__ __forceinline__ void dequantize(u32 word, u32 (&a)[4]) {
-        a[0] = subtract(and_or<0x000f000fu, 0x43004300u>(word), 0x43084308u);
-        a[2] = subtract(and_or<0x000f000fu, 0x43004300u>(word >> 4), 0x43084308u);
-        a[1] = subtract(and_or<0x000f000fu, 0x43004300u>(word >> 8), 0x43084308u);
-        a[3] = subtract(and_or<0x000f000fu, 0x43004300u>(word >> 12), 0x43084308u);
+    static __device__ __forceinline__ Offsets offsets() {
+        return {{0x43084308u, 0x43084308u}, {0x43084308u, 0x43084308u}};
+    }
+    static __device__ __forceinline__ Offsets offsets(u32 zeros) {
+        const u32 first = add(broadcast<0>(zeros), 0x43004300u), second = add(broadcast<1>(zeros), 0x43004300u);
+        return {{first, second}, {first, second}};
+    }
+    static __device__ __forceinline__ void dequantize(u32 word, u32 (&a)[4], const Offsets& offsets) {
+        a[0] = subtract(and_or<0x000f000fu, 0x43004300u>(word), offsets.low[0]);
+        a[2] = subtract(and_or<0x000f000fu, 0x43004300u>(word >> 4), offsets.high[0]);
+        a[1] = subtract(and_or<0x000f000fu, 0x43004300u>(word >> 8), offsets.low[1]);
+        a[3] = subtract(and_or<0x000f000fu, 0x43004300u>(word >> 12), offsets.high[1]);
     }
     static constexpr u32 ONES = 0x3f803f80u;
 };
-
-// Half h (0 or 1) of a pair, repeated in both halves.
-template <int H>
-__device__ __forceinline__ u32 broadcast(u32 pair) {
-    u32 r;
-    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(pair), "n"(H == 0 ? 0x1010 : 0x3232));
-    return r;
-}
 
 template <typename E, int H>
 __device__ __forceinline__ float widen_half(u32 pair) {
     return E::widen(H == 0 ? pair & 0xffffu : pair >> 16);
 }
 
-// Weights of one block to their values, in 16 bits: minus what the zero points differ from 8, times the scales.
-template <typename E, bool Zeros>
-__device__ __forceinline__ void scale_fragment(u32 (&a)[4], u32 scales, u32 zeros) {
-    if (Zeros) {
-        const u32 eight = E::narrow(8.f, 8.f);
-        const u32 low = E::subtract(broadcast<0>(zeros), eight), high = E::subtract(broadcast<1>(zeros), eight);
-        a[0] = E::subtract(a[0], low), a[2] = E::subtract(a[2], low);
-        a[1] = E::subtract(a[1], high), a[3] = E::subtract(a[3], high);
-    }
+// Times the scales of rows n and n + 8.
+template <typename E>
+__device__ __forceinline__ void scale_fragment(u32 (&a)[4], u32 scales) {
     const u32 low = broadcast<0>(scales), high = broadcast<1>(scales);
     a[0] = E::multiply(a[0], low), a[2] = E::multiply(a[2], low);
     a[1] = E::multiply(a[1], high), a[3] = E::multiply(a[3], high);

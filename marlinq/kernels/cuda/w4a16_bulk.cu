@@ -51,7 +51,7 @@ __device__ __forceinline__ Scales load_scales(const u16* tile, int lane) {
     return s;
 }
 
-typedef Accumulators<BLOCKS_M, ZEROS != 0> Sums;
+typedef Accumulators<BLOCKS_M> Sums;
 
 // B fragments of two k16 rows, `row` and `row + 1`, for all column blocks; `slabs` is the chunk's activations.
 __device__ __forceinline__ void load_activations(u32 (&x)[2][BLOCKS_M][2], u32 slabs, int row, int lane) {
@@ -117,10 +117,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     total.clear();
     group.clear();
     Sums& target = GROUP != 0 ? group : total;
-    Scales channel_scale, channel_zero;
+    Scales channel_scale, zero;
     if (GROUP == 0) {
         channel_scale = load_scales(scales + column, lane);
-        if (ZEROS) channel_zero = load_scales(zeros + column, lane);
+        if (ZEROS) zero = load_scales(zeros + column, lane);
     }
     ring.advance(wk);
     for (int chunk = wk; chunk < count; chunk += WARPS_K) {
@@ -135,25 +135,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
             if (i % 2 == 0) load_activations(fragments, activations, i, lane);
             const u32(&b)[BLOCKS_M][2] = fragments[i % 2];
             const u32 word[4] = {v.x, v.y, v.z, v.w};
+            const u16* group_scales =
+                reinterpret_cast<const u16*>(stage + SCALES_AT + i / GROUP_ROWS * SCALE_BYTES + wn * 128);
+            if (GROUP != 0 && ZEROS && i % GROUP_ROWS == 0)
+                zero = load_scales(group_scales + (ZEROS_AT - SCALES_AT) / 2, lane);
 #pragma unroll
             for (int q = 0; q < 4; ++q) {
                 u32 a[4];
-                E::dequantize(word[q], a);
+                E::dequantize(word[q], a, ZEROS ? E::offsets(zero.pair[q]) : E::offsets());
 #pragma unroll
                 for (int c = 0; c < BLOCKS_M; ++c) E::multiply_accumulate(target.value[q][c], a, b[c][0], b[c][1]);
             }
-            if (ZEROS) {
-                const u32 ones[4] = {E::ONES, E::ONES, E::ONES, E::ONES};
-#pragma unroll
-                for (int c = 0; c < BLOCKS_M; ++c) E::multiply_accumulate(target.sum_x[c], ones, b[c][0], b[c][1]);
-            }
-            if (GROUP != 0 && i % GROUP_ROWS == GROUP_ROWS - 1) {
-                const u16* at = reinterpret_cast<const u16*>(stage + SCALES_AT + i / GROUP_ROWS * SCALE_BYTES + wn * 128);
-                const Scales scale = load_scales(at, lane);
-                Scales zero;
-                if (ZEROS) zero = load_scales(at + (ZEROS_AT - SCALES_AT) / 2, lane);
-                close_group<E>(total, group, scale, zero);
-            }
+            if (GROUP != 0 && i % GROUP_ROWS == GROUP_ROWS - 1) close_group<E>(total, group, load_scales(group_scales, lane));
         }
         __syncwarp();
         if (lane == 0) ring.release();
@@ -162,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     if (GROUP == 0) {
         group = total;
         total.clear();
-        close_group<E>(total, group, channel_scale, channel_zero);
+        close_group<E>(total, group, channel_scale);
     }
 
     // The owners have started and expect what comes.

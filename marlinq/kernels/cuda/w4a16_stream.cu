@@ -75,7 +75,7 @@ __device__ __forceinline__ Scales load_scales(const u16* base, int lane) {
     return s;
 }
 
-typedef Accumulators<BLOCKS_M, ZEROS != 0> Sums;
+typedef Accumulators<BLOCKS_M> Sums;
 
 // B fragments of two k16 rows, `row` and `row + 1`, for all column blocks; `tile` is the chunk's activations.
 __device__ __forceinline__ void load_activations(u32 (&x)[2][BLOCKS_M][2], u32 tile, int row, int lane) {
@@ -204,37 +204,27 @@ w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u
             const u32(&b)[BLOCKS_M][2] = fragments[i % 2];
             const u32 word[4] = {v.x, v.y, v.z, v.w};
             const u16* group_scales = my_scales + i / GROUP_ROWS * KINDS * 64;
-            if (!SCALE_SUMS && i % GROUP_ROWS == 0) {
-                scale = load_scales(group_scales, lane);
+            if (i % GROUP_ROWS == 0) {
+                if (!SCALE_SUMS) scale = load_scales(group_scales, lane);
                 if (ZEROS) zero = load_scales(group_scales + 64, lane);
             }
 #pragma unroll
             for (int q = 0; q < 4; ++q) {
                 u32 a[4];
-                E::dequantize(word[q], a);
-                if (!SCALE_SUMS) scale_fragment<E, ZEROS != 0>(a, scale.pair[q], zero.pair[q]);
+                E::dequantize(word[q], a, ZEROS ? E::offsets(zero.pair[q]) : E::offsets());
+                if (!SCALE_SUMS) scale_fragment<E>(a, scale.pair[q]);
 #pragma unroll
                 for (int c = 0; c < BLOCKS_M; ++c) E::multiply_accumulate(target.value[q][c], a, b[c][0], b[c][1]);
             }
-            if (SCALE_SUMS && ZEROS) {
-                const u32 ones[4] = {E::ONES, E::ONES, E::ONES, E::ONES};
-#pragma unroll
-                for (int c = 0; c < BLOCKS_M; ++c) E::multiply_accumulate(target.sum_x[c], ones, b[c][0], b[c][1]);
-            }
-            if (SCALE_SUMS && GROUP != 0 && i % GROUP_ROWS == GROUP_ROWS - 1) {
-                scale = load_scales(group_scales, lane);
-                if (ZEROS) zero = load_scales(group_scales + 64, lane);
-                close_group<E>(total, group, scale, zero);
-            }
+            if (SCALE_SUMS && GROUP != 0 && i % GROUP_ROWS == GROUP_ROWS - 1)
+                close_group<E>(total, group, load_scales(group_scales, lane));
         }
     }
     // A part without a chunk fetched no scales: whatever its memory holds, NaN perhaps, must not meet its zeros.
     if (SCALE_SUMS && GROUP == 0 && my_steps > 0) {
         group = total;
         total.clear();
-        Scales zero;
-        if (ZEROS) zero = load_scales(channel_scales + 64, lane);
-        close_group<E>(total, group, load_scales(channel_scales, lane), zero);
+        close_group<E>(total, group, load_scales(channel_scales, lane));
     }
 
     // The ring is drained; its memory becomes the reduction buffer [part][m][n].

@@ -36,8 +36,11 @@
 // ends however few of its blocks run at once, and there is hardly anything to wait for. Sums are added in the order of
 // falling blocks: a launch of the same shape gives the same bits.
 //
-// Compile-time parameters: ELEMENT, TILE_M, WORDS, GROUPS_N, PARTS_K, ROWS, GROUP (0: channelwise), ZEROS, CLUSTER, STAGES,
-// MIN_BLOCKS, EVEN, GROWN and SHRUNK (registers of a multiplying and a copying thread; 0: as launched).
+// SCALE_SUMS: scales multiply float accumulators when a group, which is a chunk then, or all of K ends. Otherwise they
+// multiply the weights' fragments in 16 bits: more instructions a weight, fewer registers.
+//
+// Compile-time parameters: ELEMENT, TILE_M, WORDS, GROUPS_N, PARTS_K, ROWS, GROUP (0: channelwise), ZEROS, SCALE_SUMS, CLUSTER,
+// STAGES, MIN_BLOCKS, EVEN, GROWN and SHRUNK (registers of a multiplying and a copying thread; 0: as launched).
 #include "element.cuh"
 #include "reduction.cuh"
 
@@ -53,6 +56,7 @@ constexpr int PITCH = TILE_N + 4;  // floats a row of the reduction buffer
 constexpr int BAND = 1024 / TILE_M;
 static_assert(STAGES % PARTS_K == 0, "a stage belongs to one part, which then sees all of its phases");
 static_assert(STAGES >= 2 * PARTS_K, "a part begins its next chunk before it gives the last one back");
+static_assert(!SCALE_SUMS || GROUP == 0 || GROUP == CHUNK, "sums are scaled at chunk ends");
 static_assert(!EVEN || !SPLIT, "chunks are dealt out to blocks that split K in no other way");
 
 // Without a split a warp transposes its results in memory of its own: one or two blocks of eight rows of the batch, twice,
@@ -71,11 +75,13 @@ struct Number {
 };
 
 struct Matrix {
+    template <bool ADD>
     static __device__ __forceinline__ void multiply(float (&d)[TILE_M / 2], const u32 (&a)[4], u64 b, Half) {
-        matrix_multiply_half<TILE_M>(d, a, b);
+        matrix_multiply_half<TILE_M, ADD>(d, a, b);
     }
+    template <bool ADD>
     static __device__ __forceinline__ void multiply(float (&d)[TILE_M / 2], const u32 (&a)[4], u64 b, Bfloat16) {
-        matrix_multiply_bfloat16<TILE_M>(d, a, b);
+        matrix_multiply_bfloat16<TILE_M, ADD>(d, a, b);
     }
 };
 
@@ -98,6 +104,26 @@ __device__ __forceinline__ Scales load_scales(const u16* tile, int word, int lan
         }
     }
     return s;
+}
+
+// Element i of a product's accumulators belongs to row n, or n + 8, of the lane.
+__device__ __forceinline__ float scale_of(const Scales& s, int q, int i) {
+    return i / 2 % 2 == 0 ? widen_half<E, 0>(s.pair[q]) : widen_half<E, 1>(s.pair[q]);
+}
+
+__device__ __forceinline__ void add_scaled(float (&sums)[PRODUCTS][TILE_M / 2], const float (&group)[PRODUCTS][TILE_M / 2],
+                                           const Scales& s) {
+#pragma unroll
+    for (int q = 0; q < PRODUCTS; ++q)
+#pragma unroll
+        for (int i = 0; i < TILE_M / 2; ++i) sums[q][i] = fmaf(scale_of(s, q, i), group[q][i], sums[q][i]);
+}
+
+__device__ __forceinline__ void multiply_by(float (&sums)[PRODUCTS][TILE_M / 2], const Scales& s) {
+#pragma unroll
+    for (int q = 0; q < PRODUCTS; ++q)
+#pragma unroll
+        for (int i = 0; i < TILE_M / 2; ++i) sums[q][i] *= scale_of(s, q, i);
 }
 
 // Stores this warp's columns of the tile, first_column on, for `rows` rows of `out` (which begins at the tile's first).
@@ -304,7 +330,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
         ring.advance(part);
         Scales scale, zero;
         u32 w[PRODUCTS], a[2][PRODUCTS][4];
-        // Row i of the stage at `at`, and the scales of a group that begins with it.
+        const auto group_scales = [&](const unsigned char* at, int i) {
+            return reinterpret_cast<const u16*>(at + SCALES_AT + i / GROUP_ROWS * SCALE_BYTES + my_tile * 128);
+        };
+        // Row i of the stage at `at`, and what a group that begins with it needs for its fragments.
         const auto load_row = [&](const unsigned char* at, int i) {
             const unsigned char* mine =
                 at + WEIGHTS_AT + i * ROW_BYTES + my_tile * 512 + lane * 16 + word * 4;
@@ -318,24 +347,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                 w[0] = *reinterpret_cast<const u32*>(mine);
             }
             if (GROUP != 0 && i % GROUP_ROWS == 0) {
-                const u16* its =
-                    reinterpret_cast<const u16*>(at + SCALES_AT + i / GROUP_ROWS * SCALE_BYTES + my_tile * 128);
-                scale = load_scales(its, word, lane);
+                const u16* its = group_scales(at, i);
+                if (!SCALE_SUMS) scale = load_scales(its, word, lane);
                 if (ZEROS) zero = load_scales(its + (ZEROS_AT - SCALES_AT) / 2, word, lane);
             }
         };
         const auto dequantize_row = [&](u32 (&fragments)[PRODUCTS][4]) {
 #pragma unroll
             for (int q = 0; q < PRODUCTS; ++q) {
-                E::dequantize(w[q], fragments[q]);
-                scale_fragment<E, ZEROS != 0>(fragments[q], scale.pair[q], zero.pair[q]);
+                E::dequantize(w[q], fragments[q], ZEROS ? E::offsets(zero.pair[q]) : E::offsets());
+                if (!SCALE_SUMS) scale_fragment<E>(fragments[q], scale.pair[q]);
             }
         };
 
         for (Work work(tiles_m * tiles_n, chunks); work.left(); work.next()) {
             const Place its = place(work.tile);
             const int count = work.count;
-            float sums[PRODUCTS][TILE_M / 2];
+            float sums[PRODUCTS][TILE_M / 2], group_sums[PRODUCTS][TILE_M / 2];
+            float (&target)[PRODUCTS][TILE_M / 2] = SCALE_SUMS && GROUP != 0 ? group_sums : sums;
 #pragma unroll
             for (int q = 0; q < PRODUCTS; ++q)
 #pragma unroll
@@ -353,15 +382,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
             }
             for (int chunk = part; chunk < count; chunk += PARTS_K) {
                 const Ring now = ring;
-                const u32 activations = descriptor_low(now.address());
+                const u32 activations = __shfl_sync(0xffffffffu, descriptor_low(now.address()), 0);
                 ring.advance(PARTS_K);
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) {
                     if (i + 1 < ROWS) load_row(base + now.address(), i + 1);
+                    if (SCALE_SUMS && GROUP != 0 && i == 0)
+                        scale = load_scales(group_scales(base + now.address(), 0), word, lane);
                     const u64 b = matrix_descriptor(activations + (i / 4 * SLAB_BYTES + i % 4 * 32) / 16);
                     matrix_fence();
 #pragma unroll
-                    for (int q = 0; q < PRODUCTS; ++q) Matrix::multiply(sums[q], a[i % 2][q], b, E());
+                    for (int q = 0; q < PRODUCTS; ++q) {
+                        // A group's first products don't add to what the registers hold.
+                        if (SCALE_SUMS && GROUP != 0 && i == 0)
+                            Matrix::multiply<false>(target[q], a[i % 2][q], b, E());
+                        else
+                            Matrix::multiply<true>(target[q], a[i % 2][q], b, E());
+                    }
                     matrix_commit();
                     if (i + 1 == ROWS && chunk + PARTS_K < count) {
                         ring.wait_full();
@@ -374,7 +411,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                 // No product stays in flight over the loop's end: the assembler then serialises them all (C7515).
                 matrix_wait<0>();
                 if (lane == 0) now.release();
+                if (SCALE_SUMS && GROUP != 0) add_scaled(sums, group_sums, scale);
             }
+            if (SCALE_SUMS && GROUP == 0) multiply_by(sums, scale);
             if constexpr (SPLIT) {
                 // When all consumers are here all stages are read; their memory becomes the buffer [part][m][n].
                 barrier_sync(1, CONSUMERS * 128);

@@ -59,6 +59,11 @@ void narrow_pair(Output<u32> result, float high, float low) {
 }
 
 template <Element ELEMENT>
+void add_pairs(Output<u32> result, u32 a, u32 b) {
+    result.set(each_half<ELEMENT>([](double x, double y, double) { return x + y; }, a, b));
+}
+
+template <Element ELEMENT>
 void subtract_pairs(Output<u32> result, u32 a, u32 b) {
     result.set(each_half<ELEMENT>([](double x, double y, double) { return x - y; }, a, b));
 }
@@ -76,6 +81,7 @@ void multiply_add_pairs(Output<u32> result, u32 a, u32 b, u32 c) {
 #define FOR_EACH_ELEMENT(ELEMENT)                                                             \
     template void widen<ELEMENT>(Output<float>, u16);                                  \
     template void narrow_pair<ELEMENT>(Output<u32>, float, float);              \
+    template void add_pairs<ELEMENT>(Output<u32>, u32, u32);                    \
     template void subtract_pairs<ELEMENT>(Output<u32>, u32, u32);               \
     template void multiply_pairs<ELEMENT>(Output<u32>, u32, u32);               \
     template void multiply_add_pairs<ELEMENT>(Output<u32>, u32, u32, u32);
