@@ -348,8 +348,8 @@ FAULTS = [
         [
             (
                 "a stage given back too early",
-                "matrix_wait<0>();\n                if (lane == 0) now.release();",
-                "if (lane == 0) now.release();\n                matrix_wait<0>();",
+                "matrix_wait<1>();\n                    if (!SCALED_GROUPS && i == 0 && chunk != part) {...}",
+                "if (i == 0 && chunk != part && lane == 0) last.release();\n matrix_wait<1>();",
                 "overwrites what",
             ),
             (
@@ -366,8 +366,8 @@ FAULTS = [
             ),
             (
                 "an operand overwritten in flight",
-                "dequantize_row(a[(i + 1) % 2])",
-                "dequantize_row(a[i % 2])",
+                "u32 (&fragment)[4] = a[i % 2][q];",
+                "u32 (&fragment)[4] = a[(i + 1) % 2][q];",
                 "operand A of a wgmma was overwritten",
             ),
             (
@@ -409,9 +409,9 @@ FAULTS = [
             ),
             (
                 "sums scaled in flight",
-                "matrix_wait<0>();\n                if (lane == 0) now.release();\n                if (SCALE_SUMS",
-                "if (SCALE_SUMS && GROUP != 0) add_scaled(sums, group_sums, scale);\n matrix_wait<0>();\n"
-                "                if (lane == 0) now.release();\n                if (false",
+                "matrix_wait<0>();\n                    if (lane == 0) now.release();\n"
+                "                    add_scaled(sums, group_sums, scale);",
+                "add_scaled(sums, group_sums, scale);\n matrix_wait<0>();\n if (lane == 0) now.release();",
                 WRONG,
             ),
         ],

@@ -84,6 +84,9 @@ __device__ __forceinline__ const float* opaque(const float* address) {
     return address;
 }
 
+// The same number, of which the compiler knows that all lanes have it: it stays in a uniform register.
+__device__ __forceinline__ u32 uniform(u32 number) { return __shfl_sync(0xffffffffu, number, 0); }
+
 // Dependent launch: let the next kernel of the stream begin, and wait for the previous one's results. Kernels let the
 // next one begin when they have requested their last weights: its own requests then follow in the memory's queue.
 __device__ __forceinline__ void launch_dependents() {

@@ -51,6 +51,7 @@ constexpr int PRODUCTS = WORDS;                // products of a warpgroup a k16 
 constexpr int CONSUMERS = GROUPS_N * PARTS_K;  // warpgroups that multiply
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr bool SPLIT = PARTS_K * CLUSTER > 1;
+constexpr bool SCALED_GROUPS = SCALE_SUMS && GROUP != 0;
 constexpr int PITCH = TILE_N + 4;  // floats a row of the reduction buffer
 // Tiles are taken in bands of so many batch tiles, so that what a wave of blocks reads stays in L2.
 constexpr int BAND = 1024 / TILE_M;
@@ -280,8 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     __shared__ __align__(8) u64 barriers[2 * STAGES];
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    // The shuffle tells the compiler that the number is the same for a warp, so that descriptors stay in uniform registers.
-    const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    const int group = uniform(threadIdx.x / 128);
     const int rank = blockIdx.x % CLUSTER;
     const int tiles_m = (M + TILE_M - 1) / TILE_M, tiles_n = (N + TILE_N - 1) / TILE_N;
     struct Place {
@@ -329,34 +329,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
 
         ring.advance(part);
         Scales scale, zero;
-        u32 w[PRODUCTS], a[2][PRODUCTS][4];
-        const auto group_scales = [&](const unsigned char* at, int i) {
-            return reinterpret_cast<const u16*>(at + SCALES_AT + i / GROUP_ROWS * SCALE_BYTES + my_tile * 128);
-        };
-        // Row i of the stage at `at`, and what a group that begins with it needs for its fragments.
+        u32 w[2][PRODUCTS], a[2][PRODUCTS][4];  // of even and of odd rows
+        // Row i of the stage at `at`.
         const auto load_row = [&](const unsigned char* at, int i) {
-            const unsigned char* mine =
-                at + WEIGHTS_AT + i * ROW_BYTES + my_tile * 512 + lane * 16 + word * 4;
+            u32 (&row)[PRODUCTS] = w[i % 2];
+            const unsigned char* mine = at + WEIGHTS_AT + i * ROW_BYTES + my_tile * 512 + lane * 16 + word * 4;
             if constexpr (WORDS == 4) {
                 const uint4 v = *reinterpret_cast<const uint4*>(mine);
-                w[0] = v.x, w[1 % WORDS] = v.y, w[2 % WORDS] = v.z, w[3 % WORDS] = v.w;
+                row[0] = v.x, row[1 % WORDS] = v.y, row[2 % WORDS] = v.z, row[3 % WORDS] = v.w;
             } else if constexpr (WORDS == 2) {
                 const uint2 v = *reinterpret_cast<const uint2*>(mine);
-                w[0] = v.x, w[1 % WORDS] = v.y;
+                row[0] = v.x, row[1 % WORDS] = v.y;
             } else {
-                w[0] = *reinterpret_cast<const u32*>(mine);
-            }
-            if (GROUP != 0 && i % GROUP_ROWS == 0) {
-                const u16* its = group_scales(at, i);
-                if (!SCALE_SUMS) scale = load_scales(its, word, lane);
-                if (ZEROS) zero = load_scales(its + (ZEROS_AT - SCALES_AT) / 2, word, lane);
+                row[0] = *reinterpret_cast<const u32*>(mine);
             }
         };
-        const auto dequantize_row = [&](u32 (&fragments)[PRODUCTS][4]) {
+        // What row i's fragments need of the group that begins with it, if one does.
+        const auto load_group = [&](const unsigned char* at, int i) {
+            if (GROUP == 0 || i % GROUP_ROWS) return;
+            const u16* its = reinterpret_cast<const u16*>(at + SCALES_AT + i / GROUP_ROWS * SCALE_BYTES + my_tile * 128);
+            if (!SCALE_SUMS) scale = load_scales(its, word, lane);
+            if (ZEROS) zero = load_scales(its + (ZEROS_AT - SCALES_AT) / 2, word, lane);
+        };
+        const auto dequantize_row = [&](int i) {
 #pragma unroll
             for (int q = 0; q < PRODUCTS; ++q) {
-                E::dequantize(w[q], fragments[q], ZEROS ? E::offsets(zero.pair[q]) : E::offsets());
-                if (!SCALE_SUMS) scale_fragment<E>(fragments[q], scale.pair[q]);
+                u32 (&fragment)[4] = a[i % 2][q];
+                E::dequantize(w[i % 2][q], fragment, ZEROS ? E::offsets(zero.pair[q]) : E::offsets());
+                if (!SCALE_SUMS) scale_fragment<E>(fragment, scale.pair[q]);
             }
         };
 
@@ -364,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
             const Place its = place(work.tile);
             const int count = work.count;
             float sums[PRODUCTS][TILE_M / 2], group_sums[PRODUCTS][TILE_M / 2];
-            float (&target)[PRODUCTS][TILE_M / 2] = SCALE_SUMS && GROUP != 0 ? group_sums : sums;
+            float (&target)[PRODUCTS][TILE_M / 2] = SCALED_GROUPS ? group_sums : sums;
 #pragma unroll
             for (int q = 0; q < PRODUCTS; ++q)
 #pragma unroll
@@ -377,41 +377,62 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
             // Rows past K have activations of zero (the copy fills them in) and finite weights.
             if (part < count) {
                 ring.wait_full();
-                load_row(base + ring.address(), 0);
-                dequantize_row(a[0]);
+                const unsigned char* at = base + ring.address();
+                load_row(at, 0);
+                load_row(at, 1);
+                load_group(at, 0);
+                dequantize_row(0);
             }
+            Ring last = ring;
             for (int chunk = part; chunk < count; chunk += PARTS_K) {
                 const Ring now = ring;
-                const u32 activations = __shfl_sync(0xffffffffu, descriptor_low(now.address()), 0);
+                const unsigned char* at = base + now.address();
+                const u32 activations = uniform(descriptor_low(now.address()));
                 ring.advance(PARTS_K);
+                const unsigned char* next = base + ring.address();
+                const bool more = chunk + PARTS_K < count;
+                if (SCALED_GROUPS) scale = load_scales(reinterpret_cast<const u16*>(at + SCALES_AT + my_tile * 128), word, lane);
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) {
-                    if (i + 1 < ROWS) load_row(base + now.address(), i + 1);
-                    if (SCALE_SUMS && GROUP != 0 && i == 0)
-                        scale = load_scales(group_scales(base + now.address(), 0), word, lane);
+                    if (i + 2 < ROWS) {
+                        load_row(at, i + 2);
+                    } else if (more) {
+                        if (i + 2 == ROWS) ring.wait_full();
+                        load_row(next, i + 2 - ROWS);
+                    }
+                    if (i + 1 < ROWS)
+                        load_group(at, i + 1);
+                    else if (more)
+                        load_group(next, 0);
                     const u64 b = matrix_descriptor(activations + (i / 4 * SLAB_BYTES + i % 4 * 32) / 16);
                     matrix_fence();
 #pragma unroll
                     for (int q = 0; q < PRODUCTS; ++q) {
                         // A group's first products don't add to what the registers hold.
-                        if (SCALE_SUMS && GROUP != 0 && i == 0)
+                        if (SCALED_GROUPS && i == 0)
                             Matrix::multiply<false>(target[q], a[i % 2][q], b, E());
                         else
                             Matrix::multiply<true>(target[q], a[i % 2][q], b, E());
                     }
                     matrix_commit();
-                    if (i + 1 == ROWS && chunk + PARTS_K < count) {
-                        ring.wait_full();
-                        load_row(base + ring.address(), 0);
-                    }
                     // The products of the row before are done, so its registers may be written again.
                     matrix_wait<1>();
-                    dequantize_row(a[(i + 1) % 2]);
+                    if (!SCALED_GROUPS && i == 0 && chunk != part) {
+                        __syncwarp();
+                        if (lane == 0) last.release();
+                    }
+                    dequantize_row(i + 1);
                 }
-                // No product stays in flight over the loop's end: the assembler then serialises them all (C7515).
+                last = now;
+                if (SCALED_GROUPS) {
+                    matrix_wait<0>();
+                    if (lane == 0) now.release();
+                    add_scaled(sums, group_sums, scale);
+                }
+            }
+            if (!SCALED_GROUPS) {
                 matrix_wait<0>();
-                if (lane == 0) now.release();
-                if (SCALE_SUMS && GROUP != 0) add_scaled(sums, group_sums, scale);
+                if (lane == 0 && part < count) last.release();
             }
             if (SCALE_SUMS && GROUP == 0) multiply_by(sums, scale);
             if constexpr (SPLIT) {
