@@ -219,8 +219,8 @@ class WarpgroupConfig:
         """What blocks that share a tile leave sums in; None where they don't."""
         if not self.even:
             return None
-        warps = self.grid(problem) * self.multiplying * 4
-        return Handover(floats=warps * self.tile_m * self.tile_n // (self.groups_n * 4), flags=warps)
+        blocks = self.grid(problem)
+        return Handover(floats=blocks * self.tile_m * self.tile_n, flags=blocks)
 
     def defines(self, problem: Problem) -> dict[str, object]:
         """The preprocessor definitions of the variant."""

@@ -52,6 +52,7 @@ constexpr int CONSUMERS = GROUPS_N * PARTS_K;  // warpgroups that multiply
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr bool SPLIT = PARTS_K * CLUSTER > 1;
 constexpr bool SCALED_GROUPS = SCALE_SUMS && GROUP != 0;
+constexpr bool FEW_REGISTERS = PRODUCTS * TILE_M * (1 + SCALED_GROUPS) > 256;
 constexpr int PITCH = TILE_N + 4;  // floats a row of the reduction buffer
 // Tiles are taken in bands of so many batch tiles, so that what a wave of blocks reads stays in L2.
 constexpr int BAND = 1024 / TILE_M;
@@ -208,11 +209,11 @@ struct Work {
 private:
     int tiles, chunks;
 
-    // What is dealt out in chunks: the tiles from `tile` on. Computed where it is needed, registers being short.
+    // What is dealt out in chunks: the tiles from `tile` on. Computed where it is needed if registers are short.
     struct Dealt {
         int grid, tile, units, chunks;
         __device__ __forceinline__ explicit Dealt(const Work& work)
-            : grid(opaque(gridDim.x)),
+            : grid(FEW_REGISTERS ? opaque(gridDim.x) : gridDim.x),
               tile(max(work.tiles / grid - 1, 0) * grid),
               units((work.tiles - tile) * work.chunks),
               chunks(work.chunks) {}
@@ -228,14 +229,11 @@ private:
     }
 };
 
-// Sums on their way between the same warp of two blocks: vectors of four a lane, those of a warp side by side, and a
-// flag that is 0 before and after every launch. Launches of a stream share flags and memory though the next one may
-// begin early: it touches either only after products of activations, which its filling thread has requested when the
-// launch before it had ended.
+// Sums on their way between the same warp of two blocks: vectors of four a lane, those of a warp side by side.
 constexpr int VECTORS = PRODUCTS * TILE_M / 8;
 constexpr int WARP_SUMS = VECTORS * 128;
 
-__device__ __forceinline__ void leave_sums(const float (&sums)[PRODUCTS][TILE_M / 2], float* warps, u32* flag, int lane) {
+__device__ __forceinline__ void leave_sums(const float (&sums)[PRODUCTS][TILE_M / 2], float* warps, int lane) {
     float* mine = warps + lane * 4;
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
@@ -243,20 +241,12 @@ __device__ __forceinline__ void leave_sums(const float (&sums)[PRODUCTS][TILE_M 
         *reinterpret_cast<uint4*>(mine + v * 128) =
             make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3]));
     }
-    __syncwarp();
-    if (lane == 0) store_release(flag, 1);
 }
 
-__device__ __forceinline__ void add_sums(float (&sums)[PRODUCTS][TILE_M / 2], const float* warps, u32* flag, int lane) {
+__device__ __forceinline__ void add_sums(float (&sums)[PRODUCTS][TILE_M / 2], const float* warps, int lane) {
     const float* mine = opaque(warps + lane * 4);
-    if (lane == 0) {
-        while (load_acquire(flag) == 0) continue;
-        // Nobody else looks at it in this launch.
-        store_relaxed(flag, 0);
-    }
-    __syncwarp();
     // As many at once as there are registers free between two tiles.
-    constexpr int AT_ONCE = 8;
+    constexpr int AT_ONCE = SCALED_GROUPS ? 16 : 8;
 #pragma unroll
     for (int from = 0; from < VECTORS; from += AT_ONCE) {
         uint4 loaded[AT_ONCE];
@@ -273,12 +263,35 @@ __device__ __forceinline__ void add_sums(float (&sums)[PRODUCTS][TILE_M / 2], co
     }
 }
 
+// One thread beside the filling one tells higher blocks that this one's sums lie in memory (flag of the block: 0 before and
+// after every launch) and its own warps that those of lower blocks do, so that no multiplying warp waits for memory to
+// be ordered or for a flag to arrive. Both happen once at most. Launches of a stream share flags and memory though the next
+// one may begin early: it touches flags after the wait for the previous one, and memory after products of activations,
+// which come behind the same wait.
+__device__ __forceinline__ void carry_messages(Work work, u32* flags, u32 all_left, u32 all_there, bool dependent) {
+    if (dependent) wait_for_previous_kernel();
+    for (; work.left(); work.next()) {
+        if (work.lacks_end()) {
+            barrier_wait(all_left, 0);
+            store_release(flags + blockIdx.x, 1);
+        } else if (work.begin > 0) {
+            for (int block = blockIdx.x; work.lacks_begin(block);) {
+                u32* flag = flags + --block;
+                while (load_acquire(flag) == 0) continue;
+                // Nobody else looks at it in this launch.
+                store_relaxed(flag, 0);
+            }
+            barrier_arrive(all_there);
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims__(CLUSTER, 1, 1)
     w4a16_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ WeightMaps maps,
                 const u16* __restrict__ scales, const u16* __restrict__ zeros, const u16* __restrict__ bias,
                 u16* __restrict__ out, int M, int N, int K, i64 out_stride, int dependent, float* partials, u32* flags) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    __shared__ __align__(8) u64 barriers[2 * STAGES];
+    __shared__ __align__(8) u64 barriers[2 * STAGES + 2 * EVEN];
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const int group = uniform(threadIdx.x / 128);
@@ -295,7 +308,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     const int chunks = (K + CHUNK - 1) / CHUNK;
 
     Ring ring(shared, barriers, group == CONSUMERS);
-    if (threadIdx.x == 0) ring.init(GROUPS_N * 4);
+    const u32 all_left = shared_address(barriers + 2 * STAGES), all_there = all_left + 8;
+    if (threadIdx.x == 0) {
+        if (EVEN) {
+            barrier_init(all_left, CONSUMERS * 4);
+            barrier_init(all_there, 1);
+        }
+        ring.init(GROUPS_N * 4);
+    }
     __syncthreads();
 
     float* buffer = reinterpret_cast<float*>(shared);
@@ -317,6 +337,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
             }
             launch_dependents();
         }
+        if (EVEN && warp == 1 && lane == 0)
+            carry_messages(Work(tiles_m * tiles_n, chunks), flags, all_left, all_there, dependent);
         // The barriers at the end want whole warps.
         __syncwarp();
     } else {
@@ -454,16 +476,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                 if constexpr (EVEN) {
                     const int its_warp = group * 4 + warp;
                     constexpr int WARPS = CONSUMERS * 4;
-                    if (n < N && work.lacks_end()) {
-                        const int from = blockIdx.x * WARPS + its_warp;
-                        leave_sums(sums, partials + from * WARP_SUMS, flags + from, lane);
+                    if (work.lacks_end()) {
+                        if (n < N) leave_sums(sums, partials + (blockIdx.x * WARPS + its_warp) * WARP_SUMS, lane);
+                        __syncwarp();
+                        if (lane == 0) barrier_arrive(all_left);
                         continue;
                     }
-                    if (n < N && work.begin > 0)
-                        for (int block = blockIdx.x; work.lacks_begin(block);) {
-                            const int from = --block * WARPS + its_warp;
-                            add_sums(sums, partials + from * WARP_SUMS, flags + from, lane);
-                        }
+                    if (work.begin > 0) {
+                        barrier_wait(all_there, 0);
+                        for (int block = blockIdx.x; n < N && work.lacks_begin(block);)
+                            add_sums(sums, partials + (--block * WARPS + its_warp) * WARP_SUMS, lane);
+                    }
                 }
                 if (n < N)
                     store_columns(sums, scratch, bias == nullptr ? nullptr : bias + n, out + its.m0 * out_stride + n,
