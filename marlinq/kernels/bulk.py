@@ -50,23 +50,23 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 1.47e-06
-    wave: float = 9.11e-07
-    latency: float = 2.48e-07
-    crowding: float = 0.955
-    port: float = 9.87e10
-    row: float = 57.4
-    product: float = 3.15
-    closing: float = 67.3
-    stalls: float = 1
-    chunk: float = 89.7
-    copy: float = 6.21e10
-    feed: float = 331
-    box: float = 1.25
-    reduction: float = 5.49e10
-    cluster: float = 2.44e-07
-    member: float = 6.34e-08
-    sharpness: float = 5.62
+    launch: float = 1.23e-06
+    wave: float = 9.65e-07
+    latency: float = 2.28e-07
+    crowding: float = 1.02
+    port: float = 9.68e10
+    row: float = 55.7
+    product: float = 4.39
+    closing: float = 55.2
+    stalls: float = 1.03
+    chunk: float = 83.6
+    copy: float = 6.57e10
+    feed: float = 356
+    box: float = 1.12
+    reduction: float = 5.33e10
+    cluster: float = 1.86e-07
+    member: float = 8.89e-08
+    sharpness: float = 6.53
 
 
 COSTS = Costs()

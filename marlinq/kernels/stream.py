@@ -53,22 +53,22 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 1.64e-06
-    wave: float = 9.21e-07
-    latency: float = 6.64e-07
-    crowding: float = 0.577
+    launch: float = 1.59e-06
+    wave: float = 9.38e-07
+    latency: float = 9.58e-07
+    crowding: float = 0.452
     port: float = 1.48e11
-    row: float = 49
-    product: float = 6.84
-    closing: float = 8.62
-    scaling: float = 35.7
-    stalls: float = 1.2
-    step: float = 64.3
-    reduction: float = 2.31e11
-    remote: float = 1.49e11
-    cluster: float = 5.56e-07
-    member: float = 2.69e-08
-    sharpness: float = 6.27
+    row: float = 56.1
+    product: float = 6.36
+    closing: float = 5.32
+    scaling: float = 31.8
+    stalls: float = 1.07
+    step: float = 105
+    reduction: float = 2.37e11
+    remote: float = 1.13e11
+    cluster: float = 4.96e-07
+    member: float = 2.61e-08
+    sharpness: float = 8.14
 
 
 COSTS = Costs()

@@ -70,8 +70,9 @@ class Costs:
         issue: cycles of a multiprocessor's schedulers for an instruction of every warp that dequantises.
         exposed: share of a product's time that its warpgroup can't spend on dequantising the next operand.
         operand: cycles of it however few rows the batch has.
-        chunk: cycles of a warpgroup to take a chunk, to let its products end, and to give it back.
-        drain: further ones for every warpgroup that shares the chunk.
+        chunk: cycles of a warpgroup to take a chunk and to give it back.
+        sharing: further ones for every warpgroup that shares the chunk.
+        drain: further ones to let its products end where sums are scaled at its end.
         collision: how much of a queue one waits for (:func:`marlinq.kernels.costs.round_trip`).
         cache: share of :attr:`Device.cache_bandwidth` that is reached.
         feed: cycles of the filling thread for a chunk.
@@ -81,37 +82,38 @@ class Costs:
         remote: the same from the cluster's.
         cluster: seconds that two meetings of a cluster take.
         member: seconds more for every further block of a cluster.
+        handover: seconds that a launch of dealt-out chunks takes beside them and its sums' way through L2.
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 3.29e-07
-    wave: float = 8.42e-07
-    latency: float = 5.4e-07
-    port: float = 1.1e11
-    row: float = 30.9
-    fragment: float = 0.779
-    issue: float = 1.6
-    exposed: float = 0.761
-    operand: float = 4.95
-    chunk: float = 169
-    drain: float = 23.8
-    collision: float = 2.01
-    cache: float = 1.37
-    feed: float = 389
-    tile: float = 5.55e-07
-    store: float = 1.96e11
-    reduction: float = 8.22e10
-    remote: float = 4.46e10
-    cluster: float = 1.14e-06
-    member: float = 1.81e-07
-    sharpness: float = 17.2
+    launch: float = 3.12e-07
+    wave: float = 9.64e-07
+    latency: float = 4.49e-07
+    port: float = 1.7e11
+    row: float = 12.5
+    fragment: float = 0.756
+    issue: float = 1.54
+    exposed: float = 0.657
+    operand: float = 3.59
+    chunk: float = 228
+    sharing: float = 17.5
+    drain: float = 22.5
+    collision: float = 1.99
+    cache: float = 2.16
+    feed: float = 417
+    tile: float = 7.32e-07
+    store: float = 1.88e11
+    reduction: float = 9.97e10
+    remote: float = 8.49e10
+    cluster: float = 7.87e-07
+    member: float = 3.09e-07
+    handover: float = 1.67e-06
+    sharpness: float = 4.42
 
 
 COSTS = Costs()
 # Chunks that a block has at least where they are dealt out evenly.
 _LEAST_CHUNKS = 2
-# What a launch takes longer than its chunks and its sums' way through L2 explain, on average of the measured.
-_HANDOVER_SECONDS = 3.5e-6
 # Whole tiles that keep the multiprocessors busier than this are not dealt out in chunks.
 _WELL_FILLED = 0.95
 
@@ -348,14 +350,16 @@ def estimate(
     columns = products * 64 * 16 * config.tile_m / _MULTIPLICATIONS / device.clock
     shares = {"columns": columns * costs.exposed, "operand": products * costs.operand / device.clock}
     multiplied, _ = overlapped(shares, costs.sharpness)
-    instructions = _UNPACK + _UNPACK_BFLOAT16 * problem.bfloat16
-    if not config.scales_sums(problem):
-        instructions += _SCALE
-    elif problem.group:
+    instructions: float = _UNPACK + _UNPACK_BFLOAT16 * problem.bfloat16
+    scaled_groups = problem.group != 0 and config.scales_sums(problem)
+    if scaled_groups:
         instructions += config.tile_m / 2 / config.rows
+    elif problem.group:
+        instructions += _SCALE
     dequantised = products * instructions * costs.issue / device.clock
     waited = (costs.row + products * costs.fragment) / device.clock
-    handed = (costs.chunk + costs.drain * (config.groups_n - 1)) / device.clock
+    handed = costs.chunk + costs.drain * scaled_groups + costs.sharing * (config.groups_n - 1)
+    handed /= device.clock
     ends = batch * config.tile_n * (4 * config.parts_k if split else 2)
     meeting = costs.cluster + costs.member * config.cluster if config.cluster > 1 else 0.0
     rate = costs.store if not split else costs.remote if config.cluster > 1 else costs.reduction
@@ -383,7 +387,7 @@ def estimate(
             share = config.tiles(problem) / load.grid
             sums = config.tile_m * config.tile_n * 4 * device.multiprocessors / device.cache_bandwidth
             seconds += share * streamed + math.ceil(share) * last
-            seconds += _HANDOVER_SECONDS + load.blocks * (1 + max(1.0, 1 / share)) * sums
+            seconds += costs.handover + load.blocks * (1 + max(1.0, 1 / share)) * sums
         else:
             seconds += load.waves * (streamed + last)
     return seconds, busiest

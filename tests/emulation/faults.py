@@ -409,8 +409,7 @@ FAULTS = [
             ),
             (
                 "sums scaled in flight",
-                "matrix_wait<0>();\n                    if (lane == 0) now.release();\n"
-                "                    add_scaled(sums, group_sums, scale);",
+                "matrix_wait<0>();\n                    if (lane == 0) now.release();...add_scaled(...);",
                 "add_scaled(sums, group_sums, scale);\n matrix_wait<0>();\n if (lane == 0) now.release();",
                 WRONG,
             ),
