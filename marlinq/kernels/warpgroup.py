@@ -15,15 +15,20 @@ from marlinq.kernels.problem import Device, Load, Problem, registers_of_a_thread
 from marlinq.kernels.stages import stage_bytes
 
 # Registers of a multiplying thread beside its accumulators and operand fragments: by the words of a vector
-# that a lane takes, with zero points, and where tiles are dealt out in chunks (a word, with zero points).
-_OTHER_REGISTERS = {1: 48, 2: 40, 4: 48}
-_ZERO_REGISTERS = 16
+# that a lane takes, with zero points, where tiles are dealt out in chunks (a word, with zero points), and where
+# sums are sent.
+_OTHER_REGISTERS = {1: 48, 2: 42, 4: 48}
+_ZERO_REGISTERS = {1: 16, 2: 20, 4: 40}
 # Largest tile whose sums are scaled instead of its weights: what it saves on a weight it spends on a sum
 # (docs/kernels/notes.md, "Scaled sums").
 _SCALED_SUMS_MOST = 64
+# Largest tile, and rows of all blocks of a cluster, whose sums are sent to their owners (docs/kernels/notes.md,
+# "Timeline of a launch"); as in the kernel.
+_PUSHED_MOST, _PUSHED_ROWS_MOST = 32, 128
 # Instructions that turn a word into an operand's fragment: for float16, more for bfloat16, for the scale.
 _UNPACK, _UNPACK_BFLOAT16, _SCALE = 9, 2, 4
 _EVEN_REGISTERS, _EVEN_ZERO_REGISTERS = 4, 8
+_PUSH_REGISTERS = 12
 # By the number of multiplying warpgroups and whether K is split: registers of a multiplying and of a copying
 # thread when the even share of a launch is not enough (setmaxnreg). The latter keeps what a reduction needs.
 _GROWN = {(2, False): (232, 40), (2, True): (224, 56), (3, False): (152, 56), (3, True): (152, 56)}
@@ -157,6 +162,12 @@ class WarpgroupConfig:
         return self.cluster * self.parts_k
 
     @property
+    def pushes(self) -> bool:
+        """Whether warps send their sums to the blocks that own them, into memory beside the ring."""
+        rows = self.tile_m * self.cluster
+        return self.cluster > 1 and self.tile_m <= _PUSHED_MOST and rows <= _PUSHED_ROWS_MOST
+
+    @property
     def launch_registers(self) -> int:
         """Registers a thread is launched with."""
         return registers_of_a_thread(self.threads // 32, self.min_blocks)
@@ -179,7 +190,9 @@ class WarpgroupConfig:
         needed = self.words * (sets * self.tile_m // 2 + 8) + _OTHER_REGISTERS[self.words]
         if self.even:
             needed += _EVEN_ZERO_REGISTERS * self.words if problem.zeros else _EVEN_REGISTERS
-        return needed + problem.zeros * _ZERO_REGISTERS
+        if self.pushes:
+            needed += _PUSH_REGISTERS
+        return needed + problem.zeros * _ZERO_REGISTERS[self.words]
 
     def grown_registers(self, problem: Problem) -> tuple[int, int]:
         """What multiplying and copying threads change to at their start; zeros if the launch gives enough."""
@@ -192,8 +205,11 @@ class WarpgroupConfig:
         return self.registers(problem) <= (self.grown_registers(problem)[0] or self.launch_registers)
 
     def shared_bytes(self, problem: Problem) -> int:
-        """Dynamic shared memory of a block: the aligned ring, then what transposes or reduces."""
+        """Dynamic shared memory of a block: the aligned ring, then what transposes or is received."""
         ring = self.stages * stage_bytes(problem, self.tile_m, self.tile_n, self.rows) + 1024
+        if self.pushes:
+            slots = -(-self.tile_n // 16 // self.cluster)
+            return ring + self.parts * slots * self.tile_m * 64
         if self.parts > 1:
             return max(ring, self.parts_k * self.tile_m * (self.tile_n + 4) * 4)
         # A warp transposes twice eight rows of its columns, or sixteen where those are few.

@@ -24,6 +24,7 @@ BULK = replace(STREAM, config=BulkConfig(2, 2, 1, 8, 1, 4, 1))
 PUSHED = replace(STREAM, config=BulkConfig(1, 2, 1, 8, 2, 4, 1))
 SHARED_STAGES = replace(STREAM, config=BulkConfig(1, 4, 1, 4, 1, 5, 1))
 SPLIT = replace(STREAM, config=WarpgroupConfig(16, 2, 1, 2, 8, 1, 4, 1, 132))
+SENT = replace(STREAM, config=WarpgroupConfig(16, 2, 1, 1, 8, 2, 4, 1, 132))
 PERSISTENT = replace(STREAM, config=WarpgroupConfig(16, 4, 1, 1, 8, 1, 2, 1, 1))
 SCALED_SUMS = replace(
     STREAM,
@@ -270,6 +271,12 @@ FAULTS = [
                 "    // Others",
                 "no mbarrier was initialised|waiting for the initialisation",
             ),
+        ],
+    ),
+    *_in(
+        BULK,
+        "received.cuh",
+        [
             (
                 "sums not waited for",
                 "barrier_sync(1, WARPS * 32);",
@@ -277,11 +284,11 @@ FAULTS = [
                 "without waiting for it|still be reading",
             ),
             ("rows past M", "if (m < rows_m)", "", "out of bounds of global memory: .* out|a second time"),
-            ("columns past N", "if (n >= N) continue;", "", "out of bounds of global memory|a second time"),
+            ("columns past N", " || n >= columns", "", "out of bounds of global memory|a second time"),
             (
                 "sums not transposed",
                 "transpose_matrix(E::narrow(...));",
-                "E::narrow(sum[2 * h], sum[2 * h + 1]);",
+                "E::narrow(sum[i][2 * h], sum[i][2 * h + 1]);",
                 WRONG,
             ),
         ],
@@ -296,29 +303,53 @@ FAULTS = [
                 "",
                 "without waiting for the initialisation",
             ),
+        ],
+    ),
+    *_in(
+        PUSHED,
+        "received.cuh",
+        [
             (
                 "sums of other blocks not waited for",
-                "barrier_wait_cluster(all_received, 0);",
+                "barrier_wait_cluster(all_there, 0);",
                 ";",
                 "asynchronous copy|without waiting for it",
             ),
             (
                 "fewer sums expected than sent",
-                "PARTS * slots * blocks_m * 512",
-                "PARTS * slots * blocks_m * 512 - 16",
+                "PARTS * slots * SLOT_BYTES",
+                "PARTS * slots * SLOT_BYTES - 16",
                 "deadlock.*mbarrier.* bytes|fewer bytes were expected",
             ),
             (
                 "an acquire of the block alone",
-                "barrier_wait_cluster(all_received, 0);",
-                "barrier_wait(all_received, 0);",
+                "barrier_wait_cluster(all_there, 0);",
+                "barrier_wait(all_there, 0);",
                 "takes .acquire.cluster",
             ),
             (
                 "sums sent to another's place",
-                "block / CLUSTER) * SLOT_BYTES",
-                "block) * SLOT_BYTES",
+                "column_block / CLUSTER) * SLOT_BYTES",
+                "column_block) * SLOT_BYTES",
                 f"overwrites|bounds|{WRONG}",
+            ),
+        ],
+    ),
+    *_in(
+        SENT,
+        "w4a16_wgmma.cu",
+        [
+            (
+                "sums sent before the owner has begun",
+                "cluster_wait();",
+                "",
+                "without waiting for the initialisation",
+            ),
+            (
+                "another block's parts",
+                "rank * PARTS_K + part",
+                "part",
+                f"overwrites|a second time|{WRONG}",
             ),
         ],
     ),

@@ -23,6 +23,7 @@ _TABLE = {
     r"st\.release\.gpu\.global\.u32": "store_flag<true>",
     r"st\.relaxed\.gpu\.global\.u32": "store_flag<false>",
     r"ld\.shared\.v4\.u32": "load_shared_v4",
+    r"st\.shared\.v4\.u32": "store_shared_v4",
     r"ld\.shared::cluster\.v4\.f32": "load_cluster_v4",
     r"mapa\.shared::cluster\.u32": "map_cluster_address",
     r"cvt\.u16\.u32": "truncate_to_u16",

@@ -92,23 +92,27 @@ struct Feed {
             copy_box(at + slab * SLAB_BYTES, &x, chunk * CHUNK + slab * 64, m0, barrier);
     }
 
-    // The first chunks of a dependent launch: their weights depend on no earlier kernel and travel before the wait for
-    // it. Returns how many chunks are on their way.
-    __device__ __forceinline__ int fill_ahead(Ring& ring, int begin, int count) const {
-        const Ring start = ring;
-        const int ahead = min(AHEAD, count);
+    // Of the chunks begin .. begin + count - 1, the first one's weights: they depend on no earlier kernel, and the filling
+    // thread alone, so that they are requested before the block has met.
+    __device__ __forceinline__ void start(const Ring& ring, int begin, int count) const {
+        if (count > 0) copy_weights(ring, begin);
+    }
+    // What `start` has begun. A dependent launch requests more weights before its wait for the previous kernel.
+    __device__ __forceinline__ void go_on(Ring& ring, int begin, int count, bool dependent) const {
+        const Ring first = ring;
+        const int ahead = min(dependent ? AHEAD : 1, count);
 #pragma unroll 1
-        for (int i = 0; i < ahead; ++i, ring.advance()) copy_weights(ring, begin + i);
-        wait_for_previous_kernel();
-        ring = start;
+        for (int i = 0; i < ahead; ++i, ring.advance())
+            if (i > 0) copy_weights(ring, begin + i);
+        if (dependent) wait_for_previous_kernel();
+        ring = first;
 #pragma unroll 1
         for (int i = 0; i < ahead; ++i, ring.advance()) copy_activations(ring, begin + i);
-        return ahead;
+        fill(ring, begin + ahead, count - ahead);
     }
-    // The chunks begin + from to begin + count.
-    __device__ __forceinline__ void fill(Ring& ring, int begin, int from, int count) const {
+    __device__ __forceinline__ void fill(Ring& ring, int begin, int count) const {
 #pragma unroll 1
-        for (int i = from; i < count; ++i, ring.advance()) {
+        for (int i = 0; i < count; ++i, ring.advance()) {
             ring.wait_empty();
             copy_weights(ring, begin + i);
             copy_activations(ring, begin + i);

@@ -90,6 +90,12 @@ __device__ __forceinline__ uint4 load_shared(u32 address) {
     return value;
 }
 
+__device__ __forceinline__ void store_shared(u32 address, const float (&v)[4]) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(__float_as_uint(v[0])),
+                 "r"(__float_as_uint(v[1])), "r"(__float_as_uint(v[2])), "r"(__float_as_uint(v[3]))
+                 : "memory");
+}
+
 // 16 bytes to the shared memory of any block of the cluster, counted by a barrier there.
 __device__ __forceinline__ void store_cluster_counted(u32 address, const float (&v)[4], u32 barrier) {
     asm volatile(

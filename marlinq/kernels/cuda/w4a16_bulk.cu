@@ -11,10 +11,8 @@
 //   chunk     | 0     | 1     | 2     | 3     | 4     |   in the order of arrival
 //   part      | 0     | 1     | 2     | 0     | 1     |   with WARPS_K = 3
 //
-// Sums. Scales multiply float accumulators when a group or a chunk ends. At the end every warp sends each 16-column
-// block of its sums to the block of the cluster that owns it (block b of the tile: rank b % CLUSTER), into memory of its own
-// and counted by a barrier, so that nobody waits for a ring to drain and nobody reads what another block holds.
-// The owner adds the parts, always in the same order, and stores. No workspace in global memory.
+// Sums. Scales multiply float accumulators when a group or a chunk ends. At the end every warp sends its sums to the blocks
+// that own them (received.cuh), into memory of its own, so that nobody waits for a ring to drain.
 //
 // Compile-time parameters: ELEMENT, WARPS_N, WARPS_K, BLOCKS_M, ROWS, GROUP (0: channelwise), ZEROS, CLUSTER, STAGES,
 // MIN_BLOCKS.
@@ -28,12 +26,10 @@ constexpr int TILE_M = 8 * BLOCKS_M;
 constexpr int WARPS = WARPS_N * WARPS_K;
 constexpr int THREADS = 32 * (WARPS + 1);
 constexpr int PARTS = CLUSTER * WARPS_K;
-// The owner's memory: float4 [part][slot][block of 8 rows][lane], a slot being a 16-column block.
-constexpr int SLOTS = (4 * WARPS_N + CLUSTER - 1) / CLUSTER;
-constexpr int SLOT_BYTES = BLOCKS_M * 512;
 static_assert(STAGES % WARPS_K == 0, "a stage belongs to one part, which then sees all of its phases");
 
 typedef ELEMENT E;
+#include "received.cuh"
 
 // From the stored order of one tile's 64 columns.
 __device__ __forceinline__ Scales load_scales(const u16* tile, int lane) {
@@ -84,18 +80,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int rank = blockIdx.x % CLUSTER, tile = blockIdx.x / CLUSTER;
     const int tiles_m = (M + TILE_M - 1) / TILE_M;
-    const int m0 = tile % tiles_m * TILE_M, n0 = tile / tiles_m * TILE_N;
-    const int rows_m = min(TILE_M, M - m0), blocks_m = (rows_m + 7) / 8;
+    // Most launches have one batch tile, and a division takes longer than a barrier.
+    const int column_tile = tiles_m == 1 ? tile : tile / tiles_m;
+    const int m0 = (tile - column_tile * tiles_m) * TILE_M, n0 = column_tile * TILE_N;
+    const int rows_m = min(TILE_M, M - m0);
     const u32 chunks = (K + CHUNK - 1) / CHUNK;
     const int begin = chunks * rank / CLUSTER, count = (int)(chunks * (rank + 1) / CLUSTER) - begin;
 
     Ring ring(shared, barriers, warp == WARPS);
-    const u32 received = ring.stages + STAGES * STAGE_BYTES, all_received = shared_address(barriers + 2 * STAGES);
-    const int slots = (4 * WARPS_N - rank + CLUSTER - 1) / CLUSTER;  // what this block owns
-    if (threadIdx.x == 0) {
-        barrier_init(all_received, 1);
+    const Received received(ring.stages + STAGES * STAGE_BYTES, shared_address(barriers + 2 * STAGES), rank);
+    const Feed feed{x_map, maps, m0, n0 / 64};
+    if (threadIdx.x == 32 * WARPS) {
+        received.init();
         ring.init(WARPS_N);
-        if (CLUSTER > 1) barrier_expect(all_received, PARTS * slots * blocks_m * 512);
+        feed.start(ring, begin, count);
     }
     __syncthreads();
     // Others need to know of the barriers alone, whose initialisation has a fence of its own.
@@ -103,9 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
 
     if (warp == WARPS) {
         if (lane == 0) {
-            const Feed feed{x_map, maps, m0, n0 / 64};
-            const int ahead = dependent ? feed.fill_ahead(ring, begin, count) : 0;
-            feed.fill(ring, begin, ahead, count);
+            feed.go_on(ring, begin, count, dependent);
             launch_dependents();
         }
         return;
@@ -160,48 +156,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
 
     // The owners have started and expect what comes.
     if (CLUSTER > 1) cluster_wait();
-    const int part = rank * WARPS_K + wk;
 #pragma unroll
-    for (int q = 0; q < 4; ++q) {
-        const int block = 4 * wn + q;
-        const u32 at = received + (part * SLOTS + block / CLUSTER) * SLOT_BYTES + lane * 16;
+    for (int q = 0; q < 4; ++q)
 #pragma unroll
-        for (int c = 0; c < BLOCKS_M; ++c) {
-            if (c >= blocks_m) continue;
-            const float(&v)[4] = total.value[q][c];
-            // Without a cluster there are no addresses in it.
-            if constexpr (CLUSTER > 1)
-                store_cluster_counted(cluster_address(at + c * 512, block % CLUSTER), v,
-                                      cluster_address(all_received, block % CLUSTER));
-            else
-                *reinterpret_cast<uint4*>(shared + (at + c * 512 - shared_address(shared))) = make_uint4(
-                    __float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
-        }
-    }
-
-    if (slots == 0) return;
-    if constexpr (CLUSTER > 1)
-        barrier_wait_cluster(all_received, 0);
-    else
-        barrier_sync(1, WARPS * 32);
-    // A block whose slice is empty has seen nothing yet that waited for the previous kernel, which may still read `out`.
-    if (dependent) wait_for_previous_kernel();
-    for (int item = warp; item < slots * blocks_m; item += WARPS) {
-        const int slot = item / blocks_m, c = item % blocks_m;
-        float sum[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 8
-        for (int p = 0; p < PARTS; ++p) {
-            const uint4 v = load_shared(received + (p * SLOTS + slot) * SLOT_BYTES + c * 512 + lane * 16);
-            sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y);
-            sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
-        }
-        const int n = n0 + 16 * (slot * CLUSTER + rank), m = 8 * c + lane / 4;
-        if (n >= N) continue;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const float shift = bias == nullptr ? 0.f : E::widen(load_u16(bias + n + 8 * h + lane / 4));
-            const u32 pair = transpose_matrix(E::narrow(sum[2 * h] + shift, sum[2 * h + 1] + shift));
-            if (m < rows_m) *reinterpret_cast<u32*>(out + (m0 + m) * out_stride + n + 8 * h + 2 * (lane % 4)) = pair;
-        }
-    }
+        for (int c = 0; c < BLOCKS_M; ++c) received.send(total.value[q][c], rank * WARPS_K + wk, 4 * wn + q, c, lane);
+    received.add_and_store<WARPS>(bias == nullptr ? nullptr : bias + n0, out + m0 * out_stride + n0, out_stride, rows_m,
+                                  N - n0, dependent, warp, lane);
 }

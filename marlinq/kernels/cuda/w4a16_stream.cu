@@ -112,7 +112,9 @@ w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u
     const int tiles_m = (M + TILE_M - 1) / TILE_M;
     // Neighbouring blocks share a column tile, so that its weights are read from L2 after the first.
     const int tile = blockIdx.x / CLUSTER;
-    const int m0 = (tile % tiles_m) * TILE_M, n0 = (tile / tiles_m) * TILE_N;
+    // Most launches have one batch tile, and a division takes longer than a barrier.
+    const int column_tile = tiles_m == 1 ? tile : tile / tiles_m;
+    const int m0 = (tile - column_tile * tiles_m) * TILE_M, n0 = column_tile * TILE_N;
     const int rows_m = min(TILE_M, M - m0);
 
     constexpr u32 PARTS = CLUSTER * WARPS_K;

@@ -19,8 +19,9 @@
 //   K rows of a chunk     | 0 | 1 | ... | 7 | 0 of the part's next chunk
 //   registers             dequantise row i + 1 ...   while the tensor cores multiply row i
 //
-// SPLIT (more than one part): the sums meet as in the stream kernel, in shared memory and then in distributed shared
-// memory, in a fixed order. Otherwise the grid is the multiprocessors; a block takes tile after tile, its filling
+// SPLIT (more than one part): the sums meet as in the stream kernel, in the memory of the ring and then in distributed shared
+// memory, in a fixed order; PUSHED (small tiles of small clusters): as in the bulk kernel, every warp sends its sums to the blocks
+// that own them (received.cuh), which is sooner done but takes memory of its own. Otherwise the grid is the multiprocessors; a block takes tile after tile, its filling
 // thread running ahead into the next one while the others narrow and store their own columns.
 //
 // EVEN: as without a split, but the last tiles, one to two a block, are dealt out in chunks (Osama et al., "Stream-K",
@@ -42,7 +43,6 @@
 // Compile-time parameters: ELEMENT, TILE_M, WORDS, GROUPS_N, PARTS_K, ROWS, GROUP (0: channelwise), ZEROS, SCALE_SUMS, CLUSTER,
 // STAGES, MIN_BLOCKS, EVEN, GROWN and SHRUNK (registers of a multiplying and a copying thread; 0: as launched).
 #include "element.cuh"
-#include "reduction.cuh"
 
 constexpr int TILES = GROUPS_N * WORDS;
 #include "feed.cuh"
@@ -50,10 +50,12 @@ constexpr int TILES = GROUPS_N * WORDS;
 constexpr int PRODUCTS = WORDS;                // products of a warpgroup a k16 row
 constexpr int CONSUMERS = GROUPS_N * PARTS_K;  // warpgroups that multiply
 constexpr int THREADS = 128 * (CONSUMERS + 1);
-constexpr bool SPLIT = PARTS_K * CLUSTER > 1;
+constexpr int PARTS = PARTS_K * CLUSTER;
+constexpr bool SPLIT = PARTS > 1;
+constexpr bool PUSHED = CLUSTER > 1 && TILE_M <= 32 && TILE_M * CLUSTER <= 128;
+constexpr int PITCH = TILE_N + 4;  // floats a row of the reduction buffer
 constexpr bool SCALED_GROUPS = SCALE_SUMS && GROUP != 0;
 constexpr bool FEW_REGISTERS = PRODUCTS * TILE_M * (1 + SCALED_GROUPS) > 256;
-constexpr int PITCH = TILE_N + 4;  // floats a row of the reduction buffer
 // Tiles are taken in bands of so many batch tiles, so that what a wave of blocks reads stays in L2.
 constexpr int BAND = 1024 / TILE_M;
 static_assert(STAGES % PARTS_K == 0, "a stage belongs to one part, which then sees all of its phases");
@@ -70,6 +72,8 @@ constexpr int NARROW_BYTES = 2 * 8 * ROW_BLOCKS * NARROW_PITCH;
 static_assert(TILE_M / 8 % ROW_BLOCKS == 0, "blocks of eight rows are transposed in whole turns");
 
 typedef ELEMENT E;
+#include "received.cuh"
+#include "reduction.cuh"
 
 template <int VALUE>
 struct Number {
@@ -291,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                 const u16* __restrict__ scales, const u16* __restrict__ zeros, const u16* __restrict__ bias,
                 u16* __restrict__ out, int M, int N, int K, i64 out_stride, int dependent, float* partials, u32* flags) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    __shared__ __align__(8) u64 barriers[2 * STAGES + 2 * EVEN];
+    __shared__ __align__(8) u64 barriers[2 * STAGES + (EVEN ? 2 : PUSHED)];
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const int group = uniform(threadIdx.x / 128);
@@ -301,6 +305,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
         int m0, n0;
     };
     const auto place = [&](int tile) {
+        // Most launches have one batch tile, and divisions take longer than a barrier.
+        if (tiles_m == 1) return Place{0, tile * TILE_N};
         const int band = tile / (BAND * tiles_n), rest = tile % (BAND * tiles_n);
         const int height = min(BAND, tiles_m - band * BAND);
         return Place{(band * BAND + rest % height) * TILE_M, rest / height * TILE_N};
@@ -308,15 +314,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     const int chunks = (K + CHUNK - 1) / CHUNK;
 
     Ring ring(shared, barriers, group == CONSUMERS);
-    const u32 all_left = shared_address(barriers + 2 * STAGES), all_there = all_left + 8;
-    if (threadIdx.x == 0) {
+    const u32 extra_barriers = shared_address(barriers + 2 * STAGES), all_left = extra_barriers, all_there = all_left + 8;
+    const Received received(ring.stages + STAGES * STAGE_BYTES, extra_barriers, rank);
+    const bool fills = threadIdx.x == CONSUMERS * 128;
+    if (fills) {
         if (EVEN) {
             barrier_init(all_left, CONSUMERS * 4);
             barrier_init(all_there, 1);
         }
+        if (PUSHED) received.init();
         ring.init(GROUPS_N * 4);
+        const Work work(tiles_m * tiles_n, chunks);
+        const Place its = place(work.tile);
+        if (work.left()) Feed{x_map, maps, its.m0, its.n0 / 64}.start(ring, work.begin, work.count);
     }
     __syncthreads();
+    // Others need to know of the barriers alone, whose initialisation has a fence of its own.
+    if (PUSHED) cluster_arrive_relaxed();
 
     float* buffer = reinterpret_cast<float*>(shared);
     const auto reduce = [&](auto threads) {
@@ -326,14 +340,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     };
     if (group == CONSUMERS) {
         if constexpr (SHRUNK > 0) registers_shrink<SHRUNK>();
-        if (warp == 0 && lane == 0) {
-            bool ahead = dependent;
+        if (fills) {
+            bool begun = true;
             for (Work work(tiles_m * tiles_n, chunks); work.left(); work.next()) {
                 const Place its = place(work.tile);
                 const Feed feed{x_map, maps, its.m0, its.n0 / 64};
-                const int from = ahead ? feed.fill_ahead(ring, work.begin, work.count) : 0;
-                ahead = false;
-                feed.fill(ring, work.begin, from, work.count);
+                if (begun)
+                    feed.go_on(ring, work.begin, work.count, dependent);
+                else
+                    feed.fill(ring, work.begin, work.count);
+                begun = false;
             }
             launch_dependents();
         }
@@ -457,7 +473,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                 if (lane == 0 && part < count) last.release();
             }
             if (SCALE_SUMS && GROUP == 0) multiply_by(sums, scale);
-            if constexpr (SPLIT) {
+            if constexpr (PUSHED) {
+                // The owners have started and expect what comes.
+                cluster_wait();
+#pragma unroll
+                for (int q = 0; q < PRODUCTS; ++q)
+#pragma unroll
+                    for (int c = 0; c < TILE_M / 8; ++c) {
+                        const float* v = sums[q] + 4 * c;
+                        const float four[4] = {v[0], v[1], v[2], v[3]};
+                        received.send(four, rank * PARTS_K + part, first_column / 16 + q, c, lane);
+                    }
+                received.add_and_store<CONSUMERS * 4>(bias == nullptr ? nullptr : bias + its.n0,
+                                                      out + its.m0 * out_stride + its.n0, out_stride, M - its.m0,
+                                                      N - its.n0, dependent, group * 4 + warp, lane);
+            } else if constexpr (SPLIT) {
                 // When all consumers are here all stages are read; their memory becomes the buffer [part][m][n].
                 barrier_sync(1, CONSUMERS * 128);
 #pragma unroll
@@ -494,5 +524,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
             }
         }
     }
-    if constexpr (CLUSTER > 1) reduce(Number<THREADS>());
+    if constexpr (CLUSTER > 1 && !PUSHED) reduce(Number<THREADS>());
 }

@@ -337,6 +337,13 @@ void load_shared_v4(const Outputs4& values, u32 address) {
     for (int i = 0; i < 4; ++i) values[i].set(loaded[i]);
 }
 
+void store_shared_v4(u32 address, const Inputs4& values) {
+    if (address % 16) fail("st.shared.v4 to an address that is no multiple of 16");
+    maybe_yield(32);
+    unsigned char* destination = write_shared(address, 16, "st.shared", now());
+    for (int i = 0; i < 4; ++i) memcpy(destination + 4 * i, &values[i].value, 4);
+}
+
 void map_cluster_address(Output<u32> result, u32 address, u32 rank) {
     if (rank >= machine.cluster) fail("mapa to rank %u of a cluster of %u", rank, machine.cluster);
     result.set((address & ((1u << RANK_SHIFT) - 1)) | (rank + 1) << RANK_SHIFT);
