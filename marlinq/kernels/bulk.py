@@ -41,6 +41,7 @@ class Costs:
         closing: further ones for every eight rows of the batch and every group or chunk that ends.
         stalls: how much longer a row takes a warp that has its scheduler for itself.
         chunk: cycles of a warp to take a chunk and to give it back.
+        sharing: further ones for every other warp that shares the chunk.
         copy: bytes a second at which a chunk arrives.
         feed: cycles of the filling thread for a chunk.
         box: cycles that the copying unit takes for every 128-byte row of a box of activations.
@@ -50,23 +51,24 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 1.23e-06
-    wave: float = 9.65e-07
-    latency: float = 2.28e-07
-    crowding: float = 1.02
-    port: float = 9.68e10
-    row: float = 55.7
-    product: float = 4.39
-    closing: float = 55.2
-    stalls: float = 1.03
-    chunk: float = 83.6
-    copy: float = 6.57e10
-    feed: float = 356
-    box: float = 1.12
-    reduction: float = 5.33e10
-    cluster: float = 1.86e-07
-    member: float = 8.89e-08
-    sharpness: float = 6.53
+    launch: float = 1.25e-06
+    wave: float = 8.58e-07
+    latency: float = 2.19e-07
+    crowding: float = 0.868
+    port: float = 9.72e10
+    row: float = 54.4
+    product: float = 4.56
+    closing: float = 71.6
+    stalls: float = 0.961
+    chunk: float = 58.8
+    sharing: float = 15.6
+    copy: float = 6.98e10
+    feed: float = 342
+    box: float = 1.01
+    reduction: float = 7.61e10
+    cluster: float = 1.82e-07
+    member: float = 7.46e-08
+    sharpness: float = 6.92
 
 
 COSTS = Costs()
@@ -169,10 +171,10 @@ def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs 
     weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
     read = weights + channels * config.tile_m * 2
     own = weights / -(-problem.m // config.tile_m)
-    # Zero points take a fifth product beside those of the four words.
-    row = costs.row + costs.product * (4 + problem.zeros) * config.blocks_m
+    row = costs.row + costs.product * 4 * config.blocks_m
     closings = config.chunk / min(problem.group or config.chunk, config.chunk)
     chunk = config.rows * row + closings * costs.closing * config.blocks_m
+    handed = costs.chunk + costs.sharing * (config.warps_n - 1)
     sums = config.tile_m * config.tile_n * 4 * config.warps_k
     meeting = costs.cluster + costs.member * config.cluster if config.cluster > 1 else 0.0
     seconds, busiest = costs.launch, ""
@@ -185,12 +187,12 @@ def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs 
         ahead = load.blocks * weights * min(1.0, config.stages / fed) / 2**20
         slowed = own * (1 + costs.crowding * ahead)
         times = streaming_seconds(device, load, slowed, read, costs.port)
-        work = (chunk * max(costs.stalls, issued) + costs.chunk) / device.clock
+        work = (chunk * max(costs.stalls, issued) + handed) / device.clock
         times["requests"] = (
             turns * config.warps_k / config.stages * (costs.latency + work + read / fed / costs.copy)
         )
         times["instructions"] = turns * chunk * issued / device.clock
-        times["a warp"] = turns * (chunk * costs.stalls + costs.chunk) / device.clock
+        times["a warp"] = turns * (chunk * costs.stalls + handed) / device.clock
         times["the feed"] = fed * (costs.feed + costs.box * config.tile_m * config.rows / 4) / device.clock
         streamed, busiest = overlapped(times, costs.sharpness)
         last = chunk * costs.stalls / device.clock

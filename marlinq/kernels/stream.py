@@ -53,21 +53,21 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 1.59e-06
-    wave: float = 9.38e-07
-    latency: float = 9.58e-07
-    crowding: float = 0.452
+    launch: float = 1.57e-06
+    wave: float = 9.78e-07
+    latency: float = 9.22e-07
+    crowding: float = 0.348
     port: float = 1.48e11
-    row: float = 56.1
-    product: float = 6.36
-    closing: float = 5.32
-    scaling: float = 31.8
-    stalls: float = 1.07
-    step: float = 105
-    reduction: float = 2.37e11
-    remote: float = 1.13e11
-    cluster: float = 4.96e-07
-    member: float = 2.61e-08
+    row: float = 56.9
+    product: float = 6.52
+    closing: float = 3.85
+    scaling: float = 27.2
+    stalls: float = 1.04
+    step: float = 139
+    reduction: float = 2.51e11
+    remote: float = 9.43e10
+    cluster: float = 4.46e-07
+    member: float = 2.51e-08
     sharpness: float = 8.14
 
 
@@ -200,8 +200,7 @@ def estimate(
     weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
     read = weights + channels * batch * 2
     own = weights / -(-problem.m // config.tile_m)
-    # Zero points take a fifth product beside those of the four words.
-    row = costs.row + costs.product * (4 + (config.scale_sums and problem.zeros)) * config.blocks_m
+    row = costs.row + costs.product * 4 * config.blocks_m
     closings = config.chunk / min(problem.group or config.chunk, config.chunk)  # of a chunk
     row += costs.closing * closings * config.blocks_m if config.scale_sums else costs.scaling
     warps = config.warps_n * config.warps_k

@@ -15,15 +15,15 @@ from marlinq.kernels.problem import Device, Load, Problem, registers_of_a_thread
 from marlinq.kernels.stages import stage_bytes
 
 # Registers of a multiplying thread beside its accumulators and operand fragments: by the words of a vector
-# that a lane takes, with zero points, where tiles are dealt out in chunks (a word, with zero points), and where
-# sums are sent.
+# that a lane takes, with zero points, where tiles are dealt out in chunks (a word, with zero points), and
+# where sums are sent.
 _OTHER_REGISTERS = {1: 48, 2: 42, 4: 48}
 _ZERO_REGISTERS = {1: 16, 2: 20, 4: 40}
 # Largest tile whose sums are scaled instead of its weights: what it saves on a weight it spends on a sum
 # (docs/kernels/notes.md, "Scaled sums").
 _SCALED_SUMS_MOST = 64
-# Largest tile, and rows of all blocks of a cluster, whose sums are sent to their owners (docs/kernels/notes.md,
-# "Timeline of a launch"); as in the kernel.
+# Largest tile, and rows of all blocks of a cluster, whose sums are sent to their owners, as in the kernel
+# (docs/kernels/notes.md, "Timeline of a launch").
 _PUSHED_MOST, _PUSHED_ROWS_MOST = 32, 128
 # Instructions that turn a word into an operand's fragment: for float16, more for bfloat16, for the scale.
 _UNPACK, _UNPACK_BFLOAT16, _SCALE = 9, 2, 4
@@ -91,29 +91,29 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 3.12e-07
-    wave: float = 9.64e-07
-    latency: float = 4.49e-07
-    port: float = 1.7e11
-    row: float = 12.5
-    fragment: float = 0.756
-    issue: float = 1.54
-    exposed: float = 0.657
-    operand: float = 3.59
-    chunk: float = 228
-    sharing: float = 17.5
-    drain: float = 22.5
-    collision: float = 1.99
-    cache: float = 2.16
-    feed: float = 417
-    tile: float = 7.32e-07
-    store: float = 1.88e11
-    reduction: float = 9.97e10
-    remote: float = 8.49e10
-    cluster: float = 7.87e-07
-    member: float = 3.09e-07
-    handover: float = 1.67e-06
-    sharpness: float = 4.42
+    launch: float = 2.79e-07
+    wave: float = 1.11e-06
+    latency: float = 5.24e-07
+    port: float = 2.17e11
+    row: float = 5.63
+    fragment: float = 0.89
+    issue: float = 1.64
+    exposed: float = 0.717
+    operand: float = 3.5
+    chunk: float = 240
+    sharing: float = 28.5
+    drain: float = 10.9
+    collision: float = 1.64
+    cache: float = 2.13
+    feed: float = 414
+    tile: float = 8.04e-07
+    store: float = 2.55e11
+    reduction: float = 9.63e10
+    remote: float = 4.66e10
+    cluster: float = 2.99e-07
+    member: float = 1.98e-07
+    handover: float = 2.14e-06
+    sharpness: float = 4.49
 
 
 COSTS = Costs()
