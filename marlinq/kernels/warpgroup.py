@@ -28,7 +28,7 @@ _PUSHED_MOST, _PUSHED_ROWS_MOST = 32, 128
 # Instructions that turn a word into an operand's fragment: for float16, more for bfloat16, for the scale.
 _UNPACK, _UNPACK_BFLOAT16, _SCALE = 9, 2, 4
 _EVEN_REGISTERS, _EVEN_ZERO_REGISTERS = 4, 8
-_PUSH_REGISTERS = 12
+_PUSH_REGISTERS = {1: 12, 2: 12, 4: 28}
 # By the number of multiplying warpgroups and whether K is split: registers of a multiplying and of a copying
 # thread when the even share of a launch is not enough (setmaxnreg). The latter keeps what a reduction needs.
 _GROWN = {(2, False): (232, 40), (2, True): (224, 56), (3, False): (152, 56), (3, True): (152, 56)}
@@ -191,7 +191,7 @@ class WarpgroupConfig:
         if self.even:
             needed += _EVEN_ZERO_REGISTERS * self.words if problem.zeros else _EVEN_REGISTERS
         if self.pushes:
-            needed += _PUSH_REGISTERS
+            needed += _PUSH_REGISTERS[self.words]
         return needed + problem.zeros * _ZERO_REGISTERS[self.words]
 
     def grown_registers(self, problem: Problem) -> tuple[int, int]:
@@ -284,8 +284,9 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
         for (words, groups_n, parts_k), rows, blocks in itertools.product(
             _SHAPES, (8, 4), range(1, most + 1)
         ):
-            # The smallest tile could not be stored in whole turns.
-            if words == 1 and tile_m % 16:
+            # The smallest tile could not be stored in whole turns; four words with zero points and scales of all
+            # of K spill.
+            if (words == 1 and tile_m % 16) or (words == 4 and problem.zeros and problem.group == 0):
                 continue
             tiles = count * -(-problem.n // (groups_n * words * 64))
             if tile_m == _FULL_TILE and groups_n > 1 and tiles > device.multiprocessors:

@@ -20,6 +20,8 @@ _TABLE = {
     r"ld\.global\.cg\.v4\.u32": "load_l2_v4",
     r"ld\.acquire\.gpu\.global\.u32": "load_flag<true>",
     r"ld\.relaxed\.gpu\.global\.u32": "load_flag<false>",
+    r"st\.global\.v4\.u32": "store_global<4>",
+    r"st\.global\.v2\.u32": "store_global<2>",
     r"st\.release\.gpu\.global\.u32": "store_flag<true>",
     r"st\.relaxed\.gpu\.global\.u32": "store_flag<false>",
     r"ld\.shared\.v4\.u32": "load_shared_v4",

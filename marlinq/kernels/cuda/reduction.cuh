@@ -39,8 +39,8 @@ __device__ __forceinline__ void reduce_and_store(const float* buffer, const u16*
                 sum.x += E::widen(bias[n0 + n]), sum.y += E::widen(bias[n0 + n + 1]);
                 sum.z += E::widen(bias[n0 + n + 2]), sum.w += E::widen(bias[n0 + n + 3]);
             }
-            *reinterpret_cast<uint2*>(out + (m0 + m) * out_stride + n0 + n) =
-                make_uint2(E::narrow(sum.x, sum.y), E::narrow(sum.z, sum.w));
+            store_global(out + (m0 + m) * out_stride + n0 + n,
+                         make_uint2(E::narrow(sum.x, sum.y), E::narrow(sum.z, sum.w)));
         }
     }
 #if __CUDA_ARCH__ >= 900

@@ -164,7 +164,7 @@ __device__ __forceinline__ void store_columns(const float (&sums)[PRODUCTS][TILE
             const int row = (base + lane) / PIECES, piece = (base + lane) % PIECES;
             const uint4 value = load_shared(half + row * NARROW_PITCH + piece * 16);
             if (8 * b + row < rows)
-                *reinterpret_cast<uint4*>(out + (8 * b + row) * out_stride + piece * 8) = value;
+                store_global(out + (8 * b + row) * out_stride + piece * 8, value);
         }
     }
 }
@@ -242,8 +242,8 @@ __device__ __forceinline__ void leave_sums(const float (&sums)[PRODUCTS][TILE_M 
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         const float* sum = sums[v / (TILE_M / 8)] + v % (TILE_M / 8) * 4;
-        *reinterpret_cast<uint4*>(mine + v * 128) =
-            make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3]));
+        store_global(mine + v * 128, make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]),
+                                                __float_as_uint(sum[3])));
     }
 }
 

@@ -17,6 +17,8 @@ typedef std::array<Input<u32>, 4> Inputs4;
 void load_constant_v4(const Outputs4& values, u64 address);
 void load_constant_u16(Output<u16> value, u64 address);
 void load_l2_v4(const Outputs4& values, u64 address);
+template <size_t WORDS>
+void store_global(u64 address, const std::array<Input<u32>, WORDS>& values);
 void load_shared_v4(const Outputs4& values, u32 address);
 void store_shared_v4(u32 address, const Inputs4& values);
 void load_cluster_v4(const std::array<Output<float>, 4>& values, u32 address);

@@ -321,6 +321,15 @@ void load_constant_u16(Output<u16> value, u64 address) {
     value.set(loaded);
 }
 
+template <size_t WORDS>
+void store_global(u64 address, const std::array<Input<u32>, WORDS>& values) {
+    if (address % (4 * WORDS)) fail("st.global.v%zu to an address that is no multiple of %zu", WORDS, 4 * WORDS);
+    check_global(address, 4 * WORDS, Access::WRITE, "st.global");
+    for (size_t i = 0; i < WORDS; ++i) memcpy(reinterpret_cast<void*>(address + 4 * i), &values[i].value, 4);
+}
+template void store_global<2>(u64, const std::array<Input<u32>, 2>&);
+template void store_global<4>(u64, const std::array<Input<u32>, 4>&);
+
 void load_l2_v4(const Outputs4& values, u64 address) {
     if (address % 16) fail("ld.global.cg.v4 from an address that is no multiple of 16");
     check_global(address, 16, Access::READ, "ld.global.cg");
