@@ -27,7 +27,7 @@ _SCALED_SUMS_MOST = 64
 _PUSHED_MOST, _PUSHED_ROWS_MOST = 32, 128
 # Instructions that turn a word into an operand's fragment: for float16, more for bfloat16, for the scale.
 _UNPACK, _UNPACK_BFLOAT16, _SCALE = 9, 2, 4
-_EVEN_REGISTERS, _EVEN_ZERO_REGISTERS = 4, 8
+_EVEN_REGISTERS, _EVEN_ZERO_REGISTERS = 16, 12
 _PUSH_REGISTERS = {1: 12, 2: 12, 4: 28}
 # By the number of multiplying warpgroups and whether K is split: registers of a multiplying and of a copying
 # thread when the even share of a launch is not enough (setmaxnreg). The latter keeps what a reduction needs.
@@ -284,8 +284,8 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
         for (words, groups_n, parts_k), rows, blocks in itertools.product(
             _SHAPES, (8, 4), range(1, most + 1)
         ):
-            # The smallest tile could not be stored in whole turns; four words with zero points and scales of all
-            # of K spill.
+            # The smallest tile could not be stored in whole turns; four words with zero points and scales of
+            # all of K spill.
             if (words == 1 and tile_m % 16) or (words == 4 and problem.zeros and problem.group == 0):
                 continue
             tiles = count * -(-problem.n // (groups_n * words * 64))

@@ -379,7 +379,7 @@ FAULTS = [
         [
             (
                 "a stage given back too early",
-                "matrix_wait<1>();\n                    if (!SCALED_GROUPS && i == 0 && chunk != part) {...}",
+                "matrix_wait<1>();\n                        if (!SCALED_GROUPS && i == 0 && chunk != part) {...}",
                 "if (i == 0 && chunk != part && lane == 0) last.release();\n matrix_wait<1>();",
                 "overwrites what",
             ),
@@ -440,7 +440,7 @@ FAULTS = [
             ),
             (
                 "sums scaled in flight",
-                "matrix_wait<0>();\n                    if (lane == 0) now.release();...add_scaled(...);",
+                "matrix_wait<0>();\n                        settle(target);...add_scaled(...);",
                 "add_scaled(sums, group_sums, scale);\n matrix_wait<0>();\n if (lane == 0) now.release();",
                 WRONG,
             ),

@@ -117,6 +117,14 @@ __device__ __forceinline__ float scale_of(const Scales& s, int q, int i) {
     return i / 2 % 2 == 0 ? widen_half<E, 0>(s.pair[q]) : widen_half<E, 1>(s.pair[q]);
 }
 
+// After a wait for products: the compiler, which knows nothing of their being asynchronous, reads the sums behind this only.
+__device__ __forceinline__ void settle(float (&sums)[PRODUCTS][TILE_M / 2]) {
+#pragma unroll
+    for (int q = 0; q < PRODUCTS; ++q)
+#pragma unroll
+        for (int i = 0; i < TILE_M / 2; ++i) asm volatile("" : "+f"(sums[q][i])::"memory");
+}
+
 __device__ __forceinline__ void add_scaled(float (&sums)[PRODUCTS][TILE_M / 2], const float (&group)[PRODUCTS][TILE_M / 2],
                                            const Scales& s) {
 #pragma unroll
@@ -412,65 +420,72 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                 scale = load_scales(scales + column, word, lane);
                 if (ZEROS) zero = load_scales(zeros + column, word, lane);
             }
-            // Rows past K have activations of zero (the copy fills them in) and finite weights.
-            if (part < count) {
+            // Rows past K have activations of zero (the copy fills them in) and finite weights. What meets behind the loop, with
+            // the sums of those without a chunk, meets behind the wait for the last products: a copy of sums made on the way
+            // there would come too early.
+            if (!SPLIT || part < count) {
                 ring.wait_full();
                 const unsigned char* at = base + ring.address();
                 load_row(at, 0);
                 load_row(at, 1);
                 load_group(at, 0);
                 dequantize_row(0);
-            }
-            Ring last = ring;
-            for (int chunk = part; chunk < count; chunk += PARTS_K) {
-                const Ring now = ring;
-                const unsigned char* at = base + now.address();
-                const u32 activations = uniform(descriptor_low(now.address()));
-                ring.advance(PARTS_K);
-                const unsigned char* next = base + ring.address();
-                const bool more = chunk + PARTS_K < count;
-                if (SCALED_GROUPS) scale = load_scales(reinterpret_cast<const u16*>(at + SCALES_AT + my_tile * 128), word, lane);
+                Ring last = ring;
+                int chunk = part;
+                do {
+                    const Ring now = ring;
+                    const unsigned char* at = base + now.address();
+                    const u32 activations = uniform(descriptor_low(now.address()));
+                    ring.advance(PARTS_K);
+                    const unsigned char* next = base + ring.address();
+                    const bool more = chunk + PARTS_K < count;
+                    if (SCALED_GROUPS)
+                        scale = load_scales(reinterpret_cast<const u16*>(at + SCALES_AT + my_tile * 128), word, lane);
 #pragma unroll
-                for (int i = 0; i < ROWS; ++i) {
-                    if (i + 2 < ROWS) {
-                        load_row(at, i + 2);
-                    } else if (more) {
-                        if (i + 2 == ROWS) ring.wait_full();
-                        load_row(next, i + 2 - ROWS);
-                    }
-                    if (i + 1 < ROWS)
-                        load_group(at, i + 1);
-                    else if (more)
-                        load_group(next, 0);
-                    const u64 b = matrix_descriptor(activations + (i / 4 * SLAB_BYTES + i % 4 * 32) / 16);
-                    matrix_fence();
+                    for (int i = 0; i < ROWS; ++i) {
+                        if (i + 2 < ROWS) {
+                            load_row(at, i + 2);
+                        } else if (more) {
+                            if (i + 2 == ROWS) ring.wait_full();
+                            load_row(next, i + 2 - ROWS);
+                        }
+                        if (i + 1 < ROWS)
+                            load_group(at, i + 1);
+                        else if (more)
+                            load_group(next, 0);
+                        const u64 b = matrix_descriptor(activations + (i / 4 * SLAB_BYTES + i % 4 * 32) / 16);
+                        matrix_fence();
 #pragma unroll
-                    for (int q = 0; q < PRODUCTS; ++q) {
-                        // A group's first products don't add to what the registers hold.
-                        if (SCALED_GROUPS && i == 0)
-                            Matrix::multiply<false>(target[q], a[i % 2][q], b, E());
-                        else
-                            Matrix::multiply<true>(target[q], a[i % 2][q], b, E());
+                        for (int q = 0; q < PRODUCTS; ++q) {
+                            // A group's first products don't add to what the registers hold.
+                            if (SCALED_GROUPS && i == 0)
+                                Matrix::multiply<false>(target[q], a[i % 2][q], b, E());
+                            else
+                                Matrix::multiply<true>(target[q], a[i % 2][q], b, E());
+                        }
+                        matrix_commit();
+                        // The products of the row before are done, so its registers may be written again.
+                        matrix_wait<1>();
+                        if (!SCALED_GROUPS && i == 0 && chunk != part) {
+                            __syncwarp();
+                            if (lane == 0) last.release();
+                        }
+                        dequantize_row(i + 1);
                     }
-                    matrix_commit();
-                    // The products of the row before are done, so its registers may be written again.
-                    matrix_wait<1>();
-                    if (!SCALED_GROUPS && i == 0 && chunk != part) {
-                        __syncwarp();
-                        if (lane == 0) last.release();
+                    last = now;
+                    if (SCALED_GROUPS) {
+                        matrix_wait<0>();
+                        settle(target);
+                        if (lane == 0) now.release();
+                        add_scaled(sums, group_sums, scale);
                     }
-                    dequantize_row(i + 1);
-                }
-                last = now;
-                if (SCALED_GROUPS) {
+                    chunk += PARTS_K;
+                } while (chunk < count);
+                if (!SCALED_GROUPS) {
                     matrix_wait<0>();
-                    if (lane == 0) now.release();
-                    add_scaled(sums, group_sums, scale);
+                    settle(sums);
+                    if (lane == 0) last.release();
                 }
-            }
-            if (!SCALED_GROUPS) {
-                matrix_wait<0>();
-                if (lane == 0 && part < count) last.release();
             }
             if (SCALE_SUMS && GROUP == 0) multiply_by(sums, scale);
             if constexpr (PUSHED) {

@@ -1,0 +1,75 @@
+"""No compiler reads a sum before the wait for its product.
+
+The products of a warpgroup are asynchronous, of which the compiler in front of the assembler knows nothing:
+unless the source prevents it, it may copy accumulators between the last product and the wait. The assembler
+reports such reads inside a loop, not those on the way out of one.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from marlinq.kernels import Device, Problem
+from marlinq.kernels.compiler import compile_to_ptx
+from marlinq.kernels.resources import variants
+from marlinq.kernels.warpgroup import WarpgroupConfig, candidates
+
+_REGISTER = re.compile(r"%f\d+")
+
+
+def early_reads(ptx: str) -> list[str]:
+    """The instructions that read an accumulator between its product and the wait for all products."""
+    in_flight: set[str] = set()
+    found = []
+    for line in map(str.strip, ptx.splitlines()):
+        if "wgmma.mma_async" in line:
+            in_flight.update(_REGISTER.findall(line.split("}")[0]))
+        elif re.match(r"wgmma\.wait_group\.sync\.aligned 0;", line):
+            in_flight.clear()
+        elif not line.startswith(("//", ".")):
+            _, _, sources = line.partition(",")
+            if in_flight.intersection(_REGISTER.findall(sources)):
+                found.append(line)
+    return found
+
+
+def test_an_early_read_is_found() -> None:
+    product = (
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f1,%f2,%f3,%f4}, {%r1,%r2,%r3,%r4}, %rd1, 1;"
+    )
+    wait = "wgmma.wait_group.sync.aligned 0;"
+    read = "mov.b32 \t%r9, %f2;"
+    assert early_reads("\n".join((product, "wgmma.wait_group.sync.aligned 1;", read, wait))) == [read]
+    assert not early_reads("\n".join((product, wait, read)))
+    assert not early_reads("\n".join((product, "mov.f32 \t%f5, %f6;", wait)))
+
+
+def _sending() -> list[tuple[Problem, WarpgroupConfig]]:
+    """Variants that send their sums to other blocks, of every group."""
+    device = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
+    found = {}
+    for m in (8, 16, 32):
+        for group in (32, 64, 128, -1):
+            problem = Problem(m, 4096, 4096, group, False, False)
+            for config in candidates(problem, device):
+                if config.pushes and config.cluster == 2:
+                    found.setdefault((m, group, config.words, config.scales_sums(problem)), (problem, config))
+    return list(found.values())
+
+
+@pytest.mark.slow
+def test_sums_are_read_behind_the_wait() -> None:
+    chosen = [
+        (variant.problem, variant.config)
+        for variant in variants("sm_90a")
+        if isinstance(variant.config, WarpgroupConfig)
+    ]
+    wrong = {}
+    for problem, config in chosen + _sending():
+        ptx = compile_to_ptx(config.source, "sm_90a", config.defines(problem)).decode()
+        assert "wgmma.wait_group" in ptx
+        if reads := early_reads(ptx):
+            wrong[problem, config] = reads[0]
+    assert not wrong
