@@ -162,7 +162,7 @@ def _fastest(problem: Problem, device: Device, demanded: Demands) -> tuple[float
     found = _all_estimates(problem, device, demanded)
     if demanded.batch_invariant:
         order = _invariant_order(replace(problem, m=1), device, demanded)
-        found = (candidate for candidate in found if _order(candidate[2]) == order)
+        found = (candidate for candidate in found if _order(problem, candidate[2]) == order)
 
     def cost(candidate: tuple[float, str, KernelConfig]) -> float:
         overlaps = demanded.dependent and blocks_together(problem, device, candidate[2])
@@ -208,11 +208,12 @@ def blocks_together(problem: Problem, device: Device, config: KernelConfig) -> i
     return next((b for b in fitting if grid <= device.resident_blocks(config.cluster, b)), None)
 
 
-def _order(config: KernelConfig) -> tuple[object, ...]:
+def _order(problem: Problem, config: KernelConfig) -> tuple[object, ...]:
     """What decides in which order, and with which roundings, a sum is taken."""
     if isinstance(config, StreamConfig):
         return "stream", config.parts, config.rows, config.scale_sums
-    return _kernel_of(config), config.cluster, config.parts, config.rows
+    scales_sums = isinstance(config, BulkConfig) or config.scales_sums(problem)
+    return _kernel_of(config), config.cluster, config.parts, config.rows, scales_sums
 
 
 @lru_cache(maxsize=256)
@@ -221,8 +222,9 @@ def _invariant_order(problem: Problem, device: Device, demanded: Demands) -> tup
     totals: dict[tuple[object, ...], float] = {}
     for number, m in enumerate(_TYPICAL_BATCHES):
         best: dict[tuple[object, ...], float] = {}
-        for seconds, _, config in _all_estimates(replace(problem, m=m), device, demanded):
-            key = _order(config)
+        typical = replace(problem, m=m)
+        for seconds, _, config in _all_estimates(typical, device, demanded):
+            key = _order(typical, config)
             best[key] = min(seconds, best.get(key, math.inf))
         if number == 0:
             totals = {key: math.log(seconds) for key, seconds in best.items()}

@@ -379,7 +379,7 @@ FAULTS = [
         [
             (
                 "a stage given back too early",
-                "matrix_wait<1>();\n                        if (!SCALED_GROUPS && i == 0 && chunk != part) {...}",
+                "matrix_wait<1>();\n                        if (!SCALED_GROUPS && i == 0...}",
                 "if (i == 0 && chunk != part && lane == 0) last.release();\n matrix_wait<1>();",
                 "overwrites what",
             ),

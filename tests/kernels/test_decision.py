@@ -152,12 +152,16 @@ def test_new_decisions_are_quick(m: int, n: int, k: int) -> None:
     ("architecture", "kernel"),
     [("sm_80", None), ("sm_90a", None), *(("sm_90a", kernel) for kernel in KERNELS)],
 )
-def test_batch_invariant_decisions_share_one_order(architecture: str, kernel: Kernel | None) -> None:
+@pytest.mark.parametrize("group", [64, 128])
+def test_batch_invariant_decisions_share_one_order(
+    architecture: str, kernel: Kernel | None, group: int
+) -> None:
     device = Device(architecture, multiprocessors=132, shared_bytes=166_912)
     orders, tiles = set(), set()
     with forced_kernel(kernel) if kernel else nullcontext(), batch_invariant():
         for m in (1, 7, 16, 17, 64, 65, 300, 4096):
-            decision = decide(Problem(m, 4096, 4096, 64, True, False), device)
+            problem = Problem(m, 4096, 4096, group, True, False)
+            decision = decide(problem, device)
             assert decision.config is not None
             assert "same order" in decision.reason
             config = decision.config
@@ -168,6 +172,7 @@ def test_batch_invariant_decisions_share_one_order(architecture: str, kernel: Ke
                     config.parts,
                     getattr(config, "rows", 8),
                     getattr(config, "scale_sums", None),
+                    isinstance(config, WarpgroupConfig) and config.scales_sums(problem),
                 )
             )
             tiles.add(config.tile_m)
