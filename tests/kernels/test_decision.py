@@ -141,11 +141,15 @@ def test_decisions_are_deterministic_and_shared_by_prompts_of_nearly_the_same_le
 @pytest.mark.parametrize(("n", "k"), LLAMA_8B)
 @pytest.mark.parametrize("m", [1, 16, 64, 256, 2048, 8192])
 def test_new_decisions_are_quick(m: int, n: int, k: int) -> None:
-    _decide.cache_clear()
-    _fastest.cache_clear()
-    start = time.process_time()
-    decide(Problem(m, n, k, 128, False, False), H200)
-    assert time.process_time() - start < 0.1
+    def seconds() -> float:
+        _decide.cache_clear()
+        _fastest.cache_clear()
+        start = time.process_time()
+        decide(Problem(m, n, k, 128, False, False), H200)
+        return time.process_time() - start
+
+    # Of three, since one may have to collect the garbage of all tests before.
+    assert min(seconds() for _ in range(3)) < 0.1
 
 
 @pytest.mark.parametrize(
