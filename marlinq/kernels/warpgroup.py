@@ -19,6 +19,8 @@ from marlinq.kernels.stages import stage_bytes
 # where sums are sent.
 _OTHER_REGISTERS = {1: 48, 2: 42, 4: 48}
 _ZERO_REGISTERS = {1: 16, 2: 20, 4: 40}
+_EVEN_REGISTERS, _EVEN_ZERO_REGISTERS = 16, 12
+_PUSH_REGISTERS = {1: 12, 2: 12, 4: 28}
 # Largest tile whose sums are scaled instead of its weights: what it saves on a weight it spends on a sum
 # (docs/kernels/notes.md, "Scaled sums").
 _SCALED_SUMS_MOST = 64
@@ -27,14 +29,12 @@ _SCALED_SUMS_MOST = 64
 _PUSHED_MOST, _PUSHED_ROWS_MOST = 32, 128
 # Instructions that turn a word into an operand's fragment: for float16, more for bfloat16, for the scale.
 _UNPACK, _UNPACK_BFLOAT16, _SCALE = 9, 2, 4
-_EVEN_REGISTERS, _EVEN_ZERO_REGISTERS = 16, 12
-_PUSH_REGISTERS = {1: 12, 2: 12, 4: 28}
 # By the number of multiplying warpgroups and whether K is split: registers of a multiplying and of a copying
 # thread when the even share of a launch is not enough (setmaxnreg). The latter keeps what a reduction needs.
 _GROWN = {(2, False): (232, 40), (2, True): (224, 56), (3, False): (152, 56), (3, True): (152, 56)}
 _TILES_M = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176)
-# This tile fills the registers beside two groups of columns with two words: it saves a wave where it leaves
-# one alone, and was slower by a tenth and more where it left several.
+# This tile, with several groups of columns, saves a wave where it leaves one alone, and was slower by a tenth
+# and more where it left several.
 _FULL_TILE = 176
 _SHAPES = (
     # words, groups_n, parts_k

@@ -19,10 +19,11 @@
 //   K rows of a chunk     | 0 | 1 | ... | 7 | 0 of the part's next chunk
 //   registers             dequantise row i + 1 ...   while the tensor cores multiply row i
 //
-// SPLIT (more than one part): the sums meet as in the stream kernel, in the memory of the ring and then in distributed shared
-// memory, in a fixed order; PUSHED (small tiles of small clusters): as in the bulk kernel, every warp sends its sums to the blocks
-// that own them (received.cuh), which is sooner done but takes memory of its own. Otherwise the grid is the multiprocessors; a block takes tile after tile, its filling
-// thread running ahead into the next one while the others narrow and store their own columns.
+// SPLIT (more than one part): the sums meet as in the stream kernel, in the memory of the ring and then in distributed
+// shared memory, in a fixed order. PUSHED (small tiles of small clusters): as in the bulk kernel, every warp sends its sums to
+// the blocks that own them (received.cuh), which is sooner done but takes memory of its own. Otherwise the grid is the
+// multiprocessors; a block takes tile after tile, its filling thread running ahead into the next one while the others narrow
+// and store their own columns.
 //
 // EVEN: as without a split, but the last tiles, one to two a block, are dealt out in chunks (Osama et al., "Stream-K",
 // PPoPP 2023). Block b has the run [first(b), first(b + 1)) of their chunks and works it off tile by tile from the end:
@@ -40,8 +41,8 @@
 // SCALE_SUMS: scales multiply float accumulators when a group, which is a chunk then, or all of K ends. Otherwise they
 // multiply the weights' fragments in 16 bits: more instructions a weight, fewer registers.
 //
-// Compile-time parameters: ELEMENT, TILE_M, WORDS, GROUPS_N, PARTS_K, ROWS, GROUP (0: channelwise), ZEROS, SCALE_SUMS, CLUSTER,
-// STAGES, MIN_BLOCKS, EVEN, GROWN and SHRUNK (registers of a multiplying and a copying thread; 0: as launched).
+// Compile-time parameters: ELEMENT, TILE_M, WORDS, GROUPS_N, PARTS_K, ROWS, GROUP (0: channelwise), ZEROS, SCALE_SUMS,
+// CLUSTER, STAGES, MIN_BLOCKS, EVEN, GROWN and SHRUNK (registers of a multiplying and a copying thread; 0: as launched).
 #include "element.cuh"
 
 constexpr int TILES = GROUPS_N * WORDS;
@@ -117,7 +118,7 @@ __device__ __forceinline__ float scale_of(const Scales& s, int q, int i) {
     return i / 2 % 2 == 0 ? widen_half<E, 0>(s.pair[q]) : widen_half<E, 1>(s.pair[q]);
 }
 
-// After a wait for products: the compiler, which knows nothing of their being asynchronous, reads the sums behind this only.
+// After a wait for products: the compiler, which doesn't know that they are asynchronous, reads the sums behind this only.
 __device__ __forceinline__ void settle(float (&sums)[PRODUCTS][TILE_M / 2]) {
 #pragma unroll
     for (int q = 0; q < PRODUCTS; ++q)
@@ -420,9 +421,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                 scale = load_scales(scales + column, word, lane);
                 if (ZEROS) zero = load_scales(zeros + column, word, lane);
             }
-            // Rows past K have activations of zero (the copy fills them in) and finite weights. What meets behind the loop, with
-            // the sums of those without a chunk, meets behind the wait for the last products: a copy of sums made on the way
-            // there would come too early.
+            // Rows past K have activations of zero (the copy fills them in) and finite weights. The wait for the last products
+            // stands in here, not behind: the paths with and without chunks meet there, and what the compiler copies for that
+            // it would copy too early.
             if (!SPLIT || part < count) {
                 ring.wait_full();
                 const unsigned char* at = base + ring.address();
