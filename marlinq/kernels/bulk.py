@@ -11,13 +11,13 @@ from marlinq.kernels.costs import SCHEDULERS, overlapped, streaming_seconds
 from marlinq.kernels.operands import MappedArguments, Operands
 from marlinq.kernels.problem import Device, Problem, registers_of_a_thread
 from marlinq.kernels.stages import stage_bytes
-from marlinq.kernels.tiles import WarpTiles
+from marlinq.kernels.tiles import CODE_CLOSING, CODE_PRODUCTS, WarpTiles
 
 _REGISTERS = 65536
-# Registers a thread needs to stay clear of spills, by BLOCKS_M and zero points
-# (tests/kernels/test_compile.py).
-_REGISTERS_NEEDED = {(1, False): 96, (1, True): 112, (2, False): 128, (2, True): 168}
-_REGISTERS_OF_SHORT_GROUPS = 32  # more, when a chunk holds several groups
+# Registers a thread needs to stay clear of spills (tests/kernels/test_compile.py): by BLOCKS_M and zero
+# points, and how many more when a chunk holds several groups.
+_REGISTERS_NEEDED = {(1, False): 128, (1, True): 128, (2, False): 128, (2, True): 168}
+_REGISTERS_OF_SHORT_GROUPS = {1: 8, 2: 32}
 _MAX_STAGES = 32
 _LEAST_STAGES = 3  # of a part: with two, waiting and multiplying take turns
 _MAX_BLOCKS = 3  # a multiprocessor
@@ -37,6 +37,7 @@ class Costs:
         crowding: how much longer the memory takes for every mebibyte that each multiprocessor requests ahead.
         port: bytes a second that one multiprocessor receives.
         row: cycles of a warp's instructions for a row of weights, whatever the batch.
+        codes: the same where codes are multiplied as they are.
         product: cycles of an ``mma.sync``.
         closing: further ones for every eight rows of the batch and every group or chunk that ends.
         stalls: how much longer a row takes a warp that has its scheduler for itself.
@@ -57,6 +58,7 @@ class Costs:
     crowding: float = 0.868
     port: float = 9.72e10
     row: float = 54.4
+    codes: float = 26
     product: float = 4.56
     closing: float = 71.6
     stalls: float = 0.961
@@ -135,7 +137,9 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
     ]
     for rows, (warps_n, warps_k), blocks in itertools.product((8, 4), shapes, range(1, _MAX_BLOCKS + 1)):
         short_groups = 0 < problem.group < 16 * rows
-        registers = _REGISTERS_NEEDED[blocks_m, problem.zeros] + short_groups * _REGISTERS_OF_SHORT_GROUPS
+        registers = (
+            _REGISTERS_NEEDED[blocks_m, problem.zeros] + short_groups * _REGISTERS_OF_SHORT_GROUPS[blocks_m]
+        )
         if registers_of_a_thread(warps_n * warps_k + 1, blocks) < registers:
             continue
         tiles = -(-problem.n // (64 * warps_n)) * -(-problem.m // (8 * blocks_m))
@@ -171,9 +175,15 @@ def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs 
     weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
     read = weights + channels * config.tile_m * 2
     own = weights / -(-problem.m // config.tile_m)
-    row = costs.row + costs.product * 4 * config.blocks_m
     closings = config.chunk / min(problem.group or config.chunk, config.chunk)
-    chunk = config.rows * row + closings * costs.closing * config.blocks_m
+    if config.blocks_m == 1:
+        chunk = (
+            config.rows * (costs.codes + costs.product * CODE_PRODUCTS)
+            + closings * costs.closing * CODE_CLOSING
+        )
+    else:
+        chunk = config.rows * (costs.row + costs.product * 4 * config.blocks_m)
+        chunk += closings * costs.closing * config.blocks_m
     handed = costs.chunk + costs.sharing * (config.warps_n - 1)
     sums = config.tile_m * config.tile_n * 4 * config.warps_k
     meeting = costs.cluster + costs.member * config.cluster if config.cluster > 1 else 0.0

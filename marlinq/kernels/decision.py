@@ -31,9 +31,9 @@ KERNELS: tuple[Kernel, ...] = ("stream", "bulk", "warpgroup")
 # kernel lost on all measured layers at 16 rows, so fewer than nine were not tried, and won from 33 on
 # (docs/kernels/notes.md).
 _BULK_MOST, _WARPGROUP_LEAST, _STREAM_MOST = 16, 9, 32
-# What a kernel whose blocks run all at once saves in a chain of dependent launches: measured, see
-# docs/kernels/notes.md, "Dependent chain".
-_OVERLAP_SECONDS = 1.7e-6
+# What a kernel whose blocks run all at once saves in a chain of dependent launches, unless its clusters are
+# larger than this, which start late: measured, see docs/kernels/notes.md, "Dependent chain".
+_OVERLAP_SECONDS, _OVERLAP_CLUSTER = 1.7e-6, 2
 # The batches whose speed decides in which order a batch-invariant sum is taken.
 _TYPICAL_BATCHES = (1, 16, 64, 512)
 
@@ -165,8 +165,11 @@ def _fastest(problem: Problem, device: Device, demanded: Demands) -> tuple[float
         found = (candidate for candidate in found if _order(problem, candidate[2]) == order)
 
     def cost(candidate: tuple[float, str, KernelConfig]) -> float:
-        overlaps = demanded.dependent and blocks_together(problem, device, candidate[2])
-        return candidate[0] - (_OVERLAP_SECONDS if overlaps else 0.0)
+        seconds, _, config = candidate
+        overlaps = demanded.dependent and config.cluster <= _OVERLAP_CLUSTER
+        if overlaps and blocks_together(problem, device, config):
+            return seconds - _OVERLAP_SECONDS
+        return seconds
 
     best = min(found, key=cost, default=None)
     if best is None:
@@ -193,8 +196,9 @@ def _considered(problem: Problem, device: Device, demanded: Demands) -> tuple[Ke
     found: list[Kernel] = []
     if problem.m <= _STREAM_MOST or not device.has_warpgroups:
         found.append("stream")
-    # The bulk kernel would run on later GPUs too, where nobody has measured it.
-    if problem.m <= _BULK_MOST and device.has_warpgroups:
+    # The bulk kernel would run on later GPUs too, where nobody has measured it. In chains it lost in every
+    # place (docs/kernels/notes.md, "Dependent chain").
+    if problem.m <= _BULK_MOST and device.has_warpgroups and not demanded.dependent:
         found.append("bulk")
     if problem.m >= _WARPGROUP_LEAST and device.has_warpgroups:
         found.append("warpgroup")

@@ -10,13 +10,12 @@ from typing import ClassVar
 from marlinq.kernels.costs import SCHEDULERS, overlapped, streaming_seconds
 from marlinq.kernels.operands import Operands, PlainArguments
 from marlinq.kernels.problem import Device, Problem, registers_of_a_thread
-from marlinq.kernels.tiles import WarpTiles
+from marlinq.kernels.tiles import CODE_CLOSING, CODE_PRODUCTS, WarpTiles
 
 _REGISTERS = 65536
 # By (BLOCKS_M, SCALE_SUMS). Registers a thread needs to stay clear of spills (tests/kernels/test_compile.py).
 _REGISTERS_NEEDED = {
-    (1, True): 96,
-    (1, False): 96,
+    (1, True): 128,
     (2, True): 208,
     (2, False): 128,
     (4, True): 255,
@@ -25,7 +24,7 @@ _REGISTERS_NEEDED = {
 }
 _WARPS = range(4, 17)
 # Registers of a thread where nothing limits them, by BLOCKS_M (docs/kernels/resources.md).
-_REGISTERS_USED = {1: 96, 2: 144, 4: 152, 8: 208}
+_REGISTERS_USED = {1: 128, 2: 144, 4: 152, 8: 208}
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,7 @@ class Costs:
         crowding: how much longer the memory takes for every mebibyte that each multiprocessor requests ahead.
         port: bytes a second that one multiprocessor receives.
         row: cycles of a warp's instructions for a row of weights, whatever the batch, with scaled sums.
+        codes: the same where codes are multiplied as they are.
         product: cycles of an ``mma.sync``.
         closing: further ones for every eight rows of the batch and group of a chunk, to scale sums.
         scaling: further ones to scale the weights instead.
@@ -59,6 +59,7 @@ class Costs:
     crowding: float = 0.348
     port: float = 1.48e11
     row: float = 56.9
+    codes: float = 38
     product: float = 6.52
     closing: float = 3.85
     scaling: float = 27.2
@@ -146,6 +147,8 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
     blocks_m = next((b for b in (1, 2, 4) if 8 * b >= problem.m), largest)
     for scale_sums in _ways_of_scaling(problem, blocks_m):
         registers = _REGISTERS_NEEDED[blocks_m, scale_sums]
+        if blocks_m == 1 and problem.group in (32, 64):
+            registers = 160
         if (blocks_m, scale_sums) == (4, False) and problem.zeros:
             registers = 240
         yield from _splits(problem, device, blocks_m, scale_sums, registers)
@@ -154,7 +157,7 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
 def _ways_of_scaling(problem: Problem, blocks_m: int) -> tuple[bool, ...]:
     """Whether sums can be scaled: that takes a second set of accumulators and work at every group's end."""
     if blocks_m == 1:
-        return (problem.group != 32,)
+        return (True,)
     if blocks_m == 2 or (blocks_m == 4 and problem.group in (0, 128)):
         return (False, True)
     return (False,)
@@ -200,9 +203,12 @@ def estimate(
     weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
     read = weights + channels * batch * 2
     own = weights / -(-problem.m // config.tile_m)
-    row = costs.row + costs.product * 4 * config.blocks_m
     closings = config.chunk / min(problem.group or config.chunk, config.chunk)  # of a chunk
-    row += costs.closing * closings * config.blocks_m if config.scale_sums else costs.scaling
+    if config.scale_sums and config.blocks_m == 1:
+        row = costs.codes + costs.product * CODE_PRODUCTS + costs.closing * closings * CODE_CLOSING
+    else:
+        row = costs.row + costs.product * 4 * config.blocks_m
+        row += costs.closing * closings * config.blocks_m if config.scale_sums else costs.scaling
     warps = config.warps_n * config.warps_k
     sums = batch * config.tile_n * 4 * config.warps_k
     meeting = costs.cluster + costs.member * config.cluster if config.cluster > 1 else 0.0

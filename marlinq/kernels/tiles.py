@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from marlinq.kernels.problem import Problem
 
+# Where codes are multiplied as they are (``cuda/sums.cuh``): products of a row, one of them of the
+# activations alone, and how many times the instructions of scaling plain sums a group's end takes.
+CODE_PRODUCTS, CODE_CLOSING = 5, 3
+
 
 class WarpTiles:
     """A block of ``warps_n`` times ``warps_k`` warps, each with 64 columns and a part of K.

@@ -20,6 +20,7 @@ _PROBLEM = Problem(11, 320, 1344, 64, zeros=True, bfloat16=False)
 STREAM = Case(_PROBLEM, StreamConfig(2, 2, 1, 8, True, 1, 3, 1), x_padding=8)
 CLUSTERED = replace(STREAM, config=replace(STREAM.config, cluster=2))
 UNBIASED = replace(STREAM, bias=False)
+TWO_BLOCKS = replace(STREAM, config=replace(STREAM.config, blocks_m=2))
 BULK = replace(STREAM, config=BulkConfig(2, 2, 1, 8, 1, 4, 1))
 PUSHED = replace(STREAM, config=BulkConfig(1, 2, 1, 8, 2, 4, 1))
 SHARED_STAGES = replace(STREAM, config=BulkConfig(1, 4, 1, 4, 1, 5, 1))
@@ -80,10 +81,25 @@ def _in(case: Case, file: str, faults: list[tuple[str, str, str, str]]) -> list[
 
 FAULTS = [
     *_in(
-        STREAM,
+        TWO_BLOCKS,
         "element.cuh",
         [
             ("a wrong zero point", "add(first, 0x64006400u)", "add(first, 0x64016401u)", WRONG),
+        ],
+    ),
+    *_in(
+        STREAM,
+        "sums.cuh",
+        [
+            ("another row's zero point", "widen_half<E, 0>(zeros", "widen_half<E, 1>(zeros", WRONG),
+            ("kinds of codes exchanged", "x[0][kind][0], x[0][kind][1]", "x[0][0][0], x[0][0][1]", WRONG),
+            ("fragments of one row", "lane / 8 % 2 * 2 + lane / 16", "lane / 8", WRONG),
+            (
+                "past an array's end",
+                "E::codes(words[row][q],",
+                "E::codes(words[row][q + 1],",
+                "out of an array's bounds",
+            ),
         ],
     ),
     *_in(
@@ -121,12 +137,6 @@ FAULTS = [
                 "out of bounds of shared memory",
             ),
             ("misaligned vectors", "base + 8 * (lane / 4));", "base + 2 * (lane / 4));", "not aligned"),
-            (
-                "past an array's end",
-                "dequantize(word[q], a,",
-                "dequantize(word[q + 1], a,",
-                "out of an array's bounds",
-            ),
             ("scales never fetched", "GROUP == 0 && step > 0) return", "true) return", WRONG),
             (
                 "a group of copies too few waited for",
@@ -143,8 +153,8 @@ FAULTS = [
             ("activations before the wait", "wait_for_previous_kernel();", "", "touches x without waiting"),
             (
                 "a warp that parts",
-                "const uint4 v = my_weights[i * 32];",
-                "if (lane == 5) __syncwarp();\n const uint4 v = my_weights[i * 32];",
+                "load_activations(fragments, activations, i, lane);",
+                "if (lane == 5) __syncwarp();\n load_activations(fragments, activations, i, lane);",
                 "while other lanes of its warp execute",
             ),
         ],
@@ -331,7 +341,7 @@ FAULTS = [
                 "sums sent to another's place",
                 "column_block / CLUSTER) * SLOT_BYTES",
                 "column_block) * SLOT_BYTES",
-                f"overwrites|bounds|{WRONG}",
+                f"overwrites|bounds|asynchronous copy|{WRONG}",
             ),
         ],
     ),

@@ -6,6 +6,11 @@
 //   float16   0x6400 | n       = 1024 + n   (low nibbles),   0x5400 | (n << 4) = 64 + n   (high nibbles)
 //   bfloat16  0x4300 | n       = 128 + n    (8 significant bits, so high nibbles are shifted down first)
 // Subtracting that and the zero point, an integer up to 127 (float16: 1023), in 16 bits is exact.
+//
+// Codes. Where sums are scaled, zero points can be taken from sums too, and a code needs no subtraction of its own. As a
+// subnormal float16 a nibble is a multiple of 2^-24, or of 2^-20 in the next four bits, and the tensor cores multiply those
+// exactly; the two kinds go to sums of their own. A bfloat16 has no such small numbers whose products a float32 could hold,
+// so its codes keep the 128 of their exponent, which leaves the sums with the zero points.
 #pragma once
 #include "ptx.cuh"
 
@@ -63,6 +68,18 @@ struct Half {
         const u32 first = broadcast<0>(zeros), second = broadcast<1>(zeros);
         return {{add(first, 0x64006400u), add(second, 0x64006400u)}, {add(first, 0x54005400u), add(second, 0x54005400u)}};
     }
+    // Of a word: pairs of codes of channels 2 (l%4) + {0, 1} and of the eight above, of rows n and n + 8.
+    static __device__ __forceinline__ void codes(u32 word, u32 (&pairs)[2][2]) {
+        const u32 upper = word >> 8;
+        pairs[0][0] = word & 0x000f000fu, pairs[0][1] = upper & 0x000f000fu;
+        pairs[1][0] = word & 0x00f000f0u, pairs[1][1] = upper & 0x00f000f0u;
+    }
+    static constexpr int KINDS = 2;           // of codes, whose sums are kept apart
+    static constexpr float SECOND = 0.0625f;  // what those of the second kind count
+    static constexpr float UNIT = 16777216.f;
+    static constexpr float BASE = 0.f;               // what a code exceeds itself by
+    static constexpr u32 ONES_AS_CODES = 0x00010001u;
+    static constexpr u32 EIGHTS_AS_CODES = 0x00080008u;
     // A word to the A fragment of codes minus zero points.
     static __device__ __forceinline__ void dequantize(u32 word, u32 (&a)[4], const Offsets& offsets) {
         const u32 upper = word >> 8;
@@ -104,6 +121,16 @@ struct Bfloat16 {
         const u32 first = add(broadcast<0>(zeros), 0x43004300u), second = add(broadcast<1>(zeros), 0x43004300u);
         return {{first, second}, {first, second}};
     }
+    static __device__ __forceinline__ void codes(u32 word, u32 (&pairs)[2][2]) {
+        pairs[0][0] = and_or<0x000f000fu, 0x43004300u>(word), pairs[0][1] = and_or<0x000f000fu, 0x43004300u>(word >> 8);
+        pairs[1][0] = and_or<0x000f000fu, 0x43004300u>(word >> 4), pairs[1][1] = and_or<0x000f000fu, 0x43004300u>(word >> 12);
+    }
+    static constexpr int KINDS = 1;
+    static constexpr float SECOND = 1.f;
+    static constexpr float UNIT = 1.f;
+    static constexpr float BASE = 128.f;
+    static constexpr u32 ONES_AS_CODES = 0x3f803f80u;    // of no base
+    static constexpr u32 EIGHTS_AS_CODES = 0x43084308u;  // 136
     static __device__ __forceinline__ void dequantize(u32 word, u32 (&a)[4], const Offsets& offsets) {
         a[0] = subtract(and_or<0x000f000fu, 0x43004300u>(word), offsets.low[0]);
         a[2] = subtract(and_or<0x000f000fu, 0x43004300u>(word >> 4), offsets.high[0]);

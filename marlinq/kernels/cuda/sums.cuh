@@ -1,4 +1,4 @@
-// Sums of a group of channels that are scaled when the group ends, for the kernels built on mma.sync.
+// Sums of a group of channels, for the kernels built on mma.sync: when they are scaled, and what codes become before.
 #pragma once
 #include "element.cuh"
 
@@ -20,17 +20,97 @@ struct Accumulators {
     }
 };
 
-// total += scale * group, then start the next group.
-template <typename E, int BlocksM>
-__device__ __forceinline__ void close_group(Accumulators<BlocksM>& total, Accumulators<BlocksM>& group, const Scales& s) {
+// What two k16 rows of a warp's words add to its sums. Three ways:
+//
+//   ScaleSums, one block of eight batch rows   codes are multiplied as they are (element.cuh), and so are the activations
+//                                              alone; the sums get zero points and scales when the group ends
+//   ScaleSums, larger batches                  codes minus zero points are multiplied, and their sums scaled
+//   otherwise                                  weights are multiplied: no second set of accumulators
+//
+// The first needs five instructions a word, the others nine and thirteen, but products of the activations alone and one
+// more set of accumulators, which is too much for more batch rows.
+template <typename E, int BlocksM, bool Zeros, bool ScaleSums>
+struct GroupSums {
+    static constexpr bool CODES = ScaleSums && BlocksM == 1;
+    static constexpr int KINDS = CODES ? E::KINDS : 1;
+
+    Accumulators<BlocksM> sums[KINDS];
+    float plain[BlocksM][4];  // of the activations, times eight where nobody has zero points
+    Scales scale, zero;       // where weights need them
+
+    // The 16-byte piece of two rows' activations that matrix lane / 8 is loaded from. A row's B fragment is its two pieces;
+    // for codes, whose kinds are channels apart, a fragment is one kind's pieces of both rows.
+    static __device__ __forceinline__ int piece(int lane) { return CODES ? lane / 8 % 2 * 2 + lane / 16 : lane / 8; }
+
+    // Before a group's first row.
+    __device__ __forceinline__ void begin(const Scales& scales, const Scales& zeros) { scale = scales, zero = zeros; }
+
+    __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int q = 0; q < 4; ++q) {
-        const float scale[2] = {widen_half<E, 0>(s.pair[q]), widen_half<E, 1>(s.pair[q])};
+        for (int kind = 0; kind < KINDS; ++kind) sums[kind].clear();
 #pragma unroll
         for (int b = 0; b < BlocksM; ++b)
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                total.value[q][b][i] = fmaf(scale[i / 2], group.value[q][b][i], total.value[q][b][i]);
+            for (int i = 0; i < 4; ++i) plain[b][i] = 0.f;
     }
-    group.clear();
-}
+
+    // Words of two rows, and two B fragments of each block of eight batch rows.
+    __device__ __forceinline__ void add(Accumulators<BlocksM>& total, const uint4& first, const uint4& second,
+                                        const u32 (&x)[BlocksM][2][2]) {
+        const u32 words[2][4] = {{first.x, first.y, first.z, first.w}, {second.x, second.y, second.z, second.w}};
+        if constexpr (CODES) {
+            constexpr u32 ALONE = Zeros ? E::ONES_AS_CODES : E::EIGHTS_AS_CODES;
+            const u32 alone[4] = {ALONE, ALONE, ALONE, ALONE};
+#pragma unroll
+            for (int f = 0; f < 2; ++f) E::multiply_accumulate(plain[0], alone, x[0][f][0], x[0][f][1]);
+#pragma unroll
+            for (int q = 0; q < 4; ++q) {
+                u32 pairs[2][2][2];
+#pragma unroll
+                for (int row = 0; row < 2; ++row) E::codes(words[row][q], pairs[row]);
+#pragma unroll
+                for (int kind = 0; kind < 2; ++kind) {
+                    const u32 a[4] = {pairs[0][kind][0], pairs[0][kind][1], pairs[1][kind][0], pairs[1][kind][1]};
+                    E::multiply_accumulate(sums[kind % KINDS].value[q][0], a, x[0][kind][0], x[0][kind][1]);
+                }
+            }
+        } else {
+            Accumulators<BlocksM>& target = ScaleSums ? sums[0] : total;
+#pragma unroll
+            for (int row = 0; row < 2; ++row)
+#pragma unroll
+                for (int q = 0; q < 4; ++q) {
+                    u32 a[4];
+                    E::dequantize(words[row][q], a, Zeros ? E::offsets(zero.pair[q]) : E::offsets());
+                    if (!ScaleSums) scale_fragment<E>(a, scale.pair[q]);
+#pragma unroll
+                    for (int b = 0; b < BlocksM; ++b)
+                        E::multiply_accumulate(target.value[q][b], a, x[b][row][0], x[b][row][1]);
+                }
+        }
+    }
+
+    // After a group's last row: total += scales * sums.
+    __device__ __forceinline__ void close(Accumulators<BlocksM>& total, const Scales& scales, const Scales& zeros) const {
+        if (!ScaleSums) return;
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            const float by[2] = {widen_half<E, 0>(scales.pair[q]) * (CODES ? E::UNIT : 1.f),
+                                 widen_half<E, 1>(scales.pair[q]) * (CODES ? E::UNIT : 1.f)};
+            float offset[2];
+            if (CODES && Zeros) {
+                offset[0] = widen_half<E, 0>(zeros.pair[q]) + E::BASE;
+                offset[1] = widen_half<E, 1>(zeros.pair[q]) + E::BASE;
+            }
+#pragma unroll
+            for (int b = 0; b < BlocksM; ++b)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    float sum = sums[0].value[q][b][i];
+                    if constexpr (KINDS == 2) sum = fmaf(sums[1].value[q][b][i], E::SECOND, sum);
+                    if (CODES) sum = Zeros ? fmaf(-offset[i / 2], plain[b][i], sum) : sum - plain[b][i];
+                    total.value[q][b][i] = fmaf(by[i / 2], sum, total.value[q][b][i]);
+                }
+        }
+    }
+};

@@ -48,25 +48,17 @@ __device__ __forceinline__ Scales load_scales(const u16* tile, int lane) {
 }
 
 typedef Accumulators<BLOCKS_M> Sums;
+typedef GroupSums<E, BLOCKS_M, ZEROS, true> Group;
 
-// B fragments of two k16 rows, `row` and `row + 1`, for all column blocks; `slabs` is the chunk's activations.
-__device__ __forceinline__ void load_activations(u32 (&x)[2][BLOCKS_M][2], u32 slabs, int row, int lane) {
+// B fragments of the k16 rows `row` and `row + 1`, by column block; `slabs` is the chunk's activations.
+__device__ __forceinline__ void load_activations(u32 (&x)[BLOCKS_M][2][2], u32 slabs, int row, int lane) {
     const u32 slab = slabs + row / 4 * SLAB_BYTES;
-    if constexpr (BLOCKS_M == 1) {
-        const int m = lane % 8, piece = 2 * (row % 4) + lane / 8;
+#pragma unroll
+    for (int b = 0; b < BLOCKS_M; ++b) {
+        const int m = 8 * b + lane % 8, piece = 2 * (row % 4) + Group::piece(lane);
         u32 r[4];
-        load_matrix_x4(r, slab + m * 128 + ((piece ^ m) * 16));
-        x[0][0][0] = r[0], x[0][0][1] = r[1], x[1][0][0] = r[2], x[1][0][1] = r[3];
-    } else {
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-#pragma unroll
-            for (int b = 0; b < BLOCKS_M; b += 2) {
-                const int m = 8 * b + lane % 8 + 8 * (lane / 16), piece = 2 * (row % 4 + i) + (lane / 8) % 2;
-                u32 r[4];
-                load_matrix_x4(r, slab + m * 128 + ((piece ^ (m % 8)) * 16));
-                x[i][b][0] = r[0], x[i][b][1] = r[1], x[i][b + 1][0] = r[2], x[i][b + 1][1] = r[3];
-            }
+        load_matrix_x4(r, slab + m * 128 + ((piece ^ (m % 8)) * 16));
+        x[b][0][0] = r[0], x[b][0][1] = r[1], x[b][1][0] = r[2], x[b][1][1] = r[3];
     }
 }
 
@@ -108,15 +100,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     }
 
     const int wn = warp % WARPS_N, wk = warp / WARPS_N;
-    const int column = min(n0 + wn * 64, N - 64);
-    Sums total, group;
+    Sums total;
     total.clear();
-    group.clear();
-    Sums& target = GROUP != 0 ? group : total;
-    Scales channel_scale, zero;
+    Group group;
+    Scales channel_scale, channel_zero;
     if (GROUP == 0) {
+        const int column = min(n0 + wn * 64, N - 64);
         channel_scale = load_scales(scales + column, lane);
-        if (ZEROS) zero = load_scales(zeros + column, lane);
+        if (ZEROS) channel_zero = load_scales(zeros + column, lane);
+        group.clear();
+        group.begin(channel_scale, channel_zero);
     }
     ring.advance(wk);
     for (int chunk = wk; chunk < count; chunk += WARPS_K) {
@@ -124,35 +117,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
         const u32 activations = ring.address();
         const unsigned char* stage = shared + (activations - shared_address(shared));
         const uint4* my_words = reinterpret_cast<const uint4*>(stage + WEIGHTS_AT + wn * 512) + lane;
-        u32 fragments[2][BLOCKS_M][2];
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            const uint4 v = my_words[i * (ROW_BYTES / 16)];
-            if (i % 2 == 0) load_activations(fragments, activations, i, lane);
-            const u32(&b)[BLOCKS_M][2] = fragments[i % 2];
-            const u32 word[4] = {v.x, v.y, v.z, v.w};
-            const u16* group_scales =
-                reinterpret_cast<const u16*>(stage + SCALES_AT + i / GROUP_ROWS * SCALE_BYTES + wn * 128);
-            if (GROUP != 0 && ZEROS && i % GROUP_ROWS == 0)
-                zero = load_scales(group_scales + (ZEROS_AT - SCALES_AT) / 2, lane);
-#pragma unroll
-            for (int q = 0; q < 4; ++q) {
-                u32 a[4];
-                E::dequantize(word[q], a, ZEROS ? E::offsets(zero.pair[q]) : E::offsets());
-#pragma unroll
-                for (int c = 0; c < BLOCKS_M; ++c) E::multiply_accumulate(target.value[q][c], a, b[c][0], b[c][1]);
+        for (int i = 0; i < ROWS; i += 2) {
+            const u16* its = reinterpret_cast<const u16*>(stage + SCALES_AT + i / GROUP_ROWS * SCALE_BYTES + wn * 128);
+            const auto scale = [&] { return load_scales(its, lane); };
+            const auto zero = [&] { return ZEROS ? load_scales(its + (ZEROS_AT - SCALES_AT) / 2, lane) : Scales(); };
+            if (GROUP != 0 && i % GROUP_ROWS == 0) {
+                group.clear();
+                group.begin(scale(), zero());
             }
-            if (GROUP != 0 && i % GROUP_ROWS == GROUP_ROWS - 1) close_group<E>(total, group, load_scales(group_scales, lane));
+            u32 fragments[BLOCKS_M][2][2];
+            load_activations(fragments, activations, i, lane);
+            group.add(total, my_words[i * (ROW_BYTES / 16)], my_words[(i + 1) * (ROW_BYTES / 16)], fragments);
+            if (GROUP != 0 && i % GROUP_ROWS == GROUP_ROWS - 2) group.close(total, scale(), zero());
         }
         __syncwarp();
         if (lane == 0) ring.release();
         ring.advance(WARPS_K);
     }
-    if (GROUP == 0) {
-        group = total;
-        total.clear();
-        close_group<E>(total, group, channel_scale);
-    }
+    if (GROUP == 0) group.close(total, channel_scale, channel_zero);
 
     // The owners have started and expect what comes.
     if (CLUSTER > 1) cluster_wait();

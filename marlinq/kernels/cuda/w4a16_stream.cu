@@ -75,25 +75,22 @@ __device__ __forceinline__ Scales load_scales(const u16* base, int lane) {
     return s;
 }
 
-typedef Accumulators<BLOCKS_M> Sums;
+// The zero points behind a group's scales; anything where there are none.
+__device__ __forceinline__ Scales load_zeros(const u16* scales, int lane) {
+    return ZEROS ? load_scales(scales + 64, lane) : Scales();
+}
 
-// B fragments of two k16 rows, `row` and `row + 1`, for all column blocks; `tile` is the chunk's activations.
-__device__ __forceinline__ void load_activations(u32 (&x)[2][BLOCKS_M][2], u32 tile, int row, int lane) {
-    if constexpr (BLOCKS_M == 1) {
-        const int m = lane % 8, piece = 2 * row + lane / 8;
+typedef Accumulators<BLOCKS_M> Sums;
+typedef GroupSums<E, BLOCKS_M, ZEROS, SCALE_SUMS> Group;
+
+// B fragments of the k16 rows `row` and `row + 1`, by column block; `tile` is the chunk's activations.
+__device__ __forceinline__ void load_activations(u32 (&x)[BLOCKS_M][2][2], u32 tile, int row, int lane) {
+#pragma unroll
+    for (int b = 0; b < BLOCKS_M; ++b) {
+        const int m = 8 * b + lane % 8, piece = 2 * row + Group::piece(lane);
         u32 r[4];
-        load_matrix_x4(r, tile + m * (CHUNK * 2) + ((piece ^ m) * 16));
-        x[0][0][0] = r[0], x[0][0][1] = r[1], x[1][0][0] = r[2], x[1][0][1] = r[3];
-    } else {
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-#pragma unroll
-            for (int b = 0; b < BLOCKS_M; b += 2) {
-                const int m = 8 * b + lane % 8 + 8 * (lane / 16), piece = 2 * (row + i) + (lane / 8) % 2;
-                u32 r[4];
-                load_matrix_x4(r, tile + m * (CHUNK * 2) + ((piece ^ (m % 8)) * 16));
-                x[i][b][0] = r[0], x[i][b][1] = r[1], x[i][b + 1][0] = r[2], x[i][b + 1][1] = r[3];
-            }
+        load_matrix_x4(r, tile + m * (CHUNK * 2) + ((piece ^ (m % 8)) * 16));
+        x[b][0][0] = r[0], x[b][0][1] = r[1], x[b][1][0] = r[2], x[b][1][1] = r[3];
     }
 }
 
@@ -178,10 +175,10 @@ w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u
         copy_async_commit();
     }
 
-    Sums total, group;
+    Sums total;
     total.clear();
-    group.clear();
-    Sums& target = SCALE_SUMS && GROUP != 0 ? group : total;
+    Group group;
+    if (GROUP == 0) group.clear();
     const u16* channel_scales = reinterpret_cast<const u16*>(shared + SCALES_AT + warp * SCALE_BYTES);
 
     for (int step = 0; step < steps; ++step) {
@@ -197,37 +194,23 @@ w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u
         const uint4* my_weights = reinterpret_cast<const uint4*>(shared + stage + warp * WEIGHT_BYTES) + lane;
         const u32 activations = ring + stage + ACTIVATIONS_AT + wk * ACTIVATION_BYTES;
         const u16* my_scales = channel_scales + (GROUP == 0 ? 0 : stage / 2);
-        Scales scale, zero;
-        u32 fragments[2][BLOCKS_M][2];
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            const uint4 v = my_weights[i * 32];
-            if (i % 2 == 0) load_activations(fragments, activations, i, lane);
-            const u32(&b)[BLOCKS_M][2] = fragments[i % 2];
-            const u32 word[4] = {v.x, v.y, v.z, v.w};
-            const u16* group_scales = my_scales + i / GROUP_ROWS * KINDS * 64;
+        for (int i = 0; i < ROWS; i += 2) {
+            u32 fragments[BLOCKS_M][2][2];
+            load_activations(fragments, activations, i, lane);
+            const u16* its_scales = my_scales + i / GROUP_ROWS * KINDS * 64;
             if (i % GROUP_ROWS == 0) {
-                if (!SCALE_SUMS) scale = load_scales(group_scales, lane);
-                if (ZEROS) zero = load_scales(group_scales + 64, lane);
+                if (GROUP != 0) group.clear();
+                group.begin(load_scales(its_scales, lane), load_zeros(its_scales, lane));
             }
-#pragma unroll
-            for (int q = 0; q < 4; ++q) {
-                u32 a[4];
-                E::dequantize(word[q], a, ZEROS ? E::offsets(zero.pair[q]) : E::offsets());
-                if (!SCALE_SUMS) scale_fragment<E>(a, scale.pair[q]);
-#pragma unroll
-                for (int c = 0; c < BLOCKS_M; ++c) E::multiply_accumulate(target.value[q][c], a, b[c][0], b[c][1]);
-            }
-            if (SCALE_SUMS && GROUP != 0 && i % GROUP_ROWS == GROUP_ROWS - 1)
-                close_group<E>(total, group, load_scales(group_scales, lane));
+            group.add(total, my_weights[i * 32], my_weights[(i + 1) * 32], fragments);
+            if (GROUP != 0 && i % GROUP_ROWS == GROUP_ROWS - 2)
+                group.close(total, load_scales(its_scales, lane), load_zeros(its_scales, lane));
         }
     }
     // A part without a chunk fetched no scales: whatever its memory holds, NaN perhaps, must not meet its zeros.
-    if (SCALE_SUMS && GROUP == 0 && my_steps > 0) {
-        group = total;
-        total.clear();
-        close_group<E>(total, group, load_scales(channel_scales, lane));
-    }
+    if (GROUP == 0 && my_steps > 0)
+        group.close(total, load_scales(channel_scales, lane), load_zeros(channel_scales, lane));
 
     // The ring is drained; its memory becomes the reduction buffer [part][m][n].
     copy_async_wait<0>();
