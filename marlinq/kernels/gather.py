@@ -10,7 +10,7 @@ from torch import Tensor
 
 from marlinq.kernels.compiler import cached_cubin
 from marlinq.kernels.decision import demands
-from marlinq.kernels.driver import Function, launch, load_function, on_device
+from marlinq.kernels.driver import Launches, load_function, on_device
 from marlinq.kernels.launch import device_numbers
 
 _THREADS = 128
@@ -29,11 +29,17 @@ class _Arguments(ctypes.Structure):
     )
 
 
-@lru_cache(maxsize=64)
-def _function(device_index: int) -> Function:
+@lru_cache(maxsize=4096)
+def _launches(device_index: int, m: int, k: int, x_stride: int, dependent: bool) -> Launches:
     architecture = device_numbers(device_index).architecture
-    return load_function(
-        cached_cubin("gather.cu", architecture, {"THREADS": _THREADS}), "gather", device_index
+    cubin = cached_cubin("gather.cu", architecture, {"THREADS": _THREADS})
+    return Launches(
+        load_function(cubin, "gather", device_index),
+        -(-m * k // (8 * _THREADS)),
+        _THREADS,
+        0,
+        _Arguments(m=m, k=k, x_stride=x_stride),
+        dependent=dependent,
     )
 
 
@@ -52,8 +58,13 @@ def gather_channels(x: Tensor, order: Tensor) -> Tensor:
     """
     m, k = x.shape[0], order.shape[0]
     out = torch.empty((m, k), dtype=x.dtype, device=x.device)
-    function = _function(x.device.index)
-    arguments = _Arguments(x.data_ptr(), order.data_ptr(), out.data_ptr(), m, k, x.stride(0))
-    with on_device(function):
-        launch(function, -(-m * k // (8 * _THREADS)), _THREADS, 0, arguments, dependent=demands().dependent)
+    launches = _launches(x.device.index, m, k, x.stride(0), demands().dependent)
+    with on_device(x.device.index):
+        launch = launches.take()
+        arguments = launch.arguments
+        arguments.x = x.data_ptr()
+        arguments.order = order.data_ptr()
+        arguments.out = out.data_ptr()
+        launch.start()
+        launches.give(launch)
     return out

@@ -68,13 +68,13 @@ def _cuda(
     out_features: int,
     order: Tensor | None = None,
 ) -> Tensor:
-    weight = words, scales, zeros, bias
-    key = plans.key_of(weight, group_size, out_features, x.dtype)
+    key = id(words), id(scales), id(zeros), id(bias), group_size, out_features, x.dtype
     plan = plans.find(key) if order is None else None
     if plan is not None:
-        planned = plan.run(x, weight)
+        planned = plan.run(x, words, scales, zeros, bias)
         if planned is not None:
-            return planned if planned.shape[-1] == out_features else planned[..., :out_features]
+            return planned
+    weight = words, scales, zeros, bias
     _check(x, weight, group_size, out_features, order)
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise UnsupportedError(f"w4a16_gemm: x has dtype {x.dtype}; the kernel takes float16 and bfloat16")
@@ -85,7 +85,7 @@ def _cuda(
     if scales.shape[0] == 1:
         group_size = -1
     if order is None and (bias is None or out_features == n):
-        plans.remember(key, weight, group_size)
+        plans.remember(key, weight, group_size, out_features)
     rows = x.reshape(-1, x.shape[-1])
     row = rows.stride(0)
     if order is not None:
