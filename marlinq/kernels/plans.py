@@ -6,6 +6,7 @@ weight alone is kept for as long as its tensors live.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from marlinq.kernels.decision import Demands, demands
 from marlinq.kernels.driver import empty_strided
+from marlinq.kernels.gather import Gathered, gathering
 from marlinq.kernels.launch import Call, prepare
 from marlinq.kernels.operands import Operands
 
@@ -24,8 +26,8 @@ _MAX_CALLS = 512  # shapes of activations a weight
 Key = tuple[object, ...]
 """The identities of a weight's tensors, which a plan outlives none of, and what else it was checked with."""
 
-Weight = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""Words, scales, zero points and bias, as the operator takes them."""
+Weight = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Words, scales, zero points, bias and order, as the operator takes them."""
 
 
 class _Prepared(NamedTuple):
@@ -39,14 +41,15 @@ class _Prepared(NamedTuple):
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    call: Call | None
+    call: Call | Gathered | None
 
 
 class Plan:
     """The checked operands of one weight and their prepared launches.
 
     Args:
-        weight: words int32 [K/16, 2N], scales [G, N], zero points [G, N] or None, bias [N] or None.
+        weight: words int32 [K/16, 2N], scales [G, N], zero points [G, N] or None, bias [N] or None, order
+            int32 [K] or None.
         group_size: 32, 64, 128 or -1, as the kernels take it.
         out_features: columns to return.
         evict: called when one of the tensors goes.
@@ -60,6 +63,7 @@ class Plan:
         "_index",
         "_k",
         "_n",
+        "_order",
         "_prepared",
         "_scales",
         "_tensors",
@@ -70,7 +74,7 @@ class Plan:
     def __init__(
         self, weight: Weight, group_size: int, out_features: int, evict: Callable[[object], object]
     ) -> None:
-        words, scales, zeros, bias = weight
+        words, scales, zeros, bias, order = weight
         self._k, self._n = words.shape[0] * 16, words.shape[1] // 2
         self._columns = None if out_features == self._n else out_features
         self._dtype = scales.dtype
@@ -78,52 +82,72 @@ class Plan:
         self._group_size = group_size
         self._tensors = [None if tensor is None else weakref.ref(tensor, evict) for tensor in weight]
         self._words, self._scales = words.data_ptr(), scales.data_ptr()
-        self._zeros, self._bias = _address(zeros), _address(bias)
+        self._zeros, self._bias, self._order = _address(zeros), _address(bias), _address(order)
         self._prepared: dict[tuple[torch.Size, Demands], _Prepared] = {}
 
-    def fits(self, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None) -> bool:
+    def fits(
+        self,
+        words: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        bias: Tensor | None,
+        order: Tensor | None,
+    ) -> bool:
         """Whether the weight's tensors are where they were."""
         return (
             words.data_ptr() == self._words
             and scales.data_ptr() == self._scales
             and (zeros is None or zeros.data_ptr() == self._zeros)
             and (bias is None or bias.data_ptr() == self._bias)
+            and (order is None or order.data_ptr() == self._order)
         )
 
     def run(
-        self, x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
+        self,
+        x: Tensor,
+        words: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        bias: Tensor | None,
+        order: Tensor | None,
     ) -> Tensor | None:
         """[..., columns] in the dtype of ``x``; None where this call needs the operator's checks again."""
         # Every line here is paid for by every call: benchmarks/host_cost.py.
         if torch._C._cuda_getDevice() != self._index:
             with torch.cuda.device(self._index):
-                return self.run(x, words, scales, zeros, bias)
+                return self.run(x, words, scales, zeros, bias, order)
         address = x.data_ptr()
         if (
             address % 16
             or not x.is_contiguous()
             or x.get_device() != self._index
-            or not self.fits(words, scales, zeros, bias)
+            or not self.fits(words, scales, zeros, bias, order)
         ):
             return None
         shape = x.shape
         prepared = self._prepared.get((shape, demands()))
         if prepared is None:
-            if shape[-1] != self._k:
+            if order is None and shape[-1] != self._k:
                 return None
-            prepared = self._prepare(x, (words, scales, zeros, bias))
+            prepared = self._prepare(x, (words, scales, zeros, bias, order))
         out = empty_strided(prepared.shape, prepared.strides, self._dtype)
         if prepared.call is not None:
             prepared.call.start(address, out.data_ptr())
         return out if self._columns is None else out[..., : self._columns]
 
     def _prepare(self, x: Tensor, weight: Weight) -> _Prepared:
-        out = x.new_empty((*x.shape[:-1], self._n))
-        rows = x.numel() // self._k
-        call = None
+        order = weight[4]
+        *batch, columns = x.shape
+        out = x.new_empty((*batch, self._n))
+        rows = math.prod(batch)
+        call: Call | Gathered | None = None
         if rows:
-            operands = Operands(x.view(rows, self._k), *weight, out.view(rows, self._n))
-            call = prepare(operands, self._group_size)
+            flat = x.view(rows, columns)
+            taken = flat if order is None else x.new_empty((rows, self._k))
+            operands = Operands(taken, *weight[:4], out.view(rows, self._n))
+            call = prepare(operands, self._group_size, behind_own=order is not None)
+            if order is not None:
+                call = Gathered(gathering(flat, order), order.data_ptr(), rows, self._k, self._dtype, call)
         if len(self._prepared) >= _MAX_CALLS:
             self._prepared.clear()
         prepared = _Prepared(tuple(out.shape), out.stride(), call)

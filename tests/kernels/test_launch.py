@@ -1,4 +1,4 @@
-"""Prepared calls through to the driver, whose library a stand-in replaces: none gets the addresses of another."""
+"""Prepared calls through to the driver, whose library a stand-in replaces: addresses are never mixed up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from marlinq.kernels import Device, Problem, driver, forced_kernel, launch, operands
+from marlinq.kernels import Device, Problem, driver, forced_kernel, gather, launch, operands
 from marlinq.kernels.decision import KERNELS, Kernel
 from marlinq.kernels.handover import Handover
 from marlinq.kernels.operands import Operands
@@ -100,3 +100,27 @@ def test_sums_are_kept_until_the_launch_is_made(library: _Driver, monkeypatch: p
     call.start(4096, 8192)
     assert library.launches == [[48, 64]]
     assert events == ["gone after 1 launches"]
+
+
+def test_a_gathered_product_reads_what_was_gathered(
+    library: _Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Tensor] = []
+
+    def empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        made.append(torch.empty_strided(shape, strides, dtype=dtype))
+        return made[-1]
+
+    monkeypatch.setattr(gather, "empty_strided", empty_strided)
+    function = driver.Function(None, ctypes.c_void_p(1), 0, 1)
+    launches = driver.Launches(function, 5, 128, 0, gather._Arguments(m=3, k=512, x_stride=700))
+    with forced_kernel("stream"):
+        call = launch.prepare(small_operands(3, 512, 256), 64)
+    ordered = gather.Gathered(launches, 2048, 3, 512, torch.float16, call)
+    library.places = [0, 1, 2, OUT]
+    ordered.start(4096, 8192)
+    (rows,) = made
+    assert (rows.shape, rows.dtype) == ((3, 512), torch.float16)
+    gathering, product = library.launches
+    assert gathering[:3] == [4096, 2048, rows.data_ptr()]
+    assert (product[0], product[3]) == (rows.data_ptr(), 8192)

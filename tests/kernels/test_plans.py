@@ -19,8 +19,9 @@ K, N = 128, 192
 class _Call:
     """Counts its launches."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, behind_own: bool) -> None:
         self.rows = rows
+        self.behind_own = behind_own
         self.demands = demands()
         self.started: list[tuple[int, int]] = []
 
@@ -59,10 +60,11 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> _Devices:
 def prepared(monkeypatch: pytest.MonkeyPatch, devices: _Devices) -> list[_Call]:
     calls: list[_Call] = []
 
-    def prepare(operands: Operands, group_size: int) -> _Call:
+    def prepare(operands: Operands, group_size: int, behind_own: bool) -> _Call:
         assert group_size == 64
+        assert operands.x.shape[1] == K
         assert devices.current == -1
-        calls.append(_Call(operands.x.shape[0]))
+        calls.append(_Call(operands.x.shape[0], behind_own))
         return calls[-1]
 
     def empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -77,7 +79,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch, devices: _Devices) -> list[_Call]:
 @pytest.fixture
 def given() -> plans.Weight:
     operands = random_operands(K, N, 64, torch.float16, device="cpu")
-    return operands.words, operands.scales, None, None
+    return operands.words, operands.scales, None, None, None
 
 
 @pytest.fixture
@@ -109,17 +111,22 @@ def test_what_does_not_fit_goes_back_to_the_checks(
     for x in (wide[:, :K], wide[:2], wide.flatten()[1 : 2 * K + 1].view(2, K)):
         assert plan.run(x, *given) is None
     moved = given[1].clone()
-    assert plan.run(wide[:1, :K], given[0], moved, None, None) is None
+    assert plan.run(wide[:1, :K], given[0], moved, None, None, None) is None
     elsewhere = plans.Plan(given, 64, N, lambda _: None)
     elsewhere._index = devices.current = 0
     assert elsewhere.run(wide[:1, :K], *given) is None
     assert not prepared
 
 
-@pytest.mark.parametrize("place", range(4))
-def test_changed_storage_is_noticed(prepared: list[_Call], place: int) -> None:
+@pytest.mark.parametrize("place", range(5))
+def test_changed_storage_is_noticed(
+    prepared: list[_Call], monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    monkeypatch.setattr(plans, "Gathered", lambda *given: given[-1])
+    monkeypatch.setattr(plans, "gathering", lambda x, order: None)
     operands = random_operands(K, N, 64, torch.float16, device="cpu", zeros=True, bias=True)
-    given = operands.words, operands.scales, operands.zeros, operands.bias
+    order = torch.arange(K, dtype=torch.int32)
+    given = operands.words, operands.scales, operands.zeros, operands.bias, order
     plan = plans.Plan(given, 64, N, lambda _: None)
     x = torch.zeros(1, K).half()
     assert plan.run(x, *given) is not None
@@ -177,7 +184,7 @@ def test_shapes_are_forgotten_before_they_are_too_many(
 
 def test_a_plan_goes_with_its_tensors() -> None:
     operands = random_operands(K, N, 64, torch.float16, device="cpu", zeros=True, bias=True)
-    given = operands.words, operands.scales, operands.zeros, operands.bias
+    given = operands.words, operands.scales, operands.zeros, operands.bias, None
     key = ("a key",)
     plans.remember(key, given, 64, N)
     assert plans.find(key) is not None
@@ -198,6 +205,27 @@ def test_a_plan_is_made_anew_only_when_its_weight_has_moved(given: plans.Weight)
     assert plans.find(key) is not first
 
 
+def test_ordered_activations_are_gathered_first(
+    prepared: list[_Call], given: plans.Weight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = torch.arange(K, dtype=torch.int32)
+    gathered: list[tuple[object, ...]] = []
+    monkeypatch.setattr(plans, "Gathered", lambda *given: gathered.append(given[1:-1]) or given[-1])
+    monkeypatch.setattr(plans, "gathering", lambda x, order: gathered.append((x.shape, x.stride(), order)))
+    ordered = *given[:4], order
+    plan = plans.Plan(ordered, 64, N, lambda _: None)
+    x = torch.zeros(2, 3, 100).half()
+    for _ in range(2):
+        out = plan.run(x, *ordered)
+        assert out is not None
+        assert out.shape == (2, 3, N)
+    # Prepared once: six rows of any length become K columns.
+    (shape, strides, given_order), rest = gathered
+    assert (shape, strides, given_order is order) == ((6, 100), (100, 1), True)
+    assert rest == (order.data_ptr(), 6, K, torch.float16)
+    assert [(call.rows, call.behind_own, len(call.started)) for call in prepared] == [(6, True, 2)]
+
+
 @pytest.mark.parametrize("columns", [N, 150])
 def test_the_operator_finds_its_plans(
     prepared: list[_Call], given: plans.Weight, monkeypatch: pytest.MonkeyPatch, columns: int
@@ -207,7 +235,7 @@ def test_the_operator_finds_its_plans(
     x = torch.zeros(3, 2 * K).half()
     contiguous = x[:, :K].contiguous()
     for value in (contiguous, contiguous, x[:, :K], contiguous):
-        found = op._cuda(value, *given, 64, columns)
+        found = op._cuda(value, *given[:4], 64, columns)
         assert found.shape == (3, columns)
         assert found.stride() == (N, 1)
     # The first call is checked, and so is the strided one, which keeps the plan.
@@ -215,4 +243,4 @@ def test_the_operator_finds_its_plans(
     assert [len(call.started) for call in prepared] == [2]
     other = torch.zeros(3, K).bfloat16()
     with pytest.raises(ValueError, match="scales: expected torch.bfloat16"):
-        op._cuda(other, *given, 64, columns)
+        op._cuda(other, *given[:4], 64, columns)
