@@ -141,6 +141,9 @@ _library.impl("w4a16_gemm", _cuda, "CUDA")  # type: ignore[no-untyped-call]
 _library.impl("w4a16_gemm", _cpu, "CPU")  # type: ignore[no-untyped-call]
 _library.impl("w4a16_gemm", _meta, "Meta")  # type: ignore[no-untyped-call]
 
+# Without its name torch would look for the fitting overload at every call.
+_operator = torch.ops.marlinq.w4a16_gemm.default
+
 
 def w4a16_gemm(
     x: Tensor,
@@ -175,6 +178,6 @@ def w4a16_gemm(
         UnsupportedError: a shape or dtype the kernel can't run.
         EnvironmentProblem: CuPy, NVRTC or the driver is missing.
     """
-    return torch.ops.marlinq.w4a16_gemm(  # type: ignore[no-any-return]
+    return _operator(  # type: ignore[no-any-return]
         x, words, scales, zeros, bias, group_size, out_features, order
     )
