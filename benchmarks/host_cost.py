@@ -3,8 +3,10 @@
     python benchmarks/host_cost.py
 
 * Calls: microseconds from one call to the next without waiting for the GPU, which is faster on the small
-  product that is used; medians over batches of calls. "the dispatcher alone" is an operator with the same
-  signature that does nothing, "launch alone" is our code below the operator with the output given.
+  product that is used; medians over batches of calls. The indented rows are parts of the one above them:
+  an operator with the same signature that does nothing, our code without torch's dispatcher around it, and
+  of that the memory of the result, a prepared call with the addresses given, and of this the driver's part
+  with the stream.
 * Starts: fresh processes, first with an empty cache of compiled kernels, then with the kernel in it.
 * Compiling: one variant of every kernel, and all that a Llama-3-8B needs for 1 to 64 rows.
 """
@@ -28,6 +30,7 @@ import torch
 from marlinq.benchmarks.hardware import hardware_line
 from marlinq.benchmarks.shapes import MODELS
 from marlinq.errors import MarlinqError
+from marlinq.formats import QuantizedTensor
 from marlinq.kernels import (
     Device,
     Problem,
@@ -35,11 +38,15 @@ from marlinq.kernels import (
     decide,
     dependent_launches,
     forced_kernel,
+    op,
     precompile,
 )
 from marlinq.kernels.compiler import nvrtc_version
 from marlinq.kernels.decision import available
-from marlinq.kernels.launch import device_numbers, launch_gemm
+from marlinq.kernels.driver import empty_strided
+from marlinq.kernels.launch import device_numbers, prepare
+from marlinq.kernels.operands import Operands
+from marlinq.runtime import QuantLinear
 
 _FIRST_PRODUCT = Path(__file__).with_name("first_product.py")
 _CALLS, _BATCHES = 200, 41
@@ -62,6 +69,19 @@ def microseconds(call: Callable[[], object]) -> dict[str, float]:
     return {"median_us": statistics.median(batches), "least_us": min(batches)}
 
 
+def quant_linear(k: int, n: int, device: torch.device) -> QuantLinear:
+    """A layer in groups of 32 with every weight 0."""
+    weight = QuantizedTensor(
+        codes=torch.full((k, n), 8, dtype=torch.uint8),
+        scales=torch.ones(k // 32, n),
+        zeros=torch.full((k // 32, n), 8, dtype=torch.uint8),
+        g_idx=torch.arange(k, dtype=torch.int32) // 32,
+        group_size=32,
+        bits=4,
+    )
+    return QuantLinear(weight, None, device=device, dtype=torch.float16)
+
+
 def calls(device: torch.device) -> dict[str, dict[str, float]]:
     """Microseconds a call, by form."""
     k = n = 64
@@ -72,26 +92,40 @@ def calls(device: torch.device) -> dict[str, dict[str, float]]:
     bias = torch.zeros(n, dtype=torch.float16, device=device)
     dense = torch.zeros(k, n, dtype=torch.float16, device=device)
     out = torch.empty(1, n, dtype=torch.float16, device=device)
+    order = torch.arange(k, dtype=torch.int32, device=device)
     gemm = torch.ops.marlinq.w4a16_gemm
     schema = str(gemm.default._schema).partition("w4a16_gemm")[2]
     library = torch.library.Library("marlinq_host_cost", "DEF")
     library.define(f"nothing{schema}")
     library.impl("nothing", lambda *operands: out, x.device.type.upper())
     nothing = torch.ops.marlinq_host_cost.nothing
+    linear = quant_linear(k, n, device)
+    prepared = prepare(Operands(x, words, scales, None, None, out), 32)
+    launch = prepared.launches.take()
+    addresses = x.data_ptr(), out.data_ptr()
 
-    def dependent() -> object:
+    def operator() -> object:
         return gemm(x, words, scales, None, None, 32, n)
 
     found = {
-        "operator": microseconds(lambda: gemm(x, words, scales, None, None, 32, n)),
+        "operator": microseconds(operator),
+        "  the dispatcher": microseconds(lambda: nothing(x, words, scales, None, None, 32, n)),
+        "  below the dispatcher": microseconds(lambda: op._cuda(x, words, scales, None, None, 32, n)),
+        "    the result's memory": microseconds(lambda: empty_strided((1, n), (n, 1), torch.float16)),
+        "    a prepared call": microseconds(lambda: prepared.start(*addresses)),
+        "      the driver": microseconds(launch.start),
+        "operator, its overload named": microseconds(
+            lambda: gemm.default(x, words, scales, None, None, 32, n)
+        ),
         "operator, bias": microseconds(lambda: gemm(x, words, scales, None, bias, 32, n)),
         "operator, 3-D x": microseconds(lambda: gemm(batched, words, scales, None, None, 32, n)),
         "operator, 60 of 64 columns": microseconds(lambda: gemm(x, words, scales, None, None, 32, 60)),
+        "operator, activation order": microseconds(lambda: gemm(x, words, scales, None, None, 32, n, order)),
     }
     with dependent_launches():
-        found["operator, dependent launch"] = microseconds(dependent)
-    found["launch alone"] = microseconds(lambda: launch_gemm(x, words, scales, None, None, 32, out))
-    found["the dispatcher alone"] = microseconds(lambda: nothing(x, words, scales, None, None, 32, n))
+        found["operator, dependent launch"] = microseconds(operator)
+    with torch.no_grad():
+        found["QuantLinear"] = microseconds(lambda: linear(x))
     found["torch.empty"] = microseconds(lambda: torch.empty((1, n), dtype=torch.float16, device=device))
     found["torch.mm, output given"] = microseconds(lambda: torch.mm(x, dense, out=out))
     return found

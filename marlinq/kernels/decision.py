@@ -53,6 +53,8 @@ class Demands(NamedTuple):
 
 
 _demands: ContextVar[Demands] = ContextVar("marlinq_kernel_demands", default=Demands())  # noqa: B039
+demands = _demands.get
+"""The demands of the current context."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,6 @@ class KernelDecision:
     config: KernelConfig | None = None
     grid: int = 0
     seconds: float = 0.0
-
-
-def demands() -> Demands:
-    """The demands of the current context."""
-    return _demands.get()
 
 
 @contextmanager

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,6 +32,7 @@ _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _CAPTURE_ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _TENSOR_MAP_ALIGNMENT = 64
+_Structure = TypeVar("_Structure", bound=ctypes.Structure)
 
 
 class _Attribute(ctypes.Structure):
@@ -62,34 +63,23 @@ class _Config(ctypes.Structure):
     )
 
 
-class _Parameters:
-    """Memory for the parameters of one layout, and the array of one pointer a parameter.
-
-    The driver places parameters itself: it puts a tensor map where its alignment in constant memory wants it,
-    which is not where a C structure has it.
-    """
-
-    def __init__(self, layout: type[ctypes.Structure]) -> None:
-        self._memory = layout()
-        self.address = ctypes.addressof(self._memory)
-        self.size = ctypes.sizeof(layout)
-        offsets = [getattr(layout, field[0]).offset for field in layout._fields_]
-        self.pointers = (ctypes.c_void_p * len(offsets))(*[self.address + offset for offset in offsets])
-
-
 class _Thread(threading.local):
-    """What a thread hands to the driver, kept because making it takes longer than a launch."""
+    """What is known of a thread."""
 
     def __init__(self) -> None:
         self.has_context = False
-        self.config = _Config(grid_y=1, grid_z=1, threads_y=1, threads_z=1)
-        self.config.attributes = ctypes.pointer(_Attribute(_PROGRAMMATIC, 0, (1, 0, 0)))
-        self.config_reference = ctypes.byref(self.config)
-        self.parameters: dict[type[ctypes.Structure], _Parameters] = {}
 
 
 _thread = _Thread()
 _HERE = nullcontext()
+
+empty_strided: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+empty_strided = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+"""Uninitialised memory on the current device, by shape, strides in elements and type.
+
+This is what torch's own compiled code calls: ``torch.empty`` takes several times as long.
+"""
+_OVERLAPPING = _Attribute(_PROGRAMMATIC, 0, (1, 0, 0))
 
 
 @lru_cache(maxsize=1)
@@ -139,59 +129,115 @@ def _current_context() -> int | None:
     return context.value
 
 
-def on_device(function: Function) -> AbstractContextManager[object]:
-    """Make the function's device current for the calling thread, which may not have used CUDA before."""
-    if torch.cuda.current_device() != function.device_index:
-        return torch.cuda.device(function.device_index)
-    if not _thread.has_context:
-        # Neither asking torch for the device nor memory from its cache gives a new thread a context.
-        if _current_context() is None:
-            _driver().cuCtxSetCurrent(ctypes.c_void_p(function.context))
-        _thread.has_context = True
-    return _HERE
+def on_device(index: int) -> AbstractContextManager[object]:
+    """Make a device the current one of the calling thread."""
+    return _HERE if torch.cuda.current_device() == index else torch.cuda.device(index)
 
 
-def launch(
-    function: Function,
-    grid: int,
-    threads: int,
-    shared_bytes: int,
-    arguments: ctypes.Structure,
-    *,
-    dependent: bool = False,
-) -> None:
-    """Launch on torch's current stream of the function's device, inside :func:`on_device`.
+def _enter_context(function: Function) -> None:
+    # Neither asking torch for the device nor memory from its cache gives a new thread a context.
+    if _current_context() is None:
+        _driver().cuCtxSetCurrent(ctypes.c_void_p(function.context))
+    _thread.has_context = True
+
+
+class Launch:
+    """A launch in the memory that the driver reads it from, to be started any number of times.
+
+    The driver reads it while other threads run, so it belongs to whoever took it (:class:`Launches`).
+
+    Args:
+        function: the kernel.
+        config: the grid and what else is asked for; the stream is filled in at every start.
+        arguments: the kernel's parameters.
+
+    Attributes:
+        arguments: may be changed before every start.
+        x: an address for the caller to remember what ``arguments`` hold; 0 at first.
+    """
+
+    __slots__ = ("_config", "_given", "_index", "_launch", "arguments", "x")
+
+    def __init__(self, function: Function, config: _Config, arguments: ctypes.Structure) -> None:
+        layout = type(arguments)
+        start = ctypes.addressof(arguments)
+        # The driver places parameters itself: it puts a tensor map where its alignment in constant memory
+        # wants it, which is not where a C structure has it.
+        places = [start + getattr(layout, field[0]).offset for field in layout._fields_]
+        pointers = (ctypes.c_void_p * len(places))(*places)
+        self.arguments = arguments
+        self.x = 0
+        self._config = config
+        self._index = function.device_index
+        self._launch = _driver().cuLaunchKernelEx
+        # Made here, since converting them takes longer than the call.
+        self._given = ctypes.byref(config), function.handle, ctypes.byref(pointers), None
+
+    def start(self) -> None:
+        """Launch on torch's current stream of the kernel's device, inside :func:`on_device`.
+
+        Raises:
+            RuntimeError: the driver refused the launch.
+        """
+        config = self._config
+        # torch.cuda.current_stream makes an object, which takes as long as all the rest here.
+        config.stream = torch._C._cuda_getCurrentRawStream(self._index)
+        status = self._launch(*self._given)
+        if status != 0:
+            raise RuntimeError(
+                f"cuLaunchKernelEx failed with CUDA error {status}: {config.grid} blocks of "
+                f"{config.threads} threads, {config.shared_bytes} bytes of shared memory"
+            )
+
+
+class Launches:
+    """Launches that differ in a few parameters; as many are kept as were under way at the same time.
+
+    They are handed out rather than locked: a launch blocks while the GPU's queue is full, which must hold up
+    nobody on another stream, and what a signal or a collection runs may launch between any two lines.
 
     Args:
         function: the kernel.
         grid: blocks.
         threads: threads of a block.
         shared_bytes: dynamic shared memory of a block.
-        arguments: the kernel's parameters, one field each.
+        arguments: the kernel's parameters, one field each; copied.
         dependent: let the kernel start before the stream's previous one has ended; it waits for that one
             itself (``griddepcontrol.wait``).
-
-    Raises:
-        RuntimeError: the driver refused the launch.
     """
-    layout = type(arguments)
-    parameters = _thread.parameters.get(layout)
-    if parameters is None:
-        parameters = _thread.parameters[layout] = _Parameters(layout)
-    ctypes.memmove(parameters.address, ctypes.addressof(arguments), parameters.size)
-    config = _thread.config
-    config.grid = grid
-    config.threads = threads
-    config.shared_bytes = shared_bytes
-    # torch.cuda.current_stream makes an object, which takes as long as all the rest here.
-    config.stream = torch._C._cuda_getCurrentRawStream(function.device_index)
-    config.attribute_count = dependent
-    status = _driver().cuLaunchKernelEx(_thread.config_reference, function.handle, parameters.pointers, None)
-    if status != 0:
-        raise RuntimeError(
-            f"cuLaunchKernelEx failed with CUDA error {status}: {grid} blocks of {threads} threads, "
-            f"{shared_bytes} bytes of shared memory"
+
+    __slots__ = ("_arguments", "_config", "_idle", "function", "give")
+
+    def __init__(
+        self,
+        function: Function,
+        grid: int,
+        threads: int,
+        shared_bytes: int,
+        arguments: ctypes.Structure,
+        *,
+        dependent: bool = False,
+    ) -> None:
+        self.function = function
+        self._config = _Config(
+            grid, 1, 1, threads, 1, 1, shared_bytes, None, ctypes.pointer(_OVERLAPPING), dependent
         )
+        self._arguments = arguments
+        self._idle: list[Launch] = []
+        self.give: Callable[[Launch], None] = self._idle.append
+
+    def take(self) -> Launch:
+        """A launch that is the caller's until it is given back; the calling thread can start it."""
+        if not _thread.has_context:
+            _enter_context(self.function)
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return Launch(self.function, _copy(self._config), _copy(self._arguments))
+
+
+def _copy(structure: _Structure) -> _Structure:
+    return type(structure).from_buffer_copy(structure)
 
 
 def capture_of(stream: int) -> int:
@@ -248,7 +294,7 @@ def active_clusters(function: Function, cluster: int, threads: int, shared_bytes
     attribute = _Attribute(_CLUSTER, 0, (cluster, 1, 1))
     config = _Config(cluster, 1, 1, threads, 1, 1, shared_bytes, None, ctypes.pointer(attribute), 1)
     found = ctypes.c_int()
-    with on_device(function):
+    with on_device(function.device_index):
         status = _driver().cuOccupancyMaxActiveClusters(
             ctypes.byref(found), function.handle, ctypes.byref(config)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from marlinq.kernels.compiler import cached_cubin
 from marlinq.kernels.decision import demands
-from marlinq.kernels.driver import Function, launch, load_function, on_device
-from marlinq.kernels.launch import device_numbers
+from marlinq.kernels.driver import Function, Launches, empty_strided, load_function, on_device
+from marlinq.kernels.launch import Call, device_numbers
 
 _THREADS = 128
 
@@ -37,6 +38,61 @@ def _function(device_index: int) -> Function:
     )
 
 
+@lru_cache(maxsize=4096)
+def _launches(device_index: int, m: int, k: int, x_stride: int, dependent: bool) -> Launches:
+    return Launches(
+        _function(device_index),
+        -(-m * k // (8 * _THREADS)),
+        _THREADS,
+        0,
+        _Arguments(m=m, k=k, x_stride=x_stride),
+        dependent=dependent,
+    )
+
+
+def gathering(x: Tensor, order: Tensor) -> Launches:
+    """The launches that gather activations with the shape and strides of ``x`` on its device."""
+    return _launches(x.get_device(), x.shape[0], order.shape[0], x.stride(0), demands().dependent)
+
+
+def _start(launches: Launches, x: int, order: int, out: int) -> None:
+    launch = launches.take()
+    arguments = launch.arguments
+    arguments.x = x
+    arguments.order = order
+    arguments.out = out
+    launch.start()
+    launches.give(launch)
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A prepared product and, before it, the gathering of its activations.
+
+    Attributes:
+        launches: from :func:`gathering`.
+        order: the order's address.
+        rows: M.
+        columns: K.
+        dtype: of the activations.
+        call: prepared to be launched behind the gathering.
+    """
+
+    launches: Launches
+    order: int
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    call: Call
+
+    def start(self, x: int, out: int) -> None:
+        """As :meth:`marlinq.kernels.launch.Call.start`; ``x`` has its columns in their own order."""
+        taken = empty_strided((self.rows, self.columns), (self.columns, 1), self.dtype)
+        address = taken.data_ptr()
+        _start(self.launches, x, self.order, address)
+        self.call.start(address, out)
+
+
 def gather_channels(x: Tensor, order: Tensor) -> Tensor:
     """``x[:, order]`` on the current stream, as a kernel that a dependent launch may follow.
 
@@ -52,8 +108,6 @@ def gather_channels(x: Tensor, order: Tensor) -> Tensor:
     """
     m, k = x.shape[0], order.shape[0]
     out = torch.empty((m, k), dtype=x.dtype, device=x.device)
-    function = _function(x.device.index)
-    arguments = _Arguments(x.data_ptr(), order.data_ptr(), out.data_ptr(), m, k, x.stride(0))
-    with on_device(function):
-        launch(function, -(-m * k // (8 * _THREADS)), _THREADS, 0, arguments, dependent=demands().dependent)
+    with on_device(x.device.index):
+        _start(gathering(x, order), x.data_ptr(), order.data_ptr(), out.data_ptr())
     return out

@@ -13,52 +13,54 @@ from torch import Tensor
 from marlinq.errors import EnvironmentProblem
 from marlinq.kernels.compiler import cached_cubin, compile_missing
 from marlinq.kernels.decision import KernelConfig, blocks_together, decide, demands
-from marlinq.kernels.driver import Function, active_clusters, launch, load_function, on_device
+from marlinq.kernels.driver import Function, Launches, active_clusters, load_function, on_device
 from marlinq.kernels.handover import Handover
-from marlinq.kernels.operands import Arguments, Operands, WarpgroupArguments
+from marlinq.kernels.operands import Operands, activation_map
 from marlinq.kernels.problem import Device, Problem
+from marlinq.kernels.stream import StreamConfig
 from marlinq.kernels.warpgroup import WarpgroupConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A launch of one variant on one weight, for any activations of the same shape."""
+    """A launch of one variant on one weight, for any activations of the same shape and strides.
 
-    function: Function
-    config: KernelConfig
-    grid: int
-    shared_bytes: int
-    arguments: Arguments
-    dependent: bool
-    handover: Handover | None = None
+    Attributes:
+        launches: of the variant, all but complete.
+        box: what :func:`marlinq.kernels.operands.activation_map` takes behind the address; None where the
+            kernel takes the address itself.
+        handover: what blocks need to hand sums to each other, where they do.
+    """
 
-    def start(self, x: int, x_stride: int, out: int) -> None:
-        """Launch on the current stream with activations at ``x``, rows ``x_stride`` elements apart.
+    launches: Launches
+    box: tuple[int, int, int, int] | None
+    handover: Handover | None
+
+    def start(self, x: int, out: int) -> None:
+        """Launch on the current stream, inside :func:`marlinq.kernels.driver.on_device`.
+
+        Args:
+            x: the activations' address.
+            out: the result's address.
 
         Raises:
             RuntimeError: the driver refused the launch.
         """
-        arguments = type(self.arguments).from_buffer_copy(self.arguments)
-        arguments.aim(x, x_stride, out, self.config.tile_m)
-        with on_device(self.function):
-            # Held until the launch is in the stream; whoever takes the memory then comes behind it.
-            sums = None if self.handover is None else self._share(self.handover, arguments)
-            launch(
-                self.function,
-                self.grid,
-                self.config.threads,
-                self.shared_bytes,
-                arguments,
-                dependent=self.dependent,
-            )
-        del sums
-
-    def _share(self, handover: Handover, arguments: Arguments) -> Tensor:
-        if not isinstance(arguments, WarpgroupArguments):
-            raise TypeError(f"blocks of {self.config.function} share no sums")
-        sums, flags = handover.memory(self.function.device_index)
-        arguments.share(sums.data_ptr(), flags)
-        return sums
+        launch = self.launches.take()
+        arguments = launch.arguments
+        if launch.x != x:
+            launch.x = x
+            arguments.x = x if self.box is None else activation_map(x, *self.box)
+        arguments.out = out
+        if self.handover is None:
+            launch.start()
+        else:
+            sums, flags = self.handover.memory(self.launches.function.device_index)
+            arguments.share(sums.data_ptr(), flags)
+            launch.start()
+            # Now the launch is in the stream, and whoever takes the memory comes behind it.
+            del sums
+        self.launches.give(launch)
 
 
 @lru_cache(maxsize=16)
@@ -153,12 +155,15 @@ def prepare(
     defines = tuple(sorted(chosen.defines(problem).items()))
     function = _load(chosen.source, chosen.function, defines, shared, index)
     return Call(
-        function,
-        chosen,
-        chosen.grid(problem),
-        shared,
-        chosen.arguments(operands, dependent),
-        dependent,
+        Launches(
+            function,
+            chosen.grid(problem),
+            chosen.threads,
+            shared,
+            chosen.arguments(operands, dependent),
+            dependent=dependent,
+        ),
+        None if isinstance(chosen, StreamConfig) else (problem.m, problem.k, x.stride(0), chosen.tile_m),
         chosen.handover(problem) if isinstance(chosen, WarpgroupConfig) else None,
     )
 
@@ -181,7 +186,8 @@ def launch_gemm(
         RuntimeError: the driver refused the launch.
     """
     call = prepare(Operands(x, words, scales, zeros, bias, out), group_size, config, behind_own=behind_own)
-    call.start(x.data_ptr(), x.stride(0), out.data_ptr())
+    with on_device(x.device.index):
+        call.start(x.data_ptr(), out.data_ptr())
 
 
 def precompile(problems: Iterable[Problem], device_index: int = 0) -> int:

@@ -19,8 +19,8 @@ _library.define(  # type: ignore[no-untyped-call]
 )
 
 
-def _check(x: Tensor, weight: plans.Weight, group_size: int, n_out: int, order: Tensor | None) -> None:
-    words, scales, zeros, bias = weight
+def _check(x: Tensor, weight: plans.Weight, group_size: int, n_out: int) -> None:
+    words, scales, zeros, bias, order = weight
     k, n = words.shape[0] * 16, words.shape[-1] // 2
     if words.dtype != torch.int32 or words.dim() != 2 or n % 64:
         raise ValueError(
@@ -68,14 +68,14 @@ def _cuda(
     out_features: int,
     order: Tensor | None = None,
 ) -> Tensor:
-    weight = words, scales, zeros, bias
-    key = plans.key_of(weight, group_size, out_features, x.dtype)
-    plan = plans.find(key) if order is None else None
+    key = id(words), id(scales), id(zeros), id(bias), id(order), group_size, out_features, x.dtype
+    plan = plans.find(key)
     if plan is not None:
-        planned = plan.run(x, weight)
+        planned = plan.run(x, words, scales, zeros, bias, order)
         if planned is not None:
-            return planned if planned.shape[-1] == out_features else planned[..., :out_features]
-    _check(x, weight, group_size, out_features, order)
+            return planned
+    weight = words, scales, zeros, bias, order
+    _check(x, weight, group_size, out_features)
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise UnsupportedError(f"w4a16_gemm: x has dtype {x.dtype}; the kernel takes float16 and bfloat16")
     n = words.shape[1] // 2
@@ -84,8 +84,8 @@ def _cuda(
             raise ValueError(f"{name}: expected memory aligned to 16 bytes, found address {value.data_ptr()}")
     if scales.shape[0] == 1:
         group_size = -1
-    if order is None and (bias is None or out_features == n):
-        plans.remember(key, weight, group_size)
+    if bias is None or out_features == n:
+        plans.remember(key, weight, group_size, out_features)
     rows = x.reshape(-1, x.shape[-1])
     row = rows.stride(0)
     if order is not None:
@@ -118,7 +118,7 @@ def _cpu(
     out_features: int,
     order: Tensor | None = None,
 ) -> Tensor:
-    _check(x, (words, scales, zeros, bias), group_size, out_features, order)
+    _check(x, (words, scales, zeros, bias, order), group_size, out_features)
     _, returned = _result(x, words, out_features)
     return returned.copy_(reference_gemm(x, words, scales, zeros, bias, out_features, order))
 
@@ -140,6 +140,9 @@ def _meta(
 _library.impl("w4a16_gemm", _cuda, "CUDA")  # type: ignore[no-untyped-call]
 _library.impl("w4a16_gemm", _cpu, "CPU")  # type: ignore[no-untyped-call]
 _library.impl("w4a16_gemm", _meta, "Meta")  # type: ignore[no-untyped-call]
+
+# Without its name torch would look for the fitting overload at every call.
+_operator = torch.ops.marlinq.w4a16_gemm.default
 
 
 def w4a16_gemm(
@@ -175,6 +178,6 @@ def w4a16_gemm(
         UnsupportedError: a shape or dtype the kernel can't run.
         EnvironmentProblem: CuPy, NVRTC or the driver is missing.
     """
-    return torch.ops.marlinq.w4a16_gemm(  # type: ignore[no-any-return]
+    return _operator(  # type: ignore[no-any-return]
         x, words, scales, zeros, bias, group_size, out_features, order
     )

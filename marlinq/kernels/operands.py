@@ -26,24 +26,6 @@ class PlainArguments(ctypes.Structure):
         ("dependent", ctypes.c_int),
     )
 
-    def aim(self, x: int, x_stride: int, out: int, tile_m: int) -> None:
-        """Change the addresses that differ from call to call."""
-        self.x = x
-        self.x_stride = x_stride
-        self.out = out
-
-
-class _Mapped(ctypes.Structure):
-    """What kernels have in common that take their large operands as tensor maps (``cuda/feed.cuh``)."""
-
-    m: int
-    k: int
-
-    def aim(self, x: int, x_stride: int, out: int, tile_m: int) -> None:
-        """Change the addresses that differ from call to call."""
-        self.x = _activation_map(x, self.m, self.k, x_stride, tile_m)
-        self.out = out
-
 
 _MAPPED_FIELDS: tuple[tuple[str, type[ctypes.Array[Any] | ctypes._SimpleCData[Any]]], ...] = (
     ("x", _Map),
@@ -55,14 +37,14 @@ _MAPPED_FIELDS: tuple[tuple[str, type[ctypes.Array[Any] | ctypes._SimpleCData[An
 )
 
 
-class MappedArguments(_Mapped):
-    """The parameters of the bulk kernel."""
+class MappedArguments(ctypes.Structure):
+    """The parameters of the bulk kernel, which takes large operands as tensor maps (``cuda/feed.cuh``)."""
 
     _fields_ = _MAPPED_FIELDS
 
 
-class WarpgroupArguments(_Mapped):
-    """The parameters of the warpgroup kernel."""
+class WarpgroupArguments(ctypes.Structure):
+    """The parameters of the warpgroup kernel, as those of the bulk kernel."""
 
     _fields_ = (*_MAPPED_FIELDS, ("partials", ctypes.c_void_p), ("flags", ctypes.c_void_p))
 
@@ -116,7 +98,7 @@ class Operands(NamedTuple):
         m, n, k = self._extents()
         small = self._small()
         return (
-            _activation_map(self.x.data_ptr(), m, k, self.x.stride(0), tile_m),
+            activation_map(self.x.data_ptr(), m, k, self.x.stride(0), tile_m),
             _weight_maps(self.words.data_ptr(), *small[:2], n, k, self.scales.shape[0], tiles, rows),
             *small,
             m,
@@ -140,8 +122,16 @@ class Operands(NamedTuple):
 
 # Maps hold addresses and extents only, so equal arguments give equal maps and the caches never go stale.
 @lru_cache(maxsize=4096)
-def _activation_map(address: int, m: int, k: int, stride: int, tile_m: int) -> ctypes.Array[ctypes.c_ubyte]:
-    """x [M, K] in boxes of 64 columns, whose rows of 128 bytes land swizzled."""
+def activation_map(address: int, m: int, k: int, stride: int, tile_m: int) -> ctypes.Array[ctypes.c_ubyte]:
+    """x [M, K] in boxes of 64 columns and ``tile_m`` rows, whose rows of 128 bytes land swizzled.
+
+    Args:
+        address: of the first element, a multiple of 16.
+        m: rows.
+        k: columns.
+        stride: elements from one row to the next, a multiple of 8.
+        tile_m: rows of a box.
+    """
     # A single row may have any stride, also one that no map can hold.
     row_bytes = 2 * (stride if m > 1 else k)
     return _Map.from_buffer_copy(

@@ -6,92 +6,167 @@ weight alone is kept for as long as its tensors live.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from marlinq.kernels.decision import Demands, demands
+from marlinq.kernels.driver import empty_strided
+from marlinq.kernels.gather import Gathered, gathering
 from marlinq.kernels.launch import Call, prepare
 from marlinq.kernels.operands import Operands
 
-_MAX_CALLS = 512  # batch sizes a weight
+_MAX_CALLS = 512  # shapes of activations a weight
 
 Key = tuple[object, ...]
-Weight = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""Words, scales, zero points and bias, as the operator takes them."""
+"""The identities of a weight's tensors, which a plan outlives none of, and what else it was checked with."""
+
+Weight = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Words, scales, zero points, bias and order, as the operator takes them."""
+
+
+class _Prepared(NamedTuple):
+    """What calls with activations of one shape share.
+
+    Attributes:
+        shape: of the result, all N columns.
+        strides: of the result.
+        call: the launch; None without rows.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    call: Call | Gathered | None
 
 
 class Plan:
     """The checked operands of one weight and their prepared launches.
 
     Args:
-        weight: words int32 [K/16, 2N], scales [G, N], zero points [G, N] or None, bias [N] or None.
+        weight: words int32 [K/16, 2N], scales [G, N], zero points [G, N] or None, bias [N] or None, order
+            int32 [K] or None.
         group_size: 32, 64, 128 or -1, as the kernels take it.
+        out_features: columns to return.
         evict: called when one of the tensors goes.
     """
 
-    __slots__ = ("_addresses", "_calls", "_group_size", "_index", "_k", "_n", "_tensors")
+    __slots__ = (
+        "_bias",
+        "_columns",
+        "_dtype",
+        "_group_size",
+        "_index",
+        "_k",
+        "_n",
+        "_order",
+        "_prepared",
+        "_scales",
+        "_tensors",
+        "_words",
+        "_zeros",
+    )
 
-    def __init__(self, weight: Weight, group_size: int, evict: Callable[[object], object]) -> None:
-        words = weight[0]
+    def __init__(
+        self, weight: Weight, group_size: int, out_features: int, evict: Callable[[object], object]
+    ) -> None:
+        words, scales, zeros, bias, order = weight
         self._k, self._n = words.shape[0] * 16, words.shape[1] // 2
-        self._index = words.device.index
+        self._columns = None if out_features == self._n else out_features
+        self._dtype = scales.dtype
+        self._index = words.get_device()
         self._group_size = group_size
         self._tensors = [None if tensor is None else weakref.ref(tensor, evict) for tensor in weight]
-        self._addresses = _addresses(*weight)
-        self._calls: dict[tuple[int, Demands], Call] = {}
+        self._words, self._scales = words.data_ptr(), scales.data_ptr()
+        self._zeros, self._bias, self._order = _address(zeros), _address(bias), _address(order)
+        self._prepared: dict[tuple[torch.Size, Demands], _Prepared] = {}
 
-    def run(self, x: Tensor, weight: Weight) -> Tensor | None:
-        """[..., N] in the dtype of ``x``; None where this call needs the operator's checks again."""
+    def fits(
+        self,
+        words: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        bias: Tensor | None,
+        order: Tensor | None,
+    ) -> bool:
+        """Whether the weight's tensors are where they were."""
+        return (
+            words.data_ptr() == self._words
+            and scales.data_ptr() == self._scales
+            and (zeros is None or zeros.data_ptr() == self._zeros)
+            and (bias is None or bias.data_ptr() == self._bias)
+            and (order is None or order.data_ptr() == self._order)
+        )
+
+    def run(
+        self,
+        x: Tensor,
+        words: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        bias: Tensor | None,
+        order: Tensor | None,
+    ) -> Tensor | None:
+        """[..., columns] in the dtype of ``x``; None where this call needs the operator's checks again."""
+        # Every line here is paid for by every call: benchmarks/host_cost.py.
+        if torch._C._cuda_getDevice() != self._index:
+            with torch.cuda.device(self._index):
+                return self.run(x, words, scales, zeros, bias, order)
         address = x.data_ptr()
         if (
-            x.shape[-1] != self._k
-            or x.get_device() != self._index
-            or address % 16
+            address % 16
             or not x.is_contiguous()
-            or self._addresses != _addresses(*weight)
+            or x.get_device() != self._index
+            or not self.fits(words, scales, zeros, bias, order)
         ):
             return None
-        out = x.new_empty((*x.shape[:-1], self._n))
-        m = x.numel() // self._k
-        if m:
-            demanded = demands()
-            call = self._calls.get((m, demanded))
-            if call is None:
-                rows = Operands(x.view(m, self._k), *weight, out.view(m, self._n))
-                if len(self._calls) == _MAX_CALLS:
-                    self._calls.clear()
-                call = self._calls[m, demanded] = prepare(rows, self._group_size)
-            call.start(address, self._k, out.data_ptr())
-        return out
+        shape = x.shape
+        prepared = self._prepared.get((shape, demands()))
+        if prepared is None:
+            if order is None and shape[-1] != self._k:
+                return None
+            prepared = self._prepare(x, (words, scales, zeros, bias, order))
+        out = empty_strided(prepared.shape, prepared.strides, self._dtype)
+        if prepared.call is not None:
+            prepared.call.start(address, out.data_ptr())
+        return out if self._columns is None else out[..., : self._columns]
+
+    def _prepare(self, x: Tensor, weight: Weight) -> _Prepared:
+        order = weight[4]
+        *batch, columns = x.shape
+        out = x.new_empty((*batch, self._n))
+        rows = math.prod(batch)
+        call: Call | Gathered | None = None
+        if rows:
+            flat = x.view(rows, columns)
+            taken = flat if order is None else x.new_empty((rows, self._k))
+            operands = Operands(taken, *weight[:4], out.view(rows, self._n))
+            call = prepare(operands, self._group_size, behind_own=order is not None)
+            if order is not None:
+                call = Gathered(gathering(flat, order), order.data_ptr(), rows, self._k, self._dtype, call)
+        if len(self._prepared) >= _MAX_CALLS:
+            self._prepared.clear()
+        prepared = _Prepared(tuple(out.shape), out.stride(), call)
+        self._prepared[x.shape, demands()] = prepared
+        return prepared
 
 
-def _addresses(
-    words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
-) -> tuple[int, int, int, int]:
-    return (
-        words.data_ptr(),
-        scales.data_ptr(),
-        0 if zeros is None else zeros.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-    )
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 _plans: dict[Key, Plan] = {}
 find = _plans.get
 
 
-def key_of(weight: Weight, group_size: int, out_features: int, dtype: torch.dtype) -> Key:
-    """What a plan is found by: the identity of the tensors, which it outlives none of."""
-    words, scales, zeros, bias = weight
-    return id(words), id(scales), id(zeros), id(bias), group_size, out_features, dtype
-
-
-def remember(key: Key, weight: Weight, group_size: int) -> None:
+def remember(key: Key, weight: Weight, group_size: int, out_features: int) -> None:
     """Keep a plan for operands that have been checked, until one of them goes."""
-    # At the interpreter's end tensors may go after this module's names.
-    evict = partial(_plans.pop, key)
-    _plans[key] = Plan(weight, group_size, evict)
+    known = find(key)
+    if known is None or not known.fits(*weight):
+        # At the interpreter's end tensors may go after this module's names.
+        evict = partial(_plans.pop, key)
+        _plans[key] = Plan(weight, group_size, out_features, evict)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from marlinq.kernels.compiler import cached_cubin
-from marlinq.kernels.driver import launch, load_function, on_device
+from marlinq.kernels.driver import Launches, load_function, on_device
 from marlinq.kernels.launch import device_numbers
 
 POINTER = ctypes.c_void_p
@@ -54,8 +54,9 @@ class RawKernel:
         """
         layout = _layout(tuple(kind for _, kind in arguments))
         packed = layout(*(value for value, _ in arguments))
-        with on_device(self._function):
-            launch(self._function, grid, threads, 0, packed, dependent=dependent)
+        launches = Launches(self._function, grid, threads, 0, packed, dependent=dependent)
+        with on_device(self._function.device_index):
+            launches.take().start()
 
 
 @lru_cache(maxsize=64)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -134,10 +134,20 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] to [..., N], in the dtype of x."""
-        if self.order is None and self._padding:
+        # Found as attributes they would cost the host more than the call.
+        held: dict[str, Any] = self._buffers
+        order = held["order"]
+        if order is None and self._padding:
             x = F.pad(x, (0, self._padding))
         return w4a16_gemm(
-            x, self.words, self.scales, self.zeros, self.bias, self.group_size, self.out_features, self.order
+            x,
+            held["words"],
+            held["scales"],
+            held["zeros"],
+            held["bias"],
+            self.group_size,
+            self.out_features,
+            order,
         )
 
     def extra_repr(self) -> str:

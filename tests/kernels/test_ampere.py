@@ -11,7 +11,7 @@ import torch
 from marlinq.kernels import Device, Problem, decide
 from marlinq.kernels.compiler import compile_to_ptx, nvrtc_version
 from marlinq.kernels.decision import KernelConfig
-from marlinq.kernels.driver import launch, load_function, on_device
+from marlinq.kernels.driver import Launches, load_function, on_device
 from marlinq.kernels.operands import Operands
 from tests.kernels.problems import BOUND, random_operands, relative_error
 
@@ -66,8 +66,7 @@ def test_ampere_variants_on_this_gpu(tmp_path: Path, m: int, group: int, zeros: 
     x = torch.randn(m, k, device="cuda").to(DTYPES[kind])
     out = torch.full((m, n), torch.nan, dtype=DTYPES[kind], device="cuda")
     given = Operands(x, operands.words, operands.scales, operands.zeros, operands.bias, out)
-    with on_device(function):
-        launch(
-            function, config.grid(problem), config.threads, shared, config.arguments(given, dependent=False)
-        )
+    arguments = config.arguments(given, dependent=False)
+    with on_device(0):
+        Launches(function, config.grid(problem), config.threads, shared, arguments).take().start()
     assert relative_error(out, operands.reference(x)) < BOUND[DTYPES[kind]]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -24,40 +26,55 @@ class _Large(ctypes.Structure):
 class _Driver:
     """Keeps what every launch was given, read the way the driver reads it."""
 
-    def __init__(self, status: int = 0) -> None:
-        self.status = status
+    def __init__(self) -> None:
+        self.status = 0
+        self.seconds = 0.0
+        self.contexts: dict[int, int | None] = {}
         self.launches: list[tuple[list[int], list[int] | None, list[bytes]]] = []
 
     def cuLaunchKernelEx(self, config: object, handle: object, pointers: object, extra: object) -> int:  # noqa: N802
         given = config._obj  # type: ignore[attr-defined]
+        # Other threads run meanwhile, as they do while the real one works.
+        time.sleep(self.seconds)
         numbers = [getattr(given, name) for name, *_ in given._fields_ if name != "attributes"]
         # CUlaunchAttribute: an id, four bytes of padding, the value.
         raw = ctypes.string_at(given.attributes, 12)
         attribute = [int.from_bytes(raw[at : at + 4], "little") for at in (0, 8)]
-        layout = {2: _Small, 3: _Large}[len(pointers)]  # type: ignore[arg-type]
+        places = pointers._obj  # type: ignore[attr-defined]
+        layout = {2: _Small, 3: _Large}[len(places)]
         sizes = [getattr(layout, name).size for name, _ in layout._fields_]
-        values = [ctypes.string_at(at, size) for at, size in zip(pointers, sizes, strict=True)]  # type: ignore[call-overload]
+        values = [ctypes.string_at(at, size) for at, size in zip(places, sizes, strict=True)]
         self.launches.append((numbers, attribute if given.attribute_count else None, values))
         return self.status
+
+    def cuCtxGetCurrent(self, context: object) -> int:  # noqa: N802
+        context._obj.value = self.contexts.get(threading.get_ident())  # type: ignore[attr-defined]
+        return 0
+
+    def cuCtxSetCurrent(self, context: ctypes.c_void_p) -> int:  # noqa: N802
+        self.contexts[threading.get_ident()] = context.value
+        return 0
 
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> _Driver:
     library = _Driver()
     monkeypatch.setattr(driver, "_driver", lambda: library)
+    monkeypatch.setattr(driver, "_thread", driver._Thread())
     # Builds of torch without CUDA lack it.
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
     return library
 
 
-FUNCTION = driver.Function(None, ctypes.c_void_p(1), 2, None)
+FUNCTION = driver.Function(None, ctypes.c_void_p(1), 2, 55)
 
 
 def test_every_parameter_arrives_at_its_pointer(library: _Driver) -> None:
     content = bytes(range(128))
-    driver.launch(FUNCTION, 5, 96, 1024, _Small(-3, 2**40))
-    driver.launch(FUNCTION, 6, 128, 0, _Large(_MAP(*content), 77, 9), dependent=True)
-    driver.launch(FUNCTION, 7, 32, 16, _Small(4, 8))
+    large = driver.Launches(FUNCTION, 6, 128, 0, _Large(_MAP(*content), 77, 9), dependent=True)
+    driver.Launches(FUNCTION, 5, 96, 1024, _Small(-3, 2**40)).take().start()
+    large.take().start()
+    driver.Launches(FUNCTION, 7, 32, 16, _Small(4, 8)).take().start()
     assert library.launches == [
         ([5, 1, 1, 96, 1, 1, 1024, 72, 0], None, [b"\xfd\xff\xff\xff", (2**40).to_bytes(8, "little")]),
         ([6, 1, 1, 128, 1, 1, 0, 72, 1], [6, 1], [content, b"M" + bytes(7), b"\t" + bytes(3)]),
@@ -65,19 +82,68 @@ def test_every_parameter_arrives_at_its_pointer(library: _Driver) -> None:
     ]  # fmt: skip
 
 
+def test_a_launch_follows_its_arguments_and_the_stream(
+    library: _Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = driver.Launches(FUNCTION, 5, 96, 0, _Small(1, 2))
+    for number in range(3):
+        monkeypatch.setattr(
+            torch._C, "_cuda_getCurrentRawStream", lambda _, at=number: 80 + at, raising=False
+        )
+        launch = launches.take()
+        launch.arguments.address = number
+        launch.start()
+        launches.give(launch)
+    assert [(numbers[7], values[1][0]) for numbers, _, values in library.launches] == [
+        (80, 0),
+        (81, 1),
+        (82, 2),
+    ]
+
+
+def test_a_launch_is_taken_by_one_at_a_time(library: _Driver) -> None:
+    launches = driver.Launches(FUNCTION, 5, 96, 0, _Small(1, 2))
+    first, second = launches.take(), launches.take()
+    first.arguments.count = 8
+    second.arguments.count = 9
+    first.start()
+    second.start()
+    assert [values[0][0] for _, _, values in library.launches] == [8, 9]
+    launches.give(first)
+    assert launches.take() is first
+    assert launches.take().arguments.count == 1
+
+
 def test_threads_do_not_share_what_they_hand_over(library: _Driver) -> None:
+    launches = driver.Launches(FUNCTION, 5, 96, 0, _Small(0, 0))
+    library.seconds = 1e-4
+
+    def call(number: int) -> None:
+        launch = launches.take()
+        launch.arguments.count = launch.arguments.address = number
+        launch.start()
+        launches.give(launch)
+
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda i: driver.launch(FUNCTION, i, i, i, _Small(i, i)), range(1, 2000)))
-    for numbers, _, values in library.launches:
-        expected = numbers[0]
-        assert (numbers[3], numbers[6]) == (expected, expected)
-        assert [int.from_bytes(value, "little") for value in values] == [expected, expected]
+        list(pool.map(call, range(1, 500)))
+    found = [[int.from_bytes(value, "little") for value in values] for _, _, values in library.launches]
+    assert sorted(found) == [[number, number] for number in range(1, 500)]
+    assert len({id(launches.take()) for _ in range(8)}) == 8
+
+
+def test_every_thread_gets_a_context(library: _Driver) -> None:
+    launches = driver.Launches(FUNCTION, 5, 96, 0, _Small(0, 0))
+    library.contexts[threading.get_ident()] = 44
+    launches.take()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: (launches.take(), threading.get_ident())[1]).result()
+    assert library.contexts == {threading.get_ident(): 44, other: 55}
 
 
 def test_a_refused_launch_is_an_error(library: _Driver) -> None:
     library.status = 701
     with pytest.raises(RuntimeError, match="CUDA error 701: 5 blocks of 96 threads, 1024 bytes"):
-        driver.launch(FUNCTION, 5, 96, 1024, _Small(1, 2))
+        driver.Launches(FUNCTION, 5, 96, 1024, _Small(1, 2)).take().start()
 
 
 class _MemoryDriver:

@@ -354,3 +354,56 @@ def test_the_first_call_of_a_new_thread() -> None:
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(gemm, x, operands).result()
     assert torch.equal(found, expected)
+
+
+def test_threads_on_their_own_streams_share_a_weight() -> None:
+    operands = random_operands(1024, 1024, 128, torch.float16)
+    inputs = [torch.randn(8, 1024, device="cuda").half() for _ in range(4)]
+    expected = [gemm(x, operands) for x in inputs]
+    torch.cuda.synchronize()
+
+    def call(number: int) -> list[Tensor]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return [gemm(inputs[number], operands) for _ in range(300)]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(call, range(4)))
+    torch.cuda.synchronize()
+    for mine, wanted in zip(found, expected, strict=True):
+        assert all(torch.equal(result, wanted) for result in mine)
+
+
+@pytest.mark.parametrize("m", [1, 40])
+def test_repeated_calls_follow_their_tensors(m: int) -> None:
+    operands = random_operands(1024, 640, 64, torch.float16, zeros=True, bias=True)
+    order = torch.randperm(1024, device="cuda").to(torch.int32)
+    inputs = [torch.randn(m, 1024, device="cuda").half() for _ in range(3)]
+
+    def ordered(x: Tensor) -> Tensor:
+        words, scales = operands.words, operands.scales
+        return w4a16_gemm(x, words, scales, operands.zeros, operands.bias, 64, 640, order)
+
+    for x in (*inputs, *inputs):
+        assert relative_error(gemm(x, operands), operands.reference(x)) < BOUND[torch.float16]
+        assert relative_error(ordered(x), operands.reference(x[:, order.long()])) < BOUND[torch.float16]
+        with torch.inference_mode():
+            assert gemm(x, operands).is_inference()
+    # Other memory below the same tensor.
+    operands.scales.data = 2 * operands.scales
+    operands.weight *= 2
+    assert relative_error(gemm(inputs[0], operands), operands.reference(inputs[0])) < BOUND[torch.float16]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_weight_on_another_gpu_than_the_current_one() -> None:
+    operands = random_operands(1024, 640, 64, torch.float16, device="cuda:1")
+    x = torch.randn(3, 1024, device="cuda:1").half()
+    for _ in range(3):
+        found = gemm(x, operands)
+        assert found.device == x.device
+        assert torch.cuda.current_device() == 0
+        assert relative_error(found, operands.reference(x)) < BOUND[torch.float16]
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(gemm, x, operands).result(), found)
+    with pytest.raises(ValueError, match="words: expected a contiguous tensor on cuda:0"):
+        gemm(x.to("cuda:0"), operands)

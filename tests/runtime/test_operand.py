@@ -107,3 +107,25 @@ def test_quant_linear_is_a_linear(bias: bool, act_order: bool) -> None:
     # One float32 product of at most 96 terms against another.
     torch.testing.assert_close(linear(x), expected, rtol=0, atol=96 * 2**-24 * float(expected.abs().max()))
     assert linear.state_dict() == {}
+
+
+# torch's own compiler imports what torch has deprecated.
+@pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("act_order", [False, True])
+def test_a_compiled_quant_linear_is_one_graph(act_order: bool) -> None:
+    q = random_tuple(96, 72, group_size=32, act_order=act_order)
+    layer = QuantLinear(q, torch.randn(72), device=CPU, dtype=torch.float32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(3, 96)
+    assert torch.equal(compiled(x), layer(x))
+
+
+def test_a_quant_linear_follows_its_buffers() -> None:
+    layer = QuantLinear(random_tuple(64, 64, group_size=64), None, device=CPU, dtype=torch.float32)
+    x = torch.randn(3, 64)
+    before = layer(x)
+    doubled = torch.func.functional_call(layer, {"scales": 2 * layer.scales}, (x,))
+    torch.testing.assert_close(doubled, 2 * before)
+    layer.scales = 2 * layer.scales
+    assert torch.equal(layer(x), doubled)
+    assert layer.to(torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16

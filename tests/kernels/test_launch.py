@@ -1,0 +1,126 @@
+"""Prepared calls through to the driver, whose library a stand-in replaces: addresses are never mixed up."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from marlinq.kernels import Device, Problem, driver, forced_kernel, gather, launch, operands
+from marlinq.kernels.decision import KERNELS, Kernel
+from marlinq.kernels.handover import Handover
+from marlinq.kernels.operands import Operands
+from tests.kernels.problems import even_splits, random_operands
+
+H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
+OUT, PARTIALS, FLAGS = 5, 11, 12  # places among the parameters
+
+
+class _Driver:
+    """Keeps the numbers at chosen parameters of every launch, read while other threads run."""
+
+    def __init__(self) -> None:
+        self.places = [0, OUT]
+        self.launches: list[list[int | None]] = []
+
+    def cuLaunchKernelEx(self, config: object, handle: object, pointers: object, extra: None) -> int:  # noqa: N802
+        time.sleep(1e-4)
+        given = pointers._obj  # type: ignore[attr-defined]
+        self.launches.append([ctypes.c_void_p.from_address(given[at]).value for at in self.places])
+        return 0
+
+    def cuTensorMapEncodeTiled(  # noqa: N802
+        self, found: ctypes.c_void_p, kind: int, rank: int, address: ctypes.c_void_p, *rest: object
+    ) -> int:
+        # A map that is the address alone.
+        ctypes.c_uint64.from_address(found.value or 0).value = address.value or 0
+        return 0
+
+    def cuCtxGetCurrent(self, context: object) -> int:  # noqa: N802
+        context._obj.value = 1  # type: ignore[attr-defined]
+        return 0
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Driver]:
+    library = _Driver()
+    monkeypatch.setattr(driver, "_driver", lambda: library)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    monkeypatch.setattr(launch, "device_numbers", lambda _: H200)
+    monkeypatch.setattr(launch, "_load", lambda *_: driver.Function(None, ctypes.c_void_p(1), 0, 1))
+    caches = operands.activation_map, operands._weight_maps
+    for cache in caches:
+        cache.cache_clear()
+    yield library
+    for cache in caches:
+        cache.cache_clear()
+
+
+def small_operands(m: int, k: int, n: int) -> Operands:
+    """Random operands in float16 with groups of 64."""
+    made = random_operands(k, n, 64, torch.float16, device="cpu")
+    x, out = torch.zeros(m, k).half(), torch.zeros(m, n).half()
+    return Operands(x, made.words, made.scales, None, None, out)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_threads_that_share_a_call_do_not_mix_addresses(library: _Driver, kernel: Kernel) -> None:
+    with forced_kernel(kernel):
+        call = launch.prepare(small_operands(16, 512, 256), 64)
+    # Neighbours repeat an address of activations, as calls with the same tensor do.
+    pairs = [(4096 + 16 * (number // 2), 1 << 30 | number) for number in range(400)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda pair: call.start(*pair), pairs))
+    assert sorted(library.launches) == [list(pair) for pair in pairs]
+
+
+def test_sums_are_kept_until_the_launch_is_made(library: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = even_splits(Problem(64, 1024, 4096, 64, False, False), H200)[0]
+    call = launch.prepare(small_operands(64, 4096, 1024), 64, config)
+    assert call.handover == config.handover(Problem(64, 1024, 4096, 64, False, False))
+    events: list[str] = []
+
+    class Sums:
+        def data_ptr(self) -> int:
+            return 48
+
+        def __del__(self) -> None:
+            events.append(f"gone after {len(library.launches)} launches")
+
+    def memory(self: Handover, device_index: int) -> tuple[Tensor, int]:
+        return Sums(), 64  # type: ignore[return-value]
+
+    monkeypatch.setattr(Handover, "memory", memory)
+    library.places = [PARTIALS, FLAGS]
+    call.start(4096, 8192)
+    assert library.launches == [[48, 64]]
+    assert events == ["gone after 1 launches"]
+
+
+def test_a_gathered_product_reads_what_was_gathered(
+    library: _Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Tensor] = []
+
+    def empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        made.append(torch.empty_strided(shape, strides, dtype=dtype))
+        return made[-1]
+
+    monkeypatch.setattr(gather, "empty_strided", empty_strided)
+    function = driver.Function(None, ctypes.c_void_p(1), 0, 1)
+    launches = driver.Launches(function, 5, 128, 0, gather._Arguments(m=3, k=512, x_stride=700))
+    with forced_kernel("stream"):
+        call = launch.prepare(small_operands(3, 512, 256), 64)
+    ordered = gather.Gathered(launches, 2048, 3, 512, torch.float16, call)
+    library.places = [0, 1, 2, OUT]
+    ordered.start(4096, 8192)
+    (rows,) = made
+    assert (rows.shape, rows.dtype) == ((3, 512), torch.float16)
+    gathering, product = library.launches
+    assert gathering[:3] == [4096, 2048, rows.data_ptr()]
+    assert (product[0], product[3]) == (rows.data_ptr(), 8192)
