@@ -137,12 +137,12 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
         registers = 240 if blocks_m == 4 and problem.zeros else _REGISTERS_NEEDED[blocks_m, False]
         yield from _splits(problem, device, blocks_m, scale_sums=False, registers=registers, every=True)
         return
-    # The largest tile spills with zero points of a single group on some architectures; on 10.x, under NVRTC
-    # 13.0, without them too, and with the smallest groups.
-    single, smallest = problem.group == 0, problem.group == 32
-    spills = problem.zeros and single
+    # The largest tile spills with zero points of a single group or of the smallest ones on some
+    # architectures; on 10.x, under NVRTC 13.0, without them too.
+    single_or_smallest = problem.group in (0, 32)
+    spills = problem.zeros and single_or_smallest
     if device.capability // 10 == 10:
-        spills = single or smallest
+        spills = single_or_smallest
     largest = 4 if spills else 8
     blocks_m = next((b for b in (1, 2, 4) if 8 * b >= problem.m), largest)
     for scale_sums in _ways_of_scaling(problem, blocks_m):
