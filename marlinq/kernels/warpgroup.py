@@ -24,7 +24,7 @@ _PUSH_REGISTERS = {1: 12, 2: 12, 4: 28}
 # Largest tile whose sums are scaled instead of its weights: what it saves on a weight it spends on a sum
 # (docs/kernels/notes.md, "Scaled sums").
 _SCALED_SUMS_MOST = 64
-# Largest tile, and rows of all blocks of a cluster, whose sums are sent to their owners, as in the kernel
+# Largest tile, and rows of all blocks of a cluster, whose sums are sent to their owners
 # (docs/kernels/notes.md, "Timeline of a launch").
 _PUSHED_MOST, _PUSHED_ROWS_MOST = 32, 128
 # Instructions that turn a word into an operand's fragment: for float16, more for bfloat16, for the scale.
@@ -33,6 +33,9 @@ _UNPACK, _UNPACK_BFLOAT16, _SCALE = 9, 2, 4
 # thread when the even share of a launch is not enough (setmaxnreg). The latter keeps what a reduction needs.
 _GROWN = {(2, False): (232, 40), (2, True): (224, 56), (3, False): (152, 56), (3, True): (152, 56)}
 _TILES_M = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176)
+# The larger ones save a wave of few tiles; where a batch has more tiles than this, 128 rows were level with
+# them or faster (docs/kernels/notes.md, "Large batches").
+_MANY_TILES, _MANY_TILES_MOST = 8, 128
 # This tile, with several groups of columns, saves a wave where it leaves one alone, and was slower by a tenth
 # and more where it left several.
 _FULL_TILE = 176
@@ -256,6 +259,7 @@ class WarpgroupConfig:
             "STAGES": self.stages,
             "MIN_BLOCKS": self.min_blocks,
             "EVEN": int(self.even),
+            "PUSHED": int(self.pushes),
             "GROWN": self.grown_registers(problem)[0],
             "SHRUNK": self.grown_registers(problem)[1],
         }
@@ -277,7 +281,9 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
     smallest = next((tile for tile in _TILES_M if tile >= problem.m), _TILES_M[-1])
     tiles_m: dict[int, int] = {}
     for tile_m in (tile for tile in _TILES_M if min(smallest, 64) <= tile <= smallest):
-        tiles_m.setdefault(-(-problem.m // tile_m), tile_m)
+        count = -(-problem.m // tile_m)
+        if count < _MANY_TILES or tile_m <= _MANY_TILES_MOST:
+            tiles_m.setdefault(count, tile_m)
     for count, tile_m in tiles_m.items():
         # Only batches of one tile gain from a second block beside the first.
         most = 2 if count == 1 else 1

@@ -20,7 +20,7 @@
 //   registers             dequantise row i + 1 ...   while the tensor cores multiply row i
 //
 // SPLIT (more than one part): the sums meet as in the stream kernel, in the memory of the ring and then in distributed
-// shared memory, in a fixed order. PUSHED (small tiles of small clusters): as in the bulk kernel, every warp sends its sums to
+// shared memory, in a fixed order. PUSHED (of small tiles): as in the bulk kernel, every warp sends its sums to
 // the blocks that own them (received.cuh), which is sooner done but takes memory of its own. Otherwise the grid is the
 // multiprocessors; a block takes tile after tile, its filling thread running ahead into the next one while the others narrow
 // and store their own columns.
@@ -42,7 +42,7 @@
 // multiply the weights' fragments in 16 bits: more instructions a weight, fewer registers.
 //
 // Compile-time parameters: ELEMENT, TILE_M, WORDS, GROUPS_N, PARTS_K, ROWS, GROUP (0: channelwise), ZEROS, SCALE_SUMS,
-// CLUSTER, STAGES, MIN_BLOCKS, EVEN, GROWN and SHRUNK (registers of a multiplying and a copying thread; 0: as launched).
+// CLUSTER, STAGES, MIN_BLOCKS, EVEN, PUSHED, GROWN and SHRUNK (registers of a multiplying and a copying thread; 0: as launched).
 #include "element.cuh"
 
 constexpr int TILES = GROUPS_N * WORDS;
@@ -53,7 +53,6 @@ constexpr int CONSUMERS = GROUPS_N * PARTS_K;  // warpgroups that multiply
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int PARTS = PARTS_K * CLUSTER;
 constexpr bool SPLIT = PARTS > 1;
-constexpr bool PUSHED = CLUSTER > 1 && TILE_M <= 32 && TILE_M * CLUSTER <= 128;
 constexpr int PITCH = TILE_N + 4;  // floats a row of the reduction buffer
 constexpr bool SCALED_GROUPS = SCALE_SUMS && GROUP != 0;
 constexpr bool FEW_REGISTERS = PRODUCTS * TILE_M * (1 + SCALED_GROUPS) > 256;
@@ -62,6 +61,7 @@ constexpr int BAND = 1024 / TILE_M;
 static_assert(STAGES % PARTS_K == 0, "a stage belongs to one part, which then sees all of its phases");
 static_assert(STAGES >= 2 * PARTS_K, "a part begins its next chunk before it gives the last one back");
 static_assert(!SCALE_SUMS || GROUP == 0 || GROUP == CHUNK, "sums are scaled at chunk ends");
+static_assert(!PUSHED || CLUSTER > 1, "sums are sent to other blocks");
 static_assert(!EVEN || !SPLIT, "chunks are dealt out to blocks that split K in no other way");
 
 // Without a split a warp transposes its results in memory of its own: one or two blocks of eight rows of the batch, twice,
