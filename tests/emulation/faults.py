@@ -26,6 +26,7 @@ PUSHED = replace(STREAM, config=BulkConfig(1, 2, 1, 8, 2, 4, 1))
 SHARED_STAGES = replace(STREAM, config=BulkConfig(1, 4, 1, 4, 1, 5, 1))
 SPLIT = replace(STREAM, config=WarpgroupConfig(16, 2, 1, 2, 8, 1, 4, 1, 132))
 SENT = replace(STREAM, config=WarpgroupConfig(16, 2, 1, 1, 8, 2, 4, 1, 132))
+STAGGERED = replace(STREAM, config=WarpgroupConfig(16, 2, 2, 1, 8, 1, 3, 1, 1))
 PERSISTENT = replace(STREAM, config=WarpgroupConfig(16, 4, 1, 1, 8, 1, 2, 1, 1))
 SCALED_SUMS = replace(
     STREAM,
@@ -373,6 +374,14 @@ FAULTS = [
                 "",
                 "all the phase's arrivals|overwrites what|asynchronous copy|without waiting|deadlock",
             ),
+        ],
+    ),
+    *_in(
+        STAGGERED,
+        "w4a16_wgmma.cu",
+        [
+            ("a group that nobody lets begin", "barrier_arrive(led);", "", "deadlock"),
+            ("a group that begins once more", "leads = false;", "", "all the phase's arrivals|arrivals|deadlock"),
         ],
     ),
     *_in(

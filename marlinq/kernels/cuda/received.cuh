@@ -81,7 +81,7 @@ struct Received {
                 }
                 // Now of row m, columns 2 (lane % 4) + {0, 1} and 8 more. Neighbours swap one, to have four in a row.
                 const bool odd = lane % 2;
-                const u32 theirs = __shfl_sync(0xffffffffu, pair[odd ? 0 : 1], lane ^ 1);
+                const u32 theirs = __shfl_sync(0xffffffffu, odd ? pair[0] : pair[1], lane ^ 1);
                 const uint2 four = odd ? make_uint2(theirs, pair[1]) : make_uint2(pair[0], theirs);
                 if (m < rows_m) store_global(out + m * out_stride + n + 8 * odd + lane % 4 / 2 * 4, four);
             }

@@ -38,6 +38,9 @@
 // ends however few of its blocks run at once, and there is hardly anything to wait for. Sums are added in the order of
 // falling blocks: a launch of the same shape gives the same bits.
 //
+// STAGGERED (two groups of columns): where blocks take several tiles, the second group begins a chunk behind the first, so that
+// one multiplies while the other stores.
+//
 // SCALE_SUMS: scales multiply float accumulators when a group, which is a chunk then, or all of K ends. Otherwise they
 // multiply the weights' fragments in 16 bits: more instructions a weight, fewer registers.
 //
@@ -53,6 +56,7 @@ constexpr int CONSUMERS = GROUPS_N * PARTS_K;  // warpgroups that multiply
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int PARTS = PARTS_K * CLUSTER;
 constexpr bool SPLIT = PARTS > 1;
+constexpr bool STAGGERED = GROUPS_N == 2 && !SPLIT;
 constexpr int PITCH = TILE_N + 4;  // floats a row of the reduction buffer
 constexpr bool SCALED_GROUPS = SCALE_SUMS && GROUP != 0;
 constexpr bool FEW_REGISTERS = PRODUCTS * TILE_M * (1 + SCALED_GROUPS) > 256;
@@ -304,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                 const u16* __restrict__ scales, const u16* __restrict__ zeros, const u16* __restrict__ bias,
                 u16* __restrict__ out, int M, int N, int K, i64 out_stride, int dependent, float* partials, u32* flags) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    __shared__ __align__(8) u64 barriers[2 * STAGES + (EVEN ? 2 : PUSHED)];
+    __shared__ __align__(8) u64 barriers[2 * STAGES + 3];
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const int group = uniform(threadIdx.x / 128);
@@ -324,6 +328,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
 
     Ring ring(shared, barriers, group == CONSUMERS);
     const u32 extra_barriers = shared_address(barriers + 2 * STAGES), all_left = extra_barriers, all_there = all_left + 8;
+    const u32 led = all_there + 8;
     const Received received(ring.stages + STAGES * STAGE_BYTES, extra_barriers, rank);
     const bool fills = threadIdx.x == CONSUMERS * 128;
     if (fills) {
@@ -332,6 +337,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
             barrier_init(all_there, 1);
         }
         if (PUSHED) received.init();
+        if (STAGGERED) barrier_init(led, 1);
         ring.init(GROUPS_N * 4);
         const Work work(tiles_m * tiles_n, chunks);
         const Place its = place(work.tile);
@@ -407,6 +413,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
             }
         };
 
+        const bool several = STAGGERED && tiles_m * tiles_n > gridDim.x;
+        bool leads = several && threadIdx.x == 0;
+        if (several && column_group == 1) barrier_wait(led, 0);
         for (Work work(tiles_m * tiles_n, chunks); work.left(); work.next()) {
             const Place its = place(work.tile);
             const int count = work.count;
@@ -479,6 +488,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                         settle(target);
                         if (lane == 0) now.release();
                         add_scaled(sums, group_sums, scale);
+                    }
+                    if (STAGGERED && leads) {
+                        barrier_arrive(led);
+                        leads = false;
                     }
                     chunk += PARTS_K;
                 } while (chunk < count);
