@@ -125,11 +125,12 @@ class BulkConfig(WarpTiles):
 def candidates(problem: Problem, device: Device, batch_invariant: bool = False) -> Iterator[BulkConfig]:
     """The variants worth estimating, all of which fit the device's registers and shared memory.
 
-    With ``batch_invariant`` also clusters that don't all run at once; for a batch alone they never win.
+    With ``batch_invariant`` they all multiply codes minus zero points, whatever M, and large clusters need
+    not run all at once; for a batch alone those never win.
     """
     if not device.has_clusters:
         return
-    blocks_m = 1 if problem.m <= 8 else 2
+    blocks_m = 1 if problem.m <= 8 and not batch_invariant else 2
     shapes = [
         (warps_n, warps_k)
         for warps_n, warps_k in itertools.product(range(1, 9), (1, 2, 3, 4, 6, 8))

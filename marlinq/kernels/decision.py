@@ -213,8 +213,9 @@ def _order(problem: Problem, config: KernelConfig) -> tuple[object, ...]:
     """What decides in which order, and with which roundings, a sum is taken."""
     if isinstance(config, StreamConfig):
         return "stream", config.parts, config.rows, config.scale_sums
-    scales_sums = isinstance(config, BulkConfig) or config.scales_sums(problem)
-    return _kernel_of(config), config.cluster, config.parts, config.rows, scales_sums
+    if isinstance(config, BulkConfig):
+        return "bulk", config.cluster, config.parts, config.rows, config.blocks_m == 1
+    return "warpgroup", config.cluster, config.parts, config.rows, config.scales_sums(problem)
 
 
 @lru_cache(maxsize=256)

@@ -381,7 +381,12 @@ FAULTS = [
         "w4a16_wgmma.cu",
         [
             ("a group that nobody lets begin", "barrier_arrive(led);", "", "deadlock"),
-            ("a group that begins once more", "leads = false;", "", "all the phase's arrivals|arrivals|deadlock"),
+            (
+                "a group that begins once more",
+                "leads = false;",
+                "",
+                "all the phase's arrivals|arrivals|deadlock",
+            ),
         ],
     ),
     *_in(
