@@ -6,8 +6,9 @@
 Reads any number of sweeps and needs no GPU. For every kernel the constants of its ``Costs`` are fitted to the
 logarithms of the times; the fastest candidates count most. Then the models, with the fitted constants or with
 ``--as-is`` those of the package, choose among the measured candidates of every cell: the table gives the time
-of the best and of the chosen one. ``--validate`` fits again without each layer and lets the models choose
-for the one left out. The fitted constants are printed ready to be pasted.
+of the best and of the chosen one. ``--choose`` then moves single constants at random and keeps what makes the
+choices better. ``--validate`` fits again without each layer and lets the models choose for the one left out.
+The constants are printed ready to be pasted.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ _DECAY, _LEAST = 0.25, 0.06
 _ROBUST = 0.1
 # A constant that leaves its start this far, in logarithms, costs as much as an error of _PRIOR_ERROR.
 _REACH, _PRIOR_ERROR = 1.0, 0.15
+# How far a step that looks for better choices moves a constant, and how far all of them may, in logarithms.
+_STEP, _FARTHEST = 0.12, 0.3
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Measured:
     """One candidate's time.
 
     Attributes:
-        cell: layer and batch.
+        cell: layer and batch, and which sweep: times of different processes don't compare.
         layer: the layer's name.
         problem: the multiplication.
         kernel: its kernel.
@@ -74,7 +77,7 @@ class Measured:
         live: whether decisions still consider it; what they don't is no part of a fit or a choice.
     """
 
-    cell: tuple[str, int]
+    cell: tuple[str, int, int]
     layer: str
     problem: Problem
     kernel: str
@@ -89,16 +92,13 @@ def _considered(kernel: str, problem: Problem) -> frozenset[KernelConfig]:
 
 
 def read(paths: Iterable[Path]) -> tuple[list[Measured], int]:
-    """All measured candidates, and how many were left out since their parameters exist no longer.
-
-    A candidate that several sweeps measured counts with its fastest time.
-    """
-    found: dict[tuple[object, ...], Measured] = {}
+    """All measured candidates, and how many were left out since their parameters exist no longer."""
+    found: list[Measured] = []
     skipped = 0
-    for path in paths:
+    for sweep, path in enumerate(paths):
         for row in json.loads(path.read_text())["rows"]:
             problem = Problem(row["m"], row["n"], row["k"], row.get("group_size", 128), False, False)
-            cell = row["layer"], row["m"]
+            cell = row["layer"], row["m"], sweep
             for candidate in row["candidates"]:
                 kernel = candidate["kernel"]
                 names = {field.name for field in fields(KERNELS[kernel][0])}
@@ -107,14 +107,13 @@ def read(paths: Iterable[Path]) -> tuple[list[Measured], int]:
                     continue
                 config = KERNELS[kernel][0](**candidate["config"])
                 live = config in _considered(kernel, problem)
-                one = Measured(cell, row["layer"], problem, kernel, config, candidate["seconds"], live)
-                key = cell, problem, config
-                if key not in found or one.seconds < found[key].seconds:
-                    found[key] = one
-    return list(found.values()), skipped
+                found.append(
+                    Measured(cell, row["layer"], problem, kernel, config, candidate["seconds"], live)
+                )
+    return found, skipped
 
 
-def _cells(measured: Iterable[Measured]) -> dict[tuple[str, int], list[Measured]]:
+def _cells(measured: Iterable[Measured]) -> dict[tuple[str, int, int], list[Measured]]:
     cells = defaultdict(list)
     for one in measured:
         cells[one.cell].append(one)
@@ -197,7 +196,7 @@ class Choice:
     """What the models choose in a cell.
 
     Attributes:
-        cell: layer and batch.
+        cell: layer, batch and sweep.
         best: the fastest measured candidate.
         chosen: the measured one that the models expect to be fastest.
         expected: what they expect of it.
@@ -205,7 +204,7 @@ class Choice:
         favourite: that one.
     """
 
-    cell: tuple[str, int]
+    cell: tuple[str, int, int]
     best: Measured
     chosen: Measured
     expected: float
@@ -242,6 +241,24 @@ def choices(measured: list[Measured], costs: Mapping[str, Any]) -> list[Choice]:
 def _mean(values: Iterable[float]) -> float:
     logarithms = [math.log(value) for value in values]
     return math.exp(sum(logarithms) / len(logarithms))
+
+
+def better_choices(measured: list[Measured], costs: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """Constants that choose better: single ones are moved at random, and kept where nothing is lost."""
+    chance = random.Random(0)
+    kernels = sorted({one.kernel for one in measured})
+    found = dict(costs)
+    loss = _mean(choice.loss for choice in choices(measured, found))
+    for _ in range(steps):
+        kernel = chance.choice(kernels)
+        name = chance.choice(fields(found[kernel])).name
+        value = getattr(found[kernel], name) * math.exp(chance.gauss(0, _STEP))
+        if abs(math.log(value / getattr(costs[kernel], name))) > _FARTHEST:
+            continue
+        moved = {**found, kernel: replace(found[kernel], **{name: value})}
+        if (new := _mean(choice.loss for choice in choices(measured, moved))) <= loss:
+            found, loss = moved, new
+    return found
 
 
 def _brief(config: KernelConfig) -> str:
@@ -298,6 +315,7 @@ def main() -> int:
     parser.add_argument("--as-is", action="store_true", help="judge the package's constants, fit nothing")
     parser.add_argument("--validate", action="store_true", help="fit without each layer in turn, too")
     parser.add_argument("--rounds", type=int, default=25, help="steps of a fit")
+    parser.add_argument("--choose", type=int, default=0, help="steps towards better choices, behind the fit")
     parser.add_argument("--all", action="store_true", help="show every cell, not only the worst")
     options = parser.parse_args()
     measured, skipped = read(options.sweeps)
@@ -308,7 +326,8 @@ def main() -> int:
     )
     start = {kernel: entry[2] for kernel, entry in KERNELS.items()}
     costs = start if options.as_is else fit(measured, start, options.rounds)
-    if not options.as_is:
+    costs = better_choices(measured, costs, options.choose)
+    if options.choose or not options.as_is:
         for kernel, one in costs.items():
             print(f"{kernel}:")
             for name, value in asdict(one).items():

@@ -11,7 +11,7 @@ from marlinq.kernels.costs import SCHEDULERS, overlapped, streaming_seconds
 from marlinq.kernels.operands import MappedArguments, Operands
 from marlinq.kernels.problem import Device, Problem, registers_of_a_thread
 from marlinq.kernels.stages import stage_bytes
-from marlinq.kernels.tiles import CODE_CLOSING, CODE_PRODUCTS, WarpTiles
+from marlinq.kernels.tiles import CODE_CLOSING, CODE_PRODUCTS, CODE_SHIFTS_BFLOAT16, WarpTiles
 
 _REGISTERS = 65536
 # Registers a thread needs to stay clear of spills (tests/kernels/test_compile.py): by BLOCKS_M and zero
@@ -52,25 +52,25 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 1.25e-06
-    wave: float = 8.58e-07
-    latency: float = 2.19e-07
-    crowding: float = 0.868
-    port: float = 9.72e10
-    row: float = 54.4
-    codes: float = 26
-    product: float = 4.56
-    closing: float = 71.6
-    stalls: float = 0.961
-    chunk: float = 58.8
-    sharing: float = 15.6
-    copy: float = 6.98e10
-    feed: float = 342
-    box: float = 1.01
-    reduction: float = 7.61e10
-    cluster: float = 1.82e-07
-    member: float = 7.46e-08
-    sharpness: float = 6.92
+    launch: float = 1.55e-06
+    wave: float = 7.72e-07
+    latency: float = 1.73e-07
+    crowding: float = 1.13
+    port: float = 5.9e10
+    row: float = 52.6
+    codes: float = 22.9
+    product: float = 4.89
+    closing: float = 54.7
+    stalls: float = 1.07
+    chunk: float = 48.6
+    sharing: float = 11.9
+    copy: float = 6.07e10
+    feed: float = 331
+    box: float = 0.897
+    reduction: float = 6.75e10
+    cluster: float = 1.59e-07
+    member: float = 6.56e-08
+    sharpness: float = 7.5
 
 
 COSTS = Costs()
@@ -178,10 +178,8 @@ def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs 
     own = weights / -(-problem.m // config.tile_m)
     closings = config.chunk / min(problem.group or config.chunk, config.chunk)
     if config.blocks_m == 1:
-        chunk = (
-            config.rows * (costs.codes + costs.product * CODE_PRODUCTS)
-            + closings * costs.closing * CODE_CLOSING
-        )
+        row = costs.codes + costs.product * CODE_PRODUCTS + CODE_SHIFTS_BFLOAT16 * problem.bfloat16
+        chunk = config.rows * row + closings * costs.closing * CODE_CLOSING
     else:
         chunk = config.rows * (costs.row + costs.product * 4 * config.blocks_m)
         chunk += closings * costs.closing * config.blocks_m

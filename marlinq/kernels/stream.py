@@ -10,7 +10,7 @@ from typing import ClassVar
 from marlinq.kernels.costs import SCHEDULERS, overlapped, streaming_seconds
 from marlinq.kernels.operands import Operands, PlainArguments
 from marlinq.kernels.problem import Device, Problem, registers_of_a_thread
-from marlinq.kernels.tiles import CODE_CLOSING, CODE_PRODUCTS, WarpTiles
+from marlinq.kernels.tiles import CODE_CLOSING, CODE_PRODUCTS, CODE_SHIFTS_BFLOAT16, WarpTiles
 
 _REGISTERS = 65536
 # By (BLOCKS_M, SCALE_SUMS). Registers a thread needs to stay clear of spills (tests/kernels/test_compile.py).
@@ -53,23 +53,23 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 1.57e-06
-    wave: float = 9.78e-07
-    latency: float = 9.22e-07
-    crowding: float = 0.348
+    launch: float = 1.68e-06
+    wave: float = 7.01e-07
+    latency: float = 7.38e-07
+    crowding: float = 0.44
     port: float = 1.48e11
-    row: float = 56.9
-    codes: float = 38
-    product: float = 6.52
-    closing: float = 3.85
-    scaling: float = 27.2
-    stalls: float = 1.04
-    step: float = 139
-    reduction: float = 2.51e11
-    remote: float = 9.43e10
-    cluster: float = 4.46e-07
-    member: float = 2.51e-08
-    sharpness: float = 8.14
+    row: float = 66.6
+    codes: float = 40.3
+    product: float = 7.47
+    closing: float = 3.77
+    scaling: float = 20.9
+    stalls: float = 1.06
+    step: float = 148
+    reduction: float = 2.49e11
+    remote: float = 5.44e10
+    cluster: float = 5.46e-07
+    member: float = 1.9e-08
+    sharpness: float = 12.4
 
 
 COSTS = Costs()
@@ -206,6 +206,7 @@ def estimate(
     closings = config.chunk / min(problem.group or config.chunk, config.chunk)  # of a chunk
     if config.scale_sums and config.blocks_m == 1:
         row = costs.codes + costs.product * CODE_PRODUCTS + costs.closing * closings * CODE_CLOSING
+        row += CODE_SHIFTS_BFLOAT16 * problem.bfloat16
     else:
         row = costs.row + costs.product * 4 * config.blocks_m
         row += costs.closing * closings * config.blocks_m if config.scale_sums else costs.scaling

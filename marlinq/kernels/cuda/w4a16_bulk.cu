@@ -11,8 +11,9 @@
 //   chunk     | 0     | 1     | 2     | 3     | 4     |   in the order of arrival
 //   part      | 0     | 1     | 2     | 0     | 1     |   with WARPS_K = 3
 //
-// Sums. Scales multiply float accumulators when a group or a chunk ends. At the end every warp sends its sums to the blocks
-// that own them (received.cuh), into memory of its own, so that nobody waits for a ring to drain.
+// Sums. Scales, and with one block of batch rows zero points (sums.cuh), come to float accumulators when a group or a chunk
+// ends. At the end every warp sends its sums to the blocks that own them (received.cuh), into memory of its own, so that
+// nobody waits for a ring to drain.
 //
 // Compile-time parameters: ELEMENT, WARPS_N, WARPS_K, BLOCKS_M, ROWS, GROUP (0: channelwise), ZEROS, CLUSTER, STAGES,
 // MIN_BLOCKS.

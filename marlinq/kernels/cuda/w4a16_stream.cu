@@ -23,8 +23,9 @@
 // Weights and scales depend on no earlier kernel, so in a dependent launch those of the first stage are requested before
 // the wait for it. More would hold up the earlier kernel's own requests (docs/kernels/notes.md, "Dependent chain").
 //
-// SCALE_SUMS: scales multiply float accumulators at group ends (exact weights, fewer instructions); otherwise they
-// multiply the dequantised weights in 16 bits (no second set of accumulators, for large tiles).
+// SCALE_SUMS: scales multiply float accumulators at group ends (exact weights, fewer instructions), and with one block of
+// batch rows zero points come to the sums, too (sums.cuh); otherwise scales multiply the dequantised weights in 16 bits
+// (no second set of accumulators, for large tiles).
 // Reduction: parts meet in shared memory, slices through distributed shared memory, always in the same order, so the
 // result is the same bits every time.
 //
