@@ -12,7 +12,15 @@ from unittest import mock
 import pytest
 import torch
 
-from marlinq.kernels import Device, Problem, batch_invariant, decide, dependent_launches, forced_kernel
+from marlinq.kernels import (
+    Device,
+    Problem,
+    batch_invariant,
+    decide,
+    dependent_launches,
+    forced_kernel,
+    gather,
+)
 from marlinq.kernels.decision import KERNELS, Kernel, KernelConfig, estimates
 from marlinq.kernels.gather import gather_channels
 from marlinq.kernels.warpgroup import WarpgroupConfig
@@ -175,19 +183,39 @@ def test_channels_in_activation_order(builder: Builder, dependent: bool) -> None
         Memory("out", out, writable=True, after_previous=True),
     ]
 
-    def launch(
-        _: object, grid: int, threads: int, shared: int, arguments: ctypes.Structure, *, dependent: bool
-    ) -> None:
-        kernel = EmulatedKernel(builder.kernel(SOURCES / "gather.cu", "gather", {"THREADS": threads}))
-        kernel.launch(grid, threads, shared, arguments, memory, dependent=dependent)
+    class Emulated:
+        def __init__(
+            self,
+            _: object,
+            grid: int,
+            threads: int,
+            shared: int,
+            arguments: ctypes.Structure,
+            *,
+            dependent: bool,
+        ) -> None:
+            self.arguments, self.shape, self.dependent = arguments, (grid, threads, shared), dependent
+            self.kernel = EmulatedKernel(
+                builder.kernel(SOURCES / "gather.cu", "gather", {"THREADS": threads})
+            )
 
+        def take(self) -> Emulated:
+            return self
+
+        def start(self) -> None:
+            self.kernel.launch(*self.shape, self.arguments, memory, dependent=self.dependent)
+
+        def give(self, launch: Emulated) -> None:
+            assert launch is self
+
+    gather._launches.cache_clear()
     with (
-        mock.patch("marlinq.kernels.gather.launch", launch),
+        mock.patch("marlinq.kernels.gather.Launches", Emulated),
         mock.patch("marlinq.kernels.gather._function"),
         mock.patch("marlinq.kernels.gather.on_device"),
-        mock.patch("marlinq.kernels.gather.device_numbers", return_value=H200),
         mock.patch("torch.empty", return_value=out),
         dependent_launches() if dependent else nullcontext(),
     ):
         found = gather_channels(x, order)
+    gather._launches.cache_clear()
     assert torch.equal(found, torch.where(order >= 0, x[:, order.clamp(min=0).long()], 0))
