@@ -148,7 +148,7 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
     for scale_sums in _ways_of_scaling(problem, blocks_m):
         registers = _REGISTERS_NEEDED[blocks_m, scale_sums]
         if blocks_m == 1 and problem.group in (32, 64):
-            registers = 160
+            registers = 160  # with several groups a chunk
         if (blocks_m, scale_sums) == (4, False) and problem.zeros:
             registers = 240
         yield from _splits(problem, device, blocks_m, scale_sums, registers)
