@@ -76,8 +76,9 @@ struct Half {
     }
     static constexpr int KINDS = 2;           // of codes, whose sums are kept apart
     static constexpr float SECOND = 0.0625f;  // what those of the second kind count
-    static constexpr float UNIT = 16777216.f;
-    static constexpr float BASE = 0.f;               // what a code exceeds itself by
+    static constexpr float UNIT = 16777216.f;  // what a sum of the first kind is multiplied by in the end
+    static constexpr float BASE = 0.f;        // what is in a pair beside the code
+    // Operands that sum activations alone: once, and as often as codes with a zero point of 8 hold too much of them.
     static constexpr u32 ONES_AS_CODES = 0x00010001u;
     static constexpr u32 EIGHTS_AS_CODES = 0x00080008u;
     // A word to the A fragment of codes minus zero points.
@@ -129,8 +130,8 @@ struct Bfloat16 {
     static constexpr float SECOND = 1.f;
     static constexpr float UNIT = 1.f;
     static constexpr float BASE = 128.f;
-    static constexpr u32 ONES_AS_CODES = 0x3f803f80u;    // of no base
-    static constexpr u32 EIGHTS_AS_CODES = 0x43084308u;  // 136
+    static constexpr u32 ONES_AS_CODES = 0x3f803f80u;
+    static constexpr u32 EIGHTS_AS_CODES = 0x43084308u;  // the base and 8
     static __device__ __forceinline__ void dequantize(u32 word, u32 (&a)[4], const Offsets& offsets) {
         a[0] = subtract(and_or<0x000f000fu, 0x43004300u>(word), offsets.low[0]);
         a[2] = subtract(and_or<0x000f000fu, 0x43004300u>(word >> 4), offsets.high[0]);
