@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS, 1)
     const int group = uniform(threadIdx.x / 128);
     for (int i = threadIdx.x; i < 10240; i += blockDim.x) reinterpret_cast<u32*>(shared)[i] = 0;
     __syncthreads();
-    const u64 b = matrix_descriptor(descriptor_low(shared_address(shared)));
+    const u64 b = matrix_descriptor(shared_address(shared));
     const unsigned char* words = shared + 32768 + threadIdx.x % 32 * 16;
     u32 r[16], sum = 0, a[2][PRODUCTS][4];
     for (int i = 0; i < 16; ++i) r[i] = threadIdx.x * zero + 0x3c003c00u;

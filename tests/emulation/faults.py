@@ -393,7 +393,7 @@ FAULTS = [
         SPLIT,
         "element.cuh",
         [
-            ("a wrong byte permutation", "0x1010 : 0x3232", "0x3232 : 0x1010", WRONG),
+            ("a wrong byte permutation", "mov.b32 %0, {l, l}", "mov.b32 %0, {h, l}", WRONG),
             ("halves exchanged", '"f"(high), "f"(low)', '"f"(low), "f"(high)', WRONG),
         ],
     ),

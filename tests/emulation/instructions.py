@@ -32,6 +32,7 @@ _TABLE = {
     rf"cvt\.f32\.{_ELEMENT}": "widen<emulation::Element::{element}>",
     rf"cvt\.rn\.{_ELEMENT}x2\.f32": "narrow_pair<emulation::Element::{element}>",
     r"prmt\.b32": "permute_bytes",
+    r"mov\.b32": "move_halves",
     # ... Asynchronous copy
     r"cp\.async\.cg\.shared\.global": "copy_async",
     r"cp\.async\.commit_group": "copy_async_commit",

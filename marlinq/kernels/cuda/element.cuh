@@ -18,7 +18,12 @@
 template <int H>
 __device__ __forceinline__ u32 broadcast(u32 pair) {
     u32 r;
-    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(pair), "n"(H == 0 ? 0x1010 : 0x3232));
+    // As halves, which an instruction can take from where they are; prmt would be one of its own.
+    if constexpr (H == 0) {
+        asm("{ .reg .b16 l; .reg .b16 h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l}; }" : "=r"(r) : "r"(pair));
+    } else {
+        asm("{ .reg .b16 l; .reg .b16 h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h}; }" : "=r"(r) : "r"(pair));
+    }
     return r;
 }
 

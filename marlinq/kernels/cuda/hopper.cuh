@@ -132,12 +132,10 @@ __device__ __forceinline__ void matrix_wait() {
 }
 
 // Descriptor of a K-major operand in rows of 128 bytes with the 128-byte swizzle; atoms of 8 rows lie 1024 bytes apart.
-// Its low word grows with the address, by one for 16 bytes.
-__device__ __forceinline__ u32 descriptor_low(u32 address) { return address >> 4 | 1u << 16; }
-
-__device__ __forceinline__ u64 matrix_descriptor(u32 low) {
+// It grows with the address, by one for 16 bytes.
+__device__ __forceinline__ u64 matrix_descriptor(u32 address) {
     constexpr u32 HIGH = 1024 >> 4 | 1u << 30;
-    return (u64)HIGH << 32 | low;
+    return (u64)HIGH << 32 | (address >> 4 | 1u << 16);
 }
 
 // d (64 x COLUMNS, this lane's share) = A (64 x 16, registers) * B (16 x COLUMNS, shared memory), added to d with ADD.

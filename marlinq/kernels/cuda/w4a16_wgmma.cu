@@ -100,19 +100,27 @@ struct Scales {
     u32 pair[PRODUCTS];  // for product q: the scales (or zero points) of this lane's rows n and n + 8
 };
 
-// From the stored order of one tile's 64 columns; `word` is the first of the lane's words.
+// PRODUCTS words, side by side in shared memory.
+__device__ __forceinline__ void load_words(u32 (&words)[PRODUCTS], const unsigned char* at) {
+    if constexpr (PRODUCTS == 4) {
+        const uint4 v = *reinterpret_cast<const uint4*>(at);
+        words[0] = v.x, words[1 % PRODUCTS] = v.y, words[2 % PRODUCTS] = v.z, words[3 % PRODUCTS] = v.w;
+    } else if constexpr (PRODUCTS == 2) {
+        const uint2 v = *reinterpret_cast<const uint2*>(at);
+        words[0] = v.x, words[1 % PRODUCTS] = v.y;
+    } else {
+        words[0] = *reinterpret_cast<const u32*>(at);
+    }
+}
+
+// Scales of all of K, from the stored order of one tile's 64 columns; `word` is the first of the lane's words.
 __device__ __forceinline__ Scales load_scales(const u16* tile, int word, int lane) {
     Scales s;
-    const u32* pairs = reinterpret_cast<const u32*>(tile + 8 * (lane / 4)) + word;
 #pragma unroll
     for (int q = 0; q < PRODUCTS; ++q) {
-        if (GROUP != 0) {
-            s.pair[q] = pairs[q];
-        } else {
-            const int block = word + q;
-            const u16* p = tile + 32 * (block / 2) + 8 * (lane / 8) + 4 * (block % 2) + lane / 4 % 2;
-            s.pair[q] = load_u16(p) | load_u16(p + 2) << 16;
-        }
+        const int block = word + q;
+        const u16* p = tile + 32 * (block / 2) + 8 * (lane / 8) + 4 * (block % 2) + lane / 4 % 2;
+        s.pair[q] = load_u16(p) | load_u16(p + 2) << 16;
     }
     return s;
 }
@@ -310,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ __align__(8) u64 barriers[2 * STAGES + 3];
 
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32 % 4);
     const int group = uniform(threadIdx.x / 128);
     const int rank = blockIdx.x % CLUSTER;
     const int tiles_m = (M + TILE_M - 1) / TILE_M, tiles_n = (N + TILE_N - 1) / TILE_N;
@@ -378,31 +386,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
         const int my_tile = column_group * WORDS + warp * WORDS / 4;
         const int word = warp * WORDS % 4;
         const int first_column = my_tile * 64 + 16 * word;
-        const unsigned char* base = shared - shared_address(shared);
+        // Where in a stage this lane's words and scales are, seen from `shared`; the compiler would compute it for every chunk.
+        const int ring_at = ring.stages - shared_address(shared);
+        const int my_words = opaque(ring_at + WEIGHTS_AT + my_tile * 512 + lane * 16 + word * 4);
+        const int my_scales = opaque(ring_at + SCALES_AT + my_tile * 128 + lane / 4 * 16 + word * 4);
 
         ring.advance(part);
         Scales scale, zero;
         u32 w[2][PRODUCTS], a[2][PRODUCTS][4];  // of even and of odd rows
-        // Row i of the stage at `at`.
-        const auto load_row = [&](const unsigned char* at, int i) {
-            u32 (&row)[PRODUCTS] = w[i % 2];
-            const unsigned char* mine = at + WEIGHTS_AT + i * ROW_BYTES + my_tile * 512 + lane * 16 + word * 4;
-            if constexpr (WORDS == 4) {
-                const uint4 v = *reinterpret_cast<const uint4*>(mine);
-                row[0] = v.x, row[1 % WORDS] = v.y, row[2 % WORDS] = v.z, row[3 % WORDS] = v.w;
-            } else if constexpr (WORDS == 2) {
-                const uint2 v = *reinterpret_cast<const uint2*>(mine);
-                row[0] = v.x, row[1 % WORDS] = v.y;
-            } else {
-                row[0] = *reinterpret_cast<const u32*>(mine);
-            }
+        // Row i of a stage.
+        const auto load_row = [&](int stage, int i) {
+            load_words(w[i % 2], shared + (my_words + stage * STAGE_BYTES) + i * ROW_BYTES);
         };
         // What row i's fragments need of the group that begins with it, if one does.
-        const auto load_group = [&](const unsigned char* at, int i) {
+        const auto load_group = [&](int stage, int i) {
             if (GROUP == 0 || i % GROUP_ROWS) return;
-            const u16* its = reinterpret_cast<const u16*>(at + SCALES_AT + i / GROUP_ROWS * SCALE_BYTES + my_tile * 128);
-            if (!SCALE_SUMS) scale = load_scales(its, word, lane);
-            if (ZEROS) zero = load_scales(its + (ZEROS_AT - SCALES_AT) / 2, word, lane);
+            const unsigned char* its = shared + (my_scales + stage * STAGE_BYTES) + i / GROUP_ROWS * SCALE_BYTES;
+            if (!SCALE_SUMS) load_words(scale.pair, its);
+            if (ZEROS) load_words(zero.pair, its + (ZEROS_AT - SCALES_AT));
         };
         const auto dequantize_row = [&](int i) {
 #pragma unroll
@@ -435,35 +436,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
             // it would copy too early.
             if (!SPLIT || part < count) {
                 ring.wait_full();
-                const unsigned char* at = base + ring.address();
-                load_row(at, 0);
-                load_row(at, 1);
-                load_group(at, 0);
+                load_row(ring.stage, 0);
+                load_row(ring.stage, 1);
+                load_group(ring.stage, 0);
                 dequantize_row(0);
                 Ring last = ring;
                 int chunk = part;
                 do {
                     const Ring now = ring;
-                    const unsigned char* at = base + now.address();
-                    const u32 activations = uniform(descriptor_low(now.address()));
+                    const u64 activations = matrix_descriptor(now.address());
                     ring.advance(PARTS_K);
-                    const unsigned char* next = base + ring.address();
                     const bool more = chunk + PARTS_K < count;
                     if (SCALED_GROUPS)
-                        scale = load_scales(reinterpret_cast<const u16*>(at + SCALES_AT + my_tile * 128), word, lane);
+                        load_words(scale.pair, shared + (my_scales + now.stage * STAGE_BYTES));
 #pragma unroll
                     for (int i = 0; i < ROWS; ++i) {
                         if (i + 2 < ROWS) {
-                            load_row(at, i + 2);
+                            load_row(now.stage, i + 2);
                         } else if (more) {
                             if (i + 2 == ROWS) ring.wait_full();
-                            load_row(next, i + 2 - ROWS);
+                            load_row(ring.stage, i + 2 - ROWS);
                         }
                         if (i + 1 < ROWS)
-                            load_group(at, i + 1);
+                            load_group(now.stage, i + 1);
                         else if (more)
-                            load_group(next, 0);
-                        const u64 b = matrix_descriptor(activations + (i / 4 * SLAB_BYTES + i % 4 * 32) / 16);
+                            load_group(ring.stage, 0);
+                        const u64 b = activations + (i / 4 * SLAB_BYTES + i % 4 * 32) / 16;
                         matrix_fence();
 #pragma unroll
                         for (int q = 0; q < PRODUCTS; ++q) {

@@ -1,4 +1,4 @@
-// Arithmetic on registers: bits (PTX ISA, lop3, prmt), conversions (cvt) and pairs of 16-bit floats (sub, mul, fma).
+// Arithmetic on registers: bits (PTX ISA, lop3, prmt, mov), conversions (cvt) and pairs of 16-bit floats (sub, mul, fma).
 #include "floats.h"
 #include "instructions.h"
 
@@ -47,6 +47,13 @@ void permute_bytes(Output<u32> result, u32 a, u32 b, u32 selector) {
 }
 
 void truncate_to_u16(Output<u16> result, u32 value) { result.set(static_cast<u16>(value)); }
+
+void move_halves(const std::array<Output<u16>, 2>& halves, u32 pair) {
+    halves[0].set(static_cast<u16>(pair)), halves[1].set(static_cast<u16>(pair >> 16));
+}
+void move_halves(Output<u32> pair, const std::array<Output<u16>, 2>& halves) {
+    pair.set(static_cast<u32>(*halves[0].home | *halves[1].home << 16));
+}
 
 template <Element ELEMENT>
 void widen(Output<float> result, u16 value) {

@@ -120,6 +120,8 @@ template <typename X, typename... Rest>
 std::array<X, 1 + sizeof...(Rest)> group(X first, Rest... rest) {
     return {first, rest...};
 }
+// Two registers of a block, which an instruction reads or writes.
+inline std::array<Output<uint16_t>, 2> group(uint16_t& low, uint16_t& high) { return {low, high}; }
 // `_`, the result that nobody wants.
 struct Sink {};
 
