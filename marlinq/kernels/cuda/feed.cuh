@@ -44,16 +44,18 @@ struct Ring {
     int stage;
     u32 parity;
 
-    // `barriers` holds 2 * STAGES of them. The one who fills starts at parity 1: a new barrier counts as past its odd phase.
-    __device__ __forceinline__ Ring(const void* memory, const void* barriers, bool fills)
+    // `barriers` is the address of 2 * STAGES of them. The one who fills starts at parity 1: a new barrier counts as past its
+    // odd phase.
+    __device__ __forceinline__ Ring(const void* memory, u32 barriers, bool fills)
         : stages((shared_address(memory) + 1023) / 1024 * 1024),
-          full(shared_address(barriers)),
+          full(barriers),
           empty(full + 8 * STAGES),
           stage(0),
           parity(fills) {}
 
-    __device__ __forceinline__ void init(int readers) const {
-        for (int s = 0; s < STAGES; ++s) {
+    // The barriers of stages from .. to - 1.
+    __device__ __forceinline__ void init(int from, int to, int readers) const {
+        for (int s = from; s < to; ++s) {
             barrier_init(full + 8 * s, 1);
             barrier_init(empty + 8 * s, readers);
         }

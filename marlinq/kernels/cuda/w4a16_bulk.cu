@@ -80,13 +80,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     const u32 chunks = (K + CHUNK - 1) / CHUNK;
     const int begin = chunks * rank / CLUSTER, count = (int)(chunks * (rank + 1) / CLUSTER) - begin;
 
-    Ring ring(shared, barriers, warp == WARPS);
+    Ring ring(shared, shared_address(barriers), warp == WARPS);
     const Received received(ring.stages + STAGES * STAGE_BYTES, shared_address(barriers + 2 * STAGES), rank);
     const Feed feed{x_map, maps, m0, n0 / 64};
     if (threadIdx.x == 32 * WARPS) {
-        received.init();
-        ring.init(WARPS_N);
+        // The first chunk is requested before the other stages have barriers.
+        ring.init(0, 1, WARPS_N);
         feed.start(ring, begin, count);
+        received.init();
+        ring.init(1, STAGES, WARPS_N);
     }
     __syncthreads();
     // Others need to know of the barriers alone, whose initialisation has a fence of its own.

@@ -334,8 +334,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     };
     const int chunks = (K + CHUNK - 1) / CHUNK;
 
-    Ring ring(shared, barriers, group == CONSUMERS);
-    const u32 extra_barriers = shared_address(barriers + 2 * STAGES), all_left = extra_barriers, all_there = all_left + 8;
+    // With few words a lane the compiler would compute the address for every chunk, from a slow register.
+    const u32 first_barrier = WORDS == 1 ? opaque(shared_address(barriers)) : shared_address(barriers);
+    Ring ring(shared, first_barrier, group == CONSUMERS);
+    const u32 extra_barriers = first_barrier + 16 * STAGES, all_left = extra_barriers, all_there = all_left + 8;
     const u32 led = all_there + 8;
     const Received received(ring.stages + STAGES * STAGE_BYTES, extra_barriers, rank);
     const bool fills = threadIdx.x == CONSUMERS * 128;
@@ -346,7 +348,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
         }
         if (PUSHED) received.init();
         if (STAGGERED) barrier_init(led, 1);
-        ring.init(GROUPS_N * 4);
+        ring.init(0, STAGES, GROUPS_N * 4);
         const Work work(tiles_m * tiles_n, chunks);
         const Place its = place(work.tile);
         if (work.left()) Feed{x_map, maps, its.m0, its.n0 / 64}.start(ring, work.begin, work.count);
