@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from marlinq.kernels import Problem, bulk, stream, warpgroup
-from marlinq.kernels.decision import KernelConfig
+from marlinq.kernels.decision import Demands, KernelConfig, considered
 from marlinq.kernels.problem import Device
 
 # An H200, and how many clusters its driver says it runs at once.
@@ -88,7 +88,8 @@ class Measured:
 
 @cache
 def _considered(kernel: str, problem: Problem) -> frozenset[KernelConfig]:
-    return frozenset(KERNELS[kernel][3](problem, H200))
+    suits = kernel in considered(problem, H200, Demands())
+    return frozenset(KERNELS[kernel][3](problem, H200) if suits else ())
 
 
 def read(paths: Iterable[Path]) -> tuple[list[Measured], int]:
@@ -243,12 +244,24 @@ def _mean(values: Iterable[float]) -> float:
     return math.exp(sum(logarithms) / len(logarithms))
 
 
+def _loss(measured: list[Measured], costs: Mapping[str, Any]) -> float:
+    """How much longer the chosen ones of the measured candidates take than the best, over all cells."""
+    times = dict(zip(map(id, measured), expected(measured, costs), strict=True))
+    losses = []
+    for listed in _cells(measured).values():
+        live = [one for one in listed if one.live]
+        if live:
+            chosen = min(live, key=lambda one: times[id(one)])
+            losses.append(chosen.seconds / min(one.seconds for one in listed))
+    return _mean(losses)
+
+
 def better_choices(measured: list[Measured], costs: Mapping[str, Any], steps: int) -> dict[str, Any]:
     """Constants that choose better: single ones are moved at random, and kept where nothing is lost."""
     chance = random.Random(0)
     kernels = sorted({one.kernel for one in measured})
     found = dict(costs)
-    loss = _mean(choice.loss for choice in choices(measured, found))
+    loss = _loss(measured, found)
     for _ in range(steps):
         kernel = chance.choice(kernels)
         name = chance.choice(fields(found[kernel])).name
@@ -256,7 +269,7 @@ def better_choices(measured: list[Measured], costs: Mapping[str, Any], steps: in
         if abs(math.log(value / getattr(costs[kernel], name))) > _FARTHEST:
             continue
         moved = {**found, kernel: replace(found[kernel], **{name: value})}
-        if (new := _mean(choice.loss for choice in choices(measured, moved))) <= loss:
+        if (new := _loss(measured, moved)) <= loss:
             found, loss = moved, new
     return found
 

@@ -179,11 +179,11 @@ def _fastest(problem: Problem, device: Device, demanded: Demands) -> tuple[float
 def _all_estimates(
     problem: Problem, device: Device, demanded: Demands
 ) -> Iterator[tuple[float, str, KernelConfig]]:
-    for kernel in _considered(problem, device, demanded):
+    for kernel in considered(problem, device, demanded):
         yield from estimates(problem, device, kernel, demanded.batch_invariant)
 
 
-def _considered(problem: Problem, device: Device, demanded: Demands) -> tuple[Kernel, ...]:
+def considered(problem: Problem, device: Device, demanded: Demands) -> tuple[Kernel, ...]:
     """The kernels to choose from, all of which suit the batch."""
     if demanded.kernel is not None:
         return (demanded.kernel,)

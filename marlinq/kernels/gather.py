@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from marlinq.kernels.compiler import cached_cubin
-from marlinq.kernels.decision import demands
 from marlinq.kernels.driver import Function, Launches, empty_strided, load_function, on_device
-from marlinq.kernels.launch import Call, device_numbers
+from marlinq.kernels.launch import Call, device_numbers, overlaps
 
 _THREADS = 128
 
@@ -52,7 +51,8 @@ def _launches(device_index: int, m: int, k: int, x_stride: int, dependent: bool)
 
 def gathering(x: Tensor, order: Tensor) -> Launches:
     """The launches that gather activations with the shape and strides of ``x`` on its device."""
-    return _launches(x.get_device(), x.shape[0], order.shape[0], x.stride(0), demands().dependent)
+    index = x.get_device()
+    return _launches(index, x.shape[0], order.shape[0], x.stride(0), overlaps(device_numbers(index)))
 
 
 def _start(launches: Launches, x: int, order: int, out: int) -> None:

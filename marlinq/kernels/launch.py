@@ -119,6 +119,16 @@ def _load(
     return load_function(cubin, name, device_index, shared_bytes)
 
 
+def overlaps(device: Device, behind_own: bool = False) -> bool:
+    """Whether a kernel that is launched now may begin while its predecessor runs.
+
+    Args:
+        device: older ones than compute capability 9.0 know no such launch.
+        behind_own: the predecessor allows it, whatever the context says.
+    """
+    return (behind_own or demands().dependent) and device.has_clusters
+
+
 def prepare(
     operands: Operands, group_size: int, config: KernelConfig | None = None, *, behind_own: bool = False
 ) -> Call:
@@ -145,8 +155,7 @@ def prepare(
     device = device_numbers(index)
     chosen = config or _decided(problem, index)
     shared = chosen.shared_bytes(problem)
-    # Older GPUs know no launch that overlaps.
-    dependent = (behind_own or demands().dependent) and device.has_clusters
+    dependent = overlaps(device, behind_own)
     together = blocks_together(problem, device, chosen) if dependent else None
     if together:
         # Blocks are started where the previous kernel's have ended: without this too many would crowd on the

@@ -94,29 +94,29 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 2.79e-07
-    wave: float = 1.11e-06
-    latency: float = 5.24e-07
-    port: float = 2.17e11
-    row: float = 5.63
-    fragment: float = 0.89
-    issue: float = 1.64
-    exposed: float = 0.717
-    operand: float = 3.5
-    chunk: float = 240
-    sharing: float = 28.5
-    drain: float = 10.9
-    collision: float = 1.64
-    cache: float = 2.13
-    feed: float = 414
-    tile: float = 8.04e-07
-    store: float = 2.55e11
-    reduction: float = 9.63e10
-    remote: float = 4.66e10
-    cluster: float = 2.99e-07
-    member: float = 1.98e-07
-    handover: float = 2.14e-06
-    sharpness: float = 4.49
+    launch: float = 3.59e-07
+    wave: float = 8.81e-07
+    latency: float = 6.71e-07
+    port: float = 4.03e11
+    row: float = 5.61
+    fragment: float = 1.1
+    issue: float = 1.58
+    exposed: float = 0.663
+    operand: float = 4.22
+    chunk: float = 124
+    sharing: float = 22.2
+    drain: float = 5.94
+    collision: float = 1.75
+    cache: float = 4.25
+    feed: float = 359
+    tile: float = 4.11e-07
+    store: float = 4.66e11
+    reduction: float = 9.84e10
+    remote: float = 5.24e10
+    cluster: float = 3.74e-07
+    member: float = 1.1e-07
+    handover: float = 1.33e-06
+    sharpness: float = 3.03
 
 
 COSTS = Costs()

@@ -11,7 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from marlinq.kernels import Device, Problem, driver, forced_kernel, gather, launch, operands
+from marlinq.kernels import (
+    Device,
+    Problem,
+    dependent_launches,
+    driver,
+    forced_kernel,
+    gather,
+    launch,
+    operands,
+)
 from marlinq.kernels.decision import KERNELS, Kernel
 from marlinq.kernels.handover import Handover
 from marlinq.kernels.operands import Operands
@@ -124,3 +133,20 @@ def test_a_gathered_product_reads_what_was_gathered(
     gathering, product = library.launches
     assert gathering[:3] == [4096, 2048, rows.data_ptr()]
     assert (product[0], product[3]) == (rows.data_ptr(), 8192)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "attributes"), [("sm_80", 0), ("sm_89", 0), ("sm_90a", 1), ("sm_120a", 1)]
+)
+def test_only_gpus_that_know_it_gather_in_a_launch_that_overlaps(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, attributes: int
+) -> None:
+    monkeypatch.setattr(gather, "device_numbers", lambda _: Device(architecture, 108, 166_912))
+    monkeypatch.setattr(gather, "_function", lambda _: driver.Function(None, ctypes.c_void_p(1), 0, 1))
+    gather._launches.cache_clear()
+    x, order = torch.zeros(3, 512, dtype=torch.float16), torch.arange(512, dtype=torch.int32)
+    with dependent_launches():
+        inside = gather.gathering(x, order)
+    outside = gather.gathering(x, order)
+    gather._launches.cache_clear()
+    assert (inside._config.attribute_count, outside._config.attribute_count) == (attributes, 0)
