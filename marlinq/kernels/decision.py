@@ -32,7 +32,7 @@ KERNELS: tuple[Kernel, ...] = ("stream", "bulk", "warpgroup")
 # (docs/kernels/notes.md).
 _BULK_MOST, _WARPGROUP_LEAST, _STREAM_MOST = 16, 9, 32
 # What a kernel whose blocks run all at once saves in a chain of dependent launches, unless its clusters are
-# larger than this, which start late: measured, see docs/kernels/notes.md, "Dependent chain".
+# larger than this, which start late and hold the chain up: measured, docs/kernels/notes.md, "Dependent chain".
 _OVERLAP_SECONDS, _OVERLAP_CLUSTER = 1.7e-6, 2
 # The batches whose speed decides in which order a batch-invariant sum is taken.
 _TYPICAL_BATCHES = (1, 16, 64, 512)
@@ -163,7 +163,7 @@ def _fastest(problem: Problem, device: Device, demanded: Demands) -> tuple[float
 
     def cost(candidate: tuple[float, str, KernelConfig]) -> float:
         seconds, _, config = candidate
-        overlaps = demanded.dependent and config.cluster <= _OVERLAP_CLUSTER
+        overlaps = demanded.dependent and gains_by_overlap(config)
         if overlaps and blocks_together(problem, device, config):
             return seconds - _OVERLAP_SECONDS
         return seconds
@@ -200,6 +200,11 @@ def considered(problem: Problem, device: Device, demanded: Demands) -> tuple[Ker
     if problem.m >= _WARPGROUP_LEAST and device.has_warpgroups:
         found.append("warpgroup")
     return tuple(found)
+
+
+def gains_by_overlap(config: KernelConfig) -> bool:
+    """Whether a variant is the sooner done for starting while its predecessor still runs."""
+    return config.cluster <= _OVERLAP_CLUSTER
 
 
 def blocks_together(problem: Problem, device: Device, config: KernelConfig) -> int | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from marlinq.errors import EnvironmentProblem
 from marlinq.kernels.compiler import cached_cubin, compile_missing
-from marlinq.kernels.decision import KernelConfig, blocks_together, decide, demands
+from marlinq.kernels.decision import KernelConfig, blocks_together, decide, demands, gains_by_overlap
 from marlinq.kernels.driver import Function, Launches, active_clusters, load_function, on_device
 from marlinq.kernels.handover import Handover
 from marlinq.kernels.operands import Operands, activation_map
@@ -155,7 +155,7 @@ def prepare(
     device = device_numbers(index)
     chosen = config or _decided(problem, index)
     shared = chosen.shared_bytes(problem)
-    dependent = overlaps(device, behind_own)
+    dependent = overlaps(device, behind_own) and (behind_own or gains_by_overlap(chosen))
     together = blocks_together(problem, device, chosen) if dependent else None
     if together:
         # Blocks are started where the previous kernel's have ended: without this too many would crowd on the

@@ -24,6 +24,7 @@ from marlinq.kernels import (
 from marlinq.kernels.decision import KERNELS, Kernel
 from marlinq.kernels.handover import Handover
 from marlinq.kernels.operands import Operands
+from marlinq.kernels.warpgroup import WarpgroupConfig
 from tests.kernels.problems import even_splits, random_operands
 
 H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
@@ -150,3 +151,17 @@ def test_only_gpus_that_know_it_gather_in_a_launch_that_overlaps(
     outside = gather.gathering(x, order)
     gather._launches.cache_clear()
     assert (inside._config.attribute_count, outside._config.attribute_count) == (attributes, 0)
+
+
+@pytest.mark.parametrize(("cluster", "attributes"), [(1, 1), (2, 1), (4, 0)])
+def test_large_clusters_do_not_start_before_their_predecessor_ends(
+    library: _Driver, cluster: int, attributes: int
+) -> None:
+    config = WarpgroupConfig(16, 2, 1, 1, 8, cluster, 4, 1, 132)
+    given = small_operands(16, 1024, 256)
+    with dependent_launches():
+        inside = launch.prepare(given, 64, config)
+    behind = launch.prepare(given, 64, config, behind_own=True)
+    counts = [call.launches._config.attribute_count for call in (inside, behind)]
+    assert counts == [attributes, 1]
+    assert [call.launches.take().arguments.dependent for call in (inside, behind)] == [attributes, 1]

@@ -29,7 +29,7 @@ constexpr int COPIED_BYTES = ZEROS_AT + (GROUP == 0 || !ZEROS ? 0 : GROUPS * SCA
 constexpr int STAGE_BYTES = (COPIED_BYTES + 1023) / 1024 * 1024;
 // Chunks that a dependent launch requests before the wait for the previous kernel. More bytes than these would hold up that
 // kernel's own requests (docs/kernels/notes.md, "Dependent chain").
-constexpr int AHEAD_BYTES = 32768;
+constexpr int AHEAD_BYTES = 65536;
 constexpr int AHEAD = STAGE_BYTES > AHEAD_BYTES ? 1 : AHEAD_BYTES / STAGE_BYTES < STAGES ? AHEAD_BYTES / STAGE_BYTES : STAGES;
 static_assert(SLAB_BYTES % 1024 == 0 && CHUNK % 64 == 0, "slabs hold whole swizzle atoms");
 
