@@ -32,7 +32,7 @@ KERNELS: tuple[Kernel, ...] = ("stream", "bulk", "warpgroup")
 # (docs/kernels/notes.md).
 _BULK_MOST, _WARPGROUP_LEAST, _STREAM_MOST = 16, 9, 32
 # What a kernel whose blocks run all at once saves in a chain of dependent launches, unless its clusters are
-# larger than this, which start late and hold the chain up: measured, docs/kernels/notes.md, "Dependent chain".
+# larger than this, which start late and hold the chain up (docs/kernels/notes.md, "Dependent chain").
 _OVERLAP_SECONDS, _OVERLAP_CLUSTER = 1.7e-6, 2
 # The batches whose speed decides in which order a batch-invariant sum is taken.
 _TYPICAL_BATCHES = (1, 16, 64, 512)
