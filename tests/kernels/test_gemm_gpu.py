@@ -406,4 +406,4 @@ def test_a_weight_on_another_gpu_than_the_current_one() -> None:
     with ThreadPoolExecutor(1) as pool:
         assert torch.equal(pool.submit(gemm, x, operands).result(), found)
     with pytest.raises(ValueError, match="words: expected a contiguous tensor on cuda:0"):
-        gemm(x.to("cuda:0"), operands)
+        gemm(torch.zeros(3, 1024, dtype=torch.float16, device="cuda:0"), operands)
