@@ -6,9 +6,9 @@
 Reads any number of sweeps and needs no GPU. For every kernel the constants of its ``Costs`` are fitted to the
 logarithms of the times; the fastest candidates count most. Then the models, with the fitted constants or with
 ``--as-is`` those of the package, choose among the measured candidates of every cell: the table gives the time
-of the best and of the chosen one. ``--choose`` then moves single constants at random and keeps what makes the
-choices better. ``--validate`` fits again without each layer and lets the models choose for the one left out.
-The constants are printed ready to be pasted.
+of the best and of the chosen one. ``--choose`` then looks for constants that choose better, at random
+(:class:`Search`). ``--validate`` fits again without each layer and lets the models choose for the one left
+out. The constants are printed ready to be pasted.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ _ROBUST = 0.1
 # A constant that leaves its start this far, in logarithms, costs as much as an error of _PRIOR_ERROR.
 _REACH, _PRIOR_ERROR = 1.0, 0.15
 # How far a step that looks for better choices moves a constant, and how far all of them may, in logarithms.
-_STEP, _FARTHEST = 0.12, 0.3
+_STEP, _FARTHEST = 0.1, 0.7
+# Estimates that differ by less may as well be taken for each other; how much their errors count; how much
+# worse a step may make things at first.
+_UNDECIDED, _ERROR_COUNTS, _HEAT = 0.006, 0.05, 1.5e-3
 
 
 @dataclass(frozen=True)
@@ -244,34 +247,68 @@ def _mean(values: Iterable[float]) -> float:
     return math.exp(sum(logarithms) / len(logarithms))
 
 
-def _loss(measured: list[Measured], costs: Mapping[str, Any]) -> float:
-    """How much longer the chosen ones of the measured candidates take than the best, over all cells."""
-    times = dict(zip(map(id, measured), expected(measured, costs), strict=True))
-    losses = []
-    for listed in _cells(measured).values():
-        live = [one for one in listed if one.live]
-        if live:
-            chosen = min(live, key=lambda one: times[id(one)])
-            losses.append(chosen.seconds / min(one.seconds for one in listed))
-    return _mean(losses)
+class Search:
+    """Looks for constants that choose better, by simulated annealing.
 
+    What is lowered is the mean logarithm of what the chosen candidates take over the best ones, where those
+    that the model has within about ``_UNDECIDED`` of its favourite count as chosen too, and a little of the
+    estimates' own errors.
+    """
 
-def better_choices(measured: list[Measured], costs: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """Constants that choose better: single ones are moved at random, and kept where nothing is lost."""
-    chance = random.Random(0)
-    kernels = sorted({one.kernel for one in measured})
-    found = dict(costs)
-    loss = _loss(measured, found)
-    for _ in range(steps):
-        kernel = chance.choice(kernels)
-        name = chance.choice(fields(found[kernel])).name
-        value = getattr(found[kernel], name) * math.exp(chance.gauss(0, _STEP))
-        if abs(math.log(value / getattr(costs[kernel], name))) > _FARTHEST:
-            continue
-        moved = {**found, kernel: replace(found[kernel], **{name: value})}
-        if (new := _loss(measured, moved)) <= loss:
-            found, loss = moved, new
-    return found
+    def __init__(self, measured: list[Measured]) -> None:
+        self.measured = [one for one in measured if one.live]
+        self.seconds = np.array([one.seconds for one in self.measured])
+        places = defaultdict(list)
+        for place, one in enumerate(self.measured):
+            places[one.cell].append(place)
+        self.cells = [np.array(listed) for listed in places.values()]
+        self.best = np.empty(len(self.measured))
+        for cell in self.cells:
+            self.best[cell] = self.seconds[cell].min()
+        self.weights = (self.best / self.seconds) ** (1 / _DECAY)
+        self.places = {
+            kernel: np.array([place for place, one in enumerate(self.measured) if one.kernel == kernel])
+            for kernel in {one.kernel for one in self.measured}
+        }
+
+    def loss(self, times: np.ndarray) -> float:
+        """Of the models' times."""
+        slower = np.log(self.seconds / self.best)
+        lost = 0.0
+        for cell in self.cells:
+            chosen = np.exp(-(times[cell] / times[cell].min() - 1) / _UNDECIDED)
+            lost += float((chosen * slower[cell]).sum() / chosen.sum())
+        errors = np.minimum(np.abs(np.log(times / self.seconds)), 3 * _ROBUST)
+        return lost / len(self.cells) + _ERROR_COUNTS * float(
+            (self.weights * errors).sum() / self.weights.sum()
+        )
+
+    def run(self, costs: Mapping[str, Any], steps: int, seed: int) -> dict[str, Any]:
+        """The best after ``steps`` random changes of one to three constants, none far from its start."""
+        chance = random.Random(seed)
+        now = dict(costs)
+        times = np.array(expected(self.measured, now))
+        loss = least = self.loss(times)
+        found = dict(now)
+        for step in range(steps):
+            kernel = chance.choice(sorted(self.places))
+            names = [field.name for field in fields(now[kernel])]
+            changed = {}
+            for name in chance.sample(names, chance.choice((1, 1, 2, 3))):
+                value = getattr(now[kernel], name) * math.exp(chance.gauss(0, _STEP))
+                if abs(math.log(value / getattr(costs[kernel], name))) < _FARTHEST:
+                    changed[name] = value
+            trial = {**now, kernel: replace(now[kernel], **changed)}
+            new_times = times.copy()
+            of_kernel = self.places[kernel]
+            new_times[of_kernel] = expected((self.measured[place] for place in of_kernel), trial)
+            new = self.loss(new_times)
+            heat = _HEAT * (1 - step / steps)
+            if new < loss or chance.random() < math.exp((loss - new) / heat):
+                now, times, loss = trial, new_times, new
+                if loss < least:
+                    least, found = loss, dict(now)
+        return found
 
 
 def _brief(config: KernelConfig) -> str:
@@ -329,6 +366,7 @@ def main() -> int:
     parser.add_argument("--validate", action="store_true", help="fit without each layer in turn, too")
     parser.add_argument("--rounds", type=int, default=25, help="steps of a fit")
     parser.add_argument("--choose", type=int, default=0, help="steps towards better choices, behind the fit")
+    parser.add_argument("--seed", type=int, default=0, help="of those steps")
     parser.add_argument("--all", action="store_true", help="show every cell, not only the worst")
     options = parser.parse_args()
     measured, skipped = read(options.sweeps)
@@ -339,7 +377,8 @@ def main() -> int:
     )
     start = {kernel: entry[2] for kernel, entry in KERNELS.items()}
     costs = start if options.as_is else fit(measured, start, options.rounds)
-    costs = better_choices(measured, costs, options.choose)
+    if options.choose:
+        costs = Search(measured).run(costs, options.choose, options.seed)
     if options.choose or not options.as_is:
         for kernel, one in costs.items():
             print(f"{kernel}:")

@@ -46,3 +46,18 @@ def test_constants_are_found_again(tmp_path: Path) -> None:
     assert error(fitted) < error(costs) / 20
     for choice in fit_costs.choices(measured, fitted):
         assert choice.loss < 1.01
+
+
+def test_a_search_chooses_better_than_where_it_began(tmp_path: Path) -> None:
+    measured, _ = fit_costs.read(sweep(tmp_path / "sweep.json"))
+    # Far enough off that other candidates are chosen.
+    off = replace(TRUTH, wave=3 * TRUTH.wave, row=TRUTH.row / 3, codes=TRUTH.codes / 3, step=4 * TRUTH.step)
+    costs = {**{name: entry[2] for name, entry in fit_costs.KERNELS.items()}, "stream": off}
+
+    def lost(constants: dict[str, object]) -> float:
+        return max(choice.loss for choice in fit_costs.choices(measured, constants))
+
+    search = fit_costs.Search(measured)
+    found = search.run(costs, 400, seed=1)
+    assert lost(costs) > 1.02 > lost(found)
+    assert search.run(costs, 60, seed=2) == search.run(costs, 60, seed=2)
