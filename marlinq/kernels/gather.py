@@ -52,7 +52,7 @@ def _launches(device_index: int, m: int, k: int, x_stride: int, dependent: bool)
 def gathering(x: Tensor, order: Tensor) -> Launches:
     """The launches that gather activations with the shape and strides of ``x`` on its device."""
     index = x.get_device()
-    return _launches(index, x.shape[0], order.shape[0], x.stride(0), overlaps(device_numbers(index)))
+    return _launches(index, x.shape[0], order.shape[0], x.stride(0), overlaps(index))
 
 
 def _start(launches: Launches, x: int, order: int, out: int) -> None:

@@ -119,14 +119,14 @@ def _load(
     return load_function(cubin, name, device_index, shared_bytes)
 
 
-def overlaps(device: Device, behind_own: bool = False) -> bool:
+def overlaps(device_index: int, behind_own: bool = False) -> bool:
     """Whether a kernel that is launched now may begin while its predecessor runs.
 
     Args:
-        device: older ones than compute capability 9.0 know no such launch.
+        device_index: of the GPU; older ones than compute capability 9.0 know no such launch.
         behind_own: the predecessor allows it, whatever the context says.
     """
-    return (behind_own or demands().dependent) and device.has_clusters
+    return (behind_own or demands().dependent) and device_numbers(device_index).has_clusters
 
 
 def prepare(
@@ -155,7 +155,7 @@ def prepare(
     device = device_numbers(index)
     chosen = config or _decided(problem, index)
     shared = chosen.shared_bytes(problem)
-    dependent = overlaps(device, behind_own) and (behind_own or gains_by_overlap(chosen))
+    dependent = overlaps(index, behind_own) and (behind_own or gains_by_overlap(chosen))
     together = blocks_together(problem, device, chosen) if dependent else None
     if together:
         # Blocks are started where the previous kernel's have ended: without this too many would crowd on the

@@ -142,7 +142,7 @@ def test_a_gathered_product_reads_what_was_gathered(
 def test_only_gpus_that_know_it_gather_in_a_launch_that_overlaps(
     monkeypatch: pytest.MonkeyPatch, architecture: str, attributes: int
 ) -> None:
-    monkeypatch.setattr(gather, "device_numbers", lambda _: Device(architecture, 108, 166_912))
+    monkeypatch.setattr(launch, "device_numbers", lambda _: Device(architecture, 108, 166_912))
     monkeypatch.setattr(gather, "_function", lambda _: driver.Function(None, ctypes.c_void_p(1), 0, 1))
     gather._launches.cache_clear()
     x, order = torch.zeros(3, 512, dtype=torch.float16), torch.arange(512, dtype=torch.int32)

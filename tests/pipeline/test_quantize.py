@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import pytest
@@ -174,11 +175,19 @@ def test_padding_does_not_reach_the_result(tmp_path: Path, monkeypatch: pytest.M
     alone = run(source, tmp_path / "alone", calibration=str(text), samples=6)
     assert len(shapes) == 5
     assert not any(shapes)
+    ratios: dict[str, list[float]] = {}
     for name, report in padded.modules.items():
         other = alone.modules[name]
         assert report.tokens == other.tokens == 40 + 33 + 20 + 17 + 40 + 25
-        # The sums run in another order, which now and then flips a code; pads would change far more.
-        assert report.relative_error == pytest.approx(other.relative_error, rel=0.05)
+        block = name.split(".")[2]
+        ratios.setdefault(block, []).append(report.relative_error / other.relative_error)
+    # The sums run in another order, which now and then flips a code, and later blocks see what earlier ones
+    # made of that. Counted pads move single modules of the first block by 5 to 21 %, and every block's mean
+    # by 8 or more.
+    assert ratios["0"] == pytest.approx([1.0] * 7, rel=0.01)
+    assert {block: geometric_mean(found) for block, found in ratios.items()} == pytest.approx(
+        dict.fromkeys(ratios, 1.0), rel=0.03
+    )
 
 
 def test_the_same_command_gives_the_same_bytes(tmp_path: Path) -> None:
