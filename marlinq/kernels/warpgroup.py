@@ -19,7 +19,7 @@ from marlinq.kernels.stages import stage_bytes
 # where sums are sent.
 _OTHER_REGISTERS = {1: 48, 2: 42, 4: 48}
 _ZERO_REGISTERS = {1: 16, 2: 20, 4: 40}
-_EVEN_REGISTERS, _EVEN_ZERO_REGISTERS = 16, 12
+_EVEN_REGISTERS, _EVEN_ZERO_REGISTERS = 22, 12
 _PUSH_REGISTERS = {1: 12, 2: 12, 4: 28}
 # Largest tile whose sums are scaled instead of its weights: what it saves on a weight it spends on a sum
 # (docs/kernels/notes.md, "Scaled sums").

@@ -37,10 +37,9 @@ def test_no_variant_spills_on_any_architecture(measured: list[Measured]) -> None
 def test_no_variant_that_deals_tiles_out_spills() -> None:
     device = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
     chosen = {}
-    for m, group, zeros, bfloat16 in itertools.product(
-        (40, 64, 80, 128, 144, 176), GROUP_SIZES, (False, True), (False, True)
-    ):
-        problem = Problem(m, 4096, 4096, group, zeros, bfloat16)
+    sizes = [(m, 4096) for m in (40, 64, 80, 128, 144, 176)] + [(176, 28672)]
+    for (m, n), group, zeros, bfloat16 in itertools.product(sizes, GROUP_SIZES, (False, True), (False, True)):
+        problem = Problem(m, n, 4096, group, zeros, bfloat16)
         for config in even_splits(problem, device)[:2]:
             variant = Variant(device.architecture, "warpgroup", problem, config, (m,))
             chosen[tuple(config.defines(problem).items())] = variant
