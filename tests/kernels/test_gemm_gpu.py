@@ -49,7 +49,7 @@ def gemm(x: Tensor, operands: Operands, n_out: int | None = None) -> Tensor:
     )
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def compiled() -> None:
     """Every variant the exhaustive test needs, compiled in parallel."""
     batches = (*range(1, 261), 777)
@@ -63,6 +63,7 @@ def compiled() -> None:
             )
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(("kernel", "shape", "group", "dtype", "zeros"), CASES)
 def test_every_batch_from_1_to_260(
     kernel: Kernel, shape: tuple[int, int], group: int, dtype: torch.dtype, zeros: bool
