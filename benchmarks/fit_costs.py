@@ -253,9 +253,13 @@ class Search:
     What is lowered is the mean logarithm of what the chosen candidates take over the best ones, where those
     that the model has within about ``_UNDECIDED`` of its favourite count as chosen too, and a little of the
     estimates' own errors.
+
+    Args:
+        measured: candidates of all kernels.
+        kernels: those whose constants may change.
     """
 
-    def __init__(self, measured: list[Measured]) -> None:
+    def __init__(self, measured: list[Measured], kernels: Iterable[str]) -> None:
         self.measured = [one for one in measured if one.live]
         self.seconds = np.array([one.seconds for one in self.measured])
         places = defaultdict(list)
@@ -268,7 +272,7 @@ class Search:
         self.weights = (self.best / self.seconds) ** (1 / _DECAY)
         self.places = {
             kernel: np.array([place for place, one in enumerate(self.measured) if one.kernel == kernel])
-            for kernel in {one.kernel for one in self.measured}
+            for kernel in {one.kernel for one in self.measured}.intersection(kernels)
         }
 
     def loss(self, times: np.ndarray) -> float:
@@ -367,6 +371,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=25, help="steps of a fit")
     parser.add_argument("--choose", type=int, default=0, help="steps towards better choices, behind the fit")
     parser.add_argument("--seed", type=int, default=0, help="of those steps")
+    parser.add_argument(
+        "--kernel", action="append", choices=KERNELS, help="whose constants they change; default: all"
+    )
     parser.add_argument("--all", action="store_true", help="show every cell, not only the worst")
     options = parser.parse_args()
     measured, skipped = read(options.sweeps)
@@ -378,7 +385,7 @@ def main() -> int:
     start = {kernel: entry[2] for kernel, entry in KERNELS.items()}
     costs = start if options.as_is else fit(measured, start, options.rounds)
     if options.choose:
-        costs = Search(measured).run(costs, options.choose, options.seed)
+        costs = Search(measured, options.kernel or KERNELS).run(costs, options.choose, options.seed)
     if options.choose or not options.as_is:
         for kernel, one in costs.items():
             print(f"{kernel}:")

@@ -220,7 +220,7 @@ def _order(problem: Problem, config: KernelConfig) -> tuple[object, ...]:
         return "stream", config.parts, config.rows, config.scale_sums
     if isinstance(config, BulkConfig):
         return "bulk", config.cluster, config.parts, config.rows, config.blocks_m == 1
-    return "warpgroup", config.cluster, config.parts, config.rows, config.scales_sums(problem)
+    return "warpgroup", config.cluster, config.parts, config.rows, config.scaling(problem)
 
 
 @lru_cache(maxsize=256)

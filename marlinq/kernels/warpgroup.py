@@ -19,16 +19,21 @@ from marlinq.kernels.stages import stage_bytes
 # where sums are sent.
 _OTHER_REGISTERS = {1: 48, 2: 42, 4: 48}
 _ZERO_REGISTERS = {1: 16, 2: 20, 4: 40}
+_FUSED_REGISTERS = {1: 4, 2: 4, 4: 20}
 _EVEN_REGISTERS, _EVEN_ZERO_REGISTERS = 22, 12
 _PUSH_REGISTERS = {1: 12, 2: 12, 4: 28}
-# Largest tile whose sums are scaled instead of its weights: what it saves on a weight it spends on a sum
-# (docs/kernels/notes.md, "Scaled sums").
+# Largest tile whose sums are scaled instead of its weights: what it saves on a weight it spends on a sum; and
+# the tiles where subtracting and scaling at once beats both for float16 (docs/kernels/notes.md, "Scaled sums"
+# and "Scaled codes").
 _SCALED_SUMS_MOST = 64
+_FUSED_LEAST, _FUSED_MOST = 32, 112
 # Largest tile, and rows of all blocks of a cluster, whose sums are sent to their owners
 # (docs/kernels/notes.md, "Timeline of a launch").
 _PUSHED_MOST, _PUSHED_ROWS_MOST = 32, 128
 # Instructions that turn a word into an operand's fragment: for float16, more for bfloat16, for the scale.
 _UNPACK, _UNPACK_BFLOAT16, _SCALE = 9, 2, 4
+# And those that do both.
+_FUSED = 10
 # By the number of multiplying warpgroups and whether K is split: registers of a multiplying and of a copying
 # thread when the even share of a launch is not enough (setmaxnreg). The latter keeps what a reduction needs.
 _GROWN = {(2, False): (232, 40), (2, True): (224, 56), (3, False): (152, 56), (3, True): (152, 56)}
@@ -175,22 +180,37 @@ class WarpgroupConfig:
         """Registers a thread is launched with."""
         return registers_of_a_thread(self.threads // 32, self.min_blocks)
 
-    def scales_sums(self, problem: Problem) -> bool:
-        """Whether scales multiply sums at the end of a group, or of K, rather than the weights' fragments."""
+    def scaling(self, problem: Problem) -> str:
+        """What scales multiply: sums (SUMS) at the end of a group or of K, fragments (WEIGHTS), or fragments
+        in the instruction that subtracts the zero point (FUSED)."""
         if problem.group == 0:
-            return True
-        if problem.group != 16 * self.rows or self.tile_m > _SCALED_SUMS_MOST:
-            return False
+            return "SUMS"
         grown = 0 if self.min_blocks > 1 else _GROWN.get((self.multiplying, self.parts > 1), (0, 0))[0]
-        return self._registers(problem, sets=2) <= max(grown, self.launch_registers)
+        sums = (
+            problem.group == 16 * self.rows
+            and self.tile_m <= _SCALED_SUMS_MOST
+            and self._registers(problem, "SUMS") <= max(grown, self.launch_registers)
+        )
+        if problem.zeros:
+            return "SUMS" if sums else "WEIGHTS"
+        if (
+            problem.bfloat16
+            or (not sums and self.tile_m <= _FUSED_MOST)
+            or _FUSED_LEAST <= self.tile_m <= _FUSED_MOST
+        ):
+            return "FUSED"
+        return "SUMS" if sums else "WEIGHTS"
 
     def registers(self, problem: Problem) -> int:
         """Registers that a multiplying thread needs."""
-        return self._registers(problem, sets=2 if problem.group and self.scales_sums(problem) else 1)
+        return self._registers(problem, self.scaling(problem))
 
-    def _registers(self, problem: Problem, sets: int) -> int:
-        """With so many sets of accumulators."""
+    def _registers(self, problem: Problem, scaling: str) -> int:
+        """When scales are taken in that way."""
+        sets = 2 if scaling == "SUMS" and problem.group else 1
         needed = self.words * (sets * self.tile_m // 2 + 8) + _OTHER_REGISTERS[self.words]
+        if scaling == "FUSED":
+            needed += _FUSED_REGISTERS[self.words]
         if self.even:
             needed += _EVEN_ZERO_REGISTERS * self.words if problem.zeros else _EVEN_REGISTERS
         if self.pushes:
@@ -254,7 +274,7 @@ class WarpgroupConfig:
             "ROWS": self.rows,
             "GROUP": problem.group,
             "ZEROS": int(problem.zeros),
-            "SCALE_SUMS": int(self.scales_sums(problem)),
+            "SCALING": self.scaling(problem),
             "CLUSTER": self.cluster,
             "STAGES": self.stages,
             "MIN_BLOCKS": self.min_blocks,
@@ -374,11 +394,13 @@ def estimate(
     shares = {"columns": columns * costs.exposed, "operand": products * costs.operand / device.clock}
     multiplied, _ = overlapped(shares, costs.sharpness)
     instructions: float = _UNPACK + _UNPACK_BFLOAT16 * problem.bfloat16
-    scaled_groups = problem.group != 0 and config.scales_sums(problem)
+    scaled_groups = problem.group != 0 and config.scaling(problem) == "SUMS"
     if scaled_groups:
         instructions += config.tile_m / 2 / config.rows
-    elif problem.group:
+    elif config.scaling(problem) == "WEIGHTS":
         instructions += _SCALE
+    elif config.scaling(problem) == "FUSED":
+        instructions = _FUSED
     dequantised = products * instructions * costs.issue / device.clock
     waited = (costs.row + products * costs.fragment) / device.clock
     handed = costs.chunk + costs.drain * scaled_groups + costs.sharing * (config.groups_n - 1)

@@ -33,6 +33,12 @@ SCALED_SUMS = replace(
     problem=replace(_PROBLEM, group_size=64),
     config=WarpgroupConfig(16, 2, 1, 1, 4, 1, 2, 1, 132),
 )
+FUSED = replace(
+    STREAM,
+    problem=replace(_PROBLEM, zeros=False),
+    config=WarpgroupConfig(32, 2, 1, 1, 8, 1, 2, 1, 132),
+    spread="growing",
+)
 # Up to six blocks have chunks of a tile.
 EVEN = replace(STREAM, config=WarpgroupConfig(16, 2, 1, 1, 8, 1, 2, 1, 132, even=True))
 
@@ -404,7 +410,7 @@ FAULTS = [
             (
                 "a stage given back too early",
                 "matrix_wait<1>();\n                        if (!SCALED_GROUPS && i == 0...}",
-                "if (i == 0 && chunk != part && lane == 0) last.release();\n matrix_wait<1>();",
+                "if (i == 0 && chunk != entered && lane == 0) last.release();\n matrix_wait<1>();",
                 "overwrites what",
             ),
             (
@@ -468,6 +474,39 @@ FAULTS = [
                 "add_scaled(sums, group_sums, scale);\n matrix_wait<0>();\n if (lane == 0) now.release();",
                 WRONG,
             ),
+        ],
+    ),
+    *_in(
+        FUSED,
+        "w4a16_wgmma.cu",
+        [
+            ("scales that outgrow the type unseen", "fits = !__any_sync(0xffffffffu, outgrown);", "", WRONG),
+            ("sums that keep their normalizers", "multiply_by(sums, ratios);", "", WRONG),
+            (
+                "a stage given back twice",
+                "chunk != entered",
+                "chunk != part",
+                "overwrites what|arrivals|deadlock",
+            ),
+            (
+                "scales of the group before",
+                "SCALING == FUSED ? 2 : 1",
+                "SCALING == FUSED ? 3 : 1",
+                f"without waiting|asynchronous copy|{WRONG}",
+            ),
+        ],
+    ),
+    *_in(
+        FUSED,
+        "element.cuh",
+        [
+            (
+                "a shift of other channels' scales",
+                "broadcast<1>(factors.shift)",
+                "broadcast<0>(factors.shift)",
+                WRONG,
+            ),
+            ("normalizers of one column for both", "min(known >> 16, high)", "low", WRONG),
         ],
     ),
     *_in(

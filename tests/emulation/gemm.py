@@ -36,6 +36,7 @@ class Case:
         capability: ten times the compute capability that the source is compiled for.
         resident: how many blocks run at once where they hand sums to each other.
         launches: of the same operands, one after another; their results have to have the same bits.
+        spread: of the scales, one of :data:`tests.kernels.problems.SPREADS`.
     """
 
     problem: Problem
@@ -47,6 +48,7 @@ class Case:
     capability: int = 90
     resident: int = 3
     launches: int = 1
+    spread: str = "even"
 
 
 def run(builder: Builder, case: Case, sources: Path = SOURCES) -> float:
@@ -67,7 +69,14 @@ def run(builder: Builder, case: Case, sources: Path = SOURCES) -> float:
     torch.manual_seed(case.seed)
     dtype = _dtype(problem)
     made = random_operands(
-        problem.k, problem.n, problem.group_size, dtype, zeros=problem.zeros, bias=case.bias, device="cpu"
+        problem.k,
+        problem.n,
+        problem.group_size,
+        dtype,
+        zeros=problem.zeros,
+        bias=case.bias,
+        spread=case.spread,
+        device="cpu",
     )
     wide = torch.randn(problem.m, problem.k + case.x_padding, dtype=dtype)
     given = Operands(

@@ -18,6 +18,7 @@ from marlinq.kernels.warpgroup import WarpgroupConfig
 from tests.emulation.build import Builder
 from tests.emulation.gemm import AMPERE, H200, Case, bound, run
 from tests.emulation.launching import KernelFault
+from tests.kernels.problems import SPREADS
 
 # In units of 64. Every length of a last chunk and a last tile, and enough steps to go round every ring twice.
 _CHANNELS = (1, 2, 3, 5, 8, 9, 14, 17, 24, 33)
@@ -52,6 +53,7 @@ def draw(rng: random.Random) -> Case:
                 capability=device.capability,
                 resident=rng.choice((1, 2, 4, 8)),
                 launches=rng.choice((1, 1, 1, 2)),
+                spread=rng.choice(SPREADS),
             )
 
 

@@ -25,6 +25,7 @@ from marlinq.kernels.warpgroup import WarpgroupConfig
 from tests.emulation.build import Builder
 from tests.emulation.gemm import AMPERE, H200, SOURCES, Case, bound, run
 from tests.emulation.launching import EmulatedKernel, Memory, apart
+from tests.kernels.problems import SPREADS
 
 # (M, N, K, group, zeros, bfloat16, dependent, elements between rows of x): every pair of features with the
 # extents that leave tiles, chunks and rings with a rest.
@@ -139,6 +140,23 @@ def test_tiles_dealt_out_in_chunks(builder: Builder, values: tuple[Any, ...], de
     for resident in (1, 4):
         case = Case(problem, config, dependent, bias=not dependent, x_padding=8, resident=resident)
         right(builder, replace(case, launches=2, seed=resident))
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize(
+    ("words", "groups_n", "parts_k", "even"), [(4, 1, 1, True), (2, 1, 2, False), (1, 2, 1, True)]
+)
+def test_scales_of_every_spread(
+    builder: Builder, words: int, groups_n: int, parts_k: int, even: bool, spread: str
+) -> None:
+    # Three to six groups' scales a chunk and one, and every lane's columns normalised by themselves.
+    group = {4: 32, 2: 64, 1: 128}[words]
+    problem = Problem(19, 320, 1152, group, zeros=False, bfloat16=False)
+    config = WarpgroupConfig(32, words, groups_n, parts_k, 8, 1, 4, 1, 5, even)
+    assert config.scaling(problem) == "FUSED"
+    right(builder, Case(problem, config, seed=words, spread=spread))
+    bfloat16 = replace(problem, bfloat16=True)
+    right(builder, Case(bfloat16, config, dependent=True, seed=words, spread=spread))
 
 
 def test_registers_that_change_hands(builder: Builder) -> None:

@@ -34,6 +34,27 @@ class Operands:
         return out if self.bias is None else out + self.bias.double()
 
 
+SPREADS = ("even", "small", "any order", "growing", "sparse", "late")
+"""How the sizes of a column's scales differ from group to group: kernels that normalise them care."""
+
+
+def _factors(spread: str, groups: int, n: int, device: str) -> Tensor:
+    """What scales [G, N] of one size are multiplied by."""
+    if spread == "small":
+        return torch.full((groups, n), 2.0**-7, device=device)
+    if spread == "any order":
+        return torch.exp2(torch.randint(-6, 7, (groups, n), device=device).float())
+    group = torch.arange(groups, device=device).float()[:, None]
+    if spread == "growing":
+        return torch.exp2(torch.floor(14 * group / groups) - 7).expand(groups, n)
+    if spread == "sparse":
+        return (torch.rand(groups, n, device=device) < 0.4).float()
+    if spread == "late":
+        return (group >= groups // 2).float().expand(groups, n)
+    assert spread == "even", spread
+    return torch.ones(groups, n, device=device)
+
+
 def random_operands(
     k: int,
     n: int,
@@ -42,13 +63,18 @@ def random_operands(
     *,
     zeros: bool = False,
     bias: bool = False,
+    spread: str = "even",
     device: str = "cuda",
 ) -> Operands:
-    """Random codes, scales of both signs over a factor of three, zero points over the whole range."""
+    """Random codes, scales of both signs, zero points over the whole range.
+
+    Scales of a column differ by a factor of three at most, times what ``spread``, of :data:`SPREADS`, says.
+    """
     groups = 1 if group_size == -1 else k // group_size
     codes = torch.randint(0, 16, (k, n), dtype=torch.uint8, device=device)
     signs = torch.randint(0, 2, (groups, n), device=device) * 2 - 1
-    scales = ((torch.rand(groups, n, device=device) + 0.5) * 0.02 * signs).to(dtype)
+    scales = (torch.rand(groups, n, device=device) + 0.5) * 0.02 * signs
+    scales = (scales * _factors(spread, groups, n, device)).to(dtype)
     points = torch.randint(0, 16, (groups, n), device=device).to(dtype) if zeros else None
     offset = 8.0 if points is None else points.double()[:, None]
     weight = (codes.double().reshape(groups, k // groups, n) - offset) * scales.double()[:, None]

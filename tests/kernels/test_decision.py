@@ -190,7 +190,7 @@ def test_batch_invariant_decisions_share_one_order(
                     config.parts,
                     getattr(config, "rows", 8),
                     getattr(config, "scale_sums", None),
-                    isinstance(config, WarpgroupConfig) and config.scales_sums(problem),
+                    isinstance(config, WarpgroupConfig) and config.scaling(problem),
                     isinstance(config, BulkConfig) and config.blocks_m == 1,
                 )
             )

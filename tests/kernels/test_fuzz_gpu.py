@@ -32,7 +32,14 @@ from marlinq.kernels import (
 )
 from marlinq.kernels.decision import Kernel, KernelConfig, available
 from marlinq.kernels.launch import device_numbers, launch_gemm, precompile_variants
-from tests.kernels.problems import BOUND, Operands, even_splits, random_operands, relative_error
+from tests.kernels.problems import (
+    BOUND,
+    SPREADS,
+    Operands,
+    even_splits,
+    random_operands,
+    relative_error,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -59,6 +66,7 @@ class Weight:
     dtype: str
     zeros: bool
     bias: bool
+    spread: str
 
 
 @dataclass(frozen=True)
@@ -182,7 +190,8 @@ def _weight(rng: random.Random, group_size: int, dtype: str, zeros: bool) -> Wei
             64 * rng.choice((rng.randint(1, 16), rng.randint(1, 64), rng.choice(ODD_EXTENTS))) for _ in "nk"
         )
         if n * k <= LARGEST_WEIGHT and k % max(group_size, 1) == 0:
-            return Weight(rng.getrandbits(31), k, n, group_size, dtype, zeros, rng.random() < 0.5)
+            seed, spread = rng.getrandbits(31), rng.choice(SPREADS)
+            return Weight(seed, k, n, group_size, dtype, zeros, rng.random() < 0.5, spread)
 
 
 @contextmanager
@@ -229,6 +238,7 @@ def operands_of(weight: Weight) -> Operands:
         DTYPES[weight.dtype],
         zeros=weight.zeros,
         bias=weight.bias,
+        spread=weight.spread,
         device=DEVICE,
     )
 

@@ -55,7 +55,7 @@ def _sending() -> list[tuple[Problem, WarpgroupConfig]]:
             problem = Problem(m, 4096, 4096, group, False, False)
             for config in candidates(problem, device):
                 if config.pushes and config.cluster == 2:
-                    found.setdefault((m, group, config.words, config.scales_sums(problem)), (problem, config))
+                    found.setdefault((m, group, config.words, config.scaling(problem)), (problem, config))
     return list(found.values())
 
 

@@ -11,6 +11,15 @@
 // subnormal float16 a nibble is a multiple of 2^-24, or of 2^-20 in the next four bits, and the tensor cores multiply those
 // exactly; the two kinds go to sums of their own. A bfloat16 has no such small numbers whose products a float32 could hold,
 // so its codes keep the 128 of their exponent, which leaves the sums with the zero points.
+//
+// Scaled codes. With zero points of 8 one fused instruction makes (code - 8) * scale of a nibble that is nothing but masked, a
+// subnormal number of u times the code: factor * nibble + shift, where factor = scale / u and shift = -8 * scale. Both are
+// scales times powers of two, so the only rounding is that of the product. For float16, u = 2^-24 or 2^-20, factors would
+// leave the range of the type, so scales are multiplied by a power of two for every column, chosen by what is in it, to lie
+// between 2 and 4, and below 16 until it is chosen anew: then factor = 2^12 * scale, and weights are 2^-12 of what they would
+// be. Scales 16 times smaller than the column's largest and more yield subnormal weights, off by 2^-25 at most, 2^-14 of that
+// largest scale. bfloat16 has room: u = 2^-133 or 2^-129, weights are 2^-30 of what they would be, and scales from 2^25 on
+// become infinite.
 #pragma once
 #include "ptx.cuh"
 
@@ -31,6 +40,11 @@ __device__ __forceinline__ u32 broadcast(u32 pair) {
 // of rows n and n + 8.
 struct Offsets {
     u32 low[2], high[2];
+};
+
+// What nibbles of the first and of the second kind are multiplied by, and what is added: pairs for rows n and n + 8.
+struct Factors {
+    u32 first, second, shift;
 };
 
 struct Half {
@@ -94,6 +108,35 @@ struct Half {
         a[1] = subtract(and_or<0x000f000fu, 0x64006400u>(upper), offsets.low[1]);
         a[3] = subtract(and_or<0x00f000f0u, 0x54005400u>(upper), offsets.high[1]);
     }
+
+    static __device__ __forceinline__ u32 multiply_add(u32 a, u32 b, u32 c) {
+        u32 r;
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+        return r;
+    }
+    // Whether scales need a power of two, a normalizer, for every column.
+    static constexpr bool NORMALIZES = true;
+    static constexpr u32 LARGEST_NORMALIZERS = 0x7c007c00u;  // larger than any
+    // For a pair of columns the smaller of `known` and what brings their scales to 2 .. 4.
+    static __device__ __forceinline__ u32 normalizers(u32 known, u32 scales) {
+        const u32 low = 0x7c00u - max(scales & 0x7c00u, 0x400u), high = 0x7c00u - max(scales >> 16 & 0x7c00u, 0x400u);
+        return min(known & 0xffffu, low) | min(known >> 16, high) << 16;
+    }
+    static __device__ __forceinline__ u32 normalize(u32 scales, u32 normalizers) { return multiply(scales, normalizers); }
+    // Not zero if one of a pair has become 16 or more.
+    static __device__ __forceinline__ u32 outgrown(u32 normalized) { return ((normalized & 0x7c007c00u) + 0x34003400u) & 0x80008000u; }
+    static __device__ __forceinline__ Factors factors(u32 normalized) {
+        return {multiply(normalized, 0x6c006c00u), multiply(normalized, 0x5c005c00u), multiply(normalized, 0x98009800u)};
+    }
+    // What sums of column h of a pair have to be multiplied by in the end, and if its normalizer changes.
+    template <int H>
+    static __device__ __forceinline__ float unit(u32 normalizers) {
+        return __uint_as_float(154u - (H == 0 ? normalizers >> 10 & 31u : normalizers >> 26) << 23);
+    }
+    template <int H>
+    static __device__ __forceinline__ float ratio(u32 now, u32 before) {
+        return unit<H>(before) / unit<H>(now);
+    }
 };
 
 struct Bfloat16 {
@@ -144,7 +187,39 @@ struct Bfloat16 {
         a[3] = subtract(and_or<0x000f000fu, 0x43004300u>(word >> 12), offsets.high[1]);
     }
     static constexpr u32 ONES = 0x3f803f80u;
+
+    static __device__ __forceinline__ u32 multiply_add(u32 a, u32 b, u32 c) {
+        u32 r;
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+        return r;
+    }
+    static constexpr bool NORMALIZES = false;
+    static constexpr u32 LARGEST_NORMALIZERS = 0;
+    static __device__ __forceinline__ u32 normalizers(u32, u32) { return 0; }
+    static __device__ __forceinline__ u32 normalize(u32 scales, u32) { return scales; }
+    static __device__ __forceinline__ u32 outgrown(u32) { return 0; }
+    static __device__ __forceinline__ Factors factors(u32 scales) {
+        return {multiply(scales, 0x73007300u), multiply(scales, 0x71007100u), multiply(scales, 0xb200b200u)};
+    }
+    template <int H>
+    static __device__ __forceinline__ float unit(u32) {
+        return 1073741824.f;
+    }
+    template <int H>
+    static __device__ __forceinline__ float ratio(u32, u32) {
+        return 1.f;
+    }
 };
+
+// A word to the A fragment of scaled codes minus 8.
+template <typename E>
+__device__ __forceinline__ void scaled_codes(u32 word, u32 (&a)[4], const Factors& factors) {
+    const u32 upper = word >> 8;
+    a[0] = E::multiply_add(word & 0x000f000fu, broadcast<0>(factors.first), broadcast<0>(factors.shift));
+    a[2] = E::multiply_add(word & 0x00f000f0u, broadcast<0>(factors.second), broadcast<0>(factors.shift));
+    a[1] = E::multiply_add(upper & 0x000f000fu, broadcast<1>(factors.first), broadcast<1>(factors.shift));
+    a[3] = E::multiply_add(upper & 0x00f000f0u, broadcast<1>(factors.second), broadcast<1>(factors.shift));
+}
 
 template <typename E, int H>
 __device__ __forceinline__ float widen_half(u32 pair) {

@@ -41,10 +41,12 @@
 // STAGGERED (two groups of columns): where blocks take several tiles, the second group begins a chunk behind the first, so that
 // one multiplies while the other stores.
 //
-// SCALE_SUMS: scales multiply float accumulators when a group, which is a chunk then, or all of K ends. Otherwise they
-// multiply the weights' fragments in 16 bits: more instructions a weight, fewer registers.
+// SCALING: FUSED, for zero points of 8: one instruction subtracts and scales (element.cuh, "Scaled codes"). If a chunk's scales
+// outgrow their columns' normalizers, the products are waited for, sums and normalizers adapted, and the loop goes on.
+// SUMS: scales multiply float accumulators when a group, which is a chunk then, or all of K ends. WEIGHTS: they multiply the
+// weights' fragments in 16 bits, more instructions a weight and fewer registers.
 //
-// Compile-time parameters: ELEMENT, TILE_M, WORDS, GROUPS_N, PARTS_K, ROWS, GROUP (0: channelwise), ZEROS, SCALE_SUMS,
+// Compile-time parameters: ELEMENT, TILE_M, WORDS, GROUPS_N, PARTS_K, ROWS, GROUP (0: channelwise), ZEROS, SCALING,
 // CLUSTER, STAGES, MIN_BLOCKS, EVEN, PUSHED, GROWN and SHRUNK (registers of a multiplying and a copying thread; 0: as launched).
 #include "element.cuh"
 
@@ -58,13 +60,18 @@ constexpr int PARTS = PARTS_K * CLUSTER;
 constexpr bool SPLIT = PARTS > 1;
 constexpr bool STAGGERED = GROUPS_N == 2 && !SPLIT;
 constexpr int PITCH = TILE_N + 4;  // floats a row of the reduction buffer
-constexpr bool SCALED_GROUPS = SCALE_SUMS && GROUP != 0;
+enum { WEIGHTS, SUMS, FUSED };
+constexpr bool SCALED_GROUPS = SCALING == SUMS && GROUP != 0;
 constexpr bool FEW_REGISTERS = PRODUCTS * TILE_M * (1 + SCALED_GROUPS) > 256;
+// Rows between the loads of a group's scales and their first use; factors are made of them at once, what else is kept of them
+// is read until the group before has ended.
+constexpr int GROUP_AHEAD = SCALING == FUSED ? 2 : 1;
 // Tiles are taken in bands of so many batch tiles, so that what a wave of blocks reads stays in L2.
 constexpr int BAND = 1024 / TILE_M;
 static_assert(STAGES % PARTS_K == 0, "a stage belongs to one part, which then sees all of its phases");
 static_assert(STAGES >= 2 * PARTS_K, "a part begins its next chunk before it gives the last one back");
-static_assert(!SCALE_SUMS || GROUP == 0 || GROUP == CHUNK, "sums are scaled at chunk ends");
+static_assert(SCALING != SUMS || GROUP == 0 || GROUP == CHUNK, "sums are scaled at chunk ends");
+static_assert(SCALING != FUSED || (GROUP != 0 && !ZEROS), "the fused product is of a group's scales and zero points of 8");
 static_assert(!PUSHED || CLUSTER > 1, "sums are sent to other blocks");
 static_assert(!EVEN || !SPLIT, "chunks are dealt out to blocks that split K in no other way");
 
@@ -77,6 +84,7 @@ constexpr int NARROW_BYTES = 2 * 8 * ROW_BLOCKS * NARROW_PITCH;
 static_assert(TILE_M / 8 % ROW_BLOCKS == 0, "blocks of eight rows are transposed in whole turns");
 
 typedef ELEMENT E;
+constexpr bool NORMALIZED = SCALING == FUSED && E::NORMALIZES;
 #include "received.cuh"
 #include "reduction.cuh"
 
@@ -153,9 +161,26 @@ __device__ __forceinline__ void multiply_by(float (&sums)[PRODUCTS][TILE_M / 2],
         for (int i = 0; i < TILE_M / 2; ++i) sums[q][i] *= scale_of(s, q, i);
 }
 
-// Stores this warp's columns of the tile, first_column on, for `rows` rows of `out` (which begins at the tile's first).
-__device__ __forceinline__ void store_columns(const float (&sums)[PRODUCTS][TILE_M / 2], u32 scratch, const u16* bias,
-                                              u16* out, i64 out_stride, int rows, int lane) {
+// A number for each of a lane's columns: of product q, row n and n + 8.
+struct PerColumn {
+    float of[PRODUCTS][2];
+
+    __device__ __forceinline__ void set(float value) {
+#pragma unroll
+        for (int q = 0; q < PRODUCTS; ++q) of[q][0] = of[q][1] = value;
+    }
+};
+
+__device__ __forceinline__ void multiply_by(float (&sums)[PRODUCTS][TILE_M / 2], const PerColumn& factors) {
+#pragma unroll
+    for (int q = 0; q < PRODUCTS; ++q)
+#pragma unroll
+        for (int i = 0; i < TILE_M / 2; ++i) sums[q][i] *= factors.of[q][i / 2 % 2];
+}
+
+// Stores this warp's columns of the tile, times `units`, for `rows` rows of `out` (which begins at the tile's first).
+__device__ __forceinline__ void store_columns(const float (&sums)[PRODUCTS][TILE_M / 2], const PerColumn& units, u32 scratch,
+                                              const u16* bias, u16* out, i64 out_stride, int rows, int lane) {
     float shift[PRODUCTS][2];
 #pragma unroll
     for (int q = 0; q < PRODUCTS; ++q)
@@ -172,7 +197,8 @@ __device__ __forceinline__ void store_columns(const float (&sums)[PRODUCTS][TILE
             for (int i = 0; i < 4; ++i) {
                 const int q = PRODUCTS == 1 ? 0 : j + i / 2, block = PRODUCTS == 1 ? b + i / 2 : b;
                 const float* sum = sums[q] + 4 * block + 2 * (i % 2);
-                pair[i] = E::narrow(sum[0] + shift[q][i % 2], sum[1] + shift[q][i % 2]);
+                const float unit = units.of[q][i % 2];
+                pair[i] = E::narrow(fmaf(sum[0], unit, shift[q][i % 2]), fmaf(sum[1], unit, shift[q][i % 2]));
             }
             const int row = PRODUCTS == 1 ? lane / 16 * 8 + lane % 8 : lane % 8;
             const int piece = PRODUCTS == 1 ? lane / 8 % 2 : 2 * j + lane / 8;
@@ -258,17 +284,20 @@ private:
 constexpr int VECTORS = PRODUCTS * TILE_M / 8;
 constexpr int WARP_SUMS = VECTORS * 128;
 
-__device__ __forceinline__ void leave_sums(const float (&sums)[PRODUCTS][TILE_M / 2], float* warps, int lane) {
+__device__ __forceinline__ void leave_sums(const float (&sums)[PRODUCTS][TILE_M / 2], const PerColumn& units, float* warps,
+                                           int lane) {
     float* mine = warps + lane * 4;
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
-        const float* sum = sums[v / (TILE_M / 8)] + v % (TILE_M / 8) * 4;
-        store_global(mine + v * 128, make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]),
-                                                __float_as_uint(sum[3])));
+        const float *sum = sums[v / (TILE_M / 8)] + v % (TILE_M / 8) * 4, *unit = units.of[v / (TILE_M / 8)];
+        store_global(mine + v * 128, make_uint4(__float_as_uint(sum[0] * unit[0]), __float_as_uint(sum[1] * unit[0]),
+                                                __float_as_uint(sum[2] * unit[1]), __float_as_uint(sum[3] * unit[1])));
     }
 }
 
-__device__ __forceinline__ void add_sums(float (&sums)[PRODUCTS][TILE_M / 2], const float* warps, int lane) {
+// To its own sums, times `units`.
+__device__ __forceinline__ void add_sums(float (&sums)[PRODUCTS][TILE_M / 2], const PerColumn& units, const float* warps,
+                                         int lane) {
     const float* mine = opaque(warps + lane * 4);
     // As many at once as there are registers free between two tiles.
     constexpr int AT_ONCE = SCALED_GROUPS ? 16 : 8;
@@ -282,8 +311,11 @@ __device__ __forceinline__ void add_sums(float (&sums)[PRODUCTS][TILE_M / 2], co
         for (int i = 0; i < AT_ONCE; ++i)
             if (from + i < VECTORS) {
                 float* sum = sums[(from + i) / (TILE_M / 8)] + (from + i) % (TILE_M / 8) * 4;
-                sum[0] += __uint_as_float(loaded[i].x), sum[1] += __uint_as_float(loaded[i].y);
-                sum[2] += __uint_as_float(loaded[i].z), sum[3] += __uint_as_float(loaded[i].w);
+                const float* unit = units.of[(from + i) / (TILE_M / 8)];
+                sum[0] = fmaf(sum[0], unit[0], __uint_as_float(loaded[i].x));
+                sum[1] = fmaf(sum[1], unit[0], __uint_as_float(loaded[i].y));
+                sum[2] = fmaf(sum[2], unit[1], __uint_as_float(loaded[i].z));
+                sum[3] = fmaf(sum[3], unit[1], __uint_as_float(loaded[i].w));
             }
     }
 }
@@ -394,7 +426,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
         const int my_scales = opaque(ring_at + SCALES_AT + my_tile * 128 + lane / 4 * 16 + word * 4);
 
         ring.advance(part);
-        Scales scale, zero;
+        Scales scale, zero, normalizers;
+        Factors factors[PRODUCTS];
         u32 w[2][PRODUCTS], a[2][PRODUCTS][4];  // of even and of odd rows
         // Row i of a stage.
         const auto load_row = [&](int stage, int i) {
@@ -404,15 +437,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
         const auto load_group = [&](int stage, int i) {
             if (GROUP == 0 || i % GROUP_ROWS) return;
             const unsigned char* its = shared + (my_scales + stage * STAGE_BYTES) + i / GROUP_ROWS * SCALE_BYTES;
-            if (!SCALE_SUMS) load_words(scale.pair, its);
+            if (SCALING != SUMS) load_words(scale.pair, its);
             if (ZEROS) load_words(zero.pair, its + (ZEROS_AT - SCALES_AT));
         };
         const auto dequantize_row = [&](int i) {
 #pragma unroll
             for (int q = 0; q < PRODUCTS; ++q) {
                 u32 (&fragment)[4] = a[i % 2][q];
-                E::dequantize(w[i % 2][q], fragment, ZEROS ? E::offsets(zero.pair[q]) : E::offsets());
-                if (!SCALE_SUMS) scale_fragment<E>(fragment, scale.pair[q]);
+                if (SCALING == FUSED) {
+                    if (i % GROUP_ROWS == 0) factors[q] = E::factors(E::normalize(scale.pair[q], normalizers.pair[q]));
+                    scaled_codes<E>(w[i % 2][q], fragment, factors[q]);
+                } else {
+                    E::dequantize(w[i % 2][q], fragment, ZEROS ? E::offsets(zero.pair[q]) : E::offsets());
+                    if (SCALING == WEIGHTS) scale_fragment<E>(fragment, scale.pair[q]);
+                }
+            }
+        };
+        // Calls `use` for every pair of scales in the stage, whose first group's are loaded.
+        const auto each_scale = [&](int stage, auto use) {
+#pragma unroll
+            for (int g = 0; g < GROUPS; ++g) {
+                Scales its = scale;
+                if (g > 0) load_words(its.pair, shared + (my_scales + stage * STAGE_BYTES) + g * SCALE_BYTES);
+#pragma unroll
+                for (int q = 0; q < PRODUCTS; ++q) use(its.pair[q], q);
             }
         };
 
@@ -428,6 +476,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
             for (int q = 0; q < PRODUCTS; ++q)
 #pragma unroll
                 for (int i = 0; i < TILE_M / 2; ++i) sums[q][i] = 0.f;
+#pragma unroll
+            for (int q = 0; q < PRODUCTS; ++q) normalizers.pair[q] = E::LARGEST_NORMALIZERS;
             if (GROUP == 0) {
                 const int column = min(its.n0 + my_tile * 64, N - 64);
                 scale = load_scales(scales + column, word, lane);
@@ -436,14 +486,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
             // Rows past K have activations of zero (the copy fills them in) and finite weights. The wait for the last products
             // stands in here, not behind: the paths with and without chunks meet there, and what the compiler copies for that
             // it would copy too early.
-            if (!SPLIT || part < count) {
+            int chunk = part;
+            while (chunk < count) {
                 ring.wait_full();
                 load_row(ring.stage, 0);
                 load_row(ring.stage, 1);
                 load_group(ring.stage, 0);
+                if (NORMALIZED) {
+                    const Scales before = normalizers;
+                    each_scale(ring.stage, [&](u32 pair, int q) { normalizers.pair[q] = E::normalizers(normalizers.pair[q], pair); });
+                    if (chunk != part) {
+                        PerColumn ratios;
+#pragma unroll
+                        for (int q = 0; q < PRODUCTS; ++q) {
+                            ratios.of[q][0] = E::ratio<0>(normalizers.pair[q], before.pair[q]);
+                            ratios.of[q][1] = E::ratio<1>(normalizers.pair[q], before.pair[q]);
+                        }
+                        multiply_by(sums, ratios);
+                    }
+                }
                 dequantize_row(0);
                 Ring last = ring;
-                int chunk = part;
+                const int entered = chunk;
+                bool fits = true;
                 do {
                     const Ring now = ring;
                     const u64 activations = matrix_descriptor(now.address());
@@ -459,10 +524,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                             if (i + 2 == ROWS) ring.wait_full();
                             load_row(ring.stage, i + 2 - ROWS);
                         }
-                        if (i + 1 < ROWS)
-                            load_group(now.stage, i + 1);
+                        if (i + GROUP_AHEAD < ROWS)
+                            load_group(now.stage, i + GROUP_AHEAD);
                         else if (more)
-                            load_group(ring.stage, 0);
+                            load_group(ring.stage, i + GROUP_AHEAD - ROWS);
                         const u64 b = activations + (i / 4 * SLAB_BYTES + i % 4 * 32) / 16;
                         matrix_fence();
 #pragma unroll
@@ -476,9 +541,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                         matrix_commit();
                         // The products of the row before are done, so its registers may be written again.
                         matrix_wait<1>();
-                        if (!SCALED_GROUPS && i == 0 && chunk != part) {
+                        if (!SCALED_GROUPS && i == 0 && chunk != entered) {
                             __syncwarp();
                             if (lane == 0) last.release();
+                        }
+                        if (NORMALIZED && i + 1 == ROWS && more) {
+                            u32 outgrown = 0;
+                            each_scale(ring.stage, [&](u32 pair, int q) { outgrown |= E::outgrown(E::normalize(pair, normalizers.pair[q])); });
+                            fits = !__any_sync(0xffffffffu, outgrown);
                         }
                         dequantize_row(i + 1);
                     }
@@ -494,14 +564,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                         leads = false;
                     }
                     chunk += PARTS_K;
-                } while (chunk < count);
+                } while (chunk < count && fits);
                 if (!SCALED_GROUPS) {
                     matrix_wait<0>();
                     settle(sums);
                     if (lane == 0) last.release();
                 }
             }
-            if (SCALE_SUMS && GROUP == 0) multiply_by(sums, scale);
+            if (SCALING == SUMS && GROUP == 0) multiply_by(sums, scale);
+            // What sums are multiplied by on their way.
+            PerColumn units;
+            units.set(1.f);
+            if (SCALING == FUSED) {
+#pragma unroll
+                for (int q = 0; q < PRODUCTS; ++q)
+                    units.of[q][0] = E::unit<0>(normalizers.pair[q]), units.of[q][1] = E::unit<1>(normalizers.pair[q]);
+            }
             if constexpr (PUSHED) {
                 // The owners have started and expect what comes.
                 cluster_wait();
@@ -509,8 +587,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                 for (int q = 0; q < PRODUCTS; ++q)
 #pragma unroll
                     for (int c = 0; c < TILE_M / 8; ++c) {
-                        const float* v = sums[q] + 4 * c;
-                        const float four[4] = {v[0], v[1], v[2], v[3]};
+                        const float *v = sums[q] + 4 * c, *unit = units.of[q];
+                        const float four[4] = {v[0] * unit[0], v[1] * unit[0], v[2] * unit[1], v[3] * unit[1]};
                         received.send(four, rank * PARTS_K + part, first_column / 16 + q, c, lane);
                     }
                 received.add_and_store<CONSUMERS * 4>(bias == nullptr ? nullptr : bias + its.n0,
@@ -525,7 +603,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                     for (int i = 0; i < TILE_M / 2; ++i) {
                         const int m = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
                         const int n = first_column + 16 * q + lane / 4 + 8 * (i / 2 % 2);
-                        buffer[(part * TILE_M + m) * PITCH + n] = sums[q][i];
+                        buffer[(part * TILE_M + m) * PITCH + n] = sums[q][i] * units.of[q][i / 2 % 2];
                     }
                 // Without a cluster the filling warpgroup has nothing to wait for.
                 if constexpr (CLUSTER == 1) reduce(Number<CONSUMERS * 128>());
@@ -536,19 +614,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                     const int its_warp = group * 4 + warp;
                     constexpr int WARPS = CONSUMERS * 4;
                     if (work.lacks_end()) {
-                        if (n < N) leave_sums(sums, partials + (blockIdx.x * WARPS + its_warp) * WARP_SUMS, lane);
+                        if (n < N) leave_sums(sums, units, partials + (blockIdx.x * WARPS + its_warp) * WARP_SUMS, lane);
                         __syncwarp();
                         if (lane == 0) barrier_arrive(all_left);
                         continue;
                     }
                     if (work.begin > 0) {
                         barrier_wait(all_there, 0);
-                        for (int block = blockIdx.x; n < N && work.lacks_begin(block);)
-                            add_sums(sums, partials + (--block * WARPS + its_warp) * WARP_SUMS, lane);
+                        for (int block = blockIdx.x; n < N && work.lacks_begin(block);) {
+                            add_sums(sums, units, partials + (--block * WARPS + its_warp) * WARP_SUMS, lane);
+                            units.set(1.f);
+                        }
                     }
                 }
                 if (n < N)
-                    store_columns(sums, scratch, bias == nullptr ? nullptr : bias + n, out + its.m0 * out_stride + n,
+                    store_columns(sums, units, scratch, bias == nullptr ? nullptr : bias + n, out + its.m0 * out_stride + n,
                                   out_stride, M - its.m0, lane);
             }
         }

@@ -319,3 +319,14 @@ unsigned __shfl_sync(unsigned mask, unsigned value, int lane) {
     });
     return mine.value;
 }
+
+int __any_sync(unsigned mask, int predicate) {
+    using namespace emulation;
+    if (mask != 0xffffffffu) fail("__any_sync of some lanes only, mask %#x", mask);
+    gather("__any_sync", &predicate, [](Warp&, void* const* predicates) {
+        int any = 0;
+        for (unsigned lane = 0; lane < LANES; ++lane) any |= *static_cast<int*>(predicates[lane]) != 0;
+        for (unsigned lane = 0; lane < LANES; ++lane) *static_cast<int*>(predicates[lane]) = any;
+    });
+    return predicate;
+}

@@ -80,6 +80,7 @@ void __syncthreads();
 void __syncwarp(unsigned mask = 0xffffffffu);
 unsigned __reduce_add_sync(unsigned mask, unsigned value);
 unsigned __shfl_sync(unsigned mask, unsigned value, int lane);
+int __any_sync(unsigned mask, int predicate);
 
 namespace emulation {
 
