@@ -52,25 +52,25 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 1.55e-06
-    wave: float = 7.72e-07
-    latency: float = 1.73e-07
-    crowding: float = 1.13
-    port: float = 5.9e10
-    row: float = 52.6
-    codes: float = 22.9
-    product: float = 4.89
-    closing: float = 54.7
-    stalls: float = 1.07
-    chunk: float = 48.6
-    sharing: float = 11.9
-    copy: float = 6.07e10
-    feed: float = 331
-    box: float = 0.897
-    reduction: float = 6.75e10
-    cluster: float = 1.59e-07
-    member: float = 6.56e-08
-    sharpness: float = 7.5
+    launch: float = 1.04e-06
+    wave: float = 8.61e-07
+    latency: float = 6.31e-07
+    crowding: float = 1.76
+    port: float = 5.29e10
+    row: float = 84.6
+    codes: float = 24
+    product: float = 3.38
+    closing: float = 59.1
+    stalls: float = 0.335
+    chunk: float = 29.8
+    sharing: float = 5.99
+    copy: float = 4.32e10
+    feed: float = 458
+    box: float = 1.17
+    reduction: float = 2.85e10
+    cluster: float = 1.94e-07
+    member: float = 8.7e-08
+    sharpness: float = 12.3
 
 
 COSTS = Costs()

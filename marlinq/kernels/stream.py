@@ -53,23 +53,23 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 1.68e-06
-    wave: float = 7.01e-07
-    latency: float = 7.38e-07
-    crowding: float = 0.44
-    port: float = 1.48e11
-    row: float = 66.6
-    codes: float = 40.3
-    product: float = 7.47
-    closing: float = 3.77
-    scaling: float = 20.9
-    stalls: float = 1.06
-    step: float = 148
-    reduction: float = 2.49e11
-    remote: float = 5.44e10
-    cluster: float = 5.46e-07
-    member: float = 1.9e-08
-    sharpness: float = 12.4
+    launch: float = 1.08e-06
+    wave: float = 6.89e-07
+    latency: float = 6.31e-07
+    crowding: float = 1.26
+    port: float = 2.31e11
+    row: float = 62.8
+    codes: float = 19.7
+    product: float = 11.1
+    closing: float = 3.76
+    scaling: float = 13.9
+    stalls: float = 1.02
+    step: float = 299
+    reduction: float = 2.31e11
+    remote: float = 2.58e10
+    cluster: float = 7.44e-07
+    member: float = 2.38e-08
+    sharpness: float = 33
 
 
 COSTS = Costs()

@@ -93,35 +93,37 @@ class Costs:
         store: bytes a second of an unsplit tile that a multiprocessor narrows and stores.
         reduction: bytes a second of sums that a multiprocessor reads from its own shared memory.
         remote: the same from the cluster's.
+        turn: seconds that a thread waits for what it reads there, once for every four sums that it adds.
         cluster: seconds that two meetings of a cluster take.
         member: seconds more for every further block of a cluster.
         handover: seconds that a launch of dealt-out chunks takes beside them and its sums' way through L2.
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 3.59e-07
-    wave: float = 8.81e-07
-    latency: float = 6.71e-07
-    port: float = 4.03e11
-    row: float = 5.61
-    fragment: float = 1.1
-    issue: float = 1.58
-    exposed: float = 0.663
-    operand: float = 4.22
-    chunk: float = 124
-    sharing: float = 22.2
-    drain: float = 5.94
-    collision: float = 1.75
-    cache: float = 4.25
-    feed: float = 359
-    tile: float = 4.11e-07
-    store: float = 4.66e11
-    reduction: float = 9.84e10
-    remote: float = 5.24e10
-    cluster: float = 3.74e-07
-    member: float = 1.1e-07
-    handover: float = 1.33e-06
-    sharpness: float = 3.03
+    launch: float = 7.74e-08
+    wave: float = 1.55e-06
+    latency: float = 7.46e-07
+    port: float = 1.84e11
+    row: float = 10.8
+    fragment: float = 3.82
+    issue: float = 1.79
+    exposed: float = 0.65
+    operand: float = 4.18
+    chunk: float = 73.4
+    sharing: float = 32.4
+    drain: float = 7.85
+    collision: float = 2.06
+    cache: float = 9.48
+    feed: float = 399
+    tile: float = 1.02e-06
+    store: float = 8.02e11
+    reduction: float = 5.24e10
+    remote: float = 6.18e10
+    turn: float = 1.2e-07
+    cluster: float = 4.35e-07
+    member: float = 9.77e-08
+    handover: float = 2.42e-06
+    sharpness: float = 4.25
 
 
 COSTS = Costs()
@@ -407,6 +409,8 @@ def estimate(
     handed /= device.clock
     ends = batch * config.tile_n * (4 * config.parts_k if split else 2)
     meeting = costs.cluster + costs.member * config.cluster if config.cluster > 1 else 0.0
+    if config.cluster > 1 and not config.pushes:
+        meeting += costs.turn * math.ceil(batch * config.tile_n / 4 / (config.cluster * config.threads))
     rate = costs.store if not split else costs.remote if config.cluster > 1 else costs.reduction
     seconds, busiest = costs.launch + costs.wave * (not split), ""
     loads = device.loads(config.tiles(problem) * config.cluster, config.cluster, resident)
