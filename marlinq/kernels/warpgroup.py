@@ -26,7 +26,7 @@ _PUSH_REGISTERS = {1: 12, 2: 12, 4: 28}
 # the tiles where subtracting and scaling at once beats both for float16 (docs/kernels/notes.md, "Scaled sums"
 # and "Scaled codes").
 _SCALED_SUMS_MOST = 64
-_FUSED_LEAST, _FUSED_MOST = 32, 112
+_FUSED_LEAST, _FUSED_MOST = 32, 96
 # Largest tile, and rows of all blocks of a cluster, whose sums are sent to their owners
 # (docs/kernels/notes.md, "Timeline of a launch").
 _PUSHED_MOST, _PUSHED_ROWS_MOST = 32, 128

@@ -487,7 +487,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
             // stands in here, not behind: the paths with and without chunks meet there, and what the compiler copies for that
             // it would copy too early.
             int chunk = part;
-            while (chunk < count) {
+            if (chunk < count) do {
                 ring.wait_full();
                 load_row(ring.stage, 0);
                 load_row(ring.stage, 1);
@@ -570,7 +570,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                     settle(sums);
                     if (lane == 0) last.release();
                 }
-            }
+            } while (NORMALIZED && chunk < count);
             if (SCALING == SUMS && GROUP == 0) multiply_by(sums, scale);
             // What sums are multiplied by on their way.
             PerColumn units;
