@@ -200,6 +200,26 @@ def test_batch_invariant_decisions_share_one_order(
         assert len(tiles) > 1, "the order is fixed, not the tile"
 
 
+@pytest.mark.parametrize(
+    ("tile_m", "group", "zeros", "bfloat16", "scaling"),
+    [
+        (16, 128, False, False, "SUMS"),
+        (16, 64, False, False, "FUSED"),  # a chunk is two groups, so no sums could be scaled at its end
+        (64, 128, False, False, "FUSED"),
+        (128, 128, False, False, "WEIGHTS"),
+        (16, 128, False, True, "FUSED"),
+        (128, 128, False, True, "FUSED"),
+        (64, 128, True, False, "SUMS"),
+        (64, 32, True, True, "WEIGHTS"),
+        (128, 128, True, True, "WEIGHTS"),
+        (64, -1, False, False, "SUMS"),
+    ],
+)
+def test_what_scales_multiply(tile_m: int, group: int, zeros: bool, bfloat16: bool, scaling: str) -> None:
+    config = WarpgroupConfig(tile_m, 2, 1, 1, 8, 1, 4, 1, 132)
+    assert config.scaling(Problem(tile_m, 4096, 4096, group, zeros, bfloat16)) == scaling
+
+
 def test_tiles_are_dealt_out_where_whole_ones_leave_multiprocessors_idle() -> None:
     def dealt_out(m: int) -> list[WarpgroupConfig]:
         problem = Problem(m, 4096, 4096, 128, False, False)

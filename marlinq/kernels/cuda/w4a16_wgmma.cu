@@ -479,6 +479,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
 #pragma unroll
             for (int q = 0; q < PRODUCTS; ++q) normalizers.pair[q] = E::LARGEST_NORMALIZERS;
             if (GROUP == 0) {
+                // In registers of their own: the compiler would copy one zero behind the fence of the first products.
+                settle(sums);
                 const int column = min(its.n0 + my_tile * 64, N - 64);
                 scale = load_scales(scales + column, word, lane);
                 if (ZEROS) zero = load_scales(zeros + column, word, lane);
@@ -487,7 +489,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
             // stands in here, not behind: the paths with and without chunks meet there, and what the compiler copies for that
             // it would copy too early.
             int chunk = part;
-            if (chunk < count) do {
+            if (!SPLIT || part < count) do {
                 ring.wait_full();
                 load_row(ring.stage, 0);
                 load_row(ring.stage, 1);
