@@ -195,11 +195,7 @@ class WarpgroupConfig:
         )
         if problem.zeros:
             return "SUMS" if sums else "WEIGHTS"
-        if (
-            problem.bfloat16
-            or (not sums and self.tile_m <= _FUSED_MOST)
-            or _FUSED_LEAST <= self.tile_m <= _FUSED_MOST
-        ):
+        if problem.bfloat16 or (self.tile_m <= _FUSED_MOST and (self.tile_m >= _FUSED_LEAST or not sums)):
             return "FUSED"
         return "SUMS" if sums else "WEIGHTS"
 

@@ -171,14 +171,15 @@ print(json.dumps(found))
     [("sm_80", None), ("sm_90a", None), *(("sm_90a", kernel) for kernel in KERNELS)],
 )
 @pytest.mark.parametrize("group", [64, 128])
+@pytest.mark.parametrize("zeros", [False, True])
 def test_batch_invariant_decisions_share_one_order(
-    architecture: str, kernel: Kernel | None, group: int
+    architecture: str, kernel: Kernel | None, group: int, zeros: bool
 ) -> None:
     device = Device(architecture, multiprocessors=132, shared_bytes=166_912)
     orders, tiles = set(), set()
     with forced_kernel(kernel) if kernel else nullcontext(), batch_invariant():
         for m in (1, 7, 16, 17, 64, 65, 300, 4096):
-            problem = Problem(m, 4096, 4096, group, True, False)
+            problem = Problem(m, 4096, 4096, group, zeros, False)
             decision = decide(problem, device)
             assert decision.config is not None
             assert "same order" in decision.reason

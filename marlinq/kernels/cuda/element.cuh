@@ -17,9 +17,9 @@
 // scales times powers of two, so the only rounding is that of the product. For float16, u = 2^-24 or 2^-20, factors would
 // leave the range of the type, so scales are multiplied by a power of two for every column, chosen by what is in it, to lie
 // between 2 and 4, and below 16 until it is chosen anew: then factor = 2^12 * scale, and weights are 2^-12 of what they would
-// be. Scales 16 times smaller than the column's largest and more yield subnormal weights, off by 2^-25 at most, 2^-14 of that
-// largest scale. bfloat16 has room: u = 2^-133 or 2^-129, weights are 2^-30 of what they would be, and scales from 2^25 on
-// become infinite.
+// be. A scale more than eight times smaller than its column's largest may yield subnormal weights, off by 2^-24 at most since
+// shift and product are rounded, 2^-13 of that largest scale. bfloat16 has room: u = 2^-133 or 2^-129, weights are 2^-30 of
+// what they would be, and scales from 2^25 on become infinite.
 #pragma once
 #include "ptx.cuh"
 
