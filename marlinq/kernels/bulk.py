@@ -52,7 +52,7 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 1.04e-06
+    launch: float = 1.18e-06
     wave: float = 8.61e-07
     latency: float = 6.31e-07
     crowding: float = 1.76
