@@ -60,8 +60,8 @@ def time_in_turn(
 ) -> dict[str, float]:
     """Median seconds a launch of every graph (with its launches).
 
-    Replays alternate, so drift hits all alike, in another order every round: at the power limit it matters
-    who came before.
+    Replays alternate, so drift hits all alike, in another order every round, so that no graph always follows
+    the one that heats most.
 
     Args:
         graphs: by name.

@@ -15,8 +15,8 @@ from marlinq.kernels.problem import Device, Load, Problem, registers_of_a_thread
 from marlinq.kernels.stages import stage_bytes
 
 # Registers of a multiplying thread beside its accumulators and operand fragments: by the words of a vector
-# that a lane takes, with zero points, where tiles are dealt out in chunks (a word, with zero points), and
-# where sums are sent.
+# that a lane takes, with zero points, where one instruction subtracts and scales, where tiles are dealt out
+# in chunks (a word, with zero points), and where sums are sent.
 _OTHER_REGISTERS = {1: 48, 2: 42, 4: 48}
 _ZERO_REGISTERS = {1: 16, 2: 20, 4: 40}
 _FUSED_REGISTERS = {1: 4, 2: 4, 4: 20}
