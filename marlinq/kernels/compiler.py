@@ -28,11 +28,13 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A cubin and what the assembler said of it: registers a thread, and bytes spilled to local memory."""
+    """A cubin and what the assembler said of it: registers a thread, bytes spilled to local memory, and bytes
+    of a thread's stack, where arrays lie that can't be kept in registers."""
 
     cubin: bytes
     registers: int
     spill_bytes: int
+    stack_bytes: int
     log: str
 
 
@@ -98,7 +100,8 @@ def compile_kernel(source: str, architecture: str, defines: Mapping[str, object]
         cubin = _nvrtc().getCUBIN(program)
     registers = max((int(found) for found in re.findall(r"Used (\d+) registers", log)), default=0)
     spills = sum(int(found) for found in re.findall(r"(\d+) bytes spill (?:stores|loads)", log))
-    return CompiledKernel(cubin, registers, spills, log)
+    stack = max((int(found) for found in re.findall(r"(\d+) bytes stack frame", log)), default=0)
+    return CompiledKernel(cubin, registers, spills, stack, log)
 
 
 def compile_to_ptx(source: str, architecture: str, defines: Mapping[str, object]) -> bytes:

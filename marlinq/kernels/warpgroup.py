@@ -34,8 +34,9 @@ _PUSHED_MOST, _PUSHED_ROWS_MOST = 32, 128
 _UNPACK, _UNPACK_BFLOAT16, _SCALE = 9, 2, 4
 # And those that do both.
 _FUSED = 10
-# By the number of multiplying warpgroups and whether K is split: registers of a multiplying and of a copying
-# thread when the even share of a launch is not enough (setmaxnreg). The latter keeps what a reduction needs.
+# By the number of multiplying warpgroups and whether the others do more than copy, for parts of K or for tiles
+# stored apart: registers of a multiplying and of a copying thread when the even share of a launch is not
+# enough (setmaxnreg).
 _GROWN = {(2, False): (232, 40), (2, True): (224, 56), (3, False): (152, 56), (3, True): (152, 56)}
 _TILES_M = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176)
 # The larger ones save a wave of few tiles; where a batch has more tiles than this, 128 rows were level with
@@ -90,6 +91,7 @@ class Costs:
         cache: share of :attr:`Device.cache_bandwidth` that is reached.
         feed: cycles of the filling thread for a chunk.
         tile: seconds of an unsplit tile's end.
+        staged: the same where others store it while the next tile is multiplied.
         store: bytes a second of an unsplit tile that a multiprocessor narrows and stores.
         reduction: bytes a second of sums that a multiprocessor reads from its own shared memory.
         remote: the same from the cluster's.
@@ -116,6 +118,7 @@ class Costs:
     cache: float = 9.48
     feed: float = 399
     tile: float = 1.02e-06
+    staged: float = 4e-07
     store: float = 8.02e11
     reduction: float = 5.24e10
     remote: float = 6.18e10
@@ -129,8 +132,6 @@ class Costs:
 COSTS = Costs()
 # Chunks that a block has at least where they are dealt out evenly.
 _LEAST_CHUNKS = 2
-# Whole tiles that keep the multiprocessors busier than this are not dealt out in chunks.
-_WELL_FILLED = 0.95
 
 
 @dataclass(frozen=True)
@@ -182,12 +183,17 @@ class WarpgroupConfig:
         """Registers a thread is launched with."""
         return registers_of_a_thread(self.threads // 32, self.min_blocks)
 
+    def apart(self, problem: Problem) -> bool:
+        """Whether warps that don't multiply store tiles: where a block takes several, alone on its
+        multiprocessor."""
+        return self.parts == 1 and self.min_blocks == 1 and self.tiles(problem) > self.most_blocks
+
     def scaling(self, problem: Problem) -> str:
         """What scales multiply: sums (SUMS) at the end of a group or of K, fragments (WEIGHTS), or fragments
         in the instruction that subtracts the zero point (FUSED)."""
         if problem.group == 0:
             return "SUMS"
-        grown = 0 if self.min_blocks > 1 else _GROWN.get((self.multiplying, self.parts > 1), (0, 0))[0]
+        grown = self._grown(problem)[0]
         sums = (
             problem.group == 16 * self.rows
             and self.tile_m <= _SCALED_SUMS_MOST
@@ -217,9 +223,13 @@ class WarpgroupConfig:
 
     def grown_registers(self, problem: Problem) -> tuple[int, int]:
         """What multiplying and copying threads change to at their start; zeros if the launch gives enough."""
-        if self.registers(problem) <= self.launch_registers or self.min_blocks > 1:
+        return (0, 0) if self.registers(problem) <= self.launch_registers else self._grown(problem)
+
+    def _grown(self, problem: Problem) -> tuple[int, int]:
+        """What they could change to."""
+        if self.min_blocks > 1:
             return 0, 0
-        return _GROWN.get((self.multiplying, self.parts > 1), (0, 0))
+        return _GROWN.get((self.multiplying, self.parts > 1 or self.apart(problem)), (0, 0))
 
     def fits_registers(self, problem: Problem) -> bool:
         """Whether the accumulators fit what a thread can get."""
@@ -235,7 +245,10 @@ class WarpgroupConfig:
             return max(ring, self.parts_k * self.tile_m * (self.tile_n + 4) * 4)
         # A warp transposes twice eight rows of its columns, or sixteen where those are few.
         rows = 32 if self.words == 1 else 16
-        return ring + self.multiplying * 4 * rows * (2 * 16 * self.words + 16)
+        scratch = 4 * rows * (2 * 16 * self.words + 16)
+        if self.apart(problem):
+            scratch = max(scratch, self.tile_m * (128 * self.words + 16))
+        return ring + self.multiplying * scratch
 
     def tiles(self, problem: Problem) -> int:
         """Tiles of the output."""
@@ -277,6 +290,7 @@ class WarpgroupConfig:
             "STAGES": self.stages,
             "MIN_BLOCKS": self.min_blocks,
             "EVEN": int(self.even),
+            "APART": int(self.apart(problem)),
             "PUSHED": int(self.pushes),
             "GROWN": self.grown_registers(problem)[0],
             "SHRUNK": self.grown_registers(problem)[1],
@@ -336,8 +350,7 @@ def _worth_dealing_out(problem: Problem, config: WarpgroupConfig) -> bool:
     # With two blocks a multiprocessor it was never measured to be faster than other splits.
     if config.min_blocks > 1:
         return False
-    tiles = config.tiles(problem)
-    return tiles / (-(-tiles // config.most_blocks) * config.most_blocks) < _WELL_FILLED
+    return config.tiles(problem) % config.most_blocks != 0
 
 
 def _deepest(
@@ -424,15 +437,18 @@ def estimate(
         times["tensor cores"] = load.blocks * fed * config.groups_n * config.rows * columns
         times["the feed"] = fed * costs.feed / device.clock
         streamed, busiest = overlapped(times, costs.sharpness)
-        last = config.rows * (waited + dequantised + multiplied) + load.blocks * ends / rate
+        begun = config.rows * (waited + dequantised + multiplied)
+        last = begun + load.blocks * ends / rate
         last += costs.wave + meeting if split else costs.tile
+        earlier = begun + costs.staged if config.apart(problem) else last
         if config.even:
             # A block's share of the tiles, and sums that go from block to block through L2: those that meet
             # in a tile are read one after the other.
             share = config.tiles(problem) / load.grid
             sums = config.tile_m * config.tile_n * 4 * device.multiprocessors / device.cache_bandwidth
-            seconds += share * streamed + math.ceil(share) * last
+            seconds += share * streamed + (math.ceil(share) - 1) * earlier + last
             seconds += costs.handover + load.blocks * (1 + max(1.0, 1 / share)) * sums
         else:
-            seconds += load.waves * (streamed + last)
-    return seconds, busiest
+            seconds += load.waves * (streamed + earlier)
+    # A block has one last tile.
+    return seconds + (last - earlier) * (not config.even), busiest

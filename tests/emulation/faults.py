@@ -26,7 +26,7 @@ PUSHED = replace(STREAM, config=BulkConfig(1, 2, 1, 8, 2, 4, 1))
 SHARED_STAGES = replace(STREAM, config=BulkConfig(1, 4, 1, 4, 1, 5, 1))
 SPLIT = replace(STREAM, config=WarpgroupConfig(16, 2, 1, 2, 8, 1, 4, 1, 132))
 SENT = replace(STREAM, config=WarpgroupConfig(16, 2, 1, 1, 8, 2, 4, 1, 132))
-STAGGERED = replace(STREAM, config=WarpgroupConfig(16, 2, 2, 1, 8, 1, 3, 1, 1))
+APART = replace(STREAM, config=WarpgroupConfig(16, 2, 2, 1, 8, 1, 3, 1, 1))
 PERSISTENT = replace(STREAM, config=WarpgroupConfig(16, 4, 1, 1, 8, 1, 2, 1, 1))
 SCALED_SUMS = replace(
     STREAM,
@@ -383,16 +383,30 @@ FAULTS = [
         ],
     ),
     *_in(
-        STAGGERED,
+        APART,
         "w4a16_wgmma.cu",
         [
-            ("a group that nobody lets begin", "barrier_arrive(led);", "", "deadlock"),
+            ("results that nobody announces", "barrier_arrive(staged(group));", ";", "deadlock"),
+            ("results that are never out", "barrier_arrive(drained(g));", ";", "deadlock"),
             (
-                "a group that begins once more",
-                "leads = false;",
+                "results stored before they are there",
+                "barrier_wait(staged(g), parity);",
                 "",
-                "all the phase's arrivals|arrivals|deadlock",
+                "without waiting for it|all the phase's arrivals|deadlock",
             ),
+            (
+                "results over others that are still stored",
+                "barrier_wait(drained(group), drained_parity ^= 1);",
+                "",
+                "without waiting for it|may still be reading|overwrites what|all the phase's arrivals",
+            ),
+            (
+                "a last tile that everybody leaves to others",
+                "if (!work.last()) {",
+                "if (true) {",
+                WRONG,
+            ),
+            ("another group's columns", "its.n0 + g * GROUP_COLUMNS", "its.n0", "a second time"),
         ],
     ),
     *_in(

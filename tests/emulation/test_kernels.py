@@ -106,6 +106,14 @@ def test_blocks_that_take_tile_after_tile(builder: Builder, blocks: int) -> None
         right(builder, Case(problem, config, dependent=words == 4, seed=blocks))
 
 
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_bands_of_tiles(builder: Builder, blocks: int) -> None:
+    # Five tiles of the batch a band, three in the last one.
+    problem = Problem(7 * 176 + 9, 128, 64, 32, zeros=False, bfloat16=False)
+    config = WarpgroupConfig(176, 1, 1, 1, 4, 1, 2, 1, blocks)
+    right(builder, Case(problem, config))
+
+
 @pytest.mark.parametrize("group", [-1, 32, 128])
 @pytest.mark.parametrize(("groups_n", "parts_k", "cluster"), [(2, 1, 1), (3, 1, 1), (1, 2, 1), (2, 1, 3)])
 def test_warpgroups_of_64_columns(

@@ -65,7 +65,7 @@ def test_the_table_is_of_the_pinned_assembler() -> None:
     assert f"NVRTC {pinned[1]}.\n" in PAGE.read_text(encoding="utf-8"), "run: make docs"
 
 
-def test_spills_and_serialised_products_are_found() -> None:
+def test_spills_arrays_in_memory_and_serialised_products_are_found() -> None:
     variant = variants("sm_90a")[0]
     assert isinstance(variant.config, StreamConfig)
     compiled = variant.compile()
@@ -73,6 +73,8 @@ def test_spills_and_serialised_products_are_found() -> None:
     # Eight blocks leave a quarter of the registers that the accumulators of the largest tile take.
     crowded = replace(variant, config=replace(variant.config, blocks_m=8, rows=4, min_blocks=8))
     assert "bytes spilled" in (trouble(crowded, crowded.compile()) or "")
+    indexed = replace(compiled, stack_bytes=64)
+    assert "64 of stack" in (trouble(variant, indexed) or "")
     serialised = replace(compiled, log="wgmma.mma_async instructions are serialized (C7510) in 'w4a16_wgmma'")
     assert "C7510" in (trouble(variant, serialised) or "")
 

@@ -38,8 +38,8 @@
 // ends however few of its blocks run at once, and there is hardly anything to wait for. Sums are added in the order of
 // falling blocks: a launch of the same shape gives the same bits.
 //
-// STAGGERED (two groups of columns): where blocks take several tiles, the second group begins a chunk behind the first, so that
-// one multiplies while the other stores.
+// APART: where blocks take several tiles, warps that multiply leave results in shared memory, and two warps of the last warpgroup
+// store them while the next tile is multiplied. Who made a block's last tile stores it.
 //
 // SCALING: FUSED, for zero points of 8: one instruction subtracts and scales (element.cuh, "Scaled codes"). If a chunk's scales
 // outgrow their columns' normalizers, the products are waited for, sums and normalizers adapted, and the loop goes on.
@@ -47,7 +47,7 @@
 // weights' fragments in 16 bits, more instructions a weight and fewer registers.
 //
 // Compile-time parameters: ELEMENT, TILE_M, WORDS, GROUPS_N, PARTS_K, ROWS, GROUP (0: channelwise), ZEROS, SCALING,
-// CLUSTER, STAGES, MIN_BLOCKS, EVEN, PUSHED, GROWN and SHRUNK (registers of a multiplying and a copying thread; 0: as launched).
+// CLUSTER, STAGES, MIN_BLOCKS, EVEN, APART, PUSHED, GROWN and SHRUNK (registers of a multiplying and a copying thread; 0: as launched).
 #include "element.cuh"
 
 constexpr int TILES = GROUPS_N * WORDS;
@@ -58,7 +58,6 @@ constexpr int CONSUMERS = GROUPS_N * PARTS_K;  // warpgroups that multiply
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int PARTS = PARTS_K * CLUSTER;
 constexpr bool SPLIT = PARTS > 1;
-constexpr bool STAGGERED = GROUPS_N == 2 && !SPLIT;
 constexpr int PITCH = TILE_N + 4;  // floats a row of the reduction buffer
 enum { WEIGHTS, SUMS, FUSED };
 constexpr bool SCALED_GROUPS = SCALING == SUMS && GROUP != 0;
@@ -81,7 +80,15 @@ constexpr int WARP_COLUMNS = 16 * PRODUCTS;
 constexpr int ROW_BLOCKS = PRODUCTS == 1 ? 2 : 1;
 constexpr int NARROW_PITCH = 2 * WARP_COLUMNS + 16;
 constexpr int NARROW_BYTES = 2 * 8 * ROW_BLOCKS * NARROW_PITCH;
-static_assert(TILE_M / 8 % ROW_BLOCKS == 0, "blocks of eight rows are transposed in whole turns");
+constexpr int TURN_ROWS = 8 * ROW_BLOCKS, TURNS = TILE_M / TURN_ROWS;
+static_assert(TILE_M % TURN_ROWS == 0, "rows are transposed in whole turns");
+
+// APART: all rows of a group's columns, which others store.
+constexpr int GROUP_COLUMNS = 64 * WORDS;
+constexpr int APART_PITCH = 2 * GROUP_COLUMNS + 16;
+constexpr int STORING = 2;  // warps
+constexpr int SCRATCH_BYTES = APART && TILE_M * APART_PITCH > 4 * NARROW_BYTES ? TILE_M * APART_PITCH : 4 * NARROW_BYTES;  // of a group
+static_assert(!APART || (!SPLIT && PARTS_K == 1), "only whole tiles are stored apart");
 
 typedef ELEMENT E;
 constexpr bool NORMALIZED = SCALING == FUSED && E::NORMALIZES;
@@ -178,41 +185,76 @@ __device__ __forceinline__ void multiply_by(float (&sums)[PRODUCTS][TILE_M / 2],
         for (int i = 0; i < TILE_M / 2; ++i) sums[q][i] *= factors.of[q][i / 2 % 2];
 }
 
-// Stores this warp's columns of the tile, times `units`, for `rows` rows of `out` (which begins at the tile's first).
-__device__ __forceinline__ void store_columns(const float (&sums)[PRODUCTS][TILE_M / 2], const PerColumn& units, u32 scratch,
-                                              const u16* bias, u16* out, i64 out_stride, int rows, int lane) {
-    float shift[PRODUCTS][2];
+// What `bias` (null, or of the warp's first column) adds to a lane's columns.
+__device__ __forceinline__ PerColumn load_shifts(const u16* bias, int lane) {
+    PerColumn shifts;
 #pragma unroll
     for (int q = 0; q < PRODUCTS; ++q)
 #pragma unroll
-        for (int h = 0; h < 2; ++h) shift[q][h] = bias == nullptr ? 0.f : E::widen(bias[16 * q + 8 * h + lane / 4]);
+        for (int h = 0; h < 2; ++h) shifts.of[q][h] = bias == nullptr ? 0.f : E::widen(bias[16 * q + 8 * h + lane / 4]);
+    return shifts;
+}
+
+// A warp's columns of TURN_ROWS rows, times `units` plus `shifts`, in 16 bits to shared memory, where rows lie `pitch` bytes apart.
+__device__ __forceinline__ void transpose_turn(int turn, const float (&sums)[PRODUCTS][TILE_M / 2], const PerColumn& units,
+                                               const PerColumn& shifts, u32 to, int pitch, int lane) {
+    const int row = PRODUCTS == 1 ? lane / 16 * 8 + lane % 8 : lane % 8;
 #pragma unroll
-    for (int b = 0; b < TILE_M / 8; b += ROW_BLOCKS) {
-        // The two halves take turns, so one barrier a turn keeps writers off what is still being read.
-        const u32 half = scratch + b / ROW_BLOCKS % 2 * (NARROW_BYTES / 2);
+    for (int j = 0; j < PRODUCTS * ROW_BLOCKS; j += 2) {
+        u32 pair[4];
 #pragma unroll
-        for (int j = 0; j < PRODUCTS * ROW_BLOCKS; j += 2) {
-            u32 pair[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int q = PRODUCTS == 1 ? 0 : j + i / 2, block = PRODUCTS == 1 ? b + i / 2 : b;
-                const float* sum = sums[q] + 4 * block + 2 * (i % 2);
-                const float unit = units.of[q][i % 2];
-                pair[i] = E::narrow(fmaf(sum[0], unit, shift[q][i % 2]), fmaf(sum[1], unit, shift[q][i % 2]));
-            }
-            const int row = PRODUCTS == 1 ? lane / 16 * 8 + lane % 8 : lane % 8;
-            const int piece = PRODUCTS == 1 ? lane / 8 % 2 : 2 * j + lane / 8;
-            store_matrix_x4_transposed(half + row * NARROW_PITCH + piece * 16, pair);
+        for (int i = 0; i < 4; ++i) {
+            const int q = PRODUCTS == 1 ? 0 : j + i / 2, block = PRODUCTS == 1 ? 2 * turn + i / 2 : turn;
+            const float* sum = sums[q] + 4 * block + 2 * (i % 2);
+            const float unit = units.of[q][i % 2], shift = shifts.of[q][i % 2];
+            pair[i] = E::narrow(fmaf(sum[0], unit, shift), fmaf(sum[1], unit, shift));
         }
+        const int piece = PRODUCTS == 1 ? lane / 8 % 2 : 2 * j + lane / 8;
+        store_matrix_x4_transposed(to + row * pitch + piece * 16, pair);
+    }
+}
+
+// Stores a warp's columns for `rows` rows of `out` (which begins at the tile's first). The two halves of its memory take turns, so
+// that one barrier a turn keeps writers off what is still being read; and the next turn is under way before this one's rows,
+// which come back after a while, are stored.
+__device__ __forceinline__ void store_columns(const float (&sums)[PRODUCTS][TILE_M / 2], const PerColumn& units, const PerColumn& shifts,
+                                              u32 scratch, u16* out, i64 out_stride, int rows, int lane) {
+    const auto half = [&](int turn) { return scratch + turn % 2 * (NARROW_BYTES / 2); };
+    constexpr int PIECES = WARP_COLUMNS / 8;  // of 16 bytes, a row
+    constexpr int ROWS_AT_ONCE = 32 / PIECES, LOADS = TURN_ROWS / ROWS_AT_ONCE;
+    const int row = lane / PIECES, piece = lane % PIECES;
+    u16* to = out + row * out_stride + piece * 8;
+    transpose_turn(0, sums, units, shifts, half(0), NARROW_PITCH, lane);
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
         __syncwarp();
-        constexpr int PIECES = WARP_COLUMNS / 8;  // of 16 bytes, a row
+        uint4 values[LOADS];
 #pragma unroll
-        for (int base = 0; base < 8 * ROW_BLOCKS * PIECES; base += 32) {
-            const int row = (base + lane) / PIECES, piece = (base + lane) % PIECES;
-            const uint4 value = load_shared(half + row * NARROW_PITCH + piece * 16);
-            if (8 * b + row < rows)
-                store_global(out + (8 * b + row) * out_stride + piece * 8, value);
-        }
+        for (int i = 0; i < LOADS; ++i)
+            values[i] = load_shared(half(turn) + (row + i * ROWS_AT_ONCE) * NARROW_PITCH + piece * 16);
+        if (turn + 1 < TURNS) transpose_turn(turn + 1, sums, units, shifts, half(turn + 1), NARROW_PITCH, lane);
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i, to += ROWS_AT_ONCE * out_stride)
+            if (TURN_ROWS * turn + i * ROWS_AT_ONCE + row < rows) store_global(to, values[i]);
+    }
+}
+
+// A group's columns, `columns` of which exist, out of shared memory, by STORING warps of which this is number `index`.
+__device__ __forceinline__ void store_group(u32 from, u16* out, i64 out_stride, int rows, int columns, int index, int lane) {
+    constexpr int PIECES = GROUP_COLUMNS / 8, ROWS_AT_ONCE = 32 * STORING / PIECES, AT_ONCE = 2;
+    const int thread = 32 * index + lane, row = thread / PIECES, piece = thread % PIECES;
+    if (piece * 8 >= columns) return;
+    u32 at = from + row * APART_PITCH + piece * 16;
+    u16* to = out + row * out_stride + piece * 8;
+#pragma unroll 1
+    for (int first = row; first < rows; first += AT_ONCE * ROWS_AT_ONCE) {
+        uint4 values[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i, at += ROWS_AT_ONCE * APART_PITCH)
+            if (first + i * ROWS_AT_ONCE < rows) values[i] = load_shared(at);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i, to += ROWS_AT_ONCE * out_stride)
+            if (first + i * ROWS_AT_ONCE < rows) store_global(to, values[i]);
     }
 }
 
@@ -251,6 +293,12 @@ struct Work {
     }
     // Whether higher blocks have the tile's last chunks.
     __device__ __forceinline__ bool lacks_end() const { return begin + count < chunks; }
+    // Whether the block has no tile behind this one.
+    __device__ __forceinline__ bool last() const {
+        Work after = *this;
+        after.next();
+        return !after.left();
+    }
     // Of a tile that lacks its begin: whether `block`, which has chunks of it, has not the first; so has the one below.
     __device__ __forceinline__ bool lacks_begin(int block) const {
         const Dealt dealt(*this);
@@ -348,7 +396,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                 const u16* __restrict__ scales, const u16* __restrict__ zeros, const u16* __restrict__ bias,
                 u16* __restrict__ out, int M, int N, int K, i64 out_stride, int dependent, float* partials, u32* flags) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    __shared__ __align__(8) u64 barriers[2 * STAGES + 3];
+    __shared__ __align__(8) u64 barriers[2 * STAGES + 2 + 2 * GROUPS_N * APART];
 
     const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32 % 4);
     const int group = uniform(threadIdx.x / 128);
@@ -357,11 +405,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     struct Place {
         int m0, n0;
     };
+    // A division takes longer than a barrier, so tiles are placed with a reciprocal, and most launches have one batch tile.
+    const int band_tiles = BAND * tiles_n;
+    const float bands_a_tile = 1.f / (float)band_tiles;
     const auto place = [&](int tile) {
-        // Most launches have one batch tile, and divisions take longer than a barrier.
         if (tiles_m == 1) return Place{0, tile * TILE_N};
-        const int band = tile / (BAND * tiles_n), rest = tile % (BAND * tiles_n);
-        const int height = min(BAND, tiles_m - band * BAND);
+        // Off by one at most: there are fewer than 2^24 tiles.
+        int band = (int)((float)tile * bands_a_tile), rest = tile - band * band_tiles;
+        if (rest < 0) --band, rest += band_tiles;
+        if (rest >= band_tiles) ++band, rest -= band_tiles;
+        const int height = tiles_m - band * BAND;
+        if (height >= BAND) return Place{(band * BAND + rest % BAND) * TILE_M, rest / BAND * TILE_N};
         return Place{(band * BAND + rest % height) * TILE_M, rest / height * TILE_N};
     };
     const int chunks = (K + CHUNK - 1) / CHUNK;
@@ -370,7 +424,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     const u32 first_barrier = WORDS == 1 ? opaque(shared_address(barriers)) : shared_address(barriers);
     Ring ring(shared, first_barrier, group == CONSUMERS);
     const u32 extra_barriers = first_barrier + 16 * STAGES, all_left = extra_barriers, all_there = all_left + 8;
-    const u32 led = all_there + 8;
+    // Of group g: its results are in shared memory, and out of it again.
+    const auto staged = [&](int g) { return all_there + 8 + 16 * g; };
+    const auto drained = [&](int g) { return all_there + 16 + 16 * g; };
+    const auto scratch_of = [&](int g) { return ring.stages + STAGES * STAGE_BYTES + g * SCRATCH_BYTES; };
     const Received received(ring.stages + STAGES * STAGE_BYTES, extra_barriers, rank);
     const bool fills = threadIdx.x == CONSUMERS * 128;
     if (fills) {
@@ -379,7 +436,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
             barrier_init(all_there, 1);
         }
         if (PUSHED) received.init();
-        if (STAGGERED) barrier_init(led, 1);
+        for (int g = 0; g < GROUPS_N * APART; ++g) barrier_init(staged(g), 4), barrier_init(drained(g), STORING);
         ring.init(0, STAGES, GROUPS_N * 4);
         const Work work(tiles_m * tiles_n, chunks);
         const Place its = place(work.tile);
@@ -412,6 +469,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
         }
         if (EVEN && warp == 1 && lane == 0)
             carry_messages(Work(tiles_m * tiles_n, chunks), flags, all_left, all_there, dependent);
+        if constexpr (APART) if (warp >= 4 - STORING) {
+            u32 parity = 0;
+            for (Work work(tiles_m * tiles_n, chunks); work.left(); work.next()) {
+                if (work.lacks_end() || work.last()) continue;
+                const Place its = place(work.tile);
+#pragma unroll 1
+                for (int g = 0; g < GROUPS_N; ++g) {
+                    const int n = its.n0 + g * GROUP_COLUMNS;
+                    barrier_wait(staged(g), parity);
+                    store_group(scratch_of(g), out + its.m0 * out_stride + n, out_stride, min(TILE_M, M - its.m0), N - n,
+                                warp - (4 - STORING), lane);
+                    __syncwarp();
+                    if (lane == 0) barrier_arrive(drained(g));
+                }
+                parity ^= 1;
+            }
+        }
         // The barriers at the end want whole warps.
         __syncwarp();
     } else {
@@ -464,9 +538,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
             }
         };
 
-        const bool several = STAGGERED && tiles_m * tiles_n > gridDim.x;
-        bool leads = several && threadIdx.x == 0;
-        if (several && column_group == 1) barrier_wait(led, 0);
+        u32 drained_parity = 0;
         for (Work work(tiles_m * tiles_n, chunks); work.left(); work.next()) {
             const Place its = place(work.tile);
             const int count = work.count;
@@ -561,10 +633,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                         if (lane == 0) now.release();
                         add_scaled(sums, group_sums, scale);
                     }
-                    if (STAGGERED && leads) {
-                        barrier_arrive(led);
-                        leads = false;
-                    }
                     chunk += PARTS_K;
                 } while (chunk < count && fits);
                 if (!SCALED_GROUPS) {
@@ -610,7 +678,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                 // Without a cluster the filling warpgroup has nothing to wait for.
                 if constexpr (CLUSTER == 1) reduce(Number<CONSUMERS * 128>());
             } else {
-                const u32 scratch = ring.stages + STAGES * STAGE_BYTES + (group * 4 + warp) * NARROW_BYTES;
                 const int n = its.n0 + first_column;
                 if constexpr (EVEN) {
                     const int its_warp = group * 4 + warp;
@@ -629,9 +696,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                         }
                     }
                 }
-                if (n < N)
-                    store_columns(sums, units, scratch, bias == nullptr ? nullptr : bias + n, out + its.m0 * out_stride + n,
-                                  out_stride, M - its.m0, lane);
+                const PerColumn shifts = load_shifts(bias == nullptr || n >= N ? nullptr : bias + n, lane);
+                // What others still store; a new barrier counts as past its odd phase.
+                if constexpr (APART) {
+                    barrier_wait(drained(group), drained_parity ^= 1);
+                    if (!work.last()) {
+                        const u32 to = scratch_of(group) + warp * WARP_COLUMNS * 2;
+#pragma unroll
+                        for (int turn = 0; turn < TURNS; ++turn)
+                            transpose_turn(turn, sums, units, shifts, to + turn * TURN_ROWS * APART_PITCH, APART_PITCH, lane);
+                        __syncwarp();
+                        if (lane == 0) barrier_arrive(staged(group));
+                        continue;
+                    }
+                }
+                if (n < N) {
+                    store_columns(sums, units, shifts, scratch_of(group) + warp * NARROW_BYTES, out + its.m0 * out_stride + n, out_stride, M - its.m0, lane);
+                }
             }
         }
     }
