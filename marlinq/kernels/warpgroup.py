@@ -34,9 +34,9 @@ _PUSHED_MOST, _PUSHED_ROWS_MOST = 32, 128
 _UNPACK, _UNPACK_BFLOAT16, _SCALE = 9, 2, 4
 # And those that do both.
 _FUSED = 10
-# By the number of multiplying warpgroups and whether the others do more than copy, for parts of K or for tiles
-# stored apart: registers of a multiplying and of a copying thread when the even share of a launch is not
-# enough (setmaxnreg).
+# By the number of multiplying warpgroups and whether the last one does more than copy, for parts of K or for
+# tiles stored apart: registers of a multiplying and of a copying thread when the even share of a launch is
+# not enough (setmaxnreg).
 _GROWN = {(2, False): (232, 40), (2, True): (224, 56), (3, False): (152, 56), (3, True): (152, 56)}
 _TILES_M = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176)
 # The larger ones save a wave of few tiles; where a batch has more tiles than this, 128 rows were level with
