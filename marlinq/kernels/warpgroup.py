@@ -103,30 +103,30 @@ class Costs:
     """
 
     launch: float = 7.74e-08
-    wave: float = 1.55e-06
-    latency: float = 7.46e-07
+    wave: float = 8.3e-07
+    latency: float = 5.79e-07
     port: float = 1.84e11
-    row: float = 10.8
-    fragment: float = 3.82
-    issue: float = 1.79
-    exposed: float = 0.65
-    operand: float = 4.18
-    chunk: float = 73.4
-    sharing: float = 32.4
-    drain: float = 7.85
-    collision: float = 2.06
+    row: float = 15.8
+    fragment: float = 5.26
+    issue: float = 1.84
+    exposed: float = 0.282
+    operand: float = 4.94
+    chunk: float = 58.3
+    sharing: float = 15.5
+    drain: float = 7.28
+    collision: float = 2.1
     cache: float = 9.48
-    feed: float = 399
-    tile: float = 1.02e-06
-    staged: float = 4e-07
-    store: float = 8.02e11
+    feed: float = 382
+    tile: float = 8.02e-07
+    staged: float = 9.35e-08
+    store: float = 4.7e10
     reduction: float = 5.24e10
-    remote: float = 6.18e10
-    turn: float = 1.2e-07
-    cluster: float = 4.35e-07
+    remote: float = 6.56e10
+    turn: float = 6.94e-08
+    cluster: float = 5.87e-07
     member: float = 9.77e-08
-    handover: float = 2.42e-06
-    sharpness: float = 4.25
+    handover: float = 2.19e-06
+    sharpness: float = 4.57
 
 
 COSTS = Costs()

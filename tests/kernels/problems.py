@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -93,6 +93,12 @@ def even_splits(problem: Problem, device: Device) -> list[WarpgroupConfig]:
     """The variants of the warpgroup kernel that deal tiles out in chunks, the fastest by the model first."""
     found = [config for config in warpgroup.candidates(problem, device) if config.even]
     return sorted(found, key=lambda config: warpgroup.estimate(problem, device, config)[0])
+
+
+def tile_after_tile(problem: Problem, device: Device, blocks: int) -> list[WarpgroupConfig]:
+    """The variants of the warpgroup kernel that store tiles apart where ``blocks`` blocks run at once."""
+    small = replace(device, multiprocessors=blocks, clusters=())
+    return [config for config in warpgroup.candidates(problem, small) if config.apart(problem)]
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -24,7 +24,15 @@ from marlinq.kernels import (
 )
 from marlinq.kernels.decision import Kernel, KernelConfig, available
 from marlinq.kernels.launch import device_numbers, launch_gemm, precompile_variants
-from tests.kernels.problems import BOUND, Operands, even_splits, random_operands, relative_error
+from marlinq.kernels.warpgroup import WarpgroupConfig
+from tests.kernels.problems import (
+    BOUND,
+    Operands,
+    even_splits,
+    random_operands,
+    relative_error,
+    tile_after_tile,
+)
 
 # K, N, group size, zero points, type. K ends inside a chunk or before every part has one, N inside a tile.
 WEIGHTS = (
@@ -49,7 +57,16 @@ def cases(device: Device) -> list[tuple[int, Kernel, int, str]]:
     for weight, (turn, m) in itertools.product(range(len(WEIGHTS)), enumerate(BATCHES)):
         if even_splits(_problem(weight, m), device):
             found.append((weight, "warpgroup", m, ("even", "even, dependent")[(weight + turn) % 2]))
+        # And whose blocks take several whole ones.
+        if _several_tiles(_problem(weight, m), device):
+            found.append((weight, "warpgroup", m, ("several", "several, dependent")[(weight + turn) % 2]))
     return found
+
+
+def _several_tiles(problem: Problem, device: Device) -> list[WarpgroupConfig]:
+    """Half of them deal out the last tiles, which leaves a block one whole tile or two."""
+    found = tile_after_tile(problem, device, 3)
+    return [config for config in found if config.even == (problem.m % 2 == 0)]
 
 
 def _problem(weight: int, m: int) -> Problem:
@@ -73,6 +90,9 @@ def variant(weight: int, kernel: Kernel, m: int, demand: str, device: Device) ->
     problem = _problem(weight, m)
     if demand.startswith("even"):
         return problem, even_splits(problem, device)[0]
+    if demand.startswith("several"):
+        found = _several_tiles(problem, device)
+        return problem, found[(weight + m) % len(found)]
     with demanded(kernel, demand):
         config = decide(problem, device).config
     if config is None:
@@ -91,7 +111,7 @@ def error_of(operands: Operands, kernel: Kernel, m: int, demand: str, config: Ke
         order[5] = -1
         gathered = x[:, order].masked_fill(order < 0, 0)
         expected = operands.reference(gathered)[:, : n - 4]
-    if demand.startswith("even"):
+    if demand.startswith(("even", "several")):
         tensors = operands.words, operands.scales, operands.zeros, operands.bias
         words, scales, zeros, bias = (None if value is None else value.cuda() for value in tensors)
         assert words is not None

@@ -39,6 +39,7 @@ from tests.kernels.problems import (
     even_splits,
     random_operands,
     relative_error,
+    tile_after_tile,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -85,6 +86,7 @@ class Call:
         batch_invariant: summed in an order that does not depend on M.
         captured: replayed from a graph, with other activations than at capture.
         even: by the fastest variant of the warpgroup kernel that deals tiles out in chunks, if there is one.
+        blocks: or by any one of those of which so few blocks take tile after tile, unless 0.
     """
 
     weight: Weight
@@ -98,6 +100,7 @@ class Call:
     batch_invariant: bool
     captured: bool
     even: bool = False
+    blocks: int = 0
 
     @property
     def problem(self) -> Problem:
@@ -180,6 +183,8 @@ def draw(seed: int, count: int, kernels: tuple[Kernel, ...]) -> list[Call]:
         plain = call.gathered is None and call.form in ("rows", "columns of wider rows")
         if call.kernel == "warpgroup" and plain and not call.batch_invariant:
             call = replace(call, even=rng.random() < 0.7)
+            if call.even and rng.random() < 0.4:
+                call = replace(call, blocks=rng.choice((1, 2, 5, 20)))
         calls.append(call)
     return calls
 
@@ -209,6 +214,8 @@ def demanded(call: Call) -> Iterator[None]:
 
 def decided(call: Call, device: Device) -> KernelConfig:
     """What the call will run."""
+    if call.blocks and (found := tile_after_tile(call.problem, device, call.blocks)):
+        return found[call.seed % len(found)]
     if call.even and (found := even_splits(call.problem, device)):
         return found[0]
     with demanded(call):

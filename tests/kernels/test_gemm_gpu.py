@@ -25,7 +25,14 @@ from marlinq.kernels import (
 )
 from marlinq.kernels.decision import Kernel, KernelConfig, available
 from marlinq.kernels.launch import device_numbers, launch_gemm, precompile_variants
-from tests.kernels.problems import BOUND, Operands, even_splits, random_operands, relative_error
+from tests.kernels.problems import (
+    BOUND,
+    Operands,
+    even_splits,
+    random_operands,
+    relative_error,
+    tile_after_tile,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -122,6 +129,26 @@ def test_tiles_dealt_out_in_chunks(shares_tiles: Device, number: int, dependent:
         for config in listed:
             with dependent_launches() if dependent else nullcontext():
                 results = [_dealt_out(x[:m], operands, config) for _ in range(4)]
+            assert relative_error(results[0], expected[:m]) < BOUND[dtype], (problem, config)
+            assert all(torch.equal(result, results[0]) for result in results), (problem, config)
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 40])
+@pytest.mark.parametrize("number", range(4))
+def test_blocks_that_take_tile_after_tile(shares_tiles: Device, number: int, blocks: int) -> None:
+    (k, n), group, dtype = SHAPES[number], GROUPS[number], DTYPES[number % 2]
+    if k % max(group, 1):
+        group = 64
+    operands = random_operands(k, n, group, dtype, zeros=number == 1, bias=number != 2)
+    x = torch.randn(777, k, device="cuda").to(dtype)
+    expected = operands.reference(x)
+    for m in (9, 64, 260, 777):
+        problem = Problem(m, n, k, group, operands.zeros is not None, dtype == torch.bfloat16)
+        found = tile_after_tile(problem, shares_tiles, blocks)
+        listed = found[:: max(1, len(found) // 8)]
+        precompile_variants((problem, config) for config in listed)
+        for config in listed:
+            results = [_dealt_out(x[:m], operands, config) for _ in range(3)]
             assert relative_error(results[0], expected[:m]) < BOUND[dtype], (problem, config)
             assert all(torch.equal(result, results[0]) for result in results), (problem, config)
 
