@@ -630,7 +630,7 @@ FAULTS = [
         [
             (
                 "scratch memory reused too early",
-                "scratch + b / ROW_BLOCKS % 2 * (NARROW_BYTES / 2)",
+                "scratch + turn % 2 * (NARROW_BYTES / 2)",
                 "scratch",
                 "overwrites what thread|without waiting for it",
             ),

@@ -348,7 +348,7 @@ __device__ __forceinline__ void add_sums(float (&sums)[PRODUCTS][TILE_M / 2], co
                                          int lane) {
     const float* mine = opaque(warps + lane * 4);
     // As many at once as there are registers free between two tiles.
-    constexpr int AT_ONCE = SCALED_GROUPS ? 16 : 8;
+    constexpr int AT_ONCE = 16;
 #pragma unroll
     for (int from = 0; from < VECTORS; from += AT_ONCE) {
         uint4 loaded[AT_ONCE];
