@@ -23,7 +23,7 @@
 // shared memory, in a fixed order. PUSHED (of small tiles): as in the bulk kernel, every warp sends its sums to
 // the blocks that own them (received.cuh), which is sooner done but takes memory of its own. Otherwise the grid is the
 // multiprocessors; a block takes tile after tile, its filling thread running ahead into the next one while the others narrow
-// and store their own columns.
+// their own columns and store them, or leave that to others (APART).
 //
 // EVEN: as without a split, but the last tiles, one to two a block, are dealt out in chunks (Osama et al., "Stream-K",
 // PPoPP 2023). Block b has the run [first(b), first(b + 1)) of their chunks and works it off tile by tile from the end:
