@@ -344,7 +344,7 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
 
 
 def _worth_dealing_out(problem: Problem, config: WarpgroupConfig) -> bool:
-    """Whether an even split of the last tiles is possible, and whole ones leave multiprocessors idle."""
+    """Whether an even split of the last tiles is possible, and whole ones don't make whole waves."""
     if config.parts > 1 or config.grid(problem) == 1 or not config.fits_registers(problem):
         return False
     # With two blocks a multiprocessor it was never measured to be faster than other splits.

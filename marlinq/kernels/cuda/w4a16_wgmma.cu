@@ -47,7 +47,8 @@
 // weights' fragments in 16 bits, more instructions a weight and fewer registers.
 //
 // Compile-time parameters: ELEMENT, TILE_M, WORDS, GROUPS_N, PARTS_K, ROWS, GROUP (0: channelwise), ZEROS, SCALING,
-// CLUSTER, STAGES, MIN_BLOCKS, EVEN, APART, PUSHED, GROWN and SHRUNK (registers of a multiplying and a copying thread; 0: as launched).
+// CLUSTER, STAGES, MIN_BLOCKS, EVEN, APART, PUSHED, GROWN and SHRUNK (registers of a multiplying and a copying thread; 0: as
+// launched).
 #include "element.cuh"
 
 constexpr int TILES = GROUPS_N * WORDS;
@@ -87,7 +88,8 @@ static_assert(TILE_M % TURN_ROWS == 0, "rows are transposed in whole turns");
 constexpr int GROUP_COLUMNS = 64 * WORDS;
 constexpr int APART_PITCH = 2 * GROUP_COLUMNS + 16;
 constexpr int STORING = 2;  // warps
-constexpr int SCRATCH_BYTES = APART && TILE_M * APART_PITCH > 4 * NARROW_BYTES ? TILE_M * APART_PITCH : 4 * NARROW_BYTES;  // of a group
+constexpr int APART_BYTES = APART ? TILE_M * APART_PITCH : 0;
+constexpr int SCRATCH_BYTES = APART_BYTES > 4 * NARROW_BYTES ? APART_BYTES : 4 * NARROW_BYTES;  // of a group
 static_assert(!APART || (!SPLIT && PARTS_K == 1), "only whole tiles are stored apart");
 
 typedef ELEMENT E;
@@ -195,7 +197,7 @@ __device__ __forceinline__ PerColumn load_shifts(const u16* bias, int lane) {
     return shifts;
 }
 
-// A warp's columns of TURN_ROWS rows, times `units` plus `shifts`, in 16 bits to shared memory, where rows lie `pitch` bytes apart.
+// A warp's columns of TURN_ROWS rows, times `units` plus `shifts`, in 16 bits to shared memory, with `pitch` bytes from row to row.
 __device__ __forceinline__ void transpose_turn(int turn, const float (&sums)[PRODUCTS][TILE_M / 2], const PerColumn& units,
                                                const PerColumn& shifts, u32 to, int pitch, int lane) {
     const int row = PRODUCTS == 1 ? lane / 16 * 8 + lane % 8 : lane % 8;
@@ -217,8 +219,9 @@ __device__ __forceinline__ void transpose_turn(int turn, const float (&sums)[PRO
 // Stores a warp's columns for `rows` rows of `out` (which begins at the tile's first). The two halves of its memory take turns, so
 // that one barrier a turn keeps writers off what is still being read; and the next turn is under way before this one's rows,
 // which come back after a while, are stored.
-__device__ __forceinline__ void store_columns(const float (&sums)[PRODUCTS][TILE_M / 2], const PerColumn& units, const PerColumn& shifts,
-                                              u32 scratch, u16* out, i64 out_stride, int rows, int lane) {
+__device__ __forceinline__ void store_columns(const float (&sums)[PRODUCTS][TILE_M / 2], const PerColumn& units,
+                                              const PerColumn& shifts, u32 scratch, u16* out, i64 out_stride, int rows,
+                                              int lane) {
     const auto half = [&](int turn) { return scratch + turn % 2 * (NARROW_BYTES / 2); };
     constexpr int PIECES = WARP_COLUMNS / 8;  // of 16 bytes, a row
     constexpr int ROWS_AT_ONCE = 32 / PIECES, LOADS = TURN_ROWS / ROWS_AT_ONCE;
@@ -410,7 +413,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     const float bands_a_tile = 1.f / (float)band_tiles;
     const auto place = [&](int tile) {
         if (tiles_m == 1) return Place{0, tile * TILE_N};
-        // Off by one at most: there are fewer than 2^24 tiles.
+        // Off by one at most: no memory holds the results of 2^24 tiles, of 64 x 64 at least where a batch has several.
         int band = (int)((float)tile * bands_a_tile), rest = tile - band * band_tiles;
         if (rest < 0) --band, rest += band_tiles;
         if (rest >= band_tiles) ++band, rest -= band_tiles;
@@ -469,7 +472,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
         }
         if (EVEN && warp == 1 && lane == 0)
             carry_messages(Work(tiles_m * tiles_n, chunks), flags, all_left, all_there, dependent);
-        if constexpr (APART) if (warp >= 4 - STORING) {
+        if (APART && warp >= 4 - STORING) {
             u32 parity = 0;
             for (Work work(tiles_m * tiles_n, chunks); work.left(); work.next()) {
                 if (work.lacks_end() || work.last()) continue;
@@ -710,9 +713,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
                         continue;
                     }
                 }
-                if (n < N) {
-                    store_columns(sums, units, shifts, scratch_of(group) + warp * NARROW_BYTES, out + its.m0 * out_stride + n, out_stride, M - its.m0, lane);
-                }
+                if (n < N)
+                    store_columns(sums, units, shifts, scratch_of(group) + warp * NARROW_BYTES, out + its.m0 * out_stride + n,
+                                  out_stride, M - its.m0, lane);
             }
         }
     }
