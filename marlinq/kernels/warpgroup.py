@@ -226,7 +226,7 @@ class WarpgroupConfig:
         return (0, 0) if self.registers(problem) <= self.launch_registers else self._grown(problem)
 
     def _grown(self, problem: Problem) -> tuple[int, int]:
-        """What they could change to."""
+        """What a multiplying and a copying thread could change to, needed or not."""
         if self.min_blocks > 1:
             return 0, 0
         return _GROWN.get((self.multiplying, self.parts > 1 or self.apart(problem)), (0, 0))
@@ -450,5 +450,7 @@ def estimate(
             seconds += costs.handover + load.blocks * (1 + max(1.0, 1 / share)) * sums
         else:
             seconds += load.waves * (streamed + earlier)
-    # A block has one last tile.
-    return seconds + (last - earlier) * (not config.even), busiest
+    if not config.even:
+        # The waves counted a block's last tile as one of the earlier.
+        seconds += last - earlier
+    return seconds, busiest

@@ -90,7 +90,7 @@ constexpr int APART_PITCH = 2 * GROUP_COLUMNS + 16;
 constexpr int STORING = 2;  // warps
 constexpr int APART_BYTES = APART ? TILE_M * APART_PITCH : 0;
 constexpr int SCRATCH_BYTES = APART_BYTES > 4 * NARROW_BYTES ? APART_BYTES : 4 * NARROW_BYTES;  // of a group
-static_assert(!APART || (!SPLIT && PARTS_K == 1), "only whole tiles are stored apart");
+static_assert(!APART || !SPLIT, "only whole tiles are stored apart");
 
 typedef ELEMENT E;
 constexpr bool NORMALIZED = SCALING == FUSED && E::NORMALIZES;
