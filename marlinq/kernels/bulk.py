@@ -52,25 +52,25 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 1.18e-06
-    wave: float = 8.61e-07
-    latency: float = 6.31e-07
-    crowding: float = 1.76
-    port: float = 5.29e10
-    row: float = 84.6
-    codes: float = 24
-    product: float = 3.38
-    closing: float = 59.1
-    stalls: float = 0.335
-    chunk: float = 29.8
-    sharing: float = 5.99
-    copy: float = 4.32e10
-    feed: float = 458
-    box: float = 1.17
-    reduction: float = 2.85e10
-    cluster: float = 1.94e-07
-    member: float = 8.7e-08
-    sharpness: float = 12.3
+    launch: float = 1.2e-06
+    wave: float = 7.01e-07
+    latency: float = 5.52e-07
+    crowding: float = 1.44
+    port: float = 5.31e10
+    row: float = 82.3
+    codes: float = 32.7
+    product: float = 3.33
+    closing: float = 48.4
+    stalls: float = 0.523
+    chunk: float = 48.3
+    sharing: float = 8.45
+    copy: float = 7.62e10
+    feed: float = 371
+    box: float = 1.07
+    reduction: float = 5.28e10
+    cluster: float = 1.17e-07
+    member: float = 1.56e-07
+    sharpness: float = 7.7
 
 
 COSTS = Costs()

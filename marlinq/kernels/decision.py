@@ -144,8 +144,11 @@ def _decide(problem: Problem, device: Device, demanded: Demands) -> KernelDecisi
     split = f"K in {config.parts} parts over {config.cluster} blocks"
     if isinstance(config, WarpgroupConfig) and config.even:
         split = "K dealt out evenly"
+    tile = f"tile {config.tile_m}x{config.tile_n}"
+    if isinstance(config, StreamConfig) and config.digits:
+        tile += " in whole numbers"
     reason = (
-        f"tile {config.tile_m}x{config.tile_n}, {split}: "
+        f"{tile}, {split}: "
         f"{grid} blocks on {device.multiprocessors} multiprocessors, bound by {busiest}, "
         f"about {seconds * 1e6:.1f} us"
     )

@@ -34,9 +34,9 @@ _DEVICES = {
 }
 # All groups on the oldest architecture and on the one that every kernel is made for; elsewhere the extremes.
 _ALL_GROUPS = ("sm_80", "sm_90a")
-# One batch for every height of tile.
+# One batch for every height of tile, and a single row.
 _BATCHES: Mapping[Kernel, tuple[int, ...]] = {
-    "stream": (1, 9, 17, 33),
+    "stream": (1, 8, 9, 17, 33),
     "bulk": (1, 9),
     "warpgroup": (8, 32, 64, 128, 4096),
 }

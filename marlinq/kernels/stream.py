@@ -10,7 +10,7 @@ from typing import ClassVar
 from marlinq.kernels.costs import SCHEDULERS, overlapped, streaming_seconds
 from marlinq.kernels.operands import Operands, PlainArguments
 from marlinq.kernels.problem import Device, Problem, registers_of_a_thread
-from marlinq.kernels.tiles import CODE_CLOSING, CODE_PRODUCTS, CODE_SHIFTS_BFLOAT16, WarpTiles
+from marlinq.kernels.tiles import CODE_CLOSING, CODE_PRODUCTS, CODE_SHIFTS_BFLOAT16, DIGIT_CLOSING, WarpTiles
 
 _REGISTERS = 65536
 # By (BLOCKS_M, SCALE_SUMS). Registers a thread needs to stay clear of spills (tests/kernels/test_compile.py).
@@ -23,6 +23,9 @@ _REGISTERS_NEEDED = {
     (8, False): 240,
 }
 _WARPS = range(4, 17)
+# Of a warp's digits (``cuda/digits.cuh``), and registers of a thread by whether a chunk is one group.
+_DIGIT_BYTES = 512
+_REGISTERS_DIGITS = {True: 96, False: 128}
 # Registers of a thread where nothing limits them, by BLOCKS_M (docs/kernels/resources.md).
 _REGISTERS_USED = {1: 128, 2: 144, 4: 152, 8: 208}
 
@@ -41,11 +44,14 @@ class Costs:
         port: bytes a second that one multiprocessor receives.
         row: cycles of a warp's instructions for a row of weights, whatever the batch, with scaled sums.
         codes: the same where codes are multiplied as they are.
+        digits: all of them where whole numbers are multiplied, but for scaling.
+        conversion: cycles that a warp waits from a chunk's activations to their digits.
         product: cycles of an ``mma.sync``.
         closing: further ones for every eight rows of the batch and group of a chunk, to scale sums.
         scaling: further ones to scale the weights instead.
         stalls: how much longer a row takes a warp that has its scheduler for itself.
-        step: cycles of a block to meet at the end of a step.
+        step: cycles of a part's warps, which share their activations, to meet at the end of a step.
+        turn: the same of a warp that shares them with nobody.
         reduction: bytes a second of sums that a multiprocessor reads from its own shared memory.
         remote: the same from the cluster's.
         cluster: seconds that two meetings of a cluster take.
@@ -53,23 +59,26 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 1.08e-06
-    wave: float = 6.89e-07
-    latency: float = 6.31e-07
-    crowding: float = 1.26
-    port: float = 2.31e11
-    row: float = 62.8
-    codes: float = 19.7
-    product: float = 11.1
-    closing: float = 3.76
-    scaling: float = 13.9
-    stalls: float = 1.02
-    step: float = 299
-    reduction: float = 2.31e11
-    remote: float = 2.58e10
-    cluster: float = 7.44e-07
-    member: float = 2.38e-08
-    sharpness: float = 33
+    launch: float = 7.8e-07
+    wave: float = 5.86e-07
+    latency: float = 7.45e-07
+    crowding: float = 1.34
+    port: float = 3.54e11
+    row: float = 35.5
+    codes: float = 21.9
+    digits: float = 70.1
+    conversion: float = 310
+    product: float = 10.2
+    closing: float = 3.67
+    scaling: float = 22.3
+    stalls: float = 0.698
+    step: float = 422
+    turn: float = 365
+    reduction: float = 1.34e11
+    remote: float = 4.95e10
+    cluster: float = 8.67e-07
+    member: float = 4.67e-08
+    sharpness: float = 38.7
 
 
 COSTS = Costs()
@@ -77,7 +86,10 @@ COSTS = Costs()
 
 @dataclass(frozen=True)
 class StreamConfig(WarpTiles):
-    """The compile-time parameters of the stream kernel; see its header comment."""
+    """The compile-time parameters of the stream kernel; see its header comment.
+
+    With ``digits`` a block has one batch row, in whole numbers (``cuda/digits.cuh``).
+    """
 
     warps_n: int
     warps_k: int
@@ -87,9 +99,15 @@ class StreamConfig(WarpTiles):
     cluster: int
     stages: int
     min_blocks: int
+    digits: bool = False
 
     source: ClassVar[str] = "w4a16_stream.cu"
     function: ClassVar[str] = "w4a16_stream"
+
+    @property
+    def tile_m(self) -> int:
+        """Batch rows of a block."""
+        return 1 if self.digits else 8 * self.blocks_m
 
     @property
     def threads(self) -> int:
@@ -104,7 +122,8 @@ class StreamConfig(WarpTiles):
         stage += self.warps_k * self.tile_m * self.chunk * 2
         stage += warps * groups * (2 if problem.zeros else 1) * 128
         reduction = self.warps_k * self.tile_m * (self.tile_n + 4) * 4
-        return max(self.stages * stage, reduction)
+        ring = self.stages * stage + (warps * _DIGIT_BYTES if self.digits else 0)
+        return max(ring, reduction)
 
     def defines(self, problem: Problem) -> dict[str, object]:
         """The preprocessor definitions of the variant."""
@@ -117,6 +136,7 @@ class StreamConfig(WarpTiles):
             "GROUP": problem.group,
             "ZEROS": int(problem.zeros),
             "SCALE_SUMS": int(self.scale_sums),
+            "DIGITS": int(self.digits),
             "CLUSTER": self.cluster,
             "STAGES": self.stages,
             "MIN_BLOCKS": self.min_blocks,
@@ -145,6 +165,10 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
         spills = single_or_smallest
     largest = 4 if spills else 8
     blocks_m = next((b for b in (1, 2, 4) if 8 * b >= problem.m), largest)
+    # Other GPUs have what it takes, but nobody has measured them.
+    if problem.m == 1 and device.has_warpgroups:
+        registers = _REGISTERS_DIGITS[problem.group in (0, 128)]
+        yield from _splits(problem, device, 1, scale_sums=True, registers=registers, digits=True)
     for scale_sums in _ways_of_scaling(problem, blocks_m):
         registers = _REGISTERS_NEEDED[blocks_m, scale_sums]
         if blocks_m == 1 and problem.group in (32, 64):
@@ -164,7 +188,13 @@ def _ways_of_scaling(problem: Problem, blocks_m: int) -> tuple[bool, ...]:
 
 
 def _splits(
-    problem: Problem, device: Device, blocks_m: int, scale_sums: bool, registers: int, every: bool = False
+    problem: Problem,
+    device: Device,
+    blocks_m: int,
+    scale_sums: bool,
+    registers: int,
+    every: bool = False,
+    digits: bool = False,
 ) -> Iterator[StreamConfig]:
     """With ``every`` also clusters that don't all run at once; for a batch alone they never win."""
     rows = 4 if blocks_m == 8 else 8
@@ -174,7 +204,7 @@ def _splits(
             continue
         most = min(3, _REGISTERS // (registers * 32 * warps_n * warps_k))
         for blocks, stages in itertools.product(range(1, most + 1), (3, 4, 6)):
-            config = StreamConfig(warps_n, warps_k, blocks_m, rows, scale_sums, 1, stages, blocks)
+            config = StreamConfig(warps_n, warps_k, blocks_m, rows, scale_sums, 1, stages, blocks, digits)
             if config.shared_bytes(problem) * blocks > device.shared_bytes:
                 continue
             tiles, resident = config.grid(problem), _resident(problem, device, config)
@@ -187,7 +217,8 @@ def _splits(
 def _resident(problem: Problem, device: Device, config: StreamConfig) -> int:
     """Blocks that a multiprocessor has room for."""
     cap = registers_of_a_thread(config.threads // 32, config.min_blocks)
-    registers = min(_REGISTERS_USED[config.blocks_m], cap) * config.threads
+    used = _REGISTERS_DIGITS[problem.group in (0, 128)] if config.digits else _REGISTERS_USED[config.blocks_m]
+    registers = min(used, cap) * config.threads
     room = (device.shared_bytes + 1024) // (config.shared_bytes(problem) + 1024)
     return max(config.min_blocks, min(room, _REGISTERS // registers))
 
@@ -204,7 +235,9 @@ def estimate(
     read = weights + channels * batch * 2
     own = weights / -(-problem.m // config.tile_m)
     closings = config.chunk / min(problem.group or config.chunk, config.chunk)  # of a chunk
-    if config.scale_sums and config.blocks_m == 1:
+    if config.digits:
+        row = costs.digits + costs.closing * closings * DIGIT_CLOSING
+    elif config.scale_sums and config.blocks_m == 1:
         row = costs.codes + costs.product * CODE_PRODUCTS + costs.closing * closings * CODE_CLOSING
         row += CODE_SHIFTS_BFLOAT16 * problem.bfloat16
     else:
@@ -218,14 +251,18 @@ def estimate(
     resident = _resident(problem, device, config)
     for load in device.loads(config.grid(problem), config.cluster, resident):
         issued = -(-load.blocks * warps // SCHEDULERS)  # of the fullest scheduler
-        ahead = load.blocks * (config.stages - 1) * weights / max(steps, config.stages - 1) / 2**20
-        slowed = own * (1 + costs.crowding * ahead)
+        # A run's first chunks are requested together, however many there are.
+        first = min(1.0, (config.stages - 1) / steps)
+        ahead = load.blocks * first * weights / 2**20
+        slowed = own * (1 + costs.crowding * ahead * (1 - first))
         times = streaming_seconds(device, load, slowed, read, costs.port)
         times["requests"] = steps / (config.stages - 1) * costs.latency
-        # Nobody else works while a block's warps meet, unless there is another block.
-        met = costs.step / load.blocks
+        # Hardly anybody else works while warps meet, unless there is another block.
+        meets = costs.step if config.warps_n > 1 else costs.turn
+        met = meets / load.blocks
         times["instructions"] = steps * (config.rows * row * issued + met) / device.clock
-        times["a warp"] = steps * (config.rows * row * costs.stalls + costs.step) / device.clock
+        alone = config.rows * row * costs.stalls + (costs.conversion if config.digits else 0.0)
+        times["a warp"] = steps * (alone + meets) / device.clock
         streamed, busiest = overlapped(times, costs.sharpness)
         last = config.rows * row * max(issued, costs.stalls) / device.clock
         seconds += load.waves * (costs.wave + streamed + last + load.blocks * sums / meeting_rate + meeting)

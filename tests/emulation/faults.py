@@ -19,6 +19,14 @@ WRONG = "the result is wrong"
 _PROBLEM = Problem(11, 320, 1344, 64, zeros=True, bfloat16=False)
 STREAM = Case(_PROBLEM, StreamConfig(2, 2, 1, 8, True, 1, 3, 1), x_padding=8)
 CLUSTERED = replace(STREAM, config=replace(STREAM.config, cluster=2))
+ALONE = replace(STREAM, config=StreamConfig(1, 2, 1, 8, True, 1, 3, 1))
+DIGITS = replace(
+    STREAM,
+    problem=replace(_PROBLEM, m=1),
+    config=StreamConfig(1, 4, 1, 8, True, 1, 3, 1, digits=True),
+    bias=False,
+    loud=True,
+)
 UNBIASED = replace(STREAM, bias=False)
 TWO_BLOCKS = replace(STREAM, config=replace(STREAM.config, blocks_m=2))
 BULK = replace(STREAM, config=BulkConfig(2, 2, 1, 8, 1, 4, 1))
@@ -153,16 +161,56 @@ FAULTS = [
             ),
             (
                 "a stage read by one's neighbours",
-                "copy_async_wait<STAGES - 2>();\n        __syncthreads();",
-                "copy_async_wait<STAGES - 2>();",
+                "else\n            barrier_sync(1 + wk, 32 * WARPS_N);",
+                "",
                 "overwrites what|reads what cp.async group|asynchronous copy",
             ),
             ("activations before the wait", "wait_for_previous_kernel();", "", "touches x without waiting"),
             (
                 "a warp that parts",
-                "load_activations(fragments, activations, i, lane);",
-                "if (lane == 5) __syncwarp();\n load_activations(fragments, activations, i, lane);",
+                "load_activations(fragments, ring + activations, i, lane);",
+                "if (lane == 5) __syncwarp();\n load_activations(fragments, ring + activations, i, lane);",
                 "while other lanes of its warp execute",
+            ),
+        ],
+    ),
+    *_in(
+        ALONE,
+        "w4a16_stream.cu",
+        [
+            (
+                "a stage overwritten by one's own neighbours",
+                "if (WARPS_N == 1)\n            __syncwarp();",
+                "if (WARPS_N == 1)\n            ;",
+                "overwrites what|reads what cp.async group|asynchronous copy",
+            ),
+        ],
+    ),
+    *_in(
+        DIGITS,
+        "digits.cuh",
+        [
+            ("a digit that counts another power", "8 * (lane % 4)) << 23", "7 * (lane % 4)) << 23", WRONG),
+            ("columns of a register exchanged", "lane / 4 % 2 ? 0x1404 : 0x4140", "0x4140", WRONG),
+            ("the upper channels as large as the lower", "i < 2 ? 0 : 4", "0", WRONG),
+            (
+                "what rounding leaves left out",
+                "while (__any_sync(0xffffffffu, lacks))",
+                "while (false)",
+                WRONG,
+            ),
+            ("another group's activations", "group * GroupRows * 4 + lane % 4", "lane % 4", WRONG),
+            (
+                "digits read before they are there",
+                "mine[32 * d] = words[d];\n        __syncwarp();",
+                "mine[32 * d] = words[d];",
+                "without waiting for it",
+            ),
+            (
+                "digits overwritten while they are read",
+                "__syncwarp();  // the chunk",
+                "// the chunk",
+                "may still be reading",
             ),
         ],
     ),

@@ -22,6 +22,9 @@ H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
 AMPERE = Device("sm_86", multiprocessors=84, shared_bytes=101_376)
 
 
+LOUD = (3, 40, 41)
+
+
 @dataclass(frozen=True)
 class Case:
     """One launch.
@@ -37,6 +40,7 @@ class Case:
         resident: how many blocks run at once where they hand sums to each other.
         launches: of the same operands, one after another; their results have to have the same bits.
         spread: of the scales, one of :data:`tests.kernels.problems.SPREADS`.
+        loud: whether a few activations are 2^24 times larger than the others, at channels without weights.
     """
 
     problem: Problem
@@ -49,6 +53,7 @@ class Case:
     resident: int = 3
     launches: int = 1
     spread: str = "even"
+    loud: bool = False
 
 
 def run(builder: Builder, case: Case, sources: Path = SOURCES) -> float:
@@ -76,9 +81,13 @@ def run(builder: Builder, case: Case, sources: Path = SOURCES) -> float:
         zeros=problem.zeros,
         bias=case.bias,
         spread=case.spread,
+        silent=LOUD if case.loud else (),
         device="cpu",
     )
     wide = torch.randn(problem.m, problem.k + case.x_padding, dtype=dtype)
+    if case.loud:
+        wide *= 2.0**-8
+        wide[:, LOUD] = 50000.0
     given = Operands(
         apart(wide[:, : problem.k]),
         apart(made.words),

@@ -31,6 +31,7 @@ _TABLE = {
     r"cvt\.u16\.u32": "truncate_to_u16",
     rf"cvt\.f32\.{_ELEMENT}": "widen<emulation::Element::{element}>",
     rf"cvt\.rn\.{_ELEMENT}x2\.f32": "narrow_pair<emulation::Element::{element}>",
+    r"cvt\.rni\.s32\.f32": "round_to_int",
     r"prmt\.b32": "permute_bytes",
     r"mov\.b32": "move_halves",
     # ... Asynchronous copy
@@ -48,6 +49,8 @@ _TABLE = {
     rf"sub\.{_ELEMENT}x2": "subtract_pairs<emulation::Element::{element}>",
     rf"mul\.{_ELEMENT}x2": "multiply_pairs<emulation::Element::{element}>",
     rf"fma\.rn\.{_ELEMENT}x2": "multiply_add_pairs<emulation::Element::{element}>",
+    # Integer Arithmetic
+    r"dp4a\.s32\.s32": "dot_bytes",
     # Parallel Synchronization and Communication
     r"mbarrier\.init\.shared::cta\.b64": "barrier_init",
     r"fence\.mbarrier_init\.release\.cluster": "barrier_init_fence",
@@ -59,6 +62,7 @@ _TABLE = {
     r"barrier\.cluster\.arrive\.release\.aligned": "cluster_arrive",
     r"barrier\.cluster\.arrive\.relaxed\.aligned": "cluster_arrive_relaxed",
     r"barrier\.cluster\.wait\.acquire\.aligned": "cluster_wait",
+    r"redux\.sync\.max\.u32": "largest_of_warp",
     r"griddepcontrol\.launch_dependents": "launch_dependents",
     r"griddepcontrol\.wait": "wait_for_previous_kernel",
     # Miscellaneous
@@ -73,6 +77,7 @@ _TABLE = {
     rf"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.{_ELEMENT}\.(?P=element)\.f32": (
         "multiply_fragments<emulation::Element::{element}>"
     ),
+    r"mma\.sync\.aligned\.m16n8k32\.row\.col\.s32\.u8\.s8\.s32": "multiply_byte_fragments",
     # Asynchronous Warpgroup-Level Matrix
     r"wgmma\.fence\.sync\.aligned": "matrix_fence",
     r"wgmma\.commit_group\.sync\.aligned": "matrix_commit",

@@ -14,6 +14,7 @@ import pytest
 
 from marlinq.kernels import GROUP_SIZES, Problem
 from marlinq.kernels.decision import KERNELS, estimates
+from marlinq.kernels.stream import StreamConfig
 from marlinq.kernels.warpgroup import WarpgroupConfig
 from tests.emulation.build import Builder
 from tests.emulation.gemm import AMPERE, H200, Case, bound, run
@@ -54,6 +55,7 @@ def draw(rng: random.Random) -> Case:
                 resident=rng.choice((1, 2, 4, 8)),
                 launches=rng.choice((1, 1, 1, 2)),
                 spread=rng.choice(SPREADS),
+                loud=isinstance(config, StreamConfig) and config.digits and rng.random() < 0.3,
             )
 
 

@@ -21,6 +21,7 @@ from marlinq.kernels import (
 )
 from marlinq.kernels.decision import KERNELS, Kernel, KernelConfig, estimates
 from marlinq.kernels.gather import gather_channels
+from marlinq.kernels.stream import StreamConfig
 from marlinq.kernels.warpgroup import WarpgroupConfig
 from tests.emulation.build import Builder
 from tests.emulation.gemm import AMPERE, H200, SOURCES, Case, bound, run
@@ -165,6 +166,23 @@ def test_scales_of_every_spread(
     right(builder, Case(problem, config, seed=words, spread=spread))
     bfloat16 = replace(problem, bfloat16=True)
     right(builder, Case(bfloat16, config, dependent=True, seed=words, spread=spread))
+
+
+@pytest.mark.parametrize("loud", [False, True])
+@pytest.mark.parametrize("group", [32, 64, 128, -1])
+@pytest.mark.parametrize(("warps_n", "warps_k", "cluster"), [(1, 4, 1), (1, 4, 3), (3, 2, 2)])
+def test_one_row_in_whole_numbers(
+    builder: Builder, warps_n: int, warps_k: int, cluster: int, group: int, loud: bool
+) -> None:
+    # Columns past the last tile; a last chunk of 64 channels where groups allow it.
+    for bfloat16 in (False, True):
+        zeros = (group in (32, -1)) != bfloat16
+        problem = Problem(1, 320, 1408 if group == 128 else 1344, group, zeros, bfloat16)
+        config = StreamConfig(warps_n, warps_k, 1, 8, True, cluster, 3, 1, digits=True)
+        case = Case(
+            problem, config, dependent=cluster == 2, bias=not loud, x_padding=3, seed=group, loud=loud
+        )
+        right(builder, case)
 
 
 def test_registers_that_change_hands(builder: Builder) -> None:

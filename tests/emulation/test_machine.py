@@ -100,6 +100,41 @@ def test_arithmetic_on_pairs(probe: Probe, element: str, dtype: torch.dtype) -> 
     assert torch.equal(found[:, 7], given[0] & 0x00F0F00F | 0x12340000)
 
 
+def test_products_of_bytes(probe: Probe) -> None:
+    body = """
+    const u32 a[4] = {given[lane], given[32 + lane], given[64 + lane], given[96 + lane]};
+    const u32 b[2] = {given[128 + lane], given[160 + lane]};
+    u32 d[4] = {lane, 1, 2, 3};
+    multiply_bytes(d, a, b);
+    for (int i = 0; i < 4; ++i) out[32 * i + lane] = d[i];
+    """
+    given = torch.randint(-(2**31), 2**31, (192,), dtype=torch.int32)
+    found = probe.run(body, given, _words(128)).reshape(2, 2, 8, 4)
+    # A lane's words are four neighbours of row l / 4 (or 8 more) of A, and of column l / 4 of B.
+    a = given[:128].view(torch.uint8).reshape(2, 2, 8, 16).permute(1, 2, 0, 3).reshape(16, 32).long()
+    b = given[128:].view(torch.int8).reshape(2, 8, 16).permute(0, 2, 1).reshape(32, 8).long()
+    sums = (a @ b).reshape(2, 8, 4, 2).permute(0, 3, 1, 2)
+    started = torch.tensor([0, 1, 2, 3]).reshape(2, 2, 1, 1).expand(2, 2, 8, 4).clone()
+    started[0, 0] = torch.arange(32).reshape(8, 4)
+    assert torch.equal(found.long(), sums + started)
+
+
+def test_whole_numbers_and_the_largest_of_a_warp(probe: Probe) -> None:
+    body = """
+    out[lane] = round_to_int(__uint_as_float(given[lane]));
+    out[32 + lane] = warp_max(given[32 + lane]);
+    out[64 + lane] = dot_bytes(given[lane], given[32 + lane]);
+    """
+    numbers = torch.tensor([0.5, 1.5, -2.5, 3e9, -3e9, torch.nan, 7.49, -0.51]).repeat(4)
+    given = torch.cat([numbers.view(torch.int32), torch.arange(-16, 16, dtype=torch.int32)])
+    found = probe.run(body, given, _words(96))
+    assert found[:8].tolist() == [0, 2, -2, 2**31 - 1, -(2**31), 0, 7, -1]
+    # As numbers without a sign.
+    assert found[32:64].tolist() == [-1] * 32
+    a, b = given.view(torch.int8).reshape(2, 32, 4).int()
+    assert torch.equal(found[64:], (a * b).sum(1, dtype=torch.int32))
+
+
 def test_matrices_go_to_memory_transposed_and_come_back(probe: Probe) -> None:
     body = """
     const u32 at = shared_address(shared) + lane * 16;

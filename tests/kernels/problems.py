@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,11 +66,13 @@ def random_operands(
     zeros: bool = False,
     bias: bool = False,
     spread: str = "even",
+    silent: Sequence[int] = (),
     device: str = "cuda",
 ) -> Operands:
     """Random codes, scales of both signs, zero points over the whole range.
 
     Scales of a column differ by a factor of three at most, times what ``spread``, of :data:`SPREADS`, says.
+    The weights of ``silent`` channels are zero.
     """
     groups = 1 if group_size == -1 else k // group_size
     codes = torch.randint(0, 16, (k, n), dtype=torch.uint8, device=device)
@@ -77,6 +80,8 @@ def random_operands(
     scales = (torch.rand(groups, n, device=device) + 0.5) * 0.02 * signs
     scales = (scales * _factors(spread, groups, n, device)).to(dtype)
     points = torch.randint(0, 16, (groups, n), device=device).to(dtype) if zeros else None
+    for channel in silent:
+        codes[channel] = 8 if points is None else points[channel // (k // groups)].to(torch.uint8)
     offset = 8.0 if points is None else points.double()[:, None]
     weight = (codes.double().reshape(groups, k // groups, n) - offset) * scales.double()[:, None]
     return Operands(

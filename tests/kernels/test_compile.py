@@ -27,6 +27,15 @@ def measured() -> list[Measured]:
     return compile_all(variant for architecture in ARCHITECTURES for variant in variants(architecture))
 
 
+def stream_variant() -> Variant:
+    """One of the stream kernel with tiles of several rows."""
+    return next(
+        variant
+        for variant in variants("sm_90a")
+        if isinstance(variant.config, StreamConfig) and not variant.config.digits
+    )
+
+
 @pytest.mark.slow
 def test_no_variant_spills_on_any_architecture(measured: list[Measured]) -> None:
     wrong = [found for variant, compiled in measured if (found := trouble(variant, compiled))]
@@ -66,8 +75,7 @@ def test_the_table_is_of_the_pinned_assembler() -> None:
 
 
 def test_spills_arrays_in_memory_and_serialised_products_are_found() -> None:
-    variant = variants("sm_90a")[0]
-    assert isinstance(variant.config, StreamConfig)
+    variant = stream_variant()
     compiled = variant.compile()
     assert trouble(variant, compiled) is None
     # Eight blocks leave a quarter of the registers that the accumulators of the largest tile take.
@@ -84,8 +92,7 @@ def test_the_assembler_gives_as_many_registers_as_we_count(
     warps_n: int, warps_k: int, blocks: int, registers: int
 ) -> None:
     assert registers_of_a_thread(warps_n * warps_k, blocks) == registers
-    variant = variants("sm_90a")[0]
-    assert isinstance(variant.config, StreamConfig)
+    variant = stream_variant()
     # The largest tile takes all it can get.
     config = replace(variant.config, warps_n=warps_n, warps_k=warps_k, blocks_m=8, rows=4, min_blocks=blocks)
     assert replace(variant, config=config).compile().registers == registers

@@ -28,6 +28,7 @@ from marlinq.kernels import (
 )
 from marlinq.kernels.bulk import BulkConfig
 from marlinq.kernels.decision import Kernel, _decide, _fastest, available, blocks_together
+from marlinq.kernels.stream import StreamConfig
 from marlinq.kernels.warpgroup import WarpgroupConfig
 
 sizes = st.integers(4, 250).map(lambda i: 128 * i)
@@ -219,6 +220,24 @@ def test_batch_invariant_decisions_share_one_order(
 def test_what_scales_multiply(tile_m: int, group: int, zeros: bool, bfloat16: bool, scaling: str) -> None:
     config = WarpgroupConfig(tile_m, 2, 1, 1, 8, 1, 4, 1, 132)
     assert config.scaling(Problem(tile_m, 4096, 4096, group, zeros, bfloat16)) == scaling
+
+
+@pytest.mark.parametrize(
+    ("architecture", "m", "chosen"), [("sm_90a", 1, True), ("sm_90a", 2, False), ("sm_80", 1, False)]
+)
+def test_a_single_row_in_whole_numbers(architecture: str, m: int, chosen: bool) -> None:
+    problem = Problem(m, 6144, 4096, 128, zeros=False, bfloat16=True)
+    device = replace(H200, architecture=architecture, clusters=())
+    with forced_kernel("stream"):
+        decision = decide(problem, device)
+        # Larger batches have no such order of sums.
+        with batch_invariant():
+            invariant = decide(problem, device).config
+    assert isinstance(decision.config, StreamConfig)
+    assert isinstance(invariant, StreamConfig)
+    assert decision.config.digits == chosen
+    assert ("whole numbers" in decision.reason) == chosen
+    assert not invariant.digits
 
 
 def test_tiles_are_dealt_out_where_whole_ones_leave_multiprocessors_idle() -> None:

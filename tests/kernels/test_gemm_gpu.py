@@ -23,8 +23,9 @@ from marlinq.kernels import (
     precompile,
     w4a16_gemm,
 )
-from marlinq.kernels.decision import Kernel, KernelConfig, available
+from marlinq.kernels.decision import Kernel, KernelConfig, available, estimates
 from marlinq.kernels.launch import device_numbers, launch_gemm, precompile_variants
+from marlinq.kernels.stream import StreamConfig
 from tests.kernels.problems import (
     BOUND,
     Operands,
@@ -101,7 +102,7 @@ def shares_tiles() -> Device:
     return device
 
 
-def _dealt_out(x: Tensor, operands: Operands, config: KernelConfig) -> Tensor:
+def _of_variant(x: Tensor, operands: Operands, config: KernelConfig) -> Tensor:
     """The result of one variant; NaN where it writes nothing."""
     out = torch.full((x.shape[0], operands.words.shape[1] // 2), float("nan"), dtype=x.dtype, device=x.device)
     launch_gemm(
@@ -128,7 +129,7 @@ def test_tiles_dealt_out_in_chunks(shares_tiles: Device, number: int, dependent:
         precompile_variants((problem, config) for config in listed)
         for config in listed:
             with dependent_launches() if dependent else nullcontext():
-                results = [_dealt_out(x[:m], operands, config) for _ in range(4)]
+                results = [_of_variant(x[:m], operands, config) for _ in range(4)]
             assert relative_error(results[0], expected[:m]) < BOUND[dtype], (problem, config)
             assert all(torch.equal(result, results[0]) for result in results), (problem, config)
 
@@ -148,7 +149,7 @@ def test_blocks_that_take_tile_after_tile(shares_tiles: Device, number: int, blo
         listed = found[:: max(1, len(found) // 8)]
         precompile_variants((problem, config) for config in listed)
         for config in listed:
-            results = [_dealt_out(x[:m], operands, config) for _ in range(3)]
+            results = [_of_variant(x[:m], operands, config) for _ in range(3)]
             assert relative_error(results[0], expected[:m]) < BOUND[dtype], (problem, config)
             assert all(torch.equal(result, results[0]) for result in results), (problem, config)
 
@@ -161,7 +162,7 @@ def test_tiles_dealt_out_on_many_streams_and_in_many_graphs(
     expected = operands.reference(x)
     config = even_splits(Problem(64, 1024, 4096, 128, False, False), shares_tiles)[0]
     precompile_variants([(Problem(64, 1024, 4096, 128, False, False), config)])
-    first = _dealt_out(x, operands, config)
+    first = _of_variant(x, operands, config)
     assert relative_error(first, expected) < BOUND[torch.float16]
     torch.cuda.synchronize()
     # As if the first launch ever were part of a graph.
@@ -170,7 +171,7 @@ def test_tiles_dealt_out_on_many_streams_and_in_many_graphs(
     for _ in range(3):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            results += [_dealt_out(x, operands, config) for _ in range(4)]
+            results += [_of_variant(x, operands, config) for _ in range(4)]
         graphs.append(graph)
     streams = [torch.cuda.Stream() for _ in range(6)]
     for _ in range(30):
@@ -179,9 +180,42 @@ def test_tiles_dealt_out_on_many_streams_and_in_many_graphs(
                 graph.replay()
         for stream in streams[3:]:
             with torch.cuda.stream(stream):
-                results.append(_dealt_out(x, operands, config))
+                results.append(_of_variant(x, operands, config))
     torch.cuda.synchronize()
     assert all(torch.equal(result, first) for result in results)
+
+
+def _whole_numbers(problem: Problem) -> list[StreamConfig]:
+    """Variants for one row in whole numbers, one of every few."""
+    device = device_numbers(0)
+    estimated = (config for _, _, config in estimates(problem, device, "stream"))
+    found = [config for config in estimated if isinstance(config, StreamConfig) and config.digits]
+    if not found:
+        pytest.skip(f"no variant for one row in whole numbers is chosen on {device.architecture}")
+    return found[:: len(found) // 5]
+
+
+@pytest.mark.parametrize("loud", [False, True])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", GROUPS)
+def test_one_row_in_whole_numbers(group: int, dtype: torch.dtype, zeros: bool, loud: bool) -> None:
+    k, n = (1408 if group == 128 else 2112), 448
+    problem = Problem(1, n, k, group, zeros, dtype == torch.bfloat16)
+    # Activations 2^24 times larger than the others, at channels without weights, must not matter.
+    silent = (5, 100, 1001) if loud else ()
+    operands = random_operands(k, n, group, dtype, zeros=zeros, bias=not loud, silent=silent)
+    x = torch.randn(1, k, device="cuda").to(dtype)
+    if loud:
+        x *= 2.0**-8
+        x[:, silent] = 50000.0
+    listed = _whole_numbers(problem)
+    precompile_variants((problem, config) for config in listed)
+    for config in listed:
+        assert relative_error(_of_variant(x, operands, config), operands.reference(x)) < BOUND[dtype], config
+    for value in (torch.inf, torch.nan):
+        x[0, 70] = value
+        assert _of_variant(x, operands, listed[0]).isnan().all()
 
 
 def test_the_same_problem_gives_the_same_bits() -> None:

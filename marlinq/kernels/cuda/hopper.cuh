@@ -48,11 +48,6 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
-// Barrier `index` of the block, among `threads` threads.
-__device__ __forceinline__ void barrier_sync(int index, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(index), "r"(threads) : "memory");
-}
-
 // The map's box at element `x` of row `y` of plane `z`, for data that is read once: it leaves L2 first.
 // Elements outside the tensor arrive as zeros and count as bytes.
 __device__ __forceinline__ void copy_box_once(u32 destination, const TensorMap* map, int x, int y, int z, u32 barrier) {

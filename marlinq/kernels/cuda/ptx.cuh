@@ -59,6 +59,11 @@ __device__ __forceinline__ void copy_async_16(u32 destination, const void* sourc
                  : "memory");
 }
 
+// Barrier `index` of the block, among `threads` threads.
+__device__ __forceinline__ void barrier_sync(int index, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(index), "r"(threads) : "memory");
+}
+
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int PENDING>
@@ -80,6 +85,44 @@ __device__ __forceinline__ u32 and_or(u32 a) {
     u32 result;
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(a), "n"(MASK), "n"(BITS));
     return result;
+}
+
+// Bytes of b:a, by four nibbles of the selector.
+__device__ __forceinline__ u32 permute_bytes(u32 a, u32 b, u32 selector) {
+    u32 result;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
+    return result;
+}
+template <u32 SELECTOR>
+__device__ __forceinline__ u32 permute_bytes(u32 a, u32 b) {
+    return permute_bytes(a, b, SELECTOR);
+}
+
+__device__ __forceinline__ int round_to_int(float value) {
+    int result;
+    asm("cvt.rni.s32.f32 %0, %1;" : "=r"(result) : "f"(value));
+    return result;
+}
+
+// The largest of a warp's numbers.
+__device__ __forceinline__ u32 warp_max(u32 number) {
+    u32 result;
+    asm volatile("redux.sync.max.u32 %0, %1, %2;" : "=r"(result) : "r"(number), "r"(0xffffffffu));
+    return result;
+}
+
+// The sum of the products of four signed bytes each.
+__device__ __forceinline__ u32 dot_bytes(u32 a, u32 b) {
+    u32 result;
+    asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(0));
+    return result;
+}
+
+// d (16 x 8) += A (16 x 32, unsigned bytes) * B (32 x 8, signed bytes), whole numbers of 32 bits.
+__device__ __forceinline__ void multiply_bytes(u32 (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 // The same number or address, of which the compiler knows nothing: so it keeps nothing in registers that follows from

@@ -29,15 +29,18 @@
 // Reduction: parts meet in shared memory, slices through distributed shared memory, always in the same order, so the
 // result is the same bits every time.
 //
-// Compile-time parameters: ELEMENT, WARPS_N, WARPS_K, BLOCKS_M, ROWS, GROUP (0: channelwise), ZEROS, SCALE_SUMS, CLUSTER,
-// STAGES, MIN_BLOCKS.
+// DIGITS: a single batch row, by whole numbers (digits.cuh); BLOCKS_M, ROWS and SCALE_SUMS are 1, 8 and 1.
+//
+// Compile-time parameters: ELEMENT, WARPS_N, WARPS_K, BLOCKS_M, ROWS, GROUP (0: channelwise), ZEROS, SCALE_SUMS, DIGITS,
+// CLUSTER, STAGES, MIN_BLOCKS.
+#include "digits.cuh"
 #include "element.cuh"
 #include "reduction.cuh"
 #include "sums.cuh"
 
 constexpr int CHUNK = 16 * ROWS;  // channels in a chunk
 constexpr int PIECES = CHUNK / 8;  // 16-byte pieces of a chunk of activations
-constexpr int TILE_M = 8 * BLOCKS_M;
+constexpr int TILE_M = DIGITS ? 1 : 8 * BLOCKS_M;
 constexpr int TILE_N = 64 * WARPS_N;
 constexpr int WARPS = WARPS_N * WARPS_K;
 constexpr int THREADS = 32 * WARPS;
@@ -45,6 +48,7 @@ constexpr int GROUPS = GROUP == 0 || GROUP > CHUNK ? 1 : CHUNK / GROUP;  // grou
 constexpr int GROUP_ROWS = ROWS / GROUPS;
 static_assert(!SCALE_SUMS || GROUP <= CHUNK, "sums are scaled at group ends, which must be chunk ends");
 static_assert(PIECES >= 8, "the swizzle permutes eight pieces");
+static_assert(!DIGITS || (BLOCKS_M == 1 && ROWS == 8 && SCALE_SUMS), "digits are made of eight rows");
 
 // Bytes of a stage, by warp or part.
 constexpr int WEIGHT_BYTES = ROWS * 512;
@@ -54,6 +58,7 @@ constexpr int SCALE_BYTES = GROUPS * KINDS * 128;
 constexpr int ACTIVATIONS_AT = WARPS * WEIGHT_BYTES;
 constexpr int SCALES_AT = ACTIVATIONS_AT + WARPS_K * ACTIVATION_BYTES;
 constexpr int STAGE_BYTES = SCALES_AT + WARPS * SCALE_BYTES;
+constexpr int DIGITS_AT = STAGES * STAGE_BYTES;  // of all warps, behind the ring
 constexpr int PITCH = TILE_N + 4;  // floats a row of the reduction buffer; 4 avoids bank conflicts
 
 typedef ELEMENT E;
@@ -79,6 +84,12 @@ __device__ __forceinline__ Scales load_scales(const u16* base, int lane) {
 // The zero points behind a group's scales; anything where there are none.
 __device__ __forceinline__ Scales load_zeros(const u16* scales, int lane) {
     return ZEROS ? load_scales(scales + 64, lane) : Scales();
+}
+
+// Zero points where there are none.
+__device__ __forceinline__ Scales eights() {
+    const u32 pair = E::narrow(8.f, 8.f);
+    return {{pair, pair, pair, pair}};
 }
 
 typedef Accumulators<BLOCKS_M> Sums;
@@ -180,11 +191,18 @@ w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u
     total.clear();
     Group group;
     if (GROUP == 0) group.clear();
+    DigitSums<E> digit_sums;
+    digit_sums.clear();
+    u32* digits = reinterpret_cast<u32*>(shared + DIGITS_AT + warp * DIGIT_BYTES);
     const u16* channel_scales = reinterpret_cast<const u16*>(shared + SCALES_AT + warp * SCALE_BYTES);
 
     for (int step = 0; step < steps; ++step) {
         copy_async_wait<STAGES - 2>();
-        __syncthreads();
+        // Nobody but a part's warps side by side share anything, its activations.
+        if (WARPS_N == 1)
+            __syncwarp();
+        else
+            barrier_sync(1 + wk, 32 * WARPS_N);
         fetch_weights(step + STAGES - 1);
         fetch_activations(step + STAGES - 1);
         copy_async_commit();
@@ -193,12 +211,19 @@ w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u
 
         const u32 stage = step % STAGES * STAGE_BYTES;
         const uint4* my_weights = reinterpret_cast<const uint4*>(shared + stage + warp * WEIGHT_BYTES) + lane;
-        const u32 activations = ring + stage + ACTIVATIONS_AT + wk * ACTIVATION_BYTES;
+        const u32 activations = stage + ACTIVATIONS_AT + wk * ACTIVATION_BYTES;
         const u16* my_scales = channel_scales + (GROUP == 0 ? 0 : stage / 2);
+        if constexpr (DIGITS) {
+            digit_sums.add<GROUP_ROWS>(
+                reinterpret_cast<const u16*>(shared + activations), my_weights, digits, lane,
+                [&](int g) { return load_scales(my_scales + g * KINDS * 64, lane); },
+                [&](int g) { return ZEROS ? load_zeros(my_scales + g * KINDS * 64, lane) : eights(); });
+            continue;
+        }
 #pragma unroll
         for (int i = 0; i < ROWS; i += 2) {
             u32 fragments[BLOCKS_M][2][2];
-            load_activations(fragments, activations, i, lane);
+            load_activations(fragments, ring + activations, i, lane);
             const u16* its_scales = my_scales + i / GROUP_ROWS * KINDS * 64;
             if (i % GROUP_ROWS == 0) {
                 if (GROUP != 0) group.clear();
@@ -210,7 +235,7 @@ w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u
         }
     }
     // A part without a chunk fetched no scales: whatever its memory holds, NaN perhaps, must not meet its zeros.
-    if (GROUP == 0 && my_steps > 0)
+    if (!DIGITS && GROUP == 0 && my_steps > 0)
         group.close(total, load_scales(channel_scales, lane), load_zeros(channel_scales, lane));
 
     // The ring is drained; its memory becomes the reduction buffer [part][m][n].
@@ -218,7 +243,15 @@ w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u
     __syncthreads();
     float* buffer = reinterpret_cast<float*>(shared);
 #pragma unroll
-    for (int q = 0; q < 4; ++q)
+    for (int q = 0; q < 4; ++q) {
+        if constexpr (DIGITS) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const float sum = digit_sums.sum(q, h, lane);
+                if (lane % 4 == q) buffer[wk * PITCH + 64 * wn + 16 * q + lane / 4 + 8 * h] = sum;
+            }
+            continue;
+        }
 #pragma unroll
         for (int c = 0; c < BLOCKS_M; ++c)
 #pragma unroll
@@ -226,6 +259,7 @@ w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u
                 const int m = 8 * c + 2 * (lane % 4) + i % 2, n = 64 * wn + 16 * q + lane / 4 + 8 * (i / 2);
                 buffer[(wk * TILE_M + m) * PITCH + n] = total.value[q][c][i];
             }
+    }
     reduce_and_store<E, TILE_M, TILE_N, PITCH, WARPS_K, CLUSTER, THREADS>(buffer, bias, out, out_stride, m0, n0, M, N, rank,
                                                                           [] { __syncthreads(); });
 }

@@ -1,4 +1,8 @@
 // Arithmetic on registers: bits (PTX ISA, lop3, prmt, mov), conversions (cvt) and pairs of 16-bit floats (sub, mul, fma).
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
 #include "floats.h"
 #include "instructions.h"
 
@@ -44,6 +48,19 @@ void permute_bytes(Output<u32> result, u32 a, u32 b, u32 selector) {
         bits |= (selector >> 4 * i & 8 ? (byte & 0x80 ? 0xffu : 0u) : byte) << 8 * i;
     }
     result.set(bits);
+}
+
+void dot_bytes(Output<u32> result, u32 a, u32 b, u32 c) {
+    for (u32 shift = 0; shift < 32; shift += 8)
+        c += static_cast<u32>(static_cast<int8_t>(a >> shift) * static_cast<int8_t>(b >> shift));
+    result.set(c);
+}
+
+// To the nearest, ties to even; what no int holds becomes the nearest one, and what is undefined zero.
+void round_to_int(Output<u32> result, float value) {
+    const double rounded = std::nearbyint(static_cast<double>(value));
+    const double least = std::numeric_limits<int32_t>::min(), most = std::numeric_limits<int32_t>::max();
+    result.set(std::isnan(value) ? 0u : static_cast<u32>(static_cast<int32_t>(std::clamp(rounded, least, most))));
 }
 
 void truncate_to_u16(Output<u16> result, u32 value) { result.set(static_cast<u16>(value)); }

@@ -1,4 +1,6 @@
 // Everything that makes threads wait for each other.
+#include <algorithm>
+
 #include "machine.h"
 #include "memory.h"
 
@@ -300,6 +302,16 @@ unsigned __reduce_add_sync(unsigned mask, unsigned value) {
         for (unsigned lane = 0; lane < LANES; ++lane) *static_cast<unsigned*>(values[lane]) = sum;
     });
     return value;
+}
+
+void emulation::largest_of_warp(Output<u32> result, u32 value, u32 mask) {
+    if (mask != 0xffffffffu) fail("redux.sync of some lanes only, mask %#x", mask);
+    gather("redux.sync", &value, [](Warp&, void* const* values) {
+        u32 most = 0;
+        for (unsigned lane = 0; lane < LANES; ++lane) most = std::max(most, *static_cast<u32*>(values[lane]));
+        for (unsigned lane = 0; lane < LANES; ++lane) *static_cast<u32*>(values[lane]) = most;
+    });
+    result.set(value);
 }
 
 unsigned __shfl_sync(unsigned mask, unsigned value, int lane) {

@@ -44,7 +44,7 @@ void store_flag(u64 address, u32 value) {
     store_flag(address, value, RELEASES);
 }
 
-// mbarrier, bar, barrier.cluster, griddepcontrol, setmaxnreg (barriers.cpp).
+// mbarrier, bar, barrier.cluster, redux, griddepcontrol, setmaxnreg (barriers.cpp).
 void barrier_init(u32 barrier, u32 arrivals);
 void barrier_init_fence();
 void barrier_arrive(Sink, u32 barrier);
@@ -60,6 +60,7 @@ void cluster_arrive_relaxed();
 void cluster_wait();
 inline void launch_dependents() {}
 void wait_for_previous_kernel();
+void largest_of_warp(Output<u32> result, u32 value, u32 mask);
 void registers_grow(u32 count);
 void registers_shrink(u32 count);
 
@@ -83,6 +84,8 @@ void multiply_fragments(const std::array<Output<float>, 4>& d, const Inputs4& a,
                         const std::array<Output<float>, 4>&) {
     multiply_fragments({d[0].home, d[1].home, d[2].home, d[3].home}, a, b, ELEMENT);
 }
+// Operand A unsigned, operand B signed.
+void multiply_byte_fragments(const Outputs4& d, const Inputs4& a, const std::array<Input<u32>, 2>& b, const Outputs4&);
 
 // Asynchronous warpgroup-level matrix instructions: wgmma (warpgroup.cpp).
 void matrix_fence();
@@ -99,9 +102,11 @@ void multiply_warpgroup(const std::array<Output<float>, COLUMNS / 2>& d, const I
     multiply_warpgroup(d.data(), COLUMNS, a, descriptor, ELEMENT, accumulate != 0);
 }
 
-// Arithmetic: lop3, prmt, mov, cvt, and add, sub, mul, fma on pairs of 16-bit floats (arithmetic.cpp).
+// Arithmetic: lop3, prmt, mov, cvt, dp4a, and add, sub, mul, fma on pairs of 16-bit floats (arithmetic.cpp).
 void combine_bits(Output<u32> result, u32 a, u32 b, u32 c, u32 table);
 void permute_bytes(Output<u32> result, u32 a, u32 b, u32 selector);
+void dot_bytes(Output<u32> result, u32 a, u32 b, u32 c);
+void round_to_int(Output<u32> result, float value);
 void truncate_to_u16(Output<u16> result, u32 value);
 void move_halves(const std::array<Output<u16>, 2>& halves, u32 pair);
 void move_halves(Output<u32> pair, const std::array<Output<u16>, 2>& halves);

@@ -92,6 +92,29 @@ void multiply(Warp&, void* const* operands) {
     }
 }
 
+struct ByteOperands {
+    u32 d[4], a[4], b[2];
+};
+
+void multiply_bytes(Warp&, void* const* operands) {
+    int a[16][32], b[32][8];
+    for (unsigned lane = 0; lane < LANES; ++lane) {
+        const auto& mine = *static_cast<const ByteOperands*>(operands[lane]);
+        for (unsigned byte = 0; byte < 4; ++byte) {
+            const unsigned k = lane % 4 * 4 + byte;
+            for (unsigned i = 0; i < 4; ++i)
+                a[lane / 4 + i % 2 * 8][k + i / 2 * 16] = static_cast<uint8_t>(mine.a[i] >> 8 * byte);
+            for (unsigned i = 0; i < 2; ++i) b[k + i * 16][lane / 4] = static_cast<int8_t>(mine.b[i] >> 8 * byte);
+        }
+    }
+    for (unsigned lane = 0; lane < LANES; ++lane) {
+        auto& mine = *static_cast<ByteOperands*>(operands[lane]);
+        for (unsigned i = 0; i < 4; ++i)
+            for (unsigned k = 0; k < 32; ++k)
+                mine.d[i] += static_cast<u32>(a[lane / 4 + i / 2 * 8][k] * b[k][lane % 4 * 2 + i % 2]);
+    }
+}
+
 void check_row(u32 address, const char* instruction) {
     if (address % 16) fail("%s with a row at %u, which is no multiple of 16", instruction, address);
 }
@@ -124,6 +147,13 @@ void multiply_fragments(float* const (&d)[4], const Inputs4& a, const std::array
     FragmentOperands mine = {
         d, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}, element == Element::HALF ? Half::widen : Bfloat16::widen};
     gather("mma", &mine, multiply);
+}
+
+void multiply_byte_fragments(const Outputs4& d, const Inputs4& a, const std::array<Input<u32>, 2>& b, const Outputs4&) {
+    ByteOperands mine = {{}, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
+    for (int i = 0; i < 4; ++i) mine.d[i] = *d[i].home;
+    gather("mma", &mine, multiply_bytes);
+    for (int i = 0; i < 4; ++i) d[i].set(mine.d[i]);
 }
 
 }  // namespace emulation

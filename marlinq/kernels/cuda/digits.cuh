@@ -1,0 +1,164 @@
+// Products of one batch row in whole numbers, for the stream kernel.
+//
+// With float products a word takes five instructions and one and a quarter mma.sync (sums.cuh), and of the eight columns
+// of an mma's operand B a single row uses one. Bytes take two instructions and half an mma.m16n8k32, if all eight are used:
+//
+//   A   a word's nibbles where they are, as unsigned bytes: word & 0x0f0f0f0f and word & 0xf0f0f0f0. Bytes 0 and 2 are of
+//       column n, bytes 1 and 3 of column n + 8, of channels 2 (l%4) + {0, 1} and of the eight above, the latter times 16.
+//   B   the activations as whole numbers of 32 bits, in four signed digits of 8. Column 2 d + h holds digit d at the bytes
+//       of n + 8 h and zeros at the others, so that the two columns that share a register are summed apart.
+//
+// Whole numbers. A chunk's activations are multiplied by a power of two that brings the largest to 2^29 .. 2^30, those of
+// the upper eight channels to a sixteenth of that, and rounded. What rounding leaves (nothing, unless an activation is 2^15
+// times smaller than the largest one and has bits that low) is taken in the same way again, until nothing is left: so
+// products and sums of a group are exact, whatever the activations, but for bits below 2^-122. An infinite or undefined
+// activation makes the row NaN.
+//
+// Lanes. Lane l makes the digits of four channels of row l / 4, {2 (l%4) + 0, 1, 8, 9}, and keeps them where the eight
+// lanes of l % 4 find them. Of the sums it has digit l % 4 of columns 16 q + l / 4 + 8 h.
+#pragma once
+#include "element.cuh"
+
+constexpr int DIGIT_BYTES = 512;  // of a warp: digits of a chunk, [digit][l % 4][row] words of four channels
+
+// Activations below 2^(LEAST_EXPONENT - 127) have no power of two of their own: its inverse would not be a float.
+constexpr u32 LEAST_EXPONENT = 30, NOT_FINITE = 255;
+constexpr u32 MAGIC_BITS = 0x4b400000u;  // of 3 * 2^22: a float whose last place is one
+constexpr float MAGIC = 12582912.f;
+
+template <typename E>
+struct DigitSums {
+    float total[4][2];  // q, h
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int q = 0; q < 4; ++q) total[q][0] = total[q][1] = 0.f;
+    }
+
+    // A chunk of eight rows of words. `x` are its activations, `words` this lane's of the first row, 32 vectors from one row
+    // to the next, `digits` the warp's memory. `scales` and `zeros` give those of a group; GroupRows is its length.
+    template <int GroupRows, typename GetScales, typename GetZeros>
+    __device__ __forceinline__ void add(const u16* x, const uint4* words, u32* digits, int lane, GetScales scales,
+                                        GetZeros zeros) {
+        const u32* pairs = reinterpret_cast<const u32*>(x + lane / 4 * 16 + lane % 4 * 2);
+        const u32 lower = pairs[0], upper = pairs[4];
+        float left[4] = {widen_half<E, 0>(lower), widen_half<E, 1>(lower), widen_half<E, 0>(upper), widen_half<E, 1>(upper)};
+        bool lacks;
+        do {
+            const u32 exponent = max(largest(left) >> 23, LEAST_EXPONENT);
+            float unit;
+            const u32 plain = to_digits<GroupRows>(left, exponent, digits, lane, unit);
+            lacks = exponent != LEAST_EXPONENT && exponent != NOT_FINITE &&
+                    (left[0] != 0.f || left[1] != 0.f || left[2] != 0.f || left[3] != 0.f);
+            multiply<GroupRows>(words, digits, unit, plain, lane, scales, zeros);
+            // Only now: whoever waits for an answer before the products loses 3 % of a launch.
+        } while (__any_sync(0xffffffffu, lacks));
+    }
+
+    // The sums of columns 16 q + l / 4 + 8 h, in all lanes of l / 4.
+    __device__ __forceinline__ float sum(int q, int h, int lane) const {
+        float value = total[q][h];
+#pragma unroll
+        for (int distance = 1; distance < 4; distance *= 2)
+            value += __uint_as_float(__shfl_sync(0xffffffffu, __float_as_uint(value), lane ^ distance));
+        return value;
+    }
+
+private:
+    // The bits of the warp's largest absolute value; more than those of infinity if one is undefined.
+    static __device__ __forceinline__ u32 largest(const float (&values)[4]) {
+        u32 mine = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) mine = max(mine, __float_as_uint(values[i]) & 0x7fffffffu);
+        return warp_max(mine);
+    }
+
+    // Leaves the digits in memory, in `left` what they lack and in `unit` what this lane's digit of a sum counts. Returns
+    // that digit's sum of the activations of the group that row l / 4 belongs to.
+    template <int GroupRows>
+    static __device__ __forceinline__ u32 to_digits(float (&left)[4], u32 exponent, u32* digits, int lane, float& unit) {
+        u32 number[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 sixteenth = i < 2 ? 0 : 4;
+            const float factor = __uint_as_float((283 - sixteenth - exponent) << 23);
+            const float inverse = __uint_as_float((exponent - 29 + sixteenth) << 23);
+            const int rounded = round_to_int(left[i] * factor);
+            left[i] = fmaf(-(float)rounded, inverse, left[i]);
+            number[i] = (u32)rounded + 0x00808080u;  // the digits, the lower three more by 128
+        }
+        const u32 low[2] = {permute_bytes<0x5140>(number[0], number[1]), permute_bytes<0x5140>(number[2], number[3])};
+        const u32 high[2] = {permute_bytes<0x7362>(number[0], number[1]), permute_bytes<0x7362>(number[2], number[3])};
+        u32* mine = digits + lane % 4 * 8 + lane / 4;
+        __syncwarp();  // the chunk before has been read
+        const u32 words[4] = {permute_bytes<0x5410>(low[0], low[1]) ^ 0x80808080u, permute_bytes<0x7632>(low[0], low[1]) ^ 0x80808080u,
+                              permute_bytes<0x5410>(high[0], high[1]) ^ 0x80808080u, permute_bytes<0x7632>(high[0], high[1])};
+#pragma unroll
+        for (int d = 0; d < 4; ++d) mine[32 * d] = words[d];
+        __syncwarp();
+        unit = exponent == NOT_FINITE ? __uint_as_float(0x7fffffffu) : __uint_as_float((exponent - 29 + 8 * (lane % 4)) << 23);
+
+        // Sums over the four lanes of a row, each of which keeps one digit, then over the group's rows.
+        u32 plain[4];
+#pragma unroll
+        for (int d = 0; d < 4; ++d) plain[d] = dot_bytes(words[d], 0x10100101u);
+#pragma unroll
+        for (int d = 0; d < 4; d += 2) plain[d] = exchange_add(plain[d], plain[d + 1], lane, 1);
+        u32 sum = exchange_add(plain[0], plain[2], lane, 2);
+#pragma unroll
+        for (int distance = 4; distance < 4 * GroupRows; distance *= 2) sum += __shfl_sync(0xffffffffu, sum, lane ^ distance);
+        return sum;
+    }
+
+    // Of two sums the one that bit `distance` of the lane chooses, with what the lane at that distance has of it.
+    static __device__ __forceinline__ u32 exchange_add(u32 first, u32 second, int lane, int distance) {
+        const bool chosen = lane & distance;
+        return (chosen ? second : first) + __shfl_sync(0xffffffffu, chosen ? first : second, lane ^ distance);
+    }
+
+    template <int GroupRows, typename GetScales, typename GetZeros>
+    __device__ __forceinline__ void multiply(const uint4* words, const u32* digits, float unit, u32 plain, int lane,
+                                             GetScales scales, GetZeros zeros) {
+        // Column l / 4 of operand B: digit l / 8, at the bytes of its half.
+        const uint4* mine = reinterpret_cast<const uint4*>(digits + (lane / 8 * 4 + lane % 4) * 8);
+        const u32 first = lane / 4 % 2 ? 0x1404 : 0x4140, second = lane / 4 % 2 ? 0x3424 : 0x4342;
+        u32 sums[2][4];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const uint4 four = mine[half];
+            const u32 row_digits[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                const int row = 4 * half + r;
+                if (row % GroupRows == 0) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) sums[0][i] = sums[1][i] = MAGIC_BITS;
+                }
+                const u32 b[2] = {permute_bytes(row_digits[r], 0, first), permute_bytes(row_digits[r], 0, second)};
+                const uint4 w = words[row * 32];
+                multiply_bytes(sums[0], {w.x & 0x0f0f0f0fu, w.y & 0x0f0f0f0fu, w.x & 0xf0f0f0f0u, w.y & 0xf0f0f0f0u}, b);
+                multiply_bytes(sums[1], {w.z & 0x0f0f0f0fu, w.w & 0x0f0f0f0fu, w.z & 0xf0f0f0f0u, w.w & 0xf0f0f0f0u}, b);
+                if (row % GroupRows == GroupRows - 1) {
+                    const int group = row / GroupRows;
+                    const u32 its = GroupRows == 8 ? plain : __shfl_sync(0xffffffffu, plain, group * GroupRows * 4 + lane % 4);
+                    close(sums, (float)(int)its, unit, scales(group), zeros(group));
+                }
+            }
+        }
+    }
+
+    // After a group's last row.
+    template <typename S>
+    __device__ __forceinline__ void close(const u32 (&sums)[2][4], float activations, float unit, const S& scale, const S& zero) {
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            const float offset[2] = {widen_half<E, 0>(zero.pair[q]), widen_half<E, 1>(zero.pair[q])};
+            const float by[2] = {widen_half<E, 0>(scale.pair[q]), widen_half<E, 1>(scale.pair[q])};
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const float sum = fmaf(-offset[h], activations, __uint_as_float(sums[q / 2][q % 2 * 2 + h]) - MAGIC);
+                total[q][h] = fmaf(sum, by[h] * unit, total[q][h]);
+            }
+        }
+    }
+};
