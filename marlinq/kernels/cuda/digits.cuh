@@ -11,8 +11,8 @@
 // Whole numbers. A chunk's activations are multiplied by a power of two that brings the largest to 2^29 .. 2^30, those of
 // the upper eight channels to a sixteenth of that, and rounded. What rounding leaves (nothing, unless an activation is 2^15
 // times smaller than the largest one and has bits that low) is taken in the same way again, until nothing is left: so
-// products and sums of a group are exact, whatever the activations, but for bits below 2^-122. An infinite or undefined
-// activation makes the row NaN.
+// products, and the sums of a group's digits, are exact, whatever the activations, but for bits below 2^-122. An infinite or
+// undefined activation makes the row NaN.
 //
 // Lanes. Lane l makes the digits of four channels of row l / 4, {2 (l%4) + 0, 1, 8, 9}, and keeps them where the eight
 // lanes of l % 4 find them. Of the sums it has digit l % 4 of columns 16 q + l / 4 + 8 h.

@@ -86,7 +86,7 @@ __device__ __forceinline__ Scales load_zeros(const u16* scales, int lane) {
     return ZEROS ? load_scales(scales + 64, lane) : Scales();
 }
 
-// Zero points where there are none.
+// The zero points of symmetric weights.
 __device__ __forceinline__ Scales eights() {
     const u32 pair = E::narrow(8.f, 8.f);
     return {{pair, pair, pair, pair}};
@@ -198,7 +198,7 @@ w4a16_stream(const u16* __restrict__ x, const uint4* __restrict__ words, const u
 
     for (int step = 0; step < steps; ++step) {
         copy_async_wait<STAGES - 2>();
-        // Nobody but a part's warps side by side share anything, its activations.
+        // Only a part's warps, side by side, share something: its activations.
         if (WARPS_N == 1)
             __syncwarp();
         else
