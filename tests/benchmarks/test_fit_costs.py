@@ -51,7 +51,7 @@ def test_constants_are_found_again(tmp_path: Path) -> None:
 def test_a_search_chooses_better_than_where_it_began(tmp_path: Path) -> None:
     measured, _ = fit_costs.read(sweep(tmp_path / "sweep.json"))
     # Far enough off that other candidates are chosen.
-    off = replace(TRUTH, wave=3 * TRUTH.wave, row=TRUTH.row / 3, codes=TRUTH.codes / 3, step=4 * TRUTH.step)
+    off = replace(TRUTH, crowding=6 * TRUTH.crowding, turn=2 * TRUTH.turn)
     costs = {**{name: entry[2] for name, entry in fit_costs.KERNELS.items()}, "stream": off}
 
     def lost(constants: dict[str, object]) -> float:
