@@ -59,7 +59,7 @@ def main() -> int:
             launch = partial(_launch, given=given, out=out, config=config)
             launch(0)
             graphs[name] = capture(launch, _LAUNCHES), _LAUNCHES
-        times = time_in_turn(graphs, 1e-4)
+        times = time_in_turn(graphs, 1e-4, sustained=True)
         listed = ", ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in times.items())
         print(f"M={tile_m:<4} {words} words, {groups_n} x {parts_k} warpgroups: {listed}", flush=True)
     return 0

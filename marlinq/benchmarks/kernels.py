@@ -43,6 +43,7 @@ class _Setting:
     group_size: int
     asymmetric: bool
     explain: bool
+    sustained: bool = False
 
     def problem(self, layer: Layer, m: int) -> Problem:
         return Problem(m, layer.n, layer.k, self.group_size, self.asymmetric, self.dtype == torch.bfloat16)
@@ -69,6 +70,7 @@ def bench_kernels(
     group_size: int = 128,
     asymmetric: bool = False,
     explain: bool = False,
+    sustained: bool = False,
     shapes: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> KernelBench:
@@ -86,6 +88,8 @@ def bench_kernels(
         group_size: 32, 64, 128 or -1.
         asymmetric: measure weights with zero points.
         explain: keep the reason of every decision.
+        sustained: replay without rests, so that large products run at the GPU's power limit. The limits that
+            they are held to are those with rests all the same.
         shapes: more layers as ``NxK`` or ``NAME=NxK``.
         progress: called with (what is being done, steps done, steps in all).
 
@@ -104,7 +108,7 @@ def bench_kernels(
         raise UsageError(f"batches {list(batches)}: expected one or more numbers of at least 1")
     layers = layers_of(models, shapes, group_size)
     chosen = _device(device)
-    setting = _Setting(chosen, _DTYPES[dtype], group_size, asymmetric, explain)
+    setting = _Setting(chosen, _DTYPES[dtype], group_size, asymmetric, explain, sustained)
     ordered = tuple(sorted(set(batches)))
     if chosen.type == "cpu":
         return _on_cpu(setting, layers, ordered, dtype, progress)
@@ -165,8 +169,10 @@ def _on_gpu(
             if progress is not None:
                 progress("kernels", len(cells), total)
     timed = tuple(c.name for c in contenders if any(c.name in cell.seconds for cell in cells))
+    rests = "no rests: at the power limit" if setting.sustained else "as long at rest after each: below it"
     notes.append(
-        "L2 cold (rotating copies of weights), graph replay, contenders in turn, medians; random activations"
+        "L2 cold (rotating copies of weights), graph replay, contenders in turn, medians; random values; "
+        + rests
     )
     return KernelBench(
         hardware=hardware_line(setting.device),
@@ -246,7 +252,7 @@ def _cell(
         k=layer.k,
         nbytes=weight.nbytes + 2 * m * (layer.n + layer.k),
         floor_seconds=floor,
-        seconds=time_in_turn(graphs, 1.5 * floor),
+        seconds=time_in_turn(graphs, 1.5 * floor, sustained=setting.sustained),
         errors=errors,
         reason=setting.reason(layer, m),
     )

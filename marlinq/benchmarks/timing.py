@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import time
 from collections.abc import Callable, Mapping
 
 import torch
@@ -16,6 +17,8 @@ _MIN_LAUNCHES = 2
 _REPLAY_SECONDS = 3e-3
 _CELL_SECONDS = 30e-3
 _ROUNDS = (9, 41)
+# An H200 under full load is at its power limit after 50 to 100 ms (docs/kernels/notes.md, "Two clocks").
+_HEATING_SECONDS = 0.15
 _COLD_CACHES = 3
 _PEAK_SIZE = 8192
 
@@ -56,36 +59,50 @@ def _event() -> torch.cuda.Event:
 
 
 def time_in_turn(
-    graphs: Mapping[str, tuple[torch.cuda.CUDAGraph, int]], expected_seconds: float
+    graphs: Mapping[str, tuple[torch.cuda.CUDAGraph, int]],
+    expected_seconds: float,
+    *,
+    sustained: bool = False,
 ) -> dict[str, float]:
     """Median seconds a launch of every graph (with its launches).
 
-    Replays alternate, so drift hits all alike, in another order every round, so that no graph always follows
-    the one that heats most.
+    Replays alternate, so drift hits all alike, in another order every round. After each the GPU rests as long
+    as it took: without rests large products reach the power limit within 0.1 s, and a median over the moments
+    before and after is neither's.
 
     Args:
         graphs: by name.
         expected_seconds: about how long one launch takes, which sets the number of rounds.
+        sustained: no rests; replays begin to count when the GPU has been busy long enough to be at its limit.
     """
     replay = max((expected_seconds * launches for _, launches in graphs.values()), default=1.0)
     rounds = max(_ROUNDS[0], min(_ROUNDS[1], int(_CELL_SECONDS / replay)))
     for graph, _ in graphs.values():
         graph.replay()
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in graphs}
+    device = torch.device("cuda", torch.cuda.current_device())
+    cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
+    filler = torch.zeros(_COLD_CACHES * cache // 4, dtype=torch.int32, device=device)
+    spans: dict[str, list[float]] = {name: [] for name in graphs}
     order, chance = list(graphs), random.Random(0)
-    for _ in range(rounds):
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    while min(map(len, spans.values()), default=rounds) < rounds:
+        counts = not sustained or time.perf_counter() - begun > _HEATING_SECONDS
         chance.shuffle(order)
         for name in order:
+            # Reads that keep the GPU busy until the graph is there, whose launch takes longer from idle.
+            filler.amax()
             start, end = _event(), _event()
             start.record()
             graphs[name][0].replay()
             end.record()
-            events[name].append((start, end))
-    torch.cuda.synchronize()
-    return {
-        name: statistics.median(start.elapsed_time(end) for start, end in pairs) / 1e3 / graphs[name][1]
-        for name, pairs in events.items()
-    }
+            end.synchronize()
+            span = start.elapsed_time(end) / 1e3
+            if counts:
+                spans[name].append(span / graphs[name][1])
+            if not sustained:
+                time.sleep(span)
+    return {name: statistics.median(found) for name, found in spans.items()}
 
 
 def cold_read_seconds(words: Tensor, scales: Tensor) -> float:
@@ -129,7 +146,7 @@ def cold_read_seconds(words: Tensor, scales: Tensor) -> float:
 
 
 def peak_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of cuBLAS on an 8192 x 8192 x 8192 product of random data."""
+    """Operations a second of cuBLAS on an 8192 x 8192 x 8192 product of random data, at full clock."""
     a, b = (torch.randn(_PEAK_SIZE, _PEAK_SIZE, dtype=dtype, device=device) for _ in range(2))
     out = torch.empty_like(a)
     for _ in range(3):

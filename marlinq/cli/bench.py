@@ -58,6 +58,11 @@ def command() -> None:
 )
 @click.option("--asymmetric", is_flag=True, help="Measure weights with zero points.")
 @click.option("--explain", is_flag=True, help="Give the reason of every kernel decision.")
+@click.option(
+    "--sustained",
+    is_flag=True,
+    help="Measure without rests, large products at the GPU's power limit instead of at its full clock.",
+)
 @device_option
 @json_option
 def kernels(
@@ -69,6 +74,7 @@ def kernels(
     group_size: str,
     asymmetric: bool,
     explain: bool,
+    sustained: bool,
     device: str,
     as_json: bool,
 ) -> None:
@@ -89,6 +95,7 @@ def kernels(
             group_size=int(group_size),
             asymmetric=asymmetric,
             explain=explain,
+            sustained=sustained,
             shapes=shapes,
             progress=progress,
         )

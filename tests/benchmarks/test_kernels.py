@@ -235,7 +235,11 @@ def test_faulty_peers_are_reported_and_not_timed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kernels, "cold_read_seconds", lambda words, scales: 1e-6)
     monkeypatch.setattr(kernels, "copies_for", lambda size, device: 2)
     monkeypatch.setattr(kernels, "capture", lambda launch, launches: launch(launches - 1))
-    monkeypatch.setattr(kernels, "time_in_turn", lambda graphs, expected: dict.fromkeys(graphs, 2 * expected))
+    monkeypatch.setattr(
+        kernels,
+        "time_in_turn",
+        lambda graphs, expected, sustained: dict.fromkeys(graphs, (4 if sustained else 2) * expected),
+    )
     setting = kernels._Setting(CPU, torch.float16, 64, True, explain=False)
     found = kernels._on_gpu(setting, (Layer("l", 64, 128),), (1, 20), faults, "float16", None)
     assert found.contenders == ("marlinq", "none")
