@@ -20,6 +20,7 @@ _ROUNDS = (9, 41)
 # An H200 under full load is at its power limit after 50 to 100 ms (docs/kernels/notes.md, "Two clocks").
 _HEATING_SECONDS = 0.15
 _COLD_CACHES = 3
+_FILLERS = 4
 _PEAK_SIZE = 8192
 
 
@@ -90,8 +91,10 @@ def time_in_turn(
         counts = not sustained or time.perf_counter() - begun > _HEATING_SECONDS
         chance.shuffle(order)
         for name in order:
-            # Reads that keep the GPU busy until the graph is there, whose launch takes longer from idle.
-            filler.amax()
+            # Reads, 0.2 ms of them, that keep the GPU busy until the graph is there: a launch from idle takes
+            # longer.
+            for _ in range(_FILLERS):
+                filler.amax()
             start, end = _event(), _event()
             start.record()
             graphs[name][0].replay()
