@@ -43,6 +43,7 @@ class Device:
         shared_bytes: the most dynamic shared memory a block may have.
         bandwidth: bytes a second from device memory.
         cache_bandwidth: bytes a second from L2.
+        cache_bytes: of L2.
         tensor_rate: dense 16-bit operations a second through wgmma.
         clock: cycles a second of a multiprocessor under load.
         clusters: how many clusters of 1, 2, ... 8 blocks run at once, by how many blocks (1, 2, 3) a
@@ -54,6 +55,7 @@ class Device:
     shared_bytes: int
     bandwidth: float = 4.5e12
     cache_bandwidth: float = 6.5e12
+    cache_bytes: float = 6e7
     tensor_rate: float = 7.5e14
     clock: float = 1.755e9
     clusters: tuple[tuple[int, ...], ...] = ()

@@ -99,34 +99,37 @@ class Costs:
         cluster: seconds that two meetings of a cluster take.
         member: seconds more for every further block of a cluster.
         handover: seconds that a launch of dealt-out chunks takes beside them and its sums' way through L2.
+        scattered: share of the time of device memory that dealt-out tiles add by reading what neighbours,
+            elsewhere in K, have no more in L2.
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 7.74e-08
-    wave: float = 8.3e-07
-    latency: float = 5.79e-07
-    port: float = 1.84e11
-    row: float = 15.8
-    fragment: float = 5.26
-    issue: float = 1.84
-    exposed: float = 0.282
-    operand: float = 4.94
-    chunk: float = 58.3
-    sharing: float = 15.5
-    drain: float = 7.28
-    collision: float = 2.1
-    cache: float = 9.48
-    feed: float = 382
-    tile: float = 8.02e-07
-    staged: float = 9.35e-08
-    store: float = 4.7e10
-    reduction: float = 5.24e10
-    remote: float = 6.56e10
-    turn: float = 6.94e-08
-    cluster: float = 5.87e-07
-    member: float = 9.77e-08
-    handover: float = 2.19e-06
-    sharpness: float = 4.57
+    launch: float = 7.47e-08
+    wave: float = 1.06e-06
+    latency: float = 6.23e-07
+    port: float = 3.07e11
+    row: float = 12
+    fragment: float = 1.79
+    issue: float = 1.56
+    exposed: float = 0.374
+    operand: float = 4.93
+    chunk: float = 180
+    sharing: float = 27.3
+    drain: float = 4.88
+    collision: float = 2.01
+    cache: float = 8.08
+    feed: float = 357
+    tile: float = 1.3e-06
+    staged: float = 6.89e-08
+    store: float = 9.89e10
+    reduction: float = 3.24e10
+    remote: float = 3.63e10
+    turn: float = 8.18e-08
+    cluster: float = 5.1e-07
+    member: float = 7.47e-08
+    handover: float = 2e-06
+    scattered: float = 0.0721
+    sharpness: float = 3.91
 
 
 COSTS = Costs()
@@ -383,6 +386,22 @@ def _resident(problem: Problem, device: Device, config: WarpgroupConfig) -> int:
     return max(config.min_blocks, min(room, _REGISTERS // registers))
 
 
+def _displaced(
+    problem: Problem, device: Device, config: WarpgroupConfig, weights: float, activations: float
+) -> float:
+    """Seconds of device memory for what dealt-out tiles, each of so many bytes, don't find in L2.
+
+    They begin anywhere in K, so neighbours share only what stays there, while whole tiles run side by side.
+    """
+    tiles, grid = config.tiles(problem), config.grid(problem)
+    dealt = tiles - max(tiles // grid - 1, 0) * grid
+    rows = -(-problem.m // config.tile_m)
+    distinct = activations * min(rows, dealt) + weights * -(-dealt // rows)
+    # Both halves of the chip keep what they read.
+    missed = max(0.0, 1 - device.cache_bytes / 2 / distinct)
+    return missed * (dealt * (weights + activations) - distinct) / device.bandwidth
+
+
 def estimate(
     problem: Problem, device: Device, config: WarpgroupConfig, costs: Costs = COSTS
 ) -> tuple[float, str]:
@@ -395,7 +414,8 @@ def estimate(
     turns = -(-fed // config.parts_k)  # of the part with the most chunks
     channels = chunks / config.cluster * chunk
     weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
-    read = weights + channels * config.tile_m * 2
+    activations = channels * config.tile_m * 2
+    read = weights + activations
     # Neighbouring tiles share their weights, which come from device memory once.
     own = weights / min(-(-problem.m // config.tile_m), max(1, 1024 // config.tile_m))
     batch = min(config.tile_m, problem.m)
@@ -448,6 +468,7 @@ def estimate(
             sums = config.tile_m * config.tile_n * 4 * device.multiprocessors / device.cache_bandwidth
             seconds += share * streamed + (math.ceil(share) - 1) * earlier + last
             seconds += costs.handover + load.blocks * (1 + max(1.0, 1 / share)) * sums
+            seconds += costs.scattered * _displaced(problem, device, config, weights, activations)
         else:
             seconds += load.waves * (streamed + earlier)
     if not config.even:
