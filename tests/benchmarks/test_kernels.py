@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -252,3 +253,8 @@ def test_faulty_peers_are_reported_and_not_timed(monkeypatch: pytest.MonkeyPatch
     assert "run failed on l M=1: RuntimeError: no kernel\n" in text
     assert "prepare could not prepare l: KeyError: 'lost'" in text
     assert "no cell is more than 3% behind" in text
+    assert "as long at rest after each" in text
+    sustained = replace(setting, sustained=True)
+    found = kernels._on_gpu(sustained, (Layer("l", 64, 128),), (1,), ("none",), "float16", None)
+    assert found.cells[0].ratio("none") == pytest.approx(6)
+    assert "no rests: at the power limit" in found.render()

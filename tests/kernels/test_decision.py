@@ -263,6 +263,21 @@ def test_tiles_are_dealt_out_where_whole_ones_leave_multiprocessors_idle() -> No
     )
 
 
+def test_dealing_out_costs_what_l2_does_not_hold() -> None:
+    def seconds(m: int, k: int, *, even: bool, device: Device = H200) -> float:
+        problem = Problem(m, 4096, k, 128, False, False)
+        config = WarpgroupConfig(min(m, 128), 2, 2, 1, 8, 1, 3, 1, 132, even)
+        return warpgroup.estimate(problem, device, config)[0]
+
+    endless = replace(H200, cache_bytes=1e12)
+    # 17 MB of activations and 9 of weights stay; 59 and 31 don't, while whole tiles share all of them.
+    assert seconds(2048, 4096, even=True) == seconds(2048, 4096, even=True, device=endless)
+    assert seconds(2048, 14336, even=True) > 1.02 * seconds(2048, 14336, even=True, device=endless)
+    assert seconds(2048, 14336, even=False) == seconds(2048, 14336, even=False, device=endless)
+    # One row of tiles has nothing to share but its few activations.
+    assert seconds(64, 28672, even=True) < 1.02 * seconds(64, 28672, even=True, device=endless)
+
+
 def test_clusters_that_a_gpu_does_not_run_are_not_chosen() -> None:
     lonely = (84, 0, 0, 0, 0, 0, 0, 0)
     device = Device("sm_120a", multiprocessors=84, shared_bytes=101_376, clusters=(lonely, lonely, lonely))
