@@ -169,7 +169,7 @@ def _on_gpu(
             if progress is not None:
                 progress("kernels", len(cells), total)
     timed = tuple(c.name for c in contenders if any(c.name in cell.seconds for cell in cells))
-    rests = "no rests: at the power limit" if setting.sustained else "as long at rest after each: below it"
+    rests = "no rests: at the power limit" if setting.sustained else "as long at rest after each: full clock"
     notes.append(
         "L2 cold (rotating copies of weights), graph replay, contenders in turn, medians; random values; "
         + rests
