@@ -47,6 +47,7 @@ CASES = [
     )
     if group == -1 or shape[0] % group == 0
 ]
+BATCHES = (*range(1, 261), 777)
 
 
 def gemm(x: Tensor, operands: Operands, n_out: int | None = None) -> Tensor:
@@ -58,15 +59,19 @@ def gemm(x: Tensor, operands: Operands, n_out: int | None = None) -> Tensor:
 
 
 @pytest.fixture(scope="session")
-def compiled() -> None:
-    """Every variant the exhaustive test needs, compiled in parallel."""
-    batches = (*range(1, 261), 777)
+def compiled(request: pytest.FixtureRequest) -> None:
+    """Every variant that the exhaustive tests of this run need, compiled in parallel."""
+    cases = [
+        tuple(item.callspec.params[name] for name in ("kernel", "shape", "group", "dtype", "zeros"))
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == "test_every_batch_from_1_to_260"
+    ]
     for chosen in available(device_numbers(0)):
         with forced_kernel(chosen):
             precompile(
                 Problem(m, shape[1], shape[0], group, zeros, dtype == torch.bfloat16)
-                for kernel, shape, group, dtype, zeros in CASES
-                for m in batches
+                for kernel, shape, group, dtype, zeros in cases
+                for m in BATCHES
                 if kernel == chosen
             )
 
@@ -83,7 +88,7 @@ def test_every_batch_from_1_to_260(
     x = torch.randn(777, k, device="cuda").to(dtype)
     expected = operands.reference(x)
     errors = {}
-    for m in (*range(1, 261), 777):
+    for m in BATCHES:
         out = torch.full((m, n), float("nan"), dtype=dtype, device="cuda")
         with forced_kernel(kernel):
             launch_gemm(x[:m], operands.words, operands.scales, operands.zeros, operands.bias, group, out)
