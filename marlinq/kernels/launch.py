@@ -15,7 +15,7 @@ from marlinq.kernels.compiler import cached_cubin, compile_missing
 from marlinq.kernels.decision import KernelConfig, blocks_together, decide, demands, gains_by_overlap
 from marlinq.kernels.driver import Function, Launches, active_clusters, load_function, on_device
 from marlinq.kernels.handover import Handover
-from marlinq.kernels.operands import Operands, activation_map
+from marlinq.kernels.operands import Operands, activation_maps
 from marlinq.kernels.problem import Device, Problem
 from marlinq.kernels.stream import StreamConfig
 from marlinq.kernels.warpgroup import WarpgroupConfig
@@ -27,7 +27,7 @@ class Call:
 
     Attributes:
         launches: of the variant, all but complete.
-        box: what :func:`marlinq.kernels.operands.activation_map` takes behind the address; None where the
+        box: what :func:`marlinq.kernels.operands.activation_maps` takes behind the address; None where the
             kernel takes the address itself.
         handover: what blocks need to hand sums to each other, where they do.
     """
@@ -50,7 +50,7 @@ class Call:
         arguments = launch.arguments
         if launch.x != x:
             launch.x = x
-            arguments.x = x if self.box is None else activation_map(x, *self.box)
+            arguments.x = x if self.box is None else activation_maps(x, *self.box)
         arguments.out = out
         if self.handover is None:
             launch.start()

@@ -11,8 +11,8 @@ from torch import Tensor
 from marlinq.kernels.driver import TENSOR_MAP_BYTES, encode_tensor_map
 
 _EXTENTS = ("m", "n", "k")
-_Map = ctypes.c_ubyte * TENSOR_MAP_BYTES
-_Maps = ctypes.c_ubyte * (3 * TENSOR_MAP_BYTES)
+_ActivationMaps = ctypes.c_ubyte * (2 * TENSOR_MAP_BYTES)
+_WeightMaps = ctypes.c_ubyte * (3 * TENSOR_MAP_BYTES)
 
 
 class PlainArguments(ctypes.Structure):
@@ -28,8 +28,8 @@ class PlainArguments(ctypes.Structure):
 
 
 _MAPPED_FIELDS: tuple[tuple[str, type[ctypes.Array[Any] | ctypes._SimpleCData[Any]]], ...] = (
-    ("x", _Map),
-    ("weight", _Maps),
+    ("x", _ActivationMaps),
+    ("weight", _WeightMaps),
     *((name, ctypes.c_void_p) for name in ("scales", "zeros", "bias", "out")),
     *((name, ctypes.c_int) for name in _EXTENTS),
     ("out_stride", ctypes.c_longlong),
@@ -98,7 +98,7 @@ class Operands(NamedTuple):
         m, n, k = self._extents()
         small = self._small()
         return (
-            activation_map(self.x.data_ptr(), m, k, self.x.stride(0), tile_m),
+            activation_maps(self.x.data_ptr(), m, k, self.x.stride(0), tile_m),
             _weight_maps(self.words.data_ptr(), *small[:2], n, k, self.scales.shape[0], tiles, rows),
             *small,
             m,
@@ -122,21 +122,26 @@ class Operands(NamedTuple):
 
 # Maps hold addresses and extents only, so equal arguments give equal maps and the caches never go stale.
 @lru_cache(maxsize=4096)
-def activation_map(address: int, m: int, k: int, stride: int, tile_m: int) -> ctypes.Array[ctypes.c_ubyte]:
-    """x [M, K] in boxes of 64 columns and ``tile_m`` rows, whose rows of 128 bytes land swizzled.
+def activation_maps(address: int, m: int, k: int, stride: int, tile_m: int) -> ctypes.Array[ctypes.c_ubyte]:
+    """x [M, K] in boxes of 64 columns and a tile's rows, then in boxes of those that whole tiles leave.
+
+    Rows of 128 bytes land swizzled. No box has rows beyond x: they would arrive as zeros, but later than rows
+    that exist (docs/kernels/notes.md, "Rows beyond the batch").
 
     Args:
         address: of the first element, a multiple of 16.
         m: rows.
         k: columns.
         stride: elements from one row to the next, a multiple of 8.
-        tile_m: rows of a box.
+        tile_m: rows of a tile.
     """
     # A single row may have any stride, also one that no map can hold.
     row_bytes = 2 * (stride if m > 1 else k)
-    return _Map.from_buffer_copy(
-        encode_tensor_map(address, 2, (k, m), (row_bytes,), (64, tile_m), swizzled=True)
+    maps = b"".join(
+        encode_tensor_map(address, 2, (k, m), (row_bytes,), (64, rows), swizzled=True)
+        for rows in ((tile_m, m % tile_m) if m > tile_m and m % tile_m else (min(tile_m, m),))
     )
+    return _ActivationMaps.from_buffer_copy(maps.ljust(2 * TENSOR_MAP_BYTES, b"\0"))
 
 
 @lru_cache(maxsize=16384)
@@ -155,4 +160,4 @@ def _weight_maps(
             maps += encode_tensor_map(
                 address, 2, (64, n // 64, groups), (128, 2 * n), (64, tiles, in_box), swizzled=False
             )
-    return _Maps.from_buffer_copy(maps)
+    return _WeightMaps.from_buffer_copy(maps)

@@ -6,7 +6,9 @@
 //
 //   full    the copies' bytes have arrived                     empty    the warps that multiply the chunk are done
 //
-// What lies outside a tensor arrives as zeros and counts as bytes, so a stage always expects the same number.
+// Channels and columns outside a tensor arrive as zeros and count as bytes. Rows of activations beyond the batch stay what they
+// are, and what they give is not stored: boxes end with the batch, since zeros for missing rows arrive later than rows that
+// exist (docs/kernels/notes.md, "Rows beyond the batch").
 //
 // The including file defines TILES, TILE_M, ROWS, GROUP (0: channelwise, whose scales don't travel here), ZEROS, STAGES.
 #pragma once
@@ -33,7 +35,13 @@ constexpr int AHEAD_BYTES = 65536;
 constexpr int AHEAD = STAGE_BYTES > AHEAD_BYTES ? 1 : AHEAD_BYTES / STAGE_BYTES < STAGES ? AHEAD_BYTES / STAGE_BYTES : STAGES;
 static_assert(SLAB_BYTES % 1024 == 0 && CHUNK % 64 == 0, "slabs hold whole swizzle atoms");
 
-// Maps of words [K/16, N/64, 128] and of scales and zeros [G, N/64, 64]. That of x [M, K] has boxes of 64 columns, swizzled.
+// Maps of x [M, K] with boxes of 64 columns, swizzled, and a tile's rows, or all rows of a batch that is smaller; and of those
+// that whole tiles leave.
+struct ActivationMaps {
+    TensorMap tile, rest;
+};
+
+// Maps of words [K/16, N/64, 128] and of scales and zeros [G, N/64, 64].
 struct WeightMaps {
     TensorMap words, scales, zeros;
 };
@@ -74,15 +82,23 @@ struct Ring {
 
 // What the filling thread copies from: chunks of one column tile and one batch tile.
 struct Feed {
-    const TensorMap& x;
+    const TensorMap* x;
     const WeightMaps& maps;
     int m0, tile;  // first row of the batch, first 64-column tile
+    u32 bytes;     // of a stage
+
+    __device__ __forceinline__ Feed(const ActivationMaps& activations, const WeightMaps& weights, int M, int m0, int n0)
+        : x(m0 > 0 && M - m0 < TILE_M ? &activations.rest : &activations.tile),
+          maps(weights),
+          m0(m0),
+          tile(n0 / 64),
+          bytes(COPIED_BYTES - SLABS * 128 * max(TILE_M - (M - m0), 0)) {}
 
     __device__ __forceinline__ static int group_of(int chunk) { return GROUP == 0 ? 0 : chunk * CHUNK / (GROUP == 0 ? 1 : GROUP); }
 
     __device__ __forceinline__ void copy_weights(const Ring& ring, int chunk) const {
         const u32 at = ring.address(), barrier = ring.full + 8 * ring.stage;
-        barrier_expect(barrier, COPIED_BYTES);
+        barrier_expect(barrier, bytes);
         copy_box_once(at + WEIGHTS_AT, &maps.words, 0, tile, chunk * ROWS, barrier);
         if (GROUP != 0) copy_box_once(at + SCALES_AT, &maps.scales, 0, tile, group_of(chunk), barrier);
         if (GROUP != 0 && ZEROS) copy_box_once(at + ZEROS_AT, &maps.zeros, 0, tile, group_of(chunk), barrier);
@@ -91,7 +107,7 @@ struct Feed {
         const u32 at = ring.address(), barrier = ring.full + 8 * ring.stage;
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab)
-            copy_box(at + slab * SLAB_BYTES, &x, chunk * CHUNK + slab * 64, m0, barrier);
+            copy_box(at + slab * SLAB_BYTES, x, chunk * CHUNK + slab * 64, m0, barrier);
     }
 
     // Of the chunks begin .. begin + count - 1, the first one's weights: they depend on no earlier kernel, and the filling

@@ -64,7 +64,7 @@ __device__ __forceinline__ void load_activations(u32 (&x)[BLOCKS_M][2][2], u32 s
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims__(CLUSTER, 1, 1)
-    w4a16_bulk(const __grid_constant__ TensorMap x_map, const __grid_constant__ WeightMaps maps,
+    w4a16_bulk(const __grid_constant__ ActivationMaps x, const __grid_constant__ WeightMaps maps,
                const u16* __restrict__ scales, const u16* __restrict__ zeros, const u16* __restrict__ bias,
                u16* __restrict__ out, int M, int N, int K, i64 out_stride, int dependent) {
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
 
     Ring ring(shared, shared_address(barriers), warp == WARPS);
     const Received received(ring.stages + STAGES * STAGE_BYTES, shared_address(barriers + 2 * STAGES), rank);
-    const Feed feed{x_map, maps, m0, n0 / 64};
+    const Feed feed(x, maps, M, m0, n0);
     if (threadIdx.x == 32 * WARPS) {
         // The first chunk is requested before the other stages have barriers.
         ring.init(0, 1, WARPS_N);

@@ -395,7 +395,7 @@ __device__ __forceinline__ void carry_messages(Work work, u32* flags, u32 all_le
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims__(CLUSTER, 1, 1)
-    w4a16_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ WeightMaps maps,
+    w4a16_wgmma(const __grid_constant__ ActivationMaps x, const __grid_constant__ WeightMaps maps,
                 const u16* __restrict__ scales, const u16* __restrict__ zeros, const u16* __restrict__ bias,
                 u16* __restrict__ out, int M, int N, int K, i64 out_stride, int dependent, float* partials, u32* flags) {
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -443,7 +443,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
         ring.init(0, STAGES, GROUPS_N * 4);
         const Work work(tiles_m * tiles_n, chunks);
         const Place its = place(work.tile);
-        if (work.left()) Feed{x_map, maps, its.m0, its.n0 / 64}.start(ring, work.begin, work.count);
+        if (work.left()) Feed(x, maps, M, its.m0, its.n0).start(ring, work.begin, work.count);
     }
     __syncthreads();
     // Others need to know of the barriers alone, whose initialisation has a fence of its own.
@@ -458,10 +458,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     if (group == CONSUMERS) {
         if constexpr (SHRUNK > 0) registers_shrink<SHRUNK>();
         if (fills) {
+            // The compiler would compute it for every chunk, from a slow register.
+            ring.stages = opaque(ring.stages);
             bool begun = true;
             for (Work work(tiles_m * tiles_n, chunks); work.left(); work.next()) {
                 const Place its = place(work.tile);
-                const Feed feed{x_map, maps, its.m0, its.n0 / 64};
+                const Feed feed(x, maps, M, its.m0, its.n0);
                 if (begun)
                     feed.go_on(ring, work.begin, work.count, dependent);
                 else
