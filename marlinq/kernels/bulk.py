@@ -10,7 +10,7 @@ from typing import ClassVar
 from marlinq.kernels.costs import SCHEDULERS, overlapped, streaming_seconds
 from marlinq.kernels.operands import MappedArguments, Operands
 from marlinq.kernels.problem import Device, Problem, registers_of_a_thread
-from marlinq.kernels.stages import stage_bytes
+from marlinq.kernels.stages import chunks_on_their_way, stage_bytes, weight_bytes
 from marlinq.kernels.tiles import CODE_CLOSING, CODE_PRODUCTS, CODE_SHIFTS_BFLOAT16, WarpTiles
 
 _REGISTERS = 65536
@@ -19,6 +19,8 @@ _REGISTERS = 65536
 _REGISTERS_NEEDED = {(1, False): 128, (1, True): 128, (2, False): 128, (2, True): 168}
 _REGISTERS_OF_SHORT_GROUPS = {1: 8, 2: 32}
 _MAX_STAGES = 32
+# Bytes of weights on their way to a multiprocessor, where its rings hold many more.
+_ON_THEIR_WAY = 96 * 1024
 _LEAST_STAGES = 3  # of a part: with two, waiting and multiplying take turns
 _MAX_BLOCKS = 3  # a multiprocessor
 _WARPS = range(4, 17)
@@ -52,25 +54,25 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 1.2e-06
-    wave: float = 7.01e-07
-    latency: float = 5.52e-07
-    crowding: float = 1.44
-    port: float = 5.31e10
-    row: float = 82.3
-    codes: float = 32.7
-    product: float = 3.33
-    closing: float = 48.4
-    stalls: float = 0.523
-    chunk: float = 48.3
-    sharing: float = 8.45
-    copy: float = 7.62e10
-    feed: float = 371
-    box: float = 1.07
-    reduction: float = 5.28e10
-    cluster: float = 1.17e-07
-    member: float = 1.56e-07
-    sharpness: float = 7.7
+    launch: float = 1.51e-06
+    wave: float = 2.82e-07
+    latency: float = 5.15e-07
+    crowding: float = 1.94
+    port: float = 7e10
+    row: float = 85.2
+    codes: float = 35.4
+    product: float = 2.95
+    closing: float = 57.6
+    stalls: float = 0.431
+    chunk: float = 158
+    sharing: float = 3.91
+    copy: float = 4.65e10
+    feed: float = 170
+    box: float = 0.602
+    reduction: float = 2.36e10
+    cluster: float = 5.99e-08
+    member: float = 6.14e-08
+    sharpness: float = 12.4
 
 
 COSTS = Costs()
@@ -102,6 +104,11 @@ class BulkConfig(WarpTiles):
         received = self.parts * slots * self.blocks_m * 512
         return self.stages * stage_bytes(problem, self.tile_m, self.tile_n, self.rows) + received + 1024
 
+    def window(self, problem: Problem) -> int:
+        """Chunks of a block on their way at once."""
+        chunk = weight_bytes(problem, self.tile_n, self.rows)
+        return chunks_on_their_way(chunk, self.stages, self.min_blocks, _ON_THEIR_WAY)
+
     def defines(self, problem: Problem) -> dict[str, object]:
         """The preprocessor definitions of the variant."""
         return {
@@ -114,6 +121,7 @@ class BulkConfig(WarpTiles):
             "ZEROS": int(problem.zeros),
             "CLUSTER": self.cluster,
             "STAGES": self.stages,
+            "WINDOW": self.window(problem),
             "MIN_BLOCKS": self.min_blocks,
         }
 

@@ -71,7 +71,7 @@ class Costs:
     product: float = 10.2
     closing: float = 3.67
     scaling: float = 22.3
-    stalls: float = 0.698
+    stalls: float = 0.616
     step: float = 422
     turn: float = 365
     reduction: float = 1.34e11

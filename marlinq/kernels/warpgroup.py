@@ -12,7 +12,7 @@ from marlinq.kernels.costs import overlapped, round_trip, streaming_seconds
 from marlinq.kernels.handover import Handover
 from marlinq.kernels.operands import Operands, WarpgroupArguments
 from marlinq.kernels.problem import Device, Load, Problem, registers_of_a_thread
-from marlinq.kernels.stages import stage_bytes
+from marlinq.kernels.stages import chunks_on_their_way, stage_bytes, weight_bytes
 
 # Registers of a multiplying thread beside its accumulators and operand fragments: by the words of a vector
 # that a lane takes, with zero points, where one instruction subtracts and scales, where tiles are dealt out
@@ -62,6 +62,8 @@ _SHAPES = (
     (1, 3, 1),
 )
 _MAX_STAGES = 12
+# Bytes of weights on their way to a multiprocessor, where its rings hold many more.
+_ON_THEIR_WAY = 66 * 1024
 # Larger clusters have to run all at once: never faster otherwise, while two slices can fill the last wave.
 _ALWAYS = 2
 _REGISTERS = 65536
@@ -90,6 +92,7 @@ class Costs:
         collision: how much of a queue one waits for (:func:`marlinq.kernels.costs.round_trip`).
         cache: share of :attr:`Device.cache_bandwidth` that is reached.
         feed: cycles of the filling thread for a chunk.
+        order: further ones to ask for a chunk's zero points.
         tile: seconds of an unsplit tile's end.
         staged: the same where others store it while the next tile is multiplied.
         store: bytes a second of an unsplit tile that a multiprocessor narrows and stores.
@@ -104,32 +107,33 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
     """
 
-    launch: float = 7.47e-08
+    launch: float = 8.63e-08
     wave: float = 1.06e-06
-    latency: float = 6.23e-07
-    port: float = 3.07e11
-    row: float = 12
-    fragment: float = 1.79
-    issue: float = 1.56
-    exposed: float = 0.374
-    operand: float = 4.93
-    chunk: float = 180
-    sharing: float = 27.3
-    drain: float = 4.88
-    collision: float = 2.01
-    cache: float = 8.08
-    feed: float = 357
-    tile: float = 1.3e-06
-    staged: float = 6.89e-08
-    store: float = 9.89e10
-    reduction: float = 3.24e10
-    remote: float = 3.63e10
-    turn: float = 8.18e-08
-    cluster: float = 5.1e-07
-    member: float = 7.47e-08
-    handover: float = 2e-06
-    scattered: float = 0.0721
-    sharpness: float = 3.91
+    latency: float = 7.34e-07
+    port: float = 2e11
+    row: float = 22.2
+    fragment: float = 1.69
+    issue: float = 1.59
+    exposed: float = 0.164
+    operand: float = 2.71
+    chunk: float = 351
+    sharing: float = 14.2
+    drain: float = 2.42
+    collision: float = 1.62
+    cache: float = 15.6
+    feed: float = 112
+    order: float = 52.9
+    tile: float = 1.26e-06
+    staged: float = 5.79e-08
+    store: float = 7.5e10
+    reduction: float = 2.23e10
+    remote: float = 3.29e10
+    turn: float = 6.88e-08
+    cluster: float = 7.1e-07
+    member: float = 1.33e-07
+    handover: float = 8.5e-07
+    scattered: float = 0.0818
+    sharpness: float = 4.19
 
 
 COSTS = Costs()
@@ -277,6 +281,11 @@ class WarpgroupConfig:
         blocks = self.grid(problem)
         return Handover(floats=blocks * self.tile_m * self.tile_n, flags=blocks)
 
+    def window(self, problem: Problem) -> int:
+        """Chunks of a block on their way at once."""
+        chunk = weight_bytes(problem, self.tile_n, self.rows)
+        return chunks_on_their_way(chunk, self.stages, self.min_blocks, _ON_THEIR_WAY)
+
     def defines(self, problem: Problem) -> dict[str, object]:
         """The preprocessor definitions of the variant."""
         return {
@@ -291,6 +300,7 @@ class WarpgroupConfig:
             "SCALING": self.scaling(problem),
             "CLUSTER": self.cluster,
             "STAGES": self.stages,
+            "WINDOW": self.window(problem),
             "MIN_BLOCKS": self.min_blocks,
             "EVEN": int(self.even),
             "APART": int(self.apart(problem)),
@@ -455,7 +465,7 @@ def estimate(
         )
         times["products"] = turns * work
         times["tensor cores"] = load.blocks * fed * config.groups_n * config.rows * columns
-        times["the feed"] = fed * costs.feed / device.clock
+        times["the feed"] = fed * (costs.feed + costs.order * problem.zeros) / device.clock
         streamed, busiest = overlapped(times, costs.sharpness)
         begun = config.rows * (waited + dequantised + multiplied)
         last = begun + load.blocks * ends / rate

@@ -566,7 +566,7 @@ FAULTS = [
                 "scales of the group before",
                 "SCALING == FUSED ? 2 : 1",
                 "SCALING == FUSED ? 3 : 1",
-                f"without waiting|asynchronous copy|{WRONG}",
+                f"without waiting|asynchronous copy|overwrites what|{WRONG}",
             ),
         ],
     ),

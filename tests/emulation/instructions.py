@@ -43,7 +43,8 @@ _TABLE = {
         "copy_tensor_3d"
     ),
     r"st\.async\.weak\.shared::cluster\.mbarrier::complete_tx::bytes\.v4\.b32": "store_async_v4",
-    # Logic and Shift, Half-Precision Floating-Point
+    # Comparison and Selection, Logic and Shift, Half-Precision Floating-Point
+    r"selp\.u32": "select",
     r"lop3\.b32": "combine_bits",
     rf"add\.{_ELEMENT}x2": "add_pairs<emulation::Element::{element}>",
     rf"sub\.{_ELEMENT}x2": "subtract_pairs<emulation::Element::{element}>",
@@ -63,6 +64,7 @@ _TABLE = {
     r"barrier\.cluster\.arrive\.relaxed\.aligned": "cluster_arrive_relaxed",
     r"barrier\.cluster\.wait\.acquire\.aligned": "cluster_wait",
     r"redux\.sync\.max\.u32": "largest_of_warp",
+    r"elect\.sync": "elect",
     r"griddepcontrol\.launch_dependents": "launch_dependents",
     r"griddepcontrol\.wait": "wait_for_previous_kernel",
     # Miscellaneous
@@ -188,6 +190,8 @@ def _arguments(text: str, operands: list[Operand]) -> list[str]:
             arguments.append(operands[int(part[1:])].to_cpp())
         elif part == "_":
             arguments.append("emulation::Sink()")
+        elif sink := re.fullmatch(r"_\|(\w+)", part):
+            arguments.append(sink[1])
         elif re.fullmatch(r"\w+", part):
             arguments.append(part)
         else:

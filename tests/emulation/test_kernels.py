@@ -19,6 +19,7 @@ from marlinq.kernels import (
     forced_kernel,
     gather,
 )
+from marlinq.kernels.bulk import BulkConfig
 from marlinq.kernels.decision import KERNELS, Kernel, KernelConfig, estimates
 from marlinq.kernels.gather import gather_channels
 from marlinq.kernels.stream import StreamConfig
@@ -96,6 +97,25 @@ def test_the_shallowest_ring(builder: Builder, kernel: Kernel) -> None:
     problem = Problem(16, 448, 1088, 64, zeros=True, bfloat16=False)
     config = next(config for _, _, config in estimates(problem, H200, kernel) if config.parts == 1)
     right(builder, Case(problem, replace(config, stages=3 if kernel == "stream" else 2)))
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        (BulkConfig(4, 1, 1, 8, 1, 7, 1), 6),
+        (BulkConfig(4, 2, 1, 8, 1, 4, 2), 3),
+        (WarpgroupConfig(16, 4, 1, 1, 8, 1, 7, 1, 132), 4),
+        (WarpgroupConfig(16, 4, 2, 1, 8, 1, 4, 1, 2), 2),
+        (WarpgroupConfig(16, 4, 2, 1, 8, 1, 4, 1, 2, even=True), 2),
+    ],
+)
+def test_fewer_chunks_on_their_way_than_stages(
+    builder: Builder, config: BulkConfig | WarpgroupConfig, window: int, dependent: bool
+) -> None:
+    problem = Problem(11, 1088, 1344, 64, zeros=False, bfloat16=False)
+    assert config.window(problem) == window < config.stages
+    right(builder, Case(problem, config, dependent=dependent))
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])

@@ -10,7 +10,10 @@
 // are, and what they give is not stored: boxes end with the batch, since zeros for missing rows arrive later than rows that
 // exist (docs/kernels/notes.md, "Rows beyond the batch").
 //
-// The including file defines TILES, TILE_M, ROWS, GROUP (0: channelwise, whose scales don't travel here), ZEROS, STAGES.
+// Of the ring's chunks no more than WINDOW are on their way at once: memory that is asked for more than it needs to be busy
+// gives less (docs/kernels/notes.md, "Chunks on their way").
+//
+// The including file defines TILES, TILE_M, ROWS, GROUP (0: channelwise, whose scales don't travel here), ZEROS, STAGES, WINDOW.
 #pragma once
 #include "hopper.cuh"
 
@@ -32,7 +35,8 @@ constexpr int STAGE_BYTES = (COPIED_BYTES + 1023) / 1024 * 1024;
 // Chunks that a dependent launch requests before the wait for the previous kernel. More bytes than these would hold up that
 // kernel's own requests (docs/kernels/notes.md, "Dependent chain").
 constexpr int AHEAD_BYTES = 65536;
-constexpr int AHEAD = STAGE_BYTES > AHEAD_BYTES ? 1 : AHEAD_BYTES / STAGE_BYTES < STAGES ? AHEAD_BYTES / STAGE_BYTES : STAGES;
+constexpr int AHEAD = STAGE_BYTES > AHEAD_BYTES ? 1 : AHEAD_BYTES / STAGE_BYTES < WINDOW ? AHEAD_BYTES / STAGE_BYTES : WINDOW;
+static_assert(0 < WINDOW && WINDOW <= STAGES, "what is on its way has a stage");
 static_assert(SLAB_BYTES % 1024 == 0 && CHUNK % 64 == 0, "slabs hold whole swizzle atoms");
 
 // Maps of x [M, K] with boxes of 64 columns, swizzled, and a tile's rows, or all rows of a batch that is smaller; and of those
@@ -80,6 +84,26 @@ struct Ring {
     }
 };
 
+// How many chunks are on their way, and the first of them.
+struct Window {
+    Ring first;
+    int chunks;
+
+    // With none yet, of the ring that is to be filled.
+    __device__ __forceinline__ explicit Window(const Ring& ring) : first(ring), chunks(0) { first.parity = 0; }
+
+    // Until there is room for one more.
+    __device__ __forceinline__ void admit() {
+        if (WINDOW == STAGES) return;  // whose stage is free, then
+        if (chunks < WINDOW) {
+            ++chunks;
+        } else {
+            first.wait_full();
+            first.advance();
+        }
+    }
+};
+
 // What the filling thread copies from: chunks of one column tile and one batch tile.
 struct Feed {
     const TensorMap* x;
@@ -116,7 +140,7 @@ struct Feed {
         if (count > 0) copy_weights(ring, begin);
     }
     // What `start` has begun. A dependent launch requests more weights before its wait for the previous kernel.
-    __device__ __forceinline__ void go_on(Ring& ring, int begin, int count, bool dependent) const {
+    __device__ __forceinline__ void go_on(Ring& ring, Window& window, int begin, int count, bool dependent) const {
         const Ring first = ring;
         const int ahead = min(dependent ? AHEAD : 1, count);
 #pragma unroll 1
@@ -126,11 +150,13 @@ struct Feed {
         ring = first;
 #pragma unroll 1
         for (int i = 0; i < ahead; ++i, ring.advance()) copy_activations(ring, begin + i);
-        fill(ring, begin + ahead, count - ahead);
+        window.chunks = ahead;
+        fill(ring, window, begin + ahead, count - ahead);
     }
-    __device__ __forceinline__ void fill(Ring& ring, int begin, int count) const {
+    __device__ __forceinline__ void fill(Ring& ring, Window& window, int begin, int count) const {
 #pragma unroll 1
         for (int i = 0; i < count; ++i, ring.advance()) {
+            window.admit();
             ring.wait_empty();
             copy_weights(ring, begin + i);
             copy_activations(ring, begin + i);

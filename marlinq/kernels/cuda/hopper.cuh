@@ -8,6 +8,15 @@ struct __align__(64) TensorMap {
     unsigned char bytes[128];
 };
 
+// Whether this lane is the one of its warp, all of whose lanes ask, that acts for all. In a branch on nothing but this and what the
+// warp agrees on, the compiler knows that a single lane is active. Elsewhere it puts a loop over lanes around each tensor
+// copy, whose operands are in uniform registers, and 80 cycles a copy with it.
+__device__ __forceinline__ bool elected() {
+    u32 chosen;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(chosen));
+    return chosen;
+}
+
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }

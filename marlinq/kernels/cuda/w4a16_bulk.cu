@@ -16,7 +16,7 @@
 // nobody waits for a ring to drain.
 //
 // Compile-time parameters: ELEMENT, WARPS_N, WARPS_K, BLOCKS_M, ROWS, GROUP (0: channelwise), ZEROS, CLUSTER, STAGES,
-// MIN_BLOCKS.
+// WINDOW, MIN_BLOCKS.
 #include "element.cuh"
 #include "sums.cuh"
 
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     Ring ring(shared, shared_address(barriers), warp == WARPS);
     const Received received(ring.stages + STAGES * STAGE_BYTES, shared_address(barriers + 2 * STAGES), rank);
     const Feed feed(x, maps, M, m0, n0);
-    if (threadIdx.x == 32 * WARPS) {
+    if (warp == WARPS && elected()) {
         // The first chunk is requested before the other stages have barriers.
         ring.init(0, 1, WARPS_N);
         feed.start(ring, begin, count);
@@ -95,8 +95,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     if (CLUSTER > 1) cluster_arrive_relaxed();
 
     if (warp == WARPS) {
-        if (lane == 0) {
-            feed.go_on(ring, begin, count, dependent);
+        if (elected()) {
+            // The compiler would compute it for every chunk, from a slow register.
+            ring.stages = opaque(ring.stages);
+            Window window(ring);
+            feed.go_on(ring, window, begin, count, dependent);
             launch_dependents();
         }
         return;

@@ -47,7 +47,7 @@
 // weights' fragments in 16 bits, more instructions a weight and fewer registers.
 //
 // Compile-time parameters: ELEMENT, TILE_M, WORDS, GROUPS_N, PARTS_K, ROWS, GROUP (0: channelwise), ZEROS, SCALING,
-// CLUSTER, STAGES, MIN_BLOCKS, EVEN, APART, PUSHED, GROWN and SHRUNK (registers of a multiplying and a copying thread; 0: as
+// CLUSTER, STAGES, WINDOW, MIN_BLOCKS, EVEN, APART, PUSHED, GROWN and SHRUNK (registers of a multiplying and a copying thread; 0: as
 // launched).
 #include "element.cuh"
 
@@ -432,8 +432,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     const auto drained = [&](int g) { return all_there + 16 + 16 * g; };
     const auto scratch_of = [&](int g) { return ring.stages + STAGES * STAGE_BYTES + g * SCRATCH_BYTES; };
     const Received received(ring.stages + STAGES * STAGE_BYTES, extra_barriers, rank);
-    const bool fills = threadIdx.x == CONSUMERS * 128;
-    if (fills) {
+    if (group == CONSUMERS && warp == 0 && elected()) {
         if (EVEN) {
             barrier_init(all_left, CONSUMERS * 4);
             barrier_init(all_there, 1);
@@ -457,17 +456,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims
     };
     if (group == CONSUMERS) {
         if constexpr (SHRUNK > 0) registers_shrink<SHRUNK>();
-        if (fills) {
+        if (warp == 0 && elected()) {
             // The compiler would compute it for every chunk, from a slow register.
             ring.stages = opaque(ring.stages);
+            Window window(ring);
             bool begun = true;
             for (Work work(tiles_m * tiles_n, chunks); work.left(); work.next()) {
                 const Place its = place(work.tile);
                 const Feed feed(x, maps, M, its.m0, its.n0);
                 if (begun)
-                    feed.go_on(ring, work.begin, work.count, dependent);
+                    feed.go_on(ring, window, work.begin, work.count, dependent);
                 else
-                    feed.fill(ring, work.begin, work.count);
+                    feed.fill(ring, window, work.begin, work.count);
                 begun = false;
             }
             launch_dependents();

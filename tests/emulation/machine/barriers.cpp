@@ -314,6 +314,14 @@ void emulation::largest_of_warp(Output<u32> result, u32 value, u32 mask) {
     result.set(value);
 }
 
+// Always the same lane, as the specification wants, which does not say which.
+void emulation::elect(bool& chosen, u32 mask) {
+    if (mask != 0xffffffffu) fail("elect.sync of some lanes only, mask %#x", mask);
+    gather("elect.sync", &chosen, [](Warp&, void* const* lanes) {
+        for (unsigned lane = 0; lane < LANES; ++lane) *static_cast<bool*>(lanes[lane]) = lane == 13;
+    });
+}
+
 unsigned __shfl_sync(unsigned mask, unsigned value, int lane) {
     using namespace emulation;
     if (mask != 0xffffffffu) fail("__shfl_sync of some lanes only, mask %#x", mask);

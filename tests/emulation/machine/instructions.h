@@ -44,7 +44,7 @@ void store_flag(u64 address, u32 value) {
     store_flag(address, value, RELEASES);
 }
 
-// mbarrier, bar, barrier.cluster, redux, griddepcontrol, setmaxnreg (barriers.cpp).
+// mbarrier, bar, barrier.cluster, redux, elect, griddepcontrol, setmaxnreg (barriers.cpp).
 void barrier_init(u32 barrier, u32 arrivals);
 void barrier_init_fence();
 void barrier_arrive(Sink, u32 barrier);
@@ -61,6 +61,8 @@ void cluster_wait();
 inline void launch_dependents() {}
 void wait_for_previous_kernel();
 void largest_of_warp(Output<u32> result, u32 value, u32 mask);
+void elect(bool& chosen, u32 mask);
+inline void select(Output<u32> result, u32 first, u32 second, bool chosen) { result.set(chosen ? first : second); }
 void registers_grow(u32 count);
 void registers_shrink(u32 count);
 
