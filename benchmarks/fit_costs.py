@@ -101,7 +101,8 @@ def read(paths: Iterable[Path]) -> tuple[list[Measured], int]:
     skipped = 0
     for sweep, path in enumerate(paths):
         for row in json.loads(path.read_text())["rows"]:
-            problem = Problem(row["m"], row["n"], row["k"], row.get("group_size", 128), False, False)
+            group, zeros = row.get("group_size", 128), row.get("asymmetric", False)
+            problem = Problem(row["m"], row["n"], row["k"], group, zeros, False)
             cell = row["layer"], row["m"], sweep
             for candidate in row["candidates"]:
                 kernel = candidate["kernel"]

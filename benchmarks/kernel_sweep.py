@@ -142,7 +142,8 @@ def main() -> int:
         weight = random_weight(layer, group, asymmetric=asymmetric, dtype=torch.float16, device=device)
         timed = measure(weight, problem.m, found, device)
         show(layer.name, problem.m, timed, arguments.show)
-        rows.append({"layer": layer.name, "n": layer.n, "k": layer.k, "m": problem.m, "candidates": timed})
+        row = {"layer": layer.name, "n": layer.n, "k": layer.k, "m": problem.m}
+        rows.append({**row, "group_size": group, "asymmetric": asymmetric, "candidates": timed})
         # A sweep that is cut off keeps what it has.
         if arguments.json:
             arguments.json.write_text(json.dumps({"hardware": hardware_line(device), "rows": rows}))
