@@ -94,7 +94,7 @@ struct Window {
 
     // Until there is room for one more.
     __device__ __forceinline__ void admit() {
-        if (WINDOW == STAGES) return;  // whose stage is free, then
+        if (WINDOW == STAGES) return;  // a free stage is room enough
         if (chunks < WINDOW) {
             ++chunks;
         } else {
