@@ -64,7 +64,7 @@ def compiled(request: pytest.FixtureRequest) -> None:
     cases = [
         tuple(item.callspec.params[name] for name in ("kernel", "shape", "group", "dtype", "zeros"))
         for item in request.session.items
-        if isinstance(item, pytest.Function) and item.originalname == "test_every_batch_from_1_to_260"
+        if isinstance(item, pytest.Function) and item.originalname == test_every_batch_from_1_to_260.__name__
     ]
     for chosen in available(device_numbers(0)):
         with forced_kernel(chosen):
