@@ -49,7 +49,7 @@ docs: $(INSTALLED)
 	$(BIN)/python -m marlinq.kernels.resources docs/kernels/resources.md
 
 gpu: $(INSTALLED)
-	$(BIN)/python benchmarks/gpu_checks.py build/gpu $(GPU_ARGS)
+	$(BIN)/python lab/kernels/gpu_checks.py build/gpu $(GPU_ARGS)
 
 # The published peers need older companions than ours, and than each other's: environments of their own.
 INTEROP := build/interop

@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _API = {
-    "quantize": "marlinq.pipeline",
-    "convert": "marlinq.conversion",
-    "verify": "marlinq.verification",
-    "inspect": "marlinq.inspection",
+    "quantize": "marlinq.operations.quantize",
+    "convert": "marlinq.operations.convert",
+    "verify": "marlinq.operations.verify",
+    "inspect": "marlinq.operations.inspect",
     "load": "marlinq.runtime",
-    "evaluate": "marlinq.evaluation",
+    "evaluate": "marlinq.operations.evaluate",
 }
 __all__ = ["__version__", "convert", "evaluate", "inspect", "load", "quantize", "verify"]
 
 if TYPE_CHECKING:
-    from marlinq.conversion import convert
-    from marlinq.evaluation import evaluate
-    from marlinq.inspection import inspect
-    from marlinq.pipeline import quantize
+    from marlinq.operations.convert import convert
+    from marlinq.operations.evaluate import evaluate
+    from marlinq.operations.inspect import inspect
+    from marlinq.operations.quantize import quantize
+    from marlinq.operations.verify import verify
     from marlinq.runtime import load
-    from marlinq.verification import verify
 
 
 def __getattr__(name: str) -> Any:

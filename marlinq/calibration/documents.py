@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from marlinq.errors import CheckpointError, EnvironmentProblem, UsageError
+from marlinq.core.errors import CheckpointError, EnvironmentProblem, UsageError
 
 MIN_TOKENS = 16
 """Shorter documents (headings, blank fragments) are passed over: they hold no context worth measuring."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from marlinq.calibration.documents import MIN_TOKENS, Document
-from marlinq.errors import NumericsError
+from marlinq.core.errors import NumericsError
 
 _TOP_K = 50
 _ROWS = 64

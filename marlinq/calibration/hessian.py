@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from marlinq.errors import NumericsError, UnsupportedError
+from marlinq.core.errors import NumericsError, UnsupportedError
 
 _CHUNK_ROWS = 8192
 

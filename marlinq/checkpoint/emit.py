@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from marlinq import __version__
-from marlinq.errors import ConversionRefused
+from marlinq.core.errors import ConversionRefused
 from marlinq.formats import ModuleSpec
 
 # Loaders that fuse these match rules against the fused name, others against the parts (docs/formats.md).

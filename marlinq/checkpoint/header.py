@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from marlinq.errors import CheckpointError
+from marlinq.core.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
 """The cap that the safetensors library sets too."""

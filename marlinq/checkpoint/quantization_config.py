@@ -14,8 +14,8 @@ from typing import Any
 import regex
 
 from marlinq.checkpoint.reader import QUANTIZE_CONFIGS, read_json
-from marlinq.errors import CheckpointError, UnsupportedError
-from marlinq.formats.gptq import WORD_ADD_WRITER
+from marlinq.core.errors import CheckpointError, UnsupportedError
+from marlinq.formats.layouts.gptq import WORD_ADD_WRITER
 
 _MAX_PATTERN = 10_000
 # A hostile pattern can backtrack for longer than anybody lives; an honest one takes microseconds.
@@ -63,7 +63,8 @@ class QuantizationConfig:
         format: the name of the layout in :data:`marlinq.formats.FORMATS`.
         default: settings of modules that no rule names; None when only the rules quantise.
         rules: ordered, the first match wins.
-        zero_writer: who packed GPTQ v1 zeros, where the config tells (see :mod:`marlinq.formats.gptq`).
+        zero_writer: who packed GPTQ v1 zeros, where the config tells
+            (see :mod:`marlinq.formats.layouts.gptq`).
         raw: the dict as found.
     """
 

@@ -9,7 +9,7 @@ import torch
 
 from marlinq.checkpoint.quantization_config import QuantizationConfig, read_quantization_config
 from marlinq.checkpoint.reader import Checkpoint
-from marlinq.errors import CheckpointError, MarlinqError, UnsupportedError
+from marlinq.core.errors import CheckpointError, MarlinqError, UnsupportedError
 from marlinq.formats import FORMATS, Format, Grid, ModuleSpec, QuantizedTensor, TensorSpec
 
 _EMBEDDING_MARKS = ("embed", "wte", "wpe", "norm")

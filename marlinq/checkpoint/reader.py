@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from marlinq.checkpoint.header import TensorInfo, parse_json, read_header, read_tensor, reading
-from marlinq.errors import CheckpointError, EnvironmentProblem
+from marlinq.core.errors import CheckpointError, EnvironmentProblem
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"

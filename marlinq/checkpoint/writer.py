@@ -30,7 +30,7 @@ from marlinq.checkpoint.header import (
     tensor_bytes,
 )
 from marlinq.checkpoint.reader import CONFIG, INDEX, MANIFEST, SINGLE, Checkpoint
-from marlinq.errors import CheckpointError, OutputError
+from marlinq.core.errors import CheckpointError, OutputError
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 _JOURNAL = "journal.jsonl"

@@ -16,7 +16,7 @@ import click
 
 from marlinq import __version__
 from marlinq.cli.output import print_error, show_warnings_briefly
-from marlinq.errors import MarlinqError, UsageError
+from marlinq.core.errors import MarlinqError, UsageError
 
 COMMANDS = {
     "quantize": "marlinq.cli.quantize",
@@ -58,7 +58,7 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the code of what happened.
 
-    0 means success; the errors of ``marlinq.errors`` have their own codes (a usage error is 2, as in
+    0 means success; the errors of ``marlinq.core.errors`` have their own codes (a usage error is 2, as in
     click); 130 means interrupted. Anything else is a bug and keeps its traceback.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)

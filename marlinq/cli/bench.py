@@ -83,7 +83,7 @@ def kernels(
     Models: gemma-2-9b, llama-3-70b, llama-3-8b, mistral-7b, mixtral-8x7b, qwen3-32b, qwen3-8b, smollm2-135m;
     without --model and --shape, llama-3-8b.
     """
-    from marlinq.benchmarks import bench_kernels
+    from marlinq.operations.bench import bench_kernels
 
     with progress_bar() as progress:
         report = bench_kernels(
@@ -122,7 +122,7 @@ def decode(
     as_json: bool,
 ) -> None:
     """Measure prefill and decode speed and the time to the first token with the checkpoint CKPT."""
-    from marlinq.benchmarks import bench_decode
+    from marlinq.operations.bench import bench_decode
 
     with progress_bar() as progress:
         report = bench_decode(

@@ -8,8 +8,8 @@ import click
 
 from marlinq.cli.options import FOLDER, json_option, shard_size_option
 from marlinq.cli.output import print_report, progress_bar
-from marlinq.errors import UsageError
-from marlinq.quantization.recipe import FORMAT_NAMES
+from marlinq.core.errors import UsageError
+from marlinq.operations.quantize.recipe import FORMAT_NAMES
 
 
 def _pair(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str | None, str | None]:
@@ -65,7 +65,7 @@ def command(
             raise UsageError("convert auto: the target layout is missing; add --to, such as --to marlin")
     elif to is not None:
         raise UsageError(f"--to {to}: only goes with auto; the pair already names {target_format}")
-    from marlinq.conversion import convert
+    from marlinq.operations.convert import convert
 
     with progress_bar() as progress:
         report = convert(

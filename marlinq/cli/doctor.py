@@ -6,7 +6,7 @@ import click
 
 from marlinq.cli.options import json_option
 from marlinq.cli.output import print_report
-from marlinq.errors import EnvironmentProblem
+from marlinq.core.errors import EnvironmentProblem
 
 
 @click.command("doctor", short_help="Say what works on this machine, and how to fix the rest.")
@@ -16,7 +16,7 @@ def command(as_json: bool) -> int:
 
     The exit code is 0 when everything works that needs no GPU.
     """
-    from marlinq.environment import examine
+    from marlinq.operations.doctor import examine
 
     report = examine()
     print_report(report, as_json=as_json)

@@ -42,7 +42,7 @@ def command(
     as_json: bool,
 ) -> None:
     """Measure the perplexity of MODEL, quantised or not, and how far it is from an original."""
-    from marlinq.evaluation import evaluate
+    from marlinq.operations.evaluate import evaluate
 
     with progress_bar() as progress:
         report = evaluate(

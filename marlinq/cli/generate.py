@@ -14,7 +14,7 @@ from marlinq.cli.options import (
     trust_remote_code_option,
 )
 from marlinq.cli.output import print_report, progress_bar
-from marlinq.errors import UsageError
+from marlinq.core.errors import UsageError
 
 
 @click.command("generate", short_help="Continue a prompt.", context_settings={"show_default": True})

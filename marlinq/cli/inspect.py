@@ -19,6 +19,6 @@ def command(checkpoint: Path, modules: bool, as_json: bool) -> None:
 
     Reads headers, configuration and the small tensors, not the weights.
     """
-    from marlinq.inspection import inspect
+    from marlinq.operations.inspect import inspect
 
     print_report(inspect(checkpoint, modules=modules), as_json=as_json)

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TextIO
 import click
 from tqdm import tqdm
 
-from marlinq.errors import MarlinqError
+from marlinq.core.errors import MarlinqError
 
 
 class Report(Protocol):

@@ -16,7 +16,14 @@ from marlinq.cli.options import (
     trust_remote_code_option,
 )
 from marlinq.cli.output import print_report, progress_bar
-from marlinq.quantization.recipe import ACT_ORDERS, FORMAT_NAMES, GROUP_SIZES, Override, Recipe, read_recipe
+from marlinq.operations.quantize.recipe import (
+    ACT_ORDERS,
+    FORMAT_NAMES,
+    GROUP_SIZES,
+    Override,
+    Recipe,
+    read_recipe,
+)
 
 _DEFAULTS = Recipe()
 
@@ -115,7 +122,7 @@ def command(
         k: v for k, v in settings.items() if context.get_parameter_source(k) is not ParameterSource.DEFAULT
     }
     recipe = _recipe(recipe_file, overrides, given)
-    from marlinq.pipeline import quantize
+    from marlinq.operations.quantize import quantize
 
     with progress_bar() as progress:
         report = quantize(

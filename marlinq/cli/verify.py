@@ -8,7 +8,7 @@ import click
 
 from marlinq.cli.options import FOLDER, device_option, json_option, trust_remote_code_option
 from marlinq.cli.output import print_report, progress_bar
-from marlinq.errors import VerificationFailed
+from marlinq.core.errors import VerificationFailed
 
 
 @click.command("verify", short_help="Check a quantised checkpoint.")
@@ -31,7 +31,7 @@ def command(
 
     The exit code is 0 only if every check holds.
     """
-    from marlinq.verification import verify
+    from marlinq.operations.verify import verify
 
     with progress_bar() as progress:
         report = verify(

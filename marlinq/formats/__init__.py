@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from marlinq.formats.awq import AWQ
-from marlinq.formats.base import Format, ModuleSpec, TensorSpec, spec_of, transcode
-from marlinq.formats.compressed_tensors import CompressedTensors
-from marlinq.formats.gptq import GPTQ
-from marlinq.formats.marlin import Marlin
-from marlinq.formats.neutral import Grid, QuantizedTensor, group_count, symmetric_zero, trivial_g_idx
+from marlinq.core.weight import Grid, QuantizedTensor, group_count, symmetric_zero, trivial_g_idx
+from marlinq.formats.layouts.awq import AWQ
+from marlinq.formats.layouts.base import Format, ModuleSpec, TensorSpec, spec_of, transcode
+from marlinq.formats.layouts.compressed_tensors import CompressedTensors
+from marlinq.formats.layouts.gptq import GPTQ
+from marlinq.formats.layouts.marlin import Marlin
 
 FORMATS: dict[str, Format] = {
     layout.name: layout for layout in (GPTQ(1), GPTQ(2), AWQ(), Marlin(), CompressedTensors())

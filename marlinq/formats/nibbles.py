@@ -12,7 +12,7 @@ import sys
 import torch
 from torch import Tensor
 
-from marlinq.errors import EnvironmentProblem
+from marlinq.core.errors import EnvironmentProblem
 
 if sys.byteorder != "little":  # every view below relies on it
     raise EnvironmentProblem("marlinq needs a little-endian host; this one is big-endian")

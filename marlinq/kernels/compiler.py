@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from marlinq.errors import EnvironmentProblem
+from marlinq.core.errors import EnvironmentProblem
 
 _SOURCES = Path(__file__).parent / "cuda"
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from marlinq.errors import UnsupportedError
+from marlinq.core.errors import UnsupportedError
 from marlinq.kernels import bulk, stream, warpgroup
 from marlinq.kernels.bulk import BulkConfig
 from marlinq.kernels.problem import GROUP_SIZES, Device, Problem

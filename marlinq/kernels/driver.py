@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from marlinq.errors import EnvironmentProblem
+from marlinq.core.errors import EnvironmentProblem
 
 # Enumerators of cuda.h.
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from marlinq.errors import EnvironmentProblem
+from marlinq.core.errors import EnvironmentProblem
 from marlinq.kernels.compiler import cached_cubin, compile_missing
 from marlinq.kernels.decision import KernelConfig, blocks_together, decide, demands, gains_by_overlap
 from marlinq.kernels.driver import Function, Launches, active_clusters, load_function, on_device

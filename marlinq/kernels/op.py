@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from marlinq.errors import UnsupportedError
+from marlinq.core.errors import UnsupportedError
 from marlinq.kernels import plans
 from marlinq.kernels.gather import gather_channels
 from marlinq.kernels.launch import launch_gemm
@@ -159,8 +159,8 @@ def w4a16_gemm(
 
     Args:
         x: [..., K] float16 or bfloat16, on the CPU also float32; with ``order`` any number of columns.
-        words: int32 [K/16, 2N], K and N multiples of 64 (:func:`marlinq.formats.marlin.pack_tiles`).
-        scales: [G, N] in ``x.dtype``, stored order (:func:`marlinq.formats.marlin.permute_scales`).
+        words: int32 [K/16, 2N], K and N multiples of 64 (:func:`marlinq.formats.layouts.marlin.pack_tiles`).
+        scales: [G, N] in ``x.dtype``, stored order (:func:`marlinq.formats.layouts.marlin.permute_scales`).
         zeros: None for symmetric weights, else zero points [G, N] in ``x.dtype``, stored order: whole numbers
             from 0 to 127, which a GPU does not check.
         bias: None or [out_features] in ``x.dtype``, channel order.

@@ -112,7 +112,7 @@ class Plan:
         order: Tensor | None,
     ) -> Tensor | None:
         """[..., columns] in the dtype of ``x``; None where this call needs the operator's checks again."""
-        # Every line here is paid for by every call: benchmarks/host_cost.py.
+        # Every line here is paid for by every call: lab/kernels/host_cost.py.
         if torch._C._cuda_getDevice() != self._index:
             with torch.cuda.device(self._index):
                 return self.run(x, words, scales, zeros, bias, order)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from marlinq.formats.marlin import unpack_tiles, unpermute_scales
+from marlinq.formats.layouts.marlin import unpack_tiles, unpermute_scales
 
 
 def dequantize_operands(words: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:

@@ -32,7 +32,7 @@ _REGISTERS_USED = {1: 128, 2: 144, 4: 152, 8: 208}
 
 @dataclass(frozen=True)
 class Costs:
-    """What the estimate can't count: fitted to measured times on an H200 (``benchmarks/fit_costs.py``).
+    """What the estimate can't count: fitted to measured times on an H200 (``lab/kernels/fit_costs.py``).
 
     Cycles are those of :attr:`Device.clock`. Instructions are counted in issue cycles of one scheduler.
 

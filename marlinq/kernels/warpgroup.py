@@ -72,7 +72,7 @@ _MULTIPLICATIONS = 2048  # of 16-bit numbers a cycle, by a multiprocessor's tens
 
 @dataclass(frozen=True)
 class Costs:
-    """What the estimate can't count: fitted to measured times on an H200 (``benchmarks/fit_costs.py``).
+    """What the estimate can't count: fitted to measured times on an H200 (``lab/kernels/fit_costs.py``).
 
     Cycles are those of :attr:`Device.clock`. A row is 16 channels of a warpgroup's columns.
 

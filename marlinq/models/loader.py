@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from marlinq.errors import CheckpointError
+from marlinq.core.errors import CheckpointError
 from marlinq.models.names import TensorNames
 from marlinq.models.structure import DecoderStructure
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from marlinq.errors import CheckpointError
+from marlinq.core.errors import CheckpointError
 from marlinq.models.structure import DecoderStructure
 
 

@@ -17,7 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.pytorch_utils import Conv1D
 
-from marlinq.errors import CheckpointError, UnsupportedError
+from marlinq.core.errors import CheckpointError, UnsupportedError
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

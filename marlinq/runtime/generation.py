@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from marlinq.errors import CheckpointError, NumericsError, UnsupportedError, UsageError
+from marlinq.core.errors import CheckpointError, NumericsError, UnsupportedError, UsageError
 from marlinq.runtime.decoding import Decoder, StepDecision
 from marlinq.runtime.linear import summarize
 from marlinq.runtime.loading import LoadedModel

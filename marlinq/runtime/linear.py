@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from marlinq.errors import EnvironmentProblem
+from marlinq.core.errors import EnvironmentProblem
 from marlinq.formats import QuantizedTensor
 from marlinq.kernels import explain, w4a16_gemm
 from marlinq.runtime.operand import MarlinOperand, marlin_operand, operand_refusal, operand_shape

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
-from marlinq.errors import CheckpointError
+from marlinq.core.errors import CheckpointError
 from marlinq.models import BlockLoader, DecoderStructure, build_structure, is_linear
 from marlinq.runtime.linear import Linears, RuntimeDecision, decide, quantized_linear, summarize
 from marlinq.runtime.placement import place

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from marlinq.errors import UnsupportedError
+from marlinq.core.errors import UnsupportedError
 from marlinq.formats import Grid, QuantizedTensor, symmetric_zero, trivial_g_idx
-from marlinq.formats.marlin import GROUP_SIZES, pack_tiles, permute_scales
+from marlinq.formats.layouts.marlin import GROUP_SIZES, pack_tiles, permute_scales
 
 PAD_MULTIPLE = 64
 """K and N of a stored operand are multiples of this."""
@@ -35,7 +35,7 @@ class MarlinOperand:
 
     Attributes:
         words: int32 [K'/16, 2N'], K' and N' being K and N after padding.
-        scales: float [G', N'], in the stored order of :func:`marlinq.formats.marlin.permute_scales`.
+        scales: float [G', N'], in the stored order of :func:`marlinq.formats.layouts.marlin.permute_scales`.
         zeros: like ``scales``, zero points as floats; None when all are 8.
         order: int32 [K'], the input channel that each row belongs to, -1 for padding; None for 0, 1, 2, ...
         group_size: 32, 64, 128 or -1.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from marlinq.checkpoint import Checkpoint
-from marlinq.errors import EnvironmentProblem, UsageError
+from marlinq.core.errors import EnvironmentProblem, UsageError
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 

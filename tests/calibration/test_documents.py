@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from marlinq.calibration import Document, documents_hash, load_tokenizer, read_documents
-from marlinq.errors import CheckpointError, UsageError
+from marlinq.core.errors import CheckpointError, UsageError
 
 
 class Bytes:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marlinq.calibration import Document, HessianAccumulator, HiddenStates, generate_documents, make_batches
-from marlinq.errors import NumericsError, UnsupportedError
-from tests.models.tiny import tiny_model
+from marlinq.core.errors import NumericsError, UnsupportedError
+from tests.testing.tiny_models import tiny_model
 
 CPU = torch.device("cpu")
 

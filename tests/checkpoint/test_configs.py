@@ -17,7 +17,7 @@ from marlinq.checkpoint import (
     read_quantization_config,
     replace_quantization_config,
 )
-from marlinq.errors import ConversionRefused
+from marlinq.core.errors import ConversionRefused
 from marlinq.formats import FORMATS, ModuleSpec
 
 FOLDER = Path("checkpoint")

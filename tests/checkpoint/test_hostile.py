@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, quantization_config
 from marlinq.checkpoint.quantization_config import read_quantization_config
-from marlinq.errors import CheckpointError, MarlinqError, UnsupportedError
+from marlinq.core.errors import CheckpointError, MarlinqError, UnsupportedError
 
 Harm = Callable[[Path], None]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from marlinq.checkpoint import MANIFEST, Checkpoint, CheckpointWriter, TensorPlan, check_place
-from marlinq.errors import CheckpointError, OutputError
+from marlinq.core.errors import CheckpointError, OutputError
 
 PLAN = [
     TensorPlan("a.weight", torch.float16, (4, 3)),

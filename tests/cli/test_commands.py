@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from marlinq.quantization.recipe import FORMAT_NAMES, Override, Recipe, write_recipe
+from marlinq.operations.quantize.recipe import FORMAT_NAMES, Override, Recipe, write_recipe
 
 
 def test_quantize_defaults_are_the_recipes(marlinq: Callable, operation: Callable) -> None:
-    quantize = operation("marlinq.pipeline", "quantize")
+    quantize = operation("marlinq.operations.quantize", "quantize")
     assert marlinq("quantize", "model", "out").code == 0
     assert quantize.arguments == ("model", Path("out"))
     assert quantize.options["recipe"] == Recipe()
@@ -19,7 +19,7 @@ def test_quantize_defaults_are_the_recipes(marlinq: Callable, operation: Callabl
 
 
 def test_quantize_options_become_the_recipe(marlinq: Callable, operation: Callable) -> None:
-    quantize = operation("marlinq.pipeline", "quantize")
+    quantize = operation("marlinq.operations.quantize", "quantize")
     options = "--format awq --group-size -1 --asym --no-clip-search --damp 0.05 --act-order static"
     more = "--calibration text.txt --samples 3 --max-length 77 --seed 5 --override q_proj=skip"
     assert marlinq("quantize", "model", "out", *options.split(), *more.split()).code == 0
@@ -41,7 +41,7 @@ def test_quantize_options_become_the_recipe(marlinq: Callable, operation: Callab
 def test_given_options_win_over_the_recipe_file(
     marlinq: Callable, operation: Callable, tmp_path: Path
 ) -> None:
-    quantize = operation("marlinq.pipeline", "quantize")
+    quantize = operation("marlinq.operations.quantize", "quantize")
     rule = Override("down", settings={"group_size": 32})
     written = Recipe(group_size=64, symmetric=False, samples=9, overrides=(rule,))
     write_recipe(written, tmp_path / "recipe.yaml")
@@ -57,7 +57,7 @@ def test_given_options_win_over_the_recipe_file(
     ("text", "size"), [("5GB", 5 * 10**9), ("512MiB", 512 * 2**20), ("1.5 gb", 1_500_000_000), ("4096", 4096)]
 )
 def test_shard_sizes(marlinq: Callable, operation: Callable, text: str, size: int) -> None:
-    quantize = operation("marlinq.pipeline", "quantize")
+    quantize = operation("marlinq.operations.quantize", "quantize")
     assert marlinq("quantize", "model", "out", "--max-shard-size", text).code == 0
     assert quantize.options["max_shard_size"] == size
 
@@ -65,14 +65,14 @@ def test_shard_sizes(marlinq: Callable, operation: Callable, text: str, size: in
 @pytest.mark.parametrize("source", FORMAT_NAMES)
 @pytest.mark.parametrize("target", FORMAT_NAMES)
 def test_convert_pairs(marlinq: Callable, operation: Callable, source: str, target: str) -> None:
-    convert = operation("marlinq.conversion", "convert")
+    convert = operation("marlinq.operations.convert", "convert")
     assert marlinq("convert", f"{source}-to-{target}", "a", "b").code == 0
     assert convert.arguments == (Path("a"), Path("b"))
     assert (convert.options["source_format"], convert.options["target_format"]) == (source, target)
 
 
 def test_convert_auto(marlinq: Callable, operation: Callable) -> None:
-    convert = operation("marlinq.conversion", "convert")
+    convert = operation("marlinq.operations.convert", "convert")
     assert (
         marlinq("convert", "auto", "a", "b", "--to", "awq", "--strict-marlin", "--skip-unsupported").code == 0
     )

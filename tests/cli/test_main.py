@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import pytest
 
-from marlinq import errors
 from marlinq.cli import COMMANDS
 from marlinq.cli.output import progress_bar
+from marlinq.core import errors
 
 HEAVY = ("torch", "transformers", "datasets", "cupy", "gguf", "accelerate")
 HELPS = [[], *([name] for name in COMMANDS), ["bench", "kernels"], ["bench", "decode"]]
@@ -41,7 +41,7 @@ def test_import_of_the_package_imports_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
 def test_error_is_one_line_and_its_own_exit_code(marlinq: Callable, operation: Callable, kind: type) -> None:
-    operation("marlinq.inspection", "inspect", kind("folder/x: expected a,\n  found b; do c"))
+    operation("marlinq.operations.inspect", "inspect", kind("folder/x: expected a,\n  found b; do c"))
     outcome = marlinq("inspect", "folder")
     assert outcome.code == kind.exit_code
     assert outcome.err == "error: folder/x: expected a, found b; do c\n"
@@ -53,7 +53,7 @@ def test_exit_codes_are_distinct() -> None:
 
 
 def test_error_as_json(marlinq: Callable, operation: Callable) -> None:
-    operation("marlinq.inspection", "inspect", errors.CheckpointError("no config.json"))
+    operation("marlinq.operations.inspect", "inspect", errors.CheckpointError("no config.json"))
     outcome = marlinq("inspect", "folder", "--json")
     assert outcome.code == 3
     assert json.loads(outcome.out) == {"error": "no config.json", "class": "CheckpointError", "exit_code": 3}
@@ -93,7 +93,7 @@ def test_no_command_shows_the_help(marlinq: Callable) -> None:
 
 
 def test_interrupted_quantize_says_how_to_resume(marlinq: Callable, operation: Callable) -> None:
-    operation("marlinq.pipeline", "quantize", KeyboardInterrupt())
+    operation("marlinq.operations.quantize", "quantize", KeyboardInterrupt())
     outcome = marlinq("quantize", "model", "a folder", "--group-size", "64")
     assert outcome.code == 130
     assert outcome.err.strip() == (
@@ -102,7 +102,7 @@ def test_interrupted_quantize_says_how_to_resume(marlinq: Callable, operation: C
 
 
 def test_interrupted_convert_continues_when_it_is_repeated(marlinq: Callable, operation: Callable) -> None:
-    operation("marlinq.conversion", "convert", KeyboardInterrupt())
+    operation("marlinq.operations.convert", "convert", KeyboardInterrupt())
     arguments = ["convert", "gptq-to-awq", "a", "b"]
     outcome = marlinq(*arguments)
     assert outcome.code == 130
@@ -117,7 +117,7 @@ def test_interrupted_convert_continues_when_it_is_repeated(marlinq: Callable, op
 
 
 def test_interrupted_elsewhere(marlinq: Callable, operation: Callable) -> None:
-    operation("marlinq.inspection", "inspect", KeyboardInterrupt())
+    operation("marlinq.operations.inspect", "inspect", KeyboardInterrupt())
     outcome = marlinq("inspect", "folder")
     assert (outcome.code, outcome.err.strip()) == (130, "interrupted")
 
@@ -125,21 +125,21 @@ def test_interrupted_elsewhere(marlinq: Callable, operation: Callable) -> None:
 def test_bugs_keep_their_traceback(operation: Callable) -> None:
     from marlinq.cli import main
 
-    operation("marlinq.inspection", "inspect", ZeroDivisionError("a bug"))
+    operation("marlinq.operations.inspect", "inspect", ZeroDivisionError("a bug"))
     with pytest.raises(ZeroDivisionError, match="a bug"):
         main(["inspect", "folder"])
 
 
 def test_report_as_text_and_as_json(marlinq: Callable, operation: Callable) -> None:
-    operation("marlinq.inspection", "inspect")
+    operation("marlinq.operations.inspect", "inspect")
     assert marlinq("inspect", "folder").out == "one line of report\n"
     assert json.loads(marlinq("inspect", "folder", "--json").out) == {"value": 1, "unbounded": None}
 
 
 def test_failed_verification_has_its_exit_code(marlinq: Callable, operation: Callable) -> None:
-    operation("marlinq.verification", "verify", ok=False)
+    operation("marlinq.operations.verify", "verify", ok=False)
     assert marlinq("verify", "folder").code == errors.VerificationFailed.exit_code
-    operation("marlinq.verification", "verify", ok=True)
+    operation("marlinq.operations.verify", "verify", ok=True)
     assert marlinq("verify", "folder").code == 0
 
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marlinq.errors import CheckpointError, ConversionRefused
+from marlinq.core.errors import CheckpointError, ConversionRefused
 from marlinq.formats import FORMATS, ModuleSpec, QuantizedTensor, spec_of, transcode, trivial_g_idx
-from marlinq.formats.marlin import pack_tiles, permute_scales, unpack_tiles, unpermute_scales
+from marlinq.formats.layouts.marlin import pack_tiles, permute_scales, unpack_tiles, unpermute_scales
 from tests.formats import oracles
 
 NAMES = tuple(FORMATS)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from marlinq.conversion import convert
-from marlinq.errors import ConversionRefused
+from marlinq.core.errors import ConversionRefused
 from marlinq.formats import FORMATS
+from marlinq.operations.convert import convert
 from tests.interop.make_peer_checkpoints import COMPRESSED_TENSORS, GPTQMODEL, LLMCOMPRESSOR
 from tests.interop.reference import open_quantized
 from tests.interop.test_reading import peer_folder

@@ -27,9 +27,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from marlinq.conversion import convert
-from marlinq.pipeline import quantize
-from marlinq.quantization.recipe import Override, Recipe
+from marlinq.operations.convert import convert
+from marlinq.operations.quantize import quantize
+from marlinq.operations.quantize.recipe import Override, Recipe
 from marlinq.runtime import load
 from tests.interop.conftest import Answers, ask_peers, loader_of
 from tests.interop.make_peer_checkpoints import INTERMEDIATE, VOCABULARY, calibration_tokens

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from marlinq.formats.marlin import pack_tiles, permute_scales
+from marlinq.formats.layouts.marlin import pack_tiles, permute_scales
 from marlinq.kernels import Device, Problem, warpgroup
 from marlinq.kernels.warpgroup import WarpgroupConfig
 

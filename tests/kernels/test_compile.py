@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from marlinq.errors import EnvironmentProblem
+from marlinq.core.errors import EnvironmentProblem
 from marlinq.kernels import ARCHITECTURES, GROUP_SIZES, Device, Problem, compile_kernel
 from marlinq.kernels.compiler import nvrtc_version
 from marlinq.kernels.problem import registers_of_a_thread

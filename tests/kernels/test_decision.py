@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.fit_costs import H200
-from marlinq.errors import UnsupportedError
+from lab.kernels.fit_costs import H200
+from marlinq.core.errors import UnsupportedError
 from marlinq.kernels import (
     ARCHITECTURES,
     KERNELS,
@@ -149,7 +149,7 @@ def test_new_decisions_are_quick() -> None:
     # tests before may have to be collected.
     script = f"""
 import json, time
-from benchmarks.fit_costs import H200
+from lab.kernels.fit_costs import H200
 from marlinq.kernels import Problem, decide
 found = {{}}
 for m in (1, 16, 64, 256, 2048, 8192):

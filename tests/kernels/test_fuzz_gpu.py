@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from marlinq.benchmarks.timing import capture
 from marlinq.kernels import (
     GROUP_SIZES,
     Device,
@@ -32,6 +31,7 @@ from marlinq.kernels import (
 )
 from marlinq.kernels.decision import Kernel, KernelConfig, available
 from marlinq.kernels.launch import device_numbers, launch_gemm, precompile_variants
+from marlinq.operations.bench.timing import capture
 from tests.kernels.problems import (
     BOUND,
     SPREADS,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from marlinq.errors import UnsupportedError
+from marlinq.core.errors import UnsupportedError
 from marlinq.kernels import (
     KERNELS,
     Device,

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from marlinq.errors import UnsupportedError
+from marlinq.core.errors import UnsupportedError
 from marlinq.models import BlockLoader, BlockReplay, build_structure, linear_inputs, shared_inputs
-from tests.models.tiny import CONFIGS, in_memory, tiny_model
+from tests.testing.tiny_models import CONFIGS, in_memory, tiny_model
 
 LENGTHS = ([20, 13], [9])
 

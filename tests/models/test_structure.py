@@ -7,9 +7,9 @@ import torch
 from safetensors import safe_open
 from transformers import MixtralConfig
 
-from marlinq.errors import CheckpointError, UnsupportedError
+from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.models import BlockLoader, TensorNames, build_structure, describe
-from tests.models.tiny import CONFIGS, InMemory, in_memory, tiny_model
+from tests.testing.tiny_models import CONFIGS, InMemory, in_memory, tiny_model
 
 
 @pytest.mark.parametrize("name", CONFIGS)

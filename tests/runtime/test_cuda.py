@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from marlinq.runtime import Decoder, QuantLinear, generate, load
-from tests.models.tiny import tiny_model
-from tests.runtime.folders import random_quantizer, save_quantized
+from tests.testing.runnable_folders import random_quantizer, save_quantized
+from tests.testing.tiny_models import tiny_model
 
 pytestmark = pytest.mark.gpu
 

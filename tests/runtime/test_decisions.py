@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from marlinq.errors import EnvironmentProblem
+from marlinq.core.errors import EnvironmentProblem
 from marlinq.kernels import KernelDecision
 from marlinq.runtime import decide, linear
 from marlinq.runtime.linear import summarize
-from tests.runtime.folders import random_tuple
+from tests.testing.runnable_folders import random_tuple
 
 GPU = torch.device("cuda:0")
 

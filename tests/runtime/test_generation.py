@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, Cache, GPT2Config, PreTrainedModel
 from transformers.cache_utils import StaticLayer
 
-from marlinq.errors import CheckpointError, NumericsError, UnsupportedError, UsageError
+from marlinq.core.errors import CheckpointError, NumericsError, UnsupportedError, UsageError
 from marlinq.runtime import Decoder, LoadedModel, generate, load
 from marlinq.runtime.generation import TextStream
-from tests.models.tiny import CONFIGS, tiny_model
-from tests.runtime.folders import random_quantizer, save_plain, save_quantized, save_tokenizer
+from tests.testing.runnable_folders import random_quantizer, save_plain, save_quantized, save_tokenizer
+from tests.testing.tiny_models import CONFIGS, tiny_model
 
 PROMPT = [1, 9, 30, 77]
 

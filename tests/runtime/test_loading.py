@@ -11,11 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from marlinq.errors import CheckpointError, UnsupportedError, UsageError
+from marlinq.core.errors import CheckpointError, UnsupportedError, UsageError
 from marlinq.formats import FORMATS
 from marlinq.runtime import QuantLinear, load
-from tests.models.tiny import tiny_model
-from tests.runtime.folders import (
+from tests.testing.runnable_folders import (
     Quantizer,
     random_quantizer,
     random_tuple,
@@ -24,6 +23,7 @@ from tests.runtime.folders import (
     save_quantized,
     save_tokenizer,
 )
+from tests.testing.tiny_models import tiny_model
 
 IDS = torch.tensor([[1, 5, 9, 120, 3, 77, 8, 64, 31, 2, 90, 17]])
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from marlinq.errors import UnsupportedError
+from marlinq.core.errors import UnsupportedError
 from marlinq.formats import QuantizedTensor
-from marlinq.formats.marlin import unpack_tiles, unpermute_scales
+from marlinq.formats.layouts.marlin import unpack_tiles, unpermute_scales
 from marlinq.runtime import MarlinOperand, QuantLinear, decide, marlin_operand, operand_refusal
-from tests.runtime.folders import random_tuple
+from tests.testing.runnable_folders import random_tuple
 
 CPU = torch.device("cpu")
 

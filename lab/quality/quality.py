@@ -1,0 +1,177 @@
+"""What 4 bits cost: round-to-nearest, GPTQ, and GPTQ with clip search against the original in FP32.
+
+    python lab/quality/quality.py MODEL --calibration FILE --text FILE [--work FOLDER] [--json OUT]
+
+Quantises MODEL three times, symmetric and with one group size, then measures perplexity, mean KL divergence
+and top-1 agreement on windows of the text. Everything but the named options is the product's default. All
+models compute in float32, so nothing but the weights differs. Folders that are finished are used again,
+interrupted ones continued.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from marlinq import evaluate, load, quantize
+from marlinq.checkpoint import Checkpoint, CheckpointWriter
+from marlinq.methods.rtn import round_to_nearest
+from marlinq.models import build_structure
+from marlinq.operations.bench.hardware import hardware_line
+from marlinq.operations.quantize.planning import plan_output
+from marlinq.operations.quantize.recipe import Recipe
+
+RTN, PLAIN, CLIP = "round-to-nearest", "GPTQ, no clip search", "GPTQ, clip search"
+
+
+def main() -> None:
+    """Quantise, evaluate, print a table."""
+    options = _options()
+    recipe = Recipe(
+        group_size=options.group_size,
+        calibration=str(options.calibration),
+        samples=options.samples,
+        max_length=options.max_length,
+        seed=options.seed,
+    )
+    if options.act_order is not None:
+        recipe = recipe.replace(act_order=options.act_order)
+    recipes = {RTN: recipe, PLAIN: recipe.replace(clip_search=False), CLIP: recipe}
+    folders = {RTN: "rtn", PLAIN: "gptq-plain", CLIP: "gptq-clip"}
+    options.work.mkdir(parents=True, exist_ok=True)
+
+    for name, asked in recipes.items():
+        folder = options.work / folders[name]
+        if folder.exists():
+            _check_same(folder, options.model, asked)
+            print(f"{name}: {folder} is finished", file=sys.stderr)
+        elif name == RTN:
+            write_rounded(options.model, folder, asked)
+        else:
+            report = quantize(
+                options.model,
+                folder,
+                recipe=asked,
+                device=options.device,
+                resume=folder.with_name(f"{folder.name}.partial").exists(),
+                progress=_tell,
+            )
+            print(report.render(), file=sys.stderr)
+
+    original = load(options.model, device=options.device, dtype="float32")
+    rows: list[dict[str, Any]] = []
+    for name, folder in folders.items():
+        measured = evaluate(
+            options.work / folder,
+            against=original,
+            text=str(options.text),
+            windows=options.windows,
+            length=options.length,
+            device=options.device,
+            dtype="float32",
+            progress=_tell,
+        )
+        if not rows:
+            rows.append({"name": "FP32", "perplexity": measured.against_perplexity})
+        rows.append(
+            {
+                "name": name,
+                "perplexity": measured.perplexity,
+                "kl": measured.kl,
+                "top1_agreement": measured.top1_agreement,
+            }
+        )
+        print(measured.render(), file=sys.stderr)
+
+    text = f"{measured.windows} windows of {options.length} tokens"
+    calibration = f"{recipe.samples} documents of up to {recipe.max_length} tokens, seed {recipe.seed}"
+    lines = [
+        hardware_line(original.device),
+        f"{options.model.name}: symmetric, group size {recipe.group_size}, act order {recipe.act_order}",
+        f"calibrated on {options.calibration.name}: {calibration}",
+        f"evaluated on {options.text.name}: {text}",
+    ]
+    print("\n".join(lines))
+    print(_table(rows))
+    if options.json is not None:
+        record = {"conditions": lines, "recipe": recipe.to_dict(), "rows": rows}
+        options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def write_rounded(model: Path, out: Path, recipe: Recipe) -> None:
+    """Write ``model`` rounded to nearest, with what ``recipe`` says of format and grid."""
+    checkpoint = Checkpoint.open(model)
+    structure = build_structure(checkpoint.config, source=str(checkpoint.path))
+    plan = plan_output(checkpoint, structure, recipe)
+    identity = [RTN, recipe.to_dict(), checkpoint.identity()]
+    fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    with CheckpointWriter(out, plan.tensors, fingerprint=fingerprint, resume=True) as writer:
+        for name in plan.copied:
+            writer.write(name, checkpoint.tensor(name))
+        for planned in plan.modules.values():
+            weight, spec = checkpoint.tensor(f"{planned.stored}.weight").float(), planned.spec
+            rounded = round_to_nearest(
+                weight.t() if planned.linear.transposed else weight,
+                group_size=spec.group_size,
+                symmetric=spec.symmetric,
+                bits=spec.bits,
+                scale_dtype=spec.scale_dtype,
+                name=planned.stored,
+            )
+            for suffix, tensor in plan.layout.pack(rounded, spec.scale_dtype, spec.symmetric).items():
+                writer.write(f"{planned.stored}.{suffix}", tensor)
+        writer.finish(
+            config=plan.config,
+            manifest={"source": {"identity": checkpoint.identity()}, "recipe": recipe.to_dict()},
+            side_files_from=checkpoint,
+            extra_json=plan.extra_json,
+        )
+
+
+def _check_same(folder: Path, model: Path, recipe: Recipe) -> None:
+    """A finished folder of another model or recipe must not stand in for this one."""
+    manifest = json.loads((folder / "marlinq.json").read_text(encoding="utf-8"))
+    # Through JSON, as the manifest's values have gone.
+    asked = json.loads(json.dumps([recipe.to_dict(), Checkpoint.open(model).identity()]))
+    if [manifest["recipe"], manifest["source"]["identity"]] != asked:
+        raise SystemExit(f"{folder}: holds another model or recipe; remove it, or choose another --work")
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| weights | perplexity | mean KL, nats | same likeliest token |", "| --- | --- | --- | --- |"]
+    for row in rows:
+        kl = f"{row['kl']:.4f}" if "kl" in row else ""
+        agreed = f"{100 * row['top1_agreement']:.2f} %" if "kl" in row else ""
+        lines.append(f"| {row['name']} | {row['perplexity']:.3f} | {kl} | {agreed} |")
+    return "\n".join(lines)
+
+
+def _tell(stage: str, done: int, total: int) -> None:
+    if done % 8 == 0 or done == total:
+        print(f"{stage}: {done} of {total}", file=sys.stderr, flush=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--calibration", type=Path, required=True, help="text to calibrate on")
+    parser.add_argument("--text", type=Path, required=True, help="text to evaluate on")
+    parser.add_argument("--work", type=Path, default=Path("build/quality"), help="where checkpoints go")
+    parser.add_argument("--json", type=Path, help="also write the result here")
+    parser.add_argument("--group-size", type=int, default=64)
+    parser.add_argument("--act-order", help="default: the product's")
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--max-length", type=int, default=512)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--windows", type=int, default=32)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--device", default="auto")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""What published quantisers reach with the model, the calibration text and the evaluation of quality.py.
+
+    python lab/quality/quality_peers.py tokens MODEL --calibration FILE --out TOKENS
+    PEER_PYTHON lab/quality/quality_peers.py quantize MODEL TOKENS WORK --method NAME
+    python lab/quality/quality_peers.py evaluate MODEL FOLDER... --text FILE
+
+``tokens`` writes the token ids of the documents that marlinq calibrates on. ``quantize`` runs in an
+environment that holds the peer and needs no marlinq: the peer's own code writes WORK/NAME, on the CPU.
+``evaluate`` reads every folder through marlinq and computes in float32, so nothing but the weights differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Of this script's own process alone: whoever imports the file may want the GPU.
+if __name__ == "__main__":
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # its thread pool needs two workers even on two cores
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+BITS, GROUP_SIZE = 4, 64
+ROW = 512
+PEER_NOTE = "peer.json"
+
+Options = dict[str, Any]
+Writer = Callable[[Path, Path, list[list[int]], Options], None]
+
+
+def write_gptqmodel(model: Path, out: Path, documents: list[list[int]], options: Options) -> None:
+    """GPTQModel; ``options`` are ``QuantizeConfig`` arguments."""
+    from gptqmodel import GPTQModel, QuantizeConfig
+
+    config = QuantizeConfig(
+        bits=BITS, group_size=GROUP_SIZE, sym=True, offload_to_disk=False, **_objects(options)
+    )
+    loaded = GPTQModel.load(str(model), config, trust_remote_code=False, dtype=torch.float32)
+    loaded.quantize(_examples(documents), batch_size=1)
+    loaded.save(str(out))
+
+
+def write_llmcompressor(model: Path, out: Path, documents: list[list[int]], options: Options) -> None:
+    """llm-compressor.
+
+    ``options``: "weights" are ``QuantizationArgs``, "gptq" and "awq" arguments of the two modifiers. Without
+    "gptq" the weights are rounded to nearest.
+    """
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    plain = {
+        "num_bits": BITS,
+        "type": "int",
+        "strategy": "group",
+        "group_size": GROUP_SIZE,
+        "symmetric": True,
+    }
+    scheme = {"targets": ["Linear"], "weights": plain | options.get("weights", {})}
+    common = {"ignore": ["lm_head"], "config_groups": {"group_0": scheme}}
+    recipe: list[Any] = []
+    if "awq" in options:
+        if not torch.cuda.is_available():
+            # It pins the activations it keeps whatever the device is, and torch can't without an accelerator.
+            torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+        recipe.append(AWQModifier(**options["awq"]))
+    if "gptq" in options:
+        recipe.append(GPTQModifier(**common, **options["gptq"]))
+    else:
+        recipe.append(QuantizationModifier(**common))
+    oneshot(
+        model=loaded,
+        processor=tokenizer,
+        dataset=Dataset.from_list(_examples(documents)),
+        recipe=recipe,
+        max_seq_length=max(map(len, documents)),
+        num_calibration_samples=len(documents),
+        shuffle_calibration_samples=False,
+    )
+    # As the others store them. The codes are computed while saving, and survive that rounding.
+    loaded.to(torch.float16).save_pretrained(out, save_compressed=True)
+    tokenizer.save_pretrained(out)
+
+
+def write_autoround(model: Path, out: Path, documents: list[list[int]], options: Options) -> None:
+    """AutoRound; ``options`` are its arguments.
+
+    It drops documents shorter than its row, so it is given their tokens end to end in rows of 512.
+    """
+    from auto_round import AutoRound
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokens = [token for document in documents for token in document]
+    rows = [tokens[start : start + ROW] for start in range(0, len(tokens) - ROW + 1, ROW)]
+    mask = torch.ones(1, ROW, dtype=torch.int64)
+    batches = [{"input_ids": torch.tensor([row]), "attention_mask": mask} for row in rows]
+    quantizer = AutoRound(
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        AutoTokenizer.from_pretrained(model),
+        bits=BITS,
+        group_size=GROUP_SIZE,
+        sym=True,
+        dataset=batches,
+        seqlen=ROW,
+        nsamples=len(rows),
+        device_map="cpu",
+        **options,
+    )
+    quantizer.quantize_and_save(str(out), format="auto_gptq")
+
+
+METHODS: dict[str, tuple[str, Writer, Options]] = {
+    "gptqmodel": ("gptqmodel", write_gptqmodel, {}),
+    "gptqmodel-mse": ("gptqmodel", write_gptqmodel, {"mse": 2.4}),
+    "gptqmodel-mse-static": (
+        "gptqmodel",
+        write_gptqmodel,
+        {"mse": 2.4, "desc_act": True, "static_groups": True, "act_group_aware": False},
+    ),
+    "gptqmodel-mse-gptaq": ("gptqmodel", write_gptqmodel, {"mse": 2.4, "gptaq": {"alpha": 0.25}}),
+    "gptqmodel-mse-foem": ("gptqmodel", write_gptqmodel, {"mse": 2.4, "foem": {"alpha": 0.0, "beta": 0.2}}),
+    "llmc-rtn": ("llmcompressor", write_llmcompressor, {}),
+    "llmc-gptq": ("llmcompressor", write_llmcompressor, {"gptq": {}}),
+    "llmc-gptq-mse": (
+        "llmcompressor",
+        write_llmcompressor,
+        {"gptq": {}, "weights": {"observer": "memoryless_mse"}},
+    ),
+    "llmc-gptq-imatrix": (
+        "llmcompressor",
+        write_llmcompressor,
+        {"gptq": {}, "weights": {"observer": "imatrix_mse"}},
+    ),
+    "llmc-awq": ("llmcompressor", write_llmcompressor, {"awq": {}}),
+    "llmc-awq-asym": ("llmcompressor", write_llmcompressor, {"awq": {}, "weights": {"symmetric": False}}),
+    "llmc-awq-gptq-imatrix": (
+        "llmcompressor",
+        write_llmcompressor,
+        {"awq": {}, "gptq": {}, "weights": {"observer": "imatrix_mse"}},
+    ),
+    "autoround": ("auto_round", write_autoround, {}),
+    "autoround-rtn": ("auto_round", write_autoround, {"iters": 0}),
+}
+
+
+def tokens(options: argparse.Namespace) -> None:
+    """Write what marlinq calibrates on, as a JSON list of documents of token ids."""
+    from marlinq.calibration import load_tokenizer, read_documents
+    from marlinq.checkpoint import Checkpoint
+
+    documents = read_documents(
+        str(options.calibration),
+        tokenizer=lambda: load_tokenizer(options.model),
+        samples=options.samples,
+        max_length=options.max_length,
+        seed=options.seed,
+        vocabulary=Checkpoint.open(options.model).config["vocab_size"],
+    )
+    options.out.write_text(json.dumps([document.tokens for document in documents]), encoding="utf-8")
+    print(f"{len(documents)} documents, {sum(map(len, documents))} tokens in {options.out}")
+
+
+def quantize(options: argparse.Namespace) -> None:
+    """Write WORK/METHOD with the peer's code, and a note of versions, options and seconds."""
+    package, write, arguments = METHODS[options.method]
+    documents = json.loads(options.tokens.read_text(encoding="utf-8"))[: options.documents]
+    out = options.work / options.method
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    start = time.perf_counter()
+    write(options.model, out, documents, arguments)
+    note = {
+        "package": f"{package} {importlib.metadata.version(package)}",
+        "torch": torch.__version__,
+        "transformers": importlib.metadata.version("transformers"),
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "options": arguments,
+        "documents": len(documents),
+        "seconds": time.perf_counter() - start,
+    }
+    (out / PEER_NOTE).write_text(json.dumps(note, indent=2), encoding="utf-8")
+    print(json.dumps(note))
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    """Measure every checkpoint that is finished, print a table."""
+    import marlinq
+
+    original = marlinq.load(options.model, device="cpu", dtype="float32")
+    _remember(original.model)
+    print("| weights | made by | options | perplexity | mean KL, nats | same likeliest token | seconds |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for folder in options.folders:
+        measured = marlinq.evaluate(
+            folder,
+            against=original,
+            text=str(options.text),
+            windows=options.windows,
+            length=options.length,
+            device="cpu",
+            dtype="float32",
+        )
+        written = folder / PEER_NOTE
+        note = json.loads(written.read_text(encoding="utf-8")) if written.exists() else {}
+        row = {"name": folder.name, "original": measured.against_perplexity, **note, **measured.to_dict()}
+        row["seconds"] = note.get("seconds")
+        seconds = f"{row['seconds']:.0f}" if note else ""
+        print(
+            f"| {folder.name} | {note.get('package', 'marlinq')} | {json.dumps(note.get('options', {}))} "
+            f"| {measured.perplexity:.3f} | {measured.kl:.4f} | {100 * (measured.top1_agreement or 0):.2f} % "
+            f"| {seconds} |",
+            flush=True,
+        )
+        if options.json is not None:
+            with options.json.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(row) + "\n")
+    print(f"original: perplexity {measured.against_perplexity:.3f}", file=sys.stderr)
+
+
+def _remember(model: torch.nn.Module) -> None:
+    """Keep the original's logits, 4 bytes x windows x length x vocabulary: all checkpoints need the same."""
+    known: dict[tuple[int, ...], Any] = {}
+    forward = model.forward
+
+    def remembering(input_ids: torch.Tensor, **others: Any) -> Any:
+        key = tuple(input_ids.flatten().tolist())
+        if key not in known:
+            known[key] = forward(input_ids=input_ids, **others)
+        return known[key]
+
+    model.forward = remembering  # type: ignore[method-assign]
+
+
+def _examples(documents: list[list[int]]) -> list[dict[str, list[int]]]:
+    return [{"input_ids": document, "attention_mask": [1] * len(document)} for document in documents]
+
+
+def _objects(options: Options) -> Options:
+    from gptqmodel.quantization.config import FOEMConfig, GPTAQConfig
+
+    classes = {"gptaq": GPTAQConfig, "foem": FOEMConfig}
+    return {key: classes[key](**value) if key in classes else value for key, value in options.items()}
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    commands = parser.add_subparsers(required=True)
+    writing = commands.add_parser("tokens")
+    writing.add_argument("model", type=Path)
+    writing.add_argument("--calibration", type=Path, required=True)
+    writing.add_argument("--out", type=Path, required=True)
+    writing.add_argument("--samples", type=int, default=64)
+    writing.add_argument("--max-length", type=int, default=512)
+    writing.add_argument("--seed", type=int, default=0)
+    writing.set_defaults(run=tokens)
+    making = commands.add_parser("quantize")
+    making.add_argument("model", type=Path)
+    making.add_argument("tokens", type=Path)
+    making.add_argument("work", type=Path)
+    making.add_argument("--method", choices=list(METHODS), required=True)
+    making.add_argument("--documents", type=int, help="only the first ones")
+    making.set_defaults(run=quantize)
+    measuring = commands.add_parser("evaluate")
+    measuring.add_argument("model", type=Path)
+    measuring.add_argument("folders", type=Path, nargs="+")
+    measuring.add_argument("--text", type=Path, required=True)
+    measuring.add_argument("--windows", type=int, default=32)
+    measuring.add_argument("--length", type=int, default=1024)
+    measuring.add_argument("--json", type=Path, help="append one line a checkpoint here")
+    measuring.set_defaults(run=evaluate)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    chosen = _options()
+    chosen.run(chosen)

@@ -1,0 +1,1 @@
+"""What every room speaks: errors and the value of a quantised weight."""

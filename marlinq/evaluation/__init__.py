@@ -1,8 +1,0 @@
-"""The operation behind ``marlinq eval``: perplexity, and the distance to an original."""
-
-from __future__ import annotations
-
-from marlinq.evaluation.measure import Evaluation, evaluate
-from marlinq.evaluation.text import EvaluationText
-
-__all__ = ["Evaluation", "EvaluationText", "evaluate"]

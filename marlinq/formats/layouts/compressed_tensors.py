@@ -1,0 +1,103 @@
+"""compressed-tensors ``pack-quantized`` layout (docs/formats.md).
+
+    weight_packed     int32 [N, K*bits/32]   slot i of word c = codes[c*slots + i, n]
+    weight_scale      fp16 or bf16 [N, G]
+    weight_shape      int64 [2] = (N, K)
+    weight_zero_point int32 [N*bits/32, G]   asymmetric only; packed along N; stores the zero point
+    weight_g_idx      int32 [K]              read where an old writer left it; never written
+
+The package holds signed values and adds the offset 2**(bits-1) to codes and zeros before packing, so the
+stored bits are the neutral tuple's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from marlinq.core.errors import CheckpointError
+from marlinq.core.weight import Grid, symmetric_zero, trivial_g_idx
+from marlinq.formats.layouts.base import Format, ModuleSpec, TensorSpec, g_idx_refusal, zero_range_refusal
+from marlinq.formats.nibbles import pack_rows, slots_per_word, unpack_rows
+
+
+class CompressedTensors(Format):
+    """compressed-tensors pack-quantized, 4 and 8 bits, symmetric and asymmetric."""
+
+    name = "compressed-tensors"
+    family = "compressed-tensors"
+    key = "weight_packed"
+    suffixes = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+    scale_dtype = None
+
+    def shape_refusal(self, spec: ModuleSpec) -> str | None:
+        slots = slots_per_word(spec.bits)
+        if spec.in_features % slots:
+            return f"K={spec.in_features} is not a multiple of {slots} (codes in one {spec.bits}-bit word)"
+        if not spec.symmetric and spec.out_features % slots:
+            return f"N={spec.out_features} is not a multiple of {slots} (zero points in one word)"
+        if spec.in_features % spec.channels_per_group:
+            return f"K={spec.in_features} is not a multiple of the group size {spec.channels_per_group}"
+        return None
+
+    def value_refusal(self, grid: Grid) -> str | None:
+        return g_idx_refusal(grid) or zero_range_refusal(grid, lowest=0)
+
+    def expected(self, spec: ModuleSpec) -> dict[str, TensorSpec]:
+        k, n, groups = spec.in_features, spec.out_features, spec.groups
+        slots = slots_per_word(spec.bits)
+        tensors = {
+            "weight_packed": TensorSpec(torch.int32, (n, k // slots)),
+            "weight_scale": TensorSpec(spec.scale_dtype, (n, groups)),
+            "weight_shape": TensorSpec(torch.int64, (2,)),
+        }
+        if not spec.symmetric:
+            tensors["weight_zero_point"] = TensorSpec(torch.int32, (n // slots, groups))
+        if spec.has_g_idx:
+            tensors["weight_g_idx"] = TensorSpec(torch.int32, (k,))
+        return tensors
+
+    def infer_shape(self, shapes: Mapping[str, tuple[int, ...]], bits: int) -> tuple[int, int]:
+        rows, columns = shapes["weight_packed"]
+        return columns * slots_per_word(bits), rows
+
+    def from_natural(self, natural: Tensor) -> Tensor:
+        return natural.t().contiguous()
+
+    def to_natural(self, stored: Tensor) -> Tensor:
+        return stored.t().contiguous()
+
+    def channels(self, stored: Tensor, start: int, stop: int, bits: int) -> Tensor:
+        slots = slots_per_word(bits)
+        return stored[:, start // slots : stop // slots]
+
+    def _pack_grid(self, grid: Grid, symmetric: bool) -> dict[str, Tensor]:
+        tensors = {
+            "weight_scale": grid.scales.t().contiguous(),
+            "weight_shape": torch.tensor([grid.out_features, grid.in_features], dtype=torch.int64),
+        }
+        if not symmetric:
+            tensors["weight_zero_point"] = pack_rows(grid.zeros.t().contiguous(), grid.bits)
+        return tensors
+
+    def _unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
+        shape = tensors["weight_shape"].tolist()
+        if shape != [spec.out_features, spec.in_features]:
+            raise CheckpointError(
+                f"weight_shape: expected [{spec.out_features}, {spec.in_features}] from weight_packed, "
+                f"found {shape}"
+            )
+        if spec.symmetric:
+            zeros = torch.full((spec.groups, spec.out_features), symmetric_zero(spec.bits), dtype=torch.uint8)
+        else:
+            zeros = unpack_rows(tensors["weight_zero_point"], spec.bits).t().contiguous()
+        g_idx = tensors.get("weight_g_idx")
+        return Grid(
+            scales=tensors["weight_scale"].t().contiguous(),
+            zeros=zeros,
+            g_idx=trivial_g_idx(spec.in_features, spec.group_size) if g_idx is None else g_idx,
+            group_size=spec.channels_per_group,
+            bits=spec.bits,
+        )

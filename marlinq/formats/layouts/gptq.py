@@ -1,0 +1,111 @@
+"""GPTQ layout, v1 and v2 (AutoGPTQ, GPTQModel; docs/formats.md).
+
+    qweight int32 [K*bits/32, N]   slot i of word r = codes[r*slots + i, n]
+    qzeros  int32 [G, N*bits/32]   slot i of word c = zero of column c*slots + i; v1 stores zero - 1
+    scales  float16 [G, N]
+    g_idx   int32 [K]
+
+v1 zeros. Writers subtract one either per zero or, as GPTQModel does, per whole word, where a zero of 0
+borrows from its neighbour. Both give the same bits while every zero is at least 1, and then no slot reads
+as all ones. A slot of all ones therefore means a zero of 0 (or 2**bits) was written, and only a known
+whole-word writer can be decoded; otherwise the value is refused as ambiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from marlinq.core.errors import ConversionRefused
+from marlinq.core.weight import Grid
+from marlinq.formats.layouts.base import Format, ModuleSpec, TensorSpec, zero_range_refusal
+from marlinq.formats.nibbles import pack_columns, slots_per_word, unpack_columns
+
+WORD_ADD_WRITER = "gptqmodel"
+"""``ModuleSpec.zero_writer`` of checkpoints whose v1 zeros were made by whole-word subtraction."""
+
+
+class GPTQ(Format):
+    """GPTQ v1 or v2; they differ in the stored zeros only."""
+
+    family = "gptq"
+    key = "qweight"
+    suffixes = ("qweight", "qzeros", "scales", "g_idx")
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.name = "gptq" if version == 1 else "gptq-v2"
+
+    def shape_refusal(self, spec: ModuleSpec) -> str | None:
+        slots = slots_per_word(spec.bits)
+        if spec.in_features % slots or spec.out_features % slots:
+            return (
+                f"K={spec.in_features} and N={spec.out_features} must be multiples of {slots} "
+                f"(codes in one {spec.bits}-bit word)"
+            )
+        return None
+
+    def value_refusal(self, grid: Grid) -> str | None:
+        return zero_range_refusal(grid, lowest=1 if self.version == 1 else 0)
+
+    def expected(self, spec: ModuleSpec) -> dict[str, TensorSpec]:
+        k, n = spec.in_features, spec.out_features
+        slots = slots_per_word(spec.bits)
+        return {
+            "qweight": TensorSpec(torch.int32, (k // slots, n)),
+            "qzeros": TensorSpec(torch.int32, (spec.groups, n // slots)),
+            "scales": TensorSpec(spec.scale_dtype, (spec.groups, n)),
+            "g_idx": TensorSpec(torch.int32, (k,)),
+        }
+
+    def infer_shape(self, shapes: Mapping[str, tuple[int, ...]], bits: int) -> tuple[int, int]:
+        rows, columns = shapes["qweight"]
+        return rows * slots_per_word(bits), columns
+
+    def from_natural(self, natural: Tensor) -> Tensor:
+        return natural
+
+    def to_natural(self, stored: Tensor) -> Tensor:
+        return stored
+
+    def channels(self, stored: Tensor, start: int, stop: int, bits: int) -> Tensor:
+        slots = slots_per_word(bits)
+        return stored[start // slots : stop // slots]
+
+    def _pack_grid(self, grid: Grid, symmetric: bool) -> dict[str, Tensor]:
+        stored = grid.zeros - 1 if self.version == 1 else grid.zeros
+        return {
+            "qzeros": pack_columns(stored, grid.bits),
+            "scales": grid.scales.contiguous(),
+            "g_idx": grid.g_idx.contiguous(),
+        }
+
+    def _unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
+        zeros = unpack_columns(tensors["qzeros"], spec.bits)
+        if self.version == 1:
+            zeros = _decode_v1_zeros(tensors["qzeros"], zeros, spec)
+        return Grid(
+            scales=tensors["scales"],
+            zeros=zeros,
+            g_idx=tensors["g_idx"],
+            group_size=spec.channels_per_group,
+            bits=spec.bits,
+        )
+
+
+def _decode_v1_zeros(words: Tensor, slots: Tensor, spec: ModuleSpec) -> Tensor:
+    all_ones = (1 << spec.bits) - 1
+    if not bool((slots == all_ones).any()):
+        return slots + 1
+    if spec.zero_writer != WORD_ADD_WRITER:
+        raise ConversionRefused(
+            f"qzeros: GPTQ v1 zeros hold the value {all_ones}, which different writers use for different "
+            "zero points, and the config does not name GPTQModel as the writer; "
+            "requantise or use a v2 checkpoint"
+        )
+    ones = 0x11111111 if spec.bits == 4 else 0x01010101
+    wide = (words.to(torch.int64) + ones) & 0xFFFFFFFF
+    wide = torch.where(wide >= 1 << 31, wide - (1 << 32), wide)
+    return unpack_columns(wide.to(torch.int32), spec.bits)

@@ -1,0 +1,171 @@
+"""Marlin layout (IST-DASLab Marlin; docs/formats.md).
+
+    B int32 [K/16, 2N]   tiles of 16 (K) x 64 (N); 128 words a tile, word 4t + q for lane t = 0..31, q = 0..3
+    s float16 [G, N]     permuted so that a lane finds its scales together
+
+Slot i of word (t, q) of tile (kt, nt), with j = [0, 2, 4, 6, 1, 3, 5, 7][i] and R = [0, 1, 8, 9], holds
+
+    k = 16 kt + 2 (t % 4) + R[j % 4]        n = 64 nt + 16 q + t // 4 + 8 (j // 4)
+
+which is the register fragment of one lane for a 16x16 block of mma.m16n8k16. Codes are offset binary with
+zero 8; zero points and g_idx can't be stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from marlinq.core.weight import Grid, symmetric_zero, trivial_g_idx
+from marlinq.formats.layouts.base import Format, ModuleSpec, TensorSpec, g_idx_refusal
+from marlinq.formats.nibbles import pack_rows, transpose_fields, unpack_rows
+
+GROUP_SIZES = (32, 64, 128, -1)
+TILE_K = 16
+TILE_N = 64
+
+_LOW = 0x0F0F0F0F
+_SLAB_ROWS = 256
+_SINGLE = [2 * i + c for i in range(4) for c in (0, 1, 8, 9, 16, 17, 24, 25)]
+_SINGLE_INVERSE = sorted(range(32), key=_SINGLE.__getitem__)
+
+
+class Marlin(Format):
+    """Marlin as serialised by its authors and by AutoGPTQ (``checkpoint_format: marlin``)."""
+
+    name = "marlin"
+    family = "marlin"
+    key = "B"
+    suffixes = ("B", "s")
+
+    def shape_refusal(self, spec: ModuleSpec) -> str | None:
+        if spec.bits != 4:
+            return f"{spec.bits} bits; Marlin has a 4-bit layout only"
+        if spec.in_features % TILE_K or spec.out_features % TILE_N:
+            return (
+                f"K={spec.in_features} must be a multiple of {TILE_K} "
+                f"and N={spec.out_features} of {TILE_N} (one tile)"
+            )
+        if spec.groups > 1 and spec.group_size not in GROUP_SIZES:
+            return f"group size {spec.group_size} is not one of 32, 64, 128, -1"
+        if spec.in_features % spec.channels_per_group:
+            return f"K={spec.in_features} is not a multiple of the group size {spec.group_size}"
+        return None
+
+    def strict_refusal(self, spec: ModuleSpec) -> str | None:
+        """Why the original kernel (K%128, N%256, group 128 or -1) can't run this module, or None."""
+        reason = self.shape_refusal(spec)
+        if reason is not None:
+            return reason
+        if spec.in_features % 128 or spec.out_features % 256:
+            return (
+                f"the original Marlin kernel needs K={spec.in_features} to be a multiple of 128 "
+                f"and N={spec.out_features} of 256"
+            )
+        if spec.groups > 1 and spec.group_size != 128:
+            return f"the original Marlin kernel takes group sizes 128 and -1, not {spec.group_size}"
+        return None
+
+    def value_refusal(self, grid: Grid) -> str | None:
+        if not grid.symmetric:
+            count = int((grid.zeros != symmetric_zero(grid.bits)).sum())
+            return (
+                f"asymmetric: {count} of {grid.zeros.numel()} zero points differ from 8; Marlin stores none"
+            )
+        return g_idx_refusal(grid)
+
+    def expected(self, spec: ModuleSpec) -> dict[str, TensorSpec]:
+        k, n = spec.in_features, spec.out_features
+        return {
+            "B": TensorSpec(torch.int32, (k // TILE_K, 2 * n)),
+            "s": TensorSpec(spec.scale_dtype, (spec.groups, n)),
+        }
+
+    def infer_shape(self, shapes: Mapping[str, tuple[int, ...]], bits: int) -> tuple[int, int]:
+        rows, columns = shapes["B"]
+        return rows * TILE_K, columns // 2
+
+    def from_natural(self, natural: Tensor) -> Tensor:
+        return tile_words(natural)
+
+    def to_natural(self, stored: Tensor) -> Tensor:
+        return untile_words(stored)
+
+    def channels(self, stored: Tensor, start: int, stop: int, bits: int) -> Tensor:
+        return stored[start // TILE_K : stop // TILE_K]
+
+    def _pack_grid(self, grid: Grid, symmetric: bool) -> dict[str, Tensor]:
+        return {"s": permute_scales(grid.scales)}
+
+    def _unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
+        return Grid(
+            scales=unpermute_scales(tensors["s"]),
+            zeros=torch.full((spec.groups, spec.out_features), 8, dtype=torch.uint8),
+            g_idx=trivial_g_idx(spec.in_features, spec.group_size),
+            group_size=spec.channels_per_group,
+        )
+
+
+def pack_tiles(codes: Tensor) -> Tensor:
+    """uint8 codes [K, N] to Marlin words int32 [K/16, 2N]; K % 16 == 0, N % 64 == 0."""
+    slabs = torch.split(codes, _SLAB_ROWS)
+    return torch.cat([tile_words(pack_rows(slab, 4)) for slab in slabs])
+
+
+def unpack_tiles(words: Tensor) -> Tensor:
+    """Marlin words int32 [K/16, 2N] to uint8 codes [K, N]; the inverse of :func:`pack_tiles`."""
+    slabs = torch.split(words, _SLAB_ROWS // TILE_K)
+    return torch.cat([unpack_rows(untile_words(slab), 4) for slab in slabs])
+
+
+def tile_words(natural: Tensor) -> Tensor:
+    """Natural words int32 [K/8, N] to Marlin words [K/16, 2N]; K % 16 == 0, N % 64 == 0.
+
+    A Marlin word takes byte t % 4, the codes of k = 2 (t % 4) and its successor, from four natural words:
+    rows k < 8 and k >= 8 of the tile (slots j and j + 2), columns n and n + 8 (j and j + 4).
+    """
+    upper, lower = natural[0::2], natural[1::2]
+    rows, columns = upper.shape
+    # Low and high nibbles part: j = 0, 2 go to the low byte of a half word and j = 1, 3 to its high byte.
+    even = (upper & _LOW) | ((lower & _LOW) << 4)
+    odd = ((upper >> 4) & _LOW) | (lower & ~_LOW)
+    # [parity, kt, nt, q, n + 8, t // 4] to the four words of a byte transpose, then to [kt, nt, t, q].
+    words = torch.stack((even, odd)).reshape(2, rows, columns // 64, 4, 2, 8).permute(0, 4, 1, 2, 5, 3)
+    lanes = transpose_fields(words.reshape(4, -1)).reshape(4, rows, columns // 64, 8, 4)
+    return lanes.permute(1, 2, 3, 0, 4).reshape(rows, columns * 2)
+
+
+def untile_words(stored: Tensor) -> Tensor:
+    """Marlin words int32 [K/16, 2N] to natural words [K/8, N]; the inverse of :func:`tile_words`."""
+    rows, columns = stored.shape[0], stored.shape[1] // 2
+    lanes = stored.reshape(rows, columns // 64, 8, 4, 4).permute(3, 0, 1, 2, 4)
+    words = transpose_fields(lanes.reshape(4, -1)).reshape(2, 2, rows, columns // 64, 8, 4)
+    even, odd = words.permute(0, 2, 3, 5, 1, 4).reshape(2, rows, columns)
+    natural = torch.empty(rows * 2, columns, dtype=torch.int32, device=stored.device)
+    natural[0::2] = (even & _LOW) | ((odd & _LOW) << 4)
+    natural[1::2] = ((even >> 4) & _LOW) | (odd & ~_LOW)
+    return natural
+
+
+def permute_scales(scales: Tensor) -> Tensor:
+    """[G, N] in channel order to the stored order: an 8x8 transpose in every 64 columns, or, for a single
+    group, a fixed permutation of every 32."""
+    groups, n = scales.shape
+    if groups > 1:
+        return _transpose_8x8(scales)
+    return scales.reshape(groups, n // 32, 32)[..., _SINGLE].reshape(groups, n).contiguous()
+
+
+def unpermute_scales(scales: Tensor) -> Tensor:
+    """The inverse of :func:`permute_scales`."""
+    groups, n = scales.shape
+    if groups > 1:
+        return _transpose_8x8(scales)
+    return scales.reshape(groups, n // 32, 32)[..., _SINGLE_INVERSE].reshape(groups, n).contiguous()
+
+
+def _transpose_8x8(scales: Tensor) -> Tensor:
+    groups, n = scales.shape
+    return scales.reshape(groups, n // 64, 8, 8).transpose(2, 3).reshape(groups, n).contiguous()

@@ -1,0 +1,1 @@
+"""One folder for each command of the command line."""

@@ -1,0 +1,79 @@
+"""Shapes of the linears of well-known decoders, derived from their published dimensions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from marlinq.core.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear: K inputs, N outputs."""
+
+    name: str
+    n: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """What a model's ``config.json`` says of its blocks; of a mixture, ``intermediate`` is one expert's."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_size: int
+
+    def layers(self, model: str) -> tuple[Layer, ...]:
+        """The four products of a block, with q/k/v and gate/up joined as servers run them."""
+        attention = self.heads * self.head_size
+        return (
+            Layer(f"{model} qkv", attention + 2 * self.kv_heads * self.head_size, self.hidden),
+            Layer(f"{model} o", self.hidden, attention),
+            Layer(f"{model} gate_up", 2 * self.intermediate, self.hidden),
+            Layer(f"{model} down", self.hidden, self.intermediate),
+        )
+
+
+MODELS = {
+    "gemma-2-9b": Dimensions(3584, 14336, heads=16, kv_heads=8, head_size=256),
+    "llama-3-70b": Dimensions(8192, 28672, heads=64, kv_heads=8, head_size=128),
+    "llama-3-8b": Dimensions(4096, 14336, heads=32, kv_heads=8, head_size=128),
+    "mistral-7b": Dimensions(4096, 14336, heads=32, kv_heads=8, head_size=128),
+    "mixtral-8x7b": Dimensions(4096, 14336, heads=32, kv_heads=8, head_size=128),
+    "qwen3-32b": Dimensions(5120, 25600, heads=64, kv_heads=8, head_size=128),
+    "qwen3-8b": Dimensions(4096, 12288, heads=32, kv_heads=8, head_size=128),
+    "smollm2-135m": Dimensions(576, 1536, heads=9, kv_heads=3, head_size=64),
+}
+
+
+def layers_of(models: Iterable[str], shapes: Iterable[str], group_size: int) -> tuple[Layer, ...]:
+    """The layers of ``models`` and of ``shapes`` such as ``4096x4096`` or ``NAME=4096x4096`` (N x K).
+
+    Raises:
+        UsageError: an unknown model, a malformed shape, or one the kernels or the group size can't divide.
+    """
+    found: list[Layer] = []
+    for model in models:
+        if model not in MODELS:
+            raise UsageError(f"model {model!r} is not known; expected one of {', '.join(MODELS)}")
+        found += MODELS[model].layers(model)
+    for text in shapes:
+        match = re.fullmatch(r"(?:([^=]+)=)?(\d+)x(\d+)", text)
+        if match is None:
+            raise UsageError(f"shape {text!r}: expected NxK or NAME=NxK, such as o=4096x4096")
+        found.append(Layer(match[1] or text, int(match[2]), int(match[3])))
+    for layer in found:
+        if layer.n < 64 or layer.k < 64 or layer.n % 64 or layer.k % 64:
+            raise UsageError(f"{layer.name}: N={layer.n} and K={layer.k} must be positive multiples of 64")
+        if group_size > 0 and layer.k % group_size:
+            raise UsageError(
+                f"{layer.name}: K={layer.k} is not a multiple of group size {group_size}; choose a smaller"
+            )
+    if not found:
+        raise UsageError("nothing to measure; name a model or a shape")
+    return tuple(found)

@@ -1,0 +1,259 @@
+"""The convert operation."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from marlinq import __version__
+from marlinq.checkpoint import (
+    DEFAULT_MAX_SHARD_BYTES,
+    MANIFEST,
+    Checkpoint,
+    CheckpointWriter,
+    QuantizedCheckpoint,
+    check_place,
+    extra_configs,
+    replace_quantization_config,
+)
+from marlinq.checkpoint.reader import read_json
+from marlinq.core.errors import UnsupportedError, UsageError
+from marlinq.formats import FORMATS, Format, transcode
+from marlinq.operations.convert.plan import ConversionPlan, Progress, plan_conversion
+from marlinq.operations.convert.report import ConversionReport
+
+_COMMIT_BYTES = 1 << 30
+_WORKERS = 4
+
+
+def convert(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    target_format: str,
+    source_format: str | None = None,
+    strict_marlin: bool = False,
+    skip_unsupported: bool = False,
+    max_shard_size: int = DEFAULT_MAX_SHARD_BYTES,
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Convert a quantised checkpoint to another layout, lossless bit for bit.
+
+    Everything that could make a conversion lossy is looked for before the output folder is touched. Then
+    tensors stream one by one. A run that was interrupted continues when it is repeated.
+
+    Args:
+        source: a checkpoint folder or Hub id.
+        out: the folder to make; it must not exist.
+        target_format, source_format: names in :data:`marlinq.formats.FORMATS`; the source's is detected, and
+            checked where it is given.
+        strict_marlin: allow in marlin only what its original kernel takes (K%128, N%256, group 128 or -1).
+        skip_unsupported: dequantise modules of shapes that the target excludes, instead of refusing.
+        max_shard_size: largest shard in bytes.
+        progress: called with ("checking" or "converting", modules done, modules in all).
+
+    Raises:
+        ConversionRefused: the target can't hold a module without loss; nothing was written.
+        CheckpointError, UnsupportedError: the source is damaged, contradictory or of an unknown kind.
+        UsageError: the formats named don't fit the source or each other.
+        OutputError: ``out`` exists or can't be written.
+    """
+    with _one_torch_thread():
+        return _convert(
+            _open(source, source_format, target_format, strict_marlin),
+            Path(out),
+            FORMATS[target_format],
+            strict_marlin=strict_marlin,
+            skip_unsupported=skip_unsupported,
+            max_shard_size=max_shard_size,
+            progress=progress,
+        )
+
+
+def _convert(
+    quantized: QuantizedCheckpoint,
+    out: Path,
+    target: Format,
+    *,
+    strict_marlin: bool,
+    skip_unsupported: bool,
+    max_shard_size: int,
+    progress: Progress | None,
+) -> ConversionReport:
+    started = time.monotonic()
+    checkpoint = quantized.checkpoint
+    check_place(out, resume=True, source=checkpoint.path)
+    plan = plan_conversion(
+        quantized,
+        target,
+        strict_marlin=strict_marlin,
+        skip_unsupported=skip_unsupported,
+        progress=progress,
+    )
+    manifest = _manifest(plan, strict_marlin, skip_unsupported)
+    options = json.dumps([checkpoint.identity(), max_shard_size, manifest], sort_keys=True)
+    fingerprint = hashlib.sha256(options.encode()).hexdigest()
+    with CheckpointWriter(
+        out, plan.tensors, fingerprint=fingerprint, max_shard_bytes=max_shard_size, resume=True
+    ) as writer:
+        resumed = len(writer.written)
+        _write(plan, writer, min(_COMMIT_BYTES, 2 * max_shard_size), progress)
+        writer.finish(
+            config=replace_quantization_config(checkpoint.config, plan.quantization_config),
+            manifest=manifest,
+            side_files_from=checkpoint,
+            extra_json=extra_configs(target.name, plan.quantization_config),
+        )
+    return ConversionReport(
+        source=str(checkpoint.path),
+        out=str(out),
+        source_format=quantized.format.name,
+        target_format=target.name,
+        converted=len(plan.modules),
+        skipped=plan.skipped,
+        carried=len(quantized.passthrough),
+        side_files=tuple(checkpoint.side_files),
+        left_out=tuple(checkpoint.left_out),
+        notes=plan.notes,
+        resumed=resumed,
+        source_bytes=checkpoint.nbytes,
+        out_bytes=sum(tensor.nbytes for tensor in plan.tensors),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _open(
+    source: str | os.PathLike[str], source_format: str | None, target_format: str, strict_marlin: bool
+) -> QuantizedCheckpoint:
+    for name in (source_format, target_format):
+        if name is not None and name not in FORMATS:
+            raise UsageError(f"convert: unknown format {name!r}; expected one of {', '.join(FORMATS)}")
+    if strict_marlin and target_format != "marlin":
+        raise UsageError(f"convert: --strict-marlin only goes with the target marlin, not {target_format}")
+    checkpoint = Checkpoint.open(source)
+    quantized = QuantizedCheckpoint.of(checkpoint)
+    if quantized is None:
+        raise UnsupportedError(f"{checkpoint.path}: is not quantised; use marlinq quantize")
+    found = quantized.format.name
+    if source_format not in (None, found):
+        raise UsageError(f"{checkpoint.path}: expected a {source_format} checkpoint, found {found}")
+    if found == target_format:
+        raise UsageError(f"{checkpoint.path}: is in the {found} layout already; copy the folder instead")
+    return quantized
+
+
+def _manifest(plan: ConversionPlan, strict_marlin: bool, skip_unsupported: bool) -> dict[str, Any]:
+    checkpoint = plan.source.checkpoint
+    before = None
+    if (checkpoint.path / MANIFEST).exists():
+        before = read_json(checkpoint.path, MANIFEST)
+        # Hashes and fingerprint describe the tensors of that folder, not what was decided for it.
+        before = {key: value for key, value in before.items() if key not in ("tensors", "fingerprint")}
+    return {
+        "marlinq": __version__,
+        "operation": "convert",
+        "source_format": plan.source.format.name,
+        "format": plan.target.name,
+        "strict_marlin": strict_marlin,
+        "skip_unsupported": skip_unsupported,
+        "skipped": {item.module: item.reason for item in plan.skipped},
+        "scale_dtypes": sorted({str(spec.scale_dtype) for spec in plan.modules.values()}),
+        "source_quantization_config": dict(plan.source.config.raw),
+        "source": before,
+    }
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One module, or one tensor that is carried: what a thread reads, converts and writes at a time."""
+
+    name: str
+    module: bool
+    nbytes: int
+
+
+def _write(plan: ConversionPlan, writer: CheckpointWriter, max_bytes: int, progress: Progress | None) -> None:
+    done, modules = 0, len(plan.source.modules)
+    with ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1)) as pool:
+        for batch in _batches(_jobs(plan, writer.written), max_bytes):
+            for job in pool.map(lambda job: _run(plan, writer, job), batch):
+                done += job.module
+                if progress is not None:
+                    progress("converting", done, modules)
+            writer.commit()
+    if progress is not None:
+        progress("converting", modules, modules)
+
+
+def _jobs(plan: ConversionPlan, written: set[str]) -> Iterator[_Job]:
+    """What is not written yet, in the order of the source, so that its shards are read in one pass."""
+    source, carried = plan.source, set(plan.source.passthrough)
+    for name, info in source.checkpoint.tensors.items():
+        module, _, suffix = name.rpartition(".")
+        if name in carried:
+            if name not in written:
+                yield _Job(name, False, info.nbytes)
+        elif suffix == source.format.key and not written.issuperset(_output_names(plan, module)):
+            spec = source.modules[module]
+            kept = module in plan.modules
+            size = info.nbytes if kept else spec.in_features * spec.out_features * plan.weight_dtype.itemsize
+            yield _Job(module, True, info.nbytes + size)
+
+
+def _batches(jobs: Iterable[_Job], max_bytes: int) -> Iterator[list[_Job]]:
+    """Jobs that may all be in memory at once: at most ``max_bytes``, or a single job."""
+    batch: list[_Job] = []
+    total = 0
+    for job in jobs:
+        if batch and total + job.nbytes > max_bytes:
+            yield batch
+            batch, total = [], 0
+        batch.append(job)
+        total += job.nbytes
+    if batch:
+        yield batch
+
+
+def _output_names(plan: ConversionPlan, module: str) -> list[str]:
+    spec = plan.modules.get(module)
+    return [f"{module}.{suffix}" for suffix in plan.target.expected(spec)] if spec else [f"{module}.weight"]
+
+
+def _run(plan: ConversionPlan, writer: CheckpointWriter, job: _Job) -> _Job:
+    source, target = plan.source, plan.target
+    if not job.module:
+        writer.write(job.name, source.checkpoint.tensor(job.name))
+        return job
+    spec = plan.modules.get(job.name)
+    if spec is None:
+        weight = source.load(job.name).dequantize(plan.weight_dtype)
+        writer.write(f"{job.name}.weight", weight.t() if plan.transposed else weight)
+        return job
+    grid = source.load_grid(job.name)
+    for suffix, tensor in target.pack_grid(grid, spec.scale_dtype, spec.symmetric).items():
+        writer.write(f"{job.name}.{suffix}", tensor)
+    words = source.checkpoint.tensor(f"{job.name}.{source.format.key}")
+    writer.write(f"{job.name}.{target.key}", transcode(words, spec, source.format, target))
+    return job
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """The pool's threads do whole modules each, and the slabs are too small to share: threads within a
+    module only fight over the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

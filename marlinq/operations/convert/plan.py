@@ -1,0 +1,274 @@
+"""What a conversion will write, decided before anything is written.
+
+First from headers and config alone (shapes, group sizes, widths), then from the small tensors of every module
+(zeros, g_idx, scales). Every reason to refuse is found here; the codes can't give one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from marlinq.checkpoint import QuantizedCheckpoint, TensorPlan, emit_quantization_config
+from marlinq.core.errors import CheckpointError, ConversionRefused
+from marlinq.formats import Format, Grid, ModuleSpec, symmetric_zero
+from marlinq.formats.layouts.marlin import Marlin
+from marlinq.operations.convert.report import SkippedModule
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, the steps done, and the steps in all."""
+
+_TRANSPOSED_WEIGHTS = ("gpt2", "imagegpt", "openai-gpt")
+"""``model_type`` of the transformers models whose linears (``Conv1D``) store their weight as [K, N]."""
+
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """The output of a conversion.
+
+    Attributes:
+        source: the open source.
+        target: the layout of the output.
+        modules: every module that stays quantised and what the output stores for it.
+        skipped: the modules that are dequantised, with the reason.
+        tensors: every output tensor, in the source's order.
+        weight_dtype: of dequantised weights.
+        transposed: dequantised weights are stored [K, N].
+        quantization_config: of the output.
+        notes: what a user of the output should know.
+    """
+
+    source: QuantizedCheckpoint
+    target: Format
+    modules: dict[str, ModuleSpec]
+    skipped: tuple[SkippedModule, ...]
+    tensors: list[TensorPlan]
+    weight_dtype: torch.dtype
+    transposed: bool
+    quantization_config: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def plan_conversion(
+    source: QuantizedCheckpoint,
+    target: Format,
+    *,
+    strict_marlin: bool,
+    skip_unsupported: bool,
+    progress: Progress | None,
+) -> ConversionPlan:
+    """Decide a conversion.
+
+    Raises:
+        ConversionRefused: the target can't hold a module without loss; nothing has been written.
+        CheckpointError: the source contradicts itself.
+    """
+    skipped = _excluded_shapes(source, target, strict_marlin, skip_unsupported)
+    names = {item.module for item in skipped}
+    kept = {name: spec for name, spec in source.modules.items() if name not in names}
+    if not kept:
+        raise ConversionRefused(
+            f"{source.checkpoint.path}: no module has a shape that {target.name} can hold; "
+            f"the first reason is {skipped[0].module}: {skipped[0].reason}"
+        )
+    unquantized = [*source.unquantized_linears(), *(item.module for item in skipped)]
+    # What the config dialect can't say is known before any tensor is read.
+    emit_quantization_config(target.name, kept, unquantized)
+
+    grids = _Scan(source, target)
+    for done, name in enumerate(source.modules):
+        if progress is not None:
+            progress("checking", done, len(source.modules))
+        grids.check(name, stored=name in kept)
+    if progress is not None:
+        progress("checking", len(source.modules), len(source.modules))
+    modules = {name: grids.target_spec(name) for name in kept}
+
+    config = source.checkpoint.config
+    weight_dtype = model_dtype(config) or next(iter(source.modules.values())).scale_dtype
+    transposed = config.get("model_type") in _TRANSPOSED_WEIGHTS
+    return ConversionPlan(
+        source=source,
+        target=target,
+        modules=modules,
+        skipped=skipped,
+        tensors=_tensors(source, target, modules, weight_dtype, transposed),
+        weight_dtype=weight_dtype,
+        transposed=transposed,
+        quantization_config=emit_quantization_config(target.name, modules, unquantized),
+        notes=(*grids.notes(kept), *_fused_notes(names, kept)),
+    )
+
+
+def model_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+    """The floating-point type that ``config.json`` names for the model, or None."""
+    names = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+    inner = config.get("text_config")
+    for level in (config, inner if isinstance(inner, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            value = level.get(key)
+            if isinstance(value, str) and value in names:
+                return names[value]
+    return None
+
+
+def _excluded_shapes(
+    source: QuantizedCheckpoint, target: Format, strict_marlin: bool, skip_unsupported: bool
+) -> tuple[SkippedModule, ...]:
+    found = []
+    for name, spec in source.modules.items():
+        reason = source.mismatch(name)
+        if reason is not None:
+            raise CheckpointError(f"{source.checkpoint.path}: {name}.{reason}")
+        if strict_marlin and isinstance(target, Marlin):
+            reason = target.strict_refusal(spec)
+        else:
+            reason = target.shape_refusal(spec)
+        if reason is not None:
+            found.append(SkippedModule(name, reason))
+    if found and not skip_unsupported:
+        others = f" ({len(found) - 1} more modules have shapes it can't hold)" if len(found) > 1 else ""
+        raise ConversionRefused(
+            f"{source.checkpoint.path}: {found[0].module}: {target.name} can't hold it: "
+            f"{found[0].reason}{others}; --skip-unsupported keeps such modules unquantised"
+        )
+    return tuple(found)
+
+
+class _Scan:
+    """Reads zeros, g_idx and scales of every module once and keeps the facts that the output depends on."""
+
+    def __init__(self, source: QuantizedCheckpoint, target: Format) -> None:
+        self._source = source
+        self._target = target
+        self._model_dtype = model_dtype(source.checkpoint.config)
+        self._symmetric: dict[bool | None, bool] = {}
+        self._act_order: dict[str, bool] = {}
+        self._exact_in_model_dtype = self._model_dtype in (torch.float16, torch.bfloat16)
+        self._flag_without_order = False
+
+    def check(self, name: str, *, stored: bool) -> None:
+        """Raise the reason, if any, why the values of ``name`` can't be stored."""
+        path = self._source.checkpoint.path
+        grid = self._source.load_grid(name)
+        settings = self._source.config.settings(name)
+        declared = None if settings is None else settings.symmetric
+        if declared and not grid.symmetric:
+            middle = symmetric_zero(grid.bits)
+            wrong = int(grid.zeros[grid.zeros != middle][0])
+            raise ConversionRefused(
+                f"{path}: {name}: the config says sym: true, but qzeros decode to {wrong} where {middle} is "
+                "meant; either sym or checkpoint_format (gptq stores zero - 1, gptq_v2 zero) is wrong in it"
+            )
+        if not stored:
+            return
+        reason = self._target.refusal(grid, self._scale_dtype(self._source.modules[name].scale_dtype))
+        if reason is not None:
+            raise ConversionRefused(f"{path}: {name}: {self._target.name} can't hold it: {reason}")
+        self._symmetric[declared] = self._symmetric.get(declared, True) and grid.symmetric
+        self._act_order[name] = not grid.has_trivial_g_idx
+        if settings is not None and settings.desc_act and grid.has_trivial_g_idx:
+            self._flag_without_order = True
+        if self._exact_in_model_dtype:
+            self._exact_in_model_dtype = _exact(grid, self._model_dtype)
+
+    def target_spec(self, name: str) -> ModuleSpec:
+        """What the output stores for ``name``, after all modules were checked."""
+        spec, settings = self._source.modules[name], self._source.config.settings(name)
+        # Modules that the source's config describes alike stay alike, so that fused layers agree.
+        symmetric = self._symmetric[None if settings is None else settings.symmetric]
+        dtype = self._scale_dtype(spec.scale_dtype)
+        if dtype is None:
+            same = self._model_dtype if self._exact_in_model_dtype else None
+            dtype = same or spec.scale_dtype
+        return replace(
+            spec,
+            symmetric=symmetric,
+            scale_dtype=dtype,
+            zero_writer=None,
+            has_g_idx=False,
+            act_order=self._act_order[name],
+        )
+
+    def notes(self, kept: Mapping[str, ModuleSpec]) -> list[str]:
+        """Facts about the output that a user should know."""
+        notes = []
+        if any(self._act_order.values()):
+            notes.append("the g_idx is in activation order; vLLM refuses such checkpoints since 0.30")
+        if self._flag_without_order:
+            notes.append(
+                "the source says desc_act: true, but its g_idx is in channel order; the output says false"
+            )
+        stored, wanted = next(iter(kept.values())).scale_dtype, self._model_dtype
+        follows = self._target.scale_dtype is None and wanted in (torch.float16, torch.bfloat16)
+        if follows and not self._exact_in_model_dtype and stored != wanted:
+            notes.append(
+                f"scales stay in {_short(stored)}: the model's {_short(wanted)} can't hold all of them "
+                "exactly, and a loader that casts them rounds"
+            )
+        return notes
+
+    def _scale_dtype(self, stored: torch.dtype) -> torch.dtype | None:
+        """The type of the output's scales; None where the target follows the model."""
+        if self._source.format.family == self._target.family:
+            return stored
+        return self._target.scale_dtype
+
+
+def _exact(grid: Grid, dtype: torch.dtype | None) -> bool:
+    wide = grid.scales.to(torch.float32)
+    return dtype is not None and torch.equal(wide.to(dtype).to(torch.float32), wide)
+
+
+def _short(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _tensors(
+    source: QuantizedCheckpoint,
+    target: Format,
+    modules: Mapping[str, ModuleSpec],
+    weight_dtype: torch.dtype,
+    transposed: bool,
+) -> list[TensorPlan]:
+    carried = set(source.passthrough)
+    plans: list[TensorPlan] = []
+    for name, info in source.checkpoint.tensors.items():
+        if name in carried:
+            plans.append(TensorPlan(name, info.dtype, info.shape))
+            continue
+        module, _, suffix = name.rpartition(".")
+        if suffix != source.format.key:
+            continue
+        if module in modules:
+            expected = target.expected(modules[module])
+            plans += [TensorPlan(f"{module}.{key}", want.dtype, want.shape) for key, want in expected.items()]
+        else:
+            spec = source.modules[module]
+            shape = (spec.out_features, spec.in_features)
+            plans.append(TensorPlan(f"{module}.weight", weight_dtype, shape[::-1] if transposed else shape))
+    names = [plan.name for plan in plans]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise CheckpointError(
+            f"{source.checkpoint.path}: tensor {twice} stands beside the quantised tensors of the same module"
+        )
+    return plans
+
+
+def _fused_notes(skipped: set[str], kept: Mapping[str, ModuleSpec]) -> list[str]:
+    for name in sorted(skipped):
+        stem, _, last = name.rpartition(".")
+        parts = next((parts for parts in _FUSED if last in parts), ())
+        if any(f"{stem}.{part}" in kept for part in parts):
+            note = (
+                f"{name} is unquantised and its neighbours in {'/'.join(parts)} are not; "
+                "loaders that fuse them, such as vLLM, can't load this checkpoint"
+            )
+            return [note]
+    return []

@@ -1,0 +1,71 @@
+"""What a conversion did."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class SkippedModule:
+    """A module that was kept unquantised, and why."""
+
+    module: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """The outcome of :func:`marlinq.operations.convert.convert`.
+
+    Attributes:
+        source, out: the folders.
+        source_format, target_format: names in :data:`marlinq.formats.FORMATS`.
+        converted: quantised modules in the output.
+        skipped: modules that the target can't hold and that were dequantised instead.
+        carried: tensors that were copied unchanged (norms, embeddings, biases).
+        side_files: other files that were copied (tokenizer, templates, code).
+        left_out: files of the source that are not in the output: weights in other formats.
+        notes: what a user of the output should know.
+        resumed: tensors that an interrupted run had already written.
+        source_bytes, out_bytes: sizes of all tensors.
+        seconds: wall-clock time.
+    """
+
+    source: str
+    out: str
+    source_format: str
+    target_format: str
+    converted: int
+    skipped: tuple[SkippedModule, ...]
+    carried: int
+    side_files: tuple[str, ...]
+    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
+    resumed: int
+    source_bytes: int
+    out_bytes: int
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    def render(self) -> str:
+        """Text for a terminal."""
+        sizes = f"{self.source_bytes / 1e6:.1f} MB -> {self.out_bytes / 1e6:.1f} MB"
+        lines = [
+            f"{self.source} ({self.source_format}) -> {self.out} ({self.target_format})",
+            f"  {self.converted} modules converted without loss",
+            f"  {self.carried} tensors and {len(self.side_files)} other files carried unchanged",
+            f"  {sizes} of tensors in {self.seconds:.1f} s",
+        ]
+        if self.resumed:
+            lines.append(f"  continued an interrupted run: {self.resumed} tensors were already written")
+        if self.skipped:
+            lines.append(f"  {len(self.skipped)} modules kept unquantised:")
+            lines += [f"    {item.module}: {item.reason}" for item in self.skipped]
+        if self.left_out:
+            lines.append(f"  not copied: {', '.join(self.left_out)}")
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)

@@ -1,0 +1,257 @@
+"""Perplexity of one model; mean KL divergence and top-1 agreement between two.
+
+For every position but the last of each window, with p the original's and q the model's distribution over the
+next token x:
+
+    perplexity = exp(mean of -log q(x))        KL = mean of sum_v p(v) (log p(v) - log q(v))
+
+in nats, logarithms in float32, means in float64.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from marlinq.core.errors import CheckpointError, NumericsError, UsageError
+from marlinq.operations.evaluate.text import EvaluationText, read_windows, write_windows
+from marlinq.runtime import LoadedModel, load
+from marlinq.runtime.generation import device_name, position_limit
+
+Source = str | os.PathLike[str] | LoadedModel
+"""A checkpoint folder, a Hub id, or a model that is loaded already."""
+
+DEFAULT_SEED = 20_240_229
+"""Of text that a model writes: not the calibration's default, so that nothing is evaluated on what it was
+calibrated with."""
+
+_ROWS = 128
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured, and on what.
+
+    Attributes:
+        model: the checkpoint.
+        against: the original, or None.
+        text: where the text comes from.
+        windows: how many windows were evaluated.
+        tokens: predicted tokens, all windows together.
+        perplexity: of the model.
+        against_perplexity: of the original.
+        kl: mean KL(original || model) in nats.
+        top1_agreement: part of the positions where both find the same token likeliest.
+        seconds: for the evaluation, without loading.
+        device: where it ran.
+        notes: how the models were run.
+    """
+
+    model: str
+    against: str | None
+    text: str
+    windows: int
+    tokens: int
+    perplexity: float
+    against_perplexity: float | None
+    kl: float | None
+    top1_agreement: float | None
+    seconds: float
+    device: str
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    def render(self) -> str:
+        """A few lines for a terminal."""
+        lines = [
+            f"text        {self.text}",
+            f"            {self.windows} windows, {self.tokens} predicted tokens",
+            f"perplexity  {self.perplexity:.4f}  {self.model}",
+        ]
+        if self.against_perplexity is not None and self.kl is not None and self.top1_agreement is not None:
+            lines += [
+                f"            {self.against_perplexity:.4f}  {self.against}",
+                f"mean KL     {self.kl:.6f} nats, original || model",
+                f"top-1       {100 * self.top1_agreement:.2f} % agree",
+            ]
+        lines.append(f"time        {self.seconds:.1f} s on {self.device}")
+        return "\n".join([*lines, *self.notes])
+
+
+@dataclass
+class _Sums:
+    """Sums over predicted tokens, float64."""
+
+    tokens: int = 0
+    nll: float = 0.0
+    against_nll: float = 0.0
+    kl: float = 0.0
+    agreed: int = 0
+    windows: int = 0
+
+    def add(self, logits: Tensor, original: Tensor | None, targets: Tensor) -> None:
+        """Adds positions: logits [positions, vocabulary] of model and original, targets [positions]."""
+        for start in range(0, len(targets), _ROWS):
+            rows = slice(start, start + _ROWS)
+            log_q = F.log_softmax(logits[rows].float(), dim=-1)
+            chosen = targets[rows, None]
+            self.tokens += len(chosen)
+            self.nll -= float(log_q.gather(-1, chosen).double().sum())
+            if original is None:
+                continue
+            log_p = F.log_softmax(original[rows].float(), dim=-1)
+            self.against_nll -= float(log_p.gather(-1, chosen).double().sum())
+            divergence = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+            self.kl += float(divergence.double().sum())
+            self.agreed += int((log_q.argmax(-1) == log_p.argmax(-1)).sum())
+
+
+def evaluate(
+    model: Source,
+    *,
+    against: Source | None = None,
+    text: str | None = None,
+    windows: int = 32,
+    length: int = 1024,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    seed: int = DEFAULT_SEED,
+    trust_remote_code: bool = False,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Evaluation:
+    """Measures ``model`` on non-overlapping windows of text, and its distance to ``against``.
+
+    Memory holds both models and the logits of one window.
+
+    Args:
+        model: any quantised or unquantised checkpoint.
+        against: the original; gives KL divergence and top-1 agreement.
+        text: a file or dataset (:func:`marlinq.operations.evaluate.text.read_windows`); None
+            evaluates on text that the original, or else the model itself, samples from ``seed``.
+        windows: at most this many.
+        length: tokens a window.
+        device: as in :func:`marlinq.runtime.load`.
+        dtype: as in :func:`marlinq.runtime.load`, for both models.
+        seed: of the sampling when there is no text.
+        trust_remote_code: run model code that a checkpoint brings.
+        progress: called with (what is being done, steps done, steps in all).
+
+    Raises:
+        UsageError: the text can't be read or is too short, or the two models' vocabularies differ.
+        CheckpointError: a checkpoint can't be loaded, or has no tokenizer for the text.
+        NumericsError: a model's logits are NaN or infinite.
+    """
+    if windows < 1 or length < 2:
+        raise UsageError(f"expected at least 1 window of 2 tokens, found {windows} of {length}")
+
+    def opened(source: Source) -> LoadedModel:
+        if isinstance(source, LoadedModel):
+            return source
+        return load(
+            source, device=device, dtype=dtype, trust_remote_code=trust_remote_code, progress=progress
+        )
+
+    loaded = opened(model)
+    original = None if against is None else opened(against)
+    _check_pair(loaded, original, length)
+    evaluated = _text(loaded, original, text, windows, length, seed, progress)
+    start = time.perf_counter()
+    sums = _measure(loaded, original, evaluated, progress)
+    seconds = time.perf_counter() - start
+    nll = sums.nll / sums.tokens
+    notes = loaded.report() if original is None else [*loaded.report(), *original.report()]
+    return Evaluation(
+        model=str(loaded.path),
+        against=None if original is None else str(original.path),
+        text=evaluated.source,
+        windows=sums.windows,
+        tokens=sums.tokens,
+        perplexity=_exponential(nll),
+        against_perplexity=None if original is None else _exponential(sums.against_nll / sums.tokens),
+        kl=None if original is None else sums.kl / sums.tokens,
+        top1_agreement=None if original is None else sums.agreed / sums.tokens,
+        seconds=seconds,
+        device=device_name(loaded.device),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _check_pair(loaded: LoadedModel, original: LoadedModel | None, length: int) -> None:
+    for each in (loaded, original):
+        limit = None if each is None else position_limit(each.model)
+        if each is not None and limit is not None and length > limit:
+            raise UsageError(f"length: {length} tokens, but {each.path} has positions for {limit}; lower it")
+    if original is None:
+        return
+    sizes = [each.model.config.get_text_config().vocab_size for each in (loaded, original)]
+    if sizes[0] != sizes[1]:
+        raise UsageError(
+            f"{loaded.path} has a vocabulary of {sizes[0]}, {original.path} one of {sizes[1]}; "
+            "only models with the same tokens can be compared"
+        )
+
+
+def _text(
+    loaded: LoadedModel,
+    original: LoadedModel | None,
+    text: str | None,
+    windows: int,
+    length: int,
+    seed: int,
+    progress: Callable[[str, int, int], None] | None,
+) -> EvaluationText:
+    if text is None:
+        return write_windows(original or loaded, windows=windows, length=length, seed=seed, progress=progress)
+    tokenizer = loaded.tokenizer if original is None else original.tokenizer or loaded.tokenizer
+    if tokenizer is None:
+        raise CheckpointError(f"{loaded.path}: no tokenizer for the text; add its files, or leave out --text")
+    return read_windows(text, tokenizer, windows=windows, length=length)
+
+
+def _measure(
+    loaded: LoadedModel,
+    original: LoadedModel | None,
+    text: EvaluationText,
+    progress: Callable[[str, int, int], None] | None,
+) -> _Sums:
+    sums = _Sums()
+    for index, window in enumerate(text.windows):
+        # One token alone predicts nothing.
+        if len(window) > 1:
+            ids = torch.tensor(window, dtype=torch.int64)
+            logits = _logits(loaded, ids)
+            reference = None if original is None else _logits(original, ids).to(loaded.device)
+            sums.add(logits, reference, ids[1:].to(loaded.device))
+            sums.windows += 1
+        if not math.isfinite(sums.nll + sums.against_nll + sums.kl):
+            raise NumericsError(
+                f"window {index}: logits are NaN or infinite; check the weights, or run in another dtype"
+            )
+        if progress is not None:
+            progress("evaluating", index + 1, len(text.windows))
+    if sums.tokens == 0:
+        raise UsageError(f"text {text.source}: nothing to predict; raise --length")
+    return sums
+
+
+@torch.no_grad()
+def _logits(loaded: LoadedModel, ids: Tensor) -> Tensor:
+    """[positions - 1, vocabulary]: what the model expects after each token but the last."""
+    output = loaded.model(input_ids=ids[None].to(loaded.device), use_cache=False)
+    logits: Tensor = output.logits[0, :-1]
+    return logits
+
+
+def _exponential(nll: float) -> float:
+    return math.exp(nll) if nll < 700 else math.inf

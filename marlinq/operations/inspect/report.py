@@ -1,0 +1,149 @@
+"""What an inspection found."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from marlinq.operations.inspect.eligibility import Eligibility
+
+
+@dataclass(frozen=True)
+class ModuleFacts:
+    """One quantised linear.
+
+    Attributes:
+        name: of the module.
+        in_features, out_features: K and N.
+        bits: of a code.
+        group_size: -1 for one group.
+        symmetric: every stored zero point is the middle code; None where they can't be decoded.
+        g_idx: ``in order``, ``activation order``, or ``unknown``.
+        bias: it has one.
+        scale_dtype: as stored.
+        nbytes: of its codes, scales, zeros and g_idx.
+        effective_bits: of these bytes, per weight.
+        problem: what keeps its zeros from being decoded, or None.
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    bits: int
+    group_size: int
+    symmetric: bool | None
+    g_idx: str
+    bias: bool
+    scale_dtype: str
+    nbytes: int
+    effective_bits: float
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The outcome of :func:`marlinq.operations.inspect.inspect`.
+
+    Attributes:
+        checkpoint: the folder.
+        format: a name in :data:`marlinq.formats.FORMATS`; None for an unquantised checkpoint.
+        architecture: what ``config.json`` names.
+        dtype: of the unquantised tensors, the one that most bytes have.
+        bits, group_sizes: of the quantised linears, each value once, the most frequent first.
+        symmetry: ``symmetric``, ``asymmetric``, ``mixed`` or ``unknown``, from the stored zeros.
+        g_idx: ``none`` (the layout has none), ``in order``, ``activation order`` or ``mixed``.
+        quantized_modules: their number.
+        unquantized_modules: linears that are stored in floating point.
+        shards: number of weight files.
+        bytes_on_disk: of the weight files.
+        parameters: of the model; a quantised weight counts as K * N.
+        quantized_parameters: those in quantised linears.
+        linear_bits, model_bits: bits per weight of the quantised linears and of everything.
+        kernels: which kernels can run it.
+        notes: contradictions and oddities.
+        modules: one entry a quantised linear, where asked for.
+    """
+
+    checkpoint: str
+    format: str | None
+    architecture: str
+    dtype: str
+    bits: tuple[int, ...]
+    group_sizes: tuple[int, ...]
+    symmetry: str | None
+    g_idx: str | None
+    quantized_modules: int
+    unquantized_modules: tuple[str, ...]
+    shards: int
+    bytes_on_disk: int
+    parameters: int
+    quantized_parameters: int
+    linear_bits: float | None
+    model_bits: float
+    kernels: tuple[Eligibility, ...]
+    notes: tuple[str, ...]
+    modules: tuple[ModuleFacts, ...] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    def render(self) -> str:
+        """Text for a terminal."""
+        rows = [
+            ("checkpoint", self.checkpoint),
+            ("architecture", self.architecture),
+            ("format", self.format or "not quantised"),
+        ]
+        if self.format is not None:
+            rows += [
+                ("bits", ", ".join(map(str, self.bits))),
+                ("group size", ", ".join(map(str, self.group_sizes))),
+                ("zero points", str(self.symmetry)),
+                ("g_idx", str(self.g_idx)),
+                ("quantised", f"{self.quantized_modules} linears"),
+            ]
+        rows += [
+            ("unquantised", f"{len(self.unquantized_modules)} linears; tensors mostly {self.dtype}"),
+            (
+                "parameters",
+                f"{self.parameters / 1e6:.1f} M, {self.quantized_parameters / 1e6:.1f} M quantised",
+            ),
+            ("size", f"{self.bytes_on_disk / 1e6:.1f} MB in {self.shards} file(s)"),
+            ("bits per weight", _bits_line(self.linear_bits, self.model_bits)),
+        ]
+        lines = [f"{label:<16}{text}" for label, text in rows]
+        if self.kernels:
+            lines += ["", "kernels"]
+            lines += [
+                f"  {item.kernel:<19}{'yes' if item.eligible else 'no':<5}{item.reason}"
+                for item in self.kernels
+            ]
+        lines += [f"note: {note}" for note in self.notes]
+        if self.modules is not None:
+            lines += [
+                "",
+                *_module_table(self.modules),
+                *(f"unquantised  {name}" for name in self.unquantized_modules),
+            ]
+        return "\n".join(lines)
+
+
+def _bits_line(linear: float | None, model: float) -> str:
+    whole = f"{model:.3f} in the whole model"
+    return whole if linear is None else f"{linear:.3f} in quantised linears, {whole}"
+
+
+def _module_table(modules: tuple[ModuleFacts, ...]) -> list[str]:
+    width = max(len(module.name) for module in modules) if modules else 0
+    zeros = {True: "symmetric", False: "asymmetric", None: "unknown"}
+    header = f"{'module':<{width}}       K      N bits group  zeros       g_idx             bias  bits/weight"
+    return [
+        header,
+        *(
+            f"{module.name:<{width}}  {module.in_features:>6} {module.out_features:>6} {module.bits:>4} "
+            f"{module.group_size:>5}  {zeros[module.symmetric]:<10}  {module.g_idx:<16}  "
+            f"{'yes' if module.bias else 'no':<4}  {module.effective_bits:.3f}"
+            for module in modules
+        ),
+    ]

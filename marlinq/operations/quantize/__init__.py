@@ -1,0 +1,23 @@
+"""The quantise operation: block by block, with a journal, resumable.
+
+Exports are imported on first use, so that the command line reads recipes without importing torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from marlinq.operations.quantize.operation import quantize
+    from marlinq.operations.quantize.recipe import Recipe
+    from marlinq.operations.quantize.report import ModuleReport, QuantizeReport
+
+_HOMES = {"ModuleReport": "report", "QuantizeReport": "report", "Recipe": "recipe", "quantize": "operation"}
+__all__ = ["ModuleReport", "QuantizeReport", "Recipe", "quantize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,255 @@
+"""The heart of a quantise run: one decoder block after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from marlinq.calibration import Batch, HessianAccumulator, HiddenStates
+from marlinq.checkpoint import CheckpointWriter
+from marlinq.core.errors import NumericsError
+from marlinq.formats import QuantizedTensor
+from marlinq.methods.gptq import solve_gptq_shared
+from marlinq.models import BlockLoader, BlockReplay, DecoderStructure, shared_inputs
+from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
+from marlinq.operations.quantize.report import ModuleReport
+from marlinq.operations.quantize.text import Progress
+
+
+class BlockQuantizer:
+    """Quantises block after block, each on what the blocks before it, already quantised, make of the text.
+
+    Args:
+        structure: the model on the meta device.
+        loader: gives blocks their weights.
+        plan: what becomes of which linear.
+        writer: where results go, and where those of an interrupted run are.
+        batches: the calibration text.
+        progress: told about every finished block.
+    """
+
+    def __init__(
+        self,
+        structure: DecoderStructure,
+        loader: BlockLoader,
+        plan: OutputPlan,
+        writer: CheckpointWriter,
+        batches: Sequence[Batch],
+        progress: Progress,
+    ) -> None:
+        self._structure = structure
+        self._loader = loader
+        self._plan = plan
+        self._writer = writer
+        self._batches = batches
+        self._progress = progress
+        self._replay = BlockReplay(structure, loader)
+        self._masks = [batch.mask().to(loader.device) if batch.padded else None for batch in batches]
+
+    def run(self) -> None:
+        """Quantises every block that is not written yet.
+
+        Raises:
+            NumericsError: weights, activations or statistics are NaN or infinite; the module is named.
+        """
+        states = self._first_states()
+        members_of = [self._plan.members(block) for block in self._structure.blocks]
+        # Nothing after the last block with work to do is of interest.
+        count = max(index for index, members in enumerate(members_of) if members) + 1
+        self._progress("quantising blocks", 0, count)
+        for index, members in enumerate(members_of[:count]):
+            module = self._loader.block(index)
+            _check_weights(self._structure.blocks[index].name, module)
+            if all(self._plan.is_written(planned, self._writer.written) for planned in members):
+                quantized = {planned.linear.name: self._read_back(planned) for planned in members}
+            else:
+                quantized = self._quantize(index, members, states)
+            if index + 1 < count:
+                for planned in members:
+                    self._install(planned, quantized[planned.linear.name])
+                self._advance(index, states)
+            self._loader.release_block(index)
+            self._progress("quantising blocks", index + 1, count)
+
+    def _first_states(self) -> HiddenStates:
+        recorded = self._replay.record(batch.ids for batch in self._batches)
+        states: HiddenStates | None = None
+        for number, hidden in enumerate(recorded):
+            if not bool(torch.isfinite(hidden).all()):
+                raise NumericsError("the embeddings hold NaN or infinity; check the source checkpoint")
+            if states is None:
+                width = hidden.shape[-1]
+                states = HiddenStates(
+                    [(*batch.ids.shape, width) for batch in self._batches],
+                    dtype=hidden.dtype,
+                    device=self._loader.device,
+                    limit_bytes=psutil.virtual_memory().available // 4,
+                    folder=self._writer.partial,
+                )
+            states.store(number, hidden)
+        if states is None:
+            raise ValueError("calibration needs at least one batch")
+        return states
+
+    def _read_back(self, planned: PlannedModule) -> QuantizedTensor:
+        names = self._plan.tensor_names(planned)
+        tensors = {suffix: self._writer.read_back(name) for suffix, name in names.items()}
+        return self._plan.layout.unpack(tensors, planned.spec)
+
+    def _install(self, planned: PlannedModule, quantized: QuantizedTensor) -> None:
+        """Gives the module the weight that a loader of the output will see, in the dtype of the forward."""
+        device = self._loader.device
+        on_device = QuantizedTensor(
+            codes=quantized.codes.to(device),
+            scales=quantized.scales.to(device),
+            zeros=quantized.zeros.to(device),
+            g_idx=quantized.g_idx.to(device),
+            group_size=quantized.group_size,
+            bits=quantized.bits,
+        )
+        weight = on_device.dequantize(self._loader.dtype)
+        if planned.linear.transposed:
+            weight = weight.t().contiguous()
+        module = self._structure.model.get_submodule(planned.linear.name)
+        module.weight = nn.Parameter(weight, requires_grad=False)
+
+    def _advance(self, index: int, states: HiddenStates) -> None:
+        for number in range(len(self._batches)):
+            output = self._replay.run(index, number, states.load(number))
+            if not bool(torch.isfinite(output).all()):
+                raise NumericsError(
+                    f"{self._structure.blocks[index].name}: its output holds NaN or infinity in "
+                    f"{str(self._loader.dtype).removeprefix('torch.')}; check the source checkpoint"
+                )
+            states.store(number, output)
+
+    def _quantize(
+        self, index: int, members: Sequence[PlannedModule], states: HiddenStates
+    ) -> dict[str, QuantizedTensor]:
+        groups, statistics = self._statistics(index, members, states)
+        by_name = {planned.linear.name: planned for planned in members}
+        quantized: dict[str, QuantizedTensor] = {}
+        notes: dict[str, Any] = {}
+        for group in groups:
+            accumulator = statistics.pop(group[0])
+            hessian = accumulator.hessian()
+            for batch in _of_equal_settings([by_name[name] for name in group]):
+                for planned, solved, report in self._solve(batch, hessian, accumulator.tokens):
+                    quantized[planned.linear.name] = solved
+                    notes[f"module {planned.stored}"] = asdict(report)
+                    spec = planned.spec
+                    for suffix, tensor in self._plan.layout.pack(
+                        solved, spec.scale_dtype, spec.symmetric
+                    ).items():
+                        self._writer.write(f"{planned.stored}.{suffix}", tensor.cpu())
+        self._writer.commit(notes)
+        return quantized
+
+    def _statistics(
+        self, index: int, members: Sequence[PlannedModule], states: HiddenStates
+    ) -> tuple[list[tuple[str, ...]], dict[str, HessianAccumulator]]:
+        """The linears of a block by shared input, and one Hessian a group under its first linear's name."""
+        sizes = {planned.linear.name: planned.linear.in_features for planned in members}
+        statistics: dict[str, HessianAccumulator] = {}
+        number = 0
+
+        def receive(name: str, x: Tensor) -> None:
+            if name not in statistics:
+                statistics[name] = self._accumulator(name, sizes[name])
+            statistics[name].add(x, self._masks[number])
+
+        groups = shared_inputs(
+            self._structure.model,
+            sizes,
+            lambda: self._replay.run(index, 0, states.load(0)),
+            receive,
+        )
+        first = [group[0] for group in groups]
+        # Experts run in whatever order the tokens ask for, so there is no last one to stop at.
+        last = None if self._structure.routed else first[-1]
+        for number in range(1, len(self._batches)):
+            self._replay.inputs(index, number, states.load(number), first, receive, last=last)
+        for name in first:
+            statistics.setdefault(name, self._accumulator(name, sizes[name]))
+        return groups, statistics
+
+    def _accumulator(self, name: str, in_features: int) -> HessianAccumulator:
+        return HessianAccumulator(in_features, device=self._loader.device, name=name)
+
+    def _solve(
+        self, members: Sequence[PlannedModule], hessian: Tensor, tokens: int
+    ) -> list[tuple[PlannedModule, QuantizedTensor, ModuleReport]]:
+        settings, spec = members[0].settings, members[0].spec
+        solved = solve_gptq_shared(
+            [self._weight(planned) for planned in members],
+            hessian,
+            group_size=settings.group_size,
+            symmetric=settings.symmetric,
+            bits=spec.bits,
+            damp=settings.damp,
+            clip_search=settings.clip_search,
+            act_order=settings.act_order,
+            scale_dtype=spec.scale_dtype,
+            names=[planned.linear.name for planned in members],
+        )
+        return [
+            (
+                planned,
+                quantized,
+                ModuleReport(
+                    group_size=planned.spec.group_size,
+                    symmetric=planned.spec.symmetric,
+                    damp=report.damp,
+                    fallback=report.fallback,
+                    dead_channels=report.dead_channels,
+                    relative_error=report.relative_error,
+                    tokens=tokens,
+                ),
+            )
+            for planned, (quantized, report) in zip(members, solved, strict=True)
+        ]
+
+    def _weight(self, planned: PlannedModule) -> Tensor:
+        """float32 [N, K]."""
+        parameter: Tensor = self._structure.model.get_parameter(f"{planned.linear.name}.weight")
+        return (parameter.t() if planned.linear.transposed else parameter).to(torch.float32)
+
+
+def module_reports(notes: Mapping[str, Any]) -> dict[str, ModuleReport]:
+    """The reports that a writer's notes hold, by stored module name."""
+    return {
+        key.removeprefix("module "): ModuleReport(**value)
+        for key, value in notes.items()
+        if key.startswith("module ")
+    }
+
+
+def _of_equal_settings(members: Sequence[PlannedModule]) -> list[list[PlannedModule]]:
+    batches: dict[tuple[object, ...], list[PlannedModule]] = {}
+    for planned in members:
+        settings = planned.settings
+        key = (
+            settings.group_size,
+            settings.symmetric,
+            settings.damp,
+            settings.clip_search,
+            settings.act_order,
+            planned.spec.scale_dtype,
+        )
+        batches.setdefault(key, []).append(planned)
+    return list(batches.values())
+
+
+def _check_weights(name: str, block: nn.Module) -> None:
+    for inner, parameter in block.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            bad = int((~torch.isfinite(parameter)).sum())
+            raise NumericsError(
+                f"{name}.{inner}: {bad} of {parameter.numel()} weights are NaN or infinite; "
+                "check the source checkpoint"
+            )

@@ -1,0 +1,223 @@
+"""``marlinq.quantize``: a model in, a 4-bit checkpoint folder out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from marlinq import __version__
+from marlinq.calibration import Document, make_batches
+from marlinq.checkpoint import DEFAULT_MAX_SHARD_BYTES, Checkpoint, CheckpointWriter, check_place
+from marlinq.core.errors import EnvironmentProblem, UsageError
+from marlinq.models import BlockLoader, build_structure
+from marlinq.operations.quantize.blocks import BlockQuantizer, module_reports
+from marlinq.operations.quantize.planning import OutputPlan, PlannedModule, plan_output
+from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.report import QuantizeReport
+from marlinq.operations.quantize.text import (
+    Progress,
+    check_room,
+    forget_written_text,
+    longest,
+    note_text,
+    text_by_the_model,
+    text_from_outside,
+)
+
+# Places of a batch, padding included: enough to keep the device busy, little enough for its memory.
+_TOKEN_BUDGET = {"cpu": 2048, "cuda": 16384}
+_COPY_COMMIT_BYTES = 1 << 30
+
+
+def quantize(
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    recipe: Recipe | None = None,
+    device: str = "auto",
+    resume: bool = False,
+    max_shard_size: int = DEFAULT_MAX_SHARD_BYTES,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> QuantizeReport:
+    """Quantises a decoder-only language model to 4 bits with GPTQ, one decoder block at a time.
+
+    Memory follows the largest decoder block, its Hessians and the calibration's hidden states, never the
+    model; only calibration text that the model writes itself needs the whole model for a while. On the CPU
+    blocks run in float32, on a GPU in the checkpoint's own dtype; the solve is float32.
+
+    Args:
+        model: a local folder with safetensors weights, or a Hub id.
+        out: the folder to create; ``<out>.partial`` while the run lasts.
+        recipe: format, group size, calibration and so on; the defaults of :class:`Recipe` when None.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        resume: continue an interrupted run of the same recipe, model and machine; the result has the same
+            bytes as an undisturbed run.
+        max_shard_size: bytes of tensor data a file of weights holds at most.
+        trust_remote_code: run model code that the checkpoint brings.
+        progress: called with (what is being done, steps done, steps in all).
+
+    Raises:
+        MarlinqError: one of its subclasses; see :mod:`marlinq.core.errors`.
+    """
+    start = time.monotonic()
+    recipe = recipe or Recipe()
+    tell: Progress = progress or _silent
+    where = _device(device)
+    checkpoint = Checkpoint.open(model)
+    check_place(Path(out), resume=resume, source=checkpoint.path)
+    structure = build_structure(
+        checkpoint.config, source=str(checkpoint.path), trust_remote_code=trust_remote_code
+    )
+    plan = plan_output(checkpoint, structure, recipe)
+    for override in recipe.unused_overrides([linear.name for linear in structure.linears()]):
+        warnings.warn(f"override {override.pattern!r} matches no linear of the model", stacklevel=2)
+    by_block = [members for block in structure.blocks if (members := plan.members(block))]
+    dtype = _compute_dtype(checkpoint, plan, where)
+    if where.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(where)
+    environment = _environment(where, dtype)
+    # All that can be wrong with the text is found before the output folder is begun.
+    loader = BlockLoader(structure, checkpoint, device=where, dtype=dtype)
+    config = structure.model.config
+    max_length = longest(config, recipe)
+    documents: list[Document] | None = None
+    if recipe.calibration != "self":
+        documents = text_from_outside(
+            checkpoint, config, recipe, max_length=max_length, trust_remote_code=trust_remote_code
+        )
+    elif not resume:
+        check_room(loader)
+    writer = CheckpointWriter(
+        Path(out),
+        plan.tensors,
+        fingerprint=_fingerprint(checkpoint, recipe, environment, max_shard_size),
+        max_shard_bytes=max_shard_size,
+        resume=resume,
+    )
+    with writer:
+        if resume and not writer.resumed:
+            warnings.warn(f"{writer.partial}: no unfinished run to resume; starting afresh", stacklevel=2)
+        resumed = sum(1 for members in by_block if _all_written(plan, members, writer))
+        _copy(checkpoint, plan, writer, tell)
+        if resumed < len(by_block):
+            if documents is None:
+                documents = text_by_the_model(loader, writer, recipe, max_length=max_length, progress=tell)
+            note_text(writer, recipe, documents)
+            batches = make_batches(
+                documents, token_budget=_TOKEN_BUDGET[where.type], pad=not structure.routed
+            )
+            BlockQuantizer(structure, loader, plan, writer, batches, tell).run()
+        forget_written_text(writer)
+        folder = writer.finish(
+            config=plan.config,
+            manifest=_manifest(checkpoint, recipe, plan, environment),
+            side_files_from=checkpoint,
+            extra_json=plan.extra_json,
+        )
+    return QuantizeReport(
+        out=folder,
+        format=plan.layout.name,
+        modules=module_reports(writer.notes),
+        kept=plan.kept,
+        calibration=writer.notes["calibration"],
+        device=str(where),
+        dtype=environment["dtype"],
+        blocks=len(by_block),
+        resumed_blocks=resumed,
+        source_bytes=checkpoint.nbytes,
+        output_bytes=sum(tensor.nbytes for tensor in plan.tensors),
+        seconds=time.monotonic() - start,
+        peak_host_bytes=_peak_host_bytes(),
+        peak_device_bytes=torch.cuda.max_memory_allocated(where) if where.type == "cuda" else None,
+    )
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """The progress of a caller who did not ask for any."""
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in _TOKEN_BUDGET or (index and not index.isdigit()):
+        raise UsageError(f"device: expected auto, cpu, cuda or cuda:N, found {name!r}")
+    if kind == "cuda" and (not torch.cuda.is_available() or int(index or 0) >= torch.cuda.device_count()):
+        raise EnvironmentProblem(f"device {name}: torch finds no such GPU; use --device cpu")
+    return torch.device(name)
+
+
+def _compute_dtype(checkpoint: Checkpoint, plan: OutputPlan, device: torch.device) -> torch.dtype:
+    """float32 on the CPU, where 16-bit matrix products are slow; the checkpoint's own dtype on a GPU."""
+    if device.type == "cpu":
+        return torch.float32
+    first = next(iter(plan.modules.values()))
+    return checkpoint.tensors[f"{first.stored}.weight"].dtype
+
+
+def _environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What besides the recipe and the model can change a bit of the result."""
+    return {
+        "marlinq": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _fingerprint(
+    checkpoint: Checkpoint, recipe: Recipe, environment: dict[str, Any], max_shard_size: int
+) -> str:
+    parts = [recipe.to_dict(), checkpoint.identity(), environment, max_shard_size]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _manifest(
+    checkpoint: Checkpoint, recipe: Recipe, plan: OutputPlan, environment: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "tool": f"marlinq {__version__}",
+        "operation": "quantize",
+        "source": {"name": checkpoint.path.name, "identity": checkpoint.identity()},
+        "recipe": recipe.to_dict(),
+        "environment": environment,
+        "kept": {module.name: module.reason for module in plan.kept},
+    }
+
+
+def _all_written(plan: OutputPlan, members: list[PlannedModule], writer: CheckpointWriter) -> bool:
+    written = writer.written
+    return all(plan.is_written(planned, written) for planned in members)
+
+
+def _copy(checkpoint: Checkpoint, plan: OutputPlan, writer: CheckpointWriter, progress: Progress) -> None:
+    """Copies what stays unquantised, a tensor at a time."""
+    missing = [name for name in plan.copied if name not in writer.written]
+    pending = 0
+    for done, name in enumerate(missing, start=1):
+        writer.write(name, checkpoint.tensor(name))
+        pending += checkpoint.tensors[name].nbytes
+        if pending >= _COPY_COMMIT_BYTES:
+            writer.commit()
+            pending = 0
+        progress("copying unquantised tensors", done, len(missing))
+    writer.commit()
+
+
+def _peak_host_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux counts kilobytes, macOS bytes.
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,198 @@
+"""What a quantise run will write, decided in full before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from marlinq.checkpoint import Checkpoint, TensorPlan, emit_quantization_config, extra_configs
+from marlinq.core.errors import CheckpointError, UnsupportedError
+from marlinq.formats import FORMATS, Format, ModuleSpec
+from marlinq.models import Block, DecoderStructure, KeptModule, LinearModule, TensorNames, is_linear
+from marlinq.operations.quantize.recipe import GROUP_SIZES, ModuleSettings, ModuleSkip, Recipe
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class PlannedModule:
+    """One linear that will be quantised.
+
+    Attributes:
+        linear: the module in the tree.
+        stored: its name in the checkpoint, to which the layout's suffixes are added.
+        settings: how it is quantised.
+        spec: what will be stored.
+    """
+
+    linear: LinearModule
+    stored: str
+    settings: ModuleSettings
+    spec: ModuleSpec
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """The output folder's content.
+
+    Attributes:
+        layout: the target format.
+        modules: quantised linears by module name, in the order of the tree.
+        kept: modules with a weight matrix that stay as they are, with reasons.
+        tensors: every tensor of the output, in the order of the source.
+        copied: stored names of the tensors that are copied unchanged.
+        config: ``config.json`` of the output.
+        extra_json: further JSON files that loaders of the layout read.
+    """
+
+    layout: Format
+    modules: Mapping[str, PlannedModule]
+    kept: tuple[KeptModule, ...]
+    tensors: tuple[TensorPlan, ...]
+    copied: tuple[str, ...]
+    config: Mapping[str, Any]
+    extra_json: Mapping[str, Mapping[str, Any]]
+
+    def members(self, block: Block) -> list[PlannedModule]:
+        """The linears of a decoder block that will be quantised."""
+        return [self.modules[linear.name] for linear in block.linears if linear.name in self.modules]
+
+    def tensor_names(self, planned: PlannedModule) -> dict[str, str]:
+        """The output tensors of a quantised module by suffix."""
+        return {suffix: f"{planned.stored}.{suffix}" for suffix in self.layout.expected(planned.spec)}
+
+    def is_written(self, planned: PlannedModule, written: set[str]) -> bool:
+        """True when ``written`` holds all output tensors of a quantised module."""
+        return written.issuperset(self.tensor_names(planned).values())
+
+
+def plan_output(checkpoint: Checkpoint, structure: DecoderStructure, recipe: Recipe) -> OutputPlan:
+    """Decides what becomes of every tensor of ``checkpoint``.
+
+    Raises:
+        UnsupportedError: the checkpoint is quantised already, or a linear does not fit the layout; the
+            message names it and the override that keeps it unquantised.
+        CheckpointError: a parameter of the model is not stored, or in another shape.
+        ConversionRefused: the layout's config can't express the settings.
+    """
+    if checkpoint.config.get("quantization_config"):
+        raise UnsupportedError(
+            f"{checkpoint.path}: is quantised already; pass the original model, or use marlinq convert"
+        )
+    names = TensorNames(structure, checkpoint.tensors, source=str(checkpoint.path))
+    _check_parameters(checkpoint, structure, names)
+    layout = FORMATS[recipe.format]
+    modules, skipped = _choose(checkpoint, structure, names, layout, recipe)
+    kept = (*structure.kept, *skipped)
+    quantization_config = emit_quantization_config(
+        layout.name,
+        {planned.stored: planned.spec for planned in modules.values()},
+        [_stored_name(names, module.name) for module in kept if _is_linear(structure, module.name)],
+    )
+    replaced = {f"{planned.stored}.weight": planned for planned in modules.values()}
+    tensors: list[TensorPlan] = []
+    for name, info in checkpoint.tensors.items():
+        if (planned := replaced.get(name)) is None:
+            tensors.append(TensorPlan(name, info.dtype, info.shape))
+        else:
+            tensors.extend(
+                TensorPlan(f"{planned.stored}.{suffix}", tensor.dtype, tensor.shape)
+                for suffix, tensor in layout.expected(planned.spec).items()
+            )
+    return OutputPlan(
+        layout=layout,
+        modules=modules,
+        kept=kept,
+        tensors=tuple(tensors),
+        copied=tuple(name for name in checkpoint.tensors if name not in replaced),
+        config={**checkpoint.config, "quantization_config": quantization_config},
+        extra_json=extra_configs(layout.name, quantization_config),
+    )
+
+
+def _check_parameters(checkpoint: Checkpoint, structure: DecoderStructure, names: TensorNames) -> None:
+    for name, parameter in structure.model.named_parameters():
+        stored = names.require(name)
+        found = checkpoint.tensors[stored].shape
+        if found != tuple(parameter.shape):
+            raise CheckpointError(
+                f"{checkpoint.path}: tensor {stored!r}: expected shape {list(parameter.shape)} from "
+                f"config.json, found {list(found)}"
+            )
+
+
+def _choose(
+    checkpoint: Checkpoint,
+    structure: DecoderStructure,
+    names: TensorNames,
+    layout: Format,
+    recipe: Recipe,
+) -> tuple[dict[str, PlannedModule], list[KeptModule]]:
+    shared = set(structure.tied) | set(structure.tied.values())
+    modules: dict[str, PlannedModule] = {}
+    kept: list[KeptModule] = []
+    refused: list[tuple[str, str]] = []
+    for linear in structure.linears():
+        settings = recipe.settings_for(linear.name)
+        if isinstance(settings, ModuleSkip):
+            kept.append(KeptModule(linear.name, settings.reason))
+        elif f"{linear.name}.weight" in shared:
+            kept.append(KeptModule(linear.name, "shares its weight with another module"))
+        else:
+            stored = names.require(f"{linear.name}.weight")
+            spec = _spec(layout, linear, settings, checkpoint.tensors[stored].dtype, stored)
+            reason = _refusal(layout, spec, settings)
+            if reason is not None:
+                refused.append((linear.name, reason))
+            modules[linear.name] = PlannedModule(linear, stored.removesuffix(".weight"), settings, spec)
+    if refused:
+        name, reason = refused[0]
+        pattern = name.rpartition(".")[2] + "$"
+        others = f" (and {len(refused) - 1} more modules)" if len(refused) > 1 else ""
+        raise UnsupportedError(
+            f"{name}{others}: {layout.name}: {reason}; choose another --group-size or --format, "
+            f"or keep it unquantised with --override '{pattern}=skip'"
+        )
+    if not modules:
+        raise UnsupportedError(f"{checkpoint.path}: the recipe skips every linear; nothing to quantise")
+    return modules, kept
+
+
+def _spec(
+    layout: Format, linear: LinearModule, settings: ModuleSettings, stored: torch.dtype, name: str
+) -> ModuleSpec:
+    if stored not in _FLOATS:
+        raise UnsupportedError(
+            f"tensor {name!r}: expected float32, bfloat16 or float16 weights, found {str(stored)[6:]}; "
+            "pass the unquantised model"
+        )
+    # Layouts that leave the dtype of scales open want the model's own, where that has 16 bits.
+    own = stored if stored != torch.float32 else torch.float16
+    return ModuleSpec(
+        in_features=linear.in_features,
+        out_features=linear.out_features,
+        group_size=-1 if settings.group_size == linear.in_features else settings.group_size,
+        symmetric=settings.symmetric,
+        scale_dtype=layout.scale_dtype or own,
+    )
+
+
+def _refusal(layout: Format, spec: ModuleSpec, settings: ModuleSettings) -> str | None:
+    if settings.group_size != -1 and spec.in_features % settings.group_size:
+        fitting = [size for size in GROUP_SIZES if size > 0 and spec.in_features % size == 0]
+        hint = f", but of {max(fitting)}" if fitting else ""
+        return f"in_features {spec.in_features} is not a multiple of group size {settings.group_size}{hint}"
+    return layout.shape_refusal(spec)
+
+
+def _is_linear(structure: DecoderStructure, name: str) -> bool:
+    return is_linear(structure.model.get_submodule(name))
+
+
+def _stored_name(names: TensorNames, module: str) -> str:
+    """How the checkpoint spells a module; a tied head has no tensor of its own and keeps the tree's name."""
+    stored = names.own(f"{module}.weight")
+    return module if stored is None else stored.removesuffix(".weight")

@@ -1,0 +1,127 @@
+"""Getting the calibration documents of a run, and recognising them when it is resumed."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psutil
+import torch
+
+from marlinq.calibration import (
+    Document,
+    documents_hash,
+    generate_documents,
+    load_tokenizer,
+    read_documents,
+)
+from marlinq.checkpoint import Checkpoint, CheckpointWriter
+from marlinq.core.errors import EnvironmentProblem, OutputError
+from marlinq.models import BlockLoader
+from marlinq.operations.quantize.recipe import Recipe
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, steps done, steps in all)."""
+
+_WRITTEN_TEXT = "calibration.json"
+
+
+def longest(config: Any, recipe: Recipe) -> int:
+    """Tokens that a document may have: the recipe's, but no more than the model has positions."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is None or positions >= recipe.max_length:
+        return recipe.max_length
+    warnings.warn(
+        f"calibration: max_length {recipe.max_length} is cut to the model's {positions} positions",
+        stacklevel=3,
+    )
+    return int(positions)
+
+
+def text_from_outside(
+    checkpoint: Checkpoint, config: Any, recipe: Recipe, *, max_length: int, trust_remote_code: bool
+) -> list[Document]:
+    """The documents of a file or dataset."""
+    return read_documents(
+        recipe.calibration,
+        tokenizer=lambda: load_tokenizer(checkpoint.path, trust_remote_code=trust_remote_code),
+        samples=recipe.samples,
+        max_length=max_length,
+        seed=recipe.seed,
+        vocabulary=config.get_text_config().vocab_size,
+    )
+
+
+def note_text(writer: CheckpointWriter, recipe: Recipe, documents: Sequence[Document]) -> None:
+    """Notes the identity of the text in the writer's journal.
+
+    Raises:
+        OutputError: the run is resumed, and the interrupted one had other text.
+    """
+    identity = {
+        "source": recipe.calibration,
+        "documents": len(documents),
+        "tokens": sum(map(len, documents)),
+        "sha256": documents_hash(documents),
+    }
+    noted = writer.notes.get("calibration")
+    if noted is None:
+        writer.commit({"calibration": identity})
+    elif noted != identity:
+        raise OutputError(
+            f"{writer.partial}: the interrupted run calibrated on {noted['tokens']} tokens, "
+            f"{noted['source']} now gives {identity['tokens']}; restore it, or remove the folder"
+        )
+
+
+def text_by_the_model(
+    loader: BlockLoader, writer: CheckpointWriter, recipe: Recipe, *, max_length: int, progress: Progress
+) -> list[Document]:
+    """The documents that the model writes, or wrote in the interrupted run that this one resumes."""
+    kept = writer.partial / _WRITTEN_TEXT
+    if kept.exists():
+        return [Document(tuple(tokens)) for tokens in json.loads(kept.read_text(encoding="utf-8"))]
+    model = loader.whole_model()
+    try:
+        documents = generate_documents(
+            model,
+            loader.structure.model.config,
+            samples=recipe.samples,
+            max_length=max_length,
+            seed=recipe.seed,
+            device=loader.device,
+            progress=lambda done, total: progress("writing calibration text", done, total),
+        )
+    finally:
+        loader.release("")
+    # Sampling takes minutes, and on a GPU nothing promises the same text again.
+    writer.write_json(_WRITTEN_TEXT, [document.tokens for document in documents])
+    return documents
+
+
+def forget_written_text(writer: CheckpointWriter) -> None:
+    """Removes what only a resumed run would need from the unfinished folder."""
+    (writer.partial / _WRITTEN_TEXT).unlink(missing_ok=True)
+
+
+def check_room(loader: BlockLoader) -> None:
+    """Makes sure that the whole model fits on the device, so that it can write text.
+
+    Raises:
+        EnvironmentProblem: it does not.
+    """
+    model = loader.structure.model
+    needed = sum(parameter.numel() for parameter in model.parameters()) * loader.dtype.itemsize
+    if loader.device.type == "cuda":
+        free = torch.cuda.mem_get_info(loader.device)[0]
+    else:
+        free = psutil.virtual_memory().available
+    # A fifth on top for the key-value cache and activations.
+    if needed * 1.2 > free:
+        raise EnvironmentProblem(
+            f"calibration 'self': to write text the whole model has to fit on {loader.device}: needs "
+            f"{needed * 1.2 / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; pass --calibration FILE, "
+            "which runs one block at a time"
+        )

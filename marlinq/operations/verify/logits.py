@@ -1,0 +1,121 @@
+"""The checkpoint's hidden states and logits next to those of what it is compared with."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from marlinq.core.errors import MarlinqError
+from marlinq.operations.verify.report import Check, Findings
+from marlinq.runtime import load
+
+TOKENS = 128
+_SEED = 0
+
+# Two checkpoints of one tuple run the same operations on the same numbers; only scales stored in different
+# dtypes may round differently on the way.
+_SAME = 1e-3
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """hidden: float32 [T, hidden] after the embedding and each block; logits: float32 [T, vocabulary]."""
+
+    hidden: list[Tensor]
+    logits: Tensor
+    dtype: torch.dtype
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        return [*(state.shape for state in self.hidden), self.logits.shape]
+
+
+def check_logits(
+    checkpoint: Path,
+    against: Path,
+    *,
+    same_tuple: bool,
+    device: torch.device,
+    trust_remote_code: bool,
+    progress: Callable[[str, int, int], None],
+) -> list[Check]:
+    """Run both models, one after the other, on the same seeded random tokens.
+
+    Quantisation changes hidden states and logits, so against an unquantised model the rows report how much,
+    and fail only for what no working checkpoint does: NaN or infinity, or a block whose error is larger than
+    its signal. Against another conversion (``same_tuple``) both must agree.
+    """
+    layers, logits = Findings("layers"), Findings("logits")
+    try:
+        mine = _run(checkpoint, device, None, trust_remote_code, progress)
+        theirs = _run(against, device, mine.dtype, trust_remote_code, progress)
+    except MarlinqError as error:
+        layers.failures.append(str(error))
+        logits.skipped = "a model could not be run"
+        return [layers.result(""), logits.result("")]
+    if mine.shapes != theirs.shapes:
+        layers.failures.append(
+            f"{checkpoint}: {_describe(mine)}, but {against} has {_describe(theirs)}: not the same model"
+        )
+        logits.skipped = "the models can't be compared"
+        return [layers.result(""), logits.result("")]
+    bound = _SAME if same_tuple else 1.0
+    differences = [_relative(a, b) for a, b in zip(mine.hidden, theirs.hidden, strict=True)]
+    for index, difference in enumerate(differences):
+        where = "embedding" if index == 0 else f"block {index - 1}"
+        if not difference <= bound:
+            layers.failures.append(f"{where}: relative error {difference:.3g}, at most {bound:g} expected")
+    text = f"relative error {differences[0]:.2g} at first, {differences[-1]:.2g} after the last block"
+    kl = _kl(theirs.logits, mine.logits)
+    largest = float((mine.logits - theirs.logits).abs().max())
+    agreement = float((mine.logits.argmax(-1) == theirs.logits.argmax(-1)).float().mean())
+    figures = f"KL {kl:.4g}, largest difference {largest:.3g}, same top token {agreement:.1%}"
+    if not bool(torch.isfinite(mine.logits).all()):
+        logits.failures.append("NaN or infinity in the logits")
+    elif same_tuple and _relative(mine.logits, theirs.logits) > bound:
+        logits.failures.append(f"two conversions of one model differ: {figures}")
+    return [
+        layers.result(f"{text}, worst {max(differences):.2g}"),
+        logits.result(f"{figures}, on {TOKENS} random tokens (seed {_SEED})"),
+    ]
+
+
+def _run(
+    path: Path,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    trust_remote_code: bool,
+    progress: Callable[[str, int, int], None],
+) -> _Run:
+    loaded = load(path, device=device, dtype=dtype, trust_remote_code=trust_remote_code, progress=progress)
+    vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
+    positions = getattr(loaded.model.config, "max_position_embeddings", None) or TOKENS
+    generator = torch.Generator().manual_seed(_SEED)
+    ids = torch.randint(vocabulary, (1, min(TOKENS, positions)), generator=generator)
+    with torch.no_grad():
+        output = loaded.model(ids.to(loaded.device), output_hidden_states=True, use_cache=False)
+    hidden = [state[0].float().cpu() for state in output.hidden_states]
+    run = _Run(hidden, output.logits[0].float().cpu(), loaded.dtype)
+    del loaded, output
+    gc.collect()
+    return run
+
+
+def _describe(run: _Run) -> str:
+    width, vocabulary = run.hidden[0].shape[1], run.logits.shape[1]
+    return f"{len(run.hidden) - 1} blocks of width {width} and a vocabulary of {vocabulary}"
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm().clamp(min=torch.finfo(torch.float32).tiny))
+
+
+def _kl(p: Tensor, q: Tensor) -> float:
+    """Mean KL(p || q) in nats of two sets of logits [T, V]."""
+    log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
+    return float((log_p.exp() * (log_p - log_q)).sum(-1).mean())

@@ -1,0 +1,37 @@
+"""The hashes that marlinq's own folders carry."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+from marlinq.checkpoint import MANIFEST, Checkpoint
+from marlinq.checkpoint.header import tensor_bytes
+from marlinq.checkpoint.reader import read_json
+from marlinq.core.errors import CheckpointError
+from marlinq.operations.verify.report import Check, Findings
+
+
+def check_manifest(checkpoint: Checkpoint, progress: Callable[[str, int, int], None]) -> Check:
+    """Compare the SHA-256 of every stored tensor with ``marlinq.json``."""
+    findings = Findings("manifest")
+    if not (checkpoint.path / MANIFEST).exists():
+        findings.skipped = f"no {MANIFEST}: the folder was not written by marlinq, or lost its manifest"
+        return findings.result("")
+    try:
+        hashes = read_json(checkpoint.path, MANIFEST).get("tensors")
+    except CheckpointError as error:
+        findings.failures.append(str(error))
+        return findings.result("")
+    if not isinstance(hashes, dict):
+        findings.failures.append(f"{checkpoint.path / MANIFEST}: holds no object of tensor hashes")
+        return findings.result("")
+    for name in sorted(set(hashes) - set(checkpoint.tensors)):
+        findings.failures.append(f"{name}: listed, but not stored")
+    for done, name in enumerate(checkpoint.tensors):
+        progress("hash tensors", done, len(checkpoint.tensors))
+        if name not in hashes:
+            findings.failures.append(f"{name}: stored, but not listed")
+        elif hashlib.sha256(tensor_bytes(checkpoint.tensor(name))).hexdigest() != hashes[name]:
+            findings.failures.append(f"{name}: its bytes are not those that were written")
+    return findings.result(f"{len(hashes)} tensors have the bytes that were written")

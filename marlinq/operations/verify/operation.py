@@ -1,0 +1,198 @@
+"""The verify operation: one pass over the modules, one report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
+from marlinq.checkpoint.reader import locate
+from marlinq.core.errors import MarlinqError, UsageError
+from marlinq.operations.verify.comparison import Comparison
+from marlinq.operations.verify.kernel_check import check_kernels
+from marlinq.operations.verify.logits import check_logits
+from marlinq.operations.verify.manifest import check_manifest
+from marlinq.operations.verify.report import Check, ModuleResult, VerificationReport
+from marlinq.operations.verify.round_trip import RoundTrip
+from marlinq.operations.verify.structure import check_config, check_coverage, check_tensors, model_structure
+from marlinq.operations.verify.values import Values
+from marlinq.runtime.placement import resolve_device
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, steps done, steps in all)."""
+
+
+def verify(
+    checkpoint: str | os.PathLike[str],
+    *,
+    against: str | os.PathLike[str] | None = None,
+    logits: bool = False,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> VerificationReport:
+    """Check a quantised checkpoint: structure, manifest, round trips, numbers, the original, kernels, logits.
+
+    Damage is reported, never raised: what can't be opened becomes a failed row. Modules are read one at a
+    time.
+
+    Args:
+        checkpoint: the folder, or a Hub id.
+        against: the model it was made from, or another conversion of it; compares every tensor.
+        logits: also run both and compare hidden states and logits; needs ``against``.
+        device: ``auto`` or None (the first GPU, if any), ``cpu``, ``cuda`` or ``cuda:N``: where weights are
+            compared and, on a GPU, kernels are run.
+        trust_remote_code: run model code that the checkpoint brings.
+        progress: called as the work goes on.
+
+    Raises:
+        CheckpointError: there is no such folder, or ``against`` is itself damaged.
+        UsageError: ``logits`` without ``against``.
+        EnvironmentProblem: the device is not there.
+    """
+    if logits and against is None:
+        raise UsageError("--logits compares with an original; name it with --against")
+    folder = locate(checkpoint)
+    where = resolve_device(device)
+    original = None if against is None else Checkpoint.open(against)
+    run = _Run(folder, original, where, trust_remote_code, progress or _silent)
+    checks = list(run.checks())
+    if logits and original is not None:
+        checks += run.logits()
+    return VerificationReport(
+        checkpoint=str(folder),
+        against=None if original is None else str(original.path),
+        format=None if run.view is None else run.view.format.name,
+        checks=tuple(checks),
+        modules=tuple(run.modules(checks)),
+    )
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """The progress of a caller who did not ask for any."""
+
+
+class _Run:
+    """One verification; ``view`` and ``comparison`` are there as far as the folder could be opened."""
+
+    def __init__(
+        self,
+        folder: Path,
+        original: Checkpoint | None,
+        device: torch.device,
+        trust_remote_code: bool,
+        progress: Progress,
+    ) -> None:
+        self._folder = folder
+        self._original = original
+        self._device = device
+        self._trust_remote_code = trust_remote_code
+        self._progress = progress
+        self.view: QuantizedCheckpoint | None = None
+        self._comparison: Comparison | None = None
+
+    def checks(self) -> Iterable[Check]:
+        """The rows in order, down to the first that makes the rest impossible."""
+        try:
+            checkpoint = Checkpoint.open(self._folder)
+        except MarlinqError as error:
+            yield Check("files", "failed", str(error))
+            yield Check("all other checks", "skipped", "the folder can't be opened")
+            return
+        shards = len(checkpoint.shards)
+        files = "1 file" if shards == 1 else f"{shards} files"
+        text = f"{len(checkpoint.tensors)} tensors in {files}, whole and indexed"
+        yield Check("files", "passed", text)
+        yield check_manifest(checkpoint, self._progress)
+        try:
+            self.view = QuantizedCheckpoint.of(checkpoint)
+            reason = "config.json has no quantization_config: not a quantised checkpoint"
+        except MarlinqError as error:
+            reason = str(error)
+        if self.view is None:
+            yield Check("config", "failed", reason)
+            yield Check("all other checks", "skipped", "config and tensors don't say what is quantised")
+            return
+        structure = model_structure(checkpoint, self._trust_remote_code)
+        yield check_config(self.view)
+        yield check_tensors(self.view, structure)
+        yield check_coverage(self.view, structure)
+        if self._original is not None:
+            self._comparison = Comparison(self.view, self._original, structure, self._device)
+        yield from self._module_checks(self.view)
+        yield self._kernels(self.view)
+
+    def _module_checks(self, view: QuantizedCheckpoint) -> Iterable[Check]:
+        round_trip, values, unreadable = RoundTrip(view), Values(), []
+        for done, (name, spec) in enumerate(view.modules.items()):
+            self._progress("check modules", done, len(view.modules))
+            try:
+                q = view.load(name)
+            except MarlinqError as error:
+                unreadable.append(str(error))
+                continue
+            names = view.tensor_names(name)
+            stored = {suffix: view.checkpoint.tensor(full) for suffix, full in names.items()}
+            settings = view.config.settings(name)
+            round_trip.module(name, spec, stored, q)
+            if settings is not None:
+                values.module(name, q, settings)
+            if self._comparison is not None:
+                self._comparison.module(name, spec, stored, q)
+        self._progress("check modules", len(view.modules), len(view.modules))
+        if unreadable:
+            detail = unreadable[0] if len(unreadable) == 1 else f"{len(unreadable)}; first: {unreadable[0]}"
+            yield Check("readable", "failed", detail, tuple(unreadable))
+        yield from round_trip.results()
+        yield from values.results()
+        if self._comparison is not None:
+            self._comparison.passthrough()
+            yield from self._comparison.results()
+
+    def _kernels(self, view: QuantizedCheckpoint) -> Check:
+        return check_kernels(view, self._device, self._progress)
+
+    def logits(self) -> Iterable[Check]:
+        """The rows of the comparison by running both models."""
+        if self.view is None or self._original is None or self._comparison is None:
+            return [Check("logits", "skipped", "the checkpoint can't be run")]
+        return check_logits(
+            self._folder,
+            self._original.path,
+            same_tuple=self._comparison.same_tuple,
+            device=self._device,
+            trust_remote_code=self._trust_remote_code,
+            progress=self._progress,
+        )
+
+    def modules(self, checks: Iterable[Check]) -> list[ModuleResult]:
+        """Every quantised module with all that was found about it, worst first."""
+        if self.view is None:
+            return []
+        problems: dict[str, list[str]] = {name: [] for name in self.view.modules}
+        for check in checks:
+            for problem in check.problems or ((check.detail,) if check.status == "failed" else ()):
+                subject = problem.partition(":")[0]
+                owner = subject if subject in problems else subject.rpartition(".")[0]
+                if owner in problems:
+                    problems[owner].append(f"{check.name}: {problem}")
+        errors = {} if self._comparison is None else self._comparison.errors
+        results = []
+        for name, spec in self.view.modules.items():
+            error, rtn = errors.get(name, (None, None))
+            results.append(
+                ModuleResult(
+                    name=name,
+                    in_features=spec.in_features,
+                    out_features=spec.out_features,
+                    group_size=spec.group_size,
+                    symmetric=spec.symmetric,
+                    relative_error=error,
+                    rtn_error=rtn,
+                    problems=tuple(problems[name]),
+                )
+            )
+        return sorted(results, key=lambda m: (-len(m.problems), -(m.ratio or 0), -(m.relative_error or 0)))

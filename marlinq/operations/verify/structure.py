@@ -1,0 +1,216 @@
+"""Does the folder hold what its config promises? Judged on names, shapes and dtypes; no tensor is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, read_quantization_config
+from marlinq.checkpoint.reader import QUANTIZE_CONFIGS, read_json
+from marlinq.core.errors import MarlinqError
+from marlinq.models import DecoderStructure, TensorNames, build_structure, is_linear
+from marlinq.operations.verify.report import Check, Findings
+
+_BLOCK = re.compile(r"\.(\d+)\.")
+
+
+def model_structure(checkpoint: Checkpoint, trust_remote_code: bool) -> DecoderStructure | str:
+    """The model that config.json describes, or why it can't be built."""
+    try:
+        return build_structure(
+            checkpoint.config, source=str(checkpoint.path), trust_remote_code=trust_remote_code
+        )
+    except MarlinqError as error:
+        return str(error)
+
+
+def check_config(view: QuantizedCheckpoint) -> Check:
+    """config.json's quantization_config against the other files that loaders read."""
+    findings = Findings("config")
+    path = view.checkpoint.path
+    seen = []
+    for name in QUANTIZE_CONFIGS:
+        if not (path / name).exists():
+            continue
+        seen.append(name)
+        try:
+            raw = read_json(path, name)
+            other = read_quantization_config(path, {"quantization_config": raw})
+        except MarlinqError as error:
+            findings.failures.append(str(error))
+            continue
+        for key in sorted(set(raw) & set(view.config.raw)):
+            if raw[key] != view.config.raw[key]:
+                findings.failures.append(
+                    f"{name}: {key} is {_short(raw[key])}, config.json says {_short(view.config.raw[key])}"
+                )
+        if other is None or findings.failures:
+            continue
+        for module in view.modules:
+            if other.format != view.config.format or other.settings(module) != view.config.settings(module):
+                findings.failures.append(f"{name}: describes {module} otherwise than config.json does")
+    beside = f", {' and '.join(seen)} in step" if seen else ""
+    return findings.result(f"{view.format.name}, {len(view.modules)} quantised modules{beside}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def check_tensors(view: QuantizedCheckpoint, structure: DecoderStructure | str) -> Check:
+    """Every tensor of every module and parameter of the model: name, shape, dtype; nothing beside them."""
+    findings = Findings("tensors")
+    tensors = view.checkpoint.tensors
+    for module, spec in view.modules.items():
+        reason = view.format.shape_refusal(spec)
+        if reason is not None:
+            findings.failures.append(f"{module}: {reason}")
+            continue
+        names = view.tensor_names(module)
+        for suffix, want in view.format.expected(spec).items():
+            if suffix not in names:
+                findings.failures.append(f"{module}.{suffix}: missing")
+            elif (tensors[names[suffix]].dtype, tensors[names[suffix]].shape) != (want.dtype, want.shape):
+                found = tensors[names[suffix]]
+                findings.failures.append(
+                    f"{names[suffix]}: expected {_kind(want.dtype, want.shape)}, "
+                    f"found {_kind(found.dtype, found.shape)}"
+                )
+        for suffix in sorted(set(names) - set(view.format.expected(spec))):
+            findings.failures.append(
+                f"{names[suffix]}: a {view.format.name} module of this kind has no such tensor"
+            )
+        if f"{module}.weight" in tensors:
+            findings.failures.append(
+                f"{module}.weight: stored beside the quantised tensors of the same module"
+            )
+        wanted = view.format.scale_dtype
+        if wanted is not None and spec.scale_dtype != wanted:
+            findings.warnings.append(
+                f"{module}: scales are {_dtype(spec.scale_dtype)}; loaders of {view.format.name} cast them "
+                f"to {_dtype(wanted)}"
+            )
+    if isinstance(structure, str):
+        findings.warnings.append(f"parameters can't be compared with the model's own: {structure}")
+        return findings.result("")
+    _check_parameters(view, structure, findings)
+    return findings.result(f"{len(tensors)} tensors, all that the model needs and no others")
+
+
+def _check_parameters(view: QuantizedCheckpoint, structure: DecoderStructure, findings: Findings) -> None:
+    tensors, key = view.checkpoint.tensors, view.format.key
+    names = TensorNames(structure, tensors.keys(), source=str(view.checkpoint.path))
+    claimed: set[str] = set()
+    for parameter, value in structure.model.named_parameters():
+        stem, _, last = parameter.rpartition(".")
+        quantized = names.own(f"{stem}.{key}") if last == "weight" else None
+        if quantized is not None:
+            module = quantized.removesuffix(f".{key}")
+            claimed.update(view.tensor_names(module).values())
+            _check_shape(view, structure, stem, module, findings)
+            continue
+        stored = names.find(parameter)
+        if stored is None:
+            findings.failures.append(f"{parameter}: missing, quantised or not")
+            continue
+        claimed.add(stored)
+        info = tensors[stored]
+        if info.shape != tuple(value.shape) or not info.dtype.is_floating_point:
+            findings.failures.append(
+                f"{stored}: expected floats {list(value.shape)}, found {_kind(info.dtype, info.shape)}"
+            )
+    others = [*structure.tied, *(name for name, _ in structure.model.named_buffers())]
+    for name in others:
+        stem, _, last = name.rpartition(".")
+        if (stored := names.own(name)) is not None:
+            claimed.add(stored)
+        elif last == "weight" and (stored := names.own(f"{stem}.{key}")) is not None:
+            claimed.update(view.tensor_names(stored.removesuffix(f".{key}")).values())
+    owned = {name for module in view.modules for name in view.tensor_names(module).values()}
+    # Old checkpoints hold what today's models compute.
+    ignored = [*(structure.model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
+    for name in tensors:
+        if name in claimed or (name.endswith(".weight") and name.removesuffix(".weight") in view.modules):
+            continue
+        if name in owned:
+            findings.failures.append(f"{name}: belongs to no linear of the model")
+        elif not any(re.search(pattern, name) for pattern in ignored):
+            findings.warnings.append(f"{name}: belongs to no parameter of the model; loaders leave it out")
+
+
+def _check_shape(
+    view: QuantizedCheckpoint, structure: DecoderStructure, own: str, module: str, findings: Findings
+) -> None:
+    owner = structure.model.get_submodule(own)
+    if not is_linear(owner):
+        findings.failures.append(f"{module}: quantised, but it is no linear layer")
+        return
+    shape = tuple(owner.get_parameter("weight").shape)
+    spec = view.modules[module]
+    transposed = any(linear.name == own and linear.transposed for linear in structure.linears())
+    n, k = reversed(shape) if transposed else shape
+    if (spec.in_features, spec.out_features) != (k, n):
+        findings.failures.append(
+            f"{module}: expected K={k} and N={n} from config.json, "
+            f"found K={spec.in_features} and N={spec.out_features}"
+        )
+
+
+def check_coverage(view: QuantizedCheckpoint, structure: DecoderStructure | str) -> Check:
+    """Every linear inside the decoder blocks is quantised, or the config says that it is not."""
+    findings = Findings("coverage")
+    plain = _plain_linears(view, structure)
+    excluded = 0
+    for module, evidence in plain.items():
+        if view.config.settings(module) is None or _left_out_of_blocks(view.config.raw, module):
+            excluded += 1
+        else:
+            findings.failures.append(
+                f"{module}: a plain weight, but quantization_config does not exclude it; {evidence}"
+            )
+    kept = f"; {excluded} left unquantised, as the config says" if excluded else ""
+    return findings.result(f"all {len(view.modules)} linears of the blocks are quantised{kept}")
+
+
+def _plain_linears(view: QuantizedCheckpoint, structure: DecoderStructure | str) -> dict[str, str]:
+    """Unquantised linears of the decoder blocks, with what makes us expect them quantised."""
+    tensors = view.checkpoint.tensors
+    found: dict[str, str] = {}
+    if not isinstance(structure, str):
+        names = TensorNames(structure, tensors.keys(), source=str(view.checkpoint.path))
+        for linear in structure.linears():
+            stored = names.own(f"{linear.name}.weight")
+            if stored is not None and stored.removesuffix(".weight") not in view.modules:
+                found[stored.removesuffix(".weight")] = "it is a linear layer inside a decoder block"
+        return found
+    siblings: dict[str, int] = {}
+    for module in view.modules:
+        pattern = _BLOCK.sub(".*.", module)
+        siblings[pattern] = siblings.get(pattern, 0) + 1
+    for name in view.passthrough:
+        module, _, suffix = name.rpartition(".")
+        count = siblings.get(_BLOCK.sub(".*.", module), 0)
+        if suffix == "weight" and count:
+            found[module] = f"the same module is quantised in {count} other blocks"
+    return found
+
+
+def _left_out_of_blocks(raw: Mapping[str, Any], module: str) -> bool:
+    """GPTQ's ``modules_in_block_to_quantize`` lists what is quantised, by names inside a block."""
+    listed = raw.get("modules_in_block_to_quantize")
+    if not isinstance(listed, list) or not listed:
+        return False
+    names = [name for part in listed for name in (part if isinstance(part, list) else [part])]
+    return _BLOCK.split(module, maxsplit=1)[-1] not in names
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _kind(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{_dtype(dtype)} {list(shape)}"

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marlinq.core.errors import UsageError
+from marlinq.formats import FORMATS
+from marlinq.methods import recipe as recipe_module
+from marlinq.operations.quantize.recipe import (
+    FORMAT_NAMES,
+    ModuleSettings,
+    ModuleSkip,
+    Override,
+    Recipe,
+    read_recipe,
+    write_recipe,
+)
+
+_SETTINGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "group_size": st.sampled_from([32, 64, 128, -1]),
+        "symmetric": st.booleans(),
+        "clip_search": st.booleans(),
+        "damp": st.floats(0.001, 0.9),
+        "act_order": st.sampled_from(["none", "static"]),
+    },
+)
+_PATTERNS = st.sampled_from(["down_proj", r"^model\.layers\.\d+\.", "a=b", r"(k|v)_proj$", "é"])
+_OVERRIDES = st.builds(
+    lambda pattern, settings: Override(pattern, skip=not settings, settings=settings), _PATTERNS, _SETTINGS
+)
+_RECIPES = st.builds(
+    Recipe,
+    format=st.sampled_from([name for name in FORMAT_NAMES if name != "marlin"]),
+    group_size=st.sampled_from([32, 64, 128, -1]),
+    symmetric=st.booleans(),
+    clip_search=st.booleans(),
+    damp=st.floats(0.001, 0.9),
+    act_order=st.sampled_from(["none", "static"]),
+    calibration=st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1),
+    samples=st.integers(1, 10**6),
+    max_length=st.integers(1, 10**6),
+    seed=st.integers(0, 2**63),
+    overrides=st.lists(_OVERRIDES, max_size=3).map(tuple),
+)
+
+
+@given(_RECIPES)
+def test_dict_and_json_round_trip(recipe):
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+
+
+@given(recipe=_RECIPES)
+def test_yaml_round_trip(tmp_path_factory, recipe):
+    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
+    write_recipe(recipe, path)
+    assert read_recipe(path) == recipe
+
+
+@given(_PATTERNS, _SETTINGS)
+def test_command_line_override_round_trip(pattern, settings):
+    text = ",".join(f"{key}={value}" for key, value in settings.items()) or "skip"
+    assert Override.parse(f"{pattern}={text}") == Override(pattern, skip=not settings, settings=settings)
+
+
+def test_formats_are_the_registered_ones():
+    assert set(FORMAT_NAMES) == set(FORMATS)
+
+
+def test_reading_a_recipe_does_not_import_torch():
+    code = "import sys, marlinq.operations.quantize.recipe; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_first_matching_override_decides():
+    recipe = Recipe(
+        group_size=64,
+        overrides=(
+            Override.parse(r"layers\.0\.=skip"),
+            Override.parse("down_proj=group_size=32,sym=false"),
+            Override.parse("proj=group_size=128"),
+        ),
+    )
+    assert isinstance(recipe.settings_for("model.layers.0.mlp.down_proj"), ModuleSkip)
+    down = recipe.settings_for("model.layers.10.mlp.down_proj")
+    assert isinstance(down, ModuleSettings)
+    assert (down.group_size, down.symmetric, down.clip_search) == (32, False, True)
+    assert "down_proj" in down.reason
+    up = recipe.settings_for("model.layers.10.mlp.up_proj")
+    assert isinstance(up, ModuleSettings)
+    assert (up.group_size, up.symmetric) == (128, True)
+    plain = recipe.settings_for("model.layers.10.mlp.fc")
+    assert isinstance(plain, ModuleSettings)
+    assert (plain.group_size, plain.reason) == (64, "recipe")
+    assert recipe.unused_overrides(["model.layers.1.up_proj", "model.layers.0.fc"]) == (recipe.overrides[1],)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"group_size": 48}, "group_size: expected one of 32, 64, 128, -1, found 48"),
+        ({"group_size": 64.0}, "group_size"),
+        ({"group_size": "64"}, "group_size"),
+        ({"symmetric": 1}, "symmetric: expected true or false"),
+        ({"symmetric": "no"}, "symmetric"),
+        ({"damp": 0}, "damp"),
+        ({"damp": 1.5}, "damp"),
+        ({"damp": True}, "damp"),
+        ({"damp": float("nan")}, "damp"),
+        ({"act_order": "dynamic"}, "act_order"),
+        ({"format": "gguf"}, "format"),
+        ({"samples": 0}, "samples: expected a whole number of at least 1"),
+        ({"max_length": True}, "max_length"),
+        ({"seed": -1}, "seed"),
+        ({"calibration": ""}, "calibration"),
+        ({"groupsize": 64}, "unknown key 'groupsize'"),
+        ({"format": "marlin", "symmetric": False}, "symmetric: the marlin format"),
+        ({"format": "marlin", "overrides": [{"match": "x", "symmetric": False}]}, "override 'x': the marlin"),
+        ({"overrides": {"x": "skip"}}, "overrides: expected a list"),
+        ({"overrides": ["x"]}, "overrides: expected a mapping"),
+        ({"overrides": [{"match": "x"}]}, "expected either skip or settings"),
+        ({"overrides": [{"match": "x", "skip": True, "group_size": 32}]}, "expected either skip or settings"),
+        ({"overrides": [{"match": "x", "skip": "yes"}]}, "skip: expected true or false"),
+        ({"overrides": [{"match": "(", "skip": True}]}, "not a regular expression"),
+        ({"overrides": [{"match": "x", "bits": 8}]}, "bits: unknown key"),
+        ({"overrides": [{"match": "x", "group_size": 1}]}, "override 'x': group_size: expected one of"),
+    ],
+)
+def test_wrong_values_are_named(values, message):
+    with pytest.raises(UsageError) as error:
+        Recipe.from_dict(values)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "skip",
+        "=skip",
+        "x",
+        "x=",
+        "x=groups=3",
+        "x=group_size",
+        "x=group_size=a",
+        "x=group_size=3",
+        "x=sym=maybe",
+        "x=sym=true,symmetric=false",
+        "x=damp=-1",
+        "(=skip",
+    ],
+)
+def test_wrong_command_line_overrides_are_refused(text):
+    with pytest.raises(UsageError, match="override"):
+        Override.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"- 1\n", "expected a mapping"),
+        (b"", "expected a mapping"),
+        (b"group_size: [", "not a YAML recipe"),
+        (b"\xff\xfe\xfa", "can't read the recipe"),
+        (b"!!python/object/apply:os.system ['true']", "not a YAML recipe"),
+        (b"group_size: 7", "group_size: expected one of"),
+        (b"1: 2", "unknown key 1"),
+    ],
+)
+def test_bad_recipe_files_are_named(tmp_path, content, message):
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(content)
+    with pytest.raises(UsageError) as error:
+        read_recipe(path)
+    assert str(error.value).startswith(f"{path}: ")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_recipe_file_is_named(tmp_path):
+    with pytest.raises(UsageError, match="can't read the recipe"):
+        read_recipe(tmp_path / "none.yaml")
+
+
+def test_absent_keys_keep_their_defaults(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("group_size: 32\noverrides:\n  - match: lm_head\n    skip: true\n", encoding="utf-8")
+    expected = Recipe(group_size=32, overrides=(Override("lm_head", skip=True),))
+    assert read_recipe(path) == expected
+    assert recipe_module.Recipe().replace(group_size=32).group_size == 32

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from marlinq.checkpoint import CheckpointWriter
+from marlinq.core.errors import CheckpointError, OutputError
+from marlinq.operations.quantize import quantize
+from marlinq.operations.quantize.recipe import Recipe
+from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing in the package catches it."""
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Ends the run just before its ``step``-th write or commit."""
+    count = 0
+    write, commit, finish = CheckpointWriter.write, CheckpointWriter.commit, CheckpointWriter.finish
+
+    def counted(original: Any) -> Any:
+        def method(self: CheckpointWriter, *args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count > step:
+                raise Killed
+            return original(self, *args, **kwargs)
+
+        return method
+
+    monkeypatch.setattr(CheckpointWriter, "write", counted(write))
+    monkeypatch.setattr(CheckpointWriter, "commit", counted(commit))
+    monkeypatch.setattr(CheckpointWriter, "finish", counted(finish))
+
+
+def steps_of(source: Path, out: Path) -> int:
+    """Writes and commits of an undisturbed run that is left in ``out``."""
+    with pytest.MonkeyPatch.context() as patch:
+        total = 0
+
+        def counted(original: Any) -> Any:
+            def method(self: CheckpointWriter, *args: Any, **kwargs: Any) -> Any:
+                nonlocal total
+                total += 1
+                return original(self, *args, **kwargs)
+
+            return method
+
+        for name in ("write", "commit", "finish"):
+            patch.setattr(CheckpointWriter, name, counted(getattr(CheckpointWriter, name)))
+        quantize(source, out, recipe=RECIPE, device="cpu")
+    return total
+
+
+def test_a_resumed_run_has_the_bytes_of_an_undisturbed_one(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    steps = steps_of(source, tmp_path / "whole")
+    expected = folder_bytes(tmp_path / "whole")
+    generator = random.Random(0)
+    for attempt, step in enumerate([0, steps - 1, *generator.sample(range(1, steps - 1), 8)]):
+        out = tmp_path / f"out-{attempt}"
+        with pytest.MonkeyPatch.context() as patch:
+            interrupt(patch, step)
+            with pytest.raises(Killed):
+                quantize(source, out, recipe=RECIPE, device="cpu")
+        assert not out.exists()
+        report = quantize(source, out, recipe=RECIPE, device="cpu", resume=True)
+        assert folder_bytes(out) == expected, step
+        assert report.modules.keys()
+    # The last interruption point is after all blocks, so nothing is left to compute there.
+    assert report.blocks == 3
+
+
+def test_a_run_that_died_just_before_the_rename_is_finished(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    whole = quantize(source, tmp_path / "whole", recipe=RECIPE, device="cpu")
+
+    def dying(folder: Path) -> None:
+        if (folder / "config.json").exists():
+            raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("marlinq.checkpoint.writer.fsync_folder", dying)
+        with pytest.raises(Killed):
+            quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu")
+    assert not (tmp_path / "out.partial" / "journal.jsonl").exists()
+    report = quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu", resume=True)
+    assert report.modules == whole.modules
+    assert report.calibration == whole.calibration
+    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
+
+
+def test_blocks_that_are_there_are_not_solved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    whole = quantize(source, tmp_path / "whole", recipe=RECIPE, device="cpu")
+
+    def stop(stage: str, done: int, total: int) -> None:
+        if stage == "quantising blocks" and done == 2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu", progress=stop)
+    from marlinq.operations.quantize import blocks, text
+
+    solved: list[str] = []
+    solve = blocks.solve_gptq_shared
+
+    def noting(*args: Any, names: list[str], **kwargs: Any) -> Any:
+        solved.extend(names)
+        return solve(*args, names=names, **kwargs)
+
+    def unexpected(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the text was written again")
+
+    monkeypatch.setattr(blocks, "solve_gptq_shared", noting)
+    monkeypatch.setattr(text, "generate_documents", unexpected)
+    report = quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu", resume=True)
+    assert {name.split(".")[2] for name in solved} == {"2"}
+    assert report.resumed_blocks == 2
+    assert "resumed: 2 of 3 blocks" in report.render()
+    assert report.modules == whole.modules
+    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("layout", ["gptq-v2", "awq", "marlin", "compressed-tensors"])
+def test_every_format_can_be_read_back(tmp_path: Path, layout: str) -> None:
+    source = save_tiny("gpt2", tmp_path / "model")
+    recipe = RECIPE.replace(format=layout, symmetric=layout in ("marlin", "gptq-v2"))
+    quantize(source, tmp_path / "whole", recipe=recipe, device="cpu")
+
+    def stop(stage: str, done: int, total: int) -> None:
+        if stage == "quantising blocks" and done == 1:
+            raise Killed
+
+    with pytest.raises(Killed):
+        quantize(source, tmp_path / "out", recipe=recipe, device="cpu", progress=stop)
+    quantize(source, tmp_path / "out", recipe=recipe, device="cpu", resume=True)
+    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
+
+
+def interrupted(source: Path, out: Path, recipe: Recipe = RECIPE) -> None:
+    def stop(stage: str, done: int, total: int) -> None:
+        if stage == "quantising blocks" and done == 1:
+            raise Killed
+
+    with pytest.raises(Killed):
+        quantize(source, out, recipe=recipe, device="cpu", progress=stop)
+
+
+def test_another_recipe_model_or_text_is_not_resumed(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"input_ids": [' + ", ".join(str(3 + n) for n in range(30)) + "]}\n")
+    recipe = RECIPE.replace(calibration=str(text), samples=1)
+    out = tmp_path / "out"
+    interrupted(source, out, recipe)
+    with pytest.raises(OutputError, match="continue it with --resume"):
+        quantize(source, out, recipe=recipe, device="cpu")
+    with pytest.raises(OutputError, match="another recipe"):
+        quantize(source, out, recipe=recipe.replace(damp=0.02), device="cpu", resume=True)
+    other = text.read_text()
+    text.write_text(other.replace("3,", "4,"))
+    with pytest.raises(OutputError, match="calibrated on 30 tokens"):
+        quantize(source, out, recipe=recipe, device="cpu", resume=True)
+    text.write_text(other)
+    quantize(source, out, recipe=recipe, device="cpu", resume=True)
+
+
+def test_resuming_nothing_is_said(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    with pytest.warns(UserWarning, match="no unfinished run to resume; starting afresh"):
+        report = quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu", resume=True)
+    assert report.resumed_blocks == 0
+
+
+def test_damaged_leftovers_are_noticed(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    interrupted(source, tmp_path / "out")
+    shard = tmp_path / "out.partial" / "model.safetensors"
+    data = bytearray(shard.read_bytes())
+    name = b"model.layers.0.mlp.down_proj.qweight"
+    header = int.from_bytes(data[:8], "little")
+    import json
+
+    start = json.loads(data[8 : 8 + header])[name.decode()]["data_offsets"][0]
+    data[8 + header + start] ^= 1
+    shard.write_bytes(bytes(data))
+    with pytest.raises(CheckpointError, match=r"down_proj\.qweight was changed"):
+        quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu", resume=True)
+
+
+_CHILD = """
+import os, signal, sys, threading, time
+from marlinq.checkpoint import CheckpointWriter
+from marlinq.operations.quantize import quantize
+from tests.testing.original_folders import RECIPE
+
+source, out, countdown = sys.argv[1], sys.argv[2], int(sys.argv[3])
+write = CheckpointWriter.write
+
+def counted(self, name, tensor):
+    global countdown
+    countdown -= 1
+    if countdown == 0:
+        # Another thread pulls the trigger, so the blow falls in the middle of whatever comes next.
+        threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGKILL)).start()
+    write(self, name, tensor)
+
+CheckpointWriter.write = counted
+quantize(source, out, recipe=RECIPE, device="cpu")
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_can_be_resumed(tmp_path: Path) -> None:
+    source = save_tiny("gemma3", tmp_path / "model")
+    quantize(source, tmp_path / "whole", recipe=RECIPE, device="cpu")
+    root = Path(__file__).parents[3]
+    # The number of threads decides how sums are split, so it belongs to a run's identity.
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    generator = random.Random(1)
+    for attempt in range(2):
+        out = tmp_path / f"out-{attempt}"
+        child = subprocess.run(
+            [sys.executable, "-c", _CHILD, str(source), str(out), str(generator.randrange(1, 60))],
+            cwd=root,
+            env={**os.environ, **threads, "PYTHONPATH": str(root)},
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        assert child.returncode == -signal.SIGKILL, child.stderr
+        assert not out.exists()
+        quantize(source, out, recipe=RECIPE, device="cpu", resume=True)
+        assert folder_bytes(out) == folder_bytes(tmp_path / "whole")

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.testing.verified_checkpoints import save_original, save_quantized
+
+
+@pytest.fixture(scope="session")
+def original(tmp_path_factory) -> Path:
+    return save_original(tmp_path_factory.mktemp("original") / "model")
+
+
+@pytest.fixture(scope="session")
+def quantized(tmp_path_factory, original) -> Callable[..., Path]:
+    """Quantised checkpoints by what they are made of, each written once; never change one, copy it."""
+    made: dict[Any, Path] = {}
+
+    def make(layout: str, **options: Any) -> Path:
+        key = (layout, *sorted(options.items()))
+        if key not in made:
+            out = tmp_path_factory.mktemp("quantized") / layout
+            made[key] = save_quantized(original, out, layout, **options)
+        return made[key]
+
+    return make

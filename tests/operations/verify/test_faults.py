@@ -1,0 +1,231 @@
+"""Planted damage, in every layout where it can stand, with the manifest and without it.
+
+Without the manifest most faults show in structure, names or values alone; :data:`NEEDS_ORIGINAL` lists the
+others, which only a comparison with the original finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from marlinq.checkpoint import Checkpoint
+from marlinq.formats import FORMATS
+from marlinq.operations.verify import verify
+from tests.operations.verify import faults
+from tests.testing.faults import SCALES, WORDS, ZEROS
+
+VICTIM = "model.layers.1.mlp.up_proj"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``plant(folder, layout)`` damages a copy; without a manifest one of ``found_by`` fails."""
+
+    plant: Callable[[Path, str], None]
+    found_by: frozenset[str]
+    needs_original: bool = False
+    layouts: tuple[str, ...] = tuple(FORMATS)
+    options: tuple[tuple[str, object], ...] = ()
+
+
+def _words(edit):
+    return lambda folder, layout: faults.change(folder, f"{VICTIM}.{WORDS[layout]}", edit)
+
+
+def _scales(edit):
+    return lambda folder, layout: faults.change(folder, f"{VICTIM}.{SCALES[layout]}", edit)
+
+
+def _zeros(by):
+    return lambda folder, layout: faults.change(folder, f"{VICTIM}.{ZEROS[layout]}", faults.shift_zeros(by))
+
+
+def _g_idx(folder, layout):
+    faults.change(folder, f"{VICTIM}.g_idx", faults.swap_two_channels)
+
+
+def _unquantize(folder, layout):
+    n, k = 256, 128
+    faults.unquantize(folder, VICTIM, torch.randn(n, k, generator=torch.Generator().manual_seed(0)).half())
+
+
+GPTQS = ("gptq", "gptq-v2")
+ASYMMETRIC = (("symmetric", False),)
+SCATTERED = (("act_order", "scattered"),)
+PLACES = frozenset({"words and groups", "weights"})
+STRUCTURE = frozenset({"files", "config", "tensors"})
+
+FAULTS = {
+    "swapped nibbles": Fault(_words(faults.swap_nibbles), PLACES, needs_original=True),
+    "swapped nibbles in one word": Fault(
+        _words(faults.swap_nibbles_of_one_word), frozenset({"words and groups"}), needs_original=True
+    ),
+    "zeros one up, symmetric": Fault(_zeros(1), frozenset({"zero points"}), layouts=(*GPTQS, "awq")),
+    "zeros one down, symmetric": Fault(_zeros(-1), frozenset({"zero points"}), layouts=(*GPTQS, "awq")),
+    "zeros one up, asymmetric": Fault(
+        _zeros(1),
+        PLACES | {"readable"},
+        needs_original=True,
+        layouts=(*GPTQS, "awq", "compressed-tensors"),
+        options=ASYMMETRIC,
+    ),
+    "zeros one down, asymmetric": Fault(
+        _zeros(-1),
+        PLACES | {"readable"},
+        needs_original=True,
+        layouts=(*GPTQS, "awq", "compressed-tensors"),
+        options=ASYMMETRIC,
+    ),
+    "transposed scales": Fault(_scales(faults.transpose_scales), PLACES, needs_original=True),
+    "transposed scales, shape too": Fault(_scales(torch.t), frozenset({"tensors"})),
+    "shuffled g_idx, trivial": Fault(_g_idx, frozenset({"g_idx"}), layouts=GPTQS),
+    "shuffled g_idx, activation order": Fault(
+        _g_idx, frozenset({"words and groups"}), needs_original=True, layouts=GPTQS, options=SCATTERED
+    ),
+    "flipped sign of a scale": Fault(
+        _scales(faults.flip_bit(15)), frozenset({"words and groups"}), needs_original=True
+    ),
+    **{
+        f"flipped exponent bit {bit} of a scale": Fault(
+            _scales(faults.flip_bit(bit)), frozenset({"words and groups"}), needs_original=True
+        )
+        for bit in (10, 11, 12)
+    },
+    # A scale of about 0.01 becomes about 1e-4 or about 500.
+    "flipped exponent bit 13 of a scale": Fault(_scales(faults.flip_bit(13)), PLACES, needs_original=True),
+    "flipped exponent bit 14 of a scale": Fault(_scales(faults.flip_bit(14)), frozenset({"scales"})),
+    "missing tensor": Fault(
+        lambda folder, layout: faults.remove_tensor(folder, f"{VICTIM}.{SCALES[layout]}"), STRUCTURE
+    ),
+    "missing words": Fault(
+        lambda folder, layout: faults.remove_tensor(folder, f"{VICTIM}.{WORDS[layout]}"), STRUCTURE
+    ),
+    "missing norm": Fault(
+        lambda folder, layout: faults.remove_tensor(folder, "model.layers.2.input_layernorm.weight"),
+        STRUCTURE,
+    ),
+    "missing tensor, still in the index": Fault(
+        lambda folder, layout: faults.remove_tensor(folder, f"{VICTIM}.{SCALES[layout]}", from_index=False),
+        frozenset({"files"}),
+    ),
+    "duplicated tensor": Fault(
+        lambda folder, layout: faults.duplicate_tensor(folder, f"{VICTIM}.{SCALES[layout]}"),
+        frozenset({"files"}),
+    ),
+    "module left unquantised": Fault(_unquantize, frozenset({"coverage"})),
+    "truncated shard": Fault(lambda folder, layout: faults.truncate_shard(folder), frozenset({"files"})),
+}
+NEEDS_ORIGINAL = {name for name, fault in FAULTS.items() if fault.needs_original}
+CASES = [(name, layout) for name, fault in FAULTS.items() for layout in fault.layouts]
+
+
+def failed(report):
+    return {check.name for check in report.checks if check.status == "failed"}
+
+
+def damaged(quantized, tmp_path, name, layout, *, manifest):
+    fault = FAULTS[name]
+    folder = faults.copy(quantized(layout, **dict(fault.options)), tmp_path / "copy", manifest=manifest)
+    fault.plant(folder, layout)
+    return folder
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_with_the_manifest(quantized, tmp_path, name, layout):
+    report = verify(damaged(quantized, tmp_path, name, layout, manifest=True))
+    assert not report.ok
+    assert failed(report) & {"manifest", "files"}, report.render()
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_without_the_manifest(original, quantized, tmp_path, name, layout):
+    fault = FAULTS[name]
+    folder = damaged(quantized, tmp_path, name, layout, manifest=False)
+    report = verify(folder, against=original if fault.needs_original else None)
+    assert not report.ok
+    assert failed(report) & fault.found_by, report.render()
+    # One module was damaged, and no other is blamed.
+    blamed = {module.name for module in report.modules if module.problems}
+    assert blamed <= {VICTIM}
+
+
+@pytest.mark.parametrize("name", sorted(NEEDS_ORIGINAL))
+def test_what_is_said_to_need_the_original_does(quantized, tmp_path, name):
+    layout = FAULTS[name].layouts[-1]
+    assert verify(damaged(quantized, tmp_path, name, layout, manifest=False)).ok
+
+
+def test_every_bit_is_seen_by_the_manifest(quantized, tmp_path):
+    folder = faults.copy(quantized("marlin"), tmp_path / "copy", manifest=True)
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    data = bytearray(shard.read_bytes())
+    generator = torch.Generator().manual_seed(0)
+    start = faults.header_bytes(shard)
+    for place in torch.randint(start * 8, len(data) * 8, (16,), generator=generator).tolist():
+        data[place // 8] ^= 1 << place % 8
+        shard.write_bytes(data)
+        assert "manifest" in failed(verify(folder))
+        data[place // 8] ^= 1 << place % 8
+
+
+def test_unquantised_tensor_changed(original, quantized, tmp_path):
+    folder = faults.copy(quantized("gptq"), tmp_path / "copy", manifest=False)
+    faults.change(folder, "model.norm.weight", faults.flip_bit(0))
+    assert failed(verify(folder, against=original)) == {"unquantised tensors"}
+
+
+def test_quantize_config_out_of_step(quantized, tmp_path):
+    folder = faults.copy(quantized("gptq"), tmp_path / "copy", manifest=True)
+    path = folder / "quantize_config.json"
+    path.write_text(path.read_text().replace('"group_size": 32', '"group_size": 64'))
+    report = verify(folder)
+    assert failed(report) == {"config"}
+    assert any("group_size is 64, config.json says 32" in check.detail for check in report.checks)
+
+
+def test_stray_tensors(quantized, tmp_path):
+    folder = faults.copy(quantized("gptq"), tmp_path / "copy", manifest=False)
+    faults.add_tensor(folder, f"{VICTIM}.weight", torch.zeros(256, 128))
+    assert failed(verify(folder)) == {"tensors"}
+    folder = faults.copy(quantized("gptq"), tmp_path / "other", manifest=False)
+    faults.add_tensor(folder, "model.surprise", torch.zeros(2))
+    report = verify(folder)
+    assert report.ok
+    row = next(check for check in report.checks if check.name == "tensors")
+    assert row.status == "warning"
+    assert "model.surprise" in row.detail
+
+
+def test_blank_codes(quantized, tmp_path):
+    folder = faults.copy(quantized("gptq"), tmp_path / "copy", manifest=False)
+    faults.change(folder, f"{VICTIM}.qweight", torch.zeros_like)
+    assert failed(verify(folder)) == {"codes"}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+def test_impossible_scales(original, quantized, tmp_path, value):
+    def put(scales):
+        scales[0, 0] = value
+        return scales
+
+    folder = faults.copy(quantized("gptq"), tmp_path / "copy", manifest=False)
+    faults.change(folder, f"{VICTIM}.scales", put)
+    report = verify(folder)
+    assert failed(report) == {"scales"}
+    assert failed(verify(folder, against=original)) >= {"scales"}
+
+
+def test_siblings_stand_in_for_an_unknown_architecture(quantized, tmp_path):
+    folder = damaged(quantized, tmp_path, "module left unquantised", "gptq", manifest=False)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"model_type": "llama"', '"model_type": "no-such-model"'))
+    report = verify(folder)
+    assert failed(report) == {"coverage"}
+    assert "same module is quantised in 2 other blocks" in report.render()
+    assert next(check for check in report.checks if check.name == "tensors").status == "warning"
+    assert Checkpoint.open(folder).config["model_type"] == "no-such-model"

@@ -1,0 +1,22 @@
+"""Tiny checkpoints on disk, and comparing folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from marlinq.operations.quantize.recipe import Recipe
+from tests.testing.tiny_models import tiny_model
+
+RECIPE = Recipe(group_size=32, samples=8, max_length=40, act_order="none")
+"""Small enough for a tiny model: its text is written by the model itself in a moment."""
+
+
+def save_tiny(name: str, folder: Path) -> Path:
+    """Saves the tiny model of that name as a checkpoint folder."""
+    tiny_model(name).save_pretrained(folder)
+    return folder
+
+
+def folder_bytes(folder: Path) -> dict[str, bytes]:
+    """The content of every file of a folder by relative path."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,111 @@
+"""Tiny Llama checkpoints, unquantised and quantised in any layout, made without a pipeline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from marlinq.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    TensorPlan,
+    emit_quantization_config,
+    extra_configs,
+)
+from marlinq.formats import FORMATS, QuantizedTensor, spec_of, trivial_g_idx
+from marlinq.methods.gptq import solve_gptq
+
+SHARD_BYTES = 100_000
+"""Small enough that every quantised checkpoint has several shards."""
+
+
+def save_original(folder: Path, *, seed: int = 0, tied: bool = False) -> Path:
+    """A random float32 Llama: hidden 128, 3 layers."""
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(seed)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def hessian_of(k: int, seed: int) -> Tensor:
+    """X^T X of correlated inputs whose channels differ in size, as real layers see them."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(k, k, generator=generator) / k**0.5 + torch.eye(k)
+    spread = torch.exp(torch.randn(k, generator=generator))
+    x = (torch.randn(4 * k, k, generator=generator) @ mixing) * spread
+    return x.t() @ x
+
+
+def quantize(
+    weight: Tensor, *, group_size: int, symmetric: bool, act_order: str, seed: int
+) -> QuantizedTensor:
+    """GPTQ as marlinq does it; ``act_order`` "scattered" gives groups along the order, with a g_idx."""
+    hessian = hessian_of(weight.shape[1], seed)
+    options = {"group_size": group_size, "symmetric": symmetric}
+    if act_order != "scattered":
+        return solve_gptq(weight, hessian, act_order=act_order, **options)[0]
+    order = hessian.diagonal().argsort(descending=True)
+    q, _ = solve_gptq(weight[:, order], hessian[order][:, order], act_order="none", **options)
+    back = order.argsort()
+    g_idx = trivial_g_idx(weight.shape[1], group_size)[back]
+    return QuantizedTensor(q.codes[back].contiguous(), q.scales, q.zeros, g_idx, q.group_size)
+
+
+def save_quantized(
+    source: Path,
+    out: Path,
+    layout_name: str,
+    *,
+    group_size: int = 32,
+    symmetric: bool = True,
+    act_order: str = "none",
+    skip: tuple[str, ...] = (),
+    say_skipped: bool = True,
+    dtype: torch.dtype = torch.float16,
+) -> Path:
+    """Quantise the linears of the blocks but ``skip``, which the config names if ``say_skipped``."""
+    checkpoint = Checkpoint.open(source)
+    layout = FORMATS[layout_name]
+    tensors: dict[str, Tensor] = {}
+    modules, plain = {}, ["lm_head"]
+    for index, name in enumerate(sorted(checkpoint.tensors)):
+        module = name.removesuffix(".weight")
+        weight = checkpoint.tensor(name)
+        if not name.endswith("_proj.weight") or module in skip:
+            tensors[name] = weight.to(dtype)
+            plain += [module] if module in skip and say_skipped else []
+            continue
+        q = quantize(
+            weight.float(), group_size=group_size, symmetric=symmetric, act_order=act_order, seed=index
+        )
+        packed = layout.pack(q)
+        modules[module] = spec_of(q)
+        tensors.update({f"{module}.{suffix}": tensor for suffix, tensor in packed.items()})
+    settings = emit_quantization_config(layout_name, modules, plain)
+    if act_order == "scattered":
+        settings["desc_act"] = True
+    config = {**json.loads((source / "config.json").read_text()), "quantization_config": settings}
+    plan = [TensorPlan(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    with CheckpointWriter(out, plan, fingerprint="test", max_shard_bytes=SHARD_BYTES) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+        writer.finish(
+            config=config,
+            manifest={"version": "test"},
+            side_files_from=checkpoint,
+            extra_json=extra_configs(layout_name, settings),
+        )
+    return out
