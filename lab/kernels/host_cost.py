@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from marlinq.core.errors import MarlinqError
-from marlinq.formats import QuantizedTensor
+from marlinq.core.weight import QuantizedWeight
 from marlinq.kernels import (
     Device,
     Problem,
@@ -71,7 +71,7 @@ def microseconds(call: Callable[[], object]) -> dict[str, float]:
 
 def quant_linear(k: int, n: int, device: torch.device) -> QuantLinear:
     """A layer in groups of 32 with every weight 0."""
-    weight = QuantizedTensor(
+    weight = QuantizedWeight(
         codes=torch.full((k, n), 8, dtype=torch.uint8),
         scales=torch.ones(k // 32, n),
         zeros=torch.full((k // 32, n), 8, dtype=torch.uint8),

@@ -31,7 +31,7 @@ import torch
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.core.errors import ConversionRefused
-from marlinq.formats import FORMATS
+from marlinq.formats import LAYOUTS
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=arguments.work or source.parent) as name:
         work = Path(name)
         reached = {first: source}
-        pairs = sorted(permutations(FORMATS, 2), key=lambda pair: pair[0] != first)
+        pairs = sorted(permutations(LAYOUTS, 2), key=lambda pair: pair[0] != first)
         for before, after in pairs:
             if before not in reached:
                 continue

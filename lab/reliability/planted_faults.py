@@ -28,7 +28,7 @@ from torch import Tensor
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.core.errors import VerificationFailed
-from marlinq.formats import FORMATS
+from marlinq.formats import LAYOUTS
 from tests.operations.verify import faults
 from tests.testing.faults import SCALES, WORDS, ZEROS
 
@@ -116,7 +116,7 @@ def damaged(folder: Path, layout: str, name: str, module: str, original: Path) -
 def sharded(checkpoint: Path, layout: str, out: Path) -> Path:
     """``checkpoint`` in another layout, or in its own by way of another, in several shards."""
     own = quantized(checkpoint).format.name
-    steps = [layout] if layout != own else [next(name for name in FORMATS if name != own), layout]
+    steps = [layout] if layout != own else [next(name for name in LAYOUTS if name != own), layout]
     source = checkpoint
     for number, target in enumerate(steps):
         step = out if number == len(steps) - 1 else out.with_name("between")
@@ -140,7 +140,7 @@ def quantized(folder: Path) -> QuantizedCheckpoint:
 def main() -> int:
     """Print the table as it grows."""
     arguments = _arguments()
-    layouts = arguments.layout or list(FORMATS)
+    layouts = arguments.layout or list(LAYOUTS)
     print("| layout | fault | verified | exit code | found |")
     print("| --- | --- | --- | --- | --- |")
     good = True
@@ -163,7 +163,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("original", type=Path)
-    parser.add_argument("--layout", action="append", choices=FORMATS, help="repeatable; default: all")
+    parser.add_argument("--layout", action="append", choices=LAYOUTS, help="repeatable; default: all")
     parser.add_argument("--fault", action="append", choices=FAULTS, help="repeatable; default: all")
     parser.add_argument("--work", type=Path, help="where to write")
     return parser.parse_args()

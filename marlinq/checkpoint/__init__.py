@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from marlinq.checkpoint.emit import (
-    emit_quantization_config,
-    extra_configs,
-    replace_quantization_config,
-)
 from marlinq.checkpoint.header import TensorInfo, TensorPlan
 from marlinq.checkpoint.quantization_config import (
-    ModuleSettings,
-    QuantizationConfig,
     read_quantization_config,
+    replace_quantization_config,
+    without_quantization_config,
 )
 from marlinq.checkpoint.quantized import QuantizedCheckpoint, floating_linears
 from marlinq.checkpoint.reader import MANIFEST, Checkpoint
@@ -22,15 +17,12 @@ __all__ = [
     "MANIFEST",
     "Checkpoint",
     "CheckpointWriter",
-    "ModuleSettings",
-    "QuantizationConfig",
     "QuantizedCheckpoint",
     "TensorInfo",
     "TensorPlan",
     "check_place",
-    "emit_quantization_config",
-    "extra_configs",
     "floating_linears",
     "read_quantization_config",
     "replace_quantization_config",
+    "without_quantization_config",
 ]

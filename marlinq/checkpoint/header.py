@@ -1,7 +1,7 @@
 """Reading and writing safetensors headers, trusting nothing in them.
 
 File: an unsigned 64-bit little-endian length, that many bytes of JSON, then the tensors' bytes
-(https://github.com/huggingface/safetensors, "Format").
+(https://github.com/huggingface/safetensors, "Layout").
 """
 
 from __future__ import annotations
@@ -14,41 +14,47 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from marlinq.core.dtypes import ITEM_BYTES, torch_dtype
 from marlinq.core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from marlinq.core.lazy import torch
 
 MAX_HEADER_BYTES = 100_000_000
 """The cap that the safetensors library sets too."""
 
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+DTYPES: dict[str, str] = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""Names of dtypes (:mod:`marlinq.core.dtypes`) by what a safetensors header calls them."""
+_IN_HEADERS = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one stored tensor lies: ``offset`` is in bytes from the start of the file ``shard``."""
+    """Where one stored tensor lies: ``offset`` is in bytes from the start of the file ``shard``; ``dtype`` is
+    a name."""
 
     name: str
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
     shard: str
     offset: int
@@ -57,16 +63,16 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """A tensor that will be written."""
+    """A tensor that will be written; ``dtype`` is a name."""
 
     name: str
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @contextmanager
@@ -153,7 +159,7 @@ def _entry(path: Path, shard: str, start: int, name: str, entry: object) -> Tens
         raise CheckpointError(f"{where}: malformed shape {shape!r}")
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(f"{where}: malformed data_offsets {offsets!r}")
-    nbytes = math.prod(shape) * dtype.itemsize
+    nbytes = math.prod(shape) * ITEM_BYTES[dtype]
     span = offsets[1] - offsets[0]
     if nbytes != span:
         raise CheckpointError(
@@ -173,13 +179,13 @@ def encode_header(shard: str, plans: Sequence[TensorPlan]) -> tuple[bytes, list[
 
     Wide dtypes come first, as the safetensors library orders them, so that every tensor is aligned.
     """
-    ordered = sorted(plans, key=lambda plan: (-plan.dtype.itemsize, plan.name))
+    ordered = sorted(plans, key=lambda plan: (-ITEM_BYTES[plan.dtype], plan.name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for plan in ordered:
         end = position + plan.nbytes
         header[plan.name] = {
-            "dtype": _NAMES[plan.dtype],
+            "dtype": _IN_HEADERS[plan.dtype],
             "shape": list(plan.shape),
             "data_offsets": [position, end],
         }
@@ -210,7 +216,7 @@ def read_tensor(path: Path, info: TensorInfo) -> torch.Tensor:
             if not count:
                 raise CheckpointError(f"{path}: tensor {info.name} ends early; the file was truncated")
             done += count
-    return buffer.view(info.dtype).reshape(info.shape)
+    return buffer.view(torch_dtype(info.dtype)).reshape(info.shape)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

@@ -1,16 +1,17 @@
-"""A quantised checkpoint seen as named neutral tuples and the tensors around them."""
+"""A quantised checkpoint seen as named quantised weights and the tensors around them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
-
-from marlinq.checkpoint.quantization_config import QuantizationConfig, read_quantization_config
+from marlinq.checkpoint.quantization_config import read_quantization_config
 from marlinq.checkpoint.reader import Checkpoint
 from marlinq.core.errors import CheckpointError, MarlinqError, UnsupportedError
-from marlinq.formats import FORMATS, Format, Grid, ModuleSpec, QuantizedTensor, TensorSpec
+from marlinq.core.rules import Keep
+from marlinq.core.weight import Grid, QuantizedWeight
+from marlinq.formats import LAYOUTS, Layout, ModuleSpec, TensorSpec
+from marlinq.formats.dialects import QuantizationConfig
 
 _EMBEDDING_MARKS = ("embed", "wte", "wpe", "norm")
 
@@ -22,14 +23,14 @@ class QuantizedCheckpoint:
     Attributes:
         checkpoint: the folder.
         config: its quantization_config.
-        format: the layout of its quantised modules.
+        layout: of its quantised modules.
         modules: every quantised module and what is stored for it, in file order.
         passthrough: the tensors that are no quantised weight (norms, embeddings, biases), in file order.
     """
 
     checkpoint: Checkpoint
     config: QuantizationConfig
-    format: Format
+    layout: Layout
     modules: dict[str, ModuleSpec]
     passthrough: list[str]
 
@@ -44,7 +45,7 @@ class QuantizedCheckpoint:
         config = read_quantization_config(checkpoint.path, checkpoint.config)
         if config is None:
             return None
-        layout = FORMATS[config.format]
+        layout = LAYOUTS[config.layout]
         modules = {}
         for name in checkpoint.tensors:
             stem, _, suffix = name.rpartition(".")
@@ -52,7 +53,7 @@ class QuantizedCheckpoint:
                 modules[stem] = _spec(checkpoint, config, layout, stem)
         if not modules:
             raise CheckpointError(
-                f"{checkpoint.path}: quantization_config says {config.format}, "
+                f"{checkpoint.path}: quantization_config says {config.layout}, "
                 f"but no tensor ends in .{layout.key}"
             )
         owned = {f"{module}.{suffix}" for module in modules for suffix in layout.suffixes}
@@ -60,15 +61,15 @@ class QuantizedCheckpoint:
         stray = [name for name in passthrough if name.rpartition(".")[2] in layout.suffixes]
         if stray:
             raise CheckpointError(
-                f"{checkpoint.path}: tensor {stray[0]} belongs to a {config.format} module, "
+                f"{checkpoint.path}: tensor {stray[0]} belongs to a {config.layout} module, "
                 f"but there is no .{layout.key}"
             )
         for name in passthrough:
             info = checkpoint.tensors[name]
-            if info.dtype == torch.int32 and len(info.shape) > 1:
+            if info.dtype == "int32" and len(info.shape) > 1:
                 raise UnsupportedError(
                     f"{checkpoint.path}: tensor {name} holds integers {list(info.shape)} and is no part of a "
-                    f"{config.format} linear; stacked experts and other packings are not supported"
+                    f"{config.layout} linear; stacked experts and other packings are not supported"
                 )
         return cls(checkpoint, config, layout, modules, passthrough)
 
@@ -76,25 +77,25 @@ class QuantizedCheckpoint:
         """How the stored names, shapes and dtypes of ``module`` differ from the layout's, or None."""
         infos = {suffix: self.checkpoint.tensors[name] for suffix, name in self.tensor_names(module).items()}
         found = {suffix: TensorSpec(info.dtype, info.shape) for suffix, info in infos.items()}
-        return self.format.mismatch(found, self.modules[module])
+        return self.layout.mismatch(found, self.modules[module])
 
     def load_grid(self, module: str) -> Grid:
-        """The neutral tuple of ``module`` without its codes: scales, zeros and g_idx, which are small.
+        """The weight of ``module`` without its codes: scales, zeros and g_idx, which are small.
 
         Raises:
             CheckpointError, ConversionRefused: as :meth:`load`.
         """
         names = self.tensor_names(module)
-        names.pop(self.format.key)
+        names.pop(self.layout.key)
         try:
-            return self.format.unpack_grid(
+            return self.layout.unpack_grid(
                 {suffix: self.checkpoint.tensor(name) for suffix, name in names.items()}, self.modules[module]
             )
         except MarlinqError as error:
             raise type(error)(f"{self.checkpoint.path}: {module}: {error}") from None
 
-    def load(self, module: str) -> QuantizedTensor:
-        """The neutral tuple of ``module``.
+    def load(self, module: str) -> QuantizedWeight:
+        """The weight of ``module``.
 
         Raises:
             CheckpointError: a tensor is missing, of the wrong shape or out of range.
@@ -102,7 +103,7 @@ class QuantizedCheckpoint:
         """
         names = self.tensor_names(module)
         try:
-            return self.format.unpack(
+            return self.layout.unpack(
                 {suffix: self.checkpoint.tensor(name) for suffix, name in names.items()}, self.modules[module]
             )
         except MarlinqError as error:
@@ -110,7 +111,7 @@ class QuantizedCheckpoint:
 
     def tensor_names(self, module: str) -> dict[str, str]:
         """The stored tensors of ``module`` by suffix."""
-        names = {suffix: f"{module}.{suffix}" for suffix in self.format.suffixes}
+        names = {suffix: f"{module}.{suffix}" for suffix in self.layout.suffixes}
         return {suffix: name for suffix, name in names.items() if name in self.checkpoint.tensors}
 
     def unquantized_linears(self) -> list[str]:
@@ -134,11 +135,11 @@ def floating_linears(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
     return found
 
 
-def _spec(checkpoint: Checkpoint, config: QuantizationConfig, layout: Format, module: str) -> ModuleSpec:
-    settings = config.settings(module)
+def _spec(checkpoint: Checkpoint, config: QuantizationConfig, layout: Layout, module: str) -> ModuleSpec:
+    scheme = config.rules.outcome(module)
     where = f"{checkpoint.path}: {module}"
-    if settings is None:
-        raise CheckpointError(f"{where}: is quantised, but quantization_config excludes it")
+    if isinstance(scheme, Keep):
+        raise CheckpointError(f"{where}: is quantised, but quantization_config excludes it ({scheme.reason})")
     infos = {
         suffix: checkpoint.tensors[f"{module}.{suffix}"]
         for suffix in layout.suffixes
@@ -149,20 +150,16 @@ def _spec(checkpoint: Checkpoint, config: QuantizationConfig, layout: Format, mo
             f"{where}.{layout.key}: expected two dimensions, found shape {list(infos[layout.key].shape)}; "
             "stacked experts are not supported"
         )
-    k, n = layout.infer_shape({suffix: info.shape for suffix, info in infos.items()}, settings.bits)
+    k, n = layout.infer_shape({suffix: info.shape for suffix, info in infos.items()}, scheme.element)
     if k == 0 or n == 0:
         raise CheckpointError(f"{where}.{layout.key}: empty, shape {list(infos[layout.key].shape)}")
-    scale_name = next((suffix for suffix in ("scales", "s", "weight_scale") if suffix in infos), None)
-    if scale_name is None:
-        raise CheckpointError(f"{where}: the scales tensor is missing")
-    symmetric = {"marlin": True, "awq": False}.get(layout.name, settings.symmetric is not False)
+    if layout.scale_key not in infos:
+        raise CheckpointError(f"{where}: the scales tensor {module}.{layout.scale_key} is missing")
+    stored = replace(layout.as_stored(scheme), scale_dtype=infos[layout.scale_key].dtype)
     return ModuleSpec(
         in_features=k,
         out_features=n,
-        group_size=settings.group_size if settings.group_size < k else -1,
-        bits=settings.bits,
-        symmetric=symmetric,
-        scale_dtype=infos[scale_name].dtype,
+        scheme=stored.for_channels(k),
         zero_writer=config.zero_writer,
-        has_g_idx="weight_g_idx" in infos,
+        extras=frozenset(infos) & frozenset(layout.read_only),
     )

@@ -13,12 +13,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from marlinq.checkpoint.header import TensorInfo, parse_json, read_header, read_tensor, reading
 from marlinq.core.errors import CheckpointError, EnvironmentProblem
+
+if TYPE_CHECKING:
+    import torch
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -97,7 +98,7 @@ class Checkpoint:
         """
         digest = hashlib.sha256(repr(sorted(self.config.items())).encode())
         for info in self.tensors.values():
-            digest.update(repr((info.name, str(info.dtype), info.shape, info.shard, info.offset)).encode())
+            digest.update(repr((info.name, info.dtype, info.shape, info.shard, info.offset)).encode())
         for shard in self.shards:
             stat = (self.path / shard).stat()
             digest.update(repr((shard, stat.st_size, stat.st_mtime_ns)).encode())

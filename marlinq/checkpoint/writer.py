@@ -17,9 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from marlinq.checkpoint.header import (
     TensorInfo,
@@ -30,7 +28,11 @@ from marlinq.checkpoint.header import (
     tensor_bytes,
 )
 from marlinq.checkpoint.reader import CONFIG, INDEX, MANIFEST, SINGLE, Checkpoint
+from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError, OutputError
+
+if TYPE_CHECKING:
+    import torch
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 _JOURNAL = "journal.jsonl"
@@ -169,7 +171,7 @@ class CheckpointWriter:
         Several threads may write at once, but not while one commits.
         """
         info = self.tensors.get(name)
-        if info is None or tuple(tensor.shape) != info.shape or tensor.dtype != info.dtype:
+        if info is None or tuple(tensor.shape) != info.shape or dtype_name(tensor.dtype) != info.dtype:
             found = f"{tensor.dtype} {list(tensor.shape)}"
             raise ValueError(f"{name}: planned {info and (info.dtype, info.shape)}, given {found}")
         data = tensor_bytes(tensor)

@@ -9,7 +9,7 @@ import click
 from marlinq.cli.options import FOLDER, json_option, shard_size_option
 from marlinq.cli.output import print_report, progress_bar
 from marlinq.core.errors import UsageError
-from marlinq.operations.quantize.recipe import FORMAT_NAMES
+from marlinq.formats import LAYOUTS
 
 
 def _pair(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str | None, str | None]:
@@ -17,8 +17,8 @@ def _pair(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str |
     if value == "auto":
         return None, None
     source, found, target = value.partition("-to-")
-    if not found or source not in FORMAT_NAMES or target not in FORMAT_NAMES:
-        names = ", ".join(FORMAT_NAMES)
+    if not found or source not in LAYOUTS or target not in LAYOUTS:
+        names = ", ".join(LAYOUTS)
         raise click.BadParameter(f"expected auto, or SOURCE-to-TARGET with two of {names}; found {value!r}")
     return source, target
 
@@ -28,7 +28,7 @@ def _pair(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str |
 @click.argument("source", type=FOLDER, metavar="SRC")
 @click.argument("target_dir", type=FOLDER, metavar="DST")
 @click.option(
-    "--to", "to", type=click.Choice(FORMAT_NAMES), help="The target layout when the source is auto."
+    "--to", "to", type=click.Choice(list(LAYOUTS)), help="The target layout when the source is auto."
 )
 @click.option(
     "--strict-marlin",

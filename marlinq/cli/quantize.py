@@ -16,9 +16,9 @@ from marlinq.cli.options import (
     trust_remote_code_option,
 )
 from marlinq.cli.output import print_report, progress_bar
+from marlinq.formats import LAYOUTS
 from marlinq.operations.quantize.recipe import (
     ACT_ORDERS,
-    FORMAT_NAMES,
     GROUP_SIZES,
     Override,
     Recipe,
@@ -31,7 +31,7 @@ _DEFAULTS = Recipe()
 @click.command("quantize", short_help="Quantise a model to 4 bits.", context_settings={"show_default": True})
 @click.argument("model")
 @click.argument("out", type=FOLDER)
-@click.option("--format", type=click.Choice(FORMAT_NAMES), default=_DEFAULTS.format, help="Output layout.")
+@click.option("--format", type=click.Choice(list(LAYOUTS)), default=_DEFAULTS.format, help="Output layout.")
 @click.option(
     "--group-size",
     type=click.Choice(GROUP_SIZES),

@@ -1,54 +1,49 @@
-"""The neutral tuple: one canonical value between every pair of on-disk layouts.
+"""A quantised weight between every pair of tensor layouts: codes, scales, zero points, groups.
 
-A quantised linear layer computes ``y = x @ W.T + b`` with K = in_features, N = out_features and
+A linear layer computes ``y = x @ W.T + b`` with K = in_features, N = out_features and
 
-    W[n, k] = (codes[k, n] - zeros[g_idx[k], n]) * scales[g_idx[k], n]
+    W[n, k] = (value(codes[k, n]) - zeros[g_idx[k], n]) * scales[g_idx[k], n]
 
-where the K input channels are split into G groups. Every supported layout is a lossless encoding of a
-subset of these tuples; what a layout can't hold it refuses by name (see ``Format.refusal``).
+where the K input channels are split into G groups (:mod:`marlinq.core.scheme`). Every layout is a lossless
+encoding of a subset of these values; what a layout can't hold it refuses by name (``Layout.refusal``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from marlinq.core.dtypes import FLOATS, dtype_name
 from marlinq.core.errors import CheckpointError
+from marlinq.core.scheme import CHANNEL, INT4, Element, Scheme, group_count
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from marlinq.core.lazy import torch
 
 _SLAB = 512
-_SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def group_count(in_features: int, group_size: int) -> int:
-    """Groups along K; ``group_size`` -1 means one group (channelwise). A last group may be short."""
-    return 1 if group_size == -1 else -(-in_features // group_size)
 
 
 def trivial_g_idx(in_features: int, group_size: int) -> Tensor:
     """``g_idx[k] = k // group_size`` as int32 [K]; all zeros when ``group_size`` is -1."""
-    if group_size == -1:
+    if group_size == CHANNEL:
         return torch.zeros(in_features, dtype=torch.int32)
     return torch.arange(in_features, dtype=torch.int32) // group_size
 
 
-def symmetric_zero(bits: int) -> int:
-    """The zero point of a symmetric layer in code units: 8 for 4 bits, 128 for 8."""
-    return 1 << (bits - 1)
-
-
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Everything of a quantised linear but its codes: what decides whether a layout can hold it.
+    """Everything of a quantised weight but its codes: what decides whether a layout can hold it.
 
     Attributes:
         scales: float16, bfloat16 or float32 [G, N]; negative values are legal.
-        zeros: uint8 [G, N], zero points in code units; ``2**(bits-1)`` everywhere means symmetric.
+        zeros: uint8 [G, N], zero points in code units; the element's midpoint everywhere means symmetric.
         g_idx: int32 [K], the group of each input channel, in ``0 .. G - 1``.
-        group_size: channels a group, 1..K; a channelwise layer (one group) has ``group_size == K``.
-        bits: 4 or 8.
+        group_size: channels per group, 1..K; a channelwise weight (one group) has ``group_size == K``.
+        element: the type of a code.
 
     Raises:
         CheckpointError: the parts don't fit together (shape, dtype or range).
@@ -58,11 +53,9 @@ class Grid:
     zeros: Tensor
     g_idx: Tensor
     group_size: int
-    bits: int = 4
+    element: Element = INT4
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
-            raise CheckpointError(f"quantised tensor: expected 4 or 8 bits, found {self.bits}")
         if self.g_idx.dtype != torch.int32 or self.g_idx.dim() != 1:
             raise CheckpointError(
                 f"g_idx: expected int32 [K], found {self.g_idx.dtype} {list(self.g_idx.shape)}"
@@ -70,7 +63,7 @@ class Grid:
         k = self.in_features
         if not 1 <= self.group_size <= k:
             raise CheckpointError(f"group_size: expected 1..{k} (K), found {self.group_size}")
-        if self.scales.dim() != 2 or self.scales.dtype not in _SCALE_DTYPES:
+        if self.scales.dim() != 2 or dtype_name(self.scales.dtype) not in FLOATS:
             raise CheckpointError(
                 f"scales: expected float [G, N], found {self.scales.dtype} {list(self.scales.shape)}"
             )
@@ -100,28 +93,33 @@ class Grid:
         """G, the number of groups along K."""
         return self.scales.shape[0]
 
-    @property
-    def symmetric(self) -> bool:
-        """True when every zero point is the middle code, whatever a config file says."""
-        return bool((self.zeros == symmetric_zero(self.bits)).all())
+    @cached_property
+    def scheme(self) -> Scheme:
+        """What the values are, whatever a config says of them: symmetric exactly when every zero point is the
+        element's midpoint, in activation order exactly when some channel k is not in group
+        ``k // group_size``."""
+        midpoint = bool((self.zeros == self.element.midpoint).all())
+        return Scheme(
+            element=self.element,
+            group_size=CHANNEL if self.groups == 1 else self.group_size,
+            zero_point=self.element.zero_point if midpoint else "stored",
+            scale_dtype=dtype_name(self.scales.dtype),
+            act_order=not self.has_trivial_g_idx,
+        )
 
-    @property
+    @cached_property
     def has_trivial_g_idx(self) -> bool:
         """True when channel k belongs to group ``k // group_size``: no activation order is stored."""
         return torch.equal(self.g_idx.cpu(), trivial_g_idx(self.in_features, self.group_size))
 
 
 @dataclass(frozen=True, eq=False)
-class QuantizedTensor:
-    """The integer weight of one linear layer, independent of any file layout.
+class QuantizedWeight:
+    """The quantised weight of one linear layer, independent of any file layout.
 
     Attributes:
-        codes: uint8 [K, N], each in ``0 .. 2**bits - 1``.
-        scales: float16, bfloat16 or float32 [G, N]; negative values are legal.
-        zeros: uint8 [G, N], zero points in code units; ``2**(bits-1)`` everywhere means symmetric.
-        g_idx: int32 [K], the group of each input channel, in ``0 .. G - 1``.
-        group_size: channels a group, 1..K; a channelwise layer (one group) has ``group_size == K``.
-        bits: 4 or 8.
+        codes: uint8 [K, N], each in ``0 .. 2**element.bits - 1``.
+        scales, zeros, g_idx, group_size, element: as in :class:`Grid`.
 
     Raises:
         CheckpointError: the parts don't fit together (shape, dtype or range).
@@ -132,23 +130,19 @@ class QuantizedTensor:
     zeros: Tensor
     g_idx: Tensor
     group_size: int
-    bits: int = 4
+    element: Element = INT4
 
     def __post_init__(self) -> None:
-        grid = self.grid
-        if self.codes.dtype != torch.uint8 or tuple(self.codes.shape) != (
-            grid.in_features,
-            grid.out_features,
-        ):
+        shape = [self.grid.in_features, self.grid.out_features]
+        if self.codes.dtype != torch.uint8 or list(self.codes.shape) != shape:
             raise CheckpointError(
-                f"codes: expected uint8 {[grid.in_features, grid.out_features]}, "
-                f"found {self.codes.dtype} {list(self.codes.shape)}"
+                f"codes: expected uint8 {shape}, found {self.codes.dtype} {list(self.codes.shape)}"
             )
 
     @cached_property
     def grid(self) -> Grid:
         """Everything but the codes."""
-        return Grid(self.scales, self.zeros, self.g_idx, self.group_size, self.bits)
+        return Grid(self.scales, self.zeros, self.g_idx, self.group_size, self.element)
 
     @property
     def in_features(self) -> int:
@@ -166,36 +160,53 @@ class QuantizedTensor:
         return self.scales.shape[0]
 
     @property
-    def symmetric(self) -> bool:
-        """True when every zero point is the middle code, whatever a config file says."""
-        return self.grid.symmetric
+    def scheme(self) -> Scheme:
+        """What the values are (:attr:`Grid.scheme`)."""
+        return self.grid.scheme
 
     @property
     def has_trivial_g_idx(self) -> bool:
         """True when channel k belongs to group ``k // group_size``: no activation order is stored."""
         return self.grid.has_trivial_g_idx
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The dense weight W, [N, K], computed in float32 and cast to ``dtype``."""
+    def to(self, device: torch.device) -> QuantizedWeight:
+        """The same weight with all its tensors on ``device``."""
+        if self.codes.device == device:
+            return self
+        return replace(
+            self,
+            codes=self.codes.to(device),
+            scales=self.scales.to(device),
+            zeros=self.zeros.to(device),
+            g_idx=self.g_idx.to(device),
+        )
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The dense weight W, [N, K], computed in float32 and cast to ``dtype`` (default float32)."""
         groups = self.g_idx.long()
         zeros = self.zeros.to(torch.float32)
         scales = self.scales.to(torch.float32)
-        weight = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.codes.device)
+        weight = torch.empty(
+            self.out_features, self.in_features, dtype=dtype or torch.float32, device=self.codes.device
+        )
         for start in range(0, self.in_features, _SLAB):
             # A slab at a time: the float32 intermediates are several times the size of the codes.
             slab = slice(start, start + _SLAB)
-            centred = self.codes[slab].to(torch.float32) - zeros[groups[slab]]
+            centred = self.element.decode(self.codes[slab]) - zeros[groups[slab]]
             weight[:, slab] = (centred * scales[groups[slab]]).t()
         return weight
 
-    def difference(self, other: QuantizedTensor) -> str | None:
+    def difference(self, other: QuantizedWeight) -> str | None:
         """Where ``other`` first differs, in words, or None when both hold the same values.
 
         Scales are compared bit for bit after an exact widening to float32, so float16 and bfloat16
         scales of equal value agree while -0.0 and 0.0 do not.
         """
-        if (self.bits, self.group_size) != (other.bits, other.group_size):
-            return f"bits/group_size {self.bits}/{self.group_size} against {other.bits}/{other.group_size}"
+        if (self.element, self.group_size) != (other.element, other.group_size):
+            return (
+                f"{self.element.name}, group size {self.group_size} against "
+                f"{other.element.name}, group size {other.group_size}"
+            )
         pairs = (
             ("codes", self.codes, other.codes),
             (

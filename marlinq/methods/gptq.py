@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import NumericsError, UnsupportedError, UsageError
-from marlinq.core.weight import QuantizedTensor, trivial_g_idx
+from marlinq.core.scheme import integer_element
+from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.methods.grid import minmax_grid, search_grid, storable_scales
 from marlinq.methods.rtn import channels_per_group, check_weight
 
@@ -62,7 +63,7 @@ def solve_gptq(
     act_order: str = "static",
     scale_dtype: torch.dtype = torch.float16,
     name: str = "weight",
-) -> tuple[QuantizedTensor, SolveReport]:
+) -> tuple[QuantizedWeight, SolveReport]:
     """Quantise one linear; see :func:`solve_gptq_shared`."""
     return solve_gptq_shared(
         [weight],
@@ -90,7 +91,7 @@ def solve_gptq_shared(
     act_order: str = "static",
     scale_dtype: torch.dtype = torch.float16,
     names: Sequence[str] | None = None,
-) -> list[tuple[QuantizedTensor, SolveReport]]:
+) -> list[tuple[QuantizedWeight, SolveReport]]:
     """Quantise the linears that read the same input, in one solve.
 
     Output channels don't influence each other, so the result for each weight is that of its own solve, up
@@ -151,13 +152,13 @@ def solve_gptq_shared(
     for weight in weights:
         part = slice(start, start + weight.shape[0])
         start = part.stop
-        quantized = QuantizedTensor(
+        quantized = QuantizedWeight(
             codes=codes[:, part].contiguous(),
             scales=scales[:, part].contiguous(),
             zeros=zeros[:, part].contiguous(),
             g_idx=g_idx,
             group_size=g,
-            bits=bits,
+            element=integer_element(bits),
         )
         loss, norm = float(solution.loss[part].sum()), float(solution.norm[part].sum())
         report = SolveReport(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from marlinq.core.weight import symmetric_zero
+from marlinq.core.scheme import integer_element
 
 # Shares of the full range that the search tries. Below half of it nothing is won; slightly above it, because
 # the code -8 reaches absmax only with a scale of absmax/8, while GPTQ's convention counts from absmax/7.5.
@@ -45,7 +45,7 @@ def minmax_grid(
     top = (1 << bits) - 1
     if symmetric:
         scales = storable_scales(weight.abs().amax(dim=-2) * (2 / top), scale_dtype)
-        return scales, torch.full_like(scales, symmetric_zero(bits))
+        return scales, torch.full_like(scales, integer_element(bits).midpoint)
     high, low = weight.amax(dim=-2).clamp(min=0), weight.amin(dim=-2).clamp(max=0)
     return _asymmetric_grid(low, high, top, scale_dtype)
 
@@ -115,7 +115,7 @@ def _search(
         for sign in (1, -1) if symmetric else (1,):
             if symmetric:
                 scales = storable_scales(absmax * (shrink * sign), dtype)
-                zeros = torch.full_like(scales, symmetric_zero(bits))
+                zeros = torch.full_like(scales, integer_element(bits).midpoint)
             else:
                 scales, zeros = _asymmetric_grid(low * shrink, high * shrink, top, dtype)
             torch.mul(weight, scales.reciprocal(), out=errors).add_(zeros)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import NumericsError, UnsupportedError
-from marlinq.core.weight import QuantizedTensor, trivial_g_idx
+from marlinq.core.scheme import integer_element
+from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.methods.grid import minmax_grid
 
 
@@ -18,7 +19,7 @@ def round_to_nearest(
     bits: int = 4,
     scale_dtype: torch.dtype = torch.float16,
     name: str = "weight",
-) -> QuantizedTensor:
+) -> QuantizedWeight:
     """Quantise every weight to the nearest point of its group's min-max grid.
 
     Args:
@@ -42,13 +43,13 @@ def round_to_nearest(
     w = weight.t().to(torch.float32).reshape(k // g, g, n)
     scales, zeros = minmax_grid(w, bits=bits, symmetric=symmetric, scale_dtype=scale_dtype)
     codes = torch.round(w / scales.unsqueeze(1) + zeros.unsqueeze(1)).clamp_(0, (1 << bits) - 1)
-    return QuantizedTensor(
+    return QuantizedWeight(
         codes=codes.reshape(k, n).to(torch.uint8),
         scales=scales.to(scale_dtype),
         zeros=zeros.to(torch.uint8),
         g_idx=trivial_g_idx(k, g).to(weight.device),
         group_size=g,
-        bits=bits,
+        element=integer_element(bits),
     )
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from marlinq.core.errors import EnvironmentProblem
-from marlinq.formats import QuantizedTensor
+from marlinq.core.weight import QuantizedWeight
 from marlinq.kernels import explain, w4a16_gemm
 from marlinq.runtime.operand import MarlinOperand, marlin_operand, operand_refusal, operand_shape
 
@@ -38,7 +38,7 @@ class RuntimeDecision:
 
 
 def decide(
-    q: QuantizedTensor, *, device: torch.device, dtype: torch.dtype, linears: Linears = "auto"
+    q: QuantizedWeight, *, device: torch.device, dtype: torch.dtype, linears: Linears = "auto"
 ) -> RuntimeDecision:
     """How to multiply with ``q`` on ``device`` with activations of ``dtype``.
 
@@ -64,7 +64,7 @@ def decide(
     return _kernel_decision(q, device, dtype)
 
 
-def _kernel_decision(q: QuantizedTensor, device: torch.device, dtype: torch.dtype) -> RuntimeDecision:
+def _kernel_decision(q: QuantizedWeight, device: torch.device, dtype: torch.dtype) -> RuntimeDecision:
     if find_spec("cupy") is None:
         raise EnvironmentProblem(
             "CuPy is not installed, which launches the kernel; install marlinq[cuda12] or marlinq[cuda13], "
@@ -72,7 +72,7 @@ def _kernel_decision(q: QuantizedTensor, device: torch.device, dtype: torch.dtyp
         )
     k, n, group_size = operand_shape(q)
     try:
-        found = explain(device, dtype, 1, n, k, group_size, not q.symmetric)
+        found = explain(device, dtype, 1, n, k, group_size, q.scheme.stores_zeros)
     except EnvironmentProblem as error:
         # An old GPU: nothing the user could install would change it.
         return RuntimeDecision("dense", "torch", str(error))
@@ -113,7 +113,7 @@ class QuantLinear(nn.Module):
 
     def __init__(
         self,
-        q: QuantizedTensor,
+        q: QuantizedWeight,
         bias: Tensor | None,
         *,
         device: torch.device,
@@ -121,7 +121,7 @@ class QuantLinear(nn.Module):
         name: str = "weight",
     ) -> None:
         super().__init__()
-        operand: MarlinOperand = marlin_operand(_moved(q, device), dtype, name=name)
+        operand: MarlinOperand = marlin_operand(q.to(device), dtype, name=name)
         self.in_features = operand.in_features
         self.out_features = operand.out_features
         self.group_size = operand.group_size
@@ -159,7 +159,7 @@ class QuantLinear(nn.Module):
 
 
 def quantized_linear(
-    q: QuantizedTensor,
+    q: QuantizedWeight,
     bias: Tensor | None,
     decision: RuntimeDecision,
     *,
@@ -171,21 +171,8 @@ def quantized_linear(
     if decision.path != "dense":
         return QuantLinear(q, bias, device=device, dtype=dtype, name=name)
     linear = nn.Linear(q.in_features, q.out_features, bias=bias is not None, device="meta")
-    weight = _moved(q, device).dequantize(dtype)
+    weight = q.to(device).dequantize(dtype)
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
         linear.bias = nn.Parameter(bias.to(device=device, dtype=dtype), requires_grad=False)
     return linear
-
-
-def _moved(q: QuantizedTensor, device: torch.device) -> QuantizedTensor:
-    if q.codes.device == device:
-        return q
-    return QuantizedTensor(
-        codes=q.codes.to(device),
-        scales=q.scales.to(device),
-        zeros=q.zeros.to(device),
-        g_idx=q.g_idx.to(device),
-        group_size=q.group_size,
-        bits=q.bits,
-    )

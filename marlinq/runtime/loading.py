@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, without_quantization_config
 from marlinq.core.errors import CheckpointError
 from marlinq.models import BlockLoader, DecoderStructure, build_structure, is_linear
 from marlinq.runtime.linear import Linears, RuntimeDecision, decide, quantized_linear, summarize
@@ -23,7 +23,6 @@ from marlinq.runtime.placement import place
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, steps done, steps in all)."""
 
-_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 # Files that tell a tokenizer is there; without any of them transformers would look for one on the Hub.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
@@ -90,7 +89,7 @@ def load(
     quantized = QuantizedCheckpoint.of(checkpoint)
     placement = place(checkpoint, quantized=quantized is not None, device=device, dtype=dtype)
     structure = build_structure(
-        _plain_config(checkpoint.config),
+        without_quantization_config(checkpoint.config),
         source=str(checkpoint.path),
         trust_remote_code=trust_remote_code,
         dtype=placement.dtype,
@@ -132,21 +131,11 @@ def load(
     )
 
 
-def _plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` without any word of quantisation, for transformers must not act on it."""
-    plain = {key: value for key, value in config.items() if key not in _QUANTIZATION_KEYS}
-    if isinstance(plain.get("text_config"), dict):
-        plain["text_config"] = {
-            key: value for key, value in plain["text_config"].items() if key not in _QUANTIZATION_KEYS
-        }
-    return plain
-
-
 def _quantized_names(
     structure: DecoderStructure, loader: BlockLoader, quantized: QuantizedCheckpoint
 ) -> dict[str, str]:
     """Module name -> the checkpoint's name for it, for every linear that is quantised there."""
-    key = quantized.format.key
+    key = quantized.layout.key
     found: dict[str, str] = {}
     for name, module in structure.model.named_modules():
         stored = loader.names.own(f"{name}.{key}") if is_linear(module) else None

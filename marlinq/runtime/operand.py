@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import UnsupportedError
-from marlinq.formats import Grid, QuantizedTensor, symmetric_zero, trivial_g_idx
+from marlinq.core.scheme import INT4
+from marlinq.core.weight import Grid, QuantizedWeight, trivial_g_idx
 from marlinq.formats.layouts.marlin import GROUP_SIZES, pack_tiles, permute_scales
 
 PAD_MULTIPLE = 64
@@ -58,10 +59,10 @@ class MarlinOperand:
         return rows * 16, columns // 2
 
 
-def operand_refusal(q: QuantizedTensor | Grid) -> str | None:
+def operand_refusal(q: QuantizedWeight | Grid) -> str | None:
     """Why :func:`marlin_operand` would refuse ``q``, or None."""
-    if q.bits != 4:
-        return f"{q.bits} bits; the kernel multiplies 4-bit weights"
+    if q.element != INT4:
+        return f"{q.element.name} weights; the kernel multiplies {INT4.name}"
     if q.groups > 1 and _kernel_group_size(q) is None:
         return f"group size {q.group_size} is neither one group nor a multiple of 32"
     if not torch.equal(q.g_idx.sort().values.cpu(), trivial_g_idx(q.in_features, q.group_size)):
@@ -69,14 +70,14 @@ def operand_refusal(q: QuantizedTensor | Grid) -> str | None:
     return None
 
 
-def operand_shape(q: QuantizedTensor) -> tuple[int, int, int]:
+def operand_shape(q: QuantizedWeight) -> tuple[int, int, int]:
     """K and N after padding and the kernel's group size, for a tuple that is not refused."""
     group_size = _kernel_group_size(q) or -1
     step = max(PAD_MULTIPLE, group_size)
     return _round_up(q.in_features, step), _round_up(q.out_features, PAD_MULTIPLE), group_size
 
 
-def marlin_operand(q: QuantizedTensor, dtype: torch.dtype, *, name: str = "weight") -> MarlinOperand:
+def marlin_operand(q: QuantizedWeight, dtype: torch.dtype, *, name: str = "weight") -> MarlinOperand:
     """The operand that holds exactly the weights of ``q``, on its device; scales are rounded to ``dtype``.
 
     Args:
@@ -99,7 +100,7 @@ def marlin_operand(q: QuantizedTensor, dtype: torch.dtype, *, name: str = "weigh
     scales = _cast_scales(scales, dtype, name)
     k, n = q.in_features, q.out_features
     groups = 1 if group_size == -1 else rows // group_size
-    middle = symmetric_zero(q.bits)
+    middle = q.element.midpoint
     scales = _grow(scales, groups, columns, 0)
     zeros = _grow(zeros, groups, columns, middle)
     codes = _grow(codes, rows, columns, middle)
@@ -111,7 +112,7 @@ def marlin_operand(q: QuantizedTensor, dtype: torch.dtype, *, name: str = "weigh
     return MarlinOperand(
         words=pack_tiles(codes),
         scales=permute_scales(scales),
-        zeros=None if q.symmetric else permute_scales(zeros.to(dtype)),
+        zeros=None if not q.scheme.stores_zeros else permute_scales(zeros.to(dtype)),
         order=order,
         group_size=group_size,
         in_features=k,
@@ -119,13 +120,13 @@ def marlin_operand(q: QuantizedTensor, dtype: torch.dtype, *, name: str = "weigh
     )
 
 
-def _kernel_group_size(q: QuantizedTensor | Grid) -> int | None:
+def _kernel_group_size(q: QuantizedWeight | Grid) -> int | None:
     if q.groups == 1:
         return -1
     return next((size for size in _REFINED_SIZES if q.group_size % size == 0), None)
 
 
-def _regrouped(q: QuantizedTensor, group_size: int) -> tuple[Tensor, Tensor]:
+def _regrouped(q: QuantizedWeight, group_size: int) -> tuple[Tensor, Tensor]:
     """Scales and zeros with one row for each group of ``group_size`` channels."""
     if group_size in (-1, q.group_size):
         return q.scales, q.zeros

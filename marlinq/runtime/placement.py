@@ -86,7 +86,7 @@ def _named_dtype(checkpoint: Checkpoint) -> torch.dtype:
             name = config.get("dtype") or config.get("torch_dtype")
             if isinstance(name, str) and name.removeprefix("torch.") in DTYPES:
                 return DTYPES[name.removeprefix("torch.")]
-    stored = [info.dtype for info in checkpoint.tensors.values() if info.dtype in DTYPES.values()]
+    stored = [DTYPES[info.dtype] for info in checkpoint.tensors.values() if info.dtype in DTYPES]
     return stored[0] if stored else torch.float32
 
 

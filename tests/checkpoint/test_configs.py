@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +13,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marlinq.checkpoint import (
-    emit_quantization_config,
-    extra_configs,
     read_quantization_config,
     replace_quantization_config,
 )
 from marlinq.core.errors import ConversionRefused
-from marlinq.formats import FORMATS, ModuleSpec
+from marlinq.core.scheme import INT8, Scheme
+from marlinq.formats import LAYOUTS, ModuleSpec
+from marlinq.formats.dialects import DIALECTS, write_quantization_config
 
 FOLDER = Path("checkpoint")
 INNER = [f"self_attn.{part}_proj" for part in "qkvo"] + [
     f"mlp.{part}_proj" for part in ("gate", "up", "down")
 ]
 NAMES = [f"model.layers.{layer}.{inner}" for layer in (0, 1, 2, 10) for inner in INNER] + ["lm_head"]
+
+
+def module(group_size: int, **changes: Any) -> ModuleSpec:
+    return ModuleSpec(256, 256, Scheme(group_size=group_size, **changes))
+
+
+def write(name: str, modules: dict[str, ModuleSpec], unquantized: list[str]) -> dict[str, Any]:
+    return write_quantization_config(LAYOUTS[name], modules, unquantized)
+
+
+def extra_files(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    return dict(DIALECTS[LAYOUTS[name].dialect].extra_files(config))
+
+
 KINDS = {
-    "usual": ModuleSpec(256, 256, 64),
-    "finer": ModuleSpec(256, 256, 32),
-    "channelwise": ModuleSpec(256, 256, -1),
-    "asymmetric": ModuleSpec(256, 256, 64, symmetric=False),
-    "eight": ModuleSpec(256, 256, 64, bits=8),
-    "one group": ModuleSpec(64, 256, -1),
+    "usual": module(64),
+    "finer": module(32),
+    "channelwise": module(-1),
+    "asymmetric": module(64, zero_point="stored"),
+    "eight": module(64, element=INT8),
+    "one group": ModuleSpec(64, 256, Scheme(group_size=-1)),
 }
 
 
@@ -58,21 +73,21 @@ def test_mixed_settings_and_skips_read_back(
     modules, unquantized = mixture
     if not modules:
         with pytest.raises(ConversionRefused, match="no module is quantised"):
-            emit_quantization_config(layout, modules, unquantized)
+            write(layout, modules, unquantized)
         return
-    found = read(emit_quantization_config(layout, modules, unquantized))
-    assert found.format == layout
+    found = read(write(layout, modules, unquantized))
+    assert found.layout == layout
     for name, spec in modules.items():
-        said = found.settings(name)
+        said = found.rules.scheme(name)
         assert said is not None, name
         # One group of K channels may be written as -1 or as K.
         size = -1 if said.group_size == spec.in_features else said.group_size
-        assert (said.bits, size, said.symmetric) == (spec.bits, spec.group_size, spec.symmetric), name
-        assert not said.desc_act
+        wanted = LAYOUTS[layout].as_stored(spec.scheme)
+        assert replace(said, group_size=size) == wanted, name
     for name in unquantized:
         # GPTQ loaders leave what is outside the blocks alone unless lm_head is true.
         if name != "lm_head" or layout == "compressed-tensors":
-            assert found.settings(name) is None, name
+            assert found.rules.scheme(name) is None, name
 
 
 @given(skipped=st.lists(st.sampled_from(NAMES[:-1]), max_size=20, unique=True))
@@ -81,40 +96,40 @@ def test_awq_reads_back(skipped: list[str]) -> None:
     modules = {name: KINDS["usual"] for name in NAMES[:-1] if name not in skipped}
     if not modules:
         return
-    found = read(emit_quantization_config("awq", modules, [*skipped, "lm_head"]))
-    assert all(found.settings(name).group_size == 64 for name in modules)
-    assert all(found.settings(name) is None for name in [*skipped, "lm_head"])
+    found = read(write("awq", modules, [*skipped, "lm_head"]))
+    assert all(found.rules.scheme(name).group_size == 64 for name in modules)
+    assert all(found.rules.scheme(name) is None for name in [*skipped, "lm_head"])
 
 
 def test_awq_refuses_what_its_config_cannot_say() -> None:
     with pytest.raises(ConversionRefused, match=r"group sizes \[32, 64\]"):
-        emit_quantization_config("awq", {"a.0.x": KINDS["usual"], "a.0.y": KINDS["finer"]}, [])
+        write("awq", {"a.0.x": KINDS["usual"], "a.0.y": KINDS["finer"]}, [])
     with pytest.raises(ConversionRefused, match=r"mlp\.gate is not quantised and .*mlp\.gate_proj is"):
-        emit_quantization_config("awq", {"l.0.mlp.gate_proj": KINDS["usual"]}, ["l.0.mlp.gate"])
+        write("awq", {"l.0.mlp.gate_proj": KINDS["usual"]}, ["l.0.mlp.gate"])
 
 
-@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_single_group_of_the_usual_size_is_no_exception(layout: str) -> None:
     modules = {"l.0.a": KINDS["usual"], "l.0.b": KINDS["one group"]}
-    config = emit_quantization_config(layout, modules, [])
+    config = write(layout, modules, [])
     assert "dynamic" not in config
     assert len(config.get("config_groups", "1")) == 1
-    assert read(config).settings("l.0.b").group_size == 64
+    assert read(config).rules.scheme("l.0.b").group_size == 64
 
 
 def test_the_keys_that_loaders_need() -> None:
     modules, unquantized = dict.fromkeys(NAMES[:-1], KINDS["usual"]), ["lm_head"]
     for layout, stored in (("gptq", "gptq"), ("gptq-v2", "gptq_v2"), ("marlin", "marlin")):
-        config = emit_quantization_config(layout, modules, unquantized)
+        config = write(layout, modules, unquantized)
         assert config["quant_method"] == "gptq"
         assert (config["bits"], config["group_size"], config["sym"]) == (4, 64, True)
         assert config["desc_act"] is False
         assert config["checkpoint_format"] == stored
         assert config["lm_head"] is False
-        assert extra_configs(layout, config) == {"quantize_config.json": config}
-    awq = emit_quantization_config("awq", modules, unquantized)
+        assert extra_files(layout, config) == {"quantize_config.json": config}
+    awq = write("awq", modules, unquantized)
     assert (awq["quant_method"], awq["version"], awq["zero_point"]) == ("awq", "gemm", True)
-    ct = emit_quantization_config("compressed-tensors", modules, unquantized)
+    ct = write("compressed-tensors", modules, unquantized)
     assert (ct["format"], ct["quantization_status"], ct["ignore"]) == (
         "pack-quantized",
         "compressed",
@@ -122,15 +137,15 @@ def test_the_keys_that_loaders_need() -> None:
     )
     allowed = {"num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "actorder"}
     assert all(set(group["weights"]) <= allowed for group in ct["config_groups"].values())
-    assert extra_configs("compressed-tensors", ct) == {}
+    assert extra_files("compressed-tensors", ct) == {}
 
 
 def test_activation_order_is_said() -> None:
-    modules = {"l.0.a": ModuleSpec(256, 256, 64, act_order=True), "l.0.b": KINDS["finer"]}
-    config = emit_quantization_config("gptq", modules, [])
+    modules = {"l.0.a": module(64, act_order=True), "l.0.b": KINDS["finer"]}
+    config = write("gptq", modules, [])
     assert config["desc_act"] is True
-    assert read(config).settings("l.0.a").desc_act
-    assert read(config).settings("l.0.b").desc_act
+    assert read(config).rules.scheme("l.0.a").act_order
+    assert read(config).rules.scheme("l.0.b").act_order
 
 
 def test_rules_match_the_fused_names_of_whole_sets_only() -> None:
@@ -138,13 +153,13 @@ def test_rules_match_the_fused_names_of_whole_sets_only() -> None:
     for name in list(modules):
         if name.startswith("model.layers.1.") and "self_attn" in name:
             modules[name] = KINDS["finer"]
-    rules = emit_quantization_config("gptq", modules, ["lm_head"])["dynamic"]
+    rules = write("gptq", modules, ["lm_head"])["dynamic"]
     (pattern,) = (re.compile(rule[2:]) for rule in rules)
     assert pattern.match("model.layers.1.self_attn.qkv_proj")
     assert not pattern.match("model.layers.10.self_attn.qkv_proj")
     assert not pattern.match("model.layers.1.mlp.gate_up_proj")
     del modules["model.layers.1.self_attn.k_proj"]
-    rules = emit_quantization_config("gptq", modules, ["model.layers.1.self_attn.k_proj"])["dynamic"]
+    rules = write("gptq", modules, ["model.layers.1.self_attn.k_proj"])["dynamic"]
     assert not any(re.match(rule[2:], "model.layers.1.self_attn.qkv_proj") for rule in rules)
 
 
@@ -182,5 +197,5 @@ def test_a_config_is_found_where_peers_put_it(tmp_path: Path, place: str) -> Non
         (tmp_path / place).write_text(json.dumps(raw))
     found = read_quantization_config(tmp_path, config)
     assert found is not None
-    assert found.format == "awq"
-    assert found.settings("x").group_size == 64  # type: ignore[union-attr]
+    assert found.layout == "awq"
+    assert found.rules.scheme("x").group_size == 64  # type: ignore[union-attr]

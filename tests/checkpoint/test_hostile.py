@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, quantization_config
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.checkpoint.quantization_config import read_quantization_config
 from marlinq.core.errors import CheckpointError, MarlinqError, UnsupportedError
+from marlinq.formats.dialects import patterns
 
 Harm = Callable[[Path], None]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -340,7 +341,7 @@ WRONG_MODULES: dict[str, tuple[dict[str, Any], type[MarlinqError], str]] = {
         UnsupportedError,
         "e.gate_up_packed",
     ),
-    "codes without scales": ({"m__scales": None}, CheckpointError, "scales tensor is missing"),
+    "codes without scales": ({"m__scales": None}, CheckpointError, "m.scales is missing"),
     "scales without codes": ({"n__scales": torch.zeros(2, 64)}, CheckpointError, "n.scales"),
     "empty": ({"m__qweight": torch.zeros(0, 64, dtype=torch.int32)}, CheckpointError, "empty"),
     "a tensor called like a suffix": (
@@ -419,10 +420,10 @@ def test_side_files_and_what_is_left_out(folder: Path) -> None:
 def test_a_pattern_that_backtracks_forever_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantization_config, "_MATCH_SECONDS", 0.05)
+    monkeypatch.setattr(patterns, "_MATCH_SECONDS", 0.05)
     (tmp_path / "config.json").write_text("{}")
     hostile = {**GPTQ, "dynamic": {r"-:(?:[a-z.]|.)+[0-9]": {}}}
     found = read_quantization_config(tmp_path, {"quantization_config": hostile})
     assert found is not None
     with pytest.raises(CheckpointError, match=r"config.json.*takes more than .* to match 'model"):
-        found.settings("model.decoder.blocks.attention.projection.query" * 3)
+        found.rules.outcome("model.decoder.blocks.attention.projection.query" * 3)

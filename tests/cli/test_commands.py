@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from marlinq.operations.quantize.recipe import FORMAT_NAMES, Override, Recipe, write_recipe
+from marlinq.formats import LAYOUTS
+from marlinq.operations.quantize.recipe import Override, Recipe, write_recipe
 
 
 def test_quantize_defaults_are_the_recipes(marlinq: Callable, operation: Callable) -> None:
@@ -62,8 +63,8 @@ def test_shard_sizes(marlinq: Callable, operation: Callable, text: str, size: in
     assert quantize.options["max_shard_size"] == size
 
 
-@pytest.mark.parametrize("source", FORMAT_NAMES)
-@pytest.mark.parametrize("target", FORMAT_NAMES)
+@pytest.mark.parametrize("source", LAYOUTS)
+@pytest.mark.parametrize("target", LAYOUTS)
 def test_convert_pairs(marlinq: Callable, operation: Callable, source: str, target: str) -> None:
     convert = operation("marlinq.operations.convert", "convert")
     assert marlinq("convert", f"{source}-to-{target}", "a", "b").code == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from marlinq.formats import QuantizedTensor
+from marlinq.core.weight import QuantizedWeight
 
 AWQ_SLOTS = (0, 2, 4, 6, 1, 3, 5, 7)
 MARLIN_SLOTS = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -27,15 +27,15 @@ def packed(values: list[int], bits: int) -> int:
     return sum(value << (bits * slot) for slot, value in enumerate(values))
 
 
-def gptq(q: QuantizedTensor, version: int) -> dict[str, Tensor]:
+def gptq(q: QuantizedWeight, version: int) -> dict[str, Tensor]:
     """qweight packs 32 / bits channels of one column, qzeros as many columns of one group."""
-    slots, codes, zeros = 32 // q.bits, q.codes.tolist(), q.zeros.tolist()
+    slots, codes, zeros = 32 // q.element.bits, q.codes.tolist(), q.zeros.tolist()
     lower = 1 if version == 1 else 0
     return {
         "qweight": words(
             [
                 [
-                    packed([codes[slots * row + i][n] for i in range(slots)], q.bits)
+                    packed([codes[slots * row + i][n] for i in range(slots)], q.element.bits)
                     for n in range(q.out_features)
                 ]
                 for row in range(q.in_features // slots)
@@ -44,7 +44,7 @@ def gptq(q: QuantizedTensor, version: int) -> dict[str, Tensor]:
         "qzeros": words(
             [
                 [
-                    packed([group[slots * c + i] - lower for i in range(slots)], q.bits)
+                    packed([group[slots * c + i] - lower for i in range(slots)], q.element.bits)
                     for c in range(q.out_features // slots)
                 ]
                 for group in zeros
@@ -55,7 +55,7 @@ def gptq(q: QuantizedTensor, version: int) -> dict[str, Tensor]:
     }
 
 
-def awq(q: QuantizedTensor) -> dict[str, Tensor]:
+def awq(q: QuantizedWeight) -> dict[str, Tensor]:
     """Eight columns of one row in the order 0 2 4 6 1 3 5 7."""
 
     def interleaved(matrix: Rows) -> Tensor:
@@ -70,7 +70,7 @@ def awq(q: QuantizedTensor) -> dict[str, Tensor]:
     }
 
 
-def marlin(q: QuantizedTensor) -> dict[str, Tensor]:
+def marlin(q: QuantizedWeight) -> dict[str, Tensor]:
     """The fragment of lane t for tile (kt, nt), and the scales beside it."""
     codes, scales = q.codes.tolist(), q.scales.tolist()
     rows = []
@@ -99,14 +99,14 @@ def marlin(q: QuantizedTensor) -> dict[str, Tensor]:
     return {"B": words(rows), "s": torch.tensor(stored, dtype=q.scales.dtype)}
 
 
-def compressed_tensors(q: QuantizedTensor) -> dict[str, Tensor]:
+def compressed_tensors(q: QuantizedWeight) -> dict[str, Tensor]:
     """Everything transposed; zero points packed along N and left out when symmetric."""
-    slots, codes, zeros = 32 // q.bits, q.codes.tolist(), q.zeros.tolist()
+    slots, codes, zeros = 32 // q.element.bits, q.codes.tolist(), q.zeros.tolist()
     tensors = {
         "weight_packed": words(
             [
                 [
-                    packed([codes[slots * c + i][n] for i in range(slots)], q.bits)
+                    packed([codes[slots * c + i][n] for i in range(slots)], q.element.bits)
                     for c in range(q.in_features // slots)
                 ]
                 for n in range(q.out_features)
@@ -115,33 +115,36 @@ def compressed_tensors(q: QuantizedTensor) -> dict[str, Tensor]:
         "weight_scale": q.scales.t().contiguous(),
         "weight_shape": torch.tensor([q.out_features, q.in_features]),
     }
-    if not all(zero == 1 << (q.bits - 1) for group in zeros for zero in group):
+    if not all(zero == 1 << (q.element.bits - 1) for group in zeros for zero in group):
         tensors["weight_zero_point"] = words(
             [
-                [packed([zeros[g][slots * row + i] for i in range(slots)], q.bits) for g in range(q.groups)]
+                [
+                    packed([zeros[g][slots * row + i] for i in range(slots)], q.element.bits)
+                    for g in range(q.groups)
+                ]
                 for row in range(q.out_features // slots)
             ]
         )
     return tensors
 
 
-def pack(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
+def pack(name: str, q: QuantizedWeight) -> dict[str, Tensor]:
     """The tensors of layout ``name``."""
     if name in ("gptq", "gptq-v2"):
         return gptq(q, 1 if name == "gptq" else 2)
     return {"awq": awq, "marlin": marlin, "compressed-tensors": compressed_tensors}[name](q)
 
 
-def refusals(name: str, q: QuantizedTensor) -> set[str]:
+def refusals(name: str, q: QuantizedWeight) -> set[str]:
     """Words of which a refusal must hold one; empty when the layout holds ``q``. By the matrix of layouts."""
     k, n, size = q.in_features, q.out_features, q.group_size
-    slots = 32 // q.bits
+    slots = 32 // q.element.bits
     zeros = [zero for group in q.zeros.tolist() for zero in group]
-    symmetric = all(zero == 1 << (q.bits - 1) for zero in zeros)
+    symmetric = all(zero == 1 << (q.element.bits - 1) for zero in zeros)
     ordered = q.g_idx.tolist() == [channel // size for channel in range(k)]
     found = set()
-    if name in ("awq", "marlin") and q.bits != 4:
-        found.add("bits")
+    if name in ("awq", "marlin") and q.element.bits != 4:
+        found.add("int8 weights")
     if name == "marlin" and (k % 16 or n % 64):
         found.add("tile")
     if name != "marlin" and (k % slots or (n % slots and not (name == "compressed-tensors" and symmetric))):

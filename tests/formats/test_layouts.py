@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,16 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import CheckpointError, ConversionRefused
-from marlinq.formats import FORMATS, ModuleSpec, QuantizedTensor, spec_of, transcode, trivial_g_idx
+from marlinq.core.scheme import Scheme, integer_element
+from marlinq.core.weight import QuantizedWeight, trivial_g_idx
+from marlinq.formats import LAYOUTS, ModuleSpec, spec_of, transcode
 from marlinq.formats.layouts.marlin import pack_tiles, permute_scales, unpack_tiles, unpermute_scales
 from tests.formats import oracles
 
-NAMES = tuple(FORMATS)
+NAMES = tuple(LAYOUTS)
+CHANNELWISE = Scheme(group_size=-1)
 
 
 @st.composite
-def tuples(draw: st.DrawFn) -> QuantizedTensor:
+def tuples(draw: st.DrawFn) -> QuantizedWeight:
     """Mostly tuples that most layouts hold, some that few do."""
     bits = draw(st.sampled_from((4, 4, 4, 8)))
     k = draw(st.sampled_from((16, 32, 48, 64, 64, 96, 128, 20)))
@@ -41,16 +46,16 @@ def tuples(draw: st.DrawFn) -> QuantizedTensor:
     g_idx = trivial_g_idx(k, size)
     if order == "scattered":
         g_idx = g_idx[torch.randperm(k, generator=generator)]
-    return QuantizedTensor(codes, scales, zeros, g_idx, size, bits)
+    return QuantizedWeight(codes, scales, zeros, g_idx, size, integer_element(bits))
 
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=60, deadline=None)
 @given(q=tuples())
 def test_pack_holds_the_formula_and_unpack_undoes_it_or_the_refusal_says_why(
-    name: str, q: QuantizedTensor
+    name: str, q: QuantizedWeight
 ) -> None:
-    layout, reasons = FORMATS[name], oracles.refusals(name, q)
+    layout, reasons = LAYOUTS[name], oracles.refusals(name, q)
     if reasons:
         with pytest.raises(ConversionRefused) as caught:
             layout.pack(q)
@@ -61,41 +66,42 @@ def test_pack_holds_the_formula_and_unpack_undoes_it_or_the_refusal_says_why(
     assert set(packed) == set(expected)
     for suffix, tensor in expected.items():
         if tensor.is_floating_point():
-            tensor = tensor.to(layout.scale_dtype or q.scales.dtype)
+            tensor = tensor.to(torch_dtype(layout.scale_dtype or q.scheme.scale_dtype))
         assert packed[suffix].dtype == tensor.dtype, suffix
         assert packed[suffix].is_contiguous(), suffix
         assert torch.equal(packed[suffix], tensor), suffix
-    spec = ModuleSpec(**{**vars(spec_of(q)), "scale_dtype": layout.scale_dtype or q.scales.dtype})
-    assert {suffix: (want.dtype, want.shape) for suffix, want in layout.expected(spec).items()} == {
-        suffix: (tensor.dtype, tuple(tensor.shape)) for suffix, tensor in packed.items()
-    }
+    natural = replace(q.scheme, scale_dtype=layout.scale_dtype or q.scheme.scale_dtype)
+    spec = replace(spec_of(q), scheme=layout.as_stored(natural))
+    assert {
+        suffix: (torch_dtype(want.dtype), want.shape) for suffix, want in layout.expected(spec).items()
+    } == {suffix: (tensor.dtype, tuple(tensor.shape)) for suffix, tensor in packed.items()}
     shapes = {suffix: tuple(tensor.shape) for suffix, tensor in packed.items()}
-    assert layout.infer_shape(shapes, q.bits) == (q.in_features, q.out_features)
+    assert layout.infer_shape(shapes, q.element) == (q.in_features, q.out_features)
     assert q.difference(layout.unpack(packed, spec)) is None
 
 
 @settings(max_examples=40, deadline=None)
 @given(q=tuples(), names=st.permutations(NAMES))
-def test_transcoded_words_are_the_packed_words(q: QuantizedTensor, names: list[str]) -> None:
-    able = [name for name in names if FORMATS[name].refusal(q) is None]
+def test_transcoded_words_are_the_packed_words(q: QuantizedWeight, names: list[str]) -> None:
+    able = [name for name in names if LAYOUTS[name].refusal(q) is None]
     for source, target in pairwise(able):
-        stored = FORMATS[source].pack(q)[FORMATS[source].key]
-        words = transcode(stored, spec_of(q), FORMATS[source], FORMATS[target])
-        assert torch.equal(words, FORMATS[target].pack(q)[FORMATS[target].key]), (source, target)
+        stored = LAYOUTS[source].pack(q)[LAYOUTS[source].key]
+        words = transcode(stored, spec_of(q), LAYOUTS[source], LAYOUTS[target])
+        assert torch.equal(words, LAYOUTS[target].pack(q)[LAYOUTS[target].key]), (source, target)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "marlin"])
 def test_large_tensors_are_transcoded_in_several_slabs(name: str) -> None:
     # 2**21 codes a slab: 4096 columns leave 512 rows for the first and 272 for the last.
     codes = torch.randint(0, 16, (784, 4096), dtype=torch.uint8)
-    q = QuantizedTensor(
+    q = QuantizedWeight(
         codes,
         torch.ones(1, 4096, dtype=torch.float16),
         torch.full((1, 4096), 8, dtype=torch.uint8),
         torch.zeros(784, dtype=torch.int32),
         784,
     )
-    source, target = FORMATS["marlin"], FORMATS[name]
+    source, target = LAYOUTS["marlin"], LAYOUTS[name]
     stored = source.pack(q)
     assert torch.equal(unpack_tiles(stored["B"]), codes)
     assert torch.equal(pack_tiles(codes), stored["B"])
@@ -112,25 +118,25 @@ def test_scale_permutation_is_undone(groups: int, blocks: int) -> None:
 
 def small(
     bits: int = 4, zero: int = 8, scale: float = 0.5, dtype: torch.dtype = torch.float16
-) -> QuantizedTensor:
-    return QuantizedTensor(
+) -> QuantizedWeight:
+    return QuantizedWeight(
         torch.zeros(64, 64, dtype=torch.uint8),
         torch.full((2, 64), scale, dtype=dtype),
         torch.full((2, 64), zero, dtype=torch.uint8),
         trivial_g_idx(64, 32),
         32,
-        bits,
+        integer_element(bits),
     )
 
 
 def test_symmetric_words_are_the_well_known_ones() -> None:
-    assert {word & 0xFFFFFFFF for word in FORMATS["gptq"].pack(small())["qzeros"].flatten().tolist()} == {
+    assert {word & 0xFFFFFFFF for word in LAYOUTS["gptq"].pack(small())["qzeros"].flatten().tolist()} == {
         0x77777777
     }
-    assert {word & 0xFFFFFFFF for word in FORMATS["gptq-v2"].pack(small())["qzeros"].flatten().tolist()} == {
+    assert {word & 0xFFFFFFFF for word in LAYOUTS["gptq-v2"].pack(small())["qzeros"].flatten().tolist()} == {
         0x88888888
     }
-    eight = FORMATS["gptq"].pack(small(bits=8, zero=128))["qzeros"]
+    eight = LAYOUTS["gptq"].pack(small(bits=8, zero=128))["qzeros"]
     assert {word & 0xFFFFFFFF for word in eight.flatten().tolist()} == {0x7F7F7F7F}
 
 
@@ -138,10 +144,10 @@ def test_symmetric_words_are_the_well_known_ones() -> None:
 def test_scales_that_float16_rounds_are_refused(name: str) -> None:
     fine = torch.nextafter(torch.tensor(0.5), torch.tensor(1.0)).item()
     with pytest.raises(ConversionRefused, match="not exactly representable in float16"):
-        FORMATS[name].pack(small(scale=fine, dtype=torch.float32))
+        LAYOUTS[name].pack(small(scale=fine, dtype=torch.float32))
     with pytest.raises(ConversionRefused, match="not exactly representable in float16"):
-        FORMATS[name].pack(small(scale=2.0**20, dtype=torch.bfloat16))
-    kept = FORMATS["compressed-tensors"].pack(small(scale=fine, dtype=torch.float32))["weight_scale"]
+        LAYOUTS[name].pack(small(scale=2.0**20, dtype=torch.bfloat16))
+    kept = LAYOUTS["compressed-tensors"].pack(small(scale=fine, dtype=torch.float32))["weight_scale"]
     assert kept.dtype == torch.float32
     assert torch.equal(kept, torch.full((64, 2), fine))
 
@@ -149,7 +155,7 @@ def test_scales_that_float16_rounds_are_refused(name: str) -> None:
 def test_negative_zero_and_nan_scales_survive() -> None:
     q = small()
     q.scales[0, 0], q.scales[0, 1], q.scales[1, 0] = -0.0, float("nan"), float("-inf")
-    for name, layout in FORMATS.items():
+    for name, layout in LAYOUTS.items():
         back = layout.unpack(layout.pack(q), spec_of(q))
         assert torch.equal(back.scales.view(torch.int16), q.scales.view(torch.int16)), name
 
@@ -162,35 +168,36 @@ def word_subtracted(zeros: list[int]) -> int:
 @given(st.lists(st.integers(0, 15), min_size=8, max_size=8))
 @settings(max_examples=200, deadline=None)
 def test_v1_zeros_are_decoded_as_written_or_refused(zeros: list[int]) -> None:
-    layout = FORMATS["gptq"]
+    layout = LAYOUTS["gptq"]
     tensors = {
         "qweight": torch.zeros(1, 8, dtype=torch.int32),
         "qzeros": oracles.words([[word_subtracted(zeros)]]),
         "scales": torch.ones(1, 8, dtype=torch.float16),
         "g_idx": torch.zeros(8, dtype=torch.int32),
     }
-    known = layout.unpack(tensors, ModuleSpec(8, 8, -1, zero_writer="gptqmodel"))
+    known = layout.unpack(tensors, ModuleSpec(8, 8, CHANNELWISE, zero_writer="gptqmodel"))
     assert known.zeros.tolist() == [zeros]
     if 0 in zeros:
         with pytest.raises(ConversionRefused, match="different writers"):
-            layout.unpack(tensors, ModuleSpec(8, 8, -1))
+            layout.unpack(tensors, ModuleSpec(8, 8, CHANNELWISE))
     else:
-        assert layout.unpack(tensors, ModuleSpec(8, 8, -1)).zeros.tolist() == [zeros]
+        assert layout.unpack(tensors, ModuleSpec(8, 8, CHANNELWISE)).zeros.tolist() == [zeros]
 
 
 def test_a_tuple_declared_asymmetric_stores_its_zeros() -> None:
-    layout, q = FORMATS["compressed-tensors"], small()
-    tensors = layout.pack(q, symmetric=False)
-    spec = ModuleSpec(64, 64, 32, symmetric=False)
+    layout, q = LAYOUTS["compressed-tensors"], small()
+    declared = Scheme(group_size=32, zero_point="stored")
+    tensors = layout.pack(q, declared)
+    spec = ModuleSpec(64, 64, declared)
     assert set(tensors) == set(layout.expected(spec))
     assert q.difference(layout.unpack(tensors, spec)) is None
     with pytest.raises(ConversionRefused, match="declared symmetric"):
-        layout.pack(small(zero=7), symmetric=True)
+        layout.pack(small(zero=7), Scheme(group_size=32))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_missing_extra_and_misshapen_tensors_are_named(name: str) -> None:
-    layout, q = FORMATS[name], small()
+    layout, q = LAYOUTS[name], small()
     tensors, spec = layout.pack(q), spec_of(q)
     for suffix, tensor in tensors.items():
         rest = {other: value for other, value in tensors.items() if other != suffix}
@@ -205,7 +212,7 @@ def test_missing_extra_and_misshapen_tensors_are_named(name: str) -> None:
 
 
 def test_g_idx_out_of_range_is_refused() -> None:
-    layout, q = FORMATS["gptq"], small()
+    layout, q = LAYOUTS["gptq"], small()
     tensors = layout.pack(q)
     for wrong in (2, -1, 2**31 - 1):
         g_idx = tensors["g_idx"].clone()
@@ -217,7 +224,7 @@ def test_g_idx_out_of_range_is_refused() -> None:
 def test_dequantize_is_the_definition() -> None:
     generator = torch.Generator().manual_seed(3)
     k, n, size = 1100, 3, 100
-    q = QuantizedTensor(
+    q = QuantizedWeight(
         torch.randint(0, 16, (k, n), generator=generator, dtype=torch.uint8),
         torch.randn(11, n, generator=generator).half(),
         torch.randint(0, 16, (11, n), generator=generator, dtype=torch.uint8),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from marlinq.core.errors import ConversionRefused
-from marlinq.formats import FORMATS
+from marlinq.formats import LAYOUTS
 from marlinq.operations.convert import convert
 from tests.interop.make_peer_checkpoints import COMPRESSED_TENSORS, GPTQMODEL, LLMCOMPRESSOR
 from tests.interop.reference import open_quantized
@@ -31,7 +31,7 @@ def lossless_obstacles(name: str, target: str) -> list[str]:
     symmetric = options.get("sym", options.get("symmetric", True))
     obstacles = []
     if options.get("bits", 4) == 8 and target in ("awq", "marlin"):
-        obstacles.append("8 bits")
+        obstacles.append("int8 weights")
     if options.get("desc_act") and not options.get("static_groups") and not target.startswith("gptq"):
         obstacles.append("g_idx")
     if not symmetric and target == "marlin":
@@ -43,7 +43,7 @@ def lossless_obstacles(name: str, target: str) -> list[str]:
     return obstacles
 
 
-PAIRS = [(name, target) for name in CASES for target in FORMATS if target != source_format(name)]
+PAIRS = [(name, target) for name in CASES for target in LAYOUTS if target != source_format(name)]
 
 
 def assert_same_model(first: Path, second: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from marlinq.core.errors import NumericsError, UnsupportedError, UsageError
+from marlinq.core.scheme import INT8
 from marlinq.methods.gptq import solve_gptq, solve_gptq_shared
 from marlinq.methods.rtn import round_to_nearest
 
@@ -48,7 +49,7 @@ def test_each_step_lowers_the_loss(make_layer, group_size, symmetric):
         }
         for label, q in results.items():
             assert q.has_trivial_g_idx
-            assert q.symmetric or not symmetric
+            assert not q.scheme.stores_zeros or not symmetric
             losses[label] += layer_loss(weight, q.dequantize(), hessian)
     assert losses["gptq"] < 0.75 * losses["rtn"]
     assert losses["clip"] < 0.85 * losses["gptq"]
@@ -197,7 +198,7 @@ def test_eight_bits_are_finer(make_layer):
     weight, hessian = make_layer(16, 128)
     q, report = solve_gptq(weight, hessian, group_size=32, symmetric=True, bits=8)
     coarse = solve_gptq(weight, hessian, group_size=32, symmetric=True)[1]
-    assert q.bits == 8
+    assert q.element == INT8
     # Sixteen times finer steps are 256 times less squared error; the wider clipping margin costs some.
     assert report.relative_error < coarse.relative_error / 100
 

@@ -77,5 +77,5 @@ def test_float32_and_eight_bits_run_dense_with_a_warning(tmp_path: Path) -> None
     with pytest.warns(UserWarning, match="dense weights on cuda:0.*not float32"):
         load(tmp_path / "4", device="cuda", dtype="float32")
     save_quantized(tmp_path / "8", tiny_model("llama"), "gptq", random_quantizer(bits=8))
-    with pytest.warns(UserWarning, match="dense weights on cuda:0.*8 bits"):
+    with pytest.warns(UserWarning, match="dense weights on cuda:0.*int8 weights"):
         load(tmp_path / "8", device="cuda", dtype="float16")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from marlinq.core.errors import CheckpointError, UnsupportedError, UsageError
-from marlinq.formats import FORMATS
+from marlinq.formats import LAYOUTS
 from marlinq.runtime import QuantLinear, load
 from tests.testing.runnable_folders import (
     Quantizer,
@@ -85,13 +85,13 @@ def whole_tiles(quantize: Quantizer) -> Quantizer:
 
 def test_all_five_formats_give_identical_logits(tmp_path: Path) -> None:
     found = {}
-    for layout in FORMATS:
+    for layout in LAYOUTS:
         folder = tmp_path / layout
         save_quantized(folder, tiny_model("llama"), layout, whole_tiles(random_quantizer()))
         for linears in ("dense", "kernel"):
             found[layout, linears] = logits(load(folder, device="cpu", linears=linears).model)
     for linears in ("dense", "kernel"):
-        for layout in FORMATS:
+        for layout in LAYOUTS:
             assert torch.equal(found[layout, linears], found["gptq", linears])
 
 
@@ -114,8 +114,8 @@ def test_eight_bit_modules_run_dense_and_say_so(tmp_path: Path) -> None:
     reference = tiny_model("llama")
     save_quantized(tmp_path, reference, "gptq", random_quantizer(bits=8))
     loaded = load(tmp_path, device="cpu", linears="kernel")
-    assert all(d.path == "dense" and "8 bits" in d.reason for d in loaded.decisions.values())
-    assert any("8 bits" in line for line in loaded.report())
+    assert all(d.path == "dense" and "int8 weights" in d.reason for d in loaded.decisions.values())
+    assert any("int8 weights" in line for line in loaded.report())
     assert relative(logits(loaded.model), logits(reference)) < FLOAT32
 
 
@@ -135,7 +135,7 @@ def test_quantised_head(name: str, tmp_path: Path) -> None:
     q = random_tuple(64, 128, group_size=32, seed=99)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors.pop("lm_head.weight", None)
-    tensors.update({f"lm_head.{suffix}": tensor for suffix, tensor in FORMATS["gptq"].pack(q).items()})
+    tensors.update({f"lm_head.{suffix}": tensor for suffix, tensor in LAYOUTS["gptq"].pack(q).items()})
     save_file(tensors, tmp_path / "model.safetensors")
     if name == "llama-tied":
         reference.lm_head.weight = nn.Parameter(torch.empty(128, 64), requires_grad=False)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import UnsupportedError
-from marlinq.formats import QuantizedTensor
+from marlinq.core.weight import QuantizedWeight
 from marlinq.formats.layouts.marlin import unpack_tiles, unpermute_scales
 from marlinq.runtime import MarlinOperand, QuantLinear, decide, marlin_operand, operand_refusal
 from tests.testing.runnable_folders import random_tuple
@@ -42,7 +42,7 @@ def test_every_weight_is_held_and_padding_is_zero(
     operand = marlin_operand(q, torch.float16)
     assert all(size % 64 == 0 for size in operand.padded_shape)
     assert operand.group_size in (32, 64, 128, -1)
-    assert (operand.zeros is None) == q.symmetric
+    assert (operand.zeros is None) == (not q.scheme.stores_zeros)
     expected = torch.zeros(operand.padded_shape[::-1])
     order = torch.arange(k) if operand.order is None else operand.order[:k]
     assert operand.order is None or (operand.order[k:] == -1).all()
@@ -70,14 +70,14 @@ def test_sorting_by_group_is_stable() -> None:
     [
         (random_tuple(64, 64, group_size=16), "group size 16"),
         (random_tuple(160, 64, group_size=80), "group size 80"),
-        (random_tuple(64, 64, group_size=32, bits=8), "8 bits"),
+        (random_tuple(64, 64, group_size=32, bits=8), "int8 weights"),
         (
             replace(random_tuple(64, 64, group_size=32), g_idx=torch.arange(64, dtype=torch.int32) // 63),
             "order",
         ),
     ],
 )
-def test_what_the_kernel_cannot_hold_is_refused_and_runs_dense(q: QuantizedTensor, reason: str) -> None:
+def test_what_the_kernel_cannot_hold_is_refused_and_runs_dense(q: QuantizedWeight, reason: str) -> None:
     refusal = operand_refusal(q)
     assert refusal is not None
     assert reason in refusal

@@ -12,8 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, emit_quantization_config, extra_configs
-from marlinq.formats import FORMATS, QuantizedTensor, spec_of, trivial_g_idx
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
+from marlinq.core.dtypes import dtype_name
+from marlinq.core.scheme import Scheme, integer_element
+from marlinq.core.weight import QuantizedWeight, trivial_g_idx
+from marlinq.formats import LAYOUTS, spec_of
+from marlinq.formats.dialects import DIALECTS, write_quantization_config
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 128, 256, 64
 SHAPES = {
@@ -49,7 +53,7 @@ def random_tuple(
     scattered: bool = False,
     bits: int = 4,
     dtype: torch.dtype = torch.float16,
-) -> QuantizedTensor:
+) -> QuantizedWeight:
     """Codes over the whole range and scales of both signs; ``zeros`` is middle, one-up or any."""
     generator = torch.Generator().manual_seed(seed)
     size = k if group_size == -1 else min(group_size, k)
@@ -65,10 +69,10 @@ def random_tuple(
     if scattered:
         g_idx = g_idx[torch.randperm(k, generator=generator)]
     codes = torch.randint(0, 1 << bits, (k, n), generator=generator, dtype=torch.uint8)
-    return QuantizedTensor(codes, scales.to(dtype), points, g_idx, size, bits)
+    return QuantizedWeight(codes, scales.to(dtype), points, g_idx, size, integer_element(bits))
 
 
-def model_tuples(*, lm_head: bool = False, **settings: Any) -> dict[str, QuantizedTensor]:
+def model_tuples(*, lm_head: bool = False, **settings: Any) -> dict[str, QuantizedWeight]:
     """The quantised linears of two blocks, and lm_head where asked for."""
     shapes = {f"model.layers.{block}.{name}": shape for block in (0, 1) for name, shape in SHAPES.items()}
     if lm_head:
@@ -76,7 +80,7 @@ def model_tuples(*, lm_head: bool = False, **settings: Any) -> dict[str, Quantiz
     return {name: random_tuple(k, n, seed, **settings) for seed, (name, (k, n)) in enumerate(shapes.items())}
 
 
-def plain_tensors(modules: Mapping[str, QuantizedTensor], *, bias: bool = False) -> dict[str, Tensor]:
+def plain_tensors(modules: Mapping[str, QuantizedWeight], *, bias: bool = False) -> dict[str, Tensor]:
     """Embedding, norms, and the lm_head and biases that go with ``modules``."""
     generator = torch.Generator().manual_seed(99)
     tensors = {"model.embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN, generator=generator).half()}
@@ -93,7 +97,7 @@ def plain_tensors(modules: Mapping[str, QuantizedTensor], *, bias: bool = False)
 def write(
     folder: Path,
     layout: str,
-    modules: Mapping[str, QuantizedTensor],
+    modules: Mapping[str, QuantizedWeight],
     *,
     plain: Mapping[str, Tensor] | None = None,
     shards: int = 1,
@@ -105,10 +109,18 @@ def write(
     """Write ``modules`` with the safetensors library. ``quantization`` overrides keys of its config."""
     folder.mkdir()
     plain = plain_tensors(modules) if plain is None else plain
-    symmetric = all(q.symmetric for q in modules.values())
+    target = LAYOUTS[layout]
+    stores_zeros = any(q.scheme.stores_zeros for q in modules.values())
+
+    def declared(q: QuantizedWeight) -> Scheme:
+        """One kind of zero points for the whole checkpoint."""
+        dtype = dtype_name(scale_dtype) if scale_dtype else target.scale_dtype or q.scheme.scale_dtype
+        kind = "stored" if stores_zeros else "midpoint"
+        return target.as_stored(replace(q.scheme, zero_point=kind, scale_dtype=dtype))
+
     tensors = dict(plain)
     for name, q in modules.items():
-        packed = FORMATS[layout].pack(q, scale_dtype, symmetric)
+        packed = target.pack(q, declared(q))
         tensors |= {f"{name}.{suffix}": tensor.contiguous() for suffix, tensor in packed.items()}
     names = sorted(tensors)
     files = [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
@@ -119,12 +131,12 @@ def write(
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     for index, file in enumerate(files):
         save_file({name: tensors[name] for name in names[index::shards]}, folder / file)
-    specs = {name: replace(spec_of(q), symmetric=symmetric) for name, q in modules.items()}
+    specs = {name: replace(spec_of(q), scheme=declared(q)) for name, q in modules.items()}
     left = [name for name in unquantized if name not in modules]
-    raw = {**emit_quantization_config(layout, specs, left), **(quantization or {})}
+    raw = {**write_quantization_config(target, specs, left), **(quantization or {})}
     whole = {**CONFIG, **(config or {}), "quantization_config": raw}
     (folder / "config.json").write_text(json.dumps(whole))
-    for name, value in extra_configs(layout, raw).items():
+    for name, value in DIALECTS[target.dialect].extra_files(raw).items():
         (folder / name).write_text(json.dumps(value))
     for name, text in SIDE_FILES.items():
         (folder / name).write_text(text)
@@ -138,10 +150,10 @@ def opened(folder: Path) -> QuantizedCheckpoint:
     return found
 
 
-def assert_holds(folder: Path, layout: str, modules: Mapping[str, QuantizedTensor]) -> None:
+def assert_holds(folder: Path, layout: str, modules: Mapping[str, QuantizedWeight]) -> None:
     """``folder`` is a ``layout`` checkpoint of exactly ``modules``."""
     found = opened(folder)
-    assert found.format.name == layout
+    assert found.layout.name == layout
     assert set(found.modules) == set(modules)
     for name, q in modules.items():
         difference = found.load(name).difference(q)

@@ -11,11 +11,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from marlinq.checkpoint import emit_quantization_config
-from marlinq.formats import FORMATS, QuantizedTensor, spec_of, trivial_g_idx
+from marlinq.core.scheme import integer_element
+from marlinq.core.weight import QuantizedWeight, trivial_g_idx
+from marlinq.formats import LAYOUTS, spec_of
+from marlinq.formats.dialects import write_quantization_config
 from marlinq.models import describe
 
-Quantizer = Callable[[str, Tensor], QuantizedTensor | None]
+Quantizer = Callable[[str, Tensor], QuantizedWeight | None]
 
 
 def random_tuple(
@@ -28,7 +30,7 @@ def random_tuple(
     bits: int = 4,
     scale_dtype: torch.dtype = torch.float16,
     act_order: bool = False,
-) -> QuantizedTensor:
+) -> QuantizedWeight:
     """A random weight of any shape, its scales of both signs and its dense values around 0.1."""
     generator = torch.Generator().manual_seed(seed)
     size = min(k if group_size == -1 else group_size, k)
@@ -43,7 +45,7 @@ def random_tuple(
     g_idx = trivial_g_idx(k, size)
     if act_order:
         g_idx = g_idx[torch.randperm(k, generator=generator)]
-    return QuantizedTensor(codes, scales.to(scale_dtype), zeros, g_idx, size, bits)
+    return QuantizedWeight(codes, scales.to(scale_dtype), zeros, g_idx, size, integer_element(bits))
 
 
 def random_quantizer(
@@ -52,7 +54,7 @@ def random_quantizer(
     """Gives each linear random codes of its shape; what a weight was does not matter to a loader."""
     count = 0
 
-    def quantize(name: str, weight: Tensor) -> QuantizedTensor:
+    def quantize(name: str, weight: Tensor) -> QuantizedWeight:
         nonlocal count
         count += 1
         n, k = weight.shape
@@ -70,13 +72,13 @@ def save_plain(folder: Path, model: PreTrainedModel, *, prefix: str = "") -> Pat
 
 def save_quantized(
     folder: Path, model: PreTrainedModel, layout: str, quantize: Quantizer, *, prefix: str = ""
-) -> dict[str, QuantizedTensor]:
+) -> dict[str, QuantizedWeight]:
     """``model`` with every linear of its blocks that ``quantize`` has a tuple for in ``layout``.
 
     Changes ``model`` to the dense reference: its weights are replaced by the dequantised ones.
     """
     tensors = _stored(model, prefix)
-    tuples: dict[str, QuantizedTensor] = {}
+    tuples: dict[str, QuantizedWeight] = {}
     unquantized = ["lm_head"]
     for linear in describe(model).linears():
         module = model.get_submodule(linear.name)
@@ -88,15 +90,17 @@ def save_quantized(
             continue
         tuples[stored] = q
         del tensors[f"{stored}.weight"]
-        packed = FORMATS[layout].pack(q)
+        packed = LAYOUTS[layout].pack(q)
         tensors.update({f"{stored}.{suffix}": tensor for suffix, tensor in packed.items()})
         replace_weight(module, q)
-    config = emit_quantization_config(layout, {name: spec_of(q) for name, q in tuples.items()}, unquantized)
+    config = write_quantization_config(
+        LAYOUTS[layout], {name: spec_of(q) for name, q in tuples.items()}, unquantized
+    )
     _save(folder, model, tensors, config)
     return tuples
 
 
-def replace_weight(module: nn.Module, q: QuantizedTensor) -> None:
+def replace_weight(module: nn.Module, q: QuantizedWeight) -> None:
     """Gives a dense linear or Conv1D the dequantised weight of ``q``."""
     dense = q.dequantize(torch.float32)
     with torch.no_grad():

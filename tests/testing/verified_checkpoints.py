@@ -13,10 +13,11 @@ from marlinq.checkpoint import (
     Checkpoint,
     CheckpointWriter,
     TensorPlan,
-    emit_quantization_config,
-    extra_configs,
 )
-from marlinq.formats import FORMATS, QuantizedTensor, spec_of, trivial_g_idx
+from marlinq.core.dtypes import dtype_name
+from marlinq.core.weight import QuantizedWeight, trivial_g_idx
+from marlinq.formats import LAYOUTS, spec_of
+from marlinq.formats.dialects import DIALECTS, write_quantization_config
 from marlinq.methods.gptq import solve_gptq
 
 SHARD_BYTES = 100_000
@@ -51,7 +52,7 @@ def hessian_of(k: int, seed: int) -> Tensor:
 
 def quantize(
     weight: Tensor, *, group_size: int, symmetric: bool, act_order: str, seed: int
-) -> QuantizedTensor:
+) -> QuantizedWeight:
     """GPTQ as marlinq does it; ``act_order`` "scattered" gives groups along the order, with a g_idx."""
     hessian = hessian_of(weight.shape[1], seed)
     options = {"group_size": group_size, "symmetric": symmetric}
@@ -61,7 +62,7 @@ def quantize(
     q, _ = solve_gptq(weight[:, order], hessian[order][:, order], act_order="none", **options)
     back = order.argsort()
     g_idx = trivial_g_idx(weight.shape[1], group_size)[back]
-    return QuantizedTensor(q.codes[back].contiguous(), q.scales, q.zeros, g_idx, q.group_size)
+    return QuantizedWeight(q.codes[back].contiguous(), q.scales, q.zeros, g_idx, q.group_size)
 
 
 def save_quantized(
@@ -78,7 +79,7 @@ def save_quantized(
 ) -> Path:
     """Quantise the linears of the blocks but ``skip``, which the config names if ``say_skipped``."""
     checkpoint = Checkpoint.open(source)
-    layout = FORMATS[layout_name]
+    layout = LAYOUTS[layout_name]
     tensors: dict[str, Tensor] = {}
     modules, plain = {}, ["lm_head"]
     for index, name in enumerate(sorted(checkpoint.tensors)):
@@ -94,11 +95,13 @@ def save_quantized(
         packed = layout.pack(q)
         modules[module] = spec_of(q)
         tensors.update({f"{module}.{suffix}": tensor for suffix, tensor in packed.items()})
-    settings = emit_quantization_config(layout_name, modules, plain)
+    settings = write_quantization_config(layout, modules, plain)
     if act_order == "scattered":
         settings["desc_act"] = True
     config = {**json.loads((source / "config.json").read_text()), "quantization_config": settings}
-    plan = [TensorPlan(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    plan = [
+        TensorPlan(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()
+    ]
     with CheckpointWriter(out, plan, fingerprint="test", max_shard_bytes=SHARD_BYTES) as writer:
         for name, tensor in tensors.items():
             writer.write(name, tensor)
@@ -106,6 +109,6 @@ def save_quantized(
             config=config,
             manifest={"version": "test"},
             side_files_from=checkpoint,
-            extra_json=extra_configs(layout_name, settings),
+            extra_json=DIALECTS[layout.dialect].extra_files(settings),
         )
     return out

@@ -10,29 +10,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import Grid, trivial_g_idx
-from marlinq.formats.layouts.base import Format, ModuleSpec, TensorSpec, g_idx_refusal, zero_range_refusal
-from marlinq.formats.nibbles import pack_last, transpose_fields, unpack_last
+from marlinq.formats.layouts.base import Layout, ModuleSpec, TensorSpec, g_idx_refusal, zero_range_refusal
+from marlinq.formats.packing import pack_last, transpose_fields, unpack_last
+
+if TYPE_CHECKING:
+    from torch import Tensor
+else:
+    pass
 
 _ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 _INVERSE = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
-class AWQ(Format):
+class AWQ(Layout):
     """AWQ GEMM."""
 
     name = "awq"
+    dialect = "awq"
     family = "awq"
     key = "qweight"
+    scale_key = "scales"
     suffixes = ("qweight", "qzeros", "scales")
 
+    def as_stored(self, scheme: Scheme) -> Scheme:
+        return replace(scheme, zero_point="stored")
+
     def shape_refusal(self, spec: ModuleSpec) -> str | None:
-        if spec.bits != 4:
-            return f"{spec.bits} bits; AWQ has a 4-bit layout only"
+        if (reason := self.scheme_refusal(spec.scheme)) is not None:
+            return reason
         if spec.in_features % 8 or spec.out_features % 8:
             return (
                 f"K={spec.in_features} and N={spec.out_features} must be multiples of 8 (codes in one word)"
@@ -47,12 +57,12 @@ class AWQ(Format):
     def expected(self, spec: ModuleSpec) -> dict[str, TensorSpec]:
         k, n, groups = spec.in_features, spec.out_features, spec.groups
         return {
-            "qweight": TensorSpec(torch.int32, (k, n // 8)),
-            "qzeros": TensorSpec(torch.int32, (groups, n // 8)),
-            "scales": TensorSpec(spec.scale_dtype, (groups, n)),
+            "qweight": TensorSpec("int32", (k, n // 8)),
+            "qzeros": TensorSpec("int32", (groups, n // 8)),
+            "scales": TensorSpec(spec.scheme.scale_dtype, (groups, n)),
         }
 
-    def infer_shape(self, shapes: Mapping[str, tuple[int, ...]], bits: int) -> tuple[int, int]:
+    def infer_shape(self, shapes: Mapping[str, tuple[int, ...]], element: Element) -> tuple[int, int]:
         rows, columns = shapes["qweight"]
         return rows, columns * 8
 
@@ -67,17 +77,17 @@ class AWQ(Format):
         words = transpose_fields(stored.reshape(rows, 8, columns).transpose(0, 1).reshape(8, -1))
         return words.reshape(8, rows, columns)[_INVERSE].permute(1, 2, 0).reshape(rows, columns * 8)
 
-    def channels(self, stored: Tensor, start: int, stop: int, bits: int) -> Tensor:
+    def channels(self, stored: Tensor, start: int, stop: int, element: Element) -> Tensor:
         return stored[start:stop]
 
-    def _pack_grid(self, grid: Grid, symmetric: bool) -> dict[str, Tensor]:
+    def _pack_grid(self, grid: Grid, scheme: Scheme) -> dict[str, Tensor]:
         return {"qzeros": _pack_interleaved(grid.zeros), "scales": grid.scales.contiguous()}
 
     def _unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
         return Grid(
             scales=tensors["scales"],
             zeros=_unpack_interleaved(tensors["qzeros"]),
-            g_idx=trivial_g_idx(spec.in_features, spec.group_size),
+            g_idx=trivial_g_idx(spec.in_features, spec.scheme.group_size),
             group_size=spec.channels_per_group,
         )
 

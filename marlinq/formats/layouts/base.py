@@ -1,17 +1,23 @@
-"""What every on-disk layout offers, and the values it works with."""
+"""What every tensor layout offers, and the values it works with."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from marlinq.core.dtypes import dtype_name, torch_dtype
 from marlinq.core.errors import CheckpointError, ConversionRefused
-from marlinq.core.weight import Grid, QuantizedTensor, group_count
-from marlinq.formats.nibbles import pack_rows, slots_per_word, unpack_rows
+from marlinq.core.scheme import Element, Scheme
+from marlinq.core.weight import Grid, QuantizedWeight
+from marlinq.formats.packing import pack_rows, slots_per_word, unpack_rows
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from marlinq.core.lazy import torch
 
 _SLAB_CODES = 1 << 21
 _SLAB_STEP = 16
@@ -19,9 +25,9 @@ _SLAB_STEP = 16
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of one stored tensor."""
+    """Name of the dtype and shape of one stored tensor."""
 
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
 
 
@@ -29,74 +35,105 @@ class TensorSpec:
 class ModuleSpec:
     """What a config and the stored shapes say about one quantised linear, before its data is read.
 
-    ``group_size`` is -1 or positive, as configs write it; ``zero_writer`` names the program that packed
-    GPTQ v1 zeros where it is known (see :mod:`marlinq.formats.layouts.gptq`); ``scale_dtype`` is the
-    stored dtype of the scales; ``has_g_idx`` says that a layout which does not need a g_idx stores one all
-    the same; ``act_order`` that the stored g_idx is not ``k // group_size``, which only the data can tell.
+    Attributes:
+        in_features, out_features: K and N.
+        scheme: how it is quantised; ``scheme.act_order`` is what the config says of g_idx, or, in a plan,
+            what the data say.
+        zero_writer: the program that packed GPTQ v1 zeros, where it is known
+            (see :mod:`marlinq.formats.layouts.gptq`).
+        extras: suffixes among :attr:`Layout.read_only` that the module has.
     """
 
     in_features: int
     out_features: int
-    group_size: int
-    bits: int = 4
-    symmetric: bool = True
-    scale_dtype: torch.dtype = torch.float16
+    scheme: Scheme
     zero_writer: str | None = None
-    has_g_idx: bool = False
-    act_order: bool = False
+    extras: frozenset[str] = frozenset()
 
     @property
     def groups(self) -> int:
         """G."""
-        return group_count(self.in_features, self.group_size)
+        return self.scheme.groups(self.in_features)
 
     @property
     def channels_per_group(self) -> int:
         """The group size with -1 resolved, and never above K."""
-        return self.in_features if self.group_size == -1 else min(self.group_size, self.in_features)
+        return self.scheme.channels_per_group(self.in_features)
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """The stored dtype of the scales."""
+        return torch_dtype(self.scheme.scale_dtype)
 
 
-class Format(ABC):
-    """One on-disk layout: what it can hold, and the way there and back.
+class Layout(ABC):
+    """One on-disk layout of a quantised linear: what it can hold, and the way there and back.
 
-    A format never reads files or configs; it maps a module's tensors, keyed by the suffix after
-    ``<module>.``, to and from the neutral tuple.
+    A layout never reads files or configs; it maps a module's tensors, keyed by the suffix after
+    ``<module>.``, to and from a :class:`~marlinq.core.weight.QuantizedWeight`. Everything about the layout,
+    its names included, is said here: no other room knows a suffix or a layout by name.
     """
 
     name: str
     """The name used on the command line."""
+    dialect: str
+    """The name of the ``quantization_config`` dialect that describes it (:mod:`marlinq.formats.dialects`)."""
     family: str
     """Layouts of one family store codes and scales in the same bits."""
     key: str
-    """The suffix whose presence marks a quantised module."""
+    """The suffix of the codes; its presence marks a quantised module."""
+    scale_key: str
+    """The suffix of the scales."""
     suffixes: tuple[str, ...]
     """All suffixes the layout owns; ``bias`` is never among them, it is carried unchanged."""
-    scale_dtype: torch.dtype | None = torch.float16
-    """The dtype that loaders of this layout expect of scales; None keeps what the tuple has."""
+    read_only: tuple[str, ...] = ()
+    """Those of ``suffixes`` that old writers left: read where they are, never written."""
+    elements: tuple[str, ...] = ("int4",)
+    """Names of the element types it holds."""
+    scale_dtype: str | None = "float16"
+    """The dtype that loaders of this layout expect of scales; None keeps what the weight has."""
+    stores_order: bool = False
+    """Whether a g_idx is stored, so that a weight in activation order can be held."""
+    original_kernel: str | None = None
+    """The kernel that :meth:`strict_refusal` is about, where it takes fewer shapes than the layout."""
+
+    def as_stored(self, scheme: Scheme) -> Scheme:
+        """``scheme`` as modules of this layout have it: some store zero points always, some never."""
+        return scheme
+
+    def scheme_refusal(self, scheme: Scheme) -> str | None:
+        """Why no weight of this scheme can be stored, whatever its shape, or None."""
+        if scheme.element.name not in self.elements:
+            return f"{scheme.element.name} weights; {self.name} holds {' and '.join(self.elements)} only"
+        return None
 
     @abstractmethod
     def shape_refusal(self, spec: ModuleSpec) -> str | None:
-        """Why a module of this shape, group size and width can't be stored, or None."""
+        """Why a module of this shape, group size and element can't be stored, or None.
+
+        Zero points play no part: whether they are all the midpoint is known from the values alone.
+        """
+
+    def strict_refusal(self, spec: ModuleSpec) -> str | None:
+        """Why the layout's :attr:`original_kernel` can't run the module, or None."""
+        return self.shape_refusal(spec)
 
     def value_refusal(self, grid: Grid) -> str | None:
         """Why these values can't be stored although the shape could, or None."""
         return None
 
-    def refusal(self, q: QuantizedTensor | Grid, scale_dtype: torch.dtype | None = None) -> str | None:
+    def refusal(self, weight: QuantizedWeight | Grid, scale_dtype: str | None = None) -> str | None:
         """Why ``pack`` would refuse, or None when it is lossless. The codes play no part in it."""
-        grid = q.grid if isinstance(q, QuantizedTensor) else q
-        return (
-            self.shape_refusal(spec_of(grid))
-            or self.value_refusal(grid)
-            or _scale_refusal(grid, scale_dtype or self.scale_dtype or grid.scales.dtype)
-        )
+        grid = weight.grid if isinstance(weight, QuantizedWeight) else weight
+        dtype = scale_dtype or self.scale_dtype or dtype_name(grid.scales.dtype)
+        return self.shape_refusal(spec_of(grid)) or self.value_refusal(grid) or _scale_refusal(grid, dtype)
 
     @abstractmethod
     def expected(self, spec: ModuleSpec) -> dict[str, TensorSpec]:
         """The tensors, by suffix, that a module of this kind has on disk."""
 
     @abstractmethod
-    def infer_shape(self, shapes: Mapping[str, tuple[int, ...]], bits: int) -> tuple[int, int]:
+    def infer_shape(self, shapes: Mapping[str, tuple[int, ...]], element: Element) -> tuple[int, int]:
         """(K, N) from the stored shapes alone."""
 
     @abstractmethod
@@ -112,56 +149,53 @@ class Format(ABC):
         """The inverse of :meth:`from_natural`."""
 
     @abstractmethod
-    def channels(self, stored: Tensor, start: int, stop: int, bits: int) -> Tensor:
+    def channels(self, stored: Tensor, start: int, stop: int, element: Element) -> Tensor:
         """The view of ``stored`` with input channels ``start .. stop - 1``; both multiples of 16, or K."""
 
     @abstractmethod
-    def _pack_grid(self, grid: Grid, symmetric: bool) -> dict[str, Tensor]:
-        """The tensors of an accepted grid; ``symmetric`` says that zeros need not be stored."""
+    def _pack_grid(self, grid: Grid, scheme: Scheme) -> dict[str, Tensor]:
+        """The tensors of an accepted grid, its scales in the stored dtype; ``scheme.stores_zeros`` says
+        whether zero points have to be there."""
 
     @abstractmethod
     def _unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
         """The grid of tensors whose names, shapes and dtypes have been checked."""
 
-    def pack(
-        self,
-        q: QuantizedTensor,
-        scale_dtype: torch.dtype | None = None,
-        symmetric: bool | None = None,
-    ) -> dict[str, Tensor]:
-        """The module's tensors by suffix, its scales in ``scale_dtype`` (default: the layout's own).
+    def pack(self, weight: QuantizedWeight, declared: Scheme | None = None) -> dict[str, Tensor]:
+        """The module's tensors by suffix.
 
-        ``symmetric`` is what the config declares (default: what the zeros are). A tuple whose zeros happen
-        to be the middle code may be declared asymmetric, so that it stores the tensors the config promises.
+        Args:
+            weight: what to store.
+            declared: what the config will say: the dtype of the scales, and whether zero points are stored.
+                A weight whose zero points happen to be the midpoint may be declared to store them, so that
+                it has the tensors that the config promises. Default: the layout's scales, the weight's zeros.
 
         Raises:
-            ConversionRefused: the layout can't hold ``q`` without loss; the message is the reason.
+            ConversionRefused: the layout can't hold ``weight`` without loss; the message is the reason.
         """
-        tensors = self.pack_grid(q.grid, scale_dtype, symmetric)
-        return {self.key: transcode(pack_rows(q.codes, q.bits), spec_of(q), None, self), **tensors}
+        tensors = self.pack_grid(weight.grid, declared)
+        words = pack_rows(weight.codes, weight.element.bits)
+        return {self.key: transcode(words, spec_of(weight), None, self), **tensors}
 
-    def pack_grid(
-        self, grid: Grid, scale_dtype: torch.dtype | None = None, symmetric: bool | None = None
-    ) -> dict[str, Tensor]:
+    def pack_grid(self, grid: Grid, declared: Scheme | None = None) -> dict[str, Tensor]:
         """The tensors of :meth:`pack` except the codes' own.
 
         Raises:
             ConversionRefused: as :meth:`pack`.
         """
-        reason = self.refusal(grid, scale_dtype)
+        natural = self.scale_dtype or dtype_name(grid.scales.dtype)
+        wanted = declared or self.as_stored(replace(grid.scheme, scale_dtype=natural))
+        reason = self.refusal(grid, wanted.scale_dtype)
         if reason is not None:
             raise ConversionRefused(f"{self.name}: {reason}")
-        if symmetric and not grid.symmetric:
+        if grid.scheme.stores_zeros and not wanted.stores_zeros:
             raise ConversionRefused(
-                f"{self.name}: declared symmetric, but not all zero points are the middle code"
+                f"{self.name}: declared symmetric, but not all zero points are the midpoint"
             )
-        dtype = scale_dtype or self.scale_dtype or grid.scales.dtype
-        return self._pack_grid(
-            replace(grid, scales=grid.scales.to(dtype)), grid.symmetric if symmetric is None else symmetric
-        )
+        return self._pack_grid(replace(grid, scales=grid.scales.to(torch_dtype(wanted.scale_dtype))), wanted)
 
-    def unpack(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> QuantizedTensor:
-        """The neutral tuple stored in ``tensors``.
+    def unpack(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> QuantizedWeight:
+        """The weight stored in ``tensors``.
 
         Raises:
             CheckpointError: a tensor is missing, unexpected, or of the wrong shape or dtype.
@@ -169,8 +203,8 @@ class Format(ABC):
         """
         self._check(tensors, spec)
         grid = self._unpack_grid(tensors, spec)
-        codes = unpack_rows(transcode(tensors[self.key], spec, self, None), spec.bits)
-        return QuantizedTensor(codes, grid.scales, grid.zeros, grid.g_idx, grid.group_size, grid.bits)
+        codes = unpack_rows(transcode(tensors[self.key], spec, self, None), spec.scheme.element.bits)
+        return QuantizedWeight(codes, grid.scales, grid.zeros, grid.g_idx, grid.group_size, grid.element)
 
     def unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
         """Everything but the codes, from the tensors except the codes' own.
@@ -200,16 +234,19 @@ class Format(ABC):
         return f"{extra[0]}: not a tensor of a {self.name} module of this kind" if extra else None
 
     def _check(self, tensors: Mapping[str, Tensor], spec: ModuleSpec, without: str | None = None) -> None:
-        found = {suffix: TensorSpec(tensor.dtype, tuple(tensor.shape)) for suffix, tensor in tensors.items()}
+        found = {
+            suffix: TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape))
+            for suffix, tensor in tensors.items()
+        }
         reason = self.mismatch(found, spec, without)
         if reason is not None:
             raise CheckpointError(reason)
 
 
-def transcode(words: Tensor, spec: ModuleSpec, source: Format | None, target: Format | None) -> Tensor:
+def transcode(words: Tensor, spec: ModuleSpec, source: Layout | None, target: Layout | None) -> Tensor:
     """The words that ``target`` stores for the codes that ``source`` stores as ``words``.
 
-    None stands for natural words (:meth:`Format.from_natural`).
+    None stands for natural words (:meth:`Layout.from_natural`).
 
     Works on slabs of about two million codes: they stay in the processor's caches, and beside the two tensors
     only a few MB are in memory.
@@ -220,7 +257,8 @@ def transcode(words: Tensor, spec: ModuleSpec, source: Format | None, target: Fo
     """
     if source is target or (source and target and source.family == target.family):
         return words
-    bits, slots = spec.bits, slots_per_word(spec.bits)
+    element = spec.scheme.element
+    slots = slots_per_word(element.bits)
     natural_shape = (spec.in_features // slots, spec.out_features)
     shape = target.expected(spec)[target.key].shape if target else natural_shape
     result = torch.empty(shape, dtype=torch.int32, device=words.device)
@@ -228,47 +266,37 @@ def transcode(words: Tensor, spec: ModuleSpec, source: Format | None, target: Fo
     for start in range(0, spec.in_features, step):
         stop = min(start + step, spec.in_features)
         rows = slice(start // slots, stop // slots)
-        natural = source.to_natural(source.channels(words, start, stop, bits)) if source else words[rows]
-        slab = target.channels(result, start, stop, bits) if target else result[rows]
+        natural = source.to_natural(source.channels(words, start, stop, element)) if source else words[rows]
+        slab = target.channels(result, start, stop, element) if target else result[rows]
         slab.copy_(target.from_natural(natural) if target else natural)
     return result
 
 
-def spec_of(q: QuantizedTensor | Grid, zero_writer: str | None = None) -> ModuleSpec:
-    """The spec that describes ``q``; a single group counts as channelwise (-1)."""
-    return ModuleSpec(
-        in_features=q.in_features,
-        out_features=q.out_features,
-        group_size=-1 if q.groups == 1 else q.group_size,
-        bits=q.bits,
-        symmetric=q.symmetric,
-        scale_dtype=q.scales.dtype,
-        zero_writer=zero_writer,
-        act_order=not q.has_trivial_g_idx,
-    )
+def spec_of(weight: QuantizedWeight | Grid, zero_writer: str | None = None) -> ModuleSpec:
+    """The spec that describes ``weight``; a single group counts as channelwise (-1)."""
+    return ModuleSpec(weight.in_features, weight.out_features, weight.scheme, zero_writer)
 
 
-def _scale_refusal(q: Grid, dtype: torch.dtype) -> str | None:
+def _scale_refusal(q: Grid, dtype: str) -> str | None:
     """Why the scales can't be cast to ``dtype`` exactly, or None.
 
     NaN and infinity survive the cast as they are, so they are not refused here; ``verify`` reports them.
     """
     wide = q.scales.to(torch.float32)
-    back = wide.to(dtype).to(torch.float32)
+    back = wide.to(torch_dtype(dtype)).to(torch.float32)
     changed = (wide != back) & ~(wide.isnan() & back.isnan())
     count = int(changed.sum())
     if count == 0:
         return None
     worst = float(wide[changed][0])
     return (
-        f"{count} of {wide.numel()} scales are not exactly representable "
-        f"in {str(dtype).removeprefix('torch.')} (for example {worst!r})"
+        f"{count} of {wide.numel()} scales are not exactly representable in {dtype} (for example {worst!r})"
     )
 
 
 def zero_range_refusal(q: Grid, lowest: int) -> str | None:
-    """Why the zero points don't fit a field of ``q.bits`` bits that starts at ``lowest``, or None."""
-    highest = (1 << q.bits) - 1
+    """Why the zero points don't fit a field of one code's bits that starts at ``lowest``, or None."""
+    highest = q.element.codes - 1
     low, high = int(q.zeros.min()), int(q.zeros.max())
     if low >= lowest and high <= highest:
         return None

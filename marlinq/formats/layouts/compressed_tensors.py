@@ -13,30 +13,42 @@ stored bits are the neutral tuple's own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from marlinq.core.errors import CheckpointError
-from marlinq.core.weight import Grid, symmetric_zero, trivial_g_idx
-from marlinq.formats.layouts.base import Format, ModuleSpec, TensorSpec, g_idx_refusal, zero_range_refusal
-from marlinq.formats.nibbles import pack_rows, slots_per_word, unpack_rows
+from marlinq.core.scheme import Element, Scheme
+from marlinq.core.weight import Grid, trivial_g_idx
+from marlinq.formats.layouts.base import Layout, ModuleSpec, TensorSpec, g_idx_refusal, zero_range_refusal
+from marlinq.formats.packing import pack_rows, slots_per_word, unpack_rows
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from marlinq.core.lazy import torch
 
 
-class CompressedTensors(Format):
+class CompressedTensors(Layout):
     """compressed-tensors pack-quantized, 4 and 8 bits, symmetric and asymmetric."""
 
     name = "compressed-tensors"
+    dialect = "compressed-tensors"
     family = "compressed-tensors"
     key = "weight_packed"
     suffixes = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+    scale_key = "weight_scale"
+    read_only = ("weight_g_idx",)
+    elements = ("int4", "int8")
     scale_dtype = None
 
     def shape_refusal(self, spec: ModuleSpec) -> str | None:
-        slots = slots_per_word(spec.bits)
+        if (reason := self.scheme_refusal(spec.scheme)) is not None:
+            return reason
+        bits = spec.scheme.element.bits
+        slots = slots_per_word(bits)
         if spec.in_features % slots:
-            return f"K={spec.in_features} is not a multiple of {slots} (codes in one {spec.bits}-bit word)"
-        if not spec.symmetric and spec.out_features % slots:
+            return f"K={spec.in_features} is not a multiple of {slots} ({bits}-bit codes in one word)"
+        if spec.scheme.stores_zeros and spec.out_features % slots:
             return f"N={spec.out_features} is not a multiple of {slots} (zero points in one word)"
         if spec.in_features % spec.channels_per_group:
             return f"K={spec.in_features} is not a multiple of the group size {spec.channels_per_group}"
@@ -47,21 +59,21 @@ class CompressedTensors(Format):
 
     def expected(self, spec: ModuleSpec) -> dict[str, TensorSpec]:
         k, n, groups = spec.in_features, spec.out_features, spec.groups
-        slots = slots_per_word(spec.bits)
+        slots = slots_per_word(spec.scheme.element.bits)
         tensors = {
-            "weight_packed": TensorSpec(torch.int32, (n, k // slots)),
-            "weight_scale": TensorSpec(spec.scale_dtype, (n, groups)),
-            "weight_shape": TensorSpec(torch.int64, (2,)),
+            "weight_packed": TensorSpec("int32", (n, k // slots)),
+            "weight_scale": TensorSpec(spec.scheme.scale_dtype, (n, groups)),
+            "weight_shape": TensorSpec("int64", (2,)),
         }
-        if not spec.symmetric:
-            tensors["weight_zero_point"] = TensorSpec(torch.int32, (n // slots, groups))
-        if spec.has_g_idx:
-            tensors["weight_g_idx"] = TensorSpec(torch.int32, (k,))
+        if spec.scheme.stores_zeros:
+            tensors["weight_zero_point"] = TensorSpec("int32", (n // slots, groups))
+        if "weight_g_idx" in spec.extras:
+            tensors["weight_g_idx"] = TensorSpec("int32", (k,))
         return tensors
 
-    def infer_shape(self, shapes: Mapping[str, tuple[int, ...]], bits: int) -> tuple[int, int]:
+    def infer_shape(self, shapes: Mapping[str, tuple[int, ...]], element: Element) -> tuple[int, int]:
         rows, columns = shapes["weight_packed"]
-        return columns * slots_per_word(bits), rows
+        return columns * slots_per_word(element.bits), rows
 
     def from_natural(self, natural: Tensor) -> Tensor:
         return natural.t().contiguous()
@@ -69,17 +81,17 @@ class CompressedTensors(Format):
     def to_natural(self, stored: Tensor) -> Tensor:
         return stored.t().contiguous()
 
-    def channels(self, stored: Tensor, start: int, stop: int, bits: int) -> Tensor:
-        slots = slots_per_word(bits)
+    def channels(self, stored: Tensor, start: int, stop: int, element: Element) -> Tensor:
+        slots = slots_per_word(element.bits)
         return stored[:, start // slots : stop // slots]
 
-    def _pack_grid(self, grid: Grid, symmetric: bool) -> dict[str, Tensor]:
+    def _pack_grid(self, grid: Grid, scheme: Scheme) -> dict[str, Tensor]:
         tensors = {
             "weight_scale": grid.scales.t().contiguous(),
             "weight_shape": torch.tensor([grid.out_features, grid.in_features], dtype=torch.int64),
         }
-        if not symmetric:
-            tensors["weight_zero_point"] = pack_rows(grid.zeros.t().contiguous(), grid.bits)
+        if scheme.stores_zeros:
+            tensors["weight_zero_point"] = pack_rows(grid.zeros.t().contiguous(), grid.element.bits)
         return tensors
 
     def _unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
@@ -89,15 +101,16 @@ class CompressedTensors(Format):
                 f"weight_shape: expected [{spec.out_features}, {spec.in_features}] from weight_packed, "
                 f"found {shape}"
             )
-        if spec.symmetric:
-            zeros = torch.full((spec.groups, spec.out_features), symmetric_zero(spec.bits), dtype=torch.uint8)
+        element = spec.scheme.element
+        if spec.scheme.stores_zeros:
+            zeros = unpack_rows(tensors["weight_zero_point"], element.bits).t().contiguous()
         else:
-            zeros = unpack_rows(tensors["weight_zero_point"], spec.bits).t().contiguous()
+            zeros = torch.full((spec.groups, spec.out_features), element.midpoint, dtype=torch.uint8)
         g_idx = tensors.get("weight_g_idx")
         return Grid(
             scales=tensors["weight_scale"].t().contiguous(),
             zeros=zeros,
-            g_idx=trivial_g_idx(spec.in_features, spec.group_size) if g_idx is None else g_idx,
+            g_idx=trivial_g_idx(spec.in_features, spec.scheme.group_size) if g_idx is None else g_idx,
             group_size=spec.channels_per_group,
-            bits=spec.bits,
+            element=element,
         )

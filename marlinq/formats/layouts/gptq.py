@@ -14,36 +14,48 @@ whole-word writer can be decoded; otherwise the value is refused as ambiguous.
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from marlinq.core.errors import ConversionRefused
+from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import Grid
-from marlinq.formats.layouts.base import Format, ModuleSpec, TensorSpec, zero_range_refusal
-from marlinq.formats.nibbles import pack_columns, slots_per_word, unpack_columns
+from marlinq.formats.layouts.base import Layout, ModuleSpec, TensorSpec, zero_range_refusal
+from marlinq.formats.packing import pack_columns, slots_per_word, unpack_columns
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from marlinq.core.lazy import torch
 
 WORD_ADD_WRITER = "gptqmodel"
 """``ModuleSpec.zero_writer`` of checkpoints whose v1 zeros were made by whole-word subtraction."""
 
 
-class GPTQ(Format):
+class GPTQ(Layout):
     """GPTQ v1 or v2; they differ in the stored zeros only."""
 
+    dialect = "gptq"
     family = "gptq"
     key = "qweight"
+    scale_key = "scales"
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
+    elements = ("int4", "int8")
+    stores_order = True
 
     def __init__(self, version: int) -> None:
         self.version = version
         self.name = "gptq" if version == 1 else "gptq-v2"
 
     def shape_refusal(self, spec: ModuleSpec) -> str | None:
-        slots = slots_per_word(spec.bits)
+        if (reason := self.scheme_refusal(spec.scheme)) is not None:
+            return reason
+        bits = spec.scheme.element.bits
+        slots = slots_per_word(bits)
         if spec.in_features % slots or spec.out_features % slots:
             return (
                 f"K={spec.in_features} and N={spec.out_features} must be multiples of {slots} "
-                f"(codes in one {spec.bits}-bit word)"
+                f"({bits}-bit codes in one word)"
             )
         return None
 
@@ -52,17 +64,17 @@ class GPTQ(Format):
 
     def expected(self, spec: ModuleSpec) -> dict[str, TensorSpec]:
         k, n = spec.in_features, spec.out_features
-        slots = slots_per_word(spec.bits)
+        slots = slots_per_word(spec.scheme.element.bits)
         return {
-            "qweight": TensorSpec(torch.int32, (k // slots, n)),
-            "qzeros": TensorSpec(torch.int32, (spec.groups, n // slots)),
-            "scales": TensorSpec(spec.scale_dtype, (spec.groups, n)),
-            "g_idx": TensorSpec(torch.int32, (k,)),
+            "qweight": TensorSpec("int32", (k // slots, n)),
+            "qzeros": TensorSpec("int32", (spec.groups, n // slots)),
+            "scales": TensorSpec(spec.scheme.scale_dtype, (spec.groups, n)),
+            "g_idx": TensorSpec("int32", (k,)),
         }
 
-    def infer_shape(self, shapes: Mapping[str, tuple[int, ...]], bits: int) -> tuple[int, int]:
+    def infer_shape(self, shapes: Mapping[str, tuple[int, ...]], element: Element) -> tuple[int, int]:
         rows, columns = shapes["qweight"]
-        return rows * slots_per_word(bits), columns
+        return rows * slots_per_word(element.bits), columns
 
     def from_natural(self, natural: Tensor) -> Tensor:
         return natural
@@ -70,20 +82,20 @@ class GPTQ(Format):
     def to_natural(self, stored: Tensor) -> Tensor:
         return stored
 
-    def channels(self, stored: Tensor, start: int, stop: int, bits: int) -> Tensor:
-        slots = slots_per_word(bits)
+    def channels(self, stored: Tensor, start: int, stop: int, element: Element) -> Tensor:
+        slots = slots_per_word(element.bits)
         return stored[start // slots : stop // slots]
 
-    def _pack_grid(self, grid: Grid, symmetric: bool) -> dict[str, Tensor]:
+    def _pack_grid(self, grid: Grid, scheme: Scheme) -> dict[str, Tensor]:
         stored = grid.zeros - 1 if self.version == 1 else grid.zeros
         return {
-            "qzeros": pack_columns(stored, grid.bits),
+            "qzeros": pack_columns(stored, grid.element.bits),
             "scales": grid.scales.contiguous(),
             "g_idx": grid.g_idx.contiguous(),
         }
 
     def _unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
-        zeros = unpack_columns(tensors["qzeros"], spec.bits)
+        zeros = unpack_columns(tensors["qzeros"], spec.scheme.element.bits)
         if self.version == 1:
             zeros = _decode_v1_zeros(tensors["qzeros"], zeros, spec)
         return Grid(
@@ -91,12 +103,13 @@ class GPTQ(Format):
             zeros=zeros,
             g_idx=tensors["g_idx"],
             group_size=spec.channels_per_group,
-            bits=spec.bits,
+            element=spec.scheme.element,
         )
 
 
 def _decode_v1_zeros(words: Tensor, slots: Tensor, spec: ModuleSpec) -> Tensor:
-    all_ones = (1 << spec.bits) - 1
+    bits = spec.scheme.element.bits
+    all_ones = (1 << bits) - 1
     if not bool((slots == all_ones).any()):
         return slots + 1
     if spec.zero_writer != WORD_ADD_WRITER:
@@ -105,7 +118,7 @@ def _decode_v1_zeros(words: Tensor, slots: Tensor, spec: ModuleSpec) -> Tensor:
             "zero points, and the config does not name GPTQModel as the writer; "
             "requantise or use a v2 checkpoint"
         )
-    ones = 0x11111111 if spec.bits == 4 else 0x01010101
+    ones = 0x11111111 if bits == 4 else 0x01010101
     wide = (words.to(torch.int64) + ones) & 0xFFFFFFFF
     wide = torch.where(wide >= 1 << 31, wide - (1 << 32), wide)
-    return unpack_columns(wide.to(torch.int32), spec.bits)
+    return unpack_columns(wide.to(torch.int32), bits)

@@ -14,13 +14,19 @@ zero 8; zero points and g_idx can't be stored.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from marlinq.core.scheme import INT4, Element, Scheme
+from marlinq.core.weight import Grid, trivial_g_idx
+from marlinq.formats.layouts.base import Layout, ModuleSpec, TensorSpec, g_idx_refusal
+from marlinq.formats.packing import pack_rows, transpose_fields, unpack_rows
 
-from marlinq.core.weight import Grid, symmetric_zero, trivial_g_idx
-from marlinq.formats.layouts.base import Format, ModuleSpec, TensorSpec, g_idx_refusal
-from marlinq.formats.nibbles import pack_rows, transpose_fields, unpack_rows
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from marlinq.core.lazy import torch
 
 GROUP_SIZES = (32, 64, 128, -1)
 TILE_K = 16
@@ -32,26 +38,37 @@ _SINGLE = [2 * i + c for i in range(4) for c in (0, 1, 8, 9, 16, 17, 24, 25)]
 _SINGLE_INVERSE = sorted(range(32), key=_SINGLE.__getitem__)
 
 
-class Marlin(Format):
+class Marlin(Layout):
     """Marlin as serialised by its authors and by AutoGPTQ (``checkpoint_format: marlin``)."""
 
     name = "marlin"
+    dialect = "gptq"
     family = "marlin"
     key = "B"
+    scale_key = "s"
+    original_kernel = "the original Marlin kernel"
     suffixes = ("B", "s")
 
+    def as_stored(self, scheme: Scheme) -> Scheme:
+        return replace(scheme, zero_point="midpoint")
+
+    def scheme_refusal(self, scheme: Scheme) -> str | None:
+        if scheme.stores_zeros:
+            return "asymmetric weights; Marlin stores no zero points"
+        return super().scheme_refusal(scheme)
+
     def shape_refusal(self, spec: ModuleSpec) -> str | None:
-        if spec.bits != 4:
-            return f"{spec.bits} bits; Marlin has a 4-bit layout only"
+        if (reason := super().scheme_refusal(spec.scheme)) is not None:
+            return reason
         if spec.in_features % TILE_K or spec.out_features % TILE_N:
             return (
                 f"K={spec.in_features} must be a multiple of {TILE_K} "
                 f"and N={spec.out_features} of {TILE_N} (one tile)"
             )
-        if spec.groups > 1 and spec.group_size not in GROUP_SIZES:
-            return f"group size {spec.group_size} is not one of 32, 64, 128, -1"
+        if spec.groups > 1 and spec.scheme.group_size not in GROUP_SIZES:
+            return f"group size {spec.scheme.group_size} is not one of 32, 64, 128, -1"
         if spec.in_features % spec.channels_per_group:
-            return f"K={spec.in_features} is not a multiple of the group size {spec.group_size}"
+            return f"K={spec.in_features} is not a multiple of the group size {spec.scheme.group_size}"
         return None
 
     def strict_refusal(self, spec: ModuleSpec) -> str | None:
@@ -61,29 +78,31 @@ class Marlin(Format):
             return reason
         if spec.in_features % 128 or spec.out_features % 256:
             return (
-                f"the original Marlin kernel needs K={spec.in_features} to be a multiple of 128 "
+                f"{self.original_kernel} needs K={spec.in_features} to be a multiple of 128 "
                 f"and N={spec.out_features} of 256"
             )
-        if spec.groups > 1 and spec.group_size != 128:
-            return f"the original Marlin kernel takes group sizes 128 and -1, not {spec.group_size}"
+        if spec.groups > 1 and spec.scheme.group_size != 128:
+            return f"{self.original_kernel} takes group sizes 128 and -1, not {spec.scheme.group_size}"
         return None
 
     def value_refusal(self, grid: Grid) -> str | None:
-        if not grid.symmetric:
-            count = int((grid.zeros != symmetric_zero(grid.bits)).sum())
+        if grid.scheme.stores_zeros:
+            middle = grid.element.midpoint
+            count = int((grid.zeros != middle).sum())
             return (
-                f"asymmetric: {count} of {grid.zeros.numel()} zero points differ from 8; Marlin stores none"
+                f"asymmetric: {count} of {grid.zeros.numel()} zero points differ from {middle}; "
+                "Marlin stores none"
             )
         return g_idx_refusal(grid)
 
     def expected(self, spec: ModuleSpec) -> dict[str, TensorSpec]:
         k, n = spec.in_features, spec.out_features
         return {
-            "B": TensorSpec(torch.int32, (k // TILE_K, 2 * n)),
-            "s": TensorSpec(spec.scale_dtype, (spec.groups, n)),
+            "B": TensorSpec("int32", (k // TILE_K, 2 * n)),
+            "s": TensorSpec(spec.scheme.scale_dtype, (spec.groups, n)),
         }
 
-    def infer_shape(self, shapes: Mapping[str, tuple[int, ...]], bits: int) -> tuple[int, int]:
+    def infer_shape(self, shapes: Mapping[str, tuple[int, ...]], element: Element) -> tuple[int, int]:
         rows, columns = shapes["B"]
         return rows * TILE_K, columns // 2
 
@@ -93,17 +112,17 @@ class Marlin(Format):
     def to_natural(self, stored: Tensor) -> Tensor:
         return untile_words(stored)
 
-    def channels(self, stored: Tensor, start: int, stop: int, bits: int) -> Tensor:
+    def channels(self, stored: Tensor, start: int, stop: int, element: Element) -> Tensor:
         return stored[start // TILE_K : stop // TILE_K]
 
-    def _pack_grid(self, grid: Grid, symmetric: bool) -> dict[str, Tensor]:
+    def _pack_grid(self, grid: Grid, scheme: Scheme) -> dict[str, Tensor]:
         return {"s": permute_scales(grid.scales)}
 
     def _unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
         return Grid(
             scales=unpermute_scales(tensors["s"]),
-            zeros=torch.full((spec.groups, spec.out_features), 8, dtype=torch.uint8),
-            g_idx=trivial_g_idx(spec.in_features, spec.group_size),
+            zeros=torch.full((spec.groups, spec.out_features), INT4.midpoint, dtype=torch.uint8),
+            g_idx=trivial_g_idx(spec.in_features, spec.scheme.group_size),
             group_size=spec.channels_per_group,
         )
 

@@ -23,12 +23,13 @@ from marlinq.checkpoint import (
     CheckpointWriter,
     QuantizedCheckpoint,
     check_place,
-    extra_configs,
     replace_quantization_config,
 )
 from marlinq.checkpoint.reader import read_json
+from marlinq.core.dtypes import ITEM_BYTES, torch_dtype
 from marlinq.core.errors import UnsupportedError, UsageError
-from marlinq.formats import FORMATS, Format, transcode
+from marlinq.formats import LAYOUTS, Layout, transcode
+from marlinq.formats.dialects import DIALECTS
 from marlinq.operations.convert.plan import ConversionPlan, Progress, plan_conversion
 from marlinq.operations.convert.report import ConversionReport
 
@@ -55,7 +56,7 @@ def convert(
     Args:
         source: a checkpoint folder or Hub id.
         out: the folder to make; it must not exist.
-        target_format, source_format: names in :data:`marlinq.formats.FORMATS`; the source's is detected, and
+        target_format, source_format: names in :data:`marlinq.formats.LAYOUTS`; the source's is detected, and
             checked where it is given.
         strict_marlin: allow in marlin only what its original kernel takes (K%128, N%256, group 128 or -1).
         skip_unsupported: dequantise modules of shapes that the target excludes, instead of refusing.
@@ -72,7 +73,7 @@ def convert(
         return _convert(
             _open(source, source_format, target_format, strict_marlin),
             Path(out),
-            FORMATS[target_format],
+            LAYOUTS[target_format],
             strict_marlin=strict_marlin,
             skip_unsupported=skip_unsupported,
             max_shard_size=max_shard_size,
@@ -83,7 +84,7 @@ def convert(
 def _convert(
     quantized: QuantizedCheckpoint,
     out: Path,
-    target: Format,
+    target: Layout,
     *,
     strict_marlin: bool,
     skip_unsupported: bool,
@@ -112,12 +113,12 @@ def _convert(
             config=replace_quantization_config(checkpoint.config, plan.quantization_config),
             manifest=manifest,
             side_files_from=checkpoint,
-            extra_json=extra_configs(target.name, plan.quantization_config),
+            extra_json=DIALECTS[target.dialect].extra_files(plan.quantization_config),
         )
     return ConversionReport(
         source=str(checkpoint.path),
         out=str(out),
-        source_format=quantized.format.name,
+        source_format=quantized.layout.name,
         target_format=target.name,
         converted=len(plan.modules),
         skipped=plan.skipped,
@@ -136,15 +137,15 @@ def _open(
     source: str | os.PathLike[str], source_format: str | None, target_format: str, strict_marlin: bool
 ) -> QuantizedCheckpoint:
     for name in (source_format, target_format):
-        if name is not None and name not in FORMATS:
-            raise UsageError(f"convert: unknown format {name!r}; expected one of {', '.join(FORMATS)}")
-    if strict_marlin and target_format != "marlin":
+        if name is not None and name not in LAYOUTS:
+            raise UsageError(f"convert: unknown format {name!r}; expected one of {', '.join(LAYOUTS)}")
+    if strict_marlin and LAYOUTS[target_format].original_kernel is None:
         raise UsageError(f"convert: --strict-marlin only goes with the target marlin, not {target_format}")
     checkpoint = Checkpoint.open(source)
     quantized = QuantizedCheckpoint.of(checkpoint)
     if quantized is None:
         raise UnsupportedError(f"{checkpoint.path}: is not quantised; use marlinq quantize")
-    found = quantized.format.name
+    found = quantized.layout.name
     if source_format not in (None, found):
         raise UsageError(f"{checkpoint.path}: expected a {source_format} checkpoint, found {found}")
     if found == target_format:
@@ -162,12 +163,12 @@ def _manifest(plan: ConversionPlan, strict_marlin: bool, skip_unsupported: bool)
     return {
         "marlinq": __version__,
         "operation": "convert",
-        "source_format": plan.source.format.name,
+        "source_format": plan.source.layout.name,
         "format": plan.target.name,
         "strict_marlin": strict_marlin,
         "skip_unsupported": skip_unsupported,
         "skipped": {item.module: item.reason for item in plan.skipped},
-        "scale_dtypes": sorted({str(spec.scale_dtype) for spec in plan.modules.values()}),
+        "scale_dtypes": sorted({spec.scheme.scale_dtype for spec in plan.modules.values()}),
         "source_quantization_config": dict(plan.source.config.raw),
         "source": before,
     }
@@ -203,10 +204,12 @@ def _jobs(plan: ConversionPlan, written: set[str]) -> Iterator[_Job]:
         if name in carried:
             if name not in written:
                 yield _Job(name, False, info.nbytes)
-        elif suffix == source.format.key and not written.issuperset(_output_names(plan, module)):
+        elif suffix == source.layout.key and not written.issuperset(_output_names(plan, module)):
             spec = source.modules[module]
             kept = module in plan.modules
-            size = info.nbytes if kept else spec.in_features * spec.out_features * plan.weight_dtype.itemsize
+            size = (
+                info.nbytes if kept else spec.in_features * spec.out_features * ITEM_BYTES[plan.weight_dtype]
+            )
             yield _Job(module, True, info.nbytes + size)
 
 
@@ -236,14 +239,14 @@ def _run(plan: ConversionPlan, writer: CheckpointWriter, job: _Job) -> _Job:
         return job
     spec = plan.modules.get(job.name)
     if spec is None:
-        weight = source.load(job.name).dequantize(plan.weight_dtype)
+        weight = source.load(job.name).dequantize(torch_dtype(plan.weight_dtype))
         writer.write(f"{job.name}.weight", weight.t() if plan.transposed else weight)
         return job
     grid = source.load_grid(job.name)
-    for suffix, tensor in target.pack_grid(grid, spec.scale_dtype, spec.symmetric).items():
+    for suffix, tensor in target.pack_grid(grid, spec.scheme).items():
         writer.write(f"{job.name}.{suffix}", tensor)
-    words = source.checkpoint.tensor(f"{job.name}.{source.format.key}")
-    writer.write(f"{job.name}.{target.key}", transcode(words, spec, source.format, target))
+    words = source.checkpoint.tensor(f"{job.name}.{source.layout.key}")
+    writer.write(f"{job.name}.{target.key}", transcode(words, spec, source.layout, target))
     return job
 
 

@@ -12,15 +12,19 @@ from typing import Any
 
 import torch
 
-from marlinq.checkpoint import QuantizedCheckpoint, TensorPlan, emit_quantization_config
+from marlinq.checkpoint import QuantizedCheckpoint, TensorPlan
+from marlinq.core.dtypes import FLOATS, torch_dtype
 from marlinq.core.errors import CheckpointError, ConversionRefused
-from marlinq.formats import Format, Grid, ModuleSpec, symmetric_zero
-from marlinq.formats.layouts.marlin import Marlin
+from marlinq.core.scheme import Scheme
+from marlinq.core.weight import Grid
+from marlinq.formats import Layout, ModuleSpec
+from marlinq.formats.dialects import write_quantization_config
 from marlinq.operations.convert.report import SkippedModule
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, the steps done, and the steps in all."""
 
+_SIXTEEN_BIT = ("float16", "bfloat16")
 _TRANSPOSED_WEIGHTS = ("gpt2", "imagegpt", "openai-gpt")
 """``model_type`` of the transformers models whose linears (``Conv1D``) store their weight as [K, N]."""
 
@@ -37,18 +41,18 @@ class ConversionPlan:
         modules: every module that stays quantised and what the output stores for it.
         skipped: the modules that are dequantised, with the reason.
         tensors: every output tensor, in the source's order.
-        weight_dtype: of dequantised weights.
+        weight_dtype: name of the dtype of dequantised weights.
         transposed: dequantised weights are stored [K, N].
         quantization_config: of the output.
         notes: what a user of the output should know.
     """
 
     source: QuantizedCheckpoint
-    target: Format
+    target: Layout
     modules: dict[str, ModuleSpec]
     skipped: tuple[SkippedModule, ...]
     tensors: list[TensorPlan]
-    weight_dtype: torch.dtype
+    weight_dtype: str
     transposed: bool
     quantization_config: dict[str, Any]
     notes: tuple[str, ...]
@@ -56,7 +60,7 @@ class ConversionPlan:
 
 def plan_conversion(
     source: QuantizedCheckpoint,
-    target: Format,
+    target: Layout,
     *,
     strict_marlin: bool,
     skip_unsupported: bool,
@@ -78,7 +82,7 @@ def plan_conversion(
         )
     unquantized = [*source.unquantized_linears(), *(item.module for item in skipped)]
     # What the config dialect can't say is known before any tensor is read.
-    emit_quantization_config(target.name, kept, unquantized)
+    write_quantization_config(target, kept, unquantized)
 
     grids = _Scan(source, target)
     for done, name in enumerate(source.modules):
@@ -90,7 +94,7 @@ def plan_conversion(
     modules = {name: grids.target_spec(name) for name in kept}
 
     config = source.checkpoint.config
-    weight_dtype = model_dtype(config) or next(iter(source.modules.values())).scale_dtype
+    weight_dtype = model_dtype(config) or next(iter(source.modules.values())).scheme.scale_dtype
     transposed = config.get("model_type") in _TRANSPOSED_WEIGHTS
     return ConversionPlan(
         source=source,
@@ -100,35 +104,31 @@ def plan_conversion(
         tensors=_tensors(source, target, modules, weight_dtype, transposed),
         weight_dtype=weight_dtype,
         transposed=transposed,
-        quantization_config=emit_quantization_config(target.name, modules, unquantized),
+        quantization_config=write_quantization_config(target, modules, unquantized),
         notes=(*grids.notes(kept), *_fused_notes(names, kept)),
     )
 
 
-def model_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
-    """The floating-point type that ``config.json`` names for the model, or None."""
-    names = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+def model_dtype(config: Mapping[str, Any]) -> str | None:
+    """The name of the floating-point type that ``config.json`` gives the model, or None."""
     inner = config.get("text_config")
     for level in (config, inner if isinstance(inner, dict) else {}):
         for key in ("dtype", "torch_dtype"):
             value = level.get(key)
-            if isinstance(value, str) and value in names:
-                return names[value]
+            if isinstance(value, str) and value in FLOATS:
+                return value
     return None
 
 
 def _excluded_shapes(
-    source: QuantizedCheckpoint, target: Format, strict_marlin: bool, skip_unsupported: bool
+    source: QuantizedCheckpoint, target: Layout, strict_marlin: bool, skip_unsupported: bool
 ) -> tuple[SkippedModule, ...]:
     found = []
     for name, spec in source.modules.items():
         reason = source.mismatch(name)
         if reason is not None:
             raise CheckpointError(f"{source.checkpoint.path}: {name}.{reason}")
-        if strict_marlin and isinstance(target, Marlin):
-            reason = target.strict_refusal(spec)
-        else:
-            reason = target.shape_refusal(spec)
+        reason = target.strict_refusal(spec) if strict_marlin else target.shape_refusal(spec)
         if reason is not None:
             found.append(SkippedModule(name, reason))
     if found and not skip_unsupported:
@@ -143,23 +143,22 @@ def _excluded_shapes(
 class _Scan:
     """Reads zeros, g_idx and scales of every module once and keeps the facts that the output depends on."""
 
-    def __init__(self, source: QuantizedCheckpoint, target: Format) -> None:
+    def __init__(self, source: QuantizedCheckpoint, target: Layout) -> None:
         self._source = source
         self._target = target
         self._model_dtype = model_dtype(source.checkpoint.config)
-        self._symmetric: dict[bool | None, bool] = {}
+        self._stores_zeros: dict[Scheme | None, bool] = {}
         self._act_order: dict[str, bool] = {}
-        self._exact_in_model_dtype = self._model_dtype in (torch.float16, torch.bfloat16)
+        self._exact_in_model_dtype = self._model_dtype in _SIXTEEN_BIT
         self._flag_without_order = False
 
     def check(self, name: str, *, stored: bool) -> None:
         """Raise the reason, if any, why the values of ``name`` can't be stored."""
         path = self._source.checkpoint.path
         grid = self._source.load_grid(name)
-        settings = self._source.config.settings(name)
-        declared = None if settings is None else settings.symmetric
-        if declared and not grid.symmetric:
-            middle = symmetric_zero(grid.bits)
+        declared = self._source.config.rules.scheme(name)
+        if declared is not None and not declared.stores_zeros and grid.scheme.stores_zeros:
+            middle = grid.element.midpoint
             wrong = int(grid.zeros[grid.zeros != middle][0])
             raise ConversionRefused(
                 f"{path}: {name}: the config says sym: true, but qzeros decode to {wrong} where {middle} is "
@@ -167,33 +166,32 @@ class _Scan:
             )
         if not stored:
             return
-        reason = self._target.refusal(grid, self._scale_dtype(self._source.modules[name].scale_dtype))
+        reason = self._target.refusal(grid, self._scale_dtype(self._source.modules[name].scheme.scale_dtype))
         if reason is not None:
             raise ConversionRefused(f"{path}: {name}: {self._target.name} can't hold it: {reason}")
-        self._symmetric[declared] = self._symmetric.get(declared, True) and grid.symmetric
-        self._act_order[name] = not grid.has_trivial_g_idx
-        if settings is not None and settings.desc_act and grid.has_trivial_g_idx:
+        self._stores_zeros[declared] = self._stores_zeros.get(declared, False) or grid.scheme.stores_zeros
+        self._act_order[name] = grid.scheme.act_order
+        if declared is not None and declared.act_order and not grid.scheme.act_order:
             self._flag_without_order = True
         if self._exact_in_model_dtype:
             self._exact_in_model_dtype = _exact(grid, self._model_dtype)
 
     def target_spec(self, name: str) -> ModuleSpec:
         """What the output stores for ``name``, after all modules were checked."""
-        spec, settings = self._source.modules[name], self._source.config.settings(name)
+        spec = self._source.modules[name]
         # Modules that the source's config describes alike stay alike, so that fused layers agree.
-        symmetric = self._symmetric[None if settings is None else settings.symmetric]
-        dtype = self._scale_dtype(spec.scale_dtype)
+        stores_zeros = self._stores_zeros[self._source.config.rules.scheme(name)]
+        dtype = self._scale_dtype(spec.scheme.scale_dtype)
         if dtype is None:
             same = self._model_dtype if self._exact_in_model_dtype else None
-            dtype = same or spec.scale_dtype
-        return replace(
-            spec,
-            symmetric=symmetric,
+            dtype = same or spec.scheme.scale_dtype
+        scheme = replace(
+            spec.scheme,
+            zero_point="stored" if stores_zeros else spec.scheme.element.zero_point,
             scale_dtype=dtype,
-            zero_writer=None,
-            has_g_idx=False,
             act_order=self._act_order[name],
         )
+        return ModuleSpec(spec.in_features, spec.out_features, self._target.as_stored(scheme))
 
     def notes(self, kept: Mapping[str, ModuleSpec]) -> list[str]:
         """Facts about the output that a user should know."""
@@ -204,36 +202,32 @@ class _Scan:
             notes.append(
                 "the source says desc_act: true, but its g_idx is in channel order; the output says false"
             )
-        stored, wanted = next(iter(kept.values())).scale_dtype, self._model_dtype
-        follows = self._target.scale_dtype is None and wanted in (torch.float16, torch.bfloat16)
+        stored, wanted = next(iter(kept.values())).scheme.scale_dtype, self._model_dtype
+        follows = self._target.scale_dtype is None and wanted in _SIXTEEN_BIT
         if follows and not self._exact_in_model_dtype and stored != wanted:
             notes.append(
-                f"scales stay in {_short(stored)}: the model's {_short(wanted)} can't hold all of them "
+                f"scales stay in {stored}: the model's {wanted} can't hold all of them "
                 "exactly, and a loader that casts them rounds"
             )
         return notes
 
-    def _scale_dtype(self, stored: torch.dtype) -> torch.dtype | None:
+    def _scale_dtype(self, stored: str) -> str | None:
         """The type of the output's scales; None where the target follows the model."""
-        if self._source.format.family == self._target.family:
+        if self._source.layout.family == self._target.family:
             return stored
         return self._target.scale_dtype
 
 
-def _exact(grid: Grid, dtype: torch.dtype | None) -> bool:
+def _exact(grid: Grid, dtype: str | None) -> bool:
     wide = grid.scales.to(torch.float32)
-    return dtype is not None and torch.equal(wide.to(dtype).to(torch.float32), wide)
-
-
-def _short(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")
+    return dtype is not None and torch.equal(wide.to(torch_dtype(dtype)).to(torch.float32), wide)
 
 
 def _tensors(
     source: QuantizedCheckpoint,
-    target: Format,
+    target: Layout,
     modules: Mapping[str, ModuleSpec],
-    weight_dtype: torch.dtype,
+    weight_dtype: str,
     transposed: bool,
 ) -> list[TensorPlan]:
     carried = set(source.passthrough)
@@ -243,7 +237,7 @@ def _tensors(
             plans.append(TensorPlan(name, info.dtype, info.shape))
             continue
         module, _, suffix = name.rpartition(".")
-        if suffix != source.format.key:
+        if suffix != source.layout.key:
             continue
         if module in modules:
             expected = target.expected(modules[module])

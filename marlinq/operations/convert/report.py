@@ -20,7 +20,7 @@ class ConversionReport:
 
     Attributes:
         source, out: the folders.
-        source_format, target_format: names in :data:`marlinq.formats.FORMATS`.
+        source_format, target_format: names in :data:`marlinq.formats.LAYOUTS`.
         converted: quantised modules in the output.
         skipped: modules that the target can't hold and that were dequantised instead.
         carried: tensors that were copied unchanged (norms, embeddings, biases).

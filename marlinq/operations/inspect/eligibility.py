@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from marlinq.formats import Grid, ModuleSpec
+from marlinq.core.weight import Grid
+from marlinq.formats import ModuleSpec
 from marlinq.formats.layouts.marlin import GROUP_SIZES, Marlin
 
 _MARLIN = Marlin()
@@ -37,7 +38,7 @@ class Candidate:
     """What the rules look at for one module.
 
     Attributes:
-        layout: a name in :data:`marlinq.formats.FORMATS`.
+        layout: a name in :data:`marlinq.formats.LAYOUTS`.
         spec: shape, group size and width.
         grid: its zeros and g_idx (and scales, which no rule reads); None where they can't be decoded.
         declared_group_size: as the config writes it.
@@ -88,8 +89,8 @@ def _vllm_marlin(candidate: Candidate) -> str | None:
     spec = candidate.spec
     if (reason := _vllm_loads(candidate)) is not None:
         return reason
-    if not _symmetric(candidate) and spec.bits != 4:
-        return f"{spec.bits} bits with zero points; Marlin takes zero points with 4 bits only"
+    if not _symmetric(candidate) and spec.scheme.element.bits != 4:
+        return f"{spec.scheme.element.bits} bits with zero points; Marlin takes zero points with 4 bits only"
     return _group_reason(spec, GROUP_SIZES)
 
 
@@ -111,8 +112,8 @@ def _exllama(candidate: Candidate) -> str | None:
     if candidate.declared_group_size == -1:
         return "one group for the whole layer; ExLlama needs a positive group size"
     if spec.in_features % spec.channels_per_group:
-        return f"K={spec.in_features} is not a multiple of the group size {spec.group_size}"
-    slots = 32 // spec.bits
+        return f"K={spec.in_features} is not a multiple of the group size {spec.scheme.group_size}"
+    slots = 32 // spec.scheme.element.bits
     if spec.out_features % slots:
         return f"N={spec.out_features} is not a multiple of {slots}"
     return None
@@ -141,10 +142,10 @@ def _symmetric(candidate: Candidate) -> bool:
 
 
 def _group_reason(spec: ModuleSpec, sizes: tuple[int, ...]) -> str | None:
-    if spec.groups > 1 and spec.group_size not in sizes:
-        return f"group size {spec.group_size} is not one of {', '.join(map(str, sizes))}"
+    if spec.groups > 1 and spec.scheme.group_size not in sizes:
+        return f"group size {spec.scheme.group_size} is not one of {', '.join(map(str, sizes))}"
     if spec.in_features % spec.channels_per_group:
-        return f"K={spec.in_features} is not a multiple of the group size {spec.group_size}"
+        return f"K={spec.in_features} is not a multiple of the group size {spec.scheme.group_size}"
     return None
 
 

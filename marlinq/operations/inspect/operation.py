@@ -10,7 +10,8 @@ from typing import TypeVar
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, floating_linears
 from marlinq.core.errors import CheckpointError, ConversionRefused
-from marlinq.formats import Grid, ModuleSpec
+from marlinq.core.weight import Grid
+from marlinq.formats import ModuleSpec
 from marlinq.operations.inspect.eligibility import Candidate, eligibilities
 from marlinq.operations.inspect.report import Inspection, ModuleFacts
 
@@ -36,17 +37,14 @@ def inspect(checkpoint: str | os.PathLike[str], *, modules: bool = False) -> Ins
     candidates: dict[str, Candidate] = {}
     for name, spec in quantized.modules.items():
         grid, problem = _grid(quantized, name)
-        settings = quantized.config.settings(name)
-        declared = spec.symmetric if quantized.format.name != "awq" else False
-        if quantized.format.family == "gptq":
-            declared = settings is not None and settings.symmetric is True
+        declared = quantized.config.rules.scheme(name)
         candidates[name] = Candidate(
-            layout=quantized.format.name,
+            layout=quantized.layout.name,
             spec=spec,
             grid=grid,
-            declared_group_size=spec.group_size if settings is None else settings.group_size,
-            declared_act_order=settings is not None and settings.desc_act,
-            declared_symmetric=declared,
+            declared_group_size=spec.scheme.group_size if declared is None else declared.group_size,
+            declared_act_order=declared is not None and declared.act_order,
+            declared_symmetric=not quantized.layout.as_stored(declared or spec.scheme).stores_zeros,
         )
         facts.append(_facts(quantized, name, spec, grid, problem))
     stored = sum(module.nbytes for module in facts)
@@ -54,7 +52,7 @@ def inspect(checkpoint: str | os.PathLike[str], *, modules: bool = False) -> Ins
     others = sum(math.prod(opened.tensors[name].shape) for name in quantized.passthrough)
     return Inspection(
         checkpoint=str(opened.path),
-        format=quantized.format.name,
+        format=quantized.layout.name,
         architecture=_architecture(opened),
         dtype=_main_dtype(opened, quantized.passthrough),
         bits=_by_frequency(module.bits for module in facts),
@@ -122,12 +120,12 @@ def _facts(
         name=name,
         in_features=spec.in_features,
         out_features=spec.out_features,
-        bits=spec.bits,
-        group_size=spec.group_size,
-        symmetric=None if grid is None else grid.symmetric,
+        bits=spec.scheme.element.bits,
+        group_size=spec.scheme.group_size,
+        symmetric=None if grid is None else not grid.scheme.stores_zeros,
         g_idx=order,
         bias=f"{name}.bias" in tensors,
-        scale_dtype=str(spec.scale_dtype).removeprefix("torch."),
+        scale_dtype=spec.scheme.scale_dtype,
         nbytes=nbytes,
         effective_bits=8 * nbytes / (spec.in_features * spec.out_features),
         problem=problem,
@@ -142,7 +140,8 @@ def _symmetry(facts: list[ModuleFacts]) -> str:
 
 
 def _order(quantized: QuantizedCheckpoint, facts: list[ModuleFacts]) -> str:
-    if quantized.format.family != "gptq" and not any(spec.has_g_idx for spec in quantized.modules.values()):
+    extras = any(spec.extras for spec in quantized.modules.values())
+    if not quantized.layout.stores_order and not extras:
         return "none"
     found = {module.g_idx for module in facts}
     return found.pop() if len(found) == 1 else "mixed"
@@ -176,7 +175,7 @@ def _main_dtype(opened: Checkpoint, names: Iterable[str]) -> str:
     sizes: Counter[str] = Counter()
     for name in names:
         info = opened.tensors[name]
-        sizes[str(info.dtype).removeprefix("torch.")] += info.nbytes
+        sizes[info.dtype] += info.nbytes
     return sizes.most_common(1)[0][0] if sizes else "none"
 
 

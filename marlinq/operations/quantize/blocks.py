@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from marlinq.calibration import Batch, HessianAccumulator, HiddenStates
 from marlinq.checkpoint import CheckpointWriter
 from marlinq.core.errors import NumericsError
-from marlinq.formats import QuantizedTensor
+from marlinq.core.weight import QuantizedWeight
 from marlinq.methods.gptq import solve_gptq_shared
 from marlinq.models import BlockLoader, BlockReplay, DecoderStructure, shared_inputs
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
@@ -96,23 +96,15 @@ class BlockQuantizer:
             raise ValueError("calibration needs at least one batch")
         return states
 
-    def _read_back(self, planned: PlannedModule) -> QuantizedTensor:
+    def _read_back(self, planned: PlannedModule) -> QuantizedWeight:
         names = self._plan.tensor_names(planned)
         tensors = {suffix: self._writer.read_back(name) for suffix, name in names.items()}
         return self._plan.layout.unpack(tensors, planned.spec)
 
-    def _install(self, planned: PlannedModule, quantized: QuantizedTensor) -> None:
+    def _install(self, planned: PlannedModule, quantized: QuantizedWeight) -> None:
         """Gives the module the weight that a loader of the output will see, in the dtype of the forward."""
         device = self._loader.device
-        on_device = QuantizedTensor(
-            codes=quantized.codes.to(device),
-            scales=quantized.scales.to(device),
-            zeros=quantized.zeros.to(device),
-            g_idx=quantized.g_idx.to(device),
-            group_size=quantized.group_size,
-            bits=quantized.bits,
-        )
-        weight = on_device.dequantize(self._loader.dtype)
+        weight = quantized.to(device).dequantize(self._loader.dtype)
         if planned.linear.transposed:
             weight = weight.t().contiguous()
         module = self._structure.model.get_submodule(planned.linear.name)
@@ -130,10 +122,10 @@ class BlockQuantizer:
 
     def _quantize(
         self, index: int, members: Sequence[PlannedModule], states: HiddenStates
-    ) -> dict[str, QuantizedTensor]:
+    ) -> dict[str, QuantizedWeight]:
         groups, statistics = self._statistics(index, members, states)
         by_name = {planned.linear.name: planned for planned in members}
-        quantized: dict[str, QuantizedTensor] = {}
+        quantized: dict[str, QuantizedWeight] = {}
         notes: dict[str, Any] = {}
         for group in groups:
             accumulator = statistics.pop(group[0])
@@ -143,9 +135,7 @@ class BlockQuantizer:
                     quantized[planned.linear.name] = solved
                     notes[f"module {planned.stored}"] = asdict(report)
                     spec = planned.spec
-                    for suffix, tensor in self._plan.layout.pack(
-                        solved, spec.scale_dtype, spec.symmetric
-                    ).items():
+                    for suffix, tensor in self._plan.layout.pack(solved, spec.scheme).items():
                         self._writer.write(f"{planned.stored}.{suffix}", tensor.cpu())
         self._writer.commit(notes)
         return quantized
@@ -183,14 +173,14 @@ class BlockQuantizer:
 
     def _solve(
         self, members: Sequence[PlannedModule], hessian: Tensor, tokens: int
-    ) -> list[tuple[PlannedModule, QuantizedTensor, ModuleReport]]:
+    ) -> list[tuple[PlannedModule, QuantizedWeight, ModuleReport]]:
         settings, spec = members[0].settings, members[0].spec
         solved = solve_gptq_shared(
             [self._weight(planned) for planned in members],
             hessian,
             group_size=settings.group_size,
             symmetric=settings.symmetric,
-            bits=spec.bits,
+            bits=spec.scheme.element.bits,
             damp=settings.damp,
             clip_search=settings.clip_search,
             act_order=settings.act_order,
@@ -202,8 +192,8 @@ class BlockQuantizer:
                 planned,
                 quantized,
                 ModuleReport(
-                    group_size=planned.spec.group_size,
-                    symmetric=planned.spec.symmetric,
+                    group_size=planned.spec.scheme.group_size,
+                    symmetric=not planned.spec.scheme.stores_zeros,
                     damp=report.damp,
                     fallback=report.fallback,
                     dead_channels=report.dead_channels,

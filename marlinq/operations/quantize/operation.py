@@ -18,6 +18,7 @@ import transformers
 from marlinq import __version__
 from marlinq.calibration import Document, make_batches
 from marlinq.checkpoint import DEFAULT_MAX_SHARD_BYTES, Checkpoint, CheckpointWriter, check_place
+from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import EnvironmentProblem, UsageError
 from marlinq.models import BlockLoader, build_structure
 from marlinq.operations.quantize.blocks import BlockQuantizer, module_reports
@@ -163,7 +164,7 @@ def _compute_dtype(checkpoint: Checkpoint, plan: OutputPlan, device: torch.devic
     if device.type == "cpu":
         return torch.float32
     first = next(iter(plan.modules.values()))
-    return checkpoint.tensors[f"{first.stored}.weight"].dtype
+    return torch_dtype(checkpoint.tensors[f"{first.stored}.weight"].dtype)
 
 
 def _environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

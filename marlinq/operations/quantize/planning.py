@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from marlinq.checkpoint import Checkpoint, TensorPlan, emit_quantization_config, extra_configs
+from marlinq.checkpoint import Checkpoint, TensorPlan
+from marlinq.core.dtypes import FLOATS
 from marlinq.core.errors import CheckpointError, UnsupportedError
-from marlinq.formats import FORMATS, Format, ModuleSpec
+from marlinq.core.scheme import CHANNEL, Scheme
+from marlinq.formats import LAYOUTS, Layout, ModuleSpec
+from marlinq.formats.dialects import DIALECTS, write_quantization_config
 from marlinq.models import Block, DecoderStructure, KeptModule, LinearModule, TensorNames, is_linear
 from marlinq.operations.quantize.recipe import GROUP_SIZES, ModuleSettings, ModuleSkip, Recipe
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class OutputPlan:
         extra_json: further JSON files that loaders of the layout read.
     """
 
-    layout: Format
+    layout: Layout
     modules: Mapping[str, PlannedModule]
     kept: tuple[KeptModule, ...]
     tensors: tuple[TensorPlan, ...]
@@ -84,11 +83,11 @@ def plan_output(checkpoint: Checkpoint, structure: DecoderStructure, recipe: Rec
         )
     names = TensorNames(structure, checkpoint.tensors, source=str(checkpoint.path))
     _check_parameters(checkpoint, structure, names)
-    layout = FORMATS[recipe.format]
+    layout = LAYOUTS[recipe.format]
     modules, skipped = _choose(checkpoint, structure, names, layout, recipe)
     kept = (*structure.kept, *skipped)
-    quantization_config = emit_quantization_config(
-        layout.name,
+    quantization_config = write_quantization_config(
+        layout,
         {planned.stored: planned.spec for planned in modules.values()},
         [_stored_name(names, module.name) for module in kept if _is_linear(structure, module.name)],
     )
@@ -109,7 +108,7 @@ def plan_output(checkpoint: Checkpoint, structure: DecoderStructure, recipe: Rec
         tensors=tuple(tensors),
         copied=tuple(name for name in checkpoint.tensors if name not in replaced),
         config={**checkpoint.config, "quantization_config": quantization_config},
-        extra_json=extra_configs(layout.name, quantization_config),
+        extra_json=DIALECTS[layout.dialect].extra_files(quantization_config),
     )
 
 
@@ -128,7 +127,7 @@ def _choose(
     checkpoint: Checkpoint,
     structure: DecoderStructure,
     names: TensorNames,
-    layout: Format,
+    layout: Layout,
     recipe: Recipe,
 ) -> tuple[dict[str, PlannedModule], list[KeptModule]]:
     shared = set(structure.tied) | set(structure.tied.values())
@@ -162,25 +161,24 @@ def _choose(
 
 
 def _spec(
-    layout: Format, linear: LinearModule, settings: ModuleSettings, stored: torch.dtype, name: str
+    layout: Layout, linear: LinearModule, settings: ModuleSettings, stored: str, name: str
 ) -> ModuleSpec:
-    if stored not in _FLOATS:
+    if stored not in FLOATS:
         raise UnsupportedError(
-            f"tensor {name!r}: expected float32, bfloat16 or float16 weights, found {str(stored)[6:]}; "
+            f"tensor {name!r}: expected float32, bfloat16 or float16 weights, found {stored}; "
             "pass the unquantised model"
         )
     # Layouts that leave the dtype of scales open want the model's own, where that has 16 bits.
-    own = stored if stored != torch.float32 else torch.float16
-    return ModuleSpec(
-        in_features=linear.in_features,
-        out_features=linear.out_features,
-        group_size=-1 if settings.group_size == linear.in_features else settings.group_size,
-        symmetric=settings.symmetric,
+    own = stored if stored != "float32" else "float16"
+    scheme = Scheme(
+        group_size=CHANNEL if settings.group_size == linear.in_features else settings.group_size,
+        zero_point="midpoint" if settings.symmetric else "stored",
         scale_dtype=layout.scale_dtype or own,
     )
+    return ModuleSpec(linear.in_features, linear.out_features, scheme)
 
 
-def _refusal(layout: Format, spec: ModuleSpec, settings: ModuleSettings) -> str | None:
+def _refusal(layout: Layout, spec: ModuleSpec, settings: ModuleSettings) -> str | None:
     if settings.group_size != -1 and spec.in_features % settings.group_size:
         fitting = [size for size in GROUP_SIZES if size > 0 and spec.in_features % size == 0]
         hint = f", but of {max(fitting)}" if fitting else ""

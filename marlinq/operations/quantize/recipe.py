@@ -14,8 +14,9 @@ from typing import Any
 import yaml
 
 from marlinq.core.errors import UsageError
+from marlinq.core.scheme import Scheme
+from marlinq.formats import LAYOUTS
 
-FORMAT_NAMES = ("gptq", "gptq-v2", "awq", "marlin", "compressed-tensors")
 GROUP_SIZES = (32, 64, 128, -1)
 ACT_ORDERS = ("none", "static")
 
@@ -113,7 +114,7 @@ class Recipe:
     """Everything that decides the bytes of a quantised checkpoint, besides the model and the machine.
 
     Attributes:
-        format: the output layout, one of ``FORMAT_NAMES``.
+        format: the output layout, a name in :data:`marlinq.formats.LAYOUTS`.
         group_size: input channels a scale, one of 32, 64, 128, or -1 for one group a layer.
         symmetric: zero point fixed in the middle of the codes.
         clip_search: choose each group's scale by the error it causes, instead of by its largest weight.
@@ -145,13 +146,13 @@ class Recipe:
     def __post_init__(self) -> None:
         for key, check in _CHECKS.items():
             check(key, getattr(self, key))
-        if self.format == "marlin":
-            asymmetric = [o for o in self.overrides if o.settings.get("symmetric") is False]
-            if not self.symmetric or asymmetric:
-                where = "symmetric" if not self.symmetric else f"override {asymmetric[0].pattern!r}"
-                raise UsageError(
-                    f"{where}: the marlin format holds symmetric weights only; use --sym, or another --format"
-                )
+        layout = LAYOUTS[self.format]
+        named = [("recipe", self.symmetric)]
+        named += [(f"override {o.pattern!r}", o.settings.get("symmetric", True)) for o in self.overrides]
+        for where, symmetric in named:
+            reason = layout.scheme_refusal(Scheme(zero_point="midpoint" if symmetric else "stored"))
+            if reason is not None:
+                raise UsageError(f"{where}: {layout.name} can't hold {reason}; choose another --format")
 
     def settings_for(self, module: str) -> ModuleSettings | ModuleSkip:
         """How to quantise the linear called ``module`` (its full dotted name), or why not to."""
@@ -264,6 +265,11 @@ def _expect_text(where: str, value: Any) -> None:
         raise UsageError(f"{where}: expected a name or path, found {value!r}")
 
 
+def _expect_layout(where: str, value: Any) -> None:
+    # Layouts can be registered at any time, so the choices are those of the moment.
+    _OneOf(*LAYOUTS)(where, value)
+
+
 class _OneOf:
     def __init__(self, *choices: Any) -> None:
         self.choices = choices
@@ -293,7 +299,7 @@ _CHECKS_OF_A_MODULE: dict[str, Callable[[str, Any], None]] = {
     "act_order": _OneOf(*ACT_ORDERS),
 }
 _CHECKS = _CHECKS_OF_A_MODULE | {
-    "format": _OneOf(*FORMAT_NAMES),
+    "format": _expect_layout,
     "calibration": _expect_text,
     "samples": _AtLeast(1),
     "max_length": _AtLeast(1),

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.core.errors import CheckpointError, MarlinqError
-from marlinq.formats import ModuleSpec, QuantizedTensor
+from marlinq.core.weight import QuantizedWeight
+from marlinq.formats import ModuleSpec
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.models import DecoderStructure, TensorNames
 from marlinq.operations.verify.evidence import find_faults, threshold
@@ -95,7 +96,7 @@ class Comparison:
                 self._unquantized.failures.append(f"{name}: differs from the original")
         self._cast = "".join(f"; {count} after a cast from {kinds}" for kinds, count in cast.items())
 
-    def module(self, name: str, spec: ModuleSpec, stored: Mapping[str, Tensor], q: QuantizedTensor) -> None:
+    def module(self, name: str, spec: ModuleSpec, stored: Mapping[str, Tensor], q: QuantizedWeight) -> None:
         """Compare one quantised module; ``stored`` are its tensors by suffix and ``q`` is their tuple."""
         if self._other is not None:
             self._same_tuple(name, q)
@@ -108,7 +109,7 @@ class Comparison:
         if not bool(torch.isfinite(q.scales).all()) or not bool(torch.isfinite(weight).all()):
             self._weights.failures.append(f"{name}: NaN or infinity, so no error can be given")
             return
-        weight, q = weight.to(self._device), _to(q, self._device)
+        weight, q = weight.to(self._device), q.to(self._device)
         norm = float(weight.norm()) or 1.0
         mine = float((weight - q.dequantize()).norm()) / norm
         rtn = self._rtn_error(weight, q, norm)
@@ -116,13 +117,13 @@ class Comparison:
         if rtn and mine > ABOVE_RTN * rtn:
             text = f"{name}: relative error {mine:.4f}, {mine / rtn:.1f} times round-to-nearest's"
             (self._weights.failures if mine > FAR_ABOVE_RTN * rtn else self._weights.warnings).append(text)
-        faults = find_faults(weight, q, self._view.format, spec, stored, self._limit)
+        faults = find_faults(weight, q, self._view.layout, spec, stored, self._limit)
         for fault in faults[:_SHOWN_FAULTS]:
             self._places.failures.append(f"{name}: {fault.what} (log-likelihood ratio {fault.evidence:.0f})")
         if len(faults) > _SHOWN_FAULTS:
             self._places.failures.append(f"{name}: and {len(faults) - _SHOWN_FAULTS} more places")
 
-    def _same_tuple(self, name: str, q: QuantizedTensor) -> None:
+    def _same_tuple(self, name: str, q: QuantizedWeight) -> None:
         if self._other is None or name not in self._other.modules:
             self._weights.failures.append(f"{name}: not quantised in {self._original.path}")
             return
@@ -167,13 +168,17 @@ class Comparison:
         return any(linear == name or linear.endswith(f".{name}") for linear in self._transposed)
 
     @staticmethod
-    def _rtn_error(weight: Tensor, q: QuantizedTensor, norm: float) -> float | None:
+    def _rtn_error(weight: Tensor, q: QuantizedWeight, norm: float) -> float | None:
         if q.in_features % q.group_size:
             return None
         if not q.has_trivial_g_idx:
             weight = weight[:, torch.argsort(q.g_idx, stable=True)]
         rounded = round_to_nearest(
-            weight, group_size=q.group_size, symmetric=q.symmetric, bits=q.bits, scale_dtype=q.scales.dtype
+            weight,
+            group_size=q.group_size,
+            symmetric=not q.scheme.stores_zeros,
+            bits=q.element.bits,
+            scale_dtype=q.scales.dtype,
         )
         return float((weight - rounded.dequantize()).norm()) / norm
 
@@ -196,17 +201,6 @@ class Comparison:
         rows.append(self._weights.result(text))
         rows.append(self._places.result(f"none that another explanation fits better by e^{self._limit:.0f}"))
         return rows
-
-
-def _to(q: QuantizedTensor, device: torch.device) -> QuantizedTensor:
-    return QuantizedTensor(
-        codes=q.codes.to(device),
-        scales=q.scales.to(device),
-        zeros=q.zeros.to(device),
-        g_idx=q.g_idx.to(device),
-        group_size=q.group_size,
-        bits=q.bits,
-    )
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

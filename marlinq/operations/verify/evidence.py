@@ -32,15 +32,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
 
 import torch
 from torch import Tensor
 
-from marlinq.formats import Format, ModuleSpec, QuantizedTensor, symmetric_zero, trivial_g_idx
-from marlinq.formats.nibbles import pack_last, slots_per_word
+from marlinq.core.scheme import CHANNEL, Scheme, integer_element
+from marlinq.core.weight import QuantizedWeight, trivial_g_idx
+from marlinq.formats import Layout, ModuleSpec
+from marlinq.formats.packing import pack_last, slots_per_word
 
 DEGREES = 8.0
 FALSE_ALARM = 1e-2
@@ -81,8 +83,8 @@ class _Noise:
 
 def find_faults(
     weight: Tensor,
-    q: QuantizedTensor,
-    layout: Format,
+    q: QuantizedWeight,
+    layout: Layout,
     spec: ModuleSpec,
     stored: Mapping[str, Tensor],
     limit: float,
@@ -125,11 +127,11 @@ def _distance(w: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, bits: int
     return place.clamp_(0, (1 << bits) - 1).sub_(codes)
 
 
-def _noise(w: Tensor, q: QuantizedTensor) -> _Noise:
+def _noise(w: Tensor, q: QuantizedWeight) -> _Noise:
     r = torch.empty(q.codes.shape, device=w.device)
     for group, rows in _group_rows(q):
         scales, zeros = q.scales[group].float(), q.zeros[group].float()
-        r[rows] = _distance(w[rows], q.codes[rows].float(), scales, zeros, q.bits)
+        r[rows] = _distance(w[rows], q.codes[rows].float(), scales, zeros, q.element.bits)
     sigma = torch.empty((q.in_features, 1), device=w.device)
     step = max(1, _CHUNK_ELEMENTS // q.out_features)
     for start in range(0, q.in_features, step):
@@ -141,7 +143,7 @@ def _noise(w: Tensor, q: QuantizedTensor) -> _Noise:
     return _Noise(r, sigma.clamp_(min=_SMALLEST_SIGMA))
 
 
-def _group_rows(q: QuantizedTensor) -> Iterator[tuple[int, Tensor | slice]]:
+def _group_rows(q: QuantizedWeight) -> Iterator[tuple[int, Tensor | slice]]:
     if q.has_trivial_g_idx:
         for group in range(q.groups):
             yield group, slice(group * q.group_size, (group + 1) * q.group_size)
@@ -154,7 +156,7 @@ def _group_rows(q: QuantizedTensor) -> Iterator[tuple[int, Tensor | slice]]:
 
 def _whole_module(
     w: Tensor,
-    q: QuantizedTensor,
+    q: QuantizedWeight,
     explanations: Iterable[tuple[str, Tensor, Tensor]],
     noise: _Noise,
     limit: float,
@@ -166,7 +168,7 @@ def _whole_module(
 
     def gain(scales: Tensor, zeros: Tensor) -> float:
         s, z = scales[:, columns].float()[groups], zeros[:, columns].float()[groups]
-        r = _distance(w[:, columns], q.codes[:, columns].float(), s, z, q.bits)
+        r = _distance(w[:, columns], q.codes[:, columns].float(), s, z, q.element.bits)
         return float(_log_density(r, noise.sigma).sum() - base)
 
     for what, scales, zeros in explanations:
@@ -176,7 +178,7 @@ def _whole_module(
 
 
 def _other_explanations(
-    q: QuantizedTensor, layout: Format, spec: ModuleSpec, stored: Mapping[str, Tensor]
+    q: QuantizedWeight, layout: Layout, spec: ModuleSpec, stored: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     suffix = next(name for name in ("scales", "s", "weight_scale") if name in stored)
     rows, columns = stored[suffix].shape
@@ -184,13 +186,13 @@ def _other_explanations(
         restored = stored[suffix].reshape(columns, rows).t().contiguous()
         other = layout.unpack({**stored, suffix: restored}, spec)
         yield "scales are stored transposed", other.scales.to(q.scales.device), q.zeros
-    top = (1 << q.bits) - 1
+    top = (1 << q.element.bits) - 1
     for step, word in ((1, "low"), (-1, "high")):
         shifted = (q.zeros.short() + step).clamp_(0, top)
         yield f"zero points are one too {word}", q.scales, shifted
 
 
-def _groups(w: Tensor, q: QuantizedTensor, noise: _Noise, limit: float) -> Iterator[Fault]:
+def _groups(w: Tensor, q: QuantizedWeight, noise: _Noise, limit: float) -> Iterator[Fault]:
     """One bit of a scale's sign or exponent flipped; one zero point off by one."""
     for group, rows in _group_rows(q):
         sigma = noise.sigma[rows]
@@ -207,7 +209,7 @@ def _groups(w: Tensor, q: QuantizedTensor, noise: _Noise, limit: float) -> Itera
         # As many groups are judged as there are weights over the group size, not as there are pairs of codes.
         enough = limit - math.log(TESTS_PER_WEIGHT * q.group_size)
         for name, s, z, odd in _group_explanations(scales, zeros, stretch[suspects], shift[suspects]):
-            r = _distance(part, codes, s, z, q.bits)
+            r = _distance(part, codes, s, z, q.element.bits)
             gain = _log_density(r, sigma).sum(dim=0) - base[suspects]
             gain = torch.where(torch.isfinite(s) & (s != 0) & (odd > enough), gain, -math.inf)
             for i in (gain > best).nonzero()[:, 0].tolist():
@@ -219,7 +221,7 @@ def _groups(w: Tensor, q: QuantizedTensor, noise: _Noise, limit: float) -> Itera
 
 
 def _oddness(
-    w: Tensor, q: QuantizedTensor, group: int, rows: Tensor | slice, r: Tensor
+    w: Tensor, q: QuantizedWeight, group: int, rows: Tensor | slice, r: Tensor
 ) -> tuple[Tensor, Tensor]:
     """How far each output's scale and zero point of one group are off, against the other outputs' of the
     same group, as -ln of a tail probability, [N] each."""
@@ -255,9 +257,9 @@ def _group_explanations(
         yield f"its zero point is one too {word}", scales.float(), zeros + step, shift
 
 
-def _words(q: QuantizedTensor, layout: Format, noise: _Noise, limit: float) -> Iterator[Fault]:
+def _words(q: QuantizedWeight, layout: Layout, noise: _Noise, limit: float) -> Iterator[Fault]:
     """Codes exchanged within one stored word: any two, or the two of every byte."""
-    tile = _word_tile(layout, q.bits, q.in_features, q.out_features)
+    tile = _word_tile(layout, q.element.bits, q.in_features, q.out_features)
     if tile is None:
         return
     height = tile.rows * max(1, _CHUNK_ELEMENTS // (q.out_features * tile.rows))
@@ -281,7 +283,7 @@ def _words(q: QuantizedTensor, layout: Format, noise: _Noise, limit: float) -> I
             exchanged += _log_density(places[:, j] - codes[:, i], sigma[:, j])
             gain = exchanged + lacks[:, i] + lacks[:, j]
             gains.append((f"slots {i} and {j} are exchanged", gain))
-            if (i, j) in _BYTE_PARTNERS and q.bits == 4:
+            if (i, j) in _BYTE_PARTNERS and q.element.bits == 4:
                 bytes_swapped += gain
         gains.append(("the two codes of every byte are exchanged", bytes_swapped))
         stacked = torch.stack([gain for _, gain in gains])
@@ -292,7 +294,7 @@ def _words(q: QuantizedTensor, layout: Format, noise: _Noise, limit: float) -> I
             yield Fault(f"{where}: {gains[int(which[i])][0]}", float(best[i]))
 
 
-def _channels(w: Tensor, q: QuantizedTensor, noise: _Noise, limit: float) -> Iterator[Fault]:
+def _channels(w: Tensor, q: QuantizedWeight, noise: _Noise, limit: float) -> Iterator[Fault]:
     """Input channels whose codes fit another group's scales: an entry of g_idx is wrong."""
     scales, zeros = q.scales.float(), q.zeros.float()
     codes = q.codes.float()
@@ -305,7 +307,7 @@ def _channels(w: Tensor, q: QuantizedTensor, noise: _Noise, limit: float) -> Ite
     other, group = energy.min(dim=1, keepdim=True)
     for k in (other < own)[:, 0].nonzero()[:, 0].tolist():
         g = int(group[k])
-        r = _distance(w[k], codes[k], scales[g], zeros[g], q.bits)
+        r = _distance(w[k], codes[k], scales[g], zeros[g], q.element.bits)
         gain = _log_density(r, noise.sigma[k]).sum() - _log_density(noise.r[k], noise.sigma[k]).sum()
         if float(gain) > limit:
             what = f"input channel {k} fits group {g}, g_idx says {int(q.g_idx[k])}"
@@ -338,36 +340,38 @@ class _Tile:
 
 
 @lru_cache(maxsize=64)
-def _word_tile(layout: Format, bits: int, k: int, n: int) -> _Tile | None:
+def _word_tile(layout: Layout, bits: int, k: int, n: int) -> _Tile | None:
     for rows, columns in ((8, 8), (16, 64), (8, 1), (1, 8)):
-        spec = ModuleSpec(rows, columns, -1, bits)
+        spec = ModuleSpec(rows, columns, Scheme(integer_element(bits), CHANNEL))
         if k % rows == 0 and n % columns == 0 and layout.shape_refusal(spec) is None:
             return _tile_of(layout, spec)
     return None
 
 
-def _tile_of(layout: Format, spec: ModuleSpec) -> _Tile:
+def _tile_of(layout: Layout, spec: ModuleSpec) -> _Tile:
     """Reads the order off the layout itself: words that hold their own number, then their slots' numbers."""
     shape = (spec.in_features, spec.out_features)
-    blank = QuantizedTensor(
+    blank = QuantizedWeight(
         codes=torch.zeros(shape, dtype=torch.uint8),
         scales=torch.ones((1, shape[1]), dtype=torch.float16),
-        zeros=torch.full((1, shape[1]), symmetric_zero(spec.bits), dtype=torch.uint8),
+        zeros=torch.full((1, shape[1]), spec.scheme.element.midpoint, dtype=torch.uint8),
         g_idx=trivial_g_idx(shape[0], -1),
         group_size=shape[0],
-        bits=spec.bits,
+        element=spec.scheme.element,
     )
     stored = layout.pack(blank)
-    slots = slots_per_word(spec.bits)
+    bits = spec.scheme.element.bits
+    spec = replace(spec, scheme=layout.as_stored(spec.scheme))
+    slots = slots_per_word(spec.scheme.element.bits)
     count = stored[layout.key].numel()
 
     def unpacked(digits: Tensor) -> Tensor:
-        words = pack_last(digits.to(torch.uint8).contiguous(), spec.bits).reshape(stored[layout.key].shape)
+        words = pack_last(digits.to(torch.uint8).contiguous(), bits).reshape(stored[layout.key].shape)
         return layout.unpack({**stored, layout.key: words}, spec).codes.long()
 
-    top = (1 << spec.bits) - 1
+    top = (1 << bits) - 1
     word = torch.arange(count).unsqueeze(1).expand(-1, slots)
-    word_of = unpacked(word & top) + (unpacked(word >> spec.bits) << spec.bits)
+    word_of = unpacked(word & top) + (unpacked(word >> bits) << bits)
     slot_of = unpacked(torch.arange(slots).expand(count, -1))
     order = torch.argsort((word_of * slots + slot_of).flatten())
     return _Tile(spec.in_features, spec.out_features, slots, order)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from marlinq.checkpoint import QuantizedCheckpoint
 from marlinq.core.errors import EnvironmentProblem, MarlinqError
-from marlinq.formats import QuantizedTensor
+from marlinq.core.weight import QuantizedWeight
 from marlinq.operations.verify.report import Check, Findings
 from marlinq.runtime import decide, quantized_linear
 
@@ -24,7 +24,7 @@ _SEED = 0
 def check_kernels(
     view: QuantizedCheckpoint, device: torch.device, progress: Callable[[str, int, int], None]
 ) -> Check:
-    """Multiply random activations with one module of every shape, group size and symmetry."""
+    """Multiply random activations with one module of every shape and scheme."""
     findings = Findings("kernels")
     if device.type != "cuda":
         reason = f"the device is {device}" if torch.cuda.is_available() else "no GPU"
@@ -44,7 +44,7 @@ def compare_kernels(
     findings = Findings("kernels")
     distinct: dict[tuple[object, ...], str] = {}
     for name, spec in view.modules.items():
-        distinct.setdefault((spec.in_features, spec.out_features, spec.group_size, spec.symmetric), name)
+        distinct.setdefault((spec.in_features, spec.out_features, spec.scheme), name)
     worst, ran = 0.0, 0
     refused: list[str] = []
     for done, name in enumerate(distinct.values()):
@@ -74,16 +74,9 @@ def compare_kernels(
 
 
 def _errors(
-    q: QuantizedTensor, name: str, device: torch.device, dtype: torch.dtype
+    q: QuantizedWeight, name: str, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[int, float]]:
-    moved = QuantizedTensor(
-        codes=q.codes.to(device),
-        scales=q.scales.to(device),
-        zeros=q.zeros.to(device),
-        g_idx=q.g_idx.to(device),
-        group_size=q.group_size,
-        bits=q.bits,
-    )
+    moved = q.to(device)
     decision = decide(moved, device=device, dtype=dtype, linears="kernel")
     linear = quantized_linear(moved, None, decision, device=device, dtype=dtype, name=name)
     # The kernel is given scales in the activations' dtype; that rounding is not its error.

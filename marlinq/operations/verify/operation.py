@@ -65,7 +65,7 @@ def verify(
     return VerificationReport(
         checkpoint=str(folder),
         against=None if original is None else str(original.path),
-        format=None if run.view is None else run.view.format.name,
+        format=None if run.view is None else run.view.layout.name,
         checks=tuple(checks),
         modules=tuple(run.modules(checks)),
     )
@@ -136,10 +136,10 @@ class _Run:
                 continue
             names = view.tensor_names(name)
             stored = {suffix: view.checkpoint.tensor(full) for suffix, full in names.items()}
-            settings = view.config.settings(name)
+            declared = view.config.rules.scheme(name)
             round_trip.module(name, spec, stored, q)
-            if settings is not None:
-                values.module(name, q, settings)
+            if declared is not None:
+                values.module(name, q, declared)
             if self._comparison is not None:
                 self._comparison.module(name, spec, stored, q)
         self._progress("check modules", len(view.modules), len(view.modules))
@@ -188,8 +188,8 @@ class _Run:
                     name=name,
                     in_features=spec.in_features,
                     out_features=spec.out_features,
-                    group_size=spec.group_size,
-                    symmetric=spec.symmetric,
+                    group_size=spec.scheme.group_size,
+                    symmetric=not spec.scheme.stores_zeros,
                     relative_error=error,
                     rtn_error=rtn,
                     problems=tuple(problems[name]),

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from marlinq.checkpoint import QuantizedCheckpoint
 from marlinq.core.errors import MarlinqError
-from marlinq.formats import FORMATS, ModuleSpec, QuantizedTensor, spec_of
+from marlinq.core.weight import QuantizedWeight
+from marlinq.formats import LAYOUTS, ModuleSpec, spec_of
 from marlinq.operations.verify.report import Check, Findings
 
 
@@ -25,12 +26,12 @@ class RoundTrip:
         self._held: dict[str, int] = {}
         self._modules = 0
 
-    def module(self, name: str, spec: ModuleSpec, stored: Mapping[str, Tensor], q: QuantizedTensor) -> None:
+    def module(self, name: str, spec: ModuleSpec, stored: Mapping[str, Tensor], q: QuantizedWeight) -> None:
         """Check one module; ``stored`` are its tensors by suffix and ``q`` is their tuple."""
         self._modules += 1
         self._back_to_itself(name, spec, stored, q)
-        for layout in FORMATS.values():
-            if layout is self._view.format:
+        for layout in LAYOUTS.values():
+            if layout is self._view.layout:
                 continue
             reason = layout.refusal(q)
             if reason is not None:
@@ -39,25 +40,27 @@ class RoundTrip:
             self._held[layout.name] = self._held.get(layout.name, 0) + 1
             try:
                 there = layout.pack(q)
-                suffix = next(suffix for suffix in ("scales", "s", "weight_scale") if suffix in there)
-                wanted = replace(spec_of(q), scale_dtype=there[suffix].dtype)
-                difference = q.difference(layout.unpack(there, wanted))
+                natural = layout.scale_dtype or q.scheme.scale_dtype
+                stored_as = layout.as_stored(replace(q.scheme, scale_dtype=natural))
+                difference = q.difference(layout.unpack(there, replace(spec_of(q), scheme=stored_as)))
             except MarlinqError as error:
                 difference = str(error)
             if difference is not None:
                 self._others.failures.append(f"{name}: through {layout.name} and back: {difference}")
 
     def _back_to_itself(
-        self, name: str, spec: ModuleSpec, stored: Mapping[str, Tensor], q: QuantizedTensor
+        self, name: str, spec: ModuleSpec, stored: Mapping[str, Tensor], q: QuantizedWeight
     ) -> None:
-        layout = self._view.format
-        reason = layout.refusal(q, spec.scale_dtype)
+        layout = self._view.layout
+        reason = layout.refusal(q, spec.scheme.scale_dtype)
         if reason is not None:
             self._own.warnings.append(f"{name}: can be read but not written as {layout.name}: {reason}")
             return
-        packed = layout.pack(q, spec.scale_dtype, spec.symmetric and q.symmetric)
+        # Zero points that contradict a symmetric config are another check's business.
+        declared = replace(spec.scheme, zero_point="stored") if q.scheme.stores_zeros else spec.scheme
+        packed = layout.pack(q, declared)
         for suffix, tensor in stored.items():
-            if suffix == "weight_g_idx":  # read from old writers, never written
+            if suffix in layout.read_only:
                 continue
             if suffix not in packed or not _same_bits(tensor, packed[suffix]):
                 self._own.failures.append(f"{name}.{suffix}: unpacking and packing again changes its bits")

@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, read_quantization_config
 from marlinq.checkpoint.reader import QUANTIZE_CONFIGS, read_json
 from marlinq.core.errors import MarlinqError
@@ -50,10 +48,11 @@ def check_config(view: QuantizedCheckpoint) -> Check:
         if other is None or findings.failures:
             continue
         for module in view.modules:
-            if other.format != view.config.format or other.settings(module) != view.config.settings(module):
+            said, here = other.rules.scheme(module), view.config.rules.scheme(module)
+            if other.layout != view.config.layout or said != here:
                 findings.failures.append(f"{name}: describes {module} otherwise than config.json does")
     beside = f", {' and '.join(seen)} in step" if seen else ""
-    return findings.result(f"{view.format.name}, {len(view.modules)} quantised modules{beside}")
+    return findings.result(f"{view.layout.name}, {len(view.modules)} quantised modules{beside}")
 
 
 def _short(value: Any) -> str:
@@ -66,12 +65,12 @@ def check_tensors(view: QuantizedCheckpoint, structure: DecoderStructure | str) 
     findings = Findings("tensors")
     tensors = view.checkpoint.tensors
     for module, spec in view.modules.items():
-        reason = view.format.shape_refusal(spec)
+        reason = view.layout.shape_refusal(spec)
         if reason is not None:
             findings.failures.append(f"{module}: {reason}")
             continue
         names = view.tensor_names(module)
-        for suffix, want in view.format.expected(spec).items():
+        for suffix, want in view.layout.expected(spec).items():
             if suffix not in names:
                 findings.failures.append(f"{module}.{suffix}: missing")
             elif (tensors[names[suffix]].dtype, tensors[names[suffix]].shape) != (want.dtype, want.shape):
@@ -80,19 +79,19 @@ def check_tensors(view: QuantizedCheckpoint, structure: DecoderStructure | str) 
                     f"{names[suffix]}: expected {_kind(want.dtype, want.shape)}, "
                     f"found {_kind(found.dtype, found.shape)}"
                 )
-        for suffix in sorted(set(names) - set(view.format.expected(spec))):
+        for suffix in sorted(set(names) - set(view.layout.expected(spec))):
             findings.failures.append(
-                f"{names[suffix]}: a {view.format.name} module of this kind has no such tensor"
+                f"{names[suffix]}: a {view.layout.name} module of this kind has no such tensor"
             )
         if f"{module}.weight" in tensors:
             findings.failures.append(
                 f"{module}.weight: stored beside the quantised tensors of the same module"
             )
-        wanted = view.format.scale_dtype
-        if wanted is not None and spec.scale_dtype != wanted:
+        wanted = view.layout.scale_dtype
+        if wanted is not None and spec.scheme.scale_dtype != wanted:
             findings.warnings.append(
-                f"{module}: scales are {_dtype(spec.scale_dtype)}; loaders of {view.format.name} cast them "
-                f"to {_dtype(wanted)}"
+                f"{module}: scales are {spec.scheme.scale_dtype}; loaders of {view.layout.name} cast them "
+                f"to {wanted}"
             )
     if isinstance(structure, str):
         findings.warnings.append(f"parameters can't be compared with the model's own: {structure}")
@@ -102,7 +101,7 @@ def check_tensors(view: QuantizedCheckpoint, structure: DecoderStructure | str) 
 
 
 def _check_parameters(view: QuantizedCheckpoint, structure: DecoderStructure, findings: Findings) -> None:
-    tensors, key = view.checkpoint.tensors, view.format.key
+    tensors, key = view.checkpoint.tensors, view.layout.key
     names = TensorNames(structure, tensors.keys(), source=str(view.checkpoint.path))
     claimed: set[str] = set()
     for parameter, value in structure.model.named_parameters():
@@ -119,7 +118,7 @@ def _check_parameters(view: QuantizedCheckpoint, structure: DecoderStructure, fi
             continue
         claimed.add(stored)
         info = tensors[stored]
-        if info.shape != tuple(value.shape) or not info.dtype.is_floating_point:
+        if info.shape != tuple(value.shape) or "float" not in info.dtype:
             findings.failures.append(
                 f"{stored}: expected floats {list(value.shape)}, found {_kind(info.dtype, info.shape)}"
             )
@@ -166,7 +165,7 @@ def check_coverage(view: QuantizedCheckpoint, structure: DecoderStructure | str)
     plain = _plain_linears(view, structure)
     excluded = 0
     for module, evidence in plain.items():
-        if view.config.settings(module) is None or _left_out_of_blocks(view.config.raw, module):
+        if view.config.rules.scheme(module) is None or _left_out_of_blocks(view.config.raw, module):
             excluded += 1
         else:
             findings.failures.append(
@@ -208,9 +207,5 @@ def _left_out_of_blocks(raw: Mapping[str, Any], module: str) -> bool:
     return _BLOCK.split(module, maxsplit=1)[-1] not in names
 
 
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _kind(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    return f"{_dtype(dtype)} {list(shape)}"
+def _kind(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {list(shape)}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from marlinq.checkpoint import ModuleSettings
-from marlinq.formats import QuantizedTensor, symmetric_zero
+from marlinq.core.scheme import Scheme
+from marlinq.core.weight import QuantizedWeight
 from marlinq.operations.verify.report import Check, Findings
 
 # A scale this many times its channel's and its group's typical one: exponents of float16 damaged in their
@@ -30,15 +30,15 @@ class Values:
         self._count = 0
         self._scattered = 0
 
-    def module(self, name: str, q: QuantizedTensor, settings: ModuleSettings) -> None:
+    def module(self, name: str, q: QuantizedWeight, declared: Scheme) -> None:
         """Check one module against its values and what the config says about it."""
         self._modules += 1
         self._check_scales(name, q)
-        self._check_zeros(name, q, settings)
+        self._check_zeros(name, q, declared)
         self._check_codes(name, q)
-        self._check_g_idx(name, q, settings)
+        self._check_g_idx(name, q, declared)
 
-    def _check_scales(self, name: str, q: QuantizedTensor) -> None:
+    def _check_scales(self, name: str, q: QuantizedWeight) -> None:
         scales = q.scales.float()
         finite = torch.isfinite(scales)
         if not bool(finite.all()):
@@ -60,7 +60,7 @@ class Values:
             )
         self._check_outliers(name, q, scales.abs().log2())
 
-    def _check_outliers(self, name: str, q: QuantizedTensor, logs: Tensor) -> None:
+    def _check_outliers(self, name: str, q: QuantizedWeight, logs: Tensor) -> None:
         # A group of zeros alone is stored with whatever scale; it says nothing.
         used = torch.zeros(q.scales.shape, dtype=torch.int32)
         level = (q.codes != q.zeros[q.g_idx.long()]).to(torch.int32)
@@ -78,22 +78,22 @@ class Values:
         )
         (self._scales.failures if 2**worst > _OUTLIER else self._scales.warnings).append(text)
 
-    def _check_zeros(self, name: str, q: QuantizedTensor, settings: ModuleSettings) -> None:
-        middle = symmetric_zero(q.bits)
-        if settings.symmetric and not q.symmetric:
+    def _check_zeros(self, name: str, q: QuantizedWeight, declared: Scheme) -> None:
+        middle = q.element.midpoint
+        if not declared.stores_zeros and q.scheme.stores_zeros:
             count = int((q.zeros != middle).sum())
             self._zeros.failures.append(
                 f"{name}: the config says symmetric, but {count} of {q.zeros.numel()} zero points are "
                 f"not {middle}"
             )
         low, high = int(q.zeros.min()), int(q.zeros.max())
-        if not settings.symmetric and low == high != middle and q.zeros.numel() > 1:
+        if declared.stores_zeros and low == high != middle and q.zeros.numel() > 1:
             self._zeros.failures.append(
                 f"{name}: every zero point is {low}; a symmetric module has {middle}, an asymmetric one "
                 "different ones"
             )
 
-    def _check_codes(self, name: str, q: QuantizedTensor) -> None:
+    def _check_codes(self, name: str, q: QuantizedWeight) -> None:
         grid = q.g_idx.long().unsqueeze(1).expand(q.codes.shape)
         low = torch.full(q.scales.shape, 255, dtype=torch.uint8).scatter_reduce_(0, grid, q.codes, "amin")
         high = torch.zeros(q.scales.shape, dtype=torch.uint8).scatter_reduce_(0, grid, q.codes, "amax")
@@ -104,13 +104,13 @@ class Values:
                 "point; the data is blank or overwritten"
             )
         spread = high.short() - low.short()
-        narrow = float((spread < 1 << (q.bits - 2)).float().mean())
+        narrow = float((spread < q.element.codes // 4).float().mean())
         if narrow > _NARROW_SHARE:
             self._codes.warnings.append(
-                f"{name}: {narrow:.0%} of the groups use less than a quarter of the {1 << q.bits} codes"
+                f"{name}: {narrow:.0%} of the groups use less than a quarter of the {q.element.codes} codes"
             )
 
-    def _check_g_idx(self, name: str, q: QuantizedTensor, settings: ModuleSettings) -> None:
+    def _check_g_idx(self, name: str, q: QuantizedWeight, declared: Scheme) -> None:
         counts = torch.bincount(q.g_idx.long(), minlength=q.groups)
         expected = torch.full_like(counts, q.group_size)
         expected[-1] = q.in_features - q.group_size * (q.groups - 1)
@@ -120,14 +120,14 @@ class Values:
                 f"{name}: group {group} has {int(counts[group])} channels, expected {int(expected[group])}"
             )
         if q.has_trivial_g_idx:
-            if settings.desc_act and q.groups > 1:
+            if declared.act_order and q.groups > 1:
                 self._g_idx.warnings.append(
                     f"{name}: desc_act is true, but no activation order is stored; some loaders refuse it "
                     "needlessly"
                 )
             return
         self._scattered += 1
-        if not settings.desc_act:
+        if not declared.act_order:
             self._g_idx.failures.append(
                 f"{name}: an activation order is stored, but desc_act is false; loaders would ignore it"
             )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from marlinq.core.errors import ConversionRefused
-from marlinq.formats import FORMATS
+from marlinq.formats import LAYOUTS
 from marlinq.operations.convert import convert
 from tests.testing.quantized_folders import (
     CONFIG,
@@ -25,7 +25,7 @@ from tests.testing.quantized_folders import (
     write,
 )
 
-PAIRS = list(permutations(FORMATS, 2))
+PAIRS = list(permutations(LAYOUTS, 2))
 KINDS: dict[str, dict[str, Any]] = {
     "symmetric 32": {"group_size": 32},
     "symmetric 64": {"group_size": 64},
@@ -43,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def reason(layout: str, kind: dict[str, Any]) -> str | None:
     """The matrix of the five layouts: a part of the refusal, or None where the layout holds the kind."""
     if kind.get("bits") == 8 and layout in ("awq", "marlin"):
-        return "8 bits"
+        return "int8 weights"
     if layout == "marlin" and "zeros" in kind:
         return "asymmetric"
     if "scattered" in kind and layout not in ("gptq", "gptq-v2"):
@@ -110,7 +110,7 @@ def test_groups_that_differ_by_module_are_kept(tmp_path: Path, target: str) -> N
     assert_holds(tmp_path / "after", target, modules)
     after = opened(tmp_path / "after")
     assert after.unquantized_linears() == opened(before).unquantized_linears()
-    assert {after.config.settings(name).group_size for name in finer} == {32}  # type: ignore[union-attr]
+    assert {after.config.rules.scheme(name).group_size for name in finer} == {32}  # type: ignore[union-attr]
     convert(tmp_path / "after", tmp_path / "back", target_format="gptq")
     assert_same_tensors(before, tmp_path / "back")
     with pytest.raises(ConversionRefused, match=r"group sizes \[32, 64\]"):

@@ -187,8 +187,8 @@ def test_shapes_that_marlin_excludes_are_refused_or_kept_unquantised(tmp_path: P
     assert weight.dtype == torch.float16
     assert torch.equal(weight, odd.dequantize(torch.float16))
     after = opened(tmp_path / "after")
-    assert after.config.settings("model.layers.0.mlp.down_proj") is None
-    assert after.config.settings("model.layers.0.mlp.up_proj") is not None
+    assert after.config.rules.scheme("model.layers.0.mlp.down_proj") is None
+    assert after.config.rules.scheme("model.layers.0.mlp.up_proj") is not None
 
 
 def test_a_strict_conversion_that_fits_is_made(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_strict_conversion_that_fits_is_made(tmp_path: Path) -> None:
 
 def test_nothing_left_to_quantise_is_refused(tmp_path: Path) -> None:
     before = write(tmp_path / "before", "gptq", model_tuples(bits=8))
-    assert_refused(before, ConversionRefused, "no module", "8 bits", skip_unsupported=True)
+    assert_refused(before, ConversionRefused, "no module", "int8 weights", skip_unsupported=True)
 
 
 def test_a_fused_neighbour_that_is_skipped_is_noted(tmp_path: Path) -> None:

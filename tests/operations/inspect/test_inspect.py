@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from marlinq.core.errors import CheckpointError
-from marlinq.formats import FORMATS
+from marlinq.formats import LAYOUTS
 from marlinq.operations.inspect import Inspection, inspect
 from marlinq.operations.inspect.eligibility import KERNELS
 from tests.testing.quantized_folders import CONFIG, model_tuples, plain_tensors, random_tuple, write
@@ -27,7 +27,7 @@ def one(k: int, n: int, **settings: Any) -> dict[str, Any]:
     return {UP: random_tuple(k, n, 1, **settings)}
 
 
-@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_facts_of_a_symmetric_checkpoint(tmp_path: Path, layout: str) -> None:
     modules = model_tuples(group_size=64)
     folder = write(tmp_path / "x", layout, modules, shards=2)

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from marlinq.formats import FORMATS, QuantizedTensor, spec_of
+from marlinq.core.weight import QuantizedWeight
+from marlinq.formats import LAYOUTS, spec_of
 from marlinq.methods.gptq import solve_gptq
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.verify.evidence import (
@@ -33,7 +34,7 @@ def heavy_tailed(seed, n=N, k=K):
 
 def faults_of(weight, q, layout, limit=LIMIT, stored=None):
     stored = stored or layout.pack(q)
-    spec = replace(spec_of(q), scale_dtype=torch.float16)
+    spec = replace(spec_of(q), scheme=replace(q.scheme, scale_dtype="float16"))
     return find_faults(weight, layout.unpack(stored, spec), layout, spec, stored, limit)
 
 
@@ -50,7 +51,7 @@ def test_no_false_alarm(group_size, symmetric, act_order):
     for seed in range(4):
         weight = heavy_tailed(seed)
         q = quantize(weight, group_size=group_size, symmetric=symmetric, act_order=act_order, seed=seed)
-        assert not faults_of(weight, q, FORMATS["gptq-v2"], limit=SMALLEST_THRESHOLD)
+        assert not faults_of(weight, q, LAYOUTS["gptq-v2"], limit=SMALLEST_THRESHOLD)
 
 
 def test_no_false_alarm_where_one_channel_rules_its_group():
@@ -63,7 +64,7 @@ def test_no_false_alarm_where_one_channel_rules_its_group():
     levels = (q.codes[64:128].float() - 8) * q.scales[1].float()
     slopes = (levels * weight.t()[64:128]).sum(dim=0) / levels.square().sum(dim=0)
     assert float(slopes.max()) > 1.3
-    assert not faults_of(weight, q, FORMATS["gptq"], limit=SMALLEST_THRESHOLD)
+    assert not faults_of(weight, q, LAYOUTS["gptq"], limit=SMALLEST_THRESHOLD)
 
 
 def test_no_false_alarm_on_a_grid_and_on_zeros():
@@ -73,15 +74,15 @@ def test_no_false_alarm_on_a_grid_and_on_zeros():
     exact[:8] = 0  # output channels that are pruned
     exact[:, :8] = 0  # and input channels
     again = round_to_nearest(exact, group_size=64, symmetric=True)
-    assert not faults_of(exact, again, FORMATS["gptq"])
+    assert not faults_of(exact, again, LAYOUTS["gptq"])
 
 
-@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("group_size", [32, 128, -1])
 def test_finds_the_word(layout, group_size):
     weight = heavy_tailed(1)
     q = quantize(weight, group_size=group_size, symmetric=True, act_order="none", seed=1)
-    words = FORMATS[layout].pack(q)[WORDS[layout]]
+    words = LAYOUTS[layout].pack(q)[WORDS[layout]]
     octets = words.reshape(-1).view(torch.uint8).reshape(-1, 4).int()
     apart = ((octets >> 4) - (octets & 15)).square().sum(dim=1)
     picks = torch.randperm(len(apart), generator=torch.Generator().manual_seed(0))[:20].tolist()
@@ -89,11 +90,11 @@ def test_finds_the_word(layout, group_size):
     for pick in picks:
         flat = words.reshape(-1).clone()
         flat[pick] = swap_nibbles(flat[pick : pick + 1])[0]
-        stored = {**FORMATS[layout].pack(q), WORDS[layout]: flat.reshape(words.shape)}
-        faults = faults_of(weight, q, FORMATS[layout], threshold(K * N), stored)
+        stored = {**LAYOUTS[layout].pack(q), WORDS[layout]: flat.reshape(words.shape)}
+        faults = faults_of(weight, q, LAYOUTS[layout], threshold(K * N), stored)
         found += bool(faults)
         if faults:
-            changed = (FORMATS[layout].unpack(stored, spec_of(q)).codes != q.codes).nonzero().tolist()
+            changed = (LAYOUTS[layout].unpack(stored, spec_of(q)).codes != q.codes).nonzero().tolist()
             # The report names the first code of the word, changed or not; the words of its tile are near.
             assert "the word that holds input channel" in faults[0].what
             k, n = (int(part.split()[0].rstrip(":")) for part in faults[0].what.split("channel ")[1:3])
@@ -115,7 +116,7 @@ def test_finds_the_bit(group_size, bit):
     damaged = replace(q, scales=flip_bit(bit)(q.scales))
     if not bool(torch.isfinite(damaged.scales).all()):
         pytest.skip("the flip makes an infinity, which needs no statistics")
-    (fault, *_) = faults_of(weight, damaged, FORMATS["awq"], threshold(K * N))
+    (fault, *_) = faults_of(weight, damaged, LAYOUTS["awq"], threshold(K * N))
     group, column = divmod(q.scales.numel() // 2, N)
     assert fault.what == f"group {group} of output channel {column}: bit {bit} of its scale is flipped"
 
@@ -126,7 +127,7 @@ def test_finds_one_zero_point(by):
     q = quantize(weight, group_size=64, symmetric=False, act_order="none", seed=3)
     zeros = q.zeros.clone()
     zeros[2, 5] += by
-    (fault, *_) = faults_of(weight, replace(q, zeros=zeros), FORMATS["gptq-v2"], threshold(K * N))
+    (fault, *_) = faults_of(weight, replace(q, zeros=zeros), LAYOUTS["gptq-v2"], threshold(K * N))
     assert (
         fault.what == f"group 2 of output channel 5: its zero point is one too {'high' if by > 0 else 'low'}"
     )
@@ -138,7 +139,7 @@ def test_finds_one_entry_of_g_idx():
     g_idx = q.g_idx.clone()
     g_idx[[7, 200]] = g_idx[[200, 7]]
     assert int(g_idx[7]) != int(q.g_idx[7])
-    found = {fault.what for fault in faults_of(weight, replace(q, g_idx=g_idx), FORMATS["gptq"])}
+    found = {fault.what for fault in faults_of(weight, replace(q, g_idx=g_idx), LAYOUTS["gptq"])}
     expected = {
         f"input channel {k} fits group {int(q.g_idx[k])}, g_idx says {int(g_idx[k])}" for k in (7, 200)
     }
@@ -151,17 +152,17 @@ def test_names_a_transposition():
     weight = weight / weight.norm(dim=1, keepdim=True)
     q = round_to_nearest(weight, group_size=32, symmetric=True)
     scales = q.scales.t().contiguous().reshape(q.scales.shape)
-    found = [fault.what for fault in faults_of(weight, replace(q, scales=scales), FORMATS["gptq"])]
+    found = [fault.what for fault in faults_of(weight, replace(q, scales=scales), LAYOUTS["gptq"])]
     assert "scales are stored transposed" in found
 
 
 def test_eight_bits():
     weight = heavy_tailed(6)
     q = round_to_nearest(weight, group_size=64, symmetric=True, bits=8)
-    assert isinstance(q, QuantizedTensor)
+    assert isinstance(q, QuantizedWeight)
     for layout in ("gptq", "compressed-tensors"):
-        assert not faults_of(weight, q, FORMATS[layout])
+        assert not faults_of(weight, q, LAYOUTS[layout])
     codes = q.codes.clone()
     codes[[8, 9], 3] = codes[[9, 8], 3]
-    (fault, *_) = faults_of(weight, replace(q, codes=codes), FORMATS["gptq"])
+    (fault, *_) = faults_of(weight, replace(q, codes=codes), LAYOUTS["gptq"])
     assert fault.what.startswith("the word that holds input channel 8 of output channel 3")

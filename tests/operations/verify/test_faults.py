@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from marlinq.checkpoint import Checkpoint
-from marlinq.formats import FORMATS
+from marlinq.formats import LAYOUTS
 from marlinq.operations.verify import verify
 from tests.operations.verify import faults
 from tests.testing.faults import SCALES, WORDS, ZEROS
@@ -29,7 +29,7 @@ class Fault:
     plant: Callable[[Path, str], None]
     found_by: frozenset[str]
     needs_original: bool = False
-    layouts: tuple[str, ...] = tuple(FORMATS)
+    layouts: tuple[str, ...] = tuple(LAYOUTS)
     options: tuple[tuple[str, object], ...] = ()
 
 

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.core.errors import CheckpointError, UsageError
-from marlinq.formats import FORMATS
+from marlinq.formats import LAYOUTS
 from marlinq.operations.verify import kernel_check, verify
 from tests.operations.verify import faults
 
@@ -49,7 +49,7 @@ def test_without_a_gpu_the_row_says_so(quantized):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_kernels_on_a_gpu(quantized, layout):
     report = verify(quantized(layout), device="cuda")
     assert rows(report)["kernels"].status == "passed", report.render()

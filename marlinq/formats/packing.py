@@ -8,11 +8,15 @@ intermediate is wider than one byte a code.
 from __future__ import annotations
 
 import sys
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from marlinq.core.errors import EnvironmentProblem
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from marlinq.core.lazy import torch
 
 if sys.byteorder != "little":  # every view below relies on it
     raise EnvironmentProblem("marlinq needs a little-endian host; this one is big-endian")

@@ -1,0 +1,46 @@
+"""Names of tensor dtypes, as torch spells them without its prefix: ``float16``, ``int32``.
+
+Descriptions of tensors carry names, so that they can be read, compared and planned without torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from marlinq.core.lazy import torch
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes of one element, by the dtype's name."""
+
+FLOATS = ("float32", "bfloat16", "float16")
+"""The dtypes that weights and scales come in."""
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype called ``name``."""
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of ``dtype``: ``float16`` for ``torch.float16``."""
+    return str(dtype).removeprefix("torch.")

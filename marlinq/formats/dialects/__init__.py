@@ -1,0 +1,70 @@
+"""Every ``quantization_config`` dialect, one file each, and the registry that they are found in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from marlinq.core.errors import ConversionRefused, UnsupportedError
+from marlinq.formats.dialects.awq import AWQDialect
+from marlinq.formats.dialects.base import Dialect, QuantizationConfig
+from marlinq.formats.dialects.compressed_tensors import CompressedTensorsDialect
+from marlinq.formats.dialects.gptq import GPTQDialect
+from marlinq.formats.dialects.keys import Keys
+from marlinq.formats.layouts import Layout, ModuleSpec
+
+DIALECTS: dict[str, Dialect] = {}
+"""Every dialect by its name."""
+
+
+def register_dialect(dialect: Dialect) -> Dialect:
+    """Make ``dialect`` known to readers and writers of configs by its name; returns it."""
+    DIALECTS[dialect.name] = dialect
+    return dialect
+
+
+for _dialect in (GPTQDialect(), AWQDialect(), CompressedTensorsDialect()):
+    register_dialect(_dialect)
+
+
+def dialect_of(raw: Mapping[str, Any], where: str) -> Dialect:
+    """The dialect of a config object; ``where`` names it in messages.
+
+    Raises:
+        UnsupportedError: its ``quant_method`` is none that marlinq reads.
+    """
+    method = raw.get("quant_method")
+    if method is None:
+        marked = (dialect for dialect in DIALECTS.values() if any(mark in raw for mark in dialect.marks))
+        return next(marked, DIALECTS["gptq"])
+    for dialect in DIALECTS.values():
+        if method in dialect.quant_methods:
+            return dialect
+    known = sorted(name for dialect in DIALECTS.values() for name in dialect.quant_methods)
+    raise UnsupportedError(
+        f"{where}: quant_method {method!r} is not supported; marlinq reads {', '.join(known)}"
+    )
+
+
+def write_quantization_config(
+    layout: Layout, modules: Mapping[str, ModuleSpec], unquantized: Sequence[str]
+) -> dict[str, Any]:
+    """The ``quantization_config`` of a checkpoint, in the dialect of its layout; see :meth:`Dialect.write`.
+
+    Raises:
+        ConversionRefused: there is no quantised module, or the dialect can't express these settings.
+    """
+    if not modules:
+        raise ConversionRefused(f"{layout.name}: no module is quantised; nothing to describe")
+    return DIALECTS[layout.dialect].write(layout, modules, unquantized)
+
+
+__all__ = [
+    "DIALECTS",
+    "Dialect",
+    "Keys",
+    "QuantizationConfig",
+    "dialect_of",
+    "register_dialect",
+    "write_quantization_config",
+]

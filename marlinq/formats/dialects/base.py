@@ -1,0 +1,96 @@
+"""What every ``quantization_config`` dialect offers, and the value that reading one gives."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from marlinq.core.rules import Rules
+from marlinq.core.scheme import CHANNEL, Scheme
+from marlinq.formats.dialects.keys import Keys
+from marlinq.formats.layouts import Layout, ModuleSpec
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """A parsed ``quantization_config``.
+
+    Attributes:
+        layout: the name of the tensors' layout in :data:`marlinq.formats.LAYOUTS`.
+        rules: what it says of every module. A scheme's ``scale_dtype`` means nothing here: configs don't say
+            it, the stored scales do.
+        zero_writer: who packed GPTQ v1 zeros, where the config tells (:mod:`marlinq.formats.layouts.gptq`).
+        raw: the object as found.
+    """
+
+    layout: str
+    rules: Rules
+    zero_writer: str | None = None
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Dialect(ABC):
+    """One way to say how a checkpoint is quantised, as a family of loaders reads it.
+
+    A dialect maps the ``quantization_config`` object to and from :class:`~marlinq.core.rules.Rules`; it never
+    reads files or tensors.
+    """
+
+    name: str
+    quant_methods: tuple[str, ...]
+    """The values of ``quant_method`` that name it."""
+    marks: tuple[str, ...] = ()
+    """Keys that only this dialect has, for old configs without ``quant_method``."""
+
+    @abstractmethod
+    def read(self, keys: Keys) -> QuantizationConfig:
+        """The config, without ``raw``.
+
+        Raises:
+            UnsupportedError: a version, width or scheme that marlinq does not handle, by name.
+            CheckpointError: a key is missing or of the wrong type.
+        """
+
+    @abstractmethod
+    def write(
+        self, layout: Layout, modules: Mapping[str, ModuleSpec], unquantized: Sequence[str]
+    ) -> dict[str, Any]:
+        """The ``quantization_config`` of a checkpoint.
+
+        Args:
+            layout: of the tensors; its ``dialect`` is this one.
+            modules: every quantised module and what is stored for it; at least one.
+            unquantized: linear modules that stay unquantised, lm_head included.
+
+        Raises:
+            ConversionRefused: the dialect can't express these settings.
+        """
+
+    def extra_files(self, config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+        """JSON files beside config.json that some loaders read first, by name."""
+        return {}
+
+
+def declared_schemes(layout: Layout, modules: Mapping[str, ModuleSpec]) -> dict[str, Scheme]:
+    """What a config has to say of every module, modules of equal settings having equal values."""
+    sizes = Counter(spec.scheme.group_size for spec in modules.values() if spec.groups > 1)
+    usual = sizes.most_common(1)[0][0] if sizes else CHANNEL
+    declared = {}
+    for name, spec in modules.items():
+        # One group of K channels is the usual group size where that is K, and -1 otherwise.
+        single = usual if spec.in_features == usual else CHANNEL
+        declared[name] = replace(
+            layout.as_stored(spec.scheme),
+            group_size=single if spec.groups == 1 else spec.scheme.group_size,
+            scale_dtype="float16",
+            act_order=False,
+        )
+    return declared
+
+
+def majority(schemes: Mapping[str, Scheme]) -> Scheme:
+    """The scheme of most modules; a tie goes to the first, so that equal checkpoints get equal configs."""
+    return Counter(schemes.values()).most_common(1)[0][0]

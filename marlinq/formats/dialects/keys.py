@@ -1,0 +1,91 @@
+"""Typed access to a config object that nobody has checked, with errors that name the file and the key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import regex
+
+from marlinq.core.errors import CheckpointError, UnsupportedError
+from marlinq.core.scheme import Element, integer_element
+from marlinq.formats.dialects.patterns import NamePattern
+
+_MAX_PATTERN = 10_000
+_LARGEST_GROUP = 1 << 24
+
+
+class Keys:
+    """One config object.
+
+    Args:
+        raw: the object as parsed.
+        where: what error messages call it.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        self.raw = raw
+        self.where = where
+
+    def first(self, *names: str) -> Any:
+        """The value of the first of ``names`` that is there and not null."""
+        return next((self.raw[name] for name in names if self.raw.get(name) is not None), None)
+
+    def integer(self, *names: str) -> int:
+        """The integer under the first of ``names`` that is there."""
+        value = self.first(*names)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise CheckpointError(f"{self.where}: {names[0]}: expected an integer, found {value!r}")
+        return value
+
+    def element(self, *names: str) -> Element:
+        """The integer element of as many bits as one of ``names`` says."""
+        try:
+            return integer_element(self.integer(*names))
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{self.where}: {error}") from None
+
+    def group_size(self, *names: str) -> int:
+        """A group size: -1 or positive."""
+        value = self.integer(*names)
+        if value != -1 and not 1 <= value < _LARGEST_GROUP:
+            raise CheckpointError(f"{self.where}: group_size: expected -1 or positive, found {value}")
+        return value
+
+    def boolean(self, name: str, default: bool | None = None) -> bool | None:
+        """True, false, or ``default`` where the key is absent."""
+        value = self.raw.get(name, default)
+        if value is not None and not isinstance(value, bool):
+            raise CheckpointError(f"{self.where}: {name}: expected true or false, found {value!r}")
+        return value
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """An object; an empty one where the key is absent."""
+        value = self.raw.get(name) or {}
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{self.where}: {name}: expected an object, found {type(value).__name__}")
+        return value
+
+    def names(self, name: str) -> list[str]:
+        """A list of module names; an empty one where the key is absent."""
+        value = self.raw.get(name) or []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise CheckpointError(f"{self.where}: {name}: expected a list of module names, found {value!r}")
+        return value
+
+    def pattern(self, text: str) -> NamePattern:
+        """A regular expression that a module's name has to begin with."""
+        if len(text) > _MAX_PATTERN:
+            raise CheckpointError(f"{self.where}: a module pattern of {len(text)} characters is too long")
+        try:
+            return NamePattern(regex.compile(text), self.where)
+        except (regex.error, RecursionError) as error:
+            raise CheckpointError(f"{self.where}: {text!r} is not a regular expression ({error})") from None
+
+    def exact(self, name: str) -> NamePattern:
+        """A pattern that matches one name only."""
+        return NamePattern(regex.compile(regex.escape(name) + r"\Z"), self.where)
+
+    def containing(self, part: str) -> NamePattern:
+        """A pattern that matches the names that contain ``part``."""
+        return NamePattern(regex.compile(f".*{regex.escape(part)}"), self.where)

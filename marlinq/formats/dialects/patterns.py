@@ -1,0 +1,87 @@
+"""Module names as patterns: matching those of a config, and writing one pattern for many names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import regex
+
+from marlinq.core.errors import CheckpointError
+
+# Loaders that fuse these match rules against the fused name, others against the parts (docs/formats.md).
+FUSED = (
+    ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    ("gate_up_proj", ("gate_proj", "up_proj")),
+)
+"""Fused linears of serving engines: the fused name and the names of its parts."""
+
+# A hostile pattern can backtrack for longer than anybody lives; an honest one takes microseconds.
+_MATCH_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class NamePattern:
+    """Matches the modules whose names begin with a match of ``pattern``; ``where`` is for messages."""
+
+    pattern: regex.Pattern[str]
+    where: str
+
+    def matches(self, module: str) -> bool:
+        """Whether the pattern is about ``module``.
+
+        Raises:
+            CheckpointError: the pattern takes too long.
+        """
+        try:
+            return self.pattern.match(module, timeout=_MATCH_SECONDS) is not None
+        except TimeoutError:
+            raise CheckpointError(
+                f"{self.where}: the module pattern {self.pattern.pattern[:80]!r} takes more than "
+                f"{_MATCH_SECONDS:.0f} s to match {module!r}; replace it by a simpler one"
+            ) from None
+
+
+def in_block(name: str) -> bool:
+    """Whether ``name`` is a module of one of several numbered blocks."""
+    return re.search(r"\.\d+\.", name) is not None
+
+
+def inside_block(name: str) -> str:
+    """``model.layers.3.mlp.up_proj`` -> ``mlp.up_proj``."""
+    return re.split(r"\.\d+\.", name, maxsplit=1)[-1]
+
+
+def is_head(name: str) -> bool:
+    """Whether loaders take ``name`` for the output head."""
+    return name.rsplit(".", maxsplit=1)[-1] == "lm_head"
+
+
+def names_pattern(members: Sequence[str], others: Iterable[str]) -> str:
+    """One regular expression that matches exactly ``members``, and the fused name of a complete set of parts.
+
+    Members that stand in several blocks are written once with the block numbers as an alternation.
+    """
+    others = set(others) - set(members)
+    names = list(members)
+    for fused, parts in FUSED:
+        for name in members:
+            stem, _, last = name.rpartition(".")
+            if last == parts[0] and not any(f"{stem}.{part}" in others for part in parts):
+                names.append(f"{stem}.{fused}")
+    blocks: dict[tuple[str, str], list[str]] = {}
+    plain: list[str] = []
+    for name in names:
+        found = re.fullmatch(r"(.*?)\.(\d+)\.(.*)", name)
+        if found is None:
+            plain.append(re.escape(name))
+        else:
+            blocks.setdefault((found[1], found[3]), []).append(found[2])
+    by_numbers: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for (stem, inner), numbers in blocks.items():
+        by_numbers.setdefault((stem, tuple(numbers)), []).append(inner)
+    for (stem, numbers_), inners in by_numbers.items():
+        alternatives = "|".join(re.escape(inner) for inner in inners)
+        plain.append(f"{re.escape(stem)}\\.(?:{'|'.join(numbers_)})\\.(?:{alternatives})")
+    return f"(?:{'|'.join(plain)})$"
