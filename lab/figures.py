@@ -1,0 +1,249 @@
+"""Tables and plots of the documentation, made from the result files in docs/results.
+
+    python -m lab.figures          # rewrite docs/plots/*.svg and the tables between markers in the pages
+    python -m lab.figures --check  # exit with 1 where a page or plot is stale
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. Plots are SVG with their own
+style sheet, so that they follow the reader's light or dark setting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = (DOCS / "results.md", DOCS.parent / "README.md")
+PLOTS = DOCS / "plots"
+_OURS = "marlinq"
+
+_STYLE = """
+  text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #24292f }
+  .title { font-weight: 600; font-size: 15px } .small { font-size: 11px; fill: #57606a }
+  .grid { stroke: #d0d7de } .axis { stroke: #57606a }
+  .ours { stroke: #0969da; fill: #0969da } .first { stroke: #bc4c00; fill: #bc4c00 }
+  .second { stroke: #6e7781; fill: #6e7781 }
+  polyline { fill: none !important; stroke-width: 2.5 } .label { stroke: none }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e6edf3 } .small { fill: #9198a1 } .grid { stroke: #30363d } .axis { stroke: #9198a1 }
+    .ours { stroke: #58a6ff; fill: #58a6ff } .first { stroke: #f0883e; fill: #f0883e }
+    .second { stroke: #9198a1; fill: #9198a1 }
+  }
+"""
+
+
+def result(name: str) -> dict[str, Any]:
+    """One result file."""
+    value: dict[str, Any] = json.loads((DOCS / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    return value
+
+
+def over_floor(found: dict[str, Any]) -> dict[str, list[float]]:
+    """Time over floor, geometric mean over the layers, by contender.
+
+    The floor of a cell is the larger of a cold read of the weight's bytes and 2 M N K at the measured peak.
+    """
+    means: dict[str, list[float]] = {}
+    contenders = list(next(iter(found["microseconds"].values())))
+    for contender in contenders:
+        means[contender] = []
+        for place, m in enumerate(found["batches"]):
+            logarithms = []
+            for layer, (n, k) in found["shapes"].items():
+                arithmetic = 2 * m * n * k / (found["peak_tflops"] * 1e6)
+                floor = max(found["cold_read_us"][layer], arithmetic)
+                logarithms.append(math.log(found["microseconds"][layer][contender][place] / floor))
+            means[contender].append(math.exp(sum(logarithms) / len(logarithms)))
+    return means
+
+
+def speed_plot() -> str:
+    """Time over floor by batch, both axes logarithmic."""
+    found = result("kernels-h200")
+    means = over_floor(found)
+    batches = found["batches"]
+    left, top, width, height = 60, 84, 560, 300
+
+    def x(m: float) -> float:
+        return left + width * math.log(m / batches[0]) / math.log(batches[-1] / batches[0])
+
+    def y(ratio: float) -> float:
+        return top + height * (1 - math.log(ratio / 0.9) / math.log(4.4 / 0.9))
+
+    parts = [
+        _text("title", 26, "4-bit matrix product, time over the hardware floor (lower is better)"),
+        _text("small", 46, f"{found['hardware']}, eight Llama-3 layers, geometric mean;"),
+        _text("small", 62, _versions(found)),
+    ]
+    parts += [
+        f'<line class="grid" x1="{left}" x2="{left + width}" y1="{y(ratio):.1f}" y2="{y(ratio):.1f}"/>'
+        f'<text x="{left - 10}" y="{y(ratio) + 4:.1f}" text-anchor="end">{ratio:g}x</text>'
+        for ratio in (1, 1.5, 2, 3, 4)
+    ]
+    parts += [
+        f'<text x="{x(m):.1f}" y="{top + height + 20}" text-anchor="middle">{m}</text>' for m in batches
+    ]
+    middle = left + width / 2
+    parts.append(
+        f'<text x="{middle}" y="{top + height + 44}" text-anchor="middle">batch (rows of activations)</text>'
+    )
+    for kind, contender in zip(("ours", "first", "second"), means, strict=False):
+        points = " ".join(f"{x(m):.1f},{y(r):.1f}" for m, r in zip(batches, means[contender], strict=True))
+        parts.append(f'<polyline class="{kind}" points="{points}"/>')
+        name = f"{contender} {found['versions'][contender]}" if contender == "Humming" else contender
+        at = y(means[contender][0]) - 8
+        parts.append(f'<text class="{kind} label" x="{x(1.15):.1f}" y="{at:.1f}">{name}</text>')
+    return _svg(680, top + height + 62, parts)
+
+
+def quality_plot() -> str:
+    """Mean KL divergence from the original, one bar a method."""
+    found = result("quality-smollm2")
+    rows = sorted(found["rows"], key=lambda row: row["kl"])
+    left, top, step, width = 330, 78, 30, 300
+    longest = max(row["kl"] for row in rows)
+    parts = [
+        _text("title", 26, "What 4 bits cost: mean KL divergence from the original (lower is better)"),
+        _text("small", 46, "SmolLM2-135M-Instruct, symmetric, groups of 64, the same 64 documents of C4;"),
+        _text("small", 62, _versions(found)),
+    ]
+    for index, row in enumerate(rows):
+        y = top + index * step
+        kind = "ours" if row["package"] == _OURS else "second"
+        name = f"{row['package']}: {row['method']}".replace("`", "").replace('"', "")
+        long = width * row["kl"] / longest
+        parts.append(
+            f'<text x="{left - 10}" y="{y + 15}" text-anchor="end">{_escaped(name)}</text>'
+            f'<rect class="{kind}" x="{left}" y="{y}" width="{long:.1f}" height="20" rx="2"/>'
+            f'<text x="{left + long + 8:.1f}" y="{y + 15}">{row["kl"]:.4f}</text>'
+        )
+    return _svg(700, top + len(rows) * step + 10, parts)
+
+
+def _text(kind: str, y: int, words: str) -> str:
+    return f'<text class="{kind}" x="20" y="{y}">{_escaped(words)}</text>'
+
+
+def _versions(found: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")
+
+
+def _svg(width: int, height: int, parts: Sequence[str]) -> str:
+    body = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" role="img">\n<style>{_STYLE}</style>\n{body}\n</svg>\n'
+    )
+
+
+def kernels_table() -> str:
+    """Microseconds by layer, contender and batch."""
+    found = result("kernels-h200")
+    rows = [["layer", "contender", *map(str, found["batches"])]]
+    for layer, times in found["microseconds"].items():
+        for index, (contender, values) in enumerate(times.items()):
+            rows.append(
+                [
+                    "" if index else layer,
+                    contender,
+                    *(f"{v:.0f}" if v >= 1000 else f"{v:.1f}" for v in values),
+                ]
+            )
+    return _table(rows)
+
+
+def floors_table() -> str:
+    """Time over floor by contender and batch, and ours over the best peer's cell by cell."""
+    found = result("kernels-h200")
+    rows = [["time over floor", *map(str, found["batches"])]]
+    rows += [[name, *(f"{value:.2f}" for value in values)] for name, values in over_floor(found).items()]
+    ratios = [
+        [
+            times[_OURS][place] / min(values[place] for name, values in times.items() if name != _OURS)
+            for times in found["microseconds"].values()
+        ]
+        for place in range(len(found["batches"]))
+    ]
+    rows.append(["ours over the best peer, best layer", *(f"{min(column):.2f}" for column in ratios)])
+    rows.append(["ours over the best peer, worst layer", *(f"{max(column):.2f}" for column in ratios)])
+    return _table(rows)
+
+
+def quality_table() -> str:
+    """Perplexity, KL divergence and top-1 agreement by package and method."""
+    found = result("quality-smollm2")
+    rows = [["package", "method", "perplexity", "mean KL (nats)", "top-1 agreement"]]
+    rows.append(["original", "FP32", f"{found['original_perplexity']:.3f}", "", ""])
+    rows += [
+        [
+            row["package"],
+            row["method"],
+            f"{row['perplexity']:.3f}",
+            f"{row['kl']:.4f}",
+            f"{row['top1']:.2f} %",
+        ]
+        for row in found["rows"]
+    ]
+    return _table(rows)
+
+
+def chain_table() -> str:
+    """Microseconds per layer of a chain of decode products."""
+    found = result("decode-chain-h200")
+    rows = [["microseconds per layer", *(f"M = {m}" for m in found["batches"])]]
+    rows += [[name, *(f"{v:.1f}" for v in values)] for name, values in found["microseconds"].items()]
+    return _table(rows)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "kernels": kernels_table,
+    "floors": floors_table,
+    "quality": quality_table,
+    "chain": chain_table,
+}
+DRAWINGS: dict[str, Callable[[], str]] = {"speed.svg": speed_plot, "quality.svg": quality_plot}
+
+
+def wanted() -> dict[Path, str]:
+    """Every file that this script writes, as it should be."""
+    files = {PLOTS / name: draw() for name, draw in DRAWINGS.items()}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for name, table in TABLES.items():
+            marker = re.compile(rf"(<!-- table: {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
+            text = marker.sub(lambda found, made=table: found[1] + made() + found[2], text)  # type: ignore[misc]
+        files[page] = text
+    return files
+
+
+def main() -> None:
+    """Write or check."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true")
+    stale = [path for path, text in wanted().items() if not path.exists() or path.read_text("utf-8") != text]
+    if parser.parse_args().check:
+        for path in stale:
+            print(f"{path.relative_to(DOCS.parent)} is stale; run: python -m lab.figures", file=sys.stderr)
+        sys.exit(bool(stale))
+    PLOTS.mkdir(exist_ok=True)
+    for path, text in wanted().items():
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
