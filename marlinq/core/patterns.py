@@ -11,6 +11,7 @@ import math
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import regex
 
@@ -118,6 +119,28 @@ class Pattern:
             taken = time.monotonic() - start
             # Honest matches are not counted, however many modules and rules there are.
             owner.seconds_left -= taken if taken > _HONEST_SECONDS else 0
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Matches one name only; no regular expression is involved."""
+
+    name: str
+
+    def matches(self, name: str) -> bool:
+        """Whether ``name`` is the one."""
+        return name == self.name
+
+
+@dataclass(frozen=True)
+class Containing:
+    """Matches the names that contain ``part``; no regular expression is involved."""
+
+    part: str
+
+    def matches(self, name: str) -> bool:
+        """Whether ``part`` stands anywhere in ``name``."""
+        return self.part in name
 
 
 def _least_count(inside: str) -> int:

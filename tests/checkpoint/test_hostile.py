@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.checkpoint.quantization_config import read_quantization_config
+from marlinq.core import patterns
 from marlinq.core.errors import CheckpointError, MarlinqError, UnsupportedError
-from marlinq.formats.dialects import patterns
 
 Harm = Callable[[Path], None]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -267,7 +267,12 @@ WRONG_CONFIGS: dict[str, tuple[Any, type[MarlinqError], str]] = {
     ),
     "dynamic a list": ({**GPTQ, "dynamic": ["x"]}, CheckpointError, "dynamic: expected an object"),
     "dynamic a bad pattern": ({**GPTQ, "dynamic": {"-:(": {}}}, CheckpointError, "not a regular expression"),
-    "dynamic a huge pattern": ({**GPTQ, "dynamic": {"-:" + "a" * 20_000: {}}}, CheckpointError, "too long"),
+    "dynamic a huge pattern": ({**GPTQ, "dynamic": {"-:" + "a" * 20_000: {}}}, CheckpointError, "20000 char"),
+    "dynamic a pattern that unrolls": (
+        {**GPTQ, "dynamic": {"-:(?:a{1000}){1000}": {}}},
+        CheckpointError,
+        "copies",
+    ),
     "dynamic rule a number": ({**GPTQ, "dynamic": {"+:x": 3}}, CheckpointError, "dynamic rule"),
     "AWQ GEMV": ({**AWQ, "version": "gemv"}, UnsupportedError, "AWQ version 'gemv'"),
     "AWQ eight bits": ({**AWQ, "bits": 8}, UnsupportedError, "8 bits"),
@@ -420,10 +425,10 @@ def test_side_files_and_what_is_left_out(folder: Path) -> None:
 def test_a_pattern_that_backtracks_forever_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patterns, "_MATCH_SECONDS", 0.05)
+    monkeypatch.setattr(patterns, "MATCH_SECONDS", 0.05)
     (tmp_path / "config.json").write_text("{}")
     hostile = {**GPTQ, "dynamic": {r"-:(?:[a-z.]|.)+[0-9]": {}}}
     found = read_quantization_config(tmp_path, {"quantization_config": hostile})
     assert found is not None
-    with pytest.raises(CheckpointError, match=r"config.json.*takes more than .* to match 'model"):
+    with pytest.raises(CheckpointError, match=r"config.json.*takes too long to match 'model"):
         found.rules.outcome("model.decoder.blocks.attention.projection.query" * 3)
