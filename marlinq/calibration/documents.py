@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from marlinq.core import boundaries
 from marlinq.core.errors import CheckpointError, EnvironmentProblem, UsageError
 
 MIN_TOKENS = 16
@@ -109,18 +110,14 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
-    try:
+    with boundaries.tokenizer(folder):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(
-            f"{folder}: no usable tokenizer ({reason}); add its files, or calibrate with 'self'"
-        ) from None
 
 
 def _encoder(tokenizer: Any, max_length: int) -> Callable[[str], list[int]]:
     def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, truncation=True, max_length=max_length)["input_ids"]
+        with boundaries.tokenizer(tokenizer):
+            ids: list[int] = tokenizer(text, truncation=True, max_length=max_length)["input_ids"]
         return ids
 
     return encode

@@ -10,12 +10,12 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from marlinq.checkpoint.source import OpenFile, SourceFile
 from marlinq.core.dtypes import ITEM_BYTES, torch_dtype
 from marlinq.core.errors import CheckpointError
 
@@ -26,6 +26,9 @@ else:
 
 MAX_HEADER_BYTES = 100_000_000
 """The cap that the safetensors library sets too."""
+
+MAX_NAME = 1_000
+"""Characters of a tensor's name; those of real models stay below a hundred."""
 
 DTYPES: dict[str, str] = {
     "F64": "float64",
@@ -75,61 +78,64 @@ class TensorPlan:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Say in one line that the system would not let ``path`` be read."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"{error.filename or path}: can't be read ({error.strerror or error}); "
-            "mend its permissions or copy it again"
-        ) from None
+def parse_json(text: bytes, what: str, *, strict: bool = False) -> Any:
+    """JSON in UTF-8 with duplicate keys and absurd nesting refused; ``what`` names the file in the message.
 
-
-def parse_json(text: bytes, what: str) -> Any:
-    """JSON with duplicate keys and absurd nesting refused; ``what`` names the file in the message."""
+    ``strict`` reads as the safetensors library does: no NaN, no infinities, -0 is no natural number.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise CheckpointError(f"{what}: the key {twice!r} stands twice; the file is damaged or hostile")
+            raise CheckpointError(
+                f"{what}: the key {_short(twice)} stands twice; the file is damaged or hostile"
+            )
         return result
 
+    def refuse(constant: str) -> float:
+        raise ValueError(f"{constant} is no JSON number")
+
+    def natural(digits: str) -> int:
+        # Python reads -0 as the integer 0; elsewhere it is a fraction.
+        return -1 if digits == "-0" else int(digits)
+
     try:
-        return json.loads(text, object_pairs_hook=unique)
+        # Left to itself, json guesses among encodings and lets halves of surrogate pairs pass.
+        return json.loads(
+            text.decode("utf-8"),
+            object_pairs_hook=unique,
+            parse_constant=refuse if strict else None,
+            parse_int=natural if strict else None,
+        )
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{what}: not valid JSON ({error}); download the file again") from None
 
 
-def read_header(path: Path) -> list[TensorInfo]:
+def read_header(file: SourceFile) -> list[TensorInfo]:
     """The tensors of one shard, in file order.
 
     Raises:
         CheckpointError: the file is shorter than its header says (a truncated download), or the header is
             malformed: unknown dtypes, shapes that don't match their sizes, overlaps or holes.
     """
-    shard = path.name
-    with reading(path), path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        prefix = file.read(8)
-        if len(prefix) < 8:
-            raise CheckpointError(f"{path}: {size} bytes is too short for a safetensors file")
-        (length,) = struct.unpack("<Q", prefix)
-        if length > min(MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(
-                f"{path}: the header claims {length} bytes, the file holds {size - 8} after its length field "
-                f"(cap {MAX_HEADER_BYTES}); it is truncated or not a safetensors file"
-            )
-        header = parse_json(file.read(length), f"{path} (header)")
+    path, size = file.path, file.size
+    prefix = file.read(0, 8)
+    if len(prefix) < 8:
+        raise CheckpointError(f"{path}: {size} bytes is too short for a safetensors file")
+    (length,) = struct.unpack("<Q", prefix)
+    if length > min(MAX_HEADER_BYTES, size - 8):
+        raise CheckpointError(
+            f"{path}: the header claims {length} bytes, the file holds {size - 8} after its length field "
+            f"(cap {MAX_HEADER_BYTES}); it is truncated or not a safetensors file"
+        )
+    header = parse_json(file.read(8, length), f"{path} (header)", strict=True)
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the header is not a JSON object")
+    _check_metadata(path, header.pop("__metadata__", {}))
     start = 8 + length
-    infos = [
-        _entry(path, shard, start, name, entry) for name, entry in header.items() if name != "__metadata__"
-    ]
+    infos = [_entry(path, path.name, start, name, entry) for name, entry in header.items()]
     infos.sort(key=lambda info: (info.offset, info.nbytes))
     position = start
     for info in infos:
@@ -147,18 +153,41 @@ def read_header(path: Path) -> list[TensorInfo]:
     return infos
 
 
+def _check_metadata(path: Path, metadata: object) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{path}: the header's __metadata__ must be an object of strings")
+    if any(_has_surrogate(text) for pair in metadata.items() for text in pair):
+        raise CheckpointError(f"{path}: the header's __metadata__ holds half of a surrogate pair")
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
 def _entry(path: Path, shard: str, start: int, name: str, entry: object) -> TensorInfo:
+    # Names go into reports, messages and files: a line break or a terminal's escape code would fake them.
+    if not name.isprintable() or len(name) > MAX_NAME:
+        raise CheckpointError(
+            f"{path}: tensor {_short(name)}: expected a name of at most {MAX_NAME} printable characters; "
+            "the file is damaged or hostile"
+        )
     where = f"{path}: tensor {name}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{where}: the header entry must have exactly dtype, shape and data_offsets")
     dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
-        raise CheckpointError(f"{where}: unknown dtype {entry['dtype']!r}")
+        raise CheckpointError(f"{where}: unknown dtype {_short(entry['dtype'])}")
     shape, offsets = entry["shape"], entry["data_offsets"]
-    if not _naturals(shape) or len(shape) > 8:
-        raise CheckpointError(f"{where}: malformed shape {shape!r}")
+    # The elements of an empty tensor too must be countable in 64 bits for the safetensors library.
+    if not _naturals(shape) or len(shape) > 8 or math.prod(size for size in shape if size) >= 1 << 62:
+        raise CheckpointError(f"{where}: malformed shape {_short(shape)}")
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(f"{where}: malformed data_offsets {offsets!r}")
+        raise CheckpointError(f"{where}: malformed data_offsets {_short(offsets)}")
     nbytes = math.prod(shape) * ITEM_BYTES[dtype]
     span = offsets[1] - offsets[0]
     if nbytes != span:
@@ -200,22 +229,15 @@ def encode_header(shard: str, plans: Sequence[TensorPlan]) -> tuple[bytes, list[
     return struct.pack("<Q", len(text)) + text, infos
 
 
-def read_tensor(path: Path, info: TensorInfo) -> torch.Tensor:
+def read_tensor(file: OpenFile, info: TensorInfo) -> torch.Tensor:
     """One tensor in memory of its own, read in one pass.
 
     Raises:
-        CheckpointError: the file has become shorter since its header was checked.
+        CheckpointError: the file has changed since its header was checked.
     """
     buffer = torch.empty(info.nbytes, dtype=torch.uint8)
-    with reading(path), path.open("rb", buffering=0) as file:
-        file.seek(info.offset)
-        view = memoryview(buffer.numpy())  # type: ignore[arg-type]
-        done = 0
-        while done < info.nbytes:
-            count = file.readinto(view[done:])
-            if not count:
-                raise CheckpointError(f"{path}: tensor {info.name} ends early; the file was truncated")
-            done += count
+    if not file.read_into(memoryview(buffer.numpy()), info.offset):  # type: ignore[arg-type]
+        raise CheckpointError(f"{file.path}: tensor {info.name} ends early; the file was truncated")
     return buffer.view(torch_dtype(info.dtype)).reshape(info.shape)
 
 

@@ -2,7 +2,8 @@
 
 Nothing is unpickled and no code of the checkpoint is run. Index files can't point outside the folder,
 symbolic links can't lead out of it (the Hub cache's own links to its blobs excepted), headers are checked
-before anything is allocated.
+before anything is allocated. Config, index and shards stay open, so that a change of them while they are read
+is noticed.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from marlinq.checkpoint.header import TensorInfo, parse_json, read_header, read_tensor, reading
+from marlinq.checkpoint.header import TensorInfo, parse_json, read_header, read_tensor
+from marlinq.checkpoint.source import SourceFile, reading
 from marlinq.core.errors import CheckpointError, EnvironmentProblem
+from marlinq.core.files import kind_of, read_regular
 
 if TYPE_CHECKING:
     import torch
@@ -43,12 +46,14 @@ class Checkpoint:
         config: ``config.json`` as parsed.
         tensors: every stored tensor by name, shard by shard in file order.
         side_files: relative paths of all other files a copy needs (tokenizer, templates, code), sorted.
+        files: config, index and shards by name, open.
     """
 
     path: Path
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     side_files: list[str]
+    files: Mapping[str, SourceFile]
 
     @classmethod
     def open(cls, source: str | os.PathLike[str], *, revision: str | None = None) -> Checkpoint:
@@ -59,9 +64,10 @@ class Checkpoint:
             EnvironmentProblem: a Hub id could not be downloaded.
         """
         folder = locate(source, revision=revision)
-        config = read_json(folder, CONFIG)
-        tensors = _read_tensors(folder)
-        return cls(folder, config, tensors, _side_files(folder))
+        files: dict[str, SourceFile] = {}
+        config = _read_kept(folder, CONFIG, files)
+        tensors = _read_tensors(folder, files)
+        return cls(folder, config, tensors, _side_files(folder), files)
 
     @property
     def nbytes(self) -> int:
@@ -77,12 +83,31 @@ class Checkpoint:
         """The tensor ``name`` on the CPU, in memory of its own.
 
         Raises:
-            CheckpointError: there is no such tensor, or its file was truncated.
+            CheckpointError: there is no such tensor, or its file was changed since it was opened.
         """
         info = self.tensors.get(name)
         if info is None:
             raise CheckpointError(f"{self.path}: no tensor named {name}")
-        return read_tensor(self.path / info.shard, info)
+        return read_tensor(self.files[info.shard], info)
+
+    def check_unchanged(self) -> None:
+        """Make sure that config, index and shards are still those that were opened, with the same headers.
+
+        An operation calls it when it has read all it needs and before it says that it is done.
+
+        Raises:
+            CheckpointError: one was rewritten, replaced or removed.
+        """
+        for file in self.files.values():
+            file.check_place()
+        by_shard: dict[str, list[TensorInfo]] = {shard: [] for shard in self.shards}
+        for info in self.tensors.values():
+            by_shard[info.shard].append(info)
+        for shard, infos in by_shard.items():
+            if read_header(self.files[shard]) != infos:
+                raise CheckpointError(
+                    f"{self.path / shard}: its header was changed while it was read; run the command again"
+                )
 
     @property
     def left_out(self) -> list[str]:
@@ -94,15 +119,23 @@ class Checkpoint:
     def identity(self) -> str:
         """A hash of the config and of every tensor's name, dtype, shape, place and file time.
 
-        It tells whether a resumed run reads the same checkpoint without reading the weights.
+        It names the checkpoint in a manifest without reading the weights.
         """
         digest = hashlib.sha256(repr(sorted(self.config.items())).encode())
         for info in self.tensors.values():
             digest.update(repr((info.name, info.dtype, info.shape, info.shard, info.offset)).encode())
         for shard in self.shards:
-            stat = (self.path / shard).stat()
-            digest.update(repr((shard, stat.st_size, stat.st_mtime_ns)).encode())
+            file = self.files[shard]
+            digest.update(repr((shard, file.size, file.times[0])).encode())
         return digest.hexdigest()
+
+    def state(self) -> str:
+        """The identity, and when the files last changed in any way: what a resumed run must find again.
+
+        A shard can be rewritten with its time kept; the time of the last status change can't be set.
+        """
+        changes = [(name, file.times[1]) for name, file in sorted(self.files.items())]
+        return hashlib.sha256(repr((self.identity(), changes)).encode()).hexdigest()
 
 
 def locate(source: str | os.PathLike[str], *, revision: str | None = None) -> Path:
@@ -142,13 +175,23 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     """A JSON object from ``folder / name``.
 
     Raises:
-        CheckpointError: missing, too large, outside the folder, or not an object.
+        CheckpointError: missing, too large, outside the folder, no regular file, or not an object.
     """
     path = _inside(folder, name)
     with reading(path):
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise CheckpointError(f"{path}: larger than {_MAX_JSON_BYTES} bytes; refusing to read it")
-        text = path.read_bytes()
+        text = read_regular(path, _MAX_JSON_BYTES)
+    return _json_object(path, text)
+
+
+def _read_kept(folder: Path, name: str, files: dict[str, SourceFile]) -> dict[str, Any]:
+    """As :func:`read_json`, of a file that stays open in ``files``."""
+    file = files[name] = SourceFile(_inside(folder, name))
+    if file.size > _MAX_JSON_BYTES:
+        raise CheckpointError(f"{file.path}: larger than {_MAX_JSON_BYTES} bytes; refusing to read it")
+    return _json_object(file.path, file.read(0, file.size))
+
+
+def _json_object(path: Path, text: bytes) -> dict[str, Any]:
     value = parse_json(text, str(path))
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
@@ -175,23 +218,27 @@ def _resolved(path: Path) -> Path:
 
 def _inside(folder: Path, name: str) -> Path:
     """``folder / name`` as an existing regular file that really lies inside the folder."""
-    if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+    if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
         raise CheckpointError(f"{folder}: refers to the file {name!r}, which is not a plain file name")
     path = folder / name
     real = _resolved(path)
     if not any(root == real.parent or root in real.parents for root in _roots(folder)):
         raise CheckpointError(f"{path}: a symbolic link that leads out of the folder; replace it by the file")
-    if not real.is_file():
+    kind = _kind(real)
+    if kind is None:
         raise CheckpointError(f"{path}: missing; the checkpoint is incomplete")
+    if kind != "a regular file":
+        raise CheckpointError(f"{path}: {kind}, expected a regular file; replace it by the file")
     return path
 
 
-def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
-    index = _read_index(folder)
+def _read_tensors(folder: Path, files: dict[str, SourceFile]) -> dict[str, TensorInfo]:
+    index = _read_index(folder, files)
     shards = sorted(set(index.values())) if index is not None else _unindexed_shards(folder)
     tensors: dict[str, TensorInfo] = {}
     for shard in shards:
-        for info in read_header(_inside(folder, shard)):
+        files[shard] = SourceFile(_inside(folder, shard))
+        for info in read_header(files[shard]):
             if info.name in tensors:
                 raise CheckpointError(
                     f"{folder}: tensor {info.name} is stored twice, in {tensors[info.name].shard} and {shard}"
@@ -204,22 +251,22 @@ def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
     missing = sorted(set(index or ()) - set(tensors))
     if index is not None and missing:
         raise CheckpointError(
-            f"{folder / index[missing[0]]}: tensor {missing[0]} is listed in {INDEX} but not stored there "
+            f"{folder / index[missing[0]]}: tensor {missing[0]!r} is listed in {INDEX} but not stored there "
             f"({len(missing)} such tensors)"
         )
     return tensors
 
 
-def _read_index(folder: Path) -> dict[str, str] | None:
+def _read_index(folder: Path, files: dict[str, SourceFile]) -> dict[str, str] | None:
     if not (folder / INDEX).exists():
         return None
-    weight_map = read_json(folder, INDEX).get("weight_map")
+    weight_map = _read_kept(folder, INDEX, files).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{folder / INDEX}: expected a non-empty weight_map object")
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not shard.endswith(".safetensors"):
             raise CheckpointError(
-                f"{folder / INDEX}: tensor {name} points to {shard!r}, not to a safetensors file"
+                f"{folder / INDEX}: tensor {name!r} points to {shard!r}, not to a safetensors file"
             )
     return weight_map
 
@@ -264,5 +311,16 @@ def _walk(folder: Path) -> Iterator[str]:
                 raise CheckpointError(
                     f"{path}: a symbolic link that leads out of the folder; replace it by the file"
                 )
-            if real.is_file():
+            kind = _kind(real)
+            if kind == "a regular file":
                 yield str(path.relative_to(folder))
+            elif kind not in (None, "a folder"):
+                # Libraries would open it, and wait for ever.
+                raise CheckpointError(f"{path}: {kind}, expected a regular file; remove it")
+
+
+def _kind(path: Path) -> str | None:
+    try:
+        return kind_of(path.stat().st_mode)
+    except OSError:
+        return None

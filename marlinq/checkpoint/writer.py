@@ -28,6 +28,7 @@ from marlinq.checkpoint.header import (
     tensor_bytes,
 )
 from marlinq.checkpoint.reader import CONFIG, INDEX, MANIFEST, SINGLE, Checkpoint
+from marlinq.checkpoint.source import OpenFile
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError, OutputError
 
@@ -188,7 +189,7 @@ class CheckpointWriter:
             CheckpointError: its bytes are not the ones that were written.
         """
         info = self.tensors[name]
-        tensor = read_tensor(self.partial / info.shard, info)
+        tensor = read_tensor(OpenFile(self.partial / info.shard, self._files[info.shard]), info)
         if hashlib.sha256(tensor_bytes(tensor)).hexdigest() != (self._hashes | self._pending)[name]:
             raise CheckpointError(
                 f"{self.partial / info.shard}: tensor {name} was changed since it was written; start over"

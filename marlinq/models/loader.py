@@ -47,8 +47,9 @@ class BlockLoader:
         self.structure = structure
         self.device = device
         self.dtype = dtype
+        self.source = str(checkpoint.path)
         self._checkpoint = checkpoint
-        self.names = TensorNames(structure, checkpoint.tensors.keys(), source=str(checkpoint.path))
+        self.names = TensorNames(structure, checkpoint.tensors.keys(), source=self.source)
 
     def read(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
         """The stored tensor of a parameter, on the CPU in its stored dtype.

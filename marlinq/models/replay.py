@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from marlinq.core import boundaries
 from marlinq.core.errors import UnsupportedError
 from marlinq.models.loader import BlockLoader
 from marlinq.models.structure import DecoderStructure
@@ -32,8 +33,8 @@ class _Hidden:
 _HIDDEN = _Hidden()
 
 
-class _StopForward(Exception):
-    """Ends the outer forward after the last block."""
+class _StopForward(BaseException):
+    """Ends the outer forward after the last block; no handler on the way takes it for an error."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class BlockReplay:
                 if wrap is None:
                     first = self._loader.block(0)
                     recorder.learn_from = first.forward
-                with recorder.installed(), suppress(_StopForward):
+                with recorder.installed(), suppress(_StopForward), boundaries.forward(self._loader.source):
                     root(input_ids=ids.to(self._loader.device), use_cache=False)
                 if wrap is None:
                     wrap = recorder.wrap
@@ -90,7 +91,7 @@ class BlockReplay:
         args = tuple(_restore(value, hidden, device) for value in call.args)
         kwargs = {key: _restore(value, hidden, device) for key, value in call.kwargs.items()}
         module = self._structure.model.get_submodule(self._structure.blocks[block].name)
-        with torch.no_grad():
+        with torch.no_grad(), boundaries.forward(self._loader.source):
             output = module(*args, **kwargs)
         result: Tensor = output if isinstance(output, Tensor) else output[0]
         return result

@@ -17,6 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.pytorch_utils import Conv1D
 
+from marlinq.core import boundaries
 from marlinq.core.errors import CheckpointError, UnsupportedError
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -133,12 +134,16 @@ def _build_on_meta(
         raise CheckpointError(
             f"{source}/config.json: no model_type; expected a transformers causal language model"
         )
+    if not isinstance(plain["model_type"], str):
+        raise CheckpointError(
+            f"{source}/config.json: model_type: expected a name, found {plain['model_type']!r}"
+        )
     if "auto_map" in plain and not trust_remote_code and plain["model_type"] not in _known_model_types():
         raise UnsupportedError(
             f"{source}: model type {plain['model_type']!r} needs code from the checkpoint; "
             "read that code and pass --trust-remote-code to run it"
         )
-    try:
+    with boundaries.model_config(source, plain["model_type"]):
         if "auto_map" in plain and trust_remote_code:
             parsed = AutoConfig.from_pretrained(source, trust_remote_code=True)
             if getattr(parsed, "quantization_config", None) is not None:
@@ -147,15 +152,10 @@ def _build_on_meta(
             parsed = AutoConfig.for_model(**plain)
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(parsed, dtype=dtype, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{source}/config.json: transformers can't build a causal language model of type "
-            f"{plain['model_type']!r} from it: {' '.join(str(error).split())[:300]}"
-        ) from error
-    # accelerate moves each parameter to the meta device on its own, which unties shared ones.
-    model.tie_weights()
-    model.eval()
-    model.requires_grad_(False)
+        # accelerate moves each parameter to the meta device on its own, which unties shared ones.
+        model.tie_weights()
+        model.eval()
+        model.requires_grad_(False)
     result: PreTrainedModel = model
     return result
 

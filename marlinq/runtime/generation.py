@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from marlinq.core import boundaries
 from marlinq.core.errors import CheckpointError, NumericsError, UnsupportedError, UsageError
 from marlinq.runtime.decoding import Decoder, StepDecision
 from marlinq.runtime.linear import summarize
@@ -112,9 +113,10 @@ class TextStream:
         self._shown = len(self._tokens)
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(
-            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        with boundaries.tokenizer(self._tokenizer):
+            text: str = self._tokenizer.decode(
+                list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
         return text
 
 
@@ -153,7 +155,8 @@ def generate(
     room = _room(model, len(ids))
     limit = min(max_new_tokens, room)
     ends = end_tokens(model)
-    decoder = Decoder(model, max_length=len(ids) + limit, graphs=limit > 1)
+    with boundaries.forward(loaded.path):
+        decoder = Decoder(model, max_length=len(ids) + limit, graphs=limit > 1)
     generator = torch.Generator().manual_seed(seed)
     stream = None if loaded.tokenizer is None else TextStream(loaded.tokenizer, ids)
     tokens: list[int] = []
@@ -166,7 +169,8 @@ def generate(
                 on_text(piece)
 
     start = _now(loaded.device)
-    logits = decoder.prefill(torch.tensor([ids], dtype=torch.int64, device=loaded.device))
+    with boundaries.forward(loaded.path):
+        logits = decoder.prefill(torch.tensor([ids], dtype=torch.int64, device=loaded.device))
     tokens.append(_choose(logits[0], temperature, generator))
     first = _now(loaded.device)
     while True:
@@ -176,7 +180,8 @@ def generate(
             emit(stream.push(tokens[-1]))
         if len(tokens) == limit:
             break
-        logits = decoder.step(torch.tensor([tokens[-1]], dtype=torch.int64, device=loaded.device))
+        with boundaries.forward(loaded.path):
+            logits = decoder.step(torch.tensor([tokens[-1]], dtype=torch.int64, device=loaded.device))
         tokens.append(_choose(logits[0], temperature, generator))
     last = _now(loaded.device)
     if stream is not None:
@@ -236,16 +241,18 @@ def _encode(loaded: LoadedModel, prompt: str, chat: bool) -> list[int]:
     if tokenizer is None:
         raise CheckpointError(f"{loaded.path}: no tokenizer; add its files, or pass token ids")
     if not chat:
-        ids: list[int] = tokenizer(prompt)["input_ids"]
+        with boundaries.tokenizer(loaded.path):
+            ids: list[int] = tokenizer(prompt)["input_ids"]
         return ids
     if not tokenizer.chat_template:
         raise UnsupportedError(
             f"{loaded.path}: the tokenizer has no chat template; continue plain text instead"
         )
-    encoded: Mapping[str, list[int]] = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
-    )
-    return encoded["input_ids"]
+    with boundaries.chat_template(loaded.path):
+        encoded: Mapping[str, list[int]] = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
+        )
+        return encoded["input_ids"]
 
 
 def _room(model: PreTrainedModel, prompt_tokens: int) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, without_quantization_config
+from marlinq.core import boundaries
 from marlinq.core.errors import CheckpointError
 from marlinq.models import BlockLoader, DecoderStructure, build_structure, is_linear
 from marlinq.runtime.linear import Linears, RuntimeDecision, decide, quantized_linear, summarize
@@ -249,13 +250,8 @@ def _warn_about_dense(decisions: Mapping[str, RuntimeDecision], device: torch.de
 def _read_generation_config(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
     if not (checkpoint.path / "generation_config.json").is_file():
         return
-    try:
+    with boundaries.generation_config(checkpoint.path):
         model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
-    except (OSError, ValueError, TypeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(
-            f"{checkpoint.path / 'generation_config.json'}: transformers can't read it ({reason})"
-        ) from None
 
 
 def _load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.checkpoint.quantization_config import read_quantization_config
+from marlinq.core import patterns
 from marlinq.core.errors import CheckpointError, MarlinqError, UnsupportedError
-from marlinq.formats.dialects import patterns
 
 Harm = Callable[[Path], None]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -66,6 +69,22 @@ def outside_link(name: str) -> Harm:
         secret.write_bytes((folder / name).read_bytes() if (folder / name).exists() else b"secret")
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(secret)
+
+    return harm
+
+
+def piped(name: str) -> Harm:
+    def harm(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return harm
+
+
+def socketed(name: str) -> Harm:
+    def harm(folder: Path) -> None:
+        with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(folder):
+            server.bind(name)
 
     return harm
 
@@ -142,8 +161,26 @@ HOSTILE: dict[str, tuple[Harm, str]] = {
     "fractional dimension": (harmed({"a": entry([1.0], 0, 1)}, b"x"), "malformed shape"),
     "boolean dimension": (harmed({"a": entry([True], 0, 1)}, b"x"), "malformed shape"),
     "hundred dimensions": (harmed({"a": entry([1] * 100, 0, 1)}, b"x"), "malformed shape"),
-    "shape of 2**120 elements": (harmed({"a": entry([1 << 60, 1 << 60], 0, 1)}, b"x"), "takes"),
-    "shape that wraps at 2**64": (harmed({"a": entry([1 << 33, 1 << 31], 0, 0)}), "takes"),
+    "shape of 2**120 elements": (harmed({"a": entry([1 << 60, 1 << 60], 0, 1)}, b"x"), "malformed shape"),
+    "shape that wraps at 2**64": (harmed({"a": entry([1 << 33, 1 << 31], 0, 0)}), "malformed shape"),
+    "empty shape beyond 64 bits": (harmed({"a": entry([1 << 60, 1 << 60, 0], 0, 0)}), "malformed shape"),
+    "shape of more than the file": (harmed({"a": entry([3], 0, 1)}, b"x"), "takes 3 bytes"),
+    "dimension of minus zero": (
+        harmed(b'{"a":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}'),
+        "malformed shape",
+    ),
+    "header in UTF-16": (harmed('{"a": 1}'.encode("utf-16")), "not valid JSON"),
+    "header with half a surrogate pair as bytes": (harmed(b'{"a\xed\xa0\x80": 1}'), "not valid JSON"),
+    "header with a byte order mark": (harmed(b"\xef\xbb\xbf{}"), "not valid JSON"),
+    "header with NaN": (harmed(b'{"__metadata__": NaN}'), "not valid JSON"),
+    "header metadata no object": (harmed({"__metadata__": 3}), "object of strings"),
+    "header metadata not of strings": (harmed({"__metadata__": {"a": 3}}), "object of strings"),
+    "header metadata with half a pair": (harmed({"__metadata__": {"a": "\ud800"}}), "surrogate pair"),
+    "name with half a surrogate pair": (harmed({"\ud800": entry([1], 0, 1)}, b"x"), "printable"),
+    "name with a line break": (harmed({"a\nb": entry([1], 0, 1)}, b"x"), "printable"),
+    "name with an escape code": (harmed({"\x1b[2J": entry([1], 0, 1)}, b"x"), "printable"),
+    "name written from right to left": (harmed({"a\u202eb": entry([1], 0, 1)}, b"x"), "printable"),
+    "name of a million characters": (harmed({"a" * 1_000_000: entry([1], 0, 1)}, b"x"), "printable"),
     "end before begin": (harmed({"a": entry([1], 1, 0)}, b"x"), "malformed data_offsets"),
     "three offsets": (
         harmed({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1, 2]}}, b"xx"),
@@ -166,6 +203,7 @@ HOSTILE: dict[str, tuple[Harm, str]] = {
     "index to an absolute path": (indexed({"a": "/etc/secret.safetensors"}), "not a plain file name"),
     "index with a backslash": (indexed({"a": "..\\secret.safetensors"}), "not a plain file name"),
     "index with a NUL": (indexed({"a": "secret\0.safetensors"}), "not a plain file name"),
+    "index to half a surrogate pair": (indexed({"a": "\ud800.safetensors"}), "not a plain file name"),
     "index to a pickle": (indexed({"a": "model.bin"}), "not to a safetensors file"),
     "index to a number": (indexed({"a": 7}), "not to a safetensors file"),
     "index a list": (indexed(["a"]), "non-empty weight_map"),
@@ -174,6 +212,11 @@ HOSTILE: dict[str, tuple[Harm, str]] = {
     "config linked out": (outside_link("config.json"), "symbolic link that leads out"),
     "tokenizer linked out": (outside_link("tokenizer.json"), "symbolic link that leads out"),
     "links in a circle": (looping_link, "model.safetensors"),
+    "weights a named pipe": (piped(SINGLE), "model.safetensors: a named pipe, expected a regular file"),
+    "config a named pipe": (piped("config.json"), "config.json: a named pipe, expected a regular file"),
+    "index a named pipe": (piped(INDEX), "index.json: a named pipe, expected a regular file"),
+    "tokenizer a named pipe": (piped("tokenizer.json"), "tokenizer.json: a named pipe"),
+    "tokenizer a socket": (socketed("tokenizer.json"), "tokenizer.json: a socket"),
     "config missing": (lambda folder: (folder / "config.json").unlink(), "missing"),
     "config no JSON": (config("{"), "not valid JSON"),
     "config a list": (config("[]"), "expected a JSON object"),
@@ -203,11 +246,27 @@ def test_the_fixture_itself_reads_back(folder: Path) -> None:
         opened.tensor("c")
 
 
+def test_what_the_header_reader_takes_safetensors_takes(folder: Path) -> None:
+    for header in (
+        {"a": entry([2, 3], 0, 6), "__metadata__": {"format": "pt", "ä": "日本"}},
+        {"é/日": entry([0, 5], 0, 0), "b": entry([], 0, 1)},
+        {},
+    ):
+        raw(
+            folder / SINGLE,
+            header,
+            b"x" * max((e["data_offsets"][1] for n, e in header.items() if n[0] != "_"), default=0),
+        )
+        opened = Checkpoint.open(folder)
+        with safe_open(folder / SINGLE, framework="pt") as theirs:
+            assert sorted(opened.tensors) == sorted(theirs.keys())
+
+
 def test_a_shard_that_shrinks_after_opening_is_noticed(folder: Path) -> None:
     opened = Checkpoint.open(folder)
     truncated(folder)
     last = max(opened.tensors.values(), key=lambda info: info.offset)
-    with pytest.raises(CheckpointError, match="truncated"):
+    with pytest.raises(CheckpointError, match="truncated|changed while it was read"):
         opened.tensor(last.name)
 
 
@@ -267,7 +326,12 @@ WRONG_CONFIGS: dict[str, tuple[Any, type[MarlinqError], str]] = {
     ),
     "dynamic a list": ({**GPTQ, "dynamic": ["x"]}, CheckpointError, "dynamic: expected an object"),
     "dynamic a bad pattern": ({**GPTQ, "dynamic": {"-:(": {}}}, CheckpointError, "not a regular expression"),
-    "dynamic a huge pattern": ({**GPTQ, "dynamic": {"-:" + "a" * 20_000: {}}}, CheckpointError, "too long"),
+    "dynamic a huge pattern": ({**GPTQ, "dynamic": {"-:" + "a" * 20_000: {}}}, CheckpointError, "20000 char"),
+    "dynamic a pattern that unrolls": (
+        {**GPTQ, "dynamic": {"-:(?:a{1000}){1000}": {}}},
+        CheckpointError,
+        "copies",
+    ),
     "dynamic rule a number": ({**GPTQ, "dynamic": {"+:x": 3}}, CheckpointError, "dynamic rule"),
     "AWQ GEMV": ({**AWQ, "version": "gemv"}, UnsupportedError, "AWQ version 'gemv'"),
     "AWQ eight bits": ({**AWQ, "bits": 8}, UnsupportedError, "8 bits"),
@@ -388,15 +452,15 @@ def test_wrong_modules_are_named(folder: Path, name: str) -> None:
 def test_a_file_that_may_not_be_read_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    original = Path.open
+    original = os.open
 
-    def refuse(path: Path, *args: Any, **kwargs: Any) -> Any:
-        if path.name == name:
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
+        if Path(path).name == name:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return original(path, *args, **kwargs)
 
     # Read permissions don't bind root, under whom the tests may run.
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(CheckpointError, match=rf"{name}: can't be read \(Permission denied\)"):
         Checkpoint.open(folder)
 
@@ -420,10 +484,10 @@ def test_side_files_and_what_is_left_out(folder: Path) -> None:
 def test_a_pattern_that_backtracks_forever_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patterns, "_MATCH_SECONDS", 0.05)
+    monkeypatch.setattr(patterns, "MATCH_SECONDS", 0.05)
     (tmp_path / "config.json").write_text("{}")
     hostile = {**GPTQ, "dynamic": {r"-:(?:[a-z.]|.)+[0-9]": {}}}
     found = read_quantization_config(tmp_path, {"quantization_config": hostile})
     assert found is not None
-    with pytest.raises(CheckpointError, match=r"config.json.*takes more than .* to match 'model"):
+    with pytest.raises(CheckpointError, match=r"config.json.*takes too long to match 'model"):
         found.rules.outcome("model.decoder.blocks.attention.projection.query" * 3)

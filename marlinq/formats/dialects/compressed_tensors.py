@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from marlinq.core.errors import CheckpointError, UnsupportedError
-from marlinq.core.rules import Keep, Rule, Rules
+from marlinq.core.rules import Keep, Matcher, Rule, Rules
 from marlinq.core.scheme import CHANNEL, Scheme
 from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes, majority
 from marlinq.formats.dialects.keys import Keys
-from marlinq.formats.dialects.patterns import NamePattern, is_head, names_pattern
+from marlinq.formats.dialects.patterns import is_head, names_pattern
 from marlinq.formats.layouts import Layout, ModuleSpec
 
 _CLASSES = ("Linear", "Conv1D")
@@ -113,5 +113,5 @@ def _scheme(keys: Keys, outer_format: object) -> Scheme:
     )
 
 
-def _target(keys: Keys, text: str) -> NamePattern:
+def _target(keys: Keys, text: str) -> Matcher:
     return keys.pattern(text[3:]) if text.startswith("re:") else keys.exact(text)

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import regex
-
 from marlinq.core.errors import CheckpointError, UnsupportedError
+from marlinq.core.patterns import Containing, Exact, Pattern, Patterns
 from marlinq.core.scheme import Element, integer_element
-from marlinq.formats.dialects.patterns import NamePattern
 
-_MAX_PATTERN = 10_000
 _LARGEST_GROUP = 1 << 24
 
 
@@ -26,6 +23,7 @@ class Keys:
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self.raw = raw
         self.where = where
+        self._patterns = Patterns(where)
 
     def first(self, *names: str) -> Any:
         """The value of the first of ``names`` that is there and not null."""
@@ -73,19 +71,14 @@ class Keys:
             raise CheckpointError(f"{self.where}: {name}: expected a list of module names, found {value!r}")
         return value
 
-    def pattern(self, text: str) -> NamePattern:
+    def pattern(self, text: str) -> Pattern:
         """A regular expression that a module's name has to begin with."""
-        if len(text) > _MAX_PATTERN:
-            raise CheckpointError(f"{self.where}: a module pattern of {len(text)} characters is too long")
-        try:
-            return NamePattern(regex.compile(text), self.where)
-        except (regex.error, RecursionError) as error:
-            raise CheckpointError(f"{self.where}: {text!r} is not a regular expression ({error})") from None
+        return self._patterns.compile(text)
 
-    def exact(self, name: str) -> NamePattern:
+    def exact(self, name: str) -> Exact:
         """A pattern that matches one name only."""
-        return NamePattern(regex.compile(regex.escape(name) + r"\Z"), self.where)
+        return Exact(name)
 
-    def containing(self, part: str) -> NamePattern:
+    def containing(self, part: str) -> Containing:
         """A pattern that matches the names that contain ``part``."""
-        return NamePattern(regex.compile(f".*{regex.escape(part)}"), self.where)
+        return Containing(part)

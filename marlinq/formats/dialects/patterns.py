@@ -1,14 +1,9 @@
-"""Module names as patterns: matching those of a config, and writing one pattern for many names."""
+"""Module names as patterns: one pattern for many names."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-
-import regex
-
-from marlinq.core.errors import CheckpointError
 
 # Loaders that fuse these match rules against the fused name, others against the parts (docs/formats.md).
 FUSED = (
@@ -16,31 +11,6 @@ FUSED = (
     ("gate_up_proj", ("gate_proj", "up_proj")),
 )
 """Fused linears of serving engines: the fused name and the names of its parts."""
-
-# A hostile pattern can backtrack for longer than anybody lives; an honest one takes microseconds.
-_MATCH_SECONDS = 2.0
-
-
-@dataclass(frozen=True)
-class NamePattern:
-    """Matches the modules whose names begin with a match of ``pattern``; ``where`` is for messages."""
-
-    pattern: regex.Pattern[str]
-    where: str
-
-    def matches(self, module: str) -> bool:
-        """Whether the pattern is about ``module``.
-
-        Raises:
-            CheckpointError: the pattern takes too long.
-        """
-        try:
-            return self.pattern.match(module, timeout=_MATCH_SECONDS) is not None
-        except TimeoutError:
-            raise CheckpointError(
-                f"{self.where}: the module pattern {self.pattern.pattern[:80]!r} takes more than "
-                f"{_MATCH_SECONDS:.0f} s to match {module!r}; replace it by a simpler one"
-            ) from None
 
 
 def in_block(name: str) -> bool:

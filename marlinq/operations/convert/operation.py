@@ -102,13 +102,14 @@ def _convert(
         progress=progress,
     )
     manifest = _manifest(plan, strict_marlin, skip_unsupported)
-    options = json.dumps([checkpoint.identity(), max_shard_size, manifest], sort_keys=True)
+    options = json.dumps([checkpoint.state(), max_shard_size, manifest], sort_keys=True)
     fingerprint = hashlib.sha256(options.encode()).hexdigest()
     with CheckpointWriter(
         out, plan.tensors, fingerprint=fingerprint, max_shard_bytes=max_shard_size, resume=True
     ) as writer:
         resumed = len(writer.written)
         _write(plan, writer, min(_COMMIT_BYTES, 2 * max_shard_size), progress)
+        checkpoint.check_unchanged()
         writer.finish(
             config=replace_quantization_config(checkpoint.config, plan.quantization_config),
             manifest=manifest,

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from marlinq.core import boundaries
 from marlinq.core.errors import CheckpointError, NumericsError, UsageError
 from marlinq.operations.evaluate.text import EvaluationText, read_windows, write_windows
 from marlinq.runtime import LoadedModel, load
@@ -216,7 +217,15 @@ def _text(
     tokenizer = loaded.tokenizer if original is None else original.tokenizer or loaded.tokenizer
     if tokenizer is None:
         raise CheckpointError(f"{loaded.path}: no tokenizer for the text; add its files, or leave out --text")
-    return read_windows(text, tokenizer, windows=windows, length=length)
+    found = read_windows(text, tokenizer, windows=windows, length=length)
+    vocabulary = loaded.model.config.get_text_config().vocab_size
+    largest = max(max(window) for window in found.windows)
+    if largest >= vocabulary:
+        raise CheckpointError(
+            f"{loaded.path}: the tokenizer gives the token id {largest}, the model has a vocabulary of "
+            f"{vocabulary}; the tokenizer belongs to another model"
+        )
+    return found
 
 
 def _measure(
@@ -248,8 +257,9 @@ def _measure(
 @torch.no_grad()
 def _logits(loaded: LoadedModel, ids: Tensor) -> Tensor:
     """[positions - 1, vocabulary]: what the model expects after each token but the last."""
-    output = loaded.model(input_ids=ids[None].to(loaded.device), use_cache=False)
-    logits: Tensor = output.logits[0, :-1]
+    with boundaries.forward(loaded.path):
+        output = loaded.model(input_ids=ids[None].to(loaded.device), use_cache=False)
+        logits: Tensor = output.logits[0, :-1]
     return logits
 
 

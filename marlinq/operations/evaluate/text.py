@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from marlinq.core import boundaries
 from marlinq.core.errors import EnvironmentProblem, UsageError
 from marlinq.runtime import LoadedModel
 
@@ -48,7 +49,8 @@ def read_windows(source: str, tokenizer: Any, *, windows: int, length: int) -> E
         raise UsageError(f"length: expected more than {len(begin)}, found {length}")
     ids: list[int] = []
     for piece in _pieces(source):
-        ids += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+        with boundaries.tokenizer(tokenizer):
+            ids += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) >= windows * step:
             break
     count = min(windows, len(ids) // step)
@@ -75,22 +77,24 @@ def write_windows(
         if progress is not None:
             progress("writing text", done, total)
 
-    documents = generate_documents(
-        loaded.model,
-        loaded.model.config,
-        samples=windows,
-        max_length=length,
-        seed=seed,
-        device=loaded.device,
-        progress=tick,
-    )
+    with boundaries.forward(loaded.path):
+        documents = generate_documents(
+            loaded.model,
+            loaded.model.config,
+            samples=windows,
+            max_length=length,
+            seed=seed,
+            device=loaded.device,
+            progress=tick,
+        )
     source = f"sampled from {loaded.path} with seed {seed}"
     return EvaluationText(source, tuple(document.tokens for document in documents))
 
 
 def _begin_tokens(tokenizer: Any) -> tuple[int, ...]:
-    first = tokenizer("a")["input_ids"][:1]
-    return tuple(first) if first == [tokenizer.bos_token_id] else ()
+    with boundaries.tokenizer(tokenizer):
+        first = tokenizer("a")["input_ids"][:1]
+        return tuple(first) if first == [tokenizer.bos_token_id] else ()
 
 
 def _pieces(source: str) -> Iterator[str]:

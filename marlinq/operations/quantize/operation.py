@@ -119,6 +119,7 @@ def quantize(
                 documents, token_budget=_TOKEN_BUDGET[where.type], pad=not structure.routed
             )
             BlockQuantizer(structure, loader, plan, writer, batches, tell).run()
+        checkpoint.check_unchanged()
         forget_written_text(writer)
         folder = writer.finish(
             config=plan.config,
@@ -182,7 +183,7 @@ def _environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 def _fingerprint(
     checkpoint: Checkpoint, recipe: Recipe, environment: dict[str, Any], max_shard_size: int
 ) -> str:
-    parts = [recipe.to_dict(), checkpoint.identity(), environment, max_shard_size]
+    parts = [recipe.to_dict(), checkpoint.state(), environment, max_shard_size]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

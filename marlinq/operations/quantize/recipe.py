@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from marlinq.core.errors import UsageError
+from marlinq.core.patterns import MAX_CHARACTERS, Pattern, Patterns
 from marlinq.core.scheme import Scheme
 from marlinq.formats import LAYOUTS
 
@@ -58,12 +60,7 @@ class Override:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        try:
-            re.compile(self.pattern)
-        except re.error as error:
-            raise UsageError(
-                f"override {self.pattern!r}: not a regular expression: {error}; escape special characters"
-            ) from None
+        _ = self._compiled
         if self.skip == bool(self.settings):
             raise UsageError(
                 f"override {self.pattern!r}: expected either skip or settings such as group_size=32"
@@ -73,6 +70,18 @@ class Override:
             if key not in _CHECKS_OF_A_MODULE:
                 raise UsageError(f"{where}: unknown key; expected one of {', '.join(_CHECKS_OF_A_MODULE)}")
             _CHECKS_OF_A_MODULE[key](where, value)
+
+    @cached_property
+    def _compiled(self) -> Pattern:
+        return Patterns("override", UsageError).compile(self.pattern)
+
+    def concerns(self, module: str) -> bool:
+        """Whether the rule is about ``module``.
+
+        Raises:
+            UsageError: the pattern takes too long.
+        """
+        return self._compiled.found_in(module)
 
     @classmethod
     def parse(cls, text: str) -> Override:
@@ -84,6 +93,8 @@ class Override:
         Raises:
             UsageError: the text has neither form, or a value is out of range.
         """
+        if len(text) > 2 * MAX_CHARACTERS:
+            raise UsageError(f"--override: {len(text)} characters, at most {2 * MAX_CHARACTERS} expected")
         if text.endswith("=skip") and text != "=skip":
             return cls(text.removesuffix("=skip"), skip=True)
         names = "|".join([*_CHECKS_OF_A_MODULE, "sym"])
@@ -158,7 +169,7 @@ class Recipe:
         """How to quantise the linear called ``module`` (its full dotted name), or why not to."""
         own = {key: getattr(self, key) for key in _CHECKS_OF_A_MODULE}
         for override in self.overrides:
-            if re.search(override.pattern, module):
+            if override.concerns(module):
                 if override.skip:
                     return ModuleSkip(f"override {override.pattern!r} skips it")
                 return ModuleSettings(
@@ -170,7 +181,7 @@ class Recipe:
         """The rules that decide for none of ``modules``: usually a mistyped pattern."""
         used = set()
         for module in modules:
-            used.add(next((i for i, o in enumerate(self.overrides) if re.search(o.pattern, module)), None))
+            used.add(next((i for i, o in enumerate(self.overrides) if o.concerns(module)), None))
         return tuple(o for i, o in enumerate(self.overrides) if i not in used)
 
     def to_dict(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from marlinq.calibration import (
     read_documents,
 )
 from marlinq.checkpoint import Checkpoint, CheckpointWriter
+from marlinq.core import boundaries
 from marlinq.core.errors import EnvironmentProblem, OutputError
 from marlinq.models import BlockLoader
 from marlinq.operations.quantize.recipe import Recipe
@@ -31,7 +32,7 @@ _WRITTEN_TEXT = "calibration.json"
 def longest(config: Any, recipe: Recipe) -> int:
     """Tokens that a document may have: the recipe's, but no more than the model has positions."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if positions is None or positions >= recipe.max_length:
+    if not isinstance(positions, int) or not 0 < positions < recipe.max_length:
         return recipe.max_length
     warnings.warn(
         f"calibration: max_length {recipe.max_length} is cut to the model's {positions} positions",
@@ -85,15 +86,16 @@ def text_by_the_model(
         return [Document(tuple(tokens)) for tokens in json.loads(kept.read_text(encoding="utf-8"))]
     model = loader.whole_model()
     try:
-        documents = generate_documents(
-            model,
-            loader.structure.model.config,
-            samples=recipe.samples,
-            max_length=max_length,
-            seed=recipe.seed,
-            device=loader.device,
-            progress=lambda done, total: progress("writing calibration text", done, total),
-        )
+        with boundaries.forward(loader.source):
+            documents = generate_documents(
+                model,
+                loader.structure.model.config,
+                samples=recipe.samples,
+                max_length=max_length,
+                seed=recipe.seed,
+                device=loader.device,
+                progress=lambda done, total: progress("writing calibration text", done, total),
+            )
     finally:
         loader.release("")
     # Sampling takes minutes, and on a GPU nothing promises the same text again.

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from marlinq.core import boundaries
 from marlinq.core.errors import MarlinqError
 from marlinq.operations.verify.report import Check, Findings
 from marlinq.runtime import load
@@ -97,9 +98,9 @@ def _run(
     positions = getattr(loaded.model.config, "max_position_embeddings", None) or TOKENS
     generator = torch.Generator().manual_seed(_SEED)
     ids = torch.randint(vocabulary, (1, min(TOKENS, positions)), generator=generator)
-    with torch.no_grad():
+    with torch.no_grad(), boundaries.forward(path):
         output = loaded.model(ids.to(loaded.device), output_hidden_states=True, use_cache=False)
-    hidden = [state[0].float().cpu() for state in output.hidden_states]
+        hidden = [state[0].float().cpu() for state in output.hidden_states]
     run = _Run(hidden, output.logits[0].float().cpu(), loaded.dtype)
     del loaded, output
     gc.collect()

@@ -10,7 +10,7 @@ import torch
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.checkpoint.reader import locate
-from marlinq.core.errors import MarlinqError, UsageError
+from marlinq.core.errors import CheckpointError, MarlinqError, UsageError
 from marlinq.operations.verify.comparison import Comparison
 from marlinq.operations.verify.kernel_check import check_kernels
 from marlinq.operations.verify.logits import check_logits
@@ -59,9 +59,15 @@ def verify(
     where = resolve_device(device)
     original = None if against is None else Checkpoint.open(against)
     run = _Run(folder, original, where, trust_remote_code, progress or _silent)
-    checks = list(run.checks())
+    checks: list[Check] = []
+    try:
+        checks.extend(run.checks())
+    except CheckpointError as error:
+        # Rows made before it was raised are kept.
+        checks.append(Check("readable", "failed", str(error)))
     if logits and original is not None:
         checks += run.logits()
+    checks += run.changes()
     return VerificationReport(
         checkpoint=str(folder),
         against=None if original is None else str(original.path),
@@ -91,6 +97,7 @@ class _Run:
         self._device = device
         self._trust_remote_code = trust_remote_code
         self._progress = progress
+        self._checkpoint: Checkpoint | None = None
         self.view: QuantizedCheckpoint | None = None
         self._comparison: Comparison | None = None
 
@@ -102,6 +109,7 @@ class _Run:
             yield Check("files", "failed", str(error))
             yield Check("all other checks", "skipped", "the folder can't be opened")
             return
+        self._checkpoint = checkpoint
         shards = len(checkpoint.shards)
         files = "1 file" if shards == 1 else f"{shards} files"
         text = f"{len(checkpoint.tensors)} tensors in {files}, whole and indexed"
@@ -167,6 +175,15 @@ class _Run:
             trust_remote_code=self._trust_remote_code,
             progress=self._progress,
         )
+
+    def changes(self) -> Iterable[Check]:
+        """A failed row when a folder is no longer the one that was opened: the others are about a mixture."""
+        for checkpoint in (self._checkpoint, self._original):
+            try:
+                if checkpoint is not None:
+                    checkpoint.check_unchanged()
+            except MarlinqError as error:
+                yield Check("unchanged", "failed", str(error))
 
     def modules(self, checks: Iterable[Check]) -> list[ModuleResult]:
         """Every quantised module with all that was found about it, worst first."""

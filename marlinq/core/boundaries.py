@@ -1,0 +1,92 @@
+"""Where other libraries work on what a checkpoint holds: whatever they raise becomes one line of ours.
+
+A config, tokenizer or template that is nonsense ends in any exception there is: validation errors,
+assertions, divisions by zero, recursion, template errors, a panic of a Rust extension. None of them is a bug
+of marlinq or tells a user which file to mend. Each boundary names the file. The exception stays as the cause.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from marlinq.core.errors import CheckpointError, EnvironmentProblem, MarlinqError
+
+_LONGEST_REASON = 300
+# The panic of a Rust extension derives from BaseException; this is the only way to tell it.
+_RUST_PANIC = "pyo3_runtime"
+# A device that fails says nothing about a file.
+_DEVICE_ERRORS = ("AcceleratorError", "CUDARuntimeError", "CUDADriverError")
+
+
+def reason(error: BaseException) -> str:
+    """An exception in one short line."""
+    text = " ".join(str(error).split())
+    name = type(error).__name__
+    line = f"{name}: {text}" if text else name
+    return line if len(line) <= _LONGEST_REASON else line[: _LONGEST_REASON - 3] + "..."
+
+
+@contextmanager
+def foreign(subject: str, problem: str, advice: str) -> Iterator[None]:
+    """Turn whatever a library raises inside into ``subject: problem (its reason); advice``.
+
+    Our own errors pass, as do interrupts, exits and failures of a device.
+
+    Raises:
+        CheckpointError: the library raised something.
+        EnvironmentProblem: the device's memory did not suffice.
+    """
+    try:
+        yield
+    except MarlinqError:
+        raise
+    except Exception as error:
+        name = type(error).__name__
+        if name in _DEVICE_ERRORS:
+            raise
+        if name == "OutOfMemoryError":
+            raise EnvironmentProblem(
+                f"{subject}: the device has too little memory ({reason(error)}); use another --device"
+            ) from error
+        raise CheckpointError(f"{subject}: {problem} ({reason(error)}); {advice}") from error
+    except BaseException as error:
+        if type(error).__module__ != _RUST_PANIC:
+            raise
+        raise CheckpointError(f"{subject}: {problem} ({reason(error)}); {advice}") from error
+
+
+def model_config(folder: str | os.PathLike[str], model_type: object) -> AbstractContextManager[None]:
+    """Around building a model, or anything else that transformers derives from ``config.json``."""
+    return foreign(
+        f"{os.fspath(folder)}/config.json",
+        f"transformers can't build a causal language model of type {model_type!r} from it",
+        "restore the file",
+    )
+
+
+def generation_config(folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
+    """Around reading ``generation_config.json``."""
+    return foreign(
+        f"{os.fspath(folder)}/generation_config.json", "transformers can't read it", "restore or remove it"
+    )
+
+
+def tokenizer(source: object) -> AbstractContextManager[None]:
+    """Around loading a tokenizer and around every use of it; ``source`` is its folder, or the tokenizer."""
+    return foreign(str(getattr(source, "name_or_path", source)), "no usable tokenizer", "restore its files")
+
+
+def chat_template(folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
+    """Around rendering a chat template."""
+    return foreign(
+        os.fspath(folder), "the chat template can't be rendered", "mend it, or continue plain text"
+    )
+
+
+def forward(folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
+    """Around running a model that was built from a folder's config."""
+    return foreign(
+        os.fspath(folder), "the model can't be run", "config.json and the tensors describe no working model"
+    )

@@ -1,0 +1,153 @@
+"""Regular expressions that come from outside: bounded in length, in size once compiled, and in time.
+
+Backtracking can take longer than anybody lives, and counted repetitions are unrolled when a pattern is
+compiled: ``(?:a{1000}){1000}`` asks for gigabytes. Every pattern of a recipe, an option or a checkpoint's
+config goes through here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import regex
+
+from marlinq.core.errors import CheckpointError, MarlinqError
+
+MAX_CHARACTERS = 10_000
+"""Length of a pattern, and of a text that is searched."""
+
+MAX_REPETITIONS = 256
+"""Copies that counted repetitions may make of a part; patterns of module names rarely count beyond ten."""
+
+MATCH_SECONDS = 2.0
+"""Time for one match; an honest one takes microseconds."""
+
+TOTAL_SECONDS = 10.0
+"""Time for all slow matches of the patterns of one source."""
+
+_HONEST_SECONDS = 1e-3
+
+_REPETITION = re.compile(r"\{([^{}]*)\}")
+# White space and comments inside a repetition would hide its count.
+_VERBOSE = re.compile(r"\(\?[A-Za-z0-9]*x")
+
+
+class Patterns:
+    """The patterns of one source, which share a budget of time.
+
+    Args:
+        source: the file and key, or the option, that they stand in; messages begin with it.
+        error: what is raised: the class says whose mistake a bad pattern is.
+    """
+
+    def __init__(self, source: str, error: type[MarlinqError] = CheckpointError) -> None:
+        self.source = source
+        self.error = error
+        self.seconds_left = TOTAL_SECONDS
+
+    def compile(self, text: str) -> Pattern:
+        """The pattern ``text`` in the syntax of Python's ``re``.
+
+        Raises:
+            MarlinqError: of the class given: too long, too large, or no regular expression.
+        """
+        where = f"{self.source}: pattern {_short(text)}"
+        if len(text) > MAX_CHARACTERS:
+            raise self.error(
+                f"{where}: {len(text)} characters, at most {MAX_CHARACTERS} expected; shorten it"
+            )
+        if _VERBOSE.search(text):
+            raise self.error(f"{where}: the flag x (verbose) is not supported; write it without spaces")
+        copies = math.prod(map(_least_count, _REPETITION.findall(text)))
+        if copies > MAX_REPETITIONS:
+            raise self.error(
+                f"{where}: its counted repetitions make {copies:.3g} copies, at most {MAX_REPETITIONS} "
+                "expected; replace it by a simpler one"
+            )
+        try:
+            return Pattern(text, regex.compile(text), self)
+        except (regex.error, ValueError, OverflowError, RecursionError, MemoryError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise self.error(
+                f"{where}: not a regular expression ({reason}); escape special characters"
+            ) from None
+
+
+class Pattern:
+    """A compiled pattern; :meth:`Patterns.compile` makes it."""
+
+    def __init__(self, text: str, compiled: regex.Pattern[str], owner: Patterns) -> None:
+        self.text = text
+        self._compiled = compiled
+        self._owner = owner
+
+    def matches(self, name: str) -> bool:
+        """Whether ``name`` begins with a match, as ``re.match`` does.
+
+        Raises:
+            MarlinqError: of the owner's class: it takes too long.
+        """
+        return self._within_time(self._compiled.match, name)
+
+    def found_in(self, name: str) -> bool:
+        """Whether a match stands anywhere in ``name``, as ``re.search`` does.
+
+        Raises:
+            MarlinqError: of the owner's class: it takes too long.
+        """
+        return self._within_time(self._compiled.search, name)
+
+    def _within_time(self, look: Callable[..., object], name: str) -> bool:
+        owner = self._owner
+        if len(name) > MAX_CHARACTERS:
+            raise owner.error(f"{owner.source}: a name of {len(name)} characters is too long to be matched")
+        start = time.monotonic()
+        try:
+            if owner.seconds_left <= 0:
+                raise TimeoutError
+            return look(name, timeout=min(MATCH_SECONDS, owner.seconds_left)) is not None
+        except (TimeoutError, MemoryError):
+            raise owner.error(
+                f"{owner.source}: pattern {_short(self.text)} takes too long to match {_short(name)}; "
+                "replace it by a simpler one"
+            ) from None
+        finally:
+            taken = time.monotonic() - start
+            # Honest matches are not counted, however many modules and rules there are.
+            owner.seconds_left -= taken if taken > _HONEST_SECONDS else 0
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Matches one name only; no regular expression is involved."""
+
+    name: str
+
+    def matches(self, name: str) -> bool:
+        """Whether ``name`` is the one."""
+        return name == self.name
+
+
+@dataclass(frozen=True)
+class Containing:
+    """Matches the names that contain ``part``; no regular expression is involved."""
+
+    part: str
+
+    def matches(self, name: str) -> bool:
+        """Whether ``part`` stands anywhere in ``name``."""
+        return self.part in name
+
+
+def _least_count(inside: str) -> int:
+    """How often ``{inside}`` copies what stands before it: its lower bound, 1 where it has none."""
+    digits = re.match(r"\s*(\d{1,9})", inside)
+    return max(int(digits[1]), 1) if digits else 1
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:77] + "...")
