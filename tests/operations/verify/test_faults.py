@@ -16,7 +16,7 @@ import torch
 from marlinq.checkpoint import Checkpoint
 from marlinq.formats import LAYOUTS
 from marlinq.operations.verify import verify
-from tests.operations.verify import faults
+from tests.testing import faults
 from tests.testing.faults import SCALES, WORDS, ZEROS
 
 VICTIM = "model.layers.1.mlp.up_proj"

@@ -10,7 +10,7 @@ from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.core.errors import CheckpointError, UsageError
 from marlinq.formats import LAYOUTS
 from marlinq.operations.verify import kernel_check, verify
-from tests.operations.verify import faults
+from tests.testing import faults
 
 
 def silent(stage, done, total):
