@@ -29,7 +29,7 @@ from torch import Tensor
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.core.errors import VerificationFailed
 from marlinq.formats import LAYOUTS
-from tests.operations.verify import faults
+from tests.testing import faults
 from tests.testing.faults import SCALES, WORDS, ZEROS
 
 SHARD_SIZE = "40MB"

@@ -26,7 +26,7 @@ from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import ModuleSpec
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.models import DecoderStructure, TensorNames
-from marlinq.operations.verify.evidence import find_faults, threshold
+from marlinq.operations.verify.evidence import Evidence, Finding, RunSize, find_faults
 from marlinq.operations.verify.report import Check, Findings
 
 FAR_ABOVE_RTN = 5.0
@@ -61,12 +61,12 @@ class Comparison:
         if not isinstance(structure, str):
             self._names = TensorNames(structure, original.tensors.keys(), source=str(original.path))
             self._transposed = {linear.name for linear in structure.linears() if linear.transposed}
-        weights = sum(spec.in_features * spec.out_features for spec in view.modules.values())
-        self._limit = threshold(weights)
+        self._run = RunSize.of(view.modules.values())
         self._unquantized = Findings("unquantised tensors")
         self._weights = Findings("weights")
         self._places = Findings("words and groups")
         self._cast = ""
+        self._judged: list[Evidence] = []
         self.errors: dict[str, tuple[float, float | None]] = {}
         """Per module: relative error, and round-to-nearest's where it could be computed."""
 
@@ -117,11 +117,21 @@ class Comparison:
         if rtn and mine > ABOVE_RTN * rtn:
             text = f"{name}: relative error {mine:.4f}, {mine / rtn:.1f} times round-to-nearest's"
             (self._weights.failures if mine > FAR_ABOVE_RTN * rtn else self._weights.warnings).append(text)
-        faults = find_faults(weight, q, self._view.layout, spec, stored, self._limit)
-        for fault in faults[:_SHOWN_FAULTS]:
-            self._places.failures.append(f"{name}: {fault.what} (log-likelihood ratio {fault.evidence:.0f})")
-        if len(faults) > _SHOWN_FAULTS:
-            self._places.failures.append(f"{name}: and {len(faults) - _SHOWN_FAULTS} more places")
+        evidence = find_faults(weight, q, self._view.layout, spec, stored, self._run)
+        self._judged.append(evidence)
+        self._report(name, [finding for finding in evidence.findings if finding.fails], self._places.failures)
+        self._report(
+            name, [finding for finding in evidence.findings if not finding.fails], self._places.warnings
+        )
+
+    @staticmethod
+    def _report(name: str, findings: list[Finding], lines: list[str]) -> None:
+        lines += [
+            f"{name}: {finding.what} (log-likelihood ratio {finding.evidence:.0f}; {_by_chance(finding)})"
+            for finding in findings[:_SHOWN_FAULTS]
+        ]
+        if len(findings) > _SHOWN_FAULTS:
+            lines.append(f"{name}: and {len(findings) - _SHOWN_FAULTS} more places")
 
     def _same_tuple(self, name: str, q: QuantizedWeight) -> None:
         if self._other is None or name not in self._other.modules:
@@ -199,8 +209,16 @@ class Comparison:
                 f"worst {worst}"
             )
         rows.append(self._weights.result(text))
-        rows.append(self._places.result(f"none that another explanation fits better by e^{self._limit:.0f}"))
+        words = sum(evidence.words for evidence in self._judged)
+        groups = sum(evidence.groups for evidence in self._judged)
+        rows.append(self._places.result(f"{words} words and {groups} groups, none odder than chance makes them"))
         return rows
+
+
+def _by_chance(finding: Finding) -> str:
+    """How often an undamaged checkpoint of this size would be told the same."""
+    runs = 1 / max(finding.expected, 1e-99)
+    return f"by chance in 1 of {runs:.0e} runs" if runs < 1e12 else "by chance practically never"
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

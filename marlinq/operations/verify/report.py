@@ -81,11 +81,26 @@ class VerificationReport:
         """True when no check failed; warnings and skipped rows don't count."""
         return all(check.status != "failed" for check in self.checks)
 
+    @property
+    def warnings(self) -> int:
+        """How many single things are odd, in checks that did not fail."""
+        return sum(max(1, len(check.problems)) for check in self.checks if check.status == "warning")
+
+    @property
+    def verdict(self) -> str:
+        """The last line: ``verified``, ``verified, N warnings`` or ``FAILED: N of M checks``."""
+        if not self.ok:
+            failed = sum(check.status == "failed" for check in self.checks)
+            return f"FAILED: {failed} of {len(self.checks)} checks"
+        noun = "warning" if self.warnings == 1 else "warnings"
+        return f"verified, {self.warnings} {noun}" if self.warnings else "verified"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         modules = [asdict(module) | {"ratio": module.ratio} for module in self.modules]
         return {
             "ok": self.ok,
+            "verdict": self.verdict,
             "checkpoint": self.checkpoint,
             "against": self.against,
             "format": self.format,
@@ -107,9 +122,7 @@ class VerificationReport:
                 rest = len(check.problems) - len(shown)
                 lines += [f"{'':<8} {'':<{width}}  - and {rest} more (--json lists all)"] if rest else []
         lines += _module_table(self.modules)
-        failed = sum(check.status == "failed" for check in self.checks)
-        lines += ["", "verified" if self.ok else f"FAILED: {failed} of {len(self.checks)} checks"]
-        return "\n".join(lines)
+        return "\n".join([*lines, "", self.verdict])
 
 
 def _module_table(modules: Sequence[ModuleResult]) -> list[str]:

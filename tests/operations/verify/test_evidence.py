@@ -6,23 +6,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from marlinq.core.weight import QuantizedWeight
+from marlinq.core.scheme import INT4
 from marlinq.formats import LAYOUTS, spec_of
 from marlinq.methods.gptq import solve_gptq
 from marlinq.methods.rtn import round_to_nearest
-from marlinq.operations.verify.evidence import (
-    FALSE_ALARM,
-    SMALLEST_THRESHOLD,
-    TESTS_PER_WEIGHT,
-    find_faults,
-    threshold,
-)
+from marlinq.operations.verify.evidence import FAILURE, MANY, WARNING, RunSize, find_faults
+from marlinq.operations.verify.noise import measure_noise
+from marlinq.operations.verify.tails import Tail, row_tails
+from marlinq.operations.verify.words import find_exchanges, word_tile
 from tests.testing.faults import WORDS, flip_bit, swap_nibbles
 from tests.testing.verified_checkpoints import hessian_of, quantize
 
 K, N = 256, 128
-# As if this module belonged to a model of 7e9 weights: the threshold is at its highest there.
-LIMIT = threshold(7_000_000_000)
+SMALL = RunSize(K * N, K * N // 64)
+# As if the module belonged to a model of 7e9 weights in groups of 64.
+LARGE = RunSize(7_000_000_000, 7_000_000_000 // 64)
 
 
 def heavy_tailed(seed, n=N, k=K):
@@ -32,26 +30,76 @@ def heavy_tailed(seed, n=N, k=K):
     return 0.05 * weight * torch.exp(0.7 * torch.randn(n, 1, generator=generator))
 
 
-def faults_of(weight, q, layout, limit=LIMIT, stored=None):
+def evidence_of(weight, q, layout, run=SMALL, stored=None):
     stored = stored or layout.pack(q)
     spec = replace(spec_of(q), scheme=replace(q.scheme, scale_dtype="float16"))
-    return find_faults(weight, layout.unpack(stored, spec), layout, spec, stored, limit)
+    return find_faults(weight, layout.unpack(stored, spec), layout, spec, stored, run)
 
 
-def test_threshold_bounds_the_chance_of_a_false_alarm():
-    assert threshold(1) == SMALLEST_THRESHOLD
-    for weights in (10**7, 10**11):
-        assert math.exp(-threshold(weights)) * TESTS_PER_WEIGHT * weights == pytest.approx(FALSE_ALARM)
+def findings_of(weight, q, layout, run=SMALL, stored=None):
+    return evidence_of(weight, q, layout, run, stored).findings
+
+
+def test_a_tail_bounds_the_chance_it_was_drawn_with():
+    generator = torch.Generator().manual_seed(0)
+    for spread in (0.5, 1.0, 3.0):
+        values = torch.empty(1 << 20).exponential_(1 / spread, generator=generator)
+        tail = Tail.fit(values[values > spread], len(values), floor=spread, least_spread=0.1)
+        for x in (10 * spread, 20 * spread):
+            true = -x / spread
+            found = float(tail.log_chance(torch.tensor([x])))
+            # The spread's bound is up to 1 + 2 / sqrt(200) = 1.14 of it, twice that above it by chance.
+            assert true <= found <= true / 1.3 + math.log(2)
+
+
+@pytest.mark.parametrize("count", [0, 1, 10])
+def test_a_tail_of_few_values_is_cautious(count):
+    tail = Tail.fit(torch.full((count,), 6.0), 1000, floor=5.0, least_spread=1.0)
+    assert tail.share >= 3 / 1000
+    assert tail.spread == pytest.approx(1.0 if not count else max(1.0, 1 + 2 / math.sqrt(count)))
+    assert float(tail.log_chance(torch.tensor([4.0]))) == pytest.approx(math.log(tail.share))
+
+
+def test_a_value_is_judged_by_the_others_of_its_row():
+    values = torch.rand(2, 200, generator=torch.Generator().manual_seed(0))
+    values[0, 7] = 50.0
+    chances = row_tails(values, share=0.05, least_spread=0.01)
+    assert float(chances[0, 7]) < -500
+    assert float(chances[1].min()) > -10
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tiles_are_what_the_layout_packs(layout):
+    tile = word_tile(LAYOUTS[layout], INT4, 64, 128)
+    assert tile is not None and tile.slots == 8
+    numbers = torch.arange(64 * 128).reshape(64, 128)
+    split = tile.split(numbers)
+    q = round_to_nearest(heavy_tailed(0, 128, 64), group_size=32, symmetric=True)
+    before = LAYOUTS[layout].pack(q)[WORDS[layout]].reshape(-1)
+    for row, column, word in ((0, 0, 0), (split.shape[0] - 1, split.shape[1] - 1, tile.words - 1)):
+        members = split[row, column, word]
+        assert tile.place(row, column, word) == divmod(int(members[0]), 128)
+        codes = q.codes.clone()
+        codes.view(-1)[members] ^= 1
+        after = LAYOUTS[layout].pack(replace(q, codes=codes))[WORDS[layout]].reshape(-1)
+        (changed,) = (before != after).nonzero()[:, 0].tolist()
+        assert bin((int(before[changed]) ^ int(after[changed])) & 0xFFFFFFFF).count("1") == 8
+
+
+def test_no_tile_where_words_do_not_divide_the_module():
+    assert word_tile(LAYOUTS["gptq"], INT4, 64, 12) is None
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128, -1])
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("act_order", ["none", "static"])
+@pytest.mark.parametrize("act_order", ["none", "static", "scattered"])
 def test_no_false_alarm(group_size, symmetric, act_order):
+    if act_order == "scattered" and group_size == -1:
+        pytest.skip("one group has no order")
     for seed in range(4):
         weight = heavy_tailed(seed)
         q = quantize(weight, group_size=group_size, symmetric=symmetric, act_order=act_order, seed=seed)
-        assert not faults_of(weight, q, LAYOUTS["gptq-v2"], limit=SMALLEST_THRESHOLD)
+        assert not findings_of(weight, q, LAYOUTS["gptq-v2"])
 
 
 def test_no_false_alarm_where_one_channel_rules_its_group():
@@ -64,7 +112,7 @@ def test_no_false_alarm_where_one_channel_rules_its_group():
     levels = (q.codes[64:128].float() - 8) * q.scales[1].float()
     slopes = (levels * weight.t()[64:128]).sum(dim=0) / levels.square().sum(dim=0)
     assert float(slopes.max()) > 1.3
-    assert not faults_of(weight, q, LAYOUTS["gptq"], limit=SMALLEST_THRESHOLD)
+    assert not findings_of(weight, q, LAYOUTS["gptq"])
 
 
 def test_no_false_alarm_on_a_grid_and_on_zeros():
@@ -74,12 +122,47 @@ def test_no_false_alarm_on_a_grid_and_on_zeros():
     exact[:8] = 0  # output channels that are pruned
     exact[:, :8] = 0  # and input channels
     again = round_to_nearest(exact, group_size=64, symmetric=True)
-    assert not faults_of(exact, again, LAYOUTS["gptq"])
+    assert not findings_of(exact, again, LAYOUTS["gptq"])
+
+
+def test_outputs_with_larger_errors_do_not_look_exchanged():
+    """What cried wolf: sixty times the usual errors in one output of a layer whose noise is measured by
+    input channels."""
+    generator = torch.Generator().manual_seed(0)
+    weight = heavy_tailed(3, n=256)
+    q = quantize(weight, group_size=64, symmetric=True, act_order="none", seed=3)
+    codes = q.codes.clone()
+    jumps = torch.randint(-3, 4, (K,), generator=generator)
+    codes[:, 100] = (codes[:, 100].int() + jumps).clamp(0, 15).to(torch.uint8)
+    wild = replace(q, codes=codes)
+    noise = measure_noise(weight.t(), wild)
+    by_channel = replace(noise, local=torch.ones_like(noise.local))
+    run = {"most": 4}
+    plain = find_exchanges(wild, LAYOUTS["gptq"], by_channel, **run)
+    local = find_exchanges(wild, LAYOUTS["gptq"], noise, **run)
+    assert plain.suspects[0].n == 100
+    assert plain.suspects[0].evidence > local.suspects[0].evidence + 5
+    assert not findings_of(weight, wild, LAYOUTS["gptq"])
+
+
+def test_control_pairs_are_like_the_pairs_of_a_word():
+    """The tail that words are judged by is that of right words: as many lie above a level as are expected."""
+    seen, expected = 0, 0.0
+    for seed in range(8):
+        weight = heavy_tailed(seed, n=512, k=512)
+        q = quantize(weight, group_size=128, symmetric=True, act_order="static", seed=seed)
+        found = find_exchanges(q, LAYOUTS["gptq"], measure_noise(weight.t(), q), most=500)
+        level = found.tail.start + 0.5
+        seen += sum(suspect.evidence > level for suspect in found.suspects)
+        expected += found.words * math.exp(float(found.tail.log_chance(torch.tensor([level]))))
+    assert expected > 50
+    # The fit is an upper bound, a third above its mean; counts vary by their square roots.
+    assert expected / 2.5 < seen < expected + 3 * math.sqrt(expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("group_size", [32, 128, -1])
-def test_finds_the_word(layout, group_size):
+def test_one_exchanged_word_is_a_warning_that_names_it(layout, group_size):
     weight = heavy_tailed(1)
     q = quantize(weight, group_size=group_size, symmetric=True, act_order="none", seed=1)
     words = LAYOUTS[layout].pack(q)[WORDS[layout]]
@@ -91,19 +174,59 @@ def test_finds_the_word(layout, group_size):
         flat = words.reshape(-1).clone()
         flat[pick] = swap_nibbles(flat[pick : pick + 1])[0]
         stored = {**LAYOUTS[layout].pack(q), WORDS[layout]: flat.reshape(words.shape)}
-        faults = faults_of(weight, q, LAYOUTS[layout], threshold(K * N), stored)
-        found += bool(faults)
-        if faults:
+        findings = findings_of(weight, q, LAYOUTS[layout], SMALL, stored)
+        assert not any(finding.fails for finding in findings)
+        found += bool(findings)
+        if findings:
             changed = (LAYOUTS[layout].unpack(stored, spec_of(q)).codes != q.codes).nonzero().tolist()
             # The report names the first code of the word, changed or not; the words of its tile are near.
-            assert "the word that holds input channel" in faults[0].what
-            k, n = (int(part.split()[0].rstrip(":")) for part in faults[0].what.split("channel ")[1:3])
-            near = [abs(k - a) < 16 and abs(n - b) < 16 for a, b in changed]
-            assert all(near)
+            assert "the word that holds input channel" in findings[0].what
+            assert findings[0].expected < WARNING
+            k, n = (int(part.split()[0].rstrip(":")) for part in findings[0].what.split("channel ")[1:3])
+            assert all(abs(k - a) < 16 and abs(n - b) < 16 for a, b in changed)
         else:
             # What is missed had little to exchange: four pairs that differ by 4 give 64.
             assert int(apart[pick]) < 60
     assert found >= 10
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_many_exchanged_words_fail(layout):
+    weight = heavy_tailed(1)
+    q = quantize(weight, group_size=64, symmetric=True, act_order="none", seed=1)
+    words = LAYOUTS[layout].pack(q)[WORDS[layout]]
+    flat = words.reshape(-1).clone()
+    picks = torch.randperm(len(flat), generator=torch.Generator().manual_seed(1))[: 6 * MANY]
+    flat[picks] = swap_nibbles(flat[picks])
+    stored = {**LAYOUTS[layout].pack(q), WORDS[layout]: flat.reshape(words.shape)}
+    first = findings_of(weight, q, LAYOUTS[layout], LARGE, stored)[0]
+    assert first.fails
+    assert "words in different input and output channels look exchanged" in first.what
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_names_what_is_exchanged_in_every_word(layout):
+    weight = heavy_tailed(1)
+    q = quantize(weight, group_size=64, symmetric=True, act_order="none", seed=1)
+    stored = LAYOUTS[layout].pack(q)
+    stored[WORDS[layout]] = swap_nibbles(stored[WORDS[layout]])
+    findings = findings_of(weight, q, LAYOUTS[layout], LARGE, stored)
+    what = "the whole module: the two codes of every byte are exchanged"
+    assert any(finding.what == what and finding.expected < FAILURE for finding in findings if finding.fails)
+
+
+def test_names_exchanged_input_channels_and_a_damaged_output():
+    weight = heavy_tailed(1)
+    q = quantize(weight, group_size=64, symmetric=True, act_order="none", seed=1)
+    codes = q.codes.clone()
+    codes[[18, 21]] = codes[[21, 18]]
+    findings = findings_of(weight, replace(q, codes=codes), LAYOUTS["gptq"], LARGE)
+    assert any("input channel 16: slots 2 and 5 are exchanged" in f.what for f in findings if f.fails)
+    codes = q.codes.clone()
+    codes[:, 77] = codes[:, 77].reshape(-1, 2).flip(1).reshape(-1)
+    findings = findings_of(weight, replace(q, codes=codes), LAYOUTS["gptq"], LARGE)
+    what = "the words that hold output channel 77: the two codes of every byte are exchanged"
+    assert any(finding.what == what for finding in findings if finding.fails)
 
 
 # Twice off is within what GPTQ does to the channelwise scales of a layer as uneven as this one.
@@ -116,21 +239,50 @@ def test_finds_the_bit(group_size, bit):
     damaged = replace(q, scales=flip_bit(bit)(q.scales))
     if not bool(torch.isfinite(damaged.scales).all()):
         pytest.skip("the flip makes an infinity, which needs no statistics")
-    (fault, *_) = faults_of(weight, damaged, LAYOUTS["awq"], threshold(K * N))
+    (finding, *_) = findings_of(weight, damaged, LAYOUTS["awq"])
     group, column = divmod(q.scales.numel() // 2, N)
-    assert fault.what == f"group {group} of output channel {column}: bit {bit} of its scale is flipped"
+    assert finding.what == f"group {group} of output channel {column}: bit {bit} of its scale is flipped"
+    assert finding.fails
 
 
 @pytest.mark.parametrize("by", [-1, 1])
-def test_finds_one_zero_point(by):
+def test_one_zero_point_is_a_warning(by):
     weight = heavy_tailed(3)
     q = quantize(weight, group_size=64, symmetric=False, act_order="none", seed=3)
     zeros = q.zeros.clone()
     zeros[2, 5] += by
-    (fault, *_) = faults_of(weight, replace(q, zeros=zeros), LAYOUTS["gptq-v2"], threshold(K * N))
-    assert (
-        fault.what == f"group 2 of output channel 5: its zero point is one too {'high' if by > 0 else 'low'}"
-    )
+    (finding, *others) = findings_of(weight, replace(q, zeros=zeros), LAYOUTS["gptq-v2"])
+    word = "high" if by > 0 else "low"
+    assert finding.what == f"group 2 of output channel 5: its zero point is one too {word}"
+    assert not finding.fails and not others
+
+
+@pytest.mark.parametrize(
+    ("place", "what"),
+    [
+        ((2, slice(None)), "group 2: its zero points are one too high"),
+        ((slice(None), 5), "output channel 5: its zero points are one too high"),
+        ((slice(None), slice(None)), "zero points are one too high"),
+    ],
+)
+def test_many_zero_points_fail(place, what):
+    weight = heavy_tailed(3)
+    q = quantize(weight, group_size=32, symmetric=False, act_order="none", seed=3)
+    zeros = q.zeros.clone()
+    zeros[place] = (zeros[place] + 1).clamp(max=15)
+    findings = findings_of(weight, replace(q, zeros=zeros), LAYOUTS["gptq-v2"], LARGE)
+    assert what in {finding.what for finding in findings if finding.fails}
+
+
+def test_zero_points_that_are_not_stored_are_not_suspected():
+    """The other false alarm: a symmetric module has no zero point that could be off on its own."""
+    weight = heavy_tailed(3)
+    weight[5, 128:192] += 2 * weight[5].abs().mean()
+    q = quantize(weight, group_size=64, symmetric=True, act_order="none", seed=3)
+    codes = q.codes.clone()
+    codes[128:192, 5] = (codes[128:192, 5].int() - 1).clamp(0, 15).to(torch.uint8)
+    for layout in ("marlin", "gptq"):
+        assert not findings_of(weight, replace(q, codes=codes), LAYOUTS[layout])
 
 
 def test_finds_one_entry_of_g_idx():
@@ -139,30 +291,33 @@ def test_finds_one_entry_of_g_idx():
     g_idx = q.g_idx.clone()
     g_idx[[7, 200]] = g_idx[[200, 7]]
     assert int(g_idx[7]) != int(q.g_idx[7])
-    found = {fault.what for fault in faults_of(weight, replace(q, g_idx=g_idx), LAYOUTS["gptq"])}
+    findings = findings_of(weight, replace(q, g_idx=g_idx), LAYOUTS["gptq"], LARGE)
     expected = {
         f"input channel {k} fits group {int(q.g_idx[k])}, g_idx says {int(g_idx[k])}" for k in (7, 200)
     }
-    assert expected <= found
+    assert expected <= {finding.what for finding in findings if finding.fails}
 
 
-def test_names_a_transposition():
+def test_names_a_transposition_and_a_shift():
     weight = heavy_tailed(5)
     # Without negative scales and with channels alike, so that only the fine differences of scales tell.
     weight = weight / weight.norm(dim=1, keepdim=True)
     q = round_to_nearest(weight, group_size=32, symmetric=True)
     scales = q.scales.t().contiguous().reshape(q.scales.shape)
-    found = [fault.what for fault in faults_of(weight, replace(q, scales=scales), LAYOUTS["gptq"])]
-    assert "scales are stored transposed" in found
+    first = findings_of(weight, replace(q, scales=scales), LAYOUTS["gptq"], LARGE)[0]
+    assert (first.what, first.fails) == ("scales are stored transposed", True)
+    for axis, name in ((0, "group"), (1, "output channel")):
+        shifted = replace(q, scales=q.scales.roll(1, axis))
+        first = findings_of(weight, shifted, LAYOUTS["gptq"], LARGE)[0]
+        assert (first.what, first.fails) == (f"scales are stored one {name} too late", True)
 
 
 def test_eight_bits():
     weight = heavy_tailed(6)
     q = round_to_nearest(weight, group_size=64, symmetric=True, bits=8)
-    assert isinstance(q, QuantizedWeight)
     for layout in ("gptq", "compressed-tensors"):
-        assert not faults_of(weight, q, LAYOUTS[layout])
+        assert not findings_of(weight, q, LAYOUTS[layout])
     codes = q.codes.clone()
     codes[[8, 9], 3] = codes[[9, 8], 3]
-    (fault, *_) = faults_of(weight, replace(q, codes=codes), LAYOUTS["gptq"])
-    assert fault.what.startswith("the word that holds input channel 8 of output channel 3")
+    (finding, *_) = findings_of(weight, replace(q, codes=codes), LAYOUTS["gptq"])
+    assert finding.what.startswith("the word that holds input channel 8 of output channel 3")
