@@ -28,9 +28,10 @@ from typing import Any
 
 import numpy as np
 
-from marlinq.kernels import Problem, bulk, stream, warpgroup
-from marlinq.kernels.decision import Demands, KernelConfig, considered
-from marlinq.kernels.problem import Device
+from marlinq.kernels import Problem
+from marlinq.kernels.decide import bulk, stream, warpgroup
+from marlinq.kernels.decide.decision import Demands, KernelConfig, considered
+from marlinq.kernels.decide.device import Device
 
 # An H200, and how many clusters its driver says it runs at once.
 H200 = Device(

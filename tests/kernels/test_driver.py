@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from marlinq.kernels import driver
+from marlinq.kernels.launch import driver
 
 _MAP = ctypes.c_ubyte * driver.TENSOR_MAP_BYTES
 

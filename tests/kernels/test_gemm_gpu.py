@@ -19,13 +19,13 @@ from marlinq.kernels import (
     decide,
     dependent_launches,
     forced_kernel,
-    handover,
     precompile,
     w4a16_gemm,
 )
-from marlinq.kernels.decision import Kernel, KernelConfig, available, estimates
-from marlinq.kernels.launch import device_numbers, launch_gemm, precompile_variants
-from marlinq.kernels.stream import StreamConfig
+from marlinq.kernels.decide.decision import Kernel, KernelConfig, available, estimates
+from marlinq.kernels.decide.stream import StreamConfig
+from marlinq.kernels.launch import handover
+from marlinq.kernels.launch.launch import device_numbers, launch_gemm, precompile_variants
 from tests.kernels.problems import (
     BOUND,
     Operands,

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from marlinq.kernels import handover
-from marlinq.kernels.driver import PER_THREAD_STREAM
+from marlinq.kernels.launch import handover
+from marlinq.kernels.launch.driver import PER_THREAD_STREAM
 
 START = 1 << 32
 

@@ -16,11 +16,12 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from marlinq.core.errors import UnsupportedError
-from marlinq.kernels import bulk, stream, warpgroup
-from marlinq.kernels.bulk import BulkConfig
-from marlinq.kernels.problem import GROUP_SIZES, Device, Problem
-from marlinq.kernels.stream import StreamConfig
-from marlinq.kernels.warpgroup import WarpgroupConfig
+from marlinq.kernels.decide import bulk, stream, warpgroup
+from marlinq.kernels.decide.bulk import BulkConfig
+from marlinq.kernels.decide.device import Device
+from marlinq.kernels.decide.problem import GROUP_SIZES, Problem
+from marlinq.kernels.decide.stream import StreamConfig
+from marlinq.kernels.decide.warpgroup import WarpgroupConfig
 
 KernelConfig = StreamConfig | BulkConfig | WarpgroupConfig
 """The compile-time parameters of any kernel."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from marlinq.core.errors import EnvironmentProblem
 
-_SOURCES = Path(__file__).parent / "cuda"
+_SOURCES = Path(__file__).parent.parent / "cuda"
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
 """Every architecture the kernels are compiled for in the test suite."""
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from marlinq.kernels.compiler import cached_cubin
-from marlinq.kernels.driver import Launches, load_function, on_device
-from marlinq.kernels.launch import device_numbers
+from marlinq.kernels.jit.compiler import cached_cubin
+from marlinq.kernels.launch.driver import Launches, load_function, on_device
+from marlinq.kernels.launch.launch import device_numbers
 
 POINTER = ctypes.c_void_p
 INT32 = ctypes.c_int

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from marlinq.kernels.driver import PER_THREAD_STREAM, capture_of, empty_strided, zeroed_memory
+from marlinq.kernels.launch.driver import PER_THREAD_STREAM, capture_of, empty_strided, zeroed_memory
 
 _SLAB_BYTES = 1 << 20
 # Of a stream, so that hardly any launch needs more than the ones before.
@@ -40,7 +40,7 @@ class Handover(NamedTuple):
     def memory(self, device_index: int) -> tuple[Tensor, int]:
         """The sums, to be kept until the launch is made on the current stream, and the flags' address.
 
-        Inside :func:`marlinq.kernels.driver.on_device`.
+        Inside :func:`marlinq.kernels.launch.driver.on_device`.
         """
         sums = empty_strided((self.floats,), (1,), torch.float32)
         return sums, _flags(device_index, self.flags)

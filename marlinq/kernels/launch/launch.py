@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import EnvironmentProblem
-from marlinq.kernels.compiler import cached_cubin, compile_missing
-from marlinq.kernels.decision import KernelConfig, blocks_together, decide, demands, gains_by_overlap
-from marlinq.kernels.driver import Function, Launches, active_clusters, load_function, on_device
-from marlinq.kernels.handover import Handover
-from marlinq.kernels.operands import Operands, activation_maps
-from marlinq.kernels.problem import Device, Problem
-from marlinq.kernels.stream import StreamConfig
-from marlinq.kernels.warpgroup import WarpgroupConfig
+from marlinq.kernels.decide.decision import KernelConfig, blocks_together, decide, demands, gains_by_overlap
+from marlinq.kernels.decide.device import Device
+from marlinq.kernels.decide.problem import Problem
+from marlinq.kernels.decide.stream import StreamConfig
+from marlinq.kernels.decide.warpgroup import WarpgroupConfig
+from marlinq.kernels.jit.compiler import cached_cubin, compile_missing
+from marlinq.kernels.launch.driver import Function, Launches, active_clusters, load_function, on_device
+from marlinq.kernels.launch.handover import Handover
+from marlinq.kernels.launch.operands import Operands, activation_maps
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,8 @@ class Call:
 
     Attributes:
         launches: of the variant, all but complete.
-        box: what :func:`marlinq.kernels.operands.activation_maps` takes behind the address; None where the
-            kernel takes the address itself.
+        box: what :func:`marlinq.kernels.launch.operands.activation_maps` takes behind the address; None
+            where the kernel takes the address itself.
         handover: what blocks need to hand sums to each other, where they do.
     """
 
@@ -37,7 +38,7 @@ class Call:
     handover: Handover | None
 
     def start(self, x: int, out: int) -> None:
-        """Launch on the current stream, inside :func:`marlinq.kernels.driver.on_device`.
+        """Launch on the current stream, inside :func:`marlinq.kernels.launch.driver.on_device`.
 
         Args:
             x: the activations' address.
@@ -139,8 +140,9 @@ def prepare(
             16-byte aligned.
         group_size: 32, 64, 128 or -1.
         config: overrides the decision.
-        behind_own: the stream's previous kernel is :func:`marlinq.kernels.gather.gather_channels` and wrote
-            ``x``: the launch then overlaps with it.
+        behind_own: the stream's previous kernel is
+            :func:`marlinq.kernels.launch.gather.gather_channels` and wrote ``x``: the launch then overlaps
+            with it.
     """
     x, out = operands.x, operands.out
     index = x.device.index
