@@ -14,7 +14,8 @@ from marlinq.kernels.decide.decision import (
 )
 from marlinq.kernels.decide.device import Device
 from marlinq.kernels.decide.problem import GROUP_SIZES, Problem
-from marlinq.kernels.jit.compiler import ARCHITECTURES, cache_folder, compile_kernel
+from marlinq.kernels.jit.cache import DamagedCache, KernelSpills, cache_folder
+from marlinq.kernels.jit.compiler import ARCHITECTURES, compile_kernel
 from marlinq.kernels.launch.launch import device_numbers, precompile
 from marlinq.kernels.ops.reference import dequantize_operands, reference_gemm
 from marlinq.kernels.ops.w4a16 import w4a16_gemm
@@ -37,8 +38,10 @@ __all__ = [
     "ARCHITECTURES",
     "GROUP_SIZES",
     "KERNELS",
+    "DamagedCache",
     "Device",
     "KernelDecision",
+    "KernelSpills",
     "Problem",
     "batch_invariant",
     "cache_folder",

@@ -150,7 +150,7 @@ class EmulatedKernel:
         shared_limit: int = 232_448,
         resident: int = 1,
     ) -> None:
-        """Run a grid; as :func:`marlinq.kernels.driver.launch`, with what the kernel may touch.
+        """Run a grid; as :func:`marlinq.kernels.launch.driver.Launches`, with what the kernel may touch.
 
         Args:
             grid: blocks.

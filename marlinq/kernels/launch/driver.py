@@ -22,6 +22,8 @@ from marlinq.core.errors import EnvironmentProblem
 # Enumerators of cuda.h.
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+# CUDA_ERROR_INVALID_IMAGE, _NO_BINARY_FOR_GPU, _INVALID_SOURCE, _FILE_NOT_FOUND, _NOT_FOUND (of a kernel)
+_REFUSALS = (200, 209, 300, 301, 500)
 _INVALID_CLUSTER_SIZE = 912  # CUDA_ERROR_INVALID_CLUSTER_SIZE
 _MAP_TYPES = {2: 1, 4: 2}  # CU_TENSOR_MAP_DATA_TYPE_UINT16 and _UINT32, by size
 _SWIZZLE_128B = 3  # CU_TENSOR_MAP_SWIZZLE_128B
@@ -92,6 +94,10 @@ def _driver() -> Any:
         ) from None
 
 
+class RefusedCubin(Exception):
+    """The driver does not take a file for a cubin of this GPU."""
+
+
 @dataclass(frozen=True)
 class Function:
     """A kernel loaded in a device's context; ``owner`` keeps its module alive."""
@@ -107,6 +113,7 @@ def load_function(cubin: Path, name: str, device_index: int, shared_bytes: int =
 
     Raises:
         EnvironmentProblem: CuPy is missing.
+        RefusedCubin: the file is not there, or no cubin for this GPU.
     """
     try:
         import cupy
@@ -115,7 +122,12 @@ def load_function(cubin: Path, name: str, device_index: int, shared_bytes: int =
             f"CuPy is not installed ({error}); install marlinq[cuda12] or [cuda13], matching the driver"
         ) from None
     with torch.cuda.device(device_index), cupy.cuda.Device(device_index):
-        function = cupy.RawModule(path=str(cubin)).get_function(name)
+        try:
+            function = cupy.RawModule(path=str(cubin)).get_function(name)
+        except cupy.cuda.driver.CUDADriverError as error:
+            if error.status not in _REFUSALS:
+                raise
+            raise RefusedCubin(f"the driver refuses {cubin.name} ({error})") from None
         # CuPy gives the same kernel for the same file, also to those who launch it with less.
         if shared_bytes > function.max_dynamic_shared_size_bytes:
             function.max_dynamic_shared_size_bytes = shared_bytes

@@ -9,9 +9,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from marlinq.kernels.jit.compiler import cached_cubin
-from marlinq.kernels.launch.driver import Function, Launches, empty_strided, load_function, on_device
+from marlinq.kernels.launch.driver import Function, Launches, empty_strided, on_device
 from marlinq.kernels.launch.launch import Call, device_numbers, overlaps
+from marlinq.kernels.launch.loading import load_kernel
 
 _THREADS = 128
 
@@ -32,9 +32,7 @@ class _Arguments(ctypes.Structure):
 @lru_cache(maxsize=64)
 def _function(device_index: int) -> Function:
     architecture = device_numbers(device_index).architecture
-    return load_function(
-        cached_cubin("gather.cu", architecture, {"THREADS": _THREADS}), "gather", device_index
-    )
+    return load_kernel("gather.cu", "gather", architecture, {"THREADS": _THREADS}, device_index)
 
 
 @lru_cache(maxsize=4096)

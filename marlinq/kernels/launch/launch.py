@@ -16,9 +16,10 @@ from marlinq.kernels.decide.device import Device
 from marlinq.kernels.decide.problem import Problem
 from marlinq.kernels.decide.stream import StreamConfig
 from marlinq.kernels.decide.warpgroup import WarpgroupConfig
-from marlinq.kernels.jit.compiler import cached_cubin, compile_missing
-from marlinq.kernels.launch.driver import Function, Launches, active_clusters, load_function, on_device
+from marlinq.kernels.jit.cache import compile_missing
+from marlinq.kernels.launch.driver import Function, Launches, active_clusters, on_device
 from marlinq.kernels.launch.handover import Handover
+from marlinq.kernels.launch.loading import load_kernel
 from marlinq.kernels.launch.operands import Operands, activation_maps
 
 
@@ -91,8 +92,8 @@ def device_numbers(index: int) -> Device:
 def _clusters(architecture: str, shared_bytes: int, index: int) -> tuple[tuple[int, ...], ...]:
     """:attr:`Device.clusters`: the driver's answers for blocks that fill a multiprocessor's shared memory."""
     threads = 32
-    cubin = cached_cubin("cold_read.cu", architecture, {"THREADS": threads, "UNROLL": 1})
-    function = load_function(cubin, "cold_read", index, shared_bytes)
+    defines = {"THREADS": threads, "UNROLL": 1}
+    function = load_kernel("cold_read.cu", "cold_read", architecture, defines, index, shared_bytes)
     # The driver keeps a kilobyte of every block.
     rooms = [shared_bytes, *((shared_bytes + 1024) // blocks - 1024 for blocks in (2, 3))]
     try:
@@ -116,8 +117,8 @@ def _decided(problem: Problem, device_index: int) -> KernelConfig:
 def _load(
     source: str, name: str, defines: tuple[tuple[str, object], ...], shared_bytes: int, device_index: int
 ) -> Function:
-    cubin = cached_cubin(source, device_numbers(device_index).architecture, dict(defines))
-    return load_function(cubin, name, device_index, shared_bytes)
+    architecture = device_numbers(device_index).architecture
+    return load_kernel(source, name, architecture, dict(defines), device_index, shared_bytes)
 
 
 def overlaps(device_index: int, behind_own: bool = False) -> bool:
