@@ -155,6 +155,8 @@ def _decide(problem: Problem, device: Device, demanded: Demands) -> KernelDecisi
     )
     if demanded.batch_invariant:
         reason += "; summed in the same order for every batch"
+    if not device.measured:
+        reason += "; unmeasured GPU: the model's constants are an H200's"
     return KernelDecision(_kernel_of(config), reason, config, grid, seconds)
 
 

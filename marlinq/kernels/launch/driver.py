@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from marlinq.core.errors import EnvironmentProblem
+from marlinq.kernels.decide.device import GpuProperties
 
 # Enumerators of cuda.h.
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -35,6 +36,8 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _CAPTURE_ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _NO_DESTRUCTOR_SYNC = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
 _MOVE_REFERENCE = 1  # CU_GRAPH_USER_OBJECT_MOVE
+# CU_DEVICE_ATTRIBUTE_CLOCK_RATE, _MEMORY_CLOCK_RATE, _GLOBAL_MEMORY_BUS_WIDTH and _L2_CACHE_SIZE.
+_ATTRIBUTES = (13, 36, 37, 38)
 _SEMAPHORE_BYTES = 64  # no less than a sem_t
 _TENSOR_MAP_ALIGNMENT = 64
 _Structure = TypeVar("_Structure", bound=ctypes.Structure)
@@ -395,6 +398,31 @@ def zeroed_memory(size: int) -> int:
     if status != 0:
         raise RuntimeError(f"CUDA error {status} at allocating {size} bytes")
     return address.value
+
+
+def gpu_properties(index: int) -> GpuProperties:
+    """What torch and the driver say of a CUDA device."""
+    properties = torch.cuda.get_device_properties(index)
+    device = ctypes.c_int()
+    # torch and the driver number the visible devices alike.
+    known = _driver().cuInit(0) == 0 and _driver().cuDeviceGet(ctypes.byref(device), index) == 0
+    clock, memory_clock, bus, cache = (_attribute(device, one) if known else 0 for one in _ATTRIBUTES)
+    return GpuProperties(
+        name=properties.name,
+        capability=(properties.major, properties.minor),
+        multiprocessors=properties.multi_processor_count,
+        shared_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+        clock_khz=clock,
+        memory_clock_khz=memory_clock,
+        memory_bus_bits=bus,
+        cache_bytes=cache,
+    )
+
+
+def _attribute(device: ctypes.c_int, attribute: int) -> int:
+    """A device attribute; 0 if the driver refuses."""
+    found = ctypes.c_int()
+    return found.value if _driver().cuDeviceGetAttribute(ctypes.byref(found), attribute, device) == 0 else 0
 
 
 def active_clusters(function: Function, cluster: int, threads: int, shared_bytes: int) -> int:

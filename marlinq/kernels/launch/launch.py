@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from marlinq.core.errors import EnvironmentProblem
 from marlinq.kernels.decide.decision import KernelConfig, blocks_together, decide, demands, gains_by_overlap
-from marlinq.kernels.decide.device import Device
+from marlinq.kernels.decide.device import Device, device_of
 from marlinq.kernels.decide.problem import Problem
 from marlinq.kernels.decide.stream import StreamConfig
 from marlinq.kernels.decide.warpgroup import WarpgroupConfig
 from marlinq.kernels.jit.cache import compile_missing
-from marlinq.kernels.launch.driver import Function, Launches, active_clusters, on_device
+from marlinq.kernels.launch.driver import Function, Launches, active_clusters, gpu_properties, on_device
 from marlinq.kernels.launch.handover import Handover
 from marlinq.kernels.launch.loading import load_kernel
 from marlinq.kernels.launch.operands import Operands, activation_maps
@@ -72,21 +72,15 @@ def device_numbers(index: int) -> Device:
     Raises:
         EnvironmentProblem: the GPU is older than compute capability 8.0.
     """
-    properties = torch.cuda.get_device_properties(index)
-    major, minor = properties.major, properties.minor
-    if major < 8:
+    found = device_of(gpu_properties(index))
+    if found.capability < 80:
+        major, minor = divmod(found.capability, 10)
         raise EnvironmentProblem(
             f"GPU {index} has compute capability {major}.{minor}; the kernels need 8.0 or later"
         )
-    suffix = "a" if major >= 9 else ""
-    architecture = f"sm_{major}{minor}{suffix}"
-    shared_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return Device(
-        architecture=architecture,
-        multiprocessors=properties.multi_processor_count,
-        shared_bytes=shared_bytes,
-        clusters=_clusters(architecture, shared_bytes, index) if major >= 9 else (),
-    )
+    if not found.has_clusters:
+        return found
+    return replace(found, clusters=_clusters(found.architecture, found.shared_bytes, index))
 
 
 def _clusters(architecture: str, shared_bytes: int, index: int) -> tuple[tuple[int, ...], ...]:
