@@ -46,7 +46,7 @@ test: lint
 
 docs: $(INSTALLED)
 	$(BIN)/python -m marlinq.cli.reference docs/cli.md
-	$(BIN)/python -m marlinq.kernels.resources docs/kernels/resources.md
+	$(BIN)/python -m marlinq.kernels.jit.resources docs/kernels/resources.md
 
 gpu: $(INSTALLED)
 	$(BIN)/python lab/kernels/gpu_checks.py build/gpu $(GPU_ARGS)

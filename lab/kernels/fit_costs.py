@@ -28,21 +28,11 @@ from typing import Any
 
 import numpy as np
 
-from marlinq.kernels import Problem, bulk, stream, warpgroup
-from marlinq.kernels.decision import Demands, KernelConfig, considered
-from marlinq.kernels.problem import Device
+from marlinq.kernels import Problem
+from marlinq.kernels.decide import bulk, stream, warpgroup
+from marlinq.kernels.decide.decision import Demands, KernelConfig, considered
+from marlinq.kernels.decide.device import H200
 
-# An H200, and how many clusters its driver says it runs at once.
-H200 = Device(
-    "sm_90a",
-    multiprocessors=132,
-    shared_bytes=232_448,
-    clusters=(
-        (132, 66, 39, 30, 22, 17, 15, 15),
-        (264, 132, 79, 62, 47, 39, 32, 30),
-        (396, 198, 124, 92, 69, 62, 47, 45),
-    ),
-)
 KERNELS: dict[str, tuple[type[Any], Callable[..., tuple[float, str]], Any, Any]] = {
     "stream": (stream.StreamConfig, stream.estimate, stream.COSTS, stream.candidates),
     "bulk": (bulk.BulkConfig, bulk.estimate, bulk.COSTS, bulk.candidates),

@@ -36,14 +36,14 @@ from marlinq.kernels import (
     decide,
     dependent_launches,
     forced_kernel,
-    op,
     precompile,
 )
-from marlinq.kernels.compiler import nvrtc_version
-from marlinq.kernels.decision import available
-from marlinq.kernels.driver import empty_strided
-from marlinq.kernels.launch import device_numbers, prepare
-from marlinq.kernels.operands import Operands
+from marlinq.kernels.decide.decision import available
+from marlinq.kernels.jit.compiler import nvrtc_version
+from marlinq.kernels.launch.driver import empty_strided
+from marlinq.kernels.launch.launch import device_numbers, prepare
+from marlinq.kernels.launch.operands import Operands
+from marlinq.kernels.ops import w4a16
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.shapes import MODELS
 from marlinq.runtime import QuantLinear
@@ -110,7 +110,7 @@ def calls(device: torch.device) -> dict[str, dict[str, float]]:
     found = {
         "operator": microseconds(operator),
         "  the dispatcher": microseconds(lambda: nothing(x, words, scales, None, None, 32, n)),
-        "  below the dispatcher": microseconds(lambda: op._cuda(x, words, scales, None, None, 32, n)),
+        "  below the dispatcher": microseconds(lambda: w4a16._cuda(x, words, scales, None, None, 32, n)),
         "    the result's memory": microseconds(lambda: empty_strided((1, n), (n, 1), torch.float16)),
         "    a prepared call": microseconds(lambda: prepared.start(*addresses)),
         "      the driver": microseconds(launch.start),

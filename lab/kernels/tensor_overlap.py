@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from marlinq.kernels.raw import INT32, POINTER, RawKernel
+from marlinq.kernels.launch.raw import INT32, POINTER, RawKernel
 from marlinq.operations.bench.hardware import hardware_line
 
 _SOURCE = str(Path(__file__).with_suffix(".cu").resolve())

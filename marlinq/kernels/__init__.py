@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from marlinq.kernels.compiler import ARCHITECTURES, cache_folder, compile_kernel
-from marlinq.kernels.decision import (
+from marlinq.kernels.decide.decision import (
     KERNELS,
     KernelDecision,
     batch_invariant,
@@ -13,10 +12,13 @@ from marlinq.kernels.decision import (
     dependent_launches,
     forced_kernel,
 )
-from marlinq.kernels.launch import device_numbers, precompile
-from marlinq.kernels.op import w4a16_gemm
-from marlinq.kernels.problem import GROUP_SIZES, Device, Problem
-from marlinq.kernels.reference import dequantize_operands, reference_gemm
+from marlinq.kernels.decide.device import Device
+from marlinq.kernels.decide.problem import GROUP_SIZES, Problem
+from marlinq.kernels.jit.cache import DamagedCache, KernelSpills, cache_folder
+from marlinq.kernels.jit.compiler import ARCHITECTURES, compile_kernel
+from marlinq.kernels.launch.launch import device_numbers, precompile
+from marlinq.kernels.ops.reference import dequantize_operands, reference_gemm
+from marlinq.kernels.ops.w4a16 import w4a16_gemm
 
 
 def explain(
@@ -36,8 +38,10 @@ __all__ = [
     "ARCHITECTURES",
     "GROUP_SIZES",
     "KERNELS",
+    "DamagedCache",
     "Device",
     "KernelDecision",
+    "KernelSpills",
     "Problem",
     "batch_invariant",
     "cache_folder",

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import marlinq.kernels
 from marlinq.kernels import Device, Problem
-from marlinq.kernels.decision import KernelConfig
-from marlinq.kernels.operands import Operands, WarpgroupArguments
-from marlinq.kernels.warpgroup import WarpgroupConfig
+from marlinq.kernels.decide.decision import KernelConfig
+from marlinq.kernels.decide.warpgroup import WarpgroupConfig
+from marlinq.kernels.launch.operands import Operands, WarpgroupArguments
 from tests.emulation.build import Builder
 from tests.emulation.launching import EmulatedKernel, KernelFault, Memory, apart, emulated_tensor_maps
 from tests.kernels.problems import BOUND, random_operands, relative_error

@@ -13,9 +13,9 @@ from dataclasses import replace
 import pytest
 
 from marlinq.kernels import GROUP_SIZES, Problem
-from marlinq.kernels.decision import KERNELS, estimates
-from marlinq.kernels.stream import StreamConfig
-from marlinq.kernels.warpgroup import WarpgroupConfig
+from marlinq.kernels.decide.decision import KERNELS, estimates
+from marlinq.kernels.decide.stream import StreamConfig
+from marlinq.kernels.decide.warpgroup import WarpgroupConfig
 from tests.emulation.build import Builder
 from tests.emulation.gemm import AMPERE, H200, Case, bound, run
 from tests.emulation.launching import KernelFault

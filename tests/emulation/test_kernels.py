@@ -11,19 +11,13 @@ from unittest import mock
 import pytest
 import torch
 
-from marlinq.kernels import (
-    Device,
-    Problem,
-    batch_invariant,
-    decide,
-    forced_kernel,
-    gather,
-)
-from marlinq.kernels.bulk import BulkConfig
-from marlinq.kernels.decision import KERNELS, Kernel, KernelConfig, estimates
-from marlinq.kernels.gather import gather_channels
-from marlinq.kernels.stream import StreamConfig
-from marlinq.kernels.warpgroup import WarpgroupConfig
+from marlinq.kernels import Device, Problem, batch_invariant, decide, forced_kernel
+from marlinq.kernels.decide.bulk import BulkConfig
+from marlinq.kernels.decide.decision import KERNELS, Kernel, KernelConfig, estimates
+from marlinq.kernels.decide.stream import StreamConfig
+from marlinq.kernels.decide.warpgroup import WarpgroupConfig
+from marlinq.kernels.launch import gather
+from marlinq.kernels.launch.gather import gather_channels
 from tests.emulation.build import Builder
 from tests.emulation.gemm import AMPERE, H200, SOURCES, Case, bound, run
 from tests.emulation.launching import EmulatedKernel, Memory, apart
@@ -272,10 +266,10 @@ def test_channels_in_activation_order(builder: Builder, dependent: bool) -> None
 
     gather._launches.cache_clear()
     with (
-        mock.patch("marlinq.kernels.gather.Launches", Emulated),
-        mock.patch("marlinq.kernels.gather._function"),
-        mock.patch("marlinq.kernels.gather.on_device"),
-        mock.patch("marlinq.kernels.gather.overlaps", return_value=dependent),
+        mock.patch("marlinq.kernels.launch.gather.Launches", Emulated),
+        mock.patch("marlinq.kernels.launch.gather._function"),
+        mock.patch("marlinq.kernels.launch.gather.on_device"),
+        mock.patch("marlinq.kernels.launch.gather.overlaps", return_value=dependent),
         mock.patch("torch.empty", return_value=out),
     ):
         found = gather_channels(x, order)

@@ -22,9 +22,9 @@ from marlinq.kernels import (
     forced_kernel,
     w4a16_gemm,
 )
-from marlinq.kernels.decision import Kernel, KernelConfig, available
-from marlinq.kernels.launch import device_numbers, launch_gemm, precompile_variants
-from marlinq.kernels.warpgroup import WarpgroupConfig
+from marlinq.kernels.decide.decision import Kernel, KernelConfig, available
+from marlinq.kernels.decide.warpgroup import WarpgroupConfig
+from marlinq.kernels.launch.launch import device_numbers, launch_gemm, precompile_variants
 from tests.kernels.problems import (
     BOUND,
     Operands,

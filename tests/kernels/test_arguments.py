@@ -8,8 +8,8 @@ import struct
 import pytest
 
 from marlinq.kernels import Device, Problem, compile_kernel, decide, forced_kernel
-from marlinq.kernels.decision import KERNELS, Kernel
-from marlinq.kernels.operands import MappedArguments, PlainArguments, WarpgroupArguments
+from marlinq.kernels.decide.decision import KERNELS, Kernel
+from marlinq.kernels.launch.operands import MappedArguments, PlainArguments, WarpgroupArguments
 
 H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
 LAYOUTS: dict[Kernel, type[ctypes.Structure]] = {

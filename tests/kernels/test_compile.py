@@ -11,10 +11,10 @@ import pytest
 
 from marlinq.core.errors import EnvironmentProblem
 from marlinq.kernels import ARCHITECTURES, GROUP_SIZES, Device, Problem, compile_kernel
-from marlinq.kernels.compiler import nvrtc_version
-from marlinq.kernels.problem import registers_of_a_thread
-from marlinq.kernels.resources import Measured, Variant, compile_all, page, trouble, variants
-from marlinq.kernels.stream import StreamConfig
+from marlinq.kernels.decide.device import registers_of_a_thread
+from marlinq.kernels.decide.stream import StreamConfig
+from marlinq.kernels.jit.compiler import nvrtc_version
+from marlinq.kernels.jit.resources import Measured, Variant, compile_all, page, trouble, variants
 from tests.kernels.problems import even_splits
 
 ROOT = Path(__file__).parents[2]

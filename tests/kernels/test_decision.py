@@ -24,12 +24,12 @@ from marlinq.kernels import (
     decide,
     dependent_launches,
     forced_kernel,
-    warpgroup,
 )
-from marlinq.kernels.bulk import BulkConfig
-from marlinq.kernels.decision import Kernel, _decide, _fastest, available, blocks_together
-from marlinq.kernels.stream import StreamConfig
-from marlinq.kernels.warpgroup import WarpgroupConfig
+from marlinq.kernels.decide import warpgroup
+from marlinq.kernels.decide.bulk import BulkConfig
+from marlinq.kernels.decide.decision import Kernel, _decide, _fastest, available, blocks_together
+from marlinq.kernels.decide.stream import StreamConfig
+from marlinq.kernels.decide.warpgroup import WarpgroupConfig
 
 sizes = st.integers(4, 250).map(lambda i: 128 * i)
 ROOT = Path(__file__).resolve().parents[2]

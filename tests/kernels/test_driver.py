@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from marlinq.kernels import driver
+from marlinq.kernels.launch import driver
 
 _MAP = ctypes.c_ubyte * driver.TENSOR_MAP_BYTES
 
@@ -204,23 +206,110 @@ def test_zeros_are_no_part_of_a_capture(monkeypatch: pytest.MonkeyPatch, failing
     assert library.mode == library.GLOBAL
 
 
-@pytest.mark.parametrize(("active", "expected"), [(0, 0), (1, 7)])
-def test_streams_know_their_capture(monkeypatch: pytest.MonkeyPatch, active: int, expected: int) -> None:
-    class Library:
-        status = 0
+class _StreamDriver:
+    """Knows one stream, and the graph that it is captured into."""
 
-        def cuStreamGetCaptureInfo_v2(  # noqa: N802
-            self, stream: ctypes.c_void_p, state: object, number: object, *rest: None
-        ) -> int:
-            assert stream.value == 16
-            assert rest == (None, None, None)
-            state._obj.value = active  # type: ignore[attr-defined]
-            number._obj.value = 7  # type: ignore[attr-defined]
-            return self.status
+    def __init__(self) -> None:
+        self.status = self.active = 0
+        self.objects: list[tuple[int, object]] = []
+        self.retained: list[tuple[int, int, int, int]] = []
+        self.released = 0
 
-    library = Library()
+    def cuStreamGetCaptureInfo_v2(  # noqa: N802
+        self, stream: ctypes.c_void_p, state: object, number: object, graph: object, *rest: None
+    ) -> int:
+        assert stream.value == 16
+        assert rest == (None, None)
+        state._obj.value = self.active  # type: ignore[attr-defined]
+        number._obj.value = 7  # type: ignore[attr-defined]
+        graph._obj.value = 2**40  # type: ignore[attr-defined]
+        return self.status
+
+    def cuStreamGetId(self, stream: ctypes.c_void_p, number: object) -> int:  # noqa: N802
+        number._obj.value = 100 + (stream.value or 0)  # type: ignore[attr-defined]
+        return self.status
+
+    def cuUserObjectCreate(  # noqa: N802
+        self, made: object, given: ctypes.c_void_p, destructor: ctypes.c_void_p, count: int, flags: int
+    ) -> int:
+        assert (count, flags) == (1, 1)
+        made._obj.value = 33  # type: ignore[attr-defined]
+        self.objects.append((given.value or 0, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(destructor.value)))
+        return 0
+
+    def cuGraphRetainUserObject(  # noqa: N802
+        self, graph: ctypes.c_void_p, owned: ctypes.c_void_p, count: int, flags: int
+    ) -> int:
+        self.retained.append((graph.value or 0, owned.value or 0, count, flags))
+        return self.status
+
+    def cuUserObjectRelease(self, owned: ctypes.c_void_p, count: int) -> int:  # noqa: N802
+        self.released += count
+        return 0
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> _StreamDriver:
+    library = _StreamDriver()
     monkeypatch.setattr(driver, "_driver", lambda: library)
+    return library
+
+
+@pytest.mark.parametrize(("active", "expected"), [(0, None), (1, (7, 2**40))])
+def test_streams_know_their_capture(
+    streams: _StreamDriver, active: int, expected: tuple[int, int] | None
+) -> None:
+    streams.active = active
     assert driver.capture_of(16) == expected
-    library.status = 906
+    assert driver.stream_id(16) == 116
+    streams.status = 906
     with pytest.raises(RuntimeError, match="CUDA error 906"):
         driver.capture_of(16)
+    with pytest.raises(RuntimeError, match="CUDA error 906"):
+        driver.stream_id(16)
+
+
+def test_the_end_of_a_graph_is_told_from_any_thread(streams: _StreamDriver) -> None:
+    end, other = driver.EndOfGraph(), driver.EndOfGraph()
+    for _ in range(2):
+        end.watch(2**40)
+        assert not end.has_come()
+        [(given, destructor)] = streams.objects
+        # The driver's own thread, which has no interpreter.
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(destructor, given).result()  # type: ignore[arg-type]
+        assert end.has_come()
+        assert not end.has_come()
+        assert not other.has_come()
+        streams.objects.clear()
+    assert streams.retained == [(2**40, 33, 1, 1)] * 2
+    streams.status = 1
+    with pytest.raises(RuntimeError, match="CUDA error 1 "):
+        end.watch(2**40)
+    assert streams.released == 1
+
+
+def test_memory_without_the_private_function_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "_allocator", None)
+    monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cuda", raising=False)
+    made: list[tuple[object, ...]] = []
+    monkeypatch.setattr(torch, "empty_strided", lambda *given, **named: made.append((*given, named)))
+    with pytest.warns(UserWarning, match="_empty_strided_cuda"):
+        driver.empty_strided((2, 3), (3, 1), torch.float16)
+    driver.empty_strided((1,), (1,), torch.float32)
+    assert made == [
+        ((2, 3), (3, 1), {"dtype": torch.float16, "device": "cuda"}),
+        ((1,), (1,), {"dtype": torch.float32, "device": "cuda"}),
+    ]
+
+
+def test_importing_the_kernels_touches_no_private_name_of_torch() -> None:
+    script = """
+import torch
+class Nothing:
+    def __getattr__(self, name):
+        raise AttributeError(name)
+torch._C._dynamo.guards = Nothing()
+import marlinq.kernels
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -29,8 +29,8 @@ from marlinq.kernels import (
     forced_kernel,
     w4a16_gemm,
 )
-from marlinq.kernels.decision import Kernel, KernelConfig, available
-from marlinq.kernels.launch import device_numbers, launch_gemm, precompile_variants
+from marlinq.kernels.decide.decision import Kernel, KernelConfig, available
+from marlinq.kernels.launch.launch import device_numbers, launch_gemm, precompile_variants
 from marlinq.operations.bench.timing import capture
 from tests.kernels.problems import (
     BOUND,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -19,13 +20,13 @@ from marlinq.kernels import (
     decide,
     dependent_launches,
     forced_kernel,
-    handover,
     precompile,
     w4a16_gemm,
 )
-from marlinq.kernels.decision import Kernel, KernelConfig, available, estimates
-from marlinq.kernels.launch import device_numbers, launch_gemm, precompile_variants
-from marlinq.kernels.stream import StreamConfig
+from marlinq.kernels.decide.decision import Kernel, KernelConfig, available, estimates
+from marlinq.kernels.decide.stream import StreamConfig
+from marlinq.kernels.launch import handover
+from marlinq.kernels.launch.launch import device_numbers, launch_gemm, precompile_variants
 from tests.kernels.problems import (
     BOUND,
     Operands,
@@ -171,7 +172,8 @@ def test_tiles_dealt_out_on_many_streams_and_in_many_graphs(
     assert relative_error(first, expected) < BOUND[torch.float16]
     torch.cuda.synchronize()
     # As if the first launch ever were part of a graph.
-    monkeypatch.setattr(handover, "_slabs", {})
+    monkeypatch.setattr(handover, "_pools", {})
+    monkeypatch.setattr(handover, "_owned", {})
     graphs, results = [], []
     for _ in range(3):
         graph = torch.cuda.CUDAGraph()
@@ -188,6 +190,39 @@ def test_tiles_dealt_out_on_many_streams_and_in_many_graphs(
                 results.append(_of_variant(x, operands, config))
     torch.cuda.synchronize()
     assert all(torch.equal(result, first) for result in results)
+
+
+def test_the_flags_of_graphs_that_are_gone_come_back(
+    shares_tiles: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operands = random_operands(4096, 1024, 128, torch.float16)
+    x = torch.randn(64, 4096, device="cuda").half()
+    config = even_splits(Problem(64, 1024, 4096, 128, False, False), shares_tiles)[0]
+    expected = _of_variant(x, operands, config)
+    torch.cuda.synchronize()
+    monkeypatch.setattr(handover, "_pools", {})
+    monkeypatch.setattr(handover, "_owned", {})
+    for _ in range(50):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = _of_variant(x, operands, config)
+        for _ in range(3):
+            graph.replay()
+        # Destroyed while it may still run.
+        graph.reset()
+        torch.cuda.synchronize()
+        # The driver tells the end of a graph on a thread of its own.
+        time.sleep(0.02)
+        del graph, result
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = _of_variant(x, operands, config)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(result, expected)
+    (pool,) = handover._pools.values()
+    assert pool.sets <= 3
+    assert len(handover._owned) <= 3
 
 
 def _whole_numbers(problem: Problem) -> list[StreamConfig]:

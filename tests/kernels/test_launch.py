@@ -11,20 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from marlinq.kernels import (
-    Device,
-    Problem,
-    dependent_launches,
-    driver,
-    forced_kernel,
-    gather,
-    launch,
-    operands,
-)
-from marlinq.kernels.decision import KERNELS, Kernel
-from marlinq.kernels.handover import Handover
-from marlinq.kernels.operands import Operands
-from marlinq.kernels.warpgroup import WarpgroupConfig
+from marlinq.kernels import Device, Problem, dependent_launches, forced_kernel
+from marlinq.kernels.decide.decision import KERNELS, Kernel
+from marlinq.kernels.decide.warpgroup import WarpgroupConfig
+from marlinq.kernels.launch import driver, gather, launch, operands
+from marlinq.kernels.launch.handover import Handover
+from marlinq.kernels.launch.operands import Operands
 from tests.kernels.problems import even_splits, random_operands
 
 H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)

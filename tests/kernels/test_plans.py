@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from marlinq.kernels import batch_invariant, dependent_launches, forced_kernel, op, plans
-from marlinq.kernels.decision import Demands, demands
-from marlinq.kernels.operands import Operands
+from marlinq.kernels import batch_invariant, dependent_launches, forced_kernel
+from marlinq.kernels.decide.decision import Demands, demands
+from marlinq.kernels.launch import plans
+from marlinq.kernels.launch.operands import Operands
+from marlinq.kernels.ops import w4a16
 from tests.kernels.problems import random_operands
 
 K, N = 128, 192
@@ -231,11 +233,11 @@ def test_the_operator_finds_its_plans(
     prepared: list[_Call], given: plans.Weight, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     launched: list[int] = []
-    monkeypatch.setattr(op, "launch_gemm", lambda x, *_, **__: launched.append(x.shape[0]))
+    monkeypatch.setattr(w4a16, "launch_gemm", lambda x, *_, **__: launched.append(x.shape[0]))
     x = torch.zeros(3, 2 * K).half()
     contiguous = x[:, :K].contiguous()
     for value in (contiguous, contiguous, x[:, :K], contiguous):
-        found = op._cuda(value, *given[:4], 64, columns)
+        found = w4a16._cuda(value, *given[:4], 64, columns)
         assert found.shape == (3, columns)
         assert found.stride() == (N, 1)
     # The first call is checked, and so is the strided one, which keeps the plan.
@@ -243,4 +245,4 @@ def test_the_operator_finds_its_plans(
     assert [len(call.started) for call in prepared] == [2]
     other = torch.zeros(3, K).bfloat16()
     with pytest.raises(ValueError, match="scales: expected torch.bfloat16"):
-        op._cuda(other, *given[:4], 64, columns)
+        w4a16._cuda(other, *given[:4], 64, columns)

@@ -8,7 +8,8 @@ from pathlib import Path
 from statistics import geometric_mean, median
 
 from lab.kernels import fit_costs
-from marlinq.kernels import Problem, stream
+from marlinq.kernels import Problem
+from marlinq.kernels.decide import stream
 
 TRUTH = replace(stream.COSTS, launch=1.6 * stream.COSTS.launch, row=1.4 * stream.COSTS.row)
 

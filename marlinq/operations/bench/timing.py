@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from marlinq.kernels.raw import INT64, POINTER, RawKernel
+from marlinq.kernels.launch.raw import INT64, POINTER, RawKernel
 
 _MAX_LAUNCHES = 40
 _MIN_LAUNCHES = 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from marlinq.kernels.problem import Problem
+from marlinq.kernels.decide.problem import Problem
 
 # Where codes are multiplied as they are (``cuda/sums.cuh``): products of a row, one of them of the
 # activations alone, and how many times the instructions of scaling plain sums a group's end takes.

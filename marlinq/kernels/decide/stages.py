@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from marlinq.kernels.problem import Problem
+from marlinq.kernels.decide.problem import Problem
 
 # A ring with no more weights than this, over all blocks of a multiprocessor, is asked for as it empties.
 _ALL_AT_ONCE = 104 * 1024

@@ -1,4 +1,4 @@
-"""What the chosen variants take of a multiprocessor: ``python -m marlinq.kernels.resources PAGE.md``.
+"""What the chosen variants take of a multiprocessor: ``python -m marlinq.kernels.jit.resources PAGE.md``.
 
 Compiling needs NVRTC but no GPU, so the table covers every architecture. Register counts belong to the
 assembler that gave them: the page names the NVRTC version.
@@ -17,9 +17,10 @@ from pathlib import Path
 
 import click
 
-from marlinq.kernels.compiler import ARCHITECTURES, CompiledKernel, compile_kernel, nvrtc_version
-from marlinq.kernels.decision import KERNELS, Kernel, KernelConfig, available, decide, forced_kernel
-from marlinq.kernels.problem import GROUP_SIZES, Device, Problem
+from marlinq.kernels.decide.decision import KERNELS, Kernel, KernelConfig, available, decide, forced_kernel
+from marlinq.kernels.decide.device import Device
+from marlinq.kernels.decide.problem import GROUP_SIZES, Problem
+from marlinq.kernels.jit.compiler import ARCHITECTURES, CompiledKernel, compile_kernel, nvrtc_version
 
 # A GPU of every architecture: multiprocessors, and bytes of shared memory a block may have.
 _DEVICES = {

@@ -9,9 +9,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from marlinq.kernels.compiler import cached_cubin
-from marlinq.kernels.driver import Function, Launches, empty_strided, load_function, on_device
-from marlinq.kernels.launch import Call, device_numbers, overlaps
+from marlinq.kernels.launch.driver import Function, Launches, empty_strided, on_device
+from marlinq.kernels.launch.launch import Call, device_numbers, overlaps
+from marlinq.kernels.launch.loading import load_kernel
 
 _THREADS = 128
 
@@ -32,9 +32,7 @@ class _Arguments(ctypes.Structure):
 @lru_cache(maxsize=64)
 def _function(device_index: int) -> Function:
     architecture = device_numbers(device_index).architecture
-    return load_function(
-        cached_cubin("gather.cu", architecture, {"THREADS": _THREADS}), "gather", device_index
-    )
+    return load_kernel("gather.cu", "gather", architecture, {"THREADS": _THREADS}, device_index)
 
 
 @lru_cache(maxsize=4096)
@@ -86,7 +84,7 @@ class Gathered:
     call: Call
 
     def start(self, x: int, out: int) -> None:
-        """As :meth:`marlinq.kernels.launch.Call.start`; ``x`` has its columns in their own order."""
+        """As :meth:`marlinq.kernels.launch.launch.Call.start`; ``x`` has its columns in their own order."""
         taken = empty_strided((self.rows, self.columns), (self.columns, 1), self.dtype)
         address = taken.data_ptr()
         _start(self.launches, x, self.order, address)

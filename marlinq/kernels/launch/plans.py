@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from marlinq.kernels.decision import Demands, demands
-from marlinq.kernels.driver import empty_strided
-from marlinq.kernels.gather import Gathered, gathering
-from marlinq.kernels.launch import Call, prepare
-from marlinq.kernels.operands import Operands
+from marlinq.kernels.decide.decision import Demands, demands
+from marlinq.kernels.launch.driver import empty_strided
+from marlinq.kernels.launch.gather import Gathered, gathering
+from marlinq.kernels.launch.launch import Call, prepare
+from marlinq.kernels.launch.operands import Operands
 
 _MAX_CALLS = 512  # shapes of activations a weight
 

@@ -7,10 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from marlinq.kernels.costs import SCHEDULERS, overlapped, streaming_seconds
-from marlinq.kernels.operands import Operands, PlainArguments
-from marlinq.kernels.problem import Device, Problem, registers_of_a_thread
-from marlinq.kernels.tiles import CODE_CLOSING, CODE_PRODUCTS, CODE_SHIFTS_BFLOAT16, DIGIT_CLOSING, WarpTiles
+from marlinq.kernels.decide.costs import SCHEDULERS, overlapped, streaming_seconds
+from marlinq.kernels.decide.device import Device, registers_of_a_thread
+from marlinq.kernels.decide.problem import Problem
+from marlinq.kernels.decide.tiles import (
+    CODE_CLOSING,
+    CODE_PRODUCTS,
+    CODE_SHIFTS_BFLOAT16,
+    DIGIT_CLOSING,
+    WarpTiles,
+)
+from marlinq.kernels.launch.operands import Operands, PlainArguments
 
 _REGISTERS = 65536
 # By (BLOCKS_M, SCALE_SUMS). Registers a thread needs to stay clear of spills (tests/kernels/test_compile.py).
@@ -56,7 +63,7 @@ class Costs:
         remote: the same from the cluster's.
         cluster: seconds that two meetings of a cluster take.
         member: seconds more for every further block of a cluster.
-        sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
+        sharpness: how well shares overlap (:func:`marlinq.kernels.decide.costs.overlapped`).
     """
 
     launch: float = 7.8e-07

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from marlinq.core.errors import EnvironmentProblem
-from marlinq.kernels.compiler import cached_cubin, compile_missing
-from marlinq.kernels.decision import KernelConfig, blocks_together, decide, demands, gains_by_overlap
-from marlinq.kernels.driver import Function, Launches, active_clusters, load_function, on_device
-from marlinq.kernels.handover import Handover
-from marlinq.kernels.operands import Operands, activation_maps
-from marlinq.kernels.problem import Device, Problem
-from marlinq.kernels.stream import StreamConfig
-from marlinq.kernels.warpgroup import WarpgroupConfig
+from marlinq.kernels.decide.decision import KernelConfig, blocks_together, decide, demands, gains_by_overlap
+from marlinq.kernels.decide.device import Device, device_of
+from marlinq.kernels.decide.problem import Problem
+from marlinq.kernels.decide.stream import StreamConfig
+from marlinq.kernels.decide.warpgroup import WarpgroupConfig
+from marlinq.kernels.jit.cache import compile_missing
+from marlinq.kernels.launch.driver import Function, Launches, active_clusters, gpu_properties, on_device
+from marlinq.kernels.launch.handover import Handover
+from marlinq.kernels.launch.loading import load_kernel
+from marlinq.kernels.launch.operands import Operands, activation_maps
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +29,8 @@ class Call:
 
     Attributes:
         launches: of the variant, all but complete.
-        box: what :func:`marlinq.kernels.operands.activation_maps` takes behind the address; None where the
-            kernel takes the address itself.
+        box: what :func:`marlinq.kernels.launch.operands.activation_maps` takes behind the address; None
+            where the kernel takes the address itself.
         handover: what blocks need to hand sums to each other, where they do.
     """
 
@@ -37,7 +39,7 @@ class Call:
     handover: Handover | None
 
     def start(self, x: int, out: int) -> None:
-        """Launch on the current stream, inside :func:`marlinq.kernels.driver.on_device`.
+        """Launch on the current stream, inside :func:`marlinq.kernels.launch.driver.on_device`.
 
         Args:
             x: the activations' address.
@@ -70,28 +72,22 @@ def device_numbers(index: int) -> Device:
     Raises:
         EnvironmentProblem: the GPU is older than compute capability 8.0.
     """
-    properties = torch.cuda.get_device_properties(index)
-    major, minor = properties.major, properties.minor
-    if major < 8:
+    found = device_of(gpu_properties(index))
+    if found.capability < 80:
+        major, minor = divmod(found.capability, 10)
         raise EnvironmentProblem(
             f"GPU {index} has compute capability {major}.{minor}; the kernels need 8.0 or later"
         )
-    suffix = "a" if major >= 9 else ""
-    architecture = f"sm_{major}{minor}{suffix}"
-    shared_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return Device(
-        architecture=architecture,
-        multiprocessors=properties.multi_processor_count,
-        shared_bytes=shared_bytes,
-        clusters=_clusters(architecture, shared_bytes, index) if major >= 9 else (),
-    )
+    if not found.has_clusters:
+        return found
+    return replace(found, clusters=_clusters(found.architecture, found.shared_bytes, index))
 
 
 def _clusters(architecture: str, shared_bytes: int, index: int) -> tuple[tuple[int, ...], ...]:
     """:attr:`Device.clusters`: the driver's answers for blocks that fill a multiprocessor's shared memory."""
     threads = 32
-    cubin = cached_cubin("cold_read.cu", architecture, {"THREADS": threads, "UNROLL": 1})
-    function = load_function(cubin, "cold_read", index, shared_bytes)
+    defines = {"THREADS": threads, "UNROLL": 1}
+    function = load_kernel("cold_read.cu", "cold_read", architecture, defines, index, shared_bytes)
     # The driver keeps a kilobyte of every block.
     rooms = [shared_bytes, *((shared_bytes + 1024) // blocks - 1024 for blocks in (2, 3))]
     try:
@@ -115,8 +111,8 @@ def _decided(problem: Problem, device_index: int) -> KernelConfig:
 def _load(
     source: str, name: str, defines: tuple[tuple[str, object], ...], shared_bytes: int, device_index: int
 ) -> Function:
-    cubin = cached_cubin(source, device_numbers(device_index).architecture, dict(defines))
-    return load_function(cubin, name, device_index, shared_bytes)
+    architecture = device_numbers(device_index).architecture
+    return load_kernel(source, name, architecture, dict(defines), device_index, shared_bytes)
 
 
 def overlaps(device_index: int, behind_own: bool = False) -> bool:
@@ -139,8 +135,9 @@ def prepare(
             16-byte aligned.
         group_size: 32, 64, 128 or -1.
         config: overrides the decision.
-        behind_own: the stream's previous kernel is :func:`marlinq.kernels.gather.gather_channels` and wrote
-            ``x``: the launch then overlaps with it.
+        behind_own: the stream's previous kernel is
+            :func:`marlinq.kernels.launch.gather.gather_channels` and wrote ``x``: the launch then overlaps
+            with it.
     """
     x, out = operands.x, operands.out
     index = x.device.index

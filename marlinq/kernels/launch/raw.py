@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from marlinq.kernels.compiler import cached_cubin
-from marlinq.kernels.driver import Launches, load_function, on_device
-from marlinq.kernels.launch import device_numbers
+from marlinq.kernels.launch.driver import Launches, on_device
+from marlinq.kernels.launch.launch import device_numbers
+from marlinq.kernels.launch.loading import load_kernel
 
 POINTER = ctypes.c_void_p
 INT32 = ctypes.c_int
@@ -34,8 +34,8 @@ class RawKernel:
     def __init__(
         self, source: str, function: str, device: torch.device, defines: Mapping[str, object]
     ) -> None:
-        path = cached_cubin(source, device_numbers(device.index).architecture, defines)
-        self._function = load_function(path, function, device.index)
+        architecture = device_numbers(device.index).architecture
+        self._function = load_kernel(source, function, architecture, defines, device.index)
 
     def launch(
         self, grid: int, threads: int, arguments: Sequence[tuple[Any, type]], *, dependent: bool = False

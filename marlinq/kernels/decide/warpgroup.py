@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from marlinq.kernels.costs import overlapped, round_trip, streaming_seconds
-from marlinq.kernels.handover import Handover
-from marlinq.kernels.operands import Operands, WarpgroupArguments
-from marlinq.kernels.problem import Device, Load, Problem, registers_of_a_thread
-from marlinq.kernels.stages import chunks_on_their_way, stage_bytes, weight_bytes
+from marlinq.kernels.decide.costs import overlapped, round_trip, streaming_seconds
+from marlinq.kernels.decide.device import Device, Load, registers_of_a_thread
+from marlinq.kernels.decide.problem import Problem
+from marlinq.kernels.decide.stages import chunks_on_their_way, stage_bytes, weight_bytes
+from marlinq.kernels.launch.handover import Handover
+from marlinq.kernels.launch.operands import Operands, WarpgroupArguments
 
 # Registers of a multiplying thread beside its accumulators and operand fragments: by the words of a vector
 # that a lane takes, with zero points, where one instruction subtracts and scales, where tiles are dealt out
@@ -89,7 +90,7 @@ class Costs:
         chunk: cycles of a warpgroup to take a chunk and to give it back.
         sharing: further ones for every warpgroup that shares the chunk.
         drain: further ones to let its products end where sums are scaled at its end.
-        collision: how much of a queue one waits for (:func:`marlinq.kernels.costs.round_trip`).
+        collision: how much of a queue one waits for (:func:`marlinq.kernels.decide.costs.round_trip`).
         cache: share of :attr:`Device.cache_bandwidth` that is reached.
         feed: cycles of the filling thread for a chunk.
         order: further ones to ask for a chunk's zero points.
@@ -104,7 +105,7 @@ class Costs:
         handover: seconds that a launch of dealt-out chunks takes beside them and its sums' way through L2.
         scattered: share of the time of device memory that dealt-out tiles add by reading what neighbours,
             elsewhere in K, have no more in L2.
-        sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
+        sharpness: how well shares overlap (:func:`marlinq.kernels.decide.costs.overlapped`).
     """
 
     launch: float = 8.63e-08

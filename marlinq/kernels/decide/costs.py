@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from marlinq.kernels.problem import Device, Load
+from marlinq.kernels.decide.device import Device, Load
 
 SCHEDULERS = 4  # of a multiprocessor
 

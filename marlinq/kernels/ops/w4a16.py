@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import UnsupportedError
-from marlinq.kernels import plans
-from marlinq.kernels.gather import gather_channels
-from marlinq.kernels.launch import launch_gemm
-from marlinq.kernels.reference import reference_gemm
+from marlinq.kernels.launch import plans
+from marlinq.kernels.launch.gather import gather_channels
+from marlinq.kernels.launch.launch import launch_gemm
+from marlinq.kernels.ops.reference import reference_gemm
 
 _library = torch.library.Library("marlinq", "DEF")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]

@@ -8,29 +8,37 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from marlinq.core.errors import EnvironmentProblem
+from marlinq.kernels.decide.device import GpuProperties
 
 # Enumerators of cuda.h.
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+# CUDA_ERROR_INVALID_IMAGE, _NO_BINARY_FOR_GPU, _INVALID_SOURCE, _FILE_NOT_FOUND, _NOT_FOUND (of a kernel)
+_REFUSALS = (200, 209, 300, 301, 500)
 _INVALID_CLUSTER_SIZE = 912  # CUDA_ERROR_INVALID_CLUSTER_SIZE
 _MAP_TYPES = {2: 1, 4: 2}  # CU_TENSOR_MAP_DATA_TYPE_UINT16 and _UINT32, by size
 _SWIZZLE_128B = 3  # CU_TENSOR_MAP_SWIZZLE_128B
 _PROMOTE_128B, _PROMOTE_256B = 2, 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_*
 TENSOR_MAP_BYTES = 128
-PER_THREAD_STREAM = 2  # CU_STREAM_PER_THREAD, of which every thread has another
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _CAPTURE_ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+_NO_DESTRUCTOR_SYNC = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
+_MOVE_REFERENCE = 1  # CU_GRAPH_USER_OBJECT_MOVE
+# CU_DEVICE_ATTRIBUTE_CLOCK_RATE, _MEMORY_CLOCK_RATE, _GLOBAL_MEMORY_BUS_WIDTH and _L2_CACHE_SIZE.
+_ATTRIBUTES = (13, 36, 37, 38)
+_SEMAPHORE_BYTES = 64  # no less than a sem_t
 _TENSOR_MAP_ALIGNMENT = 64
 _Structure = TypeVar("_Structure", bound=ctypes.Structure)
 
@@ -73,13 +81,40 @@ class _Thread(threading.local):
 _thread = _Thread()
 _HERE = nullcontext()
 
-empty_strided: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
-empty_strided = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
-"""Uninitialised memory on the current device, by shape, strides in elements and type.
-
-This is what torch's own compiled code calls: ``torch.empty`` takes several times as long.
-"""
 _OVERLAPPING = _Attribute(_PROGRAMMATIC, 0, (1, 0, 0))
+
+_Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+_allocator: _Allocator | None = None
+
+
+def empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Uninitialised memory on the current device, by shape, strides in elements and type."""
+    return (_allocator or _find_allocator())(shape, strides, dtype)
+
+
+def _find_allocator() -> _Allocator:
+    """What torch's own compiled code calls, which is private, or else the public function.
+
+    ``torch.empty_strided`` takes several times as long, which a decode step pays for every product.
+    """
+    global _allocator  # noqa: PLW0603
+    try:
+        found = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+    except AttributeError:
+        warnings.warn(
+            f"torch {torch.__version__} has no _empty_strided_cuda; torch.empty_strided is used instead, and "
+            "every product costs the host some microseconds more",
+            stacklevel=3,
+        )
+        found = _public_empty_strided
+    _allocator = found
+    return _allocator
+
+
+def _public_empty_strided(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
 
 
 @lru_cache(maxsize=1)
@@ -90,6 +125,10 @@ def _driver() -> Any:
         raise EnvironmentProblem(
             f"the CUDA driver can't be loaded ({error}); install the NVIDIA driver"
         ) from None
+
+
+class RefusedCubin(Exception):
+    """The driver does not take a file for a cubin of this GPU."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +146,7 @@ def load_function(cubin: Path, name: str, device_index: int, shared_bytes: int =
 
     Raises:
         EnvironmentProblem: CuPy is missing.
+        RefusedCubin: the file is not there, or no cubin for this GPU.
     """
     try:
         import cupy
@@ -115,7 +155,12 @@ def load_function(cubin: Path, name: str, device_index: int, shared_bytes: int =
             f"CuPy is not installed ({error}); install marlinq[cuda12] or [cuda13], matching the driver"
         ) from None
     with torch.cuda.device(device_index), cupy.cuda.Device(device_index):
-        function = cupy.RawModule(path=str(cubin)).get_function(name)
+        try:
+            function = cupy.RawModule(path=str(cubin)).get_function(name)
+        except cupy.cuda.driver.CUDADriverError as error:
+            if error.status not in _REFUSALS:
+                raise
+            raise RefusedCubin(f"the driver refuses {cubin.name} ({error})") from None
         # CuPy gives the same kernel for the same file, also to those who launch it with less.
         if shared_bytes > function.max_dynamic_shared_size_bytes:
             function.max_dynamic_shared_size_bytes = shared_bytes
@@ -240,19 +285,91 @@ def _copy(structure: _Structure) -> _Structure:
     return type(structure).from_buffer_copy(structure)
 
 
-def capture_of(stream: int) -> int:
-    """The number of the capture that ``stream`` is part of, which no other has in this process; 0 for none.
+class Capture(NamedTuple):
+    """A capture that a stream is part of: a number that no other has in this process, and its graph."""
+
+    number: int
+    graph: int
+
+
+def capture_of(stream: int) -> Capture | None:
+    """The capture that ``stream`` is part of; None while it runs what it is given.
 
     Raises:
         RuntimeError: the capture is invalid, or not to be mixed with this stream.
     """
-    active, number = ctypes.c_int(), ctypes.c_uint64()
+    active, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     status = _driver().cuStreamGetCaptureInfo_v2(
-        ctypes.c_void_p(stream), ctypes.byref(active), ctypes.byref(number), None, None, None
+        ctypes.c_void_p(stream),
+        ctypes.byref(active),
+        ctypes.byref(number),
+        ctypes.byref(graph),
+        None,
+        None,
     )
     if status != 0:
         raise RuntimeError(f"cuStreamGetCaptureInfo failed with CUDA error {status}")
-    return number.value if active.value == _CAPTURE_ACTIVE else 0
+    return Capture(number.value, graph.value or 0) if active.value == _CAPTURE_ACTIVE else None
+
+
+def stream_id(stream: int) -> int:
+    """A number that no other stream ever has in this process, unlike the handle.
+
+    The default stream of a thread (``CU_STREAM_PER_THREAD``) has another in every thread.
+
+    Raises:
+        RuntimeError: the driver does not know the stream.
+    """
+    number = ctypes.c_uint64()
+    status = _driver().cuStreamGetId(ctypes.c_void_p(stream), ctypes.byref(number))
+    if status != 0:
+        raise RuntimeError(f"cuStreamGetId failed with CUDA error {status}")
+    return number.value
+
+
+@lru_cache(maxsize=1)
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    libc.calloc.restype = ctypes.c_void_p
+    return libc
+
+
+class EndOfGraph:
+    """Tells whether a graph is gone with everything instantiated from it.
+
+    The graph owns a reference of a CUDA user object, which its copies and executables share. When the last
+    one is destroyed and its last launch has ended, the driver calls the object's destructor on a thread of
+    its own, where neither Python nor CUDA may be called. So the destructor is ``sem_post`` of the C library,
+    on memory that is never freed: the driver may call it after the interpreter's end.
+    """
+
+    __slots__ = ("_semaphore",)
+
+    def __init__(self) -> None:
+        self._semaphore = ctypes.c_void_p(_libc().calloc(1, _SEMAPHORE_BYTES))
+        _libc().sem_init(self._semaphore, 0, 0)
+
+    def watch(self, graph: int) -> None:
+        """Begin to wait for the end of ``graph``, which may still be captured.
+
+        Raises:
+            RuntimeError: the driver refused; the end may be told although it has not come.
+        """
+        driver, owned = _driver(), ctypes.c_void_p()
+        destructor = ctypes.cast(_libc().sem_post, ctypes.c_void_p)
+        status = driver.cuUserObjectCreate(
+            ctypes.byref(owned), self._semaphore, destructor, 1, _NO_DESTRUCTOR_SYNC
+        )
+        if status == 0:
+            status = driver.cuGraphRetainUserObject(ctypes.c_void_p(graph), owned, 1, _MOVE_REFERENCE)
+            if status != 0:
+                driver.cuUserObjectRelease(owned, 1)
+        if status != 0:
+            raise RuntimeError(f"CUDA error {status} at giving a graph memory of its own")
+
+    def has_come(self) -> bool:
+        """Whether the graph is gone; True once for every :meth:`watch`."""
+        return bool(_libc().sem_trywait(self._semaphore) == 0)
 
 
 def zeroed_memory(size: int) -> int:
@@ -281,6 +398,31 @@ def zeroed_memory(size: int) -> int:
     if status != 0:
         raise RuntimeError(f"CUDA error {status} at allocating {size} bytes")
     return address.value
+
+
+def gpu_properties(index: int) -> GpuProperties:
+    """What torch and the driver say of a CUDA device."""
+    properties = torch.cuda.get_device_properties(index)
+    device = ctypes.c_int()
+    # torch and the driver number the visible devices alike.
+    known = _driver().cuInit(0) == 0 and _driver().cuDeviceGet(ctypes.byref(device), index) == 0
+    clock, memory_clock, bus, cache = (_attribute(device, one) if known else 0 for one in _ATTRIBUTES)
+    return GpuProperties(
+        name=properties.name,
+        capability=(properties.major, properties.minor),
+        multiprocessors=properties.multi_processor_count,
+        shared_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+        clock_khz=clock,
+        memory_clock_khz=memory_clock,
+        memory_bus_bits=bus,
+        cache_bytes=cache,
+    )
+
+
+def _attribute(device: ctypes.c_int, attribute: int) -> int:
+    """A device attribute; 0 if the driver refuses."""
+    found = ctypes.c_int()
+    return found.value if _driver().cuDeviceGetAttribute(ctypes.byref(found), attribute, device) == 0 else 0
 
 
 def active_clusters(function: Function, cluster: int, threads: int, shared_bytes: int) -> int:

@@ -16,11 +16,12 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from marlinq.core.errors import UnsupportedError
-from marlinq.kernels import bulk, stream, warpgroup
-from marlinq.kernels.bulk import BulkConfig
-from marlinq.kernels.problem import GROUP_SIZES, Device, Problem
-from marlinq.kernels.stream import StreamConfig
-from marlinq.kernels.warpgroup import WarpgroupConfig
+from marlinq.kernels.decide import bulk, stream, warpgroup
+from marlinq.kernels.decide.bulk import BulkConfig
+from marlinq.kernels.decide.device import Device
+from marlinq.kernels.decide.problem import GROUP_SIZES, Problem
+from marlinq.kernels.decide.stream import StreamConfig
+from marlinq.kernels.decide.warpgroup import WarpgroupConfig
 
 KernelConfig = StreamConfig | BulkConfig | WarpgroupConfig
 """The compile-time parameters of any kernel."""
@@ -154,6 +155,8 @@ def _decide(problem: Problem, device: Device, demanded: Demands) -> KernelDecisi
     )
     if demanded.batch_invariant:
         reason += "; summed in the same order for every batch"
+    if not device.measured:
+        reason += "; unmeasured GPU: the model's constants are an H200's"
     return KernelDecision(_kernel_of(config), reason, config, grid, seconds)
 
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from marlinq.kernels.costs import SCHEDULERS, overlapped, streaming_seconds
-from marlinq.kernels.operands import MappedArguments, Operands
-from marlinq.kernels.problem import Device, Problem, registers_of_a_thread
-from marlinq.kernels.stages import chunks_on_their_way, stage_bytes, weight_bytes
-from marlinq.kernels.tiles import CODE_CLOSING, CODE_PRODUCTS, CODE_SHIFTS_BFLOAT16, WarpTiles
+from marlinq.kernels.decide.costs import SCHEDULERS, overlapped, streaming_seconds
+from marlinq.kernels.decide.device import Device, registers_of_a_thread
+from marlinq.kernels.decide.problem import Problem
+from marlinq.kernels.decide.stages import chunks_on_their_way, stage_bytes, weight_bytes
+from marlinq.kernels.decide.tiles import CODE_CLOSING, CODE_PRODUCTS, CODE_SHIFTS_BFLOAT16, WarpTiles
+from marlinq.kernels.launch.operands import MappedArguments, Operands
 
 _REGISTERS = 65536
 # Registers a thread needs to stay clear of spills (tests/kernels/test_compile.py): by BLOCKS_M and zero
@@ -51,7 +52,7 @@ class Costs:
         reduction: bytes a second of sums that a multiprocessor sends and adds.
         cluster: seconds that the meetings of a cluster take.
         member: seconds more for every further block of a cluster.
-        sharpness: how well shares overlap (:func:`marlinq.kernels.costs.overlapped`).
+        sharpness: how well shares overlap (:func:`marlinq.kernels.decide.costs.overlapped`).
     """
 
     launch: float = 1.51e-06

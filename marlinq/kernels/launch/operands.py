@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from marlinq.kernels.driver import TENSOR_MAP_BYTES, encode_tensor_map
+from marlinq.kernels.launch.driver import TENSOR_MAP_BYTES, encode_tensor_map
 
 _EXTENTS = ("m", "n", "k")
 _ActivationMaps = ctypes.c_ubyte * (2 * TENSOR_MAP_BYTES)
@@ -49,7 +49,7 @@ class WarpgroupArguments(ctypes.Structure):
     _fields_ = (*_MAPPED_FIELDS, ("partials", ctypes.c_void_p), ("flags", ctypes.c_void_p))
 
     def share(self, partials: int, flags: int) -> None:
-        """Say where blocks leave sums for each other (:mod:`marlinq.kernels.handover`)."""
+        """Say where blocks leave sums for each other (:mod:`marlinq.kernels.launch.handover`)."""
         self.partials = partials
         self.flags = flags
 

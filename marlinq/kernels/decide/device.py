@@ -1,11 +1,11 @@
-"""What a decision is about: a multiplication and the GPU that runs it."""
+"""The GPU that a decision is made for, and how it works off a grid of blocks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-GROUP_SIZES = (32, 64, 128, -1)
 _PARTITIONS, _PARTITION_REGISTERS = 4, 16384
 _MAX_CLUSTER = 8  # that every GPU with clusters runs
 
@@ -37,6 +37,8 @@ class Load(NamedTuple):
 class Device:
     """The numbers of a GPU that decisions rest on.
 
+    Rates and sizes are an H200's unless given; :func:`device_of` gives those of the GPU at hand.
+
     Attributes:
         architecture: what NVRTC compiles for, for example ``sm_90a``.
         multiprocessors: their number.
@@ -44,10 +46,11 @@ class Device:
         bandwidth: bytes a second from device memory.
         cache_bandwidth: bytes a second from L2.
         cache_bytes: of L2.
-        tensor_rate: dense 16-bit operations a second through wgmma.
         clock: cycles a second of a multiprocessor under load.
         clusters: how many clusters of 1, 2, ... 8 blocks run at once, by how many blocks (1, 2, 3) a
             multiprocessor has room for; empty where nobody asked the driver.
+        name: of the GPU, in lower case with hyphens, such as ``nvidia-h200``; empty where it is nobody's.
+        measured: whether the cost models' constants were measured on this GPU.
     """
 
     architecture: str
@@ -56,9 +59,10 @@ class Device:
     bandwidth: float = 4.5e12
     cache_bandwidth: float = 6.5e12
     cache_bytes: float = 6e7
-    tensor_rate: float = 7.5e14
     clock: float = 1.755e9
     clusters: tuple[tuple[int, ...], ...] = ()
+    name: str = ""
+    measured: bool = False
 
     @property
     def capability(self) -> int:
@@ -113,32 +117,75 @@ class Device:
         return self.capability == 90
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One multiplication: M rows of activations with a K x N weight.
+H200 = Device(
+    "sm_90a",
+    multiprocessors=132,
+    shared_bytes=232_448,
+    clusters=(
+        (132, 66, 39, 30, 22, 17, 15, 15),
+        (264, 132, 79, 62, 47, 39, 32, 30),
+        (396, 198, 124, 92, 69, 62, 47, 45),
+    ),
+    name="nvidia-h200",
+    measured=True,
+)
+"""The GPU that the cost models were measured on, and how many clusters its driver says it runs at once."""
+
+
+class GpuProperties(NamedTuple):
+    """What the driver says of a GPU, in its own units; 0 for what it does not know.
 
     Attributes:
-        m: rows of activations.
-        n: columns of the weight, a multiple of 64.
-        k: channels, a multiple of 64.
-        group_size: 32, 64, 128, or -1 for a single group.
-        zeros: whether there are zero points.
-        bfloat16: the element type; float16 otherwise.
+        name: as the driver spells it.
+        capability: the compute capability.
+        multiprocessors: their number.
+        shared_bytes: the most dynamic shared memory a block may have.
+        clock_khz: the highest clock of a multiprocessor.
+        memory_clock_khz: the highest clock of the memory, which moves two bits a cycle and wire.
+        memory_bus_bits: its wires.
+        cache_bytes: of L2.
     """
 
-    m: int
-    n: int
-    k: int
-    group_size: int
-    zeros: bool
-    bfloat16: bool
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes: int
+    clock_khz: int
+    memory_clock_khz: int
+    memory_bus_bits: int
+    cache_bytes: int
 
-    @property
-    def group(self) -> int:
-        """The kernels' GROUP: 0 for a single group."""
-        return max(self.group_size, 0)
 
-    @property
-    def scale_bytes_per_weight(self) -> float:
-        """Scales and zero points, in bytes a weight."""
-        return (4 if self.zeros else 2) / (self.k if self.group == 0 else self.group)
+# What an H200's driver says, of which the measured numbers above are shares: 1980 MHz, and 6144 wires at
+# 3201 MHz.
+_BANDWIDTH_SHARE = H200.bandwidth / (2 * 3_201_000e3 * 6144 / 8)
+_CLOCK_SHARE = H200.clock / 1_980_000e3
+_CACHE_BYTES_PER_CYCLE = H200.cache_bandwidth / (H200.multiprocessors * H200.clock)
+
+
+def device_of(gpu: GpuProperties, clusters: tuple[tuple[int, ...], ...] = ()) -> Device:
+    """The numbers of a GPU.
+
+    An H200's are measured. Of another GPU's peaks, the shares that an H200 reaches are taken; what the driver
+    does not know is taken for an H200's.
+
+    Args:
+        gpu: what the driver says.
+        clusters: :attr:`Device.clusters`.
+    """
+    major, minor = gpu.capability
+    architecture = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+    name = re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
+    found = Device(architecture, gpu.multiprocessors, gpu.shared_bytes, clusters=clusters, name=name)
+    # A slice of one has fewer multiprocessors and another share of the memory.
+    if (name, gpu.multiprocessors) == (H200.name, H200.multiprocessors):
+        return replace(found, measured=True)
+    clock = gpu.clock_khz * 1e3 * _CLOCK_SHARE or H200.clock
+    peak = 2 * gpu.memory_clock_khz * 1e3 * gpu.memory_bus_bits / 8
+    return replace(
+        found,
+        bandwidth=peak * _BANDWIDTH_SHARE or H200.bandwidth,
+        cache_bandwidth=_CACHE_BYTES_PER_CYCLE * gpu.multiprocessors * clock,
+        cache_bytes=gpu.cache_bytes or H200.cache_bytes,
+        clock=clock,
+    )

@@ -1,18 +1,10 @@
-"""Run-time compilation: CUDA C++ to a cubin through NVRTC, kept in a cache on disk.
-
-The cache key is the content of everything that decides the result: sources, options, architecture and the
-NVRTC version. An entry is built under a temporary name and renamed, so any number of processes can share the
-folder.
-"""
+"""Run-time compilation: CUDA C++ to a cubin through NVRTC."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +13,7 @@ from typing import Any
 
 from marlinq.core.errors import EnvironmentProblem
 
-_SOURCES = Path(__file__).parent / "cuda"
+_SOURCES = Path(__file__).parent.parent / "cuda"
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
 """Every architecture the kernels are compiled for in the test suite."""
 
@@ -36,14 +28,6 @@ class CompiledKernel:
     spill_bytes: int
     stack_bytes: int
     log: str
-
-
-def cache_folder() -> Path:
-    """Where cubins are kept: ``$MARLINQ_CACHE``, ``$XDG_CACHE_HOME/marlinq`` or ``~/.cache/marlinq``."""
-    chosen = os.environ.get("MARLINQ_CACHE")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "marlinq"
 
 
 @lru_cache(maxsize=1)
@@ -124,41 +108,10 @@ def nvrtc_version() -> str:
     return f"{major}.{minor}"
 
 
-def _cache_path(source: str, architecture: str, defines: Mapping[str, object]) -> Path:
+def compilation_key(source: str, architecture: str, defines: Mapping[str, object]) -> str:
+    """A digest of everything that decides the result: sources, options, architecture, NVRTC version."""
     digest = hashlib.sha256(nvrtc_version().encode())
     options = [option.encode() for option in _options(architecture, defines)]
     for data in (*_headers().values(), (_SOURCES / source).read_bytes(), *options):
         digest.update(len(data).to_bytes(8, "little") + data)
-    return cache_folder() / "kernels" / f"{Path(source).stem}-{architecture}-{digest.hexdigest()[:32]}.cubin"
-
-
-def cached_cubin(source: str, architecture: str, defines: Mapping[str, object]) -> Path:
-    """The path of the cubin, compiled now if no process has done so before.
-
-    Raises:
-        EnvironmentProblem: as :func:`compile_kernel`, or the cache folder can't be written.
-    """
-    path = _cache_path(source, architecture, defines)
-    if path.exists():
-        return path
-    compiled = compile_kernel(source, architecture, defines)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(compiled.cubin)
-        Path(temporary).replace(path)
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"{path.parent}: the kernel cache can't be written ({error.strerror}); "
-            "set MARLINQ_CACHE to a writable folder"
-        ) from None
-    return path
-
-
-def compile_missing(source: str, architecture: str, variants: Sequence[Mapping[str, object]]) -> int:
-    """Compile the variants that the cache lacks, one thread a core, and return their number."""
-    missing = [defines for defines in variants if not _cache_path(source, architecture, defines).exists()]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda defines: cached_cubin(source, architecture, defines), missing))
-    return len(missing)
+    return digest.hexdigest()

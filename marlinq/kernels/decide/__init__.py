@@ -1,0 +1,1 @@
+"""Which kernel variant runs a problem, and why: problems, GPUs, candidates, cost models."""

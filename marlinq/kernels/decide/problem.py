@@ -1,0 +1,38 @@
+"""What a decision is about: one multiplication."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GROUP_SIZES = (32, 64, 128, -1)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One multiplication: M rows of activations with a K x N weight.
+
+    Attributes:
+        m: rows of activations.
+        n: columns of the weight, a multiple of 64.
+        k: channels, a multiple of 64.
+        group_size: 32, 64, 128, or -1 for a single group.
+        zeros: whether there are zero points.
+        bfloat16: the element type; float16 otherwise.
+    """
+
+    m: int
+    n: int
+    k: int
+    group_size: int
+    zeros: bool
+    bfloat16: bool
+
+    @property
+    def group(self) -> int:
+        """The kernels' GROUP: 0 for a single group."""
+        return max(self.group_size, 0)
+
+    @property
+    def scale_bytes_per_weight(self) -> float:
+        """Scales and zero points, in bytes a weight."""
+        return (4 if self.zeros else 2) / (self.k if self.group == 0 else self.group)

@@ -1,0 +1,1 @@
+"""Run-time compilation, its cache, and what compiled variants take of a multiprocessor."""

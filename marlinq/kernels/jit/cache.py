@@ -1,0 +1,182 @@
+"""Compiled kernels on disk: found by what they are compiled from, checked by what they hold.
+
+A cubin's file is named for the SHA-256 of its own bytes. An entry, named for everything that decides the
+result (:func:`marlinq.kernels.jit.compiler.compilation_key`), names the cubin. Both are written under a
+temporary name and renamed, the entry last, so any number of processes can share the folder. An entry that
+does not hold what it says is compiled again and replaced, with a warning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from marlinq.core.errors import EnvironmentProblem
+from marlinq.kernels.jit.compiler import compilation_key, compile_kernel, nvrtc_version
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def cache_folder() -> Path:
+    """Where cubins are kept: ``$MARLINQ_CACHE``, ``$XDG_CACHE_HOME/marlinq`` or ``~/.cache/marlinq``."""
+    chosen = os.environ.get("MARLINQ_CACHE")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "marlinq"
+
+
+class KernelSpills(UserWarning):
+    """A variant keeps registers in local memory as this NVRTC compiles it, so it is slower than expected."""
+
+
+class DamagedCache(UserWarning):
+    """A kernel of the cache could not be used and was compiled again."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What the cache knows of a compiled kernel."""
+
+    sha256: str
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+
+
+def _entry_path(source: str, architecture: str, defines: Mapping[str, object]) -> Path:
+    key = compilation_key(source, architecture, defines)
+    return cache_folder() / "kernels" / f"{Path(source).stem}-{architecture}-{key[:32]}.json"
+
+
+def _cubin_path(entry: Path, sha256: str) -> Path:
+    return entry.with_name(f"{sha256}.cubin")
+
+
+def _read(path: Path) -> _Entry | None:
+    """The entry; None where there is none.
+
+    Raises:
+        ValueError: it is damaged, or its cubin is.
+    """
+    try:
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise ValueError(f"the entry can't be read ({error.strerror})") from None
+    try:
+        entry = _Entry(**json.loads(text))
+    except (ValueError, TypeError):
+        raise ValueError("the entry is not what marlinq writes") from None
+    numbers = (entry.registers, entry.spill_bytes, entry.stack_bytes)
+    if not _DIGEST.fullmatch(str(entry.sha256)) or not all(type(number) is int for number in numbers):
+        raise ValueError("the entry is not what marlinq writes")
+    try:
+        found = hashlib.sha256(_cubin_path(path, entry.sha256).read_bytes()).hexdigest()
+    except OSError as error:
+        raise ValueError(f"its cubin can't be read ({error.strerror})") from None
+    if found != entry.sha256:
+        raise ValueError("its cubin has other content than was written")
+    return entry
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replace a file in one step. Unlike ``mkstemp``'s, it has the permissions that the umask gives."""
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _describe(source: str, architecture: str, defines: Mapping[str, object]) -> str:
+    values = " ".join(f"{name}={value}" for name, value in sorted(defines.items()))
+    return f"{source} for {architecture} ({values})"
+
+
+def _compile(path: Path, source: str, architecture: str, defines: Mapping[str, object]) -> _Entry:
+    compiled = compile_kernel(source, architecture, defines)
+    entry = _Entry(
+        hashlib.sha256(compiled.cubin).hexdigest(),
+        compiled.registers,
+        compiled.spill_bytes,
+        compiled.stack_bytes,
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(_cubin_path(path, entry.sha256), compiled.cubin)
+        _write(path, json.dumps(vars(entry)).encode())
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{path.parent}: the kernel cache can't be written ({error.strerror}); "
+            "set MARLINQ_CACHE to a writable folder"
+        ) from None
+    return entry
+
+
+def cached_cubin(source: str, architecture: str, defines: Mapping[str, object]) -> Path:
+    """The path of the cubin, compiled now if no process has done so before or the cache is damaged.
+
+    Warns:
+        DamagedCache: the cache held something else than was written; it is replaced.
+        KernelSpills: the variant spills registers with this NVRTC.
+
+    Raises:
+        EnvironmentProblem: as :func:`marlinq.kernels.jit.compiler.compile_kernel`, or the cache folder can't
+            be written.
+    """
+    path = _entry_path(source, architecture, defines)
+    try:
+        entry = _read(path)
+    except ValueError as problem:
+        return replaced_cubin(source, architecture, defines, str(problem))
+    return _announced(
+        path, entry or _compile(path, source, architecture, defines), source, architecture, defines
+    )
+
+
+def replaced_cubin(source: str, architecture: str, defines: Mapping[str, object], problem: str) -> Path:
+    """As :func:`cached_cubin`, but compiled anew whatever the cache holds, because of ``problem``."""
+    path = _entry_path(source, architecture, defines)
+    warnings.warn(f"{path}: {problem}; the kernel is compiled again", DamagedCache, stacklevel=2)
+    return _announced(path, _compile(path, source, architecture, defines), source, architecture, defines)
+
+
+def _announced(
+    path: Path, entry: _Entry, source: str, architecture: str, defines: Mapping[str, object]
+) -> Path:
+    if entry.spill_bytes:
+        warnings.warn(
+            f"{_describe(source, architecture, defines)}: NVRTC {nvrtc_version()} spills {entry.spill_bytes} "
+            "bytes of registers, so it is slower than expected; the versions in constraints.txt don't",
+            KernelSpills,
+            stacklevel=3,
+        )
+    return _cubin_path(path, entry.sha256)
+
+
+def _is_missing(source: str, architecture: str, defines: Mapping[str, object]) -> bool:
+    try:
+        return _read(_entry_path(source, architecture, defines)) is None
+    except ValueError:
+        return True
+
+
+def compile_missing(source: str, architecture: str, variants: Sequence[Mapping[str, object]]) -> int:
+    """Compile the variants that the cache lacks or holds damaged, one thread a core; return their number."""
+    missing = [defines for defines in variants if _is_missing(source, architecture, defines)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda defines: cached_cubin(source, architecture, defines), missing))
+    return len(missing)

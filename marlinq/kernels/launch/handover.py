@@ -1,0 +1,122 @@
+"""Memory through which the blocks of one stream-K launch hand sums to each other (``cuda/w4a16_wgmma.cu``).
+
+Sums lie in memory of torch's allocator, taken for every launch and given back at once: what takes it next on
+the stream runs later, and a graph keeps what was taken at its capture.
+
+Flags have to be zero before a launch and are again behind it, so launches that never touch them at the same
+time share them: those of a stream, and those that one stream brought into one graph. Graphs may be replayed
+on any stream, beside others, so each owns a set of flags for as long as the driver knows it
+(:class:`marlinq.kernels.launch.driver.EndOfGraph`); then the set is another graph's. A stream keeps its set.
+Flags don't come from torch's allocator, which during captures and their rehearsals wants its memory back.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from marlinq.kernels.launch.driver import EndOfGraph, capture_of, empty_strided, stream_id, zeroed_memory
+
+_SLAB_BYTES = 1 << 20
+# Words of a set, so that hardly any launch needs more: a launch has one flag a block that runs at once.
+_SET_WORDS = 1 << 12
+_LINE = 128  # bytes, which streams don't share
+
+
+class Handover(NamedTuple):
+    """What a launch needs.
+
+    Attributes:
+        floats: float32 sums, uninitialised.
+        flags: words of 32 bits, which are zero.
+    """
+
+    floats: int
+    flags: int
+
+    def memory(self, device_index: int) -> tuple[Tensor, int]:
+        """The sums, to be kept until the launch is made on the current stream, and the flags' address.
+
+        Inside :func:`marlinq.kernels.launch.driver.on_device`.
+        """
+        sums = empty_strided((self.floats,), (1,), torch.float32)
+        return sums, _flags(device_index, self.flags)
+
+
+# Device, stream, and the capture's number; 0 outside captures.
+_Key = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class _Set:
+    """Words of zeros, whose owner is a stream or a graph."""
+
+    address: int
+    words: int
+    end: EndOfGraph = field(default_factory=EndOfGraph)
+
+
+class _Pool:
+    """The flags of one device: cut from slabs that are never freed, given out and taken back in sets."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[_Set] = []
+        self._of_graphs: list[tuple[_Key, _Set]] = []
+        self._next = self._end = 0
+        self.sets = 0
+
+    def take(self, key: _Key, words: int, graph: int) -> _Set:
+        """A set for a stream, or for a graph (0 for none) until its end; on the current device."""
+        with self._lock:
+            self._take_back()
+            words = max(words, _SET_WORDS)
+            place = next((i for i, one in enumerate(self._free) if one.words >= words), None)
+            taken = self._cut(words) if place is None else self._free.pop(place)
+            if graph:
+                taken.end.watch(graph)
+                self._of_graphs.append((key, taken))
+            return taken
+
+    def _take_back(self) -> None:
+        """Make the sets of graphs that are gone free again: their last launch has set all flags to zero."""
+        kept = []
+        for key, one in self._of_graphs:
+            if one.end.has_come():
+                if _owned.get(key) is one:
+                    del _owned[key]
+                self._free.append(one)
+            else:
+                kept.append((key, one))
+        self._of_graphs = kept
+
+    def _cut(self, words: int) -> _Set:
+        size = -(-4 * words // _LINE) * _LINE
+        if self._next + size > self._end:
+            slab_bytes = max(size, _SLAB_BYTES)
+            self._next = zeroed_memory(slab_bytes)
+            self._end = self._next + slab_bytes
+        address = self._next
+        self._next += size
+        self.sets += 1
+        return _Set(address, words)
+
+
+_pools: dict[int, _Pool] = {}
+_owned: dict[_Key, _Set] = {}
+
+
+def _flags(device_index: int, count: int) -> int:
+    """The address of ``count`` words that no launch uses which may run beside one on the current stream."""
+    stream = torch._C._cuda_getCurrentRawStream(device_index)
+    capture = capture_of(stream)
+    key = device_index, stream_id(stream), capture.number if capture else 0
+    owned = _owned.get(key)
+    if owned is None or owned.words < count:
+        pool = _pools.setdefault(device_index, _Pool())
+        owned = _owned[key] = pool.take(key, count, capture.graph if capture else 0)
+    return owned.address
