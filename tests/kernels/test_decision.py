@@ -6,14 +6,13 @@ import json
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lab.kernels.fit_costs import H200
 from marlinq.core.errors import UnsupportedError
 from marlinq.kernels import (
     ARCHITECTURES,
@@ -28,8 +27,11 @@ from marlinq.kernels import (
 from marlinq.kernels.decide import warpgroup
 from marlinq.kernels.decide.bulk import BulkConfig
 from marlinq.kernels.decide.decision import Kernel, _decide, _fastest, available, blocks_together
+from marlinq.kernels.decide.device import H200
 from marlinq.kernels.decide.stream import StreamConfig
 from marlinq.kernels.decide.warpgroup import WarpgroupConfig
+from marlinq.operations.bench.kernels import DEFAULT_BATCHES
+from marlinq.operations.bench.shapes import MODELS
 
 sizes = st.integers(4, 250).map(lambda i: 128 * i)
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,13 +146,28 @@ def test_decisions_are_deterministic_and_shared_by_prompts_of_nearly_the_same_le
     assert decide(replace(problem, m=2048), H200).config == first.config
 
 
+def test_the_variants_of_the_benchmark_layers() -> None:
+    """They are measured as they are: others are to be measured before they are chosen."""
+    pinned = json.loads((Path(__file__).parent / "data" / "chosen_variants_h200.json").read_text())
+    found: dict[str, dict[str, list[object]]] = {}
+    for model in ("llama-3-8b", "llama-3-70b"):
+        for layer in MODELS[model].layers(model):
+            found[layer.name] = {}
+            for m in DEFAULT_BATCHES:
+                decision = decide(Problem(m, layer.n, layer.k, 128, False, False), H200)
+                assert decision.config is not None
+                values = [int(value) for value in asdict(decision.config).values()]
+                found[layer.name][str(m)] = [decision.kernel, *values]
+    assert found == pinned
+
+
 def test_new_decisions_are_quick() -> None:
     # In a process of its own: measuring coverage makes Python several times slower, and the garbage of all
     # tests before may have to be collected.
     script = f"""
 import json, time
-from lab.kernels.fit_costs import H200
 from marlinq.kernels import Problem, decide
+from marlinq.kernels.decide.device import H200
 found = {{}}
 for m in (1, 16, 64, 256, 2048, 8192):
     for n, k in {LLAMA_8B}:

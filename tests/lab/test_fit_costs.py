@@ -11,23 +11,23 @@ from lab.kernels import fit_costs
 from marlinq.kernels import Problem
 from marlinq.kernels.decide import stream
 
-TRUTH = replace(stream.COSTS, launch=1.6 * stream.COSTS.launch, row=1.4 * stream.COSTS.row)
+TRUTH = replace(stream.COSTS, launch=1.6 * stream.COSTS.launch, codes=1.4 * stream.COSTS.codes)
 
 
 def sweep(path: Path) -> list[Path]:
     """A sweep whose times are the model's with other constants; one candidate has a parameter of the past."""
     rows = []
     for name, n, k in (("small", 4096, 4096), ("tall", 4096, 14336), ("wide", 28672, 4096)):
-        problem = Problem(1, n, k, 128, False, False)
+        problem = Problem(2, n, k, 128, False, False)
         listed = [
             {
                 "kernel": "stream",
                 "config": asdict(config),
                 "seconds": stream.estimate(problem, fit_costs.H200, config, TRUTH)[0],
             }
-            for config in list(stream.candidates(problem, fit_costs.H200))[::4]
+            for config in stream.candidates(problem, fit_costs.H200)
         ]
-        rows.append({"layer": name, "n": n, "k": k, "m": 1, "candidates": listed})
+        rows.append({"layer": name, "n": n, "k": k, "m": 2, "candidates": listed})
     listed.append({**listed[0], "config": {**listed[0]["config"], "former": 1}})
     path.write_text(json.dumps({"rows": rows}), encoding="utf-8")
     return [path]
@@ -52,7 +52,7 @@ def test_constants_are_found_again(tmp_path: Path) -> None:
 def test_a_search_chooses_better_than_where_it_began(tmp_path: Path) -> None:
     measured, _ = fit_costs.read(sweep(tmp_path / "sweep.json"))
     # Far enough off that other candidates are chosen.
-    off = replace(TRUTH, crowding=6 * TRUTH.crowding, turn=2 * TRUTH.turn)
+    off = replace(TRUTH, crowding=12 * TRUTH.crowding, turn=4 * TRUTH.turn)
     costs = {**{name: entry[2] for name, entry in fit_costs.KERNELS.items()}, "stream": off}
 
     def lost(constants: dict[str, object]) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import lru_cache
 
 from marlinq.kernels.decide.device import Device, Load
 
@@ -14,12 +15,16 @@ def overlapped(times: Mapping[str, float], sharpness: float) -> tuple[float, str
 
     The norm of the shares with exponent ``sharpness``: 1 would be their sum, infinity the longest alone.
     """
-    busiest = max(times, key=lambda name: times[name])
+    busiest = max(times, key=times.__getitem__)
     longest = times[busiest]
-    return longest * sum((time / longest) ** sharpness for time in times.values()) ** (1 / sharpness), busiest
+    total = 0.0
+    for time in times.values():
+        total += (time / longest) ** sharpness
+    return longest * total ** (1 / sharpness), busiest
 
 
-def round_trip(customers: int, delay: float, stations: Sequence[float], collision: float) -> float:
+@lru_cache(maxsize=4096)
+def round_trip(customers: int, delay: float, stations: tuple[float, ...], collision: float) -> float:
     """How long one of several customers takes to pass all stations once, where each serves one at a time.
 
     Mean value analysis of a closed queue (Reiser and Lavenberg 1980): who arrives waits for those that would

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 _PARTITIONS, _PARTITION_REGISTERS = 4, 16384
@@ -64,7 +65,7 @@ class Device:
     name: str = ""
     measured: bool = False
 
-    @property
+    @cached_property
     def capability(self) -> int:
         """Ten times the compute capability: 90 for 9.0."""
         return int("".join(filter(str.isdigit, self.architecture)))
@@ -74,7 +75,7 @@ class Device:
         """Whether the blocks of a cluster can read each other's shared memory (9.0 and later)."""
         return self.capability >= 90
 
-    @property
+    @cached_property
     def cluster_sizes(self) -> tuple[int, ...]:
         """How many blocks a cluster may have; 1 alone before 9.0."""
         sizes = range(1, _MAX_CLUSTER + 1) if self.has_clusters else (1,)
@@ -87,11 +88,21 @@ class Device:
         same number everywhere) larger clusters don't divide: of an H200's 132, clusters of four and more
         leave some idle (docs/kernels/notes.md).
         """
+        found = self._resident.get((cluster, blocks))
+        if found is None:
+            found = self._resident[cluster, blocks] = cluster * self._clusters_at_once(cluster, blocks)
+        return found
+
+    @cached_property
+    def _resident(self) -> dict[tuple[int, int], int]:
+        return {}
+
+    def _clusters_at_once(self, cluster: int, blocks: int) -> int:
         if self.clusters:
             known = self.clusters[min(blocks, len(self.clusters)) - 1][cluster - 1]
-            return cluster * (known * max(blocks, len(self.clusters)) // len(self.clusters))
+            return known * max(blocks, len(self.clusters)) // len(self.clusters)
         whole = self.multiprocessors * blocks // cluster
-        return cluster * (whole if cluster <= 2 else whole * 9 // 10)
+        return whole if cluster <= 2 else whole * 9 // 10
 
     def runs_at_once(self, tiles: int, cluster: int, blocks: int) -> bool:
         """Whether there is room for a cluster for every tile, ``blocks`` blocks a multiprocessor."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 GROUP_SIZES = (32, 64, 128, -1)
 
@@ -27,12 +28,12 @@ class Problem:
     zeros: bool
     bfloat16: bool
 
-    @property
+    @cached_property
     def group(self) -> int:
         """The kernels' GROUP: 0 for a single group."""
         return max(self.group_size, 0)
 
-    @property
+    @cached_property
     def scale_bytes_per_weight(self) -> float:
         """Scales and zero points, in bytes a weight."""
         return (4 if self.zeros else 2) / (self.k if self.group == 0 else self.group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -46,22 +45,22 @@ _MANY_TILES, _MANY_TILES_MOST = 8, 128
 # This tile, with several groups of columns, saves a wave where it leaves one alone, and was slower by a tenth
 # and more where it left several.
 _FULL_TILE = 176
-_SHAPES = (
-    # words, groups_n, parts_k
-    (4, 1, 1),
-    (4, 1, 2),
-    (4, 1, 3),
-    (4, 2, 1),
-    (2, 1, 1),
-    (2, 1, 2),
-    (2, 1, 3),
-    (2, 2, 1),
-    (2, 3, 1),
-    (1, 1, 2),
-    (1, 1, 3),
-    (1, 2, 1),
-    (1, 3, 1),
-)
+# (words, groups_n, parts_k), and the (rows, blocks a multiprocessor) that each is considered with. Of 4,000
+# random layers, batches and formats on three GPUs hardly one took any other.
+_SHAPES = {
+    (4, 1, 2): ((8, 1),),
+    (4, 1, 3): ((8, 1),),
+    (4, 2, 1): ((8, 1),),
+    (2, 1, 1): ((8, 2),),
+    (2, 1, 2): ((8, 1), (4, 1)),
+    (2, 1, 3): ((8, 1),),
+    (2, 2, 1): ((8, 1), (4, 1)),
+    (2, 3, 1): ((8, 1),),
+    (1, 1, 2): ((8, 1), (8, 2), (4, 1)),
+    (1, 1, 3): ((8, 1), (4, 1)),
+    (1, 2, 1): ((8, 1), (8, 2)),
+    (1, 3, 1): ((8, 1), (4, 1)),
+}
 _MAX_STAGES = 12
 # Bytes of weights on their way to a multiprocessor, where its rings hold many more.
 _ON_THEIR_WAY = 66 * 1024
@@ -241,22 +240,30 @@ class WarpgroupConfig:
 
     def fits_registers(self, problem: Problem) -> bool:
         """Whether the accumulators fit what a thread can get."""
-        return self.registers(problem) <= (self.grown_registers(problem)[0] or self.launch_registers)
+        needed = self.registers(problem)
+        return needed <= self.launch_registers or needed <= self._grown(problem)[0]
 
     def shared_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory of a block: the aligned ring, then what transposes or is received."""
         ring = self.stages * stage_bytes(problem, self.tile_m, self.tile_n, self.rows) + 1024
+        if self.parts > 1 and not self.pushes:
+            # Sums take the place of the ring.
+            return max(ring, self.parts_k * self.tile_m * (self.tile_n + 4) * 4)
+        return ring + self._bytes_beside_ring(problem)
+
+    def _bytes_beside_ring(self, problem: Problem) -> int:
+        """What has a place of its own: sums that are received, or tiles that are transposed."""
         if self.pushes:
             slots = -(-self.tile_n // 16 // self.cluster)
-            return ring + self.parts * slots * self.tile_m * 64
+            return self.parts * slots * self.tile_m * 64
         if self.parts > 1:
-            return max(ring, self.parts_k * self.tile_m * (self.tile_n + 4) * 4)
+            return 0
         # A warp transposes twice eight rows of its columns, or sixteen where those are few.
         rows = 32 if self.words == 1 else 16
         scratch = 4 * rows * (2 * 16 * self.words + 16)
         if self.apart(problem):
             scratch = max(scratch, self.tile_m * (128 * self.words + 16))
-        return ring + self.multiplying * scratch
+        return self.multiplying * scratch
 
     def tiles(self, problem: Problem) -> int:
         """Tiles of the output."""
@@ -330,12 +337,13 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
         count = -(-problem.m // tile_m)
         if count < _MANY_TILES or tile_m <= _MANY_TILES_MOST:
             tiles_m.setdefault(count, tile_m)
+    variants = [(shape, *beside) for shape, listed in _SHAPES.items() for beside in listed]
     for count, tile_m in tiles_m.items():
         # Only batches of one tile gain from a second block beside the first.
         most = 2 if count == 1 else 1
-        for (words, groups_n, parts_k), rows, blocks in itertools.product(
-            _SHAPES, (8, 4), range(1, most + 1)
-        ):
+        for (words, groups_n, parts_k), rows, blocks in variants:
+            if blocks > most:
+                continue
             # The smallest tile could not be stored in whole turns; four words with zero points and scales of
             # all of K spill.
             if (words == 1 and tile_m % 16) or (words == 4 and problem.zeros and problem.group == 0):
@@ -382,12 +390,14 @@ def _deepest(
     most = device.multiprocessors * min_blocks
     # The barriers, and what the driver keeps of every block, come on top.
     room = device.shared_bytes // min_blocks - 1024
+    shallowest = 2 * parts_k
+    config = WarpgroupConfig(tile_m, words, groups_n, parts_k, rows, cluster, shallowest, min_blocks, most)
+    if not config.fits_registers(problem) or config.shared_bytes(problem) > room:
+        return None
+    ring = room - 1024 - config._bytes_beside_ring(problem)
+    stages = min(_MAX_STAGES, ring // stage_bytes(problem, tile_m, config.tile_n, rows))
     # A stage belongs to one part, which begins its next chunk before it gives the last one back.
-    for stages in range(_MAX_STAGES, 2 * parts_k - 1, -parts_k):
-        config = WarpgroupConfig(tile_m, words, groups_n, parts_k, rows, cluster, stages, min_blocks, most)
-        if config.shared_bytes(problem) <= room:
-            return config if config.fits_registers(problem) else None
-    return None
+    return replace(config, stages=stages // parts_k * parts_k)
 
 
 def _resident(problem: Problem, device: Device, config: WarpgroupConfig) -> int:
@@ -435,13 +445,14 @@ def estimate(
     columns = products * 64 * 16 * config.tile_m / _MULTIPLICATIONS / device.clock
     shares = {"columns": columns * costs.exposed, "operand": products * costs.operand / device.clock}
     multiplied, _ = overlapped(shares, costs.sharpness)
+    scaling = config.scaling(problem)
+    scaled_groups = problem.group != 0 and scaling == "SUMS"
     instructions: float = _UNPACK + _UNPACK_BFLOAT16 * problem.bfloat16
-    scaled_groups = problem.group != 0 and config.scaling(problem) == "SUMS"
     if scaled_groups:
         instructions += config.tile_m / 2 / config.rows
-    elif config.scaling(problem) == "WEIGHTS":
+    elif scaling == "WEIGHTS":
         instructions += _SCALE
-    elif config.scaling(problem) == "FUSED":
+    elif scaling == "FUSED":
         instructions = _FUSED
     dequantised = products * instructions * costs.issue / device.clock
     waited = (costs.row + products * costs.fragment) / device.clock
