@@ -5,17 +5,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
+# One process of tests per core, each with one thread of arithmetic.
+WORKERS ?= auto
 GPU_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format docs gpu interop clean
+.PHONY: help install quickstart test test-all coverage lint format docs gpu interop clean
 
 help:
 	@echo "make quickstart   quantise, convert, verify, evaluate and run a small model, with commentary"
-	@echo "make test         ruff, mypy and the whole CPU test suite with coverage"
+	@echo "make test         ruff, mypy and the CPU test suite (8 minutes on 2 cores)"
+	@echo "make test-all     the same with the slow tests"
+	@echo "make coverage     the CPU test suite with branch coverage"
 	@echo "make lint         ruff and mypy only"
 	@echo "make format       let ruff format and fix the sources"
-	@echo "make docs         regenerate docs/cli.md and docs/kernels/resources.md (a minute or two)"
+	@echo "make docs         regenerate generated pages, tables and plots (a minute or two)"
 	@echo "make gpu          tests, sanitizers and measurements on a GPU, into build/gpu (20 minutes)"
 	@echo "make interop      exchange checkpoints with GPTQModel, compressed-tensors and llm-compressor (20 minutes)"
 	@echo "make clean        remove the environment, caches and the quickstart's files"
@@ -42,9 +46,16 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 test: lint
-	$(BIN)/python -m pytest --cov --cov-report=term $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(PYTEST_ARGS)
+
+test-all: lint
+	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+coverage: $(INSTALLED)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" --cov --cov-report=term $(PYTEST_ARGS)
 
 docs: $(INSTALLED)
+	$(BIN)/python -m lab.figures
 	$(BIN)/python -m marlinq.cli.reference docs/cli.md
 	$(BIN)/python -m marlinq.kernels.jit.resources docs/kernels/resources.md
 
