@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from marlinq.calibration.documents import MIN_TOKENS, Document
 from marlinq.core.errors import NumericsError
+from marlinq.core.progress import ReportProgress, no_progress
 
 _TOP_K = 50
 _ROWS = 64
@@ -28,7 +29,7 @@ def generate_documents(
     seed: int,
     device: torch.device,
     temperature: float = 1.0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: ReportProgress = no_progress,
 ) -> list[Document]:
     """Lets a causal language model write ``samples`` documents.
 
@@ -40,7 +41,7 @@ def generate_documents(
         seed: of every random choice.
         device: where the model is.
         temperature: of the sampling, among the 50 likeliest tokens.
-        progress: called with (tokens written by the longest rows, tokens in all).
+        progress: called with ("writing text", tokens written by the longest rows, tokens in all).
 
     Raises:
         NumericsError: the model's logits are not finite.
@@ -53,8 +54,7 @@ def generate_documents(
         rows = min(_ROWS, samples - start)
 
         def tick(length: int, start: int = start) -> None:
-            if progress is not None:
-                progress(start // _ROWS * max_length + length, steps)
+            progress("writing text", start // _ROWS * max_length + length, steps)
 
         documents.extend(_write_rows(model, text, rows, max_length, generator, temperature, tick))
     return documents

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
+from marlinq.core.devices import check_device_name
+
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -23,9 +25,7 @@ def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
 
 
 def _device(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
-        raise click.BadParameter(f"expected auto, cpu, cuda or cuda:N, found {value!r}")
-    return value
+    return check_device_name(value)
 
 
 FOLDER = click.Path(path_type=Path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, without_quantization_config
 from marlinq.core import boundaries
 from marlinq.core.errors import CheckpointError
+from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.models import BlockLoader, DecoderStructure, build_structure, is_linear
 from marlinq.runtime.linear import Linears, RuntimeDecision, decide, quantized_linear, summarize
 from marlinq.runtime.placement import place
-
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, steps done, steps in all)."""
 
 # Files that tell a tokenizer is there; without any of them transformers would look for one on the Hub.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
@@ -64,7 +62,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
     linears: Linears = "auto",
-    progress: Progress | None = None,
+    progress: ReportProgress = no_progress,
 ) -> LoadedModel:
     """Loads a quantised or unquantised checkpoint for inference.
 
@@ -112,8 +110,7 @@ def load(
             )
             structure.model.set_submodule(name, module)
             decisions[name] = decision
-            if progress is not None:
-                progress("loading", index + 1, len(replaced))
+            progress("loading", index + 1, len(replaced))
         notes += _scale_notes(quantized, placement.dtype)
     else:
         _check_tensors(structure, loader, checkpoint, None, {})

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from marlinq.checkpoint import Checkpoint
-from marlinq.core.errors import EnvironmentProblem, UsageError
+from marlinq.core.devices import resolve_device
+from marlinq.core.errors import UsageError
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -19,29 +20,6 @@ class Placement:
     device: torch.device
     dtype: torch.dtype
     reason: str = ""
-
-
-def resolve_device(device: str | torch.device | None) -> torch.device:
-    """The device meant by ``auto`` or None (the first GPU, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``.
-
-    Raises:
-        UsageError: the text names no device.
-        EnvironmentProblem: the device is not there.
-    """
-    if device is None or device == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(device)
-    except RuntimeError:
-        raise UsageError(f"device: expected auto, cpu, cuda or cuda:N, found {device!r}") from None
-    if found.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (found.index or 0) >= count:
-            raise EnvironmentProblem(
-                f"device {device}: torch sees {count} CUDA devices; run `marlinq doctor`, or use --device cpu"
-            )
-        return torch.device("cuda", found.index or 0)
-    return found
 
 
 def place(
@@ -60,23 +38,23 @@ def place(
         UsageError: an unknown device or dtype.
         EnvironmentProblem: the device is not there.
     """
-    where = resolve_device(device)
+    chosen = resolve_device(device)
     if isinstance(dtype, torch.dtype):
         if dtype not in DTYPES.values():
             raise UsageError(f"dtype: expected float16, bfloat16 or float32, found {dtype}")
-        return Placement(where, dtype)
+        return Placement(chosen, dtype)
     if dtype is not None and dtype != "auto":
         if dtype not in DTYPES:
             raise UsageError(f"dtype: expected auto, {', '.join(DTYPES)}, found {dtype!r}")
-        return Placement(where, DTYPES[dtype])
+        return Placement(chosen, DTYPES[dtype])
     named = _named_dtype(checkpoint)
-    if where.type == "cpu" and named != torch.float32:
+    if chosen.type == "cpu" and named != torch.float32:
         return Placement(
-            where, torch.float32, f"float32 instead of {_short(named)}: 16-bit arithmetic is slow on a CPU"
+            chosen, torch.float32, f"float32 instead of {_short(named)}: 16-bit arithmetic is slow on a CPU"
         )
-    if where.type == "cuda" and quantized and named == torch.float32:
-        return Placement(where, torch.float16, "float16 instead of float32: the kernel has no float32")
-    return Placement(where, named)
+    if chosen.type == "cuda" and quantized and named == torch.float32:
+        return Placement(chosen, torch.float16, "float16 instead of float32: the kernel has no float32")
+    return Placement(chosen, named)
 
 
 def _named_dtype(checkpoint: Checkpoint) -> torch.dtype:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from marlinq.core.errors import UsageError
+from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.runtime import Decoder, LoadedModel, StepDecision, load
 from marlinq.runtime.generation import position_limit
@@ -96,7 +96,7 @@ def bench_decode(
     new_tokens: int = 128,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: ReportProgress = no_progress,
 ) -> DecodeBench:
     """Times prefill and greedy decoding of random prompts; end tokens are decoded over.
 
@@ -135,13 +135,11 @@ def bench_decode(
         start = _now(loaded.device)
         tokens = decoder.prefill(prompts).argmax(-1)
         first_token.append(_now(loaded.device) - start)
-        if progress is not None:
-            progress("prefill", repeat + 1, _REPEATS)
+        progress("prefill", repeat + 1, _REPEATS)
     start = _now(loaded.device)
     for index in range(new_tokens):
         tokens = decoder.step(tokens).argmax(-1)
-        if progress is not None:
-            progress("decode", index + 1, new_tokens)
+        progress("decode", index + 1, new_tokens)
     seconds = _now(loaded.device) - start
     _, *how = loaded.report()
     if loaded.device.type == "cpu":

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from marlinq.core.devices import resolve_device
 from marlinq.core.errors import UsageError
+from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels import GROUP_SIZES, Problem, explain, precompile, w4a16_gemm
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.peers import PEERS, Contender, Marlinq, Run, Weight, random_weight
@@ -33,7 +35,6 @@ _TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
 _PEER_SLACK = 4.0
 _CHECKED_ROWS = 8
 _CPU_BATCH, _CPU_REPEATS = 16, 3
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def bench_kernels(
     explain: bool = False,
     sustained: bool = False,
     shapes: Sequence[str] = (),
-    progress: Progress | None = None,
+    progress: ReportProgress = no_progress,
 ) -> KernelBench:
     """Times every layer at every batch size: L2 cold, graph replay, contenders in turn, checked before timed.
 
@@ -82,7 +83,7 @@ def bench_kernels(
     Args:
         models: names of :data:`marlinq.operations.bench.shapes.MODELS`.
         batches: rows of activations.
-        device: ``auto``, ``cpu`` or a CUDA device.
+        device: as in :func:`marlinq.core.devices.resolve_device`.
         against: names of :data:`marlinq.operations.bench.peers.PEERS`; one that can't run is noted.
         dtype: float16 or bfloat16.
         group_size: 32, 64, 128 or -1.
@@ -95,7 +96,7 @@ def bench_kernels(
 
     Raises:
         UsageError: an unknown model, peer, dtype or group size, or a shape that does not fit.
-        EnvironmentProblem: CuPy, NVRTC or the driver is missing on a GPU.
+        EnvironmentProblem: the device is not there; or CuPy, NVRTC or the driver is missing on a GPU.
     """
     if dtype not in _DTYPES:
         raise UsageError(f"dtype {dtype!r}: expected float16 or bfloat16")
@@ -107,7 +108,7 @@ def bench_kernels(
     if not batches or min(batches) < 1:
         raise UsageError(f"batches {list(batches)}: expected one or more numbers of at least 1")
     layers = layers_of(models, shapes, group_size)
-    chosen = _device(device)
+    chosen = resolve_device(device)
     setting = _Setting(chosen, _DTYPES[dtype], group_size, asymmetric, explain, sustained)
     ordered = tuple(sorted(set(batches)))
     if chosen.type == "cpu":
@@ -116,28 +117,13 @@ def bench_kernels(
         return _on_gpu(setting, layers, ordered, tuple(dict.fromkeys(against)), dtype, progress)
 
 
-def _device(device: str | torch.device) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    found = torch.device(device)
-    if found.type == "cuda":
-        if not torch.cuda.is_available():
-            raise UsageError(f"device {device}: torch {torch.__version__} sees no GPU; choose cpu or auto")
-        found = torch.device("cuda", found.index or 0)
-        if found.index >= torch.cuda.device_count():
-            raise UsageError(f"device {device}: there are {torch.cuda.device_count()} GPUs, counted from 0")
-    elif found.type != "cpu":
-        raise UsageError(f"device {device}: expected cpu or cuda")
-    return found
-
-
 def _on_gpu(
     setting: _Setting,
     layers: tuple[Layer, ...],
     batches: tuple[int, ...],
     against: tuple[str, ...],
     dtype: str,
-    progress: Progress | None,
+    progress: ReportProgress,
 ) -> KernelBench:
     notes: list[str] = []
     contenders: list[Contender] = [Marlinq()]
@@ -166,8 +152,7 @@ def _on_gpu(
         x = torch.randn(max(batches), layer.k, dtype=setting.dtype, device=setting.device)
         for m in batches:
             cells.append(_cell(setting, weight, runs, x[:m], dense, cold[layer.name], peak, notes))
-            if progress is not None:
-                progress("kernels", len(cells), total)
+            progress("kernels", len(cells), total)
     timed = tuple(c.name for c in contenders if any(c.name in cell.seconds for cell in cells))
     rests = "no rests: at the power limit" if setting.sustained else "as long at rest after each: full clock"
     notes.append(
@@ -278,7 +263,7 @@ def _on_cpu(
     layers: tuple[Layer, ...],
     batches: tuple[int, ...],
     dtype: str,
-    progress: Progress | None,
+    progress: ReportProgress,
 ) -> KernelBench:
     smallest: dict[str, Layer] = {}
     for layer in layers:
@@ -322,8 +307,7 @@ def _on_cpu(
                     reason=setting.reason(layer, m),
                 )
             )
-            if progress is not None:
-                progress("kernels", len(cells), len(smallest) * len(few))
+            progress("kernels", len(cells), len(smallest) * len(few))
     return KernelBench(
         hardware=hardware_line(setting.device),
         dtype=dtype,

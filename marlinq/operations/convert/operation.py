@@ -28,9 +28,10 @@ from marlinq.checkpoint import (
 from marlinq.checkpoint.reader import read_json
 from marlinq.core.dtypes import ITEM_BYTES, torch_dtype
 from marlinq.core.errors import UnsupportedError, UsageError
+from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.formats import LAYOUTS, Layout, transcode
 from marlinq.formats.dialects import DIALECTS
-from marlinq.operations.convert.plan import ConversionPlan, Progress, plan_conversion
+from marlinq.operations.convert.plan import ConversionPlan, plan_conversion
 from marlinq.operations.convert.report import ConversionReport
 
 _COMMIT_BYTES = 1 << 30
@@ -46,7 +47,7 @@ def convert(
     strict_marlin: bool = False,
     skip_unsupported: bool = False,
     max_shard_size: int = DEFAULT_MAX_SHARD_BYTES,
-    progress: Progress | None = None,
+    progress: ReportProgress = no_progress,
 ) -> ConversionReport:
     """Convert a quantised checkpoint to another layout, lossless bit for bit.
 
@@ -89,7 +90,7 @@ def _convert(
     strict_marlin: bool,
     skip_unsupported: bool,
     max_shard_size: int,
-    progress: Progress | None,
+    progress: ReportProgress,
 ) -> ConversionReport:
     started = time.monotonic()
     checkpoint = quantized.checkpoint
@@ -184,17 +185,15 @@ class _Job:
     nbytes: int
 
 
-def _write(plan: ConversionPlan, writer: CheckpointWriter, max_bytes: int, progress: Progress | None) -> None:
+def _write(plan: ConversionPlan, writer: CheckpointWriter, max_bytes: int, progress: ReportProgress) -> None:
     done, modules = 0, len(plan.source.modules)
     with ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1)) as pool:
         for batch in _batches(_jobs(plan, writer.written), max_bytes):
             for job in pool.map(lambda job: _run(plan, writer, job), batch):
                 done += job.module
-                if progress is not None:
-                    progress("converting", done, modules)
+                progress("converting", done, modules)
             writer.commit()
-    if progress is not None:
-        progress("converting", modules, modules)
+    progress("converting", modules, modules)
 
 
 def _jobs(plan: ConversionPlan, written: set[str]) -> Iterator[_Job]:

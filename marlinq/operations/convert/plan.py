@@ -6,7 +6,7 @@ First from headers and config alone (shapes, group sizes, widths), then from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,14 +15,12 @@ import torch
 from marlinq.checkpoint import QuantizedCheckpoint, TensorPlan
 from marlinq.core.dtypes import FLOATS, torch_dtype
 from marlinq.core.errors import CheckpointError, ConversionRefused
+from marlinq.core.progress import ReportProgress
 from marlinq.core.scheme import Scheme
 from marlinq.core.weight import Grid
 from marlinq.formats import Layout, ModuleSpec
 from marlinq.formats.dialects import write_quantization_config
 from marlinq.operations.convert.report import SkippedModule
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, the steps done, and the steps in all."""
 
 _SIXTEEN_BIT = ("float16", "bfloat16")
 _TRANSPOSED_WEIGHTS = ("gpt2", "imagegpt", "openai-gpt")
@@ -64,7 +62,7 @@ def plan_conversion(
     *,
     strict_marlin: bool,
     skip_unsupported: bool,
-    progress: Progress | None,
+    progress: ReportProgress,
 ) -> ConversionPlan:
     """Decide a conversion.
 
@@ -86,11 +84,9 @@ def plan_conversion(
 
     grids = _Scan(source, target)
     for done, name in enumerate(source.modules):
-        if progress is not None:
-            progress("checking", done, len(source.modules))
+        progress("checking", done, len(source.modules))
         grids.check(name, stored=name in kept)
-    if progress is not None:
-        progress("checking", len(source.modules), len(source.modules))
+    progress("checking", len(source.modules), len(source.modules))
     modules = {name: grids.target_spec(name) for name in kept}
 
     config = source.checkpoint.config

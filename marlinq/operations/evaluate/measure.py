@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from marlinq.core import boundaries
 from marlinq.core.errors import CheckpointError, NumericsError, UsageError
+from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.operations.evaluate.text import EvaluationText, read_windows, write_windows
 from marlinq.runtime import LoadedModel, load
 from marlinq.runtime.generation import device_name, position_limit
@@ -129,7 +129,7 @@ def evaluate(
     dtype: str | torch.dtype | None = None,
     seed: int = DEFAULT_SEED,
     trust_remote_code: bool = False,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: ReportProgress = no_progress,
 ) -> Evaluation:
     """Measures ``model`` on non-overlapping windows of text, and its distance to ``against``.
 
@@ -210,7 +210,7 @@ def _text(
     windows: int,
     length: int,
     seed: int,
-    progress: Callable[[str, int, int], None] | None,
+    progress: ReportProgress,
 ) -> EvaluationText:
     if text is None:
         return write_windows(original or loaded, windows=windows, length=length, seed=seed, progress=progress)
@@ -232,7 +232,7 @@ def _measure(
     loaded: LoadedModel,
     original: LoadedModel | None,
     text: EvaluationText,
-    progress: Callable[[str, int, int], None] | None,
+    progress: ReportProgress,
 ) -> _Sums:
     sums = _Sums()
     for index, window in enumerate(text.windows):
@@ -247,8 +247,7 @@ def _measure(
             raise NumericsError(
                 f"window {index}: logits are NaN or infinite; check the weights, or run in another dtype"
             )
-        if progress is not None:
-            progress("evaluating", index + 1, len(text.windows))
+        progress("evaluating", index + 1, len(text.windows))
     if sums.tokens == 0:
         raise UsageError(f"text {text.source}: nothing to predict; raise --length")
     return sums

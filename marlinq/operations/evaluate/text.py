@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from marlinq.core import boundaries
 from marlinq.core.errors import EnvironmentProblem, UsageError
+from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.runtime import LoadedModel
 
 _TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -68,14 +69,10 @@ def write_windows(
     windows: int,
     length: int,
     seed: int,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: ReportProgress = no_progress,
 ) -> EvaluationText:
     """``windows`` texts of up to ``length`` tokens that the model samples from ``seed``."""
     from marlinq.calibration import generate_documents
-
-    def tick(done: int, total: int) -> None:
-        if progress is not None:
-            progress("writing text", done, total)
 
     with boundaries.forward(loaded.path):
         documents = generate_documents(
@@ -85,7 +82,7 @@ def write_windows(
             max_length=length,
             seed=seed,
             device=loaded.device,
-            progress=tick,
+            progress=progress,
         )
     source = f"sampled from {loaded.path} with seed {seed}"
     return EvaluationText(source, tuple(document.tokens for document in documents))

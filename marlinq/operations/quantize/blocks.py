@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from marlinq.calibration import Batch, HessianAccumulator, HiddenStates
 from marlinq.checkpoint import CheckpointWriter
 from marlinq.core.errors import NumericsError
+from marlinq.core.progress import ReportProgress
 from marlinq.core.weight import QuantizedWeight
 from marlinq.methods.gptq import solve_gptq_shared
 from marlinq.models import BlockLoader, BlockReplay, DecoderStructure, shared_inputs
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
 from marlinq.operations.quantize.report import ModuleReport
-from marlinq.operations.quantize.text import Progress
 
 
 class BlockQuantizer:
@@ -40,7 +40,7 @@ class BlockQuantizer:
         plan: OutputPlan,
         writer: CheckpointWriter,
         batches: Sequence[Batch],
-        progress: Progress,
+        progress: ReportProgress,
     ) -> None:
         self._structure = structure
         self._loader = loader

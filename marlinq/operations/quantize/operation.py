@@ -18,15 +18,15 @@ import transformers
 from marlinq import __version__
 from marlinq.calibration import Document, make_batches
 from marlinq.checkpoint import DEFAULT_MAX_SHARD_BYTES, Checkpoint, CheckpointWriter, check_place
+from marlinq.core.devices import resolve_device
 from marlinq.core.dtypes import torch_dtype
-from marlinq.core.errors import EnvironmentProblem, UsageError
+from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.models import BlockLoader, build_structure
 from marlinq.operations.quantize.blocks import BlockQuantizer, module_reports
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule, plan_output
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.report import QuantizeReport
 from marlinq.operations.quantize.text import (
-    Progress,
     check_room,
     forget_written_text,
     longest,
@@ -49,7 +49,7 @@ def quantize(
     resume: bool = False,
     max_shard_size: int = DEFAULT_MAX_SHARD_BYTES,
     trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    progress: ReportProgress = no_progress,
 ) -> QuantizeReport:
     """Quantises a decoder-only language model to 4 bits with GPTQ, one decoder block at a time.
 
@@ -61,7 +61,7 @@ def quantize(
         model: a local folder with safetensors weights, or a Hub id.
         out: the folder to create; ``<out>.partial`` while the run lasts.
         recipe: format, group size, calibration and so on; the defaults of :class:`Recipe` when None.
-        device: "auto", "cpu", "cuda" or "cuda:N".
+        device: ``auto`` (the first GPU, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``.
         resume: continue an interrupted run of the same recipe, model and machine; the result has the same
             bytes as an undisturbed run.
         max_shard_size: bytes of tensor data a file of weights holds at most.
@@ -73,8 +73,7 @@ def quantize(
     """
     start = time.monotonic()
     recipe = recipe or Recipe()
-    tell: Progress = progress or _silent
-    where = _device(device)
+    chosen = resolve_device(device)
     checkpoint = Checkpoint.open(model)
     check_place(Path(out), resume=resume, source=checkpoint.path)
     structure = build_structure(
@@ -84,12 +83,12 @@ def quantize(
     for override in recipe.unused_overrides([linear.name for linear in structure.linears()]):
         warnings.warn(f"override {override.pattern!r} matches no linear of the model", stacklevel=2)
     by_block = [members for block in structure.blocks if (members := plan.members(block))]
-    dtype = _compute_dtype(checkpoint, plan, where)
-    if where.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(where)
-    environment = _environment(where, dtype)
+    dtype = _compute_dtype(checkpoint, plan, chosen)
+    if chosen.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(chosen)
+    environment = _environment(chosen, dtype)
     # All that can be wrong with the text is found before the output folder is begun.
-    loader = BlockLoader(structure, checkpoint, device=where, dtype=dtype)
+    loader = BlockLoader(structure, checkpoint, device=chosen, dtype=dtype)
     config = structure.model.config
     max_length = longest(config, recipe)
     documents: list[Document] | None = None
@@ -110,15 +109,17 @@ def quantize(
         if resume and not writer.resumed:
             warnings.warn(f"{writer.partial}: no unfinished run to resume; starting afresh", stacklevel=2)
         resumed = sum(1 for members in by_block if _all_written(plan, members, writer))
-        _copy(checkpoint, plan, writer, tell)
+        _copy(checkpoint, plan, writer, progress)
         if resumed < len(by_block):
             if documents is None:
-                documents = text_by_the_model(loader, writer, recipe, max_length=max_length, progress=tell)
+                documents = text_by_the_model(
+                    loader, writer, recipe, max_length=max_length, progress=progress
+                )
             note_text(writer, recipe, documents)
             batches = make_batches(
-                documents, token_budget=_TOKEN_BUDGET[where.type], pad=not structure.routed
+                documents, token_budget=_TOKEN_BUDGET[chosen.type], pad=not structure.routed
             )
-            BlockQuantizer(structure, loader, plan, writer, batches, tell).run()
+            BlockQuantizer(structure, loader, plan, writer, batches, progress).run()
         checkpoint.check_unchanged()
         forget_written_text(writer)
         folder = writer.finish(
@@ -133,7 +134,7 @@ def quantize(
         modules=module_reports(writer.notes),
         kept=plan.kept,
         calibration=writer.notes["calibration"],
-        device=str(where),
+        device=str(chosen),
         dtype=environment["dtype"],
         blocks=len(by_block),
         resumed_blocks=resumed,
@@ -141,23 +142,8 @@ def quantize(
         output_bytes=sum(tensor.nbytes for tensor in plan.tensors),
         seconds=time.monotonic() - start,
         peak_host_bytes=_peak_host_bytes(),
-        peak_device_bytes=torch.cuda.max_memory_allocated(where) if where.type == "cuda" else None,
+        peak_device_bytes=torch.cuda.max_memory_allocated(chosen) if chosen.type == "cuda" else None,
     )
-
-
-def _silent(stage: str, done: int, total: int) -> None:
-    """The progress of a caller who did not ask for any."""
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = name.partition(":")
-    if kind not in _TOKEN_BUDGET or (index and not index.isdigit()):
-        raise UsageError(f"device: expected auto, cpu, cuda or cuda:N, found {name!r}")
-    if kind == "cuda" and (not torch.cuda.is_available() or int(index or 0) >= torch.cuda.device_count()):
-        raise EnvironmentProblem(f"device {name}: torch finds no such GPU; use --device cpu")
-    return torch.device(name)
 
 
 def _compute_dtype(checkpoint: Checkpoint, plan: OutputPlan, device: torch.device) -> torch.dtype:
@@ -205,7 +191,9 @@ def _all_written(plan: OutputPlan, members: list[PlannedModule], writer: Checkpo
     return all(plan.is_written(planned, written) for planned in members)
 
 
-def _copy(checkpoint: Checkpoint, plan: OutputPlan, writer: CheckpointWriter, progress: Progress) -> None:
+def _copy(
+    checkpoint: Checkpoint, plan: OutputPlan, writer: CheckpointWriter, progress: ReportProgress
+) -> None:
     """Copies what stays unquantised, a tensor at a time."""
     missing = [name for name in plan.copied if name not in writer.written]
     pending = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -20,11 +20,9 @@ from marlinq.calibration import (
 from marlinq.checkpoint import Checkpoint, CheckpointWriter
 from marlinq.core import boundaries
 from marlinq.core.errors import EnvironmentProblem, OutputError
+from marlinq.core.progress import ReportProgress
 from marlinq.models import BlockLoader
 from marlinq.operations.quantize.recipe import Recipe
-
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, steps done, steps in all)."""
 
 _WRITTEN_TEXT = "calibration.json"
 
@@ -78,7 +76,12 @@ def note_text(writer: CheckpointWriter, recipe: Recipe, documents: Sequence[Docu
 
 
 def text_by_the_model(
-    loader: BlockLoader, writer: CheckpointWriter, recipe: Recipe, *, max_length: int, progress: Progress
+    loader: BlockLoader,
+    writer: CheckpointWriter,
+    recipe: Recipe,
+    *,
+    max_length: int,
+    progress: ReportProgress,
 ) -> list[Document]:
     """The documents that the model writes, or wrote in the interrupted run that this one resumes."""
     kept = writer.partial / _WRITTEN_TEXT
@@ -94,7 +97,7 @@ def text_by_the_model(
                 max_length=max_length,
                 seed=recipe.seed,
                 device=loader.device,
-                progress=lambda done, total: progress("writing calibration text", done, total),
+                progress=progress,
             )
     finally:
         loader.release("")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from marlinq.checkpoint import QuantizedCheckpoint
 from marlinq.core.errors import EnvironmentProblem, MarlinqError
+from marlinq.core.progress import ReportProgress
 from marlinq.core.weight import QuantizedWeight
 from marlinq.operations.verify.report import Check, Findings
 from marlinq.runtime import decide, quantized_linear
@@ -21,9 +22,7 @@ BOUNDS = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
 _SEED = 0
 
 
-def check_kernels(
-    view: QuantizedCheckpoint, device: torch.device, progress: Callable[[str, int, int], None]
-) -> Check:
+def check_kernels(view: QuantizedCheckpoint, device: torch.device, progress: ReportProgress) -> Check:
     """Multiply random activations with one module of every shape and scheme."""
     findings = Findings("kernels")
     if device.type != "cuda":
@@ -37,9 +36,7 @@ def check_kernels(
         return findings.result("")
 
 
-def compare_kernels(
-    view: QuantizedCheckpoint, device: torch.device, progress: Callable[[str, int, int], None]
-) -> Check:
+def compare_kernels(view: QuantizedCheckpoint, device: torch.device, progress: ReportProgress) -> Check:
     """The check itself; on the CPU it measures the kernel's reference."""
     findings = Findings("kernels")
     distinct: dict[tuple[object, ...], str] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from marlinq.core import boundaries
 from marlinq.core.errors import MarlinqError
+from marlinq.core.progress import ReportProgress
 from marlinq.operations.verify.report import Check, Findings
 from marlinq.runtime import load
 
@@ -43,7 +43,7 @@ def check_logits(
     same_tuple: bool,
     device: torch.device,
     trust_remote_code: bool,
-    progress: Callable[[str, int, int], None],
+    progress: ReportProgress,
 ) -> list[Check]:
     """Run both models, one after the other, on the same seeded random tokens.
 
@@ -91,7 +91,7 @@ def _run(
     device: torch.device,
     dtype: torch.dtype | None,
     trust_remote_code: bool,
-    progress: Callable[[str, int, int], None],
+    progress: ReportProgress,
 ) -> _Run:
     loaded = load(path, device=device, dtype=dtype, trust_remote_code=trust_remote_code, progress=progress)
     vocabulary = loaded.model.get_input_embeddings().weight.shape[0]

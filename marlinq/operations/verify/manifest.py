@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 
 from marlinq.checkpoint import MANIFEST, Checkpoint
 from marlinq.checkpoint.header import tensor_bytes
 from marlinq.checkpoint.reader import read_json
 from marlinq.core.errors import CheckpointError
+from marlinq.core.progress import ReportProgress
 from marlinq.operations.verify.report import Check, Findings
 
 
-def check_manifest(checkpoint: Checkpoint, progress: Callable[[str, int, int], None]) -> Check:
+def check_manifest(checkpoint: Checkpoint, progress: ReportProgress) -> Check:
     """Compare the SHA-256 of every stored tensor with ``marlinq.json``."""
     findings = Findings("manifest")
     if not (checkpoint.path / MANIFEST).exists():

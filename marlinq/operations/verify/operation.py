@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.checkpoint.reader import locate
+from marlinq.core.devices import resolve_device
 from marlinq.core.errors import CheckpointError, MarlinqError, UsageError
+from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.operations.verify.comparison import Comparison
 from marlinq.operations.verify.kernel_check import check_kernels
 from marlinq.operations.verify.logits import check_logits
@@ -19,10 +21,6 @@ from marlinq.operations.verify.report import Check, ModuleResult, VerificationRe
 from marlinq.operations.verify.round_trip import RoundTrip
 from marlinq.operations.verify.structure import check_config, check_coverage, check_tensors, model_structure
 from marlinq.operations.verify.values import Values
-from marlinq.runtime.placement import resolve_device
-
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, steps done, steps in all)."""
 
 
 def verify(
@@ -32,7 +30,7 @@ def verify(
     logits: bool = False,
     device: str | None = None,
     trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    progress: ReportProgress = no_progress,
 ) -> VerificationReport:
     """Check a quantised checkpoint: structure, manifest, round trips, numbers, the original, kernels, logits.
 
@@ -56,9 +54,9 @@ def verify(
     if logits and against is None:
         raise UsageError("--logits compares with an original; name it with --against")
     folder = locate(checkpoint)
-    where = resolve_device(device)
+    chosen = resolve_device(device)
     original = None if against is None else Checkpoint.open(against)
-    run = _Run(folder, original, where, trust_remote_code, progress or _silent)
+    run = _Run(folder, original, chosen, trust_remote_code, progress)
     checks: list[Check] = []
     try:
         checks.extend(run.checks())
@@ -77,10 +75,6 @@ def verify(
     )
 
 
-def _silent(stage: str, done: int, total: int) -> None:
-    """The progress of a caller who did not ask for any."""
-
-
 class _Run:
     """One verification; ``view`` and ``comparison`` are there as far as the folder could be opened."""
 
@@ -90,7 +84,7 @@ class _Run:
         original: Checkpoint | None,
         device: torch.device,
         trust_remote_code: bool,
-        progress: Progress,
+        progress: ReportProgress,
     ) -> None:
         self._folder = folder
         self._original = original

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from marlinq.core.errors import UsageError
+from marlinq.core.progress import no_progress
 from marlinq.kernels import ARCHITECTURES, GROUP_SIZES, compile_kernel
 from marlinq.operations.bench import Cell, KernelBench, bench_kernels, kernels
 from marlinq.operations.bench.peers import PEERS, Marlinq, Run, Weight, _pack_rows, random_weight
@@ -63,7 +64,7 @@ def test_refused_layers(models: list[str], shapes: list[str], message: str) -> N
         ({"group_size": 48}, "group size 48"),
         ({"against": ["fast"]}, "peer 'fast' is not known"),
         ({"batches": [0]}, "at least 1"),
-        ({"device": "meta"}, "expected cpu or cuda"),
+        ({"device": "meta"}, "expected auto, cpu, cuda or cuda:N"),
     ],
 )
 def test_refused_options(options: dict[str, object], message: str) -> None:
@@ -242,7 +243,7 @@ def test_faulty_peers_are_reported_and_not_timed(monkeypatch: pytest.MonkeyPatch
         lambda graphs, expected, sustained: dict.fromkeys(graphs, (4 if sustained else 2) * expected),
     )
     setting = kernels._Setting(CPU, torch.float16, 64, True, explain=False)
-    found = kernels._on_gpu(setting, (Layer("l", 64, 128),), (1, 20), faults, "float16", None)
+    found = kernels._on_gpu(setting, (Layer("l", 64, 128),), (1, 20), faults, "float16", no_progress)
     assert found.contenders == ("marlinq", "none")
     assert [each.floor_seconds for each in found.cells] == [1e-6, 1e-6]
     assert [each.ratio("none") for each in found.cells] == pytest.approx([3, 3])
@@ -255,6 +256,6 @@ def test_faulty_peers_are_reported_and_not_timed(monkeypatch: pytest.MonkeyPatch
     assert "no cell is more than 3% behind" in text
     assert "as long at rest after each" in text
     sustained = replace(setting, sustained=True)
-    found = kernels._on_gpu(sustained, (Layer("l", 64, 128),), (1,), ("none",), "float16", None)
+    found = kernels._on_gpu(sustained, (Layer("l", 64, 128),), (1,), ("none",), "float16", no_progress)
     assert found.cells[0].ratio("none") == pytest.approx(6)
     assert "no rests: at the power limit" in found.render()

@@ -290,7 +290,7 @@ def test_progress_reaches_its_end_in_every_stage(tmp_path: Path) -> None:
         steps.append(stage)
 
     quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu", progress=progress)
-    assert list(seen) == ["copying unquantised tensors", "writing calibration text", "quantising blocks"]
+    assert list(seen) == ["copying unquantised tensors", "writing text", "quantising blocks"]
     assert all(done == total for done, total in seen.values())
 
 
@@ -381,7 +381,7 @@ def test_devices_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UsageError, match="expected auto, cpu, cuda"):
         quantize(source, tmp_path / "out", recipe=RECIPE, device="tpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(EnvironmentProblem, match="device cuda:3: torch finds no such GPU"):
+    with pytest.raises(EnvironmentProblem, match="device cuda:3: torch sees no CUDA devices; run"):
         quantize(source, tmp_path / "out", recipe=RECIPE, device="cuda:3")
 
 

@@ -1,0 +1,50 @@
+"""The devices that computations run on, by the names that every command and function takes."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from marlinq.core.errors import EnvironmentProblem, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+_NAME = re.compile(r"auto|cpu|cuda(?::\d{1,4})?")
+
+
+def check_device_name(name: str) -> str:
+    """``name`` if it is ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; torch is not imported.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"device: expected auto, cpu, cuda or cuda:N, found {name!r}")
+    return name
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """The CPU, or a GPU that is there, with its index.
+
+    Args:
+        device: ``auto`` or None (the first GPU, else the CPU), ``cpu``, ``cuda`` (the first GPU), ``cuda:N``,
+            or a torch device of these kinds.
+
+    Raises:
+        UsageError: the name means no device.
+        EnvironmentProblem: the device is not there.
+    """
+    import torch
+
+    name = check_device_name("auto" if device is None else str(device))
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and count == 0):
+        return torch.device("cpu")
+    index = int(name.partition(":")[2] or 0)
+    if index >= count:
+        seen = f"{count or 'no'} CUDA device{'' if count == 1 else 's'}"
+        raise EnvironmentProblem(
+            f"device {name}: torch sees {seen}; run `marlinq doctor`, or choose --device cpu"
+        )
+    return torch.device("cuda", index)

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from marlinq.core.devices import check_device_name, resolve_device
+from marlinq.core.errors import EnvironmentProblem, UsageError
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A machine of two GPUs, as far as torch tells."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    return 2
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (None, "cuda:0"),
+        ("auto", "cuda:0"),
+        ("cpu", "cpu"),
+        ("cuda", "cuda:0"),
+        ("cuda:1", "cuda:1"),
+        (torch.device("cuda"), "cuda:0"),
+        (torch.device("cuda", 1), "cuda:1"),
+        (torch.device("cpu"), "cpu"),
+    ],
+)
+def test_names_of_devices(gpus: int, name: str | torch.device | None, expected: str) -> None:
+    assert str(resolve_device(name)) == expected
+
+
+def test_without_a_gpu_auto_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert str(resolve_device("auto")) == str(resolve_device(None)) == "cpu"
+    with pytest.raises(EnvironmentProblem, match="device cuda: torch sees no CUDA devices; run"):
+        resolve_device("cuda")
+
+
+def test_a_device_that_is_not_there(gpus: int) -> None:
+    with pytest.raises(EnvironmentProblem, match="device cuda:2: torch sees 2 CUDA devices; run"):
+        resolve_device("cuda:2")
+
+
+@pytest.mark.parametrize(
+    "name", ["", "tpu", "cuda:", "cuda:x", "cuda:-1", "CUDA", "cpu:1", "mps", "cuda:99999"]
+)
+def test_what_names_no_device(name: str) -> None:
+    for check in (check_device_name, resolve_device):
+        with pytest.raises(UsageError, match="device: expected auto, cpu, cuda or cuda:N, found"):
+            check(name)
