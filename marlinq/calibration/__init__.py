@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from marlinq.calibration.batches import Batch, make_batches
-from marlinq.calibration.documents import Document, documents_hash, load_tokenizer, read_documents
+from marlinq.calibration.chat import Chat, render_chat
+from marlinq.calibration.documents import (
+    Document,
+    check_tokens,
+    documents_hash,
+    load_tokenizer,
+    read_documents,
+)
 from marlinq.calibration.generation import generate_documents
 from marlinq.calibration.hessian import HessianAccumulator
 from marlinq.calibration.hidden import HiddenStates
+from marlinq.calibration.sources import read_passages
 
 __all__ = [
     "Batch",
+    "Chat",
     "Document",
     "HessianAccumulator",
     "HiddenStates",
+    "check_tokens",
     "documents_hash",
     "generate_documents",
     "load_tokenizer",
     "make_batches",
     "read_documents",
+    "read_passages",
+    "render_chat",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from marlinq.checkpoint.header import TensorInfo, parse_json, read_header, read_
 from marlinq.checkpoint.source import SourceFile, reading
 from marlinq.core.errors import CheckpointError, EnvironmentProblem
 from marlinq.core.files import kind_of, read_regular
+from marlinq.core.hub import HUB_NAME, cached_models, listed, why_unreachable
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,6 @@ _MAX_JSON_BYTES = 64 * 1024 * 1024
 _WEIGHT_SUFFIXES = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json", ".npz"
 )  # fmt: skip
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -144,10 +144,10 @@ def locate(source: str | os.PathLike[str], *, revision: str | None = None) -> Pa
     with reading(folder):
         if folder.is_dir():
             return folder
-        if folder.exists() or not _HUB_ID.fullmatch(text):
+        if folder.exists() or "/" not in text or not HUB_NAME.fullmatch(text):
             raise CheckpointError(f"{text}: not a folder, and not a Hub id of the form organisation/name")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     patterns = [
         "*.safetensors",
@@ -160,15 +160,26 @@ def locate(source: str | os.PathLike[str], *, revision: str | None = None) -> Pa
         "LICENSE*",
         "*.tiktoken",
     ]
+    unreachable = why_unreachable()
     try:
-        return Path(snapshot_download(text, revision=revision, allow_patterns=patterns))
-    except RepositoryNotFoundError:
-        raise CheckpointError(f"{text}: neither a local folder nor a repository on the Hub") from None
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise EnvironmentProblem(
-            f"{text}: not a local folder, and the Hub can't be reached ({reason}); pass a folder or go online"
+        found = Path(
+            snapshot_download(
+                text, revision=revision, allow_patterns=patterns, local_files_only=bool(unreachable)
+            )
+        )
+    except (RepositoryNotFoundError, HFValidationError):
+        raise CheckpointError(
+            f"{text}: neither a local folder nor a repository on the Hub that you may read"
         ) from None
+    except OSError as error:
+        reason = unreachable or str(error).splitlines()[0]
+        raise EnvironmentProblem(
+            f"{text}: not a local folder, and not to be had from the Hub ({reason}); pass a folder, or go "
+            f"online; {listed('models', cached_models())}"
+        ) from None
+    if unreachable:
+        warnings.warn(f"{text}: read from the Hub's cache, for {unreachable}", stacklevel=3)
+    return found
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:

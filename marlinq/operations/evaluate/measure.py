@@ -217,15 +217,8 @@ def _text(
     tokenizer = loaded.tokenizer if original is None else original.tokenizer or loaded.tokenizer
     if tokenizer is None:
         raise CheckpointError(f"{loaded.path}: no tokenizer for the text; add its files, or leave out --text")
-    found = read_windows(text, tokenizer, windows=windows, length=length)
     vocabulary = loaded.model.config.get_text_config().vocab_size
-    largest = max(max(window) for window in found.windows)
-    if largest >= vocabulary:
-        raise CheckpointError(
-            f"{loaded.path}: the tokenizer gives the token id {largest}, the model has a vocabulary of "
-            f"{vocabulary}; the tokenizer belongs to another model"
-        )
-    return found
+    return read_windows(text, tokenizer, windows=windows, length=length, vocabulary=vocabulary)
 
 
 def _measure(

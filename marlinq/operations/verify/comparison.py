@@ -211,9 +211,7 @@ class Comparison:
         rows.append(self._weights.result(text))
         words = sum(evidence.words for evidence in self._judged)
         groups = sum(evidence.groups for evidence in self._judged)
-        rows.append(
-            self._places.result(f"{words} words and {groups} groups, none odder than chance makes them")
-        )
+        rows.append(self._places.result(f"{words} words and {groups} groups, none odder than chance makes them"))
         return rows
 
 

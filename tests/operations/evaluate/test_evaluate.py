@@ -119,7 +119,7 @@ def test_reports(original: Path, quantized: Path, text: Path) -> None:
 def test_windows_follow_each_other_without_overlap(original: Path, text: Path) -> None:
     tokenizer = save_tokenizer(original)
     ids = tokenizer(TEXT)["input_ids"]
-    found = read_windows(str(text), tokenizer, windows=1000, length=100)
+    found = read_windows(str(text), tokenizer, windows=1000, length=100, vocabulary=320)
     assert [len(window) for window in found.windows] == [100] * (len(ids) // 100)
     assert [token for window in found.windows for token in window] == ids[: len(ids) // 100 * 100]
 
@@ -132,7 +132,7 @@ def test_each_window_begins_as_the_tokenizer_begins_a_text(original: Path, text:
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
     )
-    found = read_windows(str(text), tokenizer, windows=2, length=100)
+    found = read_windows(str(text), tokenizer, windows=2, length=100, vocabulary=320)
     assert found.windows == ((1, *ids[:99]), (1, *ids[99:198]))
 
 
@@ -141,7 +141,7 @@ def test_tables_are_read_row_by_row(original: Path, tmp_path: Path, column: str)
     tokenizer = save_tokenizer(original)
     table = tmp_path / "rows.jsonl"
     table.write_text("\n".join(json.dumps({"id": i, column: f"row number {i}"}) for i in range(20)))
-    found = read_windows(str(table), tokenizer, windows=1, length=50)
+    found = read_windows(str(table), tokenizer, windows=1, length=50, vocabulary=320)
     assert tokenizer.decode(found.windows[0]).startswith("row number 0\n\nrow number 1\n\n")
 
 
@@ -153,8 +153,8 @@ def test_tables_are_read_row_by_row(original: Path, tmp_path: Path, column: str)
         ("short.txt", b"too short", "9 tokens, fewer than one window of 32"),
         ("latin.txt", b"\xe4" * 99, "not UTF-8"),
         ("two.jsonl", b'{"a": "x", "b": "y"}\n', "which column"),
-        ("number.jsonl", b'{"text": 3}\n', "which column|no text"),
-        ("broken.jsonl", b"{", "can be loaded"),
+        ("number.jsonl", b'{"text": 3}\n', "column 'text' holds int"),
+        ("broken.jsonl", b"{", "can't be read"),
     ],
 )
 def test_unusable_text_is_named(

@@ -1,0 +1,71 @@
+"""Conversations as text: messages of a dataset through the model's own chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from marlinq.core.errors import CheckpointError, UnsupportedError
+
+_ROLES = {"human": "user", "gpt": "assistant"}
+"""What ShareGPT's ``from`` calls the roles that templates know; others have the same name in both."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation: messages of ``role`` and ``content``, with whatever else a template may ask for."""
+
+    messages: tuple[dict[str, Any], ...]
+
+
+def read_chat(cell: Sequence[Any]) -> Chat | None:
+    """The messages of a table's cell, as role and content or as from and value; None when it holds others."""
+    messages = [_message(item) for item in cell]
+    return None if None in messages else Chat(tuple(message for message in messages if message is not None))
+
+
+def _message(item: Any) -> dict[str, Any] | None:
+    if not isinstance(item, dict):
+        return None
+    # A table gives every message the keys of all; templates ask which are there.
+    message = {key: value for key, value in item.items() if value is not None}
+    if isinstance(message.get("from"), str) and "value" in message:
+        speaker = message.pop("from")
+        message |= {"role": _ROLES.get(speaker, speaker), "content": message.pop("value")}
+    return message if isinstance(message.get("role"), str) else None
+
+
+def render_chat(chat: Chat, tokenizer: Any, source: str) -> str:
+    """The conversation as the model's chat template writes it, special tokens included.
+
+    Args:
+        chat: the messages.
+        tokenizer: of the model. Its template is a program of the checkpoint, which transformers runs in a
+            sandbox.
+        source: what error messages call the text.
+
+    Raises:
+        UnsupportedError: the tokenizer has no chat template.
+        CheckpointError: the template fails.
+    """
+    if not chat.messages:
+        return ""
+    if not getattr(tokenizer, "chat_template", None):
+        raise UnsupportedError(
+            f"text {source}: holds chat messages, but the model's tokenizer has no chat template; name a "
+            "column of text as #COLUMN, or add the template to the model"
+        )
+    from jinja2 import TemplateError
+
+    # What an arbitrary expression of a template can raise.
+    failures = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+    try:
+        text: str = tokenizer.apply_chat_template(list(chat.messages), tokenize=False)
+    except (*failures, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"text {source}: the model's chat template fails on a conversation ({reason}); name a column of "
+            "text as #COLUMN"
+        ) from None
+    return text

@@ -1,0 +1,254 @@
+"""Where text comes from: files, folders and datasets, read row by row for calibration and evaluation alike.
+
+A source is spelled
+
+    FILE                                any text in UTF-8
+    TABLE[#COLUMN]                      .jsonl, .json (a list of rows), .parquet or .csv
+    NAME[:CONFIG][@SPLIT][#COLUMN]      a dataset: a folder of such files, or a name on the Hub
+
+and read by the ``datasets`` library as a stream, so that neither memory nor a cache holds it. Without
+``#COLUMN`` the column is ``input_ids`` (token ids), ``text``, ``messages`` or ``conversations`` (chats), or
+else the only one that holds strings.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from marlinq.calibration.chat import Chat, read_chat
+from marlinq.core.errors import EnvironmentProblem, UsageError
+from marlinq.core.hub import HUB_NAME, cached_datasets, listed, why_unreachable
+
+Row = str | list[int] | Chat
+"""A text, its token ids, or a conversation."""
+
+_TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+_NAMED = ("input_ids", "text", "messages", "conversations")
+_DATASET = re.compile(
+    r"(?P<name>[^:@#]+)(?::(?P<config>[^:@#]+))?(?:@(?P<split>[^:@#]+))?(?:#(?P<column>[^:@#]+))?"
+)
+_SHUFFLE_BUFFER = 10_000
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a spelling means; build it with :meth:`parse`.
+
+    Attributes:
+        spelling: as given, for messages.
+        request: what ``datasets.load_dataset`` is asked for.
+        column: the column to read; None finds it.
+        plain: the file is text, not a table.
+        dataset: the name on the Hub; empty for a file or folder.
+    """
+
+    spelling: str
+    request: Mapping[str, Any]
+    column: str | None = None
+    plain: bool = False
+    dataset: str = ""
+
+    @classmethod
+    def parse(cls, spelling: str, *, split: str) -> Source:
+        """Reads the spelling; ``split`` is that of a dataset which names none.
+
+        Raises:
+            UsageError: there is no such file, or the spelling is none.
+        """
+        path, column = Path(spelling), None
+        try:
+            if not path.exists() and "#" in spelling:
+                text, _, column = spelling.rpartition("#")
+                path = Path(text)
+            if path.is_file():
+                return cls._file(spelling, path, column)
+            if path.exists() and not path.is_dir():
+                raise UsageError(f"text {path}: expected a file or a folder, found a device, pipe or socket")
+            match = _DATASET.fullmatch(spelling)
+            is_folder = match is not None and Path(match["name"]).is_dir()
+        except OSError as error:
+            raise UsageError(f"text {spelling}: can't be read ({error.strerror})") from None
+        if match is None or not (is_folder or _may_be_on_the_hub(match["name"])):
+            raise UsageError(
+                f"text {spelling}: no such file, and not a dataset as NAME[:CONFIG][@SPLIT][#COLUMN]"
+            )
+        name = match["name"]
+        request = {"path": name, "name": match["config"], "split": match["split"] or split}
+        return cls(spelling, request, match["column"], dataset="" if is_folder else name)
+
+    @classmethod
+    def _file(cls, spelling: str, path: Path, column: str | None) -> Source:
+        kind = _TABLES.get(path.suffix)
+        if kind is None and column is not None:
+            raise UsageError(f"text {path}: a text file has no column {column!r}")
+        # A name is meant as it stands, though the library takes patterns.
+        request: dict[str, Any] = {
+            "path": kind or "text",
+            "data_files": [glob.escape(str(path))],
+            "split": "train",
+        }
+        if kind == "csv":
+            request["keep_default_na"] = False  # a cell of "NA" or "null" is text like any other
+        elif kind is None:
+            request["keep_linebreaks"] = True
+        return cls(spelling, request, column, plain=kind is None)
+
+
+def read_paragraphs(spelling: str, *, split: str, seed: int) -> Iterator[Row]:
+    """A source for calibration: the paragraphs of a text file, which blank lines part, or rows.
+
+    Files come whole and in order. Of a dataset, which can be endless, comes the first part, shuffled.
+
+    Args:
+        spelling: of the source.
+        split: of a dataset that names none.
+        seed: of the shuffling.
+
+    Raises:
+        UsageError: the source can't be read, or holds no text.
+        EnvironmentProblem: the Hub would have to be asked and can't be.
+    """
+    source = Source.parse(spelling, split=split)
+    if source.plain:
+        yield from _paragraphs(_lines(source))
+    else:
+        yield from _rows(source, seed)
+
+
+def read_passages(spelling: str, *, split: str) -> Iterator[Row]:
+    """A source in order, for evaluation: a text file in one piece, or rows, each text with a blank line.
+
+    Raises:
+        UsageError, EnvironmentProblem: as :func:`read_paragraphs`.
+    """
+    source = Source.parse(spelling, split=split)
+    if source.plain:
+        yield "".join(_lines(source))
+    else:
+        for row in _rows(source, None):
+            yield row + "\n\n" if isinstance(row, str) else row
+
+
+def _may_be_on_the_hub(name: str) -> bool:
+    # A file that is not there is no dataset; "text" and "csv" are readers, which would take all files around.
+    is_file = name.endswith((".txt", *_TABLES))
+    is_reader = name.isidentifier() and find_spec(f"datasets.packaged_modules.{name}") is not None
+    return HUB_NAME.fullmatch(name) is not None and not is_file and not is_reader
+
+
+def _lines(source: Source) -> Iterator[str]:
+    return (row["text"] for row in _stream(source, None))
+
+
+def _paragraphs(lines: Iterator[str]) -> Iterator[str]:
+    paragraph: list[str] = []
+    for line in lines:
+        if line.strip():
+            paragraph.append(line)
+        elif paragraph:
+            yield "".join(paragraph).strip()
+            paragraph = []
+    if paragraph:
+        yield "".join(paragraph).strip()
+
+
+def _rows(source: Source, seed: int | None) -> Iterator[Row]:
+    column = source.column
+    for row in _stream(source, seed):
+        column = column or _find_column(row, source)
+        yield _read_cell(row, column, source)
+
+
+def _read_cell(row: Mapping[str, Any], column: str, source: Source) -> Row:
+    cell = row.get(column)
+    if isinstance(cell, str):
+        return cell
+    if isinstance(cell, list):
+        if column == "input_ids" and all(type(item) is int for item in cell):
+            return cell
+        if (chat := read_chat(cell)) is not None:
+            return chat
+    found = type(cell).__name__ if column in row else "nothing"
+    raise UsageError(
+        f"text {source.spelling}: column {column!r} holds {found}, expected text, chat messages (role and "
+        f"content) or, as input_ids, token ids; name another of {', '.join(row)} as #COLUMN"
+    )
+
+
+def _find_column(row: Mapping[str, Any], source: Source) -> str:
+    for name in _NAMED:
+        if name in row:
+            return name
+    strings = [name for name, cell in row.items() if isinstance(cell, str)]
+    if len(strings) == 1:
+        return strings[0]
+    raise UsageError(
+        f"text {source.spelling}: which column holds the text? Name one of {', '.join(row)} as #COLUMN"
+    )
+
+
+def _stream(source: Source, seed: int | None) -> Iterator[dict[str, Any]]:
+    """The rows as ``datasets`` reads them; with a seed those of a dataset are shuffled and bounded."""
+    import datasets
+
+    online = bool(source.dataset) and _is_on_the_hub(source)
+    with tempfile.TemporaryDirectory() as unused, _settings(datasets, online):
+        # Streams fill no cache, but leave lock files in its folder.
+        request = source.request if source.dataset else {**source.request, "cache_dir": unused}
+        failures = OSError, ValueError, TypeError, LookupError, RuntimeError
+        try:
+            rows = datasets.load_dataset(**request, streaming=True)
+            if seed is not None and "data_files" not in request:
+                rows = rows.shuffle(seed=seed, buffer_size=_SHUFFLE_BUFFER).take(_SHUFFLE_BUFFER)
+            yield from rows
+        except UnicodeDecodeError as error:
+            raise UsageError(
+                f"text {source.spelling}: not UTF-8 ({error.reason} at byte {error.start})"
+            ) from None
+        except (*failures, datasets.exceptions.DatasetsError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UsageError(f"text {source.spelling}: can't be read ({reason})") from None
+
+
+def _is_on_the_hub(source: Source) -> bool:
+    """False when the dataset has to come from the cache, for the Hub can't be reached.
+
+    Raises:
+        EnvironmentProblem: it is not there either.
+    """
+    reason = why_unreachable()
+    if not reason:
+        return True
+    cached = cached_datasets()
+    if source.dataset not in cached:
+        raise EnvironmentProblem(
+            f"text {source.spelling}: no such file or folder, and not to be had from the Hub ({reason}); "
+            f"pass a file, or go online; {listed('datasets', cached)}"
+        )
+    warnings.warn(f"text {source.spelling}: read from the cache, for {reason}", stacklevel=2)
+    return False
+
+
+@contextmanager
+def _settings(datasets: Any, online: bool) -> Iterator[None]:
+    """Lets the library speak through its exceptions alone, and off the network unless ``online``.
+
+    Left alone it counts its users at a server even when it reads a local file.
+    """
+    level, was_offline = datasets.logging.get_verbosity(), datasets.config.HF_HUB_OFFLINE
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.config.HF_HUB_OFFLINE = was_offline or not online
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        datasets.config.HF_HUB_OFFLINE = was_offline

@@ -1,0 +1,197 @@
+"""One reader for calibration and evaluation: spellings, columns, what can't be read, and no traces left."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from marlinq.calibration.chat import Chat
+from marlinq.calibration.sources import Row, Source, read_paragraphs, read_passages
+from marlinq.core.errors import EnvironmentProblem, UsageError
+
+
+def paragraphs(source: object) -> list[Row]:
+    return list(read_paragraphs(str(source), split="train", seed=0))
+
+
+def passages(source: object) -> list[Row]:
+    return list(read_passages(str(source), split="train"))
+
+
+def jsonl(path: Path, *rows: dict[str, object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_text_file_in_paragraphs_and_in_one_piece(tmp_path: Path) -> None:
+    path = tmp_path / "novel.md"
+    path.write_bytes("one\r\nline\n \n\ntwo\u2028é".encode())
+    assert paragraphs(path) == ["one\nline", "two\u2028é"]
+    assert passages(path) == ["one\nline\n \n\ntwo\u2028é"]
+
+
+def test_rows_are_the_same_for_both(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two"})
+    assert paragraphs(path) == ["one", "two"]
+    assert passages(path) == ["one\n\n", "two\n\n"]
+    path = jsonl(tmp_path / "b.jsonl", {"input_ids": [1, 2], "text": "one"})
+    assert paragraphs(path) == passages(path) == [[1, 2]]
+    path = jsonl(tmp_path / "c.jsonl", {"id": "x", "messages": [{"role": "user", "content": "hi"}]})
+    assert paragraphs(path) == passages(path) == [Chat(({"role": "user", "content": "hi"},))]
+
+
+def test_cells_of_a_csv_are_text_as_they_stand(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('id,story\n1,NA\n2,"two\nlines"\n3,null\n')
+    assert paragraphs(path) == ["NA", "two\nlines", "null"]
+
+
+@pytest.mark.parametrize("name", ["a[1].txt", "b*.txt", "c?.txt", "d#e.txt", "f@g:h.txt"])
+def test_a_name_is_no_pattern(tmp_path: Path, name: str) -> None:
+    for other in ("a1.txt", "bb.txt", "cc.txt"):
+        (tmp_path / other).write_text("another file")
+    (tmp_path / name).write_text("this file")
+    assert paragraphs(tmp_path / name) == ["this file"]
+
+
+def test_spellings_of_datasets(tmp_path: Path) -> None:
+    source = Source.parse("org/name:en@validation#body", split="train")
+    assert source.request == {"path": "org/name", "name": "en", "split": "validation"}
+    assert (source.dataset, source.column) == ("org/name", "body")
+    source = Source.parse("name", split="test")
+    assert source.request == {"path": "name", "name": None, "split": "test"}
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    jsonl(folder / "train.jsonl", {"a": "x", "b": "y"})
+    assert passages(f"{folder}@train#b") == ["y\n\n"]
+    with pytest.raises(UsageError, match="corpus@nothing: can't be read"):
+        passages(f"{folder}@nothing")
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    ["absent.txt", "./absent", "/absent/file", "a/b/c", "absent.csv#x", "text", "csv", "name@", "a b", ""],
+)
+def test_what_is_neither_a_file_nor_a_dataset(spelling: str) -> None:
+    with pytest.raises(UsageError, match=r"no such file, and not a dataset as NAME|expected a file"):
+        passages(spelling)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"not json\n", "can't be read .*JSON"),
+        ("a.jsonl", b"[1]\n", "which column|can't be read|holds"),
+        ("a.json", b"{", "can't be read"),
+        ("a.json", b'{"rows": []}', "which column.*rows"),
+        ("a.txt", b"\xff\xfe\xff", "not UTF-8"),
+        ("a.parquet", b"PAR1 nothing", "can't be read .*[Pp]arquet"),
+        ("a.jsonl", b'{"a": "x", "b": "y"}\n', "which column holds the text.*a, b"),
+        ("a.jsonl", b'{"text": 3}\n', "column 'text' holds int, expected text"),
+        ("a.jsonl", b'{"text": [1, 2]}\n', "column 'text' holds list, expected text"),
+        ("a.jsonl", b'{"messages": [{"speaker": "x"}]}\n', "column 'messages' holds list, expected text"),
+    ],
+)
+def test_unreadable_files_are_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, content: bytes, message: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    for read in (paragraphs, passages):
+        with pytest.raises(UsageError, match=message) as caught:
+            read(path)
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+    # The library has nothing to say besides.
+    assert capfd.readouterr().err == ""
+
+
+def test_columns_that_are_not_there(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"text": "x"})
+    with pytest.raises(UsageError, match="column 'body' holds nothing.*name another of text as #COLUMN"):
+        paragraphs(f"{path}#body")
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(UsageError, match="a text file has no column 'body'"):
+        paragraphs(f"{tmp_path / 'a.txt'}#body")
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(UsageError, match=r"pipe\.txt: expected a file or a folder"):
+        paragraphs(tmp_path / "pipe.txt")
+    with pytest.raises(UsageError, match="File name too long"):
+        paragraphs("prose instead of a path " * 20)
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """The Hub's libraries may go online, and any attempt is noted and fails."""
+    attempts: list[object] = []
+
+    def refuse(*arguments: object, **options: object) -> None:
+        attempts.append(arguments)
+        raise OSError("no network in this test")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    return attempts
+
+
+def test_local_files_ask_no_network_and_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_network: list[object]
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(cache))
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    for source in (jsonl(folder / "a.jsonl", {"text": "x"}), folder, tmp_path / "a.txt"):
+        paragraphs(source)
+    assert no_network == []
+    assert not cache.exists()
+
+
+def cached(cache: Path) -> Path:
+    """A dataset of one row, as ``datasets`` keeps it after a download."""
+    import datasets
+
+    folder = cache / "org___story" / "default" / "0.0.0" / "abc"
+    prepared = datasets.Dataset.from_dict({"text": ["a cached row"]})
+    prepared.info.splits = datasets.SplitDict({"train": datasets.SplitInfo("train", num_examples=1)})
+    prepared.info.dataset_name, prepared.info.config_name = "story", "default"
+    folder.mkdir(parents=True)
+    prepared.info.write_to_directory(str(folder))
+    with (folder / "story-train.arrow").open("wb") as file:
+        table = prepared.data.table
+        import pyarrow
+
+        with pyarrow.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    return folder
+
+
+@pytest.mark.parametrize("setting", [True, False], ids=["HF_HUB_OFFLINE", "no network"])
+def test_a_dataset_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_network: list[object], setting: bool
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", setting)
+    monkeypatch.setattr(constants, "ENDPOINT", f"https://hub.invalid/{setting}")
+    with pytest.raises(EnvironmentProblem, match="there are no datasets in the cache"):
+        passages("org/story")
+    cached(tmp_path)
+    with pytest.raises(EnvironmentProblem, match="org/other@train: no .*s in the cache: org/story") as caught:
+        passages("org/other@train")
+    assert ("HF_HUB_OFFLINE is set" if setting else "no network in this test") in str(caught.value)
+    with pytest.warns(UserWarning, match="org/story: read from the cache"):
+        assert passages("org/story") == ["a cached row\n\n"]
+    # One question to the network for all of it, and none when it is switched off.
+    assert len(no_network) == (0 if setting else 1)
