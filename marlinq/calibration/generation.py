@@ -7,14 +7,17 @@ what the model samples.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from marlinq.calibration.documents import MIN_TOKENS, Document
 from marlinq.core.errors import NumericsError
 from marlinq.core.progress import ReportProgress, no_progress
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+else:
+    from marlinq.core.lazy import torch
 
 _TOP_K = 50
 _ROWS = 64

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from marlinq.core.errors import NumericsError, UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from marlinq.core.lazy import torch
 
 _CHUNK_ROWS = 8192
 

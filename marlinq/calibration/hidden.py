@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from marlinq.core.lazy import torch
 
 
 class HiddenStates:
@@ -37,6 +40,8 @@ class HiddenStates:
         total = sum(sizes)
         self.on_disk = total * dtype.itemsize > limit_bytes
         if self.on_disk:
+            import numpy as np
+
             with tempfile.TemporaryFile(dir=folder) as file:
                 file.truncate(total * dtype.itemsize)
                 mapped = np.memmap(file, dtype=np.uint8, mode="r+")

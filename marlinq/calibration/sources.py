@@ -204,7 +204,6 @@ def _stream(source: Source, seed: int | None) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as unused, _settings(datasets, online):
         # Streams fill no cache, but leave lock files in its folder.
         request = source.request if source.dataset else {**source.request, "cache_dir": unused}
-        failures = OSError, ValueError, TypeError, LookupError, RuntimeError
         try:
             rows = datasets.load_dataset(**request, streaming=True)
             if seed is not None and "data_files" not in request:
@@ -214,9 +213,10 @@ def _stream(source: Source, seed: int | None) -> Iterator[dict[str, Any]]:
             raise UsageError(
                 f"text {source.spelling}: not UTF-8 ({error.reason} at byte {error.start})"
             ) from None
-        except (*failures, datasets.exceptions.DatasetsError) as error:
+        except Exception as error:
+            # Readers of several libraries and a network raise all there is.
             reason = " ".join(str(error).split())[:200]
-            raise UsageError(f"text {source.spelling}: can't be read ({reason})") from None
+            raise UsageError(f"text {source.spelling}: can't be read ({reason})") from error
 
 
 def _is_on_the_hub(source: Source) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import TYPE_CHECKING
 
 from marlinq.core.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
     import torch
+else:
+    from marlinq.core.lazy import torch
 
 _NAME = re.compile(r"auto|cpu|cuda(?::\d{1,4})?")
 
@@ -35,8 +38,6 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
         UsageError: the name means no device.
         EnvironmentProblem: the device is not there.
     """
-    import torch
-
     name = check_device_name("auto" if device is None else str(device))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cpu" or (name == "auto" and count == 0):
@@ -48,3 +49,10 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
             f"device {name}: torch sees {seen}; run `marlinq doctor`, or choose --device cpu"
         )
     return torch.device("cuda", index)
+
+
+def read_clock(device: torch.device) -> float:
+    """Seconds of a monotonic clock, when all work that was given to ``device`` is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -43,7 +43,7 @@ def _probe(endpoint: str) -> str:
     asking = threading.Thread(target=lambda: answers.append(_ask(endpoint)), daemon=True)
     asking.start()
     asking.join(PATIENCE)
-    return answers[0] if answers else f"{endpoint} did not answer within {PATIENCE:.0f} s"
+    return answers[0] if answers else f"{endpoint} did not answer within {PATIENCE:g} s"
 
 
 def _ask(endpoint: str) -> str:

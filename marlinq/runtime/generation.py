@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -12,6 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from marlinq.core import boundaries
+from marlinq.core.devices import read_clock
+from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError, NumericsError, UnsupportedError, UsageError
 from marlinq.runtime.decoding import Decoder, StepDecision
 from marlinq.runtime.linear import summarize
@@ -168,11 +169,11 @@ def generate(
             if on_text is not None:
                 on_text(piece)
 
-    start = _now(loaded.device)
+    start = read_clock(loaded.device)
     with boundaries.forward(loaded.path):
         logits = decoder.prefill(torch.tensor([ids], dtype=torch.int64, device=loaded.device))
     tokens.append(_choose(logits[0], temperature, generator))
-    first = _now(loaded.device)
+    first = read_clock(loaded.device)
     while True:
         if tokens[-1] in ends:
             break
@@ -183,7 +184,7 @@ def generate(
         with boundaries.forward(loaded.path):
             logits = decoder.step(torch.tensor([tokens[-1]], dtype=torch.int64, device=loaded.device))
         tokens.append(_choose(logits[0], temperature, generator))
-    last = _now(loaded.device)
+    last = read_clock(loaded.device)
     if stream is not None:
         emit(stream.finish())
     stopped: Literal["eos", "length", "context"] = "length" if limit == max_new_tokens else "context"
@@ -195,7 +196,7 @@ def generate(
         prefill_seconds=first - start,
         decode_seconds=last - first,
         device=device_name(loaded.device),
-        dtype=str(loaded.dtype).removeprefix("torch."),
+        dtype=dtype_name(loaded.dtype),
         step=decoder.decision,
         notes=(*summarize(loaded.decisions.values()), *loaded.notes),
     )
@@ -276,9 +277,3 @@ def _choose(logits: Tensor, temperature: float | None, generator: torch.Generato
     # On the CPU one seed draws the same from the same logits on every machine.
     probabilities = torch.softmax(logits.float().cpu() / temperature, dim=-1)
     return int(torch.multinomial(probabilities, 1, generator=generator))
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

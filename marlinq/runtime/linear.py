@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import EnvironmentProblem
 from marlinq.core.weight import QuantizedWeight
 from marlinq.kernels import explain, w4a16_gemm
@@ -59,7 +60,7 @@ def decide(
     if device.type != "cuda":
         return RuntimeDecision("dense", "torch", f"the kernel runs on CUDA devices, not on {device.type}")
     if dtype not in (torch.float16, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         return RuntimeDecision("dense", "torch", f"the kernel takes float16 and bfloat16, not {name}")
     return _kernel_decision(q, device, dtype)
 

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, without_quantization_config
 from marlinq.core import boundaries
+from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.models import BlockLoader, DecoderStructure, build_structure, is_linear
@@ -50,7 +51,7 @@ class LoadedModel:
 
     def report(self) -> list[str]:
         """What was loaded and how it is multiplied, line by line."""
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         lines = [f"{self.path}: {type(self.model).__name__} on {self.device} in {dtype}"]
         return [*lines, *summarize(self.decisions.values()), *self.notes]
 
@@ -225,12 +226,10 @@ def _ignored_pattern(model: PreTrainedModel) -> re.Pattern[str]:
 
 def _scale_notes(quantized: QuantizedCheckpoint, dtype: torch.dtype) -> list[str]:
     stored = {spec.scale_dtype for spec in quantized.modules.values()}
-    rounded = sorted(
-        str(found).removeprefix("torch.") for found in stored if torch.promote_types(found, dtype) != dtype
-    )
+    rounded = sorted(dtype_name(found) for found in stored if torch.promote_types(found, dtype) != dtype)
     if not rounded:
         return []
-    target = str(dtype).removeprefix("torch.")
+    target = dtype_name(dtype)
     return [f"scales stored in {', '.join(rounded)} are rounded to {target}"]
 
 

@@ -8,6 +8,7 @@ import torch
 
 from marlinq.checkpoint import Checkpoint
 from marlinq.core.devices import resolve_device
+from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import UsageError
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -50,7 +51,9 @@ def place(
     named = _named_dtype(checkpoint)
     if chosen.type == "cpu" and named != torch.float32:
         return Placement(
-            chosen, torch.float32, f"float32 instead of {_short(named)}: 16-bit arithmetic is slow on a CPU"
+            chosen,
+            torch.float32,
+            f"float32 instead of {dtype_name(named)}: 16-bit arithmetic is slow on a CPU",
         )
     if chosen.type == "cuda" and quantized and named == torch.float32:
         return Placement(chosen, torch.float16, "float16 instead of float32: the kernel has no float32")
@@ -66,7 +69,3 @@ def _named_dtype(checkpoint: Checkpoint) -> torch.dtype:
                 return DTYPES[name.removeprefix("torch.")]
     stored = [DTYPES[info.dtype] for info in checkpoint.tensors.values() if info.dtype in DTYPES]
     return stored[0] if stored else torch.float32
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -67,8 +67,8 @@ def test_a_host_that_keeps_silent(online: pytest.MonkeyPatch, server: socket.soc
     online.setattr(hub, "PATIENCE", 0.2)
     start = time.monotonic()
     assert constants.ENDPOINT in hub.why_unreachable()
-    # The bound, and as much again for a busy machine.
-    assert time.monotonic() - start < 0.4
+    # Nobody will ever answer; ten times the bound is for a busy machine.
+    assert time.monotonic() - start < 2
 
 
 def test_a_name_that_takes_for_ever_to_look_up(online: pytest.MonkeyPatch) -> None:
@@ -77,8 +77,8 @@ def test_a_name_that_takes_for_ever_to_look_up(online: pytest.MonkeyPatch) -> No
     online.setattr(hub, "PATIENCE", 0.2)
     online.setattr(constants, "ENDPOINT", "https://slow.invalid")
     start = time.monotonic()
-    assert hub.why_unreachable() == "https://slow.invalid did not answer within 0 s"
-    assert time.monotonic() - start < 0.4
+    assert hub.why_unreachable() == "https://slow.invalid did not answer within 0.2 s"
+    assert time.monotonic() - start < 2
     done.set()
 
 

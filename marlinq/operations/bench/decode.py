@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from marlinq.core.devices import read_clock
 from marlinq.core.errors import UsageError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.operations.bench.hardware import hardware_line
@@ -132,15 +132,15 @@ def bench_decode(
     _warm_up(decoder, prompts)
     first_token = []
     for repeat in range(_REPEATS):
-        start = _now(loaded.device)
+        start = read_clock(loaded.device)
         tokens = decoder.prefill(prompts).argmax(-1)
-        first_token.append(_now(loaded.device) - start)
+        first_token.append(read_clock(loaded.device) - start)
         progress("prefill", repeat + 1, _REPEATS)
-    start = _now(loaded.device)
+    start = read_clock(loaded.device)
     for index in range(new_tokens):
         tokens = decoder.step(tokens).argmax(-1)
         progress("decode", index + 1, new_tokens)
-    seconds = _now(loaded.device) - start
+    seconds = read_clock(loaded.device) - start
     _, *how = loaded.report()
     if loaded.device.type == "cpu":
         how.insert(0, "no GPU was used: these are the figures of the CPU path, not of the kernel")
@@ -179,9 +179,3 @@ def _warm_up(decoder: Decoder, prompts: Tensor) -> None:
     the whole prompt counts."""
     ids = prompts if prompts.is_cuda else prompts[:, :_WARM_UP_TOKENS]
     decoder.step(decoder.prefill(ids).argmax(-1))
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -19,7 +19,7 @@ from marlinq import __version__
 from marlinq.calibration import Document, make_batches
 from marlinq.checkpoint import DEFAULT_MAX_SHARD_BYTES, Checkpoint, CheckpointWriter, check_place
 from marlinq.core.devices import resolve_device
-from marlinq.core.dtypes import torch_dtype
+from marlinq.core.dtypes import dtype_name, torch_dtype
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.models import BlockLoader, build_structure
 from marlinq.operations.quantize.blocks import BlockQuantizer, module_reports
@@ -161,7 +161,7 @@ def _environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "threads": torch.get_num_threads(),
     }
 
