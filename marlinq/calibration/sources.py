@@ -14,6 +14,7 @@ else the only one that holds strings.
 from __future__ import annotations
 
 import glob
+import logging
 import re
 import tempfile
 import warnings
@@ -64,32 +65,37 @@ class Source:
         Raises:
             UsageError: there is no such file, or the spelling is none.
         """
-        path, column = Path(spelling), None
+        text, column = spelling, None
         try:
-            if not path.exists() and "#" in spelling:
+            if not Path(spelling).exists() and "#" in spelling:
                 text, _, column = spelling.rpartition("#")
-                path = Path(text)
+            path = Path(text)
             if path.is_file():
                 return cls._file(spelling, path, column)
-            if path.exists() and not path.is_dir():
+            if text and path.is_dir():
+                return cls(spelling, {"path": str(path.absolute()), "split": split}, column)
+            if text and path.exists():
                 raise UsageError(f"text {path}: expected a file or a folder, found a device, pipe or socket")
             match = _DATASET.fullmatch(spelling)
-            is_folder = match is not None and Path(match["name"]).is_dir()
+            folder = Path(match["name"]) if match is not None and Path(match["name"]).is_dir() else None
         except OSError as error:
             raise UsageError(f"text {spelling}: can't be read ({error.strerror})") from None
-        if match is None or not (is_folder or _may_be_on_the_hub(match["name"])):
+        if match is None or not (folder or _may_be_on_the_hub(match["name"])):
             raise UsageError(
                 f"text {spelling}: no such file, and not a dataset as NAME[:CONFIG][@SPLIT][#COLUMN]"
             )
-        name = match["name"]
+        # As an absolute path a folder called "text" is not taken for the reader of that name.
+        name = str(folder.absolute()) if folder else match["name"]
         request = {"path": name, "name": match["config"], "split": match["split"] or split}
-        return cls(spelling, request, match["column"], dataset="" if is_folder else name)
+        return cls(spelling, request, match["column"], dataset="" if folder else name)
 
     @classmethod
     def _file(cls, spelling: str, path: Path, column: str | None) -> Source:
         kind = _TABLES.get(path.suffix)
         if kind is None and column is not None:
             raise UsageError(f"text {path}: a text file has no column {column!r}")
+        if path.stat().st_size == 0:
+            raise UsageError(f"text {path}: the file is empty")
         # A name is meant as it stands, though the library takes patterns.
         request: dict[str, Any] = {
             "path": kind or "text",
@@ -97,7 +103,8 @@ class Source:
             "split": "train",
         }
         if kind == "csv":
-            request["keep_default_na"] = False  # a cell of "NA" or "null" is text like any other
+            # A cell of "NA" is text like any other, and a row of too many cells does not move the columns.
+            request |= {"keep_default_na": False, "index_col": False}
         elif kind is None:
             request["keep_linebreaks"] = True
         return cls(spelling, request, column, plain=kind is None)
@@ -177,7 +184,7 @@ def _read_cell(row: Mapping[str, Any], column: str, source: Source) -> Row:
             return cell
         if (chat := read_chat(cell)) is not None:
             return chat
-    found = type(cell).__name__ if column in row else "nothing"
+    found = "nothing" if cell is None else type(cell).__name__
     raise UsageError(
         f"text {source.spelling}: column {column!r} holds {found}, expected text, chat messages (role and "
         f"content) or, as input_ids, token ids; name another of {', '.join(row)} as #COLUMN"
@@ -215,7 +222,7 @@ def _stream(source: Source, seed: int | None) -> Iterator[dict[str, Any]]:
             ) from None
         except Exception as error:
             # Readers of several libraries and a network raise all there is.
-            reason = " ".join(str(error).split())[:200]
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise UsageError(f"text {source.spelling}: can't be read ({reason})") from error
 
 
@@ -244,11 +251,17 @@ def _settings(datasets: Any, online: bool) -> Iterator[None]:
 
     Left alone it counts its users at a server even when it reads a local file.
     """
-    level, was_offline = datasets.logging.get_verbosity(), datasets.config.HF_HUB_OFFLINE
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    from huggingface_hub.utils import logging as hub_logging
+
+    was_offline = datasets.config.HF_HUB_OFFLINE
+    loggers = datasets.logging, hub_logging
+    levels = [logger.get_verbosity() for logger in loggers]
+    for logger in loggers:
+        logger.set_verbosity(logging.CRITICAL)
     datasets.config.HF_HUB_OFFLINE = was_offline or not online
     try:
         yield
     finally:
-        datasets.logging.set_verbosity(level)
         datasets.config.HF_HUB_OFFLINE = was_offline
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.set_verbosity(level)

@@ -52,6 +52,13 @@ def test_cells_of_a_csv_are_text_as_they_stand(tmp_path: Path) -> None:
     assert paragraphs(path) == ["NA", "two\nlines", "null"]
 
 
+def test_a_row_of_too_many_cells_does_not_move_the_columns(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("text,id\nx,1,2,3\ny,4\n")
+    with pytest.warns(Warning, match="loss of data"):
+        assert paragraphs(path) == ["x", "y"]
+
+
 @pytest.mark.parametrize("name", ["a[1].txt", "b*.txt", "c?.txt", "d#e.txt", "f@g:h.txt"])
 def test_a_name_is_no_pattern(tmp_path: Path, name: str) -> None:
     for other in ("a1.txt", "bb.txt", "cc.txt"):
@@ -60,7 +67,7 @@ def test_a_name_is_no_pattern(tmp_path: Path, name: str) -> None:
     assert paragraphs(tmp_path / name) == ["this file"]
 
 
-def test_spellings_of_datasets(tmp_path: Path) -> None:
+def test_spellings_of_datasets(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source = Source.parse("org/name:en@validation#body", split="train")
     assert source.request == {"path": "org/name", "name": "en", "split": "validation"}
     assert (source.dataset, source.column) == ("org/name", "body")
@@ -72,11 +79,38 @@ def test_spellings_of_datasets(tmp_path: Path) -> None:
     assert passages(f"{folder}@train#b") == ["y\n\n"]
     with pytest.raises(UsageError, match="corpus@nothing: can't be read"):
         passages(f"{folder}@nothing")
+    (folder / "README.md").write_text("no metadata")
+    assert passages(f"{folder}#a") == ["x\n\n"]
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["text", "json", "a@b", "c#d"])
+def test_a_folder_is_one_whatever_it_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    jsonl(tmp_path / "beside.jsonl", {"text": "not this"})
+    (tmp_path / name).mkdir()
+    jsonl(tmp_path / name / "train.jsonl", {"text": "this", "body": "that"})
+    assert paragraphs(name) == ["this"]
+    assert paragraphs(f"{name}#body") == ["that"]
 
 
 @pytest.mark.parametrize(
     "spelling",
-    ["absent.txt", "./absent", "/absent/file", "a/b/c", "absent.csv#x", "text", "csv", "name@", "a b", ""],
+    [
+        "absent.txt",
+        "./absent",
+        "/absent/file",
+        "a/b/c",
+        "absent.csv#x",
+        "text",
+        "csv",
+        "name@",
+        "a b",
+        "",
+        "#x",
+    ],
 )
 def test_what_is_neither_a_file_nor_a_dataset(spelling: str) -> None:
     with pytest.raises(UsageError, match=r"no such file, and not a dataset as NAME|expected a file"):
@@ -91,6 +125,10 @@ def test_what_is_neither_a_file_nor_a_dataset(spelling: str) -> None:
         ("a.json", b"{", "can't be read"),
         ("a.json", b'{"rows": []}', "which column.*rows"),
         ("a.txt", b"\xff\xfe\xff", "not UTF-8"),
+        ("a.txt", b"", "the file is empty"),
+        ("a.jsonl", b"", "the file is empty"),
+        ("a.csv", b'text\n"without an end', "can't be read .*EOF inside string"),
+        ("a.jsonl", b'{"text": "x"}\n{"body": "y"}\n', "column 'text' holds nothing"),
         ("a.parquet", b"PAR1 nothing", "can't be read .*[Pp]arquet"),
         ("a.jsonl", b'{"a": "x", "b": "y"}\n', "which column holds the text.*a, b"),
         ("a.jsonl", b'{"text": 3}\n', "column 'text' holds int, expected text"),
