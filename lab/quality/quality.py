@@ -58,7 +58,7 @@ def main() -> None:
                 recipe=asked,
                 device=options.device,
                 resume=folder.with_name(f"{folder.name}.partial").exists(),
-                progress=_tell,
+                progress=_report_progress,
             )
             print(report.render(), file=sys.stderr)
 
@@ -73,7 +73,7 @@ def main() -> None:
             length=options.length,
             device=options.device,
             dtype="float32",
-            progress=_tell,
+            progress=_report_progress,
         )
         if not rows:
             rows.append({"name": "FP32", "perplexity": measured.against_perplexity})
@@ -150,7 +150,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _tell(stage: str, done: int, total: int) -> None:
+def _report_progress(stage: str, done: int, total: int) -> None:
     if done % 8 == 0 or done == total:
         print(f"{stage}: {done} of {total}", file=sys.stderr, flush=True)
 

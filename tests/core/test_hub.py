@@ -17,6 +17,7 @@ from marlinq.core.errors import CheckpointError, EnvironmentProblem
 @pytest.fixture
 def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
     """Nobody switched the network off, no proxy is in the way, and the cache is empty."""
+    hub._probe.cache_clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
@@ -35,21 +36,26 @@ def endpoint(listening: socket.socket) -> str:
     return f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("status", ["200 OK", "404 Not Found", "nonsense"])
-def test_any_answer_will_do_and_is_asked_for_once(
-    online: pytest.MonkeyPatch, server: socket.socket, status: str
-) -> None:
+def answer_once(listening: socket.socket, status: str) -> threading.Thread:
     def answer() -> None:
-        connection, _ = server.accept()
+        connection, _ = listening.accept()
         with connection:
             connection.recv(4096)
-            connection.sendall(
-                f"HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
-            )
+            connection.sendall(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode())
 
     thread = threading.Thread(target=answer)
     thread.start()
-    online.setattr(constants, "ENDPOINT", endpoint(server))
+    return thread
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+@pytest.mark.parametrize("status", ["200 OK", "404 Not Found", "nonsense"])
+def test_any_answer_will_do_and_is_asked_for_once(
+    online: pytest.MonkeyPatch, server: socket.socket, scheme: str, status: str
+) -> None:
+    # Plain text in answer to TLS stands for all that is wrong with certificates, which is not judged here.
+    thread = answer_once(server, status)
+    online.setattr(constants, "ENDPOINT", endpoint(server).replace("http", scheme))
     assert hub.why_unreachable() == ""
     thread.join()
     server.close()
