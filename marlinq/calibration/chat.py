@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from marlinq.core.errors import CheckpointError, UnsupportedError
+from marlinq.core import boundaries
+from marlinq.core.errors import UnsupportedError
 
 _ROLES = {"human": "user", "gpt": "assistant"}
 """What ShareGPT's ``from`` calls the roles that templates know; others have the same name in both."""
@@ -56,16 +57,10 @@ def render_chat(chat: Chat, tokenizer: Any, source: str) -> str:
             f"text {source}: holds chat messages, but the model's tokenizer has no chat template; name a "
             "column of text as #COLUMN, or add the template to the model"
         )
-    from jinja2 import TemplateError
-
-    # What an arbitrary expression of a template can raise.
-    failures = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-    try:
+    with boundaries.foreign(
+        f"text {source}",
+        "the model's chat template fails on a conversation",
+        "mend the template, or name a column of text as #COLUMN",
+    ):
         text: str = tokenizer.apply_chat_template(list(chat.messages), tokenize=False)
-    except (*failures, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(
-            f"text {source}: the model's chat template fails on a conversation ({reason}); name a column of "
-            "text as #COLUMN"
-        ) from None
     return text

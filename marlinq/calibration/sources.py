@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from marlinq.calibration.chat import Chat, read_chat
+from marlinq.core.boundaries import reason
 from marlinq.core.errors import EnvironmentProblem, UsageError
 from marlinq.core.hub import HUB_NAME, cached_datasets, listed, why_unreachable
 
@@ -222,8 +223,7 @@ def _stream(source: Source, seed: int | None) -> Iterator[dict[str, Any]]:
             ) from None
         except Exception as error:
             # Readers of several libraries and a network raise all there is.
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            raise UsageError(f"text {source.spelling}: can't be read ({reason})") from error
+            raise UsageError(f"text {source.spelling}: can't be read ({reason(error)})") from error
 
 
 def _is_on_the_hub(source: Source) -> bool:
@@ -232,16 +232,16 @@ def _is_on_the_hub(source: Source) -> bool:
     Raises:
         EnvironmentProblem: it is not there either.
     """
-    reason = why_unreachable()
-    if not reason:
+    obstacle = why_unreachable()
+    if not obstacle:
         return True
     cached = cached_datasets()
     if source.dataset not in cached:
         raise EnvironmentProblem(
-            f"text {source.spelling}: no such file or folder, and not to be had from the Hub ({reason}); "
+            f"text {source.spelling}: no such file or folder, and not to be had from the Hub ({obstacle}); "
             f"pass a file, or go online; {listed('datasets', cached)}"
         )
-    warnings.warn(f"text {source.spelling}: read from the cache, for {reason}", stacklevel=2)
+    warnings.warn(f"text {source.spelling}: read from the cache, for {obstacle}", stacklevel=2)
     return False
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from marlinq.checkpoint.header import TensorInfo, parse_json, read_header, read_tensor
 from marlinq.checkpoint.source import SourceFile, reading
+from marlinq.core.boundaries import reason
 from marlinq.core.errors import CheckpointError, EnvironmentProblem
 from marlinq.core.files import kind_of, read_regular
 from marlinq.core.hub import HUB_NAME, cached_models, listed, why_unreachable
@@ -172,9 +173,9 @@ def locate(source: str | os.PathLike[str], *, revision: str | None = None) -> Pa
             f"{text}: neither a local folder nor a repository on the Hub that you may read"
         ) from None
     except OSError as error:
-        reason = unreachable or str(error).splitlines()[0]
+        obstacle = unreachable or reason(error)
         raise EnvironmentProblem(
-            f"{text}: not a local folder, and not to be had from the Hub ({reason}); pass a folder, or go "
+            f"{text}: not a local folder, and not to be had from the Hub ({obstacle}); pass a folder, or go "
             f"online; {listed('models', cached_models())}"
         ) from None
     if unreachable:
