@@ -7,14 +7,13 @@ disk. Config, index and manifest come last; then the folder is renamed to ``OUT`
 
 from __future__ import annotations
 
-import errno
-import fcntl
+import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import stat
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -23,14 +22,15 @@ from marlinq.checkpoint.header import (
     TensorInfo,
     TensorPlan,
     encode_header,
-    fsync_folder,
     read_tensor,
     tensor_bytes,
 )
+from marlinq.checkpoint.partial import TEMPORARY, PartialFolder, writing
 from marlinq.checkpoint.reader import CONFIG, INDEX, MANIFEST, SINGLE, Checkpoint
-from marlinq.checkpoint.source import OpenFile
+from marlinq.checkpoint.source import OpenFile, reading
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError, OutputError
+from marlinq.core.files import open_regular
 
 if TYPE_CHECKING:
     import torch
@@ -74,11 +74,12 @@ def check_place(out: Path, *, resume: bool, source: Path | None = None) -> None:
         raise OutputError(f"{out}: lies inside {source}, which is read; choose a folder outside it")
     try:
         partial, parent = _partial(out), _nearest(out)
-        exists, is_folder = partial.exists(), partial.is_dir()
+        exists = os.path.lexists(partial)
+        is_folder = exists and stat.S_ISDIR(partial.lstat().st_mode)
     except OSError as error:
         raise OutputError(f"{out}: can't be created ({error.strerror})") from None
     if exists and not is_folder:
-        raise OutputError(f"{partial}: is in the way and is not a folder; move it away")
+        raise OutputError(f"{partial}: is in the way and is not a folder, but a file or a link; move it away")
     if exists and not resume:
         raise OutputError(f"{partial}: an unfinished run is here; continue it with --resume, or remove it")
     if not parent.is_dir():
@@ -94,18 +95,6 @@ def _partial(out: Path) -> Path:
 def _nearest(out: Path) -> Path:
     """What exists of the folders above ``out``."""
     return next(folder for folder in out.absolute().parents if folder.exists())
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Say in one line what the system refused."""
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = "free some room" if full else "mend that"
-        where = error.filename or path
-        raise OutputError(f"{where}: {error.strerror or error}; {advice}, then resume") from None
 
 
 class CheckpointWriter:
@@ -149,7 +138,6 @@ class CheckpointWriter:
         self._hashes: dict[str, str] = {}
         self._pending: dict[str, str] = {}
         self._files: dict[str, int] = {}
-        self._lock = -1
         self.resumed = False
         self._open()
 
@@ -177,7 +165,7 @@ class CheckpointWriter:
             raise ValueError(f"{name}: planned {info and (info.dtype, info.shape)}, given {found}")
         data = tensor_bytes(tensor)
         descriptor, done = self._files[info.shard], 0
-        with _writing(self.partial / info.shard):
+        with writing(self.partial / info.shard):
             while done < len(data):
                 done += os.pwrite(descriptor, data[done : done + (1 << 30)], info.offset + done)
         self._pending[name] = hashlib.sha256(data).hexdigest()
@@ -205,7 +193,7 @@ class CheckpointWriter:
         """
         if not self._pending and not notes:
             return
-        with _writing(self.partial):
+        with writing(self.partial):
             for shard in {self.tensors[name].shard for name in self._pending}:
                 os.fsync(self._files[shard])
             self._append({"written": self._pending, "notes": notes or {}})
@@ -236,83 +224,118 @@ class CheckpointWriter:
         missing = sorted(set(self.tensors) - set(self._hashes))
         if missing:
             raise ValueError(f"{missing[0]} and {len(missing) - 1} more planned tensors were never written")
-        with _writing(self.partial):
-            if side_files_from is not None:
-                for name in side_files_from.side_files:
-                    target = self.partial / name
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(side_files_from.path / name, target)
+        side_files = [] if side_files_from is None else side_files_from.side_files
+        index = [INDEX] if len(self._shards) > 1 else []
+        with writing(self.partial):
+            for name in side_files:
+                self._copy(side_files_from.path / name, name)  # type: ignore[union-attr]
             for name, value in (extra_json or {}).items():
                 self.write_json(name, value)
             hashes = dict(sorted(self._hashes.items()))
             run = {"run": self.notes} if self.notes else {}
             record = {**manifest, **run, "fingerprint": self._fingerprint, "tensors": hashes}
             self.write_json(MANIFEST, record)
-            if len(self._shards) > 1:
+            if index:
                 weight_map = {name: info.shard for name, info in sorted(self.tensors.items())}
                 total = sum(info.nbytes for info in self.tensors.values())
                 self.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+            own = {*(shard for shard, _ in self._shards), *side_files, *(extra_json or ()), MANIFEST, *index}
+            # Stopped as it wrote the config, an earlier run left a temporary file, which is written over now.
+            self._refuse_foreign({*own, CONFIG, CONFIG + TEMPORARY, _JOURNAL})
             self.write_json(CONFIG, config)
-            (self.partial / _JOURNAL).unlink(missing_ok=True)
-            fsync_folder(self.partial)
+            self._folder.remove(_JOURNAL)
+            self._folder.sync()
             if os.path.lexists(self.out):
                 raise OutputError(
                     f"{self.out}: appeared while {self.partial} was written; "
                     "move it away and rename the other"
                 )
-            self.partial.rename(self.out)
-            fsync_folder(self.out.parent)
+            self._folder.move(self.out)
         self.close()
         return self.out
 
     def write_json(self, name: str, value: Any) -> None:
         """Put a JSON file into the unfinished folder, durably, whole or not at all."""
-        path = self.partial / name
-        temporary = path.with_name(path.name + ".tmp")
-        with _writing(path):
-            with temporary.open("w", encoding="utf-8") as file:
-                json.dump(value, file, indent=2, ensure_ascii=False)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.rename(path)
+        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+        with writing(self.partial):
+            # Half of a surrogate pair has no encoding; its escape is what JSON calls it.
+            self._folder.write(name, text.encode("utf-8", "backslashreplace"))
+
+    def read_json(self, name: str) -> Any:
+        """What an interrupted run put there with :meth:`write_json`; None where it did not.
+
+        Raises:
+            OutputError: the file is damaged, or no file that this program made.
+        """
+        with writing(self.partial):
+            data = self._folder.read(name)
+        if data is None:
+            return None
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError):
+            raise self._damaged(name) from None
+
+    def remove(self, name: str) -> None:
+        """Remove what :meth:`write_json` put into the unfinished folder, whole or not, if it is there."""
+        with writing(self.partial):
+            self._folder.remove(name)
+            self._folder.remove(name + TEMPORARY)
 
     def close(self) -> None:
         """Close the files; what :meth:`commit` has seen stays for a resumed run."""
         for descriptor in self._files.values():
-            os.close(descriptor)
+            # Whatever counts as written was made durable before; a late refusal changes nothing.
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
         self._files = {}
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._folder.close()
 
     def _open(self) -> None:
-        exists = self.partial.exists()
-        if not exists:
+        if not os.path.lexists(self.partial):
             self._check_room()
+        self._folder = PartialFolder(self.partial)
         try:
-            self.partial.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OutputError(f"{self.partial}: can't be created ({error.strerror})") from None
-        with _writing(self.partial):
-            self._lock = os.open(self.partial, os.O_RDONLY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.close()
-            raise OutputError(
-                f"{self.partial}: another process is writing it; wait for it or stop it"
-            ) from None
-        try:
-            with _writing(self.partial):
-                self.resumed = exists and self._take_up()
+            with writing(self.partial):
+                self.resumed = self._folder.existed and self._take_up()
                 if not self.resumed:
                     self._start()
-                for shard, _ in self._shards:
-                    self._files[shard] = os.open(self.partial / shard, os.O_RDWR)
+                for shard, members in self._shards:
+                    self._files[shard] = self._folder.open(shard)
+                    self._check_shard(shard, members)
         except BaseException:
             self.close()
             raise
+
+    def _check_shard(self, shard: str, members: Sequence[TensorPlan]) -> None:
+        header = self._headers[shard]
+        size = len(header) + sum(member.nbytes for member in members)
+        descriptor = self._files[shard]
+        if os.fstat(descriptor).st_size != size or os.pread(descriptor, len(header), 0) != header:
+            raise self._damaged(shard)
+
+    def _damaged(self, name: str) -> OutputError:
+        return OutputError(f"{self.partial / name}: is damaged; remove {self.partial} and start over")
+
+    def _copy(self, source: Path, name: str) -> None:
+        with reading(source):
+            descriptor = open_regular(source)
+        try:
+            before = os.fstat(descriptor)
+            self._folder.copy(descriptor, name)
+            after = os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
+        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+            raise CheckpointError(f"{source}: was changed while it was copied; run the command again")
+
+    def _refuse_foreign(self, own: Collection[str]) -> None:
+        for name in self._folder.names():
+            # A network file system keeps a file that is removed while open under such a name.
+            if name not in own and not name.startswith(".nfs"):
+                raise OutputError(
+                    f"{self.partial}: holds {name}, which no unfinished run of this kind left; move it away"
+                )
 
     def _check_room(self) -> None:
         total = sum(info.nbytes for info in self.tensors.values())
@@ -325,55 +348,52 @@ class CheckpointWriter:
 
     def _start(self) -> None:
         # A journal without a whole line, or shards without a journal: a run that was stopped right here.
-        own = {_JOURNAL, *(shard for shard, _ in self._shards)}
-        foreign = sorted({path.name for path in self.partial.iterdir()} - own)
-        if foreign:
-            raise OutputError(
-                f"{self.partial}: holds {foreign[0]}, which no unfinished run of this kind left; move it away"
-            )
-        (self.partial / _JOURNAL).unlink(missing_ok=True)
+        self._refuse_foreign({_JOURNAL, *(shard for shard, _ in self._shards)})
+        self._folder.remove(_JOURNAL)
         for shard, members in self._shards:
-            with (self.partial / shard).open("wb") as file:
-                file.write(self._headers[shard])
-                file.truncate(len(self._headers[shard]) + sum(member.nbytes for member in members))
+            descriptor = self._folder.create(shard)
+            try:
+                os.pwrite(descriptor, self._headers[shard], 0)
+                os.ftruncate(descriptor, len(self._headers[shard]) + sum(member.nbytes for member in members))
+            finally:
+                os.close(descriptor)
         # The journal's first line is written when all shards stand: without it there is nothing to resume.
         self._append({"fingerprint": self._fingerprint})
-        fsync_folder(self.partial)
+        self._folder.sync()
 
     def _take_up(self) -> bool:
         """Take up the journal of an unfinished run; False when that run did not start one."""
-        path = self.partial / _JOURNAL
-        if not path.exists():
+        data = self._folder.read(_JOURNAL)
+        if data is None:
             return self._take_up_manifest()
-        data = path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         if not whole:
             return False
         try:
-            first, *rest = [json.loads(line) for line in whole.splitlines()]
+            first, *rest = [_journal_entry(line) for line in whole.splitlines()]
             self._check_fingerprint(first["fingerprint"])
             for line in rest:
                 self._hashes.update(line["written"])
                 self.notes.update(line["notes"])
-        except (ValueError, LookupError, TypeError):
-            raise OutputError(f"{path}: is damaged; remove {self.partial} and start over") from None
+        except (ValueError, LookupError, TypeError, RecursionError):
+            raise self._damaged(_JOURNAL) from None
         if len(whole) < len(data):
             # A line torn by a kill: cut it off so that the next one starts clean.
-            os.truncate(path, len(whole))
+            self._folder.truncate(_JOURNAL, len(whole))
         return True
 
     def _take_up_manifest(self) -> bool:
         """Take up a run that was stopped between removing its journal and renaming its folder."""
-        path = self.partial / MANIFEST
-        if not (self.partial / CONFIG).exists() or not path.exists():
+        data = self._folder.read(MANIFEST)
+        if data is None or self._folder.read(CONFIG) is None:
             return False
         try:
-            manifest = json.loads(path.read_bytes())
+            manifest = json.loads(data)
             self._check_fingerprint(manifest["fingerprint"])
             self._hashes = dict(manifest["tensors"])
             self.notes = dict(manifest.get("run", {}))
-        except (ValueError, LookupError, TypeError):
-            raise OutputError(f"{path}: is damaged; remove {self.partial} and start over") from None
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise self._damaged(MANIFEST) from None
         return True
 
     def _check_fingerprint(self, found: object) -> None:
@@ -384,7 +404,22 @@ class CheckpointWriter:
             )
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        with (self.partial / _JOURNAL).open("ab") as file:
-            file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        entry = json.dumps(line, separators=(",", ":")).encode()
+        self._folder.append(_JOURNAL, _check_sum(entry) + b" " + entry + b"\n")
+
+
+def _journal_entry(line: bytes) -> dict[str, Any]:
+    """The value of one line of the journal.
+
+    Raises:
+        ValueError: it is not what was written.
+    """
+    check, _, entry = line.partition(b" ")
+    if check != _check_sum(entry):
+        raise ValueError("another check sum")
+    value: dict[str, Any] = json.loads(entry)
+    return value
+
+
+def _check_sum(entry: bytes) -> bytes:
+    return hashlib.sha256(entry).hexdigest()[:16].encode()

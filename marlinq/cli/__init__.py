@@ -6,7 +6,6 @@ runs, so ``marlinq --help`` answers at once.
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from importlib import import_module
 import click
 
 from marlinq import __version__
-from marlinq.cli.output import print_error, show_warnings_briefly
+from marlinq.cli.output import print_error, print_json, print_line, show_warnings_briefly
 from marlinq.core.errors import MarlinqError, UsageError
 
 COMMANDS = {
@@ -90,6 +89,6 @@ def _say_interrupted(arguments: list[str], *, as_json: bool) -> None:
         message += f"; continue with: {shlex.join(['marlinq', *again])}"
     if as_json:
         value = {"error": message, "class": "KeyboardInterrupt", "exit_code": _INTERRUPTED}
-        click.echo(json.dumps(value, ensure_ascii=False))
+        print_json(value)
     else:
-        click.echo(message, err=True)
+        print_line(message)

@@ -13,7 +13,7 @@ from marlinq.cli.options import (
     json_option,
     trust_remote_code_option,
 )
-from marlinq.cli.output import print_report, progress_bar
+from marlinq.cli.output import print_piece, print_report, progress_bar
 from marlinq.core.errors import UsageError
 
 
@@ -68,10 +68,6 @@ def command(
         temperature=None if greedy else temperature or 1.0,
         seed=seed,
         chat=chat,
-        on_text=None if as_json else _print_piece,
+        on_text=None if as_json else print_piece,
     )
     print_report(report, as_json=as_json)
-
-
-def _print_piece(text: str) -> None:
-    click.echo(text, nl=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import warnings
@@ -13,6 +12,7 @@ from typing import Any, Protocol, TextIO
 import click
 from tqdm import tqdm
 
+from marlinq.cli.safe_text import cleaned, encodable, json_text, one_line, prose
 from marlinq.core.errors import MarlinqError
 
 
@@ -31,19 +31,34 @@ class Report(Protocol):
 def print_report(report: Report, *, as_json: bool) -> None:
     """Print a report on stdout: one JSON object, or text."""
     if as_json:
-        click.echo(json.dumps(_plain(report.to_dict()), indent=2, ensure_ascii=False, allow_nan=False))
+        print_json(_plain(report.to_dict()), indent=2)
     else:
-        click.echo(report.render())
+        click.echo(encodable(cleaned(report).render(), sys.stdout))
+
+
+def print_json(value: dict[str, Any], *, indent: int | None = None) -> None:
+    """Print one JSON object on stdout."""
+    click.echo(json_text(value, sys.stdout, indent=indent))
+
+
+def print_piece(text: str) -> None:
+    """Print a piece of text that a model wrote on stdout, without a line break."""
+    click.echo(encodable(prose(text), sys.stdout), nl=False)
+
+
+def print_line(text: str, file: TextIO | None = None) -> None:
+    """Print one line on stderr, or into ``file``."""
+    file = file or sys.stderr
+    click.echo(encodable(one_line(text), file), file=file)
 
 
 def print_error(error: MarlinqError, *, as_json: bool) -> int:
     """Print ``error`` as one line on stderr, or as a JSON object on stdout; returns its exit code."""
-    message = " ".join(str(error).split())
+    message = one_line(str(error))
     if as_json:
-        value = {"error": message, "class": type(error).__name__, "exit_code": error.exit_code}
-        click.echo(json.dumps(value, ensure_ascii=False))
+        print_json({"error": message, "class": type(error).__name__, "exit_code": error.exit_code})
     else:
-        click.echo(f"error: {message}", err=True)
+        print_line(f"error: {message}")
     return error.exit_code
 
 
@@ -62,7 +77,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
         if bar is None or stage != current or done < bar.n:
             if bar is not None:
                 bar.close()
-            bar, current = tqdm(desc=stage, total=total, disable=None, file=sys.stderr), stage
+            bar, current = tqdm(desc=one_line(stage), total=total, disable=None, file=sys.stderr), stage
         bar.total = total
         bar.update(done - bar.n)
 
@@ -86,7 +101,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    click.echo(f"warning: {' '.join(str(message).split())}", file=file or sys.stderr)
+    print_line(f"warning: {message}", file)
 
 
 def _plain(value: Any) -> Any:

@@ -143,7 +143,7 @@ class Killed(BaseException):
     """Stands for a kill: nothing in the package catches it."""
 
 
-@pytest.mark.parametrize("step", range(12))
+@pytest.mark.parametrize("step", range(24))
 def test_a_kill_between_any_two_steps_of_finishing(
     tmp_path: Path, reference: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
@@ -162,8 +162,8 @@ def test_a_kill_between_any_two_steps_of_finishing(
 
     killed = False
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "rename", counted(Path.rename))
-        patched.setattr(Path, "unlink", counted(Path.unlink))
+        patched.setattr(os, "rename", counted(os.rename))
+        patched.setattr(os, "unlink", counted(os.unlink))
         patched.setattr(os, "fsync", counted(os.fsync))
         try:
             with writer(out) as target:
@@ -355,3 +355,181 @@ def test_the_plan_is_kept(tmp_path: Path) -> None:
         fill(target, ["a.weight"])
         with pytest.raises(ValueError, match="never written"):
             finish(target)
+
+
+@pytest.fixture
+def unfinished(tmp_path: Path) -> Path:
+    """``out.partial`` with one tensor written."""
+    with writer(tmp_path / "out", shard=10**9) as target:
+        fill(target, ["a.weight"])
+        target.commit()
+    return tmp_path / "out.partial"
+
+
+def resume(folder: Path) -> CheckpointWriter:
+    return writer(folder.with_name("out"), resume=True, shard=10**9)
+
+
+def test_a_link_in_place_of_the_unfinished_folder_is_not_followed(tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (tmp_path / "out.partial").symlink_to(foreign)
+    with pytest.raises(OutputError, match="is not a folder, but a file or a link"):
+        writer(tmp_path / "out", resume=True)
+    (tmp_path / "out.partial").unlink()
+    (tmp_path / "out.partial").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(OutputError, match="is not a folder, but a file or a link"):
+        writer(tmp_path / "out", resume=True)
+    assert list(foreign.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "journal.jsonl"])
+@pytest.mark.parametrize("hard", [False, True])
+def test_a_link_in_the_unfinished_folder_is_not_followed(unfinished: Path, name: str, hard: bool) -> None:
+    foreign = unfinished.with_name("precious")
+    (unfinished / name).rename(foreign)
+    before = foreign.read_bytes()
+    if hard:
+        (unfinished / name).hardlink_to(foreign)
+    else:
+        (unfinished / name).symlink_to(foreign)
+    with pytest.raises(OutputError, match=rf"{name}: it (is a symbolic link|has another name elsewhere)"):
+        resume(unfinished)
+    assert foreign.read_bytes() == before
+
+
+def test_a_link_where_a_shard_will_be_is_not_followed(tmp_path: Path, reference: dict[str, bytes]) -> None:
+    """A folder with shards and without a journal: a run that was stopped as it began."""
+    partial, foreign = tmp_path / "out.partial", tmp_path / "precious"
+    partial.mkdir()
+    foreign.write_text("precious")
+    name = next(name for name in reference if name.startswith("model-"))
+    (partial / name).symlink_to(foreign)
+    with writer(tmp_path / "out", resume=True) as target:
+        fill(target)
+        assert contents(finish(target)) == reference
+    assert foreign.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "journal.jsonl"])
+def test_a_named_pipe_in_the_unfinished_folder_is_not_waited_for(unfinished: Path, name: str) -> None:
+    (unfinished / name).unlink()
+    os.mkfifo(unfinished / name)
+    with pytest.raises(OutputError, match=rf"{name}: it is a named pipe, not a regular file"):
+        resume(unfinished)
+
+
+def test_side_files_follow_no_links(tmp_path: Path) -> None:
+    source, foreign = tmp_path / "source", tmp_path / "foreign"
+    with writer(source, shard=10**9) as target:
+        fill(target)
+        finish(target)
+    (source / "sub").mkdir()
+    (source / "sub" / "vocab.txt").write_text("words")
+    foreign.mkdir()
+    with writer(tmp_path / "out", shard=10**9) as target:
+        fill(target)
+        (target.partial / "sub").symlink_to(foreign)
+        opened = Checkpoint.open(source)
+        with pytest.raises(OutputError, match="sub"):
+            target.finish(config={}, manifest={}, side_files_from=opened)
+        assert list(foreign.iterdir()) == []
+        (target.partial / "sub").unlink()
+        target.finish(config={}, manifest={}, side_files_from=opened)
+    assert (tmp_path / "out" / "sub" / "vocab.txt").read_text() == "words"
+
+
+def test_a_file_that_the_run_did_not_write_is_not_delivered(unfinished: Path) -> None:
+    (unfinished / "modeling_evil.py").write_text("raise SystemExit")
+    with resume(unfinished) as target:
+        fill(target)
+        with pytest.raises(OutputError, match=r"holds modeling_evil\.py, which no unfinished run"):
+            finish(target)
+    assert not unfinished.with_name("out").exists()
+
+
+def test_a_folder_that_was_exchanged_is_not_delivered(unfinished: Path) -> None:
+    with resume(unfinished) as target:
+        fill(target)
+        unfinished.rename(unfinished.with_name("elsewhere"))
+        unfinished.mkdir()
+        with pytest.raises(OutputError, match="was replaced while it was written"):
+            finish(target)
+    assert not unfinished.with_name("out").exists()
+
+
+def test_a_changed_digit_in_the_journal_is_said(unfinished: Path) -> None:
+    journal = unfinished / "journal.jsonl"
+    text = journal.read_bytes()
+    place = text.rindex(b'"', 0, text.rindex(b'"notes"')) - 5
+    journal.write_bytes(
+        text[:place] + (b"0" if text[place : place + 1] != b"0" else b"1") + text[place + 1 :]
+    )
+    with pytest.raises(OutputError, match="is damaged; remove"):
+        resume(unfinished)
+
+
+@pytest.mark.parametrize("place", [0, 20])
+def test_a_shard_of_another_header_or_length_is_said(unfinished: Path, place: int) -> None:
+    path = unfinished / "model.safetensors"
+    before = path.read_bytes()
+    path.write_bytes(before[:place] + b"#" + before[place + 1 :])
+    with pytest.raises(OutputError, match=r"model\.safetensors: is damaged; remove"):
+        resume(unfinished)
+    path.write_bytes(before + b"x")
+    with pytest.raises(OutputError, match=r"model\.safetensors: is damaged; remove"):
+        resume(unfinished)
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("call", ["unlink", "rename", "ftruncate", "write", "fsync", "mkdir"])
+def test_whatever_a_failing_disk_refuses_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes], code: int, call: str
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    def run() -> None:
+        with writer(tmp_path / "out", resume=True) as target:
+            target.write_json("calibration.json", [1])
+            target.remove("calibration.json")
+            fill(target)
+            finish(target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, refuse)
+        with pytest.raises(OutputError) as caught:
+            run()
+        assert "\n" not in str(caught.value)
+    run()
+    assert contents(tmp_path / "out") == reference
+
+
+def test_a_journal_line_that_could_not_be_written_leaves_no_trace(
+    unfinished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (unfinished / "journal.jsonl").read_bytes()
+    with resume(unfinished) as target:
+        fill(target, ["b.codes"])
+        with monkeypatch.context() as patched:
+
+            def half(descriptor: int, data: memoryview) -> int:
+                real(descriptor, data[: len(data) // 2])
+                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+            real = os.write
+            patched.setattr(os, "write", half)
+            with pytest.raises(OutputError, match="free some room, then resume"):
+                target.commit()
+        assert (unfinished / "journal.jsonl").read_bytes() == before
+        target.commit()
+    with resume(unfinished) as target:
+        assert target.written == {"a.weight", "b.codes"}
+
+
+def test_half_of_a_surrogate_pair_is_written_as_its_escape(tmp_path: Path) -> None:
+    config = {"model_type": "x", "odd\ud800": ["\udcff\n", "日"]}
+    with writer(tmp_path / "out") as target:
+        fill(target)
+        target.finish(config=config, manifest={})
+    assert json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8")) == config

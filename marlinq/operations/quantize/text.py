@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -84,9 +83,14 @@ def text_by_the_model(
     progress: ReportProgress,
 ) -> list[Document]:
     """The documents that the model writes, or wrote in the interrupted run that this one resumes."""
-    kept = writer.partial / _WRITTEN_TEXT
-    if kept.exists():
-        return [Document(tuple(tokens)) for tokens in json.loads(kept.read_text(encoding="utf-8"))]
+    kept = writer.read_json(_WRITTEN_TEXT)
+    if kept is not None:
+        try:
+            return [Document(tuple(map(int, tokens))) for tokens in kept]
+        except (TypeError, ValueError):
+            raise OutputError(
+                f"{writer.partial / _WRITTEN_TEXT}: is damaged; remove {writer.partial} and start over"
+            ) from None
     model = loader.whole_model()
     try:
         with boundaries.forward(loader.source):
@@ -108,7 +112,7 @@ def text_by_the_model(
 
 def forget_written_text(writer: CheckpointWriter) -> None:
     """Removes what only a resumed run would need from the unfinished folder."""
-    (writer.partial / _WRITTEN_TEXT).unlink(missing_ok=True)
+    writer.remove(_WRITTEN_TEXT)
 
 
 def check_room(loader: BlockLoader) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from marlinq.checkpoint import CheckpointWriter
+from marlinq.checkpoint.partial import PartialFolder
 from marlinq.core.errors import CheckpointError, OutputError
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.recipe import Recipe
@@ -84,12 +85,11 @@ def test_a_run_that_died_just_before_the_rename_is_finished(tmp_path: Path) -> N
     source = save_tiny("llama", tmp_path / "model")
     whole = quantize(source, tmp_path / "whole", recipe=RECIPE, device="cpu")
 
-    def dying(folder: Path) -> None:
-        if (folder / "config.json").exists():
-            raise Killed
+    def dying(folder: PartialFolder, out: Path) -> None:
+        raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("marlinq.checkpoint.writer.fsync_folder", dying)
+        patch.setattr(PartialFolder, "move", dying)
         with pytest.raises(Killed):
             quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu")
     assert not (tmp_path / "out.partial" / "journal.jsonl").exists()

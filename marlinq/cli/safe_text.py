@@ -1,0 +1,80 @@
+"""Text that nobody has checked, made safe to print: what a checkpoint holds reaches reports and messages.
+
+A line break in a name would fake a line of a report, an escape code would act on the terminal, and half of a
+surrogate pair can't be written at all.
+"""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TextIO
+
+_LONGEST_LINE = 4_000
+
+
+def escaped(text: str) -> str:
+    """``text`` with every character that is not printable as a backslash escape, line breaks included."""
+    if text.isprintable():
+        return text
+    return "".join(character if character.isprintable() else _escape(character) for character in text)
+
+
+def prose(text: str) -> str:
+    """Text that a model wrote: line breaks, tabs and joiners stay, what acts on a terminal is escaped."""
+    if text.isprintable():
+        return text
+    return "".join(
+        _escape(character)
+        if unicodedata.category(character) in ("Cc", "Cs") and character not in "\n\t"
+        else character
+        for character in text
+    )
+
+
+def one_line(text: str) -> str:
+    """``text`` in one printable line of a readable length."""
+    line = escaped(" ".join(text.split()))
+    half = _LONGEST_LINE // 2
+    return line if len(line) <= _LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
+
+
+def cleaned(value: Any) -> Any:
+    """A copy of a report (a dataclass) all of whose texts are :func:`escaped`."""
+    if isinstance(value, str):
+        return escaped(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(cleaned(item) for item in value)
+    if isinstance(value, Mapping):
+        return {cleaned(key): cleaned(item) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: cleaned(getattr(value, f.name)) for f in fields(value) if f.init})
+    return value
+
+
+def json_text(value: Any, file: TextIO, *, indent: int | None = None) -> str:
+    """``value`` as JSON that ``file`` can hold: printable characters, and the line breaks of ``indent``."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+    if encodable(text, file) != text:
+        text = json.dumps(value, indent=indent, ensure_ascii=True, allow_nan=False)
+    lines = (line if line.isprintable() else "".join(map(_json_escape, line)) for line in text.split("\n"))
+    return "\n".join(lines)
+
+
+def encodable(text: str, file: TextIO) -> str:
+    """``text`` with what the encoding of ``file`` has no character for as escapes."""
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def _json_escape(character: str) -> str:
+    if character.isprintable():
+        return character
+    units = character.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))
