@@ -1,4 +1,4 @@
-"""The stages of the ring that ``cuda/feed.cuh`` lays out, and how many of them are on their way at once."""
+"""The stages of the ring (``cuda/tma/stage_layout.cuh``), and how many of them are in flight at once."""
 
 from __future__ import annotations
 

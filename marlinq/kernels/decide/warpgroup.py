@@ -1,4 +1,4 @@
-"""The host's side of the warpgroup kernel (``cuda/w4a16_wgmma.cu``): variants, resources and cost."""
+"""The host's side of the warpgroup kernel (``cuda/kernels/warpgroup.cuh``): variants, resources and cost."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from marlinq.kernels.decide.costs import overlapped, round_trip, streaming_secon
 from marlinq.kernels.decide.device import Device, Load, registers_of_a_thread
 from marlinq.kernels.decide.problem import Problem
 from marlinq.kernels.decide.stages import chunks_on_their_way, stage_bytes, weight_bytes
+from marlinq.kernels.jit.instantiation import Instantiation
 from marlinq.kernels.launch.handover import Handover
 from marlinq.kernels.launch.operands import Operands, WarpgroupArguments
 
@@ -157,7 +158,7 @@ class WarpgroupConfig:
     most_blocks: int  # of a launch whose blocks take tile after tile
     even: bool = False  # the last tiles are dealt out in chunks of K
 
-    source: ClassVar[str] = "w4a16_wgmma.cu"
+    header: ClassVar[str] = "kernels/warpgroup.cuh"
     function: ClassVar[str] = "w4a16_wgmma"
 
     @property
@@ -287,28 +288,32 @@ class WarpgroupConfig:
         chunk = weight_bytes(problem, self.tile_n, self.rows)
         return chunks_on_their_way(chunk, self.stages, self.min_blocks, _ON_THEIR_WAY)
 
-    def defines(self, problem: Problem) -> dict[str, object]:
-        """The preprocessor definitions of the variant."""
-        return {
-            "ELEMENT": "Bfloat16" if problem.bfloat16 else "Half",
-            "TILE_M": self.tile_m,
-            "WORDS": self.words,
-            "GROUPS_N": self.groups_n,
-            "PARTS_K": self.parts_k,
-            "ROWS": self.rows,
-            "GROUP": problem.group,
-            "ZEROS": int(problem.zeros),
-            "SCALING": self.scaling(problem),
-            "CLUSTER": self.cluster,
-            "STAGES": self.stages,
-            "WINDOW": self.window(problem),
-            "MIN_BLOCKS": self.min_blocks,
-            "EVEN": int(self.even),
-            "APART": int(self.apart(problem)),
-            "PUSHED": int(self.pushes),
-            "GROWN": self.grown_registers(problem)[0],
-            "SHRUNK": self.grown_registers(problem)[1],
-        }
+    def instantiation(self, problem: Problem) -> Instantiation:
+        """What is compiled for the problem."""
+        consumer_registers, producer_registers = self.grown_registers(problem)
+        return Instantiation(
+            self.header,
+            self.function,
+            (
+                *problem.parameters,
+                ("TILE_M", self.tile_m),
+                ("WORDS", self.words),
+                ("WARPGROUPS_N", self.groups_n),
+                ("PARTS_K", self.parts_k),
+                ("ROWS", self.rows),
+                ("SCALING", f"Scaling::{self.scaling(problem)}"),
+                ("CLUSTER", self.cluster),
+                ("STAGES", self.stages),
+                ("WINDOW", self.window(problem)),
+                ("MIN_BLOCKS", self.min_blocks),
+                ("STREAM_K", self.even),
+                ("STORE_WARPS", self.apart(problem)),
+                ("PUSH_SUMS", self.pushes),
+                ("CONSUMER_REGISTERS", consumer_registers),
+                ("PRODUCER_REGISTERS", producer_registers),
+                ("SHARED_BYTES", self.shared_bytes(problem)),
+            ),
+        )
 
     def arguments(self, operands: Operands, dependent: bool) -> WarpgroupArguments:
         """The kernel's parameters."""

@@ -38,7 +38,7 @@ _MAPPED_FIELDS: tuple[tuple[str, type[ctypes.Array[Any] | ctypes._SimpleCData[An
 
 
 class MappedArguments(ctypes.Structure):
-    """The parameters of the bulk kernel, which takes large operands as tensor maps (``cuda/feed.cuh``)."""
+    """The parameters of the bulk kernel, whose large operands are tensor maps (``cuda/tma/producer.cuh``)."""
 
     _fields_ = _MAPPED_FIELDS
 
