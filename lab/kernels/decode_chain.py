@@ -24,24 +24,30 @@ from torch import Tensor
 
 from marlinq.core.errors import MarlinqError
 from marlinq.kernels import dependent_launches
+from marlinq.kernels.jit.instantiation import Instantiation
 from marlinq.kernels.launch.raw import INT32, POINTER, RawKernel
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.peers import PEERS, Contender, Marlinq, Run, random_weight
 from marlinq.operations.bench.shapes import MODELS, Layer
 from marlinq.operations.bench.timing import capture, time_in_turn
 
-_GLUE = str(Path(__file__).with_name("chain_glue.cu").resolve())
+_GLUE = str(Path(__file__).with_name("chain_glue.cuh").resolve())
 _THREADS = 128
 _SLICE, _ADD, _SILU = 0, 1, 2
 # What follows qkv, o, gate_up and down.
 _MODES = (_SLICE, _ADD, _SILU, _ADD)
 
 
+def glue(mode: int) -> Instantiation:
+    """The kernel between two products; see its header comment."""
+    return Instantiation(_GLUE, "chain_glue", (("Element", "Half"), ("MODE", mode)))
+
+
 class Glue:
     """The element-wise kernel after one product."""
 
     def __init__(self, mode: int, n: int, k: int, batch: int, device: torch.device) -> None:
-        self._kernel = RawKernel(_GLUE, "chain_glue", device, {"ELEMENT": "Half", "MODE": mode})
+        self._kernel = RawKernel(glue(mode), device)
         self._n, self._k = n, k
         self._residual = torch.randn(batch, k, dtype=torch.float16, device=device)
 

@@ -164,7 +164,7 @@ def compiling(index: int) -> dict[str, dict[str, float]]:
             config = decide(problem, numbers).config
         if config is not None:
             start = time.perf_counter()
-            compile_kernel(config.source, numbers.architecture, config.defines(problem))
+            compile_kernel(config.instantiation(problem), numbers.architecture)
             found[f"one variant of {kernel}"] = {"variants": 1, "seconds": time.perf_counter() - start}
     problems = [
         Problem(m, layer.n, layer.k, 128, zeros=False, bfloat16=False)

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torch
 
+from marlinq.kernels.jit.instantiation import Instantiation
 from marlinq.kernels.launch.raw import INT32, POINTER, RawKernel
 from marlinq.operations.bench.hardware import hardware_line
 
-_SOURCE = str(Path(__file__).with_suffix(".cu").resolve())
+_HEADER = str(Path(__file__).with_suffix(".cuh").resolve())
 _KINDS = ("add.f16x2", "prmt", "setp", "fma.f32")
 _MIXES = ("copies", "masks and shifts (7)", "dequantise (9)", "dequantise and scale (13)")
 _INSTRUCTIONS = 32  # of a turn
@@ -25,12 +26,17 @@ _PRODUCTS, _ROWS = 2, 8
 _TURNS = 400
 
 
+def instantiation(loop: int, warpgroups: int, tile: int, kind: int, mix: int) -> Instantiation:
+    """The kernel with one configuration; see its header comment."""
+    parameters = (("LOOP", loop), ("WARPGROUPS", warpgroups), ("TILE", tile), ("KIND", kind), ("MIX", mix))
+    return Instantiation(_HEADER, "tensor_overlap", parameters)
+
+
 class _Loop:
     """One variant of the kernel."""
 
     def __init__(self, device: torch.device, loop: int, groups: int, tile: int, kind: int, mix: int) -> None:
-        defines = {"LOOP": loop, "GROUPS": groups, "TILE": tile, "KIND": kind, "MIX": mix}
-        self._kernel = RawKernel(_SOURCE, "tensor_overlap", device, defines)
+        self._kernel = RawKernel(instantiation(loop, groups, tile, kind, mix), device)
         self._groups = groups
         self._blocks = torch.cuda.get_device_properties(device).multi_processor_count
         self._cycles = torch.zeros(groups, dtype=torch.int64, device=device)

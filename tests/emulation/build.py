@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,9 +44,9 @@ class Builder:
     folder: Path
     compiler: str
 
-    def _run(self, *arguments: object) -> str:
+    def _run(self, *arguments: object, given: str = "") -> str:
         command = [self.compiler, *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, input=given)
         if done.returncode:
             raise CompilerFailure(f"{' '.join(command)}\n{done.stderr}")
         return done.stdout
@@ -83,43 +83,49 @@ class Builder:
             "machine.so", lambda aside: self._run(*options, *sources, "-o", aside / "machine.so")
         )
 
-    def preprocess(self, source: Path, defines: Mapping[str, object], capability: int = 90) -> str:
-        """``source`` as NVRTC would see it, with line markers.
+    def preprocess(self, text: str, name: str, sources: Path, capability: int = 90) -> str:
+        """``text`` as NVRTC would see it, with line markers that call it ``name``.
 
         Raises:
             CompilerFailure: the compiler's words.
         """
-        macros = [f"-D{name}={value}" for name, value in sorted(defines.items())]
         # No header but the project's own: NVRTC has none either.
-        options = ["-E", "-nostdinc", "-x", "c++", "-std=c++17", f"-D__CUDA_ARCH__={capability}0", *macros]
-        return self._run(*options, source)
+        options = [
+            "-E",
+            "-nostdinc",
+            "-I",
+            sources,
+            "-x",
+            "c++",
+            "-std=c++17",
+            f"-D__CUDA_ARCH__={capability}0",
+        ]
+        return self._run(*options, "-", given=f'#line 1 "{name}"\n{text}')
 
-    def kernel(
-        self, source: Path, function: str, defines: Mapping[str, object], capability: int = 90
-    ) -> ctypes.CDLL:
+    def kernel(self, text: str, function: str, sources: Path, capability: int = 90) -> ctypes.CDLL:
         """The library of one variant.
 
         Args:
-            source: a ``.cu`` file; it finds its headers beside it.
+            text: a translation unit (:mod:`marlinq.kernels.jit.instantiation`).
             function: its ``extern "C" __global__`` function.
-            defines: preprocessor definitions.
+            sources: the folder of its headers.
             capability: ten times the compute capability.
 
         Raises:
             CompilerFailure: the compiler's words.
             UnknownPtx: the source has PTX that the emulation lacks.
         """
-        text = translate(self.preprocess(source, defines, capability), function)
+        translated = translate(self.preprocess(text, f"{function}.cu", sources, capability), function)
 
         def make(aside: Path) -> None:
-            (aside / "kernel.cpp").write_text(text, encoding="utf-8")
+            (aside / "kernel.cpp").write_text(translated, encoding="utf-8")
             options = (*_KERNEL, *self._own_options, "-I", _MACHINE)
             self._run(*options, "-c", aside / "kernel.cpp", "-o", aside / "kernel.o")
             # Linked in a step of its own, without the sanitizers' libraries.
             link = ("-shared", "-Wl,-z,defs", aside / "kernel.o", self._machine)
             self._run(*link, "-o", aside / f"{function}.so")
 
-        return ctypes.CDLL(str(self._built(f"{function}.so", make, text)))
+        return ctypes.CDLL(str(self._built(f"{function}.so", make, translated)))
 
     @functools.cached_property
     def _own_options(self) -> tuple[str, ...]:

@@ -97,41 +97,41 @@ def _in(case: Case, file: str, faults: list[tuple[str, str, str, str]]) -> list[
 FAULTS = [
     *_in(
         TWO_BLOCKS,
-        "element.cuh",
+        "codec/int4_differences.cuh",
         [
             ("a wrong zero point", "add(first, 0x64006400u)", "add(first, 0x64016401u)", WRONG),
         ],
     ),
     *_in(
         STREAM,
-        "sums.cuh",
+        "mma/quant_group_sums.cuh",
         [
             ("another row's zero point", "widen_half<E, 0>(zeros", "widen_half<E, 1>(zeros", WRONG),
             ("kinds of codes exchanged", "x[0][kind][0], x[0][kind][1]", "x[0][0][0], x[0][0][1]", WRONG),
             ("fragments of one row", "lane / 8 % 2 * 2 + lane / 16", "lane / 8", WRONG),
             (
                 "past an array's end",
-                "E::codes(words[row][q],",
-                "E::codes(words[row][q + 1],",
+                "Codec::codes(words[row][q],",
+                "Codec::codes(words[row][q + 1],",
                 "out of an array's bounds",
             ),
         ],
     ),
     *_in(
         STREAM,
-        "reduction.cuh",
+        "reduce/dsmem_pull.cuh",
         [
             (
                 "sums read too early",
-                "#endif\n        meet();",
-                "#endif\n        ;",
+                "} else {\n        meet();",
+                "} else {\n        ;",
                 "without waiting for it|may still be reading",
             ),
         ],
     ),
     *_in(
         STREAM,
-        "w4a16_stream.cu",
+        "kernels/stream.cuh",
         [
             (
                 "columns past N",
@@ -141,18 +141,17 @@ FAULTS = [
             ),
             (
                 "groups past K",
-                "min(base_group + index / 8 / KINDS, last_group)",
-                "base_group + index / 8 / KINDS",
+                "min(first_group + index / 8 / KINDS, last_group)",
+                "first_group + index / 8 / KINDS",
                 "out of bounds of global memory: .* (scales|zeros)",
             ),
             (
                 "more shared memory than asked for",
-                "PITCH = TILE_N + 4",
-                "PITCH = TILE_N + 4096",
+                "float* buffer = reinterpret_cast<float*>(shared);",
+                "float* buffer = reinterpret_cast<float*>(shared) + 65536;",
                 "out of bounds of shared memory",
             ),
-            ("misaligned vectors", "base + 8 * (lane / 4));", "base + 2 * (lane / 4));", "not aligned"),
-            ("scales never fetched", "GROUP == 0 && step > 0) return", "true) return", WRONG),
+            ("scales never fetched", "QUANT_GROUP == 0 && step > 0) return", "true) return", WRONG),
             (
                 "a group of copies too few waited for",
                 "copy_async_wait<STAGES - 2>",
@@ -161,7 +160,7 @@ FAULTS = [
             ),
             (
                 "a stage read by one's neighbours",
-                "else\n            barrier_sync(1 + wk, 32 * WARPS_N);",
+                "else\n                barrier_sync(1 + wk, 32 * WARPS_N);",
                 "",
                 "overwrites what|reads what cp.async group|asynchronous copy",
             ),
@@ -176,19 +175,19 @@ FAULTS = [
     ),
     *_in(
         ALONE,
-        "w4a16_stream.cu",
+        "kernels/stream.cuh",
         [
             (
                 "a stage overwritten by one's own neighbours",
-                "if (WARPS_N == 1)\n            __syncwarp();",
-                "if (WARPS_N == 1)\n            ;",
+                "if (WARPS_N == 1)\n                __syncwarp();",
+                "if (WARPS_N == 1)\n                ;",
                 "overwrites what|reads what cp.async group|asynchronous copy",
             ),
         ],
     ),
     *_in(
         DIGITS,
-        "digits.cuh",
+        "mma/integer_digits.cuh",
         [
             ("a digit that counts another power", "8 * (lane % 4)) << 23", "7 * (lane % 4)) << 23", WRONG),
             ("columns of a register exchanged", "lane / 4 % 2 ? 0x1404 : 0x4140", "0x4140", WRONG),
@@ -199,7 +198,7 @@ FAULTS = [
                 "while (false)",
                 WRONG,
             ),
-            ("another group's activations", "group * GroupRows * 4 + lane % 4", "lane % 4", WRONG),
+            ("another group's activations", "quant_group * QuantGroupRows * 4 + lane % 4", "lane % 4", WRONG),
             (
                 "digits read before they are there",
                 "mine[32 * d] = words[d];\n        __syncwarp();",
@@ -216,7 +215,7 @@ FAULTS = [
     ),
     *_in(
         CLUSTERED,
-        "reduction.cuh",
+        "reduce/dsmem_pull.cuh",
         [
             (
                 "another block's sums read too early",
@@ -240,7 +239,7 @@ FAULTS = [
     ),
     *_in(
         UNBIASED,
-        "reduction.cuh",
+        "reduce/dsmem_pull.cuh",
         [
             (
                 "columns of the next row",
@@ -252,7 +251,7 @@ FAULTS = [
     ),
     *_in(
         BULK,
-        "hopper.cuh",
+        "ptx/barrier.cuh",
         [
             (
                 "a barrier asked only once",
@@ -264,14 +263,21 @@ FAULTS = [
     ),
     *_in(
         SPLIT,
-        "reduction.cuh",
+        "reduce/dsmem_pull.cuh",
         [
             ("rows past M", "min(TileM, M - m0)", "TileM", "out of bounds of global memory: .* out"),
         ],
     ),
     *_in(
+        STREAM,
+        "scale/stored_order.cuh",
+        [
+            ("misaligned vectors", "tile + 8 * (lane / 4));", "tile + 2 * (lane / 4));", "not aligned"),
+        ],
+    ),
+    *_in(
         BULK,
-        "feed.cuh",
+        "tma/ring.cuh",
         [
             (
                 "a ring that is not aligned",
@@ -279,6 +285,13 @@ FAULTS = [
                 "shared_address(memory) + 128",
                 f"leaves its bytes|out of bounds|{WRONG}",
             ),
+            ("an initialisation without its fence", "barrier_init_fence();", "", "no fence has made visible"),
+        ],
+    ),
+    *_in(
+        BULK,
+        "tma/producer.cuh",
+        [
             (
                 "an empty stage not waited for",
                 "ring.wait_empty();",
@@ -300,7 +313,7 @@ FAULTS = [
             (
                 "a whole copy not expected",
                 "barrier_expect(barrier, bytes);",
-                "barrier_expect(barrier, bytes - SLAB_BYTES);",
+                "barrier_expect(barrier, bytes - Layout::SLAB_BYTES);",
                 "fewer bytes were expected|overwrites what|deadlock",
             ),
             (
@@ -315,11 +328,10 @@ FAULTS = [
                 "0",
                 "deadlock.*mbarrier.* bytes that no copy will bring",
             ),
-            ("an initialisation without its fence", "barrier_init_fence();", "", "no fence has made visible"),
             ("activations before the wait", "wait_for_previous_kernel();", "", "touches x without waiting"),
             (
                 "a slab in another's place",
-                "at + slab * SLAB_BYTES",
+                "at + slab * Layout::SLAB_BYTES",
                 "at",
                 "overwrites what|asynchronous copy",
             ),
@@ -328,7 +340,7 @@ FAULTS = [
     ),
     *_in(
         BULK,
-        "w4a16_bulk.cu",
+        "kernels/bulk.cuh",
         [
             (
                 "a full stage not waited for",
@@ -338,25 +350,25 @@ FAULTS = [
             ),
             (
                 "a lane that speaks for its warp unasked",
-                "__syncwarp();\n        if (lane == 0) ring.release();",
+                "__syncwarp();\n            if (lane == 0) ring.release();",
                 "if (lane == 0) ring.release();",
                 "overwrites what thread",
             ),
             (
                 "an initialisation not waited for",
-                "    __syncthreads();\n    // Others",
-                "    // Others",
+                "__syncthreads();\n        // Relaxed",
+                "// Relaxed",
                 "no mbarrier was initialised|waiting for the initialisation",
             ),
         ],
     ),
     *_in(
         BULK,
-        "received.cuh",
+        "reduce/dsmem_push.cuh",
         [
             (
                 "sums not waited for",
-                "barrier_sync(1, WARPS * 32);",
+                "barrier_sync(1, Warps * 32);",
                 ";",
                 "without waiting for it|still be reading",
             ),
@@ -372,7 +384,7 @@ FAULTS = [
     ),
     *_in(
         PUSHED,
-        "w4a16_bulk.cu",
+        "kernels/bulk.cuh",
         [
             (
                 "sums sent before the owner has begun",
@@ -384,29 +396,29 @@ FAULTS = [
     ),
     *_in(
         PUSHED,
-        "received.cuh",
+        "reduce/dsmem_push.cuh",
         [
             (
                 "sums of other blocks not waited for",
-                "barrier_wait_cluster(all_there, 0);",
+                "barrier_wait_cluster(arrived, 0);",
                 ";",
                 "asynchronous copy|without waiting for it",
             ),
             (
                 "fewer sums expected than sent",
-                "PARTS * slots * SLOT_BYTES",
-                "PARTS * slots * SLOT_BYTES - 16",
+                "Parts * slots * SLOT_BYTES",
+                "Parts * slots * SLOT_BYTES - 16",
                 "deadlock.*mbarrier.* bytes|fewer bytes were expected",
             ),
             (
                 "an acquire of the block alone",
-                "barrier_wait_cluster(all_there, 0);",
-                "barrier_wait(all_there, 0);",
+                "barrier_wait_cluster(arrived, 0);",
+                "barrier_wait(arrived, 0);",
                 "takes .acquire.cluster",
             ),
             (
                 "sums sent to another's place",
-                "column_block / CLUSTER) * SLOT_BYTES",
+                "column_block / Cluster) * SLOT_BYTES",
                 "column_block) * SLOT_BYTES",
                 f"overwrites|bounds|asynchronous copy|{WRONG}",
             ),
@@ -414,7 +426,7 @@ FAULTS = [
     ),
     *_in(
         SENT,
-        "w4a16_wgmma.cu",
+        "kernels/warpgroup.cuh",
         [
             (
                 "sums sent before the owner has begun",
@@ -432,7 +444,7 @@ FAULTS = [
     ),
     *_in(
         SHARED_STAGES,
-        "w4a16_bulk.cu",
+        "kernels/bulk.cuh",
         [
             (
                 "stages that change their part",
@@ -444,9 +456,9 @@ FAULTS = [
     ),
     *_in(
         APART,
-        "w4a16_wgmma.cu",
+        "kernels/warpgroup.cuh",
         [
-            ("results that nobody announces", "barrier_arrive(staged(group));", ";", "deadlock"),
+            ("results that nobody announces", "barrier_arrive(staged(warpgroup));", ";", "deadlock"),
             ("results that are never out", "barrier_arrive(drained(g));", ";", "deadlock"),
             (
                 "results stored before they are there",
@@ -456,7 +468,7 @@ FAULTS = [
             ),
             (
                 "results over others that are still stored",
-                "barrier_wait(drained(group), drained_parity ^= 1);",
+                "barrier_wait(drained(warpgroup), drained_parity ^= 1);",
                 "",
                 "without waiting for it|may still be reading|overwrites what|all the phase's arrivals",
             ),
@@ -466,38 +478,56 @@ FAULTS = [
                 "if (true) {",
                 WRONG,
             ),
-            ("another group's columns", "its.n0 + g * GROUP_COLUMNS", "its.n0", "a second time"),
+            ("another warpgroup's columns", "at.n0 + g * Shape::WARPGROUP_COLUMNS", "at.n0", "a second time"),
         ],
     ),
     *_in(
         SPLIT,
-        "element.cuh",
+        "element/pair.cuh",
         [
             ("a wrong byte permutation", "mov.b32 %0, {l, l}", "mov.b32 %0, {h, l}", WRONG),
+        ],
+    ),
+    *_in(
+        SPLIT,
+        "element/half.cuh",
+        [
             ("halves exchanged", '"f"(high), "f"(low)', '"f"(low), "f"(high)', WRONG),
         ],
     ),
     *_in(
         SPLIT,
-        "w4a16_wgmma.cu",
+        "kernels/warpgroup.cuh",
         [
             (
-                "a stage given back too early",
-                "matrix_wait<1>();\n                        if (!SCALED_GROUPS && i == 0...}",
-                "if (i == 0 && chunk != entered && lane == 0) last.release();\n matrix_wait<1>();",
-                "overwrites what",
-            ),
-            (
                 "an arrival too many expected",
-                "GROUPS_N * 4);",
-                "GROUPS_N * 4 + 1);",
+                "WARPGROUPS_N * 4);",
+                "WARPGROUPS_N * 4 + 1);",
                 "deadlock.*mbarrier.* 1 of 5 arrivals",
             ),
             (
                 "an arrival too few expected",
-                "GROUPS_N * 4);",
-                "GROUPS_N * 4 - 1);",
+                "WARPGROUPS_N * 4);",
+                "WARPGROUPS_N * 4 - 1);",
                 "all the phase's arrivals|overwrites what|asynchronous copy|deadlock",
+            ),
+            (
+                "more registers than the block has",
+                "if constexpr (Shape::CONSUMER_REGISTERS > 0) registers_grow<Shape::CONSUMER_REGISTERS>();",
+                "registers_grow<208>();",
+                "deadlock.*registers a thread",
+            ),
+        ],
+    ),
+    *_in(
+        SPLIT,
+        "mma/warpgroup_loop.cuh",
+        [
+            (
+                "a stage given back too early",
+                "matrix_wait<1>();\n                    if (!SCALED_GROUPS && i == 0...}",
+                "if (i == 0 && chunk != entered && lane == 0) last.release();\n matrix_wait<1>();",
+                "overwrites what",
             ),
             (
                 "an operand overwritten in flight",
@@ -520,39 +550,33 @@ FAULTS = [
             ),
             (
                 "a warp with fewer products",
-                "matrix_multiply_half<TILE_M, ADD>(d, a, b);",
-                "if (threadIdx.x / 32 != 1) matrix_multiply_half<TILE_M, ADD>(d, a, b);",
+                "matrix_multiply_half<COLUMNS, ADD>(d, a, b);",
+                "if (threadIdx.x / 32 != 1) matrix_multiply_half<COLUMNS, ADD>(d, a, b);",
                 "different products",
-            ),
-            (
-                "more registers than the block has",
-                "if constexpr (GROWN > 0) registers_grow<GROWN>();",
-                "registers_grow<208>();",
-                "deadlock.*registers a thread",
             ),
         ],
     ),
     *_in(
         SCALED_SUMS,
-        "w4a16_wgmma.cu",
+        "mma/warpgroup_loop.cuh",
         [
             (
                 "products added to the group before",
-                "Matrix::multiply<false>",
-                "Matrix::multiply<true>",
+                "multiply_warpgroup<TILE_M, false>",
+                "multiply_warpgroup<TILE_M, true>",
                 WRONG,
             ),
             (
                 "sums scaled in flight",
-                "matrix_wait<0>();\n                        settle(target);...add_scaled(...);",
-                "add_scaled(sums, group_sums, scale);\n matrix_wait<0>();\n if (lane == 0) now.release();",
+                "matrix_wait<0>();\n                    settle(target);...add_scaled<E>(...);",
+                "add_scaled<E>(sums, group_sums, scale);\n matrix_wait<0>();\n if (lane == 0) now.release();",
                 WRONG,
             ),
         ],
     ),
     *_in(
         FUSED,
-        "w4a16_wgmma.cu",
+        "mma/warpgroup_loop.cuh",
         [
             ("scales that outgrow the type unseen", "fits = !__any_sync(0xffffffffu, outgrown);", "", WRONG),
             ("sums that keep their normalizers", "multiply_by(sums, ratios);", "", WRONG),
@@ -564,15 +588,15 @@ FAULTS = [
             ),
             (
                 "scales of the group before",
-                "SCALING == FUSED ? 2 : 1",
-                "SCALING == FUSED ? 3 : 1",
+                "SCALING == Scaling::FUSED ? 2 : 1",
+                "SCALING == Scaling::FUSED ? 3 : 1",
                 f"without waiting|asynchronous copy|overwrites what|{WRONG}",
             ),
         ],
     ),
     *_in(
         FUSED,
-        "element.cuh",
+        "codec/int4_scaled.cuh",
         [
             (
                 "a shift of other channels' scales",
@@ -585,7 +609,7 @@ FAULTS = [
     ),
     *_in(
         EVEN,
-        "w4a16_wgmma.cu",
+        "reduce/stream_k_fixup.cuh",
         [
             (
                 "sums of another block not waited for",
@@ -600,20 +624,8 @@ FAULTS = [
                 "ld.global.cg reads .* sums, which thread .* without waiting for it",
             ),
             (
-                "a lane that announces what others have not stored",
-                "__syncwarp();\n                        if (lane == 0) barrier_arrive(all_left)",
-                "if (lane == 0) barrier_arrive(all_left)",
-                "ld.global.cg reads .* sums",
-            ),
-            (
                 "sums announced before they are there",
                 "barrier_wait(all_left, 0);",
-                "",
-                "ld.global.cg reads .* sums",
-            ),
-            (
-                "a message not waited for",
-                "barrier_wait(all_there, 0);",
                 "",
                 "ld.global.cg reads .* sums",
             ),
@@ -640,7 +652,25 @@ FAULTS = [
     ),
     *_in(
         EVEN,
-        "ptx.cuh",
+        "kernels/warpgroup.cuh",
+        [
+            (
+                "a lane that announces what others have not stored",
+                "__syncwarp();\n                            if (lane == 0) barrier_arrive(all_left)",
+                "if (lane == 0) barrier_arrive(all_left)",
+                "ld.global.cg reads .* sums",
+            ),
+            (
+                "a message not waited for",
+                "barrier_wait(all_there, 0);",
+                "",
+                "ld.global.cg reads .* sums",
+            ),
+        ],
+    ),
+    *_in(
+        EVEN,
+        "ptx/flags.cuh",
         [
             (
                 "a wait that acquires nothing",
@@ -648,12 +678,18 @@ FAULTS = [
                 "ld.relaxed.gpu",
                 "ld.global.cg reads .* sums, which thread .* without waiting for it",
             ),
+        ],
+    ),
+    *_in(
+        EVEN,
+        "ptx/memory.cuh",
+        [
             ("sums by the read-only path", "ld.global.cg", "ld.global.nc", "through the read-only path"),
         ],
     ),
     Fault(
         replace(EVEN, dependent=True),
-        "w4a16_wgmma.cu",
+        "reduce/stream_k_fixup.cuh",
         "a flag touched before the wait for the previous kernel",
         "if (dependent) wait_for_previous_kernel();\n    for (; work",
         "for (; work",
@@ -661,14 +697,14 @@ FAULTS = [
     ),
     *_in(
         PERSISTENT,
-        "hopper.cuh",
+        "ptx/matrix.cuh",
         [
             ("matrices not transposed", "x4.trans.shared", "x4.shared", WRONG),
         ],
     ),
     *_in(
         PERSISTENT,
-        "feed.cuh",
+        "tma/producer.cuh",
         [
             (
                 "an empty stage not waited for",
@@ -676,6 +712,12 @@ FAULTS = [
                 "",
                 "overwrites what|asynchronous copy|all the phase's arrivals",
             ),
+        ],
+    ),
+    *_in(
+        PERSISTENT,
+        "tma/ring.cuh",
+        [
             (
                 "a parity that never changes",
                 "stage -= STAGES, parity ^= 1",
@@ -686,11 +728,11 @@ FAULTS = [
     ),
     *_in(
         PERSISTENT,
-        "w4a16_wgmma.cu",
+        "epilogue/transposed_store.cuh",
         [
             (
                 "scratch memory reused too early",
-                "scratch + turn % 2 * (NARROW_BYTES / 2)",
+                "scratch + turn % 2 * HALF_BYTES",
                 "scratch",
                 "overwrites what thread|without waiting for it",
             ),

@@ -8,16 +8,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import marlinq.kernels
 from marlinq.kernels import Device, Problem
 from marlinq.kernels.decide.decision import KernelConfig
 from marlinq.kernels.decide.warpgroup import WarpgroupConfig
+from marlinq.kernels.jit.instantiation import CUDA_SOURCES
 from marlinq.kernels.launch.operands import Operands, WarpgroupArguments
 from tests.emulation.build import Builder
 from tests.emulation.launching import EmulatedKernel, KernelFault, Memory, apart, emulated_tensor_maps
 from tests.kernels.problems import BOUND, random_operands, relative_error
 
-SOURCES = Path(marlinq.kernels.__file__).parent / "cuda"
+SOURCES = CUDA_SOURCES
 H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
 AMPERE = Device("sm_86", multiprocessors=84, shared_bytes=101_376)
 
@@ -62,15 +62,14 @@ def run(builder: Builder, case: Case, sources: Path = SOURCES) -> float:
     Args:
         builder: compiles the variant.
         case: what to launch.
-        sources: the folder of the ``.cu`` and ``.cuh`` files.
+        sources: the folder of the kernels' sources.
 
     Raises:
         KernelFault: the kernel did something wrong, left flags set, or gave other bits in another launch.
     """
     problem, config = case.problem, case.config
-    library = builder.kernel(
-        sources / config.source, config.function, config.defines(problem), case.capability
-    )
+    text = config.instantiation(problem).text()
+    library = builder.kernel(text, config.function, sources, case.capability)
     torch.manual_seed(case.seed)
     dtype = _dtype(problem)
     made = random_operands(

@@ -251,9 +251,8 @@ def test_channels_in_activation_order(builder: Builder, dependent: bool) -> None
             dependent: bool,
         ) -> None:
             self.arguments, self.shape, self.dependent = arguments, (grid, threads, shared), dependent
-            self.kernel = EmulatedKernel(
-                builder.kernel(SOURCES / "gather.cu", "gather", {"THREADS": threads})
-            )
+            text = gather.INSTANTIATION.text()
+            self.kernel = EmulatedKernel(builder.kernel(text, "gather", SOURCES))
 
         def take(self) -> Emulated:
             return self

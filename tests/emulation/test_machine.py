@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from marlinq.kernels.jit.instantiation import Instantiation
 from tests.emulation.build import Builder
 from tests.emulation.gemm import SOURCES
 from tests.emulation.launching import EmulatedKernel, KernelFault, Memory, apart
+
+# Every wrapper.
+INCLUDES = "\n".join(
+    f'#include "{path.relative_to(SOURCES)}"'
+    for path in sorted([*SOURCES.glob("ptx/*.cuh"), *SOURCES.glob("element/*.cuh")])
+)
+GATHER = Instantiation("kernels/gather.cuh", "gather", (("THREADS", 64),))
 
 
 class _Arguments(ctypes.Structure):
@@ -22,10 +28,8 @@ class _Arguments(ctypes.Structure):
 class Probe:
     """Launches kernels of a few lines with parameters ``const u32* given`` and ``u32* out``."""
 
-    def __init__(self, builder: Builder, folder: Path) -> None:
+    def __init__(self, builder: Builder) -> None:
         self._builder = builder
-        self._folder = folder
-        shutil.copytree(SOURCES, folder, dirs_exist_ok=True)
 
     def run(
         self,
@@ -43,15 +47,13 @@ class Probe:
 
         With ``flags`` those given are flags, all zero.
         """
-        source = self._folder / "probe.cu"
-        source.write_text(
-            '#include "element.cuh"\n#include "hopper.cuh"\n'
+        text = (
+            f'{INCLUDES}\n#line 1 "probe.cu"\n'
             'extern "C" __global__ void __launch_bounds__(128) probe(const u32* given, u32* out) {\n'
             "    extern __shared__ __align__(16) unsigned char shared[];\n"
-            f"    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;\n{body}\n}}\n",
-            encoding="utf-8",
+            f"    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;\n{body}\n}}\n"
         )
-        kernel = EmulatedKernel(self._builder.kernel(source, "probe", {}))
+        kernel = EmulatedKernel(self._builder.kernel(text, "probe", SOURCES))
         given, out = apart(given), apart(out)
         memory = [Memory("given", given, writable=flags, flags=flags), Memory("out", out, writable=True)]
         arguments = _Arguments(given.data_ptr(), out.data_ptr())
@@ -60,8 +62,8 @@ class Probe:
 
 
 @pytest.fixture
-def probe(builder: Builder, tmp_path: Path) -> Probe:
-    return Probe(builder, tmp_path)
+def probe(builder: Builder) -> Probe:
+    return Probe(builder)
 
 
 def _words(*shape: int) -> Tensor:
@@ -237,7 +239,7 @@ def test_instructions_that_want_whole_warps(probe: Probe, body: str, message: st
 
 
 FAULTS = {
-    "out[64] = 1;": "probe.cu:6: .*a store of 4 bytes out of bounds of global memory: 4 bytes past .* out",
+    "out[64] = 1;": "probe.cu:4: .*a store of 4 bytes out of bounds of global memory: 4 bytes past .* out",
     "out[0] = lane;": "writes byte 0 of out a second time",
     "*const_cast<u32*>(given) = 1;": "writes given, which is an input",
     "out[lane] = *(shared + 64);": "a load out of bounds of shared memory: 1 bytes at",
@@ -257,7 +259,7 @@ def test_faults_of_one_line(probe: Probe, body: str) -> None:
 
 
 def test_launches_that_a_gpu_would_refuse(builder: Builder) -> None:
-    kernel = EmulatedKernel(builder.kernel(SOURCES / "gather.cu", "gather", {"THREADS": 64}))
+    kernel = EmulatedKernel(builder.kernel(GATHER.text(), "gather", SOURCES))
     with pytest.raises(KernelFault, match="128 threads a block, the kernel's launch bounds allow 64"):
         kernel.launch(1, 128, 0, _Arguments(), [])
     with pytest.raises(KernelFault, match="2 parameters given to a kernel of 6"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from marlinq.kernels import ARCHITECTURES, Device
-from tests.emulation.build import Builder
+from tests.emulation.build import Builder, CompilerFailure
 from tests.emulation.gemm import SOURCES
 from tests.emulation.instructions import Operand, UnknownPtx, function_of, ptx_to_cpp
 from tests.emulation.translation import translate
@@ -17,8 +17,9 @@ CAPABILITIES = [Device(architecture, 1, 0).capability for architecture in ARCHIT
 
 @pytest.mark.parametrize("capability", [min(CAPABILITIES), 90, max(CAPABILITIES)])
 def test_every_instruction_of_every_source_is_known(builder: Builder, capability: int) -> None:
-    for source in sorted(SOURCES.glob("*.cu*")):
-        text = builder.preprocess(source, {}, capability)
+    for source in sorted(SOURCES.rglob("*.cuh")):
+        include = f'#include "{source.relative_to(SOURCES)}"\n'
+        text = builder.preprocess(include, "every.cu", SOURCES, capability)
         assert "asm" not in translate(text, source.stem).replace("emulation::", ""), source
 
 
@@ -71,7 +72,5 @@ def test_what_is_not_understood_is_named(statement: str, message: str) -> None:
 
 
 def test_the_compiler_that_is_asked_for(builder: Builder, tmp_path: Path) -> None:
-    source = tmp_path / "broken.cu"
-    source.write_text("this is no C++")
-    with pytest.raises(Exception, match="broken.cu:1"):
-        builder.kernel(source, "broken", {})
+    with pytest.raises(CompilerFailure, match="broken.cu:1"):
+        builder.kernel("this is no C++", "broken", tmp_path)

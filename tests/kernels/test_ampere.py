@@ -32,7 +32,7 @@ def decided(problem: Problem) -> KernelConfig:
 def ptx_of(problem: Problem) -> bytes:
     """Its PTX."""
     config = decided(problem)
-    return compile_to_ptx(config.source, "compute_80", config.defines(problem))
+    return compile_to_ptx(config.instantiation(problem), "compute_80")
 
 
 def test_nothing_newer_than_ampere_is_used() -> None:

@@ -54,7 +54,7 @@ def test_parameters_are_those_of_the_compiled_kernel(kernel: Kernel) -> None:
     with forced_kernel(kernel):
         config = decide(problem, H200).config
     assert config is not None
-    compiled = compile_kernel(config.source, H200.architecture, config.defines(problem))
+    compiled = compile_kernel(config.instantiation(problem), H200.architecture)
     layout = LAYOUTS[kernel]
     expected = [getattr(layout, field[0]).size for field in layout._fields_]
     assert parameter_sizes(compiled.cubin, config.function) == expected

@@ -7,6 +7,7 @@ import os
 import stat
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,11 +17,11 @@ from marlinq.core.errors import EnvironmentProblem
 from marlinq.kernels.jit import cache
 from marlinq.kernels.jit.cache import DamagedCache, KernelSpills, cached_cubin, compile_missing
 from marlinq.kernels.jit.compiler import CompiledKernel
+from marlinq.kernels.jit.instantiation import Instantiation
 from marlinq.kernels.launch import loading
 from marlinq.kernels.launch.driver import Function, RefusedCubin
 
-SOURCE, ARCHITECTURE = "gather.cu", "sm_90a"
-DEFINES = {"THREADS": 128}
+GATHER, ARCHITECTURE = Instantiation("kernels/gather.cuh", "gather", (("THREADS", 128),)), "sm_90a"
 
 
 @pytest.fixture
@@ -30,13 +31,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, object]]]:
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Instantiation]]:
     """What was compiled; every cubin is another, as if the compiler's output were not deterministic."""
-    found: list[dict[str, object]] = []
+    found: list[Instantiation] = []
 
-    def compile_kernel(source: str, architecture: str, defines: dict[str, object]) -> CompiledKernel:
-        found.append(defines)
-        return CompiledKernel(b"\x7fELF %d" % len(found), 40, 16 * bool(defines.get("SPILLS")), 0, "")
+    def compile_kernel(instantiation: Instantiation, architecture: str) -> CompiledKernel:
+        found.append(instantiation)
+        spilled = 16 * ("SPILLS" in dict(instantiation.parameters))
+        return CompiledKernel(b"\x7fELF %d" % len(found), 40, spilled, 0, "")
 
     monkeypatch.setattr(cache, "compile_kernel", compile_kernel)
     return found
@@ -48,10 +50,10 @@ def only(folder: Path, pattern: str) -> Path:
 
 
 def test_a_kernel_is_compiled_once_and_found_again(folder: Path, compiled: list[object]) -> None:
-    path = cached_cubin(SOURCE, ARCHITECTURE, DEFINES)
+    path = cached_cubin(GATHER, ARCHITECTURE)
     assert path.read_bytes() == b"\x7fELF 1"
-    assert cached_cubin(SOURCE, ARCHITECTURE, dict(DEFINES)) == path
-    assert cached_cubin(SOURCE, "sm_80", DEFINES) != path
+    assert cached_cubin(GATHER, ARCHITECTURE) == path
+    assert cached_cubin(GATHER, "sm_80") != path
     assert len(compiled) == 2
     assert not list(folder.glob("*.tmp"))
 
@@ -62,7 +64,7 @@ def test_files_have_the_permissions_of_the_umask(
 ) -> None:
     before = os.umask(umask)
     try:
-        cached_cubin(SOURCE, ARCHITECTURE, DEFINES)
+        cached_cubin(GATHER, ARCHITECTURE)
     finally:
         os.umask(before)
     found = {path.suffix: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
@@ -97,20 +99,25 @@ def _point_elsewhere(folder: Path) -> None:
         (_point_elsewhere, "not what marlinq writes"),
     ],
 )
-@pytest.mark.parametrize("in_advance", [False, True])
+@pytest.mark.parametrize(
+    "heal",
+    [partial(cached_cubin, GATHER, ARCHITECTURE), partial(compile_missing, ARCHITECTURE, [GATHER])],
+    ids=["fetched", "in advance"],
+)
 def test_a_damaged_entry_heals_and_says_so(
-    folder: Path, compiled: list[object], damage: Callable[[Path], object], message: str, in_advance: bool
+    folder: Path,
+    compiled: list[object],
+    damage: Callable[[Path], object],
+    message: str,
+    heal: Callable[[], object],
 ) -> None:
-    cached_cubin(SOURCE, ARCHITECTURE, DEFINES)
+    cached_cubin(GATHER, ARCHITECTURE)
     damage(folder)
-    heal = (
-        partial(compile_missing, variants=[DEFINES]) if in_advance else partial(cached_cubin, defines=DEFINES)
-    )
     with pytest.warns(DamagedCache, match=message):
-        heal(SOURCE, ARCHITECTURE)
+        heal()
     assert len(compiled) == 2
-    assert cached_cubin(SOURCE, ARCHITECTURE, DEFINES).read_bytes() == b"\x7fELF 2"
-    assert compile_missing(SOURCE, ARCHITECTURE, [DEFINES]) == 0
+    assert cached_cubin(GATHER, ARCHITECTURE).read_bytes() == b"\x7fELF 2"
+    assert compile_missing(ARCHITECTURE, [GATHER]) == 0
 
 
 def test_a_cubin_that_the_driver_refuses_is_replaced(
@@ -125,14 +132,14 @@ def test_a_cubin_that_the_driver_refuses_is_replaced(
 
     monkeypatch.setattr(loading, "load_function", load_function)
     with pytest.warns(DamagedCache, match=r"gather-sm_90a-.*refuses .*compiled again"):
-        found = loading.load_kernel(SOURCE, "gather", ARCHITECTURE, DEFINES, 0, 64)
+        found = loading.load_kernel(GATHER, ARCHITECTURE, 0, 64)
     assert found.owner[0].read_bytes() == b"\x7fELF 2"
-    assert loading.load_kernel(SOURCE, "gather", ARCHITECTURE, DEFINES, 0, 64) == found
+    assert loading.load_kernel(GATHER, ARCHITECTURE, 0, 64) == found
     assert len(compiled) == 2
     # What was just compiled is not compiled a third time.
     refused.update({b"\x7fELF 2", b"\x7fELF 3"})
     with pytest.warns(DamagedCache), pytest.raises(EnvironmentProblem, match="refuses"):
-        loading.load_kernel(SOURCE, "gather", ARCHITECTURE, DEFINES, 0, 64)
+        loading.load_kernel(GATHER, ARCHITECTURE, 0, 64)
     assert len(compiled) == 3
 
 
@@ -141,7 +148,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(
 ) -> None:
     folder.write_text("a file")
     with pytest.raises(EnvironmentProblem, match="MARLINQ_CACHE"):
-        cached_cubin(SOURCE, ARCHITECTURE, DEFINES)
+        cached_cubin(GATHER, ARCHITECTURE)
     folder.unlink()
 
     def full(descriptor: int, mode: str) -> object:
@@ -150,15 +157,15 @@ def test_a_folder_that_cannot_be_written_is_an_error(
 
     monkeypatch.setattr(cache.os, "fdopen", full)
     with pytest.raises(EnvironmentProblem, match="No space left"):
-        cached_cubin(SOURCE, ARCHITECTURE, DEFINES)
+        cached_cubin(GATHER, ARCHITECTURE)
     assert list(folder.iterdir()) == []
 
 
 def test_spills_are_said_whenever_a_kernel_is_fetched(folder: Path, compiled: list[object]) -> None:
     for _ in range(2):
-        with pytest.warns(KernelSpills, match=r"gather.cu for sm_90a \(SPILLS=1 THREADS=128\).* 16 bytes"):
-            cached_cubin(SOURCE, ARCHITECTURE, {**DEFINES, "SPILLS": 1})
+        with pytest.warns(KernelSpills, match=r"gather for sm_90a \(THREADS=128 SPILLS=1\).* 16 bytes"):
+            cached_cubin(replace(GATHER, parameters=(*GATHER.parameters, ("SPILLS", 1))), ARCHITECTURE)
     assert len(compiled) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cached_cubin(SOURCE, ARCHITECTURE, DEFINES)
+        cached_cubin(GATHER, ARCHITECTURE)

@@ -10,13 +10,25 @@ from pathlib import Path
 import pytest
 
 from marlinq.core.errors import EnvironmentProblem
-from marlinq.kernels import ARCHITECTURES, GROUP_SIZES, Device, Problem, compile_kernel
+from marlinq.kernels import (
+    ARCHITECTURES,
+    GROUP_SIZES,
+    Device,
+    Problem,
+    compile_kernel,
+    decide,
+    forced_kernel,
+)
+from marlinq.kernels.decide.decision import KERNELS, Kernel
 from marlinq.kernels.decide.device import registers_of_a_thread
 from marlinq.kernels.decide.stream import StreamConfig
-from marlinq.kernels.jit.compiler import nvrtc_version
+from marlinq.kernels.jit.compiler import compile_text, nvrtc_version
+from marlinq.kernels.jit.instantiation import Instantiation, unit
 from marlinq.kernels.jit.resources import Measured, Variant, compile_all, page, trouble, variants
 from tests.kernels.problems import even_splits
+from tests.kernels.test_arguments import section
 
+H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "kernels" / "resources.md"
 
@@ -44,14 +56,13 @@ def test_no_variant_spills_on_any_architecture(measured: list[Measured]) -> None
 
 @pytest.mark.slow
 def test_no_variant_that_deals_tiles_out_spills() -> None:
-    device = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
     chosen = {}
     sizes = [(m, 4096) for m in (40, 64, 80, 128, 144, 176)] + [(176, 28672)]
     for (m, n), group, zeros, bfloat16 in itertools.product(sizes, GROUP_SIZES, (False, True), (False, True)):
         problem = Problem(m, n, 4096, group, zeros, bfloat16)
-        for config in even_splits(problem, device)[:2]:
-            variant = Variant(device.architecture, "warpgroup", problem, config, (m,))
-            chosen[tuple(config.defines(problem).items())] = variant
+        for config in even_splits(problem, H200)[:2]:
+            variant = Variant(H200.architecture, "warpgroup", problem, config, (m,))
+            chosen[config.instantiation(problem)] = variant
     wrong = [
         found for variant, compiled in compile_all(chosen.values()) if (found := trouble(variant, compiled))
     ]
@@ -100,4 +111,49 @@ def test_the_assembler_gives_as_many_registers_as_we_count(
 
 def test_a_broken_variant_is_reported_with_the_compilers_words() -> None:
     with pytest.raises(EnvironmentProblem, match=r"does not compile for sm_90a with NVRTC .*error"):
-        compile_kernel("w4a16_stream.cu", "sm_90a", {"ELEMENT": "Half"})
+        compile_kernel(Instantiation("kernels/gather.cuh", "gather", ()), "sm_90a")
+
+
+def test_kernels_and_configurations_share_a_translation_unit() -> None:
+    def instantiation(kernel: Kernel, group_size: int, zeros: bool, bfloat16: bool) -> Instantiation:
+        problem = Problem(16, 4096, 4096, group_size, zeros, bfloat16)
+        with forced_kernel(kernel):
+            config = decide(problem, H200).config
+        assert config is not None
+        return config.instantiation(problem)
+
+    entries = tuple(
+        (f"{kernel}_{number}", instantiation(kernel, *values))
+        for kernel in KERNELS
+        for number, values in enumerate(((128, False, False), (32, True, True), (-1, True, False)))
+    )
+    together = compile_text(unit(entries), "together", "sm_90a")
+    for name, alone in entries:
+        code = section(together.cubin, f".text.{name}")
+        assert code == section(compile_kernel(alone, "sm_90a").cubin, f".text.{alone.function}"), name
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_host_and_kernel_count_the_same_shared_memory(kernel: Kernel) -> None:
+    variant = next(variant for variant in variants("sm_90a") if variant.kernel == kernel)
+    right = variant.config.instantiation(variant.problem)
+    compile_kernel(right, "sm_90a")
+    counted = dict(right.parameters)["SHARED_BYTES"]
+    assert isinstance(counted, int)
+    wrong = dict(right.parameters) | {"SHARED_BYTES": counted + 16}
+    with pytest.raises(EnvironmentProblem, match="host and kernel count different bytes of shared memory"):
+        compile_kernel(replace(right, parameters=tuple(wrong.items())), "sm_90a")
+
+
+def test_what_a_configuration_holds_reaches_the_text() -> None:
+    parameters = (("Codec", "Int4<Half>"), ("ROWS", 8), ("ZEROS", True), ("SCALING", "Scaling::SUMS"))
+    assert Instantiation("kernels/stream.cuh", "w4a16_stream", parameters).text() == (
+        '#include "kernels/stream.cuh"\n\n'
+        "struct Configuration_w4a16_stream {\n"
+        "    typedef Int4<Half> Codec;\n"
+        "    static constexpr int ROWS = 8;\n"
+        "    static constexpr bool ZEROS = true;\n"
+        "    static constexpr Scaling SCALING = Scaling::SUMS;\n"
+        "};\n"
+        "INSTANTIATE_W4A16_STREAM(w4a16_stream, Configuration_w4a16_stream)\n"
+    )

@@ -68,7 +68,7 @@ def test_sums_are_read_behind_the_wait() -> None:
     ]
     wrong = {}
     for problem, config in chosen + _sending():
-        ptx = compile_to_ptx(config.source, "sm_90a", config.defines(problem)).decode()
+        ptx = compile_to_ptx(config.instantiation(problem), "sm_90a").decode()
         assert "wgmma.wait_group" in ptx
         if reads := early_reads(ptx):
             wrong[problem, config] = reads[0]

@@ -1,4 +1,4 @@
-"""The host's side of the bulk kernel (``cuda/w4a16_bulk.cu``): variants, resources and cost."""
+"""The host's side of the bulk kernel (``cuda/kernels/bulk.cuh``): variants, resources and cost."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from marlinq.kernels.decide.device import Device, registers_of_a_thread
 from marlinq.kernels.decide.problem import Problem
 from marlinq.kernels.decide.stages import chunks_on_their_way, stage_bytes, weight_bytes
 from marlinq.kernels.decide.tiles import CODE_CLOSING, CODE_PRODUCTS, CODE_SHIFTS_BFLOAT16, WarpTiles
+from marlinq.kernels.jit.instantiation import Instantiation
 from marlinq.kernels.launch.operands import MappedArguments, Operands
 
 _REGISTERS = 65536
@@ -102,7 +103,7 @@ class BulkConfig(WarpTiles):
     stages: int
     min_blocks: int
 
-    source: ClassVar[str] = "w4a16_bulk.cu"
+    header: ClassVar[str] = "kernels/bulk.cuh"
     function: ClassVar[str] = "w4a16_bulk"
 
     @property
@@ -121,21 +122,24 @@ class BulkConfig(WarpTiles):
         chunk = weight_bytes(problem, self.tile_n, self.rows)
         return chunks_on_their_way(chunk, self.stages, self.min_blocks, _ON_THEIR_WAY)
 
-    def defines(self, problem: Problem) -> dict[str, object]:
-        """The preprocessor definitions of the variant."""
-        return {
-            "ELEMENT": "Bfloat16" if problem.bfloat16 else "Half",
-            "WARPS_N": self.warps_n,
-            "WARPS_K": self.warps_k,
-            "BLOCKS_M": self.blocks_m,
-            "ROWS": self.rows,
-            "GROUP": problem.group,
-            "ZEROS": int(problem.zeros),
-            "CLUSTER": self.cluster,
-            "STAGES": self.stages,
-            "WINDOW": self.window(problem),
-            "MIN_BLOCKS": self.min_blocks,
-        }
+    def instantiation(self, problem: Problem) -> Instantiation:
+        """What is compiled for the problem."""
+        return Instantiation(
+            self.header,
+            self.function,
+            (
+                *problem.parameters,
+                ("WARPS_N", self.warps_n),
+                ("WARPS_K", self.warps_k),
+                ("BLOCKS_M", self.blocks_m),
+                ("ROWS", self.rows),
+                ("CLUSTER", self.cluster),
+                ("STAGES", self.stages),
+                ("WINDOW", self.window(problem)),
+                ("MIN_BLOCKS", self.min_blocks),
+                ("SHARED_BYTES", self.shared_bytes(problem)),
+            ),
+        )
 
     def arguments(self, operands: Operands, dependent: bool) -> MappedArguments:
         """The kernel's parameters."""

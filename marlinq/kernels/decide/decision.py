@@ -30,10 +30,10 @@ Kernel = Literal["stream", "bulk", "warpgroup"]
 KERNELS: tuple[Kernel, ...] = ("stream", "bulk", "warpgroup")
 # Batches that a kernel is considered for beside others. The bulk kernel has no larger tile. The warpgroup
 # kernel lost on all measured layers at 16 rows, so fewer than nine were not tried; from 17 on it is always
-# expected to win, and from 33 on it did (docs/kernels/notes.md).
+# expected to win, and from 33 on it did (docs/lab-notes/kernels.md).
 _BULK_MOST, _WARPGROUP_LEAST, _STREAM_MOST = 16, 9, 16
 # What a kernel whose blocks run all at once saves in a chain of dependent launches, unless its clusters are
-# larger than this, which start late and hold the chain up (docs/kernels/notes.md, "Dependent chain").
+# larger than this, which start late and hold the chain up (docs/lab-notes/kernels.md, "Dependent chain").
 _OVERLAP_SECONDS, _OVERLAP_CLUSTER = 1.7e-6, 2
 # The batches whose speed decides in which order a batch-invariant sum is taken.
 _TYPICAL_BATCHES = (1, 16, 64, 512)
@@ -200,7 +200,7 @@ def considered(problem: Problem, device: Device, demanded: Demands) -> tuple[Ker
     if problem.m <= _STREAM_MOST or not device.has_warpgroups:
         found.append("stream")
     # The bulk kernel would run on later GPUs too, where nobody has measured it. In chains it lost in every
-    # place (docs/kernels/notes.md, "Dependent chain").
+    # place (docs/lab-notes/kernels.md, "Dependent chain").
     if problem.m <= _BULK_MOST and device.has_warpgroups and not demanded.dependent:
         found.append("bulk")
     if problem.m >= _WARPGROUP_LEAST and device.has_warpgroups:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from marlinq.kernels.jit.instantiation import Parameters
+
 GROUP_SIZES = (32, 64, 128, -1)
 
 
@@ -30,8 +32,14 @@ class Problem:
 
     @cached_property
     def group(self) -> int:
-        """The kernels' GROUP: 0 for a single group."""
+        """The kernels' QUANT_GROUP: channels of a group, 0 for a single one."""
         return max(self.group_size, 0)
+
+    @property
+    def parameters(self) -> Parameters:
+        """What kernels' configurations say of the problem."""
+        element = "Bfloat16" if self.bfloat16 else "Half"
+        return ("Codec", f"Int4<{element}>"), ("QUANT_GROUP", self.group), ("ZEROS", self.zeros)
 
     @cached_property
     def scale_bytes_per_weight(self) -> float:

@@ -1,4 +1,4 @@
-"""The stages of the ring that ``cuda/feed.cuh`` lays out, and how many of them are on their way at once."""
+"""The stages of the ring (``cuda/tma/stage_layout.cuh``), and how many of them are in flight at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def chunks_on_their_way(chunk: int, stages: int, blocks: int, most: int) -> int:
     """Chunks that a block asks for before the first of them has arrived.
 
     Where the ring is large, fewer than it holds: memory that is asked for more than it needs to be busy
-    gives less (docs/kernels/notes.md, "Chunks on their way").
+    gives less (docs/lab-notes/kernels.md, "Chunks on their way").
 
     Args:
         chunk: bytes of a chunk's weights.

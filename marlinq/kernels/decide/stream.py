@@ -1,4 +1,4 @@
-"""The host's side of the stream kernel (``cuda/w4a16_stream.cu``): variants, resources and cost."""
+"""The host's side of the stream kernel (``cuda/kernels/stream.cuh``): variants, resources and cost."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from marlinq.kernels.decide.tiles import (
     DIGIT_CLOSING,
     WarpTiles,
 )
+from marlinq.kernels.jit.instantiation import Instantiation
 from marlinq.kernels.launch.operands import Operands, PlainArguments
 
 _REGISTERS = 65536
@@ -48,7 +49,8 @@ _SHAPES = {
     (7, 2): ((1, 3),),
     (8, 1): ((1, 3),),
 }
-# Of a warp's digits (``cuda/digits.cuh``), and registers of a thread by whether a chunk is one group.
+# Of a warp's digits (``cuda/mma/integer_digits.cuh``), and registers of a thread by whether a chunk is one
+# group.
 _DIGIT_BYTES = 512
 _REGISTERS_DIGITS = {True: 96, False: 128}
 # Registers of a thread where nothing limits them, by BLOCKS_M (docs/kernels/resources.md).
@@ -113,7 +115,7 @@ COSTS = Costs()
 class StreamConfig(WarpTiles):
     """The compile-time parameters of the stream kernel; see its header comment.
 
-    With ``digits`` a block has one batch row, in whole numbers (``cuda/digits.cuh``).
+    With ``digits`` a block has one batch row, by integer products (``cuda/mma/integer_digits.cuh``).
     """
 
     warps_n: int
@@ -126,7 +128,7 @@ class StreamConfig(WarpTiles):
     min_blocks: int
     digits: bool = False
 
-    source: ClassVar[str] = "w4a16_stream.cu"
+    header: ClassVar[str] = "kernels/stream.cuh"
     function: ClassVar[str] = "w4a16_stream"
 
     @property
@@ -150,22 +152,25 @@ class StreamConfig(WarpTiles):
         ring = self.stages * stage + (warps * _DIGIT_BYTES if self.digits else 0)
         return max(ring, reduction)
 
-    def defines(self, problem: Problem) -> dict[str, object]:
-        """The preprocessor definitions of the variant."""
-        return {
-            "ELEMENT": "Bfloat16" if problem.bfloat16 else "Half",
-            "WARPS_N": self.warps_n,
-            "WARPS_K": self.warps_k,
-            "BLOCKS_M": self.blocks_m,
-            "ROWS": self.rows,
-            "GROUP": problem.group,
-            "ZEROS": int(problem.zeros),
-            "SCALE_SUMS": int(self.scale_sums),
-            "DIGITS": int(self.digits),
-            "CLUSTER": self.cluster,
-            "STAGES": self.stages,
-            "MIN_BLOCKS": self.min_blocks,
-        }
+    def instantiation(self, problem: Problem) -> Instantiation:
+        """What is compiled for the problem."""
+        return Instantiation(
+            self.header,
+            self.function,
+            (
+                *problem.parameters,
+                ("WARPS_N", self.warps_n),
+                ("WARPS_K", self.warps_k),
+                ("BLOCKS_M", self.blocks_m),
+                ("ROWS", self.rows),
+                ("SCALE_SUMS", self.scale_sums),
+                ("DIGITS", self.digits),
+                ("CLUSTER", self.cluster),
+                ("STAGES", self.stages),
+                ("MIN_BLOCKS", self.min_blocks),
+                ("SHARED_BYTES", self.shared_bytes(problem)),
+            ),
+        )
 
     def arguments(self, operands: Operands, dependent: bool) -> PlainArguments:
         """The kernel's parameters."""

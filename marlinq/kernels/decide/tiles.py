@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from marlinq.kernels.decide.problem import Problem
 
-# Where codes are multiplied as they are (``cuda/sums.cuh``): products of a row, one of them of the
-# activations alone, and how many times the instructions of scaling plain sums a group's end takes.
+# Where codes are multiplied as they are (``cuda/mma/quant_group_sums.cuh``): products of a row, one of
+# them of the activations alone, and how many times the instructions of scaling plain sums a group's end
+# takes.
 CODE_PRODUCTS, CODE_CLOSING = 5, 3
-# The same of whole numbers (``cuda/digits.cuh``): two accumulators of four are a row's.
+# The same of integer products (``cuda/mma/integer_digits.cuh``): two accumulators of four are a row's.
 DIGIT_CLOSING = 2
 # Issue cycles of the further shifts that a row's bfloat16 codes take, at half rate.
 CODE_SHIFTS_BFLOAT16 = 16

@@ -1,4 +1,4 @@
-"""The host's side of the warpgroup kernel (``cuda/w4a16_wgmma.cu``): variants, resources and cost."""
+"""The host's side of the warpgroup kernel (``cuda/kernels/warpgroup.cuh``): variants, resources and cost."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from marlinq.kernels.decide.costs import overlapped, round_trip, streaming_secon
 from marlinq.kernels.decide.device import Device, Load, registers_of_a_thread
 from marlinq.kernels.decide.problem import Problem
 from marlinq.kernels.decide.stages import chunks_on_their_way, stage_bytes, weight_bytes
+from marlinq.kernels.jit.instantiation import Instantiation
 from marlinq.kernels.launch.handover import Handover
 from marlinq.kernels.launch.operands import Operands, WarpgroupArguments
 
@@ -23,12 +24,12 @@ _FUSED_REGISTERS = {1: 4, 2: 4, 4: 20}
 _EVEN_REGISTERS, _EVEN_ZERO_REGISTERS = 22, 12
 _PUSH_REGISTERS = {1: 12, 2: 12, 4: 28}
 # Largest tile whose sums are scaled instead of its weights: what it saves on a weight it spends on a sum; and
-# the tiles where subtracting and scaling at once beats both for float16 (docs/kernels/notes.md, "Scaled sums"
+# the tiles where subtracting and scaling at once beats both for float16 (docs/lab-notes/kernels.md, "Scaled sums"
 # and "Scaled codes").
 _SCALED_SUMS_MOST = 64
 _FUSED_LEAST, _FUSED_MOST = 32, 96
 # Largest tile, and rows of all blocks of a cluster, whose sums are sent to their owners
-# (docs/kernels/notes.md, "Timeline of a launch").
+# (docs/lab-notes/kernels.md, "Timeline of a launch").
 _PUSHED_MOST, _PUSHED_ROWS_MOST = 32, 128
 # Instructions that turn a word into an operand's fragment: for float16, more for bfloat16, for the scale.
 _UNPACK, _UNPACK_BFLOAT16, _SCALE = 9, 2, 4
@@ -40,7 +41,7 @@ _FUSED = 10
 _GROWN = {(2, False): (232, 40), (2, True): (224, 56), (3, False): (152, 56), (3, True): (152, 56)}
 _TILES_M = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176)
 # The larger ones save a wave of few tiles; where a batch has more tiles than this, 128 rows were level with
-# them or faster (docs/kernels/notes.md, "Large batches").
+# them or faster (docs/lab-notes/kernels.md, "Large batches").
 _MANY_TILES, _MANY_TILES_MOST = 8, 128
 # This tile, with several groups of columns, saves a wave where it leaves one alone, and was slower by a tenth
 # and more where it left several.
@@ -156,7 +157,7 @@ class WarpgroupConfig:
     most_blocks: int  # of a launch whose blocks take tile after tile
     even: bool = False  # the last tiles are dealt out in chunks of K
 
-    source: ClassVar[str] = "w4a16_wgmma.cu"
+    header: ClassVar[str] = "kernels/warpgroup.cuh"
     function: ClassVar[str] = "w4a16_wgmma"
 
     @property
@@ -294,28 +295,32 @@ class WarpgroupConfig:
         chunk = weight_bytes(problem, self.tile_n, self.rows)
         return chunks_on_their_way(chunk, self.stages, self.min_blocks, _ON_THEIR_WAY)
 
-    def defines(self, problem: Problem) -> dict[str, object]:
-        """The preprocessor definitions of the variant."""
-        return {
-            "ELEMENT": "Bfloat16" if problem.bfloat16 else "Half",
-            "TILE_M": self.tile_m,
-            "WORDS": self.words,
-            "GROUPS_N": self.groups_n,
-            "PARTS_K": self.parts_k,
-            "ROWS": self.rows,
-            "GROUP": problem.group,
-            "ZEROS": int(problem.zeros),
-            "SCALING": self.scaling(problem),
-            "CLUSTER": self.cluster,
-            "STAGES": self.stages,
-            "WINDOW": self.window(problem),
-            "MIN_BLOCKS": self.min_blocks,
-            "EVEN": int(self.even),
-            "APART": int(self.apart(problem)),
-            "PUSHED": int(self.pushes),
-            "GROWN": self.grown_registers(problem)[0],
-            "SHRUNK": self.grown_registers(problem)[1],
-        }
+    def instantiation(self, problem: Problem) -> Instantiation:
+        """What is compiled for the problem."""
+        consumer_registers, producer_registers = self.grown_registers(problem)
+        return Instantiation(
+            self.header,
+            self.function,
+            (
+                *problem.parameters,
+                ("TILE_M", self.tile_m),
+                ("WORDS", self.words),
+                ("WARPGROUPS_N", self.groups_n),
+                ("PARTS_K", self.parts_k),
+                ("ROWS", self.rows),
+                ("SCALING", f"Scaling::{self.scaling(problem)}"),
+                ("CLUSTER", self.cluster),
+                ("STAGES", self.stages),
+                ("WINDOW", self.window(problem)),
+                ("MIN_BLOCKS", self.min_blocks),
+                ("STREAM_K", self.even),
+                ("STORE_WARPS", self.apart(problem)),
+                ("PUSH_SUMS", self.pushes),
+                ("CONSUMER_REGISTERS", consumer_registers),
+                ("PRODUCER_REGISTERS", producer_registers),
+                ("SHARED_BYTES", self.shared_bytes(problem)),
+            ),
+        )
 
     def arguments(self, operands: Operands, dependent: bool) -> WarpgroupArguments:
         """The kernel's parameters."""

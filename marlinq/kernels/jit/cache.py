@@ -14,13 +14,14 @@ import os
 import re
 import secrets
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from marlinq.core.errors import EnvironmentProblem
 from marlinq.kernels.jit.compiler import compilation_key, compile_kernel, nvrtc_version
+from marlinq.kernels.jit.instantiation import Instantiation
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -51,9 +52,9 @@ class _Entry:
     stack_bytes: int
 
 
-def _entry_path(source: str, architecture: str, defines: Mapping[str, object]) -> Path:
-    key = compilation_key(source, architecture, defines)
-    return cache_folder() / "kernels" / f"{Path(source).stem}-{architecture}-{key[:32]}.json"
+def _entry_path(instantiation: Instantiation, architecture: str) -> Path:
+    key = compilation_key(instantiation, architecture)
+    return cache_folder() / "kernels" / f"{instantiation.function}-{architecture}-{key[:32]}.json"
 
 
 def _cubin_path(entry: Path, sha256: str) -> Path:
@@ -101,13 +102,13 @@ def _write(path: Path, content: bytes) -> None:
         raise
 
 
-def _describe(source: str, architecture: str, defines: Mapping[str, object]) -> str:
-    values = " ".join(f"{name}={value}" for name, value in sorted(defines.items()))
-    return f"{source} for {architecture} ({values})"
+def _describe(instantiation: Instantiation, architecture: str) -> str:
+    values = " ".join(f"{name}={value}" for name, value in instantiation.parameters)
+    return f"{instantiation.function} for {architecture} ({values})"
 
 
-def _compile(path: Path, source: str, architecture: str, defines: Mapping[str, object]) -> _Entry:
-    compiled = compile_kernel(source, architecture, defines)
+def _compile(path: Path, instantiation: Instantiation, architecture: str) -> _Entry:
+    compiled = compile_kernel(instantiation, architecture)
     entry = _Entry(
         hashlib.sha256(compiled.cubin).hexdigest(),
         compiled.registers,
@@ -126,7 +127,7 @@ def _compile(path: Path, source: str, architecture: str, defines: Mapping[str, o
     return entry
 
 
-def cached_cubin(source: str, architecture: str, defines: Mapping[str, object]) -> Path:
+def cached_cubin(instantiation: Instantiation, architecture: str) -> Path:
     """The path of the cubin, compiled now if no process has done so before or the cache is damaged.
 
     Warns:
@@ -137,29 +138,25 @@ def cached_cubin(source: str, architecture: str, defines: Mapping[str, object]) 
         EnvironmentProblem: as :func:`marlinq.kernels.jit.compiler.compile_kernel`, or the cache folder can't
             be written.
     """
-    path = _entry_path(source, architecture, defines)
+    path = _entry_path(instantiation, architecture)
     try:
         entry = _read(path)
     except ValueError as problem:
-        return replaced_cubin(source, architecture, defines, str(problem))
-    return _announced(
-        path, entry or _compile(path, source, architecture, defines), source, architecture, defines
-    )
+        return replaced_cubin(instantiation, architecture, str(problem))
+    return _announced(path, entry or _compile(path, instantiation, architecture), instantiation, architecture)
 
 
-def replaced_cubin(source: str, architecture: str, defines: Mapping[str, object], problem: str) -> Path:
+def replaced_cubin(instantiation: Instantiation, architecture: str, problem: str) -> Path:
     """As :func:`cached_cubin`, but compiled anew whatever the cache holds, because of ``problem``."""
-    path = _entry_path(source, architecture, defines)
+    path = _entry_path(instantiation, architecture)
     warnings.warn(f"{path}: {problem}; the kernel is compiled again", DamagedCache, stacklevel=2)
-    return _announced(path, _compile(path, source, architecture, defines), source, architecture, defines)
+    return _announced(path, _compile(path, instantiation, architecture), instantiation, architecture)
 
 
-def _announced(
-    path: Path, entry: _Entry, source: str, architecture: str, defines: Mapping[str, object]
-) -> Path:
+def _announced(path: Path, entry: _Entry, instantiation: Instantiation, architecture: str) -> Path:
     if entry.spill_bytes:
         warnings.warn(
-            f"{_describe(source, architecture, defines)}: NVRTC {nvrtc_version()} spills {entry.spill_bytes} "
+            f"{_describe(instantiation, architecture)}: NVRTC {nvrtc_version()} spills {entry.spill_bytes} "
             "bytes of registers, so it is slower than expected; the versions in constraints.txt don't",
             KernelSpills,
             stacklevel=3,
@@ -167,16 +164,16 @@ def _announced(
     return _cubin_path(path, entry.sha256)
 
 
-def _is_missing(source: str, architecture: str, defines: Mapping[str, object]) -> bool:
+def _is_missing(instantiation: Instantiation, architecture: str) -> bool:
     try:
-        return _read(_entry_path(source, architecture, defines)) is None
+        return _read(_entry_path(instantiation, architecture)) is None
     except ValueError:
         return True
 
 
-def compile_missing(source: str, architecture: str, variants: Sequence[Mapping[str, object]]) -> int:
-    """Compile the variants that the cache lacks or holds damaged, one thread a core; return their number."""
-    missing = [defines for defines in variants if _is_missing(source, architecture, defines)]
+def compile_missing(architecture: str, wanted: Sequence[Instantiation]) -> int:
+    """Compile what the cache lacks or holds damaged, one thread a core; return how many those were."""
+    missing = [instantiation for instantiation in wanted if _is_missing(instantiation, architecture)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda defines: cached_cubin(source, architecture, defines), missing))
+        list(pool.map(lambda instantiation: cached_cubin(instantiation, architecture), missing))
     return len(missing)

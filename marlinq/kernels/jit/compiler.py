@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from marlinq.core.errors import EnvironmentProblem
+from marlinq.kernels.jit.instantiation import CUDA_SOURCES, Instantiation
 
-_SOURCES = Path(__file__).parent.parent / "cuda"
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
 """Every architecture the kernels are compiled for in the test suite."""
 
@@ -32,14 +32,24 @@ class CompiledKernel:
 
 @lru_cache(maxsize=1)
 def _headers() -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(_SOURCES.glob("*.cuh"))}
+    """The sources by the names that they include each other with."""
+    return {
+        path.relative_to(CUDA_SOURCES).as_posix(): path.read_bytes()
+        for path in sorted(CUDA_SOURCES.rglob("*.cuh"))
+    }
 
 
-def _options(architecture: str, defines: Mapping[str, object]) -> tuple[str, ...]:
-    macros = tuple(f"-D{name}={value}" for name, value in sorted(defines.items()))
+def _sources(instantiation: Instantiation) -> dict[str, bytes]:
+    """The headers that an instantiation's text may include; its own may lie elsewhere."""
+    headers = _headers()
+    if instantiation.header not in headers:
+        headers = {**headers, instantiation.header: Path(instantiation.header).read_bytes()}
+    return headers
+
+
+def _options(architecture: str) -> tuple[str, ...]:
     # NVRTC 13.0 takes generic lambdas for host functions unless told otherwise.
-    common = ("-std=c++17", "-default-device", "--ptxas-options=-v", "-lineinfo")
-    return (f"-arch={architecture}", *common, *macros)
+    return (f"-arch={architecture}", "-std=c++17", "-default-device", "--ptxas-options=-v", "-lineinfo")
 
 
 def _nvrtc() -> Any:
@@ -53,33 +63,49 @@ def _nvrtc() -> Any:
 
 
 @contextmanager
-def _compiled(source: str, architecture: str, defines: Mapping[str, object]) -> Iterator[Any]:
-    """NVRTC's program after compilation."""
+def _compiled(text: str, name: str, architecture: str, headers: Mapping[str, bytes]) -> Iterator[Any]:
+    """NVRTC's program after compilation of ``text``, which messages call ``name``."""
     nvrtc = _nvrtc()
-    headers = _headers()
-    text = (_SOURCES / source).read_text(encoding="utf-8")
-    program = nvrtc.createProgram(text, source, list(headers.values()), [name.encode() for name in headers])
+    included = [header.encode() for header in headers]
+    program = nvrtc.createProgram(text, f"{name}.cu", list(headers.values()), included)
     try:
         try:
-            nvrtc.compileProgram(program, list(_options(architecture, defines)))
+            nvrtc.compileProgram(program, list(_options(architecture)))
         except nvrtc.NVRTCError as error:
             log = nvrtc.getProgramLog(program)
             first = next((line for line in log.splitlines() if "error" in line), str(error))
             raise EnvironmentProblem(
-                f"{source} does not compile for {architecture} with NVRTC {nvrtc_version()}: {first}"
+                f"{name} does not compile for {architecture} with NVRTC {nvrtc_version()}: {first}"
             ) from None
         yield program
     finally:
         nvrtc.destroyProgram(program)
 
 
-def compile_kernel(source: str, architecture: str, defines: Mapping[str, object]) -> CompiledKernel:
-    """Compile ``cuda/<source>`` for ``architecture`` without touching the cache; needs NVRTC but no GPU.
+def compile_kernel(instantiation: Instantiation, architecture: str) -> CompiledKernel:
+    """Compile a kernel for ``architecture`` without touching the cache; needs NVRTC but no GPU.
 
     Raises:
         EnvironmentProblem: CuPy or NVRTC is missing, or NVRTC rejects the source (its first error is quoted).
     """
-    with _compiled(source, architecture, defines) as program:
+    return compile_text(instantiation.text(), instantiation.function, architecture, _sources(instantiation))
+
+
+def compile_text(
+    text: str, name: str, architecture: str, headers: Mapping[str, bytes] | None = None
+) -> CompiledKernel:
+    """As :func:`compile_kernel`, for a whole translation unit.
+
+    Args:
+        text: CUDA C++ (:func:`marlinq.kernels.jit.instantiation.unit`).
+        name: what messages call it.
+        architecture: for example ``sm_90a``.
+        headers: what the text may include, by name; the kernels' sources if None.
+
+    Raises:
+        EnvironmentProblem: as :func:`compile_kernel`.
+    """
+    with _compiled(text, name, architecture, _headers() if headers is None else headers) as program:
         log = _nvrtc().getProgramLog(program)
         cubin = _nvrtc().getCUBIN(program)
     registers = max((int(found) for found in re.findall(r"Used (\d+) registers", log)), default=0)
@@ -88,7 +114,7 @@ def compile_kernel(source: str, architecture: str, defines: Mapping[str, object]
     return CompiledKernel(cubin, registers, spills, stack, log)
 
 
-def compile_to_ptx(source: str, architecture: str, defines: Mapping[str, object]) -> bytes:
+def compile_to_ptx(instantiation: Instantiation, architecture: str) -> bytes:
     """As :func:`compile_kernel`, but PTX for a virtual architecture such as ``compute_80``.
 
     Any later GPU runs it after its driver has assembled it, so what an older GPU executes can be tested on a
@@ -97,7 +123,8 @@ def compile_to_ptx(source: str, architecture: str, defines: Mapping[str, object]
     Raises:
         EnvironmentProblem: as :func:`compile_kernel`.
     """
-    with _compiled(source, architecture, defines) as program:
+    text, name = instantiation.text(), instantiation.function
+    with _compiled(text, name, architecture, _sources(instantiation)) as program:
         return bytes(_nvrtc().getPTX(program))
 
 
@@ -108,10 +135,12 @@ def nvrtc_version() -> str:
     return f"{major}.{minor}"
 
 
-def compilation_key(source: str, architecture: str, defines: Mapping[str, object]) -> str:
-    """A digest of everything that decides the result: sources, options, architecture, NVRTC version."""
+def compilation_key(instantiation: Instantiation, architecture: str) -> str:
+    """A digest of everything that decides the result: sources, text, options, architecture, NVRTC version."""
     digest = hashlib.sha256(nvrtc_version().encode())
-    options = [option.encode() for option in _options(architecture, defines)]
-    for data in (*_headers().values(), (_SOURCES / source).read_bytes(), *options):
+    options = [option.encode() for option in _options(architecture)]
+    sources = _sources(instantiation)
+    names = [name.encode() for name in sources]
+    for data in (*names, *sources.values(), instantiation.text().encode(), *options):
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()

@@ -9,15 +9,18 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from marlinq.kernels.jit.instantiation import Instantiation
 from marlinq.kernels.launch.driver import Function, Launches, empty_strided, on_device
 from marlinq.kernels.launch.launch import Call, device_numbers, overlaps
 from marlinq.kernels.launch.loading import load_kernel
 
 _THREADS = 128
+INSTANTIATION = Instantiation("kernels/gather.cuh", "gather", (("THREADS", _THREADS),))
+"""The kernel."""
 
 
 class _Arguments(ctypes.Structure):
-    """The parameters of ``cuda/gather.cu``."""
+    """The parameters of ``cuda/kernels/gather.cuh``."""
 
     _fields_ = (
         ("x", ctypes.c_void_p),
@@ -32,7 +35,7 @@ class _Arguments(ctypes.Structure):
 @lru_cache(maxsize=64)
 def _function(device_index: int) -> Function:
     architecture = device_numbers(device_index).architecture
-    return load_kernel("gather.cu", "gather", architecture, {"THREADS": _THREADS}, device_index)
+    return load_kernel(INSTANTIATION, architecture, device_index)
 
 
 @lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""Memory through which the blocks of one stream-K launch hand sums to each other (``cuda/w4a16_wgmma.cu``).
+"""Memory through which blocks of a stream-K launch hand over sums (``cuda/reduce/stream_k_fixup.cuh``).
 
 Sums lie in memory of torch's allocator, taken for every launch and given back at once: what takes it next on
 the stream runs later, and a graph keeps what was taken at its capture.

@@ -17,6 +17,7 @@ from marlinq.kernels.decide.problem import Problem
 from marlinq.kernels.decide.stream import StreamConfig
 from marlinq.kernels.decide.warpgroup import WarpgroupConfig
 from marlinq.kernels.jit.cache import compile_missing
+from marlinq.kernels.jit.instantiation import Instantiation, cold_read
 from marlinq.kernels.launch.driver import Function, Launches, active_clusters, gpu_properties, on_device
 from marlinq.kernels.launch.handover import Handover
 from marlinq.kernels.launch.loading import load_kernel
@@ -86,8 +87,7 @@ def device_numbers(index: int) -> Device:
 def _clusters(architecture: str, shared_bytes: int, index: int) -> tuple[tuple[int, ...], ...]:
     """:attr:`Device.clusters`: the driver's answers for blocks that fill a multiprocessor's shared memory."""
     threads = 32
-    defines = {"THREADS": threads, "UNROLL": 1}
-    function = load_kernel("cold_read.cu", "cold_read", architecture, defines, index, shared_bytes)
+    function = load_kernel(cold_read(threads, unroll=1), architecture, index, shared_bytes)
     # The driver keeps a kilobyte of every block.
     rooms = [shared_bytes, *((shared_bytes + 1024) // blocks - 1024 for blocks in (2, 3))]
     try:
@@ -108,11 +108,9 @@ def _decided(problem: Problem, device_index: int) -> KernelConfig:
 
 
 @lru_cache(maxsize=8192)
-def _load(
-    source: str, name: str, defines: tuple[tuple[str, object], ...], shared_bytes: int, device_index: int
-) -> Function:
+def _load(instantiation: Instantiation, shared_bytes: int, device_index: int) -> Function:
     architecture = device_numbers(device_index).architecture
-    return load_kernel(source, name, architecture, dict(defines), device_index, shared_bytes)
+    return load_kernel(instantiation, architecture, device_index, shared_bytes)
 
 
 def overlaps(device_index: int, behind_own: bool = False) -> bool:
@@ -158,8 +156,7 @@ def prepare(
         # Blocks are started where the previous kernel's have ended: without this too many would crowd on the
         # multiprocessors that are free first, and everybody would wait for those.
         shared = max(shared, device.shared_bytes // (together + 1) + 1)
-    defines = tuple(sorted(chosen.defines(problem).items()))
-    function = _load(chosen.source, chosen.function, defines, shared, index)
+    function = _load(chosen.instantiation(problem), shared, index)
     return Call(
         Launches(
             function,
@@ -212,11 +209,5 @@ def precompile(problems: Iterable[Problem], device_index: int = 0) -> int:
 
 def precompile_variants(variants: Iterable[tuple[Problem, KernelConfig]], device_index: int = 0) -> int:
     """As :func:`precompile`, for chosen configurations."""
-    sources: dict[str, dict[tuple[tuple[str, object], ...], None]] = {}
-    for problem, config in variants:
-        sources.setdefault(config.source, {})[tuple(sorted(config.defines(problem).items()))] = None
-    architecture = device_numbers(device_index).architecture
-    return sum(
-        compile_missing(source, architecture, [dict(variant) for variant in chosen])
-        for source, chosen in sources.items()
-    )
+    wanted = dict.fromkeys(config.instantiation(problem) for problem, config in variants)
+    return compile_missing(device_numbers(device_index).architecture, list(wanted))

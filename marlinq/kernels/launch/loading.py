@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from marlinq.core.errors import EnvironmentProblem
 from marlinq.kernels.jit.cache import cached_cubin, replaced_cubin
 from marlinq.kernels.jit.compiler import nvrtc_version
+from marlinq.kernels.jit.instantiation import Instantiation
 from marlinq.kernels.launch.driver import Function, RefusedCubin, load_function
 
 
 def load_kernel(
-    source: str,
-    name: str,
-    architecture: str,
-    defines: Mapping[str, object],
-    device_index: int,
-    shared_bytes: int = 0,
+    instantiation: Instantiation, architecture: str, device_index: int, shared_bytes: int = 0
 ) -> Function:
     """Compile or find a kernel and load it on a device.
 
     A cubin that the driver refuses is compiled again and replaced, with a warning.
 
     Args:
-        source: a file of ``kernels/cuda``, or an absolute path.
-        name: the kernel's ``extern "C"`` name.
+        instantiation: the kernel.
         architecture: of the device.
-        defines: preprocessor definitions.
         device_index: of the GPU.
         shared_bytes: dynamic shared memory that a block may have.
 
@@ -34,13 +26,13 @@ def load_kernel(
         EnvironmentProblem: CuPy or NVRTC is missing, the source does not compile, the cache can't be written,
             or the driver refuses what was just compiled.
     """
-    cubin = cached_cubin(source, architecture, defines)
+    cubin = cached_cubin(instantiation, architecture)
     try:
-        return load_function(cubin, name, device_index, shared_bytes)
+        return load_function(cubin, instantiation.function, device_index, shared_bytes)
     except RefusedCubin as problem:
-        cubin = replaced_cubin(source, architecture, defines, str(problem))
+        cubin = replaced_cubin(instantiation, architecture, str(problem))
     try:
-        return load_function(cubin, name, device_index, shared_bytes)
+        return load_function(cubin, instantiation.function, device_index, shared_bytes)
     except RefusedCubin as problem:
         raise EnvironmentProblem(
             f"{problem}, which NVRTC {nvrtc_version()} has just compiled; update the NVIDIA driver"

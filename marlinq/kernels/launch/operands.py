@@ -38,7 +38,7 @@ _MAPPED_FIELDS: tuple[tuple[str, type[ctypes.Array[Any] | ctypes._SimpleCData[An
 
 
 class MappedArguments(ctypes.Structure):
-    """The parameters of the bulk kernel, which takes large operands as tensor maps (``cuda/feed.cuh``)."""
+    """The parameters of the bulk kernel, whose large operands are tensor maps (``cuda/tma/producer.cuh``)."""
 
     _fields_ = _MAPPED_FIELDS
 
@@ -126,7 +126,7 @@ def activation_maps(address: int, m: int, k: int, stride: int, tile_m: int) -> c
     """x [M, K] in boxes of 64 columns and a tile's rows, then in boxes of those that whole tiles leave.
 
     Rows of 128 bytes land swizzled. No box has rows beyond x: they would arrive as zeros, but later than rows
-    that exist (docs/kernels/notes.md, "Rows beyond the batch").
+    that exist (docs/lab-notes/kernels.md, "Rows beyond the batch").
 
     Args:
         address: of the first element, a multiple of 16.

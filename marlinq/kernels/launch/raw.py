@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from marlinq.kernels.jit.instantiation import Instantiation
 from marlinq.kernels.launch.driver import Launches, on_device
 from marlinq.kernels.launch.launch import device_numbers
 from marlinq.kernels.launch.loading import load_kernel
@@ -22,20 +23,16 @@ class RawKernel:
     """One ``extern "C"`` kernel on one device.
 
     Args:
-        source: a file of ``kernels/cuda``, or an absolute path.
-        function: the kernel's name.
+        instantiation: the kernel; its header may lie outside of ``kernels/cuda``.
         device: the CUDA device, with its index.
-        defines: preprocessor definitions.
 
     Raises:
         EnvironmentProblem: CuPy or NVRTC is missing, or the source does not compile.
     """
 
-    def __init__(
-        self, source: str, function: str, device: torch.device, defines: Mapping[str, object]
-    ) -> None:
+    def __init__(self, instantiation: Instantiation, device: torch.device) -> None:
         architecture = device_numbers(device.index).architecture
-        self._function = load_kernel(source, function, architecture, defines, device.index)
+        self._function = load_kernel(instantiation, architecture, device.index)
 
     def launch(
         self, grid: int, threads: int, arguments: Sequence[tuple[Any, type]], *, dependent: bool = False

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from marlinq.kernels.jit.instantiation import cold_read
 from marlinq.kernels.launch.raw import INT64, POINTER, RawKernel
 
 _MAX_LAUNCHES = 40
@@ -121,7 +122,7 @@ def cold_read_seconds(words: Tensor, scales: Tensor) -> float:
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
     expected = size / 4e12
     for threads, unroll in ((512, 4), (512, 8), (1024, 4)):
-        kernel = RawKernel("cold_read.cu", "cold_read", device, {"THREADS": threads, "UNROLL": unroll})
+        kernel = RawKernel(cold_read(threads, unroll), device)
         whole = -(-size // (16 * threads * unroll))
         resident = 2048 // threads * processors
         for grid in sorted({whole, min(whole, resident), min(whole, resident // 2)}):

@@ -13,6 +13,7 @@ import torch
 from marlinq.core.errors import UsageError
 from marlinq.core.progress import no_progress
 from marlinq.kernels import ARCHITECTURES, GROUP_SIZES, compile_kernel
+from marlinq.kernels.jit.instantiation import cold_read
 from marlinq.operations.bench import Cell, KernelBench, bench_kernels, kernels
 from marlinq.operations.bench.peers import PEERS, Marlinq, Run, Weight, _pack_rows, random_weight
 from marlinq.operations.bench.shapes import MODELS, Layer, layers_of
@@ -176,7 +177,7 @@ def test_cpu_measures_the_reference_and_says_so() -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_cold_read_compiles_without_spills(architecture: str) -> None:
-    compiled = compile_kernel("cold_read.cu", architecture, {"THREADS": 1024, "UNROLL": 4})
+    compiled = compile_kernel(cold_read(threads=1024, unroll=4), architecture)
     assert compiled.spill_bytes == 0
     assert compiled.registers <= 64
 

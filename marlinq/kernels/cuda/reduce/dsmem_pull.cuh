@@ -1,6 +1,8 @@
-// The end of every kernel: parts of K meet in shared memory, slices of it through distributed shared memory.
+// Split-K reduction by reading: the parts of K that a block has lie in its shared memory, those of the other blocks of the
+// cluster are read through DSMEM.
 #pragma once
-#include "ptx.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/memory.cuh"
 
 // Every part of every block of the cluster has left its sums, float [Parts][TileM][Pitch], in its own shared memory.
 // Adds them, always in the same order, adds the bias, narrows and stores rows m0.. and columns n0.. of `out` [M, N].
@@ -8,13 +10,12 @@
 template <typename E, int TileM, int TileN, int Pitch, int Parts, int Cluster, int Threads, typename Meet>
 __device__ __forceinline__ void reduce_and_store(const float* buffer, const u16* bias, u16* out, i64 out_stride, int m0,
                                                  int n0, int M, int N, u32 rank, Meet meet) {
-#if __CUDA_ARCH__ >= 900
-    if (Cluster > 1) {
+    if constexpr (Cluster > 1) {
         cluster_arrive();
         cluster_wait();
-    } else
-#endif
+    } else {
         meet();
+    }
 
     const int rows = min(TileM, M - m0), columns = min(TileN, N - n0);
     static_assert(Pitch % 4 == 0 && TileN % 4 == 0, "sums are read four at a time");
@@ -26,12 +27,11 @@ __device__ __forceinline__ void reduce_and_store(const float* buffer, const u16*
 #pragma unroll
             for (int p = 0; p < Parts; ++p) {
                 const float* source = buffer + (p * TileM + m) * Pitch + n;
-#if __CUDA_ARCH__ >= 900
-                const float4 v = Cluster > 1 ? load_cluster_float4(cluster_address(shared_address(source), r))
-                                             : *reinterpret_cast<const float4*>(source);
-#else
-                const float4 v = *reinterpret_cast<const float4*>(source);
-#endif
+                float4 v;
+                if constexpr (Cluster > 1)
+                    v = load_cluster_float4(cluster_address(shared_address(source), r));
+                else
+                    v = *reinterpret_cast<const float4*>(source);
                 sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
             }
         if (n < columns) {
@@ -43,12 +43,10 @@ __device__ __forceinline__ void reduce_and_store(const float* buffer, const u16*
                          make_uint2(E::narrow(sum.x, sum.y), E::narrow(sum.z, sum.w)));
         }
     }
-#if __CUDA_ARCH__ >= 900
     // Nobody leaves while its shared memory may still be read. What was read has been used by now, so the barrier need
     // not order memory, which would wait for the stores above.
-    if (Cluster > 1) {
+    if constexpr (Cluster > 1) {
         cluster_arrive_relaxed();
         cluster_wait();
     }
-#endif
 }

@@ -1,10 +1,7 @@
-// Sums of a group of channels, for the kernels built on mma.sync: when they are scaled, and what codes become before.
+// What the words of a quantisation group add to a warp's sums, for the kernels built on mma.sync: when scales multiply, and
+// which of the codec's ways a word takes.
 #pragma once
-#include "element.cuh"
-
-struct Scales {
-    u32 pair[4];  // q: the scales (or zero points) of this lane's rows n and n + 8 of block q
-};
+#include "scale/stored_order.cuh"
 
 template <int BlocksM>
 struct Accumulators {
@@ -20,30 +17,31 @@ struct Accumulators {
     }
 };
 
-// What two k16 rows of a warp's words add to its sums. Three ways:
+// Three ways:
 //
-//   ScaleSums, one block of eight batch rows   codes are multiplied as they are (element.cuh), and so are the activations
-//                                              alone; the sums get zero points and scales when the group ends
-//   ScaleSums, larger batches                  codes minus zero points are multiplied, and their sums scaled
-//   otherwise                                  weights are multiplied: no second set of accumulators
+//   ScaleSums, one block of eight batch rows   products of codes alone (int4_codes.cuh) and of the activations alone; the
+//                                              sums get zero points and scales when the quantisation group ends
+//   ScaleSums, larger batches                  products of codes minus zero points, whose sums are scaled
+//   otherwise                                  products of weights: no second set of accumulators
 //
-// The first needs five instructions a word, the others nine and thirteen, but products of the activations alone and one
-// more set of accumulators, which is too much for more batch rows.
-template <typename E, int BlocksM, bool Zeros, bool ScaleSums>
-struct GroupSums {
+// They take five, nine and thirteen instructions a word. But the first also takes products of the activations alone and one
+// more set of accumulators, too many registers for larger batches.
+template <typename Codec, int BlocksM, bool Zeros, bool ScaleSums>
+struct QuantGroupSums {
+    typedef typename Codec::Element E;
     static constexpr bool CODES = ScaleSums && BlocksM == 1;
-    static constexpr int KINDS = CODES ? E::KINDS : 1;
+    static constexpr int KINDS = CODES ? Codec::KINDS : 1;
 
     Accumulators<BlocksM> sums[KINDS];
-    float plain[BlocksM][4];  // of the activations, times eight where nobody has zero points
-    Scales scale, zero;       // where weights need them
+    float plain[BlocksM][4];  // of the activations alone, times eight where no zero points are stored
+    Scales<4> scale, zero;    // where weights need them
 
     // The 16-byte piece of two rows' activations that matrix lane / 8 is loaded from. A row's B fragment is its two pieces;
     // for codes, whose kinds are channels apart, a fragment is one kind's pieces of both rows.
     static __device__ __forceinline__ int piece(int lane) { return CODES ? lane / 8 % 2 * 2 + lane / 16 : lane / 8; }
 
     // Before a group's first row.
-    __device__ __forceinline__ void begin(const Scales& scales, const Scales& zeros) { scale = scales, zero = zeros; }
+    __device__ __forceinline__ void begin(const Scales<4>& scales, const Scales<4>& zeros) { scale = scales, zero = zeros; }
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -59,7 +57,7 @@ struct GroupSums {
                                         const u32 (&x)[BlocksM][2][2]) {
         const u32 words[2][4] = {{first.x, first.y, first.z, first.w}, {second.x, second.y, second.z, second.w}};
         if constexpr (CODES) {
-            constexpr u32 ALONE = Zeros ? E::ONES_AS_CODES : E::EIGHTS_AS_CODES;
+            constexpr u32 ALONE = Zeros ? Codec::ONES_AS_CODES : Codec::EIGHTS_AS_CODES;
             const u32 alone[4] = {ALONE, ALONE, ALONE, ALONE};
 #pragma unroll
             for (int f = 0; f < 2; ++f) E::multiply_accumulate(plain[0], alone, x[0][f][0], x[0][f][1]);
@@ -67,7 +65,7 @@ struct GroupSums {
             for (int q = 0; q < 4; ++q) {
                 u32 pairs[2][2][2];
 #pragma unroll
-                for (int row = 0; row < 2; ++row) E::codes(words[row][q], pairs[row]);
+                for (int row = 0; row < 2; ++row) Codec::codes(words[row][q], pairs[row]);
 #pragma unroll
                 for (int kind = 0; kind < 2; ++kind) {
                     const u32 a[4] = {pairs[0][kind][0], pairs[0][kind][1], pairs[1][kind][0], pairs[1][kind][1]};
@@ -81,7 +79,7 @@ struct GroupSums {
 #pragma unroll
                 for (int q = 0; q < 4; ++q) {
                     u32 a[4];
-                    E::dequantize(words[row][q], a, Zeros ? E::offsets(zero.pair[q]) : E::offsets());
+                    Codec::dequantize(words[row][q], a, Zeros ? Codec::offsets(zero.pair[q]) : Codec::offsets());
                     if (!ScaleSums) scale_fragment<E>(a, scale.pair[q]);
 #pragma unroll
                     for (int b = 0; b < BlocksM; ++b)
@@ -91,23 +89,23 @@ struct GroupSums {
     }
 
     // After a group's last row: total += scales * sums.
-    __device__ __forceinline__ void close(Accumulators<BlocksM>& total, const Scales& scales, const Scales& zeros) const {
+    __device__ __forceinline__ void close(Accumulators<BlocksM>& total, const Scales<4>& scales, const Scales<4>& zeros) const {
         if (!ScaleSums) return;
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
-            const float by[2] = {widen_half<E, 0>(scales.pair[q]) * (CODES ? E::UNIT : 1.f),
-                                 widen_half<E, 1>(scales.pair[q]) * (CODES ? E::UNIT : 1.f)};
+            const float by[2] = {widen_half<E, 0>(scales.pair[q]) * (CODES ? Codec::UNIT : 1.f),
+                                 widen_half<E, 1>(scales.pair[q]) * (CODES ? Codec::UNIT : 1.f)};
             float offset[2];
             if (CODES && Zeros) {
-                offset[0] = widen_half<E, 0>(zeros.pair[q]) + E::BASE;
-                offset[1] = widen_half<E, 1>(zeros.pair[q]) + E::BASE;
+                offset[0] = widen_half<E, 0>(zeros.pair[q]) + Codec::BASE;
+                offset[1] = widen_half<E, 1>(zeros.pair[q]) + Codec::BASE;
             }
 #pragma unroll
             for (int b = 0; b < BlocksM; ++b)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     float sum = sums[0].value[q][b][i];
-                    if constexpr (KINDS == 2) sum = fmaf(sums[1].value[q][b][i], E::SECOND, sum);
+                    if constexpr (KINDS == 2) sum = fmaf(sums[1].value[q][b][i], Codec::SECOND, sum);
                     if (CODES) sum = Zeros ? fmaf(-offset[i / 2], plain[b][i], sum) : sum - plain[b][i];
                     total.value[q][b][i] = fmaf(by[i / 2], sum, total.value[q][b][i]);
                 }

@@ -1,23 +1,25 @@
-// Products of one batch row in whole numbers, for the stream kernel.
+// Integer products of one batch row, for the stream kernel.
 //
-// With float products a word takes five instructions and one and a quarter mma.sync (sums.cuh), and of the eight columns
-// of an mma's operand B a single row uses one. Bytes take two instructions and half an mma.m16n8k32, if all eight are used:
+// With float products a word takes five instructions and one and a quarter mma.sync (quant_group_sums.cuh), and a single row
+// uses one of the eight columns of operand B. Integer products use all eight: a word takes two instructions and half an
+// mma.m16n8k32.
 //
-//   A   a word's nibbles where they are, as unsigned bytes: word & 0x0f0f0f0f and word & 0xf0f0f0f0. Bytes 0 and 2 are of
-//       column n, bytes 1 and 3 of column n + 8, of channels 2 (l%4) + {0, 1} and of the eight above, the latter times 16.
-//   B   the activations as whole numbers of 32 bits, in four signed digits of 8. Column 2 d + h holds digit d at the bytes
-//       of n + 8 h and zeros at the others, so that the two columns that share a register are summed apart.
+//   A   a word's nibbles in place, as unsigned bytes (codec/int4_bytes.cuh)
+//   B   the activations as 32-bit integers, in four signed digits of 8 bits. Column 2 d + h holds digit d at the bytes of
+//       weight column n + 8 h and zeros at the others, so that the two weight columns of a register have sums of their own.
 //
-// Whole numbers. A chunk's activations are multiplied by a power of two that brings the largest to 2^29 .. 2^30, those of
-// the upper eight channels to a sixteenth of that, and rounded. What rounding leaves (nothing, unless an activation is 2^15
-// times smaller than the largest one and has bits that low) is taken in the same way again, until nothing is left: so
-// products, and the sums of a group's digits, are exact, whatever the activations, but for bits below 2^-122. An infinite or
-// undefined activation makes the row NaN.
+// Integers. A chunk's activations are multiplied by a power of two that brings the largest to 2^29 .. 2^30 (those of the
+// upper eight channels to a sixteenth of that, since their nibbles count 16 times as much) and rounded. The rounding error is
+// zero unless an activation is 2^15 times smaller than the largest one and has bits that low. It is treated as activations
+// again, until nothing is left. So products, and the sums of a quantisation group's digits, are exact for any activations, but
+// for bits below 2^-122. An infinite or undefined activation makes the row NaN.
 //
-// Lanes. Lane l makes the digits of four channels of row l / 4, {2 (l%4) + 0, 1, 8, 9}, and keeps them where the eight
-// lanes of l % 4 find them. Of the sums it has digit l % 4 of columns 16 q + l / 4 + 8 h.
+// Lanes. Lane l makes the digits of four channels of k16 row l / 4 of the chunk, {2 (l%4) + 0, 1, 8, 9}, and stores them in
+// shared memory for the eight lanes with the same l % 4. It accumulates digit l % 4 of columns 16 q + l / 4 + 8 h.
 #pragma once
-#include "element.cuh"
+#include "element/pair.cuh"
+#include "ptx/bits.cuh"
+#include "ptx/matrix.cuh"
 
 constexpr int DIGIT_BYTES = 512;  // of a warp: digits of a chunk, [digit][l % 4][row] words of four channels
 
@@ -26,8 +28,10 @@ constexpr u32 LEAST_EXPONENT = 30, NOT_FINITE = 255;
 constexpr u32 MAGIC_BITS = 0x4b400000u;  // of 3 * 2^22: a float whose last place is one
 constexpr float MAGIC = 12582912.f;
 
-template <typename E>
+template <typename Codec>
 struct DigitSums {
+    typedef typename Codec::Element E;
+
     float total[4][2];  // q, h
 
     __device__ __forceinline__ void clear() {
@@ -35,9 +39,9 @@ struct DigitSums {
         for (int q = 0; q < 4; ++q) total[q][0] = total[q][1] = 0.f;
     }
 
-    // A chunk of eight rows of words. `x` are its activations, `words` this lane's of the first row, 32 vectors from one row
-    // to the next, `digits` the warp's memory. `scales` and `zeros` give those of a group; GroupRows is its length.
-    template <int GroupRows, typename GetScales, typename GetZeros>
+    // A chunk of eight k16 rows of words. `x` are its activations, `words` this lane's of the first row, 32 vectors from one row
+    // to the next, `digits` the warp's memory. `scales` and `zeros` give those of a quantisation group of QuantGroupRows rows.
+    template <int QuantGroupRows, typename GetScales, typename GetZeros>
     __device__ __forceinline__ void add(const u16* x, const uint4* words, u32* digits, int lane, GetScales scales,
                                         GetZeros zeros) {
         const u32* pairs = reinterpret_cast<const u32*>(x + lane / 4 * 16 + lane % 4 * 2);
@@ -47,11 +51,11 @@ struct DigitSums {
         do {
             const u32 exponent = max(largest(left) >> 23, LEAST_EXPONENT);
             float unit;
-            const u32 plain = to_digits<GroupRows>(left, exponent, digits, lane, unit);
+            const u32 plain = to_digits<QuantGroupRows>(left, exponent, digits, lane, unit);
             lacks = exponent != LEAST_EXPONENT && exponent != NOT_FINITE &&
                     (left[0] != 0.f || left[1] != 0.f || left[2] != 0.f || left[3] != 0.f);
-            multiply<GroupRows>(words, digits, unit, plain, lane, scales, zeros);
-            // Only now: whoever waits for an answer before the products loses 3 % of a launch.
+            multiply<QuantGroupRows>(words, digits, unit, plain, lane, scales, zeros);
+            // The vote comes after the products: waiting for it before them cost 3 % of a launch.
         } while (__any_sync(0xffffffffu, lacks));
     }
 
@@ -73,9 +77,9 @@ private:
         return warp_max(mine);
     }
 
-    // Leaves the digits in memory, in `left` what they lack and in `unit` what this lane's digit of a sum counts. Returns
-    // that digit's sum of the activations of the group that row l / 4 belongs to.
-    template <int GroupRows>
+    // Stores the digits, leaves their rounding error in `left` and the weight of this lane's digit in `unit`. Returns that
+    // digit's sum over the activations of the quantisation group that row l / 4 belongs to.
+    template <int QuantGroupRows>
     static __device__ __forceinline__ u32 to_digits(float (&left)[4], u32 exponent, u32* digits, int lane, float& unit) {
         u32 number[4];
 #pragma unroll
@@ -98,7 +102,7 @@ private:
         __syncwarp();
         unit = exponent == NOT_FINITE ? __uint_as_float(0x7fffffffu) : __uint_as_float((exponent - 29 + 8 * (lane % 4)) << 23);
 
-        // Sums over the four lanes of a row, each of which keeps one digit, then over the group's rows.
+        // Sums over the four lanes of a row, each of which keeps one digit, then over the quantisation group's rows.
         u32 plain[4];
 #pragma unroll
         for (int d = 0; d < 4; ++d) plain[d] = dot_bytes(words[d], 0x10100101u);
@@ -106,17 +110,17 @@ private:
         for (int d = 0; d < 4; d += 2) plain[d] = exchange_add(plain[d], plain[d + 1], lane, 1);
         u32 sum = exchange_add(plain[0], plain[2], lane, 2);
 #pragma unroll
-        for (int distance = 4; distance < 4 * GroupRows; distance *= 2) sum += __shfl_sync(0xffffffffu, sum, lane ^ distance);
+        for (int distance = 4; distance < 4 * QuantGroupRows; distance *= 2) sum += __shfl_sync(0xffffffffu, sum, lane ^ distance);
         return sum;
     }
 
-    // Of two sums the one that bit `distance` of the lane chooses, with what the lane at that distance has of it.
+    // Bit `distance` of the lane chooses one of two sums; adds the other lane's share of it.
     static __device__ __forceinline__ u32 exchange_add(u32 first, u32 second, int lane, int distance) {
         const bool chosen = lane & distance;
         return (chosen ? second : first) + __shfl_sync(0xffffffffu, chosen ? first : second, lane ^ distance);
     }
 
-    template <int GroupRows, typename GetScales, typename GetZeros>
+    template <int QuantGroupRows, typename GetScales, typename GetZeros>
     __device__ __forceinline__ void multiply(const uint4* words, const u32* digits, float unit, u32 plain, int lane,
                                              GetScales scales, GetZeros zeros) {
         // Column l / 4 of operand B: digit l / 8, at the bytes of its half.
@@ -130,24 +134,28 @@ private:
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
                 const int row = 4 * half + r;
-                if (row % GroupRows == 0) {
+                if (row % QuantGroupRows == 0) {
 #pragma unroll
                     for (int i = 0; i < 4; ++i) sums[0][i] = sums[1][i] = MAGIC_BITS;
                 }
                 const u32 b[2] = {permute_bytes(row_digits[r], 0, first), permute_bytes(row_digits[r], 0, second)};
                 const uint4 w = words[row * 32];
-                multiply_bytes(sums[0], {w.x & 0x0f0f0f0fu, w.y & 0x0f0f0f0fu, w.x & 0xf0f0f0f0u, w.y & 0xf0f0f0f0u}, b);
-                multiply_bytes(sums[1], {w.z & 0x0f0f0f0fu, w.w & 0x0f0f0f0fu, w.z & 0xf0f0f0f0u, w.w & 0xf0f0f0f0u}, b);
-                if (row % GroupRows == GroupRows - 1) {
-                    const int group = row / GroupRows;
-                    const u32 its = GroupRows == 8 ? plain : __shfl_sync(0xffffffffu, plain, group * GroupRows * 4 + lane % 4);
-                    close(sums, (float)(int)its, unit, scales(group), zeros(group));
+                u32 a[2][4];
+                Codec::bytes(w.x, w.y, a[0]);
+                Codec::bytes(w.z, w.w, a[1]);
+                multiply_bytes(sums[0], a[0], b);
+                multiply_bytes(sums[1], a[1], b);
+                if (row % QuantGroupRows == QuantGroupRows - 1) {
+                    const int quant_group = row / QuantGroupRows;
+                    const u32 activations =
+                        QuantGroupRows == 8 ? plain : __shfl_sync(0xffffffffu, plain, quant_group * QuantGroupRows * 4 + lane % 4);
+                    close(sums, (float)(int)activations, unit, scales(quant_group), zeros(quant_group));
                 }
             }
         }
     }
 
-    // After a group's last row.
+    // After a quantisation group's last row.
     template <typename S>
     __device__ __forceinline__ void close(const u32 (&sums)[2][4], float activations, float unit, const S& scale, const S& zero) {
 #pragma unroll

@@ -1,0 +1,279 @@
+// W4A16 GEMM that streams weights from global memory straight into tensor-core registers.
+//
+//   out[m, n] = sum_k x[m, k] * (code[k, n] - zero[g(k), n]) * scale[g(k), n] + bias[n]
+//
+// The operands are swapped: weights are the A operand of mma.m16n8k16 (16 rows of N), activations the B operand
+// (8 columns of M), so that a batch of 8 fills the tensor core. A 16-byte vector of the Marlin layout is one
+// lane's share of a 16 (K) x 64 (N) tile, and its four words are that lane's A fragments of four 16x16 blocks: no
+// shared memory, no shuffles, no second copy of the weights.
+//
+//   lane l of a warp, tile (kt, nt), word q:  n = 64 nt + 16 q + l/4 + {0, 8},  k = 16 kt + 2 (l%4) + {0, 1, 8, 9}
+//   accumulator of word q, column block b:    n as above,  m = 8 b + 2 (l%4) + {0, 1}
+//
+// Who does what. A block owns 64*WARPS_N columns of N, 8*BLOCKS_M rows of the batch, and one slice of K; the blocks of
+// a cluster own the slices of one tile. Inside a block, warp (wn, wk) owns 64 columns and the wk-th part of the slice:
+//
+//   K  | block 0: wk 0 | wk 1 | block 1: wk 0 | wk 1 | ...   each part is a run of chunks of 16*ROWS channels
+//
+// Everything travels by cp.async through a ring of STAGES stages in shared memory, one chunk of every warp a stage:
+//   weights      [warp][row][lane] 16 bytes; a lane reads back only what it copied itself
+//   activations  [wk][m][channel], shared by the warps of a part; 16-byte pieces are swizzled by m so that ldmatrix
+//                reads without bank conflicts
+//   scales       [warp][quantisation group][scale or zero point][64], shared by the lanes of a warp
+// Weights and scales depend on no earlier kernel, so a dependent launch requests those of the first stage before it waits
+// for the previous kernel. Requests for more would delay that kernel's own (docs/lab-notes/kernels.md, "Dependent chain").
+//
+// SCALE_SUMS: scales multiply float accumulators at the end of a quantisation group (exact weights, fewer instructions), and
+// with one block of batch rows zero points come to the sums, too (mma/quant_group_sums.cuh). Otherwise scales multiply the
+// dequantised weights in 16 bits (no second set of accumulators, for large tiles).
+// Reduction: parts are added in shared memory, slices through DSMEM, always in the same order, so the result has the same
+// bits every time.
+//
+// DIGITS: a single batch row, by integer products (mma/integer_digits.cuh); BLOCKS_M, ROWS and SCALE_SUMS are 1, 8 and true.
+//
+// Configuration: Codec, WARPS_N, WARPS_K, BLOCKS_M, ROWS, QUANT_GROUP (channels; 0: all of K), ZEROS (stored zero points),
+// SCALE_SUMS, DIGITS, CLUSTER, STAGES, MIN_BLOCKS, and SHARED_BYTES, the host's count of dynamic shared memory.
+#pragma once
+#include "codec/int4.cuh"
+#include "mma/integer_digits.cuh"
+#include "mma/quant_group_sums.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/copy_async.cuh"
+#include "ptx/launch.cuh"
+#include "ptx/matrix.cuh"
+#include "ptx/memory.cuh"
+#include "reduce/dsmem_pull.cuh"
+#include "scale/stored_order.cuh"
+
+template <typename C>
+struct StreamGemm {
+    typedef typename C::Codec Codec;
+    typedef typename Codec::Element E;
+
+    static constexpr int WARPS_N = C::WARPS_N, WARPS_K = C::WARPS_K, CLUSTER = C::CLUSTER;
+    static constexpr int BLOCKS_M = C::BLOCKS_M, ROWS = C::ROWS, STAGES = C::STAGES, QUANT_GROUP = C::QUANT_GROUP;
+    static constexpr bool ZEROS = C::ZEROS, DIGITS = C::DIGITS, SCALE_SUMS = C::SCALE_SUMS;
+
+    static constexpr int CHUNK = 16 * ROWS;   // channels
+    static constexpr int PIECES = CHUNK / 8;  // 16-byte pieces of a chunk of activations
+    static constexpr int TILE_M = DIGITS ? 1 : 8 * BLOCKS_M;
+    static constexpr int TILE_N = 64 * WARPS_N;
+    static constexpr int WARPS = WARPS_N * WARPS_K;
+    static constexpr int THREADS = 32 * WARPS;
+    static constexpr int QUANT_GROUPS = QUANT_GROUP == 0 || QUANT_GROUP > CHUNK ? 1 : CHUNK / QUANT_GROUP;  // of a chunk
+    static constexpr int QUANT_GROUP_ROWS = ROWS / QUANT_GROUPS;
+    static_assert(!SCALE_SUMS || QUANT_GROUP <= CHUNK, "sums are scaled at ends of quantisation groups, which end chunks");
+    static_assert(PIECES >= 8, "the swizzle permutes eight pieces");
+    static_assert(!DIGITS || (BLOCKS_M == 1 && ROWS == 8 && SCALE_SUMS), "digits are made of eight rows");
+
+    // Bytes of a stage, by warp or part.
+    static constexpr int WEIGHT_BYTES = ROWS * 512;
+    static constexpr int ACTIVATION_BYTES = TILE_M * CHUNK * 2;
+    static constexpr int KINDS = ZEROS ? 2 : 1;
+    static constexpr int SCALE_BYTES = QUANT_GROUPS * KINDS * 128;
+    static constexpr int ACTIVATIONS_AT = WARPS * WEIGHT_BYTES;
+    static constexpr int SCALES_AT = ACTIVATIONS_AT + WARPS_K * ACTIVATION_BYTES;
+    static constexpr int STAGE_BYTES = SCALES_AT + WARPS * SCALE_BYTES;
+    static constexpr int DIGITS_AT = STAGES * STAGE_BYTES;  // of all warps, behind the ring
+    static constexpr int PITCH = TILE_N + 4;  // floats a row of the reduction buffer; 4 avoids bank conflicts
+
+    static constexpr int RING_BYTES = DIGITS_AT + (DIGITS ? WARPS * DIGIT_BYTES : 0);
+    static constexpr int REDUCTION_BYTES = WARPS_K * TILE_M * PITCH * 4;
+    static constexpr int SHARED_BYTES = RING_BYTES > REDUCTION_BYTES ? RING_BYTES : REDUCTION_BYTES;
+    static_assert(C::SHARED_BYTES == SHARED_BYTES, "host and kernel count different bytes of shared memory");
+
+    typedef Accumulators<BLOCKS_M> Sums;
+    typedef QuantGroupSums<Codec, BLOCKS_M, ZEROS, SCALE_SUMS> GroupSums;
+
+    // One quantisation group's scales from the warp's 64 columns in shared memory.
+    static __device__ __forceinline__ Scales<4> load_scales(const u16* base, int lane) {
+        if constexpr (QUANT_GROUP != 0)
+            return load_group_scales(base, lane);
+        else
+            return load_channel_scales_shared(base, lane);
+    }
+    // The zero points behind its scales; anything where there are none.
+    static __device__ __forceinline__ Scales<4> load_zeros(const u16* scales, int lane) {
+        return ZEROS ? load_scales(scales + 64, lane) : Scales<4>();
+    }
+    // The zero points of symmetric weights.
+    static __device__ __forceinline__ Scales<4> midpoints() {
+        const u32 pair = Codec::midpoints();
+        return {{pair, pair, pair, pair}};
+    }
+
+    // B fragments of the k16 rows `row` and `row + 1`, by column block; `tile` is the chunk's activations.
+    static __device__ __forceinline__ void load_activations(u32 (&x)[BLOCKS_M][2][2], u32 tile, int row, int lane) {
+#pragma unroll
+        for (int b = 0; b < BLOCKS_M; ++b) {
+            const int m = 8 * b + lane % 8, piece = 2 * row + GroupSums::piece(lane);
+            u32 r[4];
+            load_matrix_x4(r, tile + m * (CHUNK * 2) + ((piece ^ (m % 8)) * 16));
+            x[b][0][0] = r[0], x[b][0][1] = r[1], x[b][1][0] = r[2], x[b][1][1] = r[3];
+        }
+    }
+
+    static __device__ __forceinline__ void run(const u16* __restrict__ x, const uint4* __restrict__ words,
+                                               const u16* __restrict__ scales, const u16* __restrict__ zeros,
+                                               const u16* __restrict__ bias, u16* __restrict__ out, int M, int N, int K,
+                                               i64 x_stride, i64 out_stride, int dependent) {
+        extern __shared__ __align__(128) unsigned char shared[];
+
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int wn = warp % WARPS_N, wk = warp / WARPS_N;
+        const u32 rank = blockIdx.x % CLUSTER;
+        const int tiles_m = (M + TILE_M - 1) / TILE_M;
+        // Neighbouring blocks share a column tile, so that its weights are read from L2 after the first.
+        const int tile = blockIdx.x / CLUSTER;
+        // Most launches have one batch tile, and a division takes longer than a barrier.
+        const int column_tile = tiles_m == 1 ? tile : tile / tiles_m;
+        const int m0 = (tile - column_tile * tiles_m) * TILE_M, n0 = column_tile * TILE_N;
+        const int rows_m = min(TILE_M, M - m0);
+
+        constexpr u32 PARTS = CLUSTER * WARPS_K;
+        const u32 chunks = (K + CHUNK - 1) / CHUNK, part = rank * WARPS_K + wk;
+        const int first = chunks * part / PARTS, my_steps = chunks * (part + 1) / PARTS - first;
+        const int steps = (chunks + PARTS - 1) / PARTS;
+
+        // A warp past the last column repeats it; its results are not stored.
+        const int n_tile = min(n0 / 64 + wn, N / 64 - 1);
+        const int last_group = QUANT_GROUP == 0 ? 0 : K / QUANT_GROUP - 1;
+
+        const u32 ring = shared_address(shared);
+        const uint4* next_row = words + (i64)(first * ROWS) * (N / 2) + n_tile * 32 + lane;
+        int rows_left = K / 16 - first * ROWS;
+        const auto fetch_weights = [&](int step) {
+            if (step >= my_steps) return;
+            const u32 stage = ring + step % STAGES * STAGE_BYTES;
+            const u32 mine = stage + warp * WEIGHT_BYTES + lane * 16;
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                copy_async_16(mine + i * 512, next_row, rows_left > i ? 16u : 0u);
+                if (rows_left > i + 1) next_row += N / 2;
+            }
+            rows_left -= ROWS;
+            if (QUANT_GROUP == 0 && step > 0) return;
+            const int first_group = QUANT_GROUP == 0 ? 0 : (first + step) * CHUNK / (QUANT_GROUP == 0 ? 1 : QUANT_GROUP);
+#pragma unroll
+            for (int base = 0; base < QUANT_GROUPS * KINDS * 8; base += 32) {
+                const int index = base + lane, kind = index / 8 % KINDS;
+                const int group = min(first_group + index / 8 / KINDS, last_group);
+                const u16* source = (kind == 0 ? scales : zeros) + (i64)group * N + n_tile * 64 + index % 8 * 8;
+                const u32 at = QUANT_GROUP == 0 ? ring : stage;
+                if (index < QUANT_GROUPS * KINDS * 8)
+                    copy_async_16(at + SCALES_AT + warp * SCALE_BYTES + index * 16, source, 16u);
+            }
+        };
+        const u16* my_x = x + (i64)m0 * x_stride + (i64)first * CHUNK;
+        const auto fetch_activations = [&](int step) {
+            if (step >= my_steps) return;
+            const u32 mine = ring + step % STAGES * STAGE_BYTES + ACTIVATIONS_AT + wk * ACTIVATION_BYTES;
+            const int k = (first + step) * CHUNK;
+#pragma unroll
+            for (int base = 0; base < TILE_M * PIECES; base += 32 * WARPS_N) {
+                const int index = base + wn * 32 + lane, m = index / PIECES, piece = index % PIECES;
+                // Rows past the batch stay as they are: a column of the product depends on its own row alone. Channels
+                // past K become zeros, which cancel whatever the weights of those rows are.
+                if (m < rows_m)
+                    copy_async_16(mine + m * (CHUNK * 2) + ((piece ^ (m % 8)) * 16), my_x + m * x_stride + piece * 8,
+                                  k + piece * 8 < K ? 16u : 0u);
+            }
+            my_x += CHUNK;
+        };
+
+        if (dependent) {
+            fetch_weights(0);
+            wait_for_previous_kernel();
+        }
+        for (int s = 0; s < STAGES - 1; ++s) {
+            if (!dependent || s > 0) fetch_weights(s);
+            fetch_activations(s);
+            copy_async_commit();
+        }
+
+        Sums total;
+        total.clear();
+        GroupSums group_sums;
+        if (QUANT_GROUP == 0) group_sums.clear();
+        DigitSums<Codec> digit_sums;
+        digit_sums.clear();
+        u32* digits = reinterpret_cast<u32*>(shared + DIGITS_AT + warp * DIGIT_BYTES);
+        const u16* channel_scales = reinterpret_cast<const u16*>(shared + SCALES_AT + warp * SCALE_BYTES);
+
+        for (int step = 0; step < steps; ++step) {
+            copy_async_wait<STAGES - 2>();
+            // Only a part's warps, side by side, share something: its activations.
+            if (WARPS_N == 1)
+                __syncwarp();
+            else
+                barrier_sync(1 + wk, 32 * WARPS_N);
+            fetch_weights(step + STAGES - 1);
+            fetch_activations(step + STAGES - 1);
+            copy_async_commit();
+            if (step == max(0, steps - STAGES)) launch_dependents();
+            if (step >= my_steps) continue;
+
+            const u32 stage = step % STAGES * STAGE_BYTES;
+            const uint4* my_weights = reinterpret_cast<const uint4*>(shared + stage + warp * WEIGHT_BYTES) + lane;
+            const u32 activations = stage + ACTIVATIONS_AT + wk * ACTIVATION_BYTES;
+            const u16* my_scales = channel_scales + (QUANT_GROUP == 0 ? 0 : stage / 2);
+            if constexpr (DIGITS) {
+                digit_sums.template add<QUANT_GROUP_ROWS>(
+                    reinterpret_cast<const u16*>(shared + activations), my_weights, digits, lane,
+                    [&](int g) { return load_scales(my_scales + g * KINDS * 64, lane); },
+                    [&](int g) { return ZEROS ? load_zeros(my_scales + g * KINDS * 64, lane) : midpoints(); });
+                continue;
+            }
+#pragma unroll
+            for (int i = 0; i < ROWS; i += 2) {
+                u32 fragments[BLOCKS_M][2][2];
+                load_activations(fragments, ring + activations, i, lane);
+                const u16* group_scales = my_scales + i / QUANT_GROUP_ROWS * KINDS * 64;
+                if (i % QUANT_GROUP_ROWS == 0) {
+                    if (QUANT_GROUP != 0) group_sums.clear();
+                    group_sums.begin(load_scales(group_scales, lane), load_zeros(group_scales, lane));
+                }
+                group_sums.add(total, my_weights[i * 32], my_weights[(i + 1) * 32], fragments);
+                if (QUANT_GROUP != 0 && i % QUANT_GROUP_ROWS == QUANT_GROUP_ROWS - 2)
+                    group_sums.close(total, load_scales(group_scales, lane), load_zeros(group_scales, lane));
+            }
+        }
+        // A part without a chunk fetched no scales: whatever its memory holds, NaN perhaps, must not meet its zeros.
+        if (!DIGITS && QUANT_GROUP == 0 && my_steps > 0)
+            group_sums.close(total, load_scales(channel_scales, lane), load_zeros(channel_scales, lane));
+
+        // The ring is drained; its memory becomes the reduction buffer [part][m][n].
+        copy_async_wait<0>();
+        __syncthreads();
+        float* buffer = reinterpret_cast<float*>(shared);
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            if constexpr (DIGITS) {
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const float sum = digit_sums.sum(q, h, lane);
+                    if (lane % 4 == q) buffer[wk * PITCH + 64 * wn + 16 * q + lane / 4 + 8 * h] = sum;
+                }
+                continue;
+            }
+#pragma unroll
+            for (int c = 0; c < BLOCKS_M; ++c)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int m = 8 * c + 2 * (lane % 4) + i % 2, n = 64 * wn + 16 * q + lane / 4 + 8 * (i / 2);
+                    buffer[(wk * TILE_M + m) * PITCH + n] = total.value[q][c][i];
+                }
+        }
+        reduce_and_store<E, TILE_M, TILE_N, PITCH, WARPS_K, CLUSTER, THREADS>(buffer, bias, out, out_stride, m0, n0, M, N, rank,
+                                                                              [] { __syncthreads(); });
+    }
+};
+
+#define INSTANTIATE_W4A16_STREAM(NAME, CONFIGURATION)                                                               \
+    extern "C" __global__ void __launch_bounds__(StreamGemm<CONFIGURATION>::THREADS, CONFIGURATION::MIN_BLOCKS)     \
+    CLUSTER_OF(CONFIGURATION::CLUSTER)                                                                              \
+    NAME(const u16* __restrict__ x, const uint4* __restrict__ words, const u16* __restrict__ scales,                \
+         const u16* __restrict__ zeros, const u16* __restrict__ bias, u16* __restrict__ out, int M, int N, int K,   \
+         i64 x_stride, i64 out_stride, int dependent) {                                                             \
+        StreamGemm<CONFIGURATION>::run(x, words, scales, zeros, bias, out, M, N, K, x_stride, out_stride, dependent); \
+    }

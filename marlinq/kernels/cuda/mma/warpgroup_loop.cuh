@@ -1,0 +1,227 @@
+// The main loop of a warpgroup that multiplies: stored words to fragments in registers (operand A of wgmma), times a tile of
+// activations in shared memory (operand B).
+//
+//   K rows of a chunk     | 0 | 1 | ... | 7 | 0 of the part's next chunk
+//   registers             dequantise row i + 1 ...   while the tensor cores multiply row i
+//
+// So the words of row i + 2 are loaded, those of row i + 1 dequantised and row i multiplied at the same time, across chunk ends
+// too. A stage is released when the first products of the next chunk have been issued and all of its own are done.
+#pragma once
+#include "mma/warpgroup_sums.cuh"
+#include "ptx/matrix.cuh"
+#include "ptx/wgmma.cuh"
+#include "scale/scaling.cuh"
+#include "tma/ring.cuh"
+
+// d += A (registers) * B (shared memory), or d = A * B without ADD, for the element's type.
+template <int COLUMNS, bool ADD>
+__device__ __forceinline__ void multiply_warpgroup(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b, Half) {
+    matrix_multiply_half<COLUMNS, ADD>(d, a, b);
+}
+template <int COLUMNS, bool ADD>
+__device__ __forceinline__ void multiply_warpgroup(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b, Bfloat16) {
+    matrix_multiply_bfloat16<COLUMNS, ADD>(d, a, b);
+}
+
+// N words, side by side in shared memory.
+template <int N>
+__device__ __forceinline__ void load_words(u32 (&words)[N], const unsigned char* at) {
+    if constexpr (N == 4) {
+        const uint4 v = *reinterpret_cast<const uint4*>(at);
+        words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+    } else if constexpr (N == 2) {
+        const uint2 v = *reinterpret_cast<const uint2*>(at);
+        words[0] = v.x, words[1] = v.y;
+    } else {
+        words[0] = *reinterpret_cast<const u32*>(at);
+    }
+}
+
+template <typename Shape>
+struct WarpgroupLoop {
+    typedef typename Shape::Codec Codec;
+    typedef typename Shape::E E;
+    typedef typename Shape::Layout Layout;
+    static constexpr int PRODUCTS = Shape::PRODUCTS, TILE_M = Shape::TILE_M, ROWS = Shape::ROWS, PARTS_K = Shape::PARTS_K;
+    static constexpr int QUANT_GROUP = Shape::QUANT_GROUP, QUANT_GROUP_ROWS = Layout::QUANT_GROUP_ROWS;
+    static constexpr bool ZEROS = Shape::ZEROS, SCALED_GROUPS = Shape::SCALED_GROUPS, NORMALIZED = Shape::NORMALIZED;
+    static constexpr Scaling SCALING = Shape::SCALING;
+    // Rows between the loads of a quantisation group's scales and their first use. Factors are made of them at once; otherwise
+    // the registers are read until the group before has ended.
+    static constexpr int SCALES_AHEAD = SCALING == Scaling::FUSED ? 2 : 1;
+
+    typedef float Sums[PRODUCTS][TILE_M / 2];
+
+    Ring<Layout> ring;
+    const unsigned char* shared;
+    int words_at, scales_at;  // this lane's in the first stage, seen from `shared`
+    int part, word, lane;
+
+    // `tile` is the 64-column tile of the block that this warp's columns are in, `first_word` the first of its words there.
+    __device__ __forceinline__ WarpgroupLoop(const Ring<Layout>& block_ring, const unsigned char* memory, int block_part,
+                                             int tile, int first_word, int warp_lane)
+        : ring(block_ring), shared(memory), part(block_part), word(first_word), lane(warp_lane) {
+        const int ring_at = ring.stages - shared_address(memory);
+        // Opaque: otherwise the compiler computes the addresses anew for every chunk.
+        words_at = opaque(ring_at + Layout::WEIGHTS_AT + tile * 512 + lane * 16 + word * 4);
+        scales_at = opaque(ring_at + Layout::SCALES_AT + tile * 128 + lane / 4 * 16 + word * 4);
+        ring.advance(part);
+    }
+
+    // `sums` of the part's chunks, of the block's `count`, of a tile. Scales and zero points of whole channels, if it has such,
+    // begin at the warp's 64-column tile. Returns what the sums still have to be multiplied by.
+    __device__ __forceinline__ PerColumn<PRODUCTS> multiply(Sums& sums, int count, const u16* scales, const u16* zeros) {
+        Scales<PRODUCTS> scale, zero, normalizers;
+        Factors factors[PRODUCTS];
+        u32 w[2][PRODUCTS], a[2][PRODUCTS][4];  // words and fragments of even and of odd rows
+        // Row i of a stage.
+        const auto load_row = [&](int stage, int i) {
+            load_words(w[i % 2], shared + (words_at + stage * Layout::BYTES) + i * Layout::ROW_BYTES);
+        };
+        // What row i's fragments need of the quantisation group that begins with it, if one does.
+        const auto load_quant_group = [&](int stage, int i) {
+            if (QUANT_GROUP == 0 || i % QUANT_GROUP_ROWS) return;
+            const unsigned char* at =
+                shared + (scales_at + stage * Layout::BYTES) + i / QUANT_GROUP_ROWS * Layout::SCALE_BYTES;
+            if (SCALING != Scaling::SUMS) load_words(scale.pair, at);
+            if (ZEROS) load_words(zero.pair, at + (Layout::ZEROS_AT - Layout::SCALES_AT));
+        };
+        const auto dequantize_row = [&](int i) {
+#pragma unroll
+            for (int q = 0; q < PRODUCTS; ++q) {
+                u32 (&fragment)[4] = a[i % 2][q];
+                if constexpr (SCALING == Scaling::FUSED) {
+                    if (i % QUANT_GROUP_ROWS == 0)
+                        factors[q] = Codec::factors(Codec::normalize(scale.pair[q], normalizers.pair[q]));
+                    Codec::scaled(w[i % 2][q], fragment, factors[q]);
+                } else {
+                    Codec::dequantize(w[i % 2][q], fragment, ZEROS ? Codec::offsets(zero.pair[q]) : Codec::offsets());
+                    if (SCALING == Scaling::WEIGHTS) scale_fragment<E>(fragment, scale.pair[q]);
+                }
+            }
+        };
+        // Calls `use` for every pair of scales in the stage, whose first quantisation group's are loaded.
+        const auto each_scale = [&](int stage, auto use) {
+#pragma unroll
+            for (int g = 0; g < Layout::QUANT_GROUPS; ++g) {
+                Scales<PRODUCTS> s = scale;
+                if (g > 0) load_words(s.pair, shared + (scales_at + stage * Layout::BYTES) + g * Layout::SCALE_BYTES);
+#pragma unroll
+                for (int q = 0; q < PRODUCTS; ++q) use(s.pair[q], q);
+            }
+        };
+
+        Sums group_sums;
+        Sums& target = SCALED_GROUPS ? group_sums : sums;
+#pragma unroll
+        for (int q = 0; q < PRODUCTS; ++q)
+#pragma unroll
+            for (int i = 0; i < TILE_M / 2; ++i) sums[q][i] = 0.f;
+#pragma unroll
+        for (int q = 0; q < PRODUCTS; ++q) normalizers.pair[q] = Codec::LARGEST_NORMALIZERS;
+        if (QUANT_GROUP == 0) {
+            // In registers of their own: otherwise the compiler copies one zero behind the fence of the first products.
+            settle(sums);
+            scale = load_channel_scales<PRODUCTS>(scales, word, lane);
+            if (ZEROS) zero = load_channel_scales<PRODUCTS>(zeros, word, lane);
+        }
+        // Rows past K have activations of zero (TMA fills them in) and finite weights. The wait for the last products is in
+        // the branch, not behind it: the paths with and without chunks meet there, and what the compiler copies for that it
+        // would copy too early.
+        int chunk = part;
+        if (!Shape::SPLIT || part < count) do {
+            ring.wait_full();
+            load_row(ring.stage, 0);
+            load_row(ring.stage, 1);
+            load_quant_group(ring.stage, 0);
+            if (NORMALIZED) {
+                // The first chunk, or one whose scales outgrew their columns' normalizers.
+                const Scales<PRODUCTS> before = normalizers;
+                each_scale(ring.stage,
+                           [&](u32 pair, int q) { normalizers.pair[q] = Codec::normalizers(normalizers.pair[q], pair); });
+                if (chunk != part) {
+                    PerColumn<PRODUCTS> ratios;
+#pragma unroll
+                    for (int q = 0; q < PRODUCTS; ++q) {
+                        ratios.of[q][0] = Codec::template ratio<0>(normalizers.pair[q], before.pair[q]);
+                        ratios.of[q][1] = Codec::template ratio<1>(normalizers.pair[q], before.pair[q]);
+                    }
+                    multiply_by(sums, ratios);
+                }
+            }
+            dequantize_row(0);
+            Ring<Layout> last = ring;
+            const int entered = chunk;
+            bool fits = true;
+            do {
+                const Ring<Layout> now = ring;
+                const u64 activations = matrix_descriptor(now.address());
+                ring.advance(PARTS_K);
+                const bool more = chunk + PARTS_K < count;
+                if (SCALED_GROUPS) load_words(scale.pair, shared + (scales_at + now.stage * Layout::BYTES));
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i) {
+                    if (i + 2 < ROWS) {
+                        load_row(now.stage, i + 2);
+                    } else if (more) {
+                        if (i + 2 == ROWS) ring.wait_full();
+                        load_row(ring.stage, i + 2 - ROWS);
+                    }
+                    if (i + SCALES_AHEAD < ROWS)
+                        load_quant_group(now.stage, i + SCALES_AHEAD);
+                    else if (more)
+                        load_quant_group(ring.stage, i + SCALES_AHEAD - ROWS);
+                    const u64 b = activations + (i / 4 * Layout::SLAB_BYTES + i % 4 * 32) / 16;
+                    matrix_fence();
+#pragma unroll
+                    for (int q = 0; q < PRODUCTS; ++q) {
+                        // A quantisation group's first products don't add to what the registers hold.
+                        if (SCALED_GROUPS && i == 0)
+                            multiply_warpgroup<TILE_M, false>(target[q], a[i % 2][q], b, E());
+                        else
+                            multiply_warpgroup<TILE_M, true>(target[q], a[i % 2][q], b, E());
+                    }
+                    matrix_commit();
+                    // The products of the row before are done, so its registers may be written again.
+                    matrix_wait<1>();
+                    if (!SCALED_GROUPS && i == 0 && chunk != entered) {
+                        __syncwarp();
+                        if (lane == 0) last.release();
+                    }
+                    if (NORMALIZED && i + 1 == ROWS && more) {
+                        u32 outgrown = 0;
+                        each_scale(ring.stage, [&](u32 pair, int q) {
+                            outgrown |= Codec::outgrown(Codec::normalize(pair, normalizers.pair[q]));
+                        });
+                        fits = !__any_sync(0xffffffffu, outgrown);
+                    }
+                    dequantize_row(i + 1);
+                }
+                last = now;
+                if (SCALED_GROUPS) {
+                    matrix_wait<0>();
+                    settle(target);
+                    if (lane == 0) now.release();
+                    add_scaled<E>(sums, group_sums, scale);
+                }
+                chunk += PARTS_K;
+            } while (chunk < count && fits);
+            if (!SCALED_GROUPS) {
+                matrix_wait<0>();
+                settle(sums);
+                if (lane == 0) last.release();
+            }
+        } while (NORMALIZED && chunk < count);
+        if (SCALING == Scaling::SUMS && QUANT_GROUP == 0) multiply_by<E>(sums, scale);
+        PerColumn<PRODUCTS> units;
+        units.set(1.f);
+        if (SCALING == Scaling::FUSED) {
+#pragma unroll
+            for (int q = 0; q < PRODUCTS; ++q) {
+                units.of[q][0] = Codec::template unit<0>(normalizers.pair[q]);
+                units.of[q][1] = Codec::template unit<1>(normalizers.pair[q]);
+            }
+        }
+        return units;
+    }
+};

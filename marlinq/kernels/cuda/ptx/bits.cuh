@@ -1,0 +1,42 @@
+// Integer and bit instructions on registers.
+#pragma once
+#include "ptx/types.cuh"
+
+// (a & mask) | bits, one instruction.
+template <u32 MASK, u32 BITS>
+__device__ __forceinline__ u32 and_or(u32 a) {
+    u32 result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(a), "n"(MASK), "n"(BITS));
+    return result;
+}
+
+// Bytes of b:a, by four nibbles of the selector.
+__device__ __forceinline__ u32 permute_bytes(u32 a, u32 b, u32 selector) {
+    u32 result;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
+    return result;
+}
+template <u32 SELECTOR>
+__device__ __forceinline__ u32 permute_bytes(u32 a, u32 b) {
+    return permute_bytes(a, b, SELECTOR);
+}
+
+__device__ __forceinline__ int round_to_int(float value) {
+    int result;
+    asm("cvt.rni.s32.f32 %0, %1;" : "=r"(result) : "f"(value));
+    return result;
+}
+
+// The largest of a warp's numbers.
+__device__ __forceinline__ u32 warp_max(u32 number) {
+    u32 result;
+    asm volatile("redux.sync.max.u32 %0, %1, %2;" : "=r"(result) : "r"(number), "r"(0xffffffffu));
+    return result;
+}
+
+// The sum of the products of four signed bytes each.
+__device__ __forceinline__ u32 dot_bytes(u32 a, u32 b) {
+    u32 result;
+    asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(0));
+    return result;
+}

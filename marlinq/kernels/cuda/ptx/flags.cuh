@@ -1,0 +1,18 @@
+// Flags in global memory that order the work of blocks.
+#pragma once
+#include "ptx/types.cuh"
+
+// Flags between blocks: who sees a released value sees what its writer, and whoever that had waited for, wrote before.
+__device__ __forceinline__ void store_release(u32* flag, u32 value) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_relaxed(u32* flag, u32 value) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ u32 load_acquire(const u32* flag) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+    return value;
+}

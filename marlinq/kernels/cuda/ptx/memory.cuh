@@ -1,0 +1,60 @@
+// Loads and stores of global and shared memory.
+#pragma once
+#include "ptx/types.cuh"
+
+// 16 bytes of weights. They are read once, so they stay out of L1 and leave L2 first.
+__device__ __forceinline__ uint4 load_streaming(const uint4* pointer) {
+    uint4 value;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(pointer));
+    return value;
+}
+
+__device__ __forceinline__ uint4 load_cached(const void* pointer) {
+    uint4 value;
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(pointer));
+    return value;
+}
+
+// 16 bytes that another block has written, from L2.
+__device__ __forceinline__ uint4 load_l2(const void* pointer) {
+    uint4 value;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(pointer)
+                 : "memory");
+    return value;
+}
+
+// 16 and 8 aligned bytes in one instruction each, whatever the compiler makes of the address.
+__device__ __forceinline__ void store_global(void* pointer, const uint4& v) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+__device__ __forceinline__ void store_global(void* pointer, const uint2& v) {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(pointer), "r"(v.x), "r"(v.y) : "memory");
+}
+
+__device__ __forceinline__ u32 load_u16(const u16* pointer) {
+    u16 value;
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(value) : "l"(pointer));
+    return value;
+}
+
+__device__ __forceinline__ uint4 load_shared(u32 address) {
+    uint4 value;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(address)
+                 : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_shared(u32 address, const float (&v)[4]) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(__float_as_uint(v[0])),
+                 "r"(__float_as_uint(v[1])), "r"(__float_as_uint(v[2])), "r"(__float_as_uint(v[3]))
+                 : "memory");
+}

@@ -1,0 +1,89 @@
+// The TMA producer: one thread of a block that requests all of its operands, three to five copies a chunk.
+//
+// Channels and columns outside a tensor arrive as zeros and count as bytes. Boxes of activations end with the batch: TMA's
+// zero fill of missing rows was measured slower than loading rows that exist (docs/lab-notes/kernels.md, "Rows beyond the batch").
+// Rows of a stage past the batch keep what they held, and what they give is not stored.
+#pragma once
+#include "ptx/launch.cuh"
+#include "ptx/tensor_copy.cuh"
+#include "tma/ring.cuh"
+#include "tma/stage_layout.cuh"
+
+// Maps of x [M, K] with swizzled boxes of 64 columns. `tile` has the rows of a tile, or all rows of a smaller batch; `rest` has
+// the rows that whole tiles leave.
+struct ActivationMaps {
+    TensorMap tile, rest;
+};
+
+// Maps of words [K/16, N/64, 128] and of scales and zeros [G, N/64, 64].
+struct WeightMaps {
+    TensorMap words, scales, zeros;
+};
+
+// Copies chunks of one column tile and one batch tile.
+template <typename Layout>
+struct Producer {
+    static constexpr int TILE_M = Layout::TILE_M, SLABS = Layout::SLABS, QUANT_GROUP = Layout::QUANT_GROUP;
+
+    const TensorMap* x;
+    const WeightMaps& maps;
+    int m0, tile;  // first row of the batch, first 64-column tile
+    u32 bytes;     // of a chunk
+
+    __device__ __forceinline__ Producer(const ActivationMaps& activations, const WeightMaps& weights, int M, int m0, int n0)
+        : x(m0 > 0 && M - m0 < TILE_M ? &activations.rest : &activations.tile),
+          maps(weights),
+          m0(m0),
+          tile(n0 / 64),
+          bytes(Layout::COPIED_BYTES - SLABS * 128 * max(TILE_M - (M - m0), 0)) {}
+
+    __device__ __forceinline__ static int first_quant_group(int chunk) {
+        return QUANT_GROUP == 0 ? 0 : chunk * Layout::CHUNK / (QUANT_GROUP == 0 ? 1 : QUANT_GROUP);
+    }
+
+    __device__ __forceinline__ void copy_weights(const Ring<Layout>& ring, int chunk) const {
+        const u32 at = ring.address(), barrier = ring.full + 8 * ring.stage;
+        barrier_expect(barrier, bytes);
+        copy_box_once(at + Layout::WEIGHTS_AT, &maps.words, 0, tile, chunk * Layout::ROWS, barrier);
+        if (QUANT_GROUP != 0) copy_box_once(at + Layout::SCALES_AT, &maps.scales, 0, tile, first_quant_group(chunk), barrier);
+        if (QUANT_GROUP != 0 && Layout::ZEROS)
+            copy_box_once(at + Layout::ZEROS_AT, &maps.zeros, 0, tile, first_quant_group(chunk), barrier);
+    }
+    __device__ __forceinline__ void copy_activations(const Ring<Layout>& ring, int chunk) const {
+        const u32 at = ring.address(), barrier = ring.full + 8 * ring.stage;
+#pragma unroll
+        for (int slab = 0; slab < SLABS; ++slab)
+            copy_box(at + slab * Layout::SLAB_BYTES, x, chunk * Layout::CHUNK + slab * 64, m0, barrier);
+    }
+
+    // The weights of chunk `begin`, the first of `count`. They depend on no earlier kernel, and copying them takes the producer
+    // alone, so they are requested before the block's first barrier.
+    __device__ __forceinline__ void start(const Ring<Layout>& ring, int begin, int count) const {
+        if (count > 0) copy_weights(ring, begin);
+    }
+    // The rest of what `start` began: a dependent launch requests more weights, and only then waits for the previous kernel.
+    __device__ __forceinline__ void go_on(Ring<Layout>& ring, Window<Layout>& window, int begin, int count,
+                                          bool dependent) const {
+        const Ring<Layout> first = ring;
+        const int ahead = min(dependent ? Layout::AHEAD : 1, count);
+#pragma unroll 1
+        for (int i = 0; i < ahead; ++i, ring.advance())
+            if (i > 0) copy_weights(ring, begin + i);
+        if (dependent) wait_for_previous_kernel();
+        ring = first;
+#pragma unroll 1
+        for (int i = 0; i < ahead; ++i, ring.advance()) copy_activations(ring, begin + i);
+        window.chunks = ahead;
+        fill(ring, window, begin + ahead, count - ahead);
+    }
+    // Chunks begin .. begin + count - 1, each as soon as the window and its stage have room.
+    __device__ __forceinline__ void fill(Ring<Layout>& ring, Window<Layout>& window, int begin, int count) const {
+#pragma unroll 1
+        for (int i = 0; i < count; ++i, ring.advance()) {
+            window.admit();
+            ring.wait_empty();
+            copy_weights(ring, begin + i);
+            copy_activations(ring, begin + i);
+        }
+    }
+};

@@ -1,0 +1,43 @@
+// What a stage of the ring in shared memory holds, for the kernels whose operands arrive by TMA.
+//
+// A stage is one chunk of CHUNK channels: TILE_M rows of activations, ROWS rows of weights (a row is the TILES * 64 columns of
+// 16 channels), and the chunk's quantisation groups of scales and zero points.
+//
+//   | activations: [slab of 64 channels][row] 128 bytes | weights: [row] 512 * TILES bytes | scales | zero points |
+//
+// Scales of whole channels (QUANT_GROUP 0) are not part of a stage.
+#pragma once
+
+template <typename C, int TileM, int Tiles>
+struct StageLayout {
+    static constexpr int TILE_M = TileM, TILES = Tiles, ROWS = C::ROWS, STAGES = C::STAGES, WINDOW = C::WINDOW;
+    static constexpr int QUANT_GROUP = C::QUANT_GROUP;
+    static constexpr bool ZEROS = C::ZEROS;
+
+    static constexpr int CHUNK = 16 * ROWS;
+    static constexpr int SLABS = CHUNK / 64;  // 128-byte rows of activations
+    static constexpr int QUANT_GROUPS = QUANT_GROUP == 0 || QUANT_GROUP > CHUNK ? 1 : CHUNK / QUANT_GROUP;  // of a chunk
+    static constexpr int QUANT_GROUP_ROWS = ROWS / QUANT_GROUPS;
+    static constexpr int TILE_N = 64 * TILES;
+
+    // Bytes. Activations come first: their swizzle wants 1024-byte alignment.
+    static constexpr int SLAB_BYTES = TILE_M * 128;
+    static constexpr int ROW_BYTES = TILES * 512;
+    static constexpr int SCALE_BYTES = TILES * 128;  // of one quantisation group
+    static constexpr int WEIGHTS_AT = SLABS * SLAB_BYTES;
+    static constexpr int SCALES_AT = WEIGHTS_AT + ROWS * ROW_BYTES;
+    static constexpr int ZEROS_AT = SCALES_AT + (QUANT_GROUP == 0 ? 0 : QUANT_GROUPS * SCALE_BYTES);
+    static constexpr int COPIED_BYTES = ZEROS_AT + (QUANT_GROUP == 0 || !ZEROS ? 0 : QUANT_GROUPS * SCALE_BYTES);
+    static constexpr int BYTES = (COPIED_BYTES + 1023) / 1024 * 1024;
+    static constexpr int RING_BYTES = STAGES * BYTES;
+    // Dynamic shared memory begins anywhere, so the ring takes up to this much more to be aligned.
+    static constexpr int ALIGNMENT_BYTES = 1024;
+
+    // Chunks whose weights a dependent launch requests before it waits for the previous kernel. More bytes than these would
+    // delay that kernel's own requests (docs/lab-notes/kernels.md, "Dependent chain").
+    static constexpr int AHEAD_BYTES = 65536;
+    static constexpr int AHEAD = BYTES > AHEAD_BYTES ? 1 : AHEAD_BYTES / BYTES < WINDOW ? AHEAD_BYTES / BYTES : WINDOW;
+
+    static_assert(0 < WINDOW && WINDOW <= STAGES, "every chunk in flight has a stage");
+    static_assert(SLAB_BYTES % 1024 == 0 && CHUNK % 64 == 0, "slabs hold whole swizzle atoms");
+};
