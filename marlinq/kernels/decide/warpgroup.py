@@ -24,7 +24,8 @@ _FUSED_REGISTERS = {1: 4, 2: 4, 4: 20}
 _EVEN_REGISTERS, _EVEN_ZERO_REGISTERS = 22, 12
 _PUSH_REGISTERS = {1: 12, 2: 12, 4: 28}
 # Largest tile whose sums are scaled instead of its weights: what it saves on a weight it spends on a sum; and
-# the tiles where subtracting and scaling at once beats both for float16 (docs/lab-notes/kernels.md, "Scaled sums"
+# the tiles where subtracting and scaling at once beats both for float16 (docs/lab-notes/kernels.md,
+# "Scaled sums"
 # and "Scaled codes").
 _SCALED_SUMS_MOST = 64
 _FUSED_LEAST, _FUSED_MOST = 32, 96
