@@ -35,6 +35,8 @@ _BULK_MOST, _WARPGROUP_LEAST, _STREAM_MOST = 16, 9, 16
 # What a kernel whose blocks run all at once saves in a chain of dependent launches, unless its clusters are
 # larger than this, which start late and hold the chain up (docs/lab-notes/kernels.md, "Dependent chain").
 _OVERLAP_SECONDS, _OVERLAP_CLUSTER = 1.7e-6, 2
+# Batches up to the last of these are decided for as the next of them.
+_FEW_ROWS = (1, 4, 8, 16, 32)
 # The batches whose speed decides in which order a batch-invariant sum is taken.
 _TYPICAL_BATCHES = (1, 16, 64, 512)
 
@@ -137,10 +139,7 @@ def _decide(problem: Problem, device: Device, demanded: Demands) -> KernelDecisi
             f"w4a16_gemm: group size {problem.group_size} with K={problem.k}; "
             "expected 32, 64, 128 or -1, dividing K"
         )
-    rows = problem.m if problem.m <= 64 else -(-problem.m // 16) * 16
-    # Prompts have any length; long ones that are nearly the same share a decision.
-    rows = rows if rows <= 1024 else -(-rows // 64) * 64
-    seconds, busiest, config = _fastest(replace(problem, m=rows), device, demanded)
+    seconds, busiest, config = _fastest(replace(problem, m=bucket(problem.m)), device, demanded)
     grid = config.grid(problem)
     split = f"K in {config.parts} parts over {config.cluster} blocks"
     if isinstance(config, WarpgroupConfig) and config.even:
@@ -158,6 +157,20 @@ def _decide(problem: Problem, device: Device, demanded: Demands) -> KernelDecisi
     if not device.measured:
         reason += "; unmeasured GPU: the model's constants are an H200's"
     return KernelDecision(_kernel_of(config), reason, config, grid, seconds)
+
+
+def bucket(m: int) -> int:
+    """The batch that decides for ``m`` rows, so that nearly equal batches share a variant: the next multiple
+    of the finest tile's height that is worth a variant of its own."""
+    if m <= _FEW_ROWS[-1]:
+        return next(rows for rows in _FEW_ROWS if rows >= m)
+    step = 16 if m <= 1024 else 64
+    return -(-m // step) * step
+
+
+def buckets(most: int) -> tuple[int, ...]:
+    """The batches that decide for all of up to ``most`` rows."""
+    return tuple(sorted({bucket(m) for m in range(1, most + 1)}))
 
 
 @lru_cache(maxsize=1024)
@@ -186,7 +199,15 @@ def _all_estimates(
     problem: Problem, device: Device, demanded: Demands
 ) -> Iterator[tuple[float, str, KernelConfig]]:
     for kernel in considered(problem, device, demanded):
-        yield from estimates(problem, device, kernel, demanded.batch_invariant)
+        found = 0
+        # Servers pad to powers of two. Any other batch takes what serves many, or a model would need a
+        # hundred variants.
+        if kernel == "warpgroup" and problem.m > _FEW_ROWS[-1] and problem.m.bit_count() > 1:
+            for config in warpgroup.common(problem, device) if not demanded.batch_invariant else ():
+                found += 1
+                yield (*warpgroup.estimate(problem, device, config), config)
+        if not found:
+            yield from estimates(problem, device, kernel, demanded.batch_invariant)
 
 
 def considered(problem: Problem, device: Device, demanded: Demands) -> tuple[Kernel, ...]:

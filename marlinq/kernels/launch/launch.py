@@ -6,12 +6,20 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from marlinq.core.errors import EnvironmentProblem
-from marlinq.kernels.decide.decision import KernelConfig, blocks_together, decide, demands, gains_by_overlap
+from marlinq.kernels.decide.decision import (
+    KernelConfig,
+    blocks_together,
+    buckets,
+    decide,
+    demands,
+    gains_by_overlap,
+)
 from marlinq.kernels.decide.device import Device, device_of
 from marlinq.kernels.decide.problem import Problem
 from marlinq.kernels.decide.stream import StreamConfig
@@ -204,6 +212,55 @@ def precompile(problems: Iterable[Problem], device_index: int = 0) -> int:
     """
     return precompile_variants(
         ((problem, _decided(problem, device_index)) for problem in problems), device_index
+    )
+
+
+class LayerShape(NamedTuple):
+    """What decides which variants a weight needs.
+
+    Attributes:
+        n: columns of the stored weight, padding included: a multiple of 64.
+        k: channels, a multiple of 64.
+        group_size: 32, 64, 128, or -1 for a single group.
+        zeros: whether zero points are stored.
+    """
+
+    n: int
+    k: int
+    group_size: int
+    zeros: bool
+
+
+def precompile_model(
+    layers: Iterable[LayerShape], dtype: torch.dtype, device_index: int = 0, *, most_rows: int = 8192
+) -> int:
+    """Compile what a model's products need for any batch of up to ``most_rows`` rows, in parallel.
+
+    A model has about 40 variants. Where the cache has them all this takes half a second, for the decisions,
+    which later calls then find made. Contexts count: call it inside :func:`dependent_launches` or
+    :func:`batch_invariant` where the products will run inside, too.
+
+    Args:
+        layers: of all weights; equal ones count once.
+        dtype: float16 or bfloat16, of activations and results.
+        device_index: of the GPU.
+        most_rows: rows of the largest batch.
+
+    Returns:
+        How many variants were compiled.
+
+    Raises:
+        EnvironmentProblem: a variant does not compile, or the cache can't be written.
+        UnsupportedError: a layer that no kernel takes.
+    """
+    bfloat16 = dtype == torch.bfloat16
+    return precompile(
+        (
+            Problem(m, layer.n, layer.k, layer.group_size, layer.zeros, bfloat16)
+            for layer in dict.fromkeys(layers)
+            for m in buckets(most_rows)
+        ),
+        device_index,
     )
 
 
