@@ -65,8 +65,8 @@ _SHAPES = {
     (1, 3, 1): ((8, 1), (4, 1)),
 }
 # (tile_m, words, groups_n, parts_k, cluster, even): what serves batches that are no powers of two, so that a
-# model needs few variants. Of ten that ``lab/kernels/choose_common.py`` chooses, without the two that save least
-# for a further variant; they are expected to cost 4 % over the best on average, and up to 44 %.
+# model needs few variants. Of ten that ``lab/kernels/choose_common.py`` chooses, without the two that save
+# least for a further variant; they are expected to cost 4 % over the best on average, and up to 44 %.
 _COMMON = (
     (64, 2, 2, 1, 1, True),
     (96, 2, 2, 1, 1, True),
