@@ -34,6 +34,7 @@ from marlinq.kernels.decide.decision import Kernel, _decide, _fastest, available
 from marlinq.kernels.decide.device import H200
 from marlinq.kernels.decide.stream import StreamConfig
 from marlinq.kernels.decide.warpgroup import WarpgroupConfig
+from marlinq.kernels.jit.instantiation import Instantiation
 from marlinq.kernels.launch import launch
 from marlinq.operations.bench.kernels import DEFAULT_BATCHES
 from marlinq.operations.bench.shapes import MODELS
@@ -208,7 +209,7 @@ def test_a_model_needs_few_variants(group: int, zeros: bool, bfloat16: bool) -> 
             problem = Problem(m, n, k, group, zeros, bfloat16)
             config = decide(problem, H200).config
             assert config is not None
-            variants.add((config.source, *sorted(config.defines(problem).items())))
+            variants.add(config.instantiation(problem))
     # "About 40"; without buckets they are 88.
     assert len(variants) <= 45
 
@@ -223,12 +224,12 @@ def test_a_batch_is_decided_for_as_a_slightly_larger_one(m: int) -> None:
 
 
 def test_what_is_compiled_in_advance_is_all_that_a_model_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: set[tuple[object, ...]] = set()
+    compiled: set[Instantiation] = set()
 
-    def compile_missing(source: str, architecture: str, variants: list[dict[str, object]]) -> int:
+    def compile_missing(architecture: str, wanted: list[Instantiation]) -> int:
         assert architecture == "sm_90a"
-        compiled.update((source, *sorted(defines.items())) for defines in variants)
-        return len(variants)
+        compiled.update(wanted)
+        return len(wanted)
 
     monkeypatch.setattr(launch, "compile_missing", compile_missing)
     monkeypatch.setattr(launch, "device_numbers", lambda index: H200)
@@ -239,7 +240,7 @@ def test_what_is_compiled_in_advance_is_all_that_a_model_needs(monkeypatch: pyte
             problem = Problem(m, n, k, 128, False, False)
             config = decide(problem, H200).config
             assert config is not None
-            assert (config.source, *sorted(config.defines(problem).items())) in compiled
+            assert config.instantiation(problem) in compiled
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ _FUSED_REGISTERS = {1: 4, 2: 4, 4: 20}
 _EVEN_REGISTERS, _EVEN_ZERO_REGISTERS = 22, 12
 _PUSH_REGISTERS = {1: 12, 2: 12, 4: 28}
 # Largest tile whose sums are scaled instead of its weights: what it saves on a weight it spends on a sum; and
-# the tiles where subtracting and scaling at once beats both for float16 (docs/lab-notes/kernels.md, "Scaled sums"
-# and "Scaled codes").
+# the tiles where subtracting and scaling at once beats both for float16 (docs/lab-notes/kernels.md, "Scaled
+# sums" and "Scaled codes").
 _SCALED_SUMS_MOST = 64
 _FUSED_LEAST, _FUSED_MOST = 32, 96
 # Largest tile, and rows of all blocks of a cluster, whose sums are sent to their owners
@@ -469,7 +469,7 @@ def estimate(
     fed = -(-chunks // config.cluster)
     turns = -(-fed // config.parts_k)  # of the part with the most chunks
     channels = chunks / config.cluster * chunk
-    weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
+    weights = channels * config.tile_n * problem.bytes_per_weight
     activations = channels * config.tile_m * 2
     read = weights + activations
     # Neighbouring tiles share their weights, which come from device memory once.
