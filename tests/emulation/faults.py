@@ -48,7 +48,7 @@ FUSED = replace(
     spread="growing",
 )
 # Up to six blocks have chunks of a tile.
-EVEN = replace(STREAM, config=WarpgroupConfig(16, 2, 1, 1, 8, 1, 2, 1, 132, even=True))
+EVEN = replace(STREAM, config=WarpgroupConfig(16, 2, 1, 1, 8, 1, 2, 1, 132, stream_k=True))
 
 
 @dataclass(frozen=True)

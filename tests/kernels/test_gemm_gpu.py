@@ -257,12 +257,12 @@ def test_dequantised_once(group: int, dtype: torch.dtype, zeros: bool) -> None:
 
 
 def _whole_numbers(problem: Problem) -> list[StreamConfig]:
-    """Variants for one row in whole numbers, one of every few."""
+    """Variants for one row by integer digits, one of every few."""
     device = device_numbers(0)
     estimated = (config for _, _, config in estimates(problem, device, "stream"))
     found = [config for config in estimated if isinstance(config, StreamConfig) and config.digits]
     if not found:
-        pytest.skip(f"no variant for one row in whole numbers is chosen on {device.architecture}")
+        pytest.skip(f"no variant for one row by integer digits is chosen on {device.architecture}")
     return found[:: len(found) // 5]
 
 
