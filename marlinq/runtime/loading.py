@@ -91,6 +91,7 @@ def load(
     structure = build_structure(
         without_quantization_config(checkpoint.config),
         source=str(checkpoint.path),
+        tensors=checkpoint.tensors,
         trust_remote_code=trust_remote_code,
         dtype=placement.dtype,
     )

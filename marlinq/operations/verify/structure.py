@@ -19,7 +19,10 @@ def model_structure(checkpoint: Checkpoint, trust_remote_code: bool) -> DecoderS
     """The model that config.json describes, or why it can't be built."""
     try:
         return build_structure(
-            checkpoint.config, source=str(checkpoint.path), trust_remote_code=trust_remote_code
+            checkpoint.config,
+            source=str(checkpoint.path),
+            tensors=checkpoint.tensors,
+            trust_remote_code=trust_remote_code,
         )
     except MarlinqError as error:
         return str(error)
