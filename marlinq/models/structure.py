@@ -7,6 +7,7 @@ weights, the linears are the ``nn.Linear`` and ``Conv1D`` modules inside them, a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from marlinq.core import boundaries
 from marlinq.core.errors import CheckpointError, UnsupportedError
+from marlinq.models.plausible import StoredTensor, bounded, check_counts
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -105,6 +107,7 @@ def build_structure(
     config: Mapping[str, Any],
     *,
     source: str,
+    tensors: Mapping[str, StoredTensor] | None = None,
     trust_remote_code: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> DecoderStructure:
@@ -113,6 +116,7 @@ def build_structure(
     Args:
         config: the content of ``config.json``; a ``quantization_config`` in it is ignored.
         source: folder of the checkpoint, for error messages and for its code files.
+        tensors: what the checkpoint stores; a model that they can't fill is refused before it takes memory.
         trust_remote_code: run model code that the checkpoint brings.
         dtype: dtype of the parameters on the meta device.
 
@@ -120,12 +124,19 @@ def build_structure(
         CheckpointError: transformers does not know the architecture, or rejects the config.
         UnsupportedError: the tree holds no list of equal decoder blocks, or fused experts.
     """
-    model = _build_on_meta(config, source=source, trust_remote_code=trust_remote_code, dtype=dtype)
+    model = _build_on_meta(
+        config, source=source, tensors=tensors, trust_remote_code=trust_remote_code, dtype=dtype
+    )
     return describe(model, source=source)
 
 
 def _build_on_meta(
-    config: Mapping[str, Any], *, source: str, trust_remote_code: bool, dtype: torch.dtype
+    config: Mapping[str, Any],
+    *,
+    source: str,
+    tensors: Mapping[str, StoredTensor] | None,
+    trust_remote_code: bool,
+    dtype: torch.dtype,
 ) -> PreTrainedModel:
     from accelerate import init_empty_weights
 
@@ -143,6 +154,8 @@ def _build_on_meta(
             f"{source}: model type {plain['model_type']!r} needs code from the checkpoint; "
             "read that code and pass --trust-remote-code to run it"
         )
+    if tensors is not None:
+        check_counts(plain, tensors, source)
     with boundaries.model_config(source, plain["model_type"]):
         if "auto_map" in plain and trust_remote_code:
             parsed = AutoConfig.from_pretrained(source, trust_remote_code=True)
@@ -150,6 +163,11 @@ def _build_on_meta(
                 del parsed.quantization_config
         else:
             parsed = AutoConfig.for_model(**plain)
+        if tensors is not None:
+            with bounded(tensors, source):
+                AutoModelForCausalLM.from_config(
+                    deepcopy(parsed), dtype=dtype, trust_remote_code=trust_remote_code
+                )
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(parsed, dtype=dtype, trust_remote_code=trust_remote_code)
         # accelerate moves each parameter to the meta device on its own, which unties shared ones.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from marlinq.core import boundaries
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError
 from marlinq.core.progress import ReportProgress, no_progress
-from marlinq.models import BlockLoader, DecoderStructure, build_structure, is_linear
+from marlinq.models import BlockLoader, DecoderStructure, TensorNames, build_structure, is_linear
 from marlinq.runtime.linear import Linears, RuntimeDecision, decide, quantized_linear, summarize
 from marlinq.runtime.placement import place
 
@@ -91,17 +91,15 @@ def load(
     structure = build_structure(
         without_quantization_config(checkpoint.config),
         source=str(checkpoint.path),
+        tensors=checkpoint.tensors,
         trust_remote_code=trust_remote_code,
         dtype=placement.dtype,
     )
     notes = [placement.reason] if placement.reason else []
     decisions: dict[str, RuntimeDecision] = {}
+    structure, replaced = match_tensors(structure, checkpoint, quantized)
     loader = BlockLoader(structure, checkpoint, device=placement.device, dtype=placement.dtype)
     if quantized is not None:
-        replaced = _quantized_names(structure, loader, quantized)
-        structure = _without_ties(structure, replaced)
-        loader = BlockLoader(structure, checkpoint, device=placement.device, dtype=placement.dtype)
-        _check_tensors(structure, loader, checkpoint, quantized, replaced)
         for index, (name, stored) in enumerate(replaced.items()):
             q = quantized.load(stored)
             decision = decide(q, device=placement.device, dtype=placement.dtype, linears=linears)
@@ -113,16 +111,16 @@ def load(
             decisions[name] = decision
             progress("loading", index + 1, len(replaced))
         notes += _scale_notes(quantized, placement.dtype)
-    else:
-        _check_tensors(structure, loader, checkpoint, None, {})
     loader.whole_model()
     _warn_about_dense(decisions, placement.device)
     model = structure.model
-    _read_generation_config(checkpoint, model)
+    generation_config = read_generation_config(checkpoint)
+    if generation_config is not None:
+        model.generation_config = generation_config
     return LoadedModel(
         path=checkpoint.path,
         model=model,
-        tokenizer=_load_tokenizer(checkpoint, trust_remote_code),
+        tokenizer=read_tokenizer(checkpoint, trust_remote_code),
         device=placement.device,
         dtype=placement.dtype,
         decisions=decisions,
@@ -130,14 +128,36 @@ def load(
     )
 
 
+def match_tensors(
+    structure: DecoderStructure, checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None
+) -> tuple[DecoderStructure, dict[str, str]]:
+    """Give every tensor its place and every place a tensor of its shape; no tensor is read.
+
+    Returns:
+        The structure without the ties of quantised modules, and the checkpoint's name of every quantised
+        linear by module name.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected or of the wrong shape.
+    """
+    names = TensorNames(structure, checkpoint.tensors.keys(), source=str(checkpoint.path))
+    replaced: dict[str, str] = {}
+    if quantized is not None:
+        replaced = _quantized_names(structure, names, quantized)
+        structure = _without_ties(structure, replaced)
+        names = TensorNames(structure, checkpoint.tensors.keys(), source=str(checkpoint.path))
+    _check_tensors(structure, names, checkpoint, quantized, replaced)
+    return structure, replaced
+
+
 def _quantized_names(
-    structure: DecoderStructure, loader: BlockLoader, quantized: QuantizedCheckpoint
+    structure: DecoderStructure, names: TensorNames, quantized: QuantizedCheckpoint
 ) -> dict[str, str]:
     """Module name -> the checkpoint's name for it, for every linear that is quantised there."""
     key = quantized.layout.key
     found: dict[str, str] = {}
     for name, module in structure.model.named_modules():
-        stored = loader.names.own(f"{name}.{key}") if is_linear(module) else None
+        stored = names.own(f"{name}.{key}") if is_linear(module) else None
         if stored is None:
             continue
         stem = stored.removesuffix(f".{key}")
@@ -176,38 +196,47 @@ def _bias(
         return None
     # Some writers give every quantised linear a bias, zeros where the model has none.
     bias = checkpoint.tensor(stored)
-    if bias.shape != (out_features,):
-        raise CheckpointError(
-            f"{checkpoint.path}: tensor {stored!r}: expected shape [{out_features}], found {list(bias.shape)}"
-        )
     return bias if bool(bias.any()) else None
 
 
 def _check_tensors(
     structure: DecoderStructure,
-    loader: BlockLoader,
+    names: TensorNames,
     checkpoint: Checkpoint,
     quantized: QuantizedCheckpoint | None,
     replaced: Mapping[str, str],
 ) -> None:
-    """Every parameter has a tensor and every tensor a place, known before anything is read.
-
-    Raises:
-        CheckpointError: one is missing or unexpected.
-    """
     model = structure.model
     used: set[str] = set()
-    for name, _ in model.named_parameters(remove_duplicate=False):
+
+    def take(stored: str | None, shape: Sequence[int]) -> None:
+        if stored is None:
+            return
+        used.add(stored)
+        found = checkpoint.tensors[stored].shape
+        if found != tuple(shape):
+            raise CheckpointError(
+                f"{checkpoint.path}: tensor {stored!r}: expected shape {list(shape)} from config.json, "
+                f"found {list(found)}"
+            )
+
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         module, _, key = name.rpartition(".")
-        if module not in replaced:
-            used |= {loader.names.require(name), loader.names.own(name) or name}
-        elif key != "weight":
-            used.add(loader.names.require(name))
-    for name, _ in model.named_buffers():
-        used.add(loader.names.own(name) or name)
+        if module not in replaced or key != "weight":
+            take(names.require(name), parameter.shape)
+            take(names.own(name), parameter.shape)
+    persistent = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        stored = names.own(name)
+        if name in persistent:
+            take(stored, buffer.shape)
+        elif stored is not None:
+            # Computed by the model; what an old checkpoint stores of it is not read.
+            used.add(stored)
     if quantized is not None:
-        for name, stored in replaced.items():
-            used |= {*quantized.tensor_names(stored).values(), loader.names.own(f"{name}.bias") or name}
+        for name, module in replaced.items():
+            used.update(quantized.tensor_names(module).values())
+            take(names.own(f"{name}.bias"), (quantized.modules[module].out_features,))
     ignored = _ignored_pattern(model)
     unexpected = [name for name in checkpoint.tensors if name not in used and not ignored.search(name)]
     if unexpected:
@@ -243,14 +272,24 @@ def _warn_about_dense(decisions: Mapping[str, RuntimeDecision], device: torch.de
         )
 
 
-def _read_generation_config(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
+def read_generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
+    """The folder's generation config, or None where it has none.
+
+    Raises:
+        CheckpointError: transformers can't read it.
+    """
     if not (checkpoint.path / "generation_config.json").is_file():
-        return
+        return None
     with boundaries.generation_config(checkpoint.path):
-        model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
+        return GenerationConfig.from_pretrained(checkpoint.path)
 
 
-def _load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any | None:
+def read_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any | None:
+    """The folder's tokenizer, or None where it has none.
+
+    Raises:
+        CheckpointError: transformers can't read it.
+    """
     if not any((checkpoint.path / name).is_file() for name in _TOKENIZER_FILES):
         return None
     from marlinq.calibration import load_tokenizer

@@ -77,7 +77,10 @@ def quantize(
     checkpoint = Checkpoint.open(model)
     check_place(Path(out), resume=resume, source=checkpoint.path)
     structure = build_structure(
-        checkpoint.config, source=str(checkpoint.path), trust_remote_code=trust_remote_code
+        checkpoint.config,
+        source=str(checkpoint.path),
+        tensors=checkpoint.tensors,
+        trust_remote_code=trust_remote_code,
     )
     plan = plan_output(checkpoint, structure, recipe)
     for override in recipe.unused_overrides([linear.name for linear in structure.linears()]):

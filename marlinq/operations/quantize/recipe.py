@@ -15,12 +15,15 @@ from typing import Any
 import yaml
 
 from marlinq.core.errors import UsageError
+from marlinq.core.files import read_regular
 from marlinq.core.patterns import MAX_CHARACTERS, Pattern, Patterns
 from marlinq.core.scheme import Scheme
 from marlinq.formats import LAYOUTS
 
 GROUP_SIZES = (32, 64, 128, -1)
 ACT_ORDERS = ("none", "static")
+
+_MAX_RECIPE_BYTES = 1_000_000
 
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
@@ -217,11 +220,12 @@ def read_recipe(path: Path) -> Recipe:
         UsageError: the file can't be read, is not a YAML mapping, or holds an unknown key or bad value.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.safe_load(read_regular(path, _MAX_RECIPE_BYTES).decode("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: can't read the recipe: {error}") from None
-    except yaml.YAMLError as error:
-        problem = " ".join(str(error).split())
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # A date that does not exist is a ValueError of Python's.
+        problem = " ".join(str(error).split())[:300]
         raise UsageError(f"{path}: not a YAML recipe: {problem}") from None
     if not isinstance(values, dict):
         raise UsageError(f"{path}: expected a mapping of recipe keys, found {type(values).__name__}")
