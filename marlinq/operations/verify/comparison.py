@@ -24,7 +24,7 @@ from torch import Tensor
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import CheckpointError, MarlinqError
-from marlinq.core.scheme import Scheme
+from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import ModuleSpec
 from marlinq.methods.rtn import round_to_nearest
@@ -129,7 +129,7 @@ class Comparison:
         ordered = weight if q.has_trivial_g_idx else weight[:, torch.argsort(q.g_idx, stable=True)]
         rtn = self._rtn_error(ordered, q.scheme, norm)
         self.errors[name] = (mine, rtn)
-        self._judge_error(name, mine, rtn, self._weights)
+        self._judge_error(name, mine, rtn, q.element, self._weights)
         reason = not_modelled(q.scheme)
         if reason is not None:
             self._places.warnings.append(f"{name}: words and groups were not judged: {reason}")
@@ -164,13 +164,22 @@ class Comparison:
             self._unquantized.failures.append(f"{module}: dequantised by a conversion, but {reason}")
         norm = float(weight.norm()) or 1.0
         error = float((weight - values).norm()) / norm
-        self._judge_error(module, error, self._rtn_error(weight, scheme, norm), self._unquantized)
+        rtn = self._rtn_error(weight, scheme, norm)
+        self._judge_error(module, error, rtn, scheme.element, self._unquantized)
 
     @staticmethod
-    def _judge_error(name: str, error: float, rtn: float | None, findings: Findings) -> None:
-        if rtn and error > ABOVE_RTN * rtn:
-            text = f"{name}: relative error {error:.4f}, {error / rtn:.1f} times round-to-nearest's"
-            (findings.failures if error > FAR_ABOVE_RTN * rtn else findings.warnings).append(text)
+    def _judge_error(
+        name: str, error: float, rtn: float | None, element: Element, findings: Findings
+    ) -> None:
+        if rtn is None:
+            return
+        # Round-to-nearest is exact on constant weights, and on those that lie on a grid; GPTQ moves them all the same.
+        usual = max(rtn, 1 / (2 * element.codes))
+        if error > ABOVE_RTN * usual:
+            text = f"{name}: relative error {error:.4f}, round-to-nearest's is {rtn:.4f}"
+            if rtn > 0:
+                text = f"{name}: relative error {error:.4f}, {error / rtn:.1f} times round-to-nearest's"
+            (findings.failures if error > FAR_ABOVE_RTN * usual else findings.warnings).append(text)
 
     def _same_tuple(self, name: str, q: QuantizedWeight) -> None:
         if self._other is None or name not in self._other.modules:
