@@ -195,7 +195,7 @@ def run(step: Step, *, again: bool) -> bool:
 
 def call(arguments: list[str], *, echo: bool = True) -> str:
     """Run ``marlinq``; returns what it printed, which is by default also shown as it comes."""
-    command = [sys.executable, "-m", "marlinq.cli", *arguments]
+    command = [sys.executable, "-m", "marlinq", *arguments]
     collected = bytearray()
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
