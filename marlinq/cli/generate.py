@@ -68,4 +68,6 @@ def command(
         chat=chat,
         on_text=None if as_json else print_piece,
     )
+    if not as_json:
+        print_piece("\n\n")
     print_report(report, as_json=as_json)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from marlinq.cli import main
+from marlinq.core.display import Block, lines
 
 
 @dataclass
@@ -69,8 +70,8 @@ class Recorder:
     def to_dict(self) -> dict[str, Any]:
         return {"value": 1, "unbounded": float("inf")}
 
-    def render(self) -> str:
-        return "one line of report"
+    def display(self) -> list[Block]:
+        return [lines("one line of report")]
 
 
 @pytest.fixture
