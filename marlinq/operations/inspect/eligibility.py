@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from marlinq import __version__
 from marlinq.core.scheme import INT4, Scheme
@@ -99,9 +99,7 @@ def _judge(server: Server, layers: Mapping[str, Layer], whole: Whole, asked: Spl
 
     loading = server.loading(whole.layout)
     if loading is None:
-        return refused(
-            f"does not read the {whole.layout} layout{_convert_hint(server, list(layers.values()))}"
-        )
+        return refused(f"does not read the {whole.layout} layout{_after_conversion(server, layers)}")
     if whole.rules and not loading.rules:
         return refused("does not read rules for single modules (dynamic); the modules they name fail to load")
     if "lm_head" in layers and not loading.lm_head:
@@ -119,7 +117,7 @@ def _judge(server: Server, layers: Mapping[str, Layer], whole: Whole, asked: Spl
     if broken:
         return refused(broken)
     packages = server.packages.get(whole.layout)
-    needs = f"needs {packages}" if packages else ""
+    needs = "; ".join(text for text in (f"needs {packages}" if packages else "", server.note) if text)
     if not server.kernels:
         return ServerVerdict(server.name, server.version, True, (), needs)
     return _choose(server, units, whole.layout, needs)
@@ -149,14 +147,16 @@ def _choose(server: Server, units: Mapping[str, tuple[Layer, int]], layout: str,
         reasons = against[kernel.name]
         able = total - sum(units[name][1] for name in reasons)
         wanted = f"only with {kernel.optional}" if kernel.optional else ""
-        why = _first_of(reasons) or "; ".join(text for text in (wanted, kernel.asks) if text)
+        why = _first_of(reasons, len(units)) or "; ".join(text for text in (wanted, kernel.asks) if text)
         table.append(KernelVerdict(kernel.name, not reasons, able, why))
     if first[_NO_SERVER_MARK]:
-        left = next(
-            name for name in units if all(name in against[k.name] or k.optional for k in server.order())
-        )
-        closest = [k.name for k in server.order() if k.optional is None and k.activations is None]
-        told = "; ".join(f"{kernel}: {against[kernel][left]}" for kernel in closest)
+        usual = [
+            kernel.name
+            for kernel in server.order()
+            if kernel.optional is None and kernel.activations is None and _reads(kernel, layout)
+        ]
+        left = next(name for name in units if all(name in against[kernel] for kernel in usual))
+        told = "; ".join(f"{kernel}: {against[kernel][left]}" for kernel in usual)
         return ServerVerdict(
             server.name, server.version, False, (), f"no kernel takes {left}: {told}", tuple(table)
         )
@@ -177,7 +177,7 @@ def _why(
         if verdict.kernel in taken:
             taken.discard(verdict.kernel)
             if verdict.eligible and verdict.reason:
-                parts.append(verdict.reason)
+                parts.append(f"{verdict.kernel}: {verdict.reason}")
             elif not verdict.eligible:
                 parts.append(f"not {verdict.kernel} everywhere: {verdict.reason}")
             if not taken:
@@ -222,8 +222,8 @@ def _order_refusal(server: Server, loading: Loading, layer: Layer) -> str | None
 def _kernel_refusal(kernel: Kernel, layer: Layer, layout: str) -> str | None:
     if kernel.activations is not None:
         return f"multiplies {kernel.activations} activations only"
-    if kernel.formats is not None and layout not in kernel.formats:
-        return f"takes {', '.join(kernel.formats)} only"
+    if not _reads(kernel, layout):
+        return f"takes {', '.join(kernel.formats or ())} only"
     if layer.weights not in kernel.weights:
         return f"does not take {layer.weights} weights"
     if not kernel.channelwise and layer.group_size == -1:
@@ -239,6 +239,10 @@ def _kernel_refusal(kernel: Kernel, layer: Layer, layout: str) -> str | None:
         ]
         return " and ".join(wanted)
     return _limits_refusal(kernel, layer)
+
+
+def _reads(kernel: Kernel, layout: str) -> bool:
+    return kernel.formats is None or layout in kernel.formats
 
 
 def _limits_refusal(limits: Limits, layer: Layer) -> str | None:
@@ -285,6 +289,19 @@ def _own_refusal(layer: Layer) -> str | None:
     return None
 
 
+def _after_conversion(server: Server, layers: Mapping[str, Layer]) -> str:
+    """What conversion to a layout of the server would bring."""
+    hint = _convert_hint(server, list(layers.values()))
+    if not hint or not server.kernels:
+        return hint
+    converted = {
+        name: (replace(layer, declared_symmetric=layer.symmetric is True), 1)
+        for name, layer in layers.items()
+    }
+    verdict = _choose(server, converted, server.formats[0].names[0], "")
+    return hint if verdict.loads else f"; {verdict.reason}"
+
+
 def _convert_hint(server: Server, layers: Collection[Layer]) -> str:
     """``; convert --to ...`` with the layouts of the server that take such weights."""
     fitting = [
@@ -303,11 +320,16 @@ def _stored_as(layout: str, layer: Layer) -> str:
     return f"{layer.element.name} {kind}"
 
 
-def _first_of(reasons: Mapping[str, str | None]) -> str | None:
-    """The first reason with the name it holds for, and how many more there are."""
+def _first_of(reasons: Mapping[str, str | None], everything: int | None = None) -> str | None:
+    """The first reason with the name it holds for, and how many more there are.
+
+    A reason that holds for ``everything``, which is how many there are to judge, stands without a name.
+    """
     found = [(name, reason) for name, reason in reasons.items() if reason is not None]
     if not found:
         return None
     name, reason = found[0]
+    if len(found) == everything and len({each for _, each in found}) == 1:
+        return reason
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     return f"{name}: {reason}{more}"

@@ -60,6 +60,7 @@ class Server:
     kernels: tuple[Kernel, ...] = ()
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     packages: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
 
     def loading(self, layout: str) -> Loading | None:
         """What it asks of a checkpoint in ``layout``, or None when it does not load the layout."""
