@@ -6,10 +6,12 @@ from pathlib import Path
 
 import click
 
+from marlinq.checkpoint import check_place
 from marlinq.cli.options import json_option, shard_size_option
 from marlinq.cli.output import print_report, progress_bar
-from marlinq.cli.types import FORMAT, NEW_FOLDER, PAIR, SOURCE
+from marlinq.cli.types import FORMAT, PAIR, SOURCE
 from marlinq.core.errors import UsageError
+from marlinq.core.sources import local_folder
 
 _USAGE = "marlinq convert SRC DST --to FORMAT, or marlinq convert SOURCE-to-TARGET SRC DST"
 
@@ -54,7 +56,8 @@ def command(
     if strict_marlin and target_format != "marlin":
         raise UsageError(f"--strict-marlin: only goes with the target marlin, not {target_format}")
     SOURCE.convert(source, None, context)
-    out = NEW_FOLDER.convert(target, None, context)
+    out = Path(target)
+    check_place(out, resume=True, source=local_folder(source))
     from marlinq.operations.convert import convert
 
     with progress_bar() as progress:

@@ -8,6 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from marlinq.checkpoint import check_place
 from marlinq.cli.options import (
     device_option,
     json_option,
@@ -15,7 +16,8 @@ from marlinq.cli.options import (
     trust_remote_code_option,
 )
 from marlinq.cli.output import print_report, progress_bar
-from marlinq.cli.types import FOLDER, FORMAT, NEW_FOLDER, SOURCE, TEXT, OneOf
+from marlinq.cli.types import FOLDER, FORMAT, SOURCE, TEXT, OneOf
+from marlinq.core.sources import local_folder
 from marlinq.operations.quantize.recipe import (
     ACT_ORDERS,
     GROUP_SIZES,
@@ -29,7 +31,7 @@ _DEFAULTS = Recipe()
 
 @click.command("quantize", short_help="Quantise a model to 4 bits.", context_settings={"show_default": True})
 @click.argument("model", type=SOURCE)
-@click.argument("out", type=NEW_FOLDER)
+@click.argument("out", type=FOLDER)
 @click.option("--format", type=FORMAT, default=_DEFAULTS.format, help="Output layout.")
 @click.option(
     "--group-size",
@@ -122,6 +124,7 @@ def command(
         k: v for k, v in settings.items() if context.get_parameter_source(k) is not ParameterSource.DEFAULT
     }
     recipe = _recipe(recipe_file, overrides, given)
+    check_place(out, resume=resume, source=local_folder(model))
     from marlinq.operations.quantize import quantize
 
     with progress_bar() as progress:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
@@ -11,7 +10,7 @@ from typing import Any
 
 import click
 
-from marlinq.core.errors import CheckpointError, OutputError
+from marlinq.core.errors import CheckpointError
 from marlinq.core.sources import local_folder
 from marlinq.formats import LAYOUTS
 
@@ -86,18 +85,6 @@ class Source(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
         return str(value)
 
 
-class NewFolder(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
-    """The folder to make, which must not be there; as a path."""
-
-    name = "folder"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        # A link that leads nowhere is in the way too.
-        if os.path.lexists(value):
-            raise OutputError(f"{value}: already exists; choose another output folder or remove it")
-        return Path(value)
-
-
 class TextSource(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
     """Where text comes from, as :class:`marlinq.calibration.sources.Source` reads it; or ``self``."""
 
@@ -143,7 +130,6 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5
 
 
 SOURCE = Source()
-NEW_FOLDER = NewFolder()
 TEXT = TextSource()
 PAIR = Pair()
 FOLDER = click.Path(path_type=Path)

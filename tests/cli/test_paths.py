@@ -68,6 +68,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("convert model out --to gguf", 2, "Invalid value for '--to': expected one of gptq"),
         ("quantize model model", 9, "model: already exists"),
         ("convert model model --to awq", 9, "model: already exists"),
+        ("convert model model/out --to awq", 9, "model/out: lies inside model"),
+        ("convert model file/out --to awq", 9, "file/out: can't be created"),
+        ("quantize model out", 9, "out.partial: an unfinished run is here; continue it with --resume"),
+        ("inspect model --tp 0", 2, "Invalid value for '--tp'"),
     ],
 )
 def test_wrong_input_is_answered_before_anything_heavy(

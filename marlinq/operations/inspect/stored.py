@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from marlinq.checkpoint import QuantizedCheckpoint
-from marlinq.checkpoint.header import reading
 from marlinq.core.errors import CheckpointError, ConversionRefused
 from marlinq.formats import ModuleSpec
 
@@ -95,12 +94,10 @@ def _any_slot(words: NDArray[np.int64], bits: int, code: int) -> bool:
 def _read(quantized: QuantizedCheckpoint, name: str) -> NDArray[np.int64]:
     """A stored integer tensor, flat."""
     info = quantized.checkpoint.tensors[name]
-    path = quantized.checkpoint.path / info.shard
-    with reading(path), path.open("rb") as file:
-        file.seek(info.offset)
-        data = file.read(info.nbytes)
-    if len(data) != info.nbytes:
-        raise CheckpointError(f"{path}: tensor {name} ends early; the file was truncated")
+    file = quantized.checkpoint.files[info.shard]
+    data = bytearray(info.nbytes)
+    if not file.read_into(memoryview(data), info.offset):
+        raise CheckpointError(f"{file.path}: tensor {name} ends early; the file was truncated")
     return np.frombuffer(data, info.dtype).astype(np.int64)
 
 
