@@ -23,8 +23,8 @@ from marlinq.cli.types import SOURCE, TEXT
 )
 @click.option(
     "--text",
-    metavar="FILE|DATASET",
     type=TEXT,
+    metavar="FILE|DATASET",
     help="Text to evaluate on; without it, text that the original generates from a fixed seed.",
 )
 @click.option(

@@ -71,6 +71,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("convert model model/out --to awq", 9, "model/out: lies inside model"),
         ("convert model file/out --to awq", 9, "file/out: can't be created"),
         ("quantize model out", 9, "out.partial: an unfinished run is here; continue it with --resume"),
+        ("quantize model new --calibration nosuch.txt", 2, "text nosuch.txt: no such file"),
+        ("quantize model new --calibration ./nosuch#text", 2, "text ./nosuch#text: no such file"),
+        ("eval model --text data/nosuch.jsonl", 2, "text data/nosuch.jsonl: no such file"),
         ("inspect model --tp 0", 2, "Invalid value for '--tp'"),
     ],
 )
