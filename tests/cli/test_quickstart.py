@@ -45,7 +45,7 @@ def test_every_step_is_a_command(
     import_module("marlinq.cli.quantize")  # it needs the real recipe
     make(quickstart.MODEL)
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "guide.md").touch()
+    (tmp_path / "docs" / "guide.md").write_text("text")
     ran = []
     for step in (*quickstart.STEPS, *quickstart.GPU_STEPS):
         name = step.arguments[0]
