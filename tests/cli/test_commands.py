@@ -67,16 +67,41 @@ def test_shard_sizes(marlinq: Callable, operation: Callable, text: str, size: in
 @pytest.mark.parametrize("target", LAYOUTS)
 def test_convert_pairs(marlinq: Callable, operation: Callable, source: str, target: str) -> None:
     convert = operation("marlinq.operations.convert", "convert")
-    assert marlinq("convert", f"{source}-to-{target}", "a", "b").code == 0
+    outcome = marlinq("convert", f"{source}-to-{target}", "a", "b")
+    if source == target:
+        assert outcome.code == 2
+        assert "nothing to convert" in outcome.err
+        return
+    assert outcome.code == 0
     assert convert.arguments == (Path("a"), Path("b"))
     assert (convert.options["source_format"], convert.options["target_format"]) == (source, target)
 
 
-def test_convert_auto(marlinq: Callable, operation: Callable) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "source", "target"),
+    [
+        ("a b --to awq", None, "awq"),
+        ("--to AWQ a b", None, "awq"),
+        ("auto a b --to awq", None, "awq"),
+        ("a b --from GPTQ --to gptq_v2", "gptq", "gptq-v2"),
+        ("a b --to CT", None, "compressed-tensors"),
+        ("gptq_to_awq a b", "gptq", "awq"),
+        ("GPTQ-to-Marlin a b", "gptq", "marlin"),
+        ("gptq_v2_to_compressed_tensors a b", "gptq-v2", "compressed-tensors"),
+    ],
+)
+def test_convert_spellings(
+    marlinq: Callable, operation: Callable, arguments: str, source: str | None, target: str
+) -> None:
     convert = operation("marlinq.operations.convert", "convert")
-    assert (
-        marlinq("convert", "auto", "a", "b", "--to", "awq", "--strict-marlin", "--skip-unsupported").code == 0
-    )
-    assert (convert.options["source_format"], convert.options["target_format"]) == (None, "awq")
+    outcome = marlinq("convert", *arguments.split(), "--skip-unsupported")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert convert.arguments == (Path("a"), Path("b"))
+    assert (convert.options["source_format"], convert.options["target_format"]) == (source, target)
+    assert (convert.options["skip_unsupported"], convert.options["strict_marlin"]) == (True, False)
+
+
+def test_strict_marlin_reaches_the_operation(marlinq: Callable, operation: Callable) -> None:
+    convert = operation("marlinq.operations.convert", "convert")
+    assert marlinq("convert", "a", "b", "--to", "marlin", "--strict-marlin").code == 0
     assert convert.options["strict_marlin"]
-    assert convert.options["skip_unsupported"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from marlinq.core.display import Block, Facts, Shown, Table
+
 
 @dataclass(frozen=True)
 class SkippedModule:
@@ -15,7 +17,7 @@ class SkippedModule:
 
 
 @dataclass(frozen=True)
-class ConversionReport:
+class ConversionReport(Shown):
     """The outcome of :func:`marlinq.operations.convert.convert`.
 
     Attributes:
@@ -51,21 +53,24 @@ class ConversionReport:
         """Plain values for JSON."""
         return asdict(self)
 
-    def render(self) -> str:
-        """Text for a terminal."""
+    def display(self) -> list[Block]:
+        """What was converted, what was carried, and what to know."""
         sizes = f"{self.source_bytes / 1e6:.1f} MB -> {self.out_bytes / 1e6:.1f} MB"
-        lines = [
-            f"{self.source} ({self.source_format}) -> {self.out} ({self.target_format})",
-            f"  {self.converted} modules converted without loss",
-            f"  {self.carried} tensors and {len(self.side_files)} other files carried unchanged",
-            f"  {sizes} of tensors in {self.seconds:.1f} s",
+        rows = [
+            ("from", f"{self.source} ({self.source_format})"),
+            ("to", f"{self.out} ({self.target_format})"),
+            ("converted", f"{self.converted} modules, bit for bit"),
+            ("carried", f"{self.carried} tensors and {len(self.side_files)} other files, unchanged"),
+            ("tensors", f"{sizes} in {self.seconds:.1f} s"),
         ]
         if self.resumed:
-            lines.append(f"  continued an interrupted run: {self.resumed} tensors were already written")
-        if self.skipped:
-            lines.append(f"  {len(self.skipped)} modules kept unquantised:")
-            lines += [f"    {item.module}: {item.reason}" for item in self.skipped]
+            rows.append(("continued", f"{self.resumed} tensors had been written by an interrupted run"))
         if self.left_out:
-            lines.append(f"  not copied: {', '.join(self.left_out)}")
-        lines += [f"  note: {note}" for note in self.notes]
-        return "\n".join(lines)
+            rows.append(("not copied", ", ".join(self.left_out)))
+        rows += [("note", note) for note in self.notes]
+        blocks: list[Block] = [Facts(tuple(rows))]
+        if self.skipped:
+            skipped = tuple((item.module, item.reason) for item in self.skipped)
+            title = f"{len(skipped)} modules kept unquantised"
+            blocks.append(Table(("module", "reason"), skipped, title=title))
+        return blocks
