@@ -32,7 +32,7 @@ def test_greedy_tokens_are_those_of_the_cpu_up_to_near_ties(name: str, tmp_path:
     save_quantized(tmp_path, tiny_model(name), "gptq", random_quantizer(symmetric=False, act_order=True))
     on_cpu = load(tmp_path, device="cpu")
     on_gpu = load(tmp_path, device="cuda", dtype="float16")
-    assert {decision.path for decision in on_gpu.decisions.values()} == {"kernel"}
+    assert {decision.operator for decision in on_gpu.decisions.values()} == {"w4a16"}
     quantized = [module for module in on_gpu.model.modules() if isinstance(module, QuantLinear)]
     assert len(quantized) == len(on_gpu.decisions) > 0
     for loaded in (on_cpu, on_gpu):

@@ -1,0 +1,81 @@
+"""The CUDA kernel for 4-bit weights in the Marlin layout; on a CPU its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor, nn
+
+from marlinq.core.dtypes import dtype_name
+from marlinq.core.errors import EnvironmentProblem
+from marlinq.core.progress import ReportProgress, no_progress
+from marlinq.formats import StoredWeight
+from marlinq.kernels import Problem, explain, precompile
+from marlinq.runtime.linear import QuantLinear
+from marlinq.runtime.operand import operand_refusal, operand_shape, stored_operand
+from marlinq.runtime.operators.base import Estimate, Operator, Setting
+
+_DTYPES = (torch.float16, torch.bfloat16)
+_COMPILED_ROWS = (1, 16, 64, 128, 256, 512, 1024)
+"""The batches whose kernels are compiled at load: one token, a few sequences, and prompts."""
+
+
+class W4A16(Operator):
+    """:class:`~marlinq.runtime.linear.QuantLinear` over packed words, as stored where they fit."""
+
+    name = "w4a16"
+
+    def refusal(self, stored: StoredWeight, setting: Setting) -> str | None:
+        reason = operand_refusal(stored)
+        if reason is not None or setting.device.type == "cpu":
+            return reason
+        if setting.device.type != "cuda":
+            return f"the kernel runs on CUDA devices, not on {setting.device.type}"
+        if setting.dtype not in _DTYPES:
+            names = " and ".join(map(dtype_name, _DTYPES))
+            return f"the kernel takes {names}, not {dtype_name(setting.dtype)}"
+        if find_spec("cupy") is None:
+            raise EnvironmentProblem(
+                "CuPy is not installed, which launches the kernel; install marlinq[cuda12] or "
+                "marlinq[cuda13], matching the driver, or use --device cpu"
+            )
+        try:
+            self.estimate(stored, setting, 1)
+        except EnvironmentProblem as error:
+            # An old GPU: nothing the user could install would change it.
+            return str(error)
+        return None
+
+    def estimate(self, stored: StoredWeight, setting: Setting, rows: int) -> Estimate:
+        if setting.device.type == "cpu":
+            return Estimate(None, "the kernel's CPU reference, which unpacks the weight for every product")
+        k, n, group_size = operand_shape(stored)
+        asymmetric = stored.scheme.stores_zeros
+        found = explain(setting.device, setting.dtype, rows, n, k, group_size, asymmetric)
+        return Estimate(found.seconds, f"{found.kernel} kernel: {found.reason}")
+
+    def build(self, stored: StoredWeight, bias: Tensor | None, setting: Setting) -> nn.Module:
+        return QuantLinear(stored_operand(stored, setting.dtype, setting.device), bias)
+
+    def compile(
+        self, modules: Iterable[nn.Module], setting: Setting, progress: ReportProgress = no_progress
+    ) -> int:
+        if setting.device.type != "cuda":
+            return 0
+        shapes = {
+            (*module.padded_shape, module.group_size, module.zeros is not None)
+            for module in modules
+            if isinstance(module, QuantLinear)
+        }
+        bfloat16 = setting.dtype == torch.bfloat16
+        problems = [
+            Problem(rows, n, k, group_size, zeros, bfloat16)
+            for k, n, group_size, zeros in sorted(shapes)
+            for rows in _COMPILED_ROWS
+        ]
+        progress("compiling kernels", 0, 1)
+        compiled = precompile(problems, setting.device.index or 0)
+        progress("compiling kernels", 1, 1)
+        return compiled
