@@ -18,8 +18,8 @@ from marlinq.runtime.operand import operand_refusal, operand_shape, stored_opera
 from marlinq.runtime.operators.base import Estimate, Operator, Setting
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_COMPILED_ROWS = (1, 16, 64, 128, 256, 512, 1024)
-"""The batches whose kernels are compiled at load: one token, a few sequences, and prompts."""
+_COMPILED_ROWS = tuple(1 << power for power in range(12))
+"""The batches whose kernels are compiled at load: 1 to 2048 rows, in powers of two."""
 
 
 class W4A16(Operator):
