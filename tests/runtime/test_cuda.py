@@ -81,7 +81,8 @@ def test_transcoding_needs_no_room_for_unpacked_codes(layout: str) -> None:
     before = torch.cuda.memory_allocated()
     operand = stored_operand(stored, torch.float16, torch.device("cuda:0"))
     peak = torch.cuda.max_memory_allocated() - before
-    # The words as read and as transcoded, the scales, and slabs of a megabyte; codes would be twice the words.
+    # The words as read and as transcoded, the scales, and slabs of a megabyte. Codes would be twice the
+    # words.
     copies = 1 if layout == "marlin" else 2
     assert peak < copies * operand.words.nbytes + 2 * operand.scales.nbytes + 16 * 2**20
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,7 @@ REASON = "dense: torch's product with the dequantised weight; not w4a16: int8 we
 TEXT = "It is a truth universally acknowledged, that a byte is a token.\n\nÄußerst schön! " * 8
 
 
-@pytest.fixture(
-    params=[("gptq", True), ("gptq", False), ("compressed-tensors", True), ("compressed-tensors", False)]
-)
+@pytest.fixture(params=product(("gptq", "compressed-tensors"), (True, False)))
 def folders(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
     """A quantised model and what it was made from, both with a tokenizer."""
     layout, symmetric = request.param
