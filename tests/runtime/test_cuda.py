@@ -96,7 +96,7 @@ def test_load_compiles_the_kernels_of_a_model(tmp_path: Path, monkeypatch: pytes
     assert stages[-1][1] == stages[-1][2]
     modules = [loaded.model.get_submodule(name) for name in loaded.decisions]
     setting = Setting(loaded.device, loaded.dtype)
-    assert OPERATORS["w4a16"].compile(modules, setting, None) == 0
+    assert OPERATORS["w4a16"].compile(modules, setting) == 0
     for decision in loaded.decisions.values():
         assert decision.chosen.seconds is not None
         other = next(other for other in decision.others if other.operator == "dense")

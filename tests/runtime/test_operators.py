@@ -14,6 +14,7 @@ from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.core.scheme import Element
 from marlinq.formats import LAYOUTS, StoredWeight
 from marlinq.formats.layouts.gptq import GPTQ
+from marlinq.kernels import LayerShape
 from marlinq.operations.bench import bench_decode
 from marlinq.operations.verify import kernel_check
 from marlinq.runtime import (
@@ -27,6 +28,7 @@ from marlinq.runtime import (
     load,
     register_operator,
 )
+from marlinq.runtime.operators import w4a16
 from tests.runtime.test_loading import FLOAT32, logits, relative
 from tests.testing.runnable_folders import random_quantizer, random_tuple, save_quantized, stored_weight
 from tests.testing.tiny_models import tiny_model
@@ -185,3 +187,32 @@ def test_a_checkpoint_in_the_kernels_layout_is_taken_as_stored(
             stored = read[f"{name}.{suffix}"]
             assert mine.data_ptr() == stored.data_ptr()
             assert torch.equal(mine, original(Checkpoint.open(tmp_path), f"{name}.{suffix}"))
+
+
+def test_every_shape_of_a_model_is_compiled_once_with_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def precompile_model(layers: list[LayerShape], dtype: torch.dtype, index: int) -> int:
+        asked.append((*layers, dtype, index))
+        return 3
+
+    monkeypatch.setattr(w4a16, "precompile_model", precompile_model)
+    narrow, wide = (
+        OPERATORS["w4a16"].build(stored_weight(q), None, Setting(CPU.device, torch.bfloat16))
+        for q in (
+            random_tuple(128, 72, group_size=32, symmetric=False),
+            random_tuple(320, 192, group_size=192),
+        )
+    )
+    stages: list[tuple[str, int, int]] = []
+    modules = [narrow, wide, narrow]
+    gpu = Setting(torch.device("cuda:1"), torch.bfloat16)
+    assert OPERATORS["w4a16"].compile(modules, gpu, lambda *stage: stages.append(stage)) == 6
+    # Columns and channels after padding, and the group that the kernel sees.
+    assert asked == [
+        (LayerShape(n=128, k=128, group_size=32, zeros=True), torch.bfloat16, 1),
+        (LayerShape(n=192, k=320, group_size=64, zeros=False), torch.bfloat16, 1),
+    ]
+    assert stages == [("compiling kernels", done, 2) for done in range(3)]
+    assert OPERATORS["w4a16"].compile(modules, CPU) == 0
+    assert len(asked) == 2

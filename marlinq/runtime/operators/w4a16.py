@@ -12,14 +12,12 @@ from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import EnvironmentProblem
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.formats import StoredWeight
-from marlinq.kernels import Problem, explain, precompile
+from marlinq.kernels import LayerShape, explain, precompile_model
 from marlinq.runtime.linear import QuantLinear
 from marlinq.runtime.operand import operand_refusal, operand_shape, stored_operand
 from marlinq.runtime.operators.base import Estimate, Operator, Setting
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_COMPILED_ROWS = tuple(1 << power for power in range(12))
-"""The batches whose kernels are compiled at load: 1 to 2048 rows, in powers of two."""
 
 
 class W4A16(Operator):
@@ -64,18 +62,21 @@ class W4A16(Operator):
     ) -> int:
         if setting.device.type != "cuda":
             return 0
-        shapes = {
-            (*module.padded_shape, module.group_size, module.zeros is not None)
-            for module in modules
-            if isinstance(module, QuantLinear)
-        }
-        bfloat16 = setting.dtype == torch.bfloat16
-        problems = [
-            Problem(rows, n, k, group_size, zeros, bfloat16)
-            for k, n, group_size, zeros in sorted(shapes)
-            for rows in _COMPILED_ROWS
-        ]
-        progress("compiling kernels", 0, 1)
-        compiled = precompile(problems, setting.device.index or 0)
-        progress("compiling kernels", 1, 1)
+        shapes = sorted(
+            {
+                LayerShape(
+                    n=module.padded_shape[1],
+                    k=module.padded_shape[0],
+                    group_size=module.group_size,
+                    zeros=module.zeros is not None,
+                )
+                for module in modules
+                if isinstance(module, QuantLinear)
+            }
+        )
+        compiled = 0
+        for done, shape in enumerate(shapes):
+            progress("compiling kernels", done, len(shapes))
+            compiled += precompile_model([shape], setting.dtype, setting.device.index or 0)
+        progress("compiling kernels", len(shapes), len(shapes))
         return compiled
