@@ -74,8 +74,7 @@ def decide(stored: StoredWeight, setting: Setting, *, operator: str = AUTO) -> D
         UsageError: no operator has that name.
         EnvironmentProblem: the operator fits, but a package is missing that the user can install.
     """
-    if operator != AUTO and operator not in OPERATORS:
-        raise UsageError(f"operator: expected {AUTO}, {', '.join(OPERATORS)}, found {operator!r}")
+    require_operator(operator)
     if operator != AUTO:
         asked = _candidate(operator, stored, setting)
         if asked.takes:
@@ -85,6 +84,16 @@ def decide(stored: StoredWeight, setting: Setting, *, operator: str = AUTO) -> D
     # min keeps the first of equals.
     chosen = min(able, key=lambda found: float("inf") if found.seconds is None else found.seconds)
     return Decision(chosen, tuple(candidate for candidate in candidates if candidate is not chosen))
+
+
+def require_operator(name: str) -> None:
+    """Accepts :data:`AUTO` and every registered operator's name.
+
+    Raises:
+        UsageError: any other name.
+    """
+    if name != AUTO and name not in OPERATORS:
+        raise UsageError(f"operator: expected {AUTO}, {', '.join(OPERATORS)}, found {name!r}")
 
 
 def _candidate(name: str, stored: StoredWeight, setting: Setting) -> Candidate:

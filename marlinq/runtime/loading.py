@@ -20,7 +20,7 @@ from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.models import BlockLoader, DecoderStructure, build_structure, is_linear
-from marlinq.runtime.decision import AUTO, Decision, decide, summarize
+from marlinq.runtime.decision import AUTO, Decision, decide, require_operator, summarize
 from marlinq.runtime.operators import OPERATORS, Setting
 from marlinq.runtime.placement import place
 
@@ -88,6 +88,7 @@ def load(
         UsageError: no operator has that name.
         EnvironmentProblem: the device is not there, or a kernel does not compile.
     """
+    require_operator(operator)
     checkpoint = Checkpoint.open(path)
     quantized = QuantizedCheckpoint.of(checkpoint)
     placement = place(checkpoint, quantized=quantized is not None, device=device, dtype=dtype)

@@ -9,7 +9,7 @@ import torch
 
 from marlinq.core.errors import EnvironmentProblem, UsageError
 from marlinq.kernels import Device, KernelDecision
-from marlinq.runtime import Decision, Setting, decide
+from marlinq.runtime import Decision, Setting, decide, load
 from marlinq.runtime.decision import summarize
 from marlinq.runtime.operators import dense, w4a16
 from tests.testing.runnable_folders import random_tuple, stored_weight
@@ -104,7 +104,7 @@ def test_a_missing_package_is_named_with_its_fix(
         ({"group_size": 16}, "not w4a16: group size 16 is neither"),
         ({"setting": Setting(GPU, torch.float32)}, "not w4a16: .* not float32"),
         ({"setting": Setting(torch.device("mps"), torch.float16)}, "not w4a16: .* not on mps"),
-        ({"setting": Setting(CPU, torch.float32)}, "not w4a16: the kernel's CPU reference"),
+        ({"setting": Setting(CPU, torch.float32)}, "not w4a16: a CPU runs its reference"),
     ],
 )
 @pytest.mark.parametrize("operator", ["auto", "w4a16"])
@@ -122,6 +122,8 @@ def test_what_the_kernel_does_not_take_runs_dense(
 def test_an_unknown_operator_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="expected auto, dense, w4a16, found 'w4'"):
         decided(operator="w4")
+    with pytest.raises(UsageError, match="found 'w4'"):
+        load("nowhere", operator="w4")
 
 
 def test_the_summary_counts_equal_decisions() -> None:

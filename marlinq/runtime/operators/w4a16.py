@@ -48,7 +48,7 @@ class W4A16(Operator):
 
     def estimate(self, stored: StoredWeight, setting: Setting, rows: int) -> Estimate:
         if setting.device.type == "cpu":
-            return Estimate(None, "the kernel's CPU reference, which unpacks the weight for every product")
+            return Estimate(None, "a CPU runs its reference, which unpacks the weight for every product")
         k, n, group_size = operand_shape(stored)
         asymmetric = stored.scheme.stores_zeros
         found = explain(setting.device, setting.dtype, rows, n, k, group_size, asymmetric)
