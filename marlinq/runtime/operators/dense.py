@@ -11,6 +11,8 @@ from marlinq.runtime.operators.base import Estimate, Operator, Setting
 
 # What torch's product takes on a GPU however small the weight: a launch, and a kernel that fills and drains.
 _LEAST_SECONDS = 3e-6
+# Beyond, arithmetic takes longer than reading the weight, and its rate is not known here.
+_MEMORY_BOUND_ROWS = 64
 
 
 class Dense(Operator):
@@ -25,7 +27,7 @@ class Dense(Operator):
     def estimate(self, stored: StoredWeight, setting: Setting, rows: int) -> Estimate:
         nbytes = stored.in_features * stored.out_features * setting.dtype.itemsize
         reason = "torch's product with the dequantised weight"
-        if setting.device.type != "cuda":
+        if setting.device.type != "cuda" or rows > _MEMORY_BOUND_ROWS:
             return Estimate(None, reason)
         try:
             bandwidth = device_numbers(setting.device.index or 0).bandwidth
