@@ -46,7 +46,7 @@ from marlinq.kernels.launch.operands import Operands
 from marlinq.kernels.ops import w4a16
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.shapes import MODELS
-from marlinq.runtime import QuantLinear
+from marlinq.runtime import QuantLinear, marlin_operand
 
 _FIRST_PRODUCT = Path(__file__).with_name("first_product.py")
 _CALLS, _BATCHES = 200, 41
@@ -77,9 +77,8 @@ def quant_linear(k: int, n: int, device: torch.device) -> QuantLinear:
         zeros=torch.full((k // 32, n), 8, dtype=torch.uint8),
         g_idx=torch.arange(k, dtype=torch.int32) // 32,
         group_size=32,
-        bits=4,
     )
-    return QuantLinear(weight, None, device=device, dtype=torch.float16)
+    return QuantLinear(marlin_operand(weight.to(device), torch.float16))
 
 
 def calls(device: torch.device) -> dict[str, dict[str, float]]:

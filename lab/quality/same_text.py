@@ -74,7 +74,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     reference = load(arguments.checkpoint, device="cpu", dtype="float32")
-    subject = load(arguments.checkpoint, device=arguments.device, dtype=arguments.dtype, linears="kernel")
+    subject = load(arguments.checkpoint, device=arguments.device, dtype=arguments.dtype, operator="w4a16")
     found = [compare(reference, subject, prompt, arguments.tokens) for prompt in arguments.prompts or PROMPTS]
     if arguments.json:
         print(json.dumps({"notes": subject.notes, "prompts": [asdict(one) for one in found]}))

@@ -10,7 +10,7 @@ from marlinq.checkpoint.reader import Checkpoint
 from marlinq.core.errors import CheckpointError, MarlinqError, UnsupportedError
 from marlinq.core.rules import Keep
 from marlinq.core.weight import Grid, QuantizedWeight
-from marlinq.formats import LAYOUTS, Layout, ModuleSpec, TensorSpec
+from marlinq.formats import LAYOUTS, Layout, ModuleSpec, StoredWeight, TensorSpec
 from marlinq.formats.dialects import QuantizationConfig
 
 _EMBEDDING_MARKS = ("embed", "wte", "wpe", "norm")
@@ -101,13 +101,21 @@ class QuantizedCheckpoint:
             CheckpointError: a tensor is missing, of the wrong shape or out of range.
             ConversionRefused: its stored values are ambiguous (GPTQ v1 zeros of an unknown writer).
         """
+        return self.stored(module).weight()
+
+    def stored(self, module: str) -> StoredWeight:
+        """The tensors of ``module``, read but not decoded.
+
+        Raises:
+            CheckpointError: a tensor is missing, unexpected, or of the wrong shape or dtype.
+        """
+        name = f"{self.checkpoint.path}: {module}"
+        reason = self.mismatch(module)
+        if reason is not None:
+            raise CheckpointError(f"{name}: {reason}")
         names = self.tensor_names(module)
-        try:
-            return self.layout.unpack(
-                {suffix: self.checkpoint.tensor(name) for suffix, name in names.items()}, self.modules[module]
-            )
-        except MarlinqError as error:
-            raise type(error)(f"{self.checkpoint.path}: {module}: {error}") from None
+        tensors = {suffix: self.checkpoint.tensor(stored) for suffix, stored in names.items()}
+        return StoredWeight(name, self.layout, self.modules[module], tensors)
 
     def tensor_names(self, module: str) -> dict[str, str]:
         """The stored tensors of ``module`` by suffix."""

@@ -112,6 +112,17 @@ class Grid:
         """True when channel k belongs to group ``k // group_size``: no activation order is stored."""
         return torch.equal(self.g_idx.cpu(), trivial_g_idx(self.in_features, self.group_size))
 
+    def to(self, device: torch.device) -> Grid:
+        """The same grid with all its tensors on ``device``."""
+        if all(tensor.device == device for tensor in (self.scales, self.zeros, self.g_idx)):
+            return self
+        return replace(
+            self,
+            scales=self.scales.to(device),
+            zeros=self.zeros.to(device),
+            g_idx=self.g_idx.to(device),
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:

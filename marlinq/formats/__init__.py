@@ -11,5 +11,15 @@ from marlinq.formats.layouts import (
     spec_of,
     transcode,
 )
+from marlinq.formats.stored import StoredWeight
 
-__all__ = ["LAYOUTS", "Layout", "ModuleSpec", "TensorSpec", "register_layout", "spec_of", "transcode"]
+__all__ = [
+    "LAYOUTS",
+    "Layout",
+    "ModuleSpec",
+    "StoredWeight",
+    "TensorSpec",
+    "register_layout",
+    "spec_of",
+    "transcode",
+]

@@ -50,6 +50,7 @@ __all__ = [
     "decide",
     "dependent_launches",
     "dequantize_operands",
+    "device_numbers",
     "explain",
     "forced_kernel",
     "precompile",

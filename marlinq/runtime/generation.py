@@ -15,8 +15,8 @@ from marlinq.core.devices import read_clock
 from marlinq.core.display import Block, Facts, Shown, lines
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError, NumericsError, UnsupportedError, UsageError
+from marlinq.runtime.decision import summarize
 from marlinq.runtime.decoding import Decoder, StepDecision
-from marlinq.runtime.linear import summarize
 from marlinq.runtime.loading import LoadedModel
 
 _CONTEXT_TOKENS = 8

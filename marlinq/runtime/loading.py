@@ -20,7 +20,8 @@ from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.models import BlockLoader, DecoderStructure, TensorNames, build_structure, is_linear
-from marlinq.runtime.linear import Linears, RuntimeDecision, decide, quantized_linear, summarize
+from marlinq.runtime.decision import AUTO, Decision, decide, require_operator, summarize
+from marlinq.runtime.operators import OPERATORS, Setting
 from marlinq.runtime.placement import place
 
 # Files that tell a tokenizer is there; without any of them transformers would look for one on the Hub.
@@ -46,7 +47,7 @@ class LoadedModel:
     tokenizer: Any | None
     device: torch.device
     dtype: torch.dtype
-    decisions: Mapping[str, RuntimeDecision]
+    decisions: Mapping[str, Decision]
     notes: tuple[str, ...]
 
     def report(self) -> list[str]:
@@ -62,7 +63,8 @@ def load(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
-    linears: Linears = "auto",
+    operator: str = AUTO,
+    compile_kernels: bool = True,
     progress: ReportProgress = no_progress,
 ) -> LoadedModel:
     """Loads a quantised or unquantised checkpoint for inference.
@@ -76,15 +78,17 @@ def load(
         dtype: of activations and unquantised weights; ``auto`` or None as in
             :func:`marlinq.runtime.placement.place`.
         trust_remote_code: run model code that the checkpoint brings.
-        linears: what multiplies quantised weights; see :data:`marlinq.runtime.linear.Linears`.
-        progress: called after each module.
+        operator: what multiplies quantised weights, where it can; see :func:`marlinq.runtime.decide`.
+        compile_kernels: compile what the model's products need on a GPU now, instead of at their first use.
+        progress: called after each module, and while kernels are compiled.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected or of the wrong shape.
-        UnsupportedError: the architecture, the quantisation method, or (``linears="kernel"``) a layout that
-            the kernel can't hold.
-        EnvironmentProblem: the device is not there.
+        UnsupportedError: the architecture or the quantisation method, or a scale that overflows ``dtype``.
+        UsageError: no operator has that name.
+        EnvironmentProblem: the device is not there, or a kernel does not compile.
     """
+    require_operator(operator)
     checkpoint = Checkpoint.open(path)
     quantized = QuantizedCheckpoint.of(checkpoint)
     placement = place(checkpoint, quantized=quantized is not None, device=device, dtype=dtype)
@@ -96,17 +100,16 @@ def load(
         dtype=placement.dtype,
     )
     notes = [placement.reason] if placement.reason else []
-    decisions: dict[str, RuntimeDecision] = {}
+    decisions: dict[str, Decision] = {}
+    setting = Setting(placement.device, placement.dtype)
     structure, replaced = match_tensors(structure, checkpoint, quantized)
     loader = BlockLoader(structure, checkpoint, device=placement.device, dtype=placement.dtype)
     if quantized is not None:
         for index, (name, stored) in enumerate(replaced.items()):
-            q = quantized.load(stored)
-            decision = decide(q, device=placement.device, dtype=placement.dtype, linears=linears)
-            bias = _bias(loader, checkpoint, name, structure.model.get_submodule(name), q.out_features)
-            module = quantized_linear(
-                q, bias, decision, device=placement.device, dtype=placement.dtype, name=name
-            )
+            weight = quantized.stored(stored)
+            decision = decide(weight, setting, operator=operator)
+            bias = _bias(loader, checkpoint, name, structure.model.get_submodule(name), weight.out_features)
+            module = OPERATORS[decision.operator].build(weight, bias, setting)
             structure.model.set_submodule(name, module)
             decisions[name] = decision
             progress("loading", index + 1, len(replaced))
@@ -114,6 +117,8 @@ def load(
     loader.whole_model()
     _warn_about_dense(decisions, placement.device)
     model = structure.model
+    if compile_kernels:
+        _compile_kernels(model, decisions, setting, progress)
     generation_config = read_generation_config(checkpoint)
     if generation_config is not None:
         model.generation_config = generation_config
@@ -262,8 +267,21 @@ def _scale_notes(quantized: QuantizedCheckpoint, dtype: torch.dtype) -> list[str
     return [f"scales stored in {', '.join(rounded)} are rounded to {target}"]
 
 
-def _warn_about_dense(decisions: Mapping[str, RuntimeDecision], device: torch.device) -> None:
-    dense = [decision for decision in decisions.values() if decision.path == "dense"]
+def _compile_kernels(
+    model: nn.Module, decisions: Mapping[str, Decision], setting: Setting, progress: ReportProgress
+) -> None:
+    for operator in OPERATORS.values():
+        modules = [
+            model.get_submodule(name)
+            for name, decision in decisions.items()
+            if decision.operator == operator.name
+        ]
+        if modules:
+            operator.compile(modules, setting, progress)
+
+
+def _warn_about_dense(decisions: Mapping[str, Decision], device: torch.device) -> None:
+    dense = [decision for decision in decisions.values() if OPERATORS[decision.operator].dense]
     if dense and device.type == "cuda":
         warnings.warn(
             f"{len(dense)} of {len(decisions)} quantised linears run as dense weights on {device}, which "

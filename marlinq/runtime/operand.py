@@ -1,7 +1,9 @@
-"""From the neutral tuple to what the kernel multiplies with: the Marlin layout in memory, any shape.
+"""From a stored weight to what the kernel multiplies with: the kernel's layout in memory, any shape.
 
 The kernel takes K and N that are multiples of 64, groups of 32, 64, 128 or one group for all of K, and no
-g_idx. What does not fit is made to, without changing a single weight:
+g_idx. A weight of such a shape keeps its words: as stored where they are in the kernel's layout already, else
+transcoded on the device, without ever being unpacked. What does not fit is made to, without changing a single
+weight:
 
 * **Shape.** K grows to a multiple of 64 and of the group, N to a multiple of 64. Added rows of an existing
   group hold the group's zero point as code; added groups and columns have scale 0 and zero point and codes 8.
@@ -20,9 +22,13 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import UnsupportedError
-from marlinq.core.scheme import INT4
+from marlinq.core.scheme import CHANNEL, INT4, Scheme
 from marlinq.core.weight import Grid, QuantizedWeight, trivial_g_idx
-from marlinq.formats.layouts.marlin import GROUP_SIZES, pack_tiles, permute_scales
+from marlinq.formats import StoredWeight, transcode
+from marlinq.formats.layouts.marlin import GROUP_SIZES, Marlin, pack_tiles, permute_scales
+
+KERNEL_LAYOUT = Marlin()
+"""The layout whose words and scales the kernel reads as they are."""
 
 PAD_MULTIPLE = 64
 """K and N of a stored operand are multiples of this."""
@@ -59,22 +65,66 @@ class MarlinOperand:
         return rows * 16, columns // 2
 
 
-def operand_refusal(q: QuantizedWeight | Grid) -> str | None:
-    """Why :func:`marlin_operand` would refuse ``q``, or None."""
-    if q.element != INT4:
-        return f"{q.element.name} weights; the kernel multiplies {INT4.name}"
-    if q.groups > 1 and _kernel_group_size(q) is None:
-        return f"group size {q.group_size} is neither one group nor a multiple of 32"
-    if not torch.equal(q.g_idx.sort().values.cpu(), trivial_g_idx(q.in_features, q.group_size)):
-        return f"activation order: sorting g_idx does not give groups of {q.group_size} channels each"
+def operand_refusal(weight: StoredWeight | QuantizedWeight | Grid) -> str | None:
+    """Why there is no operand that holds ``weight``, or None."""
+    scheme = weight.scheme
+    if scheme.element != INT4:
+        return f"{scheme.element.name} weights; the kernel multiplies {INT4.name}"
+    if _kernel_group_size(scheme) is None:
+        return f"group size {scheme.group_size} is neither one group nor a multiple of 32"
+    if scheme.act_order:
+        size = scheme.channels_per_group(weight.in_features)
+        if not torch.equal(weight.g_idx.sort().values.cpu(), trivial_g_idx(weight.in_features, size)):
+            return f"activation order: sorting g_idx does not give groups of {size} channels each"
     return None
 
 
-def operand_shape(q: QuantizedWeight) -> tuple[int, int, int]:
-    """K and N after padding and the kernel's group size, for a tuple that is not refused."""
-    group_size = _kernel_group_size(q) or -1
+def operand_shape(weight: StoredWeight | QuantizedWeight) -> tuple[int, int, int]:
+    """K and N after padding and the kernel's group size, for a weight that is not refused."""
+    group_size = _kernel_group_size(weight.scheme) or CHANNEL
     step = max(PAD_MULTIPLE, group_size)
-    return _round_up(q.in_features, step), _round_up(q.out_features, PAD_MULTIPLE), group_size
+    return _round_up(weight.in_features, step), _round_up(weight.out_features, PAD_MULTIPLE), group_size
+
+
+def stored_operand(stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> MarlinOperand:
+    """The operand that holds exactly the weights of ``stored``; scales are rounded to ``dtype``.
+
+    Words that are in the kernel's layout are taken as they are, and so are scales of the kernel's group size;
+    other words are transcoded on ``device``. Only padding and activation order need the codes one by one.
+
+    Args:
+        stored: 4-bit codes, any K and N, any layout.
+        dtype: of the activations, and so of scales and zeros.
+        device: where the operand lives.
+
+    Raises:
+        UnsupportedError: :func:`operand_refusal` has a reason, or a scale overflows ``dtype``.
+    """
+    reason = operand_refusal(stored)
+    if reason is not None:
+        raise UnsupportedError(f"{stored.name}: {reason}")
+    scheme = stored.scheme
+    k, n = stored.in_features, stored.out_features
+    rows, columns, group_size = operand_shape(stored)
+    if scheme.act_order or (rows, columns) != (k, n):
+        return marlin_operand(stored.weight(device), dtype, name=stored.name)
+    zeros = None
+    if stored.layout.family == KERNEL_LAYOUT.family and group_size == scheme.group_size:
+        scales = stored.scales
+    else:
+        scales = permute_scales(_regrouped(stored.grid, stored.grid.scales, group_size))
+    if scheme.stores_zeros:
+        regrouped = _regrouped(stored.grid, stored.grid.zeros, group_size)
+        zeros = permute_scales(regrouped).to(device=device, dtype=dtype)
+    return MarlinOperand(
+        words=transcode(stored.words.to(device), stored.spec, stored.layout, KERNEL_LAYOUT),
+        scales=_cast_scales(scales, dtype, stored.name).to(device),
+        zeros=zeros,
+        order=None,
+        group_size=group_size,
+        in_features=k,
+        out_features=n,
+    )
 
 
 def marlin_operand(q: QuantizedWeight, dtype: torch.dtype, *, name: str = "weight") -> MarlinOperand:
@@ -96,10 +146,10 @@ def marlin_operand(q: QuantizedWeight, dtype: torch.dtype, *, name: str = "weigh
         order = torch.argsort(q.g_idx, stable=True)
         codes = codes[order]
     rows, columns, group_size = operand_shape(q)
-    scales, zeros = _regrouped(q, group_size)
+    scales, zeros = (_regrouped(q, values, group_size) for values in (q.scales, q.zeros))
     scales = _cast_scales(scales, dtype, name)
     k, n = q.in_features, q.out_features
-    groups = 1 if group_size == -1 else rows // group_size
+    groups = 1 if group_size == CHANNEL else rows // group_size
     middle = q.element.midpoint
     scales = _grow(scales, groups, columns, 0)
     zeros = _grow(zeros, groups, columns, middle)
@@ -120,23 +170,24 @@ def marlin_operand(q: QuantizedWeight, dtype: torch.dtype, *, name: str = "weigh
     )
 
 
-def _kernel_group_size(q: QuantizedWeight | Grid) -> int | None:
-    if q.groups == 1:
-        return -1
-    return next((size for size in _REFINED_SIZES if q.group_size % size == 0), None)
+def _kernel_group_size(scheme: Scheme) -> int | None:
+    if scheme.group_size == CHANNEL:
+        return CHANNEL
+    return next((size for size in _REFINED_SIZES if scheme.group_size % size == 0), None)
 
 
-def _regrouped(q: QuantizedWeight, group_size: int) -> tuple[Tensor, Tensor]:
-    """Scales and zeros with one row for each group of ``group_size`` channels."""
-    if group_size in (-1, q.group_size):
-        return q.scales, q.zeros
-    # A short last group of the tuple has fewer parts than the others.
-    first_channels = torch.arange(0, q.in_features, group_size, device=q.scales.device)
-    source = first_channels // q.group_size
-    return q.scales[source], q.zeros[source]
+def _regrouped(q: QuantizedWeight | Grid, values: Tensor, group_size: int) -> Tensor:
+    """``values``, the scales or zero points of ``q``, a row for each group of ``group_size`` channels."""
+    if group_size in (CHANNEL, q.group_size):
+        return values
+    # A short last group of the weight has fewer parts than the others.
+    first_channels = torch.arange(0, q.in_features, group_size, device=values.device)
+    return values[first_channels // q.group_size]
 
 
 def _cast_scales(scales: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    if scales.dtype == dtype:
+        return scales
     cast = scales.to(dtype)
     if bool((torch.isfinite(scales) & ~torch.isfinite(cast)).any()):
         largest = float(scales[torch.isfinite(scales)].abs().max())

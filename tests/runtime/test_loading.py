@@ -56,17 +56,16 @@ FLOAT32 = 2e-5
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("linears", ["auto", "kernel"])
-def test_logits_equal_those_of_the_dequantised_model(name: str, linears: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("operator", ["auto", "w4a16"])
+def test_logits_equal_those_of_the_dequantised_model(name: str, operator: str, tmp_path: Path) -> None:
     reference = tiny_model(name)
     tuples = save_quantized(tmp_path, reference, "gptq", random_quantizer(symmetric=False))
-    loaded = load(tmp_path, device="cpu", linears=linears)
+    loaded = load(tmp_path, device="cpu", operator=operator)
     assert set(loaded.decisions) == set(tuples)
-    assert {decision.path for decision in loaded.decisions.values()} == (
-        {"dense"} if linears == "auto" else {"cpu-reference"}
-    )
+    expected = "dense" if operator == "auto" else "w4a16"
+    assert {decision.operator for decision in loaded.decisions.values()} == {expected}
     quantized = [module for module in loaded.model.modules() if isinstance(module, QuantLinear)]
-    assert len(quantized) == (0 if linears == "auto" else len(tuples))
+    assert len(quantized) == (0 if operator == "auto" else len(tuples))
     assert relative(logits(loaded.model), logits(reference)) < FLOAT32
 
 
@@ -88,11 +87,11 @@ def test_all_five_formats_give_identical_logits(tmp_path: Path) -> None:
     for layout in LAYOUTS:
         folder = tmp_path / layout
         save_quantized(folder, tiny_model("llama"), layout, whole_tiles(random_quantizer()))
-        for linears in ("dense", "kernel"):
-            found[layout, linears] = logits(load(folder, device="cpu", linears=linears).model)
-    for linears in ("dense", "kernel"):
+        for operator in ("dense", "w4a16"):
+            found[layout, operator] = logits(load(folder, device="cpu", operator=operator).model)
+    for operator in ("dense", "w4a16"):
         for layout in LAYOUTS:
-            assert torch.equal(found[layout, linears], found["gptq", linears])
+            assert torch.equal(found[layout, operator], found["gptq", operator])
 
 
 @pytest.mark.parametrize("group_size", [16, 32, 64, -1])
@@ -102,9 +101,9 @@ def test_group_sizes_and_activation_order(group_size: int, act_order: bool, tmp_
     save_quantized(
         tmp_path, reference, "gptq-v2", random_quantizer(group_size=group_size, act_order=act_order)
     )
-    loaded = load(tmp_path, device="cpu", linears="kernel")
-    paths = {decision.path for decision in loaded.decisions.values()}
-    assert paths == ({"dense"} if group_size == 16 else {"cpu-reference"})
+    loaded = load(tmp_path, device="cpu", operator="w4a16")
+    operators = {decision.operator for decision in loaded.decisions.values()}
+    assert operators == ({"dense"} if group_size == 16 else {"w4a16"})
     if group_size == 16:
         assert all("group size 16" in decision.reason for decision in loaded.decisions.values())
     assert relative(logits(loaded.model), logits(reference)) < FLOAT32
@@ -113,8 +112,8 @@ def test_group_sizes_and_activation_order(group_size: int, act_order: bool, tmp_
 def test_eight_bit_modules_run_dense_and_say_so(tmp_path: Path) -> None:
     reference = tiny_model("llama")
     save_quantized(tmp_path, reference, "gptq", random_quantizer(bits=8))
-    loaded = load(tmp_path, device="cpu", linears="kernel")
-    assert all(d.path == "dense" and "int8 weights" in d.reason for d in loaded.decisions.values())
+    loaded = load(tmp_path, device="cpu", operator="w4a16")
+    assert all(d.operator == "dense" and "int8 weights" in d.reason for d in loaded.decisions.values())
     assert any("int8 weights" in line for line in loaded.report())
     assert relative(logits(loaded.model), logits(reference)) < FLOAT32
 
@@ -140,8 +139,8 @@ def test_quantised_head(name: str, tmp_path: Path) -> None:
     if name == "llama-tied":
         reference.lm_head.weight = nn.Parameter(torch.empty(128, 64), requires_grad=False)
     replace_weight(reference.lm_head, q)
-    loaded = load(tmp_path, device="cpu", linears="kernel")
-    assert loaded.decisions["lm_head"].path == "cpu-reference"
+    loaded = load(tmp_path, device="cpu", operator="w4a16")
+    assert loaded.decisions["lm_head"].operator == "w4a16"
     assert relative(logits(loaded.model), logits(reference)) < FLOAT32
 
 
@@ -167,7 +166,7 @@ def test_biases_that_a_writer_added(tmp_path: Path) -> None:
             "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
         },
     )
-    loaded = load(tmp_path, device="cpu", linears="kernel")
+    loaded = load(tmp_path, device="cpu", operator="w4a16")
     assert loaded.model.model.layers[0].mlp.gate_proj.bias is None
     assert relative(logits(loaded.model), logits(reference)) < FLOAT32
 

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
+from marlinq import formats
 from marlinq.core.errors import UnsupportedError
 from marlinq.core.weight import QuantizedWeight
-from marlinq.formats.layouts.marlin import unpack_tiles, unpermute_scales
-from marlinq.runtime import MarlinOperand, QuantLinear, decide, marlin_operand, operand_refusal
-from tests.testing.runnable_folders import random_tuple
+from marlinq.formats import LAYOUTS, StoredWeight, layouts
+from marlinq.formats.layouts.marlin import Marlin, unpack_tiles, unpermute_scales
+from marlinq.runtime import (
+    MarlinOperand,
+    QuantLinear,
+    marlin_operand,
+    operand,
+    operand_refusal,
+    stored_operand,
+)
+from tests.testing.runnable_folders import random_tuple, stored_weight
 
 CPU = torch.device("cpu")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 SHAPES = [
     (64, 64, 32), (80, 72, 16 * 5), (80, 72, -1), (96, 24, 32), (200, 72, 128), (512, 64, 256), (384, 8, 192),
     (192, 100, 96), (1000, 40, 256), (64, 64, 64), (130, 66, 64),
 ]  # fmt: skip
+
+
+def quant_linear(q: QuantizedWeight, bias: Tensor | None) -> QuantLinear:
+    return QuantLinear(marlin_operand(q, torch.float32), bias)
 
 
 def held_weight(operand: MarlinOperand) -> Tensor:
@@ -77,14 +92,16 @@ def test_sorting_by_group_is_stable() -> None:
         ),
     ],
 )
-def test_what_the_kernel_cannot_hold_is_refused_and_runs_dense(q: QuantizedWeight, reason: str) -> None:
+def test_what_the_kernel_cannot_hold_is_refused(q: QuantizedWeight, reason: str) -> None:
     refusal = operand_refusal(q)
     assert refusal is not None
     assert reason in refusal
     with pytest.raises(UnsupportedError, match=f"up_proj: .*{reason}"):
         marlin_operand(q, torch.float16, name="up_proj")
-    decision = decide(q, device=CPU, dtype=torch.float32, linears="kernel")
-    assert (decision.path, decision.reason) == ("dense", refusal)
+    stored = stored_weight(q)
+    assert operand_refusal(stored) == refusal
+    with pytest.raises(UnsupportedError, match=reason):
+        stored_operand(stored, torch.float16, CPU)
 
 
 def test_scales_beyond_the_activations_range_are_refused() -> None:
@@ -92,6 +109,103 @@ def test_scales_beyond_the_activations_range_are_refused() -> None:
     q.scales[0, 0] = 1e6
     with pytest.raises(UnsupportedError, match="overflows float16; run in bfloat16"):
         marlin_operand(q, torch.float16)
+    with pytest.raises(UnsupportedError, match="compressed-tensors: .* overflows float16; run in bfloat16"):
+        stored_operand(stored_weight(q, "compressed-tensors"), torch.float16, CPU)
+
+
+# Padding of K, of N, of both, none; groups that are kept, refined, single, and longer than what is left.
+STORED_SHAPES = [
+    (128, 64, 32), (128, 192, 64), (256, 128, 128), (512, 64, 256), (384, 64, 192), (192, 128, 96),
+    (256, 64, -1), (80, 64, -1), (96, 64, 32), (64, 72, 32), (200, 72, 40), (320, 24, 160), (1024, 64, 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "symmetric"), [*product(LAYOUTS, [True]), *product(sorted(set(LAYOUTS) - {"marlin"}), [False])]
+)
+@pytest.mark.parametrize("act_order", [False, True])
+def test_stored_words_give_the_operand_of_their_codes(layout: str, symmetric: bool, act_order: bool) -> None:
+    """Whatever way the words take, the bits are those of unpacking the codes and packing them again."""
+    compared = 0
+    for seed, ((k, n, size), scales, dtype) in enumerate(product(STORED_SHAPES, FLOATS, FLOATS)):
+        q = random_tuple(
+            k, n, group_size=size, seed=seed, symmetric=symmetric, act_order=act_order, scale_dtype=scales
+        )
+        stored_as = LAYOUTS[layout].scale_dtype
+        if operand_refusal(q) or LAYOUTS[layout].refusal(q) or stored_as not in (None, q.scheme.scale_dtype):
+            continue
+        stored = stored_weight(q, layout)
+        assert operand_refusal(stored) is None
+        found = stored_operand(stored, dtype, CPU)
+        expected = marlin_operand(q, dtype)
+        for field in fields(MarlinOperand):
+            mine, theirs = getattr(found, field.name), getattr(expected, field.name)
+            if isinstance(theirs, Tensor):
+                assert mine.dtype == theirs.dtype
+                assert torch.equal(mine, theirs)
+                assert mine.is_contiguous()
+            else:
+                assert mine == theirs
+        compared += 1
+    # Every layout holds both weights of a single group, in whatever order, for the three dtypes.
+    assert compared >= (6 if act_order and not LAYOUTS[layout].stores_order else 18)
+
+
+def no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on nobody unpacks the codes of a weight, or packs them."""
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("codes were unpacked or packed")
+
+    for place in (layouts.base, layouts.marlin, formats.stored):
+        monkeypatch.setattr(place, "unpack_rows", forbidden)
+    for place in (layouts.base, layouts.marlin):
+        monkeypatch.setattr(place, "pack_rows", forbidden)
+    monkeypatch.setattr(operand, "pack_tiles", forbidden)
+    monkeypatch.setattr(layouts.marlin, "unpack_tiles", forbidden)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_codes_of_fitting_shapes_are_never_unpacked(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q = random_tuple(256, 128, group_size=128, symmetric=layout == "marlin")
+    stored = stored_weight(q, layout)
+    expected = marlin_operand(q, torch.float16)
+    no_codes(monkeypatch)
+    assert torch.equal(stored_operand(stored, torch.float16, CPU).words, expected.words)
+    with pytest.raises(AssertionError, match="were unpacked"):
+        stored.weight()
+
+
+class Renamed(Marlin):
+    """The kernel's bits under names of its own."""
+
+    name = "renamed"
+    key = "bits"
+    scale_key = "steps"
+    suffixes = ("bits", "steps")
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128, -1])
+def test_any_layout_of_the_kernels_bits_is_taken_as_stored(
+    group_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = random_tuple(256, 128, group_size=group_size)
+    packed = stored_weight(q, "marlin")
+    renamed = Renamed()
+    stored = StoredWeight(
+        "toy", renamed, packed.spec, {renamed.key: packed.words, renamed.scale_key: packed.scales}
+    )
+    no_codes(monkeypatch)
+    for name in ("tile_words", "untile_words", "permute_scales", "unpermute_scales"):
+        monkeypatch.setattr(layouts.marlin, name, None)
+    monkeypatch.setattr(operand, "permute_scales", None)
+    found = stored_operand(stored, torch.float16, CPU)
+    assert found.words is packed.words
+    assert found.scales is packed.scales
+    # Another dtype costs a copy of the scales, and nothing else.
+    narrow = stored_operand(stored, torch.bfloat16, CPU)
+    assert narrow.words is packed.words
+    assert torch.equal(narrow.scales, packed.scales.bfloat16())
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -101,7 +215,7 @@ def test_quant_linear_is_a_linear(bias: bool, act_order: bool) -> None:
     if act_order:
         q = random_tuple(96, 72, group_size=32, symmetric=False, act_order=True)
     offset = torch.randn(q.out_features) if bias else None
-    linear = QuantLinear(q, offset, device=CPU, dtype=torch.float32)
+    linear = quant_linear(q, offset)
     x = torch.randn(2, 3, q.in_features)
     expected = torch.nn.functional.linear(x, q.dequantize(), offset)
     # One float32 product of at most 96 terms against another.
@@ -114,14 +228,14 @@ def test_quant_linear_is_a_linear(bias: bool, act_order: bool) -> None:
 @pytest.mark.parametrize("act_order", [False, True])
 def test_a_compiled_quant_linear_is_one_graph(act_order: bool) -> None:
     q = random_tuple(96, 72, group_size=32, act_order=act_order)
-    layer = QuantLinear(q, torch.randn(72), device=CPU, dtype=torch.float32)
+    layer = quant_linear(q, torch.randn(72))
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = torch.randn(3, 96)
     assert torch.equal(compiled(x), layer(x))
 
 
 def test_a_quant_linear_follows_its_buffers() -> None:
-    layer = QuantLinear(random_tuple(64, 64, group_size=64), None, device=CPU, dtype=torch.float32)
+    layer = quant_linear(random_tuple(64, 64, group_size=64), None)
     x = torch.randn(3, 64)
     before = layer(x)
     doubled = torch.func.functional_call(layer, {"scales": 2 * layer.scales}, (x,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,9 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from marlinq.core.dtypes import dtype_name
 from marlinq.core.scheme import integer_element
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
-from marlinq.formats import LAYOUTS, spec_of
+from marlinq.formats import LAYOUTS, StoredWeight, spec_of
 from marlinq.formats.dialects import write_quantization_config
 from marlinq.models import describe
 
@@ -46,6 +48,15 @@ def random_tuple(
     if act_order:
         g_idx = g_idx[torch.randperm(k, generator=generator)]
     return QuantizedWeight(codes, scales.to(scale_dtype), zeros, g_idx, size, integer_element(bits))
+
+
+def stored_weight(q: QuantizedWeight, layout: str = "gptq-v2") -> StoredWeight:
+    """``q`` as a module of ``layout`` has it."""
+    packer = LAYOUTS[layout]
+    tensors = packer.pack(q)
+    scale_dtype = dtype_name(tensors[packer.scale_key].dtype)
+    scheme = replace(packer.as_stored(q.scheme), scale_dtype=scale_dtype)
+    return StoredWeight(layout, packer, replace(spec_of(q), scheme=scheme), tensors)
 
 
 def random_quantizer(

@@ -120,6 +120,11 @@ class Layout(ABC):
         """``scheme`` as modules of this layout have it: some store zero points always, some never."""
         return scheme
 
+    def says_all(self, spec: ModuleSpec) -> bool:
+        """Whether ``spec`` alone tells the scheme of a module's values: no zero points and no g_idx are
+        stored, which could differ from what the config says."""
+        return False
+
     def scheme_refusal(self, scheme: Scheme) -> str | None:
         """Why no weight of this scheme can be stored, whatever its shape, or None."""
         if scheme.element.name not in self.elements:

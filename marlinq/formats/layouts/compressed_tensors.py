@@ -49,6 +49,9 @@ class CompressedTensors(Layout):
     elements = ("int4", "int8")
     scale_dtype = None
 
+    def says_all(self, spec: ModuleSpec) -> bool:
+        return not spec.scheme.stores_zeros and not spec.extras
+
     def shape_refusal(self, spec: ModuleSpec) -> str | None:
         if (reason := self.scheme_refusal(spec.scheme)) is not None:
             return reason

@@ -53,6 +53,9 @@ class Marlin(Layout):
     def as_stored(self, scheme: Scheme) -> Scheme:
         return replace(scheme, zero_point="midpoint")
 
+    def says_all(self, spec: ModuleSpec) -> bool:
+        return True
+
     def scheme_refusal(self, scheme: Scheme) -> str | None:
         if scheme.stores_zeros:
             return "asymmetric weights; Marlin stores no zero points"

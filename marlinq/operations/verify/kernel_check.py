@@ -1,19 +1,21 @@
-"""Our kernel against float64, on the checkpoint's own weights."""
+"""Our kernels against float64, on the checkpoint's own weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from marlinq.checkpoint import QuantizedCheckpoint
-from marlinq.core.errors import EnvironmentProblem, MarlinqError
+from marlinq.core.dtypes import dtype_name
+from marlinq.core.errors import EnvironmentProblem, MarlinqError, UnsupportedError
 from marlinq.core.progress import ReportProgress
 from marlinq.core.weight import QuantizedWeight
 from marlinq.operations.verify.report import Check, Findings
-from marlinq.runtime import decide, quantized_linear
+from marlinq.runtime import OPERATORS, Setting
 
 ROWS = (1, 8, 33)
 BOUNDS = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -37,50 +39,54 @@ def check_kernels(view: QuantizedCheckpoint, device: torch.device, progress: Rep
 
 
 def compare_kernels(view: QuantizedCheckpoint, device: torch.device, progress: ReportProgress) -> Check:
-    """The check itself; on the CPU it measures the kernel's reference."""
+    """The check itself, of every operator that multiplies packed weights; on the CPU it measures the kernels'
+    references."""
     findings = Findings("kernels")
     distinct: dict[tuple[object, ...], str] = {}
     for name, spec in view.modules.items():
         distinct.setdefault((spec.in_features, spec.out_features, spec.scheme), name)
+    operators = [operator for operator in OPERATORS.values() if not operator.dense]
     worst, ran = 0.0, 0
     refused: list[str] = []
     for done, name in enumerate(distinct.values()):
         progress("run kernels", done, len(distinct))
         try:
-            q = view.load(name)
+            stored = view.stored(name)
+            q = stored.weight(device)
         except MarlinqError:
             continue  # the round trip reports it
-        for dtype, bound in BOUNDS.items():
-            decision = decide(q, device=device, dtype=dtype, linears="kernel")
-            if decision.path == "dense":
-                refused.append(f"{name}: {decision.reason}")
+        for operator, (dtype, bound) in product(operators, BOUNDS.items()):
+            setting = Setting(device, dtype)
+            refusal = operator.refusal(stored, setting)
+            if refusal is not None:
+                refused.append(f"{name}: {operator.name}: {refusal}")
                 continue
-            for rows, error in _errors(q, name, device, dtype):
+            try:
+                linear = operator.build(stored, None, setting)
+            except UnsupportedError as error:
+                refused.append(f"{operator.name}: {error}")
+                continue
+            for rows, distance in _errors(linear, q, dtype):
                 ran += 1
-                worst = max(worst, error / bound)
-                if not error <= bound:
+                worst = max(worst, distance / bound)
+                if not distance <= bound:
                     findings.failures.append(
-                        f"{name}: {rows} rows in {str(dtype).removeprefix('torch.')}: relative error "
-                        f"{error:.2e}, at most {bound:.0e} expected"
+                        f"{name}: {operator.name}: {rows} rows in {dtype_name(dtype)}: relative error "
+                        f"{distance:.2e}, at most {bound:.0e} expected"
                     )
     if not ran and refused:
-        findings.skipped = f"the kernel takes no module of this checkpoint; {refused[0]}"
-    left_out = f"; {len(refused)} run dense ({refused[0]})" if refused else ""
+        findings.skipped = f"no kernel takes a module of this checkpoint; {refused[0]}"
+    left_out = f"; {len(refused)} refused ({refused[0]})" if refused else ""
     text = f"{len(distinct)} shapes, {ran} products, errors up to {worst:.0%} of the bound{left_out}"
     return findings.result(text)
 
 
-def _errors(
-    q: QuantizedWeight, name: str, device: torch.device, dtype: torch.dtype
-) -> Iterator[tuple[int, float]]:
-    moved = q.to(device)
-    decision = decide(moved, device=device, dtype=dtype, linears="kernel")
-    linear = quantized_linear(moved, None, decision, device=device, dtype=dtype, name=name)
-    # The kernel is given scales in the activations' dtype; that rounding is not its error.
-    weight: Tensor = replace(moved, scales=moved.scales.to(dtype)).dequantize().double()
+def _errors(linear: nn.Module, q: QuantizedWeight, dtype: torch.dtype) -> Iterator[tuple[int, float]]:
+    # A kernel is given scales in the activations' dtype; that rounding is not its error.
+    weight: Tensor = replace(q, scales=q.scales.to(dtype)).dequantize().double()
     generator = torch.Generator().manual_seed(_SEED)
     for rows in ROWS:
-        x = torch.randn(rows, q.in_features, generator=generator).to(device=device, dtype=dtype)
+        x = torch.randn(rows, q.in_features, generator=generator).to(device=weight.device, dtype=dtype)
         expected = x.double() @ weight.t()
         with torch.no_grad():
             found = linear(x).double()

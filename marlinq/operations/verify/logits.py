@@ -93,7 +93,14 @@ def _run(
     trust_remote_code: bool,
     progress: ReportProgress,
 ) -> _Run:
-    loaded = load(path, device=device, dtype=dtype, trust_remote_code=trust_remote_code, progress=progress)
+    loaded = load(
+        path,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        compile_kernels=False,  # one batch needs a few of them
+        progress=progress,
+    )
     vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
     positions = getattr(loaded.model.config, "max_position_embeddings", None) or TOKENS
     generator = torch.Generator().manual_seed(_SEED)

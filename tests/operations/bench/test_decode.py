@@ -40,18 +40,18 @@ def test_counts_and_figures(folder: Path) -> None:
 def test_says_that_no_gpu_was_used(folder: Path) -> None:
     rendered = bench_decode(folder, prompt_tokens=4, new_tokens=2, device="cpu").render()
     assert "no GPU was used" in rendered
-    assert "no GPU; torch's dense product" in rendered
+    assert "dense: torch's product with the dequantised weight" in rendered
     assert f"torch {torch.__version__}" in rendered
 
 
-@pytest.mark.parametrize("linears", ["dense", "kernel"])
-def test_weight_bytes_are_those_of_the_linears_and_norms(folder: Path, linears: str) -> None:
-    model = load(folder, device="cpu", linears=linears).model
+@pytest.mark.parametrize("operator", ["dense", "w4a16"])
+def test_weight_bytes_are_those_of_the_linears_and_norms(folder: Path, operator: str) -> None:
+    model = load(folder, device="cpu", operator=operator).model
     # q, k, v, o, gate, up, down of three blocks as (K, N); hidden 64, two key-value heads of 16.
     shapes = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 128), (64, 128), (128, 64)] * 3
     norms_and_head = 4 * (7 * 64 + 64 * 128)
     rotary = sum(buffer.nbytes for name, buffer in model.named_buffers() if "inv_freq" in name)
-    if linears == "dense":
+    if operator == "dense":
         linear_bytes = sum(4 * k * n for k, n in shapes)
     else:
         # Half a byte a code, and a float32 scale and zero for each group of 32; 32 columns grow to 64.

@@ -113,7 +113,7 @@ def test_reports(original: Path, quantized: Path, text: Path) -> None:
     assert json.loads(json.dumps(found.to_dict()))["kl"] == found.kl
     rendered = found.render()
     assert f"{found.perplexity:.4f}" in rendered
-    assert "torch's dense product" in rendered
+    assert "dense: torch's product with the dequantised weight" in rendered
 
 
 def test_windows_follow_each_other_without_overlap(original: Path, text: Path) -> None:

@@ -10,6 +10,7 @@ from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.core.errors import CheckpointError, UsageError
 from marlinq.formats import LAYOUTS
 from marlinq.operations.verify import kernel_check, verify
+from marlinq.runtime.operators.w4a16 import W4A16
 from tests.testing import faults
 
 
@@ -30,12 +31,12 @@ def test_kernel_reference_is_within_the_bounds(quantized, options):
 
 
 def test_a_wrong_product_is_reported(quantized, monkeypatch):
-    def wrong(q, bias, decision, *, device, dtype, name):
-        linear = torch.nn.Linear(q.in_features, q.out_features, bias=False, dtype=dtype)
-        linear.weight.data = q.dequantize(dtype) * 1.01
+    def wrong(self, stored, bias, setting):
+        linear = torch.nn.Linear(stored.in_features, stored.out_features, bias=False, dtype=setting.dtype)
+        linear.weight.data = stored.weight().dequantize(setting.dtype) * 1.01
         return linear
 
-    monkeypatch.setattr(kernel_check, "quantized_linear", wrong)
+    monkeypatch.setattr(W4A16, "build", wrong)
     view = QuantizedCheckpoint.of(Checkpoint.open(quantized("gptq")))
     check = kernel_check.compare_kernels(view, torch.device("cpu"), silent)
     assert check.status == "failed"

@@ -1,0 +1,22 @@
+"""Every operator, one file each, and the registry that decisions are made from."""
+
+from __future__ import annotations
+
+from marlinq.runtime.operators.base import Estimate, Operator, Setting
+from marlinq.runtime.operators.dense import Dense
+from marlinq.runtime.operators.w4a16 import W4A16
+
+OPERATORS: dict[str, Operator] = {}
+"""Every operator by name. Where nothing is known of two operators' times, the earlier one is taken."""
+
+
+def register_operator(operator: Operator) -> Operator:
+    """Let :func:`marlinq.runtime.decide` consider ``operator`` for every module; returns it."""
+    OPERATORS[operator.name] = operator
+    return operator
+
+
+for _operator in (Dense(), W4A16()):
+    register_operator(_operator)
+
+__all__ = ["OPERATORS", "Estimate", "Operator", "Setting", "register_operator"]

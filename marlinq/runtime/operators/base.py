@@ -1,0 +1,89 @@
+"""What every operator offers: which weights it multiplies with, how fast, and the module that does it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from marlinq.core.progress import ReportProgress, no_progress
+from marlinq.formats import StoredWeight
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a module runs.
+
+    Attributes:
+        device: of weights and activations.
+        dtype: of the activations, and of what the module returns.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How long a product should take.
+
+    Attributes:
+        seconds: None where nobody has measured or modelled it.
+        reason: one clause, for people.
+    """
+
+    seconds: float | None
+    reason: str
+
+
+class Operator(ABC):
+    """One way to multiply activations with a quantised weight.
+
+    An operator looks at a weight's scheme, shape and layout through
+    :class:`~marlinq.formats.StoredWeight`; its module then multiplies without asking again.
+    """
+
+    name: str
+    dense: bool = False
+    """Whether it keeps the weight dequantised, which takes more memory than the checkpoint."""
+
+    @abstractmethod
+    def refusal(self, stored: StoredWeight, setting: Setting) -> str | None:
+        """Why it can't multiply with ``stored`` there, or None.
+
+        Raises:
+            EnvironmentProblem: it could, but a package is missing that the user can install.
+        """
+
+    @abstractmethod
+    def estimate(self, stored: StoredWeight, setting: Setting, rows: int) -> Estimate:
+        """The expected time of a product with activations [rows, K], for a weight that is not refused."""
+
+    @abstractmethod
+    def build(self, stored: StoredWeight, bias: Tensor | None, setting: Setting) -> nn.Module:
+        """The linear layer: [..., K] in ``setting.dtype`` to [..., N].
+
+        Args:
+            stored: a weight that is not refused.
+            bias: [N] of any float dtype, on any device, or None.
+            setting: where the module's buffers have to be.
+
+        Raises:
+            UnsupportedError: the values themselves can't be held (a scale overflows the dtype).
+        """
+
+    def compile(
+        self, modules: Iterable[nn.Module], setting: Setting, progress: ReportProgress = no_progress
+    ) -> int:
+        """Compile what ``modules``, all built by this operator, need at their first use.
+
+        Returns:
+            How many kernels were compiled.
+
+        Raises:
+            EnvironmentProblem: a kernel does not compile.
+        """
+        return 0

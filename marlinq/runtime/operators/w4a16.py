@@ -1,0 +1,82 @@
+"""The CUDA kernel for 4-bit weights in the Marlin layout; on a CPU its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor, nn
+
+from marlinq.core.dtypes import dtype_name
+from marlinq.core.errors import EnvironmentProblem
+from marlinq.core.progress import ReportProgress, no_progress
+from marlinq.formats import StoredWeight
+from marlinq.kernels import LayerShape, explain, precompile_model
+from marlinq.runtime.linear import QuantLinear
+from marlinq.runtime.operand import operand_refusal, operand_shape, stored_operand
+from marlinq.runtime.operators.base import Estimate, Operator, Setting
+
+_DTYPES = (torch.float16, torch.bfloat16)
+
+
+class W4A16(Operator):
+    """:class:`~marlinq.runtime.linear.QuantLinear` over packed words, as stored where they fit."""
+
+    name = "w4a16"
+
+    def refusal(self, stored: StoredWeight, setting: Setting) -> str | None:
+        reason = operand_refusal(stored)
+        if reason is not None or setting.device.type == "cpu":
+            return reason
+        if setting.device.type != "cuda":
+            return f"the kernel runs on CUDA devices, not on {setting.device.type}"
+        if setting.dtype not in _DTYPES:
+            names = " and ".join(map(dtype_name, _DTYPES))
+            return f"the kernel takes {names}, not {dtype_name(setting.dtype)}"
+        if find_spec("cupy") is None:
+            raise EnvironmentProblem(
+                "CuPy is not installed, which launches the kernel; install marlinq[cuda12] or "
+                "marlinq[cuda13], matching the driver, or use --device cpu"
+            )
+        try:
+            self.estimate(stored, setting, 1)
+        except EnvironmentProblem as error:
+            # An old GPU: nothing the user could install would change it.
+            return str(error)
+        return None
+
+    def estimate(self, stored: StoredWeight, setting: Setting, rows: int) -> Estimate:
+        if setting.device.type == "cpu":
+            return Estimate(None, "a CPU runs its reference, which unpacks the weight for every product")
+        k, n, group_size = operand_shape(stored)
+        asymmetric = stored.scheme.stores_zeros
+        found = explain(setting.device, setting.dtype, rows, n, k, group_size, asymmetric)
+        return Estimate(found.seconds, f"{found.kernel} kernel: {found.reason}")
+
+    def build(self, stored: StoredWeight, bias: Tensor | None, setting: Setting) -> nn.Module:
+        return QuantLinear(stored_operand(stored, setting.dtype, setting.device), bias)
+
+    def compile(
+        self, modules: Iterable[nn.Module], setting: Setting, progress: ReportProgress = no_progress
+    ) -> int:
+        if setting.device.type != "cuda":
+            return 0
+        shapes = sorted(
+            {
+                LayerShape(
+                    n=module.padded_shape[1],
+                    k=module.padded_shape[0],
+                    group_size=module.group_size,
+                    zeros=module.zeros is not None,
+                )
+                for module in modules
+                if isinstance(module, QuantLinear)
+            }
+        )
+        compiled = 0
+        for done, shape in enumerate(shapes):
+            progress("compiling kernels", done, len(shapes))
+            compiled += precompile_model([shape], setting.dtype, setting.device.index or 0)
+        progress("compiling kernels", len(shapes), len(shapes))
+        return compiled

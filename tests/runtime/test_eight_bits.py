@@ -1,0 +1,52 @@
+"""8-bit checkpoints, which no kernel takes yet, go through every command that runs a model."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from marlinq.methods.rtn import round_to_nearest
+from marlinq.operations.bench import bench_decode
+from marlinq.operations.evaluate import evaluate
+from marlinq.operations.verify import verify
+from marlinq.runtime import generate, load
+from tests.runtime.test_generation import wide_model
+from tests.testing.runnable_folders import save_plain, save_quantized, save_tokenizer
+
+REASON = "dense: torch's product with the dequantised weight; not w4a16: int8 weights"
+TEXT = "It is a truth universally acknowledged, that a byte is a token.\n\nÄußerst schön! " * 8
+
+
+@pytest.fixture(params=product(("gptq", "compressed-tensors"), (True, False)))
+def folders(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+    """A quantised model and what it was made from, both with a tokenizer."""
+    layout, symmetric = request.param
+    original = save_plain(tmp_path / "original", wide_model())
+    save_tokenizer(original)
+    save_quantized(
+        tmp_path / "quantized",
+        wide_model(),
+        layout,
+        lambda _, weight: round_to_nearest(weight, group_size=32, symmetric=symmetric, bits=8),
+    )
+    save_tokenizer(tmp_path / "quantized")
+    return tmp_path / "quantized", original
+
+
+def test_every_command_runs_them_and_says_how(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    quantized, original = folders
+    loaded = load(quantized, device="cpu")
+    notes = generate(loaded, "Once", max_new_tokens=4).notes
+    assert any(REASON in note for note in notes)
+    assert REASON in bench_decode(loaded, prompt_tokens=8, new_tokens=2).render()
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    found = evaluate(quantized, against=original, text=str(text), windows=2, length=64, device="cpu")
+    # The divergence grows with the square of the step, which is 17 times finer than that of 4 bits: those
+    # give 0.03 on this model.
+    assert found.kl is not None
+    assert 0 < found.kl < 1e-3
+    report = verify(quantized, against=original, logits=True, device="cpu")
+    assert report.ok, report.render()
