@@ -6,8 +6,11 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
-from marlinq.methods.rtn import round_to_nearest
+from marlinq.core.scheme import INT8
+from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.operations.bench import bench_decode
 from marlinq.operations.evaluate import evaluate
 from marlinq.operations.verify import verify
@@ -17,6 +20,27 @@ from tests.testing.runnable_folders import save_plain, save_quantized, save_toke
 
 REASON = "dense: torch's product with the dequantised weight; not w4a16: int8 weights"
 TEXT = "It is a truth universally acknowledged, that a byte is a token.\n\nÄußerst schön! " * 8
+
+
+def rounded(weight: Tensor, *, symmetric: bool, size: int = 32) -> QuantizedWeight:
+    """``weight`` [N, K] on the 256 levels from the least to the largest of each group."""
+    n, k = weight.shape
+    groups = weight.t().reshape(k // size, size, n)
+    low, high = groups.amin(1).clamp(max=0), groups.amax(1).clamp(min=0)
+    if symmetric:
+        high = torch.maximum(high, -low)
+        low = -high
+    scales = ((high - low) / 254).half()
+    zeros = torch.full_like(low, 128) if symmetric else torch.round(-low / scales)
+    codes = torch.round(groups / scales[:, None] + zeros[:, None]).clamp(0, 255)
+    return QuantizedWeight(
+        codes.reshape(k, n).to(torch.uint8),
+        scales,
+        zeros.to(torch.uint8),
+        trivial_g_idx(k, size),
+        size,
+        INT8,
+    )
 
 
 @pytest.fixture(params=product(("gptq", "compressed-tensors"), (True, False)))
@@ -29,7 +53,7 @@ def folders(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]
         tmp_path / "quantized",
         wide_model(),
         layout,
-        lambda _, weight: round_to_nearest(weight, group_size=32, symmetric=symmetric, bits=8),
+        lambda _, weight: rounded(weight, symmetric=symmetric),
     )
     save_tokenizer(tmp_path / "quantized")
     return tmp_path / "quantized", original
