@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
@@ -77,7 +78,7 @@ class Source(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         folder = local_folder(str(value))
-        if folder is not None and not (folder / "config.json").exists():
+        if folder is not None and os.access(folder, os.X_OK) and not os.path.lexists(folder / "config.json"):
             hint = "pass the folder of a Hugging Face checkpoint"
             if folder.name.endswith(".partial"):
                 hint = "it is the unfinished output of a run; repeat that run to continue it"

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 from marlinq.core.sources import is_hub_id, local_folder
 from tests.cli.test_main import HEAVY
+from tests.testing.quantized_folders import plain_tensors, random_tuple, write
 
 # huggingface_hub too: what is no Hub id never gets there.
 UNWANTED = (*HEAVY, "huggingface_hub", "safetensors")
@@ -83,6 +85,26 @@ def test_wrong_input_is_answered_before_anything_heavy(
     exit_code, err, imported = run(place, *arguments.split())
     assert err.startswith(f"error: {message}")
     assert err.count("\n") == 1
+    assert (exit_code, imported) == (code, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ("convert quantised out --to gptq", 2, "quantised: is in the gptq layout already"),
+        ("convert awq-to-marlin quantised out", 2, "quantised: expected a awq checkpoint, found gptq"),
+        ("convert plain out --to awq", 4, "plain: is not quantised; use marlinq quantize"),
+    ],
+)
+def test_the_layout_is_told_before_torch_is_imported(
+    place: Path, arguments: str, code: int, message: str
+) -> None:
+    write(place / "quantised", "gptq", {"model.layers.0.mlp.up_proj": random_tuple(128, 64, 1)})
+    (place / "plain").mkdir()
+    (place / "plain" / "config.json").write_text("{}")
+    save_file(plain_tensors({}), place / "plain" / "model.safetensors")
+    exit_code, err, imported = run(place, *arguments.split())
+    assert err.startswith(f"error: {message}")
     assert (exit_code, imported) == (code, "")
 
 

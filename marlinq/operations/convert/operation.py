@@ -11,9 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from marlinq import __version__
 from marlinq.checkpoint import (
@@ -33,6 +31,11 @@ from marlinq.formats import LAYOUTS, Layout, transcode
 from marlinq.formats.dialects import DIALECTS
 from marlinq.operations.convert.plan import ConversionPlan, plan_conversion
 from marlinq.operations.convert.report import ConversionReport
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from marlinq.core.lazy import torch
 
 _COMMIT_BYTES = 1 << 30
 _WORKERS = 4
@@ -70,9 +73,10 @@ def convert(
         UsageError: the formats named don't fit the source or each other.
         OutputError: ``out`` exists or can't be written.
     """
+    quantized = _open(source, source_format, target_format, strict_marlin)
     with _one_torch_thread():
         return _convert(
-            _open(source, source_format, target_format, strict_marlin),
+            quantized,
             Path(out),
             LAYOUTS[target_format],
             strict_marlin=strict_marlin,

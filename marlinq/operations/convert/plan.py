@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from marlinq.checkpoint import QuantizedCheckpoint, TensorPlan
 from marlinq.core.dtypes import FLOATS, torch_dtype
@@ -21,6 +19,11 @@ from marlinq.core.weight import Grid
 from marlinq.formats import Layout, ModuleSpec
 from marlinq.formats.dialects import write_quantization_config
 from marlinq.operations.convert.report import SkippedModule
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from marlinq.core.lazy import torch
 
 _SIXTEEN_BIT = ("float16", "bfloat16")
 _TRANSPOSED_WEIGHTS = ("gpt2", "imagegpt", "openai-gpt")
