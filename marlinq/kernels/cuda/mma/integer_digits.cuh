@@ -89,7 +89,7 @@ private:
             const float inverse = __uint_as_float((exponent - 29 + sixteenth) << 23);
             const int rounded = round_to_int(left[i] * factor);
             left[i] = fmaf(-(float)rounded, inverse, left[i]);
-            number[i] = (u32)rounded + 0x00808080u;  // the digits, the lower three more by 128
+            number[i] = (u32)rounded + 0x00808080u;  // digits, the lower three offset by 128
         }
         const u32 low[2] = {permute_bytes<0x5140>(number[0], number[1]), permute_bytes<0x5140>(number[2], number[3])};
         const u32 high[2] = {permute_bytes<0x7362>(number[0], number[1]), permute_bytes<0x7362>(number[2], number[3])};
@@ -114,7 +114,7 @@ private:
         return sum;
     }
 
-    // Bit `distance` of the lane chooses one of two sums; adds the other lane's share of it.
+    // Bit `distance` of the lane number chooses one of two sums; adds the share of the lane at that distance.
     static __device__ __forceinline__ u32 exchange_add(u32 first, u32 second, int lane, int distance) {
         const bool chosen = lane & distance;
         return (chosen ? second : first) + __shfl_sync(0xffffffffu, chosen ? first : second, lane ^ distance);

@@ -40,7 +40,7 @@ struct QuantGroupSums {
     // for codes, whose kinds are channels apart, a fragment is one kind's pieces of both rows.
     static __device__ __forceinline__ int piece(int lane) { return CODES ? lane / 8 % 2 * 2 + lane / 16 : lane / 8; }
 
-    // Before a group's first row.
+    // Before a quantisation group's first row.
     __device__ __forceinline__ void begin(const Scales<4>& scales, const Scales<4>& zeros) { scale = scales, zero = zeros; }
 
     __device__ __forceinline__ void clear() {
@@ -88,7 +88,7 @@ struct QuantGroupSums {
         }
     }
 
-    // After a group's last row: total += scales * sums.
+    // After a quantisation group's last row: total += scales * sums.
     __device__ __forceinline__ void close(Accumulators<BlocksM>& total, const Scales<4>& scales, const Scales<4>& zeros) const {
         if (!ScaleSums) return;
 #pragma unroll

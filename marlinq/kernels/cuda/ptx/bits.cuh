@@ -10,7 +10,7 @@ __device__ __forceinline__ u32 and_or(u32 a) {
     return result;
 }
 
-// Bytes of b:a, by four nibbles of the selector.
+// Four bytes of b:a, each chosen by a nibble of the selector.
 __device__ __forceinline__ u32 permute_bytes(u32 a, u32 b, u32 selector) {
     u32 result;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
@@ -27,7 +27,7 @@ __device__ __forceinline__ int round_to_int(float value) {
     return result;
 }
 
-// The largest of a warp's numbers.
+// The largest of the numbers of a warp's lanes.
 __device__ __forceinline__ u32 warp_max(u32 number) {
     u32 result;
     asm volatile("redux.sync.max.u32 %0, %1, %2;" : "=r"(result) : "r"(number), "r"(0xffffffffu));

@@ -13,14 +13,14 @@ __device__ __forceinline__ void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
-// Without a memory order: others' accesses to our shared memory have been made, but nothing of ours need be visible.
+// Without a memory order: enough to know that other blocks have finished their accesses, where nothing has to become visible.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// The address in the shared memory of block `rank` of the cluster that corresponds to our `address`.
+// The DSMEM address, in block `rank` of the cluster, of this block's shared `address`.
 __device__ __forceinline__ u32 cluster_address(u32 address, u32 rank) {
     u32 result;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(result) : "r"(address), "r"(rank));
@@ -36,7 +36,7 @@ __device__ __forceinline__ float4 load_cluster_float4(u32 address) {
     return v;
 }
 
-// 16 bytes to the shared memory of any block of the cluster, counted by a barrier there.
+// Stores 16 bytes to the shared memory of any block of the cluster, where an mbarrier counts them.
 __device__ __forceinline__ void store_cluster_counted(u32 address, const float (&v)[4], u32 barrier) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),

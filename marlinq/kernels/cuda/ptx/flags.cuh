@@ -2,7 +2,7 @@
 #pragma once
 #include "ptx/types.cuh"
 
-// Flags between blocks: who sees a released value sees what its writer, and whoever that had waited for, wrote before.
+// A thread that acquires a released value sees everything that its writer wrote before, and what the writer had acquired.
 __device__ __forceinline__ void store_release(u32* flag, u32 value) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }

@@ -2,14 +2,15 @@
 #pragma once
 #include "ptx/types.cuh"
 
-// Dependent launch: let the next kernel of the stream begin, and wait for the previous one's results. Kernels let the
-// next one begin when they have requested their last weights: its own requests then follow in the memory's queue.
+// Lets the next kernel of the stream begin. Kernels call it when they have requested their last weights: the next kernel's
+// requests then queue behind theirs.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
+// Waits for the previous kernel's results.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -25,7 +25,7 @@ __device__ __forceinline__ u32 transpose_matrix(u32 pair) {
     return result;
 }
 
-// d (16 x 8) += A (16 x 32, unsigned bytes) * B (32 x 8, signed bytes), whole numbers of 32 bits.
+// d (16 x 8) += A (16 x 32, unsigned bytes) * B (32 x 8, signed bytes), in 32-bit integers.
 __device__ __forceinline__ void multiply_bytes(u32 (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])

@@ -2,7 +2,7 @@
 #pragma once
 #include "ptx/types.cuh"
 
-// 16 bytes of weights. They are read once, so they stay out of L1 and leave L2 first.
+// 16 bytes of weights, which are read once: they are not kept in L1.
 __device__ __forceinline__ uint4 load_streaming(const uint4* pointer) {
     uint4 value;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -19,7 +19,7 @@ __device__ __forceinline__ uint4 load_cached(const void* pointer) {
     return value;
 }
 
-// 16 bytes that another block has written, from L2.
+// 16 bytes that another block has written: read from L2, since L1 may hold older ones.
 __device__ __forceinline__ uint4 load_l2(const void* pointer) {
     uint4 value;
     asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -29,7 +29,7 @@ __device__ __forceinline__ uint4 load_l2(const void* pointer) {
     return value;
 }
 
-// 16 and 8 aligned bytes in one instruction each, whatever the compiler makes of the address.
+// 16 and 8 aligned bytes, always in one instruction.
 __device__ __forceinline__ void store_global(void* pointer, const uint4& v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");

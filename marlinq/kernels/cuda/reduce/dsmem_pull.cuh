@@ -4,9 +4,9 @@
 #include "ptx/cluster.cuh"
 #include "ptx/memory.cuh"
 
-// Every part of every block of the cluster has left its sums, float [Parts][TileM][Pitch], in its own shared memory.
-// Adds them, always in the same order, adds the bias, narrows and stores rows m0.. and columns n0.. of `out` [M, N].
-// The work is done by a block's first `Threads` threads, which meet before it: all of a cluster's, or as `meet` says.
+// Every block of the cluster has the sums of its parts, float [Parts][TileM][Pitch], in its own shared memory. Adds them,
+// always in the same order, adds the bias, narrows and stores rows m0.. and columns n0.. of `out` [M, N]. A block's first
+// `Threads` threads do the work. They wait for the sums first: at the cluster's barrier, or without a cluster in `meet`.
 template <typename E, int TileM, int TileN, int Pitch, int Parts, int Cluster, int Threads, typename Meet>
 __device__ __forceinline__ void reduce_and_store(const float* buffer, const u16* bias, u16* out, i64 out_stride, int m0,
                                                  int n0, int M, int N, u32 rank, Meet meet) {
