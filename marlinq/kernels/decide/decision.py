@@ -136,11 +136,12 @@ def decide(problem: Problem, device: Device) -> KernelDecision:
 def _decide(problem: Problem, device: Device, demanded: Demands) -> KernelDecision:
     if problem.k % 64 or problem.n % 64:
         raise UnsupportedError(
-            f"w4a16_gemm: K={problem.k} and N={problem.n} must be multiples of 64; pad the weight at load"
+            f"{problem.format.operator}: K={problem.k} and N={problem.n} must be multiples of 64; "
+            "pad the weight at load"
         )
     if problem.group_size not in GROUP_SIZES or (problem.quant_group and problem.k % problem.quant_group):
         raise UnsupportedError(
-            f"w4a16_gemm: group size {problem.group_size} with K={problem.k}; "
+            f"{problem.format.operator}: group size {problem.group_size} with K={problem.k}; "
             "expected 32, 64, 128 or -1, dividing K"
         )
     standing = replace(problem, m=bucket(problem.m))
@@ -230,7 +231,8 @@ def model_choice(problem: Problem, device: Device, demanded: Demands) -> tuple[f
     best = min(found, key=cost, default=None)
     if best is None:
         raise UnsupportedError(
-            f"w4a16_gemm: no variant fits {device.architecture} with {device.shared_bytes} bytes a block"
+            f"{problem.format.operator}: no variant fits {device.architecture} with "
+            f"{device.shared_bytes} bytes a block"
         )
     return best
 
@@ -307,7 +309,7 @@ def _invariant_order(problem: Problem, device: Device, demanded: Demands) -> tup
             totals = {key: total + math.log(best[key]) for key, total in totals.items() if key in best}
     if not totals:
         raise UnsupportedError(
-            f"w4a16_gemm: no order of summation serves every batch on {device.architecture}"
+            f"{problem.format.operator}: no order of summation serves every batch on {device.architecture}"
         )
     return min(totals, key=lambda key: totals[key])
 
