@@ -30,7 +30,7 @@ from marlinq.kernels import (
 )
 from marlinq.kernels.decide import warpgroup
 from marlinq.kernels.decide.bulk import BulkConfig
-from marlinq.kernels.decide.decision import Kernel, _decide, _fastest, available, blocks_together, bucket
+from marlinq.kernels.decide.decision import Kernel, _decide, available, blocks_together, bucket, model_choice
 from marlinq.kernels.decide.device import H200
 from marlinq.kernels.decide.stream import StreamConfig
 from marlinq.kernels.decide.warpgroup import WarpgroupConfig
@@ -133,7 +133,7 @@ def test_expected_times_grow_with_the_problem_and_respect_the_hardware(m: int, n
         assert seconds(2 * m, n, k) >= own
 
 
-def test_the_fastest_of_all_kernels_is_chosen() -> None:
+def test_themodel_choice_of_all_kernels_is_chosen() -> None:
     for n, k in LLAMA_8B:
         problem = Problem(16, n, k, 128, False, False)
         free = decide(problem, H200).seconds
@@ -148,7 +148,7 @@ def test_decisions_are_deterministic_and_shared_by_prompts_of_nearly_the_same_le
     problem = Problem(2000, 4096, 14336, 128, False, False)
     first = decide(problem, H200)
     _decide.cache_clear()
-    _fastest.cache_clear()
+    model_choice.cache_clear()
     assert decide(problem, H200) == first
     assert decide(replace(problem, m=2048), H200).config == first.config
 
@@ -174,14 +174,14 @@ def test_new_decisions_are_quick() -> None:
     script = f"""
 import json, time
 from marlinq.kernels import Problem, decide
-from marlinq.kernels.decide.decision import _fastest, _decide
+from marlinq.kernels.decide.decision import model_choice, _decide
 from marlinq.kernels.decide.device import H200
 found = {{}}
 for m in (1, 4, 16, 48, 64, 256, 1000, 2048, 8192):
     for n, k in {LLAMA_8B}:
         name = f"M={{m}} N={{n}} K={{k}}"
         for attempt in range(3):
-            _fastest.cache_clear()
+            model_choice.cache_clear()
             _decide.cache_clear()
             start = time.process_time()
             decide(Problem(m, n, k, 128, False, False), H200)

@@ -23,7 +23,7 @@ from marlinq.kernels import (
     reference_gemm,
 )
 from marlinq.kernels.decide import dense
-from marlinq.kernels.decide.decision import DEQUANTIZE, KERNELS, _fastest, demands
+from marlinq.kernels.decide.decision import DEQUANTIZE, KERNELS, demands, model_choice
 from marlinq.kernels.decide.device import H200
 from marlinq.kernels.decide.stages import weight_bytes
 from marlinq.kernels.launch.dense import dequantized_gemm
@@ -151,7 +151,7 @@ def test_large_batches_are_dequantised_once_without_warpgroups(device: Device, n
     assert kernels == sorted(kernels, reverse=True)
     problem = Problem(65536, n, k, 128, False, False)
     decision = decide(problem, device)
-    kernel = _fastest(problem, device, demands())[0]
+    kernel = model_choice(problem, device, demands())[0]
     assert decision.seconds == dense.estimate(problem, device) < dense.MARGIN * kernel
     assert f"the fastest kernel takes about {kernel * 1e6:.1f} us" in decision.reason
     assert "unmeasured GPU" in decision.reason

@@ -11,7 +11,7 @@ from lab.kernels import fit_costs
 from marlinq.kernels import Problem
 from marlinq.kernels.decide import stream
 
-TRUTH = replace(stream.COSTS, launch=1.6 * stream.COSTS.launch, codes=1.4 * stream.COSTS.codes)
+TRUTH = replace(stream.COSTS, wave=1.6 * stream.COSTS.wave, codes=1.4 * stream.COSTS.codes)
 
 
 def sweep(path: Path) -> list[Path]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from marlinq.kernels.decide.costs import SCHEDULERS, overlapped, streaming_seconds
+from marlinq.kernels.decide.costs import PHYSICS, SCHEDULERS, overlapped, streaming_seconds
 from marlinq.kernels.decide.device import Device, registers_of_a_thread
 from marlinq.kernels.decide.problem import Problem
 from marlinq.kernels.decide.stages import chunks_on_their_way, stage_bytes, weight_bytes
@@ -46,11 +46,9 @@ class Costs:
     Cycles are those of :attr:`Device.clock`. Instructions are counted in issue cycles of one scheduler.
 
     Attributes:
-        launch: seconds from a launch to the first instruction, and from the last to the next launch.
         wave: seconds that blocks need to set up, and their first bytes to arrive.
         latency: seconds from a request to its bytes, once the ring is full.
         crowding: how much longer the memory takes for every mebibyte that each multiprocessor requests ahead.
-        port: bytes a second that one multiprocessor receives.
         row: cycles of a warp's instructions for a row of weights, whatever the batch.
         codes: the same where codes are multiplied as they are.
         product: cycles of an ``mma.sync``.
@@ -67,11 +65,9 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.decide.costs.overlapped`).
     """
 
-    launch: float = 1.51e-06
-    wave: float = 2.82e-07
+    wave: float = 1.012e-06
     latency: float = 5.15e-07
     crowding: float = 1.94
-    port: float = 7e10
     row: float = 85.2
     codes: float = 35.4
     product: float = 2.95
@@ -210,7 +206,7 @@ def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs 
     handed = costs.chunk + costs.sharing * (config.warps_n - 1)
     sums = config.tile_m * config.tile_n * 4 * config.warps_k
     meeting = costs.cluster + costs.member * config.cluster if config.cluster > 1 else 0.0
-    seconds, busiest = costs.launch, ""
+    seconds, busiest = PHYSICS.launch, ""
     resident = _resident(problem, device, config)
     for load in device.loads(config.grid(problem), config.cluster, resident):
         parts = load.blocks * min(config.warps_k, fed)
@@ -219,7 +215,7 @@ def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs 
         issued = max(1.0, parts * even + (-(-config.warps_n // SCHEDULERS) - even) / parts)
         ahead = load.blocks * weights * min(1.0, config.stages / fed) / 2**20
         slowed = own * (1 + costs.crowding * ahead)
-        times = streaming_seconds(device, load, slowed, read, costs.port)
+        times = streaming_seconds(device, load, slowed, read)
         work = (chunk * max(costs.stalls, issued) + handed) / device.clock
         times["requests"] = (
             turns * config.warps_k / config.stages * (costs.latency + work + read / fed / costs.copy)

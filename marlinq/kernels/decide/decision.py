@@ -21,6 +21,7 @@ from marlinq.kernels.decide.bulk import BulkConfig
 from marlinq.kernels.decide.device import Device
 from marlinq.kernels.decide.problem import GROUP_SIZES, Problem
 from marlinq.kernels.decide.stream import StreamConfig
+from marlinq.kernels.decide.tuned import tuned
 from marlinq.kernels.decide.warpgroup import WarpgroupConfig
 
 KernelConfig = StreamConfig | BulkConfig | WarpgroupConfig
@@ -135,18 +136,24 @@ def decide(problem: Problem, device: Device) -> KernelDecision:
 def _decide(problem: Problem, device: Device, demanded: Demands) -> KernelDecision:
     if problem.k % 64 or problem.n % 64:
         raise UnsupportedError(
-            f"w4a16_gemm: K={problem.k} and N={problem.n} must be multiples of 64; pad the weight at load"
+            f"{problem.format.operator}: K={problem.k} and N={problem.n} must be multiples of 64; "
+            "pad the weight at load"
         )
     if problem.group_size not in GROUP_SIZES or (problem.quant_group and problem.k % problem.quant_group):
         raise UnsupportedError(
-            f"w4a16_gemm: group size {problem.group_size} with K={problem.k}; "
+            f"{problem.format.operator}: group size {problem.group_size} with K={problem.k}; "
             "expected 32, 64, 128 or -1, dividing K"
         )
     standing = replace(problem, m=bucket(problem.m))
-    dequantized = _dequantized(standing, device, demanded)
-    if dequantized is not None:
-        return dequantized
-    seconds, busiest, config = _fastest(standing, device, demanded)
+    measured = tuned(standing, device) if demanded == Demands() else None
+    if measured is not None:
+        config, seconds, bound = measured.config, measured.seconds, "measured on this GPU"
+    else:
+        dequantized = _dequantized(standing, device, demanded)
+        if dequantized is not None:
+            return dequantized
+        seconds, busiest, config = model_choice(standing, device, demanded)
+        bound = f"bound by {busiest}"
     grid = config.grid(problem)
     split = f"K in {config.parts} parts over {config.cluster} blocks"
     if isinstance(config, WarpgroupConfig) and config.stream_k:
@@ -156,12 +163,13 @@ def _decide(problem: Problem, device: Device, demanded: Demands) -> KernelDecisi
         tile += " by integer digits"
     reason = (
         f"{tile}, {split}: "
-        f"{grid} blocks on {device.multiprocessors} multiprocessors, bound by {busiest}, "
+        f"{grid} blocks on {device.multiprocessors} multiprocessors, {bound}, "
         f"about {seconds * 1e6:.1f} us"
     )
     if demanded.batch_invariant:
         reason += "; summed in the same order for every batch"
-    reason += _unmeasured(device)
+    if measured is None:
+        reason += _unmeasured(device)
     return KernelDecision(_kernel_of(config), reason, config, grid, seconds)
 
 
@@ -183,7 +191,7 @@ def _dequantized(problem: Problem, device: Device, demanded: Demands) -> KernelD
     elif demanded.kernel or demanded.batch_invariant or device.has_warpgroups:
         return None
     else:
-        best = _fastest(problem, device, demanded)[0]
+        best = model_choice(problem, device, demanded)[0]
         if seconds > dense.MARGIN * best:
             return None
         why = f"the fastest kernel takes about {best * 1e6:.1f} us"
@@ -206,7 +214,8 @@ def buckets(most: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _fastest(problem: Problem, device: Device, demanded: Demands) -> tuple[float, str, KernelConfig]:
+def model_choice(problem: Problem, device: Device, demanded: Demands) -> tuple[float, str, KernelConfig]:
+    """What the cost models expect to be fastest: seconds, what bounds it, and the variant."""
     found = _all_estimates(problem, device, demanded)
     if demanded.batch_invariant:
         order = _invariant_order(replace(problem, m=1), device, demanded)
@@ -222,7 +231,8 @@ def _fastest(problem: Problem, device: Device, demanded: Demands) -> tuple[float
     best = min(found, key=cost, default=None)
     if best is None:
         raise UnsupportedError(
-            f"w4a16_gemm: no variant fits {device.architecture} with {device.shared_bytes} bytes a block"
+            f"{problem.format.operator}: no variant fits {device.architecture} with "
+            f"{device.shared_bytes} bytes a block"
         )
     return best
 
@@ -299,7 +309,7 @@ def _invariant_order(problem: Problem, device: Device, demanded: Demands) -> tup
             totals = {key: total + math.log(best[key]) for key, total in totals.items() if key in best}
     if not totals:
         raise UnsupportedError(
-            f"w4a16_gemm: no order of summation serves every batch on {device.architecture}"
+            f"{problem.format.operator}: no order of summation serves every batch on {device.architecture}"
         )
     return min(totals, key=lambda key: totals[key])
 

@@ -174,6 +174,11 @@ _CLOCK_SHARE = H200.clock / 1_980_000e3
 _CACHE_BYTES_PER_CYCLE = H200.cache_bandwidth / (H200.multiprocessors * H200.clock)
 
 
+def slug(name: str) -> str:
+    """A GPU's name in lower case with hyphens: ``nvidia-h200``."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
 def device_of(gpu: GpuProperties, clusters: tuple[tuple[int, ...], ...] = ()) -> Device:
     """The numbers of a GPU.
 
@@ -186,7 +191,7 @@ def device_of(gpu: GpuProperties, clusters: tuple[tuple[int, ...], ...] = ()) ->
     """
     major, minor = gpu.capability
     architecture = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
-    name = re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
+    name = slug(gpu.name)
     found = Device(architecture, gpu.multiprocessors, gpu.shared_bytes, clusters=clusters, name=name)
     # A slice of one has fewer multiprocessors and another share of the memory.
     if (name, gpu.multiprocessors) == (H200.name, H200.multiprocessors):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from marlinq.kernels.decide.costs import SCHEDULERS, overlapped, streaming_seconds
+from marlinq.kernels.decide.costs import PHYSICS, SCHEDULERS, overlapped, streaming_seconds
 from marlinq.kernels.decide.device import Device, registers_of_a_thread
 from marlinq.kernels.decide.problem import Problem
 from marlinq.kernels.decide.tiles import (
@@ -64,11 +64,9 @@ class Costs:
     Cycles are those of :attr:`Device.clock`. Instructions are counted in issue cycles of one scheduler.
 
     Attributes:
-        launch: seconds from a launch to the first instruction, and from the last to the next launch.
         wave: seconds that blocks need to set up, and their first bytes to arrive.
         latency: seconds from a request to its bytes, once the ring is full.
         crowding: how much longer the memory takes for every mebibyte that each multiprocessor requests ahead.
-        port: bytes a second that one multiprocessor receives.
         row: cycles of a warp's instructions for a row of weights, whatever the batch, with scaled sums.
         codes: the same where codes are multiplied as they are.
         digits: all of them where integer digits are multiplied, but for scaling.
@@ -86,11 +84,9 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.decide.costs.overlapped`).
     """
 
-    launch: float = 7.8e-07
     wave: float = 5.86e-07
     latency: float = 7.45e-07
     crowding: float = 1.34
-    port: float = 3.54e11
     row: float = 35.5
     codes: float = 21.9
     digits: float = 70.1
@@ -292,7 +288,7 @@ def estimate(
     sums = batch * config.tile_n * 4 * config.warps_k
     meeting = costs.cluster + costs.member * config.cluster if config.cluster > 1 else 0.0
     meeting_rate = costs.remote if config.cluster > 1 else costs.reduction
-    seconds, busiest = costs.launch, ""
+    seconds, busiest = PHYSICS.launch, ""
     resident = _resident(problem, device, config)
     for load in device.loads(config.grid(problem), config.cluster, resident):
         issued = -(-load.blocks * warps // SCHEDULERS)  # of the fullest scheduler
@@ -300,7 +296,7 @@ def estimate(
         first = min(1.0, (config.stages - 1) / steps)
         ahead = load.blocks * first * weights / 2**20
         slowed = own * (1 + costs.crowding * ahead * (1 - first))
-        times = streaming_seconds(device, load, slowed, read, costs.port)
+        times = streaming_seconds(device, load, slowed, read)
         times["requests"] = steps / (config.stages - 1) * costs.latency
         # Hardly anybody else works while warps meet, unless there is another block.
         meets = costs.step if config.warps_n > 1 else costs.turn

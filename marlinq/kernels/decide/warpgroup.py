@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from marlinq.kernels.decide.costs import overlapped, round_trip, streaming_seconds
+from marlinq.kernels.decide.costs import PHYSICS, overlapped, round_trip, streaming_seconds
 from marlinq.kernels.decide.device import Device, Load, registers_of_a_thread
 from marlinq.kernels.decide.problem import Problem
 from marlinq.kernels.decide.stages import chunks_on_their_way, stage_bytes, weight_bytes
@@ -93,10 +93,8 @@ class Costs:
     Cycles are those of :attr:`Device.clock`. A row is 16 channels of a warpgroup's columns.
 
     Attributes:
-        launch: seconds from a launch to the first instruction, and from the last to the next launch.
         wave: seconds that blocks need to set up, and their first bytes to arrive.
         latency: seconds from a request to its bytes, once the ring is full.
-        port: bytes a second that one multiprocessor receives.
         row: cycles of a warpgroup for a row, beside what follows: waiting, fetching, issuing.
         fragment: cycles of a warpgroup to dequantise one product's operand with nobody else about.
         issue: cycles of a multiprocessor's schedulers for an instruction of every warp that dequantises.
@@ -106,7 +104,6 @@ class Costs:
         sharing: further ones for every warpgroup that shares the chunk.
         drain: further ones to let its products end where sums are scaled at its end.
         collision: how much of a queue one waits for (:func:`marlinq.kernels.decide.costs.round_trip`).
-        cache: share of :attr:`Device.cache_bandwidth` that is reached.
         producer: cycles of the TMA producer for a chunk.
         order: further ones to ask for a chunk's zero points.
         tile: seconds of an unsplit tile's end.
@@ -123,10 +120,8 @@ class Costs:
         sharpness: how well shares overlap (:func:`marlinq.kernels.decide.costs.overlapped`).
     """
 
-    launch: float = 8.63e-08
-    wave: float = 1.06e-06
+    wave: float = 3.663e-07
     latency: float = 7.34e-07
-    port: float = 2e11
     row: float = 22.2
     fragment: float = 1.69
     issue: float = 1.59
@@ -136,7 +131,6 @@ class Costs:
     sharing: float = 14.2
     drain: float = 2.42
     collision: float = 1.62
-    cache: float = 15.6
     producer: float = 112
     order: float = 52.9
     tile: float = 1.26e-06
@@ -502,7 +496,7 @@ def estimate(
     if config.cluster > 1 and not config.pushes:
         meeting += costs.turn * math.ceil(batch * config.tile_n / 4 / (config.cluster * config.threads))
     rate = costs.store if not split else costs.remote if config.cluster > 1 else costs.reduction
-    seconds, busiest = costs.launch + costs.wave * (not split), ""
+    seconds, busiest = PHYSICS.launch + costs.wave * (not split), ""
     loads = device.loads(config.tiles(problem) * config.cluster, config.cluster, resident)
     if config.stream_k:
         loads = [Load(1, config.min_blocks, config.grid(problem))]
@@ -510,9 +504,9 @@ def estimate(
         count = load.blocks * config.warpgroups_n * min(config.parts_k, fed)
         row = round_trip(count, waited, (dequantised, multiplied), costs.collision)
         work = config.rows * row + handed
-        times = streaming_seconds(device, load, own, read, costs.port, costs.cache)
+        times = streaming_seconds(device, load, own, read)
         times["requests"] = (
-            turns * config.parts_k / config.stages * (costs.latency + work + read / fed / costs.port)
+            turns * config.parts_k / config.stages * (costs.latency + work + read / fed / PHYSICS.port)
         )
         times["products"] = turns * work
         times["tensor cores"] = load.blocks * fed * config.warpgroups_n * config.rows * columns

@@ -1,0 +1,90 @@
+"""Write what sweeps measured to be fastest, where the model would choose otherwise, to ``tuned/<gpu>.json``.
+
+    python lab/kernels/kernel_sweep.py --model llama-3-8b --batch 1,4,8,16,32,64,128 --json sweep.json
+    python lab/kernels/tune.py sweep.json ...
+
+Needs no GPU. All sweeps have to be of the same GPU. A variant is taken where the model's own choice was
+measured beside it and took longer by ``--gain`` or more: less is what two runs of the same variant differ by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from marlinq.kernels import Problem
+from marlinq.kernels.decide import tuned
+from marlinq.kernels.decide.decision import Demands, bucket, model_choice
+from marlinq.kernels.decide.device import H200, Device, slug
+
+DEVICES: dict[str, Device] = {H200.name: H200}
+"""GPUs whose decisions can be made here, without asking the driver."""
+
+
+def choices(sweep: dict[str, Any], device: Device, gain: float) -> tuple[list[dict[str, Any]], int]:
+    """Rows of the file, and how many cells of the sweep say nothing: of a batch that decides for no bucket,
+    of variants with other fields, or without the model's own choice."""
+    found, skipped = [], 0
+    for row in sweep["rows"]:
+        group, zeros = row.get("group_size", 128), row.get("asymmetric", False)
+        problem = Problem(row["m"], row["n"], row["k"], group, zeros, bfloat16=False)
+        try:
+            timed = [
+                (one["seconds"], tuned.config_of(one["kernel"], one["config"]), one)
+                for one in row["candidates"]
+            ]
+        except ValueError:
+            timed = []
+        own = model_choice(problem, device, Demands())[2]
+        measured = [seconds for seconds, config, _ in timed if config == own]
+        if not measured or bucket(problem.m) != problem.m:
+            skipped += 1
+            continue
+        seconds, _, best = min(timed, key=lambda one: one[0])
+        if measured[0] < (1 + gain) * seconds:
+            continue
+        key = {field.name: getattr(problem, field.name) for field in fields(problem)}
+        key["format"] = problem.format.name
+        found.append({**key, "kernel": best["kernel"], "config": best["config"], "seconds": seconds})
+    return found, skipped
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sweeps", nargs="+", type=Path, help="JSON files of kernel_sweep.py")
+    parser.add_argument("--gain", type=float, default=0.02, help="least gain over the model's own choice")
+    parser.add_argument("--out", type=Path, default=tuned.FOLDER, help="folder to write to")
+    options = parser.parse_args()
+    sweeps = [json.loads(path.read_text(encoding="utf-8")) for path in options.sweeps]
+    lines = {sweep["hardware"] for sweep in sweeps}
+    names = {slug(line.partition(",")[0]) for line in lines}
+    if len(names) != 1 or not names <= set(DEVICES):
+        print(f"error: the sweeps are of {sorted(names)}; expected one of {sorted(DEVICES)}", file=sys.stderr)
+        return 1
+    (name,) = names
+    rows: dict[tuple[object, ...], dict[str, Any]] = {}
+    skipped = 0
+    for sweep in sweeps:
+        found, left_out = choices(sweep, DEVICES[name], options.gain)
+        skipped += left_out
+        # A later sweep of the same cell replaces an earlier one.
+        rows.update({(row["n"], row["k"], row["m"], row["group_size"], row["zeros"]): row for row in found})
+    options.out.mkdir(exist_ok=True)
+    path = options.out / f"{name}.json"
+    listed = ",\n".join(f"  {json.dumps(row)}" for _, row in sorted(rows.items()))
+    hardware = json.dumps("; ".join(sorted(lines)))
+    path.write_text(
+        f'{{"gpu": "{name}", "hardware": {hardware}, "choices": [\n{listed}\n]}}\n', encoding="utf-8"
+    )
+    print(f"{path}: {len(rows)} choices; {skipped} cells left out")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
