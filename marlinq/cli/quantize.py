@@ -17,8 +17,8 @@ from marlinq.cli.options import (
 )
 from marlinq.cli.output import print_report, progress_bar
 from marlinq.formats import LAYOUTS
+from marlinq.methods import GPTQOptions
 from marlinq.operations.quantize.recipe import (
-    ACT_ORDERS,
     GROUP_SIZES,
     Override,
     Recipe,
@@ -26,6 +26,7 @@ from marlinq.operations.quantize.recipe import (
 )
 
 _DEFAULTS = Recipe()
+_GPTQ = GPTQOptions()
 
 
 @click.command("quantize", short_help="Quantise a model to 4 bits.", context_settings={"show_default": True})
@@ -46,19 +47,19 @@ _DEFAULTS = Recipe()
 )
 @click.option(
     "--clip-search/--no-clip-search",
-    default=_DEFAULTS.clip_search,
+    default=_GPTQ.clip_search,
     help="Search each group's scale for the least output error.",
 )
 @click.option(
     "--damp",
     type=float,
-    default=_DEFAULTS.damp,
+    default=_GPTQ.damp,
     help="Share of the Hessian's mean diagonal that is added to it.",
 )
 @click.option(
     "--act-order",
-    type=click.Choice(ACT_ORDERS),
-    default=_DEFAULTS.act_order,
+    type=click.Choice(("none", "static")),
+    default=_GPTQ.act_order,
     help="static quantises the channels of the largest activations first; groups keep their channels.",
 )
 @click.option(

@@ -8,7 +8,6 @@ from marlinq.models.replay import BlockReplay, linear_inputs, shared_inputs
 from marlinq.models.structure import (
     Block,
     DecoderStructure,
-    KeptModule,
     LinearModule,
     build_structure,
     describe,
@@ -20,7 +19,6 @@ __all__ = [
     "BlockLoader",
     "BlockReplay",
     "DecoderStructure",
-    "KeptModule",
     "LinearModule",
     "TensorNames",
     "TensorSource",

@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from marlinq.core import boundaries
 from marlinq.core.errors import CheckpointError, UnsupportedError
+from marlinq.core.rules import Keep
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -40,14 +41,6 @@ class LinearModule:
     out_features: int
     bias: bool
     transposed: bool
-
-
-@dataclass(frozen=True)
-class KeptModule:
-    """A module with a weight matrix that stays unquantised, and why."""
-
-    name: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -76,7 +69,7 @@ class DecoderStructure:
     model: PreTrainedModel
     blocks_name: str
     blocks: tuple[Block, ...]
-    kept: tuple[KeptModule, ...]
+    kept: Mapping[str, Keep]
     routed: bool
     tied: Mapping[str, str]
     renamings: Sequence[Any]
@@ -184,7 +177,7 @@ def describe(model: PreTrainedModel, *, source: str = "model") -> DecoderStructu
             f"{source}: {blocks_name} mixes block classes {', '.join(classes)}; "
             "expected one class of decoder block"
         )
-    kept: list[KeptModule] = []
+    kept: dict[str, Keep] = {}
     blocks: list[Block] = []
     for index, block in enumerate(blocks_list):
         name = f"{blocks_name}.{index}"
@@ -196,16 +189,16 @@ def describe(model: PreTrainedModel, *, source: str = "model") -> DecoderStructu
             if not is_linear(module):
                 continue
             if full in routers:
-                kept.append(KeptModule(full, f"router of {routers[full]} experts"))
+                kept[full] = Keep(f"router of {routers[full]} experts")
             else:
                 linears.append(_linear(full, module))
         blocks.append(Block(name, tuple(linears)))
-    kept.extend(_kept_elsewhere(model, blocks_name))
+    kept |= _kept_elsewhere(model, blocks_name)
     return DecoderStructure(
         model=model,
         blocks_name=blocks_name,
         blocks=tuple(blocks),
-        kept=tuple(kept),
+        kept=kept,
         routed=any(bool(_linear_lists(block)) for block in blocks_list),
         tied=_tied_parameters(model),
         renamings=[rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)],
@@ -283,7 +276,8 @@ def _refuse_fused_experts(block: nn.Module, name: str, source: str) -> None:
         )
 
 
-def _kept_elsewhere(model: PreTrainedModel, blocks_name: str) -> Iterator[KeptModule]:
+def _kept_elsewhere(model: PreTrainedModel, blocks_name: str) -> dict[str, Keep]:
+    kept = {}
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         inside = name.startswith(blocks_name + ".")
@@ -299,7 +293,8 @@ def _kept_elsewhere(model: PreTrainedModel, blocks_name: str) -> Iterator[KeptMo
             reason = f"{type(module).__name__} is not an nn.Linear or Conv1D layer"
         else:
             reason = "outside the decoder blocks"
-        yield KeptModule(name, reason)
+        kept[name] = Keep(reason)
+    return kept
 
 
 def _tied_parameters(model: PreTrainedModel) -> dict[str, str]:

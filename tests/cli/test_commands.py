@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from marlinq.formats import LAYOUTS
+from marlinq.methods import GPTQOptions
 from marlinq.operations.quantize.recipe import Override, Recipe, write_recipe
 
 
@@ -28,9 +29,7 @@ def test_quantize_options_become_the_recipe(marlinq: Callable, operation: Callab
         format="awq",
         group_size=-1,
         symmetric=False,
-        clip_search=False,
-        damp=0.05,
-        act_order="static",
+        options=GPTQOptions(clip_search=False, damp=0.05, act_order="static"),
         calibration="text.txt",
         samples=3,
         max_length=77,

@@ -8,6 +8,7 @@ from safetensors import safe_open
 from transformers import MixtralConfig
 
 from marlinq.core.errors import CheckpointError, UnsupportedError
+from marlinq.core.rules import Keep
 from marlinq.models import BlockLoader, TensorNames, build_structure, describe
 from tests.testing.tiny_models import CONFIGS, InMemory, in_memory, tiny_model
 
@@ -19,13 +20,13 @@ def test_every_linear_is_either_in_a_block_or_kept_with_a_reason(name: str) -> N
     assert all(parameter.is_meta for parameter in structure.model.parameters())
     assert len(structure.blocks) == model.config.num_hidden_layers
     quantised = {linear.name for linear in structure.linears()}
-    kept = {module.name for module in structure.kept}
+    kept = structure.kept.keys()
     assert not quantised & kept
     for full, module in model.named_modules():
         weight = dict(module.named_parameters(recurse=False)).get("weight")
         if weight is not None and weight.dim() == 2:
             assert full in quantised | kept
-    assert all(module.reason for module in structure.kept)
+    assert all(keep.reason for keep in structure.kept.values())
     for linear in structure.linears():
         weight = model.get_parameter(f"{linear.name}.weight")
         shape = (linear.out_features, linear.in_features)
@@ -63,7 +64,7 @@ def test_a_list_of_expert_linears_is_found_and_its_router_is_kept() -> None:
     names = {linear.name for linear in structure.linears()}
     assert "model.layers.1.mlp.experts.2" in names
     assert "model.layers.1.mlp.gate" not in names
-    assert ("model.layers.1.mlp.gate", "router of 3 experts") in {(k.name, k.reason) for k in structure.kept}
+    assert structure.kept["model.layers.1.mlp.gate"] == Keep("router of 3 experts")
     assert not describe(tiny_model("llama")).routed
 
 

@@ -9,11 +9,12 @@ from typing import Any
 from marlinq.checkpoint import Checkpoint, TensorPlan
 from marlinq.core.dtypes import FLOATS
 from marlinq.core.errors import CheckpointError, UnsupportedError
-from marlinq.core.scheme import CHANNEL, Scheme
+from marlinq.core.rules import Keep
 from marlinq.formats import LAYOUTS, Layout, ModuleSpec
 from marlinq.formats.dialects import DIALECTS, write_quantization_config
-from marlinq.models import Block, DecoderStructure, KeptModule, LinearModule, TensorNames, is_linear
-from marlinq.operations.quantize.recipe import GROUP_SIZES, ModuleSettings, ModuleSkip, Recipe
+from marlinq.methods import METHODS, Method, MethodOptions
+from marlinq.models import Block, DecoderStructure, LinearModule, TensorNames, is_linear
+from marlinq.operations.quantize.recipe import ModuleSettings, Recipe
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,16 @@ class PlannedModule:
     Attributes:
         linear: the module in the tree.
         stored: its name in the checkpoint, to which the layout's suffixes are added.
-        settings: how it is quantised.
+        options: of the recipe's method.
         spec: what will be stored.
+        reason: where scheme and options come from.
     """
 
     linear: LinearModule
     stored: str
-    settings: ModuleSettings
+    options: MethodOptions
     spec: ModuleSpec
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class OutputPlan:
 
     Attributes:
         layout: the target format.
+        method: what quantises the modules.
         modules: quantised linears by module name, in the order of the tree.
         kept: modules with a weight matrix that stay as they are, with reasons.
         tensors: every tensor of the output, in the order of the source.
@@ -48,8 +52,9 @@ class OutputPlan:
     """
 
     layout: Layout
+    method: Method[Any, Any]
     modules: Mapping[str, PlannedModule]
-    kept: tuple[KeptModule, ...]
+    kept: Mapping[str, Keep]
     tensors: tuple[TensorPlan, ...]
     copied: tuple[str, ...]
     config: Mapping[str, Any]
@@ -85,11 +90,11 @@ def plan_output(checkpoint: Checkpoint, structure: DecoderStructure, recipe: Rec
     _check_parameters(checkpoint, structure, names)
     layout = LAYOUTS[recipe.format]
     modules, skipped = _choose(checkpoint, structure, names, layout, recipe)
-    kept = (*structure.kept, *skipped)
+    kept = {**structure.kept, **skipped}
     quantization_config = write_quantization_config(
         layout,
         {planned.stored: planned.spec for planned in modules.values()},
-        [_stored_name(names, module.name) for module in kept if _is_linear(structure, module.name)],
+        [_stored_name(names, module) for module in kept if _is_linear(structure, module)],
     )
     replaced = {f"{planned.stored}.weight": planned for planned in modules.values()}
     tensors: list[TensorPlan] = []
@@ -103,6 +108,7 @@ def plan_output(checkpoint: Checkpoint, structure: DecoderStructure, recipe: Rec
             )
     return OutputPlan(
         layout=layout,
+        method=METHODS[recipe.method],
         modules=modules,
         kept=kept,
         tensors=tuple(tensors),
@@ -129,24 +135,30 @@ def _choose(
     names: TensorNames,
     layout: Layout,
     recipe: Recipe,
-) -> tuple[dict[str, PlannedModule], list[KeptModule]]:
+) -> tuple[dict[str, PlannedModule], dict[str, Keep]]:
     shared = set(structure.tied) | set(structure.tied.values())
     modules: dict[str, PlannedModule] = {}
-    kept: list[KeptModule] = []
+    kept: dict[str, Keep] = {}
     refused: list[tuple[str, str]] = []
     for linear in structure.linears():
-        settings = recipe.settings_for(linear.name)
-        if isinstance(settings, ModuleSkip):
-            kept.append(KeptModule(linear.name, settings.reason))
+        settings = recipe.rules.outcome(linear.name)
+        if isinstance(settings, Keep):
+            kept[linear.name] = settings
         elif f"{linear.name}.weight" in shared:
-            kept.append(KeptModule(linear.name, "shares its weight with another module"))
+            kept[linear.name] = Keep("shares its weight with another module")
         else:
             stored = names.require(f"{linear.name}.weight")
             spec = _spec(layout, linear, settings, checkpoint.tensors[stored].dtype, stored)
-            reason = _refusal(layout, spec, settings)
+            reason = settings.group_refusal(linear.in_features) or layout.shape_refusal(spec)
             if reason is not None:
                 refused.append((linear.name, reason))
-            modules[linear.name] = PlannedModule(linear, stored.removesuffix(".weight"), settings, spec)
+            modules[linear.name] = PlannedModule(
+                linear,
+                stored.removesuffix(".weight"),
+                settings.options,
+                spec,
+                settings.why(linear.in_features),
+            )
     if refused:
         name, reason = refused[0]
         pattern = name.rpartition(".")[2] + "$"
@@ -170,20 +182,8 @@ def _spec(
         )
     # Layouts that leave the dtype of scales open want the model's own, where that has 16 bits.
     own = stored if stored != "float32" else "float16"
-    scheme = Scheme(
-        group_size=CHANNEL if settings.group_size == linear.in_features else settings.group_size,
-        zero_point="midpoint" if settings.symmetric else "stored",
-        scale_dtype=layout.scale_dtype or own,
-    )
+    scheme = settings.scheme(linear.in_features, layout.scale_dtype or own)
     return ModuleSpec(linear.in_features, linear.out_features, scheme)
-
-
-def _refusal(layout: Layout, spec: ModuleSpec, settings: ModuleSettings) -> str | None:
-    if settings.group_size != -1 and spec.in_features % settings.group_size:
-        fitting = [size for size in GROUP_SIZES if size > 0 and spec.in_features % size == 0]
-        hint = f", but of {max(fitting)}" if fitting else ""
-        return f"in_features {spec.in_features} is not a multiple of group size {settings.group_size}{hint}"
-    return layout.shape_refusal(spec)
 
 
 def _is_linear(structure: DecoderStructure, name: str) -> bool:

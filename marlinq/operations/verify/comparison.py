@@ -183,13 +183,7 @@ class Comparison:
             return None
         if not q.has_trivial_g_idx:
             weight = weight[:, torch.argsort(q.g_idx, stable=True)]
-        rounded = round_to_nearest(
-            weight,
-            group_size=q.group_size,
-            symmetric=not q.scheme.stores_zeros,
-            bits=q.element.bits,
-            scale_dtype=q.scales.dtype,
-        )
+        rounded = round_to_nearest(weight, q.scheme)
         return float((weight - rounded.dequantize()).norm()) / norm
 
     def results(self) -> list[Check]:

@@ -26,6 +26,7 @@ from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.quantize import QuantizeReport, quantize
 from marlinq.operations.quantize.recipe import Override, Recipe
 from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
+from tests.testing.schemes import scheme
 from tests.testing.tiny_models import CONFIGS, tiny_model
 
 
@@ -119,7 +120,7 @@ def test_gptq_loses_less_than_rounding(tmp_path: Path) -> None:
     for part in ("q_proj", "k_proj", "v_proj"):
         module = f"model.layers.0.self_attn.{part}"
         weight = original[f"{module}.weight"]
-        rounded = round_to_nearest(weight, group_size=32, symmetric=True).dequantize()
+        rounded = round_to_nearest(weight, scheme()).dequantize()
         solved = checkpoint.load(module).dequantize()
         assert (inputs @ (solved - weight).t()).norm() < (inputs @ (rounded - weight).t()).norm()
 
@@ -246,7 +247,7 @@ def test_overrides_change_single_modules(tmp_path: Path) -> None:
     assert report.modules["model.layers.0.mlp.down_proj"].group_size == 32
     assert not report.modules["model.layers.0.mlp.up_proj"].symmetric
     assert report.blocks == 2
-    reasons = {module.name: module.reason for module in report.kept}
+    reasons = {name: keep.reason for name, keep in report.kept.items()}
     assert "override 'layers.2.'" in reasons["model.layers.2.mlp.up_proj"]
     quantized = open_quantized(tmp_path / "out")
     assert quantized.load("model.layers.1.mlp.down_proj").group_size == 64
@@ -441,7 +442,7 @@ def test_experts_in_lists_are_quantised_without_padding(
     idle = "model.layers.0.mlp.experts.3.up_proj"
     assert report.modules[idle].tokens == 0
     assert "never reached" in (report.fallbacks[idle] or "")
-    assert "model.layers.0.mlp.gate" in {module.name for module in report.kept}
+    assert "model.layers.0.mlp.gate" in report.kept
 
 
 class Experts(torch.nn.Module):
