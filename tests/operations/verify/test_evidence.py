@@ -75,7 +75,7 @@ def test_tiles_are_what_the_layout_packs(layout):
     assert tile is not None and tile.slots == 8
     numbers = torch.arange(64 * 128).reshape(64, 128)
     split = tile.split(numbers)
-    q = round_to_nearest(heavy_tailed(0, 128, 64), group_size=32, symmetric=True)
+    q = round_to_nearest(heavy_tailed(0, 128, 64), scheme())
     before = LAYOUTS[layout].pack(q)[WORDS[layout]].reshape(-1)
     for row, column, word in ((0, 0, 0), (split.shape[0] - 1, split.shape[1] - 1, tile.words - 1)):
         members = split[row, column, word]
