@@ -21,7 +21,7 @@ from marlinq.checkpoint import DEFAULT_MAX_SHARD_BYTES, Checkpoint, CheckpointWr
 from marlinq.core.devices import resolve_device
 from marlinq.core.dtypes import dtype_name, torch_dtype
 from marlinq.core.progress import ReportProgress, no_progress
-from marlinq.models import BlockLoader, build_structure
+from marlinq.models import ModelInstance, build_blueprint
 from marlinq.operations.quantize.blocks import BlockQuantizer, module_reports
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule, plan_output
 from marlinq.operations.quantize.recipe import Recipe
@@ -77,20 +77,20 @@ def quantize(
     chosen = resolve_device(device)
     checkpoint = Checkpoint.open(model)
     check_place(Path(out), resume=resume, source=checkpoint.path)
-    structure = build_structure(
+    blueprint = build_blueprint(
         checkpoint.config, source=str(checkpoint.path), trust_remote_code=trust_remote_code
     )
-    plan = plan_output(checkpoint, structure, recipe)
-    for override in recipe.unused_overrides([linear.name for linear in structure.linears()]):
+    plan = plan_output(checkpoint, blueprint, recipe)
+    for override in recipe.unused_overrides(projection.name for projection in blueprint.projections()):
         warnings.warn(f"override {override.pattern!r} matches no linear of the model", stacklevel=2)
-    by_block = [members for block in structure.blocks if (members := plan.members(block))]
+    by_block = [members for block in blueprint.blocks if (members := plan.members(block))]
     dtype = _compute_dtype(checkpoint, plan, chosen)
     if chosen.type == "cuda":
         torch.cuda.reset_peak_memory_stats(chosen)
     environment = _environment(chosen, dtype)
     # All that can be wrong with the text is found before the output folder is begun.
-    loader = BlockLoader(structure, checkpoint, device=chosen, dtype=dtype)
-    config = structure.model.config
+    instance = ModelInstance(blueprint, checkpoint, device=chosen, dtype=dtype)
+    config = blueprint.config
     calibrated = plan.method.calibrated
     max_length = longest(config, recipe) if calibrated else 0
     documents: list[Document] | None = None
@@ -99,7 +99,7 @@ def quantize(
             checkpoint, config, recipe, max_length=max_length, trust_remote_code=trust_remote_code
         )
     elif calibrated and not resume:
-        check_room(loader)
+        check_room(instance)
     writer = CheckpointWriter(
         Path(out),
         plan.tensors,
@@ -117,13 +117,13 @@ def quantize(
             if calibrated:
                 if documents is None:
                     documents = text_by_the_model(
-                        loader, writer, recipe, max_length=max_length, progress=progress
+                        instance, writer, recipe, max_length=max_length, progress=progress
                     )
                 note_text(writer, recipe, documents)
                 batches = make_batches(
-                    documents, token_budget=_TOKEN_BUDGET[chosen.type], pad=not structure.routed
+                    documents, token_budget=_TOKEN_BUDGET[chosen.type], pad=not blueprint.routed
                 )
-            BlockQuantizer(structure, loader, plan, writer, batches, progress).run()
+            BlockQuantizer(instance, plan, writer, batches, progress).run()
         checkpoint.check_unchanged()
         forget_written_text(writer)
         folder = writer.finish(

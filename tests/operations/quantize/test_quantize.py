@@ -409,7 +409,7 @@ def test_long_documents_are_cut_to_the_position_table(tmp_path: Path) -> None:
 def test_experts_in_lists_are_quantised_without_padding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from marlinq.models import describe
+    from marlinq.models import build_blueprint, describe
 
     model = tiny_model("llama")
     for block in model.model.layers:
@@ -420,15 +420,17 @@ def test_experts_in_lists_are_quantised_without_padding(
     (source / "config.json").write_text(json.dumps(model.config.to_dict()))
 
     def with_experts(*args: Any, **kwargs: Any) -> Any:
-        plain = build(*args, **kwargs).model
-        for block in plain.model.layers:
-            with torch.device("meta"):
-                block.mlp = Experts(type(block.mlp)(plain.config))
-        return describe(plain)
+        def build() -> Any:
+            changed = plain.build()
+            for block in changed.model.layers:
+                with torch.device("meta"):
+                    block.mlp = Experts(type(block.mlp)(changed.config))
+            return changed
 
-    from marlinq.models import build_structure as build
+        plain = build_blueprint(*args, **kwargs)
+        return describe(build)
 
-    monkeypatch.setattr("marlinq.operations.quantize.operation.build_structure", with_experts)
+    monkeypatch.setattr("marlinq.operations.quantize.operation.build_blueprint", with_experts)
     # The text comes from a file because the folder's config knows nothing of the experts.
     text = tmp_path / "text.jsonl"
     rows = [{"input_ids": [3 + (7 * n + m) % 120 for m in range(20 + n)]} for n in range(4)]
