@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
+from marlinq.cli import main
 from marlinq.core.errors import UsageError
 from marlinq.core.scheme import Scheme
 from marlinq.core.settings import Fraction, setting
@@ -216,22 +217,20 @@ def halving() -> Iterator[Halving]:
     del METHODS["halving"]
 
 
-def test_a_method_needs_no_more_than_its_registration(tmp_path: Path, halving: Halving) -> None:
-    from click.testing import CliRunner
-
-    from marlinq.cli import main
-
+def test_a_method_needs_no_more_than_its_registration(
+    tmp_path: Path, halving: Halving, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = save_tiny("llama", tmp_path / "model")
     recipe = RECIPE.replace(
         method="halving", share=0.25, overrides=(Override.parse("up_proj=share=0.75,bits=8"),)
     )
     write_recipe(recipe, tmp_path / "recipe.yaml")
-    arguments = ["quantize", str(source), str(tmp_path / "out"), "--device", "cpu", "--json"]
-    result = CliRunner().invoke(
-        main, [*arguments, "--recipe", str(tmp_path / "recipe.yaml")], catch_exceptions=False
-    )
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
+    asked = ["--recipe", str(tmp_path / "recipe.yaml"), "--device", "cpu", "--json"]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["quantize", str(source), str(tmp_path / "out"), *asked])
+    assert ended.value.code == 0
+    report = json.loads(capsys.readouterr().out)
     assert halving.blocks == ["LlamaDecoderLayer"] * 6
     assert report["method"] == "halving"
     up = report["modules"]["model.layers.0.mlp.up_proj"]
