@@ -98,7 +98,7 @@ def calls(device: torch.device) -> dict[str, dict[str, float]]:
     library = torch.library.Library("marlinq_host_cost", "DEF")
     library.define(f"nothing{schema}")
     library.impl("nothing", lambda *operands: out, x.device.type.upper())
-    nothing = torch.ops.marlinq_host_cost.nothing
+    nothing, below = torch.ops.marlinq_host_cost.nothing, w4a16.OPERATOR.cuda
     linear = quant_linear(k, n, device)
     prepared = prepare(Operands(x, words, scales, None, None, out), 32)
     launch = prepared.launches.take()
@@ -110,7 +110,7 @@ def calls(device: torch.device) -> dict[str, dict[str, float]]:
     found = {
         "operator": microseconds(operator),
         "  the dispatcher": microseconds(lambda: nothing(x, words, scales, None, None, 32, n)),
-        "  below the dispatcher": microseconds(lambda: w4a16._cuda(x, words, scales, None, None, 32, n)),
+        "  below the dispatcher": microseconds(lambda: below(x, words, scales, None, None, 32, n)),
         "    the result's memory": microseconds(lambda: empty_strided((1, n), (n, 1), torch.float16)),
         "    a prepared call": microseconds(lambda: prepared.start(*addresses)),
         "      the driver": microseconds(launch.start),

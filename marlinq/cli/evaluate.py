@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from marlinq.cli.options import device_option, dtype_option, json_option, trust_remote_code_option
+from marlinq.cli.options import check_text, device_option, dtype_option, json_option, trust_remote_code_option
 from marlinq.cli.output import print_report, progress_bar
 
 
@@ -20,6 +20,7 @@ from marlinq.cli.output import print_report, progress_bar
 @click.option(
     "--text",
     metavar="FILE|DATASET",
+    callback=check_text,
     help="Text to evaluate on; without it, text that the original generates from a fixed seed.",
 )
 @click.option(

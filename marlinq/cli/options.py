@@ -28,6 +28,16 @@ def _device(ctx: click.Context, param: click.Parameter, value: str) -> str:
     return check_device_name(value)
 
 
+def check_text(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """A callback for options that name a text: what is no file and no dataset's name is told before torch is
+    imported; ``self`` is the model's own text."""
+    if value not in (None, "self"):
+        from marlinq.calibration.sources import Source
+
+        Source.parse(value, split="train")
+    return value
+
+
 FOLDER = click.Path(path_type=Path)
 
 

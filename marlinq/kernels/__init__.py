@@ -16,7 +16,7 @@ from marlinq.kernels.decide.device import Device
 from marlinq.kernels.decide.problem import GROUP_SIZES, Problem
 from marlinq.kernels.jit.cache import DamagedCache, KernelSpills, cache_folder
 from marlinq.kernels.jit.compiler import ARCHITECTURES, compile_kernel
-from marlinq.kernels.launch.launch import device_numbers, precompile
+from marlinq.kernels.launch.launch import LayerShape, device_numbers, precompile, precompile_model
 from marlinq.kernels.ops.reference import dequantize_operands, reference_gemm
 from marlinq.kernels.ops.w4a16 import w4a16_gemm
 
@@ -42,6 +42,7 @@ __all__ = [
     "Device",
     "KernelDecision",
     "KernelSpills",
+    "LayerShape",
     "Problem",
     "batch_invariant",
     "cache_folder",
@@ -52,6 +53,7 @@ __all__ = [
     "explain",
     "forced_kernel",
     "precompile",
+    "precompile_model",
     "reference_gemm",
     "w4a16_gemm",
 ]

@@ -23,14 +23,14 @@ def test_quantize_defaults_are_the_recipes(marlinq: Callable, operation: Callabl
 def test_quantize_options_become_the_recipe(marlinq: Callable, operation: Callable) -> None:
     quantize = operation("marlinq.operations.quantize", "quantize")
     options = "--format awq --group-size -1 --asym --no-clip-search --damp 0.05 --act-order static"
-    more = "--calibration text.txt --samples 3 --max-length 77 --seed 5 --override q_proj=skip"
+    more = "--calibration organisation/text --samples 3 --max-length 77 --seed 5 --override q_proj=skip"
     assert marlinq("quantize", "model", "out", *options.split(), *more.split()).code == 0
     assert quantize.options["recipe"] == Recipe(
         format="awq",
         group_size=-1,
         symmetric=False,
         options=GPTQOptions(clip_search=False, damp=0.05, act_order="static"),
-        calibration="text.txt",
+        calibration="organisation/text",
         samples=3,
         max_length=77,
         seed=5,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,18 +20,22 @@ from marlinq.kernels import (
     ARCHITECTURES,
     KERNELS,
     Device,
+    LayerShape,
     Problem,
     batch_invariant,
     decide,
     dependent_launches,
     forced_kernel,
+    precompile_model,
 )
 from marlinq.kernels.decide import warpgroup
 from marlinq.kernels.decide.bulk import BulkConfig
-from marlinq.kernels.decide.decision import Kernel, _decide, _fastest, available, blocks_together
+from marlinq.kernels.decide.decision import Kernel, _decide, _fastest, available, blocks_together, bucket
 from marlinq.kernels.decide.device import H200
 from marlinq.kernels.decide.stream import StreamConfig
 from marlinq.kernels.decide.warpgroup import WarpgroupConfig
+from marlinq.kernels.jit.instantiation import Instantiation
+from marlinq.kernels.launch import launch
 from marlinq.operations.bench.kernels import DEFAULT_BATCHES
 from marlinq.operations.bench.shapes import MODELS
 
@@ -110,7 +116,8 @@ def test_small_batches_keep_most_multiprocessors_busy(m: int, n: int, k: int) ->
 
 
 @settings(max_examples=60, deadline=None)
-@given(m=st.integers(1, 4096), n=sizes, k=sizes)
+# Other batches take one of few variants, which may suit the larger problem better.
+@given(m=st.integers(1, 32) | st.sampled_from([64, 128, 256, 512, 1024, 2048, 4096]), n=sizes, k=sizes)
 def test_expected_times_grow_with_the_problem_and_respect_the_hardware(m: int, n: int, k: int) -> None:
     def seconds(rows: int, columns: int, channels: int) -> float:
         return decide(Problem(rows, columns, channels, 128, False, False), H200).seconds
@@ -167,21 +174,73 @@ def test_new_decisions_are_quick() -> None:
     script = f"""
 import json, time
 from marlinq.kernels import Problem, decide
+from marlinq.kernels.decide.decision import _fastest, _decide
 from marlinq.kernels.decide.device import H200
 found = {{}}
-for m in (1, 16, 64, 256, 2048, 8192):
+for m in (1, 4, 16, 48, 64, 256, 1000, 2048, 8192):
     for n, k in {LLAMA_8B}:
-        start = time.process_time()
-        decide(Problem(m, n, k, 128, False, False), H200)
-        found[f"M={{m}} N={{n}} K={{k}}"] = time.process_time() - start
+        name = f"M={{m}} N={{n}} K={{k}}"
+        for attempt in range(3):
+            _fastest.cache_clear()
+            _decide.cache_clear()
+            start = time.process_time()
+            decide(Problem(m, n, k, 128, False, False), H200)
+            found[name] = min(found.get(name, 9), time.process_time() - start)
 print(json.dumps(found))
 """
     ended = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
     )
     seconds = json.loads(ended.stdout)
-    assert len(seconds) == 24
-    assert {name: taken for name, taken in seconds.items() if taken > 0.1} == {}
+    assert len(seconds) == 36
+    # Each takes less than 5 ms of an idle processor; one that others keep busy takes up to twice as long.
+    assert {name: taken for name, taken in seconds.items() if taken > 0.01} == {}
+    assert statistics.median(seconds.values()) < 0.005
+
+
+@pytest.mark.parametrize(
+    ("group", "zeros", "bfloat16"), [(128, False, False), (128, True, True), (-1, False, True)]
+)
+def test_a_model_needs_few_variants(group: int, zeros: bool, bfloat16: bool) -> None:
+    batches = sorted({*range(1, 300), *range(300, 1025, 7), *range(1025, 8193, 61), 4096, 8192})
+    variants = set()
+    for n, k in LLAMA_8B:
+        for m in batches:
+            problem = Problem(m, n, k, group, zeros, bfloat16)
+            config = decide(problem, H200).config
+            assert config is not None
+            variants.add(config.instantiation(problem))
+    # "About 40"; without buckets they are 88.
+    assert len(variants) <= 45
+
+
+@given(m=st.integers(1, 100_000))
+def test_a_batch_is_decided_for_as_a_slightly_larger_one(m: int) -> None:
+    rows = bucket(m)
+    assert m <= rows < m + max(m, 64)
+    assert bucket(rows) == rows
+    assert bucket(m + 1) >= rows
+    assert m.bit_count() > 1 or m == 2 or rows == m, "servers pad to powers of two"
+
+
+def test_what_is_compiled_in_advance_is_all_that_a_model_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: set[Instantiation] = set()
+
+    def compile_missing(architecture: str, wanted: list[Instantiation]) -> int:
+        assert architecture == "sm_90a"
+        compiled.update(wanted)
+        return len(wanted)
+
+    monkeypatch.setattr(launch, "compile_missing", compile_missing)
+    monkeypatch.setattr(launch, "device_numbers", lambda index: H200)
+    layers = [LayerShape(n, k, 128, False) for n, k in LLAMA_8B]
+    assert precompile_model(layers * 32, torch.float16, most_rows=2000) == len(compiled)
+    for n, k in LLAMA_8B:
+        for m in (*range(1, 200), *range(200, 2000, 11), 2000):
+            problem = Problem(m, n, k, 128, False, False)
+            config = decide(problem, H200).config
+            assert config is not None
+            assert config.instantiation(problem) in compiled
 
 
 @pytest.mark.parametrize(

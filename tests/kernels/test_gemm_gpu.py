@@ -225,6 +225,33 @@ def test_the_flags_of_graphs_that_are_gone_come_back(
     assert len(handover._owned) <= 3
 
 
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", GROUPS)
+def test_dequantised_once(group: int, dtype: torch.dtype, zeros: bool) -> None:
+    k, n = (1408 if group == 128 else 2112), 448
+    operands = random_operands(k, n, group, dtype, zeros=zeros, bias=True)
+    x = torch.randn(777, k, device="cuda").to(dtype)
+    expected = operands.reference(x)
+    with forced_kernel("dequantise"):
+        for m in (1, 16, 260, 777):
+            # Twice: the second call finds what the first has remembered of the weight.
+            for _ in range(2):
+                assert relative_error(gemm(x[:m], operands), expected[:m]) < BOUND[dtype]
+        order = torch.randperm(k, device="cuda").int()
+        taken = w4a16_gemm(
+            x, operands.words, operands.scales, operands.zeros, operands.bias, group, n - 3, order
+        )
+        assert relative_error(taken, operands.reference(x[:, order.long()])[:, : n - 3]) < BOUND[dtype]
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = gemm(x, operands)
+        x.mul_(2)
+        graph.replay()
+        assert relative_error(result, operands.reference(x)) < BOUND[dtype]
+
+
 def _whole_numbers(problem: Problem) -> list[StreamConfig]:
     """Variants for one row in whole numbers, one of every few."""
     device = device_numbers(0)

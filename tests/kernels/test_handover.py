@@ -32,6 +32,12 @@ class _Gpu:
         assert stream == self.stream
         return Capture(self.capture, 1000 + self.capture) if self.capture else None
 
+    def stream_id(self, stream: int) -> int:
+        # Another handle may stand for the same stream, but never the same number for another. The driver
+        # names no stream while it is captured (CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED).
+        assert not self.capture
+        return stream + 5
+
     def watch(self, end: EndOfGraph, graph: int) -> None:
         self.owned.setdefault(graph - 1000, []).append(end)
 
@@ -46,8 +52,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> _Gpu:
     made = _Gpu()
     monkeypatch.setattr(handover, "zeroed_memory", made.zeroed_memory)
     monkeypatch.setattr(handover, "capture_of", made.capture_of)
-    # Another handle may stand for the same stream, but never the same number for another.
-    monkeypatch.setattr(handover, "stream_id", lambda stream: stream + 5)
+    monkeypatch.setattr(handover, "stream_id", made.stream_id)
     monkeypatch.setattr(EndOfGraph, "watch", lambda end, graph: made.watch(end, graph))
     monkeypatch.setattr(handover, "_pools", {})
     monkeypatch.setattr(handover, "_owned", {})

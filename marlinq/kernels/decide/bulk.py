@@ -198,7 +198,7 @@ def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs 
     fed = -(-chunks // config.cluster)
     turns = -(-fed // config.warps_k)  # of the part with the most chunks
     channels = chunks / config.cluster * config.chunk
-    weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
+    weights = channels * config.tile_n * problem.bytes_per_weight
     read = weights + channels * config.tile_m * 2
     own = weights / -(-problem.m // config.tile_m)
     closings = config.chunk / min(problem.group or config.chunk, config.chunk)

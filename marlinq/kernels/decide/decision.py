@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from marlinq.core.errors import UnsupportedError
-from marlinq.kernels.decide import bulk, stream, warpgroup
+from marlinq.kernels.decide import bulk, dense, stream, warpgroup
 from marlinq.kernels.decide.bulk import BulkConfig
 from marlinq.kernels.decide.device import Device
 from marlinq.kernels.decide.problem import GROUP_SIZES, Problem
@@ -28,6 +28,8 @@ KernelConfig = StreamConfig | BulkConfig | WarpgroupConfig
 
 Kernel = Literal["stream", "bulk", "warpgroup"]
 KERNELS: tuple[Kernel, ...] = ("stream", "bulk", "warpgroup")
+DEQUANTIZE = "dequantise"
+"""The decision to write the dense weight to memory and let cuBLAS multiply."""
 # Batches that a kernel is considered for beside others. The bulk kernel has no larger tile. The warpgroup
 # kernel lost on all measured layers at 16 rows, so fewer than nine were not tried; from 17 on it is always
 # expected to win, and from 33 on it did (docs/lab-notes/kernels.md).
@@ -35,6 +37,8 @@ _BULK_MOST, _WARPGROUP_LEAST, _STREAM_MOST = 16, 9, 16
 # What a kernel whose blocks run all at once saves in a chain of dependent launches, unless its clusters are
 # larger than this, which start late and hold the chain up (docs/lab-notes/kernels.md, "Dependent chain").
 _OVERLAP_SECONDS, _OVERLAP_CLUSTER = 1.7e-6, 2
+# Batches up to the last of these are decided for as the next of them.
+_FEW_ROWS = (1, 4, 8, 16, 32)
 # The batches whose speed decides in which order a batch-invariant sum is taken.
 _TYPICAL_BATCHES = (1, 16, 64, 512)
 
@@ -48,7 +52,7 @@ class Demands(NamedTuple):
         dependent: kernels overlap with their neighbours in the stream.
     """
 
-    kernel: Kernel | None = None
+    kernel: Kernel | Literal["dequantise"] | None = None
     batch_invariant: bool = False
     dependent: bool = False
 
@@ -63,9 +67,10 @@ class KernelDecision:
     """What will run and why.
 
     Attributes:
-        kernel: ``stream``, ``bulk`` or ``warpgroup`` on a GPU, ``reference`` on the CPU.
+        kernel: ``stream``, ``bulk`` or ``warpgroup`` on a GPU, ``dequantise`` where cuBLAS multiplies with a
+            dense weight, ``reference`` on the CPU.
         reason: the tile, the split, what bounds it, the expected time.
-        config: the compile-time parameters; None for the reference.
+        config: the compile-time parameters; None where nothing is compiled.
         grid: blocks of a launch.
         seconds: the model's estimate.
     """
@@ -87,7 +92,7 @@ def _demanding(changed: Demands) -> Iterator[None]:
 
 
 @contextmanager
-def forced_kernel(kernel: Kernel) -> Iterator[None]:
+def forced_kernel(kernel: Kernel | Literal["dequantise"]) -> Iterator[None]:
     """Decide for ``kernel`` inside, whatever the model says: for tests and measurements."""
     with _demanding(demands()._replace(kernel=kernel)):
         yield
@@ -137,10 +142,11 @@ def _decide(problem: Problem, device: Device, demanded: Demands) -> KernelDecisi
             f"w4a16_gemm: group size {problem.group_size} with K={problem.k}; "
             "expected 32, 64, 128 or -1, dividing K"
         )
-    rows = problem.m if problem.m <= 64 else -(-problem.m // 16) * 16
-    # Prompts have any length; long ones that are nearly the same share a decision.
-    rows = rows if rows <= 1024 else -(-rows // 64) * 64
-    seconds, busiest, config = _fastest(replace(problem, m=rows), device, demanded)
+    standing = replace(problem, m=bucket(problem.m))
+    dequantized = _dequantized(standing, device, demanded)
+    if dequantized is not None:
+        return dequantized
+    seconds, busiest, config = _fastest(standing, device, demanded)
     grid = config.grid(problem)
     split = f"K in {config.parts} parts over {config.cluster} blocks"
     if isinstance(config, WarpgroupConfig) and config.even:
@@ -155,9 +161,48 @@ def _decide(problem: Problem, device: Device, demanded: Demands) -> KernelDecisi
     )
     if demanded.batch_invariant:
         reason += "; summed in the same order for every batch"
-    if not device.measured:
-        reason += "; unmeasured GPU: the model's constants are an H200's"
+    reason += _unmeasured(device)
     return KernelDecision(_kernel_of(config), reason, config, grid, seconds)
+
+
+def _unmeasured(device: Device) -> str:
+    return "" if device.measured else "; unmeasured GPU: the model's constants are an H200's"
+
+
+def _dequantized(problem: Problem, device: Device, demanded: Demands) -> KernelDecision | None:
+    """The decision to dequantise; None where a kernel multiplies.
+
+    The kernels without ``wgmma`` dequantise a weight again for every 64 rows of a batch, so from some batch
+    on it is faster to do it once. The order of cuBLAS's sums is nobody's to promise.
+    """
+    seconds = dense.estimate(problem, device)
+    if demanded.kernel == DEQUANTIZE:
+        why = "asked for"
+    elif not problem.format.kernels:
+        why = f"no kernel has a codec for {problem.format.name}"
+    elif demanded.kernel or demanded.batch_invariant or device.has_warpgroups:
+        return None
+    else:
+        best = _fastest(problem, device, demanded)[0]
+        if seconds > dense.MARGIN * best:
+            return None
+        why = f"the fastest kernel takes about {best * 1e6:.1f} us"
+    reason = f"dequantised once, then cuBLAS: {why}, this about {seconds * 1e6:.1f} us{_unmeasured(device)}"
+    return KernelDecision(DEQUANTIZE, reason, seconds=seconds)
+
+
+def bucket(m: int) -> int:
+    """The batch that decides for ``m`` rows, so that nearly equal batches share a variant: the next multiple
+    of the finest tile's height that is worth a variant of its own."""
+    if m <= _FEW_ROWS[-1]:
+        return next(rows for rows in _FEW_ROWS if rows >= m)
+    step = 16 if m <= 1024 else 64
+    return -(-m // step) * step
+
+
+def buckets(most: int) -> tuple[int, ...]:
+    """The batches that decide for all of up to ``most`` rows."""
+    return tuple(sorted({bucket(m) for m in range(1, most + 1)}))
 
 
 @lru_cache(maxsize=1024)
@@ -186,16 +231,25 @@ def _all_estimates(
     problem: Problem, device: Device, demanded: Demands
 ) -> Iterator[tuple[float, str, KernelConfig]]:
     for kernel in considered(problem, device, demanded):
-        yield from estimates(problem, device, kernel, demanded.batch_invariant)
+        found = 0
+        # Servers pad to powers of two. Any other batch takes what serves many, or a model would need a
+        # hundred variants.
+        if kernel == "warpgroup" and problem.m > _FEW_ROWS[-1] and problem.m.bit_count() > 1:
+            for config in warpgroup.common(problem, device) if not demanded.batch_invariant else ():
+                found += 1
+                yield (*warpgroup.estimate(problem, device, config), config)
+        if not found:
+            yield from estimates(problem, device, kernel, demanded.batch_invariant)
 
 
 def considered(problem: Problem, device: Device, demanded: Demands) -> tuple[Kernel, ...]:
     """The kernels to choose from, all of which suit the batch."""
+    codecs = [kernel for kernel in KERNELS if kernel in problem.format.kernels]
     if demanded.kernel is not None:
-        return (demanded.kernel,)
+        return tuple(kernel for kernel in codecs if kernel == demanded.kernel)
     # Kernels take their sums in different orders, and only this one has tiles for every batch everywhere.
     if demanded.batch_invariant:
-        return ("stream",)
+        return tuple(kernel for kernel in codecs if kernel == "stream")
     found: list[Kernel] = []
     if problem.m <= _STREAM_MOST or not device.has_warpgroups:
         found.append("stream")
@@ -205,7 +259,7 @@ def considered(problem: Problem, device: Device, demanded: Demands) -> tuple[Ker
         found.append("bulk")
     if problem.m >= _WARPGROUP_LEAST and device.has_warpgroups:
         found.append("warpgroup")
-    return tuple(found)
+    return tuple(kernel for kernel in found if kernel in codecs)
 
 
 def gains_by_overlap(config: KernelConfig) -> bool:

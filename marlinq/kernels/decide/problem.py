@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from marlinq.kernels.jit.instantiation import Parameters
+from marlinq.kernels.weights import INT4, WeightFormat
 
 GROUP_SIZES = (32, 64, 128, -1)
 
@@ -20,7 +21,8 @@ class Problem:
         k: channels, a multiple of 64.
         group_size: 32, 64, 128, or -1 for a single group.
         zeros: whether there are zero points.
-        bfloat16: the element type; float16 otherwise.
+        bfloat16: the type of activations and scales; float16 otherwise.
+        format: of the weight.
     """
 
     m: int
@@ -29,6 +31,7 @@ class Problem:
     group_size: int
     zeros: bool
     bfloat16: bool
+    format: WeightFormat = INT4
 
     @cached_property
     def group(self) -> int:
@@ -39,9 +42,18 @@ class Problem:
     def parameters(self) -> Parameters:
         """What kernels' configurations say of the problem."""
         element = "Bfloat16" if self.bfloat16 else "Half"
-        return ("Codec", f"Int4<{element}>"), ("QUANT_GROUP", self.group), ("ZEROS", self.zeros)
+        return (
+            ("Codec", f"{self.format.codec}<{element}>"),
+            ("QUANT_GROUP", self.group),
+            ("ZEROS", self.zeros),
+        )
+
+    @cached_property
+    def bytes_per_weight(self) -> float:
+        """Words, scales and zero points."""
+        return self.format.bytes_per_weight + self.scale_bytes_per_weight
 
     @cached_property
     def scale_bytes_per_weight(self) -> float:
-        """Scales and zero points, in bytes a weight."""
+        """Scales and zero points alone."""
         return (4 if self.zeros else 2) / (self.k if self.group == 0 else self.group)

@@ -145,7 +145,7 @@ class StreamConfig(WarpTiles):
         """Dynamic shared memory of a block: the ring of stages, or the reduction buffer that follows it."""
         warps = self.warps_n * self.warps_k
         groups = 1 if problem.group == 0 else max(1, self.chunk // problem.group)
-        stage = warps * self.rows * 512
+        stage = warps * self.rows * 64 * problem.format.row_bytes
         stage += self.warps_k * self.tile_m * self.chunk * 2
         stage += warps * groups * (2 if problem.zeros else 1) * 128
         reduction = self.warps_k * self.tile_m * (self.tile_n + 4) * 4
@@ -272,7 +272,7 @@ def estimate(
     steps = -(-chunks // config.parts)
     batch = min(config.tile_m, problem.m)
     channels = chunks / config.cluster * config.chunk
-    weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
+    weights = channels * config.tile_n * problem.bytes_per_weight
     read = weights + channels * batch * 2
     own = weights / -(-problem.m // config.tile_m)
     closings = config.chunk / min(problem.group or config.chunk, config.chunk)  # of a chunk

@@ -24,8 +24,8 @@ _FUSED_REGISTERS = {1: 4, 2: 4, 4: 20}
 _EVEN_REGISTERS, _EVEN_ZERO_REGISTERS = 22, 12
 _PUSH_REGISTERS = {1: 12, 2: 12, 4: 28}
 # Largest tile whose sums are scaled instead of its weights: what it saves on a weight it spends on a sum; and
-# the tiles where subtracting and scaling at once beats both for float16 (docs/lab-notes/kernels.md, "Scaled sums"
-# and "Scaled codes").
+# the tiles where subtracting and scaling at once beats both for float16 (docs/lab-notes/kernels.md, "Scaled
+# sums" and "Scaled codes").
 _SCALED_SUMS_MOST = 64
 _FUSED_LEAST, _FUSED_MOST = 32, 96
 # Largest tile, and rows of all blocks of a cluster, whose sums are sent to their owners
@@ -43,6 +43,8 @@ _TILES_M = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176)
 # The larger ones save a wave of few tiles; where a batch has more tiles than this, 128 rows were level with
 # them or faster (docs/lab-notes/kernels.md, "Large batches").
 _MANY_TILES, _MANY_TILES_MOST = 8, 128
+# Powers of two from here on were never expected to be faster with tiles of another height.
+_EVEN_ROWS, _EVEN_TILES_M = 256, (64, 96, 128)
 # This tile, with several groups of columns, saves a wave where it leaves one alone, and was slower by a tenth
 # and more where it left several.
 _FULL_TILE = 176
@@ -62,6 +64,19 @@ _SHAPES = {
     (1, 2, 1): ((8, 1), (8, 2)),
     (1, 3, 1): ((8, 1), (4, 1)),
 }
+# (tile_m, words, groups_n, parts_k, cluster, even): what serves batches that are no powers of two, so that a
+# model needs few variants. Of ten that ``lab/kernels/choose_common.py`` chooses, without the two that save
+# least for a further variant; they are expected to cost 4 % over the best on average, and up to 44 %.
+_COMMON = (
+    (64, 2, 2, 1, 1, True),
+    (96, 2, 2, 1, 1, True),
+    (48, 1, 3, 1, 1, True),
+    (80, 1, 3, 1, 1, True),
+    (112, 2, 2, 1, 1, True),
+    (64, 2, 1, 2, 2, False),
+    (128, 2, 2, 1, 1, True),
+    (48, 1, 1, 3, 2, False),
+)
 _MAX_STAGES = 12
 # Bytes of weights on their way to a multiprocessor, where its rings hold many more.
 _ON_THEIR_WAY = 66 * 1024
@@ -338,7 +353,8 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
     # A tile that holds the batch, or one of those that split it, each the smallest for its number of tiles.
     smallest = next((tile for tile in _TILES_M if tile >= problem.m), _TILES_M[-1])
     tiles_m: dict[int, int] = {}
-    for tile_m in (tile for tile in _TILES_M if min(smallest, 64) <= tile <= smallest):
+    heights = _TILES_M if problem.m.bit_count() > 1 or problem.m < _EVEN_ROWS else _EVEN_TILES_M
+    for tile_m in (tile for tile in heights if min(smallest, 64) <= tile <= smallest):
         count = -(-problem.m // tile_m)
         if count < _MANY_TILES or tile_m <= _MANY_TILES_MOST:
             tiles_m.setdefault(count, tile_m)
@@ -368,6 +384,20 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
                 dealt_out = replace(config, even=True)
                 if not batch_invariant and _worth_dealing_out(problem, dealt_out):
                     yield dealt_out
+
+
+def common(problem: Problem, device: Device) -> Iterator[WarpgroupConfig]:
+    """The few variants that serve any batch of more than 32 rows, as far as they fit."""
+    if not device.has_warpgroups:
+        return
+    for tile_m, words, groups_n, parts_k, cluster, even in _COMMON:
+        config = _deepest(problem, device, tile_m, words, groups_n, parts_k, 8, cluster, 1)
+        if config is None or cluster * parts_k > config.chunks(problem):
+            continue
+        if cluster > _ALWAYS and not device.runs_at_once(config.tiles(problem), cluster, 1):
+            continue
+        dealt_out = replace(config, even=True)
+        yield dealt_out if even and _worth_dealing_out(problem, dealt_out) else config
 
 
 def _worth_dealing_out(problem: Problem, config: WarpgroupConfig) -> bool:
@@ -439,7 +469,7 @@ def estimate(
     fed = -(-chunks // config.cluster)
     turns = -(-fed // config.parts_k)  # of the part with the most chunks
     channels = chunks / config.cluster * chunk
-    weights = channels * config.tile_n * (0.5 + problem.scale_bytes_per_weight)
+    weights = channels * config.tile_n * problem.bytes_per_weight
     activations = channels * config.tile_m * 2
     read = weights + activations
     # Neighbouring tiles share their weights, which come from device memory once.

@@ -25,6 +25,7 @@ _SLAB_BYTES = 1 << 20
 # Words of a set, so that hardly any launch needs more: a launch has one flag a block that runs at once.
 _SET_WORDS = 1 << 12
 _LINE = 128  # bytes, which streams don't share
+_PER_THREAD_STREAM = 2  # CU_STREAM_PER_THREAD
 
 
 class Handover(NamedTuple):
@@ -47,8 +48,8 @@ class Handover(NamedTuple):
         return sums, _flags(device_index, self.flags)
 
 
-# Device, stream, and the capture's number; 0 outside captures.
-_Key = tuple[int, int, int]
+# Device, stream (its id, or its handle within a capture), thread, and the capture's number; 0 for none.
+_Key = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,14 @@ def _flags(device_index: int, count: int) -> int:
     """The address of ``count`` words that no launch uses which may run beside one on the current stream."""
     stream = torch._C._cuda_getCurrentRawStream(device_index)
     capture = capture_of(stream)
-    key = device_index, stream_id(stream), capture.number if capture else 0
+    key: _Key
+    if capture is None:
+        key = device_index, stream_id(stream), 0, 0
+    else:
+        # The driver gives no id of a stream that is being captured. A stream outlives its capture, so the
+        # handle is enough within one; only the default stream of a thread shares its handle with others.
+        thread = threading.get_ident() if stream == _PER_THREAD_STREAM else 0
+        key = device_index, stream, thread, capture.number
     owned = _owned.get(key)
     if owned is None or owned.words < count:
         pool = _pools.setdefault(device_index, _Pool())

@@ -6,22 +6,33 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from marlinq.core.errors import EnvironmentProblem
-from marlinq.kernels.decide.decision import KernelConfig, blocks_together, decide, demands, gains_by_overlap
+from marlinq.kernels.decide.decision import (
+    DEQUANTIZE,
+    KernelConfig,
+    blocks_together,
+    buckets,
+    decide,
+    demands,
+    gains_by_overlap,
+)
 from marlinq.kernels.decide.device import Device, device_of
 from marlinq.kernels.decide.problem import Problem
 from marlinq.kernels.decide.stream import StreamConfig
 from marlinq.kernels.decide.warpgroup import WarpgroupConfig
 from marlinq.kernels.jit.cache import compile_missing
 from marlinq.kernels.jit.instantiation import Instantiation, cold_read
+from marlinq.kernels.launch.dense import dequantized_gemm
 from marlinq.kernels.launch.driver import Function, Launches, active_clusters, gpu_properties, on_device
 from marlinq.kernels.launch.handover import Handover
 from marlinq.kernels.launch.loading import load_kernel
 from marlinq.kernels.launch.operands import Operands, activation_maps
+from marlinq.kernels.weights import INT4, WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +118,19 @@ def _decided(problem: Problem, device_index: int) -> KernelConfig:
     return decision.config
 
 
+def dequantizes(
+    shape: tuple[int, int, int],
+    group_size: int,
+    zeros: Tensor | None,
+    dtype: torch.dtype,
+    device_index: int,
+    weight_format: WeightFormat,
+) -> bool:
+    """Whether the decision is to dequantise the weight and let cuBLAS multiply; ``shape`` is M, N, K."""
+    problem = Problem(*shape, group_size, zeros is not None, dtype == torch.bfloat16, weight_format)
+    return decide(problem, device_numbers(device_index)).kernel == DEQUANTIZE
+
+
 @lru_cache(maxsize=8192)
 def _load(instantiation: Instantiation, shared_bytes: int, device_index: int) -> Function:
     architecture = device_numbers(device_index).architecture
@@ -124,7 +148,12 @@ def overlaps(device_index: int, behind_own: bool = False) -> bool:
 
 
 def prepare(
-    operands: Operands, group_size: int, config: KernelConfig | None = None, *, behind_own: bool = False
+    operands: Operands,
+    group_size: int,
+    config: KernelConfig | None = None,
+    *,
+    weight_format: WeightFormat = INT4,
+    behind_own: bool = False,
 ) -> Call:
     """Decide, compile or load, and pack what does not change from call to call.
 
@@ -133,6 +162,7 @@ def prepare(
             16-byte aligned.
         group_size: 32, 64, 128 or -1.
         config: overrides the decision.
+        weight_format: of the words.
         behind_own: the stream's previous kernel is
             :func:`marlinq.kernels.launch.gather.gather_channels` and wrote ``x``: the launch then overlaps
             with it.
@@ -146,6 +176,7 @@ def prepare(
         group_size,
         operands.zeros is not None,
         x.dtype == torch.bfloat16,
+        weight_format,
     )
     device = device_numbers(index)
     chosen = config or _decided(problem, index)
@@ -181,6 +212,7 @@ def launch_gemm(
     out: Tensor,
     config: KernelConfig | None = None,
     *,
+    weight_format: WeightFormat = INT4,
     behind_own: bool = False,
 ) -> None:
     """Run ``out = x @ W + bias`` on the device and current stream of ``x``; arguments as :func:`prepare`.
@@ -188,8 +220,14 @@ def launch_gemm(
     Raises:
         RuntimeError: the driver refused the launch.
     """
-    call = prepare(Operands(x, words, scales, zeros, bias, out), group_size, config, behind_own=behind_own)
-    with on_device(x.device.index):
+    operands = Operands(x, words, scales, zeros, bias, out)
+    shape = x.shape[0], out.shape[1], x.shape[1]
+    index = x.device.index
+    if config is None and dequantizes(shape, group_size, zeros, x.dtype, index, weight_format):
+        dequantized_gemm(operands, weight_format)
+        return
+    call = prepare(operands, group_size, config, weight_format=weight_format, behind_own=behind_own)
+    with on_device(index):
         call.start(x.data_ptr(), out.data_ptr())
 
 
@@ -202,8 +240,60 @@ def precompile(problems: Iterable[Problem], device_index: int = 0) -> int:
     Raises:
         EnvironmentProblem: a variant does not compile, or the cache can't be written.
     """
+    device = device_numbers(device_index)
+    decisions = ((problem, decide(problem, device).config) for problem in problems)
+    # Nothing is compiled where a weight is dequantised.
     return precompile_variants(
-        ((problem, _decided(problem, device_index)) for problem in problems), device_index
+        ((problem, config) for problem, config in decisions if config is not None), device_index
+    )
+
+
+class LayerShape(NamedTuple):
+    """What decides which variants a weight needs.
+
+    Attributes:
+        n: columns of the stored weight, padding included: a multiple of 64.
+        k: channels, a multiple of 64.
+        group_size: 32, 64, 128, or -1 for a single group.
+        zeros: whether zero points are stored.
+    """
+
+    n: int
+    k: int
+    group_size: int
+    zeros: bool
+
+
+def precompile_model(
+    layers: Iterable[LayerShape], dtype: torch.dtype, device_index: int = 0, *, most_rows: int = 8192
+) -> int:
+    """Compile what a model's products need for any batch of up to ``most_rows`` rows, in parallel.
+
+    A model has about 40 variants. Where the cache has them all this takes half a second, for the decisions,
+    which later calls then find made. Contexts count: call it inside :func:`dependent_launches` or
+    :func:`batch_invariant` where the products will run inside, too.
+
+    Args:
+        layers: of all weights; equal ones count once.
+        dtype: float16 or bfloat16, of activations and results.
+        device_index: of the GPU.
+        most_rows: rows of the largest batch.
+
+    Returns:
+        How many variants were compiled.
+
+    Raises:
+        EnvironmentProblem: a variant does not compile, or the cache can't be written.
+        UnsupportedError: a layer that no kernel takes.
+    """
+    bfloat16 = dtype == torch.bfloat16
+    return precompile(
+        (
+            Problem(m, layer.n, layer.k, layer.group_size, layer.zeros, bfloat16)
+            for layer in dict.fromkeys(layers)
+            for m in buckets(most_rows)
+        ),
+        device_index,
     )
 
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from marlinq.kernels.decide.decision import Demands, demands
 from marlinq.kernels.launch.driver import empty_strided
 from marlinq.kernels.launch.gather import Gathered, gathering
-from marlinq.kernels.launch.launch import Call, prepare
+from marlinq.kernels.launch.launch import Call, dequantizes, prepare
 from marlinq.kernels.launch.operands import Operands
+from marlinq.kernels.weights import WeightFormat
 
 _MAX_CALLS = 512  # shapes of activations a weight
 
@@ -48,10 +49,11 @@ class Plan:
     """The checked operands of one weight and their prepared launches.
 
     Args:
-        weight: words int32 [K/16, 2N], scales [G, N], zero points [G, N] or None, bias [N] or None, order
+        weight: words int32, scales [G, N], zero points [G, N] or None, bias [N] or None, order
             int32 [K] or None.
         group_size: 32, 64, 128 or -1, as the kernels take it.
         out_features: columns to return.
+        weight_format: of the words.
         evict: called when one of the tensors goes.
     """
 
@@ -59,6 +61,7 @@ class Plan:
         "_bias",
         "_columns",
         "_dtype",
+        "_format",
         "_group_size",
         "_index",
         "_k",
@@ -72,10 +75,16 @@ class Plan:
     )
 
     def __init__(
-        self, weight: Weight, group_size: int, out_features: int, evict: Callable[[object], object]
+        self,
+        weight: Weight,
+        group_size: int,
+        out_features: int,
+        weight_format: WeightFormat,
+        evict: Callable[[object], object],
     ) -> None:
         words, scales, zeros, bias, order = weight
-        self._k, self._n = words.shape[0] * 16, words.shape[1] // 2
+        self._format = weight_format
+        self._k, self._n = weight_format.shape(words)
         self._columns = None if out_features == self._n else out_features
         self._dtype = scales.dtype
         self._index = words.get_device()
@@ -130,22 +139,30 @@ class Plan:
             if order is None and shape[-1] != self._k:
                 return None
             prepared = self._prepare(x, (words, scales, zeros, bias, order))
+            if prepared is None:
+                return None
         out = empty_strided(prepared.shape, prepared.strides, self._dtype)
         if prepared.call is not None:
             prepared.call.start(address, out.data_ptr())
         return out if self._columns is None else out[..., : self._columns]
 
-    def _prepare(self, x: Tensor, weight: Weight) -> _Prepared:
+    def _prepare(self, x: Tensor, weight: Weight) -> _Prepared | None:
+        """None where the weight is dequantised for this batch: nothing of that is worth preparing."""
         order = weight[4]
         *batch, columns = x.shape
-        out = x.new_empty((*batch, self._n))
         rows = math.prod(batch)
+        shape = rows, self._n, self._k
+        if rows and dequantizes(shape, self._group_size, weight[2], x.dtype, self._index, self._format):
+            return None
+        out = x.new_empty((*batch, self._n))
         call: Call | Gathered | None = None
         if rows:
             flat = x.view(rows, columns)
             taken = flat if order is None else x.new_empty((rows, self._k))
             operands = Operands(taken, *weight[:4], out.view(rows, self._n))
-            call = prepare(operands, self._group_size, behind_own=order is not None)
+            call = prepare(
+                operands, self._group_size, weight_format=self._format, behind_own=order is not None
+            )
             if order is not None:
                 call = Gathered(gathering(flat, order), order.data_ptr(), rows, self._k, self._dtype, call)
         if len(self._prepared) >= _MAX_CALLS:
@@ -163,10 +180,12 @@ _plans: dict[Key, Plan] = {}
 find = _plans.get
 
 
-def remember(key: Key, weight: Weight, group_size: int, out_features: int) -> None:
+def remember(
+    key: Key, weight: Weight, group_size: int, out_features: int, weight_format: WeightFormat
+) -> None:
     """Keep a plan for operands that have been checked, until one of them goes."""
     known = find(key)
     if known is None or not known.fits(*weight):
         # At the interpreter's end tensors may go after this module's names.
         evict = partial(_plans.pop, key)
-        _plans[key] = Plan(weight, group_size, out_features, evict)
+        _plans[key] = Plan(weight, group_size, out_features, weight_format, evict)

@@ -20,6 +20,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_the_gpu_finds_what_the_cpu_finds(source: Path, tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="reading calibration text needs datasets")
     text = tmp_path / "text.jsonl"
     text.write_text('{"input_ids": ' + str([3 + (11 * n) % 120 for n in range(64)]) + "}\n")
     recipe = RECIPE.replace(calibration=str(text), samples=1, max_length=64)

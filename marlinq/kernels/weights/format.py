@@ -1,0 +1,94 @@
+"""What the host knows of a weight format: how its words lie, what a code is worth, and who multiplies it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+ScaleKind = Literal["quant_group"]
+"""``quant_group``: scales [G, N] of the activations' type, each for a group of channels of one column."""
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """A way in which operators take a weight of K channels and N columns.
+
+    Attributes:
+        name: ``int4``; what decisions and messages call it.
+        operator: of ``torch.ops.marlinq``, which multiplies with it.
+        bits: of a code.
+        row_channels: channels that a stored row holds: words are int32 [K / row_channels, ...].
+        scale: what shares a scale.
+        midpoint: the zero point of weights that store none, in units of a code.
+        values: takes words and a dtype, and gives the codes [K, N] in it.
+        in_order: takes stored scales or zero points [G, N], and gives them in the order of the columns.
+        codec: the CUDA type that turns words into fragments (``cuda/codec``), a template over their element.
+        kernels: the CUDA kernels that have been made for it; where there is none, weights are dequantised.
+        dequantizing_bytes: bytes of device memory that :meth:`dequantize` moves a weight, in 16 bits.
+    """
+
+    name: str
+    operator: str
+    bits: int
+    row_channels: int
+    scale: ScaleKind
+    midpoint: float
+    values: Callable[[Tensor, torch.dtype], Tensor]
+    in_order: Callable[[Tensor], Tensor]
+    codec: str
+    kernels: tuple[str, ...]
+    dequantizing_bytes: float
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Of words alone."""
+        return self.bits / 8
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a stored row, a column."""
+        return self.row_channels * self.bits // 8
+
+    @property
+    def row_words(self) -> int:
+        """Words of 32 bits of a stored row, a column."""
+        return self.row_bytes // 4
+
+    def shape(self, words: Tensor) -> tuple[int, int]:
+        """K and N of words."""
+        return words.shape[0] * self.row_channels, words.shape[-1] // self.row_words
+
+    def dequantize(self, words: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The dense weight [K, N] in ``dtype``; codes minus zero points are exact, products round once.
+
+        Args:
+            words: int32 [K / row_channels, N * row_words], or columns of such, 64 or a multiple of them.
+            scales: [G, N], stored order.
+            zeros: None or [G, N], stored order.
+            dtype: of the arithmetic, too.
+        """
+        values = self.values(words, dtype)
+        k, n = values.shape
+        groups = values.view(scales.shape[0], k // scales.shape[0], n)
+        groups -= self.midpoint if zeros is None else self.in_order(zeros).to(dtype)[:, None]
+        groups *= self.in_order(scales).to(dtype)[:, None]
+        return values
+
+
+WEIGHT_FORMATS: dict[str, WeightFormat] = {}
+"""Every format by name."""
+
+
+def register_weight_format(weight_format: WeightFormat) -> WeightFormat:
+    """Make a format known by its name; returns it.
+
+    Raises:
+        ValueError: another format has the name.
+    """
+    if WEIGHT_FORMATS.setdefault(weight_format.name, weight_format) != weight_format:
+        raise ValueError(f"weight format {weight_format.name!r} is registered already")
+    return weight_format
