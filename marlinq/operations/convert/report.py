@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-
-@dataclass(frozen=True)
-class SkippedModule:
-    """A module that was kept unquantised, and why."""
-
-    module: str
-    reason: str
+from marlinq.core.rules import Keep
 
 
 @dataclass(frozen=True)
@@ -22,7 +17,7 @@ class ConversionReport:
         source, out: the folders.
         source_format, target_format: names in :data:`marlinq.formats.LAYOUTS`.
         converted: quantised modules in the output.
-        skipped: modules that the target can't hold and that were dequantised instead.
+        skipped: modules that the target can't hold and that were dequantised instead, with reasons.
         carried: tensors that were copied unchanged (norms, embeddings, biases).
         side_files: other files that were copied (tokenizer, templates, code).
         left_out: files of the source that are not in the output: weights in other formats.
@@ -37,7 +32,7 @@ class ConversionReport:
     source_format: str
     target_format: str
     converted: int
-    skipped: tuple[SkippedModule, ...]
+    skipped: Mapping[str, Keep]
     carried: int
     side_files: tuple[str, ...]
     left_out: tuple[str, ...]
@@ -49,7 +44,8 @@ class ConversionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return asdict(self)
+        skipped = {name: keep.reason for name, keep in self.skipped.items()}
+        return {**asdict(self), "skipped": skipped}
 
     def render(self) -> str:
         """Text for a terminal."""
@@ -64,7 +60,7 @@ class ConversionReport:
             lines.append(f"  continued an interrupted run: {self.resumed} tensors were already written")
         if self.skipped:
             lines.append(f"  {len(self.skipped)} modules kept unquantised:")
-            lines += [f"    {item.module}: {item.reason}" for item in self.skipped]
+            lines += [f"    {name}: {keep.reason}" for name, keep in self.skipped.items()]
         if self.left_out:
             lines.append(f"  not copied: {', '.join(self.left_out)}")
         lines += [f"  note: {note}" for note in self.notes]
