@@ -6,12 +6,12 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, without_quantization_config
@@ -19,7 +19,7 @@ from marlinq.core import boundaries
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError
 from marlinq.core.progress import ReportProgress, no_progress
-from marlinq.models import BlockLoader, DecoderStructure, build_structure, is_linear
+from marlinq.models import Blueprint, ModelInstance, Projection, TensorNames, build_blueprint
 from marlinq.runtime.linear import Linears, RuntimeDecision, decide, quantized_linear, summarize
 from marlinq.runtime.placement import place
 
@@ -88,7 +88,7 @@ def load(
     checkpoint = Checkpoint.open(path)
     quantized = QuantizedCheckpoint.of(checkpoint)
     placement = place(checkpoint, quantized=quantized is not None, device=device, dtype=dtype)
-    structure = build_structure(
+    blueprint = build_blueprint(
         without_quantization_config(checkpoint.config),
         source=str(checkpoint.path),
         trust_remote_code=trust_remote_code,
@@ -96,28 +96,26 @@ def load(
     )
     notes = [placement.reason] if placement.reason else []
     decisions: dict[str, RuntimeDecision] = {}
-    loader = BlockLoader(structure, checkpoint, device=placement.device, dtype=placement.dtype)
+    replaced = {} if quantized is None else _quantized_names(blueprint, quantized)
+    blueprint = blueprint.without_ties({blueprint.by_name[name].parameter for name in replaced})
+    instance = ModelInstance(blueprint, checkpoint, device=placement.device, dtype=placement.dtype)
+    _check_tensors(instance, checkpoint, quantized, replaced)
     if quantized is not None:
-        replaced = _quantized_names(structure, loader, quantized)
-        structure = _without_ties(structure, replaced)
-        loader = BlockLoader(structure, checkpoint, device=placement.device, dtype=placement.dtype)
-        _check_tensors(structure, loader, checkpoint, quantized, replaced)
         for index, (name, stored) in enumerate(replaced.items()):
             q = quantized.load(stored)
             decision = decide(q, device=placement.device, dtype=placement.dtype, linears=linears)
-            bias = _bias(loader, checkpoint, name, structure.model.get_submodule(name), q.out_features)
+            projection = blueprint.by_name[name]
+            bias = _bias(instance, checkpoint, projection)
             module = quantized_linear(
                 q, bias, decision, device=placement.device, dtype=placement.dtype, name=name
             )
-            structure.model.set_submodule(name, module)
+            instance.install(projection, module)
             decisions[name] = decision
             progress("loading", index + 1, len(replaced))
         notes += _scale_notes(quantized, placement.dtype)
-    else:
-        _check_tensors(structure, loader, checkpoint, None, {})
-    loader.whole_model()
+    instance.whole_model()
     _warn_about_dense(decisions, placement.device)
-    model = structure.model
+    model = instance.model
     _read_generation_config(checkpoint, model)
     return LoadedModel(
         path=checkpoint.path,
@@ -130,48 +128,38 @@ def load(
     )
 
 
-def _quantized_names(
-    structure: DecoderStructure, loader: BlockLoader, quantized: QuantizedCheckpoint
-) -> dict[str, str]:
-    """Module name -> the checkpoint's name for it, for every linear that is quantised there."""
-    key = quantized.layout.key
+def _quantized_names(blueprint: Blueprint, quantized: QuantizedCheckpoint) -> dict[str, str]:
+    """Projection name -> the checkpoint's name for it, for every projection that is quantised there."""
+    checkpoint, key = quantized.checkpoint, quantized.layout.key
+    names = TensorNames(blueprint, checkpoint.tensors.keys(), source=str(checkpoint.path))
     found: dict[str, str] = {}
-    for name, module in structure.model.named_modules():
-        stored = loader.names.own(f"{name}.{key}") if is_linear(module) else None
+    for name, projection in blueprint.by_name.items():
+        stored = names.own(f"{name}.{key}")
         if stored is None:
             continue
         stem = stored.removesuffix(f".{key}")
-        shape = tuple(module.get_parameter("weight").shape)
-        expected = shape if not isinstance(module, nn.Linear) else (shape[1], shape[0])
         spec = quantized.modules[stem]
+        expected = (projection.in_features, projection.out_features)
         if (spec.in_features, spec.out_features) != expected:
             raise CheckpointError(
-                f"{quantized.checkpoint.path}: {stem}: expected K, N = {expected[0]}, {expected[1]} from "
+                f"{checkpoint.path}: {stem}: expected K, N = {expected[0]}, {expected[1]} from "
                 f"config.json, found {spec.in_features}, {spec.out_features}"
             )
         found[name] = stem
     homeless = sorted(set(quantized.modules) - set(found.values()))
     if homeless:
         raise CheckpointError(
-            f"{quantized.checkpoint.path}: quantised module {homeless[0]} ({len(homeless)} such) is no "
-            f"linear of {type(structure.model).__name__}; config.json describes another model"
+            f"{checkpoint.path}: quantised module {homeless[0]} ({len(homeless)} such) is no "
+            f"linear of {blueprint.architecture}; config.json describes another model"
         )
     return found
 
 
-def _without_ties(structure: DecoderStructure, replaced: Mapping[str, str]) -> DecoderStructure:
-    """A quantised head is tied to nothing, whatever the config says."""
-    weights = {f"{name}.weight" for name in replaced}
-    tied = {name: owner for name, owner in structure.tied.items() if not {name, owner} & weights}
-    return replace(structure, tied=tied)
-
-
-def _bias(
-    loader: BlockLoader, checkpoint: Checkpoint, name: str, linear: nn.Module, out_features: int
-) -> Tensor | None:
-    if getattr(linear, "bias", None) is not None:
-        return loader.read(f"{name}.bias", (out_features,))
-    stored = loader.names.own(f"{name}.bias")
+def _bias(instance: ModelInstance, checkpoint: Checkpoint, projection: Projection) -> Tensor | None:
+    name, out_features = f"{projection.module}.bias", projection.out_features
+    if projection.bias:
+        return instance.read(name, (out_features,))
+    stored = instance.names.own(name)
     if stored is None:
         return None
     # Some writers give every quantised linear a bias, zeros where the model has none.
@@ -184,8 +172,7 @@ def _bias(
 
 
 def _check_tensors(
-    structure: DecoderStructure,
-    loader: BlockLoader,
+    instance: ModelInstance,
     checkpoint: Checkpoint,
     quantized: QuantizedCheckpoint | None,
     replaced: Mapping[str, str],
@@ -195,33 +182,28 @@ def _check_tensors(
     Raises:
         CheckpointError: one is missing or unexpected.
     """
-    model = structure.model
+    blueprint, names = instance.blueprint, instance.names
+    packed = {blueprint.by_name[name].parameter for name in replaced}
     used: set[str] = set()
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        module, _, key = name.rpartition(".")
-        if module not in replaced:
-            used |= {loader.names.require(name), loader.names.own(name) or name}
-        elif key != "weight":
-            used.add(loader.names.require(name))
-    for name, _ in model.named_buffers():
-        used.add(loader.names.own(name) or name)
+    for name in (*blueprint.parameters, *blueprint.tied):
+        if name not in packed:
+            used |= {names.require(name), names.own(name) or name}
+    for name in blueprint.buffers:
+        used.add(names.own(name) or name)
     if quantized is not None:
         for name, stored in replaced.items():
-            used |= {*quantized.tensor_names(stored).values(), loader.names.own(f"{name}.bias") or name}
-    ignored = _ignored_pattern(model)
-    unexpected = [name for name in checkpoint.tensors if name not in used and not ignored.search(name)]
+            used |= {*quantized.tensor_names(stored).values(), names.own(f"{name}.bias") or name}
+    ignored = [re.compile(pattern) for pattern in blueprint.ignored]
+    unexpected = [
+        name
+        for name in checkpoint.tensors
+        if name not in used and not any(pattern.search(name) for pattern in ignored)
+    ]
     if unexpected:
         raise CheckpointError(
             f"{checkpoint.path}: tensor {unexpected[0]!r} ({len(unexpected)} such) has no place in "
-            f"{type(model).__name__}; config.json describes another model"
+            f"{blueprint.architecture}; config.json describes another model"
         )
-
-
-def _ignored_pattern(model: PreTrainedModel) -> re.Pattern[str]:
-    """Tensors that old checkpoints hold and today's models compute: what the model class names, and rotary
-    frequencies."""
-    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
-    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
 
 
 def _scale_notes(quantized: QuantizedCheckpoint, dtype: torch.dtype) -> list[str]:

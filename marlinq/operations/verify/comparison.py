@@ -25,7 +25,7 @@ from marlinq.core.errors import CheckpointError, MarlinqError
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import ModuleSpec
 from marlinq.methods.rtn import round_to_nearest
-from marlinq.models import DecoderStructure, TensorNames
+from marlinq.models import Blueprint, Projection, TensorNames
 from marlinq.operations.verify.evidence import Evidence, Finding, RunSize, find_faults
 from marlinq.operations.verify.report import Check, Findings
 
@@ -41,7 +41,7 @@ class Comparison:
     Args:
         view: the checkpoint.
         original: what it is compared with.
-        structure: the model that both hold, or why it can't be built.
+        blueprint: of the model that both hold, or why it can't be built.
         device: where the weights are compared.
     """
 
@@ -49,7 +49,7 @@ class Comparison:
         self,
         view: QuantizedCheckpoint,
         original: Checkpoint,
-        structure: DecoderStructure | str,
+        blueprint: Blueprint | str,
         device: torch.device,
     ) -> None:
         self._view = view
@@ -57,10 +57,10 @@ class Comparison:
         self._other = QuantizedCheckpoint.of(original)
         self._device = device
         self._names: TensorNames | None = None
-        self._transposed: set[str] = set()
-        if not isinstance(structure, str):
-            self._names = TensorNames(structure, original.tensors.keys(), source=str(original.path))
-            self._transposed = {linear.name for linear in structure.linears() if linear.transposed}
+        self._projections: dict[str, Projection] = {}
+        if not isinstance(blueprint, str):
+            self._names = TensorNames(blueprint, original.tensors.keys(), source=str(original.path))
+            self._projections = _by_stored_name(blueprint, view)
         self._run = RunSize.of(view.modules.values())
         self._unquantized = Findings("unquantised tensors")
         self._weights = Findings("weights")
@@ -161,21 +161,22 @@ class Comparison:
 
     def _weight(self, name: str, spec: ModuleSpec) -> Tensor:
         """The original weight, float32 [N, K]."""
-        source = self._find(f"{name}.weight")
+        projection = self._projections.get(name)
+        parameter = f"{name}.weight" if projection is None else projection.parameter
+        source = self._find(parameter)
         where = f"{self._original.path}: {name}.weight"
         if source is None:
             raise CheckpointError(f"{where}: missing, so {name} can't be compared")
         weight = self._original.tensor(source).to(torch.float32)
         expected = (spec.out_features, spec.in_features)
-        if self._is_transposed(name) or (tuple(weight.shape) != expected and self._names is None):
+        if projection is not None:
+            weight = projection.view(weight)
+        elif tuple(weight.shape) != expected and self._names is None:
+            # Nothing tells how the model lays its weights out.
             weight = weight.t()
         if tuple(weight.shape) != expected:
             raise CheckpointError(f"{where}: expected shape {list(expected)}, found {list(weight.shape)}")
         return weight.contiguous()
-
-    def _is_transposed(self, name: str) -> bool:
-        # Checkpoints exist with and without the prefix of the base model.
-        return any(linear == name or linear.endswith(f".{name}") for linear in self._transposed)
 
     @staticmethod
     def _rtn_error(weight: Tensor, q: QuantizedWeight, norm: float) -> float | None:
@@ -183,13 +184,7 @@ class Comparison:
             return None
         if not q.has_trivial_g_idx:
             weight = weight[:, torch.argsort(q.g_idx, stable=True)]
-        rounded = round_to_nearest(
-            weight,
-            group_size=q.group_size,
-            symmetric=not q.scheme.stores_zeros,
-            bits=q.element.bits,
-            scale_dtype=q.scales.dtype,
-        )
+        rounded = round_to_nearest(weight, q.scheme)
         return float((weight - rounded.dequantize()).norm()) / norm
 
     def results(self) -> list[Check]:
@@ -211,7 +206,9 @@ class Comparison:
         rows.append(self._weights.result(text))
         words = sum(evidence.words for evidence in self._judged)
         groups = sum(evidence.groups for evidence in self._judged)
-        rows.append(self._places.result(f"{words} words and {groups} groups, none odder than chance makes them"))
+        rows.append(
+            self._places.result(f"{words} words and {groups} groups, none odder than chance makes them")
+        )
         return rows
 
 
@@ -219,6 +216,14 @@ def _by_chance(finding: Finding) -> str:
     """How often an undamaged checkpoint of this size would be told the same."""
     runs = 1 / max(finding.expected, 1e-99)
     return f"by chance in 1 of {runs:.0e} runs" if runs < 1e12 else "by chance practically never"
+
+
+def _by_stored_name(blueprint: Blueprint, view: QuantizedCheckpoint) -> dict[str, Projection]:
+    """The projections that are quantised in ``view``, by their names there."""
+    tensors, key = view.checkpoint.tensors, view.layout.key
+    names = TensorNames(blueprint, tensors.keys(), source=str(view.checkpoint.path))
+    stored = {names.own(f"{name}.{key}"): projection for name, projection in blueprint.by_name.items()}
+    return {name.removesuffix(f".{key}"): projection for name, projection in stored.items() if name}
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

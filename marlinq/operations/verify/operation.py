@@ -19,7 +19,7 @@ from marlinq.operations.verify.logits import check_logits
 from marlinq.operations.verify.manifest import check_manifest
 from marlinq.operations.verify.report import Check, ModuleResult, VerificationReport
 from marlinq.operations.verify.round_trip import RoundTrip
-from marlinq.operations.verify.structure import check_config, check_coverage, check_tensors, model_structure
+from marlinq.operations.verify.structure import check_config, check_coverage, check_tensors, model_blueprint
 from marlinq.operations.verify.values import Values
 
 
@@ -118,12 +118,12 @@ class _Run:
             yield Check("config", "failed", reason)
             yield Check("all other checks", "skipped", "config and tensors don't say what is quantised")
             return
-        structure = model_structure(checkpoint, self._trust_remote_code)
+        blueprint = model_blueprint(checkpoint, self._trust_remote_code)
         yield check_config(self.view)
-        yield check_tensors(self.view, structure)
-        yield check_coverage(self.view, structure)
+        yield check_tensors(self.view, blueprint)
+        yield check_coverage(self.view, blueprint)
         if self._original is not None:
-            self._comparison = Comparison(self.view, self._original, structure, self._device)
+            self._comparison = Comparison(self.view, self._original, blueprint, self._device)
         yield from self._module_checks(self.view)
         yield self._kernels(self.view)
 
