@@ -87,7 +87,7 @@ def _sweep(kernel: str, batches: str, most: int) -> Piece:
 
 def _bench(model: str) -> Piece:
     demands = ("--model", model, "--against", "cublas,humming", "--explain", "--json")
-    command = ("-m", "marlinq.cli", "bench", "kernels", *demands)
+    command = ("-m", "marlinq", "bench", "kernels", *demands)
     return Piece(f"bench-{model}", command, 500, timed=True, prints_json=True)
 
 

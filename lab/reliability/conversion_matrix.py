@@ -118,7 +118,7 @@ def main() -> int:
             if before not in reached:
                 continue
             out = work / f"{before}-to-{after}"
-            command = [sys.executable, "-m", "marlinq.cli", "convert", f"{before}-to-{after}"]
+            command = [sys.executable, "-m", "marlinq", "convert", f"{before}-to-{after}"]
             result = fastest([*command, str(reached[before]), str(out), "--json"], out, arguments.repeat)
             if result.code:
                 numbers, verdict = "| | | |", refusal(result, reached[before], out)

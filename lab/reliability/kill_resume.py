@@ -79,7 +79,7 @@ def _command(arguments: argparse.Namespace, out: Path, *, resume: bool) -> list[
         "--device": arguments.device,
     }
     flat = [str(part) for pair in options.items() for part in pair]
-    command = [sys.executable, "-m", "marlinq.cli", "quantize", arguments.model, str(out), *flat]
+    command = [sys.executable, "-m", "marlinq", "quantize", arguments.model, str(out), *flat]
     return [*command, "--resume"] if resume else command
 
 

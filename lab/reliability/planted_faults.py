@@ -74,7 +74,7 @@ FAULTS: dict[str, tuple[dict[str, str], Plant]] = {
 
 def verify(folder: Path, against: Path | None) -> tuple[int, dict[str, Any]]:
     """Exit code and JSON report of ``marlinq verify``."""
-    command = [sys.executable, "-m", "marlinq.cli", "verify", str(folder), "--json"]
+    command = [sys.executable, "-m", "marlinq", "verify", str(folder), "--json"]
     command += ["--against", str(against)] if against else []
     result = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     return result.returncode, json.loads(result.stdout)
@@ -120,7 +120,7 @@ def sharded(checkpoint: Path, layout: str, out: Path) -> Path:
     source = checkpoint
     for number, target in enumerate(steps):
         step = out if number == len(steps) - 1 else out.with_name("between")
-        command = [sys.executable, "-m", "marlinq.cli", "convert", "auto", "--to", target]
+        command = [sys.executable, "-m", "marlinq", "convert", "auto", "--to", target]
         command += [str(source), str(step), "--max-shard-size", SHARD_SIZE]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
         if source != checkpoint:

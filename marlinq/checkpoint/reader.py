@@ -21,7 +21,8 @@ from marlinq.checkpoint.source import SourceFile, reading
 from marlinq.core.boundaries import reason
 from marlinq.core.errors import CheckpointError, EnvironmentProblem
 from marlinq.core.files import kind_of, read_regular
-from marlinq.core.hub import HUB_NAME, cached_models, listed, why_unreachable
+from marlinq.core.hub import cached_models, listed, why_unreachable
+from marlinq.core.sources import local_folder
 
 if TYPE_CHECKING:
     import torch
@@ -141,12 +142,9 @@ class Checkpoint:
 
 def locate(source: str | os.PathLike[str], *, revision: str | None = None) -> Path:
     """The local folder of ``source``; a Hub id is downloaded (safetensors, configs and text files only)."""
-    folder, text = Path(source), os.fspath(source)
-    with reading(folder):
-        if folder.is_dir():
-            return folder
-        if folder.exists() or "/" not in text or not HUB_NAME.fullmatch(text):
-            raise CheckpointError(f"{text}: not a folder, and not a Hub id of the form organisation/name")
+    folder, text = local_folder(source), os.fspath(source)
+    if folder is not None:
+        return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 

@@ -15,6 +15,7 @@ import click
 
 from marlinq import __version__
 from marlinq.cli.output import print_error, print_json, print_line, show_warnings_briefly
+from marlinq.cli.types import suggestion
 from marlinq.core.errors import MarlinqError, UsageError
 
 COMMANDS = {
@@ -44,6 +45,15 @@ class _LazyGroup(click.Group):
             return None
         command: click.Command = import_module(COMMANDS[cmd_name]).command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            names = ", ".join(COMMANDS)
+            near = suggestion(args[0].lower(), COMMANDS)
+            ctx.fail(f"No such command {args[0]!r}{near}; the commands are {names}")
+        return super().resolve_command(ctx, args)
 
 
 @click.group(

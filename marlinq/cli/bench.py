@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
-from marlinq.cli.options import FOLDER, device_option, dtype_option, json_option
+from marlinq.cli.options import device_option, dtype_option, json_option
 from marlinq.cli.output import print_report, progress_bar
+from marlinq.cli.types import SOURCE, OneOf
 
 
 def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
@@ -46,7 +45,7 @@ def command() -> None:
 )
 @click.option(
     "--dtype",
-    type=click.Choice(("float16", "bfloat16")),
+    type=OneOf(("float16", "bfloat16"), {"fp16": "float16", "bf16": "bfloat16"}),
     default="float16",
     help="Type of activations and scales.",
 )
@@ -105,7 +104,7 @@ def kernels(
 @command.command(
     "decode", short_help="Time decoding with a checkpoint.", context_settings={"show_default": True}
 )
-@click.argument("checkpoint", type=FOLDER, metavar="CKPT")
+@click.argument("checkpoint", type=SOURCE, metavar="CKPT")
 @click.option("--batch", type=click.IntRange(min=1), default=1, help="Sequences decoded together.")
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=512, help="Length of each prompt.")
 @click.option("--new-tokens", type=click.IntRange(min=1), default=128, help="Tokens to decode.")
@@ -113,7 +112,7 @@ def kernels(
 @dtype_option
 @json_option
 def decode(
-    checkpoint: Path,
+    checkpoint: str,
     batch: int,
     prompt_tokens: int,
     new_tokens: int,

@@ -6,30 +6,20 @@ from pathlib import Path
 
 import click
 
-from marlinq.cli.options import FOLDER, json_option, shard_size_option
+from marlinq.checkpoint import check_place
+from marlinq.cli.options import json_option, shard_size_option
 from marlinq.cli.output import print_report, progress_bar
+from marlinq.cli.types import FORMAT, PAIR, SOURCE
 from marlinq.core.errors import UsageError
-from marlinq.formats import LAYOUTS
+from marlinq.core.sources import local_folder
 
-
-def _pair(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str | None, str | None]:
-    """``SOURCE-to-TARGET`` as two layout names; ``auto`` as two Nones."""
-    if value == "auto":
-        return None, None
-    source, found, target = value.partition("-to-")
-    if not found or source not in LAYOUTS or target not in LAYOUTS:
-        names = ", ".join(LAYOUTS)
-        raise click.BadParameter(f"expected auto, or SOURCE-to-TARGET with two of {names}; found {value!r}")
-    return source, target
+_USAGE = "marlinq convert SRC DST --to FORMAT, or marlinq convert SOURCE-to-TARGET SRC DST"
 
 
 @click.command("convert", short_help="Convert a checkpoint to another layout, without loss.")
-@click.argument("pair", callback=_pair, metavar="SOURCE-to-TARGET|auto")
-@click.argument("source", type=FOLDER, metavar="SRC")
-@click.argument("target_dir", type=FOLDER, metavar="DST")
-@click.option(
-    "--to", "to", type=click.Choice(list(LAYOUTS)), help="The target layout when the source is auto."
-)
+@click.argument("places", nargs=-1, metavar="[SOURCE-to-TARGET] SRC DST")
+@click.option("--to", "to", type=FORMAT, help="The layout to make.")
+@click.option("--from", "from_", type=FORMAT, help="The layout of SRC; without it, what SRC says of itself.")
 @click.option(
     "--strict-marlin",
     is_flag=True,
@@ -42,11 +32,13 @@ def _pair(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str |
 )
 @shard_size_option
 @json_option
+@click.pass_context
 def command(
-    pair: tuple[str | None, str | None],
-    source: Path,
-    target_dir: Path,
+    context: click.Context,
+    /,
+    places: tuple[str, ...],
     to: str | None,
+    from_: str | None,
     strict_marlin: bool,
     skip_unsupported: bool,
     max_shard_size: int,
@@ -54,23 +46,24 @@ def command(
 ) -> None:
     """Convert the quantised checkpoint SRC to another layout in the new folder DST, without loss.
 
-    SOURCE and TARGET are gptq, gptq-v2, awq, marlin or compressed-tensors, as in gptq-to-marlin. With auto
-    the source is detected and --to names the target. A conversion that would lose a bit is refused, with the
-    module and the reason.
+    The target is named by --to, as in: marlinq convert SRC DST --to awq. The two layouts may also come first,
+    as in: marlinq convert gptq-to-awq SRC DST; then SRC must be of the first. A conversion that would lose a
+    bit is refused, with the module and the reason.
     """
-    source_format, target_format = pair
-    if target_format is None:
-        target_format = to
-        if target_format is None:
-            raise UsageError("convert auto: the target layout is missing; add --to, such as --to marlin")
-    elif to is not None:
-        raise UsageError(f"--to {to}: only goes with auto; the pair already names {target_format}")
+    source_format, target_format, source, target = _request(context, places, from_, to)
+    if source_format == target_format:
+        raise UsageError(f"{source_format} to {target_format}: nothing to convert; name another target")
+    if strict_marlin and target_format != "marlin":
+        raise UsageError(f"--strict-marlin: only goes with the target marlin, not {target_format}")
+    SOURCE.convert(source, None, context)
+    out = Path(target)
+    check_place(out, resume=True, source=local_folder(source))
     from marlinq.operations.convert import convert
 
     with progress_bar() as progress:
         report = convert(
-            source,
-            target_dir,
+            Path(source),
+            out,
             source_format=source_format,
             target_format=target_format,
             strict_marlin=strict_marlin,
@@ -79,3 +72,33 @@ def command(
             progress=progress,
         )
     print_report(report, as_json=as_json)
+
+
+def _request(
+    context: click.Context, places: tuple[str, ...], from_: str | None, to: str | None
+) -> tuple[str | None, str, str, str]:
+    """The two layouts, the source's None where it is to be detected, and the two folders.
+
+    Raises:
+        UsageError: something is missing, or given twice.
+    """
+    if len(places) == 3:
+        pair, source, target = places
+        if pair == "auto":
+            return from_, _wanted(to), source, target
+        given = [option for option, value in (("--from", from_), ("--to", to)) if value is not None]
+        if given:
+            raise UsageError(f"{given[0]}: {pair} already names both layouts; leave out one of the two")
+        source_format, target_format = PAIR.convert(pair, None, context)
+        return source_format, target_format, source, target
+    if len(places) == 2:
+        if "-to-" in places[0].replace("_", "-") and not Path(places[0]).exists():
+            raise UsageError(f"convert {places[0]}: expected SRC and DST after it, found {places[1]!r} alone")
+        return from_, _wanted(to), places[0], places[1]
+    raise UsageError(f"convert: expected a source and a target folder, found {len(places)} paths; {_USAGE}")
+
+
+def _wanted(to: str | None) -> str:
+    if to is None:
+        raise UsageError("convert: the target layout is missing; add --to, such as --to marlin")
+    return to

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import click
 
-from marlinq.cli.options import check_text, device_option, dtype_option, json_option, trust_remote_code_option
+from marlinq.cli.options import device_option, dtype_option, json_option, trust_remote_code_option
 from marlinq.cli.output import print_report, progress_bar
+from marlinq.cli.types import SOURCE, TEXT
 
 
 @click.command(
@@ -13,14 +14,17 @@ from marlinq.cli.output import print_report, progress_bar
     short_help="Measure perplexity and the distance to an original.",
     context_settings={"show_default": True},
 )
-@click.argument("model")
+@click.argument("model", type=SOURCE)
 @click.option(
-    "--against", metavar="ORIGINAL", help="Also measure KL divergence and top-1 agreement with this model."
+    "--against",
+    type=SOURCE,
+    metavar="ORIGINAL",
+    help="Also measure KL divergence and top-1 agreement with this model.",
 )
 @click.option(
     "--text",
+    type=TEXT,
     metavar="FILE|DATASET",
-    callback=check_text,
     help="Text to evaluate on; without it, text that the original generates from a fixed seed.",
 )
 @click.option(

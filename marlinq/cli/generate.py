@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from marlinq.cli.options import (
-    FOLDER,
     device_option,
     dtype_option,
     json_option,
     trust_remote_code_option,
 )
 from marlinq.cli.output import print_piece, print_report, progress_bar
+from marlinq.cli.types import SOURCE
 from marlinq.core.errors import UsageError
 
 
 @click.command("generate", short_help="Continue a prompt.", context_settings={"show_default": True})
-@click.argument("checkpoint", type=FOLDER, metavar="CKPT")
+@click.argument("checkpoint", type=SOURCE, metavar="CKPT")
 @click.option("--prompt", required=True, help="Text to continue.")
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=1), default=128, help="Tokens to generate, at most."
@@ -36,7 +34,7 @@ from marlinq.core.errors import UsageError
 @trust_remote_code_option
 @json_option
 def command(
-    checkpoint: Path,
+    checkpoint: str,
     prompt: str,
     max_new_tokens: int,
     greedy: bool,
@@ -70,4 +68,6 @@ def command(
         chat=chat,
         on_text=None if as_json else print_piece,
     )
+    if not as_json:
+        print_piece("\n\n")
     print_report(report, as_json=as_json)

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
-from marlinq.cli.options import FOLDER, json_option
+from marlinq.cli.options import json_option
 from marlinq.cli.output import print_report
+from marlinq.cli.types import SOURCE
 
 
-@click.command("inspect", short_help="Say what a checkpoint holds and what can run it.")
-@click.argument("checkpoint", type=FOLDER, metavar="CKPT")
+@click.command("inspect", short_help="Say what a checkpoint holds and which servers load it.")
+@click.argument("checkpoint", type=SOURCE, metavar="CKPT")
 @click.option("--modules", is_flag=True, help="List every module.")
+@click.option(
+    "--tp",
+    "tensor_parallel",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    help="Judge the servers with every layer split over N GPUs (tensor parallelism).",
+)
 @json_option
-def command(checkpoint: Path, modules: bool, as_json: bool) -> None:
-    """Say what the quantised checkpoint CKPT holds, its size, and which kernels can run it and why.
+def command(checkpoint: str, modules: bool, tensor_parallel: int, as_json: bool) -> None:
+    """Say what the quantised checkpoint CKPT holds, its size, which servers load it and with which kernel.
 
     Reads headers, configuration and the small tensors, not the weights.
     """
     from marlinq.operations.inspect import inspect
 
-    print_report(inspect(checkpoint, modules=modules), as_json=as_json)
+    print_report(inspect(checkpoint, modules=modules, tensor_parallel=tensor_parallel), as_json=as_json)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from typing import Any, Protocol, TextIO
 
 import click
 from tqdm import tqdm
 
-from marlinq.cli.safe_text import cleaned, encodable, json_text, one_line, prose
+from marlinq.core.display import Block, plain
 from marlinq.core.errors import MarlinqError
+from marlinq.core.safe_text import encodable, json_text, one_line, prose
 
 
 class Report(Protocol):
@@ -23,17 +25,25 @@ class Report(Protocol):
         """Plain values for JSON."""
         ...
 
-    def render(self) -> str:
-        """Text for a terminal, without a final newline."""
+    def display(self) -> Sequence[Block]:
+        """What people are shown."""
         ...
 
 
 def print_report(report: Report, *, as_json: bool) -> None:
-    """Print a report on stdout: one JSON object, or text."""
+    """Print a report on stdout: one JSON object, tables on a terminal, plain text elsewhere."""
     if as_json:
         print_json(_plain(report.to_dict()), indent=2)
+    elif sys.stdout.isatty():
+        from rich.console import Console
+
+        from marlinq.cli.terminal import draw
+
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
+        draw(report.display(), Console(markup=False, highlight=False, emoji=False))
     else:
-        click.echo(encodable(cleaned(report).render(), sys.stdout))
+        click.echo(encodable(plain(report.display()), sys.stdout))
 
 
 def print_json(value: dict[str, Any], *, indent: int | None = None) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
-from marlinq.cli.options import FOLDER, device_option, json_option, trust_remote_code_option
+from marlinq.cli.options import device_option, json_option, trust_remote_code_option
 from marlinq.cli.output import print_report, progress_bar
+from marlinq.cli.types import SOURCE
 from marlinq.core.errors import VerificationFailed
 
 
 @click.command("verify", short_help="Check a quantised checkpoint.")
-@click.argument("checkpoint", type=FOLDER, metavar="CKPT")
+@click.argument("checkpoint", type=SOURCE, metavar="CKPT")
 @click.option(
     "--against",
+    type=SOURCE,
     metavar="ORIGINAL",
     help="The model that was quantised, or another conversion of it: compares every weight.",
 )
@@ -25,7 +25,7 @@ from marlinq.core.errors import VerificationFailed
 @trust_remote_code_option
 @json_option
 def command(
-    checkpoint: Path, against: str | None, logits: bool, device: str, trust_remote_code: bool, as_json: bool
+    checkpoint: str, against: str | None, logits: bool, device: str, trust_remote_code: bool, as_json: bool
 ) -> int:
     """Check the quantised checkpoint CKPT: structure, round trips, numbers, and kernels where there is a GPU.
 

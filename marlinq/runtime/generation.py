@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from marlinq.core import boundaries
 from marlinq.core.devices import read_clock
+from marlinq.core.display import Block, Facts, Shown, lines
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError, NumericsError, UnsupportedError, UsageError
 from marlinq.runtime.decoding import Decoder, StepDecision
@@ -23,7 +24,7 @@ _REPLACEMENT = "\ufffd"
 
 
 @dataclass(frozen=True)
-class Generation:
+class Generation(Shown):
     """A continuation and what it took.
 
     Attributes:
@@ -60,17 +61,21 @@ class Generation:
         """Plain values for JSON."""
         return {**asdict(self), "tokens_per_second": self.tokens_per_second}
 
-    def render(self) -> str:
-        """The figures, for a terminal; the text itself is streamed, and not repeated."""
+    def display(self) -> list[Block]:
+        """The figures; the text itself is streamed, and not repeated."""
         prefill = self.prompt_tokens / self.prefill_seconds if self.prefill_seconds > 0 else 0.0
-        lines = [
-            "",
-            f"{len(self.tokens)} tokens (stopped: {self.stopped}), {self.tokens_per_second:.1f} tokens/s",
-            f"prompt of {self.prompt_tokens} tokens in {self.prefill_seconds:.3f} s, {prefill:.1f} tokens/s",
-            f"{self.device}, {self.dtype}; {self.step.mode}: {self.step.reason}",
-            *self.notes,
-        ]
-        return "\n".join(lines)
+        ended = {"eos": "the end token", "length": "the length asked for", "context": "no positions left"}
+        rows = (
+            ("generated", f"{len(self.tokens)} tokens, stopped by {ended[self.stopped]}"),
+            ("decode", f"{self.tokens_per_second:.1f} tokens/s"),
+            (
+                "prompt",
+                f"{self.prompt_tokens} tokens in {self.prefill_seconds:.3f} s, {prefill:.1f} tokens/s",
+            ),
+            ("steps", f"{self.step.mode}: {self.step.reason}"),
+            ("device", f"{self.device}, {self.dtype}"),
+        )
+        return [Facts(rows), lines(*self.notes)]
 
 
 class TextStream:

@@ -6,12 +6,14 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 from marlinq.cli import main
+from marlinq.core.display import Block, lines
 
 
 @dataclass
@@ -23,10 +25,20 @@ class Outcome:
     err: str
 
 
+CHECKPOINTS = ("a", "folder", "model", "original")
+"""Folders that commands find in the current one; only their config.json is ever looked at."""
+
+
 @pytest.fixture
-def marlinq(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Outcome]]:
-    """A function that runs ``marlinq`` with the given arguments."""
+def marlinq(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Outcome]]:
+    """A function that runs ``marlinq`` with the given arguments, where CHECKPOINTS are."""
     shown_by = warnings.showwarning
+    for name in CHECKPOINTS:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> Outcome:
         with pytest.raises(SystemExit) as exit_info:
@@ -58,8 +70,8 @@ class Recorder:
     def to_dict(self) -> dict[str, Any]:
         return {"value": 1, "unbounded": float("inf")}
 
-    def render(self) -> str:
-        return "one line of report"
+    def display(self) -> list[Block]:
+        return [lines("one line of report")]
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from marlinq.core.settings import kinds
 from marlinq.formats import LAYOUTS
-from marlinq.methods import GPTQOptions
+from marlinq.methods import GPTQOptions, RTNOptions
 from marlinq.operations.quantize.recipe import Override, Recipe, write_recipe
 
 
@@ -36,6 +37,49 @@ def test_quantize_options_become_the_recipe(marlinq: Callable, operation: Callab
         seed=5,
         overrides=(Override("q_proj", skip=True),),
     )
+
+
+def test_methods_bits_and_automatic_groups(marlinq: Callable, operation: Callable) -> None:
+    quantize = operation("marlinq.operations.quantize", "quantize")
+    options = "--method RTN --bits 8 --group-size auto --format GPTQ_V2 --override o_proj=bits=4"
+    outcome = marlinq("quantize", "model", "out", *options.split())
+    assert (outcome.code, outcome.err) == (0, "")
+    assert quantize.options["recipe"] == Recipe(
+        format="gptq-v2",
+        method="rtn",
+        bits=8,
+        group_size="auto",
+        options=RTNOptions(),
+        overrides=(Override("o_proj", settings={"bits": 4}),),
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--bits 5", "'--bits': expected one of 4, 8, found '5'"),
+        ("--group-size 48", "'--group-size': expected one of 32, 64, 128, -1, auto, found '48'"),
+        ("--method gtpq", "did you mean gptq?"),
+        ("--damp 2", "--damp: expected a number above 0 and below 1"),
+        ("--samples 0", "--samples: expected a whole number of at least 1"),
+        ("--samples many", "--samples: expected a whole number"),
+        ("--method rtn --damp 0.5", "damp"),
+        ("--bits 8 --format awq", "awq"),
+        ("--format marlin --asym", "marlin"),
+    ],
+)
+def test_settings_that_do_not_fit(marlinq: Callable, options: str, expected: str) -> None:
+    outcome = marlinq("quantize", "model", "out", *options.split())
+    assert outcome.code == 2
+    assert expected in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_every_setting_of_a_recipe_is_an_option() -> None:
+    from marlinq.cli.quantize import command
+
+    names = {parameter.name for parameter in command.params}
+    assert {*kinds(Recipe), *kinds(GPTQOptions), *kinds(RTNOptions)} <= names
 
 
 def test_given_options_win_over_the_recipe_file(
@@ -66,16 +110,41 @@ def test_shard_sizes(marlinq: Callable, operation: Callable, text: str, size: in
 @pytest.mark.parametrize("target", LAYOUTS)
 def test_convert_pairs(marlinq: Callable, operation: Callable, source: str, target: str) -> None:
     convert = operation("marlinq.operations.convert", "convert")
-    assert marlinq("convert", f"{source}-to-{target}", "a", "b").code == 0
+    outcome = marlinq("convert", f"{source}-to-{target}", "a", "b")
+    if source == target:
+        assert outcome.code == 2
+        assert "nothing to convert" in outcome.err
+        return
+    assert outcome.code == 0
     assert convert.arguments == (Path("a"), Path("b"))
     assert (convert.options["source_format"], convert.options["target_format"]) == (source, target)
 
 
-def test_convert_auto(marlinq: Callable, operation: Callable) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "source", "target"),
+    [
+        ("a b --to awq", None, "awq"),
+        ("--to AWQ a b", None, "awq"),
+        ("auto a b --to awq", None, "awq"),
+        ("a b --from GPTQ --to gptq_v2", "gptq", "gptq-v2"),
+        ("a b --to CT", None, "compressed-tensors"),
+        ("gptq_to_awq a b", "gptq", "awq"),
+        ("GPTQ-to-Marlin a b", "gptq", "marlin"),
+        ("gptq_v2_to_compressed_tensors a b", "gptq-v2", "compressed-tensors"),
+    ],
+)
+def test_convert_spellings(
+    marlinq: Callable, operation: Callable, arguments: str, source: str | None, target: str
+) -> None:
     convert = operation("marlinq.operations.convert", "convert")
-    assert (
-        marlinq("convert", "auto", "a", "b", "--to", "awq", "--strict-marlin", "--skip-unsupported").code == 0
-    )
-    assert (convert.options["source_format"], convert.options["target_format"]) == (None, "awq")
+    outcome = marlinq("convert", *arguments.split(), "--skip-unsupported")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert convert.arguments == (Path("a"), Path("b"))
+    assert (convert.options["source_format"], convert.options["target_format"]) == (source, target)
+    assert (convert.options["skip_unsupported"], convert.options["strict_marlin"]) == (True, False)
+
+
+def test_strict_marlin_reaches_the_operation(marlinq: Callable, operation: Callable) -> None:
+    convert = operation("marlinq.operations.convert", "convert")
+    assert marlinq("convert", "a", "b", "--to", "marlin", "--strict-marlin").code == 0
     assert convert.options["strict_marlin"]
-    assert convert.options["skip_unsupported"]

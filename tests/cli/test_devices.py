@@ -60,4 +60,4 @@ def test_one_answer_for_all_commands(
     for arguments in command_lines(folders, tmp_path / "out"):
         outcome = marlinq(*arguments, "--device", device)
         assert (outcome.code, outcome.err) == (code, message), arguments
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("out*"))

@@ -65,9 +65,18 @@ def test_error_as_json(marlinq: Callable, operation: Callable) -> None:
         (["inspect"], "Missing argument 'CKPT'"),
         (["inspect", "a", "--jsonn"], "No such option '--jsonn'"),
         (["frobnicate"], "No such command 'frobnicate'"),
-        (["convert", "gptq-to-gguf", "a", "b"], "expected auto, or SOURCE-to-TARGET"),
+        (["quantise", "a", "b"], "did you mean quantize?"),
+        (["convert", "gptq-to-gguf", "a", "b"], "found 'gguf'"),
+        (["convert", "gptq-to-awk", "a", "b"], "did you mean awq?"),
+        (["convert", "somewhere", "a", "b"], "expected SOURCE-to-TARGET"),
         (["convert", "auto", "a", "b"], "add --to"),
-        (["convert", "gptq-to-awq", "a", "b", "--to", "marlin"], "only goes with auto"),
+        (["convert", "a", "b"], "add --to"),
+        (["convert", "a"], "expected a source and a target folder, found 1 paths"),
+        (["convert", "gptq-to-awq", "a"], "expected SRC and DST after it"),
+        (["convert", "gptq-to-awq", "a", "b", "--to", "marlin"], "--to: gptq-to-awq already names both"),
+        (["convert", "a", "b", "--to", "awq", "--strict-marlin"], "only goes with the target marlin"),
+        (["convert", "a", "b", "--to", "marlinn"], "did you mean marlin?"),
+        (["quantize", "a", "b", "--format", "compresed-tensors"], "did you mean compressed-tensors?"),
         (["quantize", "a", "b", "--max-shard-size", "0GB"], "expected a size such as 5GB"),
         (["quantize", "a", "b", "--device", "tpu"], "expected auto, cpu, cuda or cuda:N"),
         (["quantize", "a", "b", "--override", "x=y"], "expected REGEX=skip"),
@@ -122,6 +131,7 @@ def test_interrupted_elsewhere(marlinq: Callable, operation: Callable) -> None:
     assert (outcome.code, outcome.err.strip()) == (130, "interrupted")
 
 
+@pytest.mark.usefixtures("marlinq")
 def test_bugs_keep_their_traceback(operation: Callable) -> None:
     from marlinq.cli import main
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from marlinq.cli.output import print_error, print_line, print_piece, print_report
+from marlinq.core.display import Block, lines
 from marlinq.core.errors import CheckpointError
 
 HOSTILE = "a\nverified\r\x1b[2J\x9b31m\u202e\ud800.\udcff\x7f\u2028é日"
@@ -30,8 +31,8 @@ class Hostile:
     def to_dict(self) -> dict[str, Any]:
         return {"rows": [row.name for row in self.rows], "names": self.names}
 
-    def render(self) -> str:
-        return "\n".join(["first", *(row.name for row in self.rows), *self.names])
+    def display(self) -> list[Block]:
+        return [lines("first", *(row.name for row in self.rows), *self.names)]
 
 
 def test_a_report_keeps_its_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING
 
 from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import Grid, trivial_g_idx
-from marlinq.formats.layouts.base import Layout, ModuleSpec, TensorSpec, g_idx_refusal, zero_range_refusal
+from marlinq.formats.layouts.base import (
+    Layout,
+    ModuleSpec,
+    PlainTensors,
+    TensorSpec,
+    g_idx_refusal,
+    zero_range_refusal,
+)
 from marlinq.formats.packing import pack_last, transpose_fields, unpack_last
 
 if TYPE_CHECKING:
@@ -36,6 +43,7 @@ class AWQ(Layout):
     key = "qweight"
     scale_key = "scales"
     suffixes = ("qweight", "qzeros", "scales")
+    plain = PlainTensors(zeros="qzeros")
 
     def as_stored(self, scheme: Scheme) -> Scheme:
         return replace(scheme, zero_point="stored")

@@ -66,6 +66,23 @@ class ModuleSpec:
         return torch_dtype(self.scheme.scale_dtype)
 
 
+@dataclass(frozen=True)
+class PlainTensors:
+    """The small tensors of a layout that can be judged as they are stored, without torch.
+
+    Attributes:
+        zeros: suffix of int32 words packed with one zero point a slot, in any order.
+        less: what is stored is the zero point less this.
+        order: suffix of the int32 g_idx, where one is stored.
+        shape: suffix of int64 (N, K), where it is stored.
+    """
+
+    zeros: str | None = None
+    less: int = 0
+    order: str | None = None
+    shape: str | None = None
+
+
 class Layout(ABC):
     """One on-disk layout of a quantised linear: what it can hold, and the way there and back.
 
@@ -94,6 +111,8 @@ class Layout(ABC):
     """The dtype that loaders of this layout expect of scales; None keeps what the weight has."""
     stores_order: bool = False
     """Whether a g_idx is stored, so that a weight in activation order can be held."""
+    plain: PlainTensors | None = None
+    """What ``inspect`` may read without decoding; None lets it decode every module's grid."""
     original_kernel: str | None = None
     """The kernel that :meth:`strict_refusal` is about, where it takes fewer shapes than the layout."""
 

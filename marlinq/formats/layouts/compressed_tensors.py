@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING
 from marlinq.core.errors import CheckpointError
 from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import Grid, trivial_g_idx
-from marlinq.formats.layouts.base import Layout, ModuleSpec, TensorSpec, g_idx_refusal, zero_range_refusal
+from marlinq.formats.layouts.base import (
+    Layout,
+    ModuleSpec,
+    PlainTensors,
+    TensorSpec,
+    g_idx_refusal,
+    zero_range_refusal,
+)
 from marlinq.formats.packing import pack_rows, slots_per_word, unpack_rows
 
 if TYPE_CHECKING:
@@ -38,6 +45,7 @@ class CompressedTensors(Layout):
     suffixes = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
     scale_key = "weight_scale"
     read_only = ("weight_g_idx",)
+    plain = PlainTensors(zeros="weight_zero_point", order="weight_g_idx", shape="weight_shape")
     elements = ("int4", "int8")
     scale_dtype = None
 

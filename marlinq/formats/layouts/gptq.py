@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from marlinq.core.errors import ConversionRefused
 from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import Grid
-from marlinq.formats.layouts.base import Layout, ModuleSpec, TensorSpec, zero_range_refusal
+from marlinq.formats.layouts.base import Layout, ModuleSpec, PlainTensors, TensorSpec, zero_range_refusal
 from marlinq.formats.packing import pack_columns, slots_per_word, unpack_columns
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class GPTQ(Layout):
     def __init__(self, version: int) -> None:
         self.version = version
         self.name = "gptq" if version == 1 else "gptq-v2"
+        self.plain = PlainTensors(zeros="qzeros", less=1 if version == 1 else 0, order="g_idx")
 
     def shape_refusal(self, spec: ModuleSpec) -> str | None:
         if (reason := self.scheme_refusal(spec.scheme)) is not None:

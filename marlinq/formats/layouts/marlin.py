@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from marlinq.core.scheme import INT4, Element, Scheme
 from marlinq.core.weight import Grid, trivial_g_idx
-from marlinq.formats.layouts.base import Layout, ModuleSpec, TensorSpec, g_idx_refusal
+from marlinq.formats.layouts.base import Layout, ModuleSpec, PlainTensors, TensorSpec, g_idx_refusal
 from marlinq.formats.packing import pack_rows, transpose_fields, unpack_rows
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class Marlin(Layout):
     scale_key = "s"
     original_kernel = "the original Marlin kernel"
     suffixes = ("B", "s")
+    plain = PlainTensors()
 
     def as_stored(self, scheme: Scheme) -> Scheme:
         return replace(scheme, zero_point="midpoint")

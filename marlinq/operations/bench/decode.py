@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from marlinq.core.devices import read_clock
+from marlinq.core.display import Block, Shown, Table, lines
 from marlinq.core.errors import UsageError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.operations.bench.hardware import hardware_line
@@ -22,7 +23,7 @@ _WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class DecodeBench:
+class DecodeBench(Shown):
     """How fast a checkpoint decodes, and on what.
 
     Attributes:
@@ -73,19 +74,23 @@ class DecodeBench:
             "weight_bandwidth": self.weight_bandwidth,
         }
 
-    def render(self) -> str:
-        """A few lines for a terminal."""
-        step = 1e3 * self.step_seconds
-        lines = [
-            f"{self.checkpoint}: {self.batch} x ({self.prompt_tokens} prompt + {self.new_tokens} new) tokens",
-            f"prefill      {self.prefill_tokens_per_second:.1f} tokens/s",
-            f"first token  {1e3 * self.first_token_seconds:.2f} ms",
-            f"decode       {self.decode_tokens_per_second:.1f} tokens/s, {step:.3f} ms a step",
-            f"weights      {self.weight_bytes / 1e9:.3f} GB a step, {self.weight_bandwidth / 1e9:.1f} GB/s",
-            f"steps        {self.step.mode}: {self.step.reason}",
-            self.hardware,
+    def display(self) -> list[Block]:
+        """The figures, what each of them means, and what they were measured on."""
+        first = f"{1e3 * self.first_token_seconds:.1f} ms"
+        prefill = f"from the prompt to the first new token: {self.prefill_tokens_per_second:.1f} tokens/s"
+        rows = (
+            ("first token", first, prefill),
+            ("decode step", f"{1e3 * self.step_seconds:.3f} ms", "one more token for every sequence"),
+            ("decode", f"{self.decode_tokens_per_second:.1f} tokens/s", "new tokens of all sequences"),
+            ("weights", f"{self.weight_bytes / 1e9:.3f} GB", "what a step reads, embedding tables aside"),
+            ("", f"{self.weight_bandwidth / 1e9:.1f} GB/s", "the same over the time of a step"),
+        )
+        job = f"{self.batch} x ({self.prompt_tokens} prompt + {self.new_tokens} new) tokens"
+        return [
+            lines(f"{self.checkpoint}: {job}"),
+            Table(("", "figure", "meaning"), rows, numbers=(1,)),
+            lines(f"steps: {self.step.mode}: {self.step.reason}", self.hardware, *self.notes),
         ]
-        return "\n".join([*lines, *self.notes])
 
 
 def bench_decode(
@@ -144,6 +149,12 @@ def bench_decode(
     _, *how = loaded.report()
     if loaded.device.type == "cpu":
         how.insert(0, "no GPU was used: these are the figures of the CPU path, not of the kernel")
+        if loaded.decisions:
+            how.insert(
+                1,
+                "on a CPU quantised weights are multiplied as dense ones: a step reads as many bytes as the "
+                "unquantised model's, and takes as long",
+            )
     return DecodeBench(
         checkpoint=str(loaded.path),
         hardware=hardware_line(loaded.device),

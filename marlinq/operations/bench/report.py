@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from marlinq.core.display import Block, Shown, Table, lines
 
 OURS = "marlinq"
 _BEHIND = 1.03
@@ -70,7 +72,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class KernelBench:
+class KernelBench(Shown):
     """Times of the W4A16 product and its peers, taken in one process.
 
     Attributes:
@@ -133,35 +135,36 @@ class KernelBench:
             ],
         }
 
-    def render(self) -> str:
-        """Tables for a terminal."""
-        parts = [self._heading(), self._cells()]
+    def display(self) -> list[Block]:
+        """The times, their means over the layers, and the cells behind a peer."""
+        blocks = [self._heading(), self._cells()]
         means = self.geometric_means()
         if means:
-            header = ["time / floor, geometric mean", *(f"M={m}" for m in self.batches)]
-            rows = [
-                [name, *(_number(values.get(m), ".2f") for m in self.batches)]
+            header = ("time / floor, geometric mean", *(f"M={m}" for m in self.batches))
+            rows = tuple(
+                (name, *(_number(values.get(m), ".2f") for m in self.batches))
                 for name, values in means.items()
-            ]
-            parts.append(_table([header, *rows]))
+            )
+            blocks.append(Table(header, rows, numbers=tuple(range(1, len(header)))))
         if len(self.contenders) > 1:
-            parts.append(self._behind())
-        reasons = [[cell.layer, str(cell.m), cell.reason] for cell in self.cells if cell.reason is not None]
+            blocks.append(self._behind())
+        reasons = [(cell.layer, str(cell.m), cell.reason) for cell in self.cells if cell.reason is not None]
         if reasons:
-            parts.append("decisions\n" + _table([["layer", "M", "reason"], *reasons], left=(0, 2)))
-        parts.append("\n".join([self.hardware, *self.notes]))
-        return "\n\n".join(parts)
+            header = ("layer", "M", "reason")
+            blocks.append(Table(header, tuple(reasons), numbers=(1,), title="decisions"))
+        return [*blocks, lines(self.hardware, *self.notes)]
 
-    def _heading(self) -> str:
+    def _heading(self) -> Block:
         kind = "asymmetric" if self.asymmetric else "symmetric"
         line = f"W4A16 products, {self.dtype} activations, {kind}, group {self.group_size}; times in us"
         if self.peak_rate is None:
-            return line
+            return lines(line)
         reads = ", ".join(f"{name} {1e6 * value:.2f}" for name, value in self.cold_read_seconds.items())
-        return f"{line}\npeak {self.peak_rate / 1e12:.0f} TFLOP/s (cuBLAS, 8192^3)\ncold read: {reads}"
+        peak = f"peak {self.peak_rate / 1e12:.0f} TFLOP/s (cuBLAS, 8192^3)"
+        return lines(line, peak, f"cold read: {reads}")
 
-    def _cells(self) -> str:
-        header = [
+    def _cells(self) -> Block:
+        header = (
             "layer",
             "M",
             "floor",
@@ -170,9 +173,11 @@ class KernelBench:
             "% of floor",
             "peer/floor",
             "ours/peer",
-        ]
-        rows = [
-            [
+            "GB/s",
+            "TFLOP/s",
+        )
+        rows = tuple(
+            (
                 cell.layer,
                 str(cell.m),
                 _number(cell.floor_seconds, ".2f", 1e6),
@@ -183,19 +188,17 @@ class KernelBench:
                 _number(cell.behind, ".2f"),
                 _number(cell.bandwidth, ".0f", 1e-9),
                 _number(cell.rate, ".1f", 1e-12),
-            ]
+            )
             for cell in self.cells
-        ]
-        return _table([[*header, "GB/s", "TFLOP/s"], *rows])
+        )
+        return Table(header, rows, numbers=tuple(range(1, len(header))))
 
-    def _behind(self) -> str:
+    def _behind(self) -> Block:
         cells = self.behind()
         if not cells:
-            return "no cell is more than 3% behind the best peer"
-        lines = [f"{cell.layer} M={cell.m}: {cell.behind:.3f} x {cell.best_peer}" for cell in cells]
-        return "\n".join(
-            [f"{len(cells)} of {len(self.cells)} cells more than 3% behind the best peer:", *lines]
-        )
+            return lines("no cell is more than 3% behind the best peer")
+        each = [f"{cell.layer} M={cell.m}: {cell.behind:.3f} x {cell.best_peer}" for cell in cells]
+        return lines(f"{len(cells)} of {len(self.cells)} cells more than 3% behind the best peer:", *each)
 
 
 def _geometric_mean(values: Iterable[float | None]) -> float | None:
@@ -205,14 +208,3 @@ def _geometric_mean(values: Iterable[float | None]) -> float | None:
 
 def _number(value: float | None, form: str, factor: float = 1.0) -> str:
     return "-" if value is None else format(value * factor, form)
-
-
-def _table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            text.ljust(width) if column in left else text.rjust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )

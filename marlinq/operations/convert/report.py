@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from marlinq.core.display import Block, Facts, Shown, Table
 from marlinq.core.rules import Keep
 
 
 @dataclass(frozen=True)
-class ConversionReport:
+class ConversionReport(Shown):
     """The outcome of :func:`marlinq.operations.convert.convert`.
 
     Attributes:
@@ -47,21 +48,24 @@ class ConversionReport:
         skipped = {name: keep.reason for name, keep in self.skipped.items()}
         return {**asdict(self), "skipped": skipped}
 
-    def render(self) -> str:
-        """Text for a terminal."""
+    def display(self) -> list[Block]:
+        """What was converted, what was carried, and what to know."""
         sizes = f"{self.source_bytes / 1e6:.1f} MB -> {self.out_bytes / 1e6:.1f} MB"
-        lines = [
-            f"{self.source} ({self.source_format}) -> {self.out} ({self.target_format})",
-            f"  {self.converted} modules converted without loss",
-            f"  {self.carried} tensors and {len(self.side_files)} other files carried unchanged",
-            f"  {sizes} of tensors in {self.seconds:.1f} s",
+        rows = [
+            ("from", f"{self.source} ({self.source_format})"),
+            ("to", f"{self.out} ({self.target_format})"),
+            ("converted", f"{self.converted} modules, bit for bit"),
+            ("carried", f"{self.carried} tensors and {len(self.side_files)} other files, unchanged"),
+            ("tensors", f"{sizes} in {self.seconds:.1f} s"),
         ]
         if self.resumed:
-            lines.append(f"  continued an interrupted run: {self.resumed} tensors were already written")
-        if self.skipped:
-            lines.append(f"  {len(self.skipped)} modules kept unquantised:")
-            lines += [f"    {name}: {keep.reason}" for name, keep in self.skipped.items()]
+            rows.append(("continued", f"{self.resumed} tensors had been written by an interrupted run"))
         if self.left_out:
-            lines.append(f"  not copied: {', '.join(self.left_out)}")
-        lines += [f"  note: {note}" for note in self.notes]
-        return "\n".join(lines)
+            rows.append(("not copied", ", ".join(self.left_out)))
+        rows += [("note", note) for note in self.notes]
+        blocks: list[Block] = [Facts(tuple(rows))]
+        if self.skipped:
+            skipped = tuple((name, keep.reason) for name, keep in self.skipped.items())
+            title = f"{len(skipped)} modules kept unquantised"
+            blocks.append(Table(("module", "reason"), skipped, title=title))
+        return blocks

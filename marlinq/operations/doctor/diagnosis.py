@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from marlinq.core.display import Block, Shown, Table
+
 
 class State(StrEnum):
     """How a finding is to be read."""
@@ -42,7 +44,7 @@ class Capability:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Shown):
     """Everything that ``marlinq doctor`` reports."""
 
     findings: tuple[Finding, ...]
@@ -58,14 +60,12 @@ class Diagnosis:
             "capabilities": [asdict(capability) for capability in self.capabilities],
         }
 
-    def render(self) -> str:
-        """Text for a terminal: the findings with their fixes, then what works."""
-        width = max(len(finding.subject) for finding in self.findings)
-        lines = []
+    def display(self) -> list[Block]:
+        """The findings with their fixes, then what works."""
+        rows: list[tuple[str, ...]] = []
         for finding in self.findings:
-            lines.append(f"{finding.state:<8} {finding.subject:<{width}}  {finding.found}")
+            rows.append((str(finding.state), finding.subject, finding.found))
             if finding.fix:
-                lines.append(f"{'':<8} {'':<{width}}  fix: {finding.fix}")
-        lines.append("")
-        lines += [f"{'works' if c.works else 'no':<8} {c.name}: {c.reason}" for c in self.capabilities]
-        return "\n".join(lines)
+                rows.append(("", "", f"fix: {finding.fix}"))
+        able = tuple(("works" if c.works else "no", c.name, c.reason) for c in self.capabilities)
+        return [Table((), tuple(rows), status=0), Table((), able, status=0)]

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from marlinq.core import boundaries
+from marlinq.core.display import Block, Facts, Shown, Table, lines
 from marlinq.core.errors import CheckpointError, NumericsError, UsageError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.operations.evaluate.text import EvaluationText, read_windows, write_windows
@@ -38,7 +39,7 @@ _ROWS = 128
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Shown):
     """What was measured, and on what.
 
     Attributes:
@@ -73,21 +74,33 @@ class Evaluation:
         """Plain values for JSON."""
         return asdict(self)
 
-    def render(self) -> str:
-        """A few lines for a terminal."""
-        lines = [
-            f"text        {self.text}",
-            f"            {self.windows} windows, {self.tokens} predicted tokens",
-            f"perplexity  {self.perplexity:.4f}  {self.model}",
-        ]
+    def display(self) -> list[Block]:
+        """The figures, and what each of them means."""
+        perplexity = "how many tokens the model hesitates between, on average; lower is better"
+        header: tuple[str, ...] = ("", "model", "meaning")
+        rows: list[tuple[str, ...]] = [("perplexity", f"{self.perplexity:.4f}", perplexity)]
+        facts = [("model", self.model)]
         if self.against_perplexity is not None and self.kl is not None and self.top1_agreement is not None:
-            lines += [
-                f"            {self.against_perplexity:.4f}  {self.against}",
-                f"mean KL     {self.kl:.6f} nats, original || model",
-                f"top-1       {100 * self.top1_agreement:.2f} % agree",
+            header = ("", "original", "model", "meaning")
+            agreed = f"{100 * self.top1_agreement:.2f} %"
+            rows = [
+                ("perplexity", f"{self.against_perplexity:.4f}", f"{self.perplexity:.4f}", perplexity),
+                (
+                    "mean KL",
+                    "0",
+                    f"{self.kl:.6f}",
+                    "distance of the predictions, in nats; 0 is the same",
+                ),
+                ("top-1 agreement", "100 %", agreed, "positions where both find the same token likeliest"),
             ]
-        lines.append(f"time        {self.seconds:.1f} s on {self.device}")
-        return "\n".join([*lines, *self.notes])
+            facts.append(("original", str(self.against)))
+        facts += [
+            ("text", self.text),
+            ("", f"{self.windows} windows, {self.tokens} predicted tokens"),
+            ("time", f"{self.seconds:.1f} s on {self.device}"),
+        ]
+        numbers = tuple(range(1, len(header) - 1))
+        return [Table(header, tuple(rows), numbers=numbers), Facts(tuple(facts)), lines(*self.notes)]
 
 
 @dataclass

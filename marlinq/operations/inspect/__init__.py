@@ -1,9 +1,9 @@
-"""What a checkpoint holds, how large it is, and which kernels can run it."""
+"""What a checkpoint holds, how large it is, and which servers load it."""
 
 from __future__ import annotations
 
-from marlinq.operations.inspect.eligibility import Eligibility
+from marlinq.operations.inspect.eligibility import KernelVerdict, ServerVerdict
 from marlinq.operations.inspect.operation import inspect
 from marlinq.operations.inspect.report import Inspection, ModuleFacts
 
-__all__ = ["Eligibility", "Inspection", "ModuleFacts", "inspect"]
+__all__ = ["Inspection", "KernelVerdict", "ModuleFacts", "ServerVerdict", "inspect"]

@@ -1,164 +1,335 @@
-"""Which kernels can run a quantised linear, and why not: every such decision is made here.
+"""Which servers load a checkpoint and which kernel they run it with: every such decision is made here.
 
-Judged are the original Marlin kernel (IST-DASLab), vLLM 0.33's Marlin, Machete and ExLlama together with the
-checks that vLLM makes before it picks one, and marlinq's own kernel.
+The facts are in ``servers.toml``; this file only compares them with a checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
-from marlinq.core.weight import Grid
-from marlinq.formats import ModuleSpec
-from marlinq.formats.layouts.marlin import GROUP_SIZES, Marlin
+from marlinq import __version__
+from marlinq.core.scheme import INT4, Scheme
+from marlinq.formats import LAYOUTS
+from marlinq.operations.inspect.parallel import Layer, Split, fused, split
+from marlinq.operations.inspect.servers import Kernel, Limits, Loading, Server, servers
 
-_MARLIN = Marlin()
+OWN = "marlinq"
+_OWN_KERNEL = "W4A16"
+_DENSE = "dense product"
+_NO_SERVER_MARK = "-"
 
 
 @dataclass(frozen=True)
-class Eligibility:
-    """Whether a kernel can run a checkpoint's quantised linears.
+class KernelVerdict:
+    """Whether a kernel can run a checkpoint's layers.
 
     Attributes:
         kernel: its name.
-        eligible: True when it can run all of them.
-        reason: why not, naming the first module; or what it asks for besides.
-        modules: how many of them it can run.
+        eligible: it can run all of them.
+        modules: how many of the quantised linears it can run.
+        reason: why not all, naming the first; or what it asks for besides.
     """
 
     kernel: str
     eligible: bool
-    reason: str
     modules: int
+    reason: str
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """What the rules look at for one module.
+class ServerVerdict:
+    """Whether a server loads a checkpoint, and what multiplies it there on Hopper.
+
+    Attributes:
+        server, version: what was judged.
+        loads: it loads the checkpoint and computes what it should.
+        first: the kernels that it takes on compute capability 9.0, with the linears that each runs, most
+            first; empty when it does not load, or leaves the choice to another library.
+        reason: why not; or why the kernels before the first were passed over, and what else it asks for.
+        kernels: every kernel in the order in which it is tried.
+    """
+
+    server: str
+    version: str
+    loads: bool
+    first: tuple[tuple[str, int], ...]
+    reason: str
+    kernels: tuple[KernelVerdict, ...] = ()
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What servers look at besides single layers.
 
     Attributes:
         layout: a name in :data:`marlinq.formats.LAYOUTS`.
-        spec: shape, group size and width.
-        grid: its zeros and g_idx (and scales, which no rule reads); None where they can't be decoded.
-        declared_group_size: as the config writes it.
-        declared_act_order: the config says ``desc_act: true``.
-        declared_symmetric: the config says ``sym: true`` or ``symmetric: true``; None where it can't say.
+        rules: the config has rules for single modules.
+        unquantized: linears that are stored in floating point.
+        heads, kv_heads: attention and key-value heads, or None where the config does not say.
     """
 
     layout: str
-    spec: ModuleSpec
-    grid: Grid | None
-    declared_group_size: int
-    declared_act_order: bool
-    declared_symmetric: bool | None
+    rules: bool
+    unquantized: tuple[str, ...]
+    heads: int | None
+    kv_heads: int | None
 
 
-_Rule = Callable[[Candidate], str | None]
+def verdicts(
+    layers: Mapping[str, Layer], whole: Whole, *, tensor_parallel: int = 1
+) -> tuple[ServerVerdict, ...]:
+    """The verdict on a checkpoint of every server, ours first; of those that can split a layer, if asked.
+
+    Args:
+        layers: its quantised linears, at least one.
+        whole: everything else.
+        tensor_parallel: GPUs that share each layer.
+    """
+    asked = Split(tensor_parallel, whole.heads, whole.kv_heads)
+    if tensor_parallel > 1:
+        return tuple(_judge(server, layers, whole, asked) for server in servers() if server.parallel)
+    return (_own(layers), *(_judge(server, layers, whole, asked) for server in servers()))
 
 
-def eligibilities(candidates: Mapping[str, Candidate]) -> tuple[Eligibility, ...]:
-    """The decision of every kernel over all modules of a checkpoint, at least one."""
-    results = []
-    for kernel, (rule, asks) in _RULES.items():
-        reasons = {name: rule(candidate) for name, candidate in candidates.items()}
-        against = [(name, reason) for name, reason in reasons.items() if reason is not None]
-        able = len(reasons) - len(against)
-        if against:
-            name, reason = against[0]
-            more = f" (and {len(against) - 1} more modules)" if len(against) > 1 else ""
-            results.append(Eligibility(kernel, False, f"{name}: {reason}{more}", able))
-        else:
-            results.append(Eligibility(kernel, True, asks, able))
-    return tuple(results)
+def _judge(server: Server, layers: Mapping[str, Layer], whole: Whole, asked: Split) -> ServerVerdict:
+    def refused(reason: str) -> ServerVerdict:
+        return ServerVerdict(server.name, server.version, False, (), reason)
+
+    loading = server.loading(whole.layout)
+    if loading is None:
+        return refused(f"does not read the {whole.layout} layout{_after_conversion(server, layers)}")
+    if whole.rules and not loading.rules:
+        return refused("does not read rules for single modules (dynamic); the modules they name fail to load")
+    if "lm_head" in layers and not loading.lm_head:
+        return refused("does not load a quantised lm_head")
+    parts: dict[str, Layer] = dict(layers)
+    if asked.parts > 1:
+        found = {name: split(name, layer, asked) for name, layer in layers.items()}
+        if reason := _first_of({n: part for n, part in found.items() if isinstance(part, str)}):
+            return refused(reason)
+        parts = {name: part for name, part in found.items() if isinstance(part, Layer)}
+    gates = {name: _gate(server, loading, layer) for name, layer in parts.items()}
+    if reason := _first_of(gates):
+        return refused(reason)
+    units, broken = fused(parts, server.fused, whole.unquantized)
+    if broken:
+        return refused(broken)
+    packages = server.packages.get(whole.layout)
+    needs = "; ".join(text for text in (f"needs {packages}" if packages else "", server.note) if text)
+    if not server.kernels:
+        return ServerVerdict(server.name, server.version, True, (), needs)
+    return _choose(server, units, whole.layout, needs)
 
 
-def _original_marlin(candidate: Candidate) -> str | None:
-    if candidate.grid is None:
+def _choose(server: Server, units: Mapping[str, tuple[Layer, int]], layout: str, needs: str) -> ServerVerdict:
+    """The first kernel for each unit, a layer as the server multiplies it and the linears it is made of."""
+    total = sum(count for _, count in units.values())
+    against = {
+        kernel.name: {
+            name: reason
+            for name, (layer, _) in units.items()
+            if (reason := _kernel_refusal(kernel, layer, layout)) is not None
+        }
+        for kernel in server.order()
+    }
+    first: Counter[str] = Counter()
+    for name, (_, count) in units.items():
+        takes = (
+            kernel.name
+            for kernel in server.order()
+            if kernel.optional is None and name not in against[kernel.name]
+        )
+        first[next(takes, _NO_SERVER_MARK)] += count
+    table = []
+    for kernel in server.order():
+        reasons = against[kernel.name]
+        able = total - sum(units[name][1] for name in reasons)
+        wanted = f"only with {kernel.optional}" if kernel.optional else ""
+        why = _first_of(reasons, len(units)) or "; ".join(text for text in (wanted, kernel.asks) if text)
+        table.append(KernelVerdict(kernel.name, not reasons, able, why))
+    if first[_NO_SERVER_MARK]:
+        usual = [
+            kernel.name
+            for kernel in server.order()
+            if kernel.optional is None and kernel.activations is None and _reads(kernel, layout)
+        ]
+        left = next(name for name in units if all(name in against[kernel] for kernel in usual))
+        told = "; ".join(f"{kernel}: {against[kernel][left]}" for kernel in usual)
+        return ServerVerdict(
+            server.name, server.version, False, (), f"no kernel takes {left}: {told}", tuple(table)
+        )
+    chosen = tuple(first.most_common())
+    return ServerVerdict(
+        server.name, server.version, True, chosen, _why(table, chosen, server, needs), tuple(table)
+    )
+
+
+def _why(
+    table: Iterable[KernelVerdict], chosen: tuple[tuple[str, int], ...], server: Server, needs: str
+) -> str:
+    """Why the kernels that come before the last chosen one were passed over, and what the choice asks for."""
+    optional = {kernel.name for kernel in server.kernels if kernel.optional}
+    taken = {name for name, _ in chosen}
+    parts = [needs] if needs else []
+    for verdict in table:
+        if verdict.kernel in taken:
+            taken.discard(verdict.kernel)
+            if verdict.eligible and verdict.reason:
+                parts.append(f"{verdict.kernel}: {verdict.reason}")
+            elif not verdict.eligible:
+                parts.append(f"not {verdict.kernel} everywhere: {verdict.reason}")
+            if not taken:
+                break
+        elif verdict.kernel not in optional:
+            parts.append(f"not {verdict.kernel}: {verdict.reason}")
+    return "; ".join(parts)
+
+
+def _gate(server: Server, loading: Loading, layer: Layer) -> str | None:
+    """Why the server does not load ``layer``, or would compute something else with it."""
+    if layer.problem is not None:
         return "its zeros are ambiguous"
-    return _MARLIN.strict_refusal(candidate.spec) or _MARLIN.value_refusal(candidate.grid)
-
-
-def _own(candidate: Candidate) -> str | None:
-    from marlinq.runtime.operand import operand_refusal
-
-    return "its zeros are ambiguous" if candidate.grid is None else operand_refusal(candidate.grid)
-
-
-def _vllm_marlin(candidate: Candidate) -> str | None:
-    spec = candidate.spec
-    if (reason := _vllm_loads(candidate)) is not None:
+    if layer.weights not in loading.weights:
+        hint = _convert_hint(server, [layer])
+        return f"{server.name} does not load {layer.weights} weights in this layout{hint}"
+    if layer.declared_symmetric and layer.symmetric is False:
+        return "the config says symmetric, but its zero points differ from the middle code"
+    if (reason := _order_refusal(server, loading, layer)) is not None:
         return reason
-    if not _symmetric(candidate) and spec.scheme.element.bits != 4:
-        return f"{spec.scheme.element.bits} bits with zero points; Marlin takes zero points with 4 bits only"
-    return _group_reason(spec, GROUP_SIZES)
+    writer = loading.zero_writer if layer.layout == "gptq" and not layer.declared_symmetric else None
+    if writer is not None and layer.zero_writer != writer:
+        return f"GPTQ v1 zero points are taken only when {writer} wrote them; convert --to gptq-v2"
+    return _limits_refusal(loading, layer)
 
 
-def _machete(candidate: Candidate) -> str | None:
-    spec = candidate.spec
-    if (reason := _vllm_loads(candidate)) is not None:
-        return reason
-    if spec.in_features % 64 or spec.out_features % 128:
-        return f"K={spec.in_features} must be a multiple of 64 and N={spec.out_features} of 128"
-    return _group_reason(spec, (64, 128, -1))
-
-
-def _exllama(candidate: Candidate) -> str | None:
-    spec = candidate.spec
-    if (reason := _vllm_loads(candidate)) is not None:
-        return reason
-    if not _symmetric(candidate):
-        return "asymmetric; vLLM's ExLlama kernel regenerates symmetric zero points"
-    if candidate.declared_group_size == -1:
-        return "one group for the whole layer; ExLlama needs a positive group size"
-    if spec.in_features % spec.channels_per_group:
-        return f"K={spec.in_features} is not a multiple of the group size {spec.scheme.group_size}"
-    slots = 32 // spec.scheme.element.bits
-    if spec.out_features % slots:
-        return f"N={spec.out_features} is not a multiple of {slots}"
+def _order_refusal(server: Server, loading: Loading, layer: Layer) -> str | None:
+    scattered = not layer.in_order
+    if loading.act_order == "declared":
+        if scattered and not layer.declared_act_order:
+            return "its g_idx is out of order, but the config says desc_act: false: it would be ignored"
+        return None
+    if scattered:
+        return f"activation order, which {server.name} refuses or computes wrong"
+    if layer.declared_act_order and layer.groups > 1:
+        return (
+            f"the config says desc_act: true, which {server.name} refuses; convert it (its g_idx is in order)"
+        )
     return None
 
 
-def _vllm_loads(candidate: Candidate) -> str | None:
-    """Why vLLM refuses the module before it looks for a kernel, or would load it wrong."""
-    grid, layout = candidate.grid, candidate.layout
-    if layout == "marlin":
-        return "vLLM does not read Marlin checkpoints; convert marlin-to-gptq (it repacks at load)"
-    if grid is None:
-        return "its zeros are ambiguous"
-    if not grid.has_trivial_g_idx:
-        return "activation order, which vLLM refuses since 0.30"
-    if layout in ("gptq", "gptq-v2"):
-        if candidate.declared_act_order and candidate.spec.groups > 1:
-            return "the config says desc_act: true, which vLLM refuses; convert it (its g_idx is in order)"
-        if candidate.declared_symmetric is not True:
-            return "vLLM refuses GPTQ with sym: false; convert gptq-to-awq or gptq-to-compressed-tensors"
+def _kernel_refusal(kernel: Kernel, layer: Layer, layout: str) -> str | None:
+    if kernel.activations is not None:
+        return f"multiplies {kernel.activations} activations only"
+    if not _reads(kernel, layout):
+        return f"takes {', '.join(kernel.formats or ())} only"
+    if layer.weights not in kernel.weights:
+        return f"does not take {layer.weights} weights"
+    if not kernel.channelwise and layer.group_size == -1:
+        return "one group for the whole layer; it needs a positive group size"
+    if layer.in_features % kernel.k_multiple or layer.out_features % kernel.n_multiple:
+        wanted = [
+            f"{axis}={size} is not a multiple of {multiple}"
+            for axis, size, multiple in (
+                ("K", layer.in_features, kernel.k_multiple),
+                ("N", layer.out_features, kernel.n_multiple),
+            )
+            if size % multiple
+        ]
+        return " and ".join(wanted)
+    return _limits_refusal(kernel, layer)
+
+
+def _reads(kernel: Kernel, layout: str) -> bool:
+    return kernel.formats is None or layout in kernel.formats
+
+
+def _limits_refusal(limits: Limits, layer: Layer) -> str | None:
+    sizes = limits.group_sizes
+    if sizes is not None and layer.groups > 1 and layer.group_size not in sizes:
+        return f"group size {layer.group_size} is not one of {', '.join(map(str, sizes))}"
+    if limits.whole_groups and layer.group_size > 0 and layer.in_features % layer.group_size:
+        return f"K={layer.in_features} is not a multiple of the group size {layer.group_size}"
+    slots = 32 // layer.element.bits
+    if limits.slots_n and layer.out_features % slots:
+        return f"N={layer.out_features} is not a multiple of {slots}"
     return None
 
 
-def _symmetric(candidate: Candidate) -> bool:
-    """Whether a loader treats the module as symmetric: by the config, not by what the zeros happen to be."""
-    return candidate.declared_symmetric is True
+def _own(layers: Mapping[str, Layer]) -> ServerVerdict:
+    """marlinq itself: what its kernel can't hold it multiplies as a dense matrix."""
+    against = {name: reason for name, layer in layers.items() if (reason := _own_refusal(layer)) is not None}
+    unreadable = {
+        name: "its zeros are ambiguous" for name, layer in layers.items() if layer.problem is not None
+    }
+    if unreadable:
+        return ServerVerdict(OWN, __version__, False, (), _first_of(unreadable) or "")
+    able = len(layers) - len(against)
+    asks = "compute capability 8.0 and above, FP16 or BF16 activations; a CPU runs the dense product"
+    reason = _first_of(against)
+    kernels = (
+        KernelVerdict(_OWN_KERNEL, not against, able, reason or asks),
+        KernelVerdict(_DENSE, True, len(layers), "any device"),
+    )
+    first = Counter({_OWN_KERNEL: able, _DENSE: len(against)})
+    chosen = tuple((name, count) for name, count in first.most_common() if count)
+    why = f"not {_OWN_KERNEL} everywhere: {reason}" if reason else asks
+    return ServerVerdict(OWN, __version__, True, chosen, why, kernels)
 
 
-def _group_reason(spec: ModuleSpec, sizes: tuple[int, ...]) -> str | None:
-    if spec.groups > 1 and spec.scheme.group_size not in sizes:
-        return f"group size {spec.scheme.group_size} is not one of {', '.join(map(str, sizes))}"
-    if spec.in_features % spec.channels_per_group:
-        return f"K={spec.in_features} is not a multiple of the group size {spec.scheme.group_size}"
+def _own_refusal(layer: Layer) -> str | None:
+    """As :func:`marlinq.runtime.operand.operand_refusal`, from what ``inspect`` has read."""
+    if layer.element != INT4:
+        return f"{layer.element.name} weights; the kernel multiplies {INT4.name}"
+    if layer.groups > 1 and layer.group_size % 32:
+        return f"group size {layer.group_size} is neither one group nor a multiple of 32"
+    if not layer.sortable:
+        return f"activation order: sorting g_idx does not give groups of {layer.group_size} channels each"
     return None
 
 
-_RULES: dict[str, tuple[_Rule, str]] = {
-    "marlin (original)": (
-        _original_marlin,
-        "compute capability 8.0 and above, FP16 activations; stored in or convertible to the marlin layout",
-    ),
-    "marlin (vLLM)": (_vllm_marlin, "compute capability 7.5 and above"),
-    "machete": (_machete, "compute capability 9.0 exactly; vLLM's first choice there"),
-    "exllama": (_exllama, "compute capability 6.0 and above, FP16 activations only"),
-    "marlinq": (_own, "FP16 and BF16 activations; a CPU runs the reference"),
-}
+def _after_conversion(server: Server, layers: Mapping[str, Layer]) -> str:
+    """What conversion to a layout of the server would bring."""
+    hint = _convert_hint(server, list(layers.values()))
+    if not hint or not server.kernels:
+        return hint
+    converted = {
+        name: (replace(layer, declared_symmetric=layer.symmetric is True), 1)
+        for name, layer in layers.items()
+    }
+    verdict = _choose(server, converted, server.formats[0].names[0], "")
+    return hint if verdict.loads else f"; {verdict.reason}"
 
-KERNELS = tuple(_RULES)
-"""The kernels that ``inspect`` judges."""
+
+def _convert_hint(server: Server, layers: Collection[Layer]) -> str:
+    """``; convert --to ...`` with the layouts of the server that take such weights."""
+    fitting = [
+        name
+        for loading in server.formats
+        for name in loading.names
+        if all(_stored_as(name, layer) in loading.weights and layer.layout != name for layer in layers)
+    ]
+    return f"; convert --to {' or '.join(fitting)}" if fitting else ""
+
+
+def _stored_as(layout: str, layer: Layer) -> str:
+    """What the weights of ``layer`` are in another layout, as ``servers.toml`` names them."""
+    scheme = Scheme(layer.element, zero_point="stored" if layer.symmetric is False else "midpoint")
+    kind = "asymmetric" if LAYOUTS[layout].as_stored(scheme).stores_zeros else "symmetric"
+    return f"{layer.element.name} {kind}"
+
+
+def _first_of(reasons: Mapping[str, str | None], everything: int | None = None) -> str | None:
+    """The first reason with the name it holds for, and how many more there are.
+
+    A reason that holds for ``everything``, which is how many there are to judge, stands without a name.
+    """
+    found = [(name, reason) for name, reason in reasons.items() if reason is not None]
+    if not found:
+        return None
+    name, reason = found[0]
+    if len(found) == everything and len({each for _, each in found}) == 1:
+        return reason
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return f"{name}: {reason}{more}"

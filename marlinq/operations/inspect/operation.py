@@ -5,49 +5,52 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Hashable, Iterable
-from typing import TypeVar
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, TypeVar
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, floating_linears
-from marlinq.core.errors import CheckpointError, ConversionRefused
-from marlinq.core.weight import Grid
+from marlinq.core.errors import CheckpointError, UsageError
 from marlinq.formats import ModuleSpec
-from marlinq.operations.inspect.eligibility import Candidate, eligibilities
+from marlinq.operations.inspect.eligibility import Whole, verdicts
+from marlinq.operations.inspect.parallel import Layer, unknown_axes
 from marlinq.operations.inspect.report import Inspection, ModuleFacts
+from marlinq.operations.inspect.stored import StoredFacts, stored_facts
 
 _Value = TypeVar("_Value", bound=Hashable)
 
 
-def inspect(checkpoint: str | os.PathLike[str], *, modules: bool = False) -> Inspection:
+def inspect(
+    checkpoint: str | os.PathLike[str], *, modules: bool = False, tensor_parallel: int = 1
+) -> Inspection:
     """Say what a checkpoint holds. Reads headers, configs and the small tensors of each quantised linear.
 
     Args:
         checkpoint: a folder or Hub id, quantised or not.
         modules: list every quantised linear.
+        tensor_parallel: GPUs over which servers split each layer, for their shape rules.
 
     Raises:
         CheckpointError: the folder is damaged or contradicts itself.
         UnsupportedError: its quantisation is of a kind that marlinq does not read.
+        UsageError: ``tensor_parallel`` is below 1.
     """
+    if tensor_parallel < 1:
+        raise UsageError(f"tensor parallelism: expected 1 GPU or more, found {tensor_parallel}")
     opened = Checkpoint.open(checkpoint)
     quantized = QuantizedCheckpoint.of(opened)
     if quantized is None:
         return _unquantized(opened)
     facts: list[ModuleFacts] = []
-    candidates: dict[str, Candidate] = {}
+    layers: dict[str, Layer] = {}
     for name, spec in quantized.modules.items():
-        grid, problem = _grid(quantized, name)
-        declared = quantized.config.rules.scheme(name)
-        candidates[name] = Candidate(
-            layout=quantized.layout.name,
-            spec=spec,
-            grid=grid,
-            declared_group_size=spec.scheme.group_size if declared is None else declared.group_size,
-            declared_act_order=declared is not None and declared.act_order,
-            declared_symmetric=not quantized.layout.as_stored(declared or spec.scheme).stores_zeros,
-        )
-        facts.append(_facts(quantized, name, spec, grid, problem))
-    stored = sum(module.nbytes for module in facts)
+        mismatch = quantized.mismatch(name)
+        if mismatch is not None:
+            raise CheckpointError(f"{opened.path}: {name}.{mismatch}")
+        stored = stored_facts(quantized, name)
+        layers[name] = _layer(quantized, name, spec, stored)
+        facts.append(_facts(quantized, name, spec, stored))
+    unquantized = tuple(quantized.unquantized_linears())
+    nbytes = sum(module.nbytes for module in facts)
     weights = sum(module.in_features * module.out_features for module in facts)
     others = sum(math.prod(opened.tensors[name].shape) for name in quantized.passthrough)
     return Inspection(
@@ -60,15 +63,16 @@ def inspect(checkpoint: str | os.PathLike[str], *, modules: bool = False) -> Ins
         symmetry=_symmetry(facts),
         g_idx=_order(quantized, facts),
         quantized_modules=len(facts),
-        unquantized_modules=tuple(quantized.unquantized_linears()),
+        unquantized_modules=unquantized,
         shards=len(opened.shards),
         bytes_on_disk=_bytes_on_disk(opened),
         parameters=weights + others,
         quantized_parameters=weights,
-        linear_bits=8 * stored / weights,
+        linear_bits=8 * nbytes / weights,
         model_bits=8 * opened.nbytes / (weights + others),
-        kernels=eligibilities(candidates),
-        notes=tuple(_notes(facts, candidates)),
+        tensor_parallel=tensor_parallel,
+        servers=verdicts(layers, _whole(quantized, unquantized), tensor_parallel=tensor_parallel),
+        notes=tuple(_notes(facts, layers, tensor_parallel)),
         modules=tuple(facts) if modules else None,
     )
 
@@ -94,41 +98,74 @@ def _unquantized(opened: Checkpoint) -> Inspection:
         quantized_parameters=0,
         linear_bits=None,
         model_bits=8 * opened.nbytes / parameters,
-        kernels=(),
+        tensor_parallel=1,
+        servers=(),
         notes=(),
     )
 
 
-def _grid(quantized: QuantizedCheckpoint, name: str) -> tuple[Grid | None, str | None]:
-    try:
-        return quantized.load_grid(name), None
-    except ConversionRefused as refusal:
-        # Undecodable zeros don't keep the rest of the checkpoint from being described.
-        return None, str(refusal).removeprefix(f"{quantized.checkpoint.path}: {name}: ")
+def _layer(quantized: QuantizedCheckpoint, name: str, spec: ModuleSpec, stored: StoredFacts) -> Layer:
+    declared = quantized.config.rules.scheme(name) or spec.scheme
+    return Layer(
+        layout=quantized.layout.name,
+        in_features=spec.in_features,
+        out_features=spec.out_features,
+        element=spec.scheme.element,
+        group_size=spec.scheme.group_size,
+        declared_symmetric=not quantized.layout.as_stored(declared).stores_zeros,
+        symmetric=stored.symmetric,
+        declared_act_order=declared.act_order,
+        in_order=stored.in_order is not False,
+        sortable=stored.sortable,
+        zero_writer=spec.zero_writer,
+        problem=stored.problem,
+    )
 
 
-def _facts(
-    quantized: QuantizedCheckpoint, name: str, spec: ModuleSpec, grid: Grid | None, problem: str | None
-) -> ModuleFacts:
+def _whole(quantized: QuantizedCheckpoint, unquantized: tuple[str, ...]) -> Whole:
+    config = quantized.checkpoint.config
+    inner = config.get("text_config")
+    keys = inner if isinstance(inner, dict) else config
+
+    def count(key: str) -> int | None:
+        value = keys.get(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+    heads = count("num_attention_heads")
+    return Whole(
+        layout=quantized.layout.name,
+        rules=_has_rules(quantized.config.raw),
+        unquantized=unquantized,
+        heads=heads,
+        kv_heads=count("num_key_value_heads") or heads,
+    )
+
+
+def _has_rules(raw: Mapping[str, Any]) -> bool:
+    """Whether a GPTQ config has rules that it does not also say in ``modules_in_block_to_quantize``."""
+    dynamic = raw.get("dynamic")
+    if not isinstance(dynamic, dict) or not dynamic:
+        return False
+    return "modules_in_block_to_quantize" not in raw or not all(rule.startswith("-:") for rule in dynamic)
+
+
+def _facts(quantized: QuantizedCheckpoint, name: str, spec: ModuleSpec, stored: StoredFacts) -> ModuleFacts:
     tensors = quantized.checkpoint.tensors
-    mismatch = quantized.mismatch(name)
-    if mismatch is not None:
-        raise CheckpointError(f"{quantized.checkpoint.path}: {name}.{mismatch}")
     nbytes = sum(tensors[tensor].nbytes for tensor in quantized.tensor_names(name).values())
-    order = "unknown" if grid is None else "in order" if grid.has_trivial_g_idx else "activation order"
+    orders = {True: "in order", False: "activation order", None: "unknown"}
     return ModuleFacts(
         name=name,
         in_features=spec.in_features,
         out_features=spec.out_features,
         bits=spec.scheme.element.bits,
         group_size=spec.scheme.group_size,
-        symmetric=None if grid is None else not grid.scheme.stores_zeros,
-        g_idx=order,
+        symmetric=stored.symmetric,
+        g_idx=orders[stored.in_order],
         bias=f"{name}.bias" in tensors,
         scale_dtype=spec.scheme.scale_dtype,
         nbytes=nbytes,
         effective_bits=8 * nbytes / (spec.in_features * spec.out_features),
-        problem=problem,
+        problem=stored.problem,
     )
 
 
@@ -147,11 +184,11 @@ def _order(quantized: QuantizedCheckpoint, facts: list[ModuleFacts]) -> str:
     return found.pop() if len(found) == 1 else "mixed"
 
 
-def _notes(facts: list[ModuleFacts], candidates: dict[str, Candidate]) -> Iterable[str]:
+def _notes(facts: list[ModuleFacts], layers: dict[str, Layer], tensor_parallel: int) -> Iterable[str]:
     for module in facts:
         if module.problem is not None:
             yield f"{module.name}: {module.problem}"
-    flagged = [module for module in facts if candidates[module.name].declared_act_order]
+    flagged = [module for module in facts if layers[module.name].declared_act_order]
     if flagged and all(module.g_idx == "in order" for module in flagged):
         yield "the config says desc_act: true, but every g_idx is in order; converting it writes false"
     silent = [module for module in facts if module.g_idx == "activation order" and module not in flagged]
@@ -161,10 +198,16 @@ def _notes(facts: list[ModuleFacts], candidates: dict[str, Candidate]) -> Iterab
             "loaders that trust the config compute wrong results"
         )
     wrong = [
-        module for module in facts if candidates[module.name].declared_symmetric and module.symmetric is False
+        module for module in facts if layers[module.name].declared_symmetric and module.symmetric is False
     ]
     if wrong:
         yield f"{wrong[0].name}: the config says symmetric, but the stored zero points differ"
+    whole = unknown_axes(layers) if tensor_parallel > 1 else []
+    if whole:
+        yield (
+            f"{whole[0]}: no axis is known for its name ({len(whole)} such linears); "
+            "judged as if every GPU held all of it"
+        )
 
 
 def _by_frequency(values: Iterable[_Value]) -> tuple[_Value, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from marlinq.operations.inspect.eligibility import Eligibility
+from marlinq.core.display import Block, Facts, Shown, Table, lines
+from marlinq.operations.inspect.eligibility import ServerVerdict
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class ModuleFacts:
 
 
 @dataclass(frozen=True)
-class Inspection:
+class Inspection(Shown):
     """The outcome of :func:`marlinq.operations.inspect.inspect`.
 
     Attributes:
@@ -59,7 +60,8 @@ class Inspection:
         parameters: of the model; a quantised weight counts as K * N.
         quantized_parameters: those in quantised linears.
         linear_bits, model_bits: bits per weight of the quantised linears and of everything.
-        kernels: which kernels can run it.
+        tensor_parallel: GPUs that share each layer, in the servers' rules.
+        servers: which servers load it, and the kernels they run it with; ours first.
         notes: contradictions and oddities.
         modules: one entry a quantised linear, where asked for.
     """
@@ -80,7 +82,8 @@ class Inspection:
     quantized_parameters: int
     linear_bits: float | None
     model_bits: float
-    kernels: tuple[Eligibility, ...]
+    tensor_parallel: int
+    servers: tuple[ServerVerdict, ...]
     notes: tuple[str, ...]
     modules: tuple[ModuleFacts, ...] | None = None
 
@@ -88,8 +91,8 @@ class Inspection:
         """Plain values for JSON."""
         return asdict(self)
 
-    def render(self) -> str:
-        """Text for a terminal."""
+    def display(self) -> list[Block]:
+        """What it is, which servers load it, and its modules where asked for."""
         rows = [
             ("checkpoint", self.checkpoint),
             ("architecture", self.architecture),
@@ -103,30 +106,22 @@ class Inspection:
                 ("g_idx", str(self.g_idx)),
                 ("quantised", f"{self.quantized_modules} linears"),
             ]
+        parameters = f"{self.parameters / 1e6:.1f} M, {self.quantized_parameters / 1e6:.1f} M quantised"
         rows += [
             ("unquantised", f"{len(self.unquantized_modules)} linears; tensors mostly {self.dtype}"),
-            (
-                "parameters",
-                f"{self.parameters / 1e6:.1f} M, {self.quantized_parameters / 1e6:.1f} M quantised",
-            ),
+            ("parameters", parameters),
             ("size", f"{self.bytes_on_disk / 1e6:.1f} MB in {self.shards} file(s)"),
             ("bits per weight", _bits_line(self.linear_bits, self.model_bits)),
         ]
-        lines = [f"{label:<16}{text}" for label, text in rows]
-        if self.kernels:
-            lines += ["", "kernels"]
-            lines += [
-                f"  {item.kernel:<19}{'yes' if item.eligible else 'no':<5}{item.reason}"
-                for item in self.kernels
-            ]
-        lines += [f"note: {note}" for note in self.notes]
+        blocks: list[Block] = [Facts(tuple(rows))]
+        if self.servers:
+            blocks.append(_server_table(self.servers, self.tensor_parallel))
+        if self.notes:
+            blocks.append(lines(*(f"note: {note}" for note in self.notes)))
         if self.modules is not None:
-            lines += [
-                "",
-                *_module_table(self.modules),
-                *(f"unquantised  {name}" for name in self.unquantized_modules),
-            ]
-        return "\n".join(lines)
+            blocks.append(_module_table(self.modules))
+            blocks.append(lines(*(f"unquantised  {name}" for name in self.unquantized_modules)))
+        return blocks
 
 
 def _bits_line(linear: float | None, model: float) -> str:
@@ -134,16 +129,36 @@ def _bits_line(linear: float | None, model: float) -> str:
     return whole if linear is None else f"{linear:.3f} in quantised linears, {whole}"
 
 
-def _module_table(modules: tuple[ModuleFacts, ...]) -> list[str]:
-    width = max(len(module.name) for module in modules) if modules else 0
+def _server_table(servers: tuple[ServerVerdict, ...], tensor_parallel: int) -> Table:
+    def kernels(verdict: ServerVerdict) -> str:
+        if len(verdict.first) == 1:
+            return verdict.first[0][0]
+        return ", ".join(f"{name} ({count})" for name, count in verdict.first) or "-"
+
+    rows = tuple(
+        (f"{each.server} {each.version}", "yes" if each.loads else "no", kernels(each), each.reason)
+        for each in servers
+    )
+    split = f" over {tensor_parallel} GPUs" if tensor_parallel > 1 else ""
+    title = f"who loads it{split}, and the kernel each takes first on Hopper"
+    return Table(("server", "loads", "kernel", "why"), rows, status=1, title=title)
+
+
+def _module_table(modules: tuple[ModuleFacts, ...]) -> Table:
     zeros = {True: "symmetric", False: "asymmetric", None: "unknown"}
-    header = f"{'module':<{width}}       K      N bits group  zeros       g_idx             bias  bits/weight"
-    return [
-        header,
-        *(
-            f"{module.name:<{width}}  {module.in_features:>6} {module.out_features:>6} {module.bits:>4} "
-            f"{module.group_size:>5}  {zeros[module.symmetric]:<10}  {module.g_idx:<16}  "
-            f"{'yes' if module.bias else 'no':<4}  {module.effective_bits:.3f}"
-            for module in modules
-        ),
-    ]
+    header = ("module", "K", "N", "bits", "group", "zeros", "g_idx", "bias", "bits per weight")
+    rows = tuple(
+        (
+            module.name,
+            str(module.in_features),
+            str(module.out_features),
+            str(module.bits),
+            str(module.group_size),
+            zeros[module.symmetric],
+            module.g_idx,
+            "yes" if module.bias else "no",
+            f"{module.effective_bits:.3f}",
+        )
+        for module in modules
+    )
+    return Table(header, rows, numbers=(1, 2, 3, 4, 8))

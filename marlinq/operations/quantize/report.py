@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from marlinq.core.display import Block, Facts, Shown
 from marlinq.core.rules import Keep
 
 
@@ -36,7 +37,7 @@ class ModuleReport:
 
 
 @dataclass(frozen=True)
-class QuantizeReport:
+class QuantizeReport(Shown):
     """The result of ``marlinq quantize``.
 
     Attributes:
@@ -86,35 +87,42 @@ class QuantizeReport:
         kept = {name: keep.reason for name, keep in self.kept.items()}
         return {**asdict(self), "out": str(self.out), "kept": kept}
 
-    def render(self) -> str:
-        """A few lines for a terminal."""
+    def display(self) -> list[Block]:
+        """What was made, of what, how well and with what."""
         worst = max(self.modules, key=lambda name: self.modules[name].relative_error)
         errors = sorted(report.relative_error for report in self.modules.values())
         sizes = f"{_size(self.source_bytes)} -> {_size(self.output_bytes)}"
         text = self.calibration
         middle = errors[len(errors) // 2]
-        lines = [
-            f"{self.out}: {len(self.modules)} linears in {self.blocks} blocks as {self.format}, {sizes}",
-            *(f"{self.method}: {count} linears {scheme}" for scheme, count in self.schemes.items()),
-            "calibration: none needed"
-            if text is None
-            else f"calibration: {text['documents']} documents, {text['tokens']} tokens from {text['source']}",
-            f"relative output error: median {middle:.2e}, largest {errors[-1]:.2e} in {worst}",
+        used = "none: the method needs no text"
+        if text is not None:
+            used = f"{text['documents']} documents, {text['tokens']} tokens from {text['source']}"
+        linears = f"{len(self.modules)} linears in {self.blocks} blocks with {self.method}"
+        rows = [
+            ("made", f"{self.out}, {self.format}, {sizes}"),
+            ("quantised", linears),
+            *(("", f"{count} as {scheme}") for scheme, count in self.schemes.items()),
+            ("calibration", used),
+            (
+                "output error",
+                f"relative, squared: median {middle:.2e}, largest {errors[-1]:.2e} in {worst}",
+            ),
         ]
         reasons: dict[str, list[str]] = {}
         for name, keep in self.kept.items():
             reasons.setdefault(keep.reason, []).append(name)
         for reason, names in reasons.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            lines.append(f"kept unquantised: {names[0]}{more} ({reason})")
-        lines.extend(f"fallback: {name}: {reason}" for name, reason in self.fallbacks.items())
+            rows.append(("unquantised", f"{names[0]}{more} ({reason})"))
+        rows += [("fallback", f"{name}: {reason}") for name, reason in self.fallbacks.items()]
         if self.resumed_blocks:
-            lines.append(f"resumed: {self.resumed_blocks} of {self.blocks} blocks were there already")
+            resumed = f"{self.resumed_blocks} of {self.blocks} blocks were there already"
+            rows.append(("resumed", resumed))
         peak = f"peak memory {_size(self.peak_host_bytes)}"
         if self.peak_device_bytes is not None:
             peak += f", GPU {_size(self.peak_device_bytes)}"
-        lines.append(f"{self.seconds:.0f} s on {self.device} in {self.dtype}, {peak}")
-        return "\n".join(lines)
+        rows.append(("ran", f"{self.seconds:.0f} s on {self.device} in {self.dtype}, {peak}"))
+        return [Facts(tuple(rows))]
 
 
 def _size(count: int) -> str:

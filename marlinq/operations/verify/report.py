@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from marlinq.core.display import Block, Shown, Table, lines
+
 Status = Literal["passed", "warning", "failed", "skipped"]
 
 _SHOWN_PROBLEMS = 5
@@ -59,7 +61,7 @@ class ModuleResult:
 
 
 @dataclass(frozen=True)
-class VerificationReport:
+class VerificationReport(Shown):
     """What ``verify`` found.
 
     Attributes:
@@ -108,38 +110,44 @@ class VerificationReport:
             "modules": modules,
         }
 
-    def render(self) -> str:
-        """A table of the checks, then the worst modules when there was an original."""
+    def display(self) -> list[Block]:
+        """The checks, the worst modules when there was an original, and the verdict."""
         title = f"{self.checkpoint} ({self.format or 'unknown format'})"
-        lines = [title + (f" against {self.against}" if self.against else ""), ""]
-        width = max(len(check.name) for check in self.checks)
+        rows: list[tuple[str, ...]] = []
         for check in self.checks:
-            lines.append(f"{check.status:<8} {check.name:<{width}}  {check.detail}")
-            shown = check.problems[:_SHOWN_PROBLEMS]
+            rows.append((check.status, check.name, check.detail))
             # A single problem is the detail already.
             if len(check.problems) > 1:
-                lines += [f"{'':<8} {'':<{width}}  - {problem}" for problem in shown]
-                rest = len(check.problems) - len(shown)
-                lines += [f"{'':<8} {'':<{width}}  - and {rest} more (--json lists all)"] if rest else []
-        lines += _module_table(self.modules)
-        return "\n".join([*lines, "", self.verdict])
+                rows += [("", "", f"- {problem}") for problem in check.problems[:_SHOWN_PROBLEMS]]
+                rest = len(check.problems) - _SHOWN_PROBLEMS
+                rows += [("", "", f"- and {rest} more (--json lists all)")] if rest > 0 else []
+        return [
+            lines(title + (f" against {self.against}" if self.against else "")),
+            Table((), tuple(rows), status=0),
+            *_module_table(self.modules),
+            lines(self.verdict),
+        ]
 
 
-def _module_table(modules: Sequence[ModuleResult]) -> list[str]:
+def _module_table(modules: Sequence[ModuleResult]) -> list[Block]:
+    """The worst modules: the error that quantisation made, and the same in units of round-to-nearest's."""
     shown = [module for module in modules if module.relative_error is not None][:_SHOWN_MODULES]
     if not shown:
         return []
-    width = max(len(module.name) for module in shown)
-    lines = ["", f"{'module (worst first)':<{width}}  {'K':>6} {'N':>6} {'group':>5}  error    of RTN's"]
-    for module in shown:
-        ratio = "-" if module.ratio is None else f"{module.ratio:.2f}x"
-        lines.append(
-            f"{module.name:<{width}}  {module.in_features:>6} {module.out_features:>6} "
-            f"{module.group_size:>5}  {module.relative_error:.5f}  {ratio}"
+    rows = [
+        (
+            module.name,
+            str(module.in_features),
+            str(module.out_features),
+            str(module.group_size),
+            f"{module.relative_error:.5f}",
+            "-" if module.ratio is None else f"{module.ratio:.2f}x",
         )
-    if len(modules) > len(shown):
-        lines.append(f"and {len(modules) - len(shown)} more")
-    return lines
+        for module in shown
+    ]
+    header = ("module (worst first)", "K", "N", "group", "error", "of RTN's")
+    more = [lines(f"and {len(modules) - len(shown)} more")] if len(modules) > len(shown) else []
+    return [Table(header, tuple(rows), numbers=(1, 2, 3, 4, 5)), *more]
 
 
 @dataclass

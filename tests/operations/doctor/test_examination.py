@@ -138,7 +138,7 @@ def test_doctor_fails_when_a_package_is_missing(
     code, out = doctor(capsys)
     assert code == 8
     assert "fix: pip install transformers" in out
-    assert "no       quantize" in out
+    assert "\nno  quantize" in out
 
 
 def test_doctor_fails_when_torch_does_not_import(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from marlinq.core.errors import CheckpointError
+from marlinq.core.errors import CheckpointError, UsageError
 from marlinq.formats import LAYOUTS
-from marlinq.operations.inspect import Inspection, inspect
-from marlinq.operations.inspect.eligibility import KERNELS
-from tests.testing.quantized_folders import CONFIG, model_tuples, plain_tensors, random_tuple, write
+from marlinq.operations.inspect import Inspection, ServerVerdict, inspect
+from marlinq.operations.inspect.stored import _decoded, stored_facts
+from tests.testing.quantized_folders import CONFIG, model_tuples, opened, plain_tensors, random_tuple, write
 
 UP = "model.layers.0.mlp.up_proj"
 
 
-def kernels(inspection: Inspection) -> dict[str, bool]:
-    return {item.kernel: item.eligible for item in inspection.kernels}
+SERVERS = ("marlinq", "vLLM", "SGLang", "transformers", "GPTQModel", "Marlin (IST-DASLab)")
 
 
 def one(k: int, n: int, **settings: Any) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def test_the_facts_of_a_symmetric_checkpoint(tmp_path: Path, layout: str) -> Non
     assert UP in found.render()
     assert inspect(folder).modules is None
     assert json.loads(json.dumps(found.to_dict()))["format"] == layout
-    assert set(kernels(found)) == set(KERNELS)
+    assert tuple(verdict.server for verdict in found.servers) == SERVERS
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,7 @@ def test_a_flag_without_order_is_noted(tmp_path: Path) -> None:
     found = inspect(folder)
     assert found.g_idx == "in order"
     assert any("desc_act: true" in note for note in found.notes)
-    assert not kernels(found)["marlin (vLLM)"]
+    assert "desc_act: true" in servers(found)["vLLM"].reason
 
 
 def test_mixed_settings(tmp_path: Path) -> None:
@@ -96,7 +98,7 @@ def test_zeros_that_cannot_be_decoded_are_reported_not_raised(tmp_path: Path) ->
     found = inspect(folder, modules=True)
     assert found.symmetry == "unknown"
     assert any(note.startswith(f"{UP}: qzeros: ") for note in found.notes)
-    assert not any(kernels(found).values())
+    assert not any(verdict.loads for verdict in found.servers)
 
 
 def test_an_unquantised_checkpoint(tmp_path: Path) -> None:
@@ -105,7 +107,7 @@ def test_an_unquantised_checkpoint(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     found = inspect(tmp_path)
     assert found.format is None
-    assert found.kernels == ()
+    assert found.servers == ()
     assert found.unquantized_modules == ("lm_head",)
     assert found.parameters == sum(tensor.numel() for tensor in tensors.values())
     assert found.model_bits == 8 * sum(tensor.nbytes for tensor in tensors.values()) / found.parameters
@@ -121,62 +123,106 @@ def test_damage_is_named(tmp_path: Path) -> None:
         inspect(folder)
 
 
-ALL = set(KERNELS)
-VLLM = {"marlin (vLLM)", "machete", "exllama"}
+def servers(inspection: Inspection) -> dict[str, ServerVerdict]:
+    return {verdict.server: verdict for verdict in inspection.servers}
+
+
 CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
-    "everything": ("gptq", one(256, 256, group_size=128), ALL),
-    "one group": ("gptq", one(256, 256, group_size=-1), ALL - {"exllama"}),
-    "group 64": ("gptq", one(256, 256, group_size=64), ALL - {"marlin (original)"}),
-    "group 32": ("gptq", one(256, 256, group_size=32), {"marlin (vLLM)", "exllama", "marlinq"}),
-    "group 16": ("gptq", one(256, 256, group_size=16), {"exllama"}),
-    "group 96": ("gptq", one(192, 256, group_size=96), {"exllama", "marlinq"}),
-    "narrow": ("gptq", one(256, 64, group_size=128), {"marlin (vLLM)", "exllama", "marlinq"}),
-    "marlin layout": ("marlin", one(256, 256, group_size=128), {"marlin (original)", "marlinq"}),
-    "v2": ("gptq-v2", one(256, 256, group_size=128), ALL),
-    "8 bits": ("gptq", one(256, 256, group_size=128, bits=8), VLLM),
-    "GPTQ asymmetric": ("gptq", one(256, 256, group_size=128, zeros="one-up"), {"marlinq"}),
-    "AWQ": (
-        "awq",
-        one(256, 256, group_size=128),
-        {"marlin (original)", "marlin (vLLM)", "machete", "marlinq"},
-    ),
-    "AWQ asymmetric": (
-        "awq",
+    "symmetric GPTQ": ("gptq", one(256, 256, group_size=128), {*SERVERS}),
+    "v2": ("gptq-v2", one(256, 256, group_size=128), {*SERVERS}),
+    "AWQ": ("awq", one(256, 256, group_size=128), {*SERVERS}),
+    "CT": ("compressed-tensors", one(256, 256, group_size=128), {*SERVERS} - {"GPTQModel"}),
+    "marlin": ("marlin", one(256, 256, group_size=128), {"marlinq", "Marlin (IST-DASLab)"}),
+    "8 bits": ("gptq", one(256, 256, group_size=128, bits=8), {*SERVERS}),
+    "asymmetric GPTQ": ("gptq", one(256, 256, group_size=128, zeros="one-up"), {"marlinq"}),
+    "asymmetric v2": (
+        "gptq-v2",
         one(256, 256, group_size=128, zeros="any"),
-        {"marlin (vLLM)", "machete", "marlinq"},
+        {"marlinq", "transformers", "GPTQModel"},
     ),
-    "CT": ("compressed-tensors", one(256, 256, group_size=128), ALL),
-    "CT asymmetric": (
+    "asymmetric CT": (
         "compressed-tensors",
         one(256, 256, group_size=128, zeros="any"),
-        {"marlin (vLLM)", "machete", "marlinq"},
+        {"marlinq", "vLLM", "SGLang"},
     ),
-    "CT asymmetric 8 bits": (
-        "compressed-tensors",
-        one(256, 256, group_size=128, zeros="any", bits=8),
-        {"machete"},
-    ),
-    "activation order": ("gptq", one(256, 256, group_size=128, scattered=True), {"marlinq"}),
+    "hidden activation order": ("gptq", one(256, 256, group_size=128, scattered=True), {"marlinq"}),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_which_kernels_can_run_it(tmp_path: Path, name: str) -> None:
+def test_who_loads_it(tmp_path: Path, name: str) -> None:
     layout, modules, able = CASES[name]
-    found = inspect(write(tmp_path / "x", layout, modules))
-    assert {kernel for kernel, eligible in kernels(found).items() if eligible} == able
-    for item in found.kernels:
-        assert item.reason
-        assert item.modules == (1 if item.eligible else 0)
-        assert item.eligible or item.reason.startswith(f"{UP}: ")
+    settings = {"desc_act": False} if "order" in name else {}
+    found = servers(inspect(write(tmp_path / "x", layout, modules, quantization=settings)))
+    loading = {server for server, verdict in found.items() if verdict.loads}
+    assert loading - {"Marlin (IST-DASLab)"} == able - {"Marlin (IST-DASLab)"}
+    assert found["Marlin (IST-DASLab)"].loads == (layout == "marlin")
 
 
-def test_one_module_in_the_way_is_counted(tmp_path: Path) -> None:
-    modules = {
-        **one(256, 256, group_size=128),
-        "model.layers.1.mlp.up_proj": random_tuple(256, 64, 2, group_size=128),
-    }
-    found = inspect(write(tmp_path / "x", "gptq", modules))
-    machete = next(item for item in found.kernels if item.kernel == "machete")
-    assert (machete.eligible, machete.modules) == (False, 1)
-    assert machete.reason.startswith("model.layers.1.mlp.up_proj: ")
+def test_heads_come_from_the_config(tmp_path: Path) -> None:
+    modules = {"model.layers.0.self_attn.k_proj": random_tuple(256, 256, 1, group_size=128)}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    folder = write(tmp_path / "x", "gptq", modules, config=heads)
+    found = servers(inspect(folder, tensor_parallel=3))
+    assert "2 key-value heads can't be shared by 3 GPUs" in found["vLLM"].reason
+    assert servers(inspect(folder, tensor_parallel=4))["vLLM"].loads
+    with pytest.raises(UsageError, match="found 0"):
+        inspect(folder, tensor_parallel=0)
+
+
+def _held() -> list[tuple[str, str, bool, int]]:
+    """Layout, zero points, activation order and bits, as far as the layout can hold them."""
+    everything = itertools.product(LAYOUTS, ("middle", "one-up", "any"), (False, True), (4, 8))
+    return [
+        (layout, zeros, scattered, bits)
+        for layout, zeros, scattered, bits in everything
+        if LAYOUTS[layout].refusal(random_tuple(128, 64, 1, zeros=zeros, scattered=scattered, bits=bits))
+        is None
+    ]
+
+
+@pytest.mark.parametrize(("layout", "zeros", "scattered", "bits"), _held())
+def test_facts_read_without_torch_are_those_of_the_decoded_grids(
+    tmp_path: Path, layout: str, zeros: str, scattered: bool, bits: int
+) -> None:
+    modules = model_tuples(zeros=zeros, scattered=scattered, bits=bits)
+    quantized = opened(write(tmp_path / "x", layout, modules))
+    assert quantized.layout.plain is not None
+    for name, q in modules.items():
+        found = stored_facts(quantized, name)
+        assert (found.symmetric, found.in_order) == (not q.scheme.stores_zeros, q.has_trivial_g_idx)
+        assert found.sortable
+        assert _decoded(quantized, name) == found
+
+
+def test_a_layout_that_says_nothing_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path / "x", "gptq-v2", model_tuples(zeros="any"))
+    before = inspect(folder)
+    monkeypatch.setattr(LAYOUTS["gptq-v2"], "plain", None)
+    assert inspect(folder) == before
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_torch_is_not_imported(tmp_path: Path, layout: str) -> None:
+    folder = write(tmp_path / "x", layout, one(256, 256, group_size=128))
+    code = (
+        "import sys\n"
+        "from marlinq.cli import main\n"
+        "try:\n"
+        f"    main(['inspect', {str(folder)!r}, '--modules'])\n"
+        "finally:\n"
+        "    print([name for name in ('torch', 'transformers', 'safetensors') if name in sys.modules])\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(("suffix", "value", "message"), [("g_idx", 99, "expected values in 0..0, found")])
+def test_a_g_idx_out_of_range_is_damage(tmp_path: Path, suffix: str, value: int, message: str) -> None:
+    folder = write(tmp_path / "x", "gptq", one(128, 64, group_size=128))
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{UP}.{suffix}"][3] = value
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        inspect(folder)

@@ -115,7 +115,7 @@ def test_rounding_reads_no_text_and_runs_no_block(
         monkeypatch.setattr(f"marlinq.models.BlockReplay.{place}", forbidden)
     report = run(source, tmp_path / "out", method="rtn", calibration=str(tmp_path / "absent.txt"))
     assert report.calibration is None
-    assert "calibration: none" in report.render()
+    assert "the method needs no text" in report.render()
     assert {module.tokens for module in report.modules.values()} == {0}
     view, tensors = opened(tmp_path / "out"), load_file(source / "model.safetensors")
     for module in view.modules:

@@ -272,8 +272,8 @@ def test_the_report_reads_well(tmp_path: Path) -> None:
     source = save_tiny("phi", tmp_path / "model")
     report = marlinq.quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu")
     text = report.render()
-    assert "12 linears in 2 blocks as gptq" in text
-    assert "kept unquantised: lm_head (output head" in text
+    assert "12 linears in 2 blocks" in text
+    assert "lm_head (output head" in text
     assert "peak memory" in text
     assert json.loads(json.dumps(report.to_dict()))["out"] == str(tmp_path / "out")
     assert report.peak_host_bytes > 10**8

@@ -127,7 +127,7 @@ def test_blocks_that_are_there_are_not_solved_again(tmp_path: Path, monkeypatch:
     report = quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu", resume=True)
     assert {name.split(".")[2] for name in solved} == {"2"}
     assert report.resumed_blocks == 2
-    assert "resumed: 2 of 3 blocks" in report.render()
+    assert "2 of 3 blocks were there already" in report.render()
     assert report.modules == whole.modules
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
 

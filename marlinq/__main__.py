@@ -1,4 +1,4 @@
-"""``python -m marlinq.cli`` is the ``marlinq`` command."""
+"""``python -m marlinq`` is the ``marlinq`` command."""
 
 from marlinq.cli import main
 

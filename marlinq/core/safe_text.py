@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass, replace
 from typing import Any, TextIO
 
 _LONGEST_LINE = 4_000
@@ -39,19 +37,6 @@ def one_line(text: str) -> str:
     line = escaped(" ".join(text.split()))
     half = _LONGEST_LINE // 2
     return line if len(line) <= _LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
-
-
-def cleaned(value: Any) -> Any:
-    """A copy of a report (a dataclass) all of whose texts are :func:`escaped`."""
-    if isinstance(value, str):
-        return escaped(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(cleaned(item) for item in value)
-    if isinstance(value, Mapping):
-        return {cleaned(key): cleaned(item) for key, item in value.items()}
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: cleaned(getattr(value, f.name)) for f in fields(value) if f.init})
-    return value
 
 
 def json_text(value: Any, file: TextIO, *, indent: int | None = None) -> str:

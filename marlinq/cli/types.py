@@ -1,0 +1,165 @@
+"""What options and arguments may be: every value is checked here, before any operation is imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import click
+
+from marlinq.core.errors import CheckpointError
+from marlinq.core.settings import Choice, Kind
+from marlinq.core.sources import local_folder
+from marlinq.formats import LAYOUTS
+
+_FORMAT_SPELLINGS = {
+    "gptq-v1": "gptq",
+    "gptqv1": "gptq",
+    "gptqv2": "gptq-v2",
+    "gptq2": "gptq-v2",
+    "awq-gemm": "awq",
+    "ct": "compressed-tensors",
+    "compressed-tensor": "compressed-tensors",
+    "compressedtensors": "compressed-tensors",
+    "pack-quantized": "compressed-tensors",
+}
+_PAIR = re.compile(r"(?P<source>.+?)-to-(?P<target>.+)")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def suggestion(word: str, choices: Iterable[str]) -> str:
+    """`` (did you mean X?)`` where one of ``choices`` is near ``word``, else nothing."""
+    near = get_close_matches(word, list(choices), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+class OneOf(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
+    """One of a few words, in any case and with ``_`` for ``-``; a near miss gets a suggestion.
+
+    Args:
+        choices: the words.
+        spellings: other spellings of them.
+    """
+
+    name = "choice"
+
+    def __init__(self, choices: Collection[str], spellings: Mapping[str, str] | None = None) -> None:
+        self.choices = choices
+        self.spellings = dict(spellings or {})
+
+    def find(self, value: str) -> str | None:
+        """The word that ``value`` spells, or None."""
+        word = value.strip().lower().replace("_", "-")
+        word = self.spellings.get(word, word)
+        return word if word in self.choices else None
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        found = self.find(str(value))
+        if found is None:
+            near = suggestion(str(value).lower(), (*self.choices, *self.spellings))
+            self.fail(f"expected one of {', '.join(self.choices)}, found {value!r}{near}", param, ctx)
+        return found
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return f"[{'|'.join(self.choices)}]"
+
+
+FORMAT = OneOf(LAYOUTS, _FORMAT_SPELLINGS)
+"""The name of a layout, also of one that was registered later."""
+
+
+class SettingType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
+    """A setting of a recipe or a method, as its kind reads it."""
+
+    name = "setting"
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        where = param.opts[0] if param is not None else "setting"
+        if not isinstance(value, str):
+            self.kind.check(where, value)
+            return value
+        if isinstance(self.kind, Choice):
+            words = {str(choice): choice for choice in self.kind.values}
+            word = value.strip().lower().replace("_", "-")
+            if word not in words:
+                near = suggestion(word, words)
+                self.fail(f"expected one of {', '.join(words)}, found {value!r}{near}", param, ctx)
+            return words[word]
+        return self.kind.parse(where, value)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        if isinstance(self.kind, Choice):
+            return f"[{'|'.join(map(str, self.kind.values))}]"
+        return {"WholeNumber": "N", "Fraction": "FRACTION"}.get(type(self.kind).__name__, "TEXT")
+
+
+class Source(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
+    """A checkpoint: a folder that is there and has a config.json, or a Hub id; as the text that was given."""
+
+    name = "checkpoint"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        folder = local_folder(str(value))
+        if folder is not None and not (folder / "config.json").exists():
+            hint = "pass the folder of a Hugging Face checkpoint"
+            if folder.name.endswith(".partial"):
+                hint = "it is the unfinished output of a run; repeat that run to continue it"
+            raise CheckpointError(f"{folder}: holds no config.json; {hint}")
+        return str(value)
+
+
+class TextSource(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
+    """Where text comes from, as :class:`marlinq.calibration.sources.Source` reads it; or ``self``."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value)
+        if text != "self":
+            from marlinq.calibration.sources import Source
+
+            Source.parse(text, split="train")
+        return text
+
+
+class Pair(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
+    """``SOURCE-to-TARGET`` as two names of layouts."""
+
+    name = "pair"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, str]:
+        match = _PAIR.fullmatch(str(value).strip().lower().replace("_", "-"))
+        if match is None:
+            names = ", ".join(LAYOUTS)
+            self.fail(f"expected SOURCE-to-TARGET with two of {names}; found {value!r}", param, ctx)
+        return FORMAT.convert(match["source"], param, ctx), FORMAT.convert(match["target"], param, ctx)
+
+
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
+    """A number of bytes such as 5GB or 512MiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", str(value).strip().upper())
+        size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+        if size < 1:
+            self.fail(f"expected a size such as 5GB or 512MiB, found {value!r}", param, ctx)
+        return size
+
+
+SOURCE = Source()
+TEXT = TextSource()
+PAIR = Pair()
+FOLDER = click.Path(path_type=Path)
+"""A path that is looked at later."""

@@ -1,0 +1,96 @@
+"""How a report looks: paragraphs, facts and tables.
+
+A report says what it shows as blocks. Here they become plain text, which pipes and Python callers get; on a
+terminal the command line draws the same blocks with rich.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from marlinq.core.safe_text import escaped
+
+GAP = "  "
+"""What stands between two columns of plain text."""
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines that stand as they are."""
+
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Labels and what there is to say of each."""
+
+    rows: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells.
+
+    Attributes:
+        header: the columns' titles; empty for none.
+        rows: as many cells each as there are columns.
+        numbers: columns that are aligned to the right.
+        status: the column that holds words such as ``passed`` or ``no``, which a terminal colours.
+        title: a line above, or empty.
+    """
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numbers: tuple[int, ...] = ()
+    status: int | None = None
+    title: str = ""
+
+
+Block = Lines | Facts | Table
+
+
+class Shown(ABC):
+    """A report that has blocks to show."""
+
+    @abstractmethod
+    def display(self) -> Sequence[Block]:
+        """What to show, from top to bottom."""
+
+    def render(self) -> str:
+        """The report as plain text, without a final newline."""
+        return plain(self.display())
+
+
+def lines(*texts: str) -> Lines:
+    """A block of lines."""
+    return Lines(texts)
+
+
+def plain(blocks: Iterable[Block]) -> str:
+    """The blocks as text, an empty line between two of them; columns as wide as their widest cell."""
+    return "\n\n".join(text for block in blocks if (text := _plain(block)))
+
+
+def _plain(block: Block) -> str:
+    if isinstance(block, Lines):
+        return "\n".join(escaped(line) for line in block.lines)
+    if isinstance(block, Facts):
+        return _columns([(label, text) for label, text in block.rows], ())
+    body = [block.header, *block.rows] if block.header else list(block.rows)
+    text = _columns(body, block.numbers)
+    return f"{escaped(block.title)}\n{text}" if block.title else text
+
+
+def _columns(rows: Sequence[tuple[str, ...]], numbers: Sequence[int]) -> str:
+    shown = [[escaped(cell) for cell in row] for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(*shown, strict=True)]
+    return "\n".join(
+        GAP.join(
+            cell.rjust(width) if index in numbers else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in shown
+    )

@@ -1,0 +1,131 @@
+"""A quantised linear as a server multiplies it: split over GPUs, and fused with its siblings."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from marlinq.core.scheme import Element, group_count
+from marlinq.operations.inspect.servers import axes
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What the rules look at for one layer.
+
+    Attributes:
+        layout: a name in :data:`marlinq.formats.LAYOUTS`.
+        in_features, out_features: K and N.
+        element: the type of a code.
+        group_size: -1 for one group.
+        declared_symmetric: what a loader takes it for: by the config, not by what the zeros happen to be.
+        symmetric: every stored zero point is the middle code; None where they can't be decoded.
+        declared_act_order: the config says ``desc_act: true``.
+        in_order: no g_idx, or one that is ``k // group_size``.
+        sortable: sorting the g_idx gives that.
+        zero_writer: who packed GPTQ v1 zeros, where the config tells.
+        problem: what keeps its zeros from being decoded, or None.
+    """
+
+    layout: str
+    in_features: int
+    out_features: int
+    element: Element
+    group_size: int
+    declared_symmetric: bool
+    symmetric: bool | None
+    declared_act_order: bool = False
+    in_order: bool = True
+    sortable: bool = True
+    zero_writer: str | None = None
+    problem: str | None = None
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        return group_count(self.in_features, self.group_size)
+
+    @property
+    def weights(self) -> str:
+        """As ``servers.toml`` names them."""
+        return f"{self.element.name} {'symmetric' if self.declared_symmetric else 'asymmetric'}"
+
+    @property
+    def scheme(self) -> tuple[object, ...]:
+        """What members of a fused layer must have in common."""
+        return self.element, self.group_size, self.declared_symmetric, self.declared_act_order
+
+
+@dataclass(frozen=True)
+class Split:
+    """Tensor parallelism: over how many GPUs, and the model's attention heads where its config says."""
+
+    parts: int
+    heads: int | None = None
+    kv_heads: int | None = None
+
+
+def split(name: str, layer: Layer, by: Split) -> Layer | str:
+    """The part of ``layer`` that one GPU holds, or why it can't be split.
+
+    Row-parallel layers split K and column-parallel ones N, by their names; key and value projections are
+    repeated where there are more GPUs than heads. A layer of unknown name stays whole on every GPU.
+    """
+    known, last, parts = axes(), name.rpartition(".")[2], by.parts
+    if last in known.row:
+        if layer.in_features % parts:
+            return f"K={layer.in_features} can't be split over {parts} GPUs"
+        part = layer.in_features // parts
+        if layer.group_size > 0 and part % layer.group_size:
+            return f"K={part} of each of {parts} GPUs is not a multiple of the group size {layer.group_size}"
+        return replace(layer, in_features=part)
+    if last in known.column:
+        pieces = parts
+        if last in known.kv_heads and by.kv_heads is not None and parts > by.kv_heads:
+            if parts % by.kv_heads:
+                return f"{by.kv_heads} key-value heads can't be shared by {parts} GPUs"
+            pieces = by.kv_heads
+        heads = by.kv_heads if last in known.kv_heads else by.heads if last == "q_proj" else None
+        if heads is not None and heads % pieces:
+            return f"{heads} heads can't be split over {parts} GPUs"
+        if layer.out_features % pieces:
+            return f"N={layer.out_features} can't be split over {parts} GPUs"
+        return replace(layer, out_features=layer.out_features // pieces)
+    return layer
+
+
+def unknown_axes(names: Collection[str]) -> list[str]:
+    """Layers that tensor parallelism is taken to leave whole, because their names tell no axis."""
+    known = axes()
+    return [name for name in names if name.rpartition(".")[2] not in known.row | known.column]
+
+
+def fused(
+    layers: Mapping[str, Layer], fusions: Mapping[str, tuple[str, ...]], unquantized: Collection[str]
+) -> tuple[dict[str, tuple[Layer, int]], str | None]:
+    """The layers that are multiplied, each with the number of linears in it; and why they can't be fused.
+
+    Args:
+        layers: by name.
+        fusions: the name of a fused layer -> the last names of its members, in order.
+        unquantized: linears that are stored in floating point.
+    """
+    owner = {member: (whole, members) for whole, members in fusions.items() for member in members}
+    units: dict[str, tuple[Layer, int]] = {}
+    for name, layer in layers.items():
+        parent, _, last = name.rpartition(".")
+        whole, members = owner.get(last, (None, ()))
+        siblings = {f"{parent}.{member}": layers.get(f"{parent}.{member}") for member in members}
+        plain = [sibling for sibling in siblings if sibling in unquantized]
+        if plain:
+            return {}, f"{name}: is quantised, but {plain[0]}, which is fused with it, is not"
+        quantized = {sibling: each for sibling, each in siblings.items() if each is not None}
+        if whole is None or len(quantized) < len(members):
+            units[name] = (layer, 1)
+            continue
+        for sibling, each in quantized.items():
+            if each.scheme != layer.scheme:
+                return {}, f"{name}: is quantised in another way than {sibling}, which is fused with it"
+        width = sum(each.out_features for each in quantized.values())
+        units[f"{parent}.{whole}"] = (replace(layer, out_features=width), len(quantized))
+    return units, None

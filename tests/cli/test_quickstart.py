@@ -1,0 +1,99 @@
+"""The quick start's commands are commands, and what it says of them holds."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+OPERATIONS = {
+    "quantize": ("marlinq.operations.quantize", "quantize"),
+    "verify": ("marlinq.operations.verify", "verify"),
+    "inspect": ("marlinq.operations.inspect", "inspect"),
+    "convert": ("marlinq.operations.convert", "convert"),
+    "eval": ("marlinq.operations.evaluate", "evaluate"),
+    "bench": ("marlinq.operations.bench", "bench_decode"),
+}
+
+
+@pytest.fixture
+def quickstart(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    path = Path(__file__).parents[2] / "scripts" / "quickstart.py"
+    specification = importlib.util.spec_from_file_location("quickstart", path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    # Dataclasses look their module up.
+    monkeypatch.setitem(sys.modules, "quickstart", module)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_every_step_is_a_command(
+    marlinq: Callable, operation: Callable, quickstart: ModuleType, tmp_path: Path
+) -> None:
+    def make(folder: Path) -> None:
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").write_text("{}")
+
+    import_module("marlinq.cli.quantize")  # it needs the real recipe
+    make(quickstart.MODEL)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "guide.md").write_text("text")
+    ran = []
+    for step in (*quickstart.STEPS, *quickstart.GPU_STEPS):
+        name = step.arguments[0]
+        if name == "generate":
+            continue  # it calls two functions, and its options are tested elsewhere
+        recorder = operation(*OPERATIONS[name])
+        outcome = marlinq(*step.arguments)
+        assert (outcome.code, outcome.err) == (0, ""), step.arguments
+        assert recorder.arguments
+        ran.append(name)
+        if step.makes is not None:
+            make(step.makes)
+    assert set(ran) == set(OPERATIONS)
+    assert (Path(__file__).parents[2] / "docs" / "guide.md").stat().st_size > 8000  # 2048 tokens of text
+
+
+def test_a_finished_folder_is_not_made_again(
+    quickstart: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    commands: list[list[str]] = []
+
+    def ran(command: list[str], **settings: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command[3:])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(quickstart.subprocess, "run", ran)
+    quantize, verify = quickstart.STEPS[:2]
+    quickstart.run(quantize)
+    quickstart.INT4.with_name(quickstart.INT4.name + ".partial").mkdir(parents=True)
+    quickstart.run(quantize)
+    quickstart.INT4.mkdir()
+    quickstart.run(quantize)
+    quickstart.run(verify)
+    assert commands == [
+        list(quantize.arguments),
+        [*quantize.arguments, "--resume"],
+        list(verify.arguments),
+    ]
+    assert "quickstart/int4 is there already" in capsys.readouterr().out
+
+
+def test_a_failed_command_ends_the_tour(quickstart: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = subprocess.CompletedProcess([], 7)
+    monkeypatch.setattr(quickstart.subprocess, "run", lambda *command, **settings: failed)
+    with pytest.raises(SystemExit) as exit_info:
+        quickstart.run(quickstart.STEPS[1])
+    assert exit_info.value.code == 7

@@ -1,0 +1,290 @@
+"""Every rule of servers.toml, one layer at a time, and what is built on them."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from marlinq.core.scheme import INT4, INT8, Scheme
+from marlinq.core.weight import QuantizedWeight
+from marlinq.formats import LAYOUTS
+from marlinq.operations.inspect.eligibility import ServerVerdict, Whole, verdicts
+from marlinq.operations.inspect.parallel import Layer, Split, fused, split, unknown_axes
+from marlinq.operations.inspect.servers import Server, servers
+from marlinq.runtime.operand import operand_refusal
+from tests.testing.quantized_folders import random_tuple
+
+UP = "model.layers.0.mlp.fc1"
+PLAIN = Layer("gptq", 512, 512, INT4, 128, declared_symmetric=True, symmetric=True)
+AWQ = replace(PLAIN, layout="awq", declared_symmetric=False)
+CT = replace(PLAIN, layout="compressed-tensors")
+MARLIN = replace(PLAIN, layout="marlin")
+
+
+def judge(layer: Layer, *, rules: bool = False, tp: int = 1, name: str = UP) -> dict[str, ServerVerdict]:
+    whole = Whole(layer.layout, rules, (), 8, 4)
+    return {found.server: found for found in verdicts({name: layer}, whole, tensor_parallel=tp)}
+
+
+def first(verdict: ServerVerdict) -> str | None:
+    """The kernel taken first; None when the checkpoint is not loaded."""
+    if not verdict.loads:
+        assert verdict.first == ()
+        assert verdict.reason
+        return None
+    return verdict.first[0][0] if verdict.first else ""
+
+
+VLLM_CASES = {
+    "the usual": (PLAIN, "Machete"),
+    "v2": (replace(PLAIN, layout="gptq-v2"), "Machete"),
+    "AWQ": (AWQ, "Machete"),
+    "AWQ with zero points": (replace(AWQ, symmetric=False), "Machete"),
+    "CT": (CT, "Machete"),
+    "CT asymmetric": (replace(CT, declared_symmetric=False, symmetric=False), "Machete"),
+    "int8": (replace(PLAIN, element=INT8), "Machete"),
+    "CT int8 asymmetric": (replace(CT, element=INT8, declared_symmetric=False, symmetric=False), "Machete"),
+    "one group": (replace(PLAIN, group_size=-1), "Machete"),
+    "group 64": (replace(PLAIN, group_size=64), "Machete"),
+    "group 32: Machete does not": (replace(PLAIN, group_size=32), "Humming"),
+    "N of 64: Machete does not": (replace(PLAIN, out_features=64), "Humming"),
+    "K of 32: Machete does not": (replace(PLAIN, in_features=544, group_size=32), "Humming"),
+    "CT of group 256 goes past Marlin's gate": (replace(CT, group_size=256), "Humming"),
+    "GPTQ of group 256 does not": (replace(PLAIN, group_size=256), None),
+    "GPTQ of group 16": (replace(PLAIN, group_size=16), None),
+    "AWQ of group 256": (replace(AWQ, group_size=256), None),
+    "a short last group": (replace(PLAIN, in_features=576), None),
+    "N is no whole word": (replace(PLAIN, out_features=516), None),
+    "N of 4 slots at 8 bits": (replace(PLAIN, element=INT8, out_features=516), "Humming"),
+    "GPTQ asymmetric": (replace(PLAIN, declared_symmetric=False, symmetric=False), None),
+    "GPTQ asymmetric by its config alone": (replace(PLAIN, declared_symmetric=False), None),
+    "the config lies": (replace(PLAIN, symmetric=False), None),
+    "activation order": (replace(PLAIN, in_order=False, declared_act_order=True), None),
+    "hidden activation order": (replace(PLAIN, in_order=False), None),
+    "desc_act alone": (replace(PLAIN, declared_act_order=True), None),
+    "desc_act with one group": (replace(PLAIN, declared_act_order=True, group_size=-1), "Machete"),
+    "unreadable zeros": (replace(PLAIN, symmetric=None, problem="qzeros: ..."), None),
+    "Marlin's own layout": (MARLIN, None),
+}
+
+
+@pytest.mark.parametrize("case", VLLM_CASES)
+def test_vllm(case: str) -> None:
+    layer, kernel = VLLM_CASES[case]
+    assert first(judge(layer)["vLLM"]) == kernel
+
+
+SGLANG_CASES = {
+    "the usual": (PLAIN, "Marlin"),
+    "AWQ": (AWQ, "Marlin"),
+    "CT asymmetric": (replace(CT, declared_symmetric=False, symmetric=False), "Marlin"),
+    "int8": (replace(PLAIN, element=INT8), "Marlin"),
+    "CT int8 asymmetric is no Marlin type": (replace(CT, element=INT8, declared_symmetric=False), None),
+    "K is not padded": (replace(PLAIN, in_features=576, group_size=64), None),
+    "N is not padded": (replace(PLAIN, out_features=544), None),
+    "AWQ falls back": (replace(AWQ, out_features=544), "AWQ"),
+    "AWQ of group 256 falls back": (replace(AWQ, group_size=256), "AWQ"),
+    "GPTQ of group 256": (replace(PLAIN, group_size=256), None),
+    "declared activation order": (replace(PLAIN, in_order=False, declared_act_order=True), "Marlin"),
+    "hidden activation order": (replace(PLAIN, in_order=False), None),
+    "GPTQ asymmetric": (replace(PLAIN, declared_symmetric=False, symmetric=False), None),
+    "Marlin's own layout": (MARLIN, None),
+}
+
+
+@pytest.mark.parametrize("case", SGLANG_CASES)
+def test_sglang(case: str) -> None:
+    layer, kernel = SGLANG_CASES[case]
+    assert first(judge(layer)["SGLang"]) == kernel
+
+
+UNEVEN = replace(PLAIN, declared_symmetric=False, symmetric=False)
+LIBRARY_CASES = {
+    "the usual": (PLAIN, True, True),
+    "v1 zero points of GPTQModel": (replace(UNEVEN, zero_writer="gptqmodel"), True, True),
+    "v1 zero points of others": (UNEVEN, False, False),
+    "v2 zero points": (replace(UNEVEN, layout="gptq-v2"), True, True),
+    "AWQ": (AWQ, True, True),
+    "CT": (CT, True, False),
+    "CT asymmetric": (replace(UNEVEN, layout="compressed-tensors"), False, False),
+    "declared activation order": (replace(PLAIN, in_order=False, declared_act_order=True), True, True),
+    "CT in activation order": (replace(CT, in_order=False, declared_act_order=True), False, False),
+    "Marlin's own layout": (MARLIN, False, False),
+}
+
+
+@pytest.mark.parametrize("case", LIBRARY_CASES)
+def test_transformers_and_gptqmodel(case: str) -> None:
+    layer, *expected = LIBRARY_CASES[case]
+    found = judge(layer)
+    assert [found["transformers"].loads, found["GPTQModel"].loads] == expected
+
+
+def test_transformers_knows_no_rules_and_no_quantised_head() -> None:
+    assert not judge(PLAIN, rules=True)["transformers"].loads
+    assert judge(PLAIN, rules=True)["GPTQModel"].loads
+    assert not judge(PLAIN, name="lm_head")["transformers"].loads
+    assert judge(PLAIN, name="lm_head")["vLLM"].loads
+
+
+ORIGINAL_CASES = {
+    "the usual": (MARLIN, True),
+    "one group": (replace(MARLIN, group_size=-1), True),
+    "group 64": (replace(MARLIN, group_size=64), False),
+    "N": (replace(MARLIN, out_features=640), False),
+    "K": (replace(MARLIN, in_features=576, group_size=-1), False),
+    "not in its layout": (PLAIN, False),
+}
+
+
+@pytest.mark.parametrize("case", ORIGINAL_CASES)
+def test_the_original_marlin(case: str) -> None:
+    layer, loads = ORIGINAL_CASES[case]
+    assert judge(layer)["Marlin (IST-DASLab)"].loads is loads
+
+
+def test_refusals_say_what_to_convert_to() -> None:
+    assert "convert --to awq or compressed-tensors" in judge(UNEVEN)["vLLM"].reason
+    assert "convert --to gptq or gptq-v2 or awq or compressed-tensors" in judge(MARLIN)["vLLM"].reason
+    assert judge(PLAIN)["Marlin (IST-DASLab)"].reason.endswith("convert --to marlin")
+    small = judge(replace(PLAIN, out_features=64))["Marlin (IST-DASLab)"].reason
+    assert "N=64 is not a multiple of 256" in small
+    assert "convert" not in judge(UNEVEN)["Marlin (IST-DASLab)"].reason
+
+
+def test_reasons_name_the_kernels_that_were_passed_over() -> None:
+    found = judge(replace(PLAIN, group_size=32))["vLLM"]
+    assert "not CutlassW4A8: multiplies FP8 activations only" in found.reason
+    assert "not Machete: group size 32 is not one of -1, 64, 128" in found.reason
+    assert [kernel.kernel for kernel in found.kernels][:4] == ["CutlassW4A8", "Machete", "Humming", "Marlin"]
+
+
+OPERANDS = {
+    "usual": {},
+    "group 32": {"group_size": 32},
+    "group 96": {"k": 192, "group_size": 96},
+    "group 16": {"group_size": 16},
+    "one group": {"group_size": -1},
+    "scattered": {"scattered": True},
+    "int8": {"bits": 8},
+    "zero points": {"zeros": "any"},
+}
+
+
+@pytest.mark.parametrize("case", [*OPERANDS, "unsortable"])
+def test_our_own_verdict_is_the_operands(case: str) -> None:
+    settings = dict(OPERANDS.get(case, {}))
+    q = random_tuple(settings.pop("k", 256), 64, 1, **settings)
+    if case == "unsortable":
+        g_idx = q.g_idx.clone()
+        g_idx[0] = 1
+        q = QuantizedWeight(q.codes, q.scales, q.zeros, g_idx, q.group_size, q.element)
+    layer = Layer(
+        "gptq", q.in_features, q.out_features, q.element, q.scheme.group_size,
+        declared_symmetric=True, symmetric=True, in_order=q.has_trivial_g_idx, sortable=case != "unsortable",
+    )  # fmt: skip
+    able = operand_refusal(q) is None
+    assert judge(layer)["marlinq"].first == ((("W4A16" if able else "dense product"), 1),)
+
+
+def test_members_of_a_fused_layer_are_judged_together() -> None:
+    parent = "model.layers.0.self_attn"
+    narrow = {
+        f"{parent}.{name}": replace(PLAIN, out_features=n) for name, n in
+              (("q_proj", 512), ("k_proj", 64), ("v_proj", 64))}  # fmt: skip
+    found = {v.server: v for v in verdicts(narrow, Whole("gptq", False, (), 8, 1))}
+    # 64 alone is too narrow for Machete; 512 + 64 + 64 is not.
+    assert found["vLLM"].first == (("Machete", 3),)
+    assert found["marlinq"].first == (("W4A16", 3),)
+    other = narrow | {f"{parent}.v_proj": replace(PLAIN, out_features=64, group_size=64)}
+    found = {v.server: v for v in verdicts(other, Whole("gptq", False, (), 8, 1))}
+    assert "quantised in another way than" in found["vLLM"].reason
+    assert found["GPTQModel"].loads
+    missing = {name: layer for name, layer in narrow.items() if not name.endswith("v_proj")}
+    found = {v.server: v for v in verdicts(missing, Whole("gptq", False, (f"{parent}.v_proj",), 8, 1))}
+    assert "which is fused with it, is not" in found["SGLang"].reason
+
+
+def test_members_count_as_many_as_they_are() -> None:
+    layers = {"a.gate_proj": PLAIN, "a.up_proj": PLAIN, "a.down_proj": replace(PLAIN, out_features=64)}
+    units, broken = fused(layers, {"gate_up_proj": ("gate_proj", "up_proj")}, ())
+    assert broken is None
+    assert {name: (layer.out_features, count) for name, (layer, count) in units.items()} == {
+        "a.gate_up_proj": (1024, 2),
+        "a.down_proj": (64, 1),
+    }
+    found = {v.server: v for v in verdicts(layers, Whole("gptq", False, (), None, None))}
+    assert found["vLLM"].first == (("Machete", 2), ("Humming", 1))
+    assert "not Machete everywhere: a.down_proj: N=64" in found["vLLM"].reason
+
+
+SPLITS = {
+    "column": ("fc1", 4, (512, 128)),
+    "row": ("down_proj", 4, (128, 512)),
+    "row below a group": ("down_proj", 8, "K=64 of each of 8 GPUs is not a multiple of the group size 128"),
+    "row that does not divide": ("o_proj", 3, "K=512 can't be split over 3 GPUs"),
+    "column that does not divide": ("up_proj", 3, "N=512 can't be split over 3 GPUs"),
+    "heads": ("q_proj", 16, "8 heads can't be split over 16 GPUs"),
+    "key-value heads": ("k_proj", 4, (512, 128)),
+    "key-value heads, repeated": ("k_proj", 8, (512, 128)),
+    "key-value heads that don't divide": ("v_proj", 3, "4 heads can't be split over 3 GPUs"),
+    "key-value heads that can't be repeated": ("v_proj", 6, "4 key-value heads can't be shared by 6 GPUs"),
+    "an unknown name": ("frob", 8, (512, 512)),
+}
+
+
+@pytest.mark.parametrize("case", SPLITS)
+def test_splits(case: str) -> None:
+    last, parts, expected = SPLITS[case]
+    found = split(f"model.layers.0.{last}", PLAIN, Split(parts, 8, 4))
+    assert (found if isinstance(found, str) else (found.in_features, found.out_features)) == expected
+
+
+def test_one_group_is_kept_on_every_gpu() -> None:
+    found = split("a.down_proj", replace(PLAIN, group_size=-1), Split(8))
+    assert isinstance(found, Layer)
+    assert (found.in_features, found.group_size) == (64, -1)
+
+
+def test_shape_rules_hold_after_the_split() -> None:
+    wide = replace(PLAIN, out_features=256)
+    assert first(judge(wide, tp=1)["vLLM"]) == "Machete"
+    assert first(judge(wide, tp=4)["vLLM"]) == "Humming"
+    assert first(judge(wide, tp=4)["SGLang"]) == "Marlin"
+    assert first(judge(wide, tp=8)["SGLang"]) is None
+    assert "K=64 of each of 8 GPUs" in judge(PLAIN, tp=8, name="a.down_proj")["vLLM"].reason
+    assert set(judge(wide, tp=2)) == {"vLLM", "SGLang"}
+    assert unknown_axes(["a.frob", "a.fc1", "lm_head"]) == ["a.frob"]
+
+
+def test_the_file_is_coherent() -> None:
+    for server in servers():
+        assert server.version
+        assert server.read
+        names = [kernel.name for kernel in server.kernels]
+        assert sorted(names) == sorted(server.hopper)
+        layouts = [name for loading in server.formats for name in loading.names]
+        assert len(layouts) == len(set(layouts))
+        assert set(layouts) <= set(LAYOUTS)
+        for limits in (*server.formats, *server.kernels):
+            for weights in limits.weights:
+                element, kind = weights.split()
+                assert element in ("int4", "int8")
+                assert kind in ("symmetric", "asymmetric")
+        for loading in server.formats:
+            assert loading.act_order in ("refused", "declared")
+            for name in loading.names:
+                holds_zeros = LAYOUTS[name].as_stored(Scheme(zero_point="midpoint")).stores_zeros
+                assert not holds_zeros or all("asymmetric" in weights for weights in loading.weights)
+
+
+def test_the_versions_are_those_that_the_file_says() -> None:
+    file = Path(__file__).parents[3] / "marlinq" / "operations" / "inspect" / "servers.toml"
+    written = {entry["name"]: entry["version"] for entry in tomllib.loads(file.read_text())["servers"]}
+    found = {v.server: v.version for v in judge(PLAIN).values()}
+    assert {name: found[name] for name in written} == written
+    assert {"vLLM", "SGLang", "transformers", "GPTQModel"} <= set(written)
+    assert all(isinstance(server, Server) for server in servers())
