@@ -28,7 +28,7 @@ _BATCHES = (48, *range(80, 257, 16), *range(272, 1025, 32), *range(1088, 8193, 1
 
 def shape(config: WarpgroupConfig) -> Shape:
     """A line of ``_COMMON``."""
-    return config.tile_m, config.words, config.groups_n, config.parts_k, config.cluster, config.even
+    return config.tile_m, config.words, config.warpgroups_n, config.parts_k, config.cluster, config.stream_k
 
 
 def excesses(problem: Problem) -> dict[Shape, float]:

@@ -19,7 +19,7 @@ from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.timing import capture, time_in_turn
 
 _K, _GROUP, _LAUNCHES = 12288, 128, 10
-# (tile_m, words, groups_n, parts_k, stages): the shapes that large layers take.
+# (tile_m, words, warpgroups_n, parts_k, stages): the shapes that large layers take.
 _SHAPES = ((32, 4, 1, 2, 8), (64, 2, 2, 1, 6), (128, 1, 2, 1, 5), (128, 2, 2, 1, 4))
 _EIGHTS = -0x77777778  # every nibble 8: a weight of zero
 
@@ -50,8 +50,8 @@ def main() -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     blocks = torch.cuda.get_device_properties(device).multi_processor_count
     print(hardware_line(device))
-    for tile_m, words, groups_n, parts_k, stages in _SHAPES:
-        config = WarpgroupConfig(tile_m, words, groups_n, parts_k, 8, 1, stages, 1, blocks)
+    for tile_m, words, warpgroups_n, parts_k, stages in _SHAPES:
+        config = WarpgroupConfig(tile_m, words, warpgroups_n, parts_k, 8, 1, stages, 1, blocks)
         n = config.tile_n * blocks
         out = torch.empty(tile_m, n, dtype=torch.float16, device=device)
         graphs = {}
@@ -61,7 +61,7 @@ def main() -> int:
             graphs[name] = capture(launch, _LAUNCHES), _LAUNCHES
         times = time_in_turn(graphs, 1e-4, sustained=True)
         listed = ", ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in times.items())
-        print(f"M={tile_m:<4} {words} words, {groups_n} x {parts_k} warpgroups: {listed}", flush=True)
+        print(f"M={tile_m:<4} {words} words, {warpgroups_n} x {parts_k} warpgroups: {listed}", flush=True)
     return 0
 
 

@@ -64,6 +64,11 @@ class TensorInfo:
     nbytes: int
 
 
+def header_text(info: TensorInfo) -> str:
+    """Dtype and shape as a manifest records them: ``float16 [64, 128]``."""
+    return f"{info.dtype} {list(info.shape)}"
+
+
 @dataclass(frozen=True)
 class TensorPlan:
     """A tensor that will be written; ``dtype`` is a name."""

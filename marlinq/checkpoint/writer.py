@@ -22,6 +22,7 @@ from marlinq.checkpoint.header import (
     TensorInfo,
     TensorPlan,
     encode_header,
+    header_text,
     read_tensor,
     tensor_bytes,
 )
@@ -213,7 +214,7 @@ class CheckpointWriter:
 
         Args:
             config: ``config.json``.
-            manifest: recorded in ``marlinq.json`` together with the SHA-256 of every tensor.
+            manifest: recorded in ``marlinq.json`` together with dtype, shape and SHA-256 of every tensor.
             side_files_from: checkpoint whose tokenizer, templates and code files are copied.
             extra_json: further JSON files by name, for example ``quantize_config.json``.
 
@@ -233,7 +234,14 @@ class CheckpointWriter:
                 self.write_json(name, value)
             hashes = dict(sorted(self._hashes.items()))
             run = {"run": self.notes} if self.notes else {}
-            record = {**manifest, **run, "fingerprint": self._fingerprint, "tensors": hashes}
+            headers = {name: header_text(self.tensors[name]) for name in hashes}
+            record = {
+                **manifest,
+                **run,
+                "fingerprint": self._fingerprint,
+                "headers": headers,
+                "tensors": hashes,
+            }
             self.write_json(MANIFEST, record)
             if index:
                 weight_map = {name: info.shard for name, info in sorted(self.tensors.items())}

@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from marlinq.core.errors import UnsupportedError
 from marlinq.core.rules import Keep
 from marlinq.models.building import build_on_meta
+from marlinq.models.plausible import StoredTensor
 from marlinq.models.projection import Projection
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -53,7 +54,8 @@ class Blueprint:
         routed: True when projections sit in lists inside a block (experts), so that one may see a subset of
             the tokens in an order of its own.
         parameters: shape by full name; of tied parameters, the first alone.
-        buffers: full names.
+        buffers: shape by full name, of those that checkpoints hold.
+        computed: full names of the other buffers; what an old checkpoint stores of one is not read.
         tied: parameter name -> the parameter name that it shares its tensor with.
         ignored: regular expressions of tensors that checkpoints may hold although the model has no place for
             them.
@@ -72,7 +74,8 @@ class Blueprint:
     kept: Mapping[str, Keep]
     routed: bool
     parameters: Mapping[str, tuple[int, ...]]
-    buffers: tuple[str, ...]
+    buffers: Mapping[str, tuple[int, ...]]
+    computed: tuple[str, ...]
     tied: Mapping[str, str]
     ignored: tuple[str, ...]
     base_prefix: str
@@ -102,6 +105,7 @@ def build_blueprint(
     config: Mapping[str, Any],
     *,
     source: str,
+    tensors: Mapping[str, StoredTensor] | None = None,
     trust_remote_code: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Blueprint:
@@ -110,6 +114,7 @@ def build_blueprint(
     Args:
         config: the content of ``config.json``; a ``quantization_config`` in it is ignored.
         source: folder of the checkpoint, for error messages and for its code files.
+        tensors: what the checkpoint stores; a model that they can't fill is refused before it takes memory.
         trust_remote_code: run model code that the checkpoint brings.
         dtype: of the parameters of the models that it builds.
 
@@ -120,7 +125,7 @@ def build_blueprint(
     build = partial(
         build_on_meta, dict(config), source=source, trust_remote_code=trust_remote_code, dtype=dtype
     )
-    return describe(build, source=source)
+    return _describe(build(tensors=tensors), build, source)
 
 
 def describe(build: Callable[[], PreTrainedModel], *, source: str = "model") -> Blueprint:
@@ -129,7 +134,10 @@ def describe(build: Callable[[], PreTrainedModel], *, source: str = "model") -> 
     Raises:
         UnsupportedError: no list of decoder blocks, blocks of different classes, or fused experts.
     """
-    model = build()
+    return _describe(build(), build, source)
+
+
+def _describe(model: PreTrainedModel, build: Callable[[], PreTrainedModel], source: str) -> Blueprint:
     blocks_name, blocks_list = _decoder_blocks(model, source)
     classes = sorted({type(block).__name__ for block in blocks_list})
     if len(classes) != 1:
@@ -158,6 +166,7 @@ def describe(build: Callable[[], PreTrainedModel], *, source: str = "model") -> 
     prefix = model.base_model_prefix
     has_root = bool(prefix) and blocks_name.startswith(prefix + ".")
     rules = get_model_conversion_mapping(model)
+    persistent = model.state_dict().keys()
     return Blueprint(
         build=build,
         architecture=type(model).__name__,
@@ -172,7 +181,10 @@ def describe(build: Callable[[], PreTrainedModel], *, source: str = "model") -> 
         kept=MappingProxyType(kept),
         routed=any(bool(_linear_lists(block)) for block in blocks_list),
         parameters=MappingProxyType({name: tuple(value.shape) for name, value in model.named_parameters()}),
-        buffers=tuple(name for name, _ in model.named_buffers()),
+        buffers=MappingProxyType(
+            {name: tuple(value.shape) for name, value in model.named_buffers() if name in persistent}
+        ),
+        computed=tuple(name for name, _ in model.named_buffers() if name not in persistent),
         tied=MappingProxyType(_tied_parameters(model)),
         ignored=(*(model._keys_to_ignore_on_load_unexpected or ()), *_COMPUTED),
         base_prefix=prefix,

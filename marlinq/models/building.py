@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -10,10 +11,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from marlinq.core import boundaries
 from marlinq.core.errors import CheckpointError, UnsupportedError
+from marlinq.models.plausible import StoredTensor, bounded, check_counts
 
 
 def build_on_meta(
-    config: Mapping[str, Any], *, source: str, trust_remote_code: bool, dtype: torch.dtype
+    config: Mapping[str, Any],
+    *,
+    source: str,
+    trust_remote_code: bool,
+    dtype: torch.dtype,
+    tensors: Mapping[str, StoredTensor] | None = None,
 ) -> PreTrainedModel:
     """A new model with parameters on the meta device; buffers (rotary frequencies) are real, on the CPU.
 
@@ -22,6 +29,7 @@ def build_on_meta(
         source: folder of the checkpoint, for error messages and for its code files.
         trust_remote_code: run model code that the checkpoint brings.
         dtype: of the parameters.
+        tensors: what the checkpoint stores; a model that they can't fill is refused before it takes memory.
 
     Raises:
         CheckpointError: transformers does not know the architecture, or rejects the config.
@@ -43,6 +51,8 @@ def build_on_meta(
             f"{source}: model type {plain['model_type']!r} needs code from the checkpoint; "
             "read that code and pass --trust-remote-code to run it"
         )
+    if tensors is not None:
+        check_counts(plain, tensors, source)
     with boundaries.model_config(source, plain["model_type"]):
         if "auto_map" in plain and trust_remote_code:
             parsed = AutoConfig.from_pretrained(source, trust_remote_code=True)
@@ -50,6 +60,11 @@ def build_on_meta(
                 del parsed.quantization_config
         else:
             parsed = AutoConfig.for_model(**plain)
+        if tensors is not None:
+            with bounded(tensors, source):
+                AutoModelForCausalLM.from_config(
+                    deepcopy(parsed), dtype=dtype, trust_remote_code=trust_remote_code
+                )
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(parsed, dtype=dtype, trust_remote_code=trust_remote_code)
         # accelerate moves each parameter to the meta device on its own, which unties shared ones.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,15 +91,14 @@ def load(
     blueprint = build_blueprint(
         without_quantization_config(checkpoint.config),
         source=str(checkpoint.path),
+        tensors=checkpoint.tensors,
         trust_remote_code=trust_remote_code,
         dtype=placement.dtype,
     )
     notes = [placement.reason] if placement.reason else []
     decisions: dict[str, RuntimeDecision] = {}
-    replaced = {} if quantized is None else _quantized_names(blueprint, quantized)
-    blueprint = blueprint.without_ties({blueprint.by_name[name].parameter for name in replaced})
+    blueprint, replaced = match_tensors(blueprint, checkpoint, quantized)
     instance = ModelInstance(blueprint, checkpoint, device=placement.device, dtype=placement.dtype)
-    _check_tensors(instance, checkpoint, quantized, replaced)
     if quantized is not None:
         for index, (name, stored) in enumerate(replaced.items()):
             q = quantized.load(stored)
@@ -116,16 +115,39 @@ def load(
     instance.whole_model()
     _warn_about_dense(decisions, placement.device)
     model = instance.model
-    _read_generation_config(checkpoint, model)
+    generation_config = read_generation_config(checkpoint)
+    if generation_config is not None:
+        model.generation_config = generation_config
     return LoadedModel(
         path=checkpoint.path,
         model=model,
-        tokenizer=_load_tokenizer(checkpoint, trust_remote_code),
+        tokenizer=read_tokenizer(checkpoint, trust_remote_code),
         device=placement.device,
         dtype=placement.dtype,
         decisions=decisions,
         notes=tuple(notes),
     )
+
+
+def match_tensors(
+    blueprint: Blueprint, checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None
+) -> tuple[Blueprint, dict[str, str]]:
+    """Give every tensor its place and every place a tensor of its shape; no tensor is read.
+
+    Returns:
+        The blueprint without the ties of quantised projections, and the checkpoint's name of every quantised
+        projection by its own.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected or of the wrong shape.
+    """
+    replaced: dict[str, str] = {}
+    if quantized is not None:
+        replaced = _quantized_names(blueprint, quantized)
+        # A quantised head is tied to nothing, whatever the config says.
+        blueprint = blueprint.without_ties({blueprint.by_name[name].parameter for name in replaced})
+    _check_tensors(blueprint, checkpoint, quantized, replaced)
+    return blueprint, replaced
 
 
 def _quantized_names(blueprint: Blueprint, quantized: QuantizedCheckpoint) -> dict[str, str]:
@@ -156,49 +178,53 @@ def _quantized_names(blueprint: Blueprint, quantized: QuantizedCheckpoint) -> di
 
 
 def _bias(instance: ModelInstance, checkpoint: Checkpoint, projection: Projection) -> Tensor | None:
-    name, out_features = f"{projection.module}.bias", projection.out_features
+    name = f"{projection.module}.bias"
     if projection.bias:
-        return instance.read(name, (out_features,))
+        return instance.read(name, (projection.out_features,))
     stored = instance.names.own(name)
     if stored is None:
         return None
     # Some writers give every quantised linear a bias, zeros where the model has none.
     bias = checkpoint.tensor(stored)
-    if bias.shape != (out_features,):
-        raise CheckpointError(
-            f"{checkpoint.path}: tensor {stored!r}: expected shape [{out_features}], found {list(bias.shape)}"
-        )
     return bias if bool(bias.any()) else None
 
 
 def _check_tensors(
-    instance: ModelInstance,
+    blueprint: Blueprint,
     checkpoint: Checkpoint,
     quantized: QuantizedCheckpoint | None,
     replaced: Mapping[str, str],
 ) -> None:
-    """Every parameter has a tensor and every tensor a place, known before anything is read.
-
-    Raises:
-        CheckpointError: one is missing or unexpected.
-    """
-    blueprint, names = instance.blueprint, instance.names
+    names = TensorNames(blueprint, checkpoint.tensors.keys(), source=str(checkpoint.path))
     packed = {blueprint.by_name[name].parameter for name in replaced}
     used: set[str] = set()
-    for name in (*blueprint.parameters, *blueprint.tied):
+
+    def take(stored: str | None, shape: Sequence[int]) -> None:
+        if stored is None:
+            return
+        used.add(stored)
+        found = checkpoint.tensors[stored].shape
+        if found != tuple(shape):
+            raise CheckpointError(
+                f"{checkpoint.path}: tensor {stored!r}: expected shape {list(shape)} from config.json, "
+                f"found {list(found)}"
+            )
+
+    shapes = {name: blueprint.parameters[owner] for name, owner in blueprint.tied.items()}
+    for name, shape in {**blueprint.parameters, **shapes}.items():
         if name not in packed:
-            used |= {names.require(name), names.own(name) or name}
-    for name in blueprint.buffers:
-        used.add(names.own(name) or name)
+            take(names.require(name), shape)
+            take(names.own(name), shape)
+    for name, shape in blueprint.buffers.items():
+        take(names.own(name), shape)
+    # Computed by the model; what an old checkpoint stores of them is not read.
+    used.update(stored for name in blueprint.computed if (stored := names.own(name)) is not None)
     if quantized is not None:
-        for name, stored in replaced.items():
-            used |= {*quantized.tensor_names(stored).values(), names.own(f"{name}.bias") or name}
-    ignored = [re.compile(pattern) for pattern in blueprint.ignored]
-    unexpected = [
-        name
-        for name in checkpoint.tensors
-        if name not in used and not any(pattern.search(name) for pattern in ignored)
-    ]
+        for name, module in replaced.items():
+            used.update(quantized.tensor_names(module).values())
+            take(names.own(f"{name}.bias"), (quantized.modules[module].out_features,))
+    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in blueprint.ignored))
+    unexpected = [name for name in checkpoint.tensors if name not in used and not ignored.search(name)]
     if unexpected:
         raise CheckpointError(
             f"{checkpoint.path}: tensor {unexpected[0]!r} ({len(unexpected)} such) has no place in "
@@ -225,14 +251,24 @@ def _warn_about_dense(decisions: Mapping[str, RuntimeDecision], device: torch.de
         )
 
 
-def _read_generation_config(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
+def read_generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
+    """The folder's generation config, or None where it has none.
+
+    Raises:
+        CheckpointError: transformers can't read it.
+    """
     if not (checkpoint.path / "generation_config.json").is_file():
-        return
+        return None
     with boundaries.generation_config(checkpoint.path):
-        model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
+        return GenerationConfig.from_pretrained(checkpoint.path)
 
 
-def _load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any | None:
+def read_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any | None:
+    """The folder's tokenizer, or None where it has none.
+
+    Raises:
+        CheckpointError: transformers can't read it.
+    """
     if not any((checkpoint.path / name).is_file() for name in _TOKENIZER_FILES):
         return None
     from marlinq.calibration import load_tokenizer

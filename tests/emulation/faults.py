@@ -48,7 +48,7 @@ FUSED = replace(
     spread="growing",
 )
 # Up to six blocks have chunks of a tile.
-EVEN = replace(STREAM, config=WarpgroupConfig(16, 2, 1, 1, 8, 1, 2, 1, 132, even=True))
+EVEN = replace(STREAM, config=WarpgroupConfig(16, 2, 1, 1, 8, 1, 2, 1, 132, stream_k=True))
 
 
 @dataclass(frozen=True)
@@ -243,8 +243,8 @@ FAULTS = [
         [
             (
                 "columns of the next row",
-                "if (n < columns)",
-                "if (true)",
+                "if (n >= columns) continue;",
+                "",
                 "out of bounds of global memory: .* out|a second time",
             ),
         ],
@@ -525,8 +525,8 @@ FAULTS = [
         [
             (
                 "a stage given back too early",
-                "matrix_wait<1>();\n                    if (!SCALED_GROUPS && i == 0...}",
-                "if (i == 0 && chunk != entered && lane == 0) last.release();\n matrix_wait<1>();",
+                "matrix_wait<1>();\n                    if (!SCALED_GROUPS && i == 0...;",
+                "if (i == 0 && chunk != entered) release(last);\n matrix_wait<1>();",
                 "overwrites what",
             ),
             (
@@ -569,8 +569,14 @@ FAULTS = [
             (
                 "sums scaled in flight",
                 "matrix_wait<0>();\n                    settle(target);...add_scaled<E>(...);",
-                "add_scaled<E>(sums, group_sums, scale);\n matrix_wait<0>();\n if (lane == 0) now.release();",
+                "add_scaled<E>(sums, group_sums, scale);\n matrix_wait<0>();\n release(now);",
                 WRONG,
+            ),
+            (
+                "a lane that gives a chunk back unasked",
+                "release(now);",
+                "if (lane == 0) now.release();",
+                "overwrites what thread",
             ),
         ],
     ),
@@ -694,6 +700,24 @@ FAULTS = [
         "if (dependent) wait_for_previous_kernel();\n    for (; work",
         "for (; work",
         "touches flags without waiting for the previous kernel",
+    ),
+    *_in(
+        PERSISTENT,
+        "mma/warpgroup_loop.cuh",
+        [
+            (
+                "a lane that gives a stage back unasked",
+                "chunk != entered) release(last);",
+                "chunk != entered && lane == 0) last.release();",
+                "overwrites what thread",
+            ),
+            (
+                "a lane that gives a tile's last stage back unasked",
+                "settle(sums);\n                release(last);",
+                "settle(sums);\n                if (lane == 0) last.release();",
+                "overwrites what thread",
+            ),
+        ],
     ),
     *_in(
         PERSISTENT,

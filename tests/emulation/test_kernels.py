@@ -101,7 +101,7 @@ def test_the_shallowest_ring(builder: Builder, kernel: Kernel) -> None:
         (BulkConfig(4, 2, 1, 8, 1, 4, 2), 3),
         (WarpgroupConfig(16, 4, 1, 1, 8, 1, 7, 1, 132), 4),
         (WarpgroupConfig(16, 4, 2, 1, 8, 1, 4, 1, 2), 2),
-        (WarpgroupConfig(16, 4, 2, 1, 8, 1, 4, 1, 2, even=True), 2),
+        (WarpgroupConfig(16, 4, 2, 1, 8, 1, 4, 1, 2, stream_k=True), 2),
     ],
 )
 def test_fewer_chunks_on_their_way_than_stages(
@@ -130,16 +130,16 @@ def test_bands_of_tiles(builder: Builder, blocks: int) -> None:
 
 
 @pytest.mark.parametrize("group", [-1, 32, 128])
-@pytest.mark.parametrize(("groups_n", "parts_k", "cluster"), [(2, 1, 1), (3, 1, 1), (1, 2, 1), (2, 1, 3)])
+@pytest.mark.parametrize(("warpgroups_n", "parts_k", "cluster"), [(2, 1, 1), (3, 1, 1), (1, 2, 1), (2, 1, 3)])
 def test_warpgroups_of_64_columns(
-    builder: Builder, groups_n: int, parts_k: int, cluster: int, group: int
+    builder: Builder, warpgroups_n: int, parts_k: int, cluster: int, group: int
 ) -> None:
     problem = Problem(45, 320, 768, group, zeros=group != 128, bfloat16=group == -1)
-    config = WarpgroupConfig(32, 1, groups_n, parts_k, 8, cluster, 4, 1, 3)
-    right(builder, Case(problem, config, bias=group == 32, x_padding=8, seed=groups_n))
+    config = WarpgroupConfig(32, 1, warpgroups_n, parts_k, 8, cluster, 4, 1, 3)
+    right(builder, Case(problem, config, bias=group == 32, x_padding=8, seed=warpgroups_n))
 
 
-# (M, N, K, group, zeros, tile_m, words, groups_n, rows, most blocks), and what the blocks' runs are like.
+# (M, N, K, group, zeros, tile_m, words, warpgroups_n, rows, most blocks), and what the blocks' runs are like.
 EVEN = {
     "more blocks than tiles": (11, 320, 1344, 64, True, 16, 2, 1, 8, 5),
     "a tile for many blocks": (11, 192, 2112, 32, False, 8, 4, 1, 4, 132),
@@ -156,9 +156,9 @@ EVEN = {
 @pytest.mark.parametrize("dependent", [False, True])
 @pytest.mark.parametrize("values", EVEN.values(), ids=EVEN)
 def test_tiles_dealt_out_in_chunks(builder: Builder, values: tuple[Any, ...], dependent: bool) -> None:
-    m, n, k, group, zeros, tile_m, words, groups_n, rows, most = values
+    m, n, k, group, zeros, tile_m, words, warpgroups_n, rows, most = values
     problem = Problem(m, n, k, group, zeros, bfloat16=dependent)
-    config = WarpgroupConfig(tile_m, words, groups_n, 1, rows, 1, 3, 1, most, even=True)
+    config = WarpgroupConfig(tile_m, words, warpgroups_n, 1, rows, 1, 3, 1, most, stream_k=True)
     # One at a time in order, and as many as may run at once; twice on the same flags.
     for resident in (1, 4):
         case = Case(problem, config, dependent, bias=not dependent, x_padding=8, resident=resident)
@@ -167,15 +167,15 @@ def test_tiles_dealt_out_in_chunks(builder: Builder, values: tuple[Any, ...], de
 
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize(
-    ("words", "groups_n", "parts_k", "even"), [(4, 1, 1, True), (2, 1, 2, False), (1, 2, 1, True)]
+    ("words", "warpgroups_n", "parts_k", "even"), [(4, 1, 1, True), (2, 1, 2, False), (1, 2, 1, True)]
 )
 def test_scales_of_every_spread(
-    builder: Builder, words: int, groups_n: int, parts_k: int, even: bool, spread: str
+    builder: Builder, words: int, warpgroups_n: int, parts_k: int, even: bool, spread: str
 ) -> None:
     # Three to six groups' scales a chunk and one, and every lane's columns normalised by themselves.
     group = {4: 32, 2: 64, 1: 128}[words]
     problem = Problem(19, 320, 1152, group, zeros=False, bfloat16=False)
-    config = WarpgroupConfig(32, words, groups_n, parts_k, 8, 1, 4, 1, 5, even)
+    config = WarpgroupConfig(32, words, warpgroups_n, parts_k, 8, 1, 4, 1, 5, even)
     assert config.scaling(problem) == "FUSED"
     right(builder, Case(problem, config, seed=words, spread=spread))
     bfloat16 = replace(problem, bfloat16=True)

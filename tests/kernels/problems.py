@@ -97,7 +97,7 @@ def random_operands(
 
 def even_splits(problem: Problem, device: Device) -> list[WarpgroupConfig]:
     """The variants of the warpgroup kernel that deal tiles out in chunks, the fastest by the model first."""
-    found = [config for config in warpgroup.candidates(problem, device) if config.even]
+    found = [config for config in warpgroup.candidates(problem, device) if config.stream_k]
     return sorted(found, key=lambda config: warpgroup.estimate(problem, device, config)[0])
 
 

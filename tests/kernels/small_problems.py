@@ -66,7 +66,7 @@ def cases(device: Device) -> list[tuple[int, Kernel, int, str]]:
 def _several_tiles(problem: Problem, device: Device) -> list[WarpgroupConfig]:
     """Variants that store tiles apart: for even batches those that deal out the last ones in chunks of K."""
     found = tile_after_tile(problem, device, 3)
-    return [config for config in found if config.even == (problem.m % 2 == 0)]
+    return [config for config in found if config.stream_k == (problem.m % 2 == 0)]
 
 
 def _problem(weight: int, m: int) -> Problem:

@@ -88,7 +88,7 @@ def test_any_problem_gets_a_variant_that_fits(
     # Without a split, blocks of the warpgroup kernel take tile after tile.
     persistent = isinstance(config, WarpgroupConfig) and config.parts == 1
     resident = device.multiprocessors * config.min_blocks
-    if isinstance(config, WarpgroupConfig) and config.even:
+    if isinstance(config, WarpgroupConfig) and config.stream_k:
         assert 1 < decision.grid <= min(resident, blocks * config.chunks(problem))
     else:
         assert decision.grid == (min(blocks, resident) if persistent else blocks)
@@ -261,7 +261,7 @@ def test_batch_invariant_decisions_share_one_order(
             assert decision.config is not None
             assert "same order" in decision.reason
             config = decision.config
-            assert not getattr(config, "even", False), "where a tile is cut depends on their number"
+            assert not getattr(config, "stream_k", False), "where a tile is cut depends on their number"
             orders.add(
                 (
                     decision.kernel,
@@ -312,14 +312,14 @@ def test_a_single_row_in_whole_numbers(architecture: str, m: int, chosen: bool) 
     assert isinstance(decision.config, StreamConfig)
     assert isinstance(invariant, StreamConfig)
     assert decision.config.digits == chosen
-    assert ("whole numbers" in decision.reason) == chosen
+    assert ("integer digits" in decision.reason) == chosen
     assert not invariant.digits
 
 
 def test_tiles_are_dealt_out_where_whole_ones_leave_multiprocessors_idle() -> None:
-    def dealt_out(m: int) -> list[WarpgroupConfig]:
+    def split_evenly(m: int) -> list[WarpgroupConfig]:
         problem = Problem(m, 4096, 4096, 128, False, False)
-        found = [config for config in warpgroup.candidates(problem, H200) if config.even]
+        found = [config for config in warpgroup.candidates(problem, H200) if config.stream_k]
         for config in found:
             assert config.parts == 1
             assert config.shared_bytes(problem) * config.min_blocks <= H200.shared_bytes
@@ -330,12 +330,13 @@ def test_tiles_are_dealt_out_where_whole_ones_leave_multiprocessors_idle() -> No
             assert handover.floats == config.grid(problem) * config.tile_m * config.tile_n
         return found
 
-    assert {config.min_blocks for config in dealt_out(64)} == {1}
+    assert {config.min_blocks for config in split_evenly(64)} == {1}
     # 32 x 33 tiles of 128 x 128 are eight waves of 132.
-    whole = [config for config in dealt_out(33 * 128) if (config.tile_m, config.tile_n) == (128, 128)]
+    whole = [config for config in split_evenly(33 * 128) if (config.tile_m, config.tile_n) == (128, 128)]
     assert not whole
     assert not any(
-        config.even for config in warpgroup.candidates(Problem(64, 4096, 4096, 128, False, False), H200, True)
+        config.stream_k
+        for config in warpgroup.candidates(Problem(64, 4096, 4096, 128, False, False), H200, True)
     )
 
 

@@ -117,6 +117,8 @@ def _of_variant(x: Tensor, operands: Operands, config: KernelConfig) -> Tensor:
     return out
 
 
+# Variants are taken from all candidates, of which some that no decision chooses spill.
+@pytest.mark.filterwarnings("ignore::marlinq.kernels.jit.cache.KernelSpills")
 @pytest.mark.parametrize("dependent", [False, True])
 @pytest.mark.parametrize("number", range(8))
 def test_tiles_dealt_out_in_chunks(shares_tiles: Device, number: int, dependent: bool) -> None:
@@ -140,6 +142,8 @@ def test_tiles_dealt_out_in_chunks(shares_tiles: Device, number: int, dependent:
             assert all(torch.equal(result, results[0]) for result in results), (problem, config)
 
 
+# Variants are taken from all candidates, of which some that no decision chooses spill.
+@pytest.mark.filterwarnings("ignore::marlinq.kernels.jit.cache.KernelSpills")
 @pytest.mark.parametrize("blocks", [1, 3, 40])
 @pytest.mark.parametrize("number", range(4))
 def test_blocks_that_take_tile_after_tile(shares_tiles: Device, number: int, blocks: int) -> None:
@@ -239,9 +243,9 @@ def test_dequantised_once(group: int, dtype: torch.dtype, zeros: bool) -> None:
             for _ in range(2):
                 assert relative_error(gemm(x[:m], operands), expected[:m]) < BOUND[dtype]
         order = torch.randperm(k, device="cuda").int()
-        taken = w4a16_gemm(
-            x, operands.words, operands.scales, operands.zeros, operands.bias, group, n - 3, order
-        )
+        assert operands.bias is not None
+        bias = operands.bias[: n - 3]
+        taken = w4a16_gemm(x, operands.words, operands.scales, operands.zeros, bias, group, n - 3, order)
         assert relative_error(taken, operands.reference(x[:, order.long()])[:, : n - 3]) < BOUND[dtype]
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -253,12 +257,12 @@ def test_dequantised_once(group: int, dtype: torch.dtype, zeros: bool) -> None:
 
 
 def _whole_numbers(problem: Problem) -> list[StreamConfig]:
-    """Variants for one row in whole numbers, one of every few."""
+    """Variants for one row by integer digits, one of every few."""
     device = device_numbers(0)
     estimated = (config for _, _, config in estimates(problem, device, "stream"))
     found = [config for config in estimated if isinstance(config, StreamConfig) and config.digits]
     if not found:
-        pytest.skip(f"no variant for one row in whole numbers is chosen on {device.architecture}")
+        pytest.skip(f"no variant for one row by integer digits is chosen on {device.architecture}")
     return found[:: len(found) // 5]
 
 

@@ -25,7 +25,7 @@ SHARD_BYTES = 100_000
 """Small enough that every quantised checkpoint has several shards."""
 
 
-def save_original(folder: Path, *, seed: int = 0, tied: bool = False) -> Path:
+def save_original(folder: Path, *, seed: int = 0, tied: bool = False, kv_heads: int = 2) -> Path:
     """A random float32 Llama: hidden 128, 3 layers."""
     config = LlamaConfig(
         vocab_size=128,
@@ -33,7 +33,7 @@ def save_original(folder: Path, *, seed: int = 0, tied: bool = False) -> Path:
         intermediate_size=256,
         num_hidden_layers=3,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=64,
         tie_word_embeddings=tied,
     )

@@ -18,7 +18,7 @@ _REGISTERS = 65536
 # Registers a thread needs to stay clear of spills (tests/kernels/test_compile.py): by BLOCKS_M and zero
 # points, and how many more when a chunk holds several groups.
 _REGISTERS_NEEDED = {(1, False): 128, (1, True): 128, (2, False): 128, (2, True): 168}
-_REGISTERS_OF_SHORT_GROUPS = {1: 8, 2: 32}
+_REGISTERS_OF_SHORT_QUANT_GROUPS = {1: 8, 2: 32}
 _MAX_STAGES = 32
 # Bytes of weights on their way to a multiprocessor, where its rings hold many more.
 _ON_THEIR_WAY = 96 * 1024
@@ -59,7 +59,7 @@ class Costs:
         chunk: cycles of a warp to take a chunk and to give it back.
         sharing: further ones for every other warp that shares the chunk.
         copy: bytes a second at which a chunk arrives.
-        feed: cycles of the filling thread for a chunk.
+        producer: cycles of the TMA producer for a chunk.
         box: cycles that the copying unit takes for every 128-byte row of a box of activations.
         reduction: bytes a second of sums that a multiprocessor sends and adds.
         cluster: seconds that the meetings of a cluster take.
@@ -80,7 +80,7 @@ class Costs:
     chunk: float = 158
     sharing: float = 3.91
     copy: float = 4.65e10
-    feed: float = 170
+    producer: float = 170
     box: float = 0.602
     reduction: float = 2.36e10
     cluster: float = 5.99e-08
@@ -157,10 +157,9 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
     blocks_m = 1 if problem.m <= 8 and not batch_invariant else 2
     variants = [(*shape, *beside) for shape, listed in _SHAPES.items() for beside in listed]
     for warps_n, warps_k, rows, blocks in variants:
-        short_groups = 0 < problem.group < 16 * rows
-        registers = (
-            _REGISTERS_NEEDED[blocks_m, problem.zeros] + short_groups * _REGISTERS_OF_SHORT_GROUPS[blocks_m]
-        )
+        short_quant_groups = 0 < problem.quant_group < 16 * rows
+        registers = _REGISTERS_NEEDED[blocks_m, problem.zeros]
+        registers += short_quant_groups * _REGISTERS_OF_SHORT_QUANT_GROUPS[blocks_m]
         if registers_of_a_thread(warps_n * warps_k + 1, blocks) < registers:
             continue
         tiles = -(-problem.n // (64 * warps_n)) * -(-problem.m // (8 * blocks_m))
@@ -201,7 +200,7 @@ def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs 
     weights = channels * config.tile_n * problem.bytes_per_weight
     read = weights + channels * config.tile_m * 2
     own = weights / -(-problem.m // config.tile_m)
-    closings = config.chunk / min(problem.group or config.chunk, config.chunk)
+    closings = config.chunk / min(problem.quant_group or config.chunk, config.chunk)
     if config.blocks_m == 1:
         row = costs.codes + costs.product * CODE_PRODUCTS + CODE_SHIFTS_BFLOAT16 * problem.bfloat16
         chunk = config.rows * row + closings * costs.closing * CODE_CLOSING
@@ -227,7 +226,9 @@ def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs 
         )
         times["instructions"] = turns * chunk * issued / device.clock
         times["a warp"] = turns * (chunk * costs.stalls + handed) / device.clock
-        times["the feed"] = fed * (costs.feed + costs.box * config.tile_m * config.rows / 4) / device.clock
+        times["the TMA producer"] = (
+            fed * (costs.producer + costs.box * config.tile_m * config.rows / 4) / device.clock
+        )
         streamed, busiest = overlapped(times, costs.sharpness)
         last = chunk * costs.stalls / device.clock
         seconds += load.waves * (

@@ -137,7 +137,7 @@ def _decide(problem: Problem, device: Device, demanded: Demands) -> KernelDecisi
         raise UnsupportedError(
             f"w4a16_gemm: K={problem.k} and N={problem.n} must be multiples of 64; pad the weight at load"
         )
-    if problem.group_size not in GROUP_SIZES or (problem.group and problem.k % problem.group):
+    if problem.group_size not in GROUP_SIZES or (problem.quant_group and problem.k % problem.quant_group):
         raise UnsupportedError(
             f"w4a16_gemm: group size {problem.group_size} with K={problem.k}; "
             "expected 32, 64, 128 or -1, dividing K"
@@ -149,11 +149,11 @@ def _decide(problem: Problem, device: Device, demanded: Demands) -> KernelDecisi
     seconds, busiest, config = _fastest(standing, device, demanded)
     grid = config.grid(problem)
     split = f"K in {config.parts} parts over {config.cluster} blocks"
-    if isinstance(config, WarpgroupConfig) and config.even:
-        split = "K dealt out evenly"
+    if isinstance(config, WarpgroupConfig) and config.stream_k:
+        split = "stream-K"
     tile = f"tile {config.tile_m}x{config.tile_n}"
     if isinstance(config, StreamConfig) and config.digits:
-        tile += " in whole numbers"
+        tile += " by integer digits"
     reason = (
         f"{tile}, {split}: "
         f"{grid} blocks on {device.multiprocessors} multiprocessors, bound by {busiest}, "

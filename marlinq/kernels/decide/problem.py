@@ -34,7 +34,7 @@ class Problem:
     format: WeightFormat = INT4
 
     @cached_property
-    def group(self) -> int:
+    def quant_group(self) -> int:
         """The kernels' QUANT_GROUP: channels of a group, 0 for a single one."""
         return max(self.group_size, 0)
 
@@ -44,7 +44,7 @@ class Problem:
         element = "Bfloat16" if self.bfloat16 else "Half"
         return (
             ("Codec", f"{self.format.codec}<{element}>"),
-            ("QUANT_GROUP", self.group),
+            ("QUANT_GROUP", self.quant_group),
             ("ZEROS", self.zeros),
         )
 
@@ -56,4 +56,4 @@ class Problem:
     @cached_property
     def scale_bytes_per_weight(self) -> float:
         """Scales and zero points alone."""
-        return (4 if self.zeros else 2) / (self.k if self.group == 0 else self.group)
+        return (4 if self.zeros else 2) / (self.k if self.quant_group == 0 else self.quant_group)

@@ -71,7 +71,7 @@ class Costs:
         port: bytes a second that one multiprocessor receives.
         row: cycles of a warp's instructions for a row of weights, whatever the batch, with scaled sums.
         codes: the same where codes are multiplied as they are.
-        digits: all of them where whole numbers are multiplied, but for scaling.
+        digits: all of them where integer digits are multiplied, but for scaling.
         conversion: cycles that a warp waits from a chunk's activations to their digits.
         product: cycles of an ``mma.sync``.
         closing: further ones for every eight rows of the batch and group of a chunk, to scale sums.
@@ -144,7 +144,7 @@ class StreamConfig(WarpTiles):
     def shared_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory of a block: the ring of stages, or the reduction buffer that follows it."""
         warps = self.warps_n * self.warps_k
-        groups = 1 if problem.group == 0 else max(1, self.chunk // problem.group)
+        groups = 1 if problem.quant_group == 0 else max(1, self.chunk // problem.quant_group)
         stage = warps * self.rows * 64 * problem.format.row_bytes
         stage += self.warps_k * self.tile_m * self.chunk * 2
         stage += warps * groups * (2 if problem.zeros else 1) * 128
@@ -189,7 +189,7 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
         return
     # The largest tile spills with zero points of a single group or of the smallest ones on some
     # architectures; on 10.x, under NVRTC 13.0, without them too.
-    single_or_smallest = problem.group in (0, 32)
+    single_or_smallest = problem.quant_group in (0, 32)
     spills = problem.zeros and single_or_smallest
     if device.capability // 10 == 10:
         spills = single_or_smallest
@@ -197,12 +197,12 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
     blocks_m = next((b for b in (1, 2, 4) if 8 * b >= problem.m), largest)
     # Other GPUs have what it takes, but nobody has measured them.
     if problem.m == 1 and device.has_warpgroups:
-        registers = _REGISTERS_DIGITS[problem.group in (0, 128)]
+        registers = _REGISTERS_DIGITS[problem.quant_group in (0, 128)]
         yield from _splits(problem, device, 1, scale_sums=True, registers=registers, digits=True)
         return
     for scale_sums in _ways_of_scaling(problem, device, blocks_m):
         registers = _REGISTERS_NEEDED[blocks_m, scale_sums]
-        if blocks_m == 1 and problem.group in (32, 64):
+        if blocks_m == 1 and problem.quant_group in (32, 64):
             registers = 160  # with several groups a chunk
         if (blocks_m, scale_sums) == (4, False) and problem.zeros:
             registers = 240
@@ -213,9 +213,9 @@ def _ways_of_scaling(problem: Problem, device: Device, blocks_m: int) -> tuple[b
     """Whether sums can be scaled: that takes a second set of accumulators and work at every group's end."""
     if blocks_m == 1:
         return (True,)
-    if blocks_m == 2 and device.has_warpgroups and problem.group in (0, 128):
+    if blocks_m == 2 and device.has_warpgroups and problem.quant_group in (0, 128):
         return (True,)  # where scaling weights is the faster way, other kernels are faster still
-    if blocks_m == 2 or (blocks_m == 4 and problem.group in (0, 128)):
+    if blocks_m == 2 or (blocks_m == 4 and problem.quant_group in (0, 128)):
         return (False, True)
     return (False,)
 
@@ -258,7 +258,11 @@ def _splits(
 def _resident(problem: Problem, device: Device, config: StreamConfig) -> int:
     """Blocks that a multiprocessor has room for."""
     cap = registers_of_a_thread(config.threads // 32, config.min_blocks)
-    used = _REGISTERS_DIGITS[problem.group in (0, 128)] if config.digits else _REGISTERS_USED[config.blocks_m]
+    used = (
+        _REGISTERS_DIGITS[problem.quant_group in (0, 128)]
+        if config.digits
+        else _REGISTERS_USED[config.blocks_m]
+    )
     registers = min(used, cap) * config.threads
     room = (device.shared_bytes + 1024) // (config.shared_bytes(problem) + 1024)
     return max(config.min_blocks, min(room, _REGISTERS // registers))
@@ -275,7 +279,7 @@ def estimate(
     weights = channels * config.tile_n * problem.bytes_per_weight
     read = weights + channels * batch * 2
     own = weights / -(-problem.m // config.tile_m)
-    closings = config.chunk / min(problem.group or config.chunk, config.chunk)  # of a chunk
+    closings = config.chunk / min(problem.quant_group or config.chunk, config.chunk)  # of a chunk
     if config.digits:
         row = costs.digits + costs.closing * closings * DIGIT_CLOSING
     elif config.scale_sums and config.blocks_m == 1:

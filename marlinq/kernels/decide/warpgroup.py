@@ -16,12 +16,12 @@ from marlinq.kernels.launch.handover import Handover
 from marlinq.kernels.launch.operands import Operands, WarpgroupArguments
 
 # Registers of a multiplying thread beside its accumulators and operand fragments: by the words of a vector
-# that a lane takes, with zero points, where one instruction subtracts and scales, where tiles are dealt out
+# that a lane takes, with zero points, where one instruction subtracts and scales, where tiles are split
 # in chunks (a word, with zero points), and where sums are sent.
 _OTHER_REGISTERS = {1: 48, 2: 42, 4: 48}
 _ZERO_REGISTERS = {1: 16, 2: 20, 4: 40}
 _FUSED_REGISTERS = {1: 4, 2: 4, 4: 20}
-_EVEN_REGISTERS, _EVEN_ZERO_REGISTERS = 22, 12
+_STREAM_K_REGISTERS, _STREAM_K_ZERO_REGISTERS = 22, 12
 _PUSH_REGISTERS = {1: 12, 2: 12, 4: 28}
 # Largest tile whose sums are scaled instead of its weights: what it saves on a weight it spends on a sum; and
 # the tiles where subtracting and scaling at once beats both for float16 (docs/lab-notes/kernels.md, "Scaled
@@ -44,12 +44,12 @@ _TILES_M = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176)
 # them or faster (docs/lab-notes/kernels.md, "Large batches").
 _MANY_TILES, _MANY_TILES_MOST = 8, 128
 # Powers of two from here on were never expected to be faster with tiles of another height.
-_EVEN_ROWS, _EVEN_TILES_M = 256, (64, 96, 128)
+_POWER_ROWS, _POWER_TILES_M = 256, (64, 96, 128)
 # This tile, with several groups of columns, saves a wave where it leaves one alone, and was slower by a tenth
 # and more where it left several.
 _FULL_TILE = 176
-# (words, groups_n, parts_k), and the (rows, blocks a multiprocessor) that each is considered with. Of 4,000
-# random layers, batches and formats on three GPUs hardly one took any other.
+# (words, warpgroups_n, parts_k), and the (rows, blocks a multiprocessor) that each is considered with. Of
+# 4,000 random layers, batches and formats on three GPUs hardly one took any other.
 _SHAPES = {
     (4, 1, 2): ((8, 1),),
     (4, 1, 3): ((8, 1),),
@@ -64,9 +64,9 @@ _SHAPES = {
     (1, 2, 1): ((8, 1), (8, 2)),
     (1, 3, 1): ((8, 1), (4, 1)),
 }
-# (tile_m, words, groups_n, parts_k, cluster, even): what serves batches that are no powers of two, so that a
-# model needs few variants. Of ten that ``lab/kernels/choose_common.py`` chooses, without the two that save
-# least for a further variant; they are expected to cost 4 % over the best on average, and up to 44 %.
+# (tile_m, words, warpgroups_n, parts_k, cluster, stream-K): what serves batches that are no powers of two, so
+# that a model needs few variants. Of ten that ``lab/kernels/choose_common.py`` chooses, without the two that
+# save least for a further variant; they are expected to cost 4 % over the best on average, and up to 44 %.
 _COMMON = (
     (64, 2, 2, 1, 1, True),
     (96, 2, 2, 1, 1, True),
@@ -107,7 +107,7 @@ class Costs:
         drain: further ones to let its products end where sums are scaled at its end.
         collision: how much of a queue one waits for (:func:`marlinq.kernels.decide.costs.round_trip`).
         cache: share of :attr:`Device.cache_bandwidth` that is reached.
-        feed: cycles of the filling thread for a chunk.
+        producer: cycles of the TMA producer for a chunk.
         order: further ones to ask for a chunk's zero points.
         tile: seconds of an unsplit tile's end.
         staged: the same where others store it while the next tile is multiplied.
@@ -117,8 +117,8 @@ class Costs:
         turn: seconds that a thread waits for what it reads there, once for every four sums that it adds.
         cluster: seconds that two meetings of a cluster take.
         member: seconds more for every further block of a cluster.
-        handover: seconds that a launch of dealt-out chunks takes beside them and its sums' way through L2.
-        scattered: share of the time of device memory that dealt-out tiles add by reading what neighbours,
+        handover: seconds that a stream-K launch takes beside its chunks and its sums' way through L2.
+        scattered: share of the time of device memory that stream-K tiles add by reading what neighbours,
             elsewhere in K, have no more in L2.
         sharpness: how well shares overlap (:func:`marlinq.kernels.decide.costs.overlapped`).
     """
@@ -137,7 +137,7 @@ class Costs:
     drain: float = 2.42
     collision: float = 1.62
     cache: float = 15.6
-    feed: float = 112
+    producer: float = 112
     order: float = 52.9
     tile: float = 1.26e-06
     staged: float = 5.79e-08
@@ -153,7 +153,7 @@ class Costs:
 
 
 COSTS = Costs()
-# Chunks that a block has at least where they are dealt out evenly.
+# Chunks that a block has at least under stream-K.
 _LEAST_CHUNKS = 2
 
 
@@ -163,14 +163,14 @@ class WarpgroupConfig:
 
     tile_m: int
     words: int
-    groups_n: int
+    warpgroups_n: int
     parts_k: int
     rows: int
     cluster: int
     stages: int
     min_blocks: int
     most_blocks: int  # of a launch whose blocks take tile after tile
-    even: bool = False  # the last tiles are dealt out in chunks of K
+    stream_k: bool = False  # the last tiles are split evenly over the blocks, in chunks of K
 
     header: ClassVar[str] = "kernels/warpgroup.cuh"
     function: ClassVar[str] = "w4a16_wgmma"
@@ -178,12 +178,12 @@ class WarpgroupConfig:
     @property
     def tile_n(self) -> int:
         """Output columns of a block."""
-        return self.groups_n * self.words * 64
+        return self.warpgroups_n * self.words * 64
 
     @property
     def multiplying(self) -> int:
         """Warpgroups that multiply."""
-        return self.groups_n * self.parts_k
+        return self.warpgroups_n * self.parts_k
 
     @property
     def threads(self) -> int:
@@ -214,11 +214,11 @@ class WarpgroupConfig:
     def scaling(self, problem: Problem) -> str:
         """What scales multiply: sums (SUMS) at the end of a group or of K, fragments (WEIGHTS), or fragments
         in the instruction that subtracts the zero point (FUSED)."""
-        if problem.group == 0:
+        if problem.quant_group == 0:
             return "SUMS"
         grown = self._grown(problem)[0]
         sums = (
-            problem.group == 16 * self.rows
+            problem.quant_group == 16 * self.rows
             and self.tile_m <= _SCALED_SUMS_MOST
             and self._registers(problem, "SUMS") <= max(grown, self.launch_registers)
         )
@@ -234,12 +234,12 @@ class WarpgroupConfig:
 
     def _registers(self, problem: Problem, scaling: str) -> int:
         """When scales are taken in that way."""
-        sets = 2 if scaling == "SUMS" and problem.group else 1
+        sets = 2 if scaling == "SUMS" and problem.quant_group else 1
         needed = self.words * (sets * self.tile_m // 2 + 8) + _OTHER_REGISTERS[self.words]
         if scaling == "FUSED":
             needed += _FUSED_REGISTERS[self.words]
-        if self.even:
-            needed += _EVEN_ZERO_REGISTERS * self.words if problem.zeros else _EVEN_REGISTERS
+        if self.stream_k:
+            needed += _STREAM_K_ZERO_REGISTERS * self.words if problem.zeros else _STREAM_K_REGISTERS
         if self.pushes:
             needed += _PUSH_REGISTERS[self.words]
         return needed + problem.zeros * _ZERO_REGISTERS[self.words]
@@ -290,7 +290,7 @@ class WarpgroupConfig:
         tiles = self.tiles(problem)
         if self.parts > 1:
             return tiles * self.cluster
-        if self.even:
+        if self.stream_k:
             tiles = max(1, tiles * self.chunks(problem) // _LEAST_CHUNKS)
         return min(tiles, self.most_blocks)
 
@@ -300,7 +300,7 @@ class WarpgroupConfig:
 
     def handover(self, problem: Problem) -> Handover | None:
         """What blocks that share a tile leave sums in; None where they don't."""
-        if not self.even:
+        if not self.stream_k:
             return None
         blocks = self.grid(problem)
         return Handover(floats=blocks * self.tile_m * self.tile_n, flags=blocks)
@@ -320,7 +320,7 @@ class WarpgroupConfig:
                 *problem.parameters,
                 ("TILE_M", self.tile_m),
                 ("WORDS", self.words),
-                ("WARPGROUPS_N", self.groups_n),
+                ("WARPGROUPS_N", self.warpgroups_n),
                 ("PARTS_K", self.parts_k),
                 ("ROWS", self.rows),
                 ("SCALING", f"Scaling::{self.scaling(problem)}"),
@@ -328,7 +328,7 @@ class WarpgroupConfig:
                 ("STAGES", self.stages),
                 ("WINDOW", self.window(problem)),
                 ("MIN_BLOCKS", self.min_blocks),
-                ("STREAM_K", self.even),
+                ("STREAM_K", self.stream_k),
                 ("STORE_WARPS", self.apart(problem)),
                 ("PUSH_SUMS", self.pushes),
                 ("CONSUMER_REGISTERS", consumer_registers),
@@ -353,7 +353,7 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
     # A tile that holds the batch, or one of those that split it, each the smallest for its number of tiles.
     smallest = next((tile for tile in _TILES_M if tile >= problem.m), _TILES_M[-1])
     tiles_m: dict[int, int] = {}
-    heights = _TILES_M if problem.m.bit_count() > 1 or problem.m < _EVEN_ROWS else _EVEN_TILES_M
+    heights = _TILES_M if problem.m.bit_count() > 1 or problem.m < _POWER_ROWS else _POWER_TILES_M
     for tile_m in (tile for tile in heights if min(smallest, 64) <= tile <= smallest):
         count = -(-problem.m // tile_m)
         if count < _MANY_TILES or tile_m <= _MANY_TILES_MOST:
@@ -362,45 +362,47 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
     for count, tile_m in tiles_m.items():
         # Only batches of one tile gain from a second block beside the first.
         most = 2 if count == 1 else 1
-        for (words, groups_n, parts_k), rows, blocks in variants:
+        for (words, warpgroups_n, parts_k), rows, blocks in variants:
             if blocks > most:
                 continue
             # The smallest tile could not be stored in whole turns; four words with zero points and scales of
             # all of K spill.
-            if (words == 1 and tile_m % 16) or (words == 4 and problem.zeros and problem.group == 0):
+            if (words == 1 and tile_m % 16) or (words == 4 and problem.zeros and problem.quant_group == 0):
                 continue
-            tiles = count * -(-problem.n // (groups_n * words * 64))
-            if tile_m == _FULL_TILE and groups_n > 1 and tiles > device.multiprocessors:
+            tiles = count * -(-problem.n // (warpgroups_n * words * 64))
+            if tile_m == _FULL_TILE and warpgroups_n > 1 and tiles > device.multiprocessors:
                 continue
             for cluster in device.cluster_sizes:
                 if cluster * parts_k > -(-problem.k // (16 * rows)):
                     continue
                 if not (batch_invariant or cluster <= _ALWAYS or device.runs_at_once(tiles, cluster, blocks)):
                     continue
-                config = _deepest(problem, device, tile_m, words, groups_n, parts_k, rows, cluster, blocks)
+                config = _deepest(
+                    problem, device, tile_m, words, warpgroups_n, parts_k, rows, cluster, blocks
+                )
                 if config is None:
                     continue
                 yield config
-                dealt_out = replace(config, even=True)
-                if not batch_invariant and _worth_dealing_out(problem, dealt_out):
-                    yield dealt_out
+                split_evenly = replace(config, stream_k=True)
+                if not batch_invariant and _worth_stream_k(problem, split_evenly):
+                    yield split_evenly
 
 
 def common(problem: Problem, device: Device) -> Iterator[WarpgroupConfig]:
     """The few variants that serve any batch of more than 32 rows, as far as they fit."""
     if not device.has_warpgroups:
         return
-    for tile_m, words, groups_n, parts_k, cluster, even in _COMMON:
-        config = _deepest(problem, device, tile_m, words, groups_n, parts_k, 8, cluster, 1)
+    for tile_m, words, warpgroups_n, parts_k, cluster, stream_k in _COMMON:
+        config = _deepest(problem, device, tile_m, words, warpgroups_n, parts_k, 8, cluster, 1)
         if config is None or cluster * parts_k > config.chunks(problem):
             continue
         if cluster > _ALWAYS and not device.runs_at_once(config.tiles(problem), cluster, 1):
             continue
-        dealt_out = replace(config, even=True)
-        yield dealt_out if even and _worth_dealing_out(problem, dealt_out) else config
+        split_evenly = replace(config, stream_k=True)
+        yield split_evenly if stream_k and _worth_stream_k(problem, split_evenly) else config
 
 
-def _worth_dealing_out(problem: Problem, config: WarpgroupConfig) -> bool:
+def _worth_stream_k(problem: Problem, config: WarpgroupConfig) -> bool:
     """Whether an even split of the last tiles is possible, and whole ones don't make whole waves."""
     if config.parts > 1 or config.grid(problem) == 1 or not config.fits_registers(problem):
         return False
@@ -415,7 +417,7 @@ def _deepest(
     device: Device,
     tile_m: int,
     words: int,
-    groups_n: int,
+    warpgroups_n: int,
     parts_k: int,
     rows: int,
     cluster: int,
@@ -426,7 +428,9 @@ def _deepest(
     # The barriers, and what the driver keeps of every block, come on top.
     room = device.shared_bytes // min_blocks - 1024
     shallowest = 2 * parts_k
-    config = WarpgroupConfig(tile_m, words, groups_n, parts_k, rows, cluster, shallowest, min_blocks, most)
+    config = WarpgroupConfig(
+        tile_m, words, warpgroups_n, parts_k, rows, cluster, shallowest, min_blocks, most
+    )
     if not config.fits_registers(problem) or config.shared_bytes(problem) > room:
         return None
     ring = room - 1024 - config._bytes_beside_ring(problem)
@@ -445,7 +449,7 @@ def _resident(problem: Problem, device: Device, config: WarpgroupConfig) -> int:
 def _displaced(
     problem: Problem, device: Device, config: WarpgroupConfig, weights: float, activations: float
 ) -> float:
-    """Seconds of device memory for what dealt-out tiles, each of so many bytes, don't find in L2.
+    """Seconds of device memory for what stream-K tiles, each of so many bytes, don't find in L2.
 
     They begin anywhere in K, so neighbours share only what stays there, while whole tiles run side by side.
     """
@@ -481,9 +485,9 @@ def estimate(
     shares = {"columns": columns * costs.exposed, "operand": products * costs.operand / device.clock}
     multiplied, _ = overlapped(shares, costs.sharpness)
     scaling = config.scaling(problem)
-    scaled_groups = problem.group != 0 and scaling == "SUMS"
+    scaled_quant_groups = problem.quant_group != 0 and scaling == "SUMS"
     instructions: float = _UNPACK + _UNPACK_BFLOAT16 * problem.bfloat16
-    if scaled_groups:
+    if scaled_quant_groups:
         instructions += config.tile_m / 2 / config.rows
     elif scaling == "WEIGHTS":
         instructions += _SCALE
@@ -491,7 +495,7 @@ def estimate(
         instructions = _FUSED
     dequantised = products * instructions * costs.issue / device.clock
     waited = (costs.row + products * costs.fragment) / device.clock
-    handed = costs.chunk + costs.drain * scaled_groups + costs.sharing * (config.groups_n - 1)
+    handed = costs.chunk + costs.drain * scaled_quant_groups + costs.sharing * (config.warpgroups_n - 1)
     handed /= device.clock
     ends = batch * config.tile_n * (4 * config.parts_k if split else 2)
     meeting = costs.cluster + costs.member * config.cluster if config.cluster > 1 else 0.0
@@ -500,10 +504,10 @@ def estimate(
     rate = costs.store if not split else costs.remote if config.cluster > 1 else costs.reduction
     seconds, busiest = costs.launch + costs.wave * (not split), ""
     loads = device.loads(config.tiles(problem) * config.cluster, config.cluster, resident)
-    if config.even:
+    if config.stream_k:
         loads = [Load(1, config.min_blocks, config.grid(problem))]
     for load in loads:
-        count = load.blocks * config.groups_n * min(config.parts_k, fed)
+        count = load.blocks * config.warpgroups_n * min(config.parts_k, fed)
         row = round_trip(count, waited, (dequantised, multiplied), costs.collision)
         work = config.rows * row + handed
         times = streaming_seconds(device, load, own, read, costs.port, costs.cache)
@@ -511,14 +515,14 @@ def estimate(
             turns * config.parts_k / config.stages * (costs.latency + work + read / fed / costs.port)
         )
         times["products"] = turns * work
-        times["tensor cores"] = load.blocks * fed * config.groups_n * config.rows * columns
-        times["the feed"] = fed * (costs.feed + costs.order * problem.zeros) / device.clock
+        times["tensor cores"] = load.blocks * fed * config.warpgroups_n * config.rows * columns
+        times["the TMA producer"] = fed * (costs.producer + costs.order * problem.zeros) / device.clock
         streamed, busiest = overlapped(times, costs.sharpness)
         begun = config.rows * (waited + dequantised + multiplied)
         last = begun + load.blocks * ends / rate
         last += costs.wave + meeting if split else costs.tile
         earlier = begun + costs.staged if config.apart(problem) else last
-        if config.even:
+        if config.stream_k:
             # A block's share of the tiles, and sums that go from block to block through L2: those that meet
             # in a tile are read one after the other.
             share = config.tiles(problem) / load.grid
@@ -528,7 +532,7 @@ def estimate(
             seconds += costs.scattered * _displaced(problem, device, config, weights, activations)
         else:
             seconds += load.waves * (streamed + earlier)
-    if not config.even:
+    if not config.stream_k:
         # The waves counted a block's last tile as one of the earlier.
         seconds += last - earlier
     return seconds, busiest

@@ -78,7 +78,10 @@ def quantize(
     checkpoint = Checkpoint.open(model)
     check_place(Path(out), resume=resume, source=checkpoint.path)
     blueprint = build_blueprint(
-        checkpoint.config, source=str(checkpoint.path), trust_remote_code=trust_remote_code
+        checkpoint.config,
+        source=str(checkpoint.path),
+        tensors=checkpoint.tensors,
+        trust_remote_code=trust_remote_code,
     )
     plan = plan_output(checkpoint, blueprint, recipe)
     for override in recipe.unused_overrides(projection.name for projection in blueprint.projections()):

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from marlinq.core.errors import UsageError
+from marlinq.core.files import read_regular
 from marlinq.core.patterns import MAX_CHARACTERS, Pattern, Patterns
 from marlinq.core.rules import Keep, ModuleRules, Rule
 from marlinq.core.scheme import CHANNEL, ELEMENTS, Element, Scheme, integer_element
@@ -36,6 +37,8 @@ BITS = (4, 8)
 AUTO = "auto"
 AUTO_GROUP_SIZES = (128, 64, 32)
 GROUP_SIZES = (32, 64, 128, CHANNEL, AUTO)
+
+_MAX_RECIPE_BYTES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -331,11 +334,12 @@ def read_recipe(path: Path) -> Recipe:
         UsageError: the file can't be read, is not a YAML mapping, or holds an unknown key or bad value.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.safe_load(read_regular(path, _MAX_RECIPE_BYTES).decode("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: can't read the recipe: {error}") from None
-    except yaml.YAMLError as error:
-        problem = " ".join(str(error).split())
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # A date that does not exist is a ValueError of Python's.
+        problem = " ".join(str(error).split())[:300]
         raise UsageError(f"{path}: not a YAML recipe: {problem}") from None
     if not isinstance(values, dict):
         raise UsageError(f"{path}: expected a mapping of recipe keys, found {type(values).__name__}")

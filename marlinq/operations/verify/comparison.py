@@ -7,7 +7,8 @@ Against an unquantised model every quantised weight is compared three ways:
   round-to-nearest's on the layers of a small language model, up to 2.8 with inputs as uneven as tests can
   make them. Codes that have nothing to do with their weights give 10 and more;
 * every word, group and channel on its own, by :mod:`marlinq.operations.verify.evidence`;
-* unquantised tensors bit for bit.
+* unquantised tensors bit for bit, but those that a conversion dequantised: they are compared as a module is, and
+  every group must hold no more values than there are codes.
 
 A checkpoint whose quantiser moved factors between layers first (AWQ's scaling, rotations) does not have the
 original's weights in the first place, and fails here.
@@ -22,11 +23,15 @@ from torch import Tensor
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.core.errors import CheckpointError, MarlinqError
+from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import ModuleSpec
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.models import Blueprint, Projection, TensorNames
-from marlinq.operations.verify.evidence import Evidence, Finding, RunSize, find_faults
+from marlinq.operations.verify.dequantized import dequantized_modules, off_grid
+from marlinq.operations.verify.evidence import Evidence, find_faults
+from marlinq.operations.verify.finding import Finding, RunSize
+from marlinq.operations.verify.noise import not_modelled
 from marlinq.operations.verify.report import Check, Findings
 
 FAR_ABOVE_RTN = 5.0
@@ -66,6 +71,11 @@ class Comparison:
         self._weights = Findings("weights")
         self._places = Findings("words and groups")
         self._cast = ""
+        self._dequantized: dict[str, Scheme] = {}
+        try:
+            self._dequantized = dequantized_modules(view.checkpoint.path)
+        except CheckpointError as error:
+            self._unquantized.failures.append(str(error))
         self._judged: list[Evidence] = []
         self.errors: dict[str, tuple[float, float | None]] = {}
         """Per module: relative error, and round-to-nearest's where it could be computed."""
@@ -76,7 +86,7 @@ class Comparison:
         return self._other is not None
 
     def passthrough(self) -> None:
-        """Compare every tensor that belongs to no quantised module, bit for bit."""
+        """Compare every tensor that belongs to no quantised module."""
         cast: dict[str, int] = {}
         for name in self._view.passthrough:
             theirs = self._unquantized_original(name)
@@ -92,6 +102,8 @@ class Comparison:
                 self._unquantized.failures.append(
                     f"{name}: shape {list(mine.shape)}, the original has {list(theirs.shape)}"
                 )
+            elif self._other is None and name.removesuffix(".weight") in self._dequantized:
+                self._judge_dequantized(name.removesuffix(".weight"), mine, theirs)
             elif not _same_bits(mine, theirs):
                 self._unquantized.failures.append(f"{name}: differs from the original")
         self._cast = "".join(f"; {count} after a cast from {kinds}" for kinds, count in cast.items())
@@ -112,11 +124,15 @@ class Comparison:
         weight, q = weight.to(self._device), q.to(self._device)
         norm = float(weight.norm()) or 1.0
         mine = float((weight - q.dequantize()).norm()) / norm
-        rtn = self._rtn_error(weight, q, norm)
+        # Groups along an activation order are round-to-nearest's groups of the reordered weight.
+        ordered = weight if q.has_trivial_g_idx else weight[:, torch.argsort(q.g_idx, stable=True)]
+        rtn = self._rtn_error(ordered, q.scheme, norm)
         self.errors[name] = (mine, rtn)
-        if rtn and mine > ABOVE_RTN * rtn:
-            text = f"{name}: relative error {mine:.4f}, {mine / rtn:.1f} times round-to-nearest's"
-            (self._weights.failures if mine > FAR_ABOVE_RTN * rtn else self._weights.warnings).append(text)
+        self._judge_error(name, mine, rtn, q.element, self._weights)
+        reason = not_modelled(q.scheme)
+        if reason is not None:
+            self._places.warnings.append(f"{name}: words and groups were not judged: {reason}")
+            return
         evidence = find_faults(weight, q, self._view.layout, spec, stored, self._run)
         self._judged.append(evidence)
         self._report(name, [finding for finding in evidence.findings if finding.fails], self._places.failures)
@@ -132,6 +148,38 @@ class Comparison:
         ]
         if len(findings) > _SHOWN_FAULTS:
             lines.append(f"{name}: and {len(findings) - _SHOWN_FAULTS} more places")
+
+    def _judge_dequantized(self, module: str, mine: Tensor, theirs: Tensor) -> None:
+        """Compare a module that a conversion dequantised with the original's weight."""
+        scheme = self._dequantized[module]
+        weight, values = theirs.to(self._device, torch.float32), mine.to(self._device, torch.float32)
+        projection = self._projections.get(module)
+        if projection is not None:
+            weight, values = projection.view(weight).contiguous(), projection.view(values).contiguous()
+        if not bool(torch.isfinite(values).all()) or not bool(torch.isfinite(weight).all()):
+            self._unquantized.failures.append(f"{module}: NaN or infinity, so no error can be given")
+            return
+        reason = off_grid(values, scheme)
+        if reason is not None:
+            self._unquantized.failures.append(f"{module}: dequantised by a conversion, but {reason}")
+        norm = float(weight.norm()) or 1.0
+        error = float((weight - values).norm()) / norm
+        rtn = self._rtn_error(weight, scheme, norm)
+        self._judge_error(module, error, rtn, scheme.element, self._unquantized)
+
+    @staticmethod
+    def _judge_error(
+        name: str, error: float, rtn: float | None, element: Element, findings: Findings
+    ) -> None:
+        if rtn is None:
+            return
+        # Round-to-nearest is exact on constant weights, and on those that lie on a grid; GPTQ moves them all the same.
+        usual = max(rtn, 1 / (2 * element.codes))
+        if error > ABOVE_RTN * usual:
+            text = f"{name}: relative error {error:.4f}, round-to-nearest's is {rtn:.4f}"
+            if rtn > 0:
+                text = f"{name}: relative error {error:.4f}, {error / rtn:.1f} times round-to-nearest's"
+            (findings.failures if error > FAR_ABOVE_RTN * usual else findings.warnings).append(text)
 
     def _same_tuple(self, name: str, q: QuantizedWeight) -> None:
         if self._other is None or name not in self._other.modules:
@@ -162,8 +210,7 @@ class Comparison:
     def _weight(self, name: str, spec: ModuleSpec) -> Tensor:
         """The original weight, float32 [N, K]."""
         projection = self._projections.get(name)
-        parameter = f"{name}.weight" if projection is None else projection.parameter
-        source = self._find(parameter)
+        source = self._find(f"{name}.weight" if projection is None else projection.parameter)
         where = f"{self._original.path}: {name}.weight"
         if source is None:
             raise CheckpointError(f"{where}: missing, so {name} can't be compared")
@@ -179,18 +226,26 @@ class Comparison:
         return weight.contiguous()
 
     @staticmethod
-    def _rtn_error(weight: Tensor, q: QuantizedWeight, norm: float) -> float | None:
-        if q.in_features % q.group_size:
+    def _rtn_error(weight: Tensor, scheme: Scheme, norm: float) -> float | None:
+        """The relative error of round-to-nearest of ``weight``, its channels in the order of their groups; None
+        where its last group would be short."""
+        size = scheme.channels_per_group(weight.shape[1])
+        if weight.shape[1] % size:
             return None
-        if not q.has_trivial_g_idx:
-            weight = weight[:, torch.argsort(q.g_idx, stable=True)]
-        rounded = round_to_nearest(weight, q.scheme)
+        rounded = round_to_nearest(weight, scheme.with_group_size(size))
         return float((weight - rounded.dequantize()).norm()) / norm
 
     def results(self) -> list[Check]:
         """The rows; one fewer when the original is quantised itself."""
-        count = len(self._view.passthrough)
-        rows = [self._unquantized.result(f"{count} equal the original's bit for bit{self._cast}")]
+        names = {name.removesuffix(".weight") for name in self._view.passthrough}
+        dequantized = len(names & set(self._dequantized)) if self._other is None else 0
+        count = len(self._view.passthrough) - dequantized
+        kept = (
+            f"; {dequantized} dequantised by a conversion, no farther off than quantised"
+            if dequantized
+            else ""
+        )
+        rows = [self._unquantized.result(f"{count} equal the original's bit for bit{self._cast}{kept}")]
         if self._other is not None:
             modules = len(self._view.modules)
             text = f"codes, scales, zero points and g_idx of {modules} modules are the same"
@@ -219,11 +274,16 @@ def _by_chance(finding: Finding) -> str:
 
 
 def _by_stored_name(blueprint: Blueprint, view: QuantizedCheckpoint) -> dict[str, Projection]:
-    """The projections that are quantised in ``view``, by their names there."""
-    tensors, key = view.checkpoint.tensors, view.layout.key
+    """Every projection by its name in ``view``, whether it is quantised there or not."""
+    tensors = view.checkpoint.tensors
     names = TensorNames(blueprint, tensors.keys(), source=str(view.checkpoint.path))
-    stored = {names.own(f"{name}.{key}"): projection for name, projection in blueprint.by_name.items()}
-    return {name.removesuffix(f".{key}"): projection for name, projection in stored.items() if name}
+    found = {}
+    for name, projection in blueprint.by_name.items():
+        for suffix in (view.layout.key, "weight"):
+            stored = names.own(f"{name}.{suffix}")
+            if stored is not None:
+                found[stored.removesuffix(f".{suffix}")] = projection
+    return found
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

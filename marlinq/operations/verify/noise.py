@@ -94,10 +94,11 @@ def measure_noise(w: Tensor, q: QuantizedWeight) -> Noise:
         part = r[start : start + step]
         channel[start : start + step] = _spread(part, dim=1)
     block = torch.zeros(q.in_features, dtype=torch.int64, device=w.device)
-    local = []
+    local: list[Tensor] = []
     for _, rows in group_rows(q):
         members = torch.arange(q.in_features, device=w.device)[rows]
-        for part in members.split(_LARGEST_BLOCK):
+        for start in range(0, len(members), _LARGEST_BLOCK):
+            part = members[start : start + _LARGEST_BLOCK]
             block[part] = len(local)
             local.append(_spread(r[part] / channel[part], dim=0).clamp_(min=1))
     return Noise(r, channel, torch.cat(local), block)

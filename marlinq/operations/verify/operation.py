@@ -19,7 +19,15 @@ from marlinq.operations.verify.logits import check_logits
 from marlinq.operations.verify.manifest import check_manifest
 from marlinq.operations.verify.report import Check, ModuleResult, VerificationReport
 from marlinq.operations.verify.round_trip import RoundTrip
-from marlinq.operations.verify.structure import check_config, check_coverage, check_tensors, model_blueprint
+from marlinq.operations.verify.structure import (
+    check_config,
+    check_coverage,
+    check_finite,
+    check_loads,
+    check_safetensors,
+    check_tensors,
+    model_blueprint,
+)
 from marlinq.operations.verify.values import Values
 
 
@@ -108,6 +116,7 @@ class _Run:
         files = "1 file" if shards == 1 else f"{shards} files"
         text = f"{len(checkpoint.tensors)} tensors in {files}, whole and indexed"
         yield Check("files", "passed", text)
+        yield check_safetensors(checkpoint)
         yield check_manifest(checkpoint, self._progress)
         try:
             self.view = QuantizedCheckpoint.of(checkpoint)
@@ -122,6 +131,7 @@ class _Run:
         yield check_config(self.view)
         yield check_tensors(self.view, blueprint)
         yield check_coverage(self.view, blueprint)
+        yield check_loads(self.view, blueprint, self._trust_remote_code)
         if self._original is not None:
             self._comparison = Comparison(self.view, self._original, blueprint, self._device)
         yield from self._module_checks(self.view)
@@ -150,6 +160,7 @@ class _Run:
             yield Check("readable", "failed", detail, tuple(unreadable))
         yield from round_trip.results()
         yield from values.results()
+        yield check_finite(view, self._progress)
         if self._comparison is not None:
             self._comparison.passthrough()
             yield from self._comparison.results()

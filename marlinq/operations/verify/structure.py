@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, read_quantization_config
+import torch
+from safetensors import safe_open
+
+from marlinq.checkpoint import (
+    Checkpoint,
+    QuantizedCheckpoint,
+    read_quantization_config,
+    without_quantization_config,
+)
 from marlinq.checkpoint.reader import QUANTIZE_CONFIGS, read_json
+from marlinq.core import boundaries
 from marlinq.core.errors import MarlinqError
+from marlinq.core.progress import ReportProgress
 from marlinq.models import Blueprint, TensorNames, build_blueprint
 from marlinq.operations.verify.report import Check, Findings
+from marlinq.runtime.loading import match_tensors, read_generation_config, read_tokenizer
 
 _BLOCK = re.compile(r"\.(\d+)\.")
 
@@ -19,7 +30,10 @@ def model_blueprint(checkpoint: Checkpoint, trust_remote_code: bool) -> Blueprin
     """The model that config.json describes, or why it can't be built."""
     try:
         return build_blueprint(
-            checkpoint.config, source=str(checkpoint.path), trust_remote_code=trust_remote_code
+            without_quantization_config(checkpoint.config),
+            source=str(checkpoint.path),
+            tensors=checkpoint.tensors,
+            trust_remote_code=trust_remote_code,
         )
     except MarlinqError as error:
         return str(error)
@@ -94,7 +108,7 @@ def check_tensors(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> Chec
                 f"to {wanted}"
             )
     if isinstance(blueprint, str):
-        findings.warnings.append(f"parameters can't be compared with the model's own: {blueprint}")
+        findings.warnings.append("parameters can't be compared with the model's own, which can't be built")
         return findings.result("")
     _check_parameters(view, blueprint, findings)
     return findings.result(f"{len(tensors)} tensors, all that the model needs and no others")
@@ -122,7 +136,7 @@ def _check_parameters(view: QuantizedCheckpoint, blueprint: Blueprint, findings:
             findings.failures.append(
                 f"{stored}: expected floats {list(shape)}, found {_kind(info.dtype, info.shape)}"
             )
-    others = [*blueprint.tied, *blueprint.buffers]
+    others = [*blueprint.tied, *blueprint.buffers, *blueprint.computed]
     for name in others:
         stem, _, last = name.rpartition(".")
         if (stored := names.own(name)) is not None:
@@ -136,7 +150,7 @@ def _check_parameters(view: QuantizedCheckpoint, blueprint: Blueprint, findings:
         if name in owned:
             findings.failures.append(f"{name}: belongs to no linear of the model")
         elif not any(re.search(pattern, name) for pattern in blueprint.ignored):
-            findings.warnings.append(f"{name}: belongs to no parameter of the model; loaders leave it out")
+            findings.failures.append(f"{name}: belongs to no parameter of the model")
 
 
 def _check_shape(
@@ -153,6 +167,58 @@ def _check_shape(
             f"{module}: expected K={k} and N={n} from config.json, "
             f"found K={spec.in_features} and N={spec.out_features}"
         )
+
+
+def check_loads(view: QuantizedCheckpoint, blueprint: Blueprint | str, trust_remote_code: bool) -> Check:
+    """What ``load`` asks of a folder before it reads weights, by the same code."""
+    findings = Findings("loads")
+    if isinstance(blueprint, str):
+        findings.failures.append(blueprint)
+    attempts: list[Callable[[], object]] = [
+        lambda: read_generation_config(view.checkpoint),
+        lambda: read_tokenizer(view.checkpoint, trust_remote_code),
+    ]
+    if not isinstance(blueprint, str):
+        attempts.insert(0, lambda: match_tensors(blueprint, view.checkpoint, view))
+    for attempt in attempts:
+        try:
+            attempt()
+        except MarlinqError as error:
+            findings.failures.append(str(error))
+    return findings.result("the model, its generation config and its tokenizer are those of transformers")
+
+
+def check_safetensors(checkpoint: Checkpoint) -> Check:
+    """Every shard opens in the safetensors library too."""
+    findings = Findings("safetensors")
+    for shard in checkpoint.shards:
+        path = checkpoint.path / shard
+        try:
+            with (
+                boundaries.foreign(str(path), "the safetensors library refuses it", "write it again"),
+                safe_open(path, framework="pt") as file,
+            ):
+                found = set(file.keys())
+        except MarlinqError as error:
+            findings.failures.append(str(error))
+            continue
+        if found != {name for name, info in checkpoint.tensors.items() if info.shard == shard}:
+            findings.failures.append(f"{path}: the safetensors library reads other tensors from it")
+    return findings.result("opens in the safetensors library too")
+
+
+def check_finite(view: QuantizedCheckpoint, report_progress: ReportProgress) -> Check:
+    """Norms, embeddings and biases hold numbers. A quantised module's scales are looked at by themselves."""
+    findings = Findings("finite")
+    names = [name for name in view.passthrough if "float" in view.checkpoint.tensors[name].dtype]
+    for done, name in enumerate(names):
+        report_progress("look for NaN and infinity", done, len(names))
+        tensor = view.checkpoint.tensor(name)
+        # Not every 8-bit type has the test itself.
+        bad = int((~torch.isfinite(tensor if tensor.dtype.itemsize > 1 else tensor.float())).sum())
+        if bad:
+            findings.failures.append(f"{name}: {bad} of {tensor.numel()} values are NaN or infinite")
+    return findings.result(f"{len(names)} unquantised tensors hold no NaN and no infinity")
 
 
 def check_coverage(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> Check:

@@ -53,8 +53,8 @@ class Tail:
         return math.log(self.share) - above / self.spread
 
 
-def row_tails(values: Tensor, *, share: float, least_spread: float) -> Tensor:
-    """ln P of exceeding each value, by a tail fitted to the other values of its row.
+def tail_of_others(values: Tensor, *, share: float, least_spread: float) -> Tensor:
+    """ln P of exceeding each value, by an exponential tail fitted to the other values of its row.
 
     Args:
         values: float [R, N], not negative.
@@ -65,7 +65,7 @@ def row_tails(values: Tensor, *, share: float, least_spread: float) -> Tensor:
         float [R, N].
     """
     columns = values.shape[1]
-    count = max(2, round(share * columns))
+    count = min(max(2, round(share * columns)), _LARGEST)
     start = values.topk(min(count + 1, columns), dim=1).values[:, -1:]
     excess = (values - start).clamp_(min=0)
     # Each value is judged by the others: it must not widen its own tail.

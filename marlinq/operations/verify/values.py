@@ -1,6 +1,12 @@
-"""What can be said about scales, zero points, codes and g_idx without the original."""
+"""What can be said about scales, zero points, codes and g_idx without the original.
+
+A check fails where no weights, however odd, are quantised to what is stored. What odd but finite weights can be
+quantised to (one huge weight, a constant row, a pruned channel, weights of one sign) is at most a warning.
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -9,10 +15,12 @@ from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.operations.verify.report import Check, Findings
 
-# A scale this many times its channel's and its group's typical one: exponents of float16 damaged in their
-# upper three bits are off by 2**4 or more; weights of trained models stay far below.
+# A scale this many times its channel's and its group's typical one. The upper exponent bit of a float16 below 2
+# makes it 2**16 times as large.
 _OUTLIER = 2.0**12
 _ODD = 2.0**6
+_BLANK_SHARE = 0.5
+_SAME_SCALE = 1.1
 _SUBNORMAL_SHARE = 0.01
 _NARROW_SHARE = 0.5
 
@@ -61,22 +69,28 @@ class Values:
         self._check_outliers(name, q, scales.abs().log2())
 
     def _check_outliers(self, name: str, q: QuantizedWeight, logs: Tensor) -> None:
-        # A group of zeros alone is stored with whatever scale; it says nothing.
+        levels = (q.codes.short() - q.zeros[q.g_idx.long()].short()).abs()
         used = torch.zeros(q.scales.shape, dtype=torch.int32)
-        level = (q.codes != q.zeros[q.g_idx.long()]).to(torch.int32)
-        used.index_add_(0, q.g_idx.long(), level)
-        apart = logs - logs.median(dim=0, keepdim=True).values
-        apart = apart - apart.median(dim=1, keepdim=True).values
-        apart = torch.where(used > 0, apart.abs(), 0)
-        worst = float(apart.max())
-        if worst <= torch.tensor(_ODD).log2():
+        used.index_add_(0, q.g_idx.long(), (levels > 0).to(torch.int32))
+        # A group of zeros alone is stored with whatever scale; it says nothing.
+        logs = torch.where(used > 0, logs, torch.nan)
+        apart = logs - logs.nanmedian(dim=0, keepdim=True).values
+        apart = (apart - apart.nanmedian(dim=1, keepdim=True).values).nan_to_num_(0)
+        sizes = apart.abs()
+        worst = float(sizes.max())
+        if worst <= math.log2(_ODD):
             return
-        group, column = divmod(int(apart.argmax()), q.out_features)
+        group, column = divmod(int(sizes.argmax()), q.out_features)
         text = (
             f"{name}: the scale of group {group} of output channel {column} is {2**worst:.3g} times off what "
             "its channel and group have elsewhere"
         )
-        (self._scales.failures if 2**worst > _OUTLIER else self._scales.warnings).append(text)
+        # One huge weight has a scale to match, and leaves the others of its group at the zero point. A group of
+        # very small weights is quantised as finely as any. Only large scales of full groups can't be right.
+        channels = torch.zeros(q.groups, dtype=torch.int32)
+        channels.index_add_(0, q.g_idx.long(), torch.ones_like(q.g_idx))
+        impossible = (apart > math.log2(_OUTLIER)) & (2 * used > channels.unsqueeze(1))
+        (self._scales.failures if bool(impossible.any()) else self._scales.warnings).append(text)
 
     def _check_zeros(self, name: str, q: QuantizedWeight, declared: Scheme) -> None:
         middle = q.element.midpoint
@@ -88,10 +102,15 @@ class Values:
             )
         low, high = int(q.zeros.min()), int(q.zeros.max())
         if declared.stores_zeros and low == high != middle and q.zeros.numel() > 1:
-            self._zeros.failures.append(
+            text = (
                 f"{name}: every zero point is {low}; a symmetric module has {middle}, an asymmetric one "
                 "different ones"
             )
+            # Weights of one sign have them all at one end. One beside the midpoint, with codes that lie around the
+            # midpoint and not around it, is the difference between GPTQ's two formats.
+            mean = float(q.codes.float().mean())
+            mistaken = abs(low - middle) == 1 and abs(mean - middle) < abs(mean - low)
+            (self._zeros.failures if mistaken else self._zeros.warnings).append(text)
 
     def _check_codes(self, name: str, q: QuantizedWeight) -> None:
         grid = q.g_idx.long().unsqueeze(1).expand(q.codes.shape)
@@ -99,10 +118,16 @@ class Values:
         high = torch.zeros(q.scales.shape, dtype=torch.uint8).scatter_reduce_(0, grid, q.codes, "amax")
         same = (low == high) & (low != q.zeros)
         if bool(same.any()):
-            self._codes.failures.append(
-                f"{name}: {int(same.sum())} of {same.numel()} groups hold one code only, and not the zero "
-                "point; the data is blank or overwritten"
-            )
+            text = f"{name}: {int(same.sum())} of {same.numel()} groups hold one code only, and not the zero point"
+            # A constant row has that, with one scale; scales that differ were made for weights that did.
+            sizes = q.scales.float().abs()
+            largest = sizes.where(same, 0.0).amax(dim=0)
+            smallest = sizes.where(same, torch.inf).amin(dim=0)
+            differ = same & (largest > _SAME_SCALE * smallest)
+            if int(differ.sum()) > _BLANK_SHARE * same.numel():
+                self._codes.failures.append(f"{text}; the data is blank or overwritten")
+            else:
+                self._codes.warnings.append(f"{text}; constant weights, or damage")
         spread = high.short() - low.short()
         narrow = float((spread < q.element.codes // 4).float().mean())
         if narrow > _NARROW_SHARE:

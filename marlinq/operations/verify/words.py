@@ -19,18 +19,16 @@ from torch import Tensor
 from marlinq.core.scheme import CHANNEL, Element, Scheme
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.formats import Layout, ModuleSpec
+from marlinq.operations.verify.finding import MOST_SAY
 from marlinq.operations.verify.noise import Noise, log_density
 from marlinq.operations.verify.tails import Tail
 
 LEAST_SPREAD = 1.0
 """Of the tail of a log-likelihood ratio, where the noise is as modelled: P(L > x) <= exp(-x)."""
-MOST_SAY = 4.0
-"""What one word, or one group, may add to a sum, so that a sum speaks for many of them."""
-
 _FLOOR = 3.0
 _CONTROLS = (1, 2)
 _CHUNK_ELEMENTS = 1 << 22
-_SAMPLED_TILES = 16
+_SAMPLED_TILES = 32
 _LARGEST_TILE = 1 << 12
 
 
@@ -61,7 +59,8 @@ class WordTile:
         rows, columns = values.shape
         tiles = values.reshape(rows // self.rows, self.rows, columns // self.columns, self.columns)
         flat = tiles.transpose(1, 2).flatten(2)
-        return flat[:, :, self.order.to(values.device)].unflatten(2, (-1, self.slots))
+        ordered = flat[:, :, self.order.to(values.device)]
+        return ordered.reshape(*ordered.shape[:2], self.words, self.slots)
 
     def place(self, tile_row: int, tile_column: int, word: int) -> tuple[int, int]:
         """(input channel, output channel) of the first code of a word."""
@@ -332,12 +331,19 @@ def _sums(module: _Module) -> Iterator[tuple[str, str, float]]:
     sums = torch.cat(rows, dim=1)
     yield from _agreed(module, sums.sum(dim=(1, 2)).unsqueeze(1), lambda _: "the whole module")
 
-    def of_row(index: int) -> str:
-        row, word = divmod(index, tile.words)
-        k, _ = tile.place(row, 0, word)
-        return f"the words that hold input channel {k}"
+    def of_tile_row(row: int) -> str:
+        first, last = row * tile.rows, (row + 1) * tile.rows - 1
+        return f"the words that hold input channel {first}" + (f" to {last}" if last > first else "")
 
-    yield from _agreed(module, sums.flatten(1), of_row)
+    yield from _agreed(module, sums.sum(dim=2), of_tile_row)
+    if tile.rows > 1 and tile.words > 1:
+
+        def of_row(index: int) -> str:
+            row, word = divmod(index, tile.words)
+            k, _ = tile.place(row, 0, word)
+            return f"the words that begin with input channel {k}"
+
+        yield from _agreed(module, sums.flatten(1), of_row)
     picked = _spaced(module.tile_rows, device).tolist()
     columns = torch.zeros((), device=device)
     for row in picked:
@@ -346,14 +352,14 @@ def _sums(module: _Module) -> Iterator[tuple[str, str, float]]:
     def of_column(index: int) -> str:
         column, word = divmod(index, tile.words)
         _, n = tile.place(0, column, word)
-        return f"the words that hold output channel {n}"
+        return f"the words that begin with output channel {n}"
 
     yield from _agreed(module, columns.flatten(1), of_column)
 
 
 def _limited(chunk: _Chunk) -> Tensor:
     words = torch.arange(len(chunk.total), device=chunk.total.device)
-    return chunk.own(words).clamp_(max=MOST_SAY).unflatten(1, chunk.shape)
+    return chunk.own(words).clamp_(max=MOST_SAY).reshape(-1, *chunk.shape)
 
 
 def _spaced(count: int, device: torch.device) -> Tensor:

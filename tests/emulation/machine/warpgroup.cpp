@@ -118,9 +118,6 @@ void complete(Warp& warp, void* const* operands) {
             queue.completed_groups = static_cast<u32>(group + 1);
         }
     }
-    // Every lane's loads of what fed the products have returned when all products are done: their values were used. So
-    // one lane may speak for its warp then, and the emulation lets it; elsewhere that takes a __syncwarp.
-    if (!pending) join_lanes(warp);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -264,3 +265,29 @@ def test_absent_keys_keep_their_defaults(tmp_path):
     expected = Recipe(group_size=32, overrides=(Override("lm_head", skip=True),))
     assert read_recipe(path) == expected
     assert recipe_module.Recipe().replace(group_size=32).group_size == 32
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "damp: 2024-13-45", "\0", "a: &a [*a]", "seed: " + "9" * 5000]
+)
+def test_a_recipe_of_nonsense_is_one_line(tmp_path, text):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=r"recipe\.yaml") as caught:
+        read_recipe(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_recipe_is_a_regular_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="it is a named pipe, not a regular file"):
+        read_recipe(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(b"#" * 2_000_000)
+    with pytest.raises(UsageError, match="more than 1000000 bytes"):
+        read_recipe(tmp_path / "large")
+
+
+@pytest.mark.parametrize("text", ["(?:a{1000}){1000}=skip", "a" * 50_000 + "=skip", "=" * 30_000])
+def test_an_override_costs_no_time_and_no_memory(text):
+    with pytest.raises(UsageError):
+        Override.parse(text)

@@ -68,6 +68,12 @@ struct WarpgroupLoop {
         ring.advance(part);
     }
 
+    // Gives a stage back to the producer. One lane arrives for its warp, so the warp's other lanes must have read theirs.
+    __device__ __forceinline__ void release(const Ring<Layout>& read) const {
+        __syncwarp();
+        if (lane == 0) read.release();
+    }
+
     // `sums` of the part's chunks, of the block's `count`, of a tile. Scales and zero points of whole channels, if it has such,
     // begin at the warp's 64-column tile. Returns what the sums still have to be multiplied by.
     __device__ __forceinline__ PerColumn<PRODUCTS> multiply(Sums& sums, int count, const u16* scales, const u16* zeros) {
@@ -184,10 +190,7 @@ struct WarpgroupLoop {
                     matrix_commit();
                     // The products of the row before are done, so its registers may be written again.
                     matrix_wait<1>();
-                    if (!SCALED_GROUPS && i == 0 && chunk != entered) {
-                        __syncwarp();
-                        if (lane == 0) last.release();
-                    }
+                    if (!SCALED_GROUPS && i == 0 && chunk != entered) release(last);
                     if (NORMALIZED && i + 1 == ROWS && more) {
                         u32 outgrown = 0;
                         each_scale(ring.stage, [&](u32 pair, int q) {
@@ -201,7 +204,7 @@ struct WarpgroupLoop {
                 if (SCALED_GROUPS) {
                     matrix_wait<0>();
                     settle(target);
-                    if (lane == 0) now.release();
+                    release(now);
                     add_scaled<E>(sums, group_sums, scale);
                 }
                 chunk += PARTS_K;
@@ -209,7 +212,7 @@ struct WarpgroupLoop {
             if (!SCALED_GROUPS) {
                 matrix_wait<0>();
                 settle(sums);
-                if (lane == 0) last.release();
+                release(last);
             }
         } while (NORMALIZED && chunk < count);
         if (SCALING == Scaling::SUMS && QUANT_GROUP == 0) multiply_by<E>(sums, scale);

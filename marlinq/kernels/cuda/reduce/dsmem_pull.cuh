@@ -21,6 +21,8 @@ __device__ __forceinline__ void reduce_and_store(const float* buffer, const u16*
     static_assert(Pitch % 4 == 0 && TileN % 4 == 0, "sums are read four at a time");
     for (int four = rank * Threads + threadIdx.x; four < rows * (TileN / 4); four += Cluster * Threads) {
         const int m = four / (TileN / 4), n = four % (TileN / 4) * 4;
+        // Columns past N are not stored, so nothing would wait for their loads before the relaxed arrival below.
+        if (n >= columns) continue;
         float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
         for (int r = 0; r < Cluster; ++r)
@@ -34,17 +36,14 @@ __device__ __forceinline__ void reduce_and_store(const float* buffer, const u16*
                     v = *reinterpret_cast<const float4*>(source);
                 sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
             }
-        if (n < columns) {
-            if (bias != nullptr) {
-                sum.x += E::widen(bias[n0 + n]), sum.y += E::widen(bias[n0 + n + 1]);
-                sum.z += E::widen(bias[n0 + n + 2]), sum.w += E::widen(bias[n0 + n + 3]);
-            }
-            store_global(out + (m0 + m) * out_stride + n0 + n,
-                         make_uint2(E::narrow(sum.x, sum.y), E::narrow(sum.z, sum.w)));
+        if (bias != nullptr) {
+            sum.x += E::widen(bias[n0 + n]), sum.y += E::widen(bias[n0 + n + 1]);
+            sum.z += E::widen(bias[n0 + n + 2]), sum.w += E::widen(bias[n0 + n + 3]);
         }
+        store_global(out + (m0 + m) * out_stride + n0 + n, make_uint2(E::narrow(sum.x, sum.y), E::narrow(sum.z, sum.w)));
     }
-    // Nobody leaves while its shared memory may still be read. What was read has been used by now, so the barrier need
-    // not order memory, which would wait for the stores above.
+    // A block stays until its shared memory has been read. Every loaded value has gone into a store by now, so the barrier
+    // need not order memory, which would wait for the stores to complete.
     if constexpr (Cluster > 1) {
         cluster_arrive_relaxed();
         cluster_wait();

@@ -1,0 +1,163 @@
+"""Scales and zero points that do not go with the codes and weights of their group.
+
+Two statistics tell how odd a group is: |ln b|, where b is the factor by which its scale would best fit codes to
+weights, and the size of the mean of r, which a wrong zero point moves by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from marlinq.core.weight import QuantizedWeight
+from marlinq.operations.verify.finding import FAILURE, MOST_SAY, WARNING, Finding, RunSize, agreed
+from marlinq.operations.verify.noise import Noise, distance, group_rows, log_density
+from marlinq.operations.verify.tails import at_least, log_expected, tail_of_others
+
+FAR = 3.0
+"""How many times as large as any unsuspected output's of its group |ln b| must be to fail."""
+
+_TAIL_SHARE = 0.05
+_LEAST_SPREAD = 0.02
+_FARTHEST = 3.0
+_STEPS = ((1, "low"), (-1, "high"))
+
+
+@dataclass(frozen=True, eq=False)
+class _GroupOddness:
+    """How far the scales and zero points of groups lie from what codes and weights say, [G, N] each.
+
+    ``stretch`` is |ln b|, ``shift`` the mean of r's size; the others are ln of the chance of each.
+    """
+
+    stretch: Tensor
+    shift: Tensor
+    stretch_chance: Tensor
+    shift_chance: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """One group of all outputs: weights and codes float32 [g, N], sigma [g, 1], the others [N]."""
+
+    number: int
+    w: Tensor
+    codes: Tensor
+    sigma: Tensor
+    base: Tensor
+    scales: Tensor
+    zeros: Tensor
+    largest: int
+
+
+def find_odd_groups(w: Tensor, q: QuantizedWeight, noise: Noise, run: RunSize) -> tuple[list[Finding], int]:
+    """One bit of a scale's sign or exponent flipped; one zero point off by one; and whole rows and outputs
+    of zero points. Also how many groups stand out."""
+    odd = _oddness(w, q, noise)
+    stores_zeros = q.scheme.stores_zeros
+    standing_out = 0
+    found: list[Finding] = []
+    by_output = {step: torch.zeros(q.out_features, device=w.device) for step in (1, -1)}
+    for group, rows in group_rows(q):
+        sigma = noise.channel[rows]
+        base = log_density(noise.r[rows], sigma).sum(dim=0)
+        codes = q.codes[rows].float()
+        scales, zeros = q.scales[group], q.zeros[group].float()
+        for step, word in _STEPS if stores_zeros else ():
+            r = distance(w[rows], codes, scales.float(), zeros + step, q.element.codes - 1)
+            gain = log_density(r, sigma).sum(dim=0).sub_(base).clamp_(max=MOST_SAY)
+            by_output[step] += gain
+            what = f"group {group}: its zero points are one too {word}"
+            found += agreed(what, float(gain.sum()), run.groups)
+        chance = odd.stretch_chance[group]
+        if stores_zeros:
+            chance = torch.minimum(chance, odd.shift_chance[group])
+        suspects = (log_expected(chance, run.groups) < math.log(WARNING)).nonzero()[:, 0]
+        standing_out += len(suspects)
+        if len(suspects):
+            place = _Group(group, w[rows], codes, sigma, base, scales, zeros, q.element.codes - 1)
+            found += _odd_groups(place, suspects, odd, stores_zeros, run)
+    for step, word in _STEPS:
+        for n in (by_output[step] > 0).nonzero()[:, 0].tolist() if stores_zeros else ():
+            what = f"output channel {n}: its zero points are one too {word}"
+            found += agreed(what, float(by_output[step][n]), run.groups)
+    return found, standing_out
+
+
+def _odd_groups(
+    group: _Group, suspects: Tensor, odd: _GroupOddness, stores_zeros: bool, run: RunSize
+) -> Iterator[Finding]:
+    """Those of the suspects that one bit of the scale, or one step of the zero point, puts right: that makes
+    them no odder than the oddest output of the group that is not suspected."""
+    w, codes, base = group.w[:, suspects], group.codes[:, suspects], group.base[suspects]
+    scales, zeros = group.scales[suspects], group.zeros[suspects]
+    others = torch.ones_like(group.base, dtype=torch.bool)
+    others[suspects] = False
+    lowest = group.base[others].min() if bool(others.any()) else group.base.min()
+    largest = {
+        False: odd.stretch[group.number].where(others, 0.0).max(),
+        True: odd.shift[group.number].where(others, 0.0).max(),
+    }
+    best: list[Finding | None] = [None] * len(suspects)
+    explanations = list(_scale_bits(scales))
+    if stores_zeros:
+        explanations += [(f"its zero point is one too {word}", scales.float(), step) for step, word in _STEPS]
+    for name, s, step in explanations:
+        of_zero = step != 0
+        r = distance(w, codes, s, zeros + step, group.largest)
+        fit = log_density(r, group.sigma).sum(dim=0)
+        now = r.mean(dim=0).abs() if of_zero else _stretch(w, codes - zeros - step, s)
+        chances = odd.shift_chance if of_zero else odd.stretch_chance
+        cured = (fit >= lowest) & (now <= largest[of_zero]) & torch.isfinite(s) & (s != 0)
+        gain = fit - base
+        chance = at_least(chances[group.number, suspects], gain, len(explanations))
+        expected = log_expected(chance, run.groups).clamp(max=50).exp()
+        for i in (cured & (expected < WARNING)).nonzero()[:, 0].tolist():
+            evidence = float(gain[i])
+            before = best[i]
+            if before is not None and before.evidence >= evidence:
+                continue
+            n = int(suspects[i])
+            certain = not of_zero and float(odd.stretch[group.number, n]) > FAR * float(largest[False])
+            what = f"group {group.number} of output channel {n}: {name}"
+            fails = certain and float(expected[i]) < FAILURE
+            best[i] = Finding(what, evidence, float(expected[i]), fails)
+    yield from (finding for finding in best if finding is not None)
+
+
+def _scale_bits(scales: Tensor) -> Iterator[tuple[str, Tensor, int]]:
+    words = scales.view(torch.int32 if scales.dtype == torch.float32 else torch.int16)
+    width = 8 * scales.dtype.itemsize
+    mantissa = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23}[scales.dtype]
+    for bit in range(mantissa, width):
+        mask = 1 << bit if bit < width - 1 else -(1 << bit)
+        flipped = (words ^ mask).view(scales.dtype).float()
+        yield f"bit {bit} of its scale is flipped", flipped, 0
+
+
+def _oddness(w: Tensor, q: QuantizedWeight, noise: Noise) -> _GroupOddness:
+    stretch = torch.zeros(q.scales.shape, device=w.device)
+    shift = torch.zeros_like(stretch)
+    for group, rows in group_rows(q):
+        levels = q.codes[rows].float().sub_(q.zeros[group].float())
+        stretch[group] = _stretch(w[rows], levels, q.scales[group].float())
+        shift[group] = noise.r[rows].mean(dim=0).abs_()
+    return _GroupOddness(stretch, shift, _chance(stretch), _chance(shift))
+
+
+def _stretch(w: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
+    """|ln b| of the factor b by which the levels, [g, N], best fit the weights, in units of the scale, [N]."""
+    slope = (w * levels).sum(dim=0).div_(scales).div_(levels.square().sum(dim=0).clamp_(min=1))
+    # A scale of the wrong sign is as far off as one can be.
+    stretch = slope.nan_to_num_(0).clamp_(math.exp(-_FARTHEST), math.exp(_FARTHEST)).log_().abs_()
+    return torch.where((levels == 0).all(dim=0), 0.0, stretch)
+
+
+def _chance(values: Tensor) -> Tensor:
+    """ln of the chance of each |ln b|, or each mean of r, [G, N], by those of the same group's other outputs:
+    they share the input channels, and so the channel that may outweigh all others."""
+    return tail_of_others(values, share=_TAIL_SHARE, least_spread=_LEAST_SPREAD)
