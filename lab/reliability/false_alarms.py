@@ -26,9 +26,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import LAYOUTS, Layout, spec_of
-from marlinq.methods.gptq import solve_gptq
+from marlinq.methods.gptq import GPTQOptions, solve_gptq
 from marlinq.operations.verify.evidence import Evidence, find_faults
 from marlinq.operations.verify.finding import RunSize
 from tests.testing.realistic_layers import realistic_layer
@@ -181,9 +182,8 @@ def measure(
     for group_size, symmetric, act_order in [*ways, (64, True, "none")]:
         if group_size != -1 and k % group_size:
             continue
-        q, _ = solve_gptq(
-            layer.weight, layer.hessian, group_size=group_size, symmetric=symmetric, act_order=act_order
-        )
+        scheme = Scheme(group_size=group_size, zero_point="midpoint" if symmetric else "stored")
+        q, _ = solve_gptq(layer.weight, layer.hessian, scheme, GPTQOptions(act_order=act_order))
         able = [name for name, layout in LAYOUTS.items() if layout.refusal(q) is None]
         turn += 1
         for name in sorted({able[(turn * layouts + step) % len(able)] for step in range(layouts)}):

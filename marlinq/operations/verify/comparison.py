@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
-from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import CheckpointError, MarlinqError
 from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import ModuleSpec
 from marlinq.methods.rtn import round_to_nearest
-from marlinq.models import DecoderStructure, TensorNames
+from marlinq.models import Blueprint, Projection, TensorNames
 from marlinq.operations.verify.dequantized import dequantized_modules, off_grid
 from marlinq.operations.verify.evidence import Evidence, find_faults
 from marlinq.operations.verify.finding import Finding, RunSize
@@ -47,7 +46,7 @@ class Comparison:
     Args:
         view: the checkpoint.
         original: what it is compared with.
-        structure: the model that both hold, or why it can't be built.
+        blueprint: of the model that both hold, or why it can't be built.
         device: where the weights are compared.
     """
 
@@ -55,7 +54,7 @@ class Comparison:
         self,
         view: QuantizedCheckpoint,
         original: Checkpoint,
-        structure: DecoderStructure | str,
+        blueprint: Blueprint | str,
         device: torch.device,
     ) -> None:
         self._view = view
@@ -63,10 +62,10 @@ class Comparison:
         self._other = QuantizedCheckpoint.of(original)
         self._device = device
         self._names: TensorNames | None = None
-        self._transposed: set[str] = set()
-        if not isinstance(structure, str):
-            self._names = TensorNames(structure, original.tensors.keys(), source=str(original.path))
-            self._transposed = {linear.name for linear in structure.linears() if linear.transposed}
+        self._projections: dict[str, Projection] = {}
+        if not isinstance(blueprint, str):
+            self._names = TensorNames(blueprint, original.tensors.keys(), source=str(original.path))
+            self._projections = _by_stored_name(blueprint, view)
         self._run = RunSize.of(view.modules.values())
         self._unquantized = Findings("unquantised tensors")
         self._weights = Findings("weights")
@@ -154,8 +153,9 @@ class Comparison:
         """Compare a module that a conversion dequantised with the original's weight."""
         scheme = self._dequantized[module]
         weight, values = theirs.to(self._device, torch.float32), mine.to(self._device, torch.float32)
-        if self._is_transposed(module):
-            weight, values = weight.t().contiguous(), values.t().contiguous()
+        projection = self._projections.get(module)
+        if projection is not None:
+            weight, values = projection.view(weight).contiguous(), projection.view(values).contiguous()
         if not bool(torch.isfinite(values).all()) or not bool(torch.isfinite(weight).all()):
             self._unquantized.failures.append(f"{module}: NaN or infinity, so no error can be given")
             return
@@ -209,21 +209,21 @@ class Comparison:
 
     def _weight(self, name: str, spec: ModuleSpec) -> Tensor:
         """The original weight, float32 [N, K]."""
-        source = self._find(f"{name}.weight")
+        projection = self._projections.get(name)
+        source = self._find(f"{name}.weight" if projection is None else projection.parameter)
         where = f"{self._original.path}: {name}.weight"
         if source is None:
             raise CheckpointError(f"{where}: missing, so {name} can't be compared")
         weight = self._original.tensor(source).to(torch.float32)
         expected = (spec.out_features, spec.in_features)
-        if self._is_transposed(name) or (tuple(weight.shape) != expected and self._names is None):
+        if projection is not None:
+            weight = projection.view(weight)
+        elif tuple(weight.shape) != expected and self._names is None:
+            # Nothing tells how the model lays its weights out.
             weight = weight.t()
         if tuple(weight.shape) != expected:
             raise CheckpointError(f"{where}: expected shape {list(expected)}, found {list(weight.shape)}")
         return weight.contiguous()
-
-    def _is_transposed(self, name: str) -> bool:
-        # Checkpoints exist with and without the prefix of the base model.
-        return any(linear == name or linear.endswith(f".{name}") for linear in self._transposed)
 
     @staticmethod
     def _rtn_error(weight: Tensor, scheme: Scheme, norm: float) -> float | None:
@@ -232,13 +232,7 @@ class Comparison:
         size = scheme.channels_per_group(weight.shape[1])
         if weight.shape[1] % size:
             return None
-        rounded = round_to_nearest(
-            weight,
-            group_size=size,
-            symmetric=not scheme.stores_zeros,
-            bits=scheme.element.bits,
-            scale_dtype=torch_dtype(scheme.scale_dtype),
-        )
+        rounded = round_to_nearest(weight, scheme.with_group_size(size))
         return float((weight - rounded.dequantize()).norm()) / norm
 
     def results(self) -> list[Check]:
@@ -277,6 +271,19 @@ def _by_chance(finding: Finding) -> str:
     """How often an undamaged checkpoint of this size would be told the same."""
     runs = 1 / max(finding.expected, 1e-99)
     return f"by chance in 1 of {runs:.0e} runs" if runs < 1e12 else "by chance practically never"
+
+
+def _by_stored_name(blueprint: Blueprint, view: QuantizedCheckpoint) -> dict[str, Projection]:
+    """Every projection by its name in ``view``, whether it is quantised there or not."""
+    tensors = view.checkpoint.tensors
+    names = TensorNames(blueprint, tensors.keys(), source=str(view.checkpoint.path))
+    found = {}
+    for name, projection in blueprint.by_name.items():
+        for suffix in (view.layout.key, "weight"):
+            stored = names.own(f"{name}.{suffix}")
+            if stored is not None:
+                found[stored.removesuffix(f".{suffix}")] = projection
+    return found
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
