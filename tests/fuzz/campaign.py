@@ -1,14 +1,14 @@
 """Seeded mutations of tiny checkpoints against every command: ``python -m tests.fuzz.campaign``.
 
 Every case copies a small checkpoint of one layout, damages it (header, index, config, tensors, tokenizer,
-place), or disturbs the run (crash, race), runs commands in this process, and a few in one of their own, and looks at
-what came of it. A case that breaks one of the promises is a finding:
+place) or disturbs the run (crash, race), runs commands in this process, a few in one of their own, and looks
+at what came of it. A case that breaks one of the promises is a finding:
 
 * ``traceback``: something other than one line and a known exit code;
 * ``hang``: longer than the time limit;
 * ``executed``: code of the folder was run;
-* ``wrong``: a conversion that is not exact, a changed byte that ``verify`` passes under a manifest, a folder that
-  ``verify`` passes and ``load`` or the safetensors library refuses, a resumed run with other bytes;
+* ``wrong``: a conversion that is not exact, a changed byte that ``verify`` passes under a manifest, a folder
+  that ``verify`` passes and ``load`` or the safetensors library refuses, a resumed run with other bytes;
 * ``dirt``: an output that looks finished after a failure, a changed source, a file left beside them;
 * ``text``: output that fakes lines, acts on a terminal, or is no JSON under ``--json``.
 
@@ -234,14 +234,47 @@ class _Case:
             return ["convert", f"{self.base.layout}-to-{target}", source, str(self.out)]
         if name == "quantize":
             return [
-                "quantize", source, str(self.out), "--group-size", "32", "--samples", "2", "--max-length", "24",
-                "--calibration", self.rng.choice(("self", str(self.campaign.text))), "--device", "cpu",
-            ]  # fmt: skip
+                "quantize",
+                source,
+                str(self.out),
+                "--group-size",
+                "32",
+                "--samples",
+                "2",
+                "--max-length",
+                "24",
+                "--calibration",
+                self.rng.choice(("self", str(self.campaign.text))),
+                "--device",
+                "cpu",
+            ]
         if name == "generate":
             chat = self.rng.choice(([], ["--chat"]))
-            return ["generate", source, "--prompt", "ab", "--max-new-tokens", "2", "--greedy", "--device", "cpu", *chat]  # fmt: skip
+            return [
+                "generate",
+                source,
+                "--prompt",
+                "ab",
+                "--max-new-tokens",
+                "2",
+                "--greedy",
+                "--device",
+                "cpu",
+                *chat,
+            ]
         if name == "eval":
-            return ["eval", source, "--text", str(self.campaign.text), "--windows", "1", "--length", "16", "--device", "cpu"]  # fmt: skip
+            return [
+                "eval",
+                source,
+                "--text",
+                str(self.campaign.text),
+                "--windows",
+                "1",
+                "--length",
+                "16",
+                "--device",
+                "cpu",
+            ]
         extra = ["--device", "cpu"] if name == "verify" else self.rng.choice(([], ["--modules"]))
         return [name, source, *extra]
 
@@ -563,7 +596,8 @@ def run(cases: int, seed: int, *, only: int | None = None, apart_every: int = _A
             campaign.case(number)
             if sys.stderr.isatty() or (number + 1) % 100 == 0:
                 found = len(campaign.tally.findings)
-                print(f"\r{number + 1}/{cases} cases, {found} findings, {time.monotonic() - start:.0f} s", end="" if sys.stderr.isatty() else "\n", file=sys.stderr)  # fmt: skip
+                line = f"{number + 1}/{cases} cases, {found} findings, {time.monotonic() - start:.0f} s"
+                print(line, end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr)
     return campaign.tally
 
 

@@ -20,10 +20,46 @@ _DEEP: list[Any] = []
 for _ in range(500):
     _DEEP = [_DEEP]
 VALUES: list[Any] = [
-    None, True, False, 0, -1, 1, 3, 7, 1 << 31, 1 << 63, 10**30, 0.5, 1e308, float("nan"), float("inf"), "", "auto",
-    "float16", "x\nverified\x1b[2J", "\ud800", "a" * 100_000, [], {}, [0], ["\n"], {"": 0}, _DEEP, "../../secret", "/etc/passwd",
-    "(?:a{1000}){1000}", "(?:[a-z.]|.)+[0-9]", "-:(", "llama", "gpt2", "mixtral", "t5", "no-such-model", "gptq", "awq",
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    3,
+    7,
+    1 << 31,
+    1 << 63,
+    10**30,
+    0.5,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    "auto",
+    "float16",
+    "x\nverified\x1b[2J",
+    "\ud800",
+    "a" * 100_000,
+    [],
+    {},
+    [0],
+    ["\n"],
+    {"": 0},
+    _DEEP,
+    "../../secret",
+    "/etc/passwd",
+    "(?:a{1000}){1000}",
+    "(?:[a-z.]|.)+[0-9]",
+    "-:(",
+    "llama",
+    "gpt2",
+    "mixtral",
+    "t5",
+    "no-such-model",
+    "gptq",
+    "awq",
+]
 
 
 def _paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -167,17 +203,31 @@ def tensors(rng: Random, folder: Path) -> str:
 
 def tokenizer(rng: Random, folder: Path) -> str:
     """The tokenizer, its template, or the generation config."""
-    kind = rng.choice(("tokenizer.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"))  # fmt: skip
+    kind = rng.choice(
+        (
+            "tokenizer.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "chat_template.jinja",
+            "generation_config.json",
+        )
+    )
     path = folder / kind
     if kind == "chat_template.jinja":
         path.write_text(
             rng.choice(
                 (
-                    "{{ 1 / 0 }}", "{% for", "{{ messages[9].x.y }}", "{{ raise_exception('a\nb') }}", "{{ ''.__class__ }}",
-                    "{{ messages }}\x1b[2J", "{% for m in messages %}{{ m.content }}{% endfor %}", "",
+                    "{{ 1 / 0 }}",
+                    "{% for",
+                    "{{ messages[9].x.y }}",
+                    "{{ raise_exception('a\nb') }}",
+                    "{{ ''.__class__ }}",
+                    "{{ messages }}\x1b[2J",
+                    "{% for m in messages %}{{ m.content }}{% endfor %}",
+                    "",
                 )
             )
-        )  # fmt: skip
+        )
         return "template"
     value = json.loads(path.read_text()) if path.exists() else {"eos_token_id": 2, "temperature": 0.5}
     what = mutate_json(rng, value)
@@ -190,8 +240,12 @@ def tokenizer(rng: Random, folder: Path) -> str:
 
 def place(rng: Random, folder: Path) -> str:
     """Files that are no files: links, pipes, pickles, code, odd names."""
-    kind = rng.choice(("link out", "pipe", "dangling link", "loop", "pickle", "code", "odd name", "folder", "no permission"))  # fmt: skip
-    name = rng.choice(("config.json", "tokenizer.json", "model.safetensors", "vocab.txt", "marlinq.json", "notes\n\x1b.txt"))  # fmt: skip
+    kind = rng.choice(
+        ("link out", "pipe", "dangling link", "loop", "pickle", "code", "odd name", "folder", "no permission")
+    )
+    name = rng.choice(
+        ("config.json", "tokenizer.json", "model.safetensors", "vocab.txt", "marlinq.json", "notes\n\x1b.txt")
+    )
     path = folder / name
     body = f"import pathlib\npathlib.Path({str(folder.parent / MARKER)!r}).touch()\n"
     if kind in ("link out", "pipe", "dangling link", "loop", "folder"):
@@ -208,7 +262,9 @@ def place(rng: Random, folder: Path) -> str:
     elif kind == "folder":
         path.mkdir()
     elif kind == "pickle":
-        (folder / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'touch " + str(folder.parent / MARKER).encode() + b"'\ntR.")  # fmt: skip
+        (folder / "pytorch_model.bin").write_bytes(
+            b"\x80\x04cos\nsystem\n(S'touch " + str(folder.parent / MARKER).encode() + b"'\ntR."
+        )
         _shard(rng, folder).unlink()
     elif kind == "code":
         value = json.loads((folder / "config.json").read_text())
