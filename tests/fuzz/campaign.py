@@ -54,7 +54,7 @@ from tests.testing.tiny_models import tiny_model
 LAYOUTS = ("gptq", "gptq-v2", "awq", "marlin", "compressed-tensors")
 AREAS = (*MUTATIONS, "crash", "race")
 TIME_LIMIT = 60
-EXIT_CODES = range(10)
+EXIT_CODES = (0, *(error.exit_code for error in MarlinqError.__subclasses__()))
 _SHARD_BYTES = 60_000
 _APART_EVERY = 250
 
@@ -324,7 +324,9 @@ class _Case:
             self.found("wrong", f"not exact: {difference}")
         if (verified := self.execute(["verify", str(self.out), "--device", "cpu"])) is not None:
             self.campaign.tally.outcomes[f"output verify {'ok' if verified.code == 0 else 'failed'}"] += 1
-            if name == "quantize" and verified.code not in (0,):
+            # A tokenizer that nobody can read is carried as it is.
+            carried = self.area in ("tokenizer", "place") and verified.out.count("\nfailed") == 1
+            if name == "quantize" and verified.code and not (carried and "failed   loads" in verified.out):
                 self.found("wrong", f"quantize wrote what verify refuses: {verified.out[-1500:]}")
 
     def check_verified(self) -> None:
@@ -545,7 +547,7 @@ def _here(arguments: list[str]) -> Result | str:
 def _apart(arguments: list[str]) -> Result | str:
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "marlinq.cli", *arguments],
+            [sys.executable, "-m", "marlinq", *arguments],
             capture_output=True,
             timeout=4 * TIME_LIMIT,
             check=False,
