@@ -133,7 +133,7 @@ class Source:
         k, n = k or own[1], n or own[0]
         wide, high = -(-k // own[1]), -(-n // own[0])
         x = torch.cat(
-            [torch.cat(self._inputs[index, MODULES[name]]) for index in order[:wide]], dim=1
+            [torch.cat(self._inputs[order[i % len(order)], MODULES[name]]) for i in range(wide)], dim=1
         ).float()[:, :k]
         rows = [
             torch.cat(
