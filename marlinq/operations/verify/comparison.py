@@ -7,8 +7,8 @@ Against an unquantised model every quantised weight is compared three ways:
   round-to-nearest's on the layers of a small language model, up to 2.8 with inputs as uneven as tests can
   make them. Codes that have nothing to do with their weights give 10 and more;
 * every word, group and channel on its own, by :mod:`marlinq.operations.verify.evidence`;
-* unquantised tensors bit for bit, but those that a conversion dequantised: they are compared as a module is, and
-  every group must hold no more values than there are codes.
+* unquantised tensors bit for bit, but those that a conversion dequantised: they are compared as a module is,
+  and every group must hold no more values than there are codes.
 
 A checkpoint whose quantiser moved factors between layers first (AWQ's scaling, rotations) does not have the
 original's weights in the first place, and fails here.
@@ -173,7 +173,7 @@ class Comparison:
     ) -> None:
         if rtn is None:
             return
-        # Round-to-nearest is exact on constant weights, and on those that lie on a grid; GPTQ moves them all the same.
+        # Round-to-nearest is exact on constant weights; GPTQ moves them all the same.
         usual = max(rtn, 1 / (2 * element.codes))
         if error > ABOVE_RTN * usual:
             text = f"{name}: relative error {error:.4f}, round-to-nearest's is {rtn:.4f}"
@@ -227,8 +227,9 @@ class Comparison:
 
     @staticmethod
     def _rtn_error(weight: Tensor, scheme: Scheme, norm: float) -> float | None:
-        """The relative error of round-to-nearest of ``weight``, its channels in the order of their groups; None
-        where its last group would be short."""
+        """The relative error of round-to-nearest of ``weight``, its channels in the order of their groups.
+
+        None where the last group would be short."""
         size = scheme.channels_per_group(weight.shape[1])
         if weight.shape[1] % size:
             return None

@@ -75,7 +75,8 @@ def test_a_value_is_judged_by_the_others():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tiles_are_what_the_layout_packs(layout):
     tile = word_tile(LAYOUTS[layout], INT4, 64, 128)
-    assert tile is not None and tile.slots == 8
+    assert tile is not None
+    assert tile.slots == 8
     numbers = torch.arange(64 * 128).reshape(64, 128)
     split = tile.split(numbers)
     q = round_to_nearest(heavy_tailed(0, 128, 64), scheme())
@@ -234,10 +235,8 @@ def test_names_exchanged_input_channels_and_a_damaged_output():
     assert any(finding.what == what for finding in findings if finding.fails)
 
 
-# Twice off is within what GPTQ does to the channelwise scales of a layer as uneven as this one.
-@pytest.mark.parametrize(
-    ("group_size", "bit"), [(g, bit) for g in (32, 64, -1) for bit in range(11 if g != 64 else 10, 16)]
-)
+# Two or four times off is within what GPTQ may do to the scales of a layer as small and uneven as this.
+@pytest.mark.parametrize(("group_size", "bit"), [(g, bit) for g in (32, 64, -1) for bit in range(12, 16)])
 def test_finds_the_bit(group_size, bit):
     weight = heavy_tailed(2)
     q = quantize(weight, group_size=group_size, symmetric=False, act_order="static", seed=2)
@@ -247,20 +246,20 @@ def test_finds_the_bit(group_size, bit):
     (finding, *_) = findings_of(weight, damaged, LAYOUTS["awq"])
     group, column = divmod(q.scales.numel() // 2, N)
     assert finding.what == f"group {group} of output channel {column}: bit {bit} of its scale is flipped"
-    # So few outputs with such uneven inputs can't rule out a factor of 2 or 4.
-    assert finding.fails or bit < 12
+    assert finding.fails
 
 
 @pytest.mark.parametrize("by", [-1, 1])
 def test_one_zero_point_is_a_warning(by):
-    weight = heavy_tailed(3)
+    weight = heavy_tailed(3, n=512)
     q = quantize(weight, group_size=64, symmetric=False, act_order="none", seed=3)
     zeros = q.zeros.clone()
     zeros[2, 5] += by
     (finding, *others) = findings_of(weight, replace(q, zeros=zeros), LAYOUTS["gptq-v2"])
     word = "high" if by > 0 else "low"
     assert finding.what == f"group 2 of output channel 5: its zero point is one too {word}"
-    assert not finding.fails and not others
+    assert not finding.fails
+    assert not others
 
 
 @pytest.mark.parametrize(
