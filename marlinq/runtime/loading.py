@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, without_quantization_config
