@@ -10,7 +10,7 @@ WORKERS ?= auto
 GPU_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all coverage lint format docs gpu interop clean
+.PHONY: help install quickstart test test-all coverage lint format docs fuzz gpu interop clean
 
 help:
 	@echo "make quickstart   quantise, convert, verify, evaluate and run a small model, with commentary"
@@ -20,6 +20,7 @@ help:
 	@echo "make lint         ruff and mypy only"
 	@echo "make format       let ruff format and fix the sources"
 	@echo "make docs         regenerate generated pages, tables and plots (a minute or two)"
+	@echo "make fuzz         10,000 seeded mutations of checkpoints against every command (4 hours on 2 cores)"
 	@echo "make gpu          tests, sanitizers and measurements on a GPU, into build/gpu (20 minutes)"
 	@echo "make interop      exchange checkpoints with GPTQModel, compressed-tensors and llm-compressor (20 minutes)"
 	@echo "make clean        remove the environment, caches and the quickstart's files"
@@ -58,6 +59,10 @@ docs: $(INSTALLED)
 	$(BIN)/python -m lab.figures
 	$(BIN)/python -m marlinq.cli.reference docs/cli.md
 	$(BIN)/python -m marlinq.kernels.jit.resources docs/kernels/resources.md
+
+# MARLINQ_FUZZ_CASES, MARLINQ_FUZZ_SEED and MARLINQ_FUZZ_ONLY choose how many, which, and a single one.
+fuzz: $(INSTALLED)
+	$(BIN)/python -m tests.fuzz.campaign
 
 gpu: $(INSTALLED)
 	$(BIN)/python lab/kernels/gpu_checks.py build/gpu $(GPU_ARGS)

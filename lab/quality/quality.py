@@ -11,18 +11,14 @@ interrupted ones continued.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from marlinq import evaluate, load, quantize
-from marlinq.checkpoint import Checkpoint, CheckpointWriter
-from marlinq.methods.rtn import round_to_nearest
-from marlinq.models import build_structure
+from marlinq.checkpoint import Checkpoint
 from marlinq.operations.bench.hardware import hardware_line
-from marlinq.operations.quantize.planning import plan_output
 from marlinq.operations.quantize.recipe import Recipe
 
 RTN, PLAIN, CLIP = "round-to-nearest", "GPTQ, no clip search", "GPTQ, clip search"
@@ -40,7 +36,7 @@ def main() -> None:
     )
     if options.act_order is not None:
         recipe = recipe.replace(act_order=options.act_order)
-    recipes = {RTN: recipe, PLAIN: recipe.replace(clip_search=False), CLIP: recipe}
+    recipes = {RTN: recipe.replace(method="rtn"), PLAIN: recipe.replace(clip_search=False), CLIP: recipe}
     folders = {RTN: "rtn", PLAIN: "gptq-plain", CLIP: "gptq-clip"}
     options.work.mkdir(parents=True, exist_ok=True)
 
@@ -49,8 +45,6 @@ def main() -> None:
         if folder.exists():
             _check_same(folder, options.model, asked)
             print(f"{name}: {folder} is finished", file=sys.stderr)
-        elif name == RTN:
-            write_rounded(options.model, folder, asked)
         else:
             report = quantize(
                 options.model,
@@ -87,11 +81,12 @@ def main() -> None:
         )
         print(measured.render(), file=sys.stderr)
 
+    order = recipe.to_dict()["act_order"]
     text = f"{measured.windows} windows of {options.length} tokens"
     calibration = f"{recipe.samples} documents of up to {recipe.max_length} tokens, seed {recipe.seed}"
     lines = [
         hardware_line(original.device),
-        f"{options.model.name}: symmetric, group size {recipe.group_size}, act order {recipe.act_order}",
+        f"{options.model.name}: symmetric, group size {recipe.group_size}, act order {order}",
         f"calibrated on {options.calibration.name}: {calibration}",
         f"evaluated on {options.text.name}: {text}",
     ]
@@ -100,36 +95,6 @@ def main() -> None:
     if options.json is not None:
         record = {"conditions": lines, "recipe": recipe.to_dict(), "rows": rows}
         options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-
-
-def write_rounded(model: Path, out: Path, recipe: Recipe) -> None:
-    """Write ``model`` rounded to nearest, with what ``recipe`` says of format and grid."""
-    checkpoint = Checkpoint.open(model)
-    structure = build_structure(checkpoint.config, source=str(checkpoint.path))
-    plan = plan_output(checkpoint, structure, recipe)
-    identity = [RTN, recipe.to_dict(), checkpoint.identity()]
-    fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    with CheckpointWriter(out, plan.tensors, fingerprint=fingerprint, resume=True) as writer:
-        for name in plan.copied:
-            writer.write(name, checkpoint.tensor(name))
-        for planned in plan.modules.values():
-            weight, spec = checkpoint.tensor(f"{planned.stored}.weight").float(), planned.spec
-            rounded = round_to_nearest(
-                weight.t() if planned.linear.transposed else weight,
-                group_size=spec.group_size,
-                symmetric=spec.symmetric,
-                bits=spec.bits,
-                scale_dtype=spec.scale_dtype,
-                name=planned.stored,
-            )
-            for suffix, tensor in plan.layout.pack(rounded, spec.scale_dtype, spec.symmetric).items():
-                writer.write(f"{planned.stored}.{suffix}", tensor)
-        writer.finish(
-            config=plan.config,
-            manifest={"source": {"identity": checkpoint.identity()}, "recipe": recipe.to_dict()},
-            side_files_from=checkpoint,
-            extra_json=plan.extra_json,
-        )
 
 
 def _check_same(folder: Path, model: Path, recipe: Recipe) -> None:

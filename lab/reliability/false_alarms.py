@@ -2,8 +2,8 @@
 
     python -m lab.reliability.false_alarms MODEL TEXT... [--blocks 4] [--tokens 8192]
 
-Layers are quantised with GPTQ and judged by the statistics of ``verify --against``, at groups of 32, 64, 128 and
-whole channels, with and without zero points. They are those of
+Layers are quantised with GPTQ and judged by the statistics of ``verify --against``, at groups of 32, 64, 128
+and whole channels, with and without zero points. They are those of
 
 * MODEL (an unquantised checkpoint with Llama's module names), with the inputs that TEXT gives them;
 * wider models made of MODEL's blocks side by side, weights and inputs alike: a width of 640 with weights
@@ -20,15 +20,17 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import LAYOUTS, Layout, spec_of
-from marlinq.methods.gptq import solve_gptq
+from marlinq.methods.gptq import GPTQOptions, solve_gptq
 from marlinq.operations.verify.evidence import Evidence, find_faults
 from marlinq.operations.verify.finding import RunSize
 from tests.testing.realistic_layers import realistic_layer
@@ -132,7 +134,7 @@ class Source:
         k, n = k or own[1], n or own[0]
         wide, high = -(-k // own[1]), -(-n // own[0])
         x = torch.cat(
-            [torch.cat(self._inputs[index, MODULES[name]]) for index in order[:wide]], dim=1
+            [torch.cat(self._inputs[order[i % len(order)], MODULES[name]]) for i in range(wide)], dim=1
         ).float()[:, :k]
         rows = [
             torch.cat(
@@ -155,6 +157,12 @@ def layers_of(source: Source) -> Iterator[LinearLayer]:
         ):
             layer = source.layer("640 / 2048, BF16", block, name, k, n)
             yield replace(layer, weight=layer.weight.bfloat16().float())
+    for block in source.blocks:
+        for name in MODULES:
+            yield source.layer("the model", block, name)
+    for seed, (k, n) in enumerate([(1024, 640), (1024, 640), (768, 2048), (2048, 512)]):
+        weight, hessian = realistic_layer(k, n, seed, dominant=(0, 1, 2, 8)[seed])
+        yield LinearLayer("synthetic", f"seed {seed} {k} x {n}", weight, hessian)
     first, last = source.blocks[0], source.blocks[-2]
     for block, name, k, n in (
         (first, "self_attn.q_proj", 896, 896),
@@ -164,12 +172,6 @@ def layers_of(source: Source) -> Iterator[LinearLayer]:
         (last, "mlp.down_proj", 4864, 896),
     ):
         yield source.layer("896 / 4864", block, name, k, n)
-    for block in source.blocks:
-        for name in MODULES:
-            yield source.layer("the model", block, name)
-    for seed, (k, n) in enumerate([(1024, 640), (1024, 640), (768, 2048), (2048, 512)]):
-        weight, hessian = realistic_layer(k, n, seed, dominant=(0, 1, 2, 8)[seed])
-        yield LinearLayer("synthetic", f"seed {seed} {k} x {n}", weight, hessian)
 
 
 def measure(
@@ -181,14 +183,25 @@ def measure(
     for group_size, symmetric, act_order in [*ways, (64, True, "none")]:
         if group_size != -1 and k % group_size:
             continue
-        q, _ = solve_gptq(
-            layer.weight, layer.hessian, group_size=group_size, symmetric=symmetric, act_order=act_order
-        )
+        scheme = Scheme(group_size=group_size, zero_point="midpoint" if symmetric else "stored")
+        q, _ = solve_gptq(layer.weight, layer.hessian, scheme, GPTQOptions(act_order=act_order))
         able = [name for name, layout in LAYOUTS.items() if layout.refusal(q) is None]
         turn += 1
         for name in sorted({able[(turn * layouts + step) % len(able)] for step in range(layouts)}):
             row = table.setdefault((layer.model, name, group_size, symmetric), Row())
             row.add(layer.name, judge(layer.weight, q, LAYOUTS[name]))
+
+
+def measure_all(source: Source, table: dict[tuple[str, str, int, bool], Row], layouts: int) -> None:
+    """Every layer, with a line on the standard error for each."""
+    started = time.monotonic()
+    for turn, layer in enumerate(layers_of(source)):
+        measure(layer, table, turn, layouts)
+        seen = sum(len(row.seen) for row in table.values())
+        print(
+            f"{time.monotonic() - started:6.0f} s  {layer.model}: {layer.name}; {seen} suspected so far",
+            file=sys.stderr,
+        )
 
 
 def print_table(table: dict[tuple[str, str, int, bool], Row]) -> None:
@@ -211,15 +224,10 @@ def main() -> int:
     torch.set_num_threads(arguments.threads)
     text = "\n".join(path.read_text() for path in arguments.text)
     source = Source(arguments.model, text, arguments.blocks, arguments.tokens)
-    started = time.monotonic()
     table: dict[tuple[str, str, int, bool], Row] = {}
-    for turn, layer in enumerate(layers_of(source)):
-        measure(layer, table, turn, arguments.layouts)
-        seen = sum(len(row.seen) for row in table.values())
-        print(
-            f"{time.monotonic() - started:6.0f} s  {layer.model}: {layer.name}; {seen} suspected so far",
-            file=sys.stderr,
-        )
+    # Ctrl-C ends it with what there is.
+    with suppress(KeyboardInterrupt):
+        measure_all(source, table, arguments.layouts)
     print_table(table)
     rows = table.values()
     warnings, failures = sum(row.warnings for row in rows), sum(row.failures for row in rows)

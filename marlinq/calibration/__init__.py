@@ -1,4 +1,4 @@
-"""Calibration: where tokens come from, how they are batched, and the statistics taken from them."""
+"""Calibration: where tokens come from, how they are batched, and the hidden states that blocks exchange."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from marlinq.calibration.documents import (
     read_documents,
 )
 from marlinq.calibration.generation import generate_documents
-from marlinq.calibration.hessian import HessianAccumulator
 from marlinq.calibration.hidden import HiddenStates
 from marlinq.calibration.sources import read_passages
 
@@ -20,7 +19,6 @@ __all__ = [
     "Batch",
     "Chat",
     "Document",
-    "HessianAccumulator",
     "HiddenStates",
     "check_tokens",
     "documents_hash",

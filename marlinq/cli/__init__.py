@@ -14,7 +14,7 @@ from importlib import import_module
 import click
 
 from marlinq import __version__
-from marlinq.cli.output import print_error, print_json, print_line, show_warnings_briefly
+from marlinq.cli.output import log_safely, print_error, print_json, print_line, show_warnings_briefly
 from marlinq.cli.types import suggestion
 from marlinq.core.errors import MarlinqError, UsageError
 
@@ -73,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in arguments
     show_warnings_briefly()
+    log_safely()
     try:
         status = cli.main(args=arguments, prog_name="marlinq", standalone_mode=False)
     except click.Abort:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import warnings
@@ -101,6 +102,16 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 def show_warnings_briefly() -> None:
     """Print each warning as one line on stderr, without the source line that Python adds."""
     warnings.showwarning = _show_warning
+
+
+def log_safely() -> None:
+    """Make every record of Python's logging one printable line: libraries log what configs say."""
+    logging.setLogRecordFactory(_Record)
+
+
+class _Record(logging.LogRecord):
+    def getMessage(self) -> str:  # noqa: N802
+        return one_line(super().getMessage())
 
 
 def _show_warning(

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from marlinq.core.errors import CheckpointError
+from marlinq.core.settings import Choice, Kind
 from marlinq.core.sources import local_folder
 from marlinq.formats import LAYOUTS
 
@@ -69,6 +70,34 @@ class OneOf(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.
 
 FORMAT = OneOf(LAYOUTS, _FORMAT_SPELLINGS)
 """The name of a layout, also of one that was registered later."""
+
+
+class SettingType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
+    """A setting of a recipe or a method, as its kind reads it."""
+
+    name = "setting"
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        where = param.opts[0] if param is not None else "setting"
+        if not isinstance(value, str):
+            self.kind.check(where, value)
+            return value
+        if isinstance(self.kind, Choice):
+            words = {str(choice): choice for choice in self.kind.values}
+            word = value.strip().lower().replace("_", "-")
+            if word not in words:
+                near = suggestion(word, words)
+                self.fail(f"expected one of {', '.join(words)}, found {value!r}{near}", param, ctx)
+            return words[word]
+        return self.kind.parse(where, value)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        if isinstance(self.kind, Choice):
+            return f"[{'|'.join(map(str, self.kind.values))}]"
+        return {"WholeNumber": "N", "Fraction": "FRACTION"}.get(type(self.kind).__name__, "TEXT")
 
 
 class Source(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on

@@ -1,15 +1,18 @@
 """Which modules are quantised, and how: ordered patterns that resolve to a scheme or to a reason not to.
 
-Recipes, overrides and every ``quantization_config`` dialect resolve to this one value. Mixed precision is a
-matter of rules alone.
+Recipes, overrides and every ``quantization_config`` dialect resolve to these values: a dialect to
+:class:`Rules`, whose outcomes are schemes; a recipe to :class:`ModuleRules` of a scheme and its method's
+options. Mixed precision is a matter of rules alone.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from marlinq.core.scheme import Scheme
+
+T = TypeVar("T")
 
 
 class Matcher(Protocol):
@@ -32,15 +35,15 @@ class Keep:
 
 
 @dataclass(frozen=True)
-class Rule:
+class Rule(Generic[T]):
     """What becomes of the modules that ``matcher`` means."""
 
     matcher: Matcher
-    outcome: Scheme | Keep
+    outcome: T | Keep
 
 
 @dataclass(frozen=True)
-class Rules:
+class ModuleRules(Generic[T]):
     """Ordered rules; the first that matches a module decides.
 
     Attributes:
@@ -48,15 +51,19 @@ class Rules:
         ordered: the rules.
     """
 
-    default: Scheme | Keep
-    ordered: tuple[Rule, ...] = ()
+    default: T | Keep
+    ordered: tuple[Rule[T], ...] = ()
 
-    def outcome(self, module: str) -> Scheme | Keep:
-        """The scheme of ``module`` (its full dotted name), or why it is kept."""
+    def outcome(self, module: str) -> T | Keep:
+        """What becomes of ``module`` (its full dotted name), or why it is kept."""
         for rule in self.ordered:
             if rule.matcher.matches(module):
                 return rule.outcome
         return self.default
+
+
+class Rules(ModuleRules[Scheme]):
+    """Rules that say how modules are quantised."""
 
     def scheme(self, module: str) -> Scheme | None:
         """The scheme of ``module``, or None when it is kept."""

@@ -72,7 +72,7 @@ class Element:
             return torch.round(values).clamp_(0, self.codes - 1).to(torch.uint8)
         table = torch.tensor(self.table, dtype=torch.float32, device=values.device)
         ordered, codes = table.sort()
-        places = torch.bucketize(values, (ordered[1:] + ordered[:-1]) / 2)
+        places = torch.bucketize(values.contiguous(), (ordered[1:] + ordered[:-1]) / 2)
         return codes[places].to(torch.uint8)
 
 

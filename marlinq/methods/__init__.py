@@ -1,5 +1,37 @@
-"""How a weight becomes 4-bit: the recipe, the grids, round-to-nearest and GPTQ, as pure functions.
+"""How weights become quantised: every method behind one protocol, and the registry that they are found in.
 
-The solvers take tensors and return tensors; files, hooks, devices and progress belong to the pipeline.
-Nothing is imported here, so that reading a recipe does not import torch.
+The solvers take tensors and return tensors; files, devices and progress belong to the quantise operation.
+Nothing here imports torch before it computes, so that reading a recipe does not.
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+from marlinq.methods.base import Method, MethodOptions, SolveReport, Statistics
+from marlinq.methods.gptq import GPTQ, GPTQOptions
+from marlinq.methods.rtn import RTN, RTNOptions
+
+METHODS: dict[str, Method[Any, Any]] = {}
+"""Every method by its name."""
+
+
+def register_method(method: Method[Any, Any]) -> Method[Any, Any]:
+    """Make ``method`` known to recipes and to the command line by its name; returns it."""
+    METHODS[method.name] = method
+    return method
+
+
+for _method in (GPTQ(), RTN()):
+    register_method(_method)
+
+__all__ = [
+    "METHODS",
+    "GPTQOptions",
+    "Method",
+    "MethodOptions",
+    "RTNOptions",
+    "SolveReport",
+    "Statistics",
+    "register_method",
+]

@@ -16,15 +16,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from marlinq.core.errors import NumericsError, UnsupportedError, UsageError
-from marlinq.core.scheme import integer_element
+from marlinq.core.dtypes import torch_dtype
+from marlinq.core.errors import NumericsError, UnsupportedError
+from marlinq.core.scheme import Scheme
+from marlinq.core.settings import Choice, Flag, Fraction, setting
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
+from marlinq.methods.base import Method, MethodOptions, SolveReport, check_weight, whole_groups
 from marlinq.methods.grid import minmax_grid, search_grid, storable_scales
-from marlinq.methods.rtn import channels_per_group, check_weight
+from marlinq.methods.hessian import HessianAccumulator
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from marlinq.core.lazy import torch
 
 _SMALLEST_DAMP, _LARGEST_DAMP = 1e-4, 1.0
 
@@ -33,66 +40,77 @@ _LEAF = 16
 
 
 @dataclass(frozen=True)
-class SolveReport:
-    """What happened in one solve.
+class GPTQOptions(MethodOptions):
+    """How GPTQ quantises.
 
     Attributes:
-        damp: share of the Hessian's mean diagonal that was added to it; above what was asked for when the
-            Cholesky factorisation needed more.
-        fallback: what was done instead of GPTQ, and why; None when nothing was.
-        dead_channels: input channels that were zero in all of the calibration.
-        relative_error: tr(D H D^T) / tr(W H W^T), with the Hessian that the solve used: its diagonal or
-            the identity in a fallback.
+        clip_search: search each group's scales (see the module's text) instead of spanning its range.
+        damp: share of the mean of H's diagonal that is added to it; raised tenfold, up to 1, while H can't be
+            factorised.
+        act_order: ``none``, or ``static``: groups by falling mean of H's diagonal, and channels by falling
+            diagonal within their group. Groups keep their channels, so g_idx stays trivial.
     """
 
-    damp: float
-    fallback: str | None
-    dead_channels: int
-    relative_error: float
+    clip_search: bool = setting(True, Flag(), "Search each group's scale for the least output error.")
+    damp: float = setting(0.01, Fraction(), "Share of the Hessian's mean diagonal that is added to it.")
+    act_order: str = setting(
+        "static",
+        Choice(("none", "static")),
+        "static quantises the channels of the largest activations first; groups keep their channels.",
+    )
+
+
+class GPTQ(Method[GPTQOptions, HessianAccumulator]):
+    """GPTQ with MARLIN's choice of scales."""
+
+    name = "gptq"
+    options = GPTQOptions
+
+    def scheme_refusal(self, scheme: Scheme) -> str | None:
+        if scheme.element.table is not None:
+            return f"{scheme.element.name} weights; {self.name} rounds to integers only"
+        return super().scheme_refusal(scheme)
+
+    def statistics(
+        self, in_features: int, options: GPTQOptions, *, device: torch.device, name: str
+    ) -> HessianAccumulator:
+        return HessianAccumulator(in_features, device=device, name=name)
+
+    def solve(
+        self,
+        weights: Sequence[Tensor],
+        statistics: HessianAccumulator | None,
+        scheme: Scheme,
+        options: GPTQOptions,
+        *,
+        names: Sequence[str],
+    ) -> list[tuple[QuantizedWeight, SolveReport]]:
+        if statistics is None:
+            raise ValueError("GPTQ needs the Hessian of the weights' input")
+        return solve_gptq_shared(weights, statistics.hessian(), scheme, options, names=names)
 
 
 def solve_gptq(
     weight: Tensor,
     hessian: Tensor,
+    scheme: Scheme,
+    options: GPTQOptions | None = None,
     *,
-    group_size: int,
-    symmetric: bool,
-    bits: int = 4,
-    damp: float = 0.01,
-    clip_search: bool = True,
-    act_order: str = "static",
-    scale_dtype: torch.dtype = torch.float16,
     name: str = "weight",
 ) -> tuple[QuantizedWeight, SolveReport]:
-    """Quantise one linear; see :func:`solve_gptq_shared`."""
-    return solve_gptq_shared(
-        [weight],
-        hessian,
-        group_size=group_size,
-        symmetric=symmetric,
-        bits=bits,
-        damp=damp,
-        clip_search=clip_search,
-        act_order=act_order,
-        scale_dtype=scale_dtype,
-        names=[name],
-    )[0]
+    """Quantise one weight; see :func:`solve_gptq_shared`."""
+    return solve_gptq_shared([weight], hessian, scheme, options, names=[name])[0]
 
 
 def solve_gptq_shared(
     weights: Sequence[Tensor],
     hessian: Tensor,
+    scheme: Scheme,
+    options: GPTQOptions | None = None,
     *,
-    group_size: int,
-    symmetric: bool,
-    bits: int = 4,
-    damp: float = 0.01,
-    clip_search: bool = True,
-    act_order: str = "static",
-    scale_dtype: torch.dtype = torch.float16,
     names: Sequence[str] | None = None,
 ) -> list[tuple[QuantizedWeight, SolveReport]]:
-    """Quantise the linears that read the same input, in one solve.
+    """Quantise the weights that read the same input, in one solve.
 
     Output channels don't influence each other, so the result for each weight is that of its own solve, up
     to the rounding of the matrix products.
@@ -100,31 +118,25 @@ def solve_gptq_shared(
     Args:
         weights: float [N_i, K] each, on the Hessian's device.
         hessian: float [K, K], the symmetric sum (or mean) of x x^T over the calibration's inputs x.
-        group_size: input channels a group, a divisor of K, or -1 for one group.
-        symmetric: fix the zero point in the middle of the codes.
-        bits: 4 or 8.
-        damp: share of the mean of H's diagonal to add to it; raised tenfold, up to 1, while H can't be
-            factorised.
-        clip_search: search each group's scales (see the module's text) instead of spanning its range.
-        act_order: "none", or "static": groups by falling mean of H's diagonal, and channels by falling
-            diagonal within their group. Groups keep their channels, so g_idx stays trivial.
-        scale_dtype: the dtype that the scales are stored in.
+        scheme: integer element, group size (a divisor of K, or -1), zero points, dtype of the scales.
+        options: the defaults when None.
         names: what error messages call the weights.
 
     Returns:
-        The quantised tensor, on the device of the weights, and the report, for each weight in order.
+        The quantised weight, on the device of the weights, and the report, for each weight in order. The
+        report's relative error is taken with the Hessian that the solve used: its diagonal or the identity
+        in a fallback. Its figures are ``damp``, above what was asked for when the factorisation needed more,
+        and ``dead_channels``, input channels that were zero in all of the calibration.
 
     Raises:
         NumericsError: a weight or the Hessian holds NaN or infinity.
-        UnsupportedError: K is not a multiple of ``group_size``, or the shapes don't fit together.
-        UsageError: ``damp`` is not in 0..1, or ``act_order`` is unknown.
+        UnsupportedError: K is not a multiple of the group size, or the shapes don't fit together.
     """
-    if not 0 <= damp <= _LARGEST_DAMP:
-        raise UsageError(f"damp: expected a number from 0 to {_LARGEST_DAMP:g}, found {damp!r}")
+    options = options or GPTQOptions()
     names = names or [f"weight {i}" for i in range(len(weights))]
     k = hessian.shape[0]
     for weight, name in zip(weights, names, strict=True):
-        check_weight(weight, scale_dtype, name)
+        check_weight(weight, scheme, name)
         if tuple(hessian.shape) != (weight.shape[1],) * 2:
             raise UnsupportedError(
                 f"{name}: the weight {list(weight.shape)} needs a Hessian [K, K] of its K, "
@@ -134,17 +146,17 @@ def solve_gptq_shared(
         raise NumericsError(
             f"{names[0]}: the Hessian of its input holds NaN or infinity; check the calibration's activations"
         )
-    g = channels_per_group(k, group_size, names[0])
-    order = _channel_order(hessian, g, act_order)
-    factor = _factorise(hessian.to(torch.float32)[order][:, order], damp)
+    g = whole_groups(scheme, k, names[0])
+    order = _channel_order(hessian, g, options.act_order)
+    factor = _factorise(hessian.to(torch.float32)[order][:, order], options.damp)
     w = torch.cat([weight.t().to(torch.float32) for weight in weights], dim=1)[order]
-    solution = _solve(w, factor, g, bits, symmetric, clip_search, scale_dtype)
+    solution = _solve(w, factor, g, scheme, options.clip_search)
 
     back = torch.argsort(order)
     # Groups stay whole in the channel order, so the first channel of each tells where the group went.
     group_back = back[::g] // g
     codes = solution.codes[back]
-    scales = solution.scales[group_back].to(scale_dtype)
+    scales = solution.scales[group_back].to(torch_dtype(scheme.scale_dtype))
     zeros = solution.zeros[group_back].to(torch.uint8)
     g_idx = trivial_g_idx(k, g).to(w.device)
     results = []
@@ -158,14 +170,13 @@ def solve_gptq_shared(
             zeros=zeros[:, part].contiguous(),
             g_idx=g_idx,
             group_size=g,
-            element=integer_element(bits),
+            element=scheme.element,
         )
         loss, norm = float(solution.loss[part].sum()), float(solution.norm[part].sum())
         report = SolveReport(
-            damp=factor.damp,
-            fallback=factor.fallback,
-            dead_channels=factor.dead_channels,
             relative_error=loss / norm if norm > 0 else 0.0,
+            fallback=factor.fallback,
+            figures={"damp": factor.damp, "dead_channels": factor.dead_channels},
         )
         results.append((quantized, report))
     return results
@@ -199,8 +210,6 @@ def _channel_order(hessian: Tensor, g: int, act_order: str) -> Tensor:
     k = hessian.shape[0]
     if act_order == "none":
         return torch.arange(k, device=hessian.device)
-    if act_order != "static":
-        raise UsageError(f"act_order: expected none or static, found {act_order!r}")
     diagonal = hessian.diagonal().reshape(k // g, g)
     groups = torch.argsort(diagonal.mean(dim=1), descending=True, stable=True)
     within = torch.argsort(diagonal, dim=1, descending=True, stable=True)
@@ -242,18 +251,10 @@ def _upper_root(hessian: Tensor, shift: float) -> Tensor | None:
     return root
 
 
-def _solve(
-    w: Tensor,
-    factor: _Factor,
-    g: int,
-    bits: int,
-    symmetric: bool,
-    clip_search: bool,
-    scale_dtype: torch.dtype,
-) -> _Solution:
+def _solve(w: Tensor, factor: _Factor, g: int, scheme: Scheme, clip_search: bool) -> _Solution:
     """GPTQ on w, float32 [K, N] in processing order; each channel is a contiguous row of N."""
     k, n = w.shape
-    top = (1 << bits) - 1
+    top = scheme.element.codes - 1
     root = factor.root
     codes = torch.empty((k, n), dtype=torch.uint8, device=w.device)
     scales = torch.empty((k // g, n), device=w.device)
@@ -270,11 +271,9 @@ def _solve(
         # Nothing is carried into the first group, which may be the only one and as large as the layer.
         updated = torch.addmm(w[part], inverse.t(), carried[part]) if group else w[part]
         if clip_search:
-            s, z = search_grid(
-                updated, diagonal.square(), bits=bits, symmetric=symmetric, scale_dtype=scale_dtype
-            )
+            s, z = search_grid(updated, diagonal.square(), scheme)
         else:
-            s, z = minmax_grid(updated, bits=bits, symmetric=symmetric, scale_dtype=scale_dtype)
+            s, z = minmax_grid(updated, scheme)
         # In code units a channel's error moves the later ones by the same factors, whatever its scale.
         rounded = torch.empty_like(updated)
         errors = updated.div(s).add_(z)
@@ -283,7 +282,7 @@ def _solve(
         levels = rounded.sub_(z)
         terms = errors.mul_(diagonal.unsqueeze(1)).mul_(s)
         if clip_search:
-            s = _refit(s, own.t() @ levels, terms, scale_dtype)
+            s = _refit(s, own.t() @ levels, terms, torch_dtype(scheme.scale_dtype))
         scales[group], zeros[group] = s, z
         difference = torch.addcmul(w[part], levels, s, value=-1)
         loss += terms.square().sum(dim=0)

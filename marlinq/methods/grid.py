@@ -10,10 +10,16 @@ use to a group without a negative weight, whose step grows from max/15 to max/14
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from marlinq.core.scheme import integer_element
+from marlinq.core.dtypes import torch_dtype
+from marlinq.core.scheme import Element, Scheme
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from marlinq.core.lazy import torch
 
 # Shares of the full range that the search tries. Below half of it nothing is won; slightly above it, because
 # the code -8 reaches absmax only with a scale of absmax/8, while GPTQ's convention counts from absmax/7.5.
@@ -25,39 +31,29 @@ _SLICE = {"cpu": 1 << 19}
 _LARGE_SLICE = 1 << 24
 
 
-def minmax_grid(
-    weight: Tensor, *, bits: int = 4, symmetric: bool, scale_dtype: torch.dtype = torch.float16
-) -> tuple[Tensor, Tensor]:
-    """The grid that spans each output channel's range (GPTQ's convention).
+def minmax_grid(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """The grid that spans each output channel's range.
 
-    Symmetric: s = 2 * absmax / (2**bits - 1), z = 2**(bits-1). Asymmetric: the range is widened to include
-    0, s = (max - min) / (2**bits - 1), z = round(-min / s).
+    Integers follow GPTQ's convention. Symmetric: s = 2 * absmax / (2**bits - 1), z = 2**(bits-1).
+    Asymmetric: the range is widened to include 0, s = (max - min) / (2**bits - 1), z = round(-min / s).
+    An element with a table has no zero point, and the least s that keeps the range inside the table's.
 
     Args:
         weight: float32 [..., g, N], finite.
-        bits: 4 or 8.
-        symmetric: fix the zero point in the middle of the codes.
-        scale_dtype: the dtype that the scales will be stored in.
+        scheme: its element, zero points and dtype of the scales; the group is what ``weight`` holds.
 
     Returns:
-        scales and zeros, float32 [..., N]; the scales are exact in ``scale_dtype``, finite and not zero.
+        scales and zeros, float32 [..., N]; the scales are exact in the scheme's dtype, finite and not zero.
     """
-    top = (1 << bits) - 1
-    if symmetric:
-        scales = storable_scales(weight.abs().amax(dim=-2) * (2 / top), scale_dtype)
-        return scales, torch.full_like(scales, integer_element(bits).midpoint)
-    high, low = weight.amax(dim=-2).clamp(min=0), weight.amin(dim=-2).clamp(max=0)
-    return _asymmetric_grid(low, high, top, scale_dtype)
+    dtype = torch_dtype(scheme.scale_dtype)
+    if scheme.stores_zeros:
+        high, low = weight.amax(dim=-2).clamp(min=0), weight.amin(dim=-2).clamp(max=0)
+        return _asymmetric_grid(low, high, scheme.element.codes - 1, dtype)
+    scales = storable_scales(_full_scales(weight, scheme.element), dtype)
+    return scales, torch.full_like(scales, scheme.element.midpoint)
 
 
-def search_grid(
-    weight: Tensor,
-    importance: Tensor,
-    *,
-    bits: int = 4,
-    symmetric: bool,
-    scale_dtype: torch.dtype = torch.float16,
-) -> tuple[Tensor, Tensor]:
+def search_grid(weight: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     """The grid with the least importance-weighted rounding error, sum_k importance[k] * (w[k] - q[k])**2.
 
     Each output channel of the group tries a list of shrunken ranges, a symmetric one both signs of the
@@ -66,17 +62,14 @@ def search_grid(
     Args:
         weight: float32 [g, N], finite.
         importance: float32 [g], not negative: what a squared error of each channel costs.
-        bits, symmetric, scale_dtype: as in :func:`minmax_grid`.
+        scheme: as in :func:`minmax_grid`.
 
     Returns:
         scales and zeros, float32 [N], as in :func:`minmax_grid`.
     """
     g, n = weight.shape
     width = max(1, _SLICE.get(weight.device.type, _LARGE_SLICE) // g)
-    parts = [
-        _search(weight[:, start : start + width], importance, bits, symmetric, scale_dtype)
-        for start in range(0, n, width)
-    ]
+    parts = [_search(weight[:, start : start + width], importance, scheme) for start in range(0, n, width)]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
@@ -99,27 +92,38 @@ def _asymmetric_grid(low: Tensor, high: Tensor, top: int, dtype: torch.dtype) ->
     return scales, zeros.clamp(1, top)
 
 
-def _search(
-    weight: Tensor, importance: Tensor, bits: int, symmetric: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    top = (1 << bits) - 1
+def _full_scales(weight: Tensor, element: Element) -> Tensor:
+    """The scales of a grid without free zero points that spans the range of ``weight`` [..., g, N]."""
+    if element.table is None:
+        return weight.abs().amax(dim=-2) * (2 / (element.codes - 1))
+    high, low = weight.amax(dim=-2).clamp(min=0), weight.amin(dim=-2).clamp(max=0)
+    needed = [part / end for part, end in ((high, max(element.table)), (low, min(element.table))) if end]
+    return torch.stack(needed).amax(dim=0)
+
+
+def _search(weight: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    element, dtype = scheme.element, torch_dtype(scheme.scale_dtype)
+    top = element.codes - 1
     best_cost = torch.full_like(weight[0], torch.inf)
     # What stands if every cost overflows to infinity.
-    best_scales, best_zeros = minmax_grid(weight, bits=bits, symmetric=symmetric, scale_dtype=dtype)
-    if symmetric:
-        absmax = weight.abs().amax(dim=0) * (2 / top)
-    else:
+    best_scales, best_zeros = minmax_grid(weight, scheme)
+    if scheme.stores_zeros:
         high, low = weight.amax(dim=0).clamp(min=0), weight.amin(dim=0).clamp(max=0)
+    else:
+        full = _full_scales(weight, element)
     codes, errors = torch.empty_like(weight), torch.empty_like(weight)
     for shrink in _SHRINK:
-        for sign in (1, -1) if symmetric else (1,):
-            if symmetric:
-                scales = storable_scales(absmax * (shrink * sign), dtype)
-                zeros = torch.full_like(scales, integer_element(bits).midpoint)
-            else:
+        for sign in (1,) if scheme.stores_zeros else (1, -1):
+            if scheme.stores_zeros:
                 scales, zeros = _asymmetric_grid(low * shrink, high * shrink, top, dtype)
+            else:
+                scales = storable_scales(full * (shrink * sign), dtype)
+                zeros = torch.full_like(scales, element.midpoint)
             torch.mul(weight, scales.reciprocal(), out=errors).add_(zeros)
-            torch.round(errors, out=codes).clamp_(0, top)
+            if element.table is None:
+                torch.round(errors, out=codes).clamp_(0, top)
+            else:
+                codes = element.decode(element.nearest(errors))
             cost = (importance @ errors.sub_(codes).square_()).mul_(scales.square())
             better = cost < best_cost
             best_cost = torch.where(better, cost, best_cost)

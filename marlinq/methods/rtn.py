@@ -2,90 +2,104 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from marlinq.core.errors import NumericsError, UnsupportedError
-from marlinq.core.scheme import integer_element
+from marlinq.core.dtypes import torch_dtype
+from marlinq.core.scheme import Scheme
+from marlinq.core.settings import Flag, setting
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
-from marlinq.methods.grid import minmax_grid
+from marlinq.methods.base import (
+    Method,
+    MethodOptions,
+    SolveReport,
+    Statistics,
+    check_weight,
+    whole_groups,
+)
+from marlinq.methods.grid import minmax_grid, search_grid
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from marlinq.core.lazy import torch
 
 
-def round_to_nearest(
-    weight: Tensor,
-    *,
-    group_size: int,
-    symmetric: bool,
-    bits: int = 4,
-    scale_dtype: torch.dtype = torch.float16,
-    name: str = "weight",
-) -> QuantizedWeight:
-    """Quantise every weight to the nearest point of its group's min-max grid.
+@dataclass(frozen=True)
+class RTNOptions(MethodOptions):
+    """How round-to-nearest chooses scales.
 
-    Args:
-        weight: float [N, K].
-        group_size: input channels a group, a divisor of K, or -1 for one group.
-        symmetric: fix the zero point in the middle of the codes.
-        bits: 4 or 8.
-        scale_dtype: the dtype that the scales are stored in.
-        name: what error messages call the weight.
-
-    Returns:
-        The quantised tensor, on the device of ``weight``.
-
-    Raises:
-        UnsupportedError: K is not a multiple of ``group_size``.
-        NumericsError: ``weight`` holds NaN, infinity or values beyond the range of ``scale_dtype``.
+    Attributes:
+        clip_search: by the least squared error of the group's weights, instead of by its largest weight.
     """
-    check_weight(weight, scale_dtype, name)
-    n, k = weight.shape
-    g = channels_per_group(k, group_size, name)
-    w = weight.t().to(torch.float32).reshape(k // g, g, n)
-    scales, zeros = minmax_grid(w, bits=bits, symmetric=symmetric, scale_dtype=scale_dtype)
-    codes = torch.round(w / scales.unsqueeze(1) + zeros.unsqueeze(1)).clamp_(0, (1 << bits) - 1)
-    return QuantizedWeight(
-        codes=codes.reshape(k, n).to(torch.uint8),
-        scales=scales.to(scale_dtype),
-        zeros=zeros.to(torch.uint8),
-        g_idx=trivial_g_idx(k, g).to(weight.device),
-        group_size=g,
-        element=integer_element(bits),
+
+    clip_search: bool = setting(
+        False, Flag(), "Search each group's scale for the least error, instead of spanning its range."
     )
 
 
-def channels_per_group(in_features: int, group_size: int, name: str) -> int:
-    """``group_size`` with -1 resolved to K.
+class RTN(Method[RTNOptions, Statistics]):
+    """Every weight goes to the nearest value of its group's grid."""
+
+    name = "rtn"
+    options = RTNOptions
+    calibrated = False
+
+    def solve(
+        self,
+        weights: Sequence[Tensor],
+        statistics: Statistics | None,
+        scheme: Scheme,
+        options: RTNOptions,
+        *,
+        names: Sequence[str],
+    ) -> list[tuple[QuantizedWeight, SolveReport]]:
+        results = []
+        for weight, name in zip(weights, names, strict=True):
+            quantized = round_to_nearest(weight, scheme, clip_search=options.clip_search, name=name)
+            wide = weight.to(torch.float32)
+            loss = float((wide - quantized.dequantize()).double().square().sum())
+            norm = float(wide.double().square().sum())
+            results.append((quantized, SolveReport(loss / norm if norm > 0 else 0.0)))
+        return results
+
+
+def round_to_nearest(
+    weight: Tensor, scheme: Scheme, *, clip_search: bool = False, name: str = "weight"
+) -> QuantizedWeight:
+    """Quantise every weight to the nearest point of its group's grid.
+
+    Args:
+        weight: float [N, K].
+        scheme: element, group size, zero points and dtype of the scales.
+        clip_search: choose scales by the squared error, instead of spanning the range.
+        name: what error messages call the weight.
+
+    Returns:
+        The quantised weight, on the device of ``weight``; its g_idx is trivial.
 
     Raises:
-        UnsupportedError: K is not a multiple of it, so the last group would be short.
+        UnsupportedError: K is not a multiple of the group size.
+        NumericsError: ``weight`` holds NaN, infinity or values beyond the range of the scales' dtype.
     """
-    if group_size == -1:
-        return in_features
-    if group_size < 1 or in_features % group_size:
-        raise UnsupportedError(
-            f"{name}: in_features {in_features} is not a multiple of group size {group_size}; "
-            "choose another group size for it, or skip it"
-        )
-    return group_size
-
-
-def check_weight(weight: Tensor, scale_dtype: torch.dtype, name: str) -> None:
-    """Refuse a weight that no grid can hold.
-
-    Raises:
-        UnsupportedError: it is not a matrix.
-        NumericsError: it holds NaN, infinity, or values whose scale overflows ``scale_dtype``.
-    """
-    if weight.dim() != 2:
-        raise UnsupportedError(f"{name}: expected a weight [N, K], found shape {list(weight.shape)}")
-    if not bool(torch.isfinite(weight).all()):
-        bad = int((~torch.isfinite(weight)).sum())
-        raise NumericsError(
-            f"{name}: {bad} of {weight.numel()} weights are NaN or infinite; check the source checkpoint"
-        )
-    largest = float(weight.abs().max())
-    if largest > torch.finfo(scale_dtype).max:
-        raise NumericsError(
-            f"{name}: a weight of magnitude {largest:.3g} is beyond what {scale_dtype} scales are meant for; "
-            "check the source checkpoint"
-        )
+    check_weight(weight, scheme, name)
+    n, k = weight.shape
+    g = whole_groups(scheme, k, name)
+    w = weight.t().to(torch.float32).reshape(k // g, g, n)
+    if clip_search:
+        ones = torch.ones(g, device=w.device)
+        grids = [search_grid(group, ones, scheme) for group in w]
+        scales, zeros = (torch.stack(part) for part in zip(*grids, strict=True))
+    else:
+        scales, zeros = minmax_grid(w, scheme)
+    codes = scheme.element.nearest(w / scales.unsqueeze(1) + zeros.unsqueeze(1))
+    return QuantizedWeight(
+        codes=codes.reshape(k, n),
+        scales=scales.to(torch_dtype(scheme.scale_dtype)),
+        zeros=zeros.to(torch.uint8),
+        g_idx=trivial_g_idx(k, g).to(weight.device),
+        group_size=g,
+        element=scheme.element,
+    )

@@ -1,32 +1,24 @@
-"""What a decoder-only model is made of, and running it one block at a time."""
+"""What a decoder-only model is made of, a live copy of it, and running that one block at a time."""
 
 from __future__ import annotations
 
-from marlinq.models.loader import BlockLoader, TensorSource
+from marlinq.models.blueprint import Block, Blueprint, build_blueprint, describe
+from marlinq.models.instance import ModelInstance, TensorSource
 from marlinq.models.names import TensorNames
-from marlinq.models.replay import BlockReplay, linear_inputs, shared_inputs
-from marlinq.models.structure import (
-    Block,
-    DecoderStructure,
-    KeptModule,
-    LinearModule,
-    build_structure,
-    describe,
-    is_linear,
-)
+from marlinq.models.projection import Projection, fused_experts, shared_inputs, tapped
+from marlinq.models.replay import BlockReplay
 
 __all__ = [
     "Block",
-    "BlockLoader",
     "BlockReplay",
-    "DecoderStructure",
-    "KeptModule",
-    "LinearModule",
+    "Blueprint",
+    "ModelInstance",
+    "Projection",
     "TensorNames",
     "TensorSource",
-    "build_structure",
+    "build_blueprint",
     "describe",
-    "is_linear",
-    "linear_inputs",
+    "fused_experts",
     "shared_inputs",
+    "tapped",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from marlinq.core.errors import CheckpointError
-from marlinq.models.structure import DecoderStructure
+from marlinq.models.blueprint import Blueprint
 
 
 class TensorNames:
@@ -18,20 +18,20 @@ class TensorNames:
     A name is looked up exactly, then without and with that prefix, then under the names it is tied to.
 
     Args:
-        structure: the model.
+        blueprint: the model.
         tensors: all tensor names of the checkpoint.
         source: folder of the checkpoint, for messages.
     """
 
-    def __init__(self, structure: DecoderStructure, tensors: Collection[str], *, source: str) -> None:
+    def __init__(self, blueprint: Blueprint, tensors: Collection[str], *, source: str) -> None:
         self._stored = {name: name for name in tensors}
         # The renamings keep state and want the names sorted.
         for name in sorted(tensors):
-            self._stored.setdefault(_name_in_memory(name, structure.renamings), name)
-        self._prefix = structure.model.base_model_prefix
+            self._stored.setdefault(_name_in_memory(name, blueprint.renamings), name)
+        self._prefix = blueprint.base_prefix
         self._source = source
         self._ties: dict[str, list[str]] = {}
-        for name, owner in structure.tied.items():
+        for name, owner in blueprint.tied.items():
             self._ties.setdefault(owner, []).append(name)
             self._ties.setdefault(name, []).append(owner)
 

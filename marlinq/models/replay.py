@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from marlinq.core import boundaries
 from marlinq.core.errors import UnsupportedError
-from marlinq.models.loader import BlockLoader
-from marlinq.models.structure import DecoderStructure
+from marlinq.models.instance import ModelInstance
+from marlinq.models.projection import Projection, Receive, tapped
 
 
 class _Hidden:
@@ -47,13 +47,11 @@ class BlockReplay:
     """The calls of every decoder block for every batch.
 
     Args:
-        structure: the model on the meta device.
-        loader: gives modules their weights.
+        instance: the live model.
     """
 
-    def __init__(self, structure: DecoderStructure, loader: BlockLoader) -> None:
-        self._structure = structure
-        self._loader = loader
+    def __init__(self, instance: ModelInstance) -> None:
+        self._instance = instance
         self._calls: list[list[_Call]] = []
         self._interned: dict[tuple[object, ...], Tensor] = {}
 
@@ -64,34 +62,34 @@ class BlockReplay:
             batches: token ids, int64 [B, T], padded on the right.
 
         Yields:
-            The hidden states [B, T, hidden] that enter block 0, on the loader's device, a batch at a time.
+            The hidden states [B, T, hidden] that enter block 0, on the instance's device, a batch at a time.
 
         Raises:
             UnsupportedError: the model does something between its blocks, or they exchange state.
         """
-        with self._loader.outer() as root, torch.no_grad():
+        with self._instance.outer() as root, torch.no_grad():
             wrap = None
             for ids in batches:
-                recorder = _Recorder(self._structure, self._keep, wrap)
+                recorder = _Recorder(self._instance, self._keep, wrap)
                 if wrap is None:
-                    first = self._loader.block(0)
+                    first = self._instance.block(0)
                     recorder.learn_from = first.forward
-                with recorder.installed(), suppress(_StopForward), boundaries.forward(self._loader.source):
-                    root(input_ids=ids.to(self._loader.device), use_cache=False)
+                with recorder.installed(), suppress(_StopForward), boundaries.forward(self._instance.source):
+                    root(input_ids=ids.to(self._instance.device), use_cache=False)
                 if wrap is None:
                     wrap = recorder.wrap
-                    self._loader.release_block(0)
+                    self._instance.release_block(0)
                 self._calls.append(recorder.calls)
                 yield recorder.finished()
 
     def run(self, block: int, batch: int, hidden: Tensor) -> Tensor:
         """What materialised block ``block`` makes of its input ``hidden``, both [B, T, hidden]."""
         call = self._calls[batch][block]
-        device = self._loader.device
+        device = self._instance.device
         args = tuple(_restore(value, hidden, device) for value in call.args)
         kwargs = {key: _restore(value, hidden, device) for key, value in call.kwargs.items()}
-        module = self._structure.model.get_submodule(self._structure.blocks[block].name)
-        with torch.no_grad(), boundaries.forward(self._loader.source):
+        module = self._instance.model.get_submodule(self._instance.blueprint.blocks[block].name)
+        with torch.no_grad(), boundaries.forward(self._instance.source):
             output = module(*args, **kwargs)
         result: Tensor = output if isinstance(output, Tensor) else output[0]
         return result
@@ -101,18 +99,19 @@ class BlockReplay:
         block: int,
         batch: int,
         hidden: Tensor,
-        names: Iterable[str],
-        receive: Callable[[str, Tensor], None],
+        projections: Iterable[Projection],
+        receive: Receive,
         *,
         last: str | None = None,
     ) -> None:
-        """Runs a block for the inputs of some of its linears.
+        """Runs a block for the inputs of some of its projections.
 
         Args:
             block, batch, hidden: as in :meth:`run`.
-            names: the linears.
+            projections: to listen to.
             receive: called with the name and the input of each.
-            last: the block may stop when this linear has been reached: nothing after it is of interest.
+            last: the block may stop when the projection of this name has been reached: nothing after it is of
+                interest.
         """
 
         def until_last(name: str, x: Tensor) -> None:
@@ -120,7 +119,7 @@ class BlockReplay:
             if name == last:
                 raise _StopForward
 
-        with linear_inputs(self._structure.model, names, until_last), suppress(_StopForward):
+        with tapped(self._instance.model, projections, until_last), suppress(_StopForward):
             self.run(block, batch, hidden)
 
     def _keep(self, tensor: Tensor) -> Tensor:
@@ -138,11 +137,11 @@ class _Recorder:
 
     def __init__(
         self,
-        structure: DecoderStructure,
+        instance: ModelInstance,
         keep: Callable[[Tensor], Tensor],
         wrap: Callable[[Tensor], Any] | None,
     ) -> None:
-        self._structure = structure
+        self._instance = instance
         self._keep = keep
         self._current: Tensor = torch.empty(0)
         self._initial: Tensor | None = None
@@ -154,7 +153,7 @@ class _Recorder:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        blocks = [self._structure.model.get_submodule(block.name) for block in self._structure.blocks]
+        blocks = [self._instance.model.get_submodule(block.name) for block in self._instance.blueprint.blocks]
         replaced = [block.__dict__.get("forward") for block in blocks]
         for index, block in enumerate(blocks):
             block.forward = self._stub(index)
@@ -167,16 +166,16 @@ class _Recorder:
                     block.forward = forward
 
     def finished(self) -> Tensor:
-        if self._initial is None or len(self.calls) != len(self._structure.blocks):
+        if self._initial is None or len(self.calls) != len(self._instance.blueprint.blocks):
             raise UnsupportedError(
-                f"{self._structure.blocks_name}: the model ran {len(self.calls)} of its "
-                f"{len(self._structure.blocks)} blocks; expected every block once, in order"
+                f"{self._instance.blueprint.blocks_name}: the model ran {len(self.calls)} of its "
+                f"{len(self._instance.blueprint.blocks)} blocks; expected every block once, in order"
             )
         return self._initial
 
     def _stub(self, index: int) -> Callable[..., Any]:
         def stub(*args: Any, **kwargs: Any) -> Any:
-            name = self._structure.blocks[index].name
+            name = self._instance.blueprint.blocks[index].name
             if index != len(self.calls):
                 raise UnsupportedError(
                     f"{name} ran at place {len(self.calls)}; expected every block once, in order"
@@ -197,7 +196,7 @@ class _Recorder:
                     {key: self._freeze(f"{name}({key})", value) for key, value in kwargs.items()},
                 )
             )
-            if index == len(self._structure.blocks) - 1:
+            if index == len(self._instance.blueprint.blocks) - 1:
                 raise _StopForward
             return self.wrap(self._current)
 
@@ -257,58 +256,3 @@ def _restore(value: Any, hidden: Tensor, device: torch.device) -> Any:
     if isinstance(value, dict):
         return {key: _restore(inner, hidden, device) for key, inner in value.items()}
     return value
-
-
-@contextmanager
-def linear_inputs(
-    model: nn.Module, names: Iterable[str], receive: Callable[[str, Tensor], None]
-) -> Iterator[None]:
-    """Calls ``receive(name, x)`` with the input of each named linear whenever it runs."""
-
-    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-            receive(name, args[0])
-
-        return before
-
-    handles = [model.get_submodule(name).register_forward_pre_hook(hook(name)) for name in names]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def shared_inputs(
-    model: nn.Module,
-    names: Iterable[str],
-    run: Callable[[], object],
-    receive: Callable[[str, Tensor], None] | None = None,
-) -> list[tuple[str, ...]]:
-    """Groups of linears that read the very same input tensor, in the order of their first use.
-
-    Args:
-        model: what the names are relative to.
-        names: linears of one materialised block.
-        run: runs the block once.
-        receive: called with each group's first linear and its input whenever that linear runs.
-
-    Linears that did not run (an expert no token chose) follow, each in a group of its own.
-    """
-    wanted = list(names)
-    groups: dict[tuple[object, ...], list[str]] = {}
-    # The tensors stay referenced until the end, so no memory address can be reused within the block.
-    alive: list[Tensor] = []
-
-    def note(name: str, x: Tensor) -> None:
-        alive.append(x)
-        if not any(name in members for members in groups.values()):
-            key = (x.data_ptr(), x.numel(), x.shape[-1], x.dtype, x._version)
-            groups.setdefault(key, []).append(name)
-        if receive is not None and any(members[0] == name for members in groups.values()):
-            receive(name, x)
-
-    with linear_inputs(model, wanted, note):
-        run()
-    used = {name for members in groups.values() for name in members}
-    return [tuple(members) for members in groups.values()] + [(name,) for name in wanted if name not in used]

@@ -6,7 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from marlinq.core import boundaries
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError
 from marlinq.core.progress import ReportProgress, no_progress
-from marlinq.models import BlockLoader, DecoderStructure, TensorNames, build_structure, is_linear
+from marlinq.models import Blueprint, ModelInstance, Projection, TensorNames, build_blueprint
 from marlinq.runtime.decision import AUTO, Decision, decide, require_operator, summarize
 from marlinq.runtime.operators import OPERATORS, Setting
 from marlinq.runtime.placement import place
@@ -92,7 +92,7 @@ def load(
     checkpoint = Checkpoint.open(path)
     quantized = QuantizedCheckpoint.of(checkpoint)
     placement = place(checkpoint, quantized=quantized is not None, device=device, dtype=dtype)
-    structure = build_structure(
+    blueprint = build_blueprint(
         without_quantization_config(checkpoint.config),
         source=str(checkpoint.path),
         tensors=checkpoint.tensors,
@@ -102,21 +102,23 @@ def load(
     notes = [placement.reason] if placement.reason else []
     decisions: dict[str, Decision] = {}
     setting = Setting(placement.device, placement.dtype)
-    structure, replaced = match_tensors(structure, checkpoint, quantized)
-    loader = BlockLoader(structure, checkpoint, device=placement.device, dtype=placement.dtype)
+    blueprint, replaced = match_tensors(blueprint, checkpoint, quantized)
+    instance = ModelInstance(blueprint, checkpoint, device=placement.device, dtype=placement.dtype)
     if quantized is not None:
         for index, (name, stored) in enumerate(replaced.items()):
             weight = quantized.stored(stored)
             decision = decide(weight, setting, operator=operator)
-            bias = _bias(loader, checkpoint, name, structure.model.get_submodule(name), weight.out_features)
-            module = OPERATORS[decision.operator].build(weight, bias, setting)
-            structure.model.set_submodule(name, module)
+            projection = blueprint.by_name[name]
+            module = OPERATORS[decision.operator].build(
+                weight, _bias(instance, checkpoint, projection), setting
+            )
+            instance.install(projection, module)
             decisions[name] = decision
             progress("loading", index + 1, len(replaced))
         notes += _scale_notes(quantized, placement.dtype)
-    loader.whole_model()
+    instance.whole_model()
     _warn_about_dense(decisions, placement.device)
-    model = structure.model
+    model = instance.model
     if compile_kernels:
         _compile_kernels(model, decisions, setting, progress)
     generation_config = read_generation_config(checkpoint)
@@ -134,69 +136,58 @@ def load(
 
 
 def match_tensors(
-    structure: DecoderStructure, checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None
-) -> tuple[DecoderStructure, dict[str, str]]:
+    blueprint: Blueprint, checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None
+) -> tuple[Blueprint, dict[str, str]]:
     """Give every tensor its place and every place a tensor of its shape; no tensor is read.
 
     Returns:
-        The structure without the ties of quantised modules, and the checkpoint's name of every quantised
-        linear by module name.
+        The blueprint without the ties of quantised projections, and the checkpoint's name of every quantised
+        projection by its own.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected or of the wrong shape.
     """
-    names = TensorNames(structure, checkpoint.tensors.keys(), source=str(checkpoint.path))
     replaced: dict[str, str] = {}
     if quantized is not None:
-        replaced = _quantized_names(structure, names, quantized)
-        structure = _without_ties(structure, replaced)
-        names = TensorNames(structure, checkpoint.tensors.keys(), source=str(checkpoint.path))
-    _check_tensors(structure, names, checkpoint, quantized, replaced)
-    return structure, replaced
+        replaced = _quantized_names(blueprint, quantized)
+        # A quantised head is tied to nothing, whatever the config says.
+        blueprint = blueprint.without_ties({blueprint.by_name[name].parameter for name in replaced})
+    _check_tensors(blueprint, checkpoint, quantized, replaced)
+    return blueprint, replaced
 
 
-def _quantized_names(
-    structure: DecoderStructure, names: TensorNames, quantized: QuantizedCheckpoint
-) -> dict[str, str]:
-    """Module name -> the checkpoint's name for it, for every linear that is quantised there."""
-    key = quantized.layout.key
+def _quantized_names(blueprint: Blueprint, quantized: QuantizedCheckpoint) -> dict[str, str]:
+    """Projection name -> the checkpoint's name for it, for every projection that is quantised there."""
+    checkpoint, key = quantized.checkpoint, quantized.layout.key
+    names = TensorNames(blueprint, checkpoint.tensors.keys(), source=str(checkpoint.path))
     found: dict[str, str] = {}
-    for name, module in structure.model.named_modules():
-        stored = names.own(f"{name}.{key}") if is_linear(module) else None
+    for name, projection in blueprint.by_name.items():
+        stored = names.own(f"{name}.{key}")
         if stored is None:
             continue
         stem = stored.removesuffix(f".{key}")
-        shape = tuple(module.get_parameter("weight").shape)
-        expected = shape if not isinstance(module, nn.Linear) else (shape[1], shape[0])
         spec = quantized.modules[stem]
+        expected = (projection.in_features, projection.out_features)
         if (spec.in_features, spec.out_features) != expected:
             raise CheckpointError(
-                f"{quantized.checkpoint.path}: {stem}: expected K, N = {expected[0]}, {expected[1]} from "
+                f"{checkpoint.path}: {stem}: expected K, N = {expected[0]}, {expected[1]} from "
                 f"config.json, found {spec.in_features}, {spec.out_features}"
             )
         found[name] = stem
     homeless = sorted(set(quantized.modules) - set(found.values()))
     if homeless:
         raise CheckpointError(
-            f"{quantized.checkpoint.path}: quantised module {homeless[0]} ({len(homeless)} such) is no "
-            f"linear of {type(structure.model).__name__}; config.json describes another model"
+            f"{checkpoint.path}: quantised module {homeless[0]} ({len(homeless)} such) is no "
+            f"linear of {blueprint.architecture}; config.json describes another model"
         )
     return found
 
 
-def _without_ties(structure: DecoderStructure, replaced: Mapping[str, str]) -> DecoderStructure:
-    """A quantised head is tied to nothing, whatever the config says."""
-    weights = {f"{name}.weight" for name in replaced}
-    tied = {name: owner for name, owner in structure.tied.items() if not {name, owner} & weights}
-    return replace(structure, tied=tied)
-
-
-def _bias(
-    loader: BlockLoader, checkpoint: Checkpoint, name: str, linear: nn.Module, out_features: int
-) -> Tensor | None:
-    if getattr(linear, "bias", None) is not None:
-        return loader.read(f"{name}.bias", (out_features,))
-    stored = loader.names.own(f"{name}.bias")
+def _bias(instance: ModelInstance, checkpoint: Checkpoint, projection: Projection) -> Tensor | None:
+    name = f"{projection.module}.bias"
+    if projection.bias:
+        return instance.read(name, (projection.out_features,))
+    stored = instance.names.own(name)
     if stored is None:
         return None
     # Some writers give every quantised linear a bias, zeros where the model has none.
@@ -205,13 +196,13 @@ def _bias(
 
 
 def _check_tensors(
-    structure: DecoderStructure,
-    names: TensorNames,
+    blueprint: Blueprint,
     checkpoint: Checkpoint,
     quantized: QuantizedCheckpoint | None,
     replaced: Mapping[str, str],
 ) -> None:
-    model = structure.model
+    names = TensorNames(blueprint, checkpoint.tensors.keys(), source=str(checkpoint.path))
+    packed = {blueprint.by_name[name].parameter for name in replaced}
     used: set[str] = set()
 
     def take(stored: str | None, shape: Sequence[int]) -> None:
@@ -225,37 +216,26 @@ def _check_tensors(
                 f"found {list(found)}"
             )
 
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        module, _, key = name.rpartition(".")
-        if module not in replaced or key != "weight":
-            take(names.require(name), parameter.shape)
-            take(names.own(name), parameter.shape)
-    persistent = model.state_dict().keys()
-    for name, buffer in model.named_buffers():
-        stored = names.own(name)
-        if name in persistent:
-            take(stored, buffer.shape)
-        elif stored is not None:
-            # Computed by the model; what an old checkpoint stores of it is not read.
-            used.add(stored)
+    shapes = {name: blueprint.parameters[owner] for name, owner in blueprint.tied.items()}
+    for name, shape in {**blueprint.parameters, **shapes}.items():
+        if name not in packed:
+            take(names.require(name), shape)
+            take(names.own(name), shape)
+    for name, shape in blueprint.buffers.items():
+        take(names.own(name), shape)
+    # Computed by the model; what an old checkpoint stores of them is not read.
+    used.update(stored for name in blueprint.computed if (stored := names.own(name)) is not None)
     if quantized is not None:
         for name, module in replaced.items():
             used.update(quantized.tensor_names(module).values())
             take(names.own(f"{name}.bias"), (quantized.modules[module].out_features,))
-    ignored = _ignored_pattern(model)
+    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in blueprint.ignored))
     unexpected = [name for name in checkpoint.tensors if name not in used and not ignored.search(name)]
     if unexpected:
         raise CheckpointError(
             f"{checkpoint.path}: tensor {unexpected[0]!r} ({len(unexpected)} such) has no place in "
-            f"{type(model).__name__}; config.json describes another model"
+            f"{blueprint.architecture}; config.json describes another model"
         )
-
-
-def _ignored_pattern(model: PreTrainedModel) -> re.Pattern[str]:
-    """Tensors that old checkpoints hold and today's models compute: what the model class names, and rotary
-    frequencies."""
-    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
-    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
 
 
 def _scale_notes(quantized: QuantizedCheckpoint, dtype: torch.dtype) -> list[str]:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marlinq.calibration import Document, HessianAccumulator, HiddenStates, generate_documents, make_batches
-from marlinq.core.errors import NumericsError, UnsupportedError
+from marlinq.calibration import Document, HiddenStates, generate_documents, make_batches
+from marlinq.core.errors import NumericsError
 from tests.testing.tiny_models import tiny_model
 
 CPU = torch.device("cpu")
@@ -37,45 +37,6 @@ def test_batches_don_t_depend_on_the_machine_or_the_run() -> None:
     documents = [Document(tuple(range(length))) for length in (5, 9, 5, 7, 9)]
     first, second = (make_batches(documents, token_budget=20) for _ in range(2))
     assert all(torch.equal(a.ids, b.ids) for a, b in zip(first, second, strict=True))
-
-
-def test_the_hessian_is_twice_the_mean_outer_product_of_real_tokens() -> None:
-    generator = torch.Generator().manual_seed(0)
-    batches = [torch.randn(3, 7, 16, generator=generator), torch.randn(2, 5, 16, generator=generator)]
-    masks = [torch.rand(x.shape[:2], generator=generator) < 0.6 for x in batches]
-    accumulator = HessianAccumulator(16, device=CPU, name="layer")
-    rows = []
-    for x, mask in zip(batches, masks, strict=True):
-        polluted = x.masked_fill(~mask[..., None], float("nan"))
-        accumulator.add(polluted, mask)
-        rows.append(x[mask])
-    tokens = torch.cat(rows).double()
-    expected = 2 * tokens.t() @ tokens / len(tokens)
-    found = accumulator.hessian()
-    assert accumulator.tokens == len(tokens)
-    assert torch.equal(found, found.t())
-    # A float32 sum of n products is within about n roundings of 2**-24, relative to the sum of magnitudes.
-    bound = len(tokens) * 2**-24 * (2 * tokens.abs().t() @ tokens.abs() / len(tokens))
-    assert ((found.double() - expected).abs() <= bound).all()
-
-
-def test_flattened_inputs_take_the_same_mask() -> None:
-    x = torch.randn(2, 4, 8)
-    mask = torch.tensor([[True, True, True, True], [True, True, False, False]])
-    together, flat = (HessianAccumulator(8, device=CPU, name="layer") for _ in range(2))
-    together.add(x, mask)
-    flat.add(x.view(8, 8), mask)
-    assert torch.equal(together.hessian(), flat.hessian())
-    with pytest.raises(UnsupportedError, match="layer: expected inputs of"):
-        flat.add(x.view(8, 8)[:5], mask)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_bad_activations_are_named(bad: float) -> None:
-    accumulator = HessianAccumulator(4, device=CPU, name="model.layers.3.mlp.down_proj")
-    accumulator.add(torch.tensor([[1.0, 2.0, bad, 4.0]]))
-    with pytest.raises(NumericsError, match=r"model\.layers\.3\.mlp\.down_proj: 1 of 4 input channels"):
-        accumulator.hessian()
 
 
 @pytest.mark.parametrize("limit", [0, 10**9])

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from marlinq.core.settings import kinds
 from marlinq.formats import LAYOUTS
+from marlinq.methods import GPTQOptions, RTNOptions
 from marlinq.operations.quantize.recipe import Override, Recipe, write_recipe
 
 
@@ -28,15 +30,56 @@ def test_quantize_options_become_the_recipe(marlinq: Callable, operation: Callab
         format="awq",
         group_size=-1,
         symmetric=False,
-        clip_search=False,
-        damp=0.05,
-        act_order="static",
+        options=GPTQOptions(clip_search=False, damp=0.05, act_order="static"),
         calibration="organisation/text",
         samples=3,
         max_length=77,
         seed=5,
         overrides=(Override("q_proj", skip=True),),
     )
+
+
+def test_methods_bits_and_automatic_groups(marlinq: Callable, operation: Callable) -> None:
+    quantize = operation("marlinq.operations.quantize", "quantize")
+    options = "--method RTN --bits 8 --group-size auto --format GPTQ_V2 --override o_proj=bits=4"
+    outcome = marlinq("quantize", "model", "out", *options.split())
+    assert (outcome.code, outcome.err) == (0, "")
+    assert quantize.options["recipe"] == Recipe(
+        format="gptq-v2",
+        method="rtn",
+        bits=8,
+        group_size="auto",
+        options=RTNOptions(),
+        overrides=(Override("o_proj", settings={"bits": 4}),),
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--bits 5", "'--bits': expected one of 4, 8, found '5'"),
+        ("--group-size 48", "'--group-size': expected one of 32, 64, 128, -1, auto, found '48'"),
+        ("--method gtpq", "did you mean gptq?"),
+        ("--damp 2", "--damp: expected a number above 0 and below 1"),
+        ("--samples 0", "--samples: expected a whole number of at least 1"),
+        ("--samples many", "--samples: expected a whole number"),
+        ("--method rtn --damp 0.5", "damp"),
+        ("--bits 8 --format awq", "awq"),
+        ("--format marlin --asym", "marlin"),
+    ],
+)
+def test_settings_that_do_not_fit(marlinq: Callable, options: str, expected: str) -> None:
+    outcome = marlinq("quantize", "model", "out", *options.split())
+    assert outcome.code == 2
+    assert expected in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_every_setting_of_a_recipe_is_an_option() -> None:
+    from marlinq.cli.quantize import command
+
+    names = {parameter.name for parameter in command.params}
+    assert {*kinds(Recipe), *kinds(GPTQOptions), *kinds(RTNOptions)} <= names
 
 
 def test_given_options_win_over_the_recipe_file(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from marlinq.cli.output import print_error, print_line, print_piece, print_report
+from marlinq.cli.output import log_safely, print_error, print_line, print_piece, print_report
 from marlinq.core.display import Block, lines
 from marlinq.core.errors import CheckpointError
 
@@ -74,3 +75,13 @@ def test_an_encoding_without_the_character_gets_an_escape(monkeypatch: pytest.Mo
     file.flush()
     text = file.buffer.getvalue().decode("ascii").partition("\n")[2]  # type: ignore[attr-defined]
     assert json.loads(text) == Hostile().to_dict()
+
+
+def test_what_a_library_logs_is_one_printable_line(caplog: pytest.LogCaptureFixture) -> None:
+    before = logging.getLogRecordFactory()
+    log_safely()
+    try:
+        logging.getLogger("transformers").error("a model of type `%s`", HOSTILE)
+    finally:
+        logging.setLogRecordFactory(before)
+    assert caplog.messages[-1].isprintable()

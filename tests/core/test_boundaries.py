@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from marlinq.calibration import load_tokenizer
 from marlinq.core import boundaries
 from marlinq.core.errors import CheckpointError, EnvironmentProblem, MarlinqError, UsageError
-from marlinq.models import build_structure
+from marlinq.models import build_blueprint
 from marlinq.runtime import generate, load
 from tests.testing.runnable_folders import random_quantizer, save_quantized, save_tokenizer
 from tests.testing.tiny_models import tiny_model
@@ -93,7 +93,7 @@ NONSENSE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", NONSENSE)
 def test_nonsense_in_a_config_names_the_file(name: str) -> None:
     with pytest.raises(MarlinqError) as caught:
-        build_structure({**LLAMA, **NONSENSE[name]}, source="somewhere")
+        build_blueprint({**LLAMA, **NONSENSE[name]}, source="somewhere")
     assert str(caught.value).startswith("somewhere")
     assert "\n" not in str(caught.value)
 

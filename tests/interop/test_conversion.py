@@ -66,7 +66,7 @@ def convert_or_be_refused(source: Path, out: Path, target: str, obstacles: list[
         assert any(words in str(refusal.value) for words in obstacles)
         assert not out.exists()
         return False
-    assert convert(source, out, target_format=target).skipped == ()
+    assert convert(source, out, target_format=target).skipped == {}
     return True
 
 

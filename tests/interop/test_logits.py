@@ -112,7 +112,7 @@ def our_checkpoints(peer_root: Path, tmp_path_factory: pytest.TempPathFactory) -
     folders = {}
     for name, ours in OURS.items():
         folder = root / name / "quantised"
-        recipe = Recipe(calibration=str(text), samples=16, max_length=64, **ours.recipe)
+        recipe = Recipe(calibration=str(text), samples=16, max_length=64).replace(**ours.recipe)
         quantize(peer_root / "base" / ours.base, folder, recipe=recipe, device="cpu")
         for step, target in enumerate(ours.path):
             convert(folder, root / name / f"step{step}", target_format=target)

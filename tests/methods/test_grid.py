@@ -5,7 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from marlinq.core.dtypes import torch_dtype
 from marlinq.methods.grid import minmax_grid, search_grid, storable_scales
+from tests.testing.schemes import scheme
 
 
 def _rounding_cost(weight, importance, scales, zeros):
@@ -17,20 +19,21 @@ def _rounding_cost(weight, importance, scales, zeros):
     seed=st.integers(0, 2**31),
     exponent=st.integers(-40, 38),
     symmetric=st.booleans(),
-    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
 )
 @settings(deadline=None, max_examples=60)
 def test_any_magnitude_gives_storable_grids(seed, exponent, symmetric, dtype):
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(32, 6, generator=generator).clamp(-3, 3) * 10.0**exponent
     importance = torch.rand(32, generator=generator)
+    wanted = scheme(symmetric=symmetric, scale_dtype=dtype)
     for scales, zeros in (
-        minmax_grid(weight, symmetric=symmetric, scale_dtype=dtype),
-        search_grid(weight, importance, symmetric=symmetric, scale_dtype=dtype),
+        minmax_grid(weight, wanted),
+        search_grid(weight, importance, wanted),
     ):
-        assert torch.equal(scales.to(dtype).float(), scales)
+        assert torch.equal(scales.to(torch_dtype(dtype)).float(), scales)
         assert bool(torch.isfinite(scales).all())
-        assert float(scales.abs().min()) >= torch.finfo(dtype).tiny
+        assert float(scales.abs().min()) >= torch.finfo(torch_dtype(dtype)).tiny
         assert torch.equal(zeros, zeros.round())
         lowest, highest = (8, 8) if symmetric else (1, 15)
         assert lowest <= int(zeros.min()) <= int(zeros.max()) <= highest
@@ -38,14 +41,14 @@ def test_any_magnitude_gives_storable_grids(seed, exponent, symmetric, dtype):
 
 def test_symmetric_minmax_is_absmax_over_seven_and_a_half():
     weight = torch.tensor([[1.0, -2.0], [-3.0, 0.5]])
-    scales, zeros = minmax_grid(weight, symmetric=True, scale_dtype=torch.float32)
+    scales, zeros = minmax_grid(weight, scheme(scale_dtype="float32"))
     torch.testing.assert_close(scales, torch.tensor([3.0, 2.0]) / 7.5)
     assert zeros.tolist() == [8, 8]
 
 
 def test_asymmetric_minmax_spans_the_range_and_zero():
     weight = torch.tensor([[-1.0, 2.0, -4.0], [2.0, 5.0, -2.0]])
-    scales, zeros = minmax_grid(weight, symmetric=False, scale_dtype=torch.float32)
+    scales, zeros = minmax_grid(weight, scheme(symmetric=False, scale_dtype="float32"))
     assert zeros.tolist() == [5, 1, 15]
     # The second channel has no negative weight: zero point 1 leaves 14 steps up to its maximum.
     torch.testing.assert_close(scales, torch.tensor([3 / 15, 5 / 14, 4 / 15]))
@@ -53,7 +56,7 @@ def test_asymmetric_minmax_spans_the_range_and_zero():
 
 def test_eight_bits():
     weight = torch.linspace(-1, 1, 33).unsqueeze(1)
-    scales, zeros = minmax_grid(weight, bits=8, symmetric=True, scale_dtype=torch.float32)
+    scales, zeros = minmax_grid(weight, scheme(bits=8, scale_dtype="float32"))
     assert zeros.tolist() == [128]
     torch.testing.assert_close(scales, torch.tensor([2 / 255]))
 
@@ -62,8 +65,8 @@ def test_eight_bits():
 def test_all_zero_group_is_stored_exactly(symmetric):
     weight = torch.zeros(32, 3)
     for scales, zeros in (
-        minmax_grid(weight, symmetric=symmetric),
-        search_grid(weight, torch.ones(32), symmetric=symmetric),
+        minmax_grid(weight, scheme(symmetric=symmetric)),
+        search_grid(weight, torch.ones(32), scheme(symmetric=symmetric)),
     ):
         assert torch.equal(_rounding_cost(weight, torch.ones(32), scales, zeros), torch.zeros(3).double())
 
@@ -75,7 +78,9 @@ def test_search_beats_minmax(symmetric, uniform):
     weight = torch.randn(64, 500, generator=generator)
     importance = torch.ones(64) if uniform else torch.rand(64, generator=generator).pow(4)
     cost = {
-        grid.__name__: _rounding_cost(weight, importance, *grid(weight, *extra, symmetric=symmetric)).sum()
+        grid.__name__: _rounding_cost(
+            weight, importance, *grid(weight, *extra, scheme(symmetric=symmetric))
+        ).sum()
         for grid, extra in ((minmax_grid, ()), (search_grid, (importance,)))
     }
     assert cost["search_grid"] < 0.93 * cost["minmax_grid"]
@@ -87,10 +92,10 @@ def test_search_ignores_outliers_that_cost_nothing():
     weight[0] = 1.7 * weight[1:].abs().amax(dim=0)
     importance = torch.ones(32)
     importance[0] = 0
-    scales, zeros = search_grid(weight, importance, symmetric=True)
-    plain, _ = minmax_grid(weight[1:], symmetric=True)
+    scales, zeros = search_grid(weight, importance, scheme())
+    plain, _ = minmax_grid(weight[1:], scheme())
     assert float((scales.abs() / plain).mean()) < 1.1
-    full, _ = minmax_grid(weight, symmetric=True)
+    full, _ = minmax_grid(weight, scheme())
     cost = _rounding_cost(weight, importance, scales, zeros)
     assert cost.sum() < 0.5 * _rounding_cost(weight, importance, full, zeros).sum()
 
@@ -98,7 +103,7 @@ def test_search_ignores_outliers_that_cost_nothing():
 def test_symmetric_search_uses_both_signs():
     # One channel reaches -8 on the negative side, the other is its mirror image.
     weight = torch.arange(-8, 8).float().repeat(2).unsqueeze(1)
-    scales, zeros = search_grid(torch.cat([weight, -weight], dim=1), torch.ones(32), symmetric=True)
+    scales, zeros = search_grid(torch.cat([weight, -weight], dim=1), torch.ones(32), scheme())
     assert scales[0] == -scales[1]
     assert scales[0] > 0
     assert zeros.tolist() == [8, 8]
@@ -108,8 +113,8 @@ def test_slices_along_the_outputs_change_nothing():
     # More weights than one slice holds, so the last outputs are searched apart from the first.
     weight = torch.randn(512, 1100, generator=torch.Generator().manual_seed(5))
     importance = torch.linspace(0.1, 1, 512)
-    scales, _ = search_grid(weight, importance, symmetric=True)
-    last, _ = search_grid(weight[:, 1000:].contiguous(), importance, symmetric=True)
+    scales, _ = search_grid(weight, importance, scheme())
+    last, _ = search_grid(weight[:, 1000:].contiguous(), importance, scheme())
     # A different matrix product may break a near-tie the other way, so the costs are compared.
     zeros = torch.full((100,), 8.0)
     torch.testing.assert_close(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from marlinq.core.errors import CheckpointError
-from marlinq.models import build_structure
+from marlinq.models import build_blueprint
 from marlinq.runtime import load
 from tests.testing.runnable_folders import random_quantizer, save_quantized
 from tests.testing.tiny_models import CONFIGS, tiny_model
@@ -50,7 +50,7 @@ def test_absurd_sizes_cost_no_time_and_no_memory(name: str, changes: dict[str, A
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.process_time()
     with pytest.raises(CheckpointError, match=r"^somewhere/config\.json: "):
-        build_structure({**config, **changes}, source="somewhere", tensors=tensors)
+        build_blueprint({**config, **changes}, source="somewhere", tensors=tensors)
     # Seconds of the processor: the machine may be busy. The figures without the check: 20 s and 2.4 GB.
     assert time.process_time() - start < 2
     # Kilobytes on Linux.
@@ -60,9 +60,9 @@ def test_absurd_sizes_cost_no_time_and_no_memory(name: str, changes: dict[str, A
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_real_architecture_fits_into_its_own_tensors(name: str) -> None:
     config, tensors = stored(name)
-    structure = build_structure(config, source="somewhere", tensors=tensors)
-    assert all(parameter.is_meta for parameter in structure.model.parameters())
-    assert not any(buffer.is_meta for buffer in structure.model.buffers())
+    model = build_blueprint(config, source="somewhere", tensors=tensors).build()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not any(buffer.is_meta for buffer in model.buffers())
     assert torch.get_default_device() == torch.device("cpu")
 
 

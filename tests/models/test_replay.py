@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import UnsupportedError
-from marlinq.models import BlockLoader, BlockReplay, build_structure, linear_inputs, shared_inputs
+from marlinq.models import BlockReplay, ModelInstance, build_blueprint, shared_inputs
 from tests.testing.tiny_models import CONFIGS, in_memory, tiny_model
 
 LENGTHS = ([20, 13], [9])
@@ -42,19 +42,19 @@ def block_outputs(model: torch.nn.Module, names: list[str], ids: Tensor) -> list
 @pytest.mark.parametrize("name", CONFIGS)
 def test_replayed_blocks_equal_the_whole_model_on_each_document_alone(name: str) -> None:
     model = tiny_model(name)
-    structure = build_structure(model.config.to_dict(), source=name)
-    loader = BlockLoader(structure, in_memory(model), device=torch.device("cpu"), dtype=torch.float32)
-    replay = BlockReplay(structure, loader)
+    blueprint = build_blueprint(model.config.to_dict(), source=name)
+    instance = ModelInstance(blueprint, in_memory(model), device=torch.device("cpu"), dtype=torch.float32)
+    replay = BlockReplay(instance)
     ids = batches()
     hidden = list(replay.record(ids))
     per_block: list[list[Tensor]] = []
-    for index in range(len(structure.blocks)):
-        with loader.loaded(structure.blocks[index].name):
+    for index in range(len(blueprint.blocks)):
+        with instance.loaded(blueprint.blocks[index].name):
             hidden = [replay.run(index, number, states) for number, states in enumerate(hidden)]
         per_block.append(hidden)
-    assert all(parameter.is_meta for parameter in structure.model.parameters())
+    assert all(parameter.is_meta for parameter in instance.model.parameters())
 
-    names = [block.name for block in structure.blocks]
+    names = [block.name for block in blueprint.blocks]
     for number, lengths in enumerate(LENGTHS):
         for row, length in enumerate(lengths):
             # Without padding and without a mask: pads on the right must not have reached any real token.
@@ -80,54 +80,27 @@ def test_replayed_blocks_equal_the_whole_model_on_each_document_alone(name: str)
 )
 def test_linears_that_read_one_tensor_are_found_at_run_time(name: str, expected: list[set[str]]) -> None:
     model = tiny_model(name)
-    structure = build_structure(model.config.to_dict(), source=name)
-    loader = BlockLoader(structure, in_memory(model), device=torch.device("cpu"), dtype=torch.float32)
-    replay = BlockReplay(structure, loader)
+    blueprint = build_blueprint(model.config.to_dict(), source=name)
+    instance = ModelInstance(blueprint, in_memory(model), device=torch.device("cpu"), dtype=torch.float32)
+    replay = BlockReplay(instance)
     hidden = next(iter(replay.record(batches()[:1])))
-    with loader.loaded(structure.blocks[0].name):
-        names = [linear.name for linear in structure.blocks[0].linears]
-        groups = shared_inputs(structure.model, names, lambda: replay.run(0, 0, hidden))
+    with instance.loaded(blueprint.blocks[0].name):
+        projections = blueprint.blocks[0].projections
+        names = [projection.name for projection in projections]
+        groups = shared_inputs(instance.model, projections, lambda: replay.run(0, 0, hidden))
     found = [{member.rpartition(".")[2] for member in group} for group in groups]
     assert sorted(map(sorted, found)) == sorted(map(sorted, expected))
     assert sorted(member for group in groups for member in group) == sorted(names)
 
 
-def test_linears_that_did_not_run_come_last_and_alone() -> None:
-    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in ("a", "b", "idle")})
-    x = torch.ones(2, 4)
-    groups = shared_inputs(model, ["idle", "a", "b"], lambda: (model["a"](x), model["b"](x.view(2, 4))))
-    assert groups == [("a", "b"), ("idle",)]
-
-
-def test_a_tensor_changed_in_place_is_another_input() -> None:
-    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in ("a", "b")})
-    x = torch.ones(2, 4)
-
-    def run() -> None:
-        model["a"](x)
-        x.mul_(2)
-        model["b"](x)
-
-    assert shared_inputs(model, ["a", "b"], run) == [("a",), ("b",)]
-
-
-def test_hooks_are_gone_after_capturing() -> None:
-    model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4)})
-    seen: list[str] = []
-    with linear_inputs(model, ["a"], lambda name, x: seen.append(name)):
-        model["a"](torch.ones(1, 4))
-    model["a"](torch.ones(1, 4))
-    assert seen == ["a"]
-
-
 def test_a_model_that_changes_states_between_blocks_is_refused() -> None:
     model = tiny_model("llama")
-    structure = build_structure(model.config.to_dict(), source="llama")
-    loader = BlockLoader(structure, in_memory(model), device=torch.device("cpu"), dtype=torch.float32)
+    blueprint = build_blueprint(model.config.to_dict(), source="llama")
+    instance = ModelInstance(blueprint, in_memory(model), device=torch.device("cpu"), dtype=torch.float32)
 
     # Stands for an outer forward that adds something to the hidden states after the first block.
-    second = structure.model.get_submodule(structure.blocks[1].name)
+    second = instance.model.get_submodule(blueprint.blocks[1].name)
     handle = second.register_forward_pre_hook(lambda module, args: (args[0] + 1, *args[1:]))
     with pytest.raises(UnsupportedError, match=r"model\.layers\.1.*previous block"):
-        list(BlockReplay(structure, loader).record(batches()))
+        list(BlockReplay(instance).record(batches()))
     handle.remove()

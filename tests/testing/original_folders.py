@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from marlinq.methods import GPTQOptions
 from marlinq.operations.quantize.recipe import Recipe
 from tests.testing.tiny_models import tiny_model
 
-RECIPE = Recipe(group_size=32, samples=8, max_length=40, act_order="none")
+RECIPE = Recipe(group_size=32, samples=8, max_length=40, options=GPTQOptions(act_order="none"))
 """Small enough for a tiny model: its text is written by the model itself in a moment."""
 
 

@@ -14,8 +14,8 @@ def realistic_layer(
     """A weight, float32 [N, K] with values of ``dtype``, and the Hessian of its inputs, float32 [K, K].
 
     Weights have Student t tails, output channels of different sizes, and a few that are many times as large.
-    The inputs' covariance has a spectrum that falls like a power, channels of different sizes, and ``dominant``
-    channels a hundred times as large as others.
+    The inputs' covariance has a spectrum that falls like a power, channels of different sizes, and
+    ``dominant`` channels a hundred times as large as others.
     """
     generator = torch.Generator().manual_seed(seed)
 

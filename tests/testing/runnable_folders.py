@@ -91,7 +91,7 @@ def save_quantized(
     tensors = _stored(model, prefix)
     tuples: dict[str, QuantizedWeight] = {}
     unquantized = ["lm_head"]
-    for linear in describe(model).linears():
+    for linear in describe(lambda: model).projections():
         module = model.get_submodule(linear.name)
         weight = module.weight.detach()
         q = quantize(linear.name, weight.t() if linear.transposed else weight)

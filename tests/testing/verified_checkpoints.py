@@ -18,7 +18,8 @@ from marlinq.core.dtypes import dtype_name
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.formats import LAYOUTS, spec_of
 from marlinq.formats.dialects import DIALECTS, write_quantization_config
-from marlinq.methods.gptq import solve_gptq
+from marlinq.methods.gptq import GPTQOptions, solve_gptq
+from tests.testing.schemes import scheme
 
 SHARD_BYTES = 100_000
 """Small enough that every quantised checkpoint has several shards."""
@@ -55,11 +56,11 @@ def quantize(
 ) -> QuantizedWeight:
     """GPTQ as marlinq does it; ``act_order`` "scattered" gives groups along the order, with a g_idx."""
     hessian = hessian_of(weight.shape[1], seed)
-    options = {"group_size": group_size, "symmetric": symmetric}
+    wanted = scheme(group_size, symmetric=symmetric)
     if act_order != "scattered":
-        return solve_gptq(weight, hessian, act_order=act_order, **options)[0]
+        return solve_gptq(weight, hessian, wanted, GPTQOptions(act_order=act_order))[0]
     order = hessian.diagonal().argsort(descending=True)
-    q, _ = solve_gptq(weight[:, order], hessian[order][:, order], act_order="none", **options)
+    q, _ = solve_gptq(weight[:, order], hessian[order][:, order], wanted, GPTQOptions(act_order="none"))
     back = order.argsort()
     g_idx = trivial_g_idx(weight.shape[1], group_size)[back]
     return QuantizedWeight(q.codes[back].contiguous(), q.scales, q.zeros, g_idx, q.group_size)

@@ -37,7 +37,7 @@ class AWQDialect(Dialect):
                 f"{keys.where}: AWQ with {bits} bits is not supported; the layout is 4-bit"
             )
         scheme = Scheme(INT4, keys.group_size("group_size", "q_group_size"), zero_point="stored")
-        rules = tuple(
+        rules: tuple[Rule[Scheme], ...] = tuple(
             Rule(keys.containing(name), Keep(f"modules_to_not_convert: {name}"))
             for name in keys.names("modules_to_not_convert")
         )

@@ -32,7 +32,9 @@ class CompressedTensorsDialect(Dialect):
                 raise UnsupportedError(f"{keys.where}: a non-empty {name} is not supported")
         if keys.raw.get("kv_cache_scheme") is not None:
             raise UnsupportedError(f"{keys.where}: a quantised KV cache (kv_cache_scheme) is not supported")
-        rules = [Rule(_target(keys, name), Keep(f"ignore: {name}")) for name in keys.names("ignore")]
+        rules: list[Rule[Scheme]] = [
+            Rule(_target(keys, name), Keep(f"ignore: {name}")) for name in keys.names("ignore")
+        ]
         default: Scheme | Keep = Keep("no config group targets its class")
         groups = keys.mapping("config_groups")
         if not groups:

@@ -47,7 +47,7 @@ class GPTQDialect(Dialect):
             zero_point=_zero_point(keys, "stored"),
             act_order=bool(keys.boolean("desc_act", False)),
         )
-        rules = []
+        rules: list[Rule[Scheme]] = []
         for text, overrides in keys.mapping("dynamic").items():
             skip = text.startswith("-:")
             pattern = keys.pattern(text[2:] if text[:2] in ("-:", "+:") else text)

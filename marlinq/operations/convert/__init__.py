@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from marlinq.operations.convert.operation import convert
-from marlinq.operations.convert.report import ConversionReport, SkippedModule
+from marlinq.operations.convert.report import ConversionReport
 
-__all__ = ["ConversionReport", "SkippedModule", "convert"]
+__all__ = ["ConversionReport", "convert"]

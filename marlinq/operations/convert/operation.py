@@ -173,7 +173,7 @@ def _manifest(plan: ConversionPlan, strict_marlin: bool, skip_unsupported: bool)
         "format": plan.target.name,
         "strict_marlin": strict_marlin,
         "skip_unsupported": skip_unsupported,
-        "skipped": {item.module: item.reason for item in plan.skipped},
+        "skipped": {name: keep.reason for name, keep in plan.skipped.items()},
         "scale_dtypes": sorted({spec.scheme.scale_dtype for spec in plan.modules.values()}),
         "source_quantization_config": dict(plan.source.config.raw),
         "source": before,

@@ -14,11 +14,11 @@ from marlinq.checkpoint import QuantizedCheckpoint, TensorPlan
 from marlinq.core.dtypes import FLOATS, torch_dtype
 from marlinq.core.errors import CheckpointError, ConversionRefused
 from marlinq.core.progress import ReportProgress
+from marlinq.core.rules import Keep
 from marlinq.core.scheme import Scheme
 from marlinq.core.weight import Grid
 from marlinq.formats import Layout, ModuleSpec
 from marlinq.formats.dialects import write_quantization_config
-from marlinq.operations.convert.report import SkippedModule
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ class ConversionPlan:
     source: QuantizedCheckpoint
     target: Layout
     modules: dict[str, ModuleSpec]
-    skipped: tuple[SkippedModule, ...]
+    skipped: Mapping[str, Keep]
     tensors: list[TensorPlan]
     weight_dtype: str
     transposed: bool
@@ -74,14 +74,13 @@ def plan_conversion(
         CheckpointError: the source contradicts itself.
     """
     skipped = _excluded_shapes(source, target, strict_marlin, skip_unsupported)
-    names = {item.module for item in skipped}
-    kept = {name: spec for name, spec in source.modules.items() if name not in names}
+    kept = {name: spec for name, spec in source.modules.items() if name not in skipped}
     if not kept:
         raise ConversionRefused(
             f"{source.checkpoint.path}: no module has a shape that {target.name} can hold; "
-            f"the first reason is {skipped[0].module}: {skipped[0].reason}"
+            f"the first reason is {_first(skipped)}"
         )
-    unquantized = [*source.unquantized_linears(), *(item.module for item in skipped)]
+    unquantized = [*source.unquantized_linears(), *skipped]
     # What the config dialect can't say is known before any tensor is read.
     write_quantization_config(target, kept, unquantized)
 
@@ -104,7 +103,7 @@ def plan_conversion(
         weight_dtype=weight_dtype,
         transposed=transposed,
         quantization_config=write_quantization_config(target, modules, unquantized),
-        notes=(*grids.notes(kept), *_fused_notes(names, kept)),
+        notes=(*grids.notes(kept), *_fused_notes(set(skipped), kept)),
     )
 
 
@@ -121,22 +120,27 @@ def model_dtype(config: Mapping[str, Any]) -> str | None:
 
 def _excluded_shapes(
     source: QuantizedCheckpoint, target: Layout, strict_marlin: bool, skip_unsupported: bool
-) -> tuple[SkippedModule, ...]:
-    found = []
+) -> dict[str, Keep]:
+    found: dict[str, Keep] = {}
     for name, spec in source.modules.items():
         reason = source.mismatch(name)
         if reason is not None:
             raise CheckpointError(f"{source.checkpoint.path}: {name}.{reason}")
         reason = target.strict_refusal(spec) if strict_marlin else target.shape_refusal(spec)
         if reason is not None:
-            found.append(SkippedModule(name, reason))
+            found[name] = Keep(reason)
     if found and not skip_unsupported:
         others = f" ({len(found) - 1} more modules have shapes it can't hold)" if len(found) > 1 else ""
         raise ConversionRefused(
-            f"{source.checkpoint.path}: {found[0].module}: {target.name} can't hold it: "
-            f"{found[0].reason}{others}; --skip-unsupported keeps such modules unquantised"
+            f"{source.checkpoint.path}: {target.name} can't hold {_first(found)}{others}; "
+            "--skip-unsupported keeps such modules unquantised"
         )
-    return tuple(found)
+    return found
+
+
+def _first(skipped: Mapping[str, Keep]) -> str:
+    name, keep = next(iter(skipped.items()))
+    return f"{name}: {keep.reason}"
 
 
 class _Scan:

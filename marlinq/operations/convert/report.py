@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from marlinq.core.display import Block, Facts, Shown, Table
-
-
-@dataclass(frozen=True)
-class SkippedModule:
-    """A module that was kept unquantised, and why."""
-
-    module: str
-    reason: str
+from marlinq.core.rules import Keep
 
 
 @dataclass(frozen=True)
@@ -24,7 +18,7 @@ class ConversionReport(Shown):
         source, out: the folders.
         source_format, target_format: names in :data:`marlinq.formats.LAYOUTS`.
         converted: quantised modules in the output.
-        skipped: modules that the target can't hold and that were dequantised instead.
+        skipped: modules that the target can't hold and that were dequantised instead, with reasons.
         carried: tensors that were copied unchanged (norms, embeddings, biases).
         side_files: other files that were copied (tokenizer, templates, code).
         left_out: files of the source that are not in the output: weights in other formats.
@@ -39,7 +33,7 @@ class ConversionReport(Shown):
     source_format: str
     target_format: str
     converted: int
-    skipped: tuple[SkippedModule, ...]
+    skipped: Mapping[str, Keep]
     carried: int
     side_files: tuple[str, ...]
     left_out: tuple[str, ...]
@@ -51,7 +45,8 @@ class ConversionReport(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return asdict(self)
+        skipped = {name: keep.reason for name, keep in self.skipped.items()}
+        return {**asdict(self), "skipped": skipped}
 
     def display(self) -> list[Block]:
         """What was converted, what was carried, and what to know."""
@@ -70,7 +65,7 @@ class ConversionReport(Shown):
         rows += [("note", note) for note in self.notes]
         blocks: list[Block] = [Facts(tuple(rows))]
         if self.skipped:
-            skipped = tuple((item.module, item.reason) for item in self.skipped)
+            skipped = tuple((name, keep.reason) for name, keep in self.skipped.items())
             title = f"{len(skipped)} modules kept unquantised"
             blocks.append(Table(("module", "reason"), skipped, title=title))
         return blocks

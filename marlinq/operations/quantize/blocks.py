@@ -10,13 +10,13 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from marlinq.calibration import Batch, HessianAccumulator, HiddenStates
+from marlinq.calibration import Batch, HiddenStates
 from marlinq.checkpoint import CheckpointWriter
 from marlinq.core.errors import NumericsError
 from marlinq.core.progress import ReportProgress
 from marlinq.core.weight import QuantizedWeight
-from marlinq.methods.gptq import solve_gptq_shared
-from marlinq.models import BlockLoader, BlockReplay, DecoderStructure, shared_inputs
+from marlinq.methods import Statistics
+from marlinq.models import BlockReplay, ModelInstance, shared_inputs
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
 from marlinq.operations.quantize.report import ModuleReport
 
@@ -24,32 +24,32 @@ from marlinq.operations.quantize.report import ModuleReport
 class BlockQuantizer:
     """Quantises block after block, each on what the blocks before it, already quantised, make of the text.
 
+    A method without calibration sees the weights alone: no block is run.
+
     Args:
-        structure: the model on the meta device.
-        loader: gives blocks their weights.
-        plan: what becomes of which linear.
+        instance: the live model.
+        plan: what becomes of which projection.
         writer: where results go, and where those of an interrupted run are.
-        batches: the calibration text.
+        batches: the calibration text; empty for a method without calibration.
         progress: told about every finished block.
     """
 
     def __init__(
         self,
-        structure: DecoderStructure,
-        loader: BlockLoader,
+        instance: ModelInstance,
         plan: OutputPlan,
         writer: CheckpointWriter,
         batches: Sequence[Batch],
         progress: ReportProgress,
     ) -> None:
-        self._structure = structure
-        self._loader = loader
+        self._instance = instance
+        self._blocks = instance.blueprint.blocks
         self._plan = plan
         self._writer = writer
         self._batches = batches
         self._progress = progress
-        self._replay = BlockReplay(structure, loader)
-        self._masks = [batch.mask().to(loader.device) if batch.padded else None for batch in batches]
+        self._replay = BlockReplay(instance)
+        self._masks = [batch.mask().to(instance.device) if batch.padded else None for batch in batches]
 
     def run(self) -> None:
         """Quantises every block that is not written yet.
@@ -57,23 +57,28 @@ class BlockQuantizer:
         Raises:
             NumericsError: weights, activations or statistics are NaN or infinite; the module is named.
         """
-        states = self._first_states()
-        members_of = [self._plan.members(block) for block in self._structure.blocks]
+        members_of = [self._plan.members(block) for block in self._blocks]
         # Nothing after the last block with work to do is of interest.
         count = max(index for index, members in enumerate(members_of) if members) + 1
+        states = self._first_states() if self._plan.method.calibrated else None
         self._progress("quantising blocks", 0, count)
         for index, members in enumerate(members_of[:count]):
-            module = self._loader.block(index)
-            _check_weights(self._structure.blocks[index].name, module)
-            if all(self._plan.is_written(planned, self._writer.written) for planned in members):
-                quantized = {planned.linear.name: self._read_back(planned) for planned in members}
+            written = all(self._plan.is_written(planned, self._writer.written) for planned in members)
+            if written and (states is None or index + 1 == count):
+                # What this block makes of the text is of interest to nobody.
+                self._progress("quantising blocks", index + 1, count)
+                continue
+            module = self._instance.block(index)
+            _check_weights(self._blocks[index].name, module)
+            if written:
+                quantized = {planned.projection.name: self._read_back(planned) for planned in members}
             else:
                 quantized = self._quantize(index, members, states)
-            if index + 1 < count:
+            if states is not None and index + 1 < count:
                 for planned in members:
-                    self._install(planned, quantized[planned.linear.name])
+                    self._install(planned, quantized[planned.projection.name])
                 self._advance(index, states)
-            self._loader.release_block(index)
+            self._instance.release_block(index)
             self._progress("quantising blocks", index + 1, count)
 
     def _first_states(self) -> HiddenStates:
@@ -87,7 +92,7 @@ class BlockQuantizer:
                 states = HiddenStates(
                     [(*batch.ids.shape, width) for batch in self._batches],
                     dtype=hidden.dtype,
-                    device=self._loader.device,
+                    device=self._instance.device,
                     limit_bytes=psutil.virtual_memory().available // 4,
                     folder=self._writer.partial,
                 )
@@ -102,37 +107,39 @@ class BlockQuantizer:
         return self._plan.layout.unpack(tensors, planned.spec)
 
     def _install(self, planned: PlannedModule, quantized: QuantizedWeight) -> None:
-        """Gives the module the weight that a loader of the output will see, in the dtype of the forward."""
-        device = self._loader.device
-        weight = quantized.to(device).dequantize(self._loader.dtype)
-        if planned.linear.transposed:
-            weight = weight.t().contiguous()
-        module = self._structure.model.get_submodule(planned.linear.name)
-        module.weight = nn.Parameter(weight, requires_grad=False)
+        """Gives the block the weight that a loader of the output will see, in the dtype of the forward."""
+        weight = quantized.to(self._instance.device).dequantize(self._instance.dtype)
+        self._instance.replace(planned.projection, weight)
 
     def _advance(self, index: int, states: HiddenStates) -> None:
         for number in range(len(self._batches)):
             output = self._replay.run(index, number, states.load(number))
             if not bool(torch.isfinite(output).all()):
                 raise NumericsError(
-                    f"{self._structure.blocks[index].name}: its output holds NaN or infinity in "
-                    f"{str(self._loader.dtype).removeprefix('torch.')}; check the source checkpoint"
+                    f"{self._blocks[index].name}: its output holds NaN or infinity in "
+                    f"{str(self._instance.dtype).removeprefix('torch.')}; check the source checkpoint"
                 )
             states.store(number, output)
 
     def _quantize(
-        self, index: int, members: Sequence[PlannedModule], states: HiddenStates
+        self, index: int, members: Sequence[PlannedModule], states: HiddenStates | None
     ) -> dict[str, QuantizedWeight]:
-        groups, statistics = self._statistics(index, members, states)
-        by_name = {planned.linear.name: planned for planned in members}
+        by_name = {planned.projection.name: planned for planned in members}
+        module = self._instance.model.get_submodule(self._blocks[index].name)
+        for options in dict.fromkeys(planned.options for planned in members):
+            self._plan.method.transform(module, options)
+        if states is None:
+            groups: list[tuple[str, ...]] = [(name,) for name in by_name]
+            statistics: dict[str, Statistics] = {}
+        else:
+            groups, statistics = self._statistics(index, members, states)
         quantized: dict[str, QuantizedWeight] = {}
         notes: dict[str, Any] = {}
         for group in groups:
-            accumulator = statistics.pop(group[0])
-            hessian = accumulator.hessian()
+            gathered = statistics.pop(group[0], None)
             for batch in _of_equal_settings([by_name[name] for name in group]):
-                for planned, solved, report in self._solve(batch, hessian, accumulator.tokens):
-                    quantized[planned.linear.name] = solved
+                for planned, solved, report in self._solve(batch, gathered):
+                    quantized[planned.projection.name] = solved
                     notes[f"module {planned.stored}"] = asdict(report)
                     spec = planned.spec
                     for suffix, tensor in self._plan.layout.pack(solved, spec.scheme).items():
@@ -142,72 +149,71 @@ class BlockQuantizer:
 
     def _statistics(
         self, index: int, members: Sequence[PlannedModule], states: HiddenStates
-    ) -> tuple[list[tuple[str, ...]], dict[str, HessianAccumulator]]:
-        """The linears of a block by shared input, and one Hessian a group under its first linear's name."""
-        sizes = {planned.linear.name: planned.linear.in_features for planned in members}
-        statistics: dict[str, HessianAccumulator] = {}
+    ) -> tuple[list[tuple[str, ...]], dict[str, Statistics]]:
+        """Names of the block's projections by shared input, and the statistics of each group under its
+        first name."""
+        by_name = {planned.projection.name: planned for planned in members}
+        statistics: dict[str, Statistics] = {}
         number = 0
 
         def receive(name: str, x: Tensor) -> None:
             if name not in statistics:
-                statistics[name] = self._accumulator(name, sizes[name])
+                statistics[name] = self._empty_statistics(by_name[name])
             statistics[name].add(x, self._masks[number])
 
         groups = shared_inputs(
-            self._structure.model,
-            sizes,
+            self._instance.model,
+            [planned.projection for planned in members],
             lambda: self._replay.run(index, 0, states.load(0)),
             receive,
         )
-        first = [group[0] for group in groups]
+        first = [by_name[group[0]].projection for group in groups]
         # Experts run in whatever order the tokens ask for, so there is no last one to stop at.
-        last = None if self._structure.routed else first[-1]
+        last = None if self._instance.blueprint.routed else first[-1].name
         for number in range(1, len(self._batches)):
             self._replay.inputs(index, number, states.load(number), first, receive, last=last)
-        for name in first:
-            statistics.setdefault(name, self._accumulator(name, sizes[name]))
+        for projection in first:
+            if projection.name not in statistics:
+                # An expert that no token chose.
+                statistics[projection.name] = self._empty_statistics(by_name[projection.name])
         return groups, statistics
 
-    def _accumulator(self, name: str, in_features: int) -> HessianAccumulator:
-        return HessianAccumulator(in_features, device=self._loader.device, name=name)
+    def _empty_statistics(self, planned: PlannedModule) -> Statistics:
+        projection = planned.projection
+        found: Statistics = self._plan.method.statistics(
+            projection.in_features, planned.options, device=self._instance.device, name=projection.name
+        )
+        return found
 
     def _solve(
-        self, members: Sequence[PlannedModule], hessian: Tensor, tokens: int
+        self, members: Sequence[PlannedModule], statistics: Statistics | None
     ) -> list[tuple[PlannedModule, QuantizedWeight, ModuleReport]]:
-        settings, spec = members[0].settings, members[0].spec
-        solved = solve_gptq_shared(
-            [self._weight(planned) for planned in members],
-            hessian,
-            group_size=settings.group_size,
-            symmetric=settings.symmetric,
-            bits=spec.scheme.element.bits,
-            damp=settings.damp,
-            clip_search=settings.clip_search,
-            act_order=settings.act_order,
-            scale_dtype=spec.scale_dtype,
-            names=[planned.linear.name for planned in members],
+        scheme = members[0].spec.scheme
+        solved = self._plan.method.solve(
+            [self._instance.weight(planned.projection).to(torch.float32) for planned in members],
+            statistics,
+            scheme,
+            members[0].options,
+            names=[planned.projection.name for planned in members],
         )
         return [
             (
                 planned,
                 quantized,
                 ModuleReport(
-                    group_size=planned.spec.scheme.group_size,
-                    symmetric=not planned.spec.scheme.stores_zeros,
-                    damp=report.damp,
-                    fallback=report.fallback,
-                    dead_channels=report.dead_channels,
+                    scheme=scheme.describe(),
+                    bits=scheme.element.bits,
+                    group_size=scheme.group_size,
+                    symmetric=not scheme.stores_zeros,
+                    reason=planned.reason,
+                    tokens=0 if statistics is None else statistics.tokens,
                     relative_error=report.relative_error,
-                    tokens=tokens,
+                    fallback=report.fallback,
+                    figures=dict(report.figures),
                 ),
             )
             for planned, (quantized, report) in zip(members, solved, strict=True)
         ]
-
-    def _weight(self, planned: PlannedModule) -> Tensor:
-        """float32 [N, K]."""
-        parameter: Tensor = self._structure.model.get_parameter(f"{planned.linear.name}.weight")
-        return (parameter.t() if planned.linear.transposed else parameter).to(torch.float32)
 
 
 def module_reports(notes: Mapping[str, Any]) -> dict[str, ModuleReport]:
@@ -222,16 +228,7 @@ def module_reports(notes: Mapping[str, Any]) -> dict[str, ModuleReport]:
 def _of_equal_settings(members: Sequence[PlannedModule]) -> list[list[PlannedModule]]:
     batches: dict[tuple[object, ...], list[PlannedModule]] = {}
     for planned in members:
-        settings = planned.settings
-        key = (
-            settings.group_size,
-            settings.symmetric,
-            settings.damp,
-            settings.clip_search,
-            settings.act_order,
-            planned.spec.scale_dtype,
-        )
-        batches.setdefault(key, []).append(planned)
+        batches.setdefault((planned.spec.scheme, planned.options), []).append(planned)
     return list(batches.values())
 
 

@@ -1,4 +1,4 @@
-"""``marlinq.quantize``: a model in, a 4-bit checkpoint folder out."""
+"""``marlinq.quantize``: a model in, a quantised checkpoint folder out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from marlinq.checkpoint import DEFAULT_MAX_SHARD_BYTES, Checkpoint, CheckpointWr
 from marlinq.core.devices import resolve_device
 from marlinq.core.dtypes import dtype_name, torch_dtype
 from marlinq.core.progress import ReportProgress, no_progress
-from marlinq.models import BlockLoader, build_structure
+from marlinq.models import ModelInstance, build_blueprint
 from marlinq.operations.quantize.blocks import BlockQuantizer, module_reports
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule, plan_output
 from marlinq.operations.quantize.recipe import Recipe
@@ -51,16 +51,17 @@ def quantize(
     trust_remote_code: bool = False,
     progress: ReportProgress = no_progress,
 ) -> QuantizeReport:
-    """Quantises a decoder-only language model to 4 bits with GPTQ, one decoder block at a time.
+    """Quantises a decoder-only language model, one decoder block at a time.
 
-    Memory follows the largest decoder block, its Hessians and the calibration's hidden states, never the
-    model; only calibration text that the model writes itself needs the whole model for a while. On the CPU
-    blocks run in float32, on a GPU in the checkpoint's own dtype; the solve is float32.
+    Memory follows the largest decoder block, the statistics of its inputs and the calibration's hidden
+    states, never the model; only calibration text that the model writes itself needs the whole model for a
+    while. On the CPU blocks run in float32, on a GPU in the checkpoint's own dtype; the solve is float32. A
+    method without calibration (round-to-nearest) reads no text and runs no block.
 
     Args:
         model: a local folder with safetensors weights, or a Hub id.
         out: the folder to create; ``<out>.partial`` while the run lasts.
-        recipe: format, group size, calibration and so on; the defaults of :class:`Recipe` when None.
+        recipe: format, method, bits, calibration and so on; the defaults of :class:`Recipe` when None.
         device: ``auto`` (the first GPU, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``.
         resume: continue an interrupted run of the same recipe, model and machine; the result has the same
             bytes as an undisturbed run.
@@ -76,31 +77,32 @@ def quantize(
     chosen = resolve_device(device)
     checkpoint = Checkpoint.open(model)
     check_place(Path(out), resume=resume, source=checkpoint.path)
-    structure = build_structure(
+    blueprint = build_blueprint(
         checkpoint.config,
         source=str(checkpoint.path),
         tensors=checkpoint.tensors,
         trust_remote_code=trust_remote_code,
     )
-    plan = plan_output(checkpoint, structure, recipe)
-    for override in recipe.unused_overrides([linear.name for linear in structure.linears()]):
+    plan = plan_output(checkpoint, blueprint, recipe)
+    for override in recipe.unused_overrides(projection.name for projection in blueprint.projections()):
         warnings.warn(f"override {override.pattern!r} matches no linear of the model", stacklevel=2)
-    by_block = [members for block in structure.blocks if (members := plan.members(block))]
+    by_block = [members for block in blueprint.blocks if (members := plan.members(block))]
     dtype = _compute_dtype(checkpoint, plan, chosen)
     if chosen.type == "cuda":
         torch.cuda.reset_peak_memory_stats(chosen)
     environment = _environment(chosen, dtype)
     # All that can be wrong with the text is found before the output folder is begun.
-    loader = BlockLoader(structure, checkpoint, device=chosen, dtype=dtype)
-    config = structure.model.config
-    max_length = longest(config, recipe)
+    instance = ModelInstance(blueprint, checkpoint, device=chosen, dtype=dtype)
+    config = blueprint.config
+    calibrated = plan.method.calibrated
+    max_length = longest(config, recipe) if calibrated else 0
     documents: list[Document] | None = None
-    if recipe.calibration != "self":
+    if calibrated and recipe.calibration != "self":
         documents = text_from_outside(
             checkpoint, config, recipe, max_length=max_length, trust_remote_code=trust_remote_code
         )
-    elif not resume:
-        check_room(loader)
+    elif calibrated and not resume:
+        check_room(instance)
     writer = CheckpointWriter(
         Path(out),
         plan.tensors,
@@ -114,15 +116,17 @@ def quantize(
         resumed = sum(1 for members in by_block if _all_written(plan, members, writer))
         _copy(checkpoint, plan, writer, progress)
         if resumed < len(by_block):
-            if documents is None:
-                documents = text_by_the_model(
-                    loader, writer, recipe, max_length=max_length, progress=progress
+            batches = []
+            if calibrated:
+                if documents is None:
+                    documents = text_by_the_model(
+                        instance, writer, recipe, max_length=max_length, progress=progress
+                    )
+                note_text(writer, recipe, documents)
+                batches = make_batches(
+                    documents, token_budget=_TOKEN_BUDGET[chosen.type], pad=not blueprint.routed
                 )
-            note_text(writer, recipe, documents)
-            batches = make_batches(
-                documents, token_budget=_TOKEN_BUDGET[chosen.type], pad=not structure.routed
-            )
-            BlockQuantizer(structure, loader, plan, writer, batches, progress).run()
+            BlockQuantizer(instance, plan, writer, batches, progress).run()
         checkpoint.check_unchanged()
         forget_written_text(writer)
         folder = writer.finish(
@@ -134,9 +138,10 @@ def quantize(
     return QuantizeReport(
         out=folder,
         format=plan.layout.name,
+        method=plan.method.name,
         modules=module_reports(writer.notes),
         kept=plan.kept,
-        calibration=writer.notes["calibration"],
+        calibration=writer.notes.get("calibration"),
         device=str(chosen),
         dtype=environment["dtype"],
         blocks=len(by_block),
@@ -185,7 +190,7 @@ def _manifest(
         "source": {"name": checkpoint.path.name, "identity": checkpoint.identity()},
         "recipe": recipe.to_dict(),
         "environment": environment,
-        "kept": {module.name: module.reason for module in plan.kept},
+        "kept": {name: keep.reason for name, keep in plan.kept.items()},
     }
 
 

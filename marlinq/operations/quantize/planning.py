@@ -9,28 +9,31 @@ from typing import Any
 from marlinq.checkpoint import Checkpoint, TensorPlan
 from marlinq.core.dtypes import FLOATS
 from marlinq.core.errors import CheckpointError, UnsupportedError
-from marlinq.core.scheme import CHANNEL, Scheme
+from marlinq.core.rules import Keep
 from marlinq.formats import LAYOUTS, Layout, ModuleSpec
 from marlinq.formats.dialects import DIALECTS, write_quantization_config
-from marlinq.models import Block, DecoderStructure, KeptModule, LinearModule, TensorNames, is_linear
-from marlinq.operations.quantize.recipe import GROUP_SIZES, ModuleSettings, ModuleSkip, Recipe
+from marlinq.methods import METHODS, Method, MethodOptions
+from marlinq.models import Block, Blueprint, Projection, TensorNames
+from marlinq.operations.quantize.recipe import ModuleSettings, Recipe
 
 
 @dataclass(frozen=True)
 class PlannedModule:
-    """One linear that will be quantised.
+    """One projection that will be quantised.
 
     Attributes:
-        linear: the module in the tree.
+        projection: where its weight is.
         stored: its name in the checkpoint, to which the layout's suffixes are added.
-        settings: how it is quantised.
+        options: of the recipe's method.
         spec: what will be stored.
+        reason: where scheme and options come from.
     """
 
-    linear: LinearModule
+    projection: Projection
     stored: str
-    settings: ModuleSettings
+    options: MethodOptions
     spec: ModuleSpec
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class OutputPlan:
 
     Attributes:
         layout: the target format.
-        modules: quantised linears by module name, in the order of the tree.
+        method: what quantises the modules.
+        modules: quantised projections by name, in the order of the tree.
         kept: modules with a weight matrix that stay as they are, with reasons.
         tensors: every tensor of the output, in the order of the source.
         copied: stored names of the tensors that are copied unchanged.
@@ -48,16 +52,17 @@ class OutputPlan:
     """
 
     layout: Layout
+    method: Method[Any, Any]
     modules: Mapping[str, PlannedModule]
-    kept: tuple[KeptModule, ...]
+    kept: Mapping[str, Keep]
     tensors: tuple[TensorPlan, ...]
     copied: tuple[str, ...]
     config: Mapping[str, Any]
     extra_json: Mapping[str, Mapping[str, Any]]
 
     def members(self, block: Block) -> list[PlannedModule]:
-        """The linears of a decoder block that will be quantised."""
-        return [self.modules[linear.name] for linear in block.linears if linear.name in self.modules]
+        """The projections of a decoder block that will be quantised."""
+        return [self.modules[found.name] for found in block.projections if found.name in self.modules]
 
     def tensor_names(self, planned: PlannedModule) -> dict[str, str]:
         """The output tensors of a quantised module by suffix."""
@@ -68,7 +73,7 @@ class OutputPlan:
         return written.issuperset(self.tensor_names(planned).values())
 
 
-def plan_output(checkpoint: Checkpoint, structure: DecoderStructure, recipe: Recipe) -> OutputPlan:
+def plan_output(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) -> OutputPlan:
     """Decides what becomes of every tensor of ``checkpoint``.
 
     Raises:
@@ -81,15 +86,15 @@ def plan_output(checkpoint: Checkpoint, structure: DecoderStructure, recipe: Rec
         raise UnsupportedError(
             f"{checkpoint.path}: is quantised already; pass the original model, or use marlinq convert"
         )
-    names = TensorNames(structure, checkpoint.tensors, source=str(checkpoint.path))
-    _check_parameters(checkpoint, structure, names)
+    names = TensorNames(blueprint, checkpoint.tensors, source=str(checkpoint.path))
+    _check_parameters(checkpoint, blueprint, names)
     layout = LAYOUTS[recipe.format]
-    modules, skipped = _choose(checkpoint, structure, names, layout, recipe)
-    kept = (*structure.kept, *skipped)
+    modules, skipped = _choose(checkpoint, blueprint, names, layout, recipe)
+    kept = {**blueprint.kept, **skipped}
     quantization_config = write_quantization_config(
         layout,
         {planned.stored: planned.spec for planned in modules.values()},
-        [_stored_name(names, module.name) for module in kept if _is_linear(structure, module.name)],
+        [_stored_name(names, module) for module in kept if module in blueprint.by_name],
     )
     replaced = {f"{planned.stored}.weight": planned for planned in modules.values()}
     tensors: list[TensorPlan] = []
@@ -103,6 +108,7 @@ def plan_output(checkpoint: Checkpoint, structure: DecoderStructure, recipe: Rec
             )
     return OutputPlan(
         layout=layout,
+        method=METHODS[recipe.method],
         modules=modules,
         kept=kept,
         tensors=tuple(tensors),
@@ -112,41 +118,43 @@ def plan_output(checkpoint: Checkpoint, structure: DecoderStructure, recipe: Rec
     )
 
 
-def _check_parameters(checkpoint: Checkpoint, structure: DecoderStructure, names: TensorNames) -> None:
-    for name, parameter in structure.model.named_parameters():
+def _check_parameters(checkpoint: Checkpoint, blueprint: Blueprint, names: TensorNames) -> None:
+    for name, shape in blueprint.parameters.items():
         stored = names.require(name)
         found = checkpoint.tensors[stored].shape
-        if found != tuple(parameter.shape):
+        if found != shape:
             raise CheckpointError(
-                f"{checkpoint.path}: tensor {stored!r}: expected shape {list(parameter.shape)} from "
+                f"{checkpoint.path}: tensor {stored!r}: expected shape {list(shape)} from "
                 f"config.json, found {list(found)}"
             )
 
 
 def _choose(
     checkpoint: Checkpoint,
-    structure: DecoderStructure,
+    blueprint: Blueprint,
     names: TensorNames,
     layout: Layout,
     recipe: Recipe,
-) -> tuple[dict[str, PlannedModule], list[KeptModule]]:
-    shared = set(structure.tied) | set(structure.tied.values())
+) -> tuple[dict[str, PlannedModule], dict[str, Keep]]:
+    shared = set(blueprint.tied) | set(blueprint.tied.values())
     modules: dict[str, PlannedModule] = {}
-    kept: list[KeptModule] = []
+    kept: dict[str, Keep] = {}
     refused: list[tuple[str, str]] = []
-    for linear in structure.linears():
-        settings = recipe.settings_for(linear.name)
-        if isinstance(settings, ModuleSkip):
-            kept.append(KeptModule(linear.name, settings.reason))
-        elif f"{linear.name}.weight" in shared:
-            kept.append(KeptModule(linear.name, "shares its weight with another module"))
+    for projection in blueprint.projections():
+        name, k = projection.name, projection.in_features
+        settings = recipe.rules.outcome(name)
+        if isinstance(settings, Keep):
+            kept[name] = settings
+        elif projection.parameter in shared:
+            kept[name] = Keep("shares its weight with another module")
         else:
-            stored = names.require(f"{linear.name}.weight")
-            spec = _spec(layout, linear, settings, checkpoint.tensors[stored].dtype, stored)
-            reason = _refusal(layout, spec, settings)
+            stored = names.require(projection.parameter)
+            spec = _spec(layout, projection, settings, checkpoint.tensors[stored].dtype, stored)
+            reason = settings.group_refusal(k) or layout.shape_refusal(spec)
             if reason is not None:
-                refused.append((linear.name, reason))
-            modules[linear.name] = PlannedModule(linear, stored.removesuffix(".weight"), settings, spec)
+                refused.append((name, reason))
+            stem = stored.removesuffix(".weight")
+            modules[name] = PlannedModule(projection, stem, settings.options, spec, settings.why(k))
     if refused:
         name, reason = refused[0]
         pattern = name.rpartition(".")[2] + "$"
@@ -161,7 +169,7 @@ def _choose(
 
 
 def _spec(
-    layout: Layout, linear: LinearModule, settings: ModuleSettings, stored: str, name: str
+    layout: Layout, projection: Projection, settings: ModuleSettings, stored: str, name: str
 ) -> ModuleSpec:
     if stored not in FLOATS:
         raise UnsupportedError(
@@ -170,24 +178,8 @@ def _spec(
         )
     # Layouts that leave the dtype of scales open want the model's own, where that has 16 bits.
     own = stored if stored != "float32" else "float16"
-    scheme = Scheme(
-        group_size=CHANNEL if settings.group_size == linear.in_features else settings.group_size,
-        zero_point="midpoint" if settings.symmetric else "stored",
-        scale_dtype=layout.scale_dtype or own,
-    )
-    return ModuleSpec(linear.in_features, linear.out_features, scheme)
-
-
-def _refusal(layout: Layout, spec: ModuleSpec, settings: ModuleSettings) -> str | None:
-    if settings.group_size != -1 and spec.in_features % settings.group_size:
-        fitting = [size for size in GROUP_SIZES if size > 0 and spec.in_features % size == 0]
-        hint = f", but of {max(fitting)}" if fitting else ""
-        return f"in_features {spec.in_features} is not a multiple of group size {settings.group_size}{hint}"
-    return layout.shape_refusal(spec)
-
-
-def _is_linear(structure: DecoderStructure, name: str) -> bool:
-    return is_linear(structure.model.get_submodule(name))
+    scheme = settings.scheme(projection.in_features, layout.scale_dtype or own)
+    return ModuleSpec(projection.in_features, projection.out_features, scheme)
 
 
 def _stored_name(names: TensorNames, module: str) -> str:

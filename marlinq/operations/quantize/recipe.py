@@ -1,13 +1,14 @@
 """What a quantise run was asked to do: a value that can be read, written, compared and stored.
 
-The same keys are used by a YAML recipe file, by the manifest of an output folder and by ``--override``.
+The same keys are used by a YAML recipe file, by the manifest of an output folder and by ``--override``. The
+options of the recipe's method stand among the others.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,45 +18,89 @@ import yaml
 from marlinq.core.errors import UsageError
 from marlinq.core.files import read_regular
 from marlinq.core.patterns import MAX_CHARACTERS, Pattern, Patterns
-from marlinq.core.scheme import Scheme
-from marlinq.formats import LAYOUTS
+from marlinq.core.rules import Keep, ModuleRules, Rule
+from marlinq.core.scheme import CHANNEL, ELEMENTS, Element, Scheme, integer_element
+from marlinq.core.settings import (
+    Choice,
+    Flag,
+    Kind,
+    Text,
+    WholeNumber,
+    check_settings,
+    kinds,
+    setting,
+)
+from marlinq.formats import LAYOUTS, Layout
+from marlinq.methods import METHODS, MethodOptions
 
-GROUP_SIZES = (32, 64, 128, -1)
-ACT_ORDERS = ("none", "static")
+BITS = (4, 8)
+AUTO = "auto"
+AUTO_GROUP_SIZES = (128, 64, 32)
+GROUP_SIZES = (32, 64, 128, CHANNEL, AUTO)
 
 _MAX_RECIPE_BYTES = 1_000_000
-
-_TRUE = ("true", "yes", "on", "1")
-_FALSE = ("false", "no", "off", "0")
 
 
 @dataclass(frozen=True)
 class ModuleSettings:
-    """How one linear is quantised. ``reason`` says where the settings come from."""
+    """How one module is quantised.
 
-    group_size: int
+    Attributes:
+        element: the type of its codes.
+        group_size: input channels a scale, -1 for one scale an output channel, or :data:`AUTO`.
+        symmetric: zero points in the middle of the codes.
+        options: of the recipe's method.
+        reason: where the settings come from.
+    """
+
+    element: Element
+    group_size: int | str
     symmetric: bool
-    clip_search: bool
-    damp: float
-    act_order: str
+    options: MethodOptions
     reason: str
 
+    def scheme(self, in_features: int, scale_dtype: str) -> Scheme:
+        """The scheme of a module of K = ``in_features``; an automatic group size that nothing divides is
+        the smallest one, which layouts and methods then refuse."""
+        size = self.group_size
+        if not isinstance(size, int):
+            size = _dividing(in_features) or AUTO_GROUP_SIZES[-1]
+        return Scheme(
+            element=self.element,
+            group_size=CHANNEL if size == in_features else size,
+            zero_point=self.element.zero_point if self.symmetric else "stored",
+            scale_dtype=scale_dtype,
+        )
 
-@dataclass(frozen=True)
-class ModuleSkip:
-    """A linear that stays unquantised, and why."""
+    def group_refusal(self, in_features: int) -> str | None:
+        """Why a module of K = ``in_features`` can't have these groups, or None."""
+        fitting = _dividing(in_features)
+        if self.group_size == AUTO:
+            if fitting is None:
+                sizes = ", ".join(map(str, AUTO_GROUP_SIZES))
+                return f"none of the group sizes {sizes} divides in_features {in_features}"
+        elif isinstance(self.group_size, int) and self.group_size > 0 and in_features % self.group_size:
+            hint = f", but of {fitting}" if fitting else ""
+            return f"in_features {in_features} is not a multiple of group size {self.group_size}{hint}"
+        return None
 
-    reason: str
+    def why(self, in_features: int) -> str:
+        """:attr:`reason`, and how an automatic group size was found."""
+        if self.group_size != AUTO:
+            return self.reason
+        sizes = ", ".join(map(str, AUTO_GROUP_SIZES))
+        found = _dividing(in_features)
+        return f"{self.reason}; group size {found}: the largest of {sizes} that divides {in_features}"
 
 
 @dataclass(frozen=True)
 class Override:
     """One rule for the modules whose full name ``pattern`` is found in.
 
-    The pattern is a Python regular expression, case-sensitive and found anywhere in the name
-    (``re.search``): ``down_proj`` matches every down projection, ``^model\\.layers\\.0\\.`` the first block.
-    ``settings`` is empty when ``skip`` is true; otherwise it holds at least one of the keys group_size,
-    symmetric, clip_search, damp and act_order.
+    The pattern is a regular expression, case-sensitive and found anywhere in the name (as ``re.search``
+    does): ``down_proj`` matches every down projection, ``^model\\.layers\\.0\\.`` the first block.
+    ``settings`` is empty when ``skip`` is true; otherwise it holds at least one of the keys bits, group_size,
+    symmetric and the options of the recipe's method.
     """
 
     pattern: str
@@ -68,17 +113,18 @@ class Override:
             raise UsageError(
                 f"override {self.pattern!r}: expected either skip or settings such as group_size=32"
             )
+        known = _kinds_of_a_module()
         for key, value in self.settings.items():
             where = f"override {self.pattern!r}: {key}"
-            if key not in _CHECKS_OF_A_MODULE:
-                raise UsageError(f"{where}: unknown key; expected one of {', '.join(_CHECKS_OF_A_MODULE)}")
-            _CHECKS_OF_A_MODULE[key](where, value)
+            if key not in known:
+                raise UsageError(f"{where}: unknown key; expected one of {', '.join(known)}")
+            known[key].check(where, value)
 
     @cached_property
     def _compiled(self) -> Pattern:
         return Patterns("override", UsageError).compile(self.pattern)
 
-    def concerns(self, module: str) -> bool:
+    def matches(self, module: str) -> bool:
         """Whether the rule is about ``module``.
 
         Raises:
@@ -100,12 +146,13 @@ class Override:
             raise UsageError(f"--override: {len(text)} characters, at most {2 * MAX_CHARACTERS} expected")
         if text.endswith("=skip") and text != "=skip":
             return cls(text.removesuffix("=skip"), skip=True)
-        names = "|".join([*_CHECKS_OF_A_MODULE, "sym"])
+        known = _kinds_of_a_module()
+        names = "|".join([*map(re.escape, known), "sym"])
         match = re.fullmatch(rf"(.+?)=((?:{names})=[^=,]+(?:,(?:{names})=[^=,]+)*)", text)
         if match is None:
             raise UsageError(
                 f"--override {text!r}: expected REGEX=skip or REGEX=key=value[,key=value] with a key of "
-                f"{', '.join(_CHECKS_OF_A_MODULE)}"
+                f"{', '.join(known)}"
             )
         settings: dict[str, Any] = {}
         for item in match[2].split(","):
@@ -113,7 +160,7 @@ class Override:
             key = "symmetric" if key == "sym" else key
             if key in settings:
                 raise UsageError(f"--override {text!r}: {key} is given twice; keep one")
-            settings[key] = _from_text(f"--override {text!r}: {key}", key, value.strip())
+            settings[key] = known[key].parse(f"--override {text!r}: {key}", value.strip())
         return cls(match[1], settings=settings)
 
     def to_dict(self) -> dict[str, Any]:
@@ -129,68 +176,115 @@ class Recipe:
 
     Attributes:
         format: the output layout, a name in :data:`marlinq.formats.LAYOUTS`.
-        group_size: input channels a scale, one of 32, 64, 128, or -1 for one group a layer.
+        method: a name in :data:`marlinq.methods.METHODS`.
+        bits: of a code: the layout's first element of so many.
+        group_size: input channels a scale, one of 32, 64, 128; -1 for one scale an output channel; or "auto"
+            for the largest of 128, 64 and 32 that divides each module's K.
         symmetric: zero point fixed in the middle of the codes.
-        clip_search: choose each group's scale by the error it causes, instead of by its largest weight.
-        damp: share of the Hessian's mean diagonal that is added to it, 0 < damp < 1.
-        act_order: "static": groups, and channels within each, by falling Hessian diagonal, with g_idx staying
-            trivial; or "none": as they come.
-        calibration: "self", a file, or the name of a dataset.
+        calibration: "self", a file, or the name of a dataset; of no use to a method without calibration.
         samples: calibration documents.
         max_length: tokens that a document is cut to.
         seed: of the calibration's random choices.
+        options: of the method; a plain ``MethodOptions()`` becomes its defaults. In files, their keys stand
+            among the recipe's own.
         overrides: the first rule whose pattern is found in a module's name decides what differs there.
 
     Raises:
-        UsageError: a value is of the wrong type or out of range, or the format can't hold what is asked.
+        UsageError: a value is of the wrong type or out of range, or the format or the method can't do what is
+            asked.
     """
 
-    format: str = "gptq"
-    group_size: int = 128
-    symmetric: bool = True
-    clip_search: bool = True
-    damp: float = 0.01
-    act_order: str = "static"
-    calibration: str = "self"
-    samples: int = 128
-    max_length: int = 2048
-    seed: int = 0
+    format: str = setting("gptq", Choice(LAYOUTS), "Output layout.")
+    method: str = setting("gptq", Choice(METHODS), "How weights are quantised.")
+    bits: int = setting(4, Choice(BITS), "Bits of a weight.")
+    group_size: int | str = setting(
+        128,
+        Choice(GROUP_SIZES),
+        "Input channels that share a scale; -1 is one scale an output channel, auto the largest of 128, 64 "
+        "and 32 that divides.",
+    )
+    symmetric: bool = setting(True, Flag(), "Zero point in the middle, or stored for each group.")
+    calibration: str = setting("self", Text(), "Text to calibrate on.")
+    samples: int = setting(128, WholeNumber(1), "Calibration documents.")
+    max_length: int = setting(2048, WholeNumber(1), "Tokens a document is cut to.")
+    seed: int = setting(0, WholeNumber(0), "Seed of every random choice.")
+    options: MethodOptions = field(default_factory=MethodOptions)
     overrides: tuple[Override, ...] = ()
 
     def __post_init__(self) -> None:
-        for key, check in _CHECKS.items():
-            check(key, getattr(self, key))
-        layout = LAYOUTS[self.format]
-        named = [("recipe", self.symmetric)]
-        named += [(f"override {o.pattern!r}", o.settings.get("symmetric", True)) for o in self.overrides]
-        for where, symmetric in named:
-            reason = layout.scheme_refusal(Scheme(zero_point="midpoint" if symmetric else "stored"))
-            if reason is not None:
-                raise UsageError(f"{where}: {layout.name} can't hold {reason}; choose another --format")
-
-    def settings_for(self, module: str) -> ModuleSettings | ModuleSkip:
-        """How to quantise the linear called ``module`` (its full dotted name), or why not to."""
-        own = {key: getattr(self, key) for key in _CHECKS_OF_A_MODULE}
+        check_settings(self)
+        wanted = METHODS[self.method].options
+        if type(self.options) is MethodOptions:
+            object.__setattr__(self, "options", wanted())
+        if type(self.options) is not wanted:
+            raise UsageError(
+                f"method {self.method}: expected {wanted.__name__}, found {type(self.options).__name__}"
+            )
         for override in self.overrides:
-            if override.concerns(module):
-                if override.skip:
-                    return ModuleSkip(f"override {override.pattern!r} skips it")
-                return ModuleSettings(
-                    **(own | dict(override.settings)), reason=f"override {override.pattern!r}"
-                )
-        return ModuleSettings(**own, reason="recipe")
+            self._check_override(override)
+        for rule in self.rules.ordered:
+            self._check_outcome(rule.outcome)
+        self._check_outcome(self.rules.default)
 
-    def unused_overrides(self, modules: list[str]) -> tuple[Override, ...]:
+    def _check_override(self, override: Override) -> None:
+        own = (*_SHARED, *kinds(METHODS[self.method].options))
+        for key in override.settings:
+            if key not in own:
+                raise UsageError(
+                    f"override {override.pattern!r}: {key}: no option of method {self.method}; "
+                    f"expected one of {', '.join(own)}"
+                )
+
+    def _check_outcome(self, outcome: ModuleSettings | Keep) -> None:
+        if isinstance(outcome, Keep):
+            return
+        layout, method = LAYOUTS[self.format], METHODS[self.method]
+        # Shapes play no part yet: any K that has groups.
+        scheme = outcome.scheme(AUTO_GROUP_SIZES[0], "float16")
+        if (reason := layout.scheme_refusal(scheme)) is not None:
+            raise UsageError(f"{outcome.reason}: {layout.name} can't hold {reason}; choose another --format")
+        if (reason := method.scheme_refusal(scheme)) is not None:
+            raise UsageError(f"{outcome.reason}: {method.name} can't make {reason}; choose another --method")
+
+    @cached_property
+    def rules(self) -> ModuleRules[ModuleSettings]:
+        """How each module is quantised, by its full dotted name, or why not."""
+        return ModuleRules(
+            self._settings({}, "recipe"),
+            tuple(
+                Rule(
+                    override,
+                    Keep(f"override {override.pattern!r} skips it")
+                    if override.skip
+                    else self._settings(override.settings, f"override {override.pattern!r}"),
+                )
+                for override in self.overrides
+            ),
+        )
+
+    def _settings(self, changes: Mapping[str, Any], reason: str) -> ModuleSettings:
+        shared = {key: changes.get(key, getattr(self, key)) for key in _SHARED}
+        own = {key: value for key, value in changes.items() if key not in _SHARED}
+        return ModuleSettings(
+            element=_element(LAYOUTS[self.format], shared["bits"]),
+            group_size=shared["group_size"],
+            symmetric=shared["symmetric"],
+            options=replace(self.options, **own),
+            reason=reason,
+        )
+
+    def unused_overrides(self, modules: Iterable[str]) -> tuple[Override, ...]:
         """The rules that decide for none of ``modules``: usually a mistyped pattern."""
         used = set()
         for module in modules:
-            used.add(next((i for i, o in enumerate(self.overrides) if o.concerns(module)), None))
+            used.add(next((i for i, o in enumerate(self.overrides) if o.matches(module)), None))
         return tuple(o for i, o in enumerate(self.overrides) if i not in used)
 
     def to_dict(self) -> dict[str, Any]:
         """A plain mapping for YAML and JSON; ``from_dict`` gives back an equal recipe."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self)}
-        return plain | {"overrides": [override.to_dict() for override in self.overrides]}
+        own = {key: getattr(self, key) for key in kinds(Recipe)}
+        overrides = [override.to_dict() for override in self.overrides]
+        return own | asdict(self.options) | {"overrides": overrides}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
@@ -199,18 +293,38 @@ class Recipe:
         Raises:
             UsageError: an unknown key, or a value of the wrong type or out of range.
         """
-        names = [f.name for f in fields(cls)]
-        for key in values:
-            if key not in names:
-                raise UsageError(f"recipe: unknown key {key!r}; expected one of {', '.join(names)}")
         rules = values.get("overrides", [])
         if not isinstance(rules, list):
             raise UsageError(f"recipe: overrides: expected a list of rules, found {rules!r}")
-        return cls(**(dict(values) | {"overrides": tuple(_override_of(rule) for rule in rules)}))
+        changes = dict(values) | {"overrides": tuple(_override_of(rule) for rule in rules)}
+        return cls._changed(None, changes)
 
     def replace(self, **changes: Any) -> Recipe:
-        """A copy with some fields changed, checked again."""
-        return replace(self, **changes)
+        """A copy with some settings changed, the method's options among them, checked again.
+
+        Another method begins with its own default options.
+
+        Raises:
+            UsageError: as for a new recipe, or a key is neither a recipe's nor an option of its method.
+        """
+        return self._changed(self, changes)
+
+    @classmethod
+    def _changed(cls, recipe: Recipe | None, changes: Mapping[str, Any]) -> Recipe:
+        own = [f.name for f in fields(cls) if f.name != "options"]
+        method = changes.get("method", recipe.method if recipe else Recipe.method)
+        kinds(cls)["method"].check("method", method)
+        options = METHODS[method].options
+        names = [f.name for f in fields(options)]
+        for key in changes:
+            if key not in own and key not in names:
+                known = ", ".join([*own, *names])
+                raise UsageError(f"recipe: unknown key {key!r}; expected one of {known} with method {method}")
+        kept = recipe.options if recipe and recipe.method == method else options()
+        chosen = {key: value for key, value in changes.items() if key in names}
+        rest = {key: value for key, value in changes.items() if key in own}
+        rest["options"] = replace(kept, **chosen)
+        return replace(recipe, **rest) if recipe else cls(**rest)
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -247,76 +361,30 @@ def _override_of(rule: Any) -> Override:
         )
     settings = {key: value for key, value in rule.items() if key not in ("match", "skip")}
     skip = rule.get("skip", False)
-    _expect_bool(f"override {rule['match']!r}: skip", skip)
+    Flag().check(f"override {rule['match']!r}: skip", skip)
     return Override(rule["match"], skip=skip, settings=settings)
 
 
-def _from_text(where: str, key: str, text: str) -> Any:
-    if key in ("symmetric", "clip_search"):
-        lowered = text.lower()
-        if lowered not in (*_TRUE, *_FALSE):
-            raise UsageError(f"{where}: expected true or false, found {text!r}")
-        return lowered in _TRUE
-    if key in ("group_size", "damp"):
-        try:
-            return int(text) if key == "group_size" else float(text)
-        except ValueError:
-            raise UsageError(f"{where}: expected a number, found {text!r}") from None
-    return text
+def _dividing(in_features: int) -> int | None:
+    """The largest automatic group size that divides K."""
+    return next((size for size in AUTO_GROUP_SIZES if in_features % size == 0), None)
 
 
-def _expect_bool(where: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise UsageError(f"{where}: expected true or false, found {value!r}")
+def _element(layout: Layout, bits: int) -> Element:
+    """The first element of so many bits that ``layout`` holds; the integer one, which it then refuses, when
+    it holds none."""
+    held = (ELEMENTS[name] for name in layout.elements if name in ELEMENTS)
+    return next((element for element in held if element.bits == bits), integer_element(bits))
 
 
-def _expect_fraction(where: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
-        raise UsageError(f"{where}: expected a number above 0 and below 1, found {value!r}")
+_SHARED = ("bits", "group_size", "symmetric")
+"""The keys that every method has and an override may change."""
 
 
-def _expect_text(where: str, value: Any) -> None:
-    if not isinstance(value, str) or not value:
-        raise UsageError(f"{where}: expected a name or path, found {value!r}")
-
-
-def _expect_layout(where: str, value: Any) -> None:
-    # Layouts can be registered at any time, so the choices are those of the moment.
-    _OneOf(*LAYOUTS)(where, value)
-
-
-class _OneOf:
-    def __init__(self, *choices: Any) -> None:
-        self.choices = choices
-
-    def __call__(self, where: str, value: Any) -> None:
-        # True == 1 and 64.0 == 64 in Python, but neither is what a recipe means.
-        if not any(value == choice and type(value) is type(choice) for choice in self.choices):
-            raise UsageError(
-                f"{where}: expected one of {', '.join(str(c) for c in self.choices)}, found {value!r}"
-            )
-
-
-class _AtLeast:
-    def __init__(self, lowest: int) -> None:
-        self.lowest = lowest
-
-    def __call__(self, where: str, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < self.lowest:
-            raise UsageError(f"{where}: expected a whole number of at least {self.lowest}, found {value!r}")
-
-
-_CHECKS_OF_A_MODULE: dict[str, Callable[[str, Any], None]] = {
-    "group_size": _OneOf(*GROUP_SIZES),
-    "symmetric": _expect_bool,
-    "clip_search": _expect_bool,
-    "damp": _expect_fraction,
-    "act_order": _OneOf(*ACT_ORDERS),
-}
-_CHECKS = _CHECKS_OF_A_MODULE | {
-    "format": _expect_layout,
-    "calibration": _expect_text,
-    "samples": _AtLeast(1),
-    "max_length": _AtLeast(1),
-    "seed": _AtLeast(0),
-}
+def _kinds_of_a_module() -> dict[str, Kind]:
+    """What an override may hold: the shared keys and the options of every method that there is."""
+    own = kinds(Recipe)
+    known = {key: own[key] for key in _SHARED}
+    for method in METHODS.values():
+        known = kinds(method.options) | known
+    return {**{key: own[key] for key in _SHARED}, **known}

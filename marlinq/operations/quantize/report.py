@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from marlinq.core.display import Block, Facts, Shown
-from marlinq.models import KeptModule
+from marlinq.core.rules import Keep
 
 
 @dataclass(frozen=True)
@@ -16,21 +17,23 @@ class ModuleReport:
     """How one linear was quantised.
 
     Attributes:
-        group_size, symmetric: as stored; -1 is one group.
-        damp: share of the Hessian's mean diagonal that was added to it.
-        fallback: what was done instead of GPTQ and why, or None.
-        dead_channels: input channels that were zero in all of the calibration.
-        relative_error: tr(D H D^T) / tr(W H W^T) with D = W - Q: the squared output error, relative.
-        tokens: calibration tokens that the linear saw.
+        scheme: in words: ``int4, groups of 128, symmetric``.
+        bits, group_size, symmetric: as stored; -1 is one group.
+        reason: where scheme and options come from, and how an automatic group size was found.
+        tokens: calibration tokens that the linear saw; 0 for a method without calibration.
+        relative_error, fallback, figures: what the method reports
+            (:class:`~marlinq.methods.base.SolveReport`).
     """
 
+    scheme: str
+    bits: int
     group_size: int
     symmetric: bool
-    damp: float
-    fallback: str | None
-    dead_channels: int
-    relative_error: float
+    reason: str
     tokens: int
+    relative_error: float
+    fallback: str | None
+    figures: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,10 @@ class QuantizeReport(Shown):
     Attributes:
         out: the new folder.
         format: its layout.
+        method: what quantised the modules.
         modules: quantised linears by stored name.
         kept: modules with a weight matrix that stay as they were, with reasons.
-        calibration: source, documents, tokens and a hash of the token ids.
+        calibration: source, documents, tokens and a hash of the token ids; None for a method without.
         device, dtype: where and in which dtype the blocks ran.
         blocks: decoder blocks with quantised linears.
         resumed_blocks: decoder blocks taken over from an interrupted run.
@@ -54,9 +58,10 @@ class QuantizeReport(Shown):
 
     out: Path
     format: str
+    method: str
     modules: Mapping[str, ModuleReport]
-    kept: tuple[KeptModule, ...]
-    calibration: Mapping[str, Any]
+    kept: Mapping[str, Keep]
+    calibration: Mapping[str, Any] | None
     device: str
     dtype: str
     blocks: int
@@ -69,12 +74,18 @@ class QuantizeReport(Shown):
 
     @property
     def fallbacks(self) -> dict[str, str]:
-        """Modules that were not solved by GPTQ, with the reason."""
+        """Modules that were quantised otherwise than the method does, with the reason."""
         return {name: report.fallback for name, report in self.modules.items() if report.fallback}
+
+    @property
+    def schemes(self) -> dict[str, int]:
+        """How the modules are quantised, in words, and how many of them so."""
+        return Counter(report.scheme for report in self.modules.values())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {**asdict(self), "out": str(self.out)}
+        kept = {name: keep.reason for name, keep in self.kept.items()}
+        return {**asdict(self), "out": str(self.out), "kept": kept}
 
     def display(self) -> list[Block]:
         """What was made, of what, how well and with what."""
@@ -83,18 +94,23 @@ class QuantizeReport(Shown):
         sizes = f"{_size(self.source_bytes)} -> {_size(self.output_bytes)}"
         text = self.calibration
         middle = errors[len(errors) // 2]
+        used = "none: the method needs no text"
+        if text is not None:
+            used = f"{text['documents']} documents, {text['tokens']} tokens from {text['source']}"
+        linears = f"{len(self.modules)} linears in {self.blocks} blocks with {self.method}"
         rows = [
             ("made", f"{self.out}, {self.format}, {sizes}"),
-            ("quantised", f"{len(self.modules)} linears in {self.blocks} blocks"),
-            ("calibration", f"{text['documents']} documents, {text['tokens']} tokens from {text['source']}"),
+            ("quantised", linears),
+            *(("", f"{count} as {scheme}") for scheme, count in self.schemes.items()),
+            ("calibration", used),
             (
                 "output error",
                 f"relative, squared: median {middle:.2e}, largest {errors[-1]:.2e} in {worst}",
             ),
         ]
         reasons: dict[str, list[str]] = {}
-        for module in self.kept:
-            reasons.setdefault(module.reason, []).append(module.name)
+        for name, keep in self.kept.items():
+            reasons.setdefault(keep.reason, []).append(name)
         for reason, names in reasons.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             rows.append(("unquantised", f"{names[0]}{more} ({reason})"))

@@ -20,7 +20,7 @@ from marlinq.checkpoint import Checkpoint, CheckpointWriter
 from marlinq.core import boundaries
 from marlinq.core.errors import EnvironmentProblem, OutputError
 from marlinq.core.progress import ReportProgress
-from marlinq.models import BlockLoader
+from marlinq.models import ModelInstance
 from marlinq.operations.quantize.recipe import Recipe
 
 _WRITTEN_TEXT = "calibration.json"
@@ -75,7 +75,7 @@ def note_text(writer: CheckpointWriter, recipe: Recipe, documents: Sequence[Docu
 
 
 def text_by_the_model(
-    loader: BlockLoader,
+    instance: ModelInstance,
     writer: CheckpointWriter,
     recipe: Recipe,
     *,
@@ -91,20 +91,20 @@ def text_by_the_model(
             raise OutputError(
                 f"{writer.partial / _WRITTEN_TEXT}: is damaged; remove {writer.partial} and start over"
             ) from None
-    model = loader.whole_model()
+    model = instance.whole_model()
     try:
-        with boundaries.forward(loader.source):
+        with boundaries.forward(instance.source):
             documents = generate_documents(
                 model,
-                loader.structure.model.config,
+                instance.blueprint.config,
                 samples=recipe.samples,
                 max_length=max_length,
                 seed=recipe.seed,
-                device=loader.device,
+                device=instance.device,
                 progress=progress,
             )
     finally:
-        loader.release("")
+        instance.release("")
     # Sampling takes minutes, and on a GPU nothing promises the same text again.
     writer.write_json(_WRITTEN_TEXT, [document.tokens for document in documents])
     return documents
@@ -115,22 +115,22 @@ def forget_written_text(writer: CheckpointWriter) -> None:
     writer.remove(_WRITTEN_TEXT)
 
 
-def check_room(loader: BlockLoader) -> None:
+def check_room(instance: ModelInstance) -> None:
     """Makes sure that the whole model fits on the device, so that it can write text.
 
     Raises:
         EnvironmentProblem: it does not.
     """
-    model = loader.structure.model
-    needed = sum(parameter.numel() for parameter in model.parameters()) * loader.dtype.itemsize
-    if loader.device.type == "cuda":
-        free = torch.cuda.mem_get_info(loader.device)[0]
+    model = instance.model
+    needed = sum(parameter.numel() for parameter in model.parameters()) * instance.dtype.itemsize
+    if instance.device.type == "cuda":
+        free = torch.cuda.mem_get_info(instance.device)[0]
     else:
         free = psutil.virtual_memory().available
     # A fifth on top for the key-value cache and activations.
     if needed * 1.2 > free:
         raise EnvironmentProblem(
-            f"calibration 'self': to write text the whole model has to fit on {loader.device}: needs "
+            f"calibration 'self': to write text the whole model has to fit on {instance.device}: needs "
             f"{needed * 1.2 / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; pass --calibration FILE, "
             "which runs one block at a time"
         )

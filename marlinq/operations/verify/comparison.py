@@ -7,8 +7,8 @@ Against an unquantised model every quantised weight is compared three ways:
   round-to-nearest's on the layers of a small language model, up to 2.8 with inputs as uneven as tests can
   make them. Codes that have nothing to do with their weights give 10 and more;
 * every word, group and channel on its own, by :mod:`marlinq.operations.verify.evidence`;
-* unquantised tensors bit for bit, but those that a conversion dequantised: they are compared as a module is, and
-  every group must hold no more values than there are codes.
+* unquantised tensors bit for bit, but those that a conversion dequantised: they are compared as a module is,
+  and every group must hold no more values than there are codes.
 
 A checkpoint whose quantiser moved factors between layers first (AWQ's scaling, rotations) does not have the
 original's weights in the first place, and fails here.
@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
-from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import CheckpointError, MarlinqError
 from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import ModuleSpec
 from marlinq.methods.rtn import round_to_nearest
-from marlinq.models import DecoderStructure, TensorNames
+from marlinq.models import Blueprint, Projection, TensorNames
 from marlinq.operations.verify.dequantized import dequantized_modules, off_grid
 from marlinq.operations.verify.evidence import Evidence, find_faults
 from marlinq.operations.verify.finding import Finding, RunSize
@@ -47,7 +46,7 @@ class Comparison:
     Args:
         view: the checkpoint.
         original: what it is compared with.
-        structure: the model that both hold, or why it can't be built.
+        blueprint: of the model that both hold, or why it can't be built.
         device: where the weights are compared.
     """
 
@@ -55,7 +54,7 @@ class Comparison:
         self,
         view: QuantizedCheckpoint,
         original: Checkpoint,
-        structure: DecoderStructure | str,
+        blueprint: Blueprint | str,
         device: torch.device,
     ) -> None:
         self._view = view
@@ -63,10 +62,10 @@ class Comparison:
         self._other = QuantizedCheckpoint.of(original)
         self._device = device
         self._names: TensorNames | None = None
-        self._transposed: set[str] = set()
-        if not isinstance(structure, str):
-            self._names = TensorNames(structure, original.tensors.keys(), source=str(original.path))
-            self._transposed = {linear.name for linear in structure.linears() if linear.transposed}
+        self._projections: dict[str, Projection] = {}
+        if not isinstance(blueprint, str):
+            self._names = TensorNames(blueprint, original.tensors.keys(), source=str(original.path))
+            self._projections = _by_stored_name(blueprint, view)
         self._run = RunSize.of(view.modules.values())
         self._unquantized = Findings("unquantised tensors")
         self._weights = Findings("weights")
@@ -154,8 +153,9 @@ class Comparison:
         """Compare a module that a conversion dequantised with the original's weight."""
         scheme = self._dequantized[module]
         weight, values = theirs.to(self._device, torch.float32), mine.to(self._device, torch.float32)
-        if self._is_transposed(module):
-            weight, values = weight.t().contiguous(), values.t().contiguous()
+        projection = self._projections.get(module)
+        if projection is not None:
+            weight, values = projection.view(weight).contiguous(), projection.view(values).contiguous()
         if not bool(torch.isfinite(values).all()) or not bool(torch.isfinite(weight).all()):
             self._unquantized.failures.append(f"{module}: NaN or infinity, so no error can be given")
             return
@@ -173,7 +173,7 @@ class Comparison:
     ) -> None:
         if rtn is None:
             return
-        # Round-to-nearest is exact on constant weights, and on those that lie on a grid; GPTQ moves them all the same.
+        # Round-to-nearest is exact on constant weights; GPTQ moves them all the same.
         usual = max(rtn, 1 / (2 * element.codes))
         if error > ABOVE_RTN * usual:
             text = f"{name}: relative error {error:.4f}, round-to-nearest's is {rtn:.4f}"
@@ -209,36 +209,31 @@ class Comparison:
 
     def _weight(self, name: str, spec: ModuleSpec) -> Tensor:
         """The original weight, float32 [N, K]."""
-        source = self._find(f"{name}.weight")
+        projection = self._projections.get(name)
+        source = self._find(f"{name}.weight" if projection is None else projection.parameter)
         where = f"{self._original.path}: {name}.weight"
         if source is None:
             raise CheckpointError(f"{where}: missing, so {name} can't be compared")
         weight = self._original.tensor(source).to(torch.float32)
         expected = (spec.out_features, spec.in_features)
-        if self._is_transposed(name) or (tuple(weight.shape) != expected and self._names is None):
+        if projection is not None:
+            weight = projection.view(weight)
+        elif tuple(weight.shape) != expected and self._names is None:
+            # Nothing tells how the model lays its weights out.
             weight = weight.t()
         if tuple(weight.shape) != expected:
             raise CheckpointError(f"{where}: expected shape {list(expected)}, found {list(weight.shape)}")
         return weight.contiguous()
 
-    def _is_transposed(self, name: str) -> bool:
-        # Checkpoints exist with and without the prefix of the base model.
-        return any(linear == name or linear.endswith(f".{name}") for linear in self._transposed)
-
     @staticmethod
     def _rtn_error(weight: Tensor, scheme: Scheme, norm: float) -> float | None:
-        """The relative error of round-to-nearest of ``weight``, its channels in the order of their groups; None
-        where its last group would be short."""
+        """The relative error of round-to-nearest of ``weight``, its channels in the order of their groups.
+
+        None where the last group would be short."""
         size = scheme.channels_per_group(weight.shape[1])
         if weight.shape[1] % size:
             return None
-        rounded = round_to_nearest(
-            weight,
-            group_size=size,
-            symmetric=not scheme.stores_zeros,
-            bits=scheme.element.bits,
-            scale_dtype=torch_dtype(scheme.scale_dtype),
-        )
+        rounded = round_to_nearest(weight, scheme.with_group_size(size))
         return float((weight - rounded.dequantize()).norm()) / norm
 
     def results(self) -> list[Check]:
@@ -277,6 +272,19 @@ def _by_chance(finding: Finding) -> str:
     """How often an undamaged checkpoint of this size would be told the same."""
     runs = 1 / max(finding.expected, 1e-99)
     return f"by chance in 1 of {runs:.0e} runs" if runs < 1e12 else "by chance practically never"
+
+
+def _by_stored_name(blueprint: Blueprint, view: QuantizedCheckpoint) -> dict[str, Projection]:
+    """Every projection by its name in ``view``, whether it is quantised there or not."""
+    tensors = view.checkpoint.tensors
+    names = TensorNames(blueprint, tensors.keys(), source=str(view.checkpoint.path))
+    found = {}
+    for name, projection in blueprint.by_name.items():
+        for suffix in (view.layout.key, "weight"):
+            stored = names.own(f"{name}.{suffix}")
+            if stored is not None:
+                found[stored.removesuffix(f".{suffix}")] = projection
+    return found
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

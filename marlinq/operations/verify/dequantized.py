@@ -1,7 +1,7 @@
 """Modules that a conversion dequantised because its target could not hold them (``--skip-unsupported``).
 
-Their weights are floats again, but not the original's: each is a point of the grid that it was quantised to. The
-manifest says which modules those are, and the config it keeps says how they were quantised.
+Their weights are floats again, but not the original's: each is a point of the grid that it was quantised to.
+The manifest says which modules those are, and the config it keeps says how they were quantised.
 """
 
 from __future__ import annotations
@@ -73,4 +73,5 @@ def off_grid(weight: Tensor, scheme: Scheme) -> str | None:
     if worst <= codes:
         return None
     row, group = divmod(int(torch.argmax(values)), k // size)
-    return f"group {group} of output channel {row} holds {worst} different values, {scheme.element.name} has {codes}"
+    place = f"group {group} of output channel {row}"
+    return f"{place} holds {worst} different values, {scheme.element.name} has {codes}"

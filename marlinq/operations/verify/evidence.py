@@ -1,44 +1,46 @@
 """Is this still the checkpoint that a quantiser wrote? Statistics of codes against the original weights.
 
-GPTQ moves weights on purpose, so a code may lie a few steps from its weight's place on the grid, and a
-scale may be shrunken or grown. What it never does is to make *another, specific* explanation fit much
-better. So each test compares two explanations of what is stored: the values as they are, and the values with
-one fault undone (two codes of a word exchanged, a bit of a scale flipped back, a zero point one higher). Its
-statistic is the log-likelihood ratio L of the second over the first.
+GPTQ moves weights on purpose, so a code may lie a few steps from its weight's place on the grid, and a scale
+may be shrunken or grown. What it never does is to make *another, specific* explanation fit much better. So
+each test compares two explanations: what is stored as it is, and with one fault undone (two codes of a word
+exchanged, a bit of a scale flipped back, a zero point one higher). Its statistic is the log-likelihood ratio
+L of the second over the first.
 
-Noise (:mod:`~marlinq.operations.verify.noise`). r[k, n] is the distance between a weight's place on its
-(clipped) grid and its code, in code units. Its spread depends on the input channel (how much GPTQ carried over
-to it) and, in outputs that are much larger than others, on the place. So sigma[k, n] is the spread of channel k
-times that of n's neighbourhood, both measured robustly, and r / sigma is taken to follow a Student t
+Noise (``noise.py``). r[k, n] is the distance between a weight's place on its clipped grid and its code, in
+code units. Its spread differs between input channels (by how much GPTQ carried over to them) and between
+places (outputs with outliers have larger errors throughout). So sigma[k, n] is the spread of channel k times
+that of the block of n that k lies in, both measured robustly, and r / sigma is taken to follow a Student t
 distribution with 8 degrees of freedom.
 
-Chance. If the noise is as modelled, E[exp L] <= 1 while nothing is wrong, so P(L > x) <= exp(-x) (Markov). GPTQ's
-noise is not always as modelled, so no threshold rests on that alone. The chance of a statistic is the larger of
-the model's and of a tail fitted to the module's own values (:mod:`~marlinq.operations.verify.tails`). What is
-reported is its *expectation*: the chance times the number of such tests in the whole run, which is how many
-findings as strong as this one an undamaged checkpoint of this size has on average.
+Chance and expectation. If the noise is as modelled, E[exp L] <= 1 while nothing is wrong, so P(L > x) <=
+exp(-x) (Markov). GPTQ's noise is not always as modelled. So the chance of a single L is the larger of the
+model's bound, times the number of alternatives, and of a tail fitted to the module's own values
+(``tails.py``). Times the number of such tests in the whole run it is the *expectation*: how many findings as
+strong as this one an undamaged checkpoint of this size has on average. It bounds the probability of having
+any.
 
-Words. The tail is fitted to control pairs, which no fault exchanges (:mod:`~marlinq.operations.verify.words`). L
-grows with the logarithm of an error, so where errors follow a power law L has an exponential tail, and the fit
-is Hill's estimator; errors with lighter tails make it cautious. A word is suspect below an expectation of
-:data:`WARNING` = 0.01, so a run over an undamaged checkpoint has a suspect with a probability below 1 %, whatever
-its size. A suspect is a warning. Only :data:`MANY` suspects in different input and output channels of a module
-fail: if suspects came up by chance in every single run, independent ones would do that in one of 1e4.
+Words (``words.py``). The tail is fitted to control pairs: codes of neighbouring words, which no fault
+exchanges. L grows with the logarithm of an error, so errors with a power law give L an exponential tail,
+whose slope is Hill's estimator; lighter errors only make it cautious. A word is suspect below an expectation
+of WARNING = 0.01: in at most one of a hundred undamaged runs of any size. It is a warning. MANY suspects in
+different input and output channels of one module fail. Even if the tail were so wrong that each run had one
+suspect, MANY = 6 at once would be the upper tail of a Poisson variable of mean 1, 6e-4.
 
-Scales. Where one channel outweighs all others of its group, GPTQ fits the scale to that one, and L prefers a
-scale twice off for the others. So a scale must also stand out: with b the best factor between codes and weights,
-|ln b| must have an expectation below WARNING in the tail fitted to the other outputs of its group, and the
-corrected group must look like the others there, in b and in likelihood. It fails at an expectation below
-:data:`FAILURE` with |ln b| :data:`FAR` times that of any group not suspected; else it is a warning. Single zero
-points are judged alike, by the mean of r, and only where the scheme stores them; they are warnings.
+Scales (``groups.py``). Where one channel outweighs the others of its group, GPTQ fits the scale to that one,
+and L prefers a scale twice off for the others. So a scale must also stand out: with b the factor that would
+best fit its codes to the weights, |ln b| must have an expectation below 1e-5 in the tail fitted to the
+other outputs of its group, and the corrected group must be no odder than the oddest of those. It fails at an
+expectation below FAILURE = 1e-6 with |ln b| three times as large as theirs; else it is a warning. Single zero
+points are judged likewise, by the mean of r, where the scheme stores any; they are warnings.
 
-Rows, columns, whole tensors. A fault of many words or groups is judged by a sum of L over them in which none
-counts for more than 4. E[exp] of such a sum is still at most 1, so P(sum > T) <= exp(-T), and it takes T / 4 that
-agree, more than object: no unlucky word, group or channel can do that. It fails at an expectation below FAILURE.
+Rows, columns, tensors. Faults of many words or groups are judged by sums of L in which none counts for more
+than 4. E[exp] of such a sum is at most 1 too, so P(sum > T) <= exp(-T), and T / 4 of them must agree, more
+than object. That fails at an expectation below FAILURE: no unlucky word, group or channel can do it. The
+bound takes outputs as independent given the inputs, as GPTQ solves them; equal rows of a weight are not.
 
-False alarms in a run: warnings below 2 * WARNING (words; scales and zero points), failed checks by sums below a few
-times FAILURE, and by many suspects as above. How far that holds was measured on layers of real models and on
-harder ones (``lab/reliability/false_alarms.py``; docs/benchmarks.md).
+False alarms of a run, then: a warning about a word with a probability below WARNING, a failure by one of some
+ten kinds of sums below FAILURE each. For single groups, whose tail is only roughly exponential, the level is
+lower instead, and the other conditions have to hold. ``lab/reliability/false_alarms.py`` measures them.
 
 What can't be told this way: the bits of a scale's mantissa (a quantiser is free to choose a scale that is a
 quarter larger), and exchanged codes that differ little. Only the manifest's hashes see those.
@@ -74,9 +76,9 @@ class Evidence:
     Attributes:
         findings: failures first, then by falling evidence.
         words, groups: how many were judged.
-        largest: the largest log-likelihood ratio of any exchange within a word.
+        largest: the largest log-likelihood ratio of an exchange.
         spread: of the tail fitted to the control pairs; 1 or below is as the noise model says.
-        odd_groups: how many groups' scales or zero points stand out, before it is asked what would put them right.
+        odd_groups: groups whose scale or zero point stands out, before it is asked what would put it right.
     """
 
     findings: tuple[Finding, ...]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from marlinq.formats import ModuleSpec
 
 WARNING = 1e-2
-"""A single word or group is suspected where fewer as odd are expected in a run over undamaged weights."""
+"""A single word is suspected where fewer as odd are expected in a run over undamaged weights."""
 FAILURE = 1e-6
 """A check fails where fewer are expected, and more than a word speaks for it."""
 MOST_SAY = 4.0

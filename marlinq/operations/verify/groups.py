@@ -1,7 +1,7 @@
 """Scales and zero points that do not go with the codes and weights of their group.
 
-Two statistics tell how odd a group is: |ln b|, where b is the factor by which its scale would best fit codes to
-weights, and the size of the mean of r, which a wrong zero point moves by one.
+Two statistics tell how odd a group is: |ln b|, where b is the factor by which its scale would best fit codes
+to weights, and the size of the mean of r, which a wrong zero point moves by one.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 
 from marlinq.core.weight import QuantizedWeight
-from marlinq.operations.verify.finding import FAILURE, MOST_SAY, WARNING, Finding, RunSize, agreed
+from marlinq.operations.verify.finding import FAILURE, MOST_SAY, Finding, RunSize, agreed
 from marlinq.operations.verify.noise import Noise, distance, group_rows, log_density
 from marlinq.operations.verify.tails import at_least, log_expected, tail_of_others
 
 FAR = 3.0
 """How many times as large as any unsuspected output's of its group |ln b| must be to fail."""
+
+SUSPICION = 1e-5
+"""Expectation below which a group is suspected. It is far below a word's, since the tail of |ln b| and of the
+mean of r is only roughly exponential, and known from few outputs."""
 
 _TAIL_SHARE = 0.05
 _LEAST_SPREAD = 0.02
@@ -76,7 +80,7 @@ def find_odd_groups(w: Tensor, q: QuantizedWeight, noise: Noise, run: RunSize) -
         chance = odd.stretch_chance[group]
         if stores_zeros:
             chance = torch.minimum(chance, odd.shift_chance[group])
-        suspects = (log_expected(chance, run.groups) < math.log(WARNING)).nonzero()[:, 0]
+        suspects = (log_expected(chance, run.groups) < math.log(SUSPICION)).nonzero()[:, 0]
         standing_out += len(suspects)
         if len(suspects):
             place = _Group(group, w[rows], codes, sigma, base, scales, zeros, q.element.codes - 1)
@@ -116,7 +120,7 @@ def _odd_groups(
         gain = fit - base
         chance = at_least(chances[group.number, suspects], gain, len(explanations))
         expected = log_expected(chance, run.groups).clamp(max=50).exp()
-        for i in (cured & (expected < WARNING)).nonzero()[:, 0].tolist():
+        for i in (cured & (expected < SUSPICION)).nonzero()[:, 0].tolist():
             evidence = float(gain[i])
             before = best[i]
             if before is not None and before.evidence >= evidence:
@@ -150,7 +154,7 @@ def _oddness(w: Tensor, q: QuantizedWeight, noise: Noise) -> _GroupOddness:
 
 
 def _stretch(w: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
-    """|ln b| of the factor b by which the levels, [g, N], best fit the weights, in units of the scale, [N]."""
+    """|ln b| of the factor b by which levels, [g, N], times scales, [N], best fit the weights."""
     slope = (w * levels).sum(dim=0).div_(scales).div_(levels.square().sum(dim=0).clamp_(min=1))
     # A scale of the wrong sign is as far off as one can be.
     stretch = slope.nan_to_num_(0).clamp_(math.exp(-_FARTHEST), math.exp(_FARTHEST)).log_().abs_()

@@ -26,7 +26,7 @@ from marlinq.operations.verify.structure import (
     check_loads,
     check_safetensors,
     check_tensors,
-    model_structure,
+    model_blueprint,
 )
 from marlinq.operations.verify.values import Values
 
@@ -127,13 +127,13 @@ class _Run:
             yield Check("config", "failed", reason)
             yield Check("all other checks", "skipped", "config and tensors don't say what is quantised")
             return
-        structure = model_structure(checkpoint, self._trust_remote_code)
+        blueprint = model_blueprint(checkpoint, self._trust_remote_code)
         yield check_config(self.view)
-        yield check_tensors(self.view, structure)
-        yield check_coverage(self.view, structure)
-        yield check_loads(self.view, structure, self._trust_remote_code)
+        yield check_tensors(self.view, blueprint)
+        yield check_coverage(self.view, blueprint)
+        yield check_loads(self.view, blueprint, self._trust_remote_code)
         if self._original is not None:
-            self._comparison = Comparison(self.view, self._original, structure, self._device)
+            self._comparison = Comparison(self.view, self._original, blueprint, self._device)
         yield from self._module_checks(self.view)
         yield self._kernels(self.view)
 

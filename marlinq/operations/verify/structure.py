@@ -19,17 +19,17 @@ from marlinq.checkpoint.reader import QUANTIZE_CONFIGS, read_json
 from marlinq.core import boundaries
 from marlinq.core.errors import MarlinqError
 from marlinq.core.progress import ReportProgress
-from marlinq.models import DecoderStructure, TensorNames, build_structure, is_linear
+from marlinq.models import Blueprint, TensorNames, build_blueprint
 from marlinq.operations.verify.report import Check, Findings
 from marlinq.runtime.loading import match_tensors, read_generation_config, read_tokenizer
 
 _BLOCK = re.compile(r"\.(\d+)\.")
 
 
-def model_structure(checkpoint: Checkpoint, trust_remote_code: bool) -> DecoderStructure | str:
+def model_blueprint(checkpoint: Checkpoint, trust_remote_code: bool) -> Blueprint | str:
     """The model that config.json describes, or why it can't be built."""
     try:
-        return build_structure(
+        return build_blueprint(
             without_quantization_config(checkpoint.config),
             source=str(checkpoint.path),
             tensors=checkpoint.tensors,
@@ -74,7 +74,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def check_tensors(view: QuantizedCheckpoint, structure: DecoderStructure | str) -> Check:
+def check_tensors(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> Check:
     """Every tensor of every module and parameter of the model: name, shape, dtype; nothing beside them."""
     findings = Findings("tensors")
     tensors = view.checkpoint.tensors
@@ -107,24 +107,24 @@ def check_tensors(view: QuantizedCheckpoint, structure: DecoderStructure | str) 
                 f"{module}: scales are {spec.scheme.scale_dtype}; loaders of {view.layout.name} cast them "
                 f"to {wanted}"
             )
-    if isinstance(structure, str):
+    if isinstance(blueprint, str):
         findings.warnings.append("parameters can't be compared with the model's own, which can't be built")
         return findings.result("")
-    _check_parameters(view, structure, findings)
+    _check_parameters(view, blueprint, findings)
     return findings.result(f"{len(tensors)} tensors, all that the model needs and no others")
 
 
-def _check_parameters(view: QuantizedCheckpoint, structure: DecoderStructure, findings: Findings) -> None:
+def _check_parameters(view: QuantizedCheckpoint, blueprint: Blueprint, findings: Findings) -> None:
     tensors, key = view.checkpoint.tensors, view.layout.key
-    names = TensorNames(structure, tensors.keys(), source=str(view.checkpoint.path))
+    names = TensorNames(blueprint, tensors.keys(), source=str(view.checkpoint.path))
     claimed: set[str] = set()
-    for parameter, value in structure.model.named_parameters():
+    for parameter, shape in blueprint.parameters.items():
         stem, _, last = parameter.rpartition(".")
         quantized = names.own(f"{stem}.{key}") if last == "weight" else None
         if quantized is not None:
             module = quantized.removesuffix(f".{key}")
             claimed.update(view.tensor_names(module).values())
-            _check_shape(view, structure, stem, module, findings)
+            _check_shape(view, blueprint, stem, module, findings)
             continue
         stored = names.find(parameter)
         if stored is None:
@@ -132,11 +132,11 @@ def _check_parameters(view: QuantizedCheckpoint, structure: DecoderStructure, fi
             continue
         claimed.add(stored)
         info = tensors[stored]
-        if info.shape != tuple(value.shape) or "float" not in info.dtype:
+        if info.shape != shape or "float" not in info.dtype:
             findings.failures.append(
-                f"{stored}: expected floats {list(value.shape)}, found {_kind(info.dtype, info.shape)}"
+                f"{stored}: expected floats {list(shape)}, found {_kind(info.dtype, info.shape)}"
             )
-    others = [*structure.tied, *(name for name, _ in structure.model.named_buffers())]
+    others = [*blueprint.tied, *blueprint.buffers, *blueprint.computed]
     for name in others:
         stem, _, last = name.rpartition(".")
         if (stored := names.own(name)) is not None:
@@ -144,28 +144,24 @@ def _check_parameters(view: QuantizedCheckpoint, structure: DecoderStructure, fi
         elif last == "weight" and (stored := names.own(f"{stem}.{key}")) is not None:
             claimed.update(view.tensor_names(stored.removesuffix(f".{key}")).values())
     owned = {name for module in view.modules for name in view.tensor_names(module).values()}
-    # Old checkpoints hold what today's models compute.
-    ignored = [*(structure.model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
     for name in tensors:
         if name in claimed or (name.endswith(".weight") and name.removesuffix(".weight") in view.modules):
             continue
         if name in owned:
             findings.failures.append(f"{name}: belongs to no linear of the model")
-        elif not any(re.search(pattern, name) for pattern in ignored):
+        elif not any(re.search(pattern, name) for pattern in blueprint.ignored):
             findings.failures.append(f"{name}: belongs to no parameter of the model")
 
 
 def _check_shape(
-    view: QuantizedCheckpoint, structure: DecoderStructure, own: str, module: str, findings: Findings
+    view: QuantizedCheckpoint, blueprint: Blueprint, own: str, module: str, findings: Findings
 ) -> None:
-    owner = structure.model.get_submodule(own)
-    if not is_linear(owner):
+    projection = blueprint.by_name.get(own)
+    if projection is None:
         findings.failures.append(f"{module}: quantised, but it is no linear layer")
         return
-    shape = tuple(owner.get_parameter("weight").shape)
     spec = view.modules[module]
-    transposed = any(linear.name == own and linear.transposed for linear in structure.linears())
-    n, k = reversed(shape) if transposed else shape
+    k, n = projection.in_features, projection.out_features
     if (spec.in_features, spec.out_features) != (k, n):
         findings.failures.append(
             f"{module}: expected K={k} and N={n} from config.json, "
@@ -173,19 +169,17 @@ def _check_shape(
         )
 
 
-def check_loads(
-    view: QuantizedCheckpoint, structure: DecoderStructure | str, trust_remote_code: bool
-) -> Check:
+def check_loads(view: QuantizedCheckpoint, blueprint: Blueprint | str, trust_remote_code: bool) -> Check:
     """What ``load`` asks of a folder before it reads weights, by the same code."""
     findings = Findings("loads")
-    if isinstance(structure, str):
-        findings.failures.append(structure)
+    if isinstance(blueprint, str):
+        findings.failures.append(blueprint)
     attempts: list[Callable[[], object]] = [
         lambda: read_generation_config(view.checkpoint),
         lambda: read_tokenizer(view.checkpoint, trust_remote_code),
     ]
-    if not isinstance(structure, str):
-        attempts.insert(0, lambda: match_tensors(structure, view.checkpoint, view))
+    if not isinstance(blueprint, str):
+        attempts.insert(0, lambda: match_tensors(blueprint, view.checkpoint, view))
     for attempt in attempts:
         try:
             attempt()
@@ -227,10 +221,10 @@ def check_finite(view: QuantizedCheckpoint, report_progress: ReportProgress) -> 
     return findings.result(f"{len(names)} unquantised tensors hold no NaN and no infinity")
 
 
-def check_coverage(view: QuantizedCheckpoint, structure: DecoderStructure | str) -> Check:
+def check_coverage(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> Check:
     """Every linear inside the decoder blocks is quantised, or the config says that it is not."""
     findings = Findings("coverage")
-    plain = _plain_linears(view, structure)
+    plain = _plain_linears(view, blueprint)
     excluded = 0
     for module, evidence in plain.items():
         if view.config.rules.scheme(module) is None or _left_out_of_blocks(view.config.raw, module):
@@ -243,14 +237,14 @@ def check_coverage(view: QuantizedCheckpoint, structure: DecoderStructure | str)
     return findings.result(f"all {len(view.modules)} linears of the blocks are quantised{kept}")
 
 
-def _plain_linears(view: QuantizedCheckpoint, structure: DecoderStructure | str) -> dict[str, str]:
+def _plain_linears(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> dict[str, str]:
     """Unquantised linears of the decoder blocks, with what makes us expect them quantised."""
     tensors = view.checkpoint.tensors
     found: dict[str, str] = {}
-    if not isinstance(structure, str):
-        names = TensorNames(structure, tensors.keys(), source=str(view.checkpoint.path))
-        for linear in structure.linears():
-            stored = names.own(f"{linear.name}.weight")
+    if not isinstance(blueprint, str):
+        names = TensorNames(blueprint, tensors.keys(), source=str(view.checkpoint.path))
+        for projection in blueprint.projections():
+            stored = names.own(projection.parameter)
             if stored is not None and stored.removesuffix(".weight") not in view.modules:
                 found[stored.removesuffix(".weight")] = "it is a linear layer inside a decoder block"
         return found

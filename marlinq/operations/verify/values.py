@@ -1,7 +1,7 @@
 """What can be said about scales, zero points, codes and g_idx without the original.
 
-A check fails where no weights, however odd, are quantised to what is stored. What odd but finite weights can be
-quantised to (one huge weight, a constant row, a pruned channel, weights of one sign) is at most a warning.
+A check fails where no weights, however odd, are quantised to what is stored. What odd but finite weights can
+be quantised to (one huge weight, a constant row, a pruned channel, weights of one sign) is at most a warning.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.operations.verify.report import Check, Findings
 
-# A scale this many times its channel's and its group's typical one. The upper exponent bit of a float16 below 2
-# makes it 2**16 times as large.
+# A scale this many times its channel's and its group's typical one. The upper exponent bit of a float16 below
+# 2 makes it 2**16 times as large.
 _OUTLIER = 2.0**12
 _ODD = 2.0**6
 _BLANK_SHARE = 0.5
@@ -85,8 +85,9 @@ class Values:
             f"{name}: the scale of group {group} of output channel {column} is {2**worst:.3g} times off what "
             "its channel and group have elsewhere"
         )
-        # One huge weight has a scale to match, and leaves the others of its group at the zero point. A group of
-        # very small weights is quantised as finely as any. Only large scales of full groups can't be right.
+        # One huge weight has a scale to match, and leaves the others of its group at the zero point. A group
+        # of very small weights is quantised as finely as any. Only large scales of full groups can't be
+        # right.
         channels = torch.zeros(q.groups, dtype=torch.int32)
         channels.index_add_(0, q.g_idx.long(), torch.ones_like(q.g_idx))
         impossible = (apart > math.log2(_OUTLIER)) & (2 * used > channels.unsqueeze(1))
@@ -106,8 +107,8 @@ class Values:
                 f"{name}: every zero point is {low}; a symmetric module has {middle}, an asymmetric one "
                 "different ones"
             )
-            # Weights of one sign have them all at one end. One beside the midpoint, with codes that lie around the
-            # midpoint and not around it, is the difference between GPTQ's two formats.
+            # Weights of one sign have them all at one end. One beside the midpoint, with codes that lie
+            # around the midpoint and not around it, is the difference between GPTQ's two formats.
             mean = float(q.codes.float().mean())
             mistaken = abs(low - middle) == 1 and abs(mean - middle) < abs(mean - low)
             (self._zeros.failures if mistaken else self._zeros.warnings).append(text)
@@ -118,7 +119,8 @@ class Values:
         high = torch.zeros(q.scales.shape, dtype=torch.uint8).scatter_reduce_(0, grid, q.codes, "amax")
         same = (low == high) & (low != q.zeros)
         if bool(same.any()):
-            text = f"{name}: {int(same.sum())} of {same.numel()} groups hold one code only, and not the zero point"
+            count = f"{int(same.sum())} of {same.numel()}"
+            text = f"{name}: {count} groups hold one code only, and not the zero point"
             # A constant row has that, with one scale; scales that differ were made for weights that did.
             sizes = q.scales.float().abs()
             largest = sizes.where(same, 0.0).amax(dim=0)

@@ -211,8 +211,8 @@ class _Chunk:
         self.total = self._lacks.sum(dim=1)
 
     def gains(self, one: Tensor, other: Tensor, pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """ln of the likelihood ratio of exchanging slot i of ``one`` with slot j of ``other``, [P, words], and
-        the sum over the pairs that share a byte, [words]."""
+        """L of exchanging slot i of ``one`` with slot j of ``other``, for each pair, [P, words], and the sum
+        over the pairs that share a byte, [words]."""
         places = self._r[one] + self._codes[one]
         codes, sigma, lacks = self._codes[one], self._sigma[one], self._lacks[one]
         if one is other:

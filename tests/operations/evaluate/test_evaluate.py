@@ -18,6 +18,7 @@ from marlinq.operations.evaluate.text import read_windows
 from marlinq.runtime import load
 from tests.runtime.test_generation import wide_model
 from tests.testing.runnable_folders import random_quantizer, save_plain, save_quantized, save_tokenizer
+from tests.testing.schemes import scheme
 
 TEXT = "It is a truth universally acknowledged, that a byte is a token.\n\nÄußerst schön! " * 8
 
@@ -54,7 +55,7 @@ def test_figures_by_hand(original: Path, text: Path, tmp_path: Path) -> None:
         rounded,
         wide_model(),
         "gptq",
-        lambda _, weight: round_to_nearest(weight, group_size=32, symmetric=True),
+        lambda _, weight: round_to_nearest(weight, scheme()),
     )
     found = evaluate(rounded, against=original, text=str(text), windows=3, length=120, device="cpu")
     tokenizer = load(original, device="cpu").tokenizer

@@ -26,6 +26,7 @@ from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.quantize import QuantizeReport, quantize
 from marlinq.operations.quantize.recipe import Override, Recipe
 from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
+from tests.testing.schemes import scheme
 from tests.testing.tiny_models import CONFIGS, tiny_model
 
 
@@ -119,7 +120,7 @@ def test_gptq_loses_less_than_rounding(tmp_path: Path) -> None:
     for part in ("q_proj", "k_proj", "v_proj"):
         module = f"model.layers.0.self_attn.{part}"
         weight = original[f"{module}.weight"]
-        rounded = round_to_nearest(weight, group_size=32, symmetric=True).dequantize()
+        rounded = round_to_nearest(weight, scheme()).dequantize()
         solved = checkpoint.load(module).dequantize()
         assert (inputs @ (solved - weight).t()).norm() < (inputs @ (rounded - weight).t()).norm()
 
@@ -246,7 +247,7 @@ def test_overrides_change_single_modules(tmp_path: Path) -> None:
     assert report.modules["model.layers.0.mlp.down_proj"].group_size == 32
     assert not report.modules["model.layers.0.mlp.up_proj"].symmetric
     assert report.blocks == 2
-    reasons = {module.name: module.reason for module in report.kept}
+    reasons = {name: keep.reason for name, keep in report.kept.items()}
     assert "override 'layers.2.'" in reasons["model.layers.2.mlp.up_proj"]
     quantized = open_quantized(tmp_path / "out")
     assert quantized.load("model.layers.1.mlp.down_proj").group_size == 64
@@ -408,7 +409,7 @@ def test_long_documents_are_cut_to_the_position_table(tmp_path: Path) -> None:
 def test_experts_in_lists_are_quantised_without_padding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from marlinq.models import describe
+    from marlinq.models import build_blueprint, describe
 
     model = tiny_model("llama")
     for block in model.model.layers:
@@ -419,15 +420,17 @@ def test_experts_in_lists_are_quantised_without_padding(
     (source / "config.json").write_text(json.dumps(model.config.to_dict()))
 
     def with_experts(*args: Any, **kwargs: Any) -> Any:
-        plain = build(*args, **kwargs).model
-        for block in plain.model.layers:
-            with torch.device("meta"):
-                block.mlp = Experts(type(block.mlp)(plain.config))
-        return describe(plain)
+        def build() -> Any:
+            changed = plain.build()
+            for block in changed.model.layers:
+                with torch.device("meta"):
+                    block.mlp = Experts(type(block.mlp)(changed.config))
+            return changed
 
-    from marlinq.models import build_structure as build
+        plain = build_blueprint(*args, **kwargs)
+        return describe(build)
 
-    monkeypatch.setattr("marlinq.operations.quantize.operation.build_structure", with_experts)
+    monkeypatch.setattr("marlinq.operations.quantize.operation.build_blueprint", with_experts)
     # The text comes from a file because the folder's config knows nothing of the experts.
     text = tmp_path / "text.jsonl"
     rows = [{"input_ids": [3 + (7 * n + m) % 120 for m in range(20 + n)]} for n in range(4)]
@@ -441,7 +444,7 @@ def test_experts_in_lists_are_quantised_without_padding(
     idle = "model.layers.0.mlp.experts.3.up_proj"
     assert report.modules[idle].tokens == 0
     assert "never reached" in (report.fallbacks[idle] or "")
-    assert "model.layers.0.mlp.gate" in {module.name for module in report.kept}
+    assert "model.layers.0.mlp.gate" in report.kept
 
 
 class Experts(torch.nn.Module):

@@ -10,11 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marlinq.core.errors import UsageError
+from marlinq.core.rules import Keep
+from marlinq.core.scheme import INT8
 from marlinq.formats import LAYOUTS
+from marlinq.methods import GPTQOptions, RTNOptions
 from marlinq.operations.quantize import recipe as recipe_module
 from marlinq.operations.quantize.recipe import (
     ModuleSettings,
-    ModuleSkip,
     Override,
     Recipe,
     read_recipe,
@@ -24,12 +26,19 @@ from marlinq.operations.quantize.recipe import (
 _SETTINGS = st.fixed_dictionaries(
     {},
     optional={
-        "group_size": st.sampled_from([32, 64, 128, -1]),
+        "bits": st.sampled_from([4, 8]),
+        "group_size": st.sampled_from([32, 64, 128, -1, "auto"]),
         "symmetric": st.booleans(),
         "clip_search": st.booleans(),
         "damp": st.floats(0.001, 0.9),
         "act_order": st.sampled_from(["none", "static"]),
     },
+)
+_OPTIONS = st.builds(
+    GPTQOptions,
+    clip_search=st.booleans(),
+    damp=st.floats(0.001, 0.9),
+    act_order=st.sampled_from(["none", "static"]),
 )
 _PATTERNS = st.sampled_from(["down_proj", r"^model\.layers\.\d+\.", "a=b", r"(k|v)_proj$", "é"])
 _OVERRIDES = st.builds(
@@ -37,12 +46,11 @@ _OVERRIDES = st.builds(
 )
 _RECIPES = st.builds(
     Recipe,
-    format=st.sampled_from([name for name in LAYOUTS if name != "marlin"]),
-    group_size=st.sampled_from([32, 64, 128, -1]),
+    format=st.sampled_from(["gptq", "gptq-v2", "compressed-tensors"]),
+    bits=st.sampled_from([4, 8]),
+    group_size=st.sampled_from([32, 64, 128, -1, "auto"]),
     symmetric=st.booleans(),
-    clip_search=st.booleans(),
-    damp=st.floats(0.001, 0.9),
-    act_order=st.sampled_from(["none", "static"]),
+    options=_OPTIONS,
     calibration=st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1),
     samples=st.integers(1, 10**6),
     max_length=st.integers(1, 10**6),
@@ -62,6 +70,52 @@ def test_yaml_round_trip(tmp_path_factory, recipe):
     path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
     write_recipe(recipe, path)
     assert read_recipe(path) == recipe
+
+
+def test_another_method_has_its_own_options():
+    recipe = Recipe(group_size=64).replace(damp=0.02, method="gptq")
+    assert recipe.options == GPTQOptions(damp=0.02)
+    rounded = recipe.replace(method="rtn")
+    assert rounded.options == RTNOptions()
+    assert rounded.group_size == 64
+    assert "damp" not in rounded.to_dict()
+    assert Recipe.from_dict(rounded.to_dict()) == rounded
+    assert Recipe(method="rtn").replace(clip_search=True).options == RTNOptions(clip_search=True)
+    with pytest.raises(UsageError, match=r"recipe: unknown key 'damp'.* with method rtn"):
+        rounded.replace(damp=0.02)
+    with pytest.raises(UsageError, match="override 'x': damp: no option of method rtn"):
+        Recipe(method="rtn", overrides=(Override("x", settings={"damp": 0.1}),))
+    with pytest.raises(UsageError, match="method rtn: expected RTNOptions, found GPTQOptions"):
+        Recipe(method="rtn", options=GPTQOptions())
+
+
+def test_a_recipe_from_before_methods_means_the_same(tmp_path):
+    path = tmp_path / "old.yaml"
+    path.write_text(
+        "format: compressed-tensors\ngroup_size: 64\nsymmetric: false\nclip_search: false\ndamp: 0.05\n"
+        "act_order: none\ncalibration: self\nsamples: 9\nmax_length: 100\nseed: 3\n"
+        "overrides:\n- match: down_proj\n  damp: 0.2\n  act_order: static\n",
+        encoding="utf-8",
+    )
+    recipe = read_recipe(path)
+    assert (recipe.method, recipe.bits) == ("gptq", 4)
+    assert recipe.options == GPTQOptions(clip_search=False, damp=0.05, act_order="none")
+    down = recipe.rules.outcome("model.layers.0.mlp.down_proj")
+    assert isinstance(down, ModuleSettings)
+    assert down.options == GPTQOptions(clip_search=False, damp=0.2, act_order="static")
+
+
+def test_an_automatic_group_size_is_the_largest_that_divides():
+    settings = Recipe(group_size="auto").rules.outcome("x")
+    assert isinstance(settings, ModuleSettings)
+    for k, size in ((4096, 128), (576, 64), (1056, 32), (128, -1)):
+        assert settings.group_refusal(k) is None
+        assert settings.scheme(k, "float16").group_size == size
+    assert settings.why(576) == "recipe; group size 64: the largest of 128, 64, 32 that divides 576"
+    assert "none of the group sizes 128, 64, 32 divides" in (settings.group_refusal(80) or "")
+    fixed = Recipe(group_size=128).rules.outcome("x")
+    assert isinstance(fixed, ModuleSettings)
+    assert "576 is not a multiple of group size 128, but of 64" in (fixed.group_refusal(576) or "")
 
 
 @given(_PATTERNS, _SETTINGS)
@@ -84,19 +138,20 @@ def test_first_matching_override_decides():
         group_size=64,
         overrides=(
             Override.parse(r"layers\.0\.=skip"),
-            Override.parse("down_proj=group_size=32,sym=false"),
+            Override.parse("down_proj=group_size=32,sym=false,bits=8,damp=0.1"),
             Override.parse("proj=group_size=128"),
         ),
     )
-    assert isinstance(recipe.settings_for("model.layers.0.mlp.down_proj"), ModuleSkip)
-    down = recipe.settings_for("model.layers.10.mlp.down_proj")
+    assert isinstance(recipe.rules.outcome("model.layers.0.mlp.down_proj"), Keep)
+    down = recipe.rules.outcome("model.layers.10.mlp.down_proj")
     assert isinstance(down, ModuleSettings)
-    assert (down.group_size, down.symmetric, down.clip_search) == (32, False, True)
+    assert (down.group_size, down.symmetric, down.element) == (32, False, INT8)
+    assert down.options == GPTQOptions(damp=0.1)
     assert "down_proj" in down.reason
-    up = recipe.settings_for("model.layers.10.mlp.up_proj")
+    up = recipe.rules.outcome("model.layers.10.mlp.up_proj")
     assert isinstance(up, ModuleSettings)
     assert (up.group_size, up.symmetric) == (128, True)
-    plain = recipe.settings_for("model.layers.10.mlp.fc")
+    plain = recipe.rules.outcome("model.layers.10.mlp.fc")
     assert isinstance(plain, ModuleSettings)
     assert (plain.group_size, plain.reason) == (64, "recipe")
     assert recipe.unused_overrides(["model.layers.1.up_proj", "model.layers.0.fc"]) == (recipe.overrides[1],)
@@ -105,7 +160,7 @@ def test_first_matching_override_decides():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"group_size": 48}, "group_size: expected one of 32, 64, 128, -1, found 48"),
+        ({"group_size": 48}, "group_size: expected one of 32, 64, 128, -1, auto, found 48"),
         ({"group_size": 64.0}, "group_size"),
         ({"group_size": "64"}, "group_size"),
         ({"symmetric": 1}, "symmetric: expected true or false"),
@@ -121,6 +176,16 @@ def test_first_matching_override_decides():
         ({"seed": -1}, "seed"),
         ({"calibration": ""}, "calibration"),
         ({"groupsize": 64}, "unknown key 'groupsize'"),
+        ({"bits": 3}, "bits: expected one of 4, 8, found 3"),
+        ({"method": "awq"}, "method: expected one of gptq, rtn, found 'awq'"),
+        ({"method": ["rtn"]}, "method: expected one of"),
+        ({"method": "rtn", "damp": 0.1}, "unknown key 'damp'"),
+        ({"options": {"damp": 0.1}}, "unknown key 'options'"),
+        ({"format": "awq", "bits": 8}, "recipe: awq can't hold int8 weights; awq holds int4 only"),
+        (
+            {"format": "marlin", "overrides": [{"match": "x", "bits": 8}]},
+            "override 'x': marlin can't hold int8",
+        ),
         ({"format": "marlin", "symmetric": False}, "recipe: marlin can't hold asymmetric"),
         (
             {"format": "marlin", "overrides": [{"match": "x", "symmetric": False}]},
@@ -132,7 +197,8 @@ def test_first_matching_override_decides():
         ({"overrides": [{"match": "x", "skip": True, "group_size": 32}]}, "expected either skip or settings"),
         ({"overrides": [{"match": "x", "skip": "yes"}]}, "skip: expected true or false"),
         ({"overrides": [{"match": "(", "skip": True}]}, "not a regular expression"),
-        ({"overrides": [{"match": "x", "bits": 8}]}, "bits: unknown key"),
+        ({"overrides": [{"match": "x", "bits": 3}]}, "override 'x': bits: expected one of 4, 8"),
+        ({"overrides": [{"match": "x", "element": "int8"}]}, "element: unknown key"),
         ({"overrides": [{"match": "x", "group_size": 1}]}, "override 'x': group_size: expected one of"),
     ],
 )

@@ -14,6 +14,7 @@ import torch
 from marlinq.checkpoint import CheckpointWriter
 from marlinq.checkpoint.partial import PartialFolder
 from marlinq.core.errors import CheckpointError, OutputError
+from marlinq.methods import METHODS
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.recipe import Recipe
 from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
@@ -109,10 +110,10 @@ def test_blocks_that_are_there_are_not_solved_again(tmp_path: Path, monkeypatch:
 
     with pytest.raises(Killed):
         quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu", progress=stop)
-    from marlinq.operations.quantize import blocks, text
+    from marlinq.operations.quantize import text
 
     solved: list[str] = []
-    solve = blocks.solve_gptq_shared
+    solve = METHODS["gptq"].solve
 
     def noting(*args: Any, names: list[str], **kwargs: Any) -> Any:
         solved.extend(names)
@@ -121,7 +122,7 @@ def test_blocks_that_are_there_are_not_solved_again(tmp_path: Path, monkeypatch:
     def unexpected(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("the text was written again")
 
-    monkeypatch.setattr(blocks, "solve_gptq_shared", noting)
+    monkeypatch.setattr(METHODS["gptq"], "solve", noting)
     monkeypatch.setattr(text, "generate_documents", unexpected)
     report = quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu", resume=True)
     assert {name.split(".")[2] for name in solved} == {"2"}

@@ -16,6 +16,7 @@ from marlinq.operations.verify.noise import measure_noise
 from marlinq.operations.verify.tails import Tail, tail_of_others
 from marlinq.operations.verify.words import find_exchanges, word_tile
 from tests.testing.faults import WORDS, flip_bit, swap_nibbles
+from tests.testing.schemes import scheme
 from tests.testing.verified_checkpoints import hessian_of, quantize
 
 K, N = 256, 128
@@ -74,10 +75,11 @@ def test_a_value_is_judged_by_the_others():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tiles_are_what_the_layout_packs(layout):
     tile = word_tile(LAYOUTS[layout], INT4, 64, 128)
-    assert tile is not None and tile.slots == 8
+    assert tile is not None
+    assert tile.slots == 8
     numbers = torch.arange(64 * 128).reshape(64, 128)
     split = tile.split(numbers)
-    q = round_to_nearest(heavy_tailed(0, 128, 64), group_size=32, symmetric=True)
+    q = round_to_nearest(heavy_tailed(0, 128, 64), scheme())
     before = LAYOUTS[layout].pack(q)[WORDS[layout]].reshape(-1)
     for row, column, word in ((0, 0, 0), (split.shape[0] - 1, split.shape[1] - 1, tile.words - 1)):
         members = split[row, column, word]
@@ -112,7 +114,7 @@ def test_no_false_alarm_where_one_channel_rules_its_group():
     # Channel 70 is a thousand times as large as the others: its group's scales are fitted to it alone.
     hessian[70] *= 1000
     hessian[:, 70] *= 1000
-    q, _ = solve_gptq(weight, hessian, group_size=64, symmetric=True, act_order="static")
+    q, _ = solve_gptq(weight, hessian, scheme(64))
     levels = (q.codes[64:128].float() - 8) * q.scales[1].float()
     slopes = (levels * weight.t()[64:128]).sum(dim=0) / levels.square().sum(dim=0)
     assert float(slopes.max()) > 1.3
@@ -121,11 +123,11 @@ def test_no_false_alarm_where_one_channel_rules_its_group():
 
 def test_no_false_alarm_on_a_grid_and_on_zeros():
     weight = heavy_tailed(0)
-    q = round_to_nearest(weight, group_size=64, symmetric=True)
+    q = round_to_nearest(weight, scheme(64))
     exact = q.dequantize()
     exact[:8] = 0  # output channels that are pruned
     exact[:, :8] = 0  # and input channels
-    again = round_to_nearest(exact, group_size=64, symmetric=True)
+    again = round_to_nearest(exact, scheme(64))
     assert not findings_of(exact, again, LAYOUTS["gptq"])
 
 
@@ -233,10 +235,8 @@ def test_names_exchanged_input_channels_and_a_damaged_output():
     assert any(finding.what == what for finding in findings if finding.fails)
 
 
-# Twice off is within what GPTQ does to the channelwise scales of a layer as uneven as this one.
-@pytest.mark.parametrize(
-    ("group_size", "bit"), [(g, bit) for g in (32, 64, -1) for bit in range(11 if g != 64 else 10, 16)]
-)
+# Two or four times off is within what GPTQ may do to the scales of a layer as small and uneven as this.
+@pytest.mark.parametrize(("group_size", "bit"), [(g, bit) for g in (32, 64, -1) for bit in range(12, 16)])
 def test_finds_the_bit(group_size, bit):
     weight = heavy_tailed(2)
     q = quantize(weight, group_size=group_size, symmetric=False, act_order="static", seed=2)
@@ -246,20 +246,20 @@ def test_finds_the_bit(group_size, bit):
     (finding, *_) = findings_of(weight, damaged, LAYOUTS["awq"])
     group, column = divmod(q.scales.numel() // 2, N)
     assert finding.what == f"group {group} of output channel {column}: bit {bit} of its scale is flipped"
-    # So few outputs with such uneven inputs can't rule out a factor of 2 or 4.
-    assert finding.fails or bit < 12
+    assert finding.fails
 
 
 @pytest.mark.parametrize("by", [-1, 1])
 def test_one_zero_point_is_a_warning(by):
-    weight = heavy_tailed(3)
+    weight = heavy_tailed(3, n=512)
     q = quantize(weight, group_size=64, symmetric=False, act_order="none", seed=3)
     zeros = q.zeros.clone()
     zeros[2, 5] += by
     (finding, *others) = findings_of(weight, replace(q, zeros=zeros), LAYOUTS["gptq-v2"])
     word = "high" if by > 0 else "low"
     assert finding.what == f"group 2 of output channel 5: its zero point is one too {word}"
-    assert not finding.fails and not others
+    assert not finding.fails
+    assert not others
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_names_a_transposition_and_a_shift():
     weight = heavy_tailed(5)
     # Without negative scales and with channels alike, so that only the fine differences of scales tell.
     weight = weight / weight.norm(dim=1, keepdim=True)
-    q = round_to_nearest(weight, group_size=32, symmetric=True)
+    q = round_to_nearest(weight, scheme())
     scales = q.scales.t().contiguous().reshape(q.scales.shape)
     first = findings_of(weight, replace(q, scales=scales), LAYOUTS["gptq"], LARGE)[0]
     assert (first.what, first.fails) == ("scales are stored transposed", True)
@@ -319,7 +319,7 @@ def test_names_a_transposition_and_a_shift():
 
 def test_eight_bits():
     weight = heavy_tailed(6)
-    q = round_to_nearest(weight, group_size=64, symmetric=True, bits=8)
+    q = round_to_nearest(weight, scheme(64, bits=8))
     for layout in ("gptq", "compressed-tensors"):
         assert not findings_of(weight, q, LAYOUTS[layout])
     codes = q.codes.clone()

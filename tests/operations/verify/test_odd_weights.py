@@ -14,6 +14,7 @@ from marlinq.operations.verify.evidence import find_faults
 from marlinq.operations.verify.finding import RunSize
 from marlinq.operations.verify.values import Values
 from tests.testing.faults import flip_bit
+from tests.testing.schemes import scheme
 from tests.testing.verified_checkpoints import hessian_of
 
 K, N, GROUP = 256, 128, 64
@@ -70,8 +71,8 @@ def refusals(q):
 def test_is_not_refused(name, symmetric):
     weight, layout = ODD[name](), LAYOUTS["gptq-v2"]
     for q in (
-        solve_gptq(weight, hessian_of(K, 0), group_size=GROUP, symmetric=symmetric)[0],
-        round_to_nearest(weight, group_size=GROUP, symmetric=symmetric),
+        solve_gptq(weight, hessian_of(K, 0), scheme(GROUP, symmetric=symmetric))[0],
+        round_to_nearest(weight, scheme(GROUP, symmetric=symmetric)),
     ):
         assert not refusals(q)
         spec = replace(spec_of(q), scheme=layout.as_stored(replace(q.scheme, scale_dtype="float16")))
@@ -81,19 +82,19 @@ def test_is_not_refused(name, symmetric):
 
 def test_a_scale_no_weights_can_have_is_refused():
     """Full codes under a scale 2**16 times as large as all others: the upper exponent bit flipped."""
-    q = round_to_nearest(ordinary(), group_size=GROUP, symmetric=True)
+    q = round_to_nearest(ordinary(), scheme(GROUP))
     (detail,) = refusals(replace(q, scales=flip_bit(14)(q.scales)))
     assert "times off what its channel and group have elsewhere" in detail
 
 
 def test_the_other_gptq_format_is_refused():
     """A symmetric weight, declared asymmetric, whose zero points were read as one lower than they are."""
-    q = round_to_nearest(ordinary(), group_size=GROUP, symmetric=True)
+    q = round_to_nearest(ordinary(), scheme(GROUP))
     (detail,) = refusals(replace(q, zeros=q.zeros - 1))
     assert detail.startswith("m: every zero point is 7")
 
 
 def test_blank_codes_are_refused():
-    q = round_to_nearest(ordinary(), group_size=GROUP, symmetric=True)
+    q = round_to_nearest(ordinary(), scheme(GROUP))
     (detail,) = refusals(replace(q, codes=torch.zeros_like(q.codes)))
     assert detail.endswith("the data is blank or overwritten")

@@ -1,4 +1,4 @@
-"""Materialising parts of a model that lives on the meta device, one at a time."""
+"""A live copy of a model on one device, whose parts get their weights and lose them again."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from marlinq.core.errors import CheckpointError
+from marlinq.models.blueprint import Blueprint
 from marlinq.models.names import TensorNames
-from marlinq.models.structure import DecoderStructure
+from marlinq.models.projection import Projection
 
 
 class TensorSource(Protocol):
-    """The part of a checkpoint that a loader needs."""
+    """The part of a checkpoint that an instance needs."""
 
     @property
     def path(self) -> object: ...
@@ -26,30 +28,64 @@ class TensorSource(Protocol):
     def tensor(self, name: str) -> Tensor: ...
 
 
-class BlockLoader:
-    """Gives modules of ``structure.model`` their weights and takes them away again.
+class ModelInstance:
+    """A live copy of a model on one device; nothing else changes a model.
+
+    Its parameters begin on the meta device. A part of it gets its weights, is run, and gives them back, so
+    that memory holds no more than the parts in use.
 
     Args:
-        structure: the model, parameters on the meta device.
+        blueprint: what the model is made of.
         checkpoint: where tensors are read from, lazily.
         device: where they go.
         dtype: what floating point parameters are cast to.
+
+    Attributes:
+        model: the live model. Run it and look at it; change it through the instance.
+        names: which stored tensor belongs to which parameter.
+        source: the checkpoint's folder, for messages.
     """
 
     def __init__(
         self,
-        structure: DecoderStructure,
+        blueprint: Blueprint,
         checkpoint: TensorSource,
         *,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.structure = structure
+        self.blueprint = blueprint
         self.device = device
         self.dtype = dtype
         self.source = str(checkpoint.path)
+        self.model: PreTrainedModel = blueprint.build()
         self._checkpoint = checkpoint
-        self.names = TensorNames(structure, checkpoint.tensors.keys(), source=self.source)
+        self.names = TensorNames(blueprint, checkpoint.tensors.keys(), source=self.source)
+
+    def weight(self, projection: Projection) -> Tensor:
+        """The live weight [N, K] of a projection, a view of its parameter, in the instance's dtype."""
+        return projection.view(self.model.get_parameter(projection.parameter))
+
+    def replace(self, projection: Projection, weight: Tensor) -> None:
+        """Gives a materialised projection another weight [N, K], cast to the instance's device and dtype."""
+        weight = weight.to(device=self.device, dtype=self.dtype)
+        if projection.whole:
+            owner = self.model.get_submodule(projection.module)
+            key = projection.parameter.rpartition(".")[2]
+            owner._parameters[key] = nn.Parameter(projection.as_parameter(weight), requires_grad=False)
+        else:
+            with torch.no_grad():
+                self.weight(projection).copy_(weight)
+
+    def install(self, projection: Projection, module: nn.Module) -> None:
+        """Puts ``module`` in the place of a projection that is a module of its own.
+
+        Raises:
+            ValueError: the projection shares its parameter with others.
+        """
+        if not projection.whole:
+            raise ValueError(f"{projection.name}: part of {projection.parameter}, not a module of its own")
+        self.model.set_submodule(projection.module, module)
 
     def read(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
         """The stored tensor of a parameter, on the CPU in its stored dtype.
@@ -68,7 +104,7 @@ class BlockLoader:
 
     def materialise(self, name: str, *, recurse: bool = True) -> nn.Module:
         """Loads the parameters and buffers of the module ``name`` ("" is the model); returns the module."""
-        module: nn.Module = self.structure.model.get_submodule(name)
+        module: nn.Module = self.model.get_submodule(name)
         for inner, owner in list(module.named_modules()) if recurse else [("", module)]:
             path = ".".join(part for part in (name, inner) if part)
             for key, parameter in owner.named_parameters(recurse=False):
@@ -90,7 +126,7 @@ class BlockLoader:
 
     def release(self, name: str, *, recurse: bool = True) -> None:
         """Puts the parameters of the module ``name`` back on the meta device."""
-        module = self.structure.model.get_submodule(name)
+        module = self.model.get_submodule(name)
         for owner in list(module.modules()) if recurse else [module]:
             for key, parameter in owner.named_parameters(recurse=False):
                 owner._parameters[key] = nn.Parameter(parameter.to("meta"), requires_grad=False)
@@ -105,33 +141,33 @@ class BlockLoader:
 
     def block(self, index: int) -> nn.Module:
         """Materialises decoder block ``index``."""
-        return self.materialise(self.structure.blocks[index].name)
+        return self.materialise(self.blueprint.blocks[index].name)
 
     def release_block(self, index: int) -> None:
         """Releases decoder block ``index``."""
-        self.release(self.structure.blocks[index].name)
+        self.release(self.blueprint.blocks[index].name)
 
     @contextmanager
     def outer(self) -> Iterator[nn.Module]:
         """The model without blocks and head: all that runs before, between and after the decoder blocks.
 
-        Yields :attr:`DecoderStructure.replay_root`.
+        Yields the module that takes token ids and runs the blocks (:attr:`Blueprint.replay_root_name`).
         """
         names = self._outer_modules()
         try:
             for name in names:
                 self.materialise(name, recurse=False)
-            yield self.structure.replay_root
+            yield self.model.get_submodule(self.blueprint.replay_root_name)
         finally:
             for name in names:
                 self.release(name, recurse=False)
 
     def _outer_modules(self) -> list[str]:
-        root_name = self.structure.replay_root_name
-        inside = self.structure.blocks_name
-        head = self.structure.model.get_output_embeddings()
+        root_name = self.blueprint.replay_root_name
+        inside = self.blueprint.blocks_name
+        head = self.model.get_output_embeddings()
         found = []
-        for name, module in self.structure.replay_root.named_modules():
+        for name, module in self.model.get_submodule(root_name).named_modules():
             full = ".".join(part for part in (root_name, name) if part)
             if full.startswith(inside + ".") or module is head:
                 continue
@@ -141,7 +177,7 @@ class BlockLoader:
     def whole_model(self) -> nn.Module:
         """Materialises the whole model, tied parameters sharing one tensor."""
         model = self.materialise("")
-        for name, owner in self.structure.tied.items():
+        for name, owner in self.blueprint.tied.items():
             module_name, _, key = name.rpartition(".")
             owner_parameter = model.get_parameter(owner)
             model.get_submodule(module_name)._parameters[key] = owner_parameter

@@ -1,4 +1,4 @@
-"""Streaming statistics of a linear layer's inputs."""
+"""The Hessian of a layer's squared output error, gathered from its inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class HessianAccumulator:
 
     Args:
         in_features: K.
-        device: where the sum is kept and computed, in float32.
+        device: the device that the sum is kept and computed on, in float32.
         name: what error messages call the layer.
     """
 
@@ -54,6 +54,26 @@ class HessianAccumulator:
             total = self.tokens + wide.shape[0]
             self._mean.addmm_(wide.t(), wide, beta=self.tokens / total, alpha=2.0 / total)
             self.tokens = total
+
+    def merge(self, other: HessianAccumulator) -> None:
+        """Counts what ``other`` has seen: another shard of the calibration, of the same layer.
+
+        The result is that of one accumulator for both shards, up to rounding.
+
+        Raises:
+            ValueError: ``other`` is of another K.
+        """
+        if other._mean.shape != self._mean.shape:
+            raise ValueError(
+                f"{self._name}: expected statistics of {self._mean.shape[0]} channels, "
+                f"found {other._mean.shape[0]}"
+            )
+        total = self.tokens + other.tokens
+        if total == 0:
+            return
+        mine, theirs = self.tokens / total, other.tokens / total
+        self._mean.mul_(mine).add_(other._mean.to(self._mean.device), alpha=theirs)
+        self.tokens = total
 
     def hessian(self) -> Tensor:
         """float32 [K, K], exactly symmetric; zero when nothing was added.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,25 +9,25 @@ from safetensors import safe_open
 from transformers import MixtralConfig
 
 from marlinq.core.errors import CheckpointError, UnsupportedError
-from marlinq.models import BlockLoader, TensorNames, build_structure, describe
+from marlinq.core.rules import Keep
+from marlinq.models import ModelInstance, TensorNames, build_blueprint, describe
 from tests.testing.tiny_models import CONFIGS, InMemory, in_memory, tiny_model
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_linear_is_either_in_a_block_or_kept_with_a_reason(name: str) -> None:
     model = tiny_model(name)
-    structure = build_structure(model.config.to_dict(), source=name)
-    assert all(parameter.is_meta for parameter in structure.model.parameters())
-    assert len(structure.blocks) == model.config.num_hidden_layers
-    quantised = {linear.name for linear in structure.linears()}
-    kept = {module.name for module in structure.kept}
+    blueprint = build_blueprint(model.config.to_dict(), source=name)
+    assert len(blueprint.blocks) == model.config.num_hidden_layers
+    quantised = {linear.name for linear in blueprint.projections()}
+    kept = blueprint.kept.keys()
     assert not quantised & kept
     for full, module in model.named_modules():
         weight = dict(module.named_parameters(recurse=False)).get("weight")
         if weight is not None and weight.dim() == 2:
             assert full in quantised | kept
-    assert all(module.reason for module in structure.kept)
-    for linear in structure.linears():
+    assert all(keep.reason for keep in blueprint.kept.values())
+    for linear in blueprint.projections():
         weight = model.get_parameter(f"{linear.name}.weight")
         shape = (linear.out_features, linear.in_features)
         assert tuple(weight.shape) == (tuple(reversed(shape)) if linear.transposed else shape)
@@ -35,8 +36,8 @@ def test_every_linear_is_either_in_a_block_or_kept_with_a_reason(name: str) -> N
 
 def test_only_conv1d_layers_are_transposed() -> None:
     for name, transposed in (("gpt2", True), ("llama", False)):
-        structure = describe(tiny_model(name))
-        assert {linear.transposed for linear in structure.linears()} == {transposed}
+        blueprint = describe(partial(tiny_model, name))
+        assert {linear.transposed for linear in blueprint.projections()} == {transposed}
 
 
 def test_fused_experts_are_refused_by_name() -> None:
@@ -50,7 +51,7 @@ def test_fused_experts_are_refused_by_name() -> None:
         num_local_experts=4,
     )
     with pytest.raises(UnsupportedError, match=r"layers\.0\.mlp\.experts\.gate_up_proj holds fused experts"):
-        build_structure(config.to_dict(), source="mixtral")
+        build_blueprint(config.to_dict(), source="mixtral")
 
 
 def test_a_list_of_expert_linears_is_found_and_its_router_is_kept() -> None:
@@ -58,37 +59,37 @@ def test_a_list_of_expert_linears_is_found_and_its_router_is_kept() -> None:
     for block in model.model.layers:
         block.mlp.experts = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
         block.mlp.gate = torch.nn.Linear(64, 3)
-    structure = describe(model)
-    assert structure.routed
-    names = {linear.name for linear in structure.linears()}
+    blueprint = describe(lambda: model)
+    assert blueprint.routed
+    names = {linear.name for linear in blueprint.projections()}
     assert "model.layers.1.mlp.experts.2" in names
     assert "model.layers.1.mlp.gate" not in names
-    assert ("model.layers.1.mlp.gate", "router of 3 experts") in {(k.name, k.reason) for k in structure.kept}
-    assert not describe(tiny_model("llama")).routed
+    assert blueprint.kept["model.layers.1.mlp.gate"] == Keep("router of 3 experts")
+    assert not describe(lambda: tiny_model("llama")).routed
 
 
 def test_unknown_architectures_and_bad_configs_are_the_checkpoints_fault() -> None:
     with pytest.raises(CheckpointError, match="no model_type"):
-        build_structure({"hidden_size": 8}, source="somewhere")
+        build_blueprint({"hidden_size": 8}, source="somewhere")
     with pytest.raises(CheckpointError, match="no-such-model"):
-        build_structure({"model_type": "no-such-model"}, source="somewhere")
+        build_blueprint({"model_type": "no-such-model"}, source="somewhere")
     with pytest.raises(CheckpointError, match="somewhere/config.json"):
-        build_structure({"model_type": "t5"}, source="somewhere")
+        build_blueprint({"model_type": "t5"}, source="somewhere")
     with pytest.raises(UnsupportedError, match="trust-remote-code"):
-        build_structure({"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}, source="somewhere")
+        build_blueprint({"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}, source="somewhere")
 
 
 def test_a_quantization_config_in_the_source_is_ignored() -> None:
     config = tiny_model("llama").config.to_dict() | {
         "quantization_config": {"quant_method": "gptq", "bits": 4}
     }
-    assert len(build_structure(config, source="llama").blocks) == 3
+    assert len(build_blueprint(config, source="llama").blocks) == 3
 
 
 @pytest.mark.parametrize("prefix", ["transformer.", ""])
 def test_names_are_found_with_and_without_the_base_models_prefix(prefix: str) -> None:
-    structure = describe(tiny_model("gpt2"))
-    names = TensorNames(structure, {f"{prefix}wte.weight", f"{prefix}h.0.ln_1.weight"}, source="gpt2")
+    blueprint = describe(lambda: tiny_model("gpt2"))
+    names = TensorNames(blueprint, {f"{prefix}wte.weight", f"{prefix}h.0.ln_1.weight"}, source="gpt2")
     assert names.require("transformer.h.0.ln_1.weight") == f"{prefix}h.0.ln_1.weight"
     assert names.require("lm_head.weight") == f"{prefix}wte.weight"
     assert names.own("lm_head.weight") is None
@@ -103,7 +104,7 @@ def test_names_that_differ_between_files_and_memory_are_found(tmp_path: Path) ->
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         stored = set(file.keys())
     assert "embed_out.weight" in stored
-    names = TensorNames(describe(model), stored, source="gpt_neox")
+    names = TensorNames(describe(lambda: model), stored, source="gpt_neox")
     assert names.own("lm_head.weight") == "embed_out.weight"
     assert {names.require(name) for name, _ in model.named_parameters()} == stored
 
@@ -112,43 +113,43 @@ def test_a_missing_head_that_is_not_tied_is_named() -> None:
     model = tiny_model("llama")
     tensors = in_memory(model).tensors
     del tensors["lm_head.weight"]
-    names = TensorNames(describe(model), tensors, source="llama")
+    names = TensorNames(describe(lambda: model), tensors, source="llama")
     with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
         names.require("lm_head.weight")
 
 
 def test_blocks_are_loaded_in_the_asked_dtype_and_released() -> None:
     model = tiny_model("opt")
-    structure = build_structure(model.config.to_dict(), source="opt")
-    loader = BlockLoader(structure, in_memory(model), device=torch.device("cpu"), dtype=torch.bfloat16)
-    name = structure.blocks[1].name
-    with loader.loaded(name) as block:
+    blueprint = build_blueprint(model.config.to_dict(), source="opt")
+    instance = ModelInstance(blueprint, in_memory(model), device=torch.device("cpu"), dtype=torch.bfloat16)
+    name = blueprint.blocks[1].name
+    with instance.loaded(name) as block:
         for inner, parameter in block.named_parameters():
             expected = model.get_parameter(f"{name}.{inner}")
             assert torch.equal(parameter, expected.to(torch.bfloat16))
-        others = [p for n, p in structure.model.named_parameters() if not n.startswith(name + ".")]
+        others = [p for n, p in instance.model.named_parameters() if not n.startswith(name + ".")]
         assert all(parameter.is_meta for parameter in others)
-    assert all(parameter.is_meta for parameter in structure.model.parameters())
+    assert all(parameter.is_meta for parameter in instance.model.parameters())
 
 
 def test_a_wrong_shape_is_named() -> None:
     model = tiny_model("llama")
     tensors = in_memory(model).tensors
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(3, 64)
-    structure = build_structure(model.config.to_dict(), source="llama")
-    loader = BlockLoader(structure, InMemory(tensors), device=torch.device("cpu"), dtype=torch.float32)
+    blueprint = build_blueprint(model.config.to_dict(), source="llama")
+    instance = ModelInstance(blueprint, InMemory(tensors), device=torch.device("cpu"), dtype=torch.float32)
     with pytest.raises(CheckpointError, match=r"up_proj\.weight.*\[128, 64\].*\[3, 64\]"):
-        loader.block(0)
+        instance.block(0)
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "gemma3", "gpt2", "opt"])
 def test_the_whole_model_equals_the_original(name: str) -> None:
     model = tiny_model(name)
-    structure = build_structure(model.config.to_dict(), source=name)
-    loader = BlockLoader(structure, in_memory(model), device=torch.device("cpu"), dtype=torch.float32)
-    whole = loader.whole_model()
+    blueprint = build_blueprint(model.config.to_dict(), source=name)
+    instance = ModelInstance(blueprint, in_memory(model), device=torch.device("cpu"), dtype=torch.float32)
+    whole = instance.whole_model()
     ids = torch.arange(3, 23)[None]
     with torch.no_grad():
         assert torch.equal(whole(input_ids=ids).logits, model(input_ids=ids).logits)
-    for tied, owner in structure.tied.items():
+    for tied, owner in blueprint.tied.items():
         assert whole.get_parameter(tied) is whole.get_parameter(owner)

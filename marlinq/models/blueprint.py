@@ -1,200 +1,143 @@
 """What a decoder-only language model is made of, found from its module tree.
 
 Nothing here knows an architecture by name. The decoder blocks are the ``ModuleList`` that holds most linear
-weights, the linears are the ``nn.Linear`` and ``Conv1D`` modules inside them, and everything else stays.
+weights, the projections are the ``nn.Linear`` and ``Conv1D`` modules inside them, and everything else stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.pytorch_utils import Conv1D
 
-from marlinq.core import boundaries
-from marlinq.core.errors import CheckpointError, UnsupportedError
-from marlinq.models.plausible import StoredTensor, bounded, check_counts
+from marlinq.core.errors import UnsupportedError
+from marlinq.core.rules import Keep
+from marlinq.models.building import build_on_meta
+from marlinq.models.plausible import StoredTensor
+from marlinq.models.projection import Projection
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-@dataclass(frozen=True)
-class LinearModule:
-    """One linear layer inside a decoder block.
-
-    Attributes:
-        name: full module name, for example ``model.layers.0.self_attn.q_proj``.
-        in_features: K.
-        out_features: N.
-        bias: whether the layer adds a bias [N].
-        transposed: True for GPT-2's ``Conv1D``, whose weight is stored [K, N] instead of [N, K].
-    """
-
-    name: str
-    in_features: int
-    out_features: int
-    bias: bool
-    transposed: bool
-
-
-@dataclass(frozen=True)
-class KeptModule:
-    """A module with a weight matrix that stays unquantised, and why."""
-
-    name: str
-    reason: str
+# Old checkpoints hold rotary frequencies, which today's models compute.
+_COMPUTED = (r"rotary_emb\.inv_freq$",)
 
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder block: its full module name and its linears in registration order."""
+    """One decoder block: its full module name and its projections in registration order."""
 
     name: str
-    linears: tuple[LinearModule, ...]
+    projections: tuple[Projection, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class DecoderStructure:
-    """A causal language model on the meta device and what its tree says.
+class Blueprint:
+    """A causal language model as its tree says it is. Immutable; it holds no model.
 
     Attributes:
-        model: parameters on the meta device; buffers (rotary frequencies) are real, on the CPU.
+        build: makes a new model of this kind, its parameters on the meta device; buffers (rotary frequencies)
+            are real, on the CPU.
+        architecture: the model's class.
+        config: the transformers config that it was built from.
         blocks_name: full name of the ``ModuleList`` of decoder blocks.
-        blocks: the decoder blocks in order.
-        kept: modules with a weight matrix that are not quantised, each with the reason.
-        routed: True when linears sit in lists inside a block (experts), so that a linear may see a subset
-            of the tokens in an order of its own.
+        blocks: the decoder blocks in order, with the projections that may be quantised.
+        others: projections that stay: output head, routers and whatever lies outside the blocks.
+        kept: modules with a weight matrix that are not quantised, by full name, with the reason.
+        routed: True when projections sit in lists inside a block (experts), so that one may see a subset of
+            the tokens in an order of its own.
+        parameters: shape by full name; of tied parameters, the first alone.
+        buffers: shape by full name, of those that checkpoints hold.
+        computed: full names of the other buffers; what an old checkpoint stores of one is not read.
         tied: parameter name -> the parameter name that it shares its tensor with.
+        ignored: regular expressions of tensors that checkpoints may hold although the model has no place for
+            them.
+        base_prefix: what some checkpoints leave out in front of names; may be empty.
+        replay_root_name: full name of the smallest module whose forward takes token ids and runs the blocks:
+            the model without its head; empty for the model itself.
         renamings: transformers' own rules from the names in files to those in memory, in order.
     """
 
-    model: PreTrainedModel
+    build: Callable[[], PreTrainedModel]
+    architecture: str
+    config: Any
     blocks_name: str
     blocks: tuple[Block, ...]
-    kept: tuple[KeptModule, ...]
+    others: tuple[Projection, ...]
+    kept: Mapping[str, Keep]
     routed: bool
+    parameters: Mapping[str, tuple[int, ...]]
+    buffers: Mapping[str, tuple[int, ...]]
+    computed: tuple[str, ...]
     tied: Mapping[str, str]
-    renamings: Sequence[Any]
+    ignored: tuple[str, ...]
+    base_prefix: str
+    replay_root_name: str
+    renamings: tuple[Any, ...]
 
-    def linears(self) -> Iterator[LinearModule]:
-        """Every quantisable linear, block by block."""
+    def projections(self) -> Iterator[Projection]:
+        """Every projection that may be quantised, block by block."""
         for block in self.blocks:
-            yield from block.linears
+            yield from block.projections
 
-    @property
-    def replay_root(self) -> nn.Module:
-        """The smallest module whose forward takes token ids and runs the blocks: the model without head."""
-        prefix = self.model.base_model_prefix
-        root: nn.Module = self.model
-        if prefix and self.blocks_name.startswith(prefix + "."):
-            root = root.get_submodule(prefix)
-        return root
+    @cached_property
+    def by_name(self) -> Mapping[str, Projection]:
+        """Every projection of the model, :attr:`others` among them, by name."""
+        return MappingProxyType({found.name: found for found in (*self.projections(), *self.others)})
 
-    @property
-    def replay_root_name(self) -> str:
-        """Full name of :attr:`replay_root`; empty for the model itself."""
-        return "" if self.replay_root is self.model else self.model.base_model_prefix
+    def without_ties(self, parameters: set[str]) -> Blueprint:
+        """The same model with ``parameters`` tied to nothing: a quantised head has a weight of its own."""
+        tied = {name: owner for name, owner in self.tied.items() if not {name, owner} & parameters}
+        free = {name: self.parameters[owner] for name, owner in self.tied.items() if name not in tied}
+        return replace(
+            self, tied=MappingProxyType(tied), parameters=MappingProxyType({**self.parameters, **free})
+        )
 
 
-def build_structure(
+def build_blueprint(
     config: Mapping[str, Any],
     *,
     source: str,
     tensors: Mapping[str, StoredTensor] | None = None,
     trust_remote_code: bool = False,
     dtype: torch.dtype = torch.float32,
-) -> DecoderStructure:
-    """Builds the model that ``config`` describes on the meta device and finds its decoder blocks.
+) -> Blueprint:
+    """The blueprint of the model that ``config`` describes; no weight is read.
 
     Args:
         config: the content of ``config.json``; a ``quantization_config`` in it is ignored.
         source: folder of the checkpoint, for error messages and for its code files.
         tensors: what the checkpoint stores; a model that they can't fill is refused before it takes memory.
         trust_remote_code: run model code that the checkpoint brings.
-        dtype: dtype of the parameters on the meta device.
+        dtype: of the parameters of the models that it builds.
 
     Raises:
         CheckpointError: transformers does not know the architecture, or rejects the config.
         UnsupportedError: the tree holds no list of equal decoder blocks, or fused experts.
     """
-    model = _build_on_meta(
-        config, source=source, tensors=tensors, trust_remote_code=trust_remote_code, dtype=dtype
+    build = partial(
+        build_on_meta, dict(config), source=source, trust_remote_code=trust_remote_code, dtype=dtype
     )
-    return describe(model, source=source)
+    return _describe(build(tensors=tensors), build, source)
 
 
-def _build_on_meta(
-    config: Mapping[str, Any],
-    *,
-    source: str,
-    tensors: Mapping[str, StoredTensor] | None,
-    trust_remote_code: bool,
-    dtype: torch.dtype,
-) -> PreTrainedModel:
-    from accelerate import init_empty_weights
-
-    plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    if not plain.get("model_type"):
-        raise CheckpointError(
-            f"{source}/config.json: no model_type; expected a transformers causal language model"
-        )
-    if not isinstance(plain["model_type"], str):
-        raise CheckpointError(
-            f"{source}/config.json: model_type: expected a name, found {plain['model_type']!r}"
-        )
-    if "auto_map" in plain and not trust_remote_code and plain["model_type"] not in _known_model_types():
-        raise UnsupportedError(
-            f"{source}: model type {plain['model_type']!r} needs code from the checkpoint; "
-            "read that code and pass --trust-remote-code to run it"
-        )
-    if tensors is not None:
-        check_counts(plain, tensors, source)
-    with boundaries.model_config(source, plain["model_type"]):
-        if "auto_map" in plain and trust_remote_code:
-            parsed = AutoConfig.from_pretrained(source, trust_remote_code=True)
-            if getattr(parsed, "quantization_config", None) is not None:
-                del parsed.quantization_config
-        else:
-            parsed = AutoConfig.for_model(**plain)
-        if tensors is not None:
-            with bounded(tensors, source):
-                AutoModelForCausalLM.from_config(
-                    deepcopy(parsed), dtype=dtype, trust_remote_code=trust_remote_code
-                )
-        with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(parsed, dtype=dtype, trust_remote_code=trust_remote_code)
-        # accelerate moves each parameter to the meta device on its own, which unties shared ones.
-        model.tie_weights()
-        model.eval()
-        model.requires_grad_(False)
-    result: PreTrainedModel = model
-    return result
-
-
-def _known_model_types() -> Collection[str]:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    return set(CONFIG_MAPPING.keys())
-
-
-def is_linear(module: nn.Module) -> bool:
-    """True for the two linear layers that transformers' decoders are made of."""
-    return isinstance(module, (nn.Linear, Conv1D))
-
-
-def describe(model: PreTrainedModel, *, source: str = "model") -> DecoderStructure:
-    """Finds decoder blocks, linears and kept modules in a built model; ``source`` is for messages.
+def describe(build: Callable[[], PreTrainedModel], *, source: str = "model") -> Blueprint:
+    """Finds decoder blocks, projections and kept modules in what ``build`` makes; ``source`` is for messages.
 
     Raises:
         UnsupportedError: no list of decoder blocks, blocks of different classes, or fused experts.
     """
+    return _describe(build(), build, source)
+
+
+def _describe(model: PreTrainedModel, build: Callable[[], PreTrainedModel], source: str) -> Blueprint:
     blocks_name, blocks_list = _decoder_blocks(model, source)
     classes = sorted({type(block).__name__ for block in blocks_list})
     if len(classes) != 1:
@@ -202,40 +145,70 @@ def describe(model: PreTrainedModel, *, source: str = "model") -> DecoderStructu
             f"{source}: {blocks_name} mixes block classes {', '.join(classes)}; "
             "expected one class of decoder block"
         )
-    kept: list[KeptModule] = []
+    kept: dict[str, Keep] = {}
     blocks: list[Block] = []
     for index, block in enumerate(blocks_list):
         name = f"{blocks_name}.{index}"
         _refuse_fused_experts(block, name, source)
         routers = {f"{name}.{inner}": experts for inner, experts in _routers(block).items()}
-        linears = []
+        projections = []
         for inner, module in block.named_modules():
             full = f"{name}.{inner}"
             if not is_linear(module):
                 continue
             if full in routers:
-                kept.append(KeptModule(full, f"router of {routers[full]} experts"))
+                kept[full] = Keep(f"router of {routers[full]} experts")
             else:
-                linears.append(_linear(full, module))
-        blocks.append(Block(name, tuple(linears)))
-    kept.extend(_kept_elsewhere(model, blocks_name))
-    return DecoderStructure(
-        model=model,
+                projections.append(_projection(full, module))
+        blocks.append(Block(name, tuple(projections)))
+    kept |= _kept_elsewhere(model, blocks_name)
+    chosen = {projection.name for block in blocks for projection in block.projections}
+    prefix = model.base_model_prefix
+    has_root = bool(prefix) and blocks_name.startswith(prefix + ".")
+    rules = get_model_conversion_mapping(model)
+    persistent = model.state_dict().keys()
+    return Blueprint(
+        build=build,
+        architecture=type(model).__name__,
+        config=model.config,
         blocks_name=blocks_name,
         blocks=tuple(blocks),
-        kept=tuple(kept),
+        others=tuple(
+            _projection(name, module)
+            for name, module in model.named_modules()
+            if is_linear(module) and name not in chosen
+        ),
+        kept=MappingProxyType(kept),
         routed=any(bool(_linear_lists(block)) for block in blocks_list),
-        tied=_tied_parameters(model),
-        renamings=[rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)],
+        parameters=MappingProxyType({name: tuple(value.shape) for name, value in model.named_parameters()}),
+        buffers=MappingProxyType(
+            {name: tuple(value.shape) for name, value in model.named_buffers() if name in persistent}
+        ),
+        computed=tuple(name for name, _ in model.named_buffers() if name not in persistent),
+        tied=MappingProxyType(_tied_parameters(model)),
+        ignored=(*(model._keys_to_ignore_on_load_unexpected or ()), *_COMPUTED),
+        base_prefix=prefix,
+        replay_root_name=prefix if has_root else "",
+        renamings=tuple(rule for rule in rules if isinstance(rule, WeightRenaming)),
     )
 
 
-def _linear(name: str, module: nn.Module) -> LinearModule:
+def is_linear(module: nn.Module) -> bool:
+    """True for the two linear layers that transformers' decoders are made of."""
+    return isinstance(module, (nn.Linear, Conv1D))
+
+
+def _projection(name: str, module: nn.Module) -> Projection:
     weight = module.get_parameter("weight")
     transposed = isinstance(module, Conv1D)
     in_features, out_features = weight.shape if transposed else reversed(weight.shape)
-    return LinearModule(
-        name, in_features, out_features, getattr(module, "bias", None) is not None, transposed
+    return Projection(
+        name=name,
+        parameter=f"{name}.weight",
+        in_features=in_features,
+        out_features=out_features,
+        bias=getattr(module, "bias", None) is not None,
+        transposed=transposed,
     )
 
 
@@ -259,7 +232,7 @@ def _routers(block: nn.Module) -> dict[str, int]:
         parent_name = list_name.rpartition(".")[0]
         experts = len(list(block.get_submodule(list_name).children()))
         for child_name, child in block.get_submodule(parent_name).named_children():
-            if is_linear(child) and _linear(child_name, child).out_features == experts:
+            if is_linear(child) and _projection(child_name, child).out_features == experts:
                 found[f"{parent_name}.{child_name}" if parent_name else child_name] = experts
     return found
 
@@ -301,7 +274,8 @@ def _refuse_fused_experts(block: nn.Module, name: str, source: str) -> None:
         )
 
 
-def _kept_elsewhere(model: PreTrainedModel, blocks_name: str) -> Iterator[KeptModule]:
+def _kept_elsewhere(model: PreTrainedModel, blocks_name: str) -> dict[str, Keep]:
+    kept = {}
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         inside = name.startswith(blocks_name + ".")
@@ -317,7 +291,8 @@ def _kept_elsewhere(model: PreTrainedModel, blocks_name: str) -> Iterator[KeptMo
             reason = f"{type(module).__name__} is not an nn.Linear or Conv1D layer"
         else:
             reason = "outside the decoder blocks"
-        yield KeptModule(name, reason)
+        kept[name] = Keep(reason)
+    return kept
 
 
 def _tied_parameters(model: PreTrainedModel) -> dict[str, str]:

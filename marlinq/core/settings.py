@@ -1,0 +1,137 @@
+"""Settings: fields of a frozen dataclass that say which values they take and what they mean.
+
+A recipe and the options of every method are such dataclasses. Their keys, their checks, the reading of
+``--override`` and the help texts come from the fields, so that each is said once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import field, fields
+from typing import Any
+
+from marlinq.core.errors import UsageError
+
+_TRUE = ("true", "yes", "on", "1")
+_FALSE = ("false", "no", "off", "0")
+
+
+class Kind(ABC):
+    """The values that a setting takes. ``where`` begins every message: the key, after what it stands in."""
+
+    @abstractmethod
+    def check(self, where: str, value: Any) -> None:
+        """Refuse ``value`` unless it is of this kind.
+
+        Raises:
+            UsageError: it is of another type, or out of range.
+        """
+
+    def parse(self, where: str, text: str) -> Any:
+        """The value that a command line spells ``text``.
+
+        Raises:
+            UsageError: the text spells no value of this kind.
+        """
+        self.check(where, text)
+        return text
+
+
+class Flag(Kind):
+    """True or false."""
+
+    def check(self, where: str, value: Any) -> None:
+        if not isinstance(value, bool):
+            raise UsageError(f"{where}: expected true or false, found {value!r}")
+
+    def parse(self, where: str, text: str) -> bool:
+        lowered = text.lower()
+        if lowered not in (*_TRUE, *_FALSE):
+            raise UsageError(f"{where}: expected true or false, found {text!r}")
+        return lowered in _TRUE
+
+
+class Choice(Kind):
+    """One of ``values``; a registry may grow later, so they are looked at anew each time."""
+
+    def __init__(self, values: Collection[Any]) -> None:
+        self.values = values
+
+    def check(self, where: str, value: Any) -> None:
+        # True == 1 and 64.0 == 64 in Python, but neither is what a recipe means.
+        if not any(value == choice and type(value) is type(choice) for choice in self.values):
+            raise UsageError(f"{where}: expected one of {', '.join(map(str, self.values))}, found {value!r}")
+
+    def parse(self, where: str, text: str) -> Any:
+        value = next((choice for choice in self.values if str(choice) == text), text)
+        self.check(where, value)
+        return value
+
+
+class Fraction(Kind):
+    """A number above 0 and below 1."""
+
+    def check(self, where: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
+            raise UsageError(f"{where}: expected a number above 0 and below 1, found {value!r}")
+
+    def parse(self, where: str, text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise UsageError(f"{where}: expected a number, found {text!r}") from None
+        self.check(where, value)
+        return value
+
+
+class WholeNumber(Kind):
+    """An integer of at least ``lowest``."""
+
+    def __init__(self, lowest: int) -> None:
+        self.lowest = lowest
+
+    def check(self, where: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < self.lowest:
+            raise UsageError(f"{where}: expected a whole number of at least {self.lowest}, found {value!r}")
+
+    def parse(self, where: str, text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise UsageError(f"{where}: expected a whole number, found {text!r}") from None
+        self.check(where, value)
+        return value
+
+
+class Text(Kind):
+    """A name or a path, not empty."""
+
+    def check(self, where: str, value: Any) -> None:
+        if not isinstance(value, str) or not value:
+            raise UsageError(f"{where}: expected a name or path, found {value!r}")
+
+
+def setting(default: Any, kind: Kind, meaning: str) -> Any:
+    """A dataclass field with what it takes and, for help texts, what it means."""
+    return field(default=default, metadata={"kind": kind, "meaning": meaning})
+
+
+def kinds(settings: type[Any]) -> dict[str, Kind]:
+    """The kinds of the settings of a dataclass, by key; other fields are left out."""
+    return {f.name: f.metadata["kind"] for f in fields(settings) if "kind" in f.metadata}
+
+
+def meanings(settings: type[Any]) -> dict[str, str]:
+    """What the settings of a dataclass mean, by key."""
+    return {f.name: f.metadata["meaning"] for f in fields(settings) if "meaning" in f.metadata}
+
+
+def check_settings(values: Any) -> None:
+    """Check every setting of a dataclass instance.
+
+    Raises:
+        UsageError: a value is of the wrong type or out of range; the message begins with its key.
+    """
+    for key, kind in kinds(type(values)).items():
+        kind.check(key, getattr(values, key))

@@ -1,0 +1,183 @@
+"""What every quantisation method offers, and the values it works with."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from marlinq.core.dtypes import torch_dtype
+from marlinq.core.errors import NumericsError, UnsupportedError
+from marlinq.core.scheme import CHANNEL, Scheme
+from marlinq.core.settings import check_settings
+from marlinq.core.weight import QuantizedWeight
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+else:
+    from marlinq.core.lazy import torch
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """The options of a method: a subclass has a :func:`~marlinq.core.settings.setting` for each.
+
+    Recipes, ``--override`` and the manifest use the fields' names as keys.
+
+    Raises:
+        UsageError: a value is of the wrong type or out of range.
+    """
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+class Statistics(Protocol):
+    """What is gathered of an input that projections share, over the tokens of the calibration."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens seen so far."""
+        ...
+
+    def add(self, x: Tensor, mask: Tensor | None = None) -> None:
+        """Count the inputs of one call.
+
+        Args:
+            x: float [..., K].
+            mask: bool [B, T], true at tokens that are no padding; None when none is.
+        """
+        ...
+
+    def merge(self, other: Any) -> None:
+        """Count what ``other``, of the same class and K, has seen: another shard of the calibration."""
+        ...
+
+
+@dataclass(frozen=True)
+class SolveReport:
+    """What happened to one weight.
+
+    Attributes:
+        relative_error: tr(D H D^T) / tr(W H W^T) with D = W - Q: the squared error of the outputs, relative.
+            H is the Hessian that the method used, and the identity for one that uses none.
+        fallback: what was done instead of the method, and why; None when nothing was.
+        figures: what else the method has to say, by name.
+    """
+
+    relative_error: float
+    fallback: str | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+OptionsT = TypeVar("OptionsT", bound=MethodOptions)
+StatisticsT = TypeVar("StatisticsT", bound=Statistics)
+
+
+class Method(ABC, Generic[OptionsT, StatisticsT]):
+    """One way to quantise weights: tensors in, quantised weights out.
+
+    Files, devices, progress and the order of blocks are the quantise operation's; it knows no method by name.
+    """
+
+    name: str
+    """The name in recipes and on the command line."""
+    options: type[OptionsT]
+    """Its options."""
+    calibrated: bool = True
+    """Whether it needs statistics of the inputs. Without them no text is read and no block is run."""
+
+    def scheme_refusal(self, scheme: Scheme) -> str | None:
+        """Why the method can't make weights of this scheme, or None."""
+        if scheme.element.table is not None and scheme.stores_zeros:
+            return f"asymmetric {scheme.element.name} weights; values of a table have no zero points"
+        return None
+
+    def statistics(
+        self, in_features: int, options: OptionsT, *, device: torch.device, name: str
+    ) -> StatisticsT:
+        """Empty statistics of an input of K = ``in_features`` channels; called when :attr:`calibrated`.
+
+        Args:
+            in_features: K.
+            options: of the first projection that reads the input.
+            device: where they are kept.
+            name: what error messages call the input.
+        """
+        raise NotImplementedError(f"{self.name} gathers no statistics")
+
+    def transform(self, block: nn.Module, options: OptionsT) -> None:
+        """Change weights of a materialised decoder block, in place, before statistics are gathered.
+
+        What the block computes has to stay the same up to rounding. Parameters that are not quantised have to
+        stay as they are: the output holds a copy of the source's.
+        """
+        return
+
+    @abstractmethod
+    def solve(
+        self,
+        weights: Sequence[Tensor],
+        statistics: StatisticsT | None,
+        scheme: Scheme,
+        options: OptionsT,
+        *,
+        names: Sequence[str],
+    ) -> list[tuple[QuantizedWeight, SolveReport]]:
+        """Quantise the weights of projections that share an input.
+
+        Args:
+            weights: float [N_i, K] each, on one device.
+            statistics: of the input that they share; None for a method that is not calibrated.
+            scheme: of the result: element, group size, zero points, dtype of the scales.
+            options: how.
+            names: what error messages call the weights.
+
+        Returns:
+            The quantised weight, on the device of the weights, and the report, for each weight in order.
+
+        Raises:
+            NumericsError: a weight or the statistics hold NaN or infinity.
+            UnsupportedError: K is not a multiple of the group size, or the shapes don't fit together.
+        """
+
+
+def whole_groups(scheme: Scheme, in_features: int, name: str) -> int:
+    """Channels per group of ``scheme``, with -1 resolved to K.
+
+    Raises:
+        UnsupportedError: K is not a multiple of it, so the last group would be short.
+    """
+    size = scheme.group_size
+    if size == CHANNEL:
+        return in_features
+    if size < 1 or in_features % size:
+        raise UnsupportedError(
+            f"{name}: in_features {in_features} is not a multiple of group size {size}; "
+            "choose another group size for it, or skip it"
+        )
+    return size
+
+
+def check_weight(weight: Tensor, scheme: Scheme, name: str) -> None:
+    """Refuse a weight that no grid can hold.
+
+    Raises:
+        UnsupportedError: it is not a matrix.
+        NumericsError: it holds NaN, infinity, or values whose scale overflows the dtype of scales.
+    """
+    if weight.dim() != 2:
+        raise UnsupportedError(f"{name}: expected a weight [N, K], found shape {list(weight.shape)}")
+    if not bool(torch.isfinite(weight).all()):
+        bad = int((~torch.isfinite(weight)).sum())
+        raise NumericsError(
+            f"{name}: {bad} of {weight.numel()} weights are NaN or infinite; check the source checkpoint"
+        )
+    largest = float(weight.abs().max())
+    if largest > torch.finfo(torch_dtype(scheme.scale_dtype)).max:
+        raise NumericsError(
+            f"{name}: a weight of magnitude {largest:.3g} is beyond what {scheme.scale_dtype} scales are "
+            "meant for; check the source checkpoint"
+        )

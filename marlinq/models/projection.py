@@ -1,0 +1,234 @@
+"""One matrix that can be quantised, wherever the model keeps it.
+
+An ``nn.Linear``, GPT-2's ``Conv1D`` and one expert of a fused 3-D parameter are the same thing to everybody
+else: a weight [N, K] that can be read, replaced, and tapped for its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+Receive = Callable[[str, Tensor], None]
+"""Called with the name of a projection and its input, float [..., K]."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Where one weight [N, K] is.
+
+    Attributes:
+        name: the module's full name, for example ``model.layers.0.self_attn.q_proj``; of an expert, the name
+            that checkpoints with one module an expert give it. Rules are matched against it.
+        parameter: full name of the parameter that holds the weight.
+        in_features: K.
+        out_features: N.
+        bias: whether a bias [N] is added.
+        transposed: the parameter holds [K, N]: GPT-2's ``Conv1D``, and some fused experts.
+        expert: index along the first axis of a 3-D parameter; None where the parameter is the weight.
+        part, parts: the weight is one of several of N rows each that lie in the same matrix, such as the gate
+            and up projections of an expert.
+        interleaved: the parts' rows take turns, instead of following each other.
+    """
+
+    name: str
+    parameter: str
+    in_features: int
+    out_features: int
+    bias: bool = False
+    transposed: bool = False
+    expert: int | None = None
+    part: int = 0
+    parts: int = 1
+    interleaved: bool = False
+
+    @property
+    def module(self) -> str:
+        """Full name of the module that owns the parameter."""
+        return self.parameter.rpartition(".")[0]
+
+    @property
+    def whole(self) -> bool:
+        """Whether the parameter holds this weight and nothing else."""
+        return self.expert is None and self.parts == 1
+
+    def view(self, parameter: Tensor) -> Tensor:
+        """The weight [N, K] inside its parameter; writing to it writes to the parameter."""
+        matrix = parameter if self.expert is None else parameter[self.expert]
+        if self.transposed:
+            matrix = matrix.t()
+        if self.parts == 1:
+            return matrix
+        if self.interleaved:
+            return matrix[self.part :: self.parts]
+        return matrix[self.part * self.out_features : (self.part + 1) * self.out_features]
+
+    def as_parameter(self, weight: Tensor) -> Tensor:
+        """``weight`` [N, K] laid out as the parameter of a :attr:`whole` projection is."""
+        return weight.t().contiguous() if self.transposed else weight
+
+
+def fused_experts(
+    parameter: str,
+    shape: Sequence[int],
+    parts: Sequence[str],
+    *,
+    transposed: bool = False,
+    interleaved: bool = False,
+) -> tuple[Projection, ...]:
+    """The projections of a fused parameter, expert by expert.
+
+    Args:
+        parameter: its full name, for example ``model.layers.0.mlp.experts.gate_up_proj``.
+        shape: [experts, parts * N, K], or [experts, K, parts * N] where ``transposed``.
+        parts: what the parts are called in a module of their own: ``gate_proj``, ``up_proj``.
+        transposed, interleaved: as in :class:`Projection`.
+    """
+    experts, rows, columns = shape
+    k, n = (rows, columns) if transposed else (columns, rows)
+    stem = parameter[: parameter.rfind(".") + 1]
+    return tuple(
+        Projection(
+            name=f"{stem}{expert}.{part}",
+            parameter=parameter,
+            in_features=k,
+            out_features=n // len(parts),
+            transposed=transposed,
+            expert=expert,
+            part=index,
+            parts=len(parts),
+            interleaved=interleaved,
+        )
+        for expert in range(experts)
+        for index, part in enumerate(parts)
+    )
+
+
+@contextmanager
+def tapped(model: nn.Module, projections: Iterable[Projection], receive: Receive) -> Iterator[None]:
+    """Calls ``receive`` with the input of each projection whenever it is multiplied.
+
+    Args:
+        model: what the projections' names are relative to; their parameters are materialised.
+        projections: to listen to.
+        receive: told about each input.
+
+    An expert's input is taken from the product of its slice, or of the whole fused parameter: the model has
+    to multiply with views of the parameter, as transformers' ``eager`` experts do, not with gathered copies.
+    """
+    taps = _ProductTaps(receive)
+    with ExitStack() as stack:
+        for projection in projections:
+            if projection.expert is None:
+                hook = _forward_hook(projection.name, receive)
+                handle = model.get_submodule(projection.module).register_forward_pre_hook(hook)
+                stack.callback(handle.remove)
+            else:
+                taps.listen(projection, model.get_parameter(projection.parameter))
+        if taps.listening:
+            stack.enter_context(taps)
+        yield
+
+
+def shared_inputs(
+    model: nn.Module,
+    projections: Iterable[Projection],
+    run: Callable[[], object],
+    receive: Receive | None = None,
+) -> list[tuple[str, ...]]:
+    """Names of projections that read the very same input tensor, in the order of their first use.
+
+    Args:
+        model: what the names are relative to.
+        projections: of one materialised block.
+        run: runs the block once.
+        receive: called with each group's first projection and its input whenever that is multiplied.
+
+    Projections that did not run (an expert no token chose) follow, each in a group of its own.
+    """
+    wanted = list(projections)
+    groups: dict[tuple[object, ...], list[str]] = {}
+    # The tensors stay referenced until the end, so no memory address can be reused within the block.
+    alive: list[Tensor] = []
+
+    def note(name: str, x: Tensor) -> None:
+        alive.append(x)
+        if not any(name in members for members in groups.values()):
+            key = (x.data_ptr(), x.numel(), x.shape[-1], x.dtype, x._version)
+            groups.setdefault(key, []).append(name)
+        if receive is not None and any(members[0] == name for members in groups.values()):
+            receive(name, x)
+
+    with tapped(model, wanted, note):
+        run()
+    used = {name for members in groups.values() for name in members}
+    idle = [(projection.name,) for projection in wanted if projection.name not in used]
+    return [tuple(members) for members in groups.values()] + idle
+
+
+def _forward_hook(name: str, receive: Receive) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+        receive(name, args[0])
+
+    return before
+
+
+_PRODUCTS = (
+    nn.functional.linear,
+    torch.matmul,
+    torch.mm,
+    torch.bmm,
+    Tensor.matmul,
+    Tensor.mm,
+    Tensor.bmm,
+    Tensor.__matmul__,
+)
+
+
+class _ProductTaps(TorchFunctionMode):
+    """Watches products for operands that lie in a fused parameter."""
+
+    def __init__(self, receive: Receive) -> None:
+        super().__init__()
+        self._receive = receive
+        self._parameters: dict[int, tuple[Tensor, dict[int, list[str]]]] = {}
+
+    @property
+    def listening(self) -> bool:
+        return bool(self._parameters)
+
+    def listen(self, projection: Projection, parameter: Tensor) -> None:
+        storage = parameter.untyped_storage().data_ptr()
+        _, names = self._parameters.setdefault(storage, (parameter, {}))
+        assert projection.expert is not None
+        names.setdefault(projection.expert, []).append(projection.name)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _PRODUCTS:
+            operands = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+            if len(operands) >= 2:
+                self._look(operands[0], operands[1])
+        return func(*args, **kwargs)
+
+    def _look(self, x: Tensor, weight: Tensor) -> None:
+        found = self._parameters.get(weight.untyped_storage().data_ptr())
+        if found is None:
+            return
+        parameter, names = found
+        if weight.dim() == 3:
+            for expert, members in names.items():
+                for name in members:
+                    self._receive(name, x[expert])
+            return
+        expert = (weight.storage_offset() - parameter.storage_offset()) // parameter.stride(0)
+        for name in names.get(expert, ()):
+            self._receive(name, x)

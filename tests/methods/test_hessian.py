@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from marlinq.core.errors import NumericsError, UnsupportedError
+from marlinq.methods.hessian import HessianAccumulator
+
+CPU = torch.device("cpu")
+
+
+def test_the_hessian_is_twice_the_mean_outer_product_of_real_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(3, 7, 16, generator=generator), torch.randn(2, 5, 16, generator=generator)]
+    masks = [torch.rand(x.shape[:2], generator=generator) < 0.6 for x in batches]
+    accumulator = HessianAccumulator(16, device=CPU, name="layer")
+    rows = []
+    for x, mask in zip(batches, masks, strict=True):
+        polluted = x.masked_fill(~mask[..., None], float("nan"))
+        accumulator.add(polluted, mask)
+        rows.append(x[mask])
+    tokens = torch.cat(rows).double()
+    expected = 2 * tokens.t() @ tokens / len(tokens)
+    found = accumulator.hessian()
+    assert accumulator.tokens == len(tokens)
+    assert torch.equal(found, found.t())
+    # A float32 sum of n products is within about n roundings of 2**-24, relative to the sum of magnitudes.
+    bound = len(tokens) * 2**-24 * (2 * tokens.abs().t() @ tokens.abs() / len(tokens))
+    assert ((found.double() - expected).abs() <= bound).all()
+
+
+def test_flattened_inputs_take_the_same_mask() -> None:
+    x = torch.randn(2, 4, 8)
+    mask = torch.tensor([[True, True, True, True], [True, True, False, False]])
+    together, flat = (HessianAccumulator(8, device=CPU, name="layer") for _ in range(2))
+    together.add(x, mask)
+    flat.add(x.view(8, 8), mask)
+    assert torch.equal(together.hessian(), flat.hessian())
+    with pytest.raises(UnsupportedError, match="layer: expected inputs of"):
+        flat.add(x.view(8, 8)[:5], mask)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_activations_are_named(bad: float) -> None:
+    accumulator = HessianAccumulator(4, device=CPU, name="model.layers.3.mlp.down_proj")
+    accumulator.add(torch.tensor([[1.0, 2.0, bad, 4.0]]))
+    with pytest.raises(NumericsError, match=r"model\.layers\.3\.mlp\.down_proj: 1 of 4 input channels"):
+        accumulator.hessian()
+
+
+def test_two_shards_merge_to_the_hessian_of_both() -> None:
+    generator = torch.Generator().manual_seed(2)
+    parts = [torch.randn(n, 16, generator=generator) for n in (40, 7, 90)]
+    whole, left, right = (HessianAccumulator(16, device=CPU, name="layer") for _ in range(3))
+    for part in parts:
+        whole.add(part)
+    left.add(parts[0])
+    right.add(parts[1])
+    right.add(parts[2])
+    left.merge(right)
+    assert left.tokens == whole.tokens == 137
+    # Both are within about one rounding a token of the exact sum, relative to the sum of magnitudes.
+    tokens = torch.cat(parts).double()
+    bound = 2 * 137 * 2**-24 * (2 * tokens.abs().t() @ tokens.abs() / 137)
+    assert ((left.hessian().double() - whole.hessian().double()).abs() <= bound).all()
+    before = left.hessian()
+    left.merge(HessianAccumulator(16, device=CPU, name="layer"))
+    assert torch.equal(left.hessian(), before)
+    empty = HessianAccumulator(16, device=CPU, name="layer")
+    empty.merge(right)
+    assert torch.equal(empty.hessian(), right.hessian())
+    with pytest.raises(ValueError, match="expected statistics of 16 channels, found 8"):
+        left.merge(HessianAccumulator(8, device=CPU, name="layer"))

@@ -1,0 +1,48 @@
+"""Nothing is suspected in weights that are right: a small version of ``lab/reliability/false_alarms.py``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from marlinq.formats import LAYOUTS, spec_of
+from marlinq.methods.gptq import solve_gptq
+from marlinq.operations.verify.evidence import find_faults
+from marlinq.operations.verify.finding import RunSize
+from tests.testing.realistic_layers import realistic_layer
+
+layer = cache(realistic_layer)
+
+
+def findings(weight, q, layout):
+    """Judged as a run of its own, which is the strictest."""
+    spec = replace(spec_of(q), scheme=layout.as_stored(replace(q.scheme, scale_dtype="float16")))
+    return find_faults(weight, q, layout, spec, layout.pack(q), RunSize.of([spec])).findings
+
+
+@pytest.mark.parametrize("act_order", ["static", "none"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group_size", [32, 64, 128, -1])
+def test_in_every_layout(group_size, symmetric, act_order):
+    weight, hessian = layer(512, 256, 0)
+    q, _ = solve_gptq(weight, hessian, group_size=group_size, symmetric=symmetric, act_order=act_order)
+    for name, layout in LAYOUTS.items():
+        if layout.refusal(q) is None:
+            assert not findings(weight, q, layout), name
+
+
+# The shapes, groups and dtypes of two models whose correct checkpoints were once refused.
+@pytest.mark.parametrize(
+    ("k", "n", "group_size", "dtype"),
+    [(1024, 640, 64, torch.bfloat16), (896, 640, 128, torch.float16)],
+)
+def test_in_shapes_that_were_refused(k, n, group_size, dtype):
+    for seed, dominant in ((1, 0), (2, 4)):
+        weight, hessian = layer(k, n, seed, dominant=dominant, dtype=dtype)
+        q, _ = solve_gptq(weight, hessian, group_size=group_size, symmetric=True)
+        for name in ("compressed-tensors", "awq", "marlin"):
+            if LAYOUTS[name].refusal(q) is None:
+                assert not findings(weight, q, LAYOUTS[name]), name
