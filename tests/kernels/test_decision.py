@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -28,9 +28,18 @@ from marlinq.kernels import (
     forced_kernel,
     precompile_model,
 )
-from marlinq.kernels.decide import warpgroup
+from marlinq.kernels.decide import bulk, stream, warpgroup
 from marlinq.kernels.decide.bulk import BulkConfig
-from marlinq.kernels.decide.decision import Kernel, _decide, available, blocks_together, bucket, model_choice
+from marlinq.kernels.decide.costs import PHYSICS
+from marlinq.kernels.decide.decision import (
+    Kernel,
+    _decide,
+    available,
+    blocks_together,
+    bucket,
+    estimates,
+    model_choice,
+)
 from marlinq.kernels.decide.device import H200
 from marlinq.kernels.decide.stream import StreamConfig
 from marlinq.kernels.decide.warpgroup import WarpgroupConfig
@@ -166,6 +175,21 @@ def test_the_variants_of_the_benchmark_layers() -> None:
                 values = [int(value) for value in asdict(decision.config).values()]
                 found[layer.name][str(m)] = [decision.kernel, *values]
     assert found == pinned
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_model_counts_the_same_launch(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(16, 4096, 4096, 128, False, False)
+    before = [seconds for seconds, _, _ in estimates(problem, H200, kernel)]
+    longer = replace(PHYSICS, launch=PHYSICS.launch + 1.0)
+    for module in (bulk, stream, warpgroup):
+        monkeypatch.setattr(module, "PHYSICS", longer)
+        own = {field.name for field in fields(module.Costs)}
+        assert own.isdisjoint(field.name for field in fields(PHYSICS)), "what is shared is nobody's own"
+    after = [seconds for seconds, _, _ in estimates(problem, H200, kernel)]
+    assert before
+    for early, late in zip(before, after, strict=True):
+        assert late - early == pytest.approx(1.0)
 
 
 def test_new_decisions_are_quick() -> None:

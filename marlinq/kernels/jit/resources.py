@@ -36,11 +36,11 @@ _DEVICES = {
 }
 # All groups on the oldest architecture and on the one that every kernel is made for; elsewhere the extremes.
 _ALL_GROUPS = ("sm_80", "sm_90a")
-# One batch for every height of tile, and a single row.
+# One batch for every height of tile, a single row, and batches of the variants that serve many.
 _BATCHES: Mapping[Kernel, tuple[int, ...]] = {
     "stream": (1, 8, 9, 17, 33),
     "bulk": (1, 9),
-    "warpgroup": (8, 32, 64, 128, 4096),
+    "warpgroup": (8, 32, 48, 64, 100, 128, 1000, 4096),
 }
 _SIZE = 4096
 # The assembler's advisories of these numbers say that products of a warpgroup wait for each other.
