@@ -155,6 +155,7 @@ def test_automatic_groups_differ_by_module_and_are_reported(tmp_path: Path) -> N
     up = report.modules["model.layers.0.mlp.up_proj"]
     assert up.reason == "recipe; group size 64: the largest of 128, 64, 32 that divides 64"
     assert down.reason == "recipe; group size 128: the largest of 128, 64, 32 that divides 128"
+    assert "3 by recipe; group size 128: the largest" in report.render()
     view = opened(tmp_path / "out")
     assert view.load("model.layers.0.mlp.down_proj").group_size == 128
     assert view.load("model.layers.0.mlp.up_proj").group_size == 64
