@@ -7,6 +7,7 @@ from typing import Any
 
 from marlinq.core.errors import CheckpointError
 from marlinq.models.blueprint import Blueprint
+from marlinq.models.projection import Projection
 
 
 class TensorNames:
@@ -44,6 +45,14 @@ class TensorNames:
         """Like :meth:`find`, without looking at tied parameters."""
         spellings = self._spellings(parameter)
         return next((self._stored[name] for name in spellings if name in self._stored), None)
+
+    def stem(self, projection: Projection, suffix: str) -> str | None:
+        """What the checkpoint calls the module of ``projection``, where it stores ``<that>.<suffix>`` of it.
+
+        An expert of a fused parameter is a module of its own in checkpoints that store it so.
+        """
+        stored = self.own(f"{projection.name}.{suffix}")
+        return None if stored is None else stored.removesuffix(f".{suffix}")
 
     def require(self, parameter: str) -> str:
         """Like :meth:`find`.

@@ -162,10 +162,9 @@ def _quantized_names(blueprint: Blueprint, quantized: QuantizedCheckpoint) -> di
     names = TensorNames(blueprint, checkpoint.tensors.keys(), source=str(checkpoint.path))
     found: dict[str, str] = {}
     for name, projection in blueprint.by_name.items():
-        stored = names.own(f"{name}.{key}")
-        if stored is None:
+        stem = names.stem(projection, key)
+        if stem is None:
             continue
-        stem = stored.removesuffix(f".{key}")
         spec = quantized.modules[stem]
         expected = (projection.in_features, projection.out_features)
         if (spec.in_features, spec.out_features) != expected:

@@ -94,6 +94,9 @@ def test_names_are_found_with_and_without_the_base_models_prefix(prefix: str) ->
     assert names.require("lm_head.weight") == f"{prefix}wte.weight"
     assert names.own("lm_head.weight") is None
     assert names.find("transformer.wpe.weight") is None
+    head = blueprint.by_name["lm_head"]
+    assert names.stem(head, "weight") is None
+    assert TensorNames(blueprint, {"lm_head.qweight"}, source="gpt2").stem(head, "qweight") == "lm_head"
     with pytest.raises(CheckpointError, match=r"gpt2.*'transformer\.wpe\.weight'.*'wpe\.weight'"):
         names.require("transformer.wpe.weight")
 

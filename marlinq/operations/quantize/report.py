@@ -82,6 +82,11 @@ class QuantizeReport(Shown):
         """How the modules are quantised, in words, and how many of them so."""
         return Counter(report.scheme for report in self.modules.values())
 
+    def _reasons(self) -> list[tuple[str, int]]:
+        """Where settings come from and for how many modules, unless the recipe says it all."""
+        reasons = Counter(report.reason for report in self.modules.values())
+        return [] if set(reasons) == {"recipe"} else list(reasons.items())
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         kept = {name: keep.reason for name, keep in self.kept.items()}
@@ -102,9 +107,10 @@ class QuantizeReport(Shown):
             ("made", f"{self.out}, {self.format}, {sizes}"),
             ("quantised", linears),
             *(("", f"{count} as {scheme}") for scheme, count in self.schemes.items()),
+            *(("", f"{count} by {reason}") for reason, count in self._reasons()),
             ("calibration", used),
             (
-                "output error",
+                "weight error" if text is None else "output error",
                 f"relative, squared: median {middle:.2e}, largest {errors[-1]:.2e} in {worst}",
             ),
         ]

@@ -279,11 +279,11 @@ def _by_stored_name(blueprint: Blueprint, view: QuantizedCheckpoint) -> dict[str
     tensors = view.checkpoint.tensors
     names = TensorNames(blueprint, tensors.keys(), source=str(view.checkpoint.path))
     found = {}
-    for name, projection in blueprint.by_name.items():
+    for projection in blueprint.by_name.values():
         for suffix in (view.layout.key, "weight"):
-            stored = names.own(f"{name}.{suffix}")
-            if stored is not None:
-                found[stored.removesuffix(f".{suffix}")] = projection
+            stem = names.stem(projection, suffix)
+            if stem is not None:
+                found[stem] = projection
     return found
 
 

@@ -81,10 +81,8 @@ def test_eight_bits_through_every_command(original: Path, tmp_path: Path, layout
     assert load_file(tmp_path / "back" / "model.safetensors").keys() == view.checkpoint.tensors.keys()
 
     loaded = load(tmp_path / "out", device="cpu")
-    assert {decision.path for decision in loaded.decisions.values()} >= {"dense"}
-    for name in view.modules:
-        if report.modules[name].bits == 8:
-            assert loaded.decisions[name].path == "dense"
+    eight = {name for name, module in report.modules.items() if module.bits == 8}
+    assert {loaded.decisions[name].operator for name in eight} == {"dense"}
     assert len(generate(loaded, "It is", max_new_tokens=4).tokens) <= 4
     text = tmp_path / "text.txt"
     text.write_text(TEXT, encoding="utf-8")
@@ -155,6 +153,7 @@ def test_automatic_groups_differ_by_module_and_are_reported(tmp_path: Path) -> N
     up = report.modules["model.layers.0.mlp.up_proj"]
     assert up.reason == "recipe; group size 64: the largest of 128, 64, 32 that divides 64"
     assert down.reason == "recipe; group size 128: the largest of 128, 64, 32 that divides 128"
+    assert "3 by recipe; group size 128: the largest" in report.render()
     view = opened(tmp_path / "out")
     assert view.load("model.layers.0.mlp.down_proj").group_size == 128
     assert view.load("model.layers.0.mlp.up_proj").group_size == 64
