@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from marlinq.core.errors import OutputError
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +28,9 @@ class HiddenStates:
         device: where they are used; memory is pinned when that is a GPU.
         limit_bytes: above it a file is used.
         folder: where that file lies; it has no name and vanishes with the process.
+
+    Raises:
+        OutputError: the file can't be made, or the disk has too little room for it.
     """
 
     def __init__(
@@ -40,12 +46,7 @@ class HiddenStates:
         total = sum(sizes)
         self.on_disk = total * dtype.itemsize > limit_bytes
         if self.on_disk:
-            import numpy as np
-
-            with tempfile.TemporaryFile(dir=folder) as file:
-                file.truncate(total * dtype.itemsize)
-                mapped = np.memmap(file, dtype=np.uint8, mode="r+")
-            flat = torch.from_numpy(mapped).view(dtype)
+            flat = torch.from_numpy(_mapped_file(folder, total * dtype.itemsize)).view(dtype)
         else:
             flat = torch.empty(total, dtype=dtype, pin_memory=device.type == "cuda")
         starts = [0, *accumulate(sizes)]
@@ -65,3 +66,19 @@ class HiddenStates:
     def store(self, batch: int, states: Tensor) -> None:
         """Replaces the states of a batch."""
         self._batches[batch].copy_(states)
+
+
+def _mapped_file(folder: Path, nbytes: int) -> Any:
+    """A nameless file of ``nbytes`` as an array of bytes."""
+    import numpy as np
+
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # A hole in the file would find the disk full when it is written to, which kills the process.
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            return np.memmap(file, dtype=np.uint8, mode="r+")
+    except OSError as error:
+        raise OutputError(
+            f"{folder}: no room for {nbytes / 1e9:.1f} GB of hidden states ({error.strerror or error}); "
+            "free some, or lower --samples or --max-length"
+        ) from None

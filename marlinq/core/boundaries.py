@@ -8,12 +8,16 @@ of marlinq or tells a user which file to mend. Each boundary names the file. The
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from marlinq.core.errors import CheckpointError, EnvironmentProblem, MarlinqError
 
 _LONGEST_REASON = 300
+# An honest template takes milliseconds.
+_TEMPLATE_SECONDS = 5.0
 # The panic of a Rust extension derives from BaseException; this is the only way to tell it.
 _RUST_PANIC = "pyo3_runtime"
 # A device that fails says nothing about a file.
@@ -78,11 +82,35 @@ def tokenizer(source: object) -> AbstractContextManager[None]:
     return foreign(str(getattr(source, "name_or_path", source)), "no usable tokenizer", "restore its files")
 
 
-def chat_template(folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
-    """Around rendering a chat template."""
-    return foreign(
-        os.fspath(folder), "the chat template can't be rendered", "mend it, or continue plain text"
-    )
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Interrupt Python code inside after so much time of the processor. Only the main thread can do this; in
+    another one there is no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def over(number: int, frame: object) -> None:
+        raise TimeoutError(f"more than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGVTALRM, over)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+@contextmanager
+def chat_template(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Around rendering a chat template, which is a program and may never end."""
+    problem = "the chat template can't be rendered"
+    with (
+        foreign(os.fspath(folder), problem, "mend it, or continue plain text"),
+        _limited(_TEMPLATE_SECONDS),
+    ):
+        yield
 
 
 def forward(folder: str | os.PathLike[str]) -> AbstractContextManager[None]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marlinq.calibration import Document, HiddenStates, generate_documents, make_batches
-from marlinq.core.errors import NumericsError
+from marlinq.core.errors import NumericsError, OutputError
 from tests.testing.tiny_models import tiny_model
 
 CPU = torch.device("cpu")
@@ -98,3 +100,15 @@ def test_a_model_that_breaks_while_writing_is_reported() -> None:
         model.lm_head.weight[7] = float("nan")
     with pytest.raises(NumericsError, match="logits are NaN"):
         generate_documents(model, model.config, samples=1, max_length=20, seed=0, device=CPU)
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "open"])
+def test_a_disk_without_room_for_hidden_states_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def full(*args: object, **kwargs: object) -> int:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(OutputError, match=r"no room for 0\.0 GB of hidden states \(.*quota"):
+        HiddenStates([(2, 3, 4)], dtype=torch.float32, device=CPU, limit_bytes=1, folder=tmp_path)

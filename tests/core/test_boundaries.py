@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,16 @@ def test_nonsense_in_a_chat_template_names_the_folder(runnable: Path, template: 
     loaded.tokenizer.chat_template = template
     with pytest.raises(CheckpointError, match=r"runnable.*the chat template can't be rendered"):
         generate(loaded, "hello", max_new_tokens=1, chat=True)
+
+
+def test_a_chat_template_that_never_ends_is_stopped(runnable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundaries, "_TEMPLATE_SECONDS", 0.3)
+    loaded = load(runnable, device="cpu")
+    many = "{% for a in range(90000) %}" * 3 + "{% endfor %}" * 3
+    loaded.tokenizer.chat_template = many
+    with pytest.raises(CheckpointError, match=r"can't be rendered \(TimeoutError: more than"):
+        generate(loaded, "hello", max_new_tokens=1, chat=True)
+    assert signal.getsignal(signal.SIGVTALRM) is signal.SIG_DFL
 
 
 def test_nonsense_in_a_generation_config_names_the_file(runnable: Path) -> None:

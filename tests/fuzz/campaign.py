@@ -6,6 +6,7 @@ at what came of it. A case that breaks one of the promises is a finding:
 
 * ``traceback``: something other than one line and a known exit code;
 * ``hang``: longer than the time limit;
+* ``memory``: half a gigabyte more than any run before it;
 * ``executed``: code of the folder was run;
 * ``wrong``: a conversion that is not exact, a changed byte that ``verify`` passes under a manifest, a folder
   that ``verify`` passes and ``load`` or the safetensors library refuses, a resumed run with other bytes;
@@ -22,6 +23,7 @@ import contextlib
 import io
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -54,6 +56,7 @@ from tests.testing.tiny_models import tiny_model
 LAYOUTS = ("gptq", "gptq-v2", "awq", "marlin", "compressed-tensors")
 AREAS = (*MUTATIONS, "crash", "race")
 TIME_LIMIT = 60
+MEMORY_LIMIT = 1 << 29
 EXIT_CODES = (0, *(error.exit_code for error in MarlinqError.__subclasses__()))
 _SHARD_BYTES = 60_000
 _APART_EVERY = 250
@@ -111,7 +114,7 @@ class Tally:
         lines = [f"{self.cases} cases, {self.runs} runs"]
         lines += [f"  {area:<10} {count:>6}" for area, count in sorted(self.areas.items())]
         lines += [f"  {name:<22} {count:>6}" for name, count in sorted(self.outcomes.items())]
-        names = ("traceback", "hang", "executed", "wrong", "dirt", "text")
+        names = ("traceback", "hang", "memory", "executed", "wrong", "dirt", "text")
         lines.append("findings: " + ", ".join(f"{kinds[name]} {name}" for name in names))
         lines += [f"case {f.case} {f.kind}: {f.what}\n{f.detail}" for f in self.findings]
         return "\n".join(lines)
@@ -292,7 +295,11 @@ class _Case:
 
     def execute(self, arguments: list[str], *, apart: bool = False) -> Result | None:
         self.campaign.tally.runs += 1
+        before = _peak_bytes()
         result = _apart(arguments) if apart else _here(arguments)
+        grown = _peak_bytes() - before
+        if grown > MEMORY_LIMIT:
+            self.found("memory", f"{' '.join(arguments)}: {grown / 1e6:.0f} MB more than any run before")
         if isinstance(result, Result):
             return result
         kind = "hang" if result.startswith("hang") else "traceback"
@@ -580,6 +587,11 @@ def _difference(source: Path, out: Path) -> str | None:
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def _peak_bytes() -> int:
+    """The most memory this process has had; Linux counts kilobytes."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:

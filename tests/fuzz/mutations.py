@@ -223,6 +223,7 @@ def tokenizer(rng: Random, folder: Path) -> str:
                     "{{ raise_exception('a\nb') }}",
                     "{{ ''.__class__ }}",
                     "{{ messages }}\x1b[2J",
+                    "{% for a in range(90000) %}" * 3 + "{% endfor %}" * 3,
                     "{% for m in messages %}{{ m.content }}{% endfor %}",
                     "",
                 )
