@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from marlinq.core.scheme import INT4
+from marlinq.core.scheme import INT4, INT8, Element, Scheme
 from marlinq.formats import LAYOUTS, spec_of
 from marlinq.methods.gptq import solve_gptq
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.verify.evidence import MANY, find_faults
 from marlinq.operations.verify.finding import FAILURE, WARNING, RunSize
-from marlinq.operations.verify.noise import measure_noise
+from marlinq.operations.verify.noise import measure_noise, not_modelled
 from marlinq.operations.verify.tails import Tail, tail_of_others
 from marlinq.operations.verify.words import find_exchanges, word_tile
 from tests.testing.faults import WORDS, flip_bit, swap_nibbles
@@ -326,3 +326,10 @@ def test_eight_bits():
     codes[[8, 9], 3] = codes[[9, 8], 3]
     (finding, *_) = findings_of(weight, replace(q, codes=codes), LAYOUTS["gptq"])
     assert finding.what.startswith("the word that holds input channel 8 of output channel 3")
+
+
+def test_says_which_schemes_are_not_modelled():
+    assert not_modelled(Scheme(INT4)) is None
+    assert not_modelled(Scheme(INT8)) is None
+    uneven = Element("toy4", 4, tuple(float(value) ** 3 for value in range(-8, 8)))
+    assert "toy4 weights" in str(not_modelled(Scheme(uneven, zero_point="none")))
