@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from marlinq.core.errors import UnsupportedError
-from marlinq.formats.layouts.marlin import unpack_tiles, unpermute_scales
+from marlinq.formats.layouts.marlin import permute_scales, unpack_tiles
 from marlinq.kernels import (
     Device,
     Problem,
@@ -85,7 +85,7 @@ def test_four_bits_are_as_the_layout_says() -> None:
     assert torch.equal(INT4.values(operands.words[:, 128:256], torch.float32), codes[:, 64:128].float())
     assert operands.zeros is not None
     scales, zeros = (
-        unpermute_scales(stored).float().repeat_interleave(64, 0)
+        permute_scales(stored).float().repeat_interleave(64, 0)
         for stored in (operands.scales, operands.zeros)
     )
     expected = (codes.float() - zeros) * scales

@@ -13,7 +13,7 @@ from marlinq import formats
 from marlinq.core.errors import UnsupportedError
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import LAYOUTS, StoredWeight, layouts
-from marlinq.formats.layouts.marlin import Marlin, unpack_tiles, unpermute_scales
+from marlinq.formats.layouts.marlin import Marlin, permute_scales, unpack_tiles
 from marlinq.runtime import (
     MarlinOperand,
     QuantLinear,
@@ -40,8 +40,8 @@ def quant_linear(q: QuantizedWeight, bias: Tensor | None) -> QuantLinear:
 def held_weight(operand: MarlinOperand) -> Tensor:
     """The dense weight [N', K'] that the kernel sees, by the definition of the layout."""
     codes = unpack_tiles(operand.words).float()
-    scales = unpermute_scales(operand.scales).float()
-    zeros = torch.full_like(scales, 8) if operand.zeros is None else unpermute_scales(operand.zeros).float()
+    scales = permute_scales(operand.scales).float()
+    zeros = torch.full_like(scales, 8) if operand.zeros is None else permute_scales(operand.zeros).float()
     rows = torch.arange(codes.shape[0])
     groups = torch.zeros_like(rows) if operand.group_size == -1 else rows // operand.group_size
     return ((codes - zeros[groups]) * scales[groups]).t()
@@ -196,7 +196,7 @@ def test_any_layout_of_the_kernels_bits_is_taken_as_stored(
         "toy", renamed, packed.spec, {renamed.key: packed.words, renamed.scale_key: packed.scales}
     )
     no_codes(monkeypatch)
-    for name in ("tile_words", "untile_words", "permute_scales", "unpermute_scales"):
+    for name in ("tile_words", "untile_words", "permute_scales"):
         monkeypatch.setattr(layouts.marlin, name, None)
     monkeypatch.setattr(operand, "permute_scales", None)
     found = stored_operand(stored, torch.float16, CPU)

@@ -34,8 +34,6 @@ TILE_N = 64
 
 _LOW = 0x0F0F0F0F
 _SLAB_ROWS = 256
-_SINGLE = [2 * i + c for i in range(4) for c in (0, 1, 8, 9, 16, 17, 24, 25)]
-_SINGLE_INVERSE = sorted(range(32), key=_SINGLE.__getitem__)
 
 
 class Marlin(Layout):
@@ -124,7 +122,7 @@ class Marlin(Layout):
 
     def _unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
         return Grid(
-            scales=unpermute_scales(tensors["s"]),
+            scales=permute_scales(tensors["s"]),
             zeros=torch.full((spec.groups, spec.out_features), INT4.midpoint, dtype=torch.uint8),
             g_idx=trivial_g_idx(spec.in_features, spec.scheme.group_size),
             group_size=spec.channels_per_group,
@@ -173,22 +171,11 @@ def untile_words(stored: Tensor) -> Tensor:
 
 
 def permute_scales(scales: Tensor) -> Tensor:
-    """[G, N] in channel order to the stored order: an 8x8 transpose in every 64 columns, or, for a single
-    group, a fixed permutation of every 32."""
+    """[G, N] from channel order to the stored order, or back: the permutation is its own inverse.
+
+    With several groups the 8x8 block that 64 columns form is transposed; with one group, in every 32 columns
+    the two axes of 4 of the [4, 4, 2] block that they form.
+    """
     groups, n = scales.shape
-    if groups > 1:
-        return _transpose_8x8(scales)
-    return scales.reshape(groups, n // 32, 32)[..., _SINGLE].reshape(groups, n).contiguous()
-
-
-def unpermute_scales(scales: Tensor) -> Tensor:
-    """The inverse of :func:`permute_scales`."""
-    groups, n = scales.shape
-    if groups > 1:
-        return _transpose_8x8(scales)
-    return scales.reshape(groups, n // 32, 32)[..., _SINGLE_INVERSE].reshape(groups, n).contiguous()
-
-
-def _transpose_8x8(scales: Tensor) -> Tensor:
-    groups, n = scales.shape
-    return scales.reshape(groups, n // 64, 8, 8).transpose(2, 3).reshape(groups, n).contiguous()
+    block = (groups, n // 64, 8, 8, 1) if groups > 1 else (groups, n // 32, 4, 4, 2)
+    return scales.reshape(block).transpose(2, 3).reshape(groups, n).contiguous()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from marlinq.formats.layouts.marlin import TILE_K, TILE_N, unpermute_scales
+from marlinq.formats.layouts.marlin import TILE_K, TILE_N, permute_scales
 from marlinq.kernels.weights.format import WeightFormat, register_weight_format
 
 
@@ -33,7 +33,7 @@ INT4 = register_weight_format(
         scale="quant_group",
         midpoint=8.0,
         values=values,
-        in_order=unpermute_scales,
+        in_order=permute_scales,
         codec="Int4",
         kernels=("stream", "bulk", "warpgroup"),
         # Two passes part the nibbles (1 + 1), one orders them (1 + 2); zero points and scales take 4 each.
