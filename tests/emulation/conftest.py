@@ -13,11 +13,15 @@ from tests.emulation.build import Builder, find_compiler
 
 @pytest.fixture(scope="session")
 def builder(tmp_path_factory: pytest.TempPathFactory) -> Builder:
-    """Keeps what it compiles below ``$MARLINQ_CACHE``, if that is set, else for this session."""
+    """Keeps what it compiles below ``$MARLINQ_CACHE``, if that is set, else for this session, whose processes
+    share it."""
     compiler = find_compiler()
     if compiler is None or sys.platform != "linux":
         pytest.skip("the emulation of CUDA needs Linux and a C++ compiler: g++ or c++ on the path, or $CXX")
     chosen = os.environ.get("MARLINQ_CACHE")
-    folder = Path(chosen) / "emulation" if chosen else tmp_path_factory.mktemp("emulation")
+    session = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        session = session.parent
+    folder = (Path(chosen) if chosen else session) / "emulation"
     folder.mkdir(parents=True, exist_ok=True)
     return Builder(folder, compiler)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -37,8 +37,8 @@ class WeightFormat:
     row_channels: int
     scale: ScaleKind
     midpoint: float
-    values: Callable[[Tensor, torch.dtype], Tensor]
-    in_order: Callable[[Tensor], Tensor]
+    values: Callable[[Tensor, torch.dtype], Tensor] = field(repr=False)
+    in_order: Callable[[Tensor], Tensor] = field(repr=False)
     codec: str
     kernels: tuple[str, ...]
     dequantizing_bytes: float
