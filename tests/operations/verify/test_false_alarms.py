@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from marlinq.formats import LAYOUTS, spec_of
-from marlinq.methods.gptq import solve_gptq
+from marlinq.methods.gptq import GPTQOptions, solve_gptq
 from marlinq.operations.verify.evidence import find_faults
 from marlinq.operations.verify.finding import RunSize
 from tests.testing.realistic_layers import realistic_layer
+from tests.testing.schemes import scheme
 
 layer = cache(realistic_layer)
 
@@ -28,7 +29,9 @@ def findings(weight, q, layout):
 @pytest.mark.parametrize("group_size", [32, 64, 128, -1])
 def test_in_every_layout(group_size, symmetric, act_order):
     weight, hessian = layer(512, 256, 0)
-    q, _ = solve_gptq(weight, hessian, group_size=group_size, symmetric=symmetric, act_order=act_order)
+    q, _ = solve_gptq(
+        weight, hessian, scheme(group_size, symmetric=symmetric), GPTQOptions(act_order=act_order)
+    )
     for name, layout in LAYOUTS.items():
         if layout.refusal(q) is None:
             assert not findings(weight, q, layout), name
@@ -42,7 +45,12 @@ def test_in_every_layout(group_size, symmetric, act_order):
 def test_in_shapes_that_were_refused(k, n, group_size, dtype):
     for seed, dominant in ((1, 0), (2, 4)):
         weight, hessian = layer(k, n, seed, dominant=dominant, dtype=dtype)
-        q, _ = solve_gptq(weight, hessian, group_size=group_size, symmetric=True)
+        q, _ = solve_gptq(weight, hessian, scheme(group_size))
         for name in ("compressed-tensors", "awq", "marlin"):
-            if LAYOUTS[name].refusal(q) is None:
-                assert not findings(weight, q, LAYOUTS[name]), name
+            if LAYOUTS[name].refusal(q) is not None:
+                continue
+            found = findings(weight, q, LAYOUTS[name])
+            assert not any(finding.fails for finding in found), name
+            # Four input channels a hundred times the others leave errors with heavier tails than the model has:
+            # one word of the 896-wide layer is suspected, with an expectation of 2e-5. A warning, no failure.
+            assert len(found) <= (1 if dominant else 0), name
