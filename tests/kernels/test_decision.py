@@ -142,14 +142,16 @@ def test_expected_times_grow_with_the_problem_and_respect_the_hardware(m: int, n
         assert seconds(2 * m, n, k) >= own
 
 
-def test_themodel_choice_of_all_kernels_is_chosen() -> None:
+def test_the_model_chooses_the_fastest_of_all_kernels() -> None:
+    # A GPU without a name has no measured choices.
+    device = replace(H200, name="")
     for n, k in LLAMA_8B:
         problem = Problem(16, n, k, 128, False, False)
-        free = decide(problem, H200).seconds
+        free = decide(problem, device).seconds
         forced = []
         for kernel in KERNELS:
             with forced_kernel(kernel):
-                forced.append(decide(problem, H200).seconds)
+                forced.append(decide(problem, device).seconds)
         assert free == min(forced)
 
 
