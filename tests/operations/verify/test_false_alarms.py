@@ -51,6 +51,6 @@ def test_in_shapes_that_were_refused(k, n, group_size, dtype):
                 continue
             found = findings(weight, q, LAYOUTS[name])
             assert not any(finding.fails for finding in found), name
-            # Input channels that dominate the others leave heavier tails than the model of the errors has: one
-            # word of the 896-wide layer is suspected, with an expectation of 2e-5. A warning, no failure.
+            # Input channels that dominate the others leave heavier tails than the model has: one word of the
+            # 896-wide layer is suspected, with an expectation of 2e-5. A warning, no failure.
             assert len(found) <= (1 if dominant else 0), name
