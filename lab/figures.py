@@ -225,8 +225,9 @@ def wanted() -> dict[Path, str]:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for name, table in TABLES.items():
-            marker = re.compile(rf"(<!-- table: {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
-            text = marker.sub(lambda found, made=table: found[1] + made() + found[2], text)  # type: ignore[misc]
+            # Table lines only: a marker without its end must not swallow what follows.
+            marker = re.compile(rf"(<!-- table: {name} -->\n)(?:\|.*\n)*(<!-- end -->)")
+            text = marker.sub(lambda found, made=table: f"{found[1]}{made()}\n{found[2]}", text)  # type: ignore[misc]
         files[page] = text
     return files
 

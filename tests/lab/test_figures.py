@@ -14,6 +14,12 @@ def test_pages_and_plots_are_up_to_date() -> None:
     assert stale == [], "run: python -m lab.figures"
 
 
+def test_every_table_has_its_place() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in figures.PAGES)
+    for name, table in figures.TABLES.items():
+        assert f"<!-- table: {name} -->\n{table()}\n<!-- end -->" in pages, name
+
+
 def test_ratios_are_those_of_the_times() -> None:
     found = {
         "batches": [1, 1024],
