@@ -89,6 +89,8 @@ def quantize(
     by_block = [members for block in blueprint.blocks if (members := plan.members(block))]
     dtype = _compute_dtype(checkpoint, plan, chosen)
     if chosen.type == "cuda":
+        # A process that has not used the GPU has no statistics to reset.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.reset_peak_memory_stats(chosen)
     environment = _environment(chosen, dtype)
     # All that can be wrong with the text is found before the output folder is begun.
