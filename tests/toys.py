@@ -7,6 +7,7 @@ options of its own, an operator that is no dense matrix. :func:`registered` adds
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -214,9 +215,12 @@ def registered() -> Iterator[None]:
     register_dialect(ToyDialect())
     register_method(ToyMethod())
     register_operator(ToyOperator())
+    # Its options are those of the methods there were when it was imported.
+    sys.modules.pop("marlinq.cli.quantize", None)
     try:
         yield
     finally:
         for registry, kept in zip(registries, before, strict=True):
             registry.clear()
             registry.update(kept)
+        sys.modules.pop("marlinq.cli.quantize", None)
