@@ -12,7 +12,7 @@ from marlinq.cli.types import SOURCE, OneOf
 def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
     parts = [part.strip() for part in value.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise click.BadParameter(f"expected whole numbers such as 1,8,64, found {value!r}")
+        raise click.BadParameter(f"expected integers such as 1,8,64, found {value!r}")
     return tuple(int(part) for part in parts)
 
 

@@ -37,7 +37,7 @@ class StoredTensor(Protocol):
 
 
 def check_counts(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], source: str) -> None:
-    """Refuse counts of layers that no checkpoint of so many tensors has; every layer has at least one.
+    """Refuse a count of layers above the number of tensors: every layer has at least one.
 
     Raises:
         CheckpointError: the key, its value and the number of tensors.

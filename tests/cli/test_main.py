@@ -80,7 +80,7 @@ def test_error_as_json(marlinq: Callable, operation: Callable) -> None:
         (["quantize", "a", "b", "--max-shard-size", "0GB"], "expected a size such as 5GB"),
         (["quantize", "a", "b", "--device", "tpu"], "expected auto, cpu, cuda or cuda:N"),
         (["quantize", "a", "b", "--override", "x=y"], "expected REGEX=skip"),
-        (["bench", "kernels", "--batch", "1,x"], "expected whole numbers"),
+        (["bench", "kernels", "--batch", "1,x"], "expected integers"),
         (["generate", "a", "--prompt", "x", "--greedy", "--temperature", "1"], "keep one"),
     ],
 )

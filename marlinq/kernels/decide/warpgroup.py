@@ -443,7 +443,9 @@ def _resident(problem: Problem, device: Device, config: WarpgroupConfig) -> int:
 def _displaced(
     problem: Problem, device: Device, config: WarpgroupConfig, weights: float, activations: float
 ) -> float:
-    """Seconds of device memory for what stream-K tiles, each of so many bytes, don't find in L2.
+    """Seconds of device memory for operands of stream-K tiles that miss L2.
+
+    ``weights`` and ``activations`` are the bytes that one tile reads.
 
     They begin anywhere in K, so neighbours share only what stays there, while whole tiles run side by side.
     """

@@ -27,7 +27,7 @@ def w4a16_gemm(
         x: [..., K] float16 or bfloat16, on the CPU also float32; with ``order`` any number of columns.
         words: int32 [K/16, 2N], K and N multiples of 64 (:func:`marlinq.formats.layouts.marlin.pack_tiles`).
         scales: [G, N] in ``x.dtype``, stored order (:func:`marlinq.formats.layouts.marlin.permute_scales`).
-        zeros: None for symmetric weights, else zero points [G, N] in ``x.dtype``, stored order: whole numbers
+        zeros: None for symmetric weights, else zero points [G, N] in ``x.dtype``, stored order: integers
             from 0 to 127, which a GPU does not check.
         bias: None or [out_features] in ``x.dtype``, channel order.
         group_size: 32, 64, 128 or -1 (one group).

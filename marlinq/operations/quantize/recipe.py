@@ -177,7 +177,7 @@ class Recipe:
     Attributes:
         format: the output layout, a name in :data:`marlinq.formats.LAYOUTS`.
         method: a name in :data:`marlinq.methods.METHODS`.
-        bits: of a code: the layout's first element of so many.
+        bits: per code; selects the layout's first element of that width.
         group_size: input channels a scale, one of 32, 64, 128; -1 for one scale an output channel; or "auto"
             for the largest of 128, 64 and 32 that divides each module's K.
         symmetric: zero point fixed in the middle of the codes.
@@ -371,8 +371,7 @@ def _dividing(in_features: int) -> int | None:
 
 
 def _element(layout: Layout, bits: int) -> Element:
-    """The first element of so many bits that ``layout`` holds; the integer one, which it then refuses, when
-    it holds none."""
+    """The first element of ``bits`` that ``layout`` holds; if none, the integer one, which it refuses."""
     held = (ELEMENTS[name] for name in layout.elements if name in ELEMENTS)
     return next((element for element in held if element.bits == bits), integer_element(bits))
 
