@@ -1,0 +1,182 @@
+"""What a decoder computes, in values: the vocabulary that recognition writes and executors read.
+
+Names in here are full module names of the transformers model that was recognised, so that an executor can
+fetch weights from it. Nothing in here runs anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A normalisation over the last axis, computed in float32.
+
+    Attributes:
+        module: full name of the module; its ``weight`` and ``bias`` are parameters where it has them.
+        kind: ``rms`` divides by the root of the mean square; ``layer`` subtracts the mean first.
+        eps: added to the mean square or the variance.
+        offset: added to the weight: 1 where a model stores ``weight - 1``.
+        narrow_first: whether the normalised value is rounded to the activations' dtype before it is
+            multiplied with the weight (Llama), instead of after (Gemma).
+        width: channels that are normalised together; of a query or key norm the head's width, or that of
+            all heads.
+    """
+
+    module: str
+    kind: Literal["rms", "layer"]
+    eps: float
+    offset: float = 0.0
+    narrow_first: bool = True
+    width: int = 0
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding of one layer.
+
+    Attributes:
+        module: full name of the module whose buffers hold the frequencies.
+        frequencies: name of that buffer, float [channels / 2].
+        channels: of each head, from its first; the others pass unchanged.
+        interleaved: pairs are neighbours (0, 1), instead of (0, channels / 2).
+        scaling: factor on cosines and sines.
+    """
+
+    module: str
+    frequencies: str
+    channels: int
+    interleaved: bool = False
+    scaling: float = 1.0
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Where the outputs of several projections come from.
+
+    Attributes:
+        modules: full names of the linears; a single one where the model fuses them.
+        widths: output columns of each part, in the order of the executor's parts (q, k, v or gate, up).
+    """
+
+    modules: tuple[str, ...]
+    widths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal self-attention with grouped queries.
+
+    Attributes:
+        qkv: the projections of queries, keys and values.
+        output: full name of the projection behind the attention.
+        heads, kv_heads, head_dim: H, KV and D; H is a multiple of KV.
+        scale: factor on the dot products.
+        window: positions that a query sees at most, its own included; None for all.
+        softcap: dot products become ``softcap * tanh(product / softcap)``; None for no cap.
+        query_norm, key_norm: applied per head, or over all heads, before the rotary embedding.
+        rotary: None where positions are not rotated.
+    """
+
+    qkv: Slices
+    output: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    rotary: Rotary | None = None
+
+
+@dataclass(frozen=True)
+class MLP:
+    """``down(activation(gate(x)) * up(x))``, or ``down(activation(up(x)))`` without a gate.
+
+    Attributes:
+        inputs: gate and up, or up alone.
+        gated: whether there is a gate.
+        down: full name of the last projection.
+        activation: ``silu``, ``gelu``, ``gelu_tanh``, ``relu`` or ``relu2``.
+    """
+
+    inputs: Slices
+    gated: bool
+    down: str
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder block.
+
+    With x the residual stream::
+
+        a = attention(attention_norm(x));  x = x + residual_scale * post_attention_norm(a)
+        m = mlp(mlp_norm(x));              x = x + residual_scale * post_mlp_norm(m)
+
+    In a parallel block both read the same x, and ``x + a + m`` follows. A norm that is None is left out.
+
+    Attributes:
+        name: the block's full module name.
+        attention, mlp: what they say.
+        attention_norm, post_attention_norm, mlp_norm, post_mlp_norm: as above.
+        parallel: attention and MLP read the same x.
+        residual_scale: factor on what is added.
+    """
+
+    name: str
+    attention: Attention
+    mlp: MLP
+    attention_norm: Norm | None
+    mlp_norm: Norm | None
+    post_attention_norm: Norm | None = None
+    post_mlp_norm: Norm | None = None
+    parallel: bool = False
+    residual_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A whole decoder.
+
+    Attributes:
+        embedding: full name of the token embedding.
+        embedding_scale: factor on its rows, rounded to the activations' dtype as the model does.
+        positions: full name of a learned position embedding, or None.
+        positions_offset: added to a position before it is looked up there.
+        embedding_norm: behind the embedding, or None.
+        layers: the blocks in order.
+        final_norm: before the head, or None.
+        head: full name of the output head (its weight may be tied to the embedding).
+        logit_scale: factor on the logits.
+        logit_softcap: as :attr:`Attention.softcap`, for the logits, after ``logit_scale``.
+    """
+
+    embedding: str
+    layers: tuple[Layer, ...]
+    final_norm: Norm | None
+    head: str
+    embedding_scale: float = 1.0
+    positions: str | None = None
+    positions_offset: int = 0
+    embedding_norm: Norm | None = None
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class Unrecognised:
+    """Why a model has no anatomy.
+
+    Attributes:
+        part: the module or config entry, by its full name.
+        reason: one clause, for people.
+    """
+
+    part: str
+    reason: str

@@ -1,0 +1,1 @@
+"""The decode step, put together from an anatomy."""

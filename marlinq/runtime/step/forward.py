@@ -1,0 +1,52 @@
+"""What a decoder runs, whoever computes it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+
+class Forward(ABC):
+    """The forward passes of decoding over a cache of fixed capacity.
+
+    Every row of the batch has a length of its own, kept on the device, and sees its own tokens only.
+
+    Attributes:
+        batch: B.
+        capacity: L, tokens that a row can hold.
+        lengths: int32 [B], tokens in each row's cache.
+        reason: one clause, for people: who computes, and why.
+        capturable: whether :meth:`step` may be captured into a CUDA graph.
+    """
+
+    batch: int
+    capacity: int
+    lengths: Tensor
+    reason: str
+    capturable: bool
+
+    @abstractmethod
+    def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """Forget everything and read prompts.
+
+        Args:
+            ids: int64 [B, T], padded on the right with any token.
+            lengths: int32 [B] on the CPU, 1..T.
+
+        Returns:
+            logits [B, vocabulary] behind each row's last token.
+        """
+
+    @abstractmethod
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append ``tokens``, int64 [B] on the device, to the rows; no host synchronisation.
+
+        Returns:
+            logits [B, vocabulary]; on a GPU the same memory every time, valid until the next step.
+        """
+
+    def device(self) -> torch.device:
+        """Where the cache is."""
+        return self.lengths.device
