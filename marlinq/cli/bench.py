@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import click
 
 from marlinq.cli.options import device_option, dtype_option, json_option
 from marlinq.cli.output import print_report, progress_bar
 from marlinq.cli.types import SOURCE, OneOf
+from marlinq.core.errors import UsageError
 
 
 def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
@@ -101,34 +104,95 @@ def kernels(
     print_report(report, as_json=as_json)
 
 
-@command.command(
-    "decode", short_help="Time decoding with a checkpoint.", context_settings={"show_default": True}
+@command.command("decode", short_help="Time decoding with a model.", context_settings={"show_default": True})
+@click.argument("checkpoint", type=SOURCE, metavar="[CKPT]", required=False)
+@click.option("--synthetic", metavar="MODEL", help="Make up a model of this shape instead of loading one.")
+@click.option("--layers", type=click.IntRange(min=1), help="Decoder blocks of the synthetic model.")
+@click.option(
+    "--group-size",
+    type=click.Choice(("32", "64", "128", "-1")),
+    default="128",
+    help="Of the synthetic model's weights, at most.",
 )
-@click.argument("checkpoint", type=SOURCE, metavar="CKPT")
-@click.option("--batch", type=click.IntRange(min=1), default=1, help="Sequences decoded together.")
-@click.option("--prompt-tokens", type=click.IntRange(min=1), default=512, help="Length of each prompt.")
-@click.option("--new-tokens", type=click.IntRange(min=1), default=128, help="Tokens to decode.")
+@click.option(
+    "--head",
+    type=click.Choice(("16", "int4")),
+    default="16",
+    help="The synthetic model's output head: 16 bits, or quantised.",
+)
+@click.option(
+    "--batch",
+    "batches",
+    metavar="B,B,...",
+    callback=_numbers,
+    default="1",
+    help="Sequences decoded together.",
+)
+@click.option(
+    "--context",
+    "contexts",
+    metavar="T,T,...",
+    callback=_numbers,
+    default="512",
+    help="Tokens of each prompt.",
+)
+@click.option("--new-tokens", type=click.IntRange(min=1), default=128, help="Steps of a timed run.")
+@click.option(
+    "--against",
+    metavar="PEER",
+    type=click.Choice(("transformers",)),
+    help="Measure transformers with the unquantised model of the same shapes too: compiled, static cache.",
+)
+@click.option(
+    "--profile",
+    type=click.Path(dir_okay=False),
+    help="Write a trace of the last cell's steps, and list its kernels.",
+)
+@click.option("--sustained", is_flag=True, help="Measure without rests, as on a busy server.")
 @device_option
 @dtype_option
 @json_option
 def decode(
-    checkpoint: str,
-    batch: int,
-    prompt_tokens: int,
+    checkpoint: str | None,
+    synthetic: str | None,
+    layers: int | None,
+    group_size: str,
+    head: Literal["16", "int4"],
+    batches: tuple[int, ...],
+    contexts: tuple[int, ...],
     new_tokens: int,
+    against: str | None,
+    profile: str | None,
+    sustained: bool,
     device: str,
     dtype: str,
     as_json: bool,
 ) -> None:
-    """Measure prefill and decode speed and the time to the first token with the checkpoint CKPT."""
-    from marlinq.operations.bench import bench_decode
+    """Measure prefill and decode steps of the checkpoint CKPT over a grid of batches and contexts.
 
+    Models for --synthetic: gemma-3-12b, gemma-3-4b, llama-3-70b, llama-3-8b, mistral-7b, qwen3-8b,
+    smollm2-135m.
+    """
+    from marlinq.operations.bench import Synthetic, bench_decode
+
+    measured: str | Synthetic
+    if synthetic is not None and checkpoint is None:
+        measured = Synthetic(synthetic, layers, int(group_size), head)
+    elif checkpoint is not None and synthetic is None:
+        if layers is not None or head != "16" or group_size != "128":
+            raise UsageError("--layers, --head and --group-size go with --synthetic; leave them out")
+        measured = checkpoint
+    else:
+        raise UsageError("expected a checkpoint folder or --synthetic MODEL, one of the two")
     with progress_bar() as progress:
         report = bench_decode(
-            checkpoint,
-            batch=batch,
-            prompt_tokens=prompt_tokens,
+            measured,
+            batches=batches,
+            contexts=contexts,
             new_tokens=new_tokens,
+            against=() if against is None else (against,),
+            profile=profile,
+            sustained=sustained,
             device=device,
             dtype=dtype,
             progress=progress,

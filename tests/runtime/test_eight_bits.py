@@ -64,7 +64,7 @@ def test_every_command_runs_them_and_says_how(folders: tuple[Path, Path], tmp_pa
     loaded = load(quantized, device="cpu")
     notes = generate(loaded, "Once", max_new_tokens=4).notes
     assert any(REASON in note for note in notes)
-    assert REASON in bench_decode(loaded, prompt_tokens=8, new_tokens=2).render()
+    assert REASON in bench_decode(loaded, contexts=(8,), new_tokens=2).render()
     text = tmp_path / "text.txt"
     text.write_text(TEXT, encoding="utf-8")
     found = evaluate(quantized, against=original, text=str(text), windows=2, length=64, device="cpu")

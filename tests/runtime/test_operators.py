@@ -98,7 +98,7 @@ def test_a_registered_operator_runs_a_model(layout: str, toy: Codes, tmp_path: P
     assert relative(logits(loaded.model), logits(reference)) < FLOAT32
     result = generate(loaded, PROMPT, max_new_tokens=4)
     assert any("codes: the toy's product; not dense: torch's product" in note for note in result.notes)
-    bench = bench_decode(loaded, prompt_tokens=4, new_tokens=2).render()
+    bench = bench_decode(loaded, contexts=(4,), new_tokens=2).render()
     assert "codes: the toy's product" in bench
     assert "not w4a16: int8 weights" in bench
 

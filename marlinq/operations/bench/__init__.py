@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from marlinq.operations.bench.decode import DecodeBench, bench_decode
+from marlinq.operations.bench.decode import DecodeBench, DecodeCell, bench_decode
 from marlinq.operations.bench.kernels import bench_kernels
 from marlinq.operations.bench.report import Cell, KernelBench
+from marlinq.operations.bench.synthetic import SYNTHETIC, Synthetic, synthetic_model
 
-__all__ = ["Cell", "DecodeBench", "KernelBench", "bench_decode", "bench_kernels"]
+__all__ = [
+    "SYNTHETIC",
+    "Cell",
+    "DecodeBench",
+    "DecodeCell",
+    "KernelBench",
+    "Synthetic",
+    "bench_decode",
+    "bench_kernels",
+    "synthetic_model",
+]

@@ -1,11 +1,15 @@
-"""Speed of decoding with a checkpoint: prefill, steps, and the weights that a step reads."""
+"""Speed of decoding: prefill and steps over a grid of batches and contexts, beside the 16-bit model's."""
 
 from __future__ import annotations
 
 import os
 import statistics
-from dataclasses import asdict, dataclass
-from typing import Any
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,161 +19,364 @@ from marlinq.core.devices import read_clock
 from marlinq.core.display import Block, Shown, Table, lines
 from marlinq.core.errors import UsageError
 from marlinq.core.progress import ReportProgress, no_progress
+from marlinq.models import Blueprint, build_blueprint
+from marlinq.operations.bench.decode_peers import PEERS, CompiledTransformers, dense_twin
 from marlinq.operations.bench.hardware import hardware_line
+from marlinq.operations.bench.synthetic import Synthetic, synthetic_model
+from marlinq.operations.bench.trace import StepProfile, profile_steps
 from marlinq.runtime import Decoder, LoadedModel, StepDecision, load
 from marlinq.runtime.generation import position_limit
 
 _REPEATS = 3
-_WARM_UP_TOKENS = 8
+_WARM_UP_STEPS = 3
+_PROFILED_STEPS = 8
+_KERNELS_SHOWN = 24
+# An H200 that decodes without rests settles within this time (docs/lab-notes/kernels.md, "Two clocks").
+_HEATING_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class DecodeCell:
+    """One batch and context.
+
+    Attributes:
+        batch: sequences decoded together.
+        context: tokens of each sequence when the first timed step begins.
+        first_token_seconds: from the prompts to their first new tokens; median of three.
+        step_seconds: of a decode step; median over three runs of their mean.
+        step_bytes: weights, scales, and the keys and values of the mean context, read once.
+        step: how steps ran, and why.
+        peer_first_token_seconds, peer_step_seconds: the same of the 16-bit model; None where not measured.
+    """
+
+    batch: int
+    context: int
+    first_token_seconds: float
+    step_seconds: float
+    step_bytes: int
+    step: StepDecision
+    peer_first_token_seconds: float | None = None
+    peer_step_seconds: float | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all sequences over the time of a step."""
+        return self.batch / self.step_seconds
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes read a second."""
+        return self.step_bytes / self.step_seconds
+
+    @property
+    def speedup(self) -> float | None:
+        """The 16-bit model's step over this one's."""
+        return None if self.peer_step_seconds is None else self.peer_step_seconds / self.step_seconds
 
 
 @dataclass(frozen=True)
 class DecodeBench(Shown):
-    """How fast a checkpoint decodes, and on what.
+    """How fast a model decodes, and on what.
 
     Attributes:
-        checkpoint: the folder.
+        checkpoint: the folder, or what was made up.
         hardware: processor and versions.
-        batch: sequences decoded together.
-        prompt_tokens: tokens of each prompt.
-        new_tokens: steps that were timed.
-        first_token_seconds: from the prompts to their first new tokens; median of three.
-        step_seconds: mean time of a decode step.
+        cells: batch by batch, context by context.
+        new_tokens: steps that a run times.
+        sustained: whether runs followed each other without rests.
+        load_seconds: from the folder to a model that is ready; None for one that was made up or given.
         weight_bytes: weights and scales that a step reads, embedding tables aside.
-        step: how steps ran, and why.
+        peak_bytes: of GPU memory, while ours ran; 0 on a CPU.
+        profile: the kernels of the last cell's step, where asked for.
         notes: how the quantised linears were multiplied, and what else to know.
     """
 
     checkpoint: str
     hardware: str
-    batch: int
-    prompt_tokens: int
+    cells: tuple[DecodeCell, ...]
     new_tokens: int
-    first_token_seconds: float
-    step_seconds: float
+    sustained: bool
+    load_seconds: float | None
     weight_bytes: int
-    step: StepDecision
+    peak_bytes: int
+    profile: StepProfile | None
     notes: tuple[str, ...]
-
-    @property
-    def prefill_tokens_per_second(self) -> float:
-        """Prompt tokens of all sequences over the time to the first token."""
-        return self.batch * self.prompt_tokens / self.first_token_seconds
-
-    @property
-    def decode_tokens_per_second(self) -> float:
-        """New tokens of all sequences over the time of the steps."""
-        return self.batch / self.step_seconds
-
-    @property
-    def weight_bandwidth(self) -> float:
-        """Bytes of weights read a second while decoding."""
-        return self.weight_bytes / self.step_seconds
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {
-            **asdict(self),
-            "prefill_tokens_per_second": self.prefill_tokens_per_second,
-            "decode_tokens_per_second": self.decode_tokens_per_second,
-            "weight_bandwidth": self.weight_bandwidth,
-        }
+        cells = [
+            {
+                **asdict(cell),
+                "tokens_per_second": cell.tokens_per_second,
+                "bandwidth": cell.bandwidth,
+                "speedup": cell.speedup,
+            }
+            for cell in self.cells
+        ]
+        return {**asdict(self), "cells": cells}
 
     def display(self) -> list[Block]:
-        """The figures, what each of them means, and what they were measured on."""
-        first = f"{1e3 * self.first_token_seconds:.1f} ms"
-        prefill = f"from the prompt to the first new token: {self.prefill_tokens_per_second:.1f} tokens/s"
-        rows = (
-            ("first token", first, prefill),
-            ("decode step", f"{1e3 * self.step_seconds:.3f} ms", "one more token for every sequence"),
-            ("decode", f"{self.decode_tokens_per_second:.1f} tokens/s", "new tokens of all sequences"),
-            ("weights", f"{self.weight_bytes / 1e9:.3f} GB", "what a step reads, embedding tables aside"),
-            ("", f"{self.weight_bandwidth / 1e9:.1f} GB/s", "the same over the time of a step"),
-        )
-        job = f"{self.batch} x ({self.prompt_tokens} prompt + {self.new_tokens} new) tokens"
-        return [
-            lines(f"{self.checkpoint}: {job}"),
-            Table(("", "figure", "meaning"), rows, numbers=(1,)),
-            lines(f"steps: {self.step.mode}: {self.step.reason}", self.hardware, *self.notes),
+        """The grid, what its figures mean, and what they were measured on."""
+        header = ["batch", "context", "first token", "step", "tokens/s", "GB/s"]
+        compared = any(cell.peer_step_seconds is not None for cell in self.cells)
+        if compared:
+            header += ["16-bit first token", "16-bit step", "speedup"]
+        rows = tuple(_row(cell, compared) for cell in self.cells)
+        blocks: list[Block] = [
+            lines(f"{self.checkpoint}"),
+            Table(tuple(header), rows, numbers=tuple(range(len(header)))),
+            lines(
+                "first token: from the prompts to the first new tokens; step: one more in every sequence",
+                "GB/s: weights, scales, keys and values, read once a step",
+                f"weights: {self.weight_bytes / 1e9:.3f} GB a step, embedding tables aside"
+                + (f"; peak of GPU memory {self.peak_bytes / 1e9:.2f} GB" if self.peak_bytes else "")
+                + ("" if self.load_seconds is None else f"; loaded in {self.load_seconds:.2f} s"),
+                f"{self.new_tokens} steps a run, {'no ' if self.sustained else ''}rests between runs",
+            ),
         ]
+        if self.profile is not None:
+            blocks += _profile_blocks(self.profile)
+        steps = dict.fromkeys(f"steps: {cell.step.mode}: {cell.step.reason}" for cell in self.cells)
+        return [*blocks, lines(*steps, self.hardware, *self.notes)]
+
+
+def _row(cell: DecodeCell, compared: bool) -> tuple[str, ...]:
+    row = [
+        str(cell.batch),
+        str(cell.context),
+        _milliseconds(cell.first_token_seconds),
+        _milliseconds(cell.step_seconds),
+        f"{cell.tokens_per_second:.1f}",
+        f"{cell.bandwidth / 1e9:.1f}",
+    ]
+    if compared:
+        speedup = "" if cell.speedup is None else f"{cell.speedup:.2f}x"
+        peers = (cell.peer_first_token_seconds, cell.peer_step_seconds)
+        row += [*("" if peer is None else _milliseconds(peer) for peer in peers), speedup]
+    return tuple(row)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3f} ms" if seconds < 1 else f"{1e3 * seconds:.0f} ms"
+
+
+def _profile_blocks(profile: StepProfile) -> list[Block]:
+    rows = tuple(
+        (kernel.name, f"{kernel.launches:.1f}", f"{1e6 * kernel.seconds:.1f}", f"{100 * kernel.share:.1f} %")
+        for kernel in profile.kernels[:_KERNELS_SHOWN]
+    )
+    return [
+        Table(("kernel", "launches", "us a step", "share"), rows, numbers=(1, 2, 3)),
+        lines(
+            f"a step spans {1e6 * profile.span_seconds:.1f} us, "
+            f"{1e6 * profile.busy_seconds:.1f} of them busy; kernels launched dependently overlap, and count "
+            "their waiting",
+            f"trace: {profile.trace}",
+        ),
+    ]
+
+
+class _Runner(Protocol):
+    """Something that reads prompts and then makes greedy steps."""
+
+    def prefill(self, ids: Tensor) -> None: ...
+
+    def steps(self, count: int) -> None: ...
+
+
+class _Own:
+    """marlinq's decoder."""
+
+    def __init__(self, loaded: LoadedModel, batch: int, capacity: int) -> None:
+        self.decoder = Decoder(loaded.model, batch=batch, max_length=capacity)
+        self._tokens: Tensor | None = None
+
+    def prefill(self, ids: Tensor) -> None:
+        self._tokens = self.decoder.prefill(ids).argmax(-1)
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            assert self._tokens is not None
+            self._tokens = self.decoder.step(self._tokens).argmax(-1)
 
 
 def bench_decode(
-    checkpoint: str | os.PathLike[str] | LoadedModel,
+    checkpoint: str | os.PathLike[str] | LoadedModel | Synthetic,
     *,
-    batch: int = 1,
-    prompt_tokens: int = 512,
+    batches: Sequence[int] = (1,),
+    contexts: Sequence[int] = (512,),
     new_tokens: int = 128,
+    against: Sequence[str] = (),
+    profile: str | os.PathLike[str] | None = None,
+    sustained: bool = False,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     progress: ReportProgress = no_progress,
 ) -> DecodeBench:
-    """Times prefill and greedy decoding of random prompts; end tokens are decoded over.
+    """Measures prefill and decode steps of every batch and context.
 
     Args:
-        checkpoint: a folder, a Hub id, or a model that is loaded already.
-        batch: sequences decoded together.
-        prompt_tokens: tokens of each prompt.
-        new_tokens: steps to time.
-        device: as in :func:`marlinq.runtime.load`; a CPU measures the CPU path, and says so.
-        dtype: as in :func:`marlinq.runtime.load`.
-        progress: called with (what is being done, steps done, steps in all).
+        checkpoint: a folder, a loaded model, or a shape to make up.
+        batches: sequences decoded together.
+        contexts: tokens of each prompt.
+        new_tokens: steps of a timed run.
+        against: peers to measure in the same process: ``transformers`` is the unquantised model of the same
+            shapes, compiled, with a static cache.
+        profile: where to write a trace of the last cell's steps; needs a GPU.
+        sustained: no rests between runs, as on a busy server.
+        device, dtype: as :func:`marlinq.runtime.load` takes them.
+        progress: called while the model is loaded and after each run.
 
     Raises:
-        UsageError: a count below 1, or more tokens than the model has positions for.
+        UsageError: a number below 1, an unknown peer, or more tokens than the model has positions for.
         CheckpointError: the checkpoint can't be loaded.
     """
-    for name, value in (("batch", batch), ("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens)):
-        if value < 1:
-            raise UsageError(f"{name}: expected 1 or more, found {value}")
-    loaded = (
-        checkpoint
-        if isinstance(checkpoint, LoadedModel)
-        else load(checkpoint, device=device, dtype=dtype, progress=progress)
-    )
-    length = prompt_tokens + new_tokens
+    for name, values in (("batch", batches), ("context", contexts), ("new_tokens", (new_tokens,))):
+        if not values or min(values) < 1:
+            raise UsageError(f"{name}: expected 1 or more, found {min(values, default='nothing')}")
+    unknown = [name for name in against if name not in PEERS]
+    if unknown:
+        raise UsageError(f"--against {unknown[0]!r} is not known; expected {', '.join(PEERS)}")
+    started = time.perf_counter()
+    loaded, load_seconds = _model(checkpoint, device, dtype, progress), None
+    if isinstance(checkpoint, (str, os.PathLike)):
+        read_clock(loaded.device)
+        load_seconds = time.perf_counter() - started
+    if profile is not None and loaded.device.type != "cuda":
+        raise UsageError(f"--profile lists a GPU's kernels; this is {loaded.device.type}")
     limit = position_limit(loaded.model)
-    if limit is not None and length > limit:
+    if limit is not None and max(contexts) + new_tokens > limit:
         raise UsageError(
-            f"prompt + new tokens: {length}, but {loaded.path} has positions for {limit}; lower them"
+            f"context + new tokens: {max(contexts) + new_tokens}, but {loaded.path} has positions for "
+            f"{limit}; lower them"
         )
-    prompts = _random_prompts(loaded, batch, prompt_tokens)
-    with boundaries.forward(loaded.path):
-        # A model that runs once runs: no boundary is timed.
-        decoder = Decoder(loaded.model, batch=batch, max_length=length)
-        _warm_up(decoder, prompts)
-    first_token = []
-    for repeat in range(_REPEATS):
-        start = read_clock(loaded.device)
-        tokens = decoder.prefill(prompts).argmax(-1)
-        first_token.append(read_clock(loaded.device) - start)
-        progress("prefill", repeat + 1, _REPEATS)
-    start = read_clock(loaded.device)
-    for index in range(new_tokens):
-        tokens = decoder.step(tokens).argmax(-1)
-        progress("decode", index + 1, new_tokens)
-    seconds = read_clock(loaded.device) - start
+    run = _Run(loaded, new_tokens, sustained, progress, len(batches) * len(contexts) * (1 + len(against)))
+    on_gpu = loaded.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(loaded.device)
+    cells: list[DecodeCell] = []
+    found = None
+    for batch in batches:
+        for context in contexts:
+            with boundaries.forward(loaded.path):
+                # A model that runs once runs: no boundary is timed.
+                own = _Own(loaded, batch, context + run.longest)
+                own.prefill(run.prompts(batch, context))
+                own.steps(1)
+            first, step = run.measure(own, batch, context)
+            mean_length = context + new_tokens / 2
+            nbytes = weight_bytes(loaded.model) + round(batch * mean_length * cache_bytes_per_token(loaded))
+            cells.append(DecodeCell(batch, context, first, step, nbytes, own.decoder.decision))
+            if profile is not None and batch == batches[-1] and context == contexts[-1]:
+                own.prefill(run.prompts(batch, context))
+                found = profile_steps(partial(own.steps, _PROFILED_STEPS), _PROFILED_STEPS, Path(profile))
+    peak = torch.cuda.max_memory_allocated(loaded.device) if on_gpu else 0
+    if "transformers" in against:
+        cells = _against_transformers(loaded, _twin_blueprint(checkpoint, loaded), run, cells)
     _, *how = loaded.report()
-    if loaded.device.type == "cpu":
+    if not on_gpu:
         how.insert(0, "no GPU was used: these are the figures of the CPU path, not of the kernel")
-        if loaded.decisions:
-            how.insert(
-                1,
-                "on a CPU quantised weights are multiplied as dense ones: a step reads as many bytes as the "
-                "unquantised model's, and takes as long",
-            )
     return DecodeBench(
         checkpoint=str(loaded.path),
         hardware=hardware_line(loaded.device),
-        batch=batch,
-        prompt_tokens=prompt_tokens,
+        cells=tuple(cells),
         new_tokens=new_tokens,
-        first_token_seconds=statistics.median(first_token),
-        step_seconds=seconds / new_tokens,
+        sustained=sustained,
+        load_seconds=load_seconds,
         weight_bytes=weight_bytes(loaded.model),
-        step=decoder.decision,
+        peak_bytes=peak,
+        profile=found,
         notes=tuple(how),
     )
+
+
+def _model(
+    checkpoint: str | os.PathLike[str] | LoadedModel | Synthetic,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype | None,
+    progress: ReportProgress,
+) -> LoadedModel:
+    if isinstance(checkpoint, LoadedModel):
+        return checkpoint
+    if isinstance(checkpoint, Synthetic):
+        return synthetic_model(checkpoint, device=device, dtype=dtype, progress=progress)
+    return load(checkpoint, device=device, dtype=dtype, progress=progress)
+
+
+def _twin_blueprint(
+    checkpoint: str | os.PathLike[str] | LoadedModel | Synthetic, loaded: LoadedModel
+) -> Blueprint:
+    if isinstance(checkpoint, Synthetic):
+        return build_blueprint(checkpoint.config(), source=checkpoint.describe(), dtype=loaded.dtype)
+    config = {
+        key: value for key, value in loaded.model.config.to_dict().items() if key != "quantization_config"
+    }
+    return build_blueprint(config, source=str(loaded.path), dtype=loaded.dtype)
+
+
+def _against_transformers(
+    loaded: LoadedModel, blueprint: Blueprint, run: _Run, cells: list[DecodeCell]
+) -> list[DecodeCell]:
+    """``cells`` with the figures of the unquantised model."""
+    on_gpu = loaded.device.type == "cuda"
+    model = dense_twin(blueprint, loaded)
+    measured = []
+    for cell in cells:
+        if on_gpu:
+            torch.compiler.reset()
+        peer = CompiledTransformers(
+            model, batch=cell.batch, capacity=cell.context + run.longest, compiled=on_gpu
+        )
+        first, step = run.measure(peer, cell.batch, cell.context)
+        measured.append(replace(cell, peer_first_token_seconds=first, peer_step_seconds=step))
+        del peer
+    return measured
+
+
+class _Run:
+    """What the runs of all cells share."""
+
+    def __init__(
+        self, loaded: LoadedModel, new_tokens: int, sustained: bool, progress: ReportProgress, total: int
+    ) -> None:
+        self._loaded = loaded
+        self._device = loaded.device
+        self._new_tokens = new_tokens
+        self._sustained = sustained
+        self._progress = progress
+        self._total, self._done = total, 0
+        self.longest = new_tokens + _WARM_UP_STEPS
+
+    def prompts(self, batch: int, length: int) -> Tensor:
+        """Random token ids [batch, length]."""
+        vocabulary = self._loaded.model.config.get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(vocabulary, (batch, length), generator=generator).to(self._device)
+
+    def measure(self, runner: _Runner, batch: int, context: int) -> tuple[float, float]:
+        """Seconds to the first tokens, and of a step."""
+        prompts = self.prompts(batch, context)
+        runner.prefill(prompts)
+        runner.steps(_WARM_UP_STEPS)
+        firsts: list[float] = []
+        steps: list[float] = []
+        begun = read_clock(self._device)
+        while len(steps) < _REPEATS:
+            start = read_clock(self._device)
+            runner.prefill(prompts)
+            first = read_clock(self._device)
+            runner.steps(_WARM_UP_STEPS)
+            warm = read_clock(self._device)
+            runner.steps(self._new_tokens)
+            end = read_clock(self._device)
+            if not self._sustained or self._device.type == "cpu" or end - begun > _HEATING_SECONDS:
+                firsts.append(first - start)
+                steps.append((end - warm) / self._new_tokens)
+            if not self._sustained and self._device.type == "cuda":
+                time.sleep(min(end - start, 1.0))
+        self._done += 1
+        self._progress("decoding", self._done, self._total)
+        return statistics.median(firsts), statistics.median(steps)
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -182,14 +389,9 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(tensors.values())
 
 
-def _random_prompts(loaded: LoadedModel, batch: int, length: int) -> Tensor:
-    vocabulary = loaded.model.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(vocabulary, (batch, length), generator=generator).to(loaded.device)
-
-
-def _warm_up(decoder: Decoder, prompts: Tensor) -> None:
-    """Whatever is compiled or allocated at first use; kernels are chosen by the number of rows, so on a GPU
-    the whole prompt counts."""
-    ids = prompts if prompts.is_cuda else prompts[:, :_WARM_UP_TOKENS]
-    decoder.step(decoder.prefill(ids).argmax(-1))
+def cache_bytes_per_token(loaded: LoadedModel) -> int:
+    """Bytes of keys and values of one token in all layers, as if no layer had a window."""
+    config = loaded.model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * head_dim * loaded.dtype.itemsize)

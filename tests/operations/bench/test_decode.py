@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from marlinq.core.errors import UsageError
-from marlinq.operations.bench import bench_decode
+from marlinq.models import build_blueprint
+from marlinq.operations.bench import SYNTHETIC, Synthetic, bench_decode, synthetic_model
 from marlinq.operations.bench.decode import weight_bytes
+from marlinq.operations.bench.synthetic import Head
+from marlinq.operations.bench.trace import summarise
 from marlinq.runtime import load
 from tests.testing.runnable_folders import random_quantizer, save_plain, save_quantized
 from tests.testing.tiny_models import tiny_model
@@ -25,23 +29,72 @@ def folder(tmp_path: Path) -> Path:
 def test_counts_and_figures(folder: Path) -> None:
     stages: list[str] = []
     found = bench_decode(
-        folder, batch=2, prompt_tokens=24, new_tokens=6, device="cpu",
+        folder, batches=(1, 2), contexts=(24,), new_tokens=6, device="cpu",
         progress=lambda stage, done, total: stages.append(f"{stage} {done}/{total}"),
     )  # fmt: skip
-    assert (found.batch, found.prompt_tokens, found.new_tokens) == (2, 24, 6)
-    assert found.prefill_tokens_per_second == pytest.approx(48 / found.first_token_seconds)
-    assert found.decode_tokens_per_second == pytest.approx(2 / found.step_seconds)
-    assert stages[-1] == "decode 6/6"
-    assert "prefill 3/3" in stages
+    assert [(cell.batch, cell.context) for cell in found.cells] == [(1, 24), (2, 24)]
+    assert found.load_seconds is not None
+    one, two = found.cells
+    # Two key-value heads of 16 channels in three layers, float32.
+    cache = 2 * 3 * 2 * 16 * 4
+    assert one.step_bytes == found.weight_bytes + 27 * cache
+    assert two.step_bytes == found.weight_bytes + 2 * 27 * cache
+    assert two.tokens_per_second == pytest.approx(2 / two.step_seconds)
+    assert stages[-1] == "decoding 2/2"
     value = json.loads(json.dumps(found.to_dict()))
-    assert value["weight_bandwidth"] == pytest.approx(found.weight_bytes / found.step_seconds)
+    assert value["cells"][0]["bandwidth"] == pytest.approx(one.step_bytes / one.step_seconds)
+    assert value["cells"][0]["speedup"] is None
+
+
+def test_the_unquantised_model_is_measured_too(folder: Path) -> None:
+    found = bench_decode(folder, contexts=(8,), new_tokens=2, against=("transformers",), device="cpu")
+    (cell,) = found.cells
+    assert cell.peer_step_seconds is not None
+    assert cell.speedup == pytest.approx(cell.peer_step_seconds / cell.step_seconds)
+    assert "speedup" in found.render()
 
 
 def test_says_that_no_gpu_was_used(folder: Path) -> None:
-    rendered = bench_decode(folder, prompt_tokens=4, new_tokens=2, device="cpu").render()
+    rendered = bench_decode(folder, contexts=(4,), new_tokens=2, device="cpu").render()
     assert "no GPU was used" in rendered
     assert "dense: torch's product with the dequantised weight" in rendered
     assert f"torch {torch.__version__}" in rendered
+
+
+@pytest.mark.parametrize("head", ["16", "int4"])
+def test_a_synthetic_model_has_the_shape_and_finite_logits(head: Head) -> None:
+    made = synthetic_model(Synthetic("smollm2-135m", layers=2, group_size=64, head=head), device="cpu")
+    assert made.model.config.num_hidden_layers == 2
+    assert len(made.decisions) == 14 + (head == "int4")
+    logits = made.model(torch.arange(6)[None]).logits
+    assert logits.shape == (1, 6, 49152)
+    assert bool(torch.isfinite(logits).all())
+    assert not any(value.is_meta for value in (*made.model.parameters(), *made.model.buffers()))
+
+
+@pytest.mark.parametrize("name", sorted(SYNTHETIC))
+def test_every_synthetic_shape_is_a_model(name: str) -> None:
+    config = Synthetic(name, layers=1).config()
+    blueprint = build_blueprint(config, source=name)
+    assert len(blueprint.blocks) == 1
+    for projection in blueprint.projections():
+        assert projection.in_features % 64 == 0
+        assert projection.out_features % 64 == 0
+
+
+def test_kernels_of_a_profile_are_added_up() -> None:
+    found = [
+        ("void a<int>(float*)", 0.0, 4.0),
+        ("b(int)", 3.0, 5.0),
+        ("void a<char>(float*)", 10.0, 12.0),
+        ("b(int)", 13.0, 15.0),
+    ]
+    profile = summarise(found, 2, "trace.json")
+    assert [(kernel.name, kernel.launches) for kernel in profile.kernels] == [("a", 1.0), ("b", 1.0)]
+    assert [kernel.seconds for kernel in profile.kernels] == pytest.approx([3e-6, 2e-6])
+    assert [kernel.share for kernel in profile.kernels] == pytest.approx([0.6, 0.4])
+    assert profile.span_seconds == pytest.approx(7.5e-6)
+    assert profile.busy_seconds == pytest.approx((5 + 2 + 2) / 2 * 1e-6)
 
 
 @pytest.mark.parametrize("operator", ["dense", "w4a16"])
@@ -68,11 +121,13 @@ def test_a_tied_head_is_read_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch": 0}, "batch"),
+        ({"batches": (1, 0)}, "batch"),
         ({"new_tokens": 0}, "new_tokens"),
-        ({"prompt_tokens": 100, "new_tokens": 29}, "129, but .* positions for 128"),
+        ({"contexts": (100,), "new_tokens": 29}, "129, but .* positions for 128"),
+        ({"against": ("nobody",)}, "nobody.* expected transformers"),
+        ({"profile": "trace.json"}, "a GPU's kernels; this is cpu"),
     ],
 )
-def test_wrong_requests_are_named(folder: Path, options: dict[str, int], message: str) -> None:
+def test_wrong_requests_are_named(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         bench_decode(folder, device="cpu", **options)

@@ -1,0 +1,225 @@
+"""Models of well-known shapes with random weights, made in memory: a bench that needs no checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from marlinq.core.devices import resolve_device
+from marlinq.core.dtypes import dtype_name
+from marlinq.core.errors import UsageError
+from marlinq.core.progress import ReportProgress, no_progress
+from marlinq.core.scheme import CHANNEL, INT4, Scheme
+from marlinq.formats import StoredWeight
+from marlinq.formats.layouts import ModuleSpec
+from marlinq.formats.layouts.marlin import GROUP_SIZES, Marlin
+from marlinq.models import Blueprint, Projection, build_blueprint
+from marlinq.operations.bench.peers import random_weight
+from marlinq.operations.bench.shapes import Layer
+from marlinq.runtime import OPERATORS, Decision, LoadedModel, Setting, decide
+from marlinq.runtime.placement import DTYPES
+
+Head = Literal["16", "int4"]
+"""How the output head is held: in the activations' dtype, or quantised like the blocks."""
+
+_ROPE_LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+_LLAMA_70B = {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 8,
+}  # fmt: skip
+
+SYNTHETIC: Mapping[str, Mapping[str, Any]] = {
+    "llama-3-8b": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "max_position_embeddings": 131072, "rope_parameters": _ROPE_LLAMA3, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    },
+    "llama-3-70b": {
+        "model_type": "llama", "vocab_size": 128256, **_LLAMA_70B,
+        "max_position_embeddings": 131072, "rope_parameters": _ROPE_LLAMA3, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    },
+    "mistral-7b": {
+        "model_type": "mistral", "vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 32768, "sliding_window": None, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "tie_word_embeddings": False,
+    },
+    "qwen3-8b": {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "tie_word_embeddings": False,
+    },
+    "gemma-3-4b": {
+        "model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240,
+        "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "query_pre_attn_scalar": 256, "sliding_window": 1024, "max_position_embeddings": 131072,
+    },
+    "gemma-3-12b": {
+        "model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 3840, "intermediate_size": 15360,
+        "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
+        "query_pre_attn_scalar": 256, "sliding_window": 1024, "max_position_embeddings": 131072,
+    },
+    "smollm2-135m": {
+        "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
+        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+"""Configs by name; dimensions are those that the models' publishers state."""
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """A model to make up.
+
+    Attributes:
+        name: a key of :data:`SYNTHETIC`.
+        layers: decoder blocks, fewer or more than the config says; None for as many.
+        group_size: of the quantised weights; the largest smaller one where it does not divide.
+        head: how the output head is held.
+    """
+
+    name: str
+    layers: int | None = None
+    group_size: int = 128
+    head: Head = "16"
+
+    def config(self) -> dict[str, Any]:
+        """The content of a ``config.json``.
+
+        Raises:
+            UsageError: an unknown name.
+        """
+        if self.name not in SYNTHETIC:
+            raise UsageError(
+                f"--synthetic {self.name!r} is not known; expected one of {', '.join(sorted(SYNTHETIC))}"
+            )
+        config = dict(SYNTHETIC[self.name])
+        if self.layers is not None:
+            config["num_hidden_layers"] = self.layers
+        if self.head == "int4":
+            config["tie_word_embeddings"] = False
+        return config
+
+    def describe(self) -> str:
+        """For people."""
+        layers = "" if self.layers is None else f", {self.layers} layers"
+        return f"synthetic {self.name}{layers}, random weights"
+
+
+def synthetic_model(
+    wanted: Synthetic,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    progress: ReportProgress = no_progress,
+) -> LoadedModel:
+    """The model with random packed weights, as :func:`marlinq.runtime.load` would return it.
+
+    Raises:
+        UsageError: an unknown name, or a group size that does not suit a layer.
+    """
+    chosen_device = resolve_device(device)
+    chosen_dtype = _dtype(dtype, chosen_device)
+    blueprint = build_blueprint(wanted.config(), source=wanted.describe(), dtype=chosen_dtype)
+    model = blueprint.build()
+    setting = Setting(chosen_device, chosen_dtype)
+    decisions: dict[str, Decision] = {}
+    projections = _quantised(blueprint, model, wanted.head)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for done, projection in enumerate(projections):
+            stored = _random_stored(projection, wanted.group_size, setting)
+            decisions[projection.name] = decide(stored, setting)
+            bias = torch.randn(projection.out_features) * 0.1 if projection.bias else None
+            module = OPERATORS[decisions[projection.name].operator].build(stored, bias, setting)
+            model.set_submodule(projection.module, module)
+            progress("making weights", done + 1, len(projections))
+        fill_random(model, chosen_device, chosen_dtype)
+    for operator in OPERATORS.values():
+        built = [model.get_submodule(name) for name, d in decisions.items() if d.operator == operator.name]
+        if built:
+            operator.compile(built, setting, progress)
+    return LoadedModel(
+        path=Path(wanted.describe()),
+        model=model,
+        tokenizer=None,
+        device=chosen_device,
+        dtype=chosen_dtype,
+        decisions=decisions,
+        notes=(),
+    )
+
+
+def fill_random(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+    """Gives every parameter that is still on the meta device random values, and moves buffers.
+
+    Matrices keep the size of what they multiply with; vectors, which are norms' weights and biases, are near
+    the value that the module's own initialisation gives them.
+    """
+    made: dict[int, nn.Parameter] = {}
+    embeddings = model.get_input_embeddings()
+    for module in model.modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            if not parameter.is_meta:
+                continue
+            if id(parameter) not in made:
+                value = torch.randn(parameter.shape, device=device, dtype=dtype)
+                if parameter.dim() >= 2:
+                    value *= 1.0 if module is embeddings else parameter.shape[-1] ** -0.5
+                else:
+                    value = value * 0.1 + (0.0 if key == "bias" else 1.0)
+                made[id(parameter)] = nn.Parameter(value, requires_grad=False)
+            module._parameters[key] = made[id(parameter)]
+        for key, buffer in module.named_buffers(recurse=False):
+            module._buffers[key] = buffer.to(device)
+
+
+def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype is None or dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.float16
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype: expected auto, {', '.join(DTYPES)}, found {dtype!r}")
+    return DTYPES[dtype]
+
+
+def _quantised(blueprint: Blueprint, model: PreTrainedModel, head: Head) -> list[Projection]:
+    found = list(blueprint.projections())
+    if head == "int4":
+        module = model.get_output_embeddings()
+        found += [one for one in blueprint.others if model.get_submodule(one.module) is module]
+    return found
+
+
+def _random_stored(projection: Projection, group_size: int, setting: Setting) -> StoredWeight:
+    k, n = projection.in_features, projection.out_features
+    sizes = [size for size in sorted(GROUP_SIZES, reverse=True) if 0 < size <= group_size and k % size == 0]
+    if group_size == CHANNEL:
+        sizes = [CHANNEL]
+    if not sizes or k % 64 or n % 64:
+        raise UsageError(
+            f"{projection.name}: K={k} and N={n} must be multiples of 64 and K of a group size up to "
+            f"{group_size}; choose another --group-size"
+        )
+    dtype = torch.float16 if setting.dtype == torch.float32 else setting.dtype
+    weight = random_weight(
+        Layer(projection.name, n, k), sizes[0], asymmetric=False, dtype=dtype, device=setting.device
+    )
+    tensors: dict[str, Tensor] = {"B": weight.words, "s": weight.scales}
+    scheme = Scheme(INT4, sizes[0], scale_dtype=dtype_name(dtype))
+    return StoredWeight(projection.name, Marlin(), ModuleSpec(k, n, scheme), tensors)
