@@ -1,13 +1,16 @@
 """What a decoder computes, in values: the vocabulary that recognition writes and executors read.
 
 Names in here are full module names of the transformers model that was recognised, so that an executor can
-fetch weights from it. Nothing in here runs anything.
+fetch weights from it. Nothing in here runs a model.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Rotary:
         channels: of each head, from its first; the others pass unchanged.
         interleaved: pairs are neighbours (0, 1), instead of (0, channels / 2).
         scaling: factor on cosines and sines.
+        limit: positions that the frequencies hold for; None for all. Some models compute others once a
+            sequence is longer.
     """
 
     module: str
@@ -50,6 +55,7 @@ class Rotary:
     channels: int
     interleaved: bool = False
     scaling: float = 1.0
+    limit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -59,10 +65,22 @@ class Slices:
     Attributes:
         modules: full names of the linears; a single one where the model fuses them.
         widths: output columns of each part, in the order of the executor's parts (q, k, v or gate, up).
+        turns: the columns of all modules, side by side, are this many runs of equal length, and each run
+            holds its share of every part. 1 where the parts lie one behind the other; GPT-NeoX keeps q, k
+            and v of one head together.
     """
 
     modules: tuple[str, ...]
     widths: tuple[int, ...]
+    turns: int = 1
+
+    def split(self, joined: Tensor) -> list[Tensor]:
+        """The parts, each [..., width], of the outputs of all modules side by side [..., sum of widths]."""
+        if self.turns == 1:
+            return list(torch.split(joined, list(self.widths), -1))
+        runs = joined.reshape(*joined.shape[:-1], self.turns, -1)
+        parts = torch.split(runs, [width // self.turns for width in self.widths], -1)
+        return [part.flatten(-2) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -146,7 +164,7 @@ class Anatomy:
 
     Attributes:
         embedding: full name of the token embedding.
-        embedding_scale: factor on its rows, rounded to the activations' dtype as the model does.
+        embedding_scale: factor on its rows, as the model applies it in its dtype.
         positions: full name of a learned position embedding, or None.
         positions_offset: added to a position before it is looked up there.
         embedding_norm: behind the embedding, or None.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ class Forward(ABC):
         lengths: int32 [B], tokens in each row's cache.
         reason: one clause, for people: who computes, and why.
         capturable: whether :meth:`step` may be captured into a CUDA graph.
+        observe: where set, it is called with the index of each layer and the hidden states behind it, in
+            order; [B, T, hidden] of a prefill, [B, 1, hidden] of a step. An executor that keeps them to
+            itself calls nothing. Never set while a step is captured.
     """
 
     batch: int
@@ -26,6 +30,7 @@ class Forward(ABC):
     lengths: Tensor
     reason: str
     capturable: bool
+    observe: Callable[[int, Tensor], None] | None = None
 
     @abstractmethod
     def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:

@@ -1,0 +1,325 @@
+"""What a decoder computes, found from what it does rather than from what it is called.
+
+A model without weights runs once on a few tokens, its linears, norms, embeddings and attention replaced by
+sources of random numbers (:mod:`marlinq.models.recording`). Each value that arrives somewhere is then
+explained by the values that were given out: equal, scaled, rotated, activated, added. What can't be explained
+ends recognition with the part and the reason; so do all parameters that nothing here knows a use for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from marlinq.models.anatomy import MLP, Anatomy, Layer, Norm, Slices, Unrecognised
+from marlinq.models.blueprint import is_linear
+from marlinq.models.candidates import ACTIVATIONS, NormFormula, close, factor, norm_formula, tidy
+from marlinq.models.recognise_attention import RotaryModules, attention_part
+from marlinq.models.recording import TOKENS, AttentionCall, Call, Recording, Refusal, record
+
+# What a model's own forward pass may raise when it meets random numbers where it expects something else.
+_FORWARD_ERRORS = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    KeyError,
+    IndexError,
+    NotImplementedError,
+)
+
+
+def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognised:
+    """The anatomy of a causal language model, or the first part of it that is not understood.
+
+    Args:
+        model: in evaluation mode, in the dtype of its activations; parameters may be on the meta device,
+            buffers are on the CPU (``Blueprint.build()`` makes such a one). It is left as it was.
+        blocks_name: full name of the list of decoder blocks (:attr:`Blueprint.blocks_name`).
+    """
+    blocks = list(model.get_submodule(blocks_name).children())
+    names = [f"{blocks_name}.{index}" for index in range(len(blocks))]
+    try:
+        norms = _find_norms(model)
+        for name, block in zip(names, blocks, strict=True):
+            _check_parameters(name, block, norms)
+        try:
+            recording = record(model, blocks, {name: norm.width for name, norm in norms.items()})
+        except _FORWARD_ERRORS as error:
+            first_line = (str(error).splitlines() or [type(error).__name__])[0][:120]
+            raise Refusal(
+                type(model).__name__, f"its forward pass can't be recorded ({first_line})"
+            ) from error
+        return _explain(model, names, recording, norms)
+    except Refusal as refusal:
+        return Unrecognised(refusal.part, refusal.reason)
+
+
+def _find_norms(model: PreTrainedModel) -> dict[str, Norm]:
+    found: dict[str, Norm] = {}
+    probed: dict[tuple[object, ...], NormFormula | None] = {}
+    for name, module in model.named_modules():
+        if is_linear(module) or any(True for _ in module.children()) or any(True for _ in module.buffers()):
+            continue
+        shapes = {key: tuple(value.shape) for key, value in module.named_parameters()}
+        if any(len(shape) != 1 for shape in shapes.values()) or not shapes.keys() <= {"weight", "bias"}:
+            continue
+        width = next(iter(shapes.values()))[0] if shapes else _declared_width(module)
+        plain = {key: value for key, value in vars(module).items() if isinstance(value, (int, float, bool))}
+        key = (type(module), tuple(shapes.items()), width, tuple(sorted(plain.items())))
+        if key not in probed:
+            probed[key] = norm_formula(module, width)
+        norm = probed[key]
+        if norm is not None:
+            found[name] = Norm(name, norm.kind, norm.eps, norm.offset, norm.narrow_first, width)
+    return found
+
+
+def _declared_width(module: nn.Module) -> int:
+    """Channels of a norm without a weight, from ``normalized_shape``; any number for whatever else."""
+    shape = getattr(module, "normalized_shape", None)
+    return int(shape[-1]) if isinstance(shape, (tuple, list)) and shape else 64
+
+
+def _check_parameters(name: str, block: nn.Module, norms: dict[str, Norm]) -> None:
+    for inner, module in block.named_modules():
+        full = f"{name}.{inner}" if inner else name
+        if is_linear(module) or full in norms:
+            continue
+        for key, parameter in module.named_parameters(recurse=False):
+            shape = list(parameter.shape)
+            guess = " (experts?)" if len(shape) == 3 and "conv" not in full else ""
+            raise Refusal(
+                f"{full}.{key}",
+                f"a parameter of shape {shape}{guess} of no linear and no known norm",
+            )
+
+
+def _explain(
+    model: PreTrainedModel, names: Sequence[str], recording: Recording, norms: dict[str, Norm]
+) -> Anatomy:
+    if len(recording.outputs) != len(names):
+        raise Refusal(names[len(recording.outputs)], "does not run in a forward pass")
+    before, after = _outside(recording.calls)
+    entry = _Entry(before, recording, norms)
+    rotary = RotaryModules(model, names)
+    layers = []
+    for index, name in enumerate(names):
+        entered = recording.inputs[index]
+        if index and not torch.equal(entered, recording.outputs[index - 1]):
+            raise Refusal(name, "does not get the hidden states of the block before it as they are")
+        calls = [call for call in recording.calls if call.block == index]
+        layers.append(_Block(name, calls, norms, rotary, entered, recording.outputs[index]).layer())
+    final_norm, head, scale, softcap = _exit(model, after, recording, norms)
+    return Anatomy(
+        embedding=entry.embedding,
+        layers=tuple(layers),
+        final_norm=final_norm,
+        head=head,
+        embedding_scale=entry.scale,
+        positions=entry.positions,
+        positions_offset=entry.offset,
+        embedding_norm=entry.norm,
+        logit_scale=scale,
+        logit_softcap=softcap,
+    )
+
+
+def _outside(calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:
+    """The calls before the first block and behind the last; there are none between blocks."""
+    inside = [place for place, call in enumerate(calls) if call.block >= 0]
+    if not inside:
+        raise Refusal("model", "no linear and no attention runs inside a decoder block")
+    for call in calls[inside[0] : inside[-1]]:
+        if call.block < 0:
+            raise Refusal(call.name, "runs between two decoder blocks")
+    return list(calls[: inside[0]]), list(calls[inside[-1] + 1 :])
+
+
+class _Entry:
+    """From token ids to the first block."""
+
+    def __init__(self, calls: Sequence[Call], recording: Recording, norms: dict[str, Norm]) -> None:
+        lookups = [call for call in calls if call.kind == "embedding"]
+        normalised = [call for call in calls if call.kind == "norm"]
+        strange = [call for call in calls if call not in lookups and call not in normalised]
+        if strange:
+            raise Refusal(strange[0].name, "a linear runs before the first block")
+        if not lookups or not torch.equal(lookups[0].input, recording.ids):
+            raise Refusal("model", "does not look its tokens up in an embedding")
+        if len(lookups) > 2 or len(normalised) > 1:
+            raise Refusal((lookups[2:] or normalised[1:])[0].name, "is not expected before the first block")
+        self.embedding = lookups[0].name
+        self.positions: str | None = None
+        self.offset = 0
+        self.norm: Norm | None = None
+        entered = recording.inputs[0]
+        if normalised:
+            self.norm = norms[normalised[0].name]
+            if not torch.equal(entered, normalised[0].output):
+                raise Refusal(normalised[0].name, "what follows this norm is not understood")
+            entered = normalised[0].input
+        if len(lookups) == 2:
+            self.positions = lookups[1].name
+            shift = lookups[1].input.flatten() - torch.arange(TOKENS)
+            self.offset = int(shift[0])
+            if shift.numel() != TOKENS or bool((shift != self.offset).any()) or self.offset < 0:
+                raise Refusal(self.positions, "is not looked up at the positions of the tokens")
+            entered = entered - lookups[1].output.reshape(1, TOKENS, -1)
+        scale = factor(entered, lookups[0].output) if entered.shape == lookups[0].output.shape else None
+        if scale is None:
+            raise Refusal(self.embedding, "what enters the first block is not a multiple of the embedding")
+        self.scale = scale
+
+
+def _exit(
+    model: PreTrainedModel, calls: Sequence[Call], recording: Recording, norms: dict[str, Norm]
+) -> tuple[Norm | None, str, float, float | None]:
+    """Final norm, head, logit scale and soft cap."""
+    hidden = recording.outputs[len(recording.outputs) - 1]
+    norm: Norm | None = None
+    calls = list(calls)
+    if calls and calls[0].kind == "norm":
+        call = calls.pop(0)
+        if not torch.equal(call.input, hidden):
+            raise Refusal(call.name, "does not normalise what the last block returns")
+        norm, hidden = norms[call.name], call.output
+    if len(calls) != 1 or calls[0].kind != "linear" or not torch.equal(calls[0].input, hidden):
+        part = calls[1].name if len(calls) > 1 else "model"
+        raise Refusal(part, "behind the last block there is more than a norm and a head")
+    head = calls[0]
+    scale = factor(recording.logits, head.output)
+    if scale is not None:
+        return norm, head.name, scale, None
+    numbers = {value for value in vars(model.config.get_text_config()).values() if isinstance(value, float)}
+    for cap in sorted(value for value in numbers if value > 0):
+        for logit_scale in sorted({1.0, *numbers} - {0.0}):
+            capped = cap * torch.tanh(head.output * logit_scale / cap)
+            if close(recording.logits, capped):
+                return norm, head.name, logit_scale, cap
+    raise Refusal(head.name, "logits are neither a multiple of the head's product nor capped by tanh")
+
+
+class _Block:
+    """The calls of one decoder block, and how they hang together."""
+
+    def __init__(
+        self,
+        name: str,
+        calls: list[Call],
+        norms: dict[str, Norm],
+        rotary: RotaryModules,
+        entered: Tensor,
+        left: Tensor,
+    ) -> None:
+        self.name = name
+        self.calls = calls
+        self.norms = norms
+        self.rotary = rotary
+        self.entered = entered
+        self.left = left
+        self.unexplained = list(calls)
+
+    def layer(self) -> Layer:
+        attended = [call for call in self.calls if isinstance(call, AttentionCall)]
+        if len(attended) != 1:
+            raise Refusal(
+                self.name,
+                "does not compute attention through transformers' attention interface"
+                if not attended
+                else "computes attention more than once",
+            )
+        place = self.calls.index(attended[0])
+        attention, used, attention_input, output = attention_part(
+            attended[0], self.calls[:place], self.calls[place + 1 :], self.norms, self.rotary
+        )
+        for call in (attended[0], *used):
+            self.unexplained.remove(call)
+        a, post_attention = self._post_norm(output.output)
+        attention_norm, attention_reads = self._source(attention_input, used[0].name)
+        if not torch.equal(attention_reads, self.entered):
+            raise Refusal(used[0].name, "attention does not read what enters the block, nor a norm of it")
+        mlp, mlp_input, m = self._mlp()
+        m, post_mlp = self._post_norm(m)
+        mlp_norm, mlp_reads = self._source(mlp_input, mlp.inputs.modules[0], shared=attention_norm)
+        if self.unexplained:
+            raise Refusal(self.unexplained[0].name, "its part in the block is not understood")
+        parallel = torch.equal(mlp_reads, self.entered)
+        if parallel:
+            scale = self._scale(self.left - self.entered, a + m, "sum of attention and MLP")
+        else:
+            scale = self._scale(mlp_reads - self.entered, a, "attention")
+            again = self._scale(self.left - mlp_reads, m, "MLP")
+            if abs(again - scale) > 1e-5 * abs(scale):
+                raise Refusal(self.name, f"attention is added with factor {scale:g}, the MLP with {again:g}")
+        return Layer(
+            name=self.name,
+            attention=attention,
+            mlp=mlp,
+            attention_norm=attention_norm,
+            mlp_norm=mlp_norm,
+            post_attention_norm=post_attention,
+            post_mlp_norm=post_mlp,
+            parallel=parallel,
+            residual_scale=scale,
+        )
+
+    def _scale(self, difference: Tensor, addend: Tensor, what: str) -> float:
+        # A difference of sums carries their rounding: it is compared with what they are made of.
+        wide, narrow = difference.double(), addend.double()
+        value = tidy(float((wide * narrow).sum() / (narrow * narrow).sum()))
+        size = float(torch.stack((self.entered, self.left, addend)).abs().max())
+        if float((wide - value * narrow).abs().max()) > 2e-6 * size or not value:
+            raise Refusal(self.name, f"what is added to the residual stream is no multiple of the {what}")
+        return value
+
+    def _post_norm(self, x: Tensor) -> tuple[Tensor, Norm | None]:
+        for call in self.unexplained:
+            if call.kind == "norm" and torch.equal(call.input, x):
+                self.unexplained.remove(call)
+                return call.output, self.norms[call.name]
+        return x, None
+
+    def _source(self, x: Tensor, reader: str, shared: Norm | None = None) -> tuple[Norm | None, Tensor]:
+        """The norm that made ``x``, and what that norm read; or None and ``x``."""
+        for call in self.calls:
+            if call.kind == "norm" and torch.equal(call.output, x):
+                if call in self.unexplained:
+                    self.unexplained.remove(call)
+                elif shared is None or shared.module != call.name:
+                    raise Refusal(reader, f"reads {call.name}, which has another part in the block")
+                return self.norms[call.name], call.input
+        return None, x
+
+    def _mlp(self) -> tuple[MLP, Tensor, Tensor]:
+        """The MLP, its input and its output."""
+        linears = [call for call in self.unexplained if call.kind == "linear"]
+        if not 2 <= len(linears) <= 3:
+            part = linears[3].name if len(linears) > 3 else self.name
+            raise Refusal(part, f"expected an MLP of two or three linears, found {len(linears)}")
+        *inputs, down = linears
+        for call in inputs:
+            if not torch.equal(call.input, inputs[0].input):
+                raise Refusal(call.name, f"does not read what {inputs[0].name} reads")
+        for call in linears:
+            self.unexplained.remove(call)
+        width = down.input.shape[-1]
+        outputs = [call.output for call in inputs]
+        names = [call.name for call in inputs]
+        candidates: list[tuple[list[str], list[Tensor]]]
+        if len(inputs) == 2:
+            candidates = [(names, outputs), (names[::-1], outputs[::-1])]
+        elif outputs[0].shape[-1] == 2 * width:
+            candidates = [(names, list(torch.split(outputs[0], width, -1)))]
+        else:
+            candidates = [(names, outputs)]
+        for activation, function in ACTIVATIONS.items():
+            for modules, parts in candidates:
+                activated = function(parts[0]) * parts[1] if len(parts) == 2 else function(parts[0])
+                if activated.shape == down.input.shape and close(down.input, activated):
+                    slices = Slices(tuple(modules), (width,) * len(parts))
+                    return MLP(slices, len(parts) == 2, down.name, activation), inputs[0].input, down.output
+        raise Refusal(down.name, f"reads no known activation of {' and '.join(names)}")

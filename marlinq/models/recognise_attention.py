@@ -1,0 +1,270 @@
+"""The attention of a recorded block: projections, norms of heads, rotation, mask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import permutations, product
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from marlinq.models.anatomy import Attention, Norm, Rotary, Slices
+from marlinq.models.candidates import factor, rotate
+from marlinq.models.recording import TOKENS, AttentionCall, Call, MaskFunction, Refusal
+
+_FAR = 1 << 22
+"""A position beyond every context: a window that does not end before it is none."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Frequencies:
+    module: str
+    buffer: str
+    values: Tensor
+    scaling: float
+    limit: int | None
+
+
+class RotaryModules:
+    """Every buffer outside the blocks and inside them that may hold rotary frequencies."""
+
+    def __init__(self, model: PreTrainedModel, blocks: Sequence[str]) -> None:
+        self._found: list[_Frequencies] = []
+        for name, module in model.named_modules():
+            for key, values in module.named_buffers(recurse=False):
+                # transformers keeps a second copy of what a longer sequence replaces.
+                if values.dim() != 1 or not values.is_floating_point() or "original" in key:
+                    continue
+                prefix = key.removesuffix("inv_freq")
+                scaling = getattr(
+                    module, f"{prefix}attention_scaling", getattr(module, "attention_scaling", 1.0)
+                )
+                limit = _limit(name, module, key, prefix.rstrip("_") or None)
+                self._found.append(_Frequencies(name, key, values.float(), float(scaling), limit))
+
+    def explain(self, found: Tensor, base: Tensor) -> tuple[Rotary | None, float] | None:
+        """How ``found`` [1, heads, T, D] is made from ``base``: a rotation or none, and a factor.
+
+        None where it is not.
+        """
+        plain = factor(found, base)
+        if plain is not None:
+            return None, plain
+        positions = torch.arange(TOKENS)
+        for candidate in self._found:
+            channels = 2 * len(candidate.values)
+            if channels > base.shape[-1]:
+                continue
+            for interleaved in (False, True):
+                turned = rotate(
+                    base, candidate.values, positions, interleaved=interleaved, scaling=candidate.scaling
+                )
+                scale = factor(found, turned)
+                if scale is not None:
+                    rotary = Rotary(
+                        candidate.module,
+                        candidate.buffer,
+                        channels,
+                        interleaved,
+                        candidate.scaling,
+                        candidate.limit,
+                    )
+                    return rotary, scale
+        return None
+
+
+def _limit(name: str, module: nn.Module, key: str, layer_type: str | None) -> int | None:
+    """Tokens up to which a rotary module keeps its frequencies; None where it always does.
+
+    Raises:
+        Refusal: they change, at no length that its config names.
+    """
+    config = getattr(module, "config", None)
+    if config is None or not _changes(module, key, layer_type, _FAR):
+        return None
+    numbers = set(_integers(config.to_dict()))
+    for length in sorted(number for number in numbers if 1 < number < _FAR):
+        if _changes(module, key, layer_type, length + 1) and not _changes(module, key, layer_type, length):
+            return length
+    raise Refusal(
+        f"{name}.{key}", "its frequencies change with the length, from no length that the config names"
+    )
+
+
+def _integers(values: Mapping[str, object]) -> Iterator[int]:
+    for value in values.values():
+        if isinstance(value, dict):
+            yield from _integers(value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield value
+
+
+def _changes(module: nn.Module, key: str, layer_type: str | None, length: int) -> bool:
+    """Whether a sequence of ``length`` tokens changes the buffer ``key``."""
+    copy = deepcopy(module)
+    before = copy.get_buffer(key).clone()
+    told = {} if layer_type is None else {"layer_type": layer_type}
+    copy(torch.zeros(1, 1, 1), torch.tensor([[length - 1]]), **told)
+    after = copy.get_buffer(key)
+    return before.shape != after.shape or not torch.equal(before, after)
+
+
+def attention_part(
+    call: AttentionCall,
+    before: Sequence[Call],
+    after: Sequence[Call],
+    norms: Mapping[str, Norm],
+    rotary: RotaryModules,
+) -> tuple[Attention, list[Call], Tensor, Call]:
+    """The attention that ``call`` belongs to.
+
+    Args:
+        call: the recorded attention.
+        before, after: the other calls of its block.
+        norms: all norms of the model.
+        rotary: where rotations may come from.
+
+    Returns:
+        the attention, the calls that it explains (projections first), what its projections read, and the
+        call of the output projection.
+
+    Raises:
+        Refusal: something of it is not understood.
+    """
+    heads, kv_heads, head_dim = call.input.shape[1], call.keys.shape[1], call.input.shape[3]
+    if heads % kv_heads or call.values.shape[1] != kv_heads:
+        raise Refusal(call.name, f"{heads} heads of queries over {kv_heads} of keys")
+    projections = [each for each in before if each.kind == "linear"]
+    if not 1 <= len(projections) <= 3:
+        raise Refusal(call.name, f"expected one to three linears before attention, found {len(projections)}")
+    for each in projections:
+        if not torch.equal(each.input, projections[0].input):
+            raise Refusal(each.name, f"does not read what {projections[0].name} reads")
+    slices, query, key = _explain(call, projections, before, norms, rotary)
+    if query.rotary != key.rotary:
+        raise Refusal(call.name, "queries and keys are not rotated alike")
+    output = next((each for each in after if each.kind == "linear"), None)
+    if output is None or not torch.equal(output.input.flatten(), call.output.flatten()):
+        raise Refusal(
+            call.name if output is None else output.name, "does not read the result of attention as it is"
+        )
+    attention = Attention(
+        qkv=slices,
+        output=output.name,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=call.scale * query.scale * key.scale,
+        window=_window(call.name, call.mask),
+        softcap=call.softcap,
+        query_norm=query.norm,
+        key_norm=key.norm,
+        rotary=query.rotary,
+    )
+    used = [*projections, output, *(heads.call for heads in (query, key) if heads.call is not None)]
+    return attention, used, projections[0].input, output
+
+
+@dataclass(frozen=True, eq=False)
+class _Heads:
+    """How queries or keys come from columns of the projections: norm, rotation, factor."""
+
+    norm: Norm | None
+    call: Call | None
+    rotary: Rotary | None
+    scale: float
+
+
+def _explain(
+    call: AttentionCall,
+    projections: Sequence[Call],
+    before: Sequence[Call],
+    norms: Mapping[str, Norm],
+    rotary: RotaryModules,
+) -> tuple[Slices, _Heads, _Heads]:
+    """Which columns are queries, keys and values, and what becomes of them: the first way that fits."""
+    heads, kv_heads, head_dim = call.input.shape[1], call.keys.shape[1], call.input.shape[3]
+    widths = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+    failed = "values are not those of a linear, in columns that are known"
+    for order, turns in product(permutations(projections), sorted({1, kv_heads, heads})):
+        joined = torch.cat([each.output for each in order], -1)
+        if joined.shape[-1] != sum(widths) or any(width % turns for width in widths):
+            continue
+        slices = Slices(tuple(each.name for each in order), widths, turns)
+        query, key, value = slices.split(joined)
+        if not torch.equal(_by_head(value, kv_heads), call.values):
+            continue
+        explained_query = _explain_heads(query, call.input, before, norms, rotary)
+        explained_key = _explain_heads(key, call.keys, before, norms, rotary)
+        if explained_query is not None and explained_key is not None:
+            return slices, explained_query, explained_key
+        which = "queries" if explained_query is None else "keys"
+        failed = f"{which} are neither what was projected nor a known rotation of it"
+    raise Refusal(call.name, failed)
+
+
+def _explain_heads(
+    part: Tensor, found: Tensor, before: Sequence[Call], norms: Mapping[str, Norm], rotary: RotaryModules
+) -> _Heads | None:
+    norm, base, call = _head_norm(part, before, norms, found)
+    explained = rotary.explain(found, base)
+    return None if explained is None else _Heads(norm, call, *explained)
+
+
+def _by_head(part: Tensor, heads: int) -> Tensor:
+    """[1, T, heads * D] to [1, heads, T, D]."""
+    return part.reshape(*part.shape[:-1], heads, -1).transpose(1, 2)
+
+
+def _head_norm(
+    part: Tensor, before: Sequence[Call], norms: Mapping[str, Norm], wanted: Tensor
+) -> tuple[Norm | None, Tensor, Call | None]:
+    """The norm that reads ``part``, what is made of it by head, and the norm's call."""
+    by_head = _by_head(part, wanted.shape[1])
+    for call in before:
+        if call.kind != "norm" or call.input.numel() != part.numel():
+            continue
+        if call.input.dim() == 4 and torch.equal(call.input, by_head):
+            return norms[call.name], call.output, call
+        if torch.equal(call.input.flatten(), part.flatten()):
+            result = call.output.reshape(1, TOKENS, -1)
+            return norms[call.name], _by_head(result, wanted.shape[1]), call
+    return None, by_head, None
+
+
+def _window(name: str, mask: MaskFunction) -> int | None:
+    """Positions that a query sees, from the model's own mask function.
+
+    Raises:
+        Refusal: the mask is neither causal nor a sliding window.
+    """
+
+    def visible(query: Tensor, key: Tensor) -> Tensor:
+        zero = torch.zeros_like(query)
+        return mask(zero, zero, query, key).expand(query.shape)
+
+    query = torch.tensor([2 * _FAR])
+    low, high = 0, _FAR
+    if bool(visible(query, query - high)):
+        window = None
+    else:
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if bool(visible(query, query - middle)) else (low, middle)
+        window = high
+    generator = torch.Generator().manual_seed(3)
+    reach = 64 if window is None else 2 * window
+    queries = torch.randint(4 * reach, (4096,), generator=generator)
+    distances = torch.randint(-reach, reach, (4096,), generator=generator)
+    edges = torch.tensor([-1, 0, 1] if window is None else [-1, 0, 1, window - 1, window, window + 1])
+    queries = torch.cat((queries, *([torch.arange(3 * reach, 3 * reach + 64)] * len(edges))))
+    distances = torch.cat((distances, edges.repeat_interleave(64)))
+    keys = queries - distances
+    queries, distances, keys = (value[keys >= 0] for value in (queries, distances, keys))
+    expected = distances >= 0 if window is None else (distances >= 0) & (distances < window)
+    if not torch.equal(visible(queries, keys).bool(), expected):
+        raise Refusal(name, "its mask is neither causal nor a causal sliding window")
+    return window

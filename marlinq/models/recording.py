@@ -1,0 +1,291 @@
+"""One forward pass of a model without weights, whose parts return random numbers that are recognised later.
+
+Every linear, norm, embedding lookup and attention is replaced by a source of fresh random numbers. What lies
+between them runs as the model does it. Where a number arrives tells who feeds whom; how it arrives changed
+tells the factor, the activation or the rotation on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from marlinq.models.blueprint import is_linear
+
+TOKENS = 6
+"""Positions of the recorded pass: enough to tell rotations apart, few enough to be cheap."""
+
+_IMPLEMENTATION = "marlinq_recording"
+# Ten times a usual activation: a clamp on the way is met, and two activation functions differ visibly.
+_SIZE = 10.0
+# Keyword arguments of attention that change nothing here.
+_HARMLESS = {
+    "dropout",
+    "scaling",
+    "softcap",
+    "sliding_window",
+    "is_causal",
+    "position_ids",
+    "cache_position",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "use_cache",
+    "logits_to_keep",
+    "layer_idx",
+}
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Refusal(Exception):
+    """Recognition ends: the part and the reason."""
+
+    def __init__(self, part: str, reason: str) -> None:
+        super().__init__(f"{part}: {reason}")
+        self.part = part
+        self.reason = reason
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a replaced part.
+
+    Attributes:
+        kind: what was replaced.
+        name: full name of the module, of an embedding too.
+        block: index of the decoder block that was running; -1 before the first and between blocks.
+        input: what it was given; of attention the queries [1, H, T, D].
+        output: the random numbers that it returned.
+    """
+
+    kind: Literal["linear", "norm", "embedding", "attention"]
+    name: str
+    block: int
+    input: Tensor
+    output: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall(Call):
+    """Attention: besides queries its keys and values [1, KV, T, D], and what it was told.
+
+    Attributes:
+        keys, values: as above.
+        scale, softcap: as in :class:`marlinq.models.anatomy.Attention`.
+        mask: visible(batch, head, query, key) of tensors of positions.
+    """
+
+    keys: Tensor
+    values: Tensor
+    scale: float
+    softcap: float | None
+    mask: MaskFunction
+
+
+@dataclass(eq=False)
+class Recording:
+    """What one forward pass did.
+
+    Attributes:
+        ids: the token ids, int64 [1, T].
+        calls: in order.
+        inputs, outputs: of every block, [1, T, hidden].
+        logits: [1, T, vocabulary].
+    """
+
+    ids: Tensor
+    calls: list[Call] = field(default_factory=list)
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+def record(model: PreTrainedModel, blocks: list[nn.Module], norms: Mapping[str, int]) -> Recording:
+    """Runs ``model`` once, as described above, and leaves it as it was.
+
+    Args:
+        model: its parameters may be on the meta device; its buffers are on the CPU.
+        blocks: the decoder blocks in order.
+        norms: full names of the modules that normalise -> channels.
+
+    Raises:
+        Refusal: a parameter is used in another way, or attention is computed in another way.
+    """
+    recorder = _Recorder(model, blocks)
+    with ExitStack() as stack:
+        stack.enter_context(recorder.stubs(norms))
+        stack.enter_context(recorder.attention())
+        stack.enter_context(recorder.watched_blocks())
+        stack.enter_context(_Parameters(recorder))
+        stack.enter_context(torch.no_grad())
+        output = model(input_ids=recorder.recording.ids, use_cache=False)
+    recorder.recording.logits = output.logits.float()
+    return recorder.recording
+
+
+class _Recorder:
+    def __init__(self, model: PreTrainedModel, blocks: list[nn.Module]) -> None:
+        self.model = model
+        self.blocks = blocks
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.parameters = {id(value): name for name, value in model.named_parameters()}
+        self.recording = Recording(torch.arange(3, 3 + TOKENS)[None])
+        self._generator = torch.Generator().manual_seed(17)
+        self._block = -1
+        self._masks: list[MaskFunction] = []
+
+    def random(self, shape: tuple[int, ...]) -> Tensor:
+        """Numbers that bfloat16 holds, so that a cast on the way does not change them."""
+        numbers = _SIZE * torch.randn(shape, generator=self._generator)
+        return numbers.bfloat16().float()
+
+    def call(self, kind: Any, name: str, x: Tensor, width: int) -> Tensor:
+        output = self.random((*x.shape, width) if kind == "embedding" else (*x.shape[:-1], width))
+        self.recording.calls.append(Call(kind, name, self._block, x.detach().clone(), output))
+        return output.clone()
+
+    @contextmanager
+    def stubs(self, norms: Mapping[str, int]) -> Iterator[None]:
+        replaced: list[nn.Module] = []
+        try:
+            for name, module in self.model.named_modules():
+                if is_linear(module):
+                    width = int(getattr(module, "out_features", None) or module.nf)
+                    module.forward = self._stub("linear", name, width)
+                elif name in norms:
+                    module.forward = self._stub("norm", name, None)
+                else:
+                    continue
+                replaced.append(module)
+            yield
+        finally:
+            for module in replaced:
+                del module.forward
+
+    def _stub(self, kind: str, name: str, width: int | None) -> Callable[..., Tensor]:
+        def stub(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if args or any(value is not None for value in kwargs.values()):
+                raise Refusal(name, "is called with more than its input")
+            return self.call(kind, name, x, x.shape[-1] if width is None else width)
+
+        return stub
+
+    @contextmanager
+    def watched_blocks(self) -> Iterator[None]:
+        handles = []
+        for index, block in enumerate(self.blocks):
+            handles += [
+                block.register_forward_pre_hook(self._enter(index), with_kwargs=True),
+                block.register_forward_hook(self._leave(index)),
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden = args[0] if args else kwargs.get("hidden_states")
+            name = self.names[id(module)]
+            if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+                raise Refusal(name, "is not called with hidden states [batch, tokens, channels]")
+            if index != len(self.recording.inputs):
+                raise Refusal(name, "does not run once, in order")
+            self._block = index
+            self.recording.inputs[index] = hidden.detach().clone()
+
+        return hook
+
+    def _leave(self, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            hidden = output if isinstance(output, Tensor) else output[0]
+            self.recording.outputs[index] = hidden.detach().clone()
+            self._block = -1
+
+        return hook
+
+    @contextmanager
+    def attention(self) -> Iterator[None]:
+        """Every attention of the model goes through transformers' interface to :meth:`_attend`."""
+        configs = {
+            id(module.config): module.config for module in self.model.modules() if hasattr(module, "config")
+        }
+        before = {key: config._attn_implementation for key, config in configs.items()}
+        AttentionInterface.register(_IMPLEMENTATION, self._attend)
+        AttentionMaskInterface.register(_IMPLEMENTATION, self._mask)
+        try:
+            for config in configs.values():
+                config._attn_implementation = _IMPLEMENTATION
+            yield
+        finally:
+            for key, config in configs.items():
+                config._attn_implementation = before[key]
+            del AttentionInterface._global_mapping[_IMPLEMENTATION]
+            del AttentionMaskInterface._global_mapping[_IMPLEMENTATION]
+
+    def _mask(self, *, mask_function: MaskFunction, **rest: Any) -> Tensor:
+        """Stands for a mask: full of the number under which its function is kept."""
+        self._masks.append(mask_function)
+        shape = (rest["batch_size"], 1, int(rest["q_length"]), int(rest["kv_length"]))
+        return torch.full(shape, float(len(self._masks) - 1))
+
+    def _attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **told: Any
+    ) -> tuple[Tensor, None]:
+        name = self.names[id(module)]
+        for key, value in told.items():
+            if key not in _HARMLESS and value is not None:
+                kind = "attention sinks" if key == "s_aux" else f"an argument {key!r}"
+                raise Refusal(name, f"its attention has {kind}")
+        if mask is None or int(mask.flatten()[0]) >= len(self._masks):
+            raise Refusal(name, "its mask does not come from transformers' mask functions")
+        if v.shape[-1] != q.shape[-1] or k.shape[-1] != q.shape[-1]:
+            raise Refusal(name, f"keys of {k.shape[-1]} channels and values of {v.shape[-1]}")
+        scale = told.get("scaling")
+        output = self.random((1, q.shape[2], q.shape[1], q.shape[3]))
+        call = AttentionCall(
+            "attention",
+            name,
+            self._block,
+            q.detach().clone(),
+            output,
+            keys=k.detach().clone(),
+            values=v.detach().clone(),
+            scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+            softcap=None if told.get("softcap") is None else float(told["softcap"]),
+            mask=self._masks[int(mask.flatten()[0])],
+        )
+        self.recording.calls.append(call)
+        return output.clone(), None
+
+
+class _Parameters(TorchFunctionMode):
+    """Answers lookups in embeddings, and refuses every other use of a parameter."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        parameters = [value for value in (*args, *kwargs.values()) if id(value) in self._recorder.parameters]
+        # What reads an attribute (weight.dtype) is no use of its values.
+        if not parameters or getattr(func, "__name__", "") == "__get__":
+            return func(*args, **kwargs)
+        name = self._recorder.parameters[id(parameters[0])]
+        if func is F.embedding and parameters[0].dim() == 2:
+            module = name.rpartition(".")[0]
+            return self._recorder.call("embedding", module, args[0], int(parameters[0].shape[1]))
+        raise Refusal(name, "is used by neither a linear, a norm nor an embedding")

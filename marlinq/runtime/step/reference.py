@@ -1,0 +1,411 @@
+"""An anatomy in plain torch: the reference for executors on a GPU, and the executor of CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from marlinq.models.anatomy import Anatomy, Attention, Layer, Norm, Rotary, Slices
+from marlinq.models.candidates import ACTIVATIONS
+from marlinq.runtime.step.forward import Forward
+
+Function = Callable[[Tensor], Tensor]
+
+_ROW_BLOCK = 512
+"""Queries whose products with all keys exist at a time, where torch's fused attention can't be used."""
+
+
+class ReferenceForward(Forward):
+    """What ``anatomy`` says, with the model's own linears, embeddings and norm weights.
+
+    The lengths are known to the host as well, so that a step reads only the part of the cache that is in use.
+    That is why it can't be captured. Rows of equal length need no mask.
+
+    Args:
+        model: where the anatomy's names lead; its parameters are on one device. Weights of dense linears and
+            of norms are taken now.
+        anatomy: what to compute.
+        batch, capacity: B and L.
+        reason: as in :class:`Forward`.
+    """
+
+    def __init__(
+        self, model: nn.Module, anatomy: Anatomy, *, batch: int, capacity: int, reason: str = "torch"
+    ) -> None:
+        self.batch, self.capacity = batch, capacity
+        self.reason = reason
+        self.capturable = False
+        self.anatomy = anatomy
+        self._embedding = _weight(model, anatomy.embedding)
+        self._positions = None if anatomy.positions is None else _weight(model, anatomy.positions)
+        device, self._dtype = self._embedding.device, self._embedding.dtype
+        self._embedding_norm = _norm(model, anatomy.embedding_norm, self._dtype)
+        self._final_norm = _norm(model, anatomy.final_norm, self._dtype)
+        self._head = _linear(model, anatomy.head)
+        self._rotations = _Rotations(model, anatomy, capacity)
+        self._layers = [_LayerParts.of(model, layer, self._dtype) for layer in anatomy.layers]
+        self._keys = [self._cache(layer.attention, device) for layer in anatomy.layers]
+        self._values = [torch.zeros_like(keys) for keys in self._keys]
+        self._rows = torch.arange(batch, device=device)
+        self._places = torch.arange(capacity, device=device)
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        self._shortest = self._longest = 0
+
+    def _cache(self, attention: Attention, device: torch.device) -> Tensor:
+        shape = (self.batch, attention.kv_heads, self.capacity, attention.head_dim)
+        return torch.zeros(shape, dtype=self._dtype, device=device)
+
+    @torch.inference_mode()
+    def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """As in :class:`Forward`.
+
+        Raises:
+            ValueError: ``ids`` is of another batch or longer than the capacity, or a length is not 1..T.
+        """
+        counts: list[int] = lengths.tolist()
+        batch, width = ids.shape
+        if batch != self.batch or width > self.capacity:
+            raise ValueError(f"ids {[batch, width]}: expected at most {[self.batch, self.capacity]}")
+        if len(counts) != batch or not all(1 <= count <= width for count in counts):
+            raise ValueError(f"lengths {counts}: expected {batch} of 1..{width}")
+        self._shortest, self._longest = min(counts), max(counts)
+        self.lengths.copy_(lengths)
+        positions = self._places[:width]
+        x = self._embed(ids, positions)
+        turns = self._rotations.at(positions)
+        for index, parts in enumerate(self._layers):
+            x = parts.forward(x, self._prompt_attention(index, parts, turns))
+            if self.observe is not None:
+                self.observe(index, x)
+        last = x[self._rows, self.lengths.long() - 1]
+        return self._logits(last)
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor) -> Tensor:
+        """As in :class:`Forward`.
+
+        Raises:
+            ValueError: the cache is full.
+        """
+        if self._longest >= self.capacity:
+            raise ValueError(f"the cache is full: {self.capacity} tokens")
+        positions = self.lengths.long()
+        x = self._embed(tokens[:, None], positions[:, None])
+        turns = self._rotations.at(positions[:, None])
+        masks: dict[int | None, tuple[int, Tensor | None]] = {}
+        for index, parts in enumerate(self._layers):
+            window = parts.attention.window
+            if window not in masks:
+                masks[window] = self._visible(positions, window)
+            x = parts.forward(x, self._step_attention(index, parts, turns, positions, *masks[window]))
+            if self.observe is not None:
+                self.observe(index, x)
+        self._shortest += 1
+        self._longest += 1
+        self.lengths += 1
+        return self._logits(x[:, 0])
+
+    def _embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        x = F.embedding(ids, self._embedding)
+        if self.anatomy.embedding_scale != 1:
+            x = x * self.anatomy.embedding_scale
+        if self._positions is not None:
+            x = x + F.embedding(positions + self.anatomy.positions_offset, self._positions)
+        return x if self._embedding_norm is None else self._embedding_norm(x)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        logits = self._head(x if self._final_norm is None else self._final_norm(x))
+        if self.anatomy.logit_scale != 1:
+            logits = logits * self.anatomy.logit_scale
+        return _capped(logits, self.anatomy.logit_softcap)
+
+    def _prompt_attention(self, index: int, parts: _LayerParts, turns: _Turns) -> Function:
+        def attend(x: Tensor) -> Tensor:
+            q, k, v = parts.heads(x, turns)
+            q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+            self._keys[index][:, :, : x.shape[1]] = k
+            self._values[index][:, :, : x.shape[1]] = v
+            return _causal(q, k, v, parts.attention).transpose(1, 2)
+
+        return attend
+
+    def _step_attention(
+        self,
+        index: int,
+        parts: _LayerParts,
+        turns: _Turns,
+        positions: Tensor,
+        first: int,
+        mask: Tensor | None,
+    ) -> Function:
+        end = self._longest + 1
+
+        def attend(x: Tensor) -> Tensor:
+            q, k, v = parts.heads(x, turns)
+            keys, values = self._keys[index], self._values[index]
+            if self._shortest == self._longest:
+                keys[:, :, self._longest] = k[:, 0]
+                values[:, :, self._longest] = v[:, 0]
+            else:
+                keys[self._rows, :, positions] = k[:, 0]
+                values[self._rows, :, positions] = v[:, 0]
+            return _one_query(q, keys[:, :, first:end], values[:, :, first:end], mask, parts.attention)
+
+        return attend
+
+    def _visible(self, positions: Tensor, window: int | None) -> tuple[int, Tensor | None]:
+        """The first place of the cache that a row sees, and which of those behind it each row sees.
+
+        The mask is bool [B, 1, 1, places], or None where every row sees all of them.
+        """
+        first = 0 if window is None else max(0, self._shortest + 1 - window)
+        if self._shortest == self._longest:
+            return first, None
+        places = self._places[first : self._longest + 1]
+        mask = places <= positions[:, None]
+        if window is not None:
+            mask &= places > positions[:, None] - window
+        return first, mask[:, None, None]
+
+
+_Turns = dict[Rotary, tuple[Tensor, Tensor, Tensor]]
+
+
+class _Rotations:
+    """Tables of cosines and signed sines for every rotary embedding of a model.
+
+    A head x [D] becomes ``x * cosines + x[partner] * sines``: channels that are not rotated have a cosine
+    of 1 and a sine of 0.
+    """
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy, capacity: int) -> None:
+        self._tables: _Turns = {}
+        for layer in anatomy.layers:
+            rotary = layer.attention.rotary
+            if rotary is not None and rotary not in self._tables:
+                self._tables[rotary] = _rotation_tables(model, rotary, layer.attention.head_dim, capacity)
+
+    def at(self, positions: Tensor) -> _Turns:
+        """Cosines and sines [..., 1, D] at ``positions`` [...], and the partners [D]."""
+        return {
+            rotary: (cosines[positions].unsqueeze(-2), sines[positions].unsqueeze(-2), partner)
+            for rotary, (cosines, sines, partner) in self._tables.items()
+        }
+
+
+def _rotation_tables(
+    model: nn.Module, rotary: Rotary, head_dim: int, capacity: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    frequencies = model.get_submodule(rotary.module).get_buffer(rotary.frequencies).float()
+    half = rotary.channels // 2
+    channel = torch.arange(rotary.channels, device=frequencies.device)
+    if rotary.interleaved:
+        pair, second, other = channel // 2, channel % 2 == 1, channel ^ 1
+    else:
+        pair, second, other = channel % half, channel >= half, (channel + half) % rotary.channels
+    angles = torch.arange(capacity, device=frequencies.device).float()[:, None] * frequencies
+    shape = (capacity, head_dim)
+    cosines, sines = frequencies.new_ones(shape), frequencies.new_zeros(shape)
+    cosines[:, : rotary.channels] = angles.cos()[:, pair] * rotary.scaling
+    sines[:, : rotary.channels] = angles.sin()[:, pair] * torch.where(second, 1.0, -1.0) * rotary.scaling
+    partner = torch.arange(head_dim, device=frequencies.device)
+    partner[: rotary.channels] = other
+    return cosines, sines, partner
+
+
+@dataclass(frozen=True, eq=False)
+class _LayerParts:
+    """A layer with its modules at hand."""
+
+    layer: Layer
+    attention: Attention
+    attention_norm: Function | None
+    post_attention_norm: Function | None
+    mlp_norm: Function | None
+    post_mlp_norm: Function | None
+    query_norm: Function | None
+    key_norm: Function | None
+    qkv: Callable[[Tensor], Sequence[Tensor]]
+    output: Function
+    inputs: Callable[[Tensor], Sequence[Tensor]]
+    activation: Function
+    down: Function
+
+    @classmethod
+    def of(cls, model: nn.Module, layer: Layer, dtype: torch.dtype) -> _LayerParts:
+        attention, mlp = layer.attention, layer.mlp
+        return cls(
+            layer=layer,
+            attention=attention,
+            attention_norm=_norm(model, layer.attention_norm, dtype),
+            post_attention_norm=_norm(model, layer.post_attention_norm, dtype),
+            mlp_norm=_norm(model, layer.mlp_norm, dtype),
+            post_mlp_norm=_norm(model, layer.post_mlp_norm, dtype),
+            query_norm=_norm(model, attention.query_norm, dtype),
+            key_norm=_norm(model, attention.key_norm, dtype),
+            qkv=_parts(model, attention.qkv),
+            output=_linear(model, attention.output),
+            inputs=_parts(model, mlp.inputs),
+            activation=ACTIVATIONS[mlp.activation],
+            down=_linear(model, mlp.down),
+        )
+
+    def forward(self, x: Tensor, attend: Function) -> Tensor:
+        """x [B, T, hidden] through the block; ``attend`` makes [B, T, H, D] of normalised hidden states."""
+        layer = self.layer
+        normed = x if self.attention_norm is None else self.attention_norm(x)
+        a = self.output(attend(normed).flatten(-2))
+        if self.post_attention_norm is not None:
+            a = self.post_attention_norm(a)
+        if layer.parallel:
+            shared = layer.mlp_norm == layer.attention_norm
+            m = self._mlp(normed if shared else x if self.mlp_norm is None else self.mlp_norm(x))
+            return x.add(a + m, alpha=layer.residual_scale)
+        x = x.add(a, alpha=layer.residual_scale)
+        return x.add(self._mlp(x if self.mlp_norm is None else self.mlp_norm(x)), alpha=layer.residual_scale)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        first, *rest = self.inputs(x)
+        result = self.activation(first)
+        m = self.down(result * rest[0] if rest else result)
+        return m if self.post_mlp_norm is None else self.post_mlp_norm(m)
+
+    def heads(self, x: Tensor, turns: _Turns) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [B, T, H, D], rotated keys and values [B, T, KV, D]."""
+        attention = self.attention
+        q, k, v = self.qkv(x)
+        q = _by_head(q, attention.heads, attention.query_norm, self.query_norm)
+        k = _by_head(k, attention.kv_heads, attention.key_norm, self.key_norm)
+        if attention.rotary is not None:
+            cosines, sines, partner = turns[attention.rotary]
+            both = torch.cat((q, k), -2)
+            turned = both * cosines
+            turned.addcmul_(both.index_select(-1, partner).to(turned.dtype), sines)
+            q, k = torch.split(turned.to(q.dtype), [attention.heads, attention.kv_heads], -2)
+        return q, k, _heads(v, attention.kv_heads)
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """[..., heads * D] to [..., heads, D]."""
+    return x.reshape(*x.shape[:-1], heads, -1)
+
+
+def _by_head(x: Tensor, heads: int, norm: Norm | None, normalise: Function | None) -> Tensor:
+    """[..., heads * D] to [..., heads, D], normalised over all heads or each."""
+    if norm is None or normalise is None:
+        return _heads(x, heads)
+    if norm.width == x.shape[-1]:
+        return _heads(normalise(x), heads)
+    return normalise(_heads(x, heads))
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
+    """Attention of a whole prompt: q [B, H, T, D], k and v [B, KV, T, D] to [B, H, T, D]."""
+    length, window = q.shape[2], attention.window
+    if attention.softcap is None and (window is None or window >= length):
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=attention.scale, enable_gqa=attention.heads != attention.kv_heads
+        )
+    places = torch.arange(length, device=q.device)
+    blocks = []
+    for start in range(0, length, _ROW_BLOCK):
+        end = min(start + _ROW_BLOCK, length)
+        first = 0 if window is None else max(0, start + 1 - window)
+        query, key = places[start:end, None], places[first:end]
+        mask = key <= query
+        if window is not None:
+            mask &= key > query - window
+        blocks.append(_masked(q[:, :, start:end], k[:, :, first:end], v[:, :, first:end], mask, attention))
+    return torch.cat(blocks, 2)
+
+
+def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, attention: Attention) -> Tensor:
+    """Attention of one token: q [B, 1, H, D], k and v [B, KV, places, D] to [B, 1, H, D]."""
+    # The queries that share a key are the rows of one product.
+    grouped = q.reshape(q.shape[0], attention.kv_heads, -1, q.shape[-1])
+    if attention.softcap is None:
+        result = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=attention.scale)
+    else:
+        result = _product(grouped, k, v, mask, attention)
+    return result.flatten(1, 2)[:, None]
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, attention: Attention) -> Tensor:
+    if attention.softcap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=attention.scale, enable_gqa=attention.heads != attention.kv_heads
+        )
+    grouped = q.reshape(q.shape[0], attention.kv_heads, -1, *q.shape[2:])
+    return _product(grouped, k[:, :, None], v[:, :, None], mask, attention).flatten(1, 2)
+
+
+def _product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, attention: Attention) -> Tensor:
+    scores = _capped(torch.matmul(q, k.transpose(-1, -2)) * attention.scale, attention.softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return torch.matmul(scores.float().softmax(-1).to(q.dtype), v)
+
+
+def _capped(x: Tensor, cap: float | None) -> Tensor:
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
+def _weight(model: nn.Module, module: str) -> Tensor:
+    return model.get_submodule(module).get_parameter("weight").detach()
+
+
+def _linear(model: nn.Module, name: str) -> Function:
+    module = model.get_submodule(name)
+    if type(module) is not nn.Linear:
+        return module
+    weight = module.weight.detach()
+    bias: Tensor | None = module.bias
+    return lambda x: F.linear(x, weight, bias)
+
+
+def _parts(model: nn.Module, slices: Slices) -> Callable[[Tensor], Sequence[Tensor]]:
+    """The parts of a joined product, each [..., width]."""
+    linears = [_linear(model, name) for name in slices.modules]
+    if len(linears) == len(slices.widths) and slices.turns == 1:
+        return lambda x: [linear(x) for linear in linears]
+
+    def split(x: Tensor) -> Sequence[Tensor]:
+        products = [linear(x) for linear in linears]
+        joined = products[0] if len(products) == 1 else torch.cat(products, -1)
+        return slices.split(joined)
+
+    return split
+
+
+def _norm(model: nn.Module, norm: Norm | None, dtype: torch.dtype) -> Function | None:
+    """The norm of activations of ``dtype``."""
+    if norm is None:
+        return None
+    module = model.get_submodule(norm.module)
+    held = {name: value.detach() for name, value in module.named_parameters()}
+    weight, bias, eps, shape = held.get("weight"), held.get("bias"), norm.eps, (norm.width,)
+    if weight is not None:
+        # Exact in float32; rounded again only where the model multiplies in its narrow dtype.
+        weight = weight.float() + norm.offset
+    wide = torch.float32
+    if norm.kind == "layer":
+        bias = None if bias is None else bias.float()
+        if dtype == wide:
+            return lambda x: F.layer_norm(x, shape, weight, bias, eps)
+        return lambda x: F.layer_norm(x.float(), shape, weight, bias, eps).to(dtype)
+    if dtype == wide and bias is None:
+        return lambda x: F.rms_norm(x, shape, weight, eps)
+
+    def rms(x: Tensor) -> Tensor:
+        x = F.rms_norm(x.float(), shape, None, eps)
+        if norm.narrow_first:
+            x = x.to(dtype).float()
+        if weight is not None:
+            x = x * weight
+        return (x if bias is None else x + bias.float()).to(dtype)
+
+    return rms
