@@ -247,6 +247,9 @@ class _Block:
         mlp_norm, mlp_reads = self._source(mlp_input, mlp.inputs.modules[0], shared=attention_norm)
         if self.unexplained:
             raise Refusal(self.unexplained[0].name, "its part in the block is not understood")
+        for part, x in ((attention.output, a), (mlp.down, m), (mlp.inputs.modules[0], mlp_reads)):
+            if x.shape != self.entered.shape:
+                raise Refusal(part, f"{list(x.shape)} where the block has {list(self.entered.shape)}")
         parallel = torch.equal(mlp_reads, self.entered)
         if parallel:
             scale = self._scale(self.left - self.entered, a + m, "sum of attention and MLP")

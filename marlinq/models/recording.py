@@ -150,8 +150,12 @@ class _Recorder:
 
     def call(self, kind: Any, name: str, x: Tensor, width: int) -> Tensor:
         output = self.random((*x.shape, width) if kind == "embedding" else (*x.shape[:-1], width))
-        self.recording.calls.append(Call(kind, name, self._block, x.detach().clone(), output))
-        return output.clone()
+        given, kept = x.detach().clone(), output.clone()
+        if x.dim() == 2 and kind in ("linear", "norm"):
+            # Tokens without their batch, as OPT's MLP has them.
+            given, kept = given[None], kept[None]
+        self.recording.calls.append(Call(kind, name, self._block, given, kept))
+        return output
 
     @contextmanager
     def stubs(self, norms: Mapping[str, int]) -> Iterator[None]:
