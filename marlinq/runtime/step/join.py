@@ -1,0 +1,240 @@
+"""Projections that share an input as one operand, and the slices that they leave in the model.
+
+Columns of q, k and v lie side by side; those of gate and up take turns in tiles of 64. The words exist once:
+what was a module of its own becomes a slice of the joined product.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from marlinq.formats.layouts.marlin import TILE_N
+from marlinq.runtime.linear import QuantLinear
+from marlinq.runtime.operand import MarlinOperand
+
+
+def join_refusal(operands: Sequence[MarlinOperand], *, interleave: bool) -> str | None:
+    """Why ``operands`` can't be one, in one clause, or None.
+
+    Args:
+        operands: of projections with the same input, in the order of their columns.
+        interleave: whether their tiles of 64 columns take turns, instead of lying side by side.
+    """
+    first = operands[0]
+    for other in operands:
+        if other.order is not None:
+            return "a weight has an activation order"
+        if other.in_features != first.in_features or other.padded_shape[0] != first.padded_shape[0]:
+            return f"inputs of {first.in_features} and {other.in_features} channels"
+        if other.group_size != first.group_size or other.scales.shape[0] != first.scales.shape[0]:
+            return f"group sizes {first.group_size} and {other.group_size}"
+        if (other.zeros is None) != (first.zeros is None):
+            return "only some of the weights store zero points"
+        if other.scales.dtype != first.scales.dtype or other.words.device != first.words.device:
+            return "weights of different dtypes or devices"
+        if interleave and other.out_features != first.out_features:
+            return f"{first.out_features} and {other.out_features} columns can't take turns"
+    if not interleave:
+        for inner in operands[:-1]:
+            if inner.out_features % TILE_N:
+                return f"{inner.out_features} columns are not whole tiles of {TILE_N}"
+    return None
+
+
+def join_operands(operands: Sequence[MarlinOperand], *, interleave: bool) -> MarlinOperand:
+    """One operand whose product holds the products of ``operands``.
+
+    Side by side, product column j of part p is column ``sum(N of the parts before) + j``. Interleaved, it is
+    column ``64 * (len(operands) * (j // 64) + p) + j % 64``, and columns that pad a part's last tile are columns of the
+    result.
+
+    Args:
+        operands: not refused by :func:`join_refusal`.
+        interleave: as there.
+
+    Raises:
+        ValueError: they are refused.
+    """
+    reason = join_refusal(operands, interleave=interleave)
+    if reason is not None:
+        raise ValueError(f"operands can't be joined: {reason}")
+    first = operands[0]
+    columns = sum(operand.padded_shape[1] for operand in operands)
+    zeros = [operand.zeros for operand in operands if operand.zeros is not None]
+    return MarlinOperand(
+        words=_joined([operand.words for operand in operands], 2 * TILE_N, interleave),
+        # The stored order of scales permutes columns within tiles only.
+        scales=_joined([operand.scales for operand in operands], TILE_N, interleave),
+        zeros=_joined(zeros, TILE_N, interleave) if zeros else None,
+        order=None,
+        group_size=first.group_size,
+        in_features=first.in_features,
+        out_features=columns if interleave else sum(operand.out_features for operand in operands),
+    )
+
+
+def join_biases(
+    biases: Sequence[Tensor | None], operands: Sequence[MarlinOperand], *, interleave: bool
+) -> Tensor | None:
+    """The bias of the joined product, zeros where a part or a padding column has none; None without any."""
+    present = next((bias for bias in biases if bias is not None), None)
+    if present is None:
+        return None
+    columns = [operand.padded_shape[1] if interleave else operand.out_features for operand in operands]
+    filled = [present.new_zeros(count) for count in columns]
+    for target, bias in zip(filled, biases, strict=True):
+        if bias is not None:
+            target[: bias.shape[0]] = bias
+    return _joined([row[None] for row in filled], TILE_N, interleave)[0] if interleave else torch.cat(filled)
+
+
+def _joined(parts: Sequence[Tensor], tile: int, interleave: bool) -> Tensor:
+    """Rows of all parts, with whole tiles of columns side by side or in turns."""
+    if not interleave:
+        return torch.cat(list(parts), dim=1)
+    rows, columns = parts[0].shape
+    tiles = torch.stack([part.view(rows, columns // tile, tile) for part in parts], dim=2)
+    return tiles.view(rows, len(parts) * columns)
+
+
+class JoinedLinear(QuantLinear):
+    """The product of several projections with the same input.
+
+    Attributes:
+        widths: output columns of each part.
+        interleaved: whether tiles of 64 columns take turns, instead of the parts lying side by side.
+    """
+
+    def __init__(
+        self, operand: MarlinOperand, bias: Tensor | None, widths: Sequence[int], *, interleaved: bool
+    ) -> None:
+        super().__init__(operand, bias)
+        self.widths = tuple(widths)
+        self.interleaved = interleaved
+        self._last: tuple[weakref.ref[Tensor], int, Tensor, int] | None = None
+
+    def part(self, x: Tensor, index: int) -> Tensor:
+        """The product of part ``index``, [..., widths[index]].
+
+        Siblings that ask one after another with the same tensor share one product.
+        """
+        return self._slice(self._product(x, index), index)
+
+    def _product(self, x: Tensor, index: int) -> Tensor:
+        # Inference tensors count no changes, and a compiler traces each use by itself.
+        if torch.compiler.is_compiling() or x.is_inference():
+            return self(x)  # type: ignore[no-any-return]
+        wanted = 1 << index
+        last = self._last
+        if last is not None and last[0]() is x and last[1] == x._version and not last[3] & wanted:
+            product, served = last[2], last[3] | wanted
+        else:
+            product, served = self(x), wanted
+        complete = served == (1 << len(self.widths)) - 1
+        self._last = None if complete else (weakref.ref(x, self._forget), x._version, product, served)
+        return product
+
+    def _forget(self, gone: object) -> None:
+        last = self._last
+        if last is not None and last[0] is gone:
+            self._last = None
+
+    def _slice(self, product: Tensor, index: int) -> Tensor:
+        width = self.widths[index]
+        if not self.interleaved:
+            return product.narrow(-1, sum(self.widths[:index]), width)
+        tiles = product.view(*product.shape[:-1], -1, len(self.widths), TILE_N)
+        return tiles[..., index, :].flatten(-2)[..., :width]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_last": None}
+
+    def extra_repr(self) -> str:
+        order = "in turns" if self.interleaved else "side by side"
+        return f"{super().extra_repr()}, parts={list(self.widths)} {order}"
+
+
+class JoinedSlice(nn.Module):
+    """One projection of a :class:`JoinedLinear`, in its own place in the model.
+
+    Args:
+        joined: shared with the other projections.
+        index: which part of it.
+    """
+
+    def __init__(self, joined: JoinedLinear, index: int) -> None:
+        super().__init__()
+        self.joined = joined
+        self.index = index
+        self.in_features = joined.in_features
+        self.out_features = joined.widths[index]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] to [..., N], in the dtype of x."""
+        return self.joined.part(x, self.index)
+
+    def __repr__(self) -> str:
+        return f"JoinedSlice(part {self.index} of {self.joined!r})"
+
+
+def join_modules(model: nn.Module, names: Sequence[str], *, interleave: bool) -> JoinedLinear | str:
+    """Replace projections of ``model`` by slices of one product; repeated calls give the same one.
+
+    Peak memory is that of the parts once more: their words are freed when nothing else holds them.
+
+    Args:
+        model: the whole model.
+        names: full module names, in the order of the parts.
+        interleave: as in :func:`join_operands`.
+
+    Returns:
+        The joined product, or why there is none, in one clause; then the model is unchanged.
+    """
+    modules = [model.get_submodule(name) for name in names]
+    slices = [module for module in modules if isinstance(module, JoinedSlice)]
+    if slices:
+        joined = slices[0].joined
+        same = len(slices) == len(joined.widths) and all(
+            found.joined is joined and found.index == index for index, found in enumerate(slices)
+        )
+        if len(slices) == len(modules) and same and joined.interleaved == interleave:
+            return joined
+        return f"{names[0]} is joined otherwise already"
+    linears = [module for module in modules if isinstance(module, QuantLinear)]
+    if len(linears) < len(modules):
+        name = next(
+            name for name, module in zip(names, modules, strict=True) if not isinstance(module, QuantLinear)
+        )
+        return f"{name} is no packed linear"
+    operands = [held_operand(linear) for linear in linears]
+    reason = join_refusal(operands, interleave=interleave)
+    if reason is not None:
+        return reason
+    joined = JoinedLinear(
+        join_operands(operands, interleave=interleave),
+        join_biases([linear.bias for linear in linears], operands, interleave=interleave),
+        [linear.out_features for linear in linears],
+        interleaved=interleave,
+    )
+    for index, name in enumerate(names):
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, JoinedSlice(joined, index))
+    return joined
+
+
+def held_operand(linear: QuantLinear) -> MarlinOperand:
+    """The operand that a linear multiplies with; its tensors, not copies."""
+    return MarlinOperand(
+        words=linear.words,
+        scales=linear.scales,
+        zeros=linear.zeros,
+        order=linear.order,
+        group_size=linear.group_size,
+        in_features=linear.in_features,
+        out_features=linear.out_features,
+    )
