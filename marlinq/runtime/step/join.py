@@ -50,8 +50,8 @@ def join_operands(operands: Sequence[MarlinOperand], *, interleave: bool) -> Mar
     """One operand whose product holds the products of ``operands``.
 
     Side by side, product column j of part p is column ``sum(N of the parts before) + j``. Interleaved, it is
-    column ``64 * (len(operands) * (j // 64) + p) + j % 64``, and columns that pad a part's last tile are columns of the
-    result.
+    column ``64 * (len(operands) * (j // 64) + p) + j % 64``, and columns that pad a part's last tile are
+    columns of the result.
 
     Args:
         operands: not refused by :func:`join_refusal`.

@@ -16,3 +16,10 @@ __device__ __forceinline__ u32 load_acquire(const u32* flag) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
     return value;
 }
+
+// Adds to a flag, releases and acquires it, and gives what it held.
+__device__ __forceinline__ u32 add_acquire_release(u32* flag, u32 value) {
+    u32 before;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(flag), "r"(value) : "memory");
+    return before;
+}

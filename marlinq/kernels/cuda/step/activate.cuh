@@ -1,0 +1,52 @@
+// Between the products of an MLP:  out[m, j] = activation(gate[m, j]) * up[m, j],  or  activation(up[m, j])  without a gate.
+//
+// Gate and up are parts of one row of x. With TILES they take turns in tiles of 64 columns (gate first); otherwise up begins
+// `up_offset` elements behind gate. Eight elements a thread.
+//
+// Configuration: Element, THREADS, ACTIVATION, GATED, TILES.
+#pragma once
+#include "ptx/launch.cuh"
+#include "step/rows.cuh"
+
+enum class Activation { SILU, GELU, GELU_TANH, RELU, RELU2 };
+
+template <Activation KIND>
+__device__ __forceinline__ float activation(float x) {
+    if (KIND == Activation::SILU) return x / (1.f + exp2f(-1.44269504f * x));
+    if (KIND == Activation::GELU) return 0.5f * x * (1.f + erff(0.70710678f * x));
+    // (1 + tanh(y)) / 2 = 1 / (1 + exp(-2y)); the exponential overflows to infinity at worst, which gives 0.
+    if (KIND == Activation::GELU_TANH)
+        return x / (1.f + exp2f(-2.88539008f * 0.79788456f * (x + 0.044715f * x * x * x)));
+    const float positive = x > 0.f ? x : 0.f * x;
+    return KIND == Activation::RELU ? positive : positive * positive;
+}
+
+template <typename C>
+__device__ __forceinline__ void activate(const uint4* x, uint4* out, int M, int columns, int up_offset, i64 x_stride,
+                                         i64 out_stride) {
+    typedef typename C::Element E;
+    launch_dependents();
+    const i64 vector = (i64)blockIdx.x * C::THREADS + threadIdx.x;
+    const int vectors = columns / 8, j = vector % vectors;
+    const i64 m = vector / vectors;
+    wait_for_previous_kernel();
+    if (m >= M) return;
+    const uint4* row = x + m * (x_stride / 8);
+    // A tile is 8 vectors.
+    const int at = C::TILES ? j / 8 * 16 + j % 8 : j, up_at = C::TILES ? at + 8 : j + up_offset / 8;
+    float gate[8], up[8];
+    const uint4 first = load_l2(row + at);
+    uint4 second = first;
+    if (C::GATED) second = load_l2(row + up_at);
+    widen_vector<E>(gate, first);
+    widen_vector<E>(up, second);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) gate[i] = activation<C::ACTIVATION>(gate[i]) * (C::GATED ? up[i] : 1.f);
+    out[m * (out_stride / 8) + j] = narrow_vector<E>(gate);
+}
+
+#define INSTANTIATE_STEP_ACTIVATE(NAME, CONFIGURATION)                                                        \
+    extern "C" __global__ void __launch_bounds__(CONFIGURATION::THREADS)                                      \
+    NAME(const uint4* x, uint4* out, int M, int columns, int up_offset, i64 x_stride, i64 out_stride) {       \
+        activate<CONFIGURATION>(x, out, M, columns, up_offset, x_stride, out_stride);                         \
+    }

@@ -1,0 +1,247 @@
+// Attention of one new token per sequence over its cache, whose last entry is the token itself.
+//
+//   out[b, h] = softmax(scale * q[b, h] . keys[b, h / group]) . values[b, h / group]      over positions 0..lengths[b]
+//
+// A block takes one sequence, one head of keys and values, up to 8 of its query heads, and one split of the positions. Its
+// warps take tiles of 16 positions in turns and multiply by mma.sync, with positions as rows, so that 8 query heads fill the
+// columns:
+//
+//   S (16 positions x 8 heads)  += K (16 x 32 channels) Q^T          both operands straight from memory: a lane's 16 bytes are
+//                                                                     8 neighbouring channels of one row, for K and Q alike
+//   O (16 channels x 8 heads)   += V^T (16 x 16 positions) P^T        lane (u, v) loads channels 8u..8u+7 of four positions and
+//                                                                     pairs their halves; P turns by movmatrix
+//
+// The next tile's keys and values are on their way while a tile is multiplied. Warps merge in shared memory, splits through
+// `partials`: the block that finishes last of its splits adds them up, in order, and resets their counter. Splits that have
+// no positions end at once. A split is chosen on the device, so a captured launch serves every length.
+//
+// Configuration: Element, D, WARPS, MIN_BLOCKS, SOFTCAP.
+#pragma once
+#include "ptx/bits.cuh"
+#include "ptx/flags.cuh"
+#include "ptx/launch.cuh"
+#include "ptx/matrix.cuh"
+#include "step/rows.cuh"
+
+constexpr int ATTEND_HEADS = 8, ATTEND_TILE = 16;
+
+// What a split covers: positions [first, last), of splits that are not empty `active`.
+struct Split {
+    int first, last, active;
+};
+template <typename C>
+__device__ __forceinline__ Split split_of(int tokens, int window, int splits, int split) {
+    constexpr int STEP = ATTEND_TILE * C::WARPS;
+    const int begin = tokens > window ? tokens - window : 0, count = tokens - begin;
+    const int each = ((count + splits - 1) / splits + STEP - 1) / STEP * STEP;
+    const int first = begin + split * each;
+    return {first, min(first + each, tokens), (count + each - 1) / each};
+}
+
+template <typename C>
+__device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16* values, u16* out, float* partials,
+                                       u32* counters, const int* lengths, int kv_heads, int group, int chunks, int splits,
+                                       int capacity, int window, float scale, float softcap) {
+    typedef typename C::Element E;
+    constexpr int D = C::D, WARPS = C::WARPS, TILE = ATTEND_TILE, HEADS = ATTEND_HEADS;
+    constexpr int KEY_CHUNKS = (D + 31) / 32, VALUE_GROUPS = (D + 63) / 64;
+    // Beyond, registers would not hold both operands of the next tile.
+    constexpr bool VALUES_AHEAD = D <= 128;
+    constexpr int SLOT = HEADS * (D + 2);  // floats that a split leaves
+    constexpr float LOWEST = -__builtin_huge_valf();
+    __shared__ __align__(16) float sums[WARPS][HEADS][D];
+    __shared__ float maxima[WARPS][HEADS], totals[WARPS][HEADS];
+    __shared__ u32 arrived;
+    launch_dependents();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, u = lane / 4, v = lane % 4;
+    const int split = blockIdx.x % splits, work = blockIdx.x / splits;
+    const int chunk = work % chunks, pair = work / chunks, kv_head = pair % kv_heads, sequence = pair / kv_heads;
+    const i64 row = (i64)pair * capacity;
+    const u16 *k_rows = keys + row * D, *v_rows = values + row * D;
+    {
+        // The length may be that of the token before, which is near enough for a prefetch.
+        const Split part = split_of<C>(load_scalar(lengths + sequence) + 1, window, splits, split);
+        if (part.first < part.last && threadIdx.x % 32 == 0 && warp < 2)
+            prefetch_l2((warp ? v_rows : k_rows) + (i64)part.first * D, 2u * D * (part.last - part.first));
+    }
+    wait_for_previous_kernel();
+    const int tokens = min(load_scalar(lengths + sequence) + 1, capacity);
+    const Split part = split_of<C>(tokens, window, splits, split);
+    if (split >= part.active) return;
+    const int last = part.last, heads = min(HEADS, group - chunk * HEADS);
+    const i64 first_head = (i64)pair * group + chunk * HEADS;
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    uint4 queries[KEY_CHUNKS];
+#pragma unroll
+    for (int c = 0; c < KEY_CHUNKS; ++c) {
+        const int channel = 32 * c + 8 * v;
+        queries[c] = u < heads && channel < D ? load_l2(q + (first_head + u) * D + channel) : zero;
+    }
+    uint4 k[2][KEY_CHUNKS], w[VALUE_GROUPS][4];
+    const auto load_keys = [&](int tile) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int c = 0; c < KEY_CHUNKS; ++c) {
+                const int token = tile + u + 8 * h, channel = 32 * c + 8 * v;
+                k[h][c] = token < last && channel < D ? load_l2(k_rows + (i64)token * D + channel) : zero;
+            }
+    };
+    const auto load_values = [&](int tile) {
+#pragma unroll
+        for (int g = 0; g < VALUE_GROUPS; ++g)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int token = tile + 2 * v + i % 2 + 8 * (i / 2), channel = 64 * g + 8 * u;
+                w[g][i] = token < last && channel < D ? load_l2(v_rows + (i64)token * D + channel) : zero;
+            }
+    };
+    // Of head 2v + j: the maximum that all lanes know, and this lane's part of the sum.
+    float maximum[2] = {LOWEST, LOWEST}, total[2] = {0.f, 0.f};
+    float o[VALUE_GROUPS][4][4];
+#pragma unroll
+    for (int g = 0; g < VALUE_GROUPS; ++g)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+            for (int r = 0; r < 4; ++r) o[g][i][r] = 0.f;
+    int tile = part.first + TILE * warp;
+    load_keys(tile);
+    if (VALUES_AHEAD) load_values(tile);
+#pragma unroll 1
+    for (; tile < last; tile += TILE * WARPS) {
+        float s[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+        for (int c = 0; c < KEY_CHUNKS; ++c) {
+            const u32 low[4] = {k[0][c].x, k[1][c].x, k[0][c].y, k[1][c].y};
+            const u32 high[4] = {k[0][c].z, k[1][c].z, k[0][c].w, k[1][c].w};
+            E::multiply_accumulate(s, low, queries[c].x, queries[c].y);
+            E::multiply_accumulate(s, high, queries[c].z, queries[c].w);
+        }
+        if (!VALUES_AHEAD) load_values(tile);
+        if (VALUES_AHEAD) load_keys(tile + TILE * WARPS);
+        float p[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            // Exponents are of 2, so scale has the logarithm of e in it.
+            p[j] = C::SOFTCAP ? softcap * tanhf(s[j] * scale) : s[j] * scale;
+            if (tile + u + 8 * (j / 2) >= last) p[j] = LOWEST;
+        }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            float most = p[j] > p[j + 2] ? p[j] : p[j + 2];
+#pragma unroll
+            for (int distance = 4; distance < 32; distance *= 2) {
+                const float other = of_lane(most, lane ^ distance);
+                most = other > most ? other : most;
+            }
+            most = most > maximum[j] ? most : maximum[j];
+            const float shrink = exp2f(maximum[j] - most);
+            maximum[j] = most;
+            p[j] = exp2f(p[j] - most);
+            p[j + 2] = exp2f(p[j + 2] - most);
+            total[j] = total[j] * shrink + p[j] + p[j + 2];
+#pragma unroll
+            for (int g = 0; g < VALUE_GROUPS; ++g)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    o[g][i][j] *= shrink;
+                    o[g][i][j + 2] *= shrink;
+                }
+        }
+        const u32 b0 = transpose_matrix(E::narrow(p[0], p[1])), b1 = transpose_matrix(E::narrow(p[2], p[3]));
+#pragma unroll
+        for (int g = 0; g < VALUE_GROUPS; ++g) {
+            const u32 *first = &w[g][0].x, *second = &w[g][1].x, *third = &w[g][2].x, *fourth = &w[g][3].x;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const u32 a[4] = {permute_bytes<0x5410>(first[i], second[i]), permute_bytes<0x7632>(first[i], second[i]),
+                                  permute_bytes<0x5410>(third[i], fourth[i]), permute_bytes<0x7632>(third[i], fourth[i])};
+                E::multiply_accumulate(o[g][i], a, b0, b1);
+            }
+        }
+        if (VALUES_AHEAD)
+            load_values(tile + TILE * WARPS);
+        else
+            load_keys(tile + TILE * WARPS);
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) total[j] += of_lane(total[j], lane ^ distance);
+        if (u == 0) {
+            maxima[warp][2 * v + j] = maximum[j];
+            totals[warp][2 * v + j] = total[j];
+        }
+#pragma unroll
+        for (int g = 0; g < VALUE_GROUPS; ++g)
+            if (64 * g + 8 * u < D) {
+                float4* to = reinterpret_cast<float4*>(&sums[warp][2 * v + j][64 * g + 8 * u]);
+                to[0] = make_float4(o[g][0][j], o[g][0][j + 2], o[g][1][j], o[g][1][j + 2]);
+                to[1] = make_float4(o[g][2][j], o[g][2][j + 2], o[g][3][j], o[g][3][j + 2]);
+            }
+    }
+    __syncthreads();
+    float* slots = partials + (i64)work * splits * SLOT;
+    for (int index = threadIdx.x; index < heads * (D / 4); index += 32 * WARPS) {
+        const int head = index / (D / 4), channel = index % (D / 4) * 4;
+        float most = LOWEST, whole = 0.f, x[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) most = maxima[i][head] > most ? maxima[i][head] : most;
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) {
+            const float share = exp2f(maxima[i][head] - most);
+            const float4 found = *reinterpret_cast<const float4*>(&sums[i][head][channel]);
+            whole += share * totals[i][head];
+            x[0] += share * found.x, x[1] += share * found.y, x[2] += share * found.z, x[3] += share * found.w;
+        }
+        if (part.active == 1) {
+            store_global(out + (first_head + head) * D + channel,
+                         make_uint2(E::narrow(x[0] / whole, x[1] / whole), E::narrow(x[2] / whole, x[3] / whole)));
+        } else {
+            float* slot = slots + split * SLOT;
+            *reinterpret_cast<float4*>(slot + head * D + channel) = make_float4(x[0], x[1], x[2], x[3]);
+            if (channel == 0) {
+                slot[HEADS * D + 2 * head] = most;
+                slot[HEADS * D + 2 * head + 1] = whole;
+            }
+        }
+    }
+    if (part.active == 1) return;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        arrived = add_acquire_release(counters + work, 1);
+        if (arrived == part.active - 1) store_relaxed(counters + work, 0);
+    }
+    __syncthreads();
+    if (arrived != part.active - 1) return;
+    for (int index = threadIdx.x; index < heads * (D / 4); index += 32 * WARPS) {
+        const int head = index / (D / 4), channel = index % (D / 4) * 4;
+        float most = LOWEST, whole = 0.f, x[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 4
+        for (int i = 0; i < part.active; ++i) {
+            const float* slot = slots + i * SLOT;
+            const u32* numbers = reinterpret_cast<const u32*>(slot) + HEADS * D + 2 * head;
+            const uint4 found = load_l2(slot + head * D + channel);
+            const float their = __uint_as_float(load_l2(numbers)), their_total = __uint_as_float(load_l2(numbers + 1));
+            const float higher = their > most ? their : most;
+            const float shrink = exp2f(most - higher), share = exp2f(their - higher);
+            most = higher;
+            whole = whole * shrink + their_total * share;
+            x[0] = x[0] * shrink + share * __uint_as_float(found.x);
+            x[1] = x[1] * shrink + share * __uint_as_float(found.y);
+            x[2] = x[2] * shrink + share * __uint_as_float(found.z);
+            x[3] = x[3] * shrink + share * __uint_as_float(found.w);
+        }
+        store_global(out + (first_head + head) * D + channel,
+                     make_uint2(E::narrow(x[0] / whole, x[1] / whole), E::narrow(x[2] / whole, x[3] / whole)));
+    }
+}
+
+#define INSTANTIATE_STEP_ATTEND(NAME, CONFIGURATION)                                                                      \
+    extern "C" __global__ void __launch_bounds__(32 * CONFIGURATION::WARPS, CONFIGURATION::MIN_BLOCKS)                    \
+    NAME(const u16* q, const u16* keys, const u16* values, u16* out, float* partials, u32* counters, const int* lengths,  \
+         int kv_heads, int group, int chunks, int splits, int capacity, int window, float scale, float softcap) {         \
+        attend<CONFIGURATION>(q, keys, values, out, partials, counters, lengths, kv_heads, group, chunks, splits,         \
+                              capacity, window, scale, softcap);                                                          \
+    }

@@ -1,0 +1,145 @@
+// The residual stream between two products: what the one before adds to it, and its normalisation for the one behind.
+//
+//   x = residual[m]                                    or, with GATHER,  embedding_scale * embedding[tokens[m]] + positions[p]
+//   x = x + factor * post(first[m]) + factor * second[m]                 as many of them as ADDENDS says
+//   stored[m] = x                                                        unless it is null
+//   out[m] = norm(x)                                                     unless NORM is NONE
+//
+// p is the row's position: lengths[m / T] + m % T + positions_offset. post is a normalisation too. One block a row, whose
+// elements stay in registers. With a counter, the last thing that is done is counter[b] += 1 for the first `counted` rows.
+//
+// Configuration: Element, THREADS, VECTORS (of eight elements, a thread), GATHER, POSITIONS, ADDENDS, POST, NORM.
+#pragma once
+#include "ptx/launch.cuh"
+#include "step/rows.cuh"
+
+struct NormWeights {
+    const uint4 *weight, *bias;
+};
+
+// Normalises the block's row of `width` elements in place.
+template <typename E, Norm KIND, int VECTORS, int THREADS>
+__device__ __forceinline__ void normalize(float (&x)[VECTORS][8], const uint4* weight, const uint4* bias, int width, float eps,
+                                          float offset, float (&sums)[THREADS / 32], float (&means)[THREADS / 32]) {
+    const int vectors = width / 8;
+    if constexpr (KIND == Norm::LAYER) {
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sum += x[i][j];
+        const float mean = block_sum(sum, means) / width;
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i)
+            if (threadIdx.x + i * THREADS < vectors)
+#pragma unroll
+                for (int j = 0; j < 8; ++j) x[i][j] -= mean;
+    }
+    float squares = 0.f;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+        for (int j = 0; j < 8; ++j) squares += x[i][j] * x[i][j];
+    const float factor = 1.f / sqrtf(block_sum(squares, sums) / width + eps);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        const int v = threadIdx.x + i * THREADS;
+        float w[8], b[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) w[j] = 1.f, b[j] = 0.f;
+        if (v < vectors) {
+            if (weight) widen_vector<E>(w, weight[v]);
+            if (bias) widen_vector<E>(b, bias[v]);
+        }
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const float y = x[i][j] * factor;
+            x[i][j] = (KIND == Norm::RMS ? rounded<E>(y) : y) * (w[j] + offset) + b[j];
+        }
+    }
+}
+
+template <typename C>
+__device__ __forceinline__ void advance_residual(const i64* tokens, const uint4* embedding, const uint4* positions,
+                                                 const int* lengths, const uint4* residual, const uint4* first,
+                                                 const uint4* second, const uint4* post_weight, const uint4* post_bias,
+                                                 const uint4* weight, const uint4* bias, uint4* stored, uint4* out,
+                                                 int* counter, int counted, int width, int T, int positions_offset,
+                                                 i64 residual_stride, i64 addend_stride, i64 out_stride, float embedding_scale,
+                                                 float factor, float post_eps, float post_offset, float eps, float offset) {
+    typedef typename C::Element E;
+    constexpr int THREADS = C::THREADS, VECTORS = C::VECTORS;
+    __shared__ float sums[4][THREADS / 32];
+    launch_dependents();
+    wait_for_previous_kernel();
+    const i64 m = blockIdx.x;
+    const int vectors = width / 8;
+    float x[VECTORS][8];
+    i64 token = 0, position = 0;
+    if (C::GATHER) token = load_scalar(tokens + m);
+    if (C::POSITIONS) position = load_scalar(lengths + m / T) + m % T + positions_offset;
+    // Rows of the residual stream may lie further apart than their elements reach, vectors of 8 apart.
+    uint4 a[VECTORS], d[VECTORS], e[VECTORS];
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        const int v = threadIdx.x + i * THREADS;
+        a[i] = d[i] = e[i] = make_uint4(0, 0, 0, 0);
+        if (v >= vectors) continue;
+        a[i] = C::GATHER ? embedding[token * vectors + v] : load_l2(residual + m * (residual_stride / 8) + v);
+        if (C::POSITIONS) d[i] = positions[position * vectors + v];
+        if (C::ADDENDS > 0) d[i] = load_l2(first + m * (addend_stride / 8) + v);
+        if (C::ADDENDS > 1) e[i] = load_l2(second + m * (addend_stride / 8) + v);
+    }
+    static_assert(!C::POSITIONS || (C::GATHER && C::ADDENDS == 0), "positions are added to embeddings");
+    float y[VECTORS][8];
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        widen_vector<E>(x[i], a[i]);
+        widen_vector<E>(y[i], d[i]);
+    }
+    if constexpr (C::POST != Norm::NONE) {
+        normalize<E, C::POST, VECTORS, THREADS>(y, post_weight, post_bias, width, post_eps, post_offset, sums[0], sums[1]);
+    }
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        float z[8];
+        widen_vector<E>(z, e[i]);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            if (C::GATHER) x[i][j] = rounded<E>(x[i][j] * embedding_scale);
+            if (C::POSITIONS) x[i][j] += y[i][j];
+            if (C::ADDENDS > 0) x[i][j] += factor * y[i][j];
+            if (C::ADDENDS > 1) x[i][j] += factor * z[j];
+        }
+        const int v = threadIdx.x + i * THREADS;
+        const uint4 sum = narrow_vector<E>(x[i]);
+        if (v < vectors && stored) stored[m * (residual_stride / 8) + v] = sum;
+        widen_vector<E>(x[i], sum);
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+            if (v >= vectors) x[i][j] = 0.f;
+    }
+    if constexpr (C::NORM != Norm::NONE) {
+        normalize<E, C::NORM, VECTORS, THREADS>(x, weight, bias, width, eps, offset, sums[2], sums[3]);
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            const int v = threadIdx.x + i * THREADS;
+            if (v < vectors) out[m * (out_stride / 8) + v] = narrow_vector<E>(x[i]);
+        }
+    }
+    if (counter && m == 0)
+        for (int row = threadIdx.x; row < counted; row += THREADS) counter[row] = load_scalar(counter + row) + 1;
+}
+
+#define INSTANTIATE_STEP_RESIDUAL(NAME, CONFIGURATION)                                                                   \
+    extern "C" __global__ void __launch_bounds__(CONFIGURATION::THREADS)                                                 \
+    NAME(const i64* tokens, const uint4* embedding, const uint4* positions, const int* lengths, const uint4* residual,   \
+         const uint4* first, const uint4* second, const uint4* post_weight, const uint4* post_bias, const uint4* weight, \
+         const uint4* bias, uint4* stored, uint4* out, int* counter, int counted, int width, int T, int positions_offset, \
+         i64 residual_stride, i64 addend_stride, i64 out_stride, float embedding_scale, float factor, float post_eps,    \
+         float post_offset, float eps, float offset) {                                                                   \
+        advance_residual<CONFIGURATION>(tokens, embedding, positions, lengths, residual, first, second, post_weight,     \
+                                        post_bias, weight, bias, stored, out, counter, counted, width, T,                \
+                                        positions_offset, residual_stride, addend_stride, out_stride, embedding_scale,   \
+                                        factor, post_eps, post_offset, eps, offset);                                     \
+    }
