@@ -11,7 +11,7 @@
 //   O (16 channels x 8 heads)   += V^T (16 x 16 positions) P^T        lane (u, v) loads channels 8u..8u+7 of four positions and
 //                                                                     pairs their halves; P turns by movmatrix
 //
-// The next tile's keys and values are on their way while a tile is multiplied. Warps merge in shared memory, splits through
+// Up to 128 channels, the next tile's keys and values are on their way while a tile is multiplied. Warps merge in shared memory, splits through
 // `partials`: the block that finishes last of its splits adds them up, in order, and resets their counter. Splits that have
 // no positions end at once. A split is chosen on the device, so a captured launch serves every length.
 //
@@ -45,12 +45,13 @@ __device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16*
     typedef typename C::Element E;
     constexpr int D = C::D, WARPS = C::WARPS, TILE = ATTEND_TILE, HEADS = ATTEND_HEADS;
     constexpr int KEY_CHUNKS = (D + 31) / 32, VALUE_GROUPS = (D + 63) / 64;
-    // Beyond, registers would not hold both operands of the next tile.
-    constexpr bool VALUES_AHEAD = D <= 128;
+    // Beyond, registers would not hold the next tile beside this one's sums.
+    constexpr bool AHEAD = D <= 128;
     constexpr int SLOT = HEADS * (D + 2);  // floats that a split leaves
-    constexpr float LOWEST = -__builtin_huge_valf();
+    const float LOWEST = __uint_as_float(0xff800000u);  // minus infinity
     __shared__ __align__(16) float sums[WARPS][HEADS][D];
-    __shared__ float maxima[WARPS][HEADS], totals[WARPS][HEADS];
+    __shared__ float maxima[WARPS][HEADS];
+    __shared__ float totals[WARPS][HEADS];
     __shared__ u32 arrived;
     launch_dependents();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, u = lane / 4, v = lane % 4;
@@ -106,10 +107,13 @@ __device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16*
 #pragma unroll
             for (int r = 0; r < 4; ++r) o[g][i][r] = 0.f;
     int tile = part.first + TILE * warp;
-    load_keys(tile);
-    if (VALUES_AHEAD) load_values(tile);
+    if (AHEAD) {
+        load_keys(tile);
+        load_values(tile);
+    }
 #pragma unroll 1
     for (; tile < last; tile += TILE * WARPS) {
+        if (!AHEAD) load_keys(tile);
         float s[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
         for (int c = 0; c < KEY_CHUNKS; ++c) {
@@ -118,8 +122,10 @@ __device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16*
             E::multiply_accumulate(s, low, queries[c].x, queries[c].y);
             E::multiply_accumulate(s, high, queries[c].z, queries[c].w);
         }
-        if (!VALUES_AHEAD) load_values(tile);
-        if (VALUES_AHEAD) load_keys(tile + TILE * WARPS);
+        if (AHEAD)
+            load_keys(tile + TILE * WARPS);
+        else
+            load_values(tile);
         float p[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -152,18 +158,20 @@ __device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16*
         const u32 b0 = transpose_matrix(E::narrow(p[0], p[1])), b1 = transpose_matrix(E::narrow(p[2], p[3]));
 #pragma unroll
         for (int g = 0; g < VALUE_GROUPS; ++g) {
-            const u32 *first = &w[g][0].x, *second = &w[g][1].x, *third = &w[g][2].x, *fourth = &w[g][3].x;
+            const u32 pairs[4][4] = {{w[g][0].x, w[g][0].y, w[g][0].z, w[g][0].w},
+                                     {w[g][1].x, w[g][1].y, w[g][1].z, w[g][1].w},
+                                     {w[g][2].x, w[g][2].y, w[g][2].z, w[g][2].w},
+                                     {w[g][3].x, w[g][3].y, w[g][3].z, w[g][3].w}};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const u32 a[4] = {permute_bytes<0x5410>(first[i], second[i]), permute_bytes<0x7632>(first[i], second[i]),
-                                  permute_bytes<0x5410>(third[i], fourth[i]), permute_bytes<0x7632>(third[i], fourth[i])};
+                // Low halves of two positions are a row of channels, high halves the next one.
+                const u32 a[4] = {
+                    permute_bytes<0x5410>(pairs[0][i], pairs[1][i]), permute_bytes<0x7632>(pairs[0][i], pairs[1][i]),
+                    permute_bytes<0x5410>(pairs[2][i], pairs[3][i]), permute_bytes<0x7632>(pairs[2][i], pairs[3][i])};
                 E::multiply_accumulate(o[g][i], a, b0, b1);
             }
         }
-        if (VALUES_AHEAD)
-            load_values(tile + TILE * WARPS);
-        else
-            load_keys(tile + TILE * WARPS);
+        if (AHEAD) load_values(tile + TILE * WARPS);
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {

@@ -1,0 +1,29 @@
+"""The kernels between the products of a decode step: what each is launched with, in values, and launching it.
+
+A function of this package looks at tensors only for their addresses, shapes and types, and returns a
+:class:`~marlinq.kernels.step.prepared.Prepared` launch, so it needs no GPU.
+"""
+
+from __future__ import annotations
+
+from marlinq.kernels.step.activate import activate
+from marlinq.kernels.step.append import HeadNorm, append
+from marlinq.kernels.step.attend import AttentionShape, Workspace, attend, split_count
+from marlinq.kernels.step.prepared import Prepared, bind, precompile_prepared
+from marlinq.kernels.step.residual import Gather, RowNorm, residual
+
+__all__ = [
+    "AttentionShape",
+    "Gather",
+    "HeadNorm",
+    "Prepared",
+    "RowNorm",
+    "Workspace",
+    "activate",
+    "append",
+    "attend",
+    "bind",
+    "precompile_prepared",
+    "residual",
+    "split_count",
+]

@@ -1,0 +1,60 @@
+"""The activation between an MLP's products: ``cuda/step/activate.cuh``."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Literal
+
+from torch import Tensor
+
+from marlinq.kernels.jit.instantiation import Instantiation
+from marlinq.kernels.step.prepared import ELEMENTS, VECTOR, Prepared, check_rows
+
+Arrangement = Literal["tiles", "halves", "plain"]
+"""Gate and up in turns of 64 columns, one behind the other, or no gate."""
+
+_THREADS = 128
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("m", ctypes.c_int),
+        ("columns", ctypes.c_int),
+        ("up_offset", ctypes.c_int),
+        ("x_stride", ctypes.c_longlong),
+        ("out_stride", ctypes.c_longlong),
+    )
+
+
+def activate(x: Tensor, out: Tensor, activation: str, arrangement: Arrangement) -> Prepared:
+    """``out = activation(gate) * up``, or ``activation(x)`` where the arrangement is plain.
+
+    Args:
+        x: [M, 2 * I] (I of a multiple of 64 for tiles), or [M, I] where it is plain.
+        out: [M, I].
+        activation: of :attr:`marlinq.models.anatomy.MLP.activation`.
+        arrangement: of gate and up in ``x``.
+
+    Raises:
+        ValueError: a tensor that the kernel can't load, or shapes that don't fit.
+    """
+    check_rows(x=x, out=out)
+    m, columns = out.shape
+    if tuple(x.shape) != (m, columns * (1 if arrangement == "plain" else 2)):
+        raise ValueError(f"x: expected rows of {arrangement} for {list(out.shape)}, found {list(x.shape)}")
+    if arrangement == "tiles" and columns % 64:
+        raise ValueError(f"out: expected whole tiles of 64 columns, found {columns}")
+    parameters = (
+        ("Element", ELEMENTS[x.dtype]),
+        ("THREADS", _THREADS),
+        ("ACTIVATION", f"Activation::{activation.upper()}"),
+        ("GATED", arrangement != "plain"),
+        ("TILES", arrangement == "tiles"),
+    )
+    arguments = _Arguments(
+        x.data_ptr(), out.data_ptr(), m, columns, columns, x.stride(0), out.stride(0)
+    )
+    grid = -(-m * (columns // VECTOR) // _THREADS)
+    return Prepared(Instantiation("step/activate.cuh", "step_activate", parameters), grid, _THREADS, arguments)

@@ -1,0 +1,165 @@
+"""Attention of one new token per sequence over its cache: ``cuda/step/attend.cuh``."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from marlinq.kernels.jit.instantiation import Instantiation
+from marlinq.kernels.step.prepared import ELEMENTS, VECTOR, Prepared, address, check_rows
+
+# Mirrored in the kernel.
+_HEADS, _TILE = 8, 16
+_NO_WINDOW = (1 << 31) - 1
+_MOST_SPLITS = 64
+
+
+class AttentionShape(NamedTuple):
+    """What decides how attention is divided among blocks.
+
+    Attributes:
+        batch: B.
+        heads, kv_heads, head_dim: H, KV and D.
+        capacity: L.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    capacity: int
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return 4
+
+    @property
+    def blocks_each(self) -> int:
+        """Blocks that a multiprocessor should hold: registers decide."""
+        return 4 if self.head_dim <= 64 else 3 if self.head_dim <= 128 else 2
+
+    @property
+    def units(self) -> int:
+        """Sequences times heads of keys and values times chunks of 8 query heads: they divide the work."""
+        return self.batch * self.kv_heads * -(-(self.heads // self.kv_heads) // _HEADS)
+
+
+def split_count(shape: AttentionShape, multiprocessors: int) -> int:
+    """Into how many parts the positions of a sequence are split.
+
+    As many as let the blocks of full-length sequences fill the GPU once, but none shorter than what the warps
+    of a block take in one turn.
+    """
+    turns = -(-shape.capacity // (_TILE * shape.warps))
+    wanted = -(-multiprocessors * shape.blocks_each // shape.units) if shape.units < multiprocessors else 1
+    return max(1, min(turns, wanted, _MOST_SPLITS))
+
+
+class Workspace(NamedTuple):
+    """Memory through which splits are added up, of any attention that it was made for.
+
+    Attributes:
+        partials: float32, uninitialised.
+        counters: int32 zeros, which are zero again behind every launch.
+    """
+
+    partials: Tensor
+    counters: Tensor
+
+    @classmethod
+    def of(cls, shapes: list[tuple[AttentionShape, int]], device: torch.device) -> Workspace:
+        """Enough for launches of these shapes with as many splits, one after another."""
+        floats = max(
+            (shape.units * splits * _HEADS * (shape.head_dim + 2) for shape, splits in shapes), default=0
+        )
+        units = max((shape.units for shape, _ in shapes), default=0)
+        return cls(
+            torch.empty(floats, dtype=torch.float32, device=device),
+            torch.zeros(units, dtype=torch.int32, device=device),
+        )
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("q", "keys", "values", "out", "partials", "counters", "lengths")
+        ),
+        *(
+            (name, ctypes.c_int)
+            for name in ("kv_heads", "group", "chunks", "splits", "capacity", "window")
+        ),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    )
+
+
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    lengths: Tensor,
+    workspace: Workspace,
+    *,
+    scale: float,
+    splits: int,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Prepared:
+    """Attention of token ``lengths[b]`` of every sequence over positions 0 to ``lengths[b]``.
+
+    Args:
+        q: [B, H, D], contiguous.
+        keys, values: [B, KV, L, D], contiguous.
+        out: [B, H, D], contiguous.
+        lengths: int32 [B].
+        workspace: made for this shape and ``splits``.
+        scale: factor on the dot products.
+        splits: from :func:`split_count`.
+        window: positions that are seen at most, the token's own included.
+        softcap: dot products become ``softcap * tanh(product / softcap)``.
+
+    Raises:
+        ValueError: a tensor that the kernel can't load.
+    """
+    check_rows(q=q, keys=keys, values=values, out=out)
+    batch, heads, size = q.shape
+    kv_heads, capacity = keys.shape[1], keys.shape[2]
+    if not all(tensor.is_contiguous() for tensor in (q, keys, values, out)) or size % VECTOR:
+        raise ValueError("q, keys, values, out: expected contiguous tensors")
+    shape = AttentionShape(batch, heads, kv_heads, size, capacity)
+    group = heads // kv_heads
+    # Exponents are of 2 on the GPU.
+    log2e = math.log2(math.e)
+    arguments = _Arguments(
+        q=q.data_ptr(),
+        keys=keys.data_ptr(),
+        values=values.data_ptr(),
+        out=out.data_ptr(),
+        partials=address(workspace.partials),
+        counters=address(workspace.counters),
+        lengths=lengths.data_ptr(),
+        kv_heads=kv_heads,
+        group=group,
+        chunks=-(-group // _HEADS),
+        splits=splits,
+        capacity=capacity,
+        window=_NO_WINDOW if window is None else window,
+        scale=scale * log2e if softcap is None else scale / softcap,
+        softcap=0.0 if softcap is None else softcap * log2e,
+    )
+    parameters = (
+        ("Element", ELEMENTS[q.dtype]),
+        ("D", size),
+        ("WARPS", shape.warps),
+        ("MIN_BLOCKS", shape.blocks_each),
+        ("SOFTCAP", softcap is not None),
+    )
+    instantiation = Instantiation("step/attend.cuh", "step_attend", parameters)
+    return Prepared(instantiation, shape.units * splits, 32 * shape.warps, arguments)

@@ -1,0 +1,171 @@
+"""The residual stream between two products: ``cuda/step/residual.cuh``."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from marlinq.kernels.jit.instantiation import Instantiation
+from marlinq.kernels.step.prepared import ELEMENTS, VECTOR, Prepared, address, check_rows
+
+_MOST_THREADS = 512
+# Registers of a thread hold this many vectors of a row in all its forms.
+_MOST_VECTORS = 4
+WIDEST = _MOST_THREADS * _MOST_VECTORS * VECTOR
+"""Channels that a row may have."""
+
+
+@dataclass(frozen=True)
+class RowNorm:
+    """A normalisation over whole rows (:class:`marlinq.models.anatomy.Norm`).
+
+    Attributes:
+        kind: ``RMS``, ``RMS_WIDE`` (rounded behind the weight) or ``LAYER``.
+        weight, bias: [width] in the dtype of the activations, or None.
+        eps: added to the mean square or the variance.
+        offset: added to the weight.
+    """
+
+    kind: Literal["RMS", "RMS_WIDE", "LAYER"]
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Where rows begin: at their tokens' embeddings.
+
+    Attributes:
+        tokens: int64 [M].
+        embedding: [vocabulary, width].
+        scale: factor on them.
+        positions: learned embeddings of positions [places, width], or None.
+        positions_offset: added to a position before it is looked up.
+    """
+
+    tokens: Tensor
+    embedding: Tensor
+    scale: float = 1.0
+    positions: Tensor | None = None
+    positions_offset: int = 0
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                *("tokens", "embedding", "positions", "lengths", "residual", "first", "second"),
+                *("post_weight", "post_bias", "weight", "bias", "stored", "out", "counter"),
+            )
+        ),
+        *((name, ctypes.c_int) for name in ("counted", "width", "tokens_each", "positions_offset")),
+        *((name, ctypes.c_longlong) for name in ("residual_stride", "addend_stride", "out_stride")),
+        *(
+            (name, ctypes.c_float)
+            for name in ("embedding_scale", "factor", "post_eps", "post_offset", "eps", "offset")
+        ),
+    )
+
+
+def residual(
+    source: Tensor | Gather,
+    *,
+    stored: Tensor | None = None,
+    out: Tensor | None = None,
+    norm: RowNorm | None = None,
+    first: Tensor | None = None,
+    second: Tensor | None = None,
+    post: RowNorm | None = None,
+    factor: float = 1.0,
+    lengths: Tensor | None = None,
+    tokens_each: int = 1,
+    counter: Tensor | None = None,
+) -> Prepared:
+    """Add to the residual stream and normalise it.
+
+    ``x = source + factor * (post(first) + second)``, rounded, goes to ``stored``; ``norm(x)`` goes to ``out``.
+
+    Args:
+        source: [M, width], or embeddings.
+        stored: [M, width] with the strides of ``source``, other memory; None where nobody reads the sum.
+        out: [M, width] with any row stride; None without ``norm``.
+        norm: of the sum.
+        first, second: [M, width] with equal strides: results of products.
+        post: of ``first``.
+        factor: on what is added.
+        lengths: int32 [B], tokens in front of each sequence's new ones; needed for positions.
+        tokens_each: T; row m belongs to sequence m // T.
+        counter: int32 [B] that grows by one at the end.
+
+    Raises:
+        ValueError: a tensor that the kernel can't load, or more channels than it holds.
+    """
+    gather = source if isinstance(source, Gather) else None
+    rows = source if isinstance(source, Tensor) else source.embedding
+    check_rows(source=rows, stored=stored, out=out, first=first, second=second)
+    width = rows.shape[-1]
+    if width > WIDEST:
+        raise ValueError(f"rows of {width} channels; the kernel holds {WIDEST}")
+    m = gather.tokens.shape[0] if gather else rows.shape[0]
+    vectors = width // VECTOR
+    each = -(-vectors // _MOST_THREADS)
+    threads = -(-vectors // each // 32) * 32
+    strides = {
+        tensor.stride(0)
+        for tensor in (stored, None if gather else rows)
+        if tensor is not None
+    }
+    addends = {tensor.stride(0) for tensor in (first, second) if tensor is not None}
+    if len(strides) > 1 or len(addends) > 1 or (second is not None and first is None):
+        raise ValueError("source and stored, first and second: expected equal strides")
+    positions = None if gather is None else gather.positions
+    parameters = (
+        ("Element", ELEMENTS[rows.dtype]),
+        ("THREADS", threads),
+        ("VECTORS", each),
+        ("GATHER", gather is not None),
+        ("POSITIONS", positions is not None),
+        ("ADDENDS", (first is not None) + (second is not None)),
+        ("POST", _kind(post)),
+        ("NORM", _kind(norm)),
+    )
+    arguments = _Arguments(
+        tokens=0 if gather is None else gather.tokens.data_ptr(),
+        embedding=0 if gather is None else gather.embedding.data_ptr(),
+        positions=address(positions),
+        lengths=address(lengths),
+        residual=0 if gather else rows.data_ptr(),
+        first=address(first),
+        second=address(second),
+        post_weight=address(post.weight) if post else 0,
+        post_bias=address(post.bias) if post else 0,
+        weight=address(norm.weight) if norm else 0,
+        bias=address(norm.bias) if norm else 0,
+        stored=address(stored),
+        out=address(out),
+        counter=address(counter),
+        counted=0 if counter is None else counter.shape[0],
+        width=width,
+        tokens_each=tokens_each,
+        positions_offset=gather.positions_offset if gather else 0,
+        residual_stride=max(strides, default=0),
+        addend_stride=max(addends, default=0),
+        out_stride=0 if out is None else out.stride(0),
+        embedding_scale=gather.scale if gather else 1.0,
+        factor=factor,
+        post_eps=post.eps if post else 0.0,
+        post_offset=post.offset if post else 0.0,
+        eps=norm.eps if norm else 0.0,
+        offset=norm.offset if norm else 0.0,
+    )
+    return Prepared(Instantiation("step/residual.cuh", "step_residual", parameters), m, threads, arguments)
+
+
+def _kind(norm: RowNorm | None) -> str:
+    return f"Norm::{norm.kind if norm else 'NONE'}"

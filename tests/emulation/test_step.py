@@ -1,0 +1,415 @@
+"""The kernels between products on the emulation: right against float64, in bounds, and in order."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from marlinq.kernels.step import (
+    AttentionShape,
+    Gather,
+    HeadNorm,
+    RowNorm,
+    Workspace,
+    activate,
+    append,
+    attend,
+    residual,
+    split_count,
+)
+from tests.emulation.build import Builder
+from tests.emulation.launching import Memory, apart
+from tests.emulation.step import start
+from tests.kernels.step_problems import (
+    BOUND,
+    expected_activation,
+    expected_attention,
+    expected_norm,
+    expected_rotation,
+    random,
+    relative_error,
+    rotation_table,
+)
+
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Memory for a result that nobody has written."""
+    return apart(torch.full(shape, torch.nan, dtype=dtype))
+
+
+def strided(rows: int, columns: int, stride: int, dtype: torch.dtype) -> Tensor:
+    """Random rows that lie further apart than they are long."""
+    return apart(random(rows, stride, dtype=dtype)[:, :columns])
+
+
+def constants(**tensors: Tensor | None) -> list[Memory]:
+    """Weights: nobody writes them."""
+    return [Memory(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+
+
+def given(**tensors: Tensor | None) -> list[Memory]:
+    """Results of the previous kernel."""
+    return [
+        Memory(name, tensor, after_previous=True) for name, tensor in tensors.items() if tensor is not None
+    ]
+
+
+def results(**tensors: Tensor | None) -> list[Memory]:
+    """What the kernel writes, which the previous one may still read."""
+    return [
+        Memory(name, tensor, writable=True, after_previous=True)
+        for name, tensor in tensors.items()
+        if tensor is not None
+    ]
+
+
+def row_norm(kind: Any, width: int, dtype: torch.dtype, *, bias: bool = False) -> RowNorm:
+    """A normalisation with random weights."""
+    return RowNorm(
+        kind,
+        apart(random(width, dtype=dtype)),
+        apart(random(width, dtype=dtype)) if bias else None,
+        eps=1e-5,
+        offset=1.0 if kind == "RMS_WIDE" else 0.0,
+    )
+
+
+def weights_of(prefix: str, norm: RowNorm | HeadNorm | None) -> list[Memory]:
+    if norm is None:
+        return []
+    return constants(**{f"{prefix} weight": norm.weight, f"{prefix} bias": norm.bias})
+
+
+# (width, kind, post, addends, bias)
+ROWS = [
+    (64, "RMS", None, 1, False),
+    (576, "RMS", None, 0, False),
+    (264, "RMS_WIDE", "RMS_WIDE", 1, False),
+    (72, "LAYER", None, 2, True),
+    (4352, "LAYER", "RMS", 1, True),
+    (128, None, "LAYER", 1, False),
+    (8200, "RMS", None, 2, False),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "kind", "post", "addends", "bias"), ROWS)
+def test_residual_stream_and_norm(
+    builder: Builder,
+    width: int,
+    kind: str | None,
+    post: str | None,
+    addends: int,
+    bias: bool,
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(width)
+    m = 3
+    x = strided(m, width, width + 8, dtype)
+    added = [strided(m, width, width + 64, dtype) for _ in range(addends)]
+    norm = row_norm(kind, width, dtype, bias=bias) if kind else None
+    post_norm = row_norm(post, width, dtype) if post else None
+    stored = strided(m, width, width + 8, dtype).fill_(torch.nan) if addends else None
+    out = poisoned(m, width, dtype=dtype) if kind else None
+    prepared = residual(
+        x,
+        stored=stored,
+        out=out,
+        norm=norm,
+        first=added[0] if added else None,
+        second=added[1] if addends > 1 else None,
+        post=post_norm,
+        factor=0.25,
+    )
+    memory = [
+        *given(residual=x, first=added[0] if added else None, second=added[1] if addends > 1 else None),
+        *results(stored=stored, out=out),
+        *weights_of("norm's", norm),
+        *weights_of("post-norm's", post_norm),
+    ]
+    start(builder, prepared, memory, seed=width)
+    total = x.double()
+    for index, addend in enumerate(added):
+        wide = addend.double()
+        total = total + 0.25 * (expected_norm(wide, post_norm) if post_norm and index == 0 else wide)
+    if stored is not None:
+        assert relative_error(stored, total) < BOUND[dtype]
+    if out is not None and norm is not None:
+        # The norm is of the rounded sum.
+        of = total if stored is None else stored.double()
+        assert relative_error(out, expected_norm(of, norm)) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens_each", [1, 3])
+@pytest.mark.parametrize("learned", [False, True])
+def test_embeddings(builder: Builder, learned: bool, tokens_each: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(tokens_each)
+    width, batch = 136, 2
+    m = batch * tokens_each
+    tokens = apart(torch.randint(0, 11, (m,)))
+    table = apart(random(11, width, dtype=dtype))
+    positions = apart(random(20, width, dtype=dtype)) if learned else None
+    lengths = apart(torch.tensor([5, 0], dtype=torch.int32))
+    stored, out = poisoned(m, width, dtype=dtype), poisoned(m, width, dtype=dtype)
+    norm = row_norm("RMS", width, dtype)
+    prepared = residual(
+        Gather(tokens, table, 3.0, positions, positions_offset=2),
+        stored=stored,
+        out=out,
+        norm=norm,
+        lengths=lengths,
+        tokens_each=tokens_each,
+    )
+    memory = [
+        *given(tokens=tokens, lengths=lengths),
+        *constants(embedding=table, positions=positions),
+        *results(stored=stored, out=out),
+        *weights_of("norm's", norm),
+    ]
+    start(builder, prepared, memory)
+    expected = (table[tokens] * 3.0).double()
+    if positions is not None:
+        places = lengths.long().repeat_interleave(tokens_each) + torch.arange(tokens_each).repeat(batch) + 2
+        expected = expected + positions[places].double()
+    assert relative_error(stored, expected) < BOUND[dtype]
+    assert relative_error(out, expected_norm(stored.double(), norm)) < BOUND[dtype]
+
+
+def test_lengths_grow_at_the_end(builder: Builder) -> None:
+    x, out = apart(random(2, 64, dtype=torch.float16)), poisoned(2, 64, dtype=torch.float16)
+    lengths = apart(torch.arange(70, dtype=torch.int32))
+    prepared = residual(x, out=out, norm=RowNorm("RMS", None, None, 1e-6), counter=lengths)
+    memory = [
+        *given(residual=x),
+        *results(out=out),
+        Memory("lengths", lengths, writable=True, after_previous=True, holds_values=True),
+    ]
+    start(builder, prepared, memory)
+    assert lengths.tolist() == list(range(1, 71))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("arrangement", ["tiles", "halves", "plain"])
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
+def test_activations(builder: Builder, name: str, arrangement: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    m, columns = 5, 192 if arrangement == "tiles" else 136
+    parts = 1 if arrangement == "plain" else 2
+    x = strided(m, parts * columns, parts * columns + 64, dtype)
+    x[0, ::7] *= 40  # where exponentials overflow
+    out = strided(m, columns, columns + 8, dtype).fill_(torch.nan)
+    start(builder, activate(x, out, name, arrangement), [*given(x=x), *results(out=out)])
+    if arrangement == "tiles":
+        gate, up = x.double().unflatten(1, (-1, 2, 64)).unbind(2)
+        gate, up = gate.flatten(1), up.flatten(1)
+    else:
+        gate, up = x.double()[:, :columns], x.double()[:, -columns:]
+    expected = expected_activation(name, gate)
+    if arrangement != "plain":
+        expected = expected * up
+    assert relative_error(out, expected) < BOUND[dtype]
+
+
+# (heads, kv_heads, D, rotated channels, interleaved, norm, wide)
+HEADS = [
+    (4, 2, 64, 64, False, None, False),
+    (3, 1, 80, 32, False, None, False),
+    (8, 8, 16, 16, False, "RMS", False),
+    (5, 5, 128, 64, True, "RMS_WIDE", False),
+    (4, 4, 96, 96, False, "LAYER", False),
+    (6, 2, 32, 32, False, "RMS", True),
+    (2, 1, 256, 0, False, None, False),
+    (9, 3, 8, 6, True, None, False),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens_each", [1, 3])
+@pytest.mark.parametrize(("heads", "kv", "size", "channels", "interleaved", "kind", "wide"), HEADS)
+def test_rotation_and_cache(
+    builder: Builder,
+    heads: int,
+    kv: int,
+    size: int,
+    channels: int,
+    interleaved: bool,
+    kind: Any,
+    wide: bool,
+    tokens_each: int,
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(size)
+    batch, capacity = 2, 9
+    m, columns = batch * tokens_each, (heads + 2 * kv) * size
+    x = strided(m, columns, columns + 64, dtype)
+    table = apart(rotation_table(capacity, channels)) if channels else None
+    lengths = apart(torch.tensor([5, 0], dtype=torch.int32))
+    norms = []
+    for count in (heads, kv):
+        shared = size * (count if wide or kind == "LAYER" else 1)
+        norm = row_norm(kind, shared, dtype, bias=kind == "LAYER") if kind else None
+        norms.append(
+            None
+            if norm is None
+            else HeadNorm(**{f.name: getattr(norm, f.name) for f in fields(norm)}, wide=wide)
+        )
+    q = poisoned(m, heads, size, dtype=dtype)
+    keys, values = (poisoned(batch, kv, capacity, size, dtype=dtype) for _ in range(2))
+    prepared = append(
+        x,
+        q,
+        keys,
+        values,
+        lengths,
+        table=table,
+        interleaved=interleaved,
+        query_norm=norms[0],
+        key_norm=norms[1],
+        tokens_each=tokens_each,
+    )
+    memory = [
+        *given(x=x, lengths=lengths),
+        *constants(table=table),
+        *weights_of("query norm's", norms[0]),
+        *weights_of("key norm's", norms[1]),
+        *results(q=q, keys=keys, values=values),
+    ]
+    start(builder, prepared, memory, seed=size)
+    positions = lengths.long().repeat_interleave(tokens_each) + torch.arange(tokens_each).repeat(batch)
+    parts = x.double().unflatten(1, (-1, size)).split((heads, kv, kv), 1)
+    wanted = []
+    for part, norm in zip(parts[:2], norms, strict=True):
+        if norm is not None and wide:
+            part = expected_norm(part.flatten(1), norm).unflatten(1, (-1, size))
+        elif norm is not None:
+            each = HeadNorm(norm.kind, None, None, norm.eps)
+            part = expected_norm(part, each)
+            for name in ("weight", "bias"):
+                found = getattr(norm, name)
+                if found is not None:
+                    found = found.double().view(-1, size)
+                    part = part * (found + norm.offset) if name == "weight" else part + found
+        if table is not None:
+            part = expected_rotation(part, table, positions, interleaved=interleaved)
+        wanted.append(part)
+    assert relative_error(q, wanted[0]) < BOUND[dtype]
+    sequences = torch.arange(batch).repeat_interleave(tokens_each)
+    assert relative_error(keys[sequences, :, positions], wanted[1]) < BOUND[dtype]
+    assert torch.equal(values[sequences, :, positions].double(), parts[2])
+    assert int(values.isnan().logical_not().sum()) == m * kv * size, "another position was written"
+
+
+def test_a_full_cache_takes_nothing(builder: Builder) -> None:
+    x = apart(random(2, 3 * 16, dtype=torch.float16))
+    lengths = apart(torch.tensor([4, 3], dtype=torch.int32))
+    q = poisoned(2, 1, 16, dtype=torch.float16)
+    keys, values = (poisoned(2, 1, 4, 16, dtype=torch.float16) for _ in range(2))
+    memory = [*given(x=x, lengths=lengths), *results(q=q, keys=keys, values=values)]
+    start(builder, append(x, q, keys, values, lengths), memory)
+    assert torch.equal(keys[1, 0, 3], x[1, 16:32])
+    assert int(keys.isnan().logical_not().sum()) == 16
+
+
+# (heads, kv_heads, D, lengths, splits, window, softcap)
+CACHES = [
+    (4, 2, 64, (0, 1, 40), 1, None, None),
+    (8, 1, 128, (15, 16, 17), 1, None, None),
+    (12, 1, 16, (90, 300), 4, None, None),
+    (4, 4, 80, (63, 64, 65, 129), 3, None, None),
+    (2, 1, 96, (200,), 2, 50, None),
+    (3, 1, 256, (70, 150), 3, None, 20.0),
+    (16, 2, 64, (319, 10), 5, 100, 5.0),
+    (1, 1, 128, (447, 0, 191), 7, None, None),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv", "size", "lengths", "splits", "window", "softcap"), CACHES)
+def test_attention(
+    builder: Builder,
+    heads: int,
+    kv: int,
+    size: int,
+    lengths: tuple[int, ...],
+    splits: int,
+    window: int | None,
+    softcap: float | None,
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(size + splits)
+    batch, capacity = len(lengths), max(lengths) + 2
+    q = apart(random(batch, heads, size, dtype=dtype, size=2.0))
+    keys, values = (apart(random(batch, kv, capacity, size, dtype=dtype)) for _ in range(2))
+    # What no sequence has reached yet may hold anything.
+    for cache in (keys, values):
+        for b, length in enumerate(lengths):
+            cache[b, :, length + 1 :] = torch.nan
+    counted = apart(torch.tensor(lengths, dtype=torch.int32))
+    shape = AttentionShape(batch, heads, kv, size, capacity)
+    made = Workspace.of([(shape, splits)], torch.device("cpu"))
+    counters = apart(made.counters)
+    found = []
+    for resident in (1, 4):
+        out = poisoned(batch, heads, size, dtype=dtype)
+        workspace = Workspace(apart(made.partials.fill_(torch.nan)), counters)
+        prepared = attend(
+            q,
+            keys,
+            values,
+            out,
+            counted,
+            workspace,
+            scale=size**-0.5,
+            splits=splits,
+            window=window,
+            softcap=softcap,
+        )
+        memory = [
+            *given(q=q, keys=keys, values=values),
+            # Read before the previous kernel has ended too, for the prefetch.
+            *constants(lengths=counted),
+            *results(out=out, partials=workspace.partials),
+            Memory("counters", counters, writable=True, after_previous=True, flags=True),
+        ]
+        start(builder, prepared, memory, seed=size + resident, resident=resident)
+        assert not counters.any()
+        found.append(out)
+    expected = expected_attention(
+        q, keys, values, counted, scale=size**-0.5, window=window, softcap=softcap
+    )
+    assert relative_error(found[0], expected) < BOUND[dtype]
+    assert torch.equal(*found), "the order in which blocks ran shows in the bits"
+
+
+def test_kernels_of_older_gpus(builder: Builder) -> None:
+    dtype = torch.float16
+    q, out = apart(random(1, 2, 64, dtype=dtype)), poisoned(1, 2, 64, dtype=dtype)
+    keys, values = (apart(random(1, 1, 200, 64, dtype=dtype)) for _ in range(2))
+    lengths = apart(torch.tensor([180], dtype=torch.int32))
+    shape = AttentionShape(1, 2, 1, 64, 200)
+    made = Workspace.of([(shape, 3)], torch.device("cpu"))
+    workspace = Workspace(apart(made.partials), apart(made.counters))
+    prepared = attend(q, keys, values, out, lengths, workspace, scale=0.125, splits=3)
+    memory = [
+        *given(q=q, keys=keys, values=values, lengths=lengths),
+        *results(out=out, partials=workspace.partials),
+        Memory("counters", workspace.counters, writable=True, flags=True),
+    ]
+    start(builder, prepared, memory, capability=86, resident=2)
+    expected = expected_attention(q, keys, values, lengths, scale=0.125, window=None, softcap=None)
+    assert relative_error(out, expected) < BOUND[dtype]
+
+
+def test_splits_fill_the_gpu_and_are_worth_a_block() -> None:
+    llama = AttentionShape(1, 32, 8, 128, 4096)
+    assert split_count(llama, 132) * llama.units >= 132
+    # A short cache has no more splits than turns of a block's warps.
+    assert split_count(llama._replace(capacity=256), 132) == 4
+    assert split_count(llama._replace(batch=64), 132) == 1

@@ -1,0 +1,90 @@
+"""What the kernels between products should compute, in float64, and how far rounding may lead them away."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from marlinq.kernels.step import HeadNorm, RowNorm
+
+# Relative error over a whole result. Rounding it once gives 2^-11 / sqrt(3) = 2.8e-4 in float16 and
+# 2^-8 / sqrt(3) = 2.3e-3 in bfloat16. A second rounding on the way (of the normalised value, of the
+# probabilities) adds as much again, independently: sqrt(2) times, and a third for the sums before a norm.
+BOUND = {torch.float16: 5e-4, torch.bfloat16: 4e-3}
+
+
+def random(*shape: int, dtype: torch.dtype, size: float = 1.0) -> Tensor:
+    """Normal numbers in ``dtype``."""
+    return (torch.randn(*shape) * size).to(dtype)
+
+
+def expected_norm(x: Tensor, norm: RowNorm | HeadNorm) -> Tensor:
+    """``norm`` over the last axis of float64."""
+    if norm.kind == "LAYER":
+        x = x - x.mean(-1, keepdim=True)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
+    if norm.weight is not None:
+        x = x * (norm.weight.double() + norm.offset)
+    return x if norm.bias is None else x + norm.bias.double()
+
+
+def expected_rotation(x: Tensor, table: Tensor, positions: Tensor, *, interleaved: bool) -> Tensor:
+    """x [M, heads, D] with its first channels rotated by ``table`` [L, channels / 2, 2] at ``positions`` [M]."""
+    half = table.shape[1]
+    turning, rest = x[..., : 2 * half], x[..., 2 * half :]
+    pairs = turning.unflatten(-1, (half, 2)) if interleaved else turning.unflatten(-1, (2, half)).mT
+    turns = torch.view_as_complex(table.double().contiguous())[positions][:, None]
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns)
+    turned = turned.flatten(-2) if interleaved else turned.mT.flatten(-2)
+    return torch.cat((turned, rest), -1)
+
+
+def expected_activation(name: str, x: Tensor) -> Tensor:
+    """The activation of float64, by its definition in torch."""
+    match name:
+        case "silu":
+            return F.silu(x)
+        case "gelu":
+            return F.gelu(x)
+        case "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+        case "relu":
+            return F.relu(x)
+    assert name == "relu2"
+    return F.relu(x).square()
+
+
+def expected_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """[B, H, D] in float64, of one query per sequence at position ``lengths[b]``."""
+    group = q.shape[1] // keys.shape[1]
+    results = []
+    for b, length in enumerate(lengths.tolist()):
+        begin = 0 if window is None else max(0, length + 1 - window)
+        k, v = (x[b, :, begin : length + 1].double().repeat_interleave(group, 0) for x in (keys, values))
+        scores = (k @ q[b].double()[:, :, None])[..., 0] * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        results.append((scores.softmax(-1)[:, None] @ v)[:, 0])
+    return torch.stack(results)
+
+
+def rotation_table(capacity: int, channels: int) -> Tensor:
+    """Cosines and sines [L, channels / 2, 2] in float32 of the usual frequencies."""
+    frequencies = 10000.0 ** (-torch.arange(0, channels, 2).double() / channels)
+    angles = torch.arange(capacity).double()[:, None] * frequencies
+    return torch.stack((angles.cos(), angles.sin()), -1).float()
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """||found - expected|| / ||expected||; NaN when anything found is NaN."""
+    return float((found.double() - expected).norm() / expected.norm())
