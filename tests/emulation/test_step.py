@@ -21,6 +21,7 @@ from marlinq.kernels.step import (
     residual,
     split_count,
 )
+from marlinq.models.anatomy import Slices
 from tests.emulation.build import Builder
 from tests.emulation.launching import Memory, apart
 from tests.emulation.step import start
@@ -249,6 +250,7 @@ def test_rotation_and_cache(
     batch, capacity = 2, 9
     m, columns = batch * tokens_each, (heads + 2 * kv) * size
     x = strided(m, columns, columns + 64, dtype)
+    turns = kv if kv > 1 and not wide and kind is None else 1
     table = apart(rotation_table(capacity, channels)) if channels else None
     lengths = apart(torch.tensor([5, 0], dtype=torch.int32))
     norms = []
@@ -273,6 +275,7 @@ def test_rotation_and_cache(
         query_norm=norms[0],
         key_norm=norms[1],
         tokens_each=tokens_each,
+        turns=turns,
     )
     memory = [
         *given(x=x, lengths=lengths),
@@ -283,7 +286,9 @@ def test_rotation_and_cache(
     ]
     start(builder, prepared, memory, seed=size)
     positions = lengths.long().repeat_interleave(tokens_each) + torch.arange(tokens_each).repeat(batch)
-    parts = x.double().unflatten(1, (-1, size)).split((heads, kv, kv), 1)
+    columns_of = (heads * size, kv * size, kv * size)
+    split = Slices(("qkv",), columns_of, turns).split(x.double())
+    parts = [part.unflatten(1, (-1, size)) for part in split]
     wanted = []
     for part, norm in zip(parts[:2], norms, strict=True):
         if norm is not None and wide:
@@ -381,9 +386,7 @@ def test_attention(
         start(builder, prepared, memory, seed=size + resident, resident=resident)
         assert not counters.any()
         found.append(out)
-    expected = expected_attention(
-        q, keys, values, counted, scale=size**-0.5, window=window, softcap=softcap
-    )
+    expected = expected_attention(q, keys, values, counted, scale=size**-0.5, window=window, softcap=softcap)
     assert relative_error(found[0], expected) < BOUND[dtype]
     assert torch.equal(*found), "the order in which blocks ran shows in the bits"
 

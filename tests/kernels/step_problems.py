@@ -30,7 +30,7 @@ def expected_norm(x: Tensor, norm: RowNorm | HeadNorm) -> Tensor:
 
 
 def expected_rotation(x: Tensor, table: Tensor, positions: Tensor, *, interleaved: bool) -> Tensor:
-    """x [M, heads, D] with its first channels rotated by ``table`` [L, channels / 2, 2] at ``positions`` [M]."""
+    """x [M, heads, D], its first channels rotated by ``table`` [L, channels / 2, 2] at ``positions`` [M]."""
     half = table.shape[1]
     turning, rest = x[..., : 2 * half], x[..., 2 * half :]
     pairs = turning.unflatten(-1, (half, 2)) if interleaved else turning.unflatten(-1, (2, half)).mT

@@ -6,13 +6,14 @@ A function of this package looks at tensors only for their addresses, shapes and
 
 from __future__ import annotations
 
-from marlinq.kernels.step.activate import activate
+from marlinq.kernels.step.activate import Arrangement, activate
 from marlinq.kernels.step.append import HeadNorm, append
 from marlinq.kernels.step.attend import AttentionShape, Workspace, attend, split_count
 from marlinq.kernels.step.prepared import Prepared, bind, precompile_prepared
 from marlinq.kernels.step.residual import Gather, RowNorm, residual
 
 __all__ = [
+    "Arrangement",
     "AttentionShape",
     "Gather",
     "HeadNorm",

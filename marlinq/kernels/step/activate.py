@@ -32,7 +32,7 @@ def activate(x: Tensor, out: Tensor, activation: str, arrangement: Arrangement) 
     """``out = activation(gate) * up``, or ``activation(x)`` where the arrangement is plain.
 
     Args:
-        x: [M, 2 * I] (I of a multiple of 64 for tiles), or [M, I] where it is plain.
+        x: [M, 2 * I] (I a multiple of 64 for tiles), or [M, I] where it is plain; columns behind are padding.
         out: [M, I].
         activation: of :attr:`marlinq.models.anatomy.MLP.activation`.
         arrangement: of gate and up in ``x``.
@@ -42,7 +42,8 @@ def activate(x: Tensor, out: Tensor, activation: str, arrangement: Arrangement) 
     """
     check_rows(x=x, out=out)
     m, columns = out.shape
-    if tuple(x.shape) != (m, columns * (1 if arrangement == "plain" else 2)):
+    wanted = columns * (1 if arrangement == "plain" else 2)
+    if x.shape[0] != m or x.shape[1] < wanted:
         raise ValueError(f"x: expected rows of {arrangement} for {list(out.shape)}, found {list(x.shape)}")
     if arrangement == "tiles" and columns % 64:
         raise ValueError(f"out: expected whole tiles of 64 columns, found {columns}")
@@ -53,8 +54,8 @@ def activate(x: Tensor, out: Tensor, activation: str, arrangement: Arrangement) 
         ("GATED", arrangement != "plain"),
         ("TILES", arrangement == "tiles"),
     )
-    arguments = _Arguments(
-        x.data_ptr(), out.data_ptr(), m, columns, columns, x.stride(0), out.stride(0)
-    )
+    arguments = _Arguments(x.data_ptr(), out.data_ptr(), m, columns, columns, x.stride(0), out.stride(0))
     grid = -(-m * (columns // VECTOR) // _THREADS)
-    return Prepared(Instantiation("step/activate.cuh", "step_activate", parameters), grid, _THREADS, arguments)
+    return Prepared(
+        Instantiation("step/activate.cuh", "step_activate", parameters), grid, _THREADS, arguments
+    )

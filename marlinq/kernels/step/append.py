@@ -43,13 +43,10 @@ class _Arguments(ctypes.Structure):
                 *("query_weight", "query_bias", "key_weight", "key_bias"),
             )
         ),
-        *((name, ctypes.c_int) for name in ("heads", "kv_heads", "tokens_each", "capacity")),
+        *((name, ctypes.c_int) for name in ("heads", "kv_heads", "turns", "tokens_each", "capacity")),
         ("x_stride", ctypes.c_longlong),
         *((name, ctypes.c_int) for name in ("query_weight_stride", "key_weight_stride")),
-        *(
-            (name, ctypes.c_float)
-            for name in ("query_eps", "query_offset", "key_eps", "key_offset")
-        ),
+        *((name, ctypes.c_float) for name in ("query_eps", "query_offset", "key_eps", "key_offset")),
     )
 
 
@@ -65,6 +62,7 @@ def append(
     query_norm: HeadNorm | None = None,
     key_norm: HeadNorm | None = None,
     tokens_each: int = 1,
+    turns: int = 1,
 ) -> Prepared:
     """Normalise, rotate, and append to the cache.
 
@@ -77,6 +75,7 @@ def append(
         interleaved: pairs are neighbours.
         query_norm, key_norm: in front of the rotation; both or none of them wide.
         tokens_each: T, with M = B * T.
+        turns: of :class:`marlinq.models.anatomy.Slices`; 1 for norms over all heads.
 
     Raises:
         ValueError: a tensor that the kernel can't load, or norms that it can't combine.
@@ -92,6 +91,8 @@ def append(
         raise ValueError(f"table: expected float32 for {capacity} positions, found {list(table.shape)}")
     norms = [norm for norm in (query_norm, key_norm) if norm is not None]
     wide = any(norm.wide for norm in norms)
+    if heads % turns or kv_heads % turns or (wide and turns > 1):
+        raise ValueError(f"turns: {turns} of {heads} and {kv_heads} heads")
     if wide and not all(norm.wide and norm.kind != "LAYER" for norm in norms):
         raise ValueError("norms over all heads: expected both to be so, and none to subtract a mean")
     parameters = (
@@ -117,6 +118,7 @@ def append(
         key_bias=address(key_norm.bias) if key_norm else 0,
         heads=heads,
         kv_heads=kv_heads,
+        turns=turns,
         tokens_each=tokens_each,
         capacity=capacity,
         x_stride=x.stride(0),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from marlinq.kernels.jit.instantiation import Instantiation
-from marlinq.kernels.step.prepared import ELEMENTS, VECTOR, Prepared, address, check_rows
+from marlinq.kernels.step.prepared import ELEMENTS, Prepared, address, check_rows
 
 # Mirrored in the kernel.
 _HEADS, _TILE = 8, 16
@@ -90,10 +90,8 @@ class _Arguments(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("q", "keys", "values", "out", "partials", "counters", "lengths")
         ),
-        *(
-            (name, ctypes.c_int)
-            for name in ("kv_heads", "group", "chunks", "splits", "capacity", "window")
-        ),
+        *((name, ctypes.c_int) for name in ("kv_heads", "group", "chunks", "splits", "capacity", "window")),
+        ("out_stride", ctypes.c_longlong),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
     )
@@ -117,7 +115,7 @@ def attend(
     Args:
         q: [B, H, D], contiguous.
         keys, values: [B, KV, L, D], contiguous.
-        out: [B, H, D], contiguous.
+        out: [B, H, D], each row contiguous.
         lengths: int32 [B].
         workspace: made for this shape and ``splits``.
         scale: factor on the dot products.
@@ -131,8 +129,8 @@ def attend(
     check_rows(q=q, keys=keys, values=values, out=out)
     batch, heads, size = q.shape
     kv_heads, capacity = keys.shape[1], keys.shape[2]
-    if not all(tensor.is_contiguous() for tensor in (q, keys, values, out)) or size % VECTOR:
-        raise ValueError("q, keys, values, out: expected contiguous tensors")
+    if not all(tensor.is_contiguous() for tensor in (q, keys, values, out[0])):
+        raise ValueError("q, keys, values, rows of out: expected contiguous tensors")
     shape = AttentionShape(batch, heads, kv_heads, size, capacity)
     group = heads // kv_heads
     # Exponents are of 2 on the GPU.
@@ -151,6 +149,7 @@ def attend(
         splits=splits,
         capacity=capacity,
         window=_NO_WINDOW if window is None else window,
+        out_stride=out.stride(0),
         scale=scale * log2e if softcap is None else scale / softcap,
         softcap=0.0 if softcap is None else softcap * log2e,
     )

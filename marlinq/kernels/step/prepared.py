@@ -94,8 +94,8 @@ def check_rows(**tensors: Tensor | None) -> None:
         strided = tensor.stride()
         if tensor.dtype not in ELEMENTS or tensor.shape[-1] % VECTOR or tensor.data_ptr() % 16:
             raise ValueError(
-                f"{name}: expected 16-bit floats in rows of a multiple of {VECTOR}, aligned to 16 bytes, found "
-                f"{tensor.dtype} {list(tensor.shape)} at {tensor.data_ptr()}"
+                f"{name}: expected 16-bit floats in rows of a multiple of {VECTOR}, aligned to 16 bytes, "
+                f"found {tensor.dtype} {list(tensor.shape)} at {tensor.data_ptr()}"
             )
         if strided[-1] != 1 or any(step % VECTOR for step in strided[:-1]):
             raise ValueError(f"{name}: expected rows that lie together, found strides {list(strided)}")

@@ -65,7 +65,10 @@ class _Arguments(ctypes.Structure):
             )
         ),
         *((name, ctypes.c_int) for name in ("counted", "width", "tokens_each", "positions_offset")),
-        *((name, ctypes.c_longlong) for name in ("residual_stride", "addend_stride", "out_stride")),
+        *(
+            (name, ctypes.c_longlong)
+            for name in ("residual_stride", "first_stride", "second_stride", "out_stride")
+        ),
         *(
             (name, ctypes.c_float)
             for name in ("embedding_scale", "factor", "post_eps", "post_offset", "eps", "offset")
@@ -89,14 +92,14 @@ def residual(
 ) -> Prepared:
     """Add to the residual stream and normalise it.
 
-    ``x = source + factor * (post(first) + second)``, rounded, goes to ``stored``; ``norm(x)`` goes to ``out``.
+    ``x = source + factor * (post(first) + second)``, rounded, goes to ``stored``, and ``norm(x)`` to ``out``.
 
     Args:
         source: [M, width], or embeddings.
         stored: [M, width] with the strides of ``source``, other memory; None where nobody reads the sum.
         out: [M, width] with any row stride; None without ``norm``.
         norm: of the sum.
-        first, second: [M, width] with equal strides: results of products.
+        first, second: [M, width] with any row stride: results of products.
         post: of ``first``.
         factor: on what is added.
         lengths: int32 [B], tokens in front of each sequence's new ones; needed for positions.
@@ -116,14 +119,9 @@ def residual(
     vectors = width // VECTOR
     each = -(-vectors // _MOST_THREADS)
     threads = -(-vectors // each // 32) * 32
-    strides = {
-        tensor.stride(0)
-        for tensor in (stored, None if gather else rows)
-        if tensor is not None
-    }
-    addends = {tensor.stride(0) for tensor in (first, second) if tensor is not None}
-    if len(strides) > 1 or len(addends) > 1 or (second is not None and first is None):
-        raise ValueError("source and stored, first and second: expected equal strides")
+    strides = {tensor.stride(0) for tensor in (stored, None if gather else rows) if tensor is not None}
+    if len(strides) > 1 or (second is not None and first is None):
+        raise ValueError("source and stored: expected equal strides; second: expected first")
     positions = None if gather is None else gather.positions
     parameters = (
         ("Element", ELEMENTS[rows.dtype]),
@@ -155,7 +153,8 @@ def residual(
         tokens_each=tokens_each,
         positions_offset=gather.positions_offset if gather else 0,
         residual_stride=max(strides, default=0),
-        addend_stride=max(addends, default=0),
+        first_stride=0 if first is None else first.stride(0),
+        second_stride=0 if second is None else second.stride(0),
         out_stride=0 if out is None else out.stride(0),
         embedding_scale=gather.scale if gather else 1.0,
         factor=factor,

@@ -129,7 +129,7 @@ class ReferenceForward(Forward):
             q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
             self._keys[index][:, :, : x.shape[1]] = k
             self._values[index][:, :, : x.shape[1]] = v
-            return _causal(q, k, v, parts.attention).transpose(1, 2)
+            return causal_attention(q, k, v, parts.attention).transpose(1, 2)
 
         return attend
 
@@ -303,7 +303,7 @@ def _by_head(x: Tensor, heads: int, norm: Norm | None, normalise: Function | Non
     return normalise(_heads(x, heads))
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
     """Attention of a whole prompt: q [B, H, T, D], k and v [B, KV, T, D] to [B, H, T, D]."""
     length, window = q.shape[2], attention.window
     if attention.softcap is None and (window is None or window >= length):

@@ -1,8 +1,8 @@
 // Queries, keys and values of new tokens: normalised, rotated, and keys and values appended to the cache.
 //
-//   x [M, heads + 2 * kv_heads, D]  ->  q [M, heads, D],  keys and values [B, kv_heads, capacity, D] at the rows' positions
+//   x [M, turns, (heads + 2 * kv_heads) / turns, D]  ->  q [M, heads, D],  keys and values [B, kv_heads, capacity, D] at the rows' positions
 //
-// Row m is token m % T of sequence m / T, at position lengths[m / T] + m % T. The rotation multiplies the complex numbers
+// A turn holds its share of queries, then of keys, then of values. Row m is token m % T of sequence m / T, at position lengths[m / T] + m % T. The rotation multiplies the complex numbers
 // (x[i], x[i + CHANNELS / 2]), or (x[2i], x[2i + 1]) with INTERLEAVED, with table[position][i] = (cosine, sine).
 //
 // A warp takes one head, whose channels meet in shared memory. QUERY_NORM and KEY_NORM normalise each head, or with WIDE all
@@ -28,7 +28,7 @@ __device__ __forceinline__ float sum_of_squares(const u32* row, int pairs, float
 template <typename C>
 __device__ __forceinline__ void append(const u32* x, u32* q, u32* keys, u32* values, const float2* table, const int* lengths,
                                        const u16* query_weight, const u16* query_bias, const u16* key_weight,
-                                       const u16* key_bias, int heads, int kv_heads, int T, int capacity, i64 x_stride,
+                                       const u16* key_bias, int heads, int kv_heads, int turns, int T, int capacity, i64 x_stride,
                                        int query_weight_stride, int key_weight_stride, float query_eps, float query_offset,
                                        float key_eps, float key_offset) {
     typedef typename C::Element E;
@@ -50,18 +50,23 @@ __device__ __forceinline__ void append(const u32* x, u32* q, u32* keys, u32* val
     // A full cache takes nothing more; whoever sees to the lengths never comes here.
     if (head >= all_heads || position >= capacity) return;
     const bool is_query = head < heads, is_value = head >= heads + kv_heads;
+    const int kv_head = is_value ? head - heads - kv_heads : head - heads;
+    const int queries_each = heads / turns, keys_each = kv_heads / turns;
+    const int place_in_row =
+        is_query ? head / queries_each * (queries_each + 2 * keys_each) + head % queries_each
+                 : kv_head / keys_each * (queries_each + 2 * keys_each) + queries_each + is_value * keys_each + kv_head % keys_each;
+    row += place_in_row * (D / 2);
     float (&mine)[D] = shared_heads[warp];
     float squares = 0.f, sum = 0.f;
     u32 found[PAIRS];
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
         const int pair = lane + 32 * i;
-        found[i] = pair < D / 2 ? load_l2(row + head * (D / 2) + pair) : 0;
+        found[i] = pair < D / 2 ? load_l2(row + pair) : 0;
         const float low = widen_half<E, 0>(found[i]), high = widen_half<E, 1>(found[i]);
         sum += low + high;
         squares += low * low + high * high;
     }
-    const int kv_head = is_value ? head - heads - kv_heads : head - heads;
     const i64 place = (((i64)sequence * kv_heads + kv_head) * capacity + position) * (D / 2);
     u32* target = is_query ? q + (m * heads + head) * (D / 2) : (is_value ? values : keys) + place;
     if (is_value) {
@@ -114,13 +119,13 @@ __device__ __forceinline__ void append(const u32* x, u32* q, u32* keys, u32* val
                        key_offset);
     }
     __syncwarp();
-    const float2* turns = table + (i64)position * HALF;
+    const float2* angles = table + (i64)position * HALF;
     const auto rotated = [&](int channel) {
         const float own = mine[channel];
         if (channel >= C::CHANNELS) return own;
         const bool second = C::INTERLEAVED ? channel % 2 : channel >= HALF;
         const int partner = C::INTERLEAVED ? channel ^ 1 : second ? channel - HALF : channel + HALF;
-        const float2 turn = turns[C::INTERLEAVED ? channel / 2 : second ? partner : channel];
+        const float2 turn = angles[C::INTERLEAVED ? channel / 2 : second ? partner : channel];
         return own * turn.x + (second ? mine[partner] : -mine[partner]) * turn.y;
     };
 #pragma unroll
@@ -133,10 +138,10 @@ __device__ __forceinline__ void append(const u32* x, u32* q, u32* keys, u32* val
 #define INSTANTIATE_STEP_APPEND(NAME, CONFIGURATION)                                                                       \
     extern "C" __global__ void __launch_bounds__(32 * CONFIGURATION::WARPS)                                                \
     NAME(const u32* x, u32* q, u32* keys, u32* values, const float2* table, const int* lengths, const u16* query_weight,   \
-         const u16* query_bias, const u16* key_weight, const u16* key_bias, int heads, int kv_heads, int T, int capacity,  \
-         i64 x_stride, int query_weight_stride, int key_weight_stride, float query_eps, float query_offset, float key_eps, \
+         const u16* query_bias, const u16* key_weight, const u16* key_bias, int heads, int kv_heads, int turns, int T,     \
+         int capacity, i64 x_stride, int query_weight_stride, int key_weight_stride, float query_eps, float query_offset, float key_eps, \
          float key_offset) {                                                                                               \
         append<CONFIGURATION>(x, q, keys, values, table, lengths, query_weight, query_bias, key_weight, key_bias, heads,   \
-                              kv_heads, T, capacity, x_stride, query_weight_stride, key_weight_stride, query_eps,          \
+                              kv_heads, turns, T, capacity, x_stride, query_weight_stride, key_weight_stride, query_eps,          \
                               query_offset, key_eps, key_offset);                                                          \
     }

@@ -41,7 +41,7 @@ __device__ __forceinline__ Split split_of(int tokens, int window, int splits, in
 template <typename C>
 __device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16* values, u16* out, float* partials,
                                        u32* counters, const int* lengths, int kv_heads, int group, int chunks, int splits,
-                                       int capacity, int window, float scale, float softcap) {
+                                       int capacity, int window, i64 out_stride, float scale, float softcap) {
     typedef typename C::Element E;
     constexpr int D = C::D, WARPS = C::WARPS, TILE = ATTEND_TILE, HEADS = ATTEND_HEADS;
     constexpr int KEY_CHUNKS = (D + 31) / 32, VALUE_GROUPS = (D + 63) / 64;
@@ -71,6 +71,7 @@ __device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16*
     if (split >= part.active) return;
     const int last = part.last, heads = min(HEADS, group - chunk * HEADS);
     const i64 first_head = (i64)pair * group + chunk * HEADS;
+    u16* target = out + sequence * out_stride + (kv_head * group + chunk * HEADS) * D;
     const uint4 zero = make_uint4(0, 0, 0, 0);
     uint4 queries[KEY_CHUNKS];
 #pragma unroll
@@ -204,7 +205,7 @@ __device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16*
             x[0] += share * found.x, x[1] += share * found.y, x[2] += share * found.z, x[3] += share * found.w;
         }
         if (part.active == 1) {
-            store_global(out + (first_head + head) * D + channel,
+            store_global(target + head * D + channel,
                          make_uint2(E::narrow(x[0] / whole, x[1] / whole), E::narrow(x[2] / whole, x[3] / whole)));
         } else {
             float* slot = slots + split * SLOT;
@@ -241,7 +242,7 @@ __device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16*
             x[2] = x[2] * shrink + share * __uint_as_float(found.z);
             x[3] = x[3] * shrink + share * __uint_as_float(found.w);
         }
-        store_global(out + (first_head + head) * D + channel,
+        store_global(target + head * D + channel,
                      make_uint2(E::narrow(x[0] / whole, x[1] / whole), E::narrow(x[2] / whole, x[3] / whole)));
     }
 }
@@ -249,7 +250,8 @@ __device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16*
 #define INSTANTIATE_STEP_ATTEND(NAME, CONFIGURATION)                                                                      \
     extern "C" __global__ void __launch_bounds__(32 * CONFIGURATION::WARPS, CONFIGURATION::MIN_BLOCKS)                    \
     NAME(const u16* q, const u16* keys, const u16* values, u16* out, float* partials, u32* counters, const int* lengths,  \
-         int kv_heads, int group, int chunks, int splits, int capacity, int window, float scale, float softcap) {         \
+         int kv_heads, int group, int chunks, int splits, int capacity, int window, i64 out_stride, float scale,          \
+         float softcap) {                                                                                                 \
         attend<CONFIGURATION>(q, keys, values, out, partials, counters, lengths, kv_heads, group, chunks, splits,         \
-                              capacity, window, scale, softcap);                                                          \
+                              capacity, window, out_stride, scale, softcap);                                                          \
     }

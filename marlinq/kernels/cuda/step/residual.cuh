@@ -65,7 +65,7 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
                                                  const uint4* second, const uint4* post_weight, const uint4* post_bias,
                                                  const uint4* weight, const uint4* bias, uint4* stored, uint4* out,
                                                  int* counter, int counted, int width, int T, int positions_offset,
-                                                 i64 residual_stride, i64 addend_stride, i64 out_stride, float embedding_scale,
+                                                 i64 residual_stride, i64 first_stride, i64 second_stride, i64 out_stride, float embedding_scale,
                                                  float factor, float post_eps, float post_offset, float eps, float offset) {
     typedef typename C::Element E;
     constexpr int THREADS = C::THREADS, VECTORS = C::VECTORS;
@@ -87,8 +87,8 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
         if (v >= vectors) continue;
         a[i] = C::GATHER ? embedding[token * vectors + v] : load_l2(residual + m * (residual_stride / 8) + v);
         if (C::POSITIONS) d[i] = positions[position * vectors + v];
-        if (C::ADDENDS > 0) d[i] = load_l2(first + m * (addend_stride / 8) + v);
-        if (C::ADDENDS > 1) e[i] = load_l2(second + m * (addend_stride / 8) + v);
+        if (C::ADDENDS > 0) d[i] = load_l2(first + m * (first_stride / 8) + v);
+        if (C::ADDENDS > 1) e[i] = load_l2(second + m * (second_stride / 8) + v);
     }
     static_assert(!C::POSITIONS || (C::GATHER && C::ADDENDS == 0), "positions are added to embeddings");
     float y[VECTORS][8];
@@ -136,10 +136,10 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
     NAME(const i64* tokens, const uint4* embedding, const uint4* positions, const int* lengths, const uint4* residual,   \
          const uint4* first, const uint4* second, const uint4* post_weight, const uint4* post_bias, const uint4* weight, \
          const uint4* bias, uint4* stored, uint4* out, int* counter, int counted, int width, int T, int positions_offset, \
-         i64 residual_stride, i64 addend_stride, i64 out_stride, float embedding_scale, float factor, float post_eps,    \
-         float post_offset, float eps, float offset) {                                                                   \
+         i64 residual_stride, i64 first_stride, i64 second_stride, i64 out_stride, float embedding_scale, float factor,  \
+         float post_eps, float post_offset, float eps, float offset) {                                                   \
         advance_residual<CONFIGURATION>(tokens, embedding, positions, lengths, residual, first, second, post_weight,     \
                                         post_bias, weight, bias, stored, out, counter, counted, width, T,                \
-                                        positions_offset, residual_stride, addend_stride, out_stride, embedding_scale,   \
+                                        positions_offset, residual_stride, first_stride, second_stride, out_stride, embedding_scale,   \
                                         factor, post_eps, post_offset, eps, offset);                                     \
     }

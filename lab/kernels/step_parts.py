@@ -1,0 +1,280 @@
+"""Time a decode step of Llama-3-8B's shape and each kernel between its products, and check both.
+
+    python lab/kernels/step_parts.py --batch 1 --batch 16 --context 512
+
+Weights are random 4-bit words of group 128. Each part is a captured graph of one launch per layer over the
+layers' own caches, so keys and values come from device memory. Errors are relative, against float32
+arithmetic in torch on the same inputs; the whole step's is against the reference forward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from marlinq.kernels import dependent_launches
+from marlinq.kernels import step as kernels
+from marlinq.kernels.step import AttentionShape, Workspace, split_count
+from marlinq.models.anatomy import MLP, Anatomy, Attention, Layer, Norm, Rotary, Slices
+from marlinq.operations.bench.hardware import hardware_line
+from marlinq.runtime import MarlinOperand, QuantLinear
+from marlinq.runtime.step.chain import ChainForward
+from marlinq.runtime.step.reference import ReferenceForward
+
+HIDDEN, HEADS, KV, D, INNER, VOCABULARY = 4096, 32, 8, 128, 14336, 128256
+GROUP = 128
+DTYPE = torch.float16
+
+
+def random_linear(k: int, n: int) -> QuantLinear:
+    """Random words with scales that keep activations of their size."""
+    words = torch.randint(-(1 << 31), 1 << 31, (k // 16, 2 * n), dtype=torch.int32, device="cuda")
+    scales = (torch.rand(k // GROUP, n, device="cuda") + 0.5) * (0.2 / k**0.5)
+    return QuantLinear(MarlinOperand(words, scales.to(DTYPE), None, None, GROUP, k, n))
+
+
+def random_model(depth: int) -> tuple[nn.Module, Anatomy]:
+    """A Llama of Llama-3-8B's shape, with packed linears and a dense head."""
+    config = LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=1,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV,
+        vocab_size=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        max_position_embeddings=8192,
+    )
+    frequencies = LlamaForCausalLM(config).model.rotary_emb.inv_freq
+    model = nn.Module()
+    model.embedding = nn.Embedding(VOCABULARY, HIDDEN, dtype=DTYPE, device="cuda")
+    model.head = nn.Linear(HIDDEN, VOCABULARY, bias=False, dtype=DTYPE, device="cuda")
+    model.rotary = nn.Module()
+    model.rotary.register_buffer("frequencies", frequencies.float().cuda())
+    model.norm = nn.RMSNorm(HIDDEN, dtype=DTYPE, device="cuda")
+    model.layers = nn.ModuleList()
+    layers = []
+    for index in range(depth):
+        block = nn.Module()
+        sizes = {
+            "q": (HIDDEN, HEADS * D),
+            "k": (HIDDEN, KV * D),
+            "v": (HIDDEN, KV * D),
+            "o": (HEADS * D, HIDDEN),
+            "gate": (HIDDEN, INNER),
+            "up": (HIDDEN, INNER),
+            "down": (INNER, HIDDEN),
+        }
+        for name, (k, n) in sizes.items():
+            setattr(block, name, random_linear(k, n))
+        for name in ("first", "second"):
+            norm = nn.RMSNorm(HIDDEN, dtype=DTYPE, device="cuda")
+            norm.weight.data += 0.1 * torch.randn_like(norm.weight)
+            setattr(block, name, norm)
+        model.layers.append(block)
+        names = {name: f"layers.{index}.{name}" for name in (*sizes, "first", "second")}
+        attention = Attention(
+            Slices((names["q"], names["k"], names["v"]), (HEADS * D, KV * D, KV * D)),
+            names["o"],
+            *(HEADS, KV, D),
+            scale=D**-0.5,
+            rotary=Rotary("rotary", "frequencies", D),
+        )
+        mlp = MLP(Slices((names["gate"], names["up"]), (INNER, INNER)), True, names["down"], "silu")
+        norms = [Norm(names[name], "rms", 1e-5, width=HIDDEN) for name in ("first", "second")]
+        layers.append(Layer(f"layers.{index}", attention, mlp, *norms))
+    final = Norm("norm", "rms", 1e-5, width=HIDDEN)
+    return model, Anatomy("embedding", tuple(layers), final, "head")
+
+
+def microseconds(launch: Callable[[], object], repeats: int = 21) -> float:
+    """Of a replay of ``launch``, captured once; the median."""
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    for _ in range(3):
+        graph.replay()
+    for event in events[:-1]:
+        event.record()
+        graph.replay()
+    events[-1].record()
+    torch.cuda.synchronize()
+    return 1e3 * statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """||found - expected|| / ||expected||."""
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+def parts(batch: int, context: int, depth: int, *, dependent: bool) -> None:
+    """One line a kernel: us a layer of a chain of ``depth`` launches, and its error."""
+    device = torch.device("cuda")
+    capacity = -(-(context + 64) // 64) * 64
+    x = torch.randn(batch, HIDDEN, dtype=DTYPE, device=device)
+    delta = torch.randn_like(x)
+    stored, out = torch.empty_like(x), torch.empty_like(x)
+    weight = torch.randn(HIDDEN, dtype=DTYPE, device=device)
+    norm = kernels.RowNorm("RMS", weight, None, 1e-5)
+    joined = torch.randn(batch, (HEADS + 2 * KV) * D, dtype=DTYPE, device=device)
+    q = torch.randn(batch, HEADS, D, dtype=DTYPE, device=device)
+    caches = [torch.randn(2, batch, KV, capacity, D, dtype=DTYPE, device=device) for _ in range(depth)]
+    lengths = torch.full((batch,), context - 1, dtype=torch.int32, device=device)
+    table = torch.randn(capacity, D // 2, 2, device=device)
+    shape = AttentionShape(batch, HEADS, KV, D, capacity)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    splits = split_count(shape, processors)
+    workspace = Workspace.of([(shape, max(splits, 64))], device)
+    attended = torch.empty_like(q)
+    mixed = torch.randn(batch, 2 * INNER, dtype=DTYPE, device=device)
+    active = torch.empty(batch, INNER, dtype=DTYPE, device=device)
+
+    def chain(prepared: list[kernels.Prepared]) -> float:
+        launches = [kernels.bind(one, 0, dependent=dependent) for one in prepared]
+        return microseconds(lambda: [launch.start() for launch in launches]) / len(launches)
+
+    found = {
+        "residual + norm": chain(
+            [kernels.residual(x, stored=stored, out=out, norm=norm, first=delta)] * depth
+        )
+    }
+    total = (x.float() + delta.float()).to(DTYPE)
+    errors = {"residual + norm": error(out, F.rms_norm(total.float(), (HIDDEN,), weight.float(), 1e-5))}
+    found["activation"] = chain([kernels.activate(mixed, active, "silu", "tiles")] * depth)
+    gate, up = mixed.float().view(batch, -1, 2, 64).unbind(2)
+    errors["activation"] = error(active, (F.silu(gate) * up).flatten(1))
+
+    def attention(count: int, space: Workspace) -> float:
+        return chain(
+            [
+                kernels.attend(q, *cache, attended, lengths, space, scale=D**-0.5, splits=count)
+                for cache in caches
+            ]
+        )
+
+    label = f"attention, {splits} splits"
+    found[label] = attention(splits, workspace)
+    k, v = (side[:, :, :context].float() for side in caches[-1])
+    expected = F.scaled_dot_product_attention(q[:, :, None].float(), k, v, enable_gqa=True)[:, :, 0]
+    errors[label] = error(attended, expected)
+    for other in sorted({max(1, splits // 2), min(64, 2 * splits)} - {splits}):
+        found[f"attention, {other} splits"] = attention(other, workspace)
+    flash = [
+        lambda cache=cache: F.scaled_dot_product_attention(
+            q[:, :, None], cache[0, :, :, :context], cache[1, :, :, :context], enable_gqa=True
+        )
+        for cache in caches
+    ]
+    found["torch SDPA"] = microseconds(lambda: [one() for one in flash]) / depth
+    query = torch.empty_like(q)
+    found["rotation + append"] = chain(
+        [kernels.append(joined, query, *cache, lengths, table=table) for cache in caches]
+    )
+    floor = 2e6 * batch * KV * context * D * 2 / 4.58e12
+    for name, time in found.items():
+        wrong = f"  error {errors[name]:.1e}" if name in errors else ""
+        read = f"  ({floor:.2f} us to read the cache)" if "attention" in name else ""
+        print(f"  {name:<24s} {time:7.2f} us{wrong}{read}")
+
+
+def main() -> int:
+    arguments = _arguments()
+    if not torch.cuda.is_available():
+        print("error: the step needs a GPU", file=sys.stderr)
+        return 1
+    torch.manual_seed(0)
+    torch.set_grad_enabled(False)
+    print(hardware_line(torch.device("cuda", 0)))
+    for batch in arguments.batch if arguments.parts else ():
+        for context in arguments.context:
+            print(f"batch {batch}, context {context}: a layer's kernels")
+            parts(batch, context, 32, dependent=True)
+    if not arguments.layers:
+        return 0
+    model, anatomy = random_model(arguments.layers)
+    torch.cuda.synchronize()
+    for batch in arguments.batch:
+        for context in arguments.context:
+            whole(model, anatomy, batch, context)
+    if arguments.prefill:
+        prefill(model, anatomy, arguments.prefill)
+    return 0
+
+
+def whole(model: nn.Module, anatomy: Anatomy, batch: int, context: int) -> None:
+    """The captured step behind a prompt, and its error against the reference."""
+    capacity = -(-(context + 64) // 64) * 64
+    own = ChainForward(model, anatomy, batch=batch, capacity=capacity)
+    ids = torch.randint(0, VOCABULARY, (batch, min(context - 1, 128)), device="cuda")
+    lengths = torch.full((batch,), ids.shape[1], dtype=torch.int32)
+    tokens = torch.randint(0, VOCABULARY, (batch,), device="cuda")
+    first = own.prefill(ids, lengths).clone()
+    second = own.step(tokens).clone()
+    reference = ReferenceForward(model, anatomy, batch=batch, capacity=capacity)
+    wrong = error(first, reference.prefill(ids, lengths)), error(second, reference.step(tokens))
+    del reference
+    # Values of the cache don't matter to the time.
+    own.lengths.fill_(context - 1)
+    graph = torch.cuda.CUDAGraph()
+    own.step(tokens)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph), dependent_launches():
+        own.step(tokens)
+    times = []
+    for _ in range(21):
+        own.lengths.fill_(context - 1)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    depth = len(anatomy.layers)
+    print(
+        f"batch {batch:3d}, context {context:5d}: {statistics.median(times):7.3f} ms for {depth} layers, "
+        f"errors of prompt {wrong[0]:.1e} and step {wrong[1]:.1e}; {own.reason}"
+    )
+
+
+def prefill(model: nn.Module, anatomy: Anatomy, length: int) -> None:
+    """A prompt's time, by the clock of the host that waits for it."""
+    own = ChainForward(model, anatomy, batch=1, capacity=length + 64)
+    ids = torch.randint(0, VOCABULARY, (1, length), device="cuda")
+    lengths = torch.tensor([length], dtype=torch.int32)
+    times = []
+    for _ in range(6):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        own.prefill(ids, lengths)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    print(f"prompt of {length}: {statistics.median(times[1:]):.2f} ms, first {times[0]:.0f} ms")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--batch", type=int, action="append", default=None)
+    parser.add_argument("--context", type=int, action="append", default=None)
+    parser.add_argument("--layers", type=int, default=32, help="of the whole step; 0 for the parts alone")
+    parser.add_argument("--parts", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--prefill", type=int, default=2048, help="tokens of a prompt; 0 for none")
+    arguments = parser.parse_args()
+    arguments.batch = arguments.batch or [1, 4, 16, 64]
+    arguments.context = arguments.context or [128, 512, 2048, 4096]
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""The products of a step, whatever multiplies: prepared once for buffers that stay, or called as modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from marlinq.kernels import Problem, precompile
+from marlinq.kernels.launch.dense import dequantized_gemm
+from marlinq.kernels.launch.gather import Gathered, gathering
+from marlinq.kernels.launch.launch import Call, dequantizes, prepare
+from marlinq.kernels.launch.operands import Operands
+from marlinq.kernels.weights import INT4
+from marlinq.models.anatomy import Slices
+from marlinq.runtime.linear import QuantLinear
+from marlinq.runtime.step.join import JoinedLinear, JoinedSlice, join_modules
+
+Start = Callable[[], object]
+"""Launches something on the current stream."""
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """One product, or several with the same input, whose results lie side by side.
+
+    Attributes:
+        modules: what multiplies; one, or as many as there are parts.
+        widths: columns of each module's result.
+        tiles: whether parts take turns in tiles of 64 columns.
+        inner: columns of the activations that the kernels read, padding included.
+    """
+
+    modules: tuple[nn.Module, ...]
+    widths: tuple[int, ...]
+    tiles: bool
+    inner: int
+
+    @property
+    def columns(self) -> int:
+        """Of the result, padding included."""
+        last = self.modules[-1]
+        padded = last.padded_shape[1] if isinstance(last, QuantLinear) else self.widths[-1]
+        return sum(self.widths[:-1]) + padded
+
+    @property
+    def features(self) -> int:
+        """Columns of the result that are no padding at its end."""
+        return sum(self.widths)
+
+    def problems(self, rows: int, dtype: torch.dtype) -> list[Problem]:
+        """What has to be decided and compiled for activations of that many rows."""
+        return [
+            Problem(
+                rows,
+                module.padded_shape[1],
+                module.padded_shape[0],
+                module.group_size,
+                module.zeros is not None,
+                dtype == torch.bfloat16,
+            )
+            for module in self.modules
+            if isinstance(module, QuantLinear)
+        ]
+
+    def bind(self, x: Tensor, out: Tensor) -> list[Start]:
+        """Launches of ``out = x @ W + bias`` for tensors that stay where they are; kernels are loaded now.
+
+        Args:
+            x: [M, inner]; columns beyond the input are zero.
+            out: [M, columns].
+        """
+        starts, begin = [], 0
+        for module, width in zip(self.modules, self.widths, strict=True):
+            last = begin + width == self.features
+            # What pads a part's last tile would lie where the next part begins.
+            if isinstance(module, QuantLinear) and x.is_cuda and (last or module.padded_shape[1] == width):
+                target = out[:, begin : begin + module.padded_shape[1]]
+                starts.append(_bind_packed(module, x, target))
+            else:
+                starts.append(_bind_module(module, x, out[:, begin : begin + width]))
+            begin += width
+        return starts
+
+    def run(self, x: Tensor) -> Tensor:
+        """The result for any number of rows, in memory of its own: x [M, K] to [M, columns without padding].
+
+        Parts that take turns keep their padding.
+        """
+        results = [_call(module, x) for module in self.modules]
+        return results[0] if len(results) == 1 else torch.cat(results, -1)
+
+
+def find_product(model: nn.Module, slices: Slices, *, interleave: bool) -> tuple[Product, str | None]:
+    """The product of projections with the same input, joined where they can be; why not, where they can't.
+
+    Joining replaces modules of ``model`` (:func:`marlinq.runtime.step.join.join_modules`).
+    """
+    reason = None
+    modules = [model.get_submodule(name) for name in slices.modules]
+    if len(modules) > 1 and all(isinstance(module, QuantLinear | JoinedSlice) for module in modules):
+        joined = join_modules(model, slices.modules, interleave=interleave)
+        if isinstance(joined, JoinedLinear):
+            return _product([joined], [joined.out_features], tiles=interleave), None
+        reason = joined
+    if len(modules) == 1:
+        return _product(modules, [sum(slices.widths)], tiles=False), None
+    return _product(modules, list(slices.widths), tiles=False), reason
+
+
+def single_product(model: nn.Module, name: str) -> Product:
+    """The product of one module.
+
+    Raises:
+        ValueError: it does not say how many columns it gives.
+    """
+    module = model.get_submodule(name)
+    # GPT-2's Conv1D calls them nf.
+    columns = getattr(module, "out_features", None) or getattr(module, "nf", None)
+    if not isinstance(columns, int):
+        raise ValueError(f"{name}: a {type(module).__name__} is no linear")
+    return _product([module], [columns], tiles=False)
+
+
+def _product(modules: Sequence[nn.Module], widths: Sequence[int], *, tiles: bool) -> Product:
+    inner = [
+        module.padded_shape[0]
+        for module in modules
+        if isinstance(module, QuantLinear) and module.order is None
+    ]
+    return Product(tuple(modules), tuple(widths), tiles, max(inner, default=0))
+
+
+def precompile_products(products: Sequence[Product], rows: int, dtype: torch.dtype, device_index: int) -> int:
+    """Compile what :meth:`Product.bind` needs, in parallel; returns how many kernels those were."""
+    problems = [problem for product in products for problem in product.problems(rows, dtype)]
+    return precompile(dict.fromkeys(problems), device_index)
+
+
+def _bind_packed(linear: QuantLinear, x: Tensor, out: Tensor) -> Start:
+    k, n = linear.padded_shape
+    rows = x.shape[0]
+    index = x.get_device()
+    order = linear.order
+    bias = linear.bias
+    if bias is not None and bias.shape[0] != n:
+        bias = F.pad(bias, (0, n - bias.shape[0]))
+    taken = x[:, :k] if order is None else x.new_empty((rows, k))
+    operands = Operands(taken, linear.words, linear.scales, linear.zeros, bias, out)
+    # As the operator has it: a group as long as K is stored like a single one.
+    group_size = -1 if linear.scales.shape[0] == 1 else linear.group_size
+    if dequantizes((rows, n, k), group_size, linear.zeros, x.dtype, index, INT4):
+        if order is None:
+            return lambda: dequantized_gemm(operands, INT4)
+        return _bind_module(linear, x, out)
+    call = prepare(operands, group_size, behind_own=order is not None)
+    if order is not None:
+        gathered = Gathered(gathering(x, order), order.data_ptr(), rows, k, x.dtype, call)
+        return partial(_start, gathered, operands, x.data_ptr())
+    return partial(_start, call, operands, taken.data_ptr())
+
+
+def _start(call: Call | Gathered, operands: Operands, x: int) -> None:
+    """Launch a prepared call, whose operands live as long as this can be called."""
+    call.start(x, operands.out.data_ptr())
+
+
+def _bind_module(module: nn.Module, x: Tensor, out: Tensor) -> Start:
+    if type(module) is nn.Linear:
+        given = x[:, : module.in_features]
+        weight = module.weight.detach().t()
+        bias: Tensor | None = module.bias
+        if bias is None:
+            return partial(torch.mm, given, weight, out=out)
+        return partial(torch.addmm, bias.detach(), given, weight, out=out)
+    return lambda: out.copy_(_call(module, x))
+
+
+def _call(module: nn.Module, x: Tensor) -> Tensor:
+    """``module(x)`` without the padding of ``x``."""
+    features = getattr(module, "in_features", None) or getattr(module, "nx", None)
+    return module(x if features is None else x[:, :features])  # type: ignore[no-any-return]

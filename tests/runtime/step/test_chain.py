@@ -1,0 +1,191 @@
+"""The chain puts its kernels together right: with kernels in torch, it computes what the reference does."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from marlinq.kernels.step import Workspace
+from marlinq.models.anatomy import Anatomy, Unrecognised
+from marlinq.models.recognise import recognise
+from marlinq.runtime import QuantLinear, marlin_operand
+from marlinq.runtime.step import chain
+from marlinq.runtime.step.chain import ChainForward, chain_refusal
+from marlinq.runtime.step.join import JoinedSlice
+from marlinq.runtime.step.reference import ReferenceForward
+from tests.runtime.step import torch_kernels
+from tests.testing.runnable_folders import random_tuple
+from tests.testing.tiny_models import tiny_model
+
+# Hidden states are rounded to float16 some ten times a layer, of which there are up to six; a rounding is
+# 2^-11 / sqrt(3) = 2.8e-4 of a value, and the sum of sixty independent ones 2.2e-3.
+TOLERANCE = 4e-3
+
+MODELS = [
+    *("llama", "llama-tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "phi3"),
+    *("gpt_neox", "opt", "falcon", "stablelm", "gpt2", "starcoder2", "olmo2", "cohere"),
+]
+
+
+@pytest.fixture(autouse=True)
+def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain, "kernels", torch_kernels)
+
+
+def halved(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The model in float16, and the same weights in float32. Frequencies stay exact."""
+    frequencies = {name: value.clone() for name, value in model.named_buffers() if "inv_freq" in name}
+    half = copy.deepcopy(model).half()
+    _restore(half, frequencies)
+    wide = copy.deepcopy(half).float()
+    _restore(wide, frequencies)
+    return half, wide
+
+
+def _restore(model: PreTrainedModel, buffers: dict[str, Tensor]) -> None:
+    for name, value in buffers.items():
+        model.get_buffer(name).data = value.clone()
+
+
+def recognised(model: PreTrainedModel) -> Anatomy:
+    blocks = next(name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    found = recognise(model, blocks)
+    if isinstance(found, Unrecognised):
+        pytest.skip(f"not recognised: {found.part}: {found.reason}")
+    return found
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@torch.no_grad()
+def differences(own: ChainForward, reference: ReferenceForward, vocabulary: int) -> list[float]:
+    """Relative errors of the logits behind ragged prompts and some steps."""
+    torch.manual_seed(1)
+    ids = torch.randint(0, vocabulary, (own.batch, 11))
+    lengths = torch.tensor([11, 1, 7], dtype=torch.int32)
+    found = [error(own.prefill(ids, lengths), reference.prefill(ids, lengths))]
+    for _ in range(4):
+        tokens = torch.randint(0, vocabulary, (own.batch,))
+        found.append(error(own.step(tokens), reference.step(tokens)))
+    assert torch.equal(own.lengths, reference.lengths)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_the_references(name: str) -> None:
+    half, wide = halved(tiny_model(name))
+    anatomy = recognised(wide)
+    refused = chain_refusal(half, anatomy)
+    if refused is not None:
+        pytest.skip(f"refused: {refused.part}: {refused.reason}")
+    own = ChainForward(half, anatomy, batch=3, capacity=24)
+    reference = ReferenceForward(wide, anatomy, batch=3, capacity=24)
+    found = differences(own, reference, wide.config.vocab_size)
+    assert max(found) < TOLERANCE, found
+
+
+def quantized(model: PreTrainedModel, *, act_order: str = "", apart: str = "") -> None:
+    """Replace the linears of the blocks by packed ones of groups of 32, in float32."""
+    for seed, (name, module) in enumerate(list(model.named_modules())):
+        if type(module) is not nn.Linear or "lm_head" in name:
+            continue
+        q = random_tuple(
+            module.in_features,
+            module.out_features,
+            group_size=64 if apart and apart in name else 32,
+            seed=seed,
+            act_order=bool(act_order) and act_order in name,
+        )
+        parent, _, leaf = name.rpartition(".")
+        bias = None if module.bias is None else module.bias.detach()
+        packed = QuantLinear(marlin_operand(q, torch.float32), bias)
+        setattr(model.get_submodule(parent), leaf, packed)
+
+
+@pytest.mark.parametrize(
+    ("name", "act_order", "apart", "joined"),
+    [
+        ("qwen2", "", "", True),
+        ("llama", "down_proj", "", True),
+        ("llama", "q_proj", "up_proj", False),
+        ("phi3", "", "", False),
+        ("opt", "", "", True),
+    ],
+)
+def test_packed_weights_joined_and_apart(name: str, act_order: str, apart: str, joined: bool) -> None:
+    model = tiny_model(name)
+    anatomy = recognised(model)
+    quantized(model, act_order=act_order, apart=apart)
+    half, wide = halved(model)
+    own = ChainForward(half, anatomy, batch=3, capacity=24)
+    slices = [module for module in half.modules() if isinstance(module, JoinedSlice)]
+    assert bool(slices) == joined
+    assert ("group sizes" in own.reason) == bool(apart)
+    assert ("activation order" in own.reason) == (act_order == "q_proj")
+    reference = ReferenceForward(wide, anatomy, batch=3, capacity=24)
+    assert max(differences(own, reference, wide.config.vocab_size)) < TOLERANCE
+
+
+def test_prompts_in_pieces_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    half, wide = halved(tiny_model("llama"))
+    anatomy = recognised(wide)
+    reference = ReferenceForward(wide, anatomy, batch=3, capacity=24)
+    # Two sequences at a time, and an MLP of less than one.
+    for most in (22, 5):
+        monkeypatch.setattr(chain, "_MOST_ROWS", most)
+        own = ChainForward(half, anatomy, batch=3, capacity=24)
+        assert max(differences(own, reference, wide.config.vocab_size)) < TOLERANCE
+
+
+@torch.no_grad()
+def test_every_layer_can_be_observed() -> None:
+    half, wide = halved(tiny_model("gemma3"))
+    anatomy = recognised(wide)
+    own = ChainForward(half, anatomy, batch=3, capacity=24)
+    reference = ReferenceForward(wide, anatomy, batch=3, capacity=24)
+    seen: dict[str, list[tuple[int, Tensor]]] = {"own": [], "reference": []}
+    own.observe = lambda index, x: seen["own"].append((index, x.clone()))
+    reference.observe = lambda index, x: seen["reference"].append((index, x.clone()))
+    assert max(differences(own, reference, wide.config.vocab_size)) < TOLERANCE
+    assert [index for index, _ in seen["own"]] == [index for index, _ in seen["reference"]]
+    for (_, found), (_, expected) in zip(seen["own"], seen["reference"], strict=True):
+        assert found.shape == expected.shape
+        # Padding behind a prompt is nobody's.
+        assert error(found[0], expected[0]) < TOLERANCE
+
+
+def test_what_the_kernels_lack_is_refused() -> None:
+    model = tiny_model("llama")
+    anatomy = recognised(model)
+    refused = chain_refusal(model, anatomy)
+    assert refused == Unrecognised(
+        "model.embed_tokens", "activations in torch.float32; the kernels take 16 bits"
+    )
+    with pytest.raises(ValueError, match=r"model\.embed_tokens: activations in torch\.float32"):
+        ChainForward(model, anatomy, batch=1, capacity=8)
+
+
+def test_prompts_that_do_not_fit() -> None:
+    half, wide = halved(tiny_model("llama"))
+    own = ChainForward(half, recognised(wide), batch=2, capacity=8)
+    ids = torch.zeros(2, 9, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"expected at most \[2, 8\]"):
+        own.prefill(ids, torch.tensor([1, 1]))
+    with pytest.raises(ValueError, match=r"expected 2 of 1\.\.5"):
+        own.prefill(ids[:, :5], torch.tensor([6, 1]))
+
+
+def test_a_workspace_serves_the_largest_attention() -> None:
+    shapes = [
+        (chain.AttentionShape(2, 16, 1, 64, 100), 3),
+        (chain.AttentionShape(1, 4, 4, 256, 100), 2),
+    ]
+    made = Workspace.of(shapes, torch.device("cpu"))
+    assert made.partials.numel() == max(2 * 2 * 3 * 8 * 66, 4 * 2 * 8 * 258)
+    assert made.counters.tolist() == [0] * 4

@@ -1,0 +1,166 @@
+"""The kernels between products in plain torch, with the functions of :mod:`marlinq.kernels.step`.
+
+A prepared launch is a closure over its tensors. Sums are taken in float64 and rounded where they are stored.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from marlinq.kernels.step import Arrangement, Gather, HeadNorm, RowNorm, Workspace
+from tests.kernels.step_problems import (
+    expected_activation,
+    expected_attention,
+    expected_norm,
+    expected_rotation,
+)
+
+__all__ = ["Arrangement", "activate", "append", "attend", "bind", "precompile_prepared", "residual"]
+
+
+@dataclass
+class Prepared:
+    """Stands for a launch: prepared, and bound as well."""
+
+    action: Callable[[Prepared], None]
+    arguments: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(tokens=0))
+
+    def start(self) -> None:
+        self.action(self)
+
+
+def bind(prepared: Prepared, device_index: int, *, dependent: bool) -> Prepared:
+    return prepared
+
+
+def precompile_prepared(wanted: Iterable[Prepared], device_index: int) -> int:
+    return 0
+
+
+def residual(
+    source: Tensor | Gather,
+    *,
+    stored: Tensor | None = None,
+    out: Tensor | None = None,
+    norm: RowNorm | None = None,
+    first: Tensor | None = None,
+    second: Tensor | None = None,
+    post: RowNorm | None = None,
+    factor: float = 1.0,
+    lengths: Tensor | None = None,
+    tokens_each: int = 1,
+    counter: Tensor | None = None,
+) -> Prepared:
+    def run(launch: Prepared) -> None:
+        if isinstance(source, Gather):
+            tokens = source.tokens
+            if launch.arguments.tokens:
+                memory = (ctypes.c_int64 * len(tokens)).from_address(launch.arguments.tokens)
+                tokens = torch.tensor(list(memory))
+            dtype = source.embedding.dtype
+            x = (source.embedding[tokens] * source.scale).double()
+            if source.positions is not None:
+                assert lengths is not None
+                places = _positions(lengths, len(tokens), tokens_each) + source.positions_offset
+                x = x + source.positions[places].double()
+        else:
+            x, dtype = source.double(), source.dtype
+        if first is not None:
+            wide = first.double()[:, : x.shape[1]]
+            x = x + factor * (wide if post is None else expected_norm(wide, post))
+        if second is not None:
+            x = x + factor * second.double()[:, : x.shape[1]]
+        x = x.to(dtype)
+        if stored is not None:
+            stored.copy_(x)
+        if norm is not None:
+            assert out is not None
+            out.copy_(expected_norm(x.double(), norm))
+        if counter is not None:
+            counter.add_(1)
+
+    return Prepared(run)
+
+
+def _positions(lengths: Tensor, rows: int, tokens_each: int) -> Tensor:
+    new = torch.arange(tokens_each).repeat(rows // tokens_each)
+    return lengths.long().repeat_interleave(tokens_each) + new
+
+
+def activate(x: Tensor, out: Tensor, activation: str, arrangement: Arrangement) -> Prepared:
+    def run(_: Prepared) -> None:
+        columns = out.shape[1]
+        wide = x.double()
+        if arrangement == "tiles":
+            gate, up = (part.flatten(1) for part in wide.unflatten(1, (-1, 2, 64)).unbind(2))
+        elif arrangement == "halves":
+            gate, up = wide[:, :columns], wide[:, columns : 2 * columns]
+        else:
+            gate, up = wide[:, :columns], torch.ones(())
+        out.copy_(expected_activation(activation, gate) * up)
+
+    return Prepared(run)
+
+
+def append(
+    x: Tensor,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    *,
+    table: Tensor | None = None,
+    interleaved: bool = False,
+    query_norm: HeadNorm | None = None,
+    key_norm: HeadNorm | None = None,
+    tokens_each: int = 1,
+    turns: int = 1,
+) -> Prepared:
+    def run(_: Prepared) -> None:
+        m, heads, size = q.shape
+        kv = keys.shape[1]
+        runs = x.double()[:, : (heads + 2 * kv) * size].reshape(m, turns, -1, size)
+        parts = runs.split((heads // turns, kv // turns, kv // turns), 2)
+        parts = [part.reshape(m, -1, size) for part in parts]
+        positions = _positions(lengths, m, tokens_each)
+        for index, norm in enumerate((query_norm, key_norm)):
+            part = parts[index]
+            if norm is not None:
+                rows = part.flatten(1) if norm.wide else part
+                if norm.weight is not None and not norm.wide and norm.weight.numel() != size:
+                    raise NotImplementedError("weights of each head")
+                part = expected_norm(rows, norm).view(part.shape)
+            if table is not None:
+                part = expected_rotation(part, table, positions, interleaved=interleaved)
+            parts[index] = part
+        sequences = torch.arange(keys.shape[0]).repeat_interleave(tokens_each)
+        q.copy_(parts[0])
+        keys[sequences, :, positions] = parts[1].to(keys.dtype)
+        values[sequences, :, positions] = parts[2].to(values.dtype)
+
+    return Prepared(run)
+
+
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    lengths: Tensor,
+    workspace: Workspace,
+    *,
+    scale: float,
+    splits: int,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Prepared:
+    def run(_: Prepared) -> None:
+        out.copy_(expected_attention(q, keys, values, lengths, scale=scale, window=window, softcap=softcap))
+
+    return Prepared(run)
