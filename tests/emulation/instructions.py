@@ -18,12 +18,14 @@ _TABLE = {
     r"ld\.global\.nc(\.L1::no_allocate)?\.v4\.u32": "load_constant_v4",
     r"ld\.global\.nc\.u16": "load_constant_u16",
     r"ld\.global\.cg\.v4\.u32": "load_l2_v4",
+    r"ld\.global\.cg\.u32": "load_l2_word",
     r"ld\.acquire\.gpu\.global\.u32": "load_flag<true>",
     r"ld\.relaxed\.gpu\.global\.u32": "load_flag<false>",
     r"st\.global\.v4\.u32": "store_global<4>",
     r"st\.global\.v2\.u32": "store_global<2>",
     r"st\.release\.gpu\.global\.u32": "store_flag<true>",
     r"st\.relaxed\.gpu\.global\.u32": "store_flag<false>",
+    r"atom\.add\.acq_rel\.gpu\.global\.u32": "add_flag",
     r"ld\.shared\.v4\.u32": "load_shared_v4",
     r"st\.shared\.v4\.u32": "store_shared_v4",
     r"ld\.shared::cluster\.v4\.f32": "load_cluster_v4",
@@ -43,6 +45,7 @@ _TABLE = {
         "copy_tensor_3d"
     ),
     r"st\.async\.weak\.shared::cluster\.mbarrier::complete_tx::bytes\.v4\.b32": "store_async_v4",
+    r"cp\.async\.bulk\.prefetch\.L2\.global": "prefetch",
     # Comparison and Selection, Logic and Shift, Half-Precision Floating-Point
     r"selp\.u32": "select",
     r"lop3\.b32": "combine_bits",

@@ -34,6 +34,7 @@ class _Range(ctypes.Structure):
         ("bytes", ctypes.c_uint64),
         ("writable", ctypes.c_uint32),
         ("after_previous", ctypes.c_uint32),
+        ("holds_values", ctypes.c_uint32),
         ("flags", ctypes.c_uint32),
     )
 
@@ -105,6 +106,7 @@ class Memory:
         tensor: on the CPU.
         writable: an output; else read-only.
         after_previous: belongs to the stream's previous kernel until that has ended.
+        holds_values: may be read before it is written, though it is an output.
         flags: words by which blocks wait for each other, for instructions with an order and a scope.
     """
 
@@ -112,6 +114,7 @@ class Memory:
     tensor: Tensor
     writable: bool = False
     after_previous: bool = False
+    holds_values: bool = False
     flags: bool = False
 
 
@@ -219,6 +222,7 @@ def _range(operand: Memory) -> _Range:
         _extent(operand.tensor) * operand.tensor.element_size(),
         operand.writable,
         operand.after_previous,
+        operand.holds_values,
         operand.flags,
     )
 

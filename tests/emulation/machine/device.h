@@ -133,6 +133,7 @@ struct Range {
     uint64_t bytes;
     uint32_t writable;        // else read-only
     uint32_t after_previous;  // not to be touched before the previous kernel has ended
+    uint32_t holds_values;    // may be read before it is written
     uint32_t flags;           // words that order the blocks' accesses to the other ranges; no others are ordered
 };
 constexpr int MAX_FRAMES = 16;

@@ -27,6 +27,32 @@ size_t index_of_flag(u64 address, const char* what) {
     fail("%s of a word that is no flag", what);
 }
 
+// What an acquire learns of the thread that released the flag's value.
+void acquire(Flag& flag, uint32_t index) {
+    if (!flag.released) return;
+    const Clock& theirs = flag.releases.back().clock;
+    Clock& mine = self->clock;
+    const auto learn = [&](unsigned agent, uint32_t count) { mine.counts[agent] = std::max(mine.counts[agent], count); };
+    for (size_t i = 0; i < machine.flags.size(); ++i) learn(Agents::flag(i), theirs.counts[Agents::flag(i)]);
+    learn(Agents::flag(index), static_cast<uint32_t>(flag.releases.size()));
+    learn(Agents::previous_kernel(), theirs.counts[Agents::previous_kernel()]);
+}
+
+void store(Flag& flag, size_t index, u64 address, u32 value, bool releases) {
+    flag.released = releases;
+    ++flag.stores;
+    if (releases) {
+        // Whoever knows the last release is taken to know those before it.
+        if (self->clock.counts[Agents::flag(index)] != flag.releases.size())
+            fail("st.release to flag %zu, which another thread has released without our knowing", index);
+        flag.releases.push_back({self->block->index, self->clock});
+        self->clock.counts[Agents::flag(index)] = static_cast<uint32_t>(flag.releases.size());
+        release();
+    }
+    memcpy(reinterpret_cast<void*>(address), &value, 4);
+    wake_all(flag.waiters);
+}
+
 }  // namespace
 
 void make_flags() {
@@ -61,35 +87,26 @@ void load_flag(Output<u32> value, u64 address, bool acquires) {
     }
     self->last_flag = index;
     self->last_stores = flag.stores;
-    if (acquires && flag.released) {
-        const Clock& theirs = flag.releases.back().clock;
-        Clock& mine = self->clock;
-        const auto learn = [&](unsigned agent, uint32_t count) {
-            mine.counts[agent] = std::max(mine.counts[agent], count);
-        };
-        for (size_t i = 0; i < machine.flags.size(); ++i) learn(Agents::flag(i), theirs.counts[Agents::flag(i)]);
-        learn(Agents::flag(index), static_cast<uint32_t>(flag.releases.size()));
-        learn(Agents::previous_kernel(), theirs.counts[Agents::previous_kernel()]);
-    }
+    if (acquires) acquire(flag, index);
     value.set(found);
 }
 
 void store_flag(u64 address, u32 value, bool releases) {
     maybe_yield(4);
     const size_t index = index_of_flag(address, "st to a flag");
-    Flag& flag = machine.flags[index];
-    flag.released = releases;
-    ++flag.stores;
-    if (releases) {
-        // Whoever knows the last release is taken to know those before it.
-        if (self->clock.counts[Agents::flag(index)] != flag.releases.size())
-            fail("st.release to flag %zu, which another thread has released without our knowing", index);
-        flag.releases.push_back({self->block->index, self->clock});
-        self->clock.counts[Agents::flag(index)] = static_cast<uint32_t>(flag.releases.size());
-        release();
-    }
-    memcpy(reinterpret_cast<void*>(address), &value, 4);
-    wake_all(flag.waiters);
+    store(machine.flags[index], index, address, value, releases);
+    maybe_yield(4);
+}
+
+// One access, which no other thread's comes between: it acquires, then releases.
+void add_flag(Output<u32> before, u64 address, u32 value) {
+    maybe_yield(4);
+    const uint32_t index = static_cast<uint32_t>(index_of_flag(address, "atom.add of a flag"));
+    u32 found;
+    memcpy(&found, reinterpret_cast<const void*>(address), 4);
+    acquire(machine.flags[index], index);
+    store(machine.flags[index], index, address, found + value, true);
+    before.set(found);
     maybe_yield(4);
 }
 

@@ -17,6 +17,8 @@ typedef std::array<Input<u32>, 4> Inputs4;
 void load_constant_v4(const Outputs4& values, u64 address);
 void load_constant_u16(Output<u16> value, u64 address);
 void load_l2_v4(const Outputs4& values, u64 address);
+void load_l2_word(Output<u32> value, u64 address);
+void prefetch(u64 address, u32 bytes);
 template <size_t WORDS>
 void store_global(u64 address, const std::array<Input<u32>, WORDS>& values);
 void load_shared_v4(const Outputs4& values, u32 address);
@@ -34,6 +36,7 @@ void store_async_v4(u32 address, const Inputs4& values, u32 barrier);
 
 // ld, st between the blocks of a grid: .acquire, .release and .relaxed at the scope of the GPU (flags.cpp).
 void load_flag(Output<u32> value, u64 address, bool acquires);
+void add_flag(Output<u32> before, u64 address, u32 value);
 void store_flag(u64 address, u32 value, bool releases);
 template <bool ACQUIRES>
 void load_flag(Output<u32> value, u64 address) {

@@ -191,7 +191,7 @@ struct Machine {
     std::map<unsigned, uint32_t> static_variables;  // offsets
     std::map<ptrdiff_t, std::vector<GlobalWrite>> writes;  // of a writable range: of every two bytes
     std::vector<Flag> flags;
-    uint32_t static_end = 0, dynamic_at = 0;
+    uint32_t static_end = 0, static_bytes = 0, dynamic_at = 0;
 };
 
 extern Machine machine;

@@ -261,6 +261,7 @@ void check_global(uintptr_t address, size_t bytes, Access access, const char* wh
                 if (write.written) fail("%s writes byte %zu of %s a second time", what, byte, range->name);
                 write = {true, self->block->index, now()};
             } else if (!write.written) {
+                if (range->holds_values) continue;
                 fail("%s reads byte %zu of %s, which nobody has written", what, byte, range->name);
             } else if (!known(write.block, write.moment)) {
                 fail("%s reads byte %zu of %s, which %s of block %u writes, without waiting for it", what, byte,
@@ -291,8 +292,8 @@ void* static_shared(unsigned variable, size_t bytes, size_t alignment) {
         const uint32_t end = machine.static_end ? machine.static_end : SYSTEM_SHARED_BYTES;
         found->second = static_cast<uint32_t>((end + alignment - 1) / alignment * alignment);
         machine.static_end = static_cast<uint32_t>(found->second + bytes);
-        if (machine.static_end > SYSTEM_SHARED_BYTES + STATIC_SHARED_BYTES)
-            fail("the emulation keeps %u bytes for static shared memory", STATIC_SHARED_BYTES);
+        if (machine.static_end > SYSTEM_SHARED_BYTES + machine.static_bytes)
+            fail("the emulation keeps %u bytes for static shared memory", machine.static_bytes);
         const uint32_t used = machine.static_end - SYSTEM_SHARED_BYTES + machine.launch.dynamic_bytes;
         if (used > machine.launch.shared_limit)
             fail("static and dynamic shared memory take %u bytes, a block may have %u", used,
@@ -336,6 +337,22 @@ void load_l2_v4(const Outputs4& values, u64 address) {
     u32 loaded[4];
     memcpy(loaded, reinterpret_cast<const void*>(address), 16);
     for (int i = 0; i < 4; ++i) values[i].set(loaded[i]);
+}
+
+void load_l2_word(Output<u32> value, u64 address) {
+    if (address % 4) fail("ld.global.cg.u32 from an address that is no multiple of 4");
+    check_global(address, 4, Access::READ, "ld.global.cg");
+    u32 loaded;
+    memcpy(&loaded, reinterpret_cast<const void*>(address), 4);
+    value.set(loaded);
+}
+
+// It changes nothing that a program could see, so nothing has to be waited for.
+void prefetch(u64 address, u32 bytes) {
+    if (address % 16 || bytes % 16) fail("a prefetch of %u bytes at an address that is no multiple of 16, or of such", bytes);
+    const Range* range = range_of(address);
+    if (!range || address + bytes > reinterpret_cast<uintptr_t>(range->begin) + range->bytes)
+        fail("a prefetch of %u bytes out of bounds of global memory: %s", bytes, nearest_range(address).c_str());
 }
 
 void load_shared_v4(const Outputs4& values, u32 address) {

@@ -6,7 +6,8 @@ namespace emulation {
 
 constexpr size_t STACK_BYTES = 256 << 10;
 // Shared memory of compute capability 9.0 starts with 1 KiB that belongs to the system.
-constexpr uint32_t SYSTEM_SHARED_BYTES = 1024, STATIC_SHARED_BYTES = 2048;
+// What a kernel may have of static shared memory, beside dynamic memory and without any.
+constexpr uint32_t SYSTEM_SHARED_BYTES = 1024, STATIC_SHARED_BYTES = 2048, STATIC_ALONE_BYTES = 48 << 10;
 
 void open_memory();
 void close_memory();

@@ -322,7 +322,8 @@ bool launch(const Launch& parameters, Image image, void (*kernel)(void**), void*
     machine.previous_ended = !parameters.dependent;
     // Where dynamic memory starts depends on the static variables; kernels that need more than 128 bytes of alignment
     // have to see to it themselves.
-    machine.dynamic_at = SYSTEM_SHARED_BYTES + STATIC_SHARED_BYTES + 128 * machine.random.below(8);
+    machine.static_bytes = parameters.dynamic_bytes ? STATIC_SHARED_BYTES : STATIC_ALONE_BYTES;
+    machine.dynamic_at = SYSTEM_SHARED_BYTES + machine.static_bytes + 128 * machine.random.below(8);
     kernel_entry = kernel;
     kernel_arguments = arguments;
     const bool failed = _setjmp(failure_context);
