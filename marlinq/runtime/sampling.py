@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import UsageError
+from marlinq.kernels.launch.sampling import SampleTensors, sample_tokens
 
 UNITS = 2.0**19
 """Distances of logits are counted in units of 1 / UNITS."""
@@ -187,6 +188,10 @@ class Sampler:
         The tokens go to ``state.tokens`` and to their places in ``state.ring``.
         """
         state = self.state
+        if logits.is_cuda:
+            tensors = SampleTensors(logits if logits.stride(1) == 1 else logits.contiguous(), *state)
+            sample_tokens(tensors, **self.shape._asdict())
+            return
         tokens, fault = choose(logits, self.shape, state)
         state.tokens.copy_(tokens)
         place = (state.drawn % RING).to(torch.int64)[None]
