@@ -1,4 +1,4 @@
-"""The sampler's kernel: every variant for every architecture; on a GPU the reference's tokens, and their time."""
+"""The sampler's kernel: compiled for every architecture; on a GPU the reference's tokens, and their time."""
 
 from __future__ import annotations
 
@@ -19,23 +19,18 @@ LEAST_SHARED_BYTES = 101_376
 
 
 def variants() -> Iterator[tuple[str, SampleConfig]]:
-    flags = itertools.product((False, True), repeat=4)
-    for number, (draws, filters, penalty, aligned) in enumerate(flags):
-        if filters and not draws:
-            continue
-        for architecture in ARCHITECTURES:
-            # Every element on the oldest architecture and the one that clusters came with, else in turn.
-            most = architecture in ("sm_80", "sm_90a")
+    """What is drawn with, filtered and penalised, each on every architecture; types and alignment in turn."""
+    shapes = [flags for flags in itertools.product((False, True), repeat=3) if flags[0] or not flags[1]]
+    for place, architecture in enumerate(ARCHITECTURES):
+        for number, (draws, filters, penalty) in enumerate(shapes):
+            element, size = list(ELEMENTS.items())[(place + number) % 3]
+            aligned = (place // 2 + number) % 2 == 0
             clusters = int(architecture.strip("sm_a")) >= 90
-            for place, (element, size) in enumerate(ELEMENTS.items()):
-                if most or (number + place) % 3 == 0:
-                    yield (
-                        architecture,
-                        SampleConfig(element, size, RING, draws, filters, penalty, aligned, clusters),
-                    )
+            config = SampleConfig(element, size, RING, draws, filters, penalty, aligned, clusters)
+            yield architecture, config
 
 
-def test_every_variant_compiles_without_spills_on_every_architecture() -> None:
+def test_no_variant_spills_on_any_architecture() -> None:
     def trouble(variant: tuple[str, SampleConfig]) -> str:
         architecture, config = variant
         compiled = compile_kernel(config.instantiation(), architecture)
@@ -77,8 +72,8 @@ def on_cpu(state: SamplerState) -> SamplerState:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_the_gpu_draws_what_the_cpu_draws(sampling: Sampling, dtype: torch.dtype) -> None:
-    """But where two noisy logits, or the mass at a filter's edge, are closer than float32 can tell: logarithms
-    and exponentials of GPU and CPU differ by an ulp. 2,000 draws meet that less than once in a thousand runs."""
+    """But where two noisy logits, or the mass at a filter's edge, are closer than float32 can tell, since
+    logarithms and exponentials of GPU and CPU differ by an ulp: about one draw in a million."""
     for batch, vocabulary in ((1, 128256), (7, 50257), (64, 1000)):
         sampler = Sampler(sampling.shape, batch, vocabulary, torch.device("cuda"))
         prompts = torch.randint(vocabulary, (batch, 20)).tolist()

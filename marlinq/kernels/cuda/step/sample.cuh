@@ -290,8 +290,9 @@ __device__ __forceinline__ void choose_tokens(const SampleArguments& arguments) 
         .run();
 }
 
+// Left to itself the assembler spills to fit more blocks on a multiprocessor than there are.
 #define INSTANTIATE_SAMPLE(NAME, CONFIGURATION)                                                                     \
-    extern "C" __global__ void __launch_bounds__(CONFIGURATION::THREADS) CLUSTER_OF(CONFIGURATION::CLUSTER)         \
+    extern "C" __global__ void __launch_bounds__(CONFIGURATION::THREADS, 1) CLUSTER_OF(CONFIGURATION::CLUSTER)      \
     NAME(const void* logits, i64 stride, int vocabulary, const float4* values, const i64* numbers, int* drawn,      \
          unsigned char* seen, i64* tokens, i64* ring, int batch) {                                                  \
         choose_tokens<CONFIGURATION>({logits, stride, vocabulary, values, numbers, drawn, seen, tokens, ring, batch});     \
