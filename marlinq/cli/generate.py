@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from marlinq.cli.options import (
@@ -14,18 +16,43 @@ from marlinq.cli.output import print_piece, print_report, progress_bar
 from marlinq.cli.types import SOURCE
 from marlinq.core.errors import UsageError
 
+if TYPE_CHECKING:
+    from marlinq.runtime import Generation, Generations
 
-@click.command("generate", short_help="Continue a prompt.", context_settings={"show_default": True})
+
+@click.command("generate", short_help="Continue prompts.", context_settings={"show_default": True})
 @click.argument("checkpoint", type=SOURCE, metavar="CKPT")
-@click.option("--prompt", required=True, help="Text to continue.")
 @click.option(
-    "--max-new-tokens", type=click.IntRange(min=1), default=128, help="Tokens to generate, at most."
+    "--prompt",
+    "prompts",
+    required=True,
+    multiple=True,
+    help="Text to continue; given several times, the texts are decoded together.",
+)
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=1), default=128, help="Tokens to generate for each, at most."
 )
 @click.option("--greedy", is_flag=True, help="Take the likeliest token every time.")
 @click.option(
     "--temperature",
     type=click.FloatRange(min=0, min_open=True),
     help="Sample with this temperature. [default: 1.0]",
+)
+@click.option("--top-k", type=click.IntRange(min=0), help="Draw from this many of the likeliest tokens only.")
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Draw from the likeliest tokens only that reach this probability together.",
+)
+@click.option(
+    "--min-p",
+    type=click.FloatRange(0, 1),
+    help="Draw from tokens only that are at least so likely as this times the likeliest.",
+)
+@click.option(
+    "--repetition-penalty",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Divide the logits of tokens that were there already by this (multiply negative ones).",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of the sampling.")
 @click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template.")
@@ -35,10 +62,14 @@ from marlinq.core.errors import UsageError
 @json_option
 def command(
     checkpoint: str,
-    prompt: str,
+    prompts: tuple[str, ...],
     max_new_tokens: int,
     greedy: bool,
     temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    repetition_penalty: float | None,
     seed: int,
     chat: bool,
     device: str,
@@ -46,11 +77,26 @@ def command(
     trust_remote_code: bool,
     as_json: bool,
 ) -> None:
-    """Load the checkpoint CKPT and continue a prompt; prints the text as it comes, then tokens a second."""
-    if greedy and temperature is not None:
-        raise UsageError("--greedy and --temperature contradict each other; keep one")
-    from marlinq.runtime import generate, load
+    """Load the checkpoint CKPT and continue a prompt; prints the text as it comes, then tokens a second.
 
+    Without --greedy tokens are drawn from the model's own probabilities; what generation_config.json says of
+    sampling is not used. Several prompts are printed when all of them have ended.
+    """
+    drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    for name, value in drawing.items():
+        if greedy and value is not None:
+            option = "--" + name.replace("_", "-")
+            raise UsageError(f"--greedy and {option} contradict each other; keep one")
+    from marlinq.runtime import Interrupted, Sampling, generate, generate_batch, load
+
+    sampling = Sampling(
+        temperature=None if greedy else temperature or 1.0,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
     with progress_bar() as progress:
         loaded = load(
             checkpoint,
@@ -59,15 +105,28 @@ def command(
             trust_remote_code=trust_remote_code,
             progress=progress,
         )
-    report = generate(
-        loaded,
-        prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=None if greedy else temperature or 1.0,
-        seed=seed,
-        chat=chat,
-        on_text=None if as_json else print_piece,
-    )
-    if not as_json:
-        print_piece("\n\n")
-    print_report(report, as_json=as_json)
+    streams = len(prompts) == 1 and not as_json
+
+    def show(report: Generation | Generations) -> None:
+        if streams:
+            print_piece("\n\n")
+        print_report(report, as_json=as_json)
+
+    try:
+        if len(prompts) == 1:
+            show(
+                generate(
+                    loaded,
+                    prompts[0],
+                    max_new_tokens=max_new_tokens,
+                    sampling=sampling,
+                    chat=chat,
+                    on_text=print_piece if streams else None,
+                )
+            )
+        else:
+            show(generate_batch(loaded, prompts, max_new_tokens=max_new_tokens, sampling=sampling, chat=chat))
+    except Interrupted as interrupted:
+        if not as_json:
+            show(interrupted.partial)
+        raise

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 from marlinq.runtime.decision import Candidate, Decision, decide
 from marlinq.runtime.decoding import Decoder, StepDecision
-from marlinq.runtime.generation import Generation, generate
+from marlinq.runtime.generation import Generation, Generations, Interrupted, generate, generate_batch
 from marlinq.runtime.linear import QuantLinear
 from marlinq.runtime.loading import LoadedModel, load
 from marlinq.runtime.operand import MarlinOperand, marlin_operand, operand_refusal, stored_operand
 from marlinq.runtime.operators import OPERATORS, Estimate, Operator, Setting, register_operator
+from marlinq.runtime.sampling import GREEDY, Sampling
 
 __all__ = [
+    "GREEDY",
     "OPERATORS",
     "Candidate",
     "Decision",
     "Decoder",
     "Estimate",
     "Generation",
+    "Generations",
+    "Interrupted",
     "LoadedModel",
     "MarlinOperand",
     "Operator",
     "QuantLinear",
+    "Sampling",
     "Setting",
     "StepDecision",
     "decide",
     "generate",
+    "generate_batch",
     "load",
     "marlin_operand",
     "operand_refusal",

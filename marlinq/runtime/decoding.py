@@ -1,22 +1,28 @@
-"""One token after another through a key-value cache: eager, or as a replayed CUDA graph."""
+"""One token after another: a step with its sampler, eager or as a replayed CUDA graph, many a host visit."""
 
 from __future__ import annotations
 
-import inspect
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import StaticLayer
 
-# A captured step runs the same kernels as an eager one over a longer, masked cache, so its logits differ
-# by rounding only. State that was frozen at capture changes them by tens of percent.
+from marlinq.core.errors import NumericsError
+from marlinq.runtime.sampling import FAULT, GREEDY, RING, Sampler, SamplerShape, Sampling
+from marlinq.runtime.step.forward import Forward
+
+# A captured step runs the same kernels as an eager one, so its logits differ by rounding only where a kernel
+# adds in another order. State that was frozen at capture changes them by tens of percent.
 _REPLAY_TOLERANCE = 0.03
 _PROBE_TOKENS = 4
-# Attention kernels want the rows of their mask aligned.
-_CACHE_MULTIPLE = 64
+_MAX_STEPS = 8
+"""Steps of a host visit. Two visits are under way at once, so at most twice as many steps are in vain."""
+_KEPT_DECODERS = 4
+# Every capacity is a multiple of 64, because attention kernels want the rows of their mask aligned.
+_SMALLEST_CAPACITY = 256
 
 
 @dataclass(frozen=True)
@@ -27,115 +33,273 @@ class StepDecision:
     reason: str
 
 
-class Decoder:
-    """The forward passes of decoding: one :meth:`prefill`, then one :meth:`step` a token.
+class _Visit(NamedTuple):
+    """Steps whose tokens the host will fetch together.
 
-    On a CUDA device the step is captured once into a CUDA graph over a cache of fixed length and replayed,
-    which removes the cost of launching its kernels one by one. ``decision`` says which way was taken.
+    Attributes:
+        first: number of the first token.
+        steps: tokens of each row.
+        done: recorded behind their copy to the host; None where they are there already.
+    """
+
+    first: int
+    steps: int
+    done: torch.cuda.Event | None
+
+
+class Decoder:
+    """Prompts, then step after step of all rows; the host fetches the tokens later.
+
+    :meth:`begin` reads prompts and chooses the first tokens, :meth:`advance` appends steps, each of which
+    embeds the tokens that the previous one has chosen, and :meth:`read` waits for the oldest tokens that have
+    not been fetched. On a GPU all but ``read`` only queue work: tokens gather in a ring on the device and are
+    copied to pinned memory, so the host may decode text while later steps run. A step and its sampler are
+    captured into a CUDA graph once, where the forward allows it; ``decision`` says which way was taken.
 
     Args:
-        model: a causal language model in evaluation mode.
-        batch: sequences decoded together.
-        max_length: tokens that a sequence will hold at most, prompt included.
+        forward: what computes logits.
+        shape: what the sampler does.
         graphs: False keeps CUDA steps eager.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, *, batch: int = 1, max_length: int, graphs: bool = True
-    ) -> None:
-        self._model = model
-        self._batch = batch
-        self._max_length = max_length
-        self._device = model.device
-        # Only the last position's logits are wanted; most models can leave out the others.
-        parameters = inspect.signature(model.forward).parameters
-        self._last_only: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+    def __init__(self, forward: Forward, shape: SamplerShape = GREEDY.shape, *, graphs: bool = True) -> None:
+        self.forward = forward
+        self.shape = shape
+        self.device = forward.device()
+        self._sampler: Sampler | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._tokens = torch.zeros((batch, 1), dtype=torch.int64, device=self._device)
         self._logits: Tensor | None = None
-        self._cache: Cache = DynamicCache(config=model.config)
-        if self._device.type != "cuda":
-            self.decision = StepDecision("eager", f"CUDA graphs need a GPU; this is {self._device.type}")
-        elif not graphs:
-            self.decision = StepDecision("eager", "eager steps were asked for")
-        else:
-            self.decision = self._try_capture()
+        self._visits: deque[_Visit] = deque()
+        self._chosen = 0
+        on_gpu = self.device.type == "cuda"
+        self._host_ring = torch.zeros((RING, forward.batch), dtype=torch.int64, pin_memory=on_gpu)
+        refusal = self._prepare(graphs)
+        self.decision = StepDecision(
+            "eager" if refusal else "cuda-graph",
+            f"{refusal or 'one captured step is replayed for each token'}; {forward.reason}",
+        )
+
+    @property
+    def visits_at_once(self) -> int:
+        """Visits worth queueing before the oldest is read: the device works on one while the host reads."""
+        return 1 if self.device.type == "cpu" else 2
+
+    @property
+    def steps_a_visit(self) -> int:
+        """Steps worth queueing together; a row that has ended wastes what is queued."""
+        return 1 if self._graph is None else _MAX_STEPS
+
+    @property
+    def pending(self) -> int:
+        """Visits that have not been read."""
+        return len(self._visits)
 
     @torch.no_grad()
-    def prefill(self, ids: Tensor) -> Tensor:
-        """Starts over with ``ids``, int64 [batch, length]; returns the last logits [batch, vocabulary]."""
-        if self._graph is None:
-            self._cache = DynamicCache(config=self._model.config)
-        else:
-            self._cache.reset()
-        return self._forward(ids)
+    def begin(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling = GREEDY,
+        streams: Sequence[int] | None = None,
+    ) -> None:
+        """Forget everything, read ``prompts`` and choose the first token of each row.
+
+        Args:
+            prompts: token ids of every row, one at least.
+            sampling: of this decoder's shape.
+            streams: of each row's random numbers; its index if None.
+        """
+        self.stop()
+        lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32)
+        ids = torch.zeros((len(prompts), int(lengths.max())), dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
+        logits = self.forward.prefill(ids.to(self.device), lengths)
+        sampler = self._sampler_for(logits)
+        sampler.begin(sampling, prompts, range(len(prompts)) if streams is None else streams)
+        sampler.sample(logits)
+        self._chosen = 0
+        self._leave(1)
 
     @torch.no_grad()
-    def step(self, tokens: Tensor) -> Tensor:
-        """Appends ``tokens``, int64 [batch]; returns logits [batch, vocabulary], valid until the next."""
-        if self._graph is None or self._logits is None:
-            return self._forward(tokens[:, None])
-        self._tokens.copy_(tokens[:, None])
-        self._graph.replay()
-        return self._logits
+    def advance(self, steps: int = 1) -> None:
+        """Queue ``steps`` more, at most as many as the ring has room for beside what has not been read."""
+        assert self._sampler is not None, "begin comes first"
+        for _ in range(steps):
+            if self._graph is not None:
+                self._graph.replay()
+            else:
+                self._sampler.sample(self.forward.step(self._sampler.state.tokens))
+        self._leave(steps)
 
-    def _forward(self, ids: Tensor) -> Tensor:
-        output = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, **self._last_only)
-        logits: Tensor = output.logits[:, -1]
-        return logits
+    def read(self) -> list[list[int]]:
+        """The oldest tokens that have not been read: for each step, a token of every row.
+
+        Raises:
+            NumericsError: a row's logits were NaN or infinite.
+        """
+        visit = self._visits.popleft()
+        if visit.done is not None:
+            visit.done.synchronize()
+        numbers = range(visit.first, visit.first + visit.steps)
+        tokens: list[list[int]] = [self._host_ring[number % RING].tolist() for number in numbers]
+        if any(FAULT in row for row in tokens):
+            raise NumericsError(
+                "the model's logits are NaN or infinite; check its weights, or run in another --dtype"
+            )
+        return tokens
+
+    def stop(self) -> None:
+        """Wait for what is queued and forget it; :meth:`begin` may follow, whatever was interrupted."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._visits.clear()
+
+    def _leave(self, steps: int) -> None:
+        """Have the last ``steps`` tokens copied to the host."""
+        assert self._sampler is not None
+        ring = self._sampler.state.ring
+        first, last = self._chosen, self._chosen + steps
+        oldest = self._visits[0].first if self._visits else first
+        assert last - oldest <= RING, "more tokens than the ring holds"
+        self._chosen = last
+        while first < last:
+            start = first % RING
+            end = min(start + last - first, RING)
+            self._host_ring[start:end].copy_(ring[start:end], non_blocking=True)
+            first += end - start
+        done = None
+        if self.device.type == "cuda":
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(torch.cuda.current_stream(self.device))
+        self._visits.append(_Visit(last - steps, steps, done))
+
+    def _sampler_for(self, logits: Tensor) -> Sampler:
+        if self._sampler is None:
+            self._sampler = Sampler(self.shape, self.forward.batch, logits.shape[1], logits.device)
+        return self._sampler
 
     @torch.no_grad()
-    def _try_capture(self) -> StepDecision:
-        if not _attention_only(self._cache):
-            return StepDecision("eager", "the model has layers without an ordinary key-value cache")
-        if self._max_length < _PROBE_TOKENS:
-            return StepDecision("eager", "too few tokens to be worth a capture")
-        # A full-length layer serves sliding windows too: their masks hide what is too far back. The
-        # library's own sliding layer counts in a Python integer, which a graph would freeze.
-        length = -(-self._max_length // _CACHE_MULTIPLE) * _CACHE_MULTIPLE
-        layers = [StaticLayer(max_cache_len=length) for _ in self._cache.layers]
-        probe = torch.arange(_PROBE_TOKENS, device=self._device).repeat(self._batch, 1)
-        expected = self._forward(probe)
-        self._cache = Cache(layers=layers)
-        try:
-            with torch.cuda.device(self._device):
-                self._capture(probe)
-                replayed = self._probe(probe)
-        except RuntimeError as error:
-            self._graph = None
-            reason = " ".join(str(error).split())[:160]
-            return StepDecision("eager", f"the step could not be captured into a CUDA graph ({reason})")
-        difference = float((replayed.float() - expected.float()).norm() / expected.float().norm())
+    def _prepare(self, graphs: bool) -> str:
+        """Capture a step where that is possible and right; why not, else."""
+        if self.device.type != "cuda":
+            return f"CUDA graphs need a GPU; this is {self.device.type}"
+        if not graphs:
+            return "eager steps were asked for"
+        if not self.forward.capturable:
+            return "these steps can't be captured"
+        if self.forward.capacity < _PROBE_TOKENS:
+            return "too few tokens to be worth a capture"
+        with torch.cuda.device(self.device):
+            expected = self._probe()
+            try:
+                self._capture()
+                replayed = self._probe()
+            except RuntimeError as error:
+                self._graph = None
+                reason = " ".join(str(error).split())[:160]
+                return f"the step could not be captured into a CUDA graph ({reason})"
+        difference = float((replayed - expected).norm() / expected.norm())
         if not difference <= _REPLAY_TOLERANCE:
             self._graph = None
-            return StepDecision(
-                "eager", f"a captured step gave wrong logits (relative error {difference:.2g})"
-            )
-        return StepDecision("cuda-graph", "one captured step is replayed for each token")
+            return f"a captured step gave wrong logits (relative error {difference:.2g})"
+        return ""
 
-    def _capture(self, probe: Tensor) -> None:
-        self._forward(probe[:, :1])
-        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(self._device))
+    def _probe(self) -> Tensor:
+        """Logits, float32, behind prompts of one and two tokens in turn and two steps more."""
+        rows = torch.arange(_PROBE_TOKENS, device=self.device).repeat(self.forward.batch, 1)
+        lengths = 2 - torch.arange(self.forward.batch, dtype=torch.int32) % 2
+        logits = self.forward.prefill(rows[:, :2], lengths)
+        tokens = self._sampler_for(logits).state.tokens
+        for place in (2, 3):
+            tokens.copy_(rows[:, place])
+            if self._graph is None or self._logits is None:
+                logits = self.forward.step(tokens)
+            else:
+                self._graph.replay()
+                logits = self._logits
+        return logits.float().clone()
+
+    def _capture(self) -> None:
+        sampler = self._sampler
+        assert sampler is not None
+        tokens = sampler.state.tokens
+        side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
             # Whatever is compiled, loaded or allocated at first use happens here, outside the graph.
-            self._forward(self._tokens)
-        torch.cuda.current_stream(self._device).wait_stream(side)
+            tokens.zero_()
+            sampler.sample(self.forward.step(tokens))
+        torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self._logits = self._forward(self._tokens)
+            self._logits = self.forward.step(tokens)
+            sampler.sample(self._logits)
         self._graph = graph
 
-    def _probe(self, probe: Tensor) -> Tensor:
-        """The last logits of ``probe`` when all but its first two tokens go through replayed steps."""
-        self.prefill(probe[:, :2])
-        logits = self.step(probe[:, 2])
-        for place in range(3, probe.shape[1]):
-            logits = self.step(probe[:, place])
-        return logits.clone()
+
+class Decoders:
+    """The decoders of one model that are kept, the last used ones; each has its cache and its graph."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[int, int, SamplerShape, bool], Decoder] = OrderedDict()
+
+    def take(
+        self,
+        make_forward: Callable[[int, int], Forward],
+        *,
+        batch: int,
+        tokens: int,
+        shape: SamplerShape = GREEDY.shape,
+        graphs: bool = True,
+    ) -> Decoder:
+        """A decoder whose rows can hold ``tokens``, made if none that is kept will do.
+
+        Args:
+            make_forward: makes a forward of (batch, capacity).
+            batch: rows.
+            tokens: that a row holds at most, prompt included.
+            shape: what the sampler does.
+            graphs: False keeps CUDA steps eager.
+        """
+        wanted = capacity_class(tokens)
+        fitting = [
+            key
+            for key in self._kept
+            if key[0] == batch and tokens <= key[1] <= 2 * wanted and key[2:] == (shape, graphs)
+        ]
+        if fitting:
+            key = min(fitting, key=lambda each: each[1])
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        # One that can be replaced by the new one, and else the one that has not been used for longest, goes
+        # before the new one asks for memory.
+        for key in [key for key in self._kept if key[0] == batch and key[2:] == (shape, graphs)]:
+            if key[1] < wanted:
+                del self._kept[key]
+        while len(self._kept) >= _KEPT_DECODERS:
+            self._kept.popitem(last=False)
+        try:
+            decoder = Decoder(make_forward(batch, wanted), shape, graphs=graphs)
+        except torch.cuda.OutOfMemoryError:
+            if not self._kept:
+                raise
+            self.clear()
+            decoder = Decoder(make_forward(batch, wanted), shape, graphs=graphs)
+        self._kept[batch, wanted, shape, graphs] = decoder
+        return decoder
+
+    def clear(self) -> None:
+        """Give back the memory of all of them."""
+        self._kept.clear()
 
 
-def _attention_only(cache: Cache) -> bool:
-    """True when the model's own cache holds keys and values in every layer, and nothing else."""
-    kinds = {type(layer).__name__ for layer in cache.layers}
-    return bool(kinds) and kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"}
+def capacity_class(tokens: int) -> int:
+    """The capacity to make for so many tokens: the next of 256, 320, 384, 448, 512, 640, ...
+
+    Four classes an octave: at most a quarter of a cache is spare, and few graphs serve every length.
+    """
+    octave = _SMALLEST_CAPACITY
+    while 2 * octave < tokens:
+        octave *= 2
+    step = octave // 4
+    return max(octave, -(-tokens // step) * step)

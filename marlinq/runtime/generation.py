@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from marlinq.core import boundaries
 from marlinq.core.devices import read_clock
 from marlinq.core.display import Block, Facts, Shown, lines
 from marlinq.core.dtypes import dtype_name
-from marlinq.core.errors import CheckpointError, NumericsError, UnsupportedError, UsageError
+from marlinq.core.errors import CheckpointError, UnsupportedError, UsageError
 from marlinq.runtime.decision import summarize
 from marlinq.runtime.decoding import Decoder, StepDecision
 from marlinq.runtime.loading import LoadedModel
+from marlinq.runtime.sampling import GREEDY, Sampling
+from marlinq.runtime.step.choose import choose_forward
 
 _CONTEXT_TOKENS = 8
 _REPLACEMENT = "\ufffd"
+
+
+Stopped = Literal["eos", "length", "context", "interrupt"]
+_ENDED = {
+    "eos": "the end token",
+    "length": "the length asked for",
+    "context": "no positions left",
+    "interrupt": "an interrupt",
+}
 
 
 @dataclass(frozen=True)
@@ -31,10 +43,10 @@ class Generation(Shown):
         text: the continuation, without the prompt.
         tokens: its token ids; ends with the end token when that was drawn.
         prompt_tokens: length of the prompt.
-        stopped: ``eos`` (the end token), ``length`` (as many as asked for) or ``context`` (the model's
-            position table is full).
-        prefill_seconds: from the prompt to the first token.
-        decode_seconds: for the tokens after the first.
+        stopped: ``eos`` (the end token), ``length`` (as many as asked for), ``context`` (the model's
+            position table is full) or ``interrupt``.
+        prefill_seconds: from the prompt to the first token, of the whole batch.
+        decode_seconds: for the tokens after the first, of the whole batch.
         device: where it ran.
         dtype: of the activations.
         step: how decode steps ran, and why.
@@ -44,7 +56,7 @@ class Generation(Shown):
     text: str
     tokens: tuple[int, ...]
     prompt_tokens: int
-    stopped: Literal["eos", "length", "context"]
+    stopped: Stopped
     prefill_seconds: float
     decode_seconds: float
     device: str
@@ -55,7 +67,7 @@ class Generation(Shown):
     @property
     def tokens_per_second(self) -> float:
         """Decode speed: tokens after the first over their time; 0 when there are none."""
-        return (len(self.tokens) - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
+        return max(len(self.tokens) - 1, 0) / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -63,19 +75,66 @@ class Generation(Shown):
 
     def display(self) -> list[Block]:
         """The figures; the text itself is streamed, and not repeated."""
-        prefill = self.prompt_tokens / self.prefill_seconds if self.prefill_seconds > 0 else 0.0
-        ended = {"eos": "the end token", "length": "the length asked for", "context": "no positions left"}
-        rows = (
-            ("generated", f"{len(self.tokens)} tokens, stopped by {ended[self.stopped]}"),
-            ("decode", f"{self.tokens_per_second:.1f} tokens/s"),
-            (
-                "prompt",
-                f"{self.prompt_tokens} tokens in {self.prefill_seconds:.3f} s, {prefill:.1f} tokens/s",
-            ),
-            ("steps", f"{self.step.mode}: {self.step.reason}"),
-            ("device", f"{self.device}, {self.dtype}"),
-        )
-        return [Facts(rows), lines(*self.notes)]
+        generated = f"{len(self.tokens)} tokens, stopped by {_ENDED[self.stopped]}"
+        return _figures((self,), (("generated", generated),))
+
+
+@dataclass(frozen=True)
+class Generations(Shown):
+    """Continuations of several prompts that were decoded together.
+
+    Attributes:
+        rows: one for each prompt, in order.
+    """
+
+    rows: tuple[Generation, ...]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decode speed of all rows together."""
+        return sum(row.tokens_per_second for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "generations": [row.to_dict() for row in self.rows],
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+    def display(self) -> list[Block]:
+        """Every text, then the figures."""
+        texts = [lines(f"[{number}] {row.text}") for number, row in enumerate(self.rows, 1)]
+        rows = [
+            (f"prompt {number}", f"{len(row.tokens)} tokens, stopped by {_ENDED[row.stopped]}")
+            for number, row in enumerate(self.rows, 1)
+        ]
+        return [*texts, *_figures(self.rows, rows)]
+
+
+class Interrupted(KeyboardInterrupt):
+    """An interrupt while tokens were generated; the model can be used again.
+
+    Attributes:
+        partial: what had come by then, as it would have been returned.
+    """
+
+    def __init__(self, partial: Generation | Generations) -> None:
+        super().__init__("interrupted while generating")
+        self.partial = partial
+
+
+def _figures(rows: Sequence[Generation], first: Sequence[tuple[str, str]]) -> list[Block]:
+    """Rows of figures that a batch shares, behind those of ``first``."""
+    one = rows[0]
+    prompt_tokens = sum(row.prompt_tokens for row in rows)
+    prefill = prompt_tokens / one.prefill_seconds if one.prefill_seconds > 0 else 0.0
+    shared = (
+        ("decode", f"{sum(row.tokens_per_second for row in rows):.1f} tokens/s"),
+        ("prompt", f"{prompt_tokens} tokens in {one.prefill_seconds:.3f} s, {prefill:.1f} tokens/s"),
+        ("steps", f"{one.step.mode}: {one.step.reason}"),
+        ("device", f"{one.device}, {one.dtype}"),
+    )
+    return [Facts((*first, *shared)), lines(*one.notes)]
 
 
 class TextStream:
@@ -92,7 +151,6 @@ class TextStream:
     def __init__(self, tokenizer: Any, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._tokens = list(context[-_CONTEXT_TOKENS:])
-        self._start = 0
         self._shown = len(self._tokens)
 
     def push(self, token: int) -> str:
@@ -111,11 +169,12 @@ class TextStream:
         return text
 
     def _pending(self) -> str:
-        before = self._decode(self._tokens[self._start : self._shown])
-        return self._decode(self._tokens[self._start :])[len(before) :]
+        before = self._decode(self._tokens[: self._shown])
+        return self._decode(self._tokens)[len(before) :]
 
     def _advance(self) -> None:
-        self._start = max(self._shown - _CONTEXT_TOKENS, 0)
+        # What was shown becomes context, of which the last few tokens are enough.
+        del self._tokens[: max(self._shown - _CONTEXT_TOKENS, 0)]
         self._shown = len(self._tokens)
 
     def _decode(self, tokens: Sequence[int]) -> str:
@@ -131,8 +190,7 @@ def generate(
     prompt: str | Sequence[int],
     *,
     max_new_tokens: int = 128,
-    temperature: float | None = None,
-    seed: int = 0,
+    sampling: Sampling = GREEDY,
     chat: bool = False,
     on_text: Callable[[str], None] | None = None,
 ) -> Generation:
@@ -142,8 +200,7 @@ def generate(
         loaded: the model, from :func:`marlinq.runtime.load`.
         prompt: text, or token ids.
         max_new_tokens: at most this many; fewer when the end token is drawn or the positions run out.
-        temperature: of the sampling; None takes the likeliest token every time.
-        seed: of the sampling.
+        sampling: how tokens are chosen. The checkpoint's generation config has no say in it.
         chat: put the text into the tokenizer's chat template as a user's message.
         on_text: called with each piece of text as it comes.
 
@@ -151,60 +208,167 @@ def generate(
         UsageError: an empty or too long prompt, or a token id that the model does not know.
         CheckpointError: text is given, or asked for, and the folder has no tokenizer.
         NumericsError: logits are NaN or infinite.
+        Interrupted: a KeyboardInterrupt while tokens were generated.
     """
+    return _generate(loaded, [prompt], max_new_tokens, sampling, chat, on_text, alone=True)[0]
+
+
+def generate_batch(
+    loaded: LoadedModel,
+    prompts: Sequence[str | Sequence[int]],
+    *,
+    max_new_tokens: int = 128,
+    sampling: Sampling = GREEDY,
+    chat: bool = False,
+) -> Generations:
+    """As :func:`generate`, for several prompts of any lengths, decoded together until the last one has ended.
+
+    Each row sees its own tokens only. Row n draws from stream n of the seed's random numbers, whatever the
+    other rows are. All end where the longest prompt runs out of positions.
+
+    Raises:
+        UsageError: there are no prompts, or as :func:`generate`.
+        CheckpointError: as :func:`generate`.
+        NumericsError: as :func:`generate`.
+        UnsupportedError: the prompts differ in length, and the model has layers that can't be told to ignore
+            padding.
+        Interrupted: as :func:`generate`.
+    """
+    if not prompts:
+        raise UsageError("prompts: expected at least one, found none")
+    return Generations(tuple(_generate(loaded, prompts, max_new_tokens, sampling, chat, None)))
+
+
+@dataclass
+class _Row:
+    """A prompt and what has come of it.
+
+    Attributes:
+        ids: the prompt.
+        stream: of the text; None without a tokenizer.
+        tokens, pieces: what has come.
+        stopped: why nothing more is wanted.
+    """
+
+    ids: list[int]
+    stream: TextStream | None
+    tokens: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    stopped: Stopped | None = None
+
+    def push(self, token: int) -> str:
+        """The text that ``token``, no end token, completes."""
+        self.tokens.append(token)
+        return self._keep("" if self.stream is None else self.stream.push(token))
+
+    def stop(self, why: Stopped) -> str:
+        """The text that was waiting for the rest of a character."""
+        self.stopped = why
+        return self._keep("" if self.stream is None else self.stream.finish())
+
+    def _keep(self, piece: str) -> str:
+        if piece:
+            self.pieces.append(piece)
+        return piece
+
+
+def _generate(
+    loaded: LoadedModel,
+    prompts: Sequence[str | Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    chat: bool,
+    on_text: Callable[[str], None] | None,
+    *,
+    alone: bool = False,
+) -> list[Generation]:
     if max_new_tokens < 1:
         raise UsageError(f"max_new_tokens: expected 1 or more, found {max_new_tokens}")
-    if temperature is not None and not temperature > 0:
-        raise UsageError(f"temperature: expected more than 0, or none for greedy, found {temperature}")
-    model = loaded.model
-    ids = _prompt_ids(loaded, prompt, chat)
-    room = _room(model, len(ids))
-    limit = min(max_new_tokens, room)
-    ends = end_tokens(model)
+    rows = []
+    for prompt in prompts:
+        ids = _prompt_ids(loaded, prompt, chat)
+        rows.append(_Row(ids, None if loaded.tokenizer is None else TextStream(loaded.tokenizer, ids)))
+    longest = max(len(row.ids) for row in rows)
+    # Rows take their steps together, so the longest prompt's positions end them all.
+    limit = min(max_new_tokens, _room(loaded.model, longest))
     with boundaries.forward(loaded.path):
-        decoder = Decoder(model, max_length=len(ids) + limit, graphs=limit > 1)
-    generator = torch.Generator().manual_seed(seed)
-    stream = None if loaded.tokenizer is None else TextStream(loaded.tokenizer, ids)
-    tokens: list[int] = []
-    pieces: list[str] = []
-
-    def emit(piece: str) -> None:
-        if piece:
-            pieces.append(piece)
-            if on_text is not None:
-                on_text(piece)
-
+        decoder = loaded.decoders.take(
+            partial(choose_forward, loaded),
+            batch=len(rows),
+            tokens=longest + limit,
+            shape=sampling.shape,
+            graphs=limit > 1,
+        )
+    ends = end_tokens(loaded.model)
     start = read_clock(loaded.device)
+    first = last = start
+    interrupted = False
+    try:
+        for number, step in enumerate(_steps(loaded, decoder, rows, sampling, limit), 1):
+            # Before the text is decoded: by then the device works on later steps.
+            last = time.perf_counter()
+            first = last if number == 1 else first
+            for row, token in zip(rows, step, strict=True):
+                if row.stopped is not None:
+                    continue
+                if token in ends:
+                    row.tokens.append(token)
+                    piece = row.stop("eos")
+                else:
+                    piece = row.push(token)
+                    if number == limit:
+                        piece += row.stop("length" if limit == max_new_tokens else "context")
+                if piece and on_text is not None:
+                    on_text(piece)
+            if all(row.stopped is not None for row in rows):
+                break
+    except KeyboardInterrupt:
+        interrupted = True
+        for row in rows:
+            if row.stopped is None:
+                row.stop("interrupt")
+    finally:
+        decoder.stop()
+    done = [
+        Generation(
+            text="".join(row.pieces),
+            tokens=tuple(row.tokens),
+            prompt_tokens=len(row.ids),
+            stopped=row.stopped or "length",
+            prefill_seconds=first - start,
+            decode_seconds=last - first,
+            device=device_name(loaded.device),
+            dtype=dtype_name(loaded.dtype),
+            step=decoder.decision,
+            notes=(*summarize(loaded.decisions.values()), *loaded.notes),
+        )
+        for row in rows
+    ]
+    if interrupted:
+        raise Interrupted(done[0] if alone else Generations(tuple(done)))
+    return done
+
+
+def _steps(
+    loaded: LoadedModel, decoder: Decoder, rows: Sequence[_Row], sampling: Sampling, limit: int
+) -> Iterator[list[int]]:
+    """The tokens of every row, step after step; later steps are queued before earlier ones are given out."""
     with boundaries.forward(loaded.path):
-        logits = decoder.prefill(torch.tensor([ids], dtype=torch.int64, device=loaded.device))
-    tokens.append(_choose(logits[0], temperature, generator))
-    first = read_clock(loaded.device)
+        decoder.begin([row.ids for row in rows], sampling)
+    queued, visit = 1, 1
     while True:
-        if tokens[-1] in ends:
-            break
-        if stream is not None:
-            emit(stream.push(tokens[-1]))
-        if len(tokens) == limit:
-            break
+        while queued < limit and decoder.pending < decoder.visits_at_once:
+            steps = min(visit, limit - queued)
+            with boundaries.forward(loaded.path):
+                decoder.advance(steps)
+            queued += steps
+            # Short visits at first, so that text begins to appear at once.
+            visit = min(2 * visit, decoder.steps_a_visit)
+        if not decoder.pending:
+            return
         with boundaries.forward(loaded.path):
-            logits = decoder.step(torch.tensor([tokens[-1]], dtype=torch.int64, device=loaded.device))
-        tokens.append(_choose(logits[0], temperature, generator))
-    last = read_clock(loaded.device)
-    if stream is not None:
-        emit(stream.finish())
-    stopped: Literal["eos", "length", "context"] = "length" if limit == max_new_tokens else "context"
-    return Generation(
-        text="".join(pieces),
-        tokens=tuple(tokens),
-        prompt_tokens=len(ids),
-        stopped="eos" if tokens[-1] in ends else stopped,
-        prefill_seconds=first - start,
-        decode_seconds=last - first,
-        device=device_name(loaded.device),
-        dtype=dtype_name(loaded.dtype),
-        step=decoder.decision,
-        notes=(*summarize(loaded.decisions.values()), *loaded.notes),
-    )
+            tokens = decoder.read()
+        yield from tokens
 
 
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:
@@ -268,17 +432,3 @@ def _room(model: PreTrainedModel, prompt_tokens: int) -> int:
     if prompt_tokens >= limit:
         raise UsageError(f"prompt: {prompt_tokens} tokens, the model has positions for {limit}; shorten it")
     return limit - prompt_tokens
-
-
-def _choose(logits: Tensor, temperature: float | None, generator: torch.Generator) -> int:
-    """The next token from logits [vocabulary]."""
-    best, token = logits.max(dim=-1)
-    if not bool(torch.isfinite(best)):
-        raise NumericsError(
-            "the model's logits are NaN or infinite; check its weights, or run in another --dtype"
-        )
-    if temperature is None:
-        return int(token)
-    # On the CPU one seed draws the same from the same logits on every machine.
-    probabilities = torch.softmax(logits.float().cpu() / temperature, dim=-1)
-    return int(torch.multinomial(probabilities, 1, generator=generator))

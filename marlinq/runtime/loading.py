@@ -6,7 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from marlinq.core.errors import CheckpointError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.models import Blueprint, ModelInstance, Projection, TensorNames, build_blueprint
 from marlinq.runtime.decision import AUTO, Decision, decide, require_operator, summarize
+from marlinq.runtime.decoding import Decoders
 from marlinq.runtime.operators import OPERATORS, Setting
 from marlinq.runtime.placement import place
 
@@ -40,6 +41,7 @@ class LoadedModel:
         dtype: of activations and unquantised weights.
         decisions: quantised module name -> what multiplies it, and why.
         notes: what else a person should know, one line each.
+        decoders: what generation keeps between calls: caches and captured steps.
     """
 
     path: Path
@@ -49,6 +51,7 @@ class LoadedModel:
     dtype: torch.dtype
     decisions: Mapping[str, Decision]
     notes: tuple[str, ...]
+    decoders: Decoders = field(default_factory=Decoders, repr=False)
 
     def report(self) -> list[str]:
         """What was loaded and how it is multiplied, line by line."""

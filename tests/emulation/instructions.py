@@ -53,6 +53,8 @@ _TABLE = {
     rf"sub\.{_ELEMENT}x2": "subtract_pairs<emulation::Element::{element}>",
     rf"mul\.{_ELEMENT}x2": "multiply_pairs<emulation::Element::{element}>",
     rf"fma\.rn\.{_ELEMENT}x2": "multiply_add_pairs<emulation::Element::{element}>",
+    # Floating Point
+    r"mul\.rn\.f32": "multiply_floats",
     # Integer Arithmetic
     r"dp4a\.s32\.s32": "dot_bytes",
     # Parallel Synchronization and Communication

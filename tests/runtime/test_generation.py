@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Cache, GPT2Config, PreTrainedModel
-from transformers.cache_utils import StaticLayer
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from marlinq.core.errors import CheckpointError, NumericsError, UnsupportedError, UsageError
-from marlinq.runtime import Decoder, LoadedModel, generate, load
+from marlinq.runtime import LoadedModel, Sampling, generate, load
 from marlinq.runtime.generation import TextStream
+from marlinq.runtime.step.choose import fixed_cache_refusal
+from marlinq.runtime.step.transformers_forward import TransformersForward
 from tests.testing.runnable_folders import random_quantizer, save_plain, save_quantized, save_tokenizer
 from tests.testing.tiny_models import CONFIGS, tiny_model
 
@@ -93,16 +94,20 @@ def test_stops_where_positions_end(tmp_path: Path) -> None:
 
 def test_sampling_follows_the_seed(loaded: LoadedModel) -> None:
     set_ends(loaded, None)
-    draws = [generate(loaded, PROMPT, max_new_tokens=16, temperature=1.5, seed=seed) for seed in (1, 1, 2)]
+    draws = [
+        generate(loaded, PROMPT, max_new_tokens=16, sampling=Sampling(temperature=1.5, seed=seed))
+        for seed in (1, 1, 2)
+    ]
     assert draws[0].tokens == draws[1].tokens != draws[2].tokens
-    cold = generate(loaded, PROMPT, max_new_tokens=16, temperature=1e-4)
+    cold = generate(loaded, PROMPT, max_new_tokens=16, sampling=Sampling(temperature=1e-3))
     assert cold.tokens == generate(loaded, PROMPT, max_new_tokens=16).tokens
 
 
 def test_streams_exactly_the_text(loaded: LoadedModel) -> None:
     set_ends(loaded, None)
     pieces: list[str] = []
-    result = generate(loaded, "Ärger", max_new_tokens=40, temperature=3.0, on_text=pieces.append)
+    hot = Sampling(temperature=3.0)
+    result = generate(loaded, "Ärger", max_new_tokens=40, sampling=hot, on_text=pieces.append)
     assert "".join(pieces) == result.text == loaded.tokenizer.decode(result.tokens, skip_special_tokens=True)
     assert result.prompt_tokens == 6
 
@@ -145,7 +150,6 @@ def test_chat_template(loaded: LoadedModel) -> None:
         ([], {}, "at least one token"),
         ([320], {}, "token ids must lie in 0..319"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens"),
-        ([1], {"temperature": 0.0}, "temperature"),
         ([1], {"chat": True}, "as text"),
     ],
 )
@@ -168,20 +172,36 @@ def test_nan_logits_are_named(loaded: LoadedModel) -> None:
         generate(loaded, PROMPT)
 
 
+def alone(model: PreTrainedModel, prompt: list[int], count: int) -> torch.Tensor:
+    """Logits [count, vocabulary] behind ``prompt`` and after each greedy token, with a growing cache."""
+    forward = TransformersForward(model, batch=1, capacity=64, reason="", fixed=False)
+    logits = [forward.prefill(torch.tensor([prompt]), torch.tensor([len(prompt)], dtype=torch.int32))]
+    while len(logits) < count:
+        logits.append(forward.step(logits[-1].argmax(-1)))
+    return torch.cat(logits)
+
+
 @pytest.mark.parametrize(
-    "name", ["llama", "mistral", "gemma2", "gemma3", "gpt2", "gpt_neox", "falcon", "phi3"]
+    "name", ["llama", "mistral", "gemma2", "gemma3", "gpt2", "gpt_neox", "falcon", "phi3", "bloom", "opt"]
 )
-def test_full_length_layers_serve_sliding_windows_too(name: str) -> None:
-    """A captured step relies on it: a cache of fixed full-length layers gives the growing cache's logits."""
+def test_rows_of_different_length_see_their_own_tokens_only(name: str) -> None:
+    """Left padding in a cache of fixed full-length layers, which serve sliding windows too, gives the logits
+    that each prompt has alone with the model's own growing cache."""
     model = tiny_model(name)
-    ids = torch.tensor([PROMPT * 5])
-    decoder = Decoder(model, max_length=32)
-    expected = [decoder.prefill(ids)] + [decoder.step(torch.tensor([token])) for token in range(40, 50)]
-    cache = Cache(layers=[StaticLayer(max_cache_len=32) for _ in range(model.config.num_hidden_layers)])
-    with torch.no_grad():
-        found = [model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1]]
-        for token in range(40, 50):
-            step = model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True)
-            found.append(step.logits[:, -1])
-    # The same float32 sums in another order, over two to six layers.
-    assert float((torch.stack(found) - torch.stack(expected)).norm() / torch.stack(expected).norm()) < 1e-5
+    prompts = [PROMPT * 5, [7], [40, 41, 42, 43, 44, 45, 46]]
+    expected = torch.stack([alone(model, prompt, 11) for prompt in prompts], dim=1)
+    assert fixed_cache_refusal(model) == ""
+    forward = TransformersForward(model, batch=3, capacity=64, reason="")
+    ids = torch.zeros((3, 20), dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32)
+    for _ in range(2):
+        # The second time starts over in a cache that holds other tokens.
+        found = [forward.prefill(ids, lengths)]
+        assert torch.equal(forward.lengths, lengths)
+        while len(found) < 11:
+            found.append(forward.step(found[-1].argmax(-1)))
+        assert torch.equal(forward.lengths, lengths + 10)
+        # The same float32 sums in another order, over two to six layers.
+        assert float((torch.stack(found) - expected).norm() / expected.norm()) < 1e-5

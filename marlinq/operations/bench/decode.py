@@ -24,8 +24,9 @@ from marlinq.operations.bench.decode_peers import PEERS, CompiledTransformers, d
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.synthetic import Synthetic, synthetic_model
 from marlinq.operations.bench.trace import StepProfile, profile_steps
-from marlinq.runtime import Decoder, LoadedModel, StepDecision, load
+from marlinq.runtime import LoadedModel, StepDecision, load
 from marlinq.runtime.generation import position_limit
+from marlinq.runtime.step.choose import choose_forward
 
 _REPEATS = 3
 _WARM_UP_STEPS = 3
@@ -188,16 +189,24 @@ class _Own:
     """marlinq's decoder."""
 
     def __init__(self, loaded: LoadedModel, batch: int, capacity: int) -> None:
-        self.decoder = Decoder(loaded.model, batch=batch, max_length=capacity)
-        self._tokens: Tensor | None = None
+        # Caches of earlier cells would count as this one's memory.
+        loaded.decoders.clear()
+        self.decoder = loaded.decoders.take(partial(choose_forward, loaded), batch=batch, tokens=capacity)
 
     def prefill(self, ids: Tensor) -> None:
-        self._tokens = self.decoder.prefill(ids).argmax(-1)
+        """Starts over with ``ids``, int64 [batch, length]."""
+        self.decoder.begin(ids.tolist())
 
     def steps(self, count: int) -> None:
-        for _ in range(count):
-            assert self._tokens is not None
-            self._tokens = self.decoder.step(self._tokens).argmax(-1)
+        """So many decode steps, queued as generation queues them."""
+        decoder = self.decoder
+        queued = 0
+        while queued < count or decoder.pending:
+            while queued < count and decoder.pending < decoder.visits_at_once:
+                more = min(decoder.steps_a_visit, count - queued)
+                decoder.advance(more)
+                queued += more
+            decoder.read()
 
 
 def bench_decode(

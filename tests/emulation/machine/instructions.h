@@ -107,11 +107,12 @@ void multiply_warpgroup(const std::array<Output<float>, COLUMNS / 2>& d, const I
     multiply_warpgroup(d.data(), COLUMNS, a, descriptor, ELEMENT, accumulate != 0);
 }
 
-// Arithmetic: lop3, prmt, mov, cvt, dp4a, and add, sub, mul, fma on pairs of 16-bit floats (arithmetic.cpp).
+// Arithmetic: lop3, prmt, mov, cvt, dp4a, mul, and add, sub, mul, fma on pairs of 16-bit floats (arithmetic.cpp).
 void combine_bits(Output<u32> result, u32 a, u32 b, u32 c, u32 table);
 void permute_bytes(Output<u32> result, u32 a, u32 b, u32 selector);
 void dot_bytes(Output<u32> result, u32 a, u32 b, u32 c);
 void round_to_int(Output<u32> result, float value);
+inline void multiply_floats(Output<float> result, float a, float b) { result.set(a * b); }
 void truncate_to_u16(Output<u16> result, u32 value);
 void move_halves(const std::array<Output<u16>, 2>& halves, u32 pair);
 void move_halves(Output<u32> pair, const std::array<Output<u16>, 2>& halves);

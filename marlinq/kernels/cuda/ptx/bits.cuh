@@ -1,4 +1,4 @@
-// Integer and bit instructions on registers.
+// Integer and bit instructions on registers, and a product of floats.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -38,5 +38,12 @@ __device__ __forceinline__ u32 warp_max(u32 number) {
 __device__ __forceinline__ u32 dot_bytes(u32 a, u32 b) {
     u32 result;
     asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(0));
+    return result;
+}
+
+// A product that the compiler does not fuse with an addition.
+__device__ __forceinline__ float multiply_rounded(float a, float b) {
+    float result;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
     return result;
 }

@@ -1,0 +1,297 @@
+"""The next token of every row of a batch: the likeliest one, or one drawn from what the filters leave.
+
+The order is that of transformers: repetition penalty, temperature, top-k, top-p, min-p. All of it is
+computed in float32 on the distance of a logit from the row's largest, in units of 2^-19: logits closer than
+that count as equal, and so do all that are 64 or more below the largest, whose probability is below 2e-28. A
+filter keeps or drops equal logits together. Of equal winners the one with the lowest id is taken.
+
+A draw adds noise to every logit that is left and takes the largest sum (the Gumbel-max trick), which is a
+draw from their softmax. The noise comes from a counter-based generator, Philox4x32-10 (Salmon et al.,
+"Parallel random numbers: as easy as 1, 2, 3", 2011): its key is the seed, its counter the token's id, the
+number of tokens that the row has drawn before, and the row's stream. So equal logits, seed and stream give
+the same token whatever stands in the rows around, and, but for ties within rounding, on every device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from marlinq.core.errors import UsageError
+from marlinq.kernels.launch.sampling import SampleTensors, sample_tokens
+
+UNITS = 2.0**19
+"""Distances of logits are counted in units of 1 / UNITS."""
+FARTHEST = 2**25 - 2
+"""The largest distance, which all that are farther get; the largest float32 below 2^25."""
+RING = 64
+"""Tokens of a row that the ring holds until the host has fetched them."""
+FAULT = -1
+"""Stands in the ring where a row's logits were NaN or infinite."""
+_LOW_32 = 0xFFFFFFFF
+_NEVER_ONE = 1.0 - 2.0**-24
+
+
+class SamplerShape(NamedTuple):
+    """What a sampler's kernel is compiled for, and a graph captured with.
+
+    Attributes:
+        draws: tokens are drawn, instead of the likeliest taken.
+        filters: top-k, top-p or min-p is on.
+        penalty: tokens of the prompt and of the text so far are penalised.
+    """
+
+    draws: bool
+    filters: bool
+    penalty: bool
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen.
+
+    Attributes:
+        temperature: logits are divided by it; None takes the likeliest token every time.
+        top_k: only so many of the likeliest tokens are drawn from; None or 0 for all.
+        top_p: only the likeliest tokens are drawn from whose probabilities reach this sum; None or 1 for all.
+        min_p: only tokens are drawn from that are at least so likely as this times the likeliest; None or 0
+            for all.
+        repetition_penalty: logits of tokens that the row has already are divided by it if positive, else
+            multiplied; None or 1 for none.
+        seed: of the draws, 0 to 2^64 - 1.
+
+    Raises:
+        UsageError: a value outside of its range, or a filter without a temperature.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        def check(name: str, right: bool, expected: str) -> None:
+            if not right:
+                raise UsageError(f"{name}: expected {expected}, found {getattr(self, name)}")
+
+        temperature, penalty = self.temperature, self.repetition_penalty
+        # Below 1e-3 nothing but the likeliest token is ever drawn, and its reciprocal would overflow.
+        check(
+            "temperature",
+            temperature is None or 1e-3 <= temperature <= 1e3,
+            "0.001 to 1000, or none for greedy",
+        )
+        check("top_k", self.top_k is None or 0 <= self.top_k < 2**31, "0 (all tokens) or more")
+        check("top_p", self.top_p is None or 0 < self.top_p <= 1, "more than 0, at most 1")
+        check("min_p", self.min_p is None or 0 <= self.min_p <= 1, "0 to 1")
+        check("repetition_penalty", penalty is None or 1e-3 <= penalty <= 1e3, "0.001 to 1000")
+        check("seed", 0 <= self.seed < 2**64, "0 to 2^64 - 1")
+        if self.temperature is None:
+            for name in ("top_k", "top_p", "min_p"):
+                if getattr(self, name) is not None:
+                    raise UsageError(f"{name}: filters what is drawn, but greedy draws nothing; drop one")
+
+    @property
+    def shape(self) -> SamplerShape:
+        """What has to be compiled and captured for it."""
+        filters = bool(self.top_k) or self.top_p not in (None, 1.0) or bool(self.min_p)
+        return SamplerShape(self.temperature is not None, filters, self.repetition_penalty not in (None, 1.0))
+
+
+GREEDY = Sampling()
+"""The likeliest token every time."""
+
+
+class SamplerState(NamedTuple):
+    """What a sampler reads and writes; none of it moves.
+
+    Attributes:
+        values: float32 [B, 4]: reciprocal of the temperature, top-p, the largest distance that min-p leaves
+            (in nats), repetition penalty.
+        numbers: int64 [B, 3]: seed (as a signed number), stream, top-k (0 for all).
+        drawn: int32 [B], tokens that each row has drawn.
+        seen: uint8 [B, vocabulary], 1 for tokens that the row has; [B, 0] without a penalty.
+        tokens: int64 [B], the last ones.
+        ring: int64 [RING, B]; token n of a row is at n % RING, :data:`FAULT` for logits that can't be used.
+    """
+
+    values: Tensor
+    numbers: Tensor
+    drawn: Tensor
+    seen: Tensor
+    tokens: Tensor
+    ring: Tensor
+
+
+class Sampler:
+    """Chooses a token for each row, again and again, without the host.
+
+    Args:
+        shape: what it is to do.
+        batch: B.
+        vocabulary: width of the logits.
+        device: of the logits.
+
+    Attributes:
+        state: on ``device``.
+    """
+
+    def __init__(self, shape: SamplerShape, batch: int, vocabulary: int, device: torch.device) -> None:
+        self.shape = shape
+        self.vocabulary = vocabulary
+        self.state = SamplerState(
+            values=torch.ones((batch, 4), dtype=torch.float32, device=device),
+            numbers=torch.zeros((batch, 3), dtype=torch.int64, device=device),
+            drawn=torch.zeros(batch, dtype=torch.int32, device=device),
+            seen=torch.zeros((batch, vocabulary if shape.penalty else 0), dtype=torch.uint8, device=device),
+            tokens=torch.zeros(batch, dtype=torch.int64, device=device),
+            ring=torch.zeros((RING, batch), dtype=torch.int64, device=device),
+        )
+
+    def begin(self, sampling: Sampling, prompts: Sequence[Sequence[int]], streams: Sequence[int]) -> None:
+        """Start over.
+
+        Args:
+            sampling: of this sampler's shape.
+            prompts: token ids of each row, which a penalty counts.
+            streams: of the random numbers of each row.
+        """
+        state = self.state
+        reach = -math.log(sampling.min_p) if sampling.min_p else math.inf
+        values = (
+            1.0 / (sampling.temperature or 1.0),
+            sampling.top_p or 1.0,
+            reach,
+            sampling.repetition_penalty or 1.0,
+        )
+        seed = sampling.seed - (1 << 64 if sampling.seed >= 1 << 63 else 0)
+        numbers = [(seed, stream, sampling.top_k or 0) for stream in streams]
+        state.values.copy_(torch.tensor([values], dtype=torch.float32).expand_as(state.values))
+        state.numbers.copy_(torch.tensor(numbers, dtype=torch.int64))
+        state.drawn.zero_()
+        if self.shape.penalty:
+            seen = torch.zeros(state.seen.shape, dtype=torch.uint8)
+            for row, prompt in enumerate(prompts):
+                seen[row, torch.tensor(prompt, dtype=torch.int64)] = 1
+            state.seen.copy_(seen)
+
+    def sample(self, logits: Tensor) -> None:
+        """Choose from ``logits`` [B, vocabulary], a floating type; no host synchronisation.
+
+        The tokens go to ``state.tokens`` and to their places in ``state.ring``.
+        """
+        state = self.state
+        if logits.is_cuda:
+            tensors = SampleTensors(logits if logits.stride(1) == 1 else logits.contiguous(), *state)
+            sample_tokens(tensors, **self.shape._asdict())
+            return
+        tokens, fault = choose(logits, self.shape, state)
+        state.tokens.copy_(tokens)
+        place = (state.drawn % RING).to(torch.int64)[None]
+        state.ring.scatter_(0, place, torch.where(fault, FAULT, tokens)[None])
+        state.drawn.add_(1)
+        if self.shape.penalty:
+            state.seen.scatter_(1, tokens[:, None], 1)
+
+
+def choose(logits: Tensor, shape: SamplerShape, state: SamplerState) -> tuple[Tensor, Tensor]:
+    """The reference in torch, on any device; changes nothing.
+
+    Args:
+        logits: [B, V], a floating type.
+        shape: what to do.
+        state: as it is before the draw.
+
+    Returns:
+        Tokens, int64 [B], and whether each row's logits are NaN or infinite, bool [B].
+    """
+    scores = _scores(logits, shape, state)
+    best = scores.amax(dim=-1, keepdim=True)
+    fault = ~torch.isfinite(best[:, 0])
+    if shape.filters:
+        scores = scores.masked_fill(~kept(scores, state), -math.inf)
+    if shape.draws:
+        scores = scores + noise(scores.shape[1], state)
+    return scores.argmax(dim=-1), fault
+
+
+def _scores(logits: Tensor, shape: SamplerShape, state: SamplerState) -> Tensor:
+    """float32 [B, V]: logits behind penalty and temperature."""
+    scores = logits.float()
+    if shape.penalty:
+        penalty = state.values[:, 3:]
+        penalised = torch.where(scores < 0, scores * penalty, scores / penalty)
+        scores = torch.where(state.seen.bool(), penalised, scores)
+    return scores * state.values[:, :1] if shape.draws else scores
+
+
+def kept(scores: Tensor, state: SamplerState) -> Tensor:
+    """What top-k, then top-p, then min-p leave of ``scores`` [B, V]; bool [B, V]."""
+    nats = scores.amax(dim=-1, keepdim=True) - scores
+    distances = (nats * UNITS).nan_to_num(FARTHEST).clamp(max=FARTHEST).to(torch.int64)
+    ordered, order = distances.sort(dim=-1)
+    vocabulary = scores.shape[1]
+    top_k = state.numbers[:, 2:]
+    places = torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary) - 1
+    limit = ordered.gather(1, places)
+    # Of what top-k leaves, as few of the nearest as reach the share top_p of its probability.
+    weights = torch.where(ordered <= limit, torch.exp(-nats).double().gather(1, order), 0.0)
+    mass = weights.cumsum(dim=-1)
+    top_p = state.values[:, 1:2].double()
+    missing = mass < top_p * mass[:, -1:]
+    places = missing.sum(dim=-1, keepdim=True).clamp(max=vocabulary - 1)
+    limit = torch.where(top_p < 1, torch.minimum(limit, ordered.gather(1, places)), limit)
+    reach = (state.values[:, 2:3] * UNITS).clamp(max=FARTHEST).to(torch.int64)
+    return distances <= torch.minimum(limit, reach)
+
+
+def noise(vocabulary: int, state: SamplerState) -> Tensor:
+    """Gumbel noise, float32 [B, vocabulary], of each row's next draw.
+
+    ``-log(E)`` with E exponential, made of 32 random bits v as ``-log1p(-v)``: small E, which win, are then
+    as finely divided as float32 allows.
+    """
+    words = random_words(vocabulary, state)
+    uniform = (words.float() * 2.0**-32 + 2.0**-33).clamp(max=_NEVER_ONE)
+    return -torch.log(-torch.log1p(-uniform))
+
+
+def random_words(vocabulary: int, state: SamplerState) -> Tensor:
+    """32 random bits for each token of each row's next draw; int64 [B, vocabulary]."""
+    seed, stream = state.numbers[:, :1], state.numbers[:, 1:2]
+    fours = torch.arange(-(-vocabulary // 4), dtype=torch.int64, device=seed.device)[None]
+    shape = seed.shape[0], fours.shape[1]
+    counter = (
+        fours.expand(shape),
+        state.drawn.to(torch.int64)[:, None].expand(shape),
+        stream.expand(shape) & _LOW_32,
+        torch.zeros(shape, dtype=torch.int64, device=seed.device),
+    )
+    words = philox(counter, (seed & _LOW_32, (seed >> 32) & _LOW_32))
+    return torch.stack(words, dim=-1).flatten(1)[:, :vocabulary]
+
+
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10: four random words for each counter; words are int64 tensors of 32-bit values."""
+    a, b, c, d = counter
+    first, second = key
+    for _ in range(10):
+        # The products wrap in 64 bits, and their bits 32 to 63 are right all the same.
+        left, right = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b, c, d = (
+            ((right >> 32) & _LOW_32) ^ b ^ first,
+            right & _LOW_32,
+            ((left >> 32) & _LOW_32) ^ d ^ second,
+            left & _LOW_32,
+        )
+        first, second = (first + 0x9E3779B9) & _LOW_32, (second + 0xBB67AE85) & _LOW_32
+    return a, b, c, d
