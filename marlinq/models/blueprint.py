@@ -92,6 +92,11 @@ class Blueprint:
         """Every projection of the model, :attr:`others` among them, by name."""
         return MappingProxyType({found.name: found for found in (*self.projections(), *self.others)})
 
+    def with_ties(self, ties: Mapping[str, str]) -> Blueprint:
+        """The same model where the parameter ``name`` of each ``name: owner`` shares the owner's tensor."""
+        own = {name: shape for name, shape in self.parameters.items() if name not in ties}
+        return replace(self, tied=MappingProxyType({**self.tied, **ties}), parameters=MappingProxyType(own))
+
     def without_ties(self, parameters: set[str]) -> Blueprint:
         """The same model with ``parameters`` tied to nothing: a quantised head has a weight of its own."""
         tied = {name: owner for name, owner in self.tied.items() if not {name, owner} & parameters}

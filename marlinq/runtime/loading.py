@@ -108,22 +108,19 @@ def load(
     blueprint, replaced = match_tensors(blueprint, checkpoint, quantized)
     instance = ModelInstance(blueprint, checkpoint, device=placement.device, dtype=placement.dtype)
     if quantized is not None:
-        for index, (name, stored) in enumerate(replaced.items()):
-            weight = quantized.stored(stored)
-            decision = decide(weight, setting, operator=operator)
-            projection = blueprint.by_name[name]
-            module = OPERATORS[decision.operator].build(
-                weight, _bias(instance, checkpoint, projection), setting
-            )
-            instance.install(projection, module)
-            decisions[name] = decision
-            progress("loading", index + 1, len(replaced))
+        decisions = install_linears(
+            instance,
+            quantized,
+            replaced,
+            setting,
+            operator=operator,
+            compile_kernels=compile_kernels,
+            progress=progress,
+        )
         notes += _scale_notes(quantized, placement.dtype)
     instance.whole_model()
-    _warn_about_dense(decisions, placement.device)
+    warn_about_dense(decisions, placement.device)
     model = instance.model
-    if compile_kernels:
-        _compile_kernels(model, decisions, setting, progress)
     generation_config = read_generation_config(checkpoint)
     if generation_config is not None:
         model.generation_config = generation_config
@@ -183,6 +180,48 @@ def _quantized_names(blueprint: Blueprint, quantized: QuantizedCheckpoint) -> di
             f"linear of {blueprint.architecture}; config.json describes another model"
         )
     return found
+
+
+def install_linears(
+    instance: ModelInstance,
+    quantized: QuantizedCheckpoint,
+    replaced: Mapping[str, str],
+    setting: Setting,
+    *,
+    operator: str = AUTO,
+    compile_kernels: bool = True,
+    progress: ReportProgress = no_progress,
+) -> dict[str, Decision]:
+    """Put what multiplies it into the place of every quantised projection of a model.
+
+    Args:
+        instance: the model; what stands in those places is not looked at.
+        quantized: where the weights and biases are read from.
+        replaced: as from :func:`match_tensors`.
+        setting: where the model runs.
+        operator: as in :func:`load`.
+        compile_kernels: as in :func:`load`.
+        progress: as in :func:`load`.
+
+    Returns:
+        The decision for every projection, by its name.
+
+    Raises:
+        CheckpointError: a file of the checkpoint was changed since it was opened.
+        UnsupportedError: a scale overflows the dtype.
+        EnvironmentProblem: the device or a package is missing, or a kernel does not compile.
+    """
+    decisions = {}
+    for index, (name, stored) in enumerate(replaced.items()):
+        weight = quantized.stored(stored)
+        decisions[name] = decide(weight, setting, operator=operator)
+        projection = instance.blueprint.by_name[name]
+        bias = _bias(instance, quantized.checkpoint, projection)
+        instance.install(projection, OPERATORS[decisions[name].operator].build(weight, bias, setting))
+        progress("loading", index + 1, len(replaced))
+    if compile_kernels:
+        _compile_kernels(instance.model, decisions, setting, progress)
+    return decisions
 
 
 def _bias(instance: ModelInstance, checkpoint: Checkpoint, projection: Projection) -> Tensor | None:
@@ -262,7 +301,8 @@ def _compile_kernels(
             operator.compile(modules, setting, progress)
 
 
-def _warn_about_dense(decisions: Mapping[str, Decision], device: torch.device) -> None:
+def warn_about_dense(decisions: Mapping[str, Decision], device: torch.device) -> None:
+    """Warn where weights take more memory on a GPU than in the checkpoint, with the reason."""
     dense = [decision for decision in decisions.values() if OPERATORS[decision.operator].dense]
     if dense and device.type == "cuda":
         warnings.warn(
