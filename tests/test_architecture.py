@@ -16,7 +16,7 @@ FLOORS = (
     ("checkpoint",),
     ("models", "calibration", "methods", "kernels"),
     ("runtime",),
-    ("operations",),
+    ("operations", "integrations"),
     ("cli",),
 )
 """Rooms from the ground up. A room sees the floors below it."""

@@ -117,7 +117,7 @@ def load(
             compile_kernels=compile_kernels,
             progress=progress,
         )
-        notes += _scale_notes(quantized, placement.dtype)
+        notes += scale_notes(quantized, placement.dtype)
     instance.whole_model()
     warn_about_dense(decisions, placement.device)
     model = instance.model
@@ -279,7 +279,8 @@ def _check_tensors(
         )
 
 
-def _scale_notes(quantized: QuantizedCheckpoint, dtype: torch.dtype) -> list[str]:
+def scale_notes(quantized: QuantizedCheckpoint, dtype: torch.dtype) -> list[str]:
+    """What is said of a checkpoint whose scales are not exact in ``dtype``; nothing of another."""
     stored = {spec.scale_dtype for spec in quantized.modules.values()}
     rounded = sorted(dtype_name(found) for found in stored if torch.promote_types(found, dtype) != dtype)
     if not rounded:

@@ -6,24 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from marlinq.formats import LAYOUTS
 from marlinq.runtime import OPERATORS, Decoder, QuantLinear, Setting, generate, load, stored_operand
+from tests.testing.near_ties import is_near_tie
 from tests.testing.runnable_folders import random_quantizer, random_tuple, save_quantized, stored_weight
 from tests.testing.tiny_models import tiny_model
 
 pytestmark = pytest.mark.gpu
 
 PROMPT = [1, 9, 30, 77]
-
-
-def is_near_tie(model: PreTrainedModel, ids: list[int]) -> bool:
-    """Whether float16 may choose another next token: two logits within 2 % of the largest."""
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
-    first, second = logits.topk(2).values.tolist()
-    return first - second < 0.02 * float(logits.abs().max())
 
 
 @pytest.mark.parametrize(

@@ -15,23 +15,14 @@ from marlinq.runtime.generation import TextStream
 from marlinq.runtime.step.choose import fixed_cache_refusal
 from marlinq.runtime.step.transformers_forward import TransformersForward
 from tests.testing.runnable_folders import random_quantizer, save_plain, save_quantized, save_tokenizer
-from tests.testing.tiny_models import CONFIGS, tiny_model
+from tests.testing.tiny_models import tiny_model
 
 PROMPT = [1, 9, 30, 77]
 
 
 def wide_model(name: str = "llama") -> PreTrainedModel:
     """A tiny model whose vocabulary holds all 256 bytes."""
-    import transformers
-
-    config_class, arguments = CONFIGS[name]
-    config = getattr(transformers, config_class)(**{**arguments, "vocab_size": 320})
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
+    return tiny_model(name, seed=3, vocab_size=320)
 
 
 @pytest.fixture

@@ -61,10 +61,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
-    """The tiny float32 model of that name, in evaluation mode, with weights of a visible size."""
+def tiny_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """The tiny float32 model of that name, in evaluation mode, with weights of a visible size.
+
+    ``changes`` are arguments of its config.
+    """
     config_class, arguments = CONFIGS[name]
-    config = getattr(transformers, config_class)(**arguments)
+    config = getattr(transformers, config_class)(**{**arguments, **changes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

@@ -1,0 +1,1 @@
+"""Where other libraries use marlinq: one package for each of them."""

@@ -1,0 +1,340 @@
+"""A quantizer of transformers that puts marlinq's operators in the place of quantised linears.
+
+The way of a checkpoint through ``from_pretrained``: :func:`_merge` makes its ``quantization_config`` a
+:class:`MarlinqConfig`; transformers then asks :class:`MarlinqQuantizer` for the device, builds the model
+without weights, and shows it the model. Every tensor of the folder is given its place before one is read, and
+the quantised linears are taken out. transformers reads what is left; at last the quantizer puts an operator
+into every gap.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from marlinq.core.devices import resolve_device
+from marlinq.core.errors import MarlinqError, UnsupportedError, UsageError
+from marlinq.integrations.transformers import add_if_waiting
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from marlinq.checkpoint import QuantizedCheckpoint
+    from marlinq.models import ModelInstance
+    from marlinq.runtime import Decision
+    from marlinq.runtime.placement import Placement
+
+METHOD = "marlinq"
+"""What transformers calls the quantizer; ``config.json`` keeps the method of its format."""
+
+_SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
+_MERGE = "merge_quantization_configs"
+_TURN_OFF = (
+    "marlinq.integrations.transformers.unregister() leaves from_pretrained to transformers' own quantizer"
+)
+
+
+class MarlinqConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """How marlinq loads a quantised folder: ``quantization_config`` of ``from_pretrained``.
+
+    Without one the defaults hold, and a checkpoint that marlinq does not read falls to transformers' own
+    quantizer; with one it is refused.
+
+    Args:
+        operator: what multiplies quantised weights, where it can; see :func:`marlinq.runtime.decide`.
+        compile_kernels: compile what the model's products need on a GPU now, instead of at their first use.
+
+    Attributes:
+        stored: the ``quantization_config`` of the folder, as ``to_dict`` gives it back.
+    """
+
+    quant_method = METHOD
+
+    def __init__(self, operator: str = "auto", compile_kernels: bool = True) -> None:
+        self.operator = operator
+        self.compile_kernels = compile_kernels
+        self.stored: dict[str, Any] = {}
+
+    @classmethod
+    def from_dict(
+        cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
+    ) -> Any:
+        """The config of a folder whose ``quantization_config`` is ``config_dict``."""
+        config = cls()
+        config.stored = dict(config_dict)
+        return (config, kwargs) if return_unused_kwargs else config
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the folder says of itself: a saved or printed config names its format, not marlinq."""
+        return deepcopy(self.stored)
+
+
+class _Gap(nn.Module):
+    """Stands for a quantised linear while transformers reads the other tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # For blocks that initialise the weights of their linears themselves; no part of a state dict.
+        self.weight = self.bias = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("the model is still being loaded")
+
+
+@dataclass(frozen=True)
+class _Loading:
+    """What lies between the two visits of the quantizer."""
+
+    instance: ModelInstance
+    quantized: QuantizedCheckpoint
+    replaced: Mapping[str, str]
+    placement: Placement
+
+
+class MarlinqQuantizer(HfQuantizer):  # type: ignore[misc]
+    """``model.hf_quantizer`` of a model that marlinq loaded.
+
+    Attributes:
+        path: the checkpoint folder; None before it is known.
+        decisions: quantised module name -> what multiplies it, and why.
+        notes: what else a person should know, one line each.
+    """
+
+    requires_calibration = True
+
+    def __init__(self, quantization_config: MarlinqConfig, **kwargs: Any) -> None:
+        if not kwargs.get("pre_quantized", True):
+            raise UsageError(
+                "MarlinqConfig: expected a folder with a quantization_config in config.json, found none; "
+                "make one with `marlinq quantize`, or load without quantization_config"
+            )
+        super().__init__(quantization_config, **kwargs)
+        self.path: Path | None = None
+        self.decisions: Mapping[str, Decision] = {}
+        self.notes: list[str] = []
+        self._device = torch.device("cpu")
+        self._loading: _Loading | None = None
+
+    def report(self) -> list[str]:
+        """How the model's linears are multiplied, and the notes, line by line."""
+        from marlinq.runtime.decision import summarize
+
+        return [*summarize(self.decisions.values()), *self.notes]
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        from marlinq.runtime.decision import require_operator
+
+        require_operator(self.quantization_config.operator)
+
+    def update_device_map(self, device_map: Any) -> dict[str, Any]:
+        """One device for all modules: the one that is asked for, else the first GPU, else the CPU."""
+        if device_map is None or device_map in _SPREAD:
+            self._device = resolve_device(None)
+            if device_map is not None and torch.cuda.device_count() > 1:
+                warnings.warn(
+                    f"device_map={device_map!r}: marlinq puts the whole model on {self._device}; it does not "
+                    "spread a model over several devices",
+                    stacklevel=2,
+                )
+        else:
+            asked = {f"cuda:{name}" if isinstance(name, int) else str(name) for name in device_map.values()}
+            if len(asked) != 1:
+                raise UnsupportedError(
+                    f"device_map: expected one device for the whole model, found {', '.join(sorted(asked))}; "
+                    "pass device_map='cuda:0', or use vLLM or SGLang, which split a model over GPUs"
+                )
+            self._device = resolve_device(asked.pop())
+        return {"": self._device}
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
+        from marlinq.models import ModelInstance, describe
+        from marlinq.runtime.loading import match_tensors
+        from marlinq.runtime.placement import place
+
+        if getattr(model.config, "distributed_config", None) is not None:
+            raise UnsupportedError(
+                "distributed_config: marlinq keeps a model on one device; use vLLM or SGLang for several"
+            )
+        if not model.can_generate():
+            raise UnsupportedError(
+                f"{type(model).__name__}: marlinq loads causal language models; use AutoModelForCausalLM; "
+                f"{_TURN_OFF}"
+            )
+        checkpoint = Checkpoint.open(_folder(checkpoint_files))
+        self.path = checkpoint.path
+        read, opened = {Path(name).name for name in checkpoint_files or ()}, set(checkpoint.shards)
+        if read != opened:
+            raise UnsupportedError(
+                f"{checkpoint.path}: expected the files {', '.join(sorted(opened))}, found "
+                f"{', '.join(sorted(read))}; load without variant; {_TURN_OFF}"
+            )
+        quantized = QuantizedCheckpoint.of(checkpoint)
+        if quantized is None:
+            raise UsageError(
+                f"{checkpoint.path}: config.json has no quantization_config; MarlinqConfig needs one"
+            )
+        placement = place(checkpoint, quantized=True, device=self._device, dtype=model.config.dtype)
+        try:
+            blueprint = describe(lambda: model, source=str(checkpoint.path))
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{error}; {_TURN_OFF}") from error
+        # transformers ties when everything is read, so the tree does not show it yet.
+        blueprint = blueprint.with_ties(model.all_tied_weights_keys)
+        blueprint, replaced = match_tensors(blueprint, checkpoint, quantized)
+        instance = ModelInstance(blueprint, checkpoint, device=placement.device, dtype=placement.dtype)
+        for name in replaced:
+            instance.install(blueprint.by_name[name], _Gap())
+        _untie(model, {blueprint.by_name[name].parameter for name in replaced})
+        # Every stored tensor has a place; these are the ones whose place is a gap.
+        packed = "|".join((*quantized.layout.suffixes, "bias"))
+        known = set(model._keys_to_ignore_on_load_unexpected or ())
+        model._keys_to_ignore_on_load_unexpected = known | {rf"\.({packed})$"}
+        self._loading = _Loading(instance, quantized, replaced, placement)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        from marlinq.runtime.loading import install_linears, scale_notes, warn_about_dense
+        from marlinq.runtime.operators import Setting
+
+        loading, self._loading = self._loading, None
+        assert loading is not None, "transformers shows the model before and after it reads the weights"
+        del model._keys_to_ignore_on_load_unexpected
+        setting = Setting(loading.placement.device, loading.placement.dtype)
+        self.decisions = install_linears(
+            loading.instance,
+            loading.quantized,
+            loading.replaced,
+            setting,
+            operator=self.quantization_config.operator,
+            compile_kernels=self.quantization_config.compile_kernels,
+        )
+        self.notes = scale_notes(loading.quantized, setting.dtype)
+        warn_about_dense(self.decisions, setting.device)
+        return model
+
+    def is_serializable(self) -> bool:
+        """False: a model holds its weights as an operator wants them. transformers then refuses to save."""
+        warnings.warn(
+            f"{self.path}: marlinq does not save a loaded model; copy the folder, or write another format "
+            "with `marlinq convert`",
+            stacklevel=3,
+        )
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """True: every operator is one torch operator, or torch's own linear."""
+        return True
+
+
+def _folder(checkpoint_files: list[str] | None) -> Path:
+    if not checkpoint_files:
+        raise UnsupportedError("state_dict: marlinq loads quantised weights from a folder; pass its path")
+    folders = {Path(name).parent for name in checkpoint_files}
+    if len(folders) != 1 or not all(name.endswith(".safetensors") for name in checkpoint_files):
+        raise UnsupportedError(
+            f"{checkpoint_files[0]}: expected safetensors files of one folder; marlinq unpickles nothing"
+        )
+    return folders.pop()
+
+
+def _untie(model: PreTrainedModel, parameters: set[str]) -> None:
+    """Make transformers forget the ties of ``parameters``: a quantised head has a weight of its own."""
+    ties = model.all_tied_weights_keys
+    tied = [name for name, owner in ties.items() if {name, owner} & parameters]
+    for name in tied:
+        del ties[name]
+    if tied:
+        model.config.tie_word_embeddings = False
+
+
+def _merge(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def merge_quantization_configs(
+        quantization_config: Any, quantization_config_from_args: Any = None
+    ) -> Any:
+        """transformers' own, unless marlinq reads the checkpoint and no other quantizer is asked for."""
+        stored, asked = quantization_config, quantization_config_from_args
+        by_name = isinstance(asked, MarlinqConfig)
+        if not isinstance(stored, dict) or not (asked is None or by_name):
+            return own(stored, asked)
+        refusal = _refusal(stored)
+        if refusal is None or by_name:
+            config = deepcopy(asked) if by_name else MarlinqConfig()
+            config.stored = dict(stored)
+            return config
+        if stored.get("quant_method") in _methods():
+            warnings.warn(
+                f"marlinq does not load this checkpoint, transformers' own quantizer does: {refusal}",
+                stacklevel=2,
+            )
+        return own(stored, asked)
+
+    return merge_quantization_configs
+
+
+def _methods() -> set[str]:
+    from marlinq.formats.dialects import DIALECTS
+
+    return {method for dialect in DIALECTS.values() for method in dialect.quant_methods}
+
+
+def _refusal(stored: Mapping[str, Any]) -> str | None:
+    """Why marlinq does not read checkpoints with this ``quantization_config``, or None."""
+    from marlinq.formats.dialects import Keys, dialect_of
+
+    try:
+        dialect_of(stored, "quantization_config").read(Keys(dict(stored), "quantization_config"))
+    except MarlinqError as error:
+        return str(error)
+    return None
+
+
+_saved: dict[str, Any] = {}
+"""transformers' own choice as it stands in its class, while marlinq's is in that place."""
+
+
+def add() -> None:
+    """Register the quantizer under its own name, and choose it for checkpoints that marlinq reads.
+
+    Raises:
+        AttributeError: this transformers has no such place.
+    """
+    if _saved:
+        return
+    ours = _merge(getattr(auto.AutoHfQuantizer, _MERGE))
+    own = vars(auto.AutoHfQuantizer)[_MERGE]
+    auto.register_quantizer(METHOD)(MarlinqQuantizer)
+    for method in _methods() - auto.AUTO_QUANTIZATION_CONFIG_MAPPING.keys():
+        # transformers would leave out the quantization of a method that it does not know.
+        auto.register_quantization_config(method)(MarlinqConfig)
+    setattr(auto.AutoHfQuantizer, _MERGE, staticmethod(ours))
+    _saved[_MERGE] = own
+
+
+def remove() -> None:
+    """Put transformers' own choice back."""
+    if not _saved:
+        return
+    for table in (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING):
+        for method in [name for name, value in table.items() if value in (MarlinqQuantizer, MarlinqConfig)]:
+            del table[method]
+    setattr(auto.AutoHfQuantizer, _MERGE, _saved.pop(_MERGE))
+
+
+add_if_waiting()
