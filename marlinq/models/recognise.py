@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 
 import torch
 from accelerate import init_empty_weights
@@ -25,6 +26,7 @@ from marlinq.models.candidates import ACTIVATIONS, NormFormula, close, factor, n
 from marlinq.models.recognise_attention import RotaryModules, attention_part
 from marlinq.models.recording import TOKENS, AttentionCall, Call, Recording, Refusal, record
 
+_ANY_WIDTH = 64
 # What a model's own forward pass may raise when it meets random numbers where it expects something else.
 _FORWARD_ERRORS = (
     RuntimeError,
@@ -103,7 +105,7 @@ def _find_norms(model: PreTrainedModel) -> dict[str, Norm]:
         plain = {key: value for key, value in vars(module).items() if isinstance(value, (int, float, bool))}
         key = (type(module), tuple(shapes.items()), width, tuple(sorted(plain.items())))
         if key not in probed:
-            probed[key] = norm_formula(module, width)
+            probed[key] = norm_formula(module, width or _ANY_WIDTH)
         norm = probed[key]
         if norm is not None:
             found[name] = Norm(name, norm.kind, norm.eps, norm.offset, norm.narrow_first, width)
@@ -111,9 +113,9 @@ def _find_norms(model: PreTrainedModel) -> dict[str, Norm]:
 
 
 def _declared_width(module: nn.Module) -> int:
-    """Channels of a norm without a weight, from ``normalized_shape``; any number for whatever else."""
+    """Channels of a norm without a weight, from ``normalized_shape``; 0 where it takes any number."""
     shape = getattr(module, "normalized_shape", None)
-    return int(shape[-1]) if isinstance(shape, (tuple, list)) and shape else 64
+    return int(shape[-1]) if isinstance(shape, (tuple, list)) and shape else 0
 
 
 def _check_parameters(name: str, block: nn.Module, norms: dict[str, Norm]) -> None:
@@ -150,6 +152,8 @@ def _anatomy(
     """What one recording says, of tokens from position ``start`` on."""
     blocks = [model.get_submodule(name) for name in names]
     recording = record(model, blocks, {name: norm.width for name, norm in norms.items()}, start)
+    called = {call.name: call.input.shape[-1] for call in recording.calls if call.kind == "norm"}
+    norms = {name: replace(norms[name], width=width) for name, width in called.items()}
     if len(recording.outputs) != len(names):
         raise Refusal(names[len(recording.outputs)], "does not run in a forward pass")
     before, after = _outside(recording.calls)

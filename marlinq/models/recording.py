@@ -46,6 +46,8 @@ _HARMLESS = {
     "logits_to_keep",
     "layer_idx",
 }
+# What older models call a term that is added to attention's dot products.
+_BIASES = {"alibi", "position_bias"}
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -176,28 +178,32 @@ class _Recorder:
 
     @contextmanager
     def stubs(self, norms: Mapping[str, int]) -> Iterator[None]:
-        replaced: list[nn.Module] = []
+        replaced: list[tuple[nn.Module, Any]] = []
         try:
             for name, module in self.model.named_modules():
+                before = vars(module).get("forward")
                 if is_linear(module):
                     module.forward = self._stub("linear", name, *linear_shape(module))
                 elif name in norms:
                     module.forward = self._stub("norm", name, norms[name], norms[name])
                 else:
                     continue
-                replaced.append(module)
+                replaced.append((module, before))
             yield
         finally:
-            for module in replaced:
+            for module, before in replaced:
                 del module.forward
+                if before is not None:
+                    module.forward = before
 
     def _stub(self, kind: str, name: str, given: int, width: int) -> Callable[..., Tensor]:
         def stub(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if x.shape[-1] != given:
+            # A norm without a weight takes any number of channels.
+            if given and x.shape[-1] != given:
                 raise Refusal(name, f"reads {x.shape[-1]} channels and has weights for {given}")
             if args or any(value is not None for value in kwargs.values()):
                 raise Refusal(name, "is called with more than its input")
-            return self.call(kind, name, x, width)
+            return self.call(kind, name, x, width or x.shape[-1])
 
         return stub
 
@@ -221,6 +227,9 @@ class _Recorder:
             name = self.names[id(module)]
             if not isinstance(hidden, Tensor) or hidden.dim() != 3:
                 raise Refusal(name, "is not called with hidden states [batch, tokens, channels]")
+            for key in _BIASES & kwargs.keys():
+                if kwargs[key] is not None:
+                    raise Refusal(name, f"its attention is biased by distance ({key})")
             if index != len(self.recording.inputs):
                 raise Refusal(name, "does not run once, in order")
             self._block = index

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -172,6 +172,30 @@ def test_what_a_block_adds_on_its_own_is_noticed() -> None:
     assert isinstance(found, Unrecognised)
     assert found.part == "model.layers.1"
     assert "residual stream" in found.reason
+
+
+def test_sinks_and_unknown_terms_of_attention_are_refused() -> None:
+    for key, reason in (("s_aux", "attention sinks"), ("something", "an argument 'something'")):
+        model = random_decoder(KNOWN["llama"])
+        attention = model.model.layers[1].self_attn
+        attention.forward = partial(attention.forward, **{key: torch.zeros(4)})
+        found = recognise(model, "model.layers")
+        assert found == Unrecognised("model.layers.1.self_attn", f"its attention has {reason}")
+
+
+def test_a_norm_without_a_weight_has_the_width_of_its_input() -> None:
+    model = random_decoder(KNOWN["qwen3"])
+    for layer in model.model.layers:
+        for key in ("q_norm", "k_norm"):
+            norm = getattr(layer.self_attn, key)
+            norm.forward = lambda x: F.rms_norm(x, x.shape[-1:], eps=1e-5)
+            del norm.weight
+    found = recognise(model, "model.layers")
+    assert isinstance(found, Anatomy), found
+    query = found.layers[2].attention.query_norm
+    assert query is not None
+    assert (query.width, query.eps) == (24, 1e-5)
+    assert "forward" in vars(model.model.layers[0].self_attn.q_norm)
 
 
 def test_a_linear_that_nobody_expects_is_named() -> None:

@@ -199,12 +199,12 @@ UNKNOWN: dict[str, tuple[Decoder, str, str]] = {
     "bloom": (
         Decoder("bloom", {"vocab_size": 96, "hidden_size": 64, "n_layer": 2, "n_head": 4}),
         r"transformer\.h\.0",
-        "attention interface",
+        "biased by distance (alibi)",
     ),
     "mpt": (
         Decoder("mpt", {"vocab_size": 96, "d_model": 64, "n_heads": 4, "n_layers": 2}),
         r"transformer\.blocks\.0",
-        "attention interface",
+        "biased by distance (position_bias)",
     ),
     "falcon": (
         Decoder("falcon", {**_COMMON, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}),
