@@ -192,6 +192,14 @@ def test_a_prefill_forgets_what_was_there() -> None:
     assert torch.equal(first, again)
 
 
+def test_logits_may_be_changed_in_place() -> None:
+    model, anatomy = recognised("llama")
+    forward = ReferenceForward(model, anatomy, batch=1, capacity=8)
+    forward.prefill(torch.tensor([[5, 6]]), torch.tensor([2], dtype=torch.int32)).div_(2)
+    forward.step(torch.tensor([3])).div_(2)
+    assert forward.lengths.tolist() == [3]
+
+
 def test_wrong_sizes_are_errors() -> None:
     model, anatomy = recognised("llama")
     forward = ReferenceForward(model, anatomy, batch=2, capacity=8)

@@ -60,7 +60,6 @@ class ReferenceForward(Forward):
         shape = (self.batch, attention.kv_heads, self.capacity, attention.head_dim)
         return torch.zeros(shape, dtype=self._dtype, device=device)
 
-    @torch.inference_mode()
     def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """As in :class:`Forward`.
 
@@ -73,7 +72,13 @@ class ReferenceForward(Forward):
             raise ValueError(f"ids {[batch, width]}: expected at most {[self.batch, self.capacity]}")
         if len(counts) != batch or not all(1 <= count <= width for count in counts):
             raise ValueError(f"lengths {counts}: expected {batch} of 1..{width}")
-        self._shortest, self._longest = min(counts), max(counts)
+        with torch.inference_mode():
+            logits = self._prefill(ids, lengths, min(counts), max(counts))
+        return logits.clone()
+
+    def _prefill(self, ids: Tensor, lengths: Tensor, shortest: int, longest: int) -> Tensor:
+        self._shortest, self._longest = shortest, longest
+        width = ids.shape[1]
         self.lengths.copy_(lengths)
         positions = self._places[:width]
         x = self._embed(ids, positions)
@@ -85,7 +90,6 @@ class ReferenceForward(Forward):
         last = x[self._rows, self.lengths.long() - 1]
         return self._logits(last)
 
-    @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
         """As in :class:`Forward`.
 
@@ -94,6 +98,12 @@ class ReferenceForward(Forward):
         """
         if self._longest >= self.capacity:
             raise ValueError(f"the cache is full: {self.capacity} tokens")
+        with torch.inference_mode():
+            logits = self._step(tokens)
+        # A sampler may change its logits in place, which it may not do to a tensor of inference mode.
+        return logits.clone()
+
+    def _step(self, tokens: Tensor) -> Tensor:
         positions = self.lengths.long()
         x = self._embed(tokens[:, None], positions[:, None])
         turns = self._rotations.at(positions[:, None])
@@ -399,7 +409,7 @@ def _norm(model: nn.Module, norm: Norm | None, dtype: torch.dtype) -> Function |
             return lambda x: F.layer_norm(x, shape, weight, bias, eps)
         return lambda x: F.layer_norm(x.float(), shape, weight, bias, eps).to(dtype)
     if dtype == wide and bias is None and weight is not None:
-        # sqrt(mean + eps) is hypot(norm, sqrt(width * eps)) / sqrt(width): half the kernels of F.rms_norm on CPUs.
+        # sqrt(mean + eps) is hypot(norm, sqrt(width * eps)) / sqrt(width): half as many kernels on a CPU.
         scaled, floor = weight * math.sqrt(norm.width), weight.new_tensor(math.sqrt(norm.width * eps))
         return lambda x: x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), floor) * scaled
 
