@@ -46,7 +46,10 @@ class RotaryModules:
                     module, f"{prefix}attention_scaling", getattr(module, "attention_scaling", 1.0)
                 )
                 limit = _limit(name, module, key, prefix.rstrip("_") or None)
-                self._found.append(_Frequencies(name, key, values.float(), float(scaling), limit))
+                # A longer sequence overwrites the buffer; what holds up to the limit is in the copy.
+                stays = f"{prefix}original_inv_freq"
+                named = key if limit is None or not hasattr(module, stays) else stays
+                self._found.append(_Frequencies(name, named, values.float(), float(scaling), limit))
 
     def limits(self) -> list[int]:
         """Tokens up to which frequencies hold, of those that change."""

@@ -47,7 +47,7 @@ class ReferenceForward(Forward):
         self._embedding_norm = _norm(model, anatomy.embedding_norm, self._dtype)
         self._final_norm = _norm(model, anatomy.final_norm, self._dtype)
         self._head = _linear(model, anatomy.head)
-        self._rotations = _Rotations(model, anatomy, capacity)
+        self._rotations = _Rotations(model, anatomy)
         self._layers = [_LayerParts.of(model, layer, self._dtype) for layer in anatomy.layers]
         self._keys = [self._cache(layer.attention, device) for layer in anatomy.layers]
         self._values = [torch.zeros_like(keys) for keys in self._keys]
@@ -187,45 +187,55 @@ _Turns = dict[Rotary, tuple[Tensor, Tensor, Tensor]]
 
 
 class _Rotations:
-    """Tables of cosines and signed sines for every rotary embedding of a model.
+    """Cosines and signed sines of every rotary embedding of a model.
 
     A head x [D] becomes ``x * cosines + x[partner] * sines``: channels that are not rotated have a cosine
     of 1 and a sine of 0.
     """
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, capacity: int) -> None:
-        self._tables: _Turns = {}
+    def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
+        self._channels: dict[Rotary, _Channels] = {}
         for layer in anatomy.layers:
             rotary = layer.attention.rotary
-            if rotary is not None and rotary not in self._tables:
-                self._tables[rotary] = _rotation_tables(model, rotary, layer.attention.head_dim, capacity)
+            if rotary is not None and rotary not in self._channels:
+                self._channels[rotary] = _Channels.of(model, rotary, layer.attention.head_dim)
 
     def at(self, positions: Tensor) -> _Turns:
         """Cosines and sines [..., 1, D] at ``positions`` [...], and the partners [D]."""
-        return {
-            rotary: (cosines[positions].unsqueeze(-2), sines[positions].unsqueeze(-2), partner)
-            for rotary, (cosines, sines, partner) in self._tables.items()
-        }
+        wide = positions.float()[..., None, None]
+        return {rotary: channels.turn(wide) for rotary, channels in self._channels.items()}
 
 
-def _rotation_tables(
-    model: nn.Module, rotary: Rotary, head_dim: int, capacity: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    frequencies = model.get_submodule(rotary.module).get_buffer(rotary.frequencies).float()
-    half = rotary.channels // 2
-    channel = torch.arange(rotary.channels, device=frequencies.device)
-    if rotary.interleaved:
-        pair, second, other = channel // 2, channel % 2 == 1, channel ^ 1
-    else:
-        pair, second, other = channel % half, channel >= half, (channel + half) % rotary.channels
-    angles = torch.arange(capacity, device=frequencies.device).float()[:, None] * frequencies
-    shape = (capacity, head_dim)
-    cosines, sines = frequencies.new_ones(shape), frequencies.new_zeros(shape)
-    cosines[:, : rotary.channels] = angles.cos()[:, pair] * rotary.scaling
-    sines[:, : rotary.channels] = angles.sin()[:, pair] * torch.where(second, 1.0, -1.0) * rotary.scaling
-    partner = torch.arange(head_dim, device=frequencies.device)
-    partner[: rotary.channels] = other
-    return cosines, sines, partner
+@dataclass(frozen=True, eq=False)
+class _Channels:
+    """What each channel of a head has, [D]: radians a position, factors on cosine and sine, partner."""
+
+    frequencies: Tensor
+    cosine: Tensor
+    sine: Tensor
+    partner: Tensor
+
+    @classmethod
+    def of(cls, model: nn.Module, rotary: Rotary, head_dim: int) -> _Channels:
+        held = model.get_submodule(rotary.module).get_buffer(rotary.frequencies).float()
+        half, end = rotary.channels // 2, rotary.channels
+        channel = torch.arange(end, device=held.device)
+        if rotary.interleaved:
+            pair, second, other = channel // 2, channel % 2 == 1, channel ^ 1
+        else:
+            pair, second, other = channel % half, channel >= half, (channel + half) % end
+        frequencies, sine = held.new_zeros(head_dim), held.new_zeros(head_dim)
+        cosine = held.new_ones(head_dim)
+        partner = torch.arange(head_dim, device=held.device)
+        frequencies[:end] = held[pair]
+        cosine[:end] = rotary.scaling
+        sine[:end] = torch.where(second, rotary.scaling, -rotary.scaling)
+        partner[:end] = other
+        return cls(frequencies, cosine, sine, partner)
+
+    def turn(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        angles = positions * self.frequencies
+        return angles.cos() * self.cosine, angles.sin() * self.sine, self.partner
 
 
 @dataclass(frozen=True, eq=False)

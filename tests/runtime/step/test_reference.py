@@ -260,6 +260,21 @@ def test_the_refusal_names_the_part_and_is_found_once(monkeypatch: pytest.Monkey
     assert longer == "positions from 64 on are computed in another way, and 65 tokens are asked for"
 
 
+@pytest.mark.parametrize("name", ["llama-dynamic-rope", "phi-3-longrope"])
+def test_a_longer_sequence_in_transformers_leaves_our_frequencies(name: str) -> None:
+    model, anatomy = recognised(name)
+    with torch.no_grad():
+        model(input_ids=torch.ones(1, 200, dtype=torch.int64), use_cache=False)
+    forward = ReferenceForward(model, anatomy, batch=1, capacity=16)
+    ids = torch.arange(3, 15)[None]
+    found = forward.prefill(ids, torch.tensor([12], dtype=torch.int32))
+    with torch.no_grad():
+        # A short sequence brings the short frequencies back.
+        expected = model(input_ids=ids, use_cache=False).logits[:, -1]
+    # float32, three layers of some 20 roundings of 2^-24 each.
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
+
+
 def test_the_comparison_leaves_the_model_as_it_was() -> None:
     model, anatomy = recognised("gemma-2")
     before = model.config._attn_implementation
