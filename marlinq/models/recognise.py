@@ -8,6 +8,8 @@ ends recognition with the part and the reason; so do all parameters that nothing
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Sequence
 
 import torch
@@ -46,14 +48,19 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
         norms = _find_norms(model)
         for name, block in zip(names, blocks, strict=True):
             _check_parameters(name, block, norms)
+        rotary = RotaryModules(model)
+        far = _far(model, rotary)
         try:
-            recording = record(model, blocks, {name: norm.width for name, norm in norms.items()})
+            anatomy = _anatomy(model, names, norms, rotary, 0)
+            if far is not None and anatomy != _anatomy(model, names, norms, rotary, far):
+                reason = f"its forward pass is another one at position {far} than at 0"
+                raise Refusal(type(model).__name__, reason)
         except _FORWARD_ERRORS as error:
             first_line = (str(error).splitlines() or [type(error).__name__])[0][:120]
             raise Refusal(
                 type(model).__name__, f"its forward pass can't be recorded ({first_line})"
             ) from error
-        return _explain(model, names, recording, norms)
+        return anatomy
     except Refusal as refusal:
         return Unrecognised(refusal.part, refusal.reason)
 
@@ -85,34 +92,52 @@ def _declared_width(module: nn.Module) -> int:
 
 
 def _check_parameters(name: str, block: nn.Module, norms: dict[str, Norm]) -> None:
+    """Refuses a block with parameters of no known use; the largest of them names the part."""
+    strange: dict[str, tuple[int, ...]] = {}
     for inner, module in block.named_modules():
         full = f"{name}.{inner}" if inner else name
-        if is_linear(module) or full in norms:
-            continue
-        for key, parameter in module.named_parameters(recurse=False):
-            shape = list(parameter.shape)
-            guess = " (experts?)" if len(shape) == 3 and "conv" not in full else ""
-            raise Refusal(
-                f"{full}.{key}",
-                f"a parameter of shape {shape}{guess} of no linear and no known norm",
-            )
+        if not is_linear(module) and full not in norms:
+            parameters = module.named_parameters(recurse=False)
+            strange |= {f"{full}.{key}": tuple(value.shape) for key, value in parameters}
+    if strange:
+        part, shape = max(strange.items(), key=lambda item: math.prod(item[1]))
+        raise Refusal(part, f"a parameter of shape {list(shape)} that belongs to no linear and no known norm")
 
 
-def _explain(
-    model: PreTrainedModel, names: Sequence[str], recording: Recording, norms: dict[str, Norm]
+def _far(model: PreTrainedModel, rotary: RotaryModules) -> int | None:
+    """The last position at which the model is recorded; None where it takes no positions.
+
+    Some models scale queries by a function of the position that begins at thousands of tokens.
+    """
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return None
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
+    return max(0, min([int(longest), *rotary.limits()]) - TOKENS) or None
+
+
+def _anatomy(
+    model: PreTrainedModel,
+    names: Sequence[str],
+    norms: dict[str, Norm],
+    rotary: RotaryModules,
+    start: int,
 ) -> Anatomy:
+    """What one recording says, of tokens from position ``start`` on."""
+    blocks = [model.get_submodule(name) for name in names]
+    recording = record(model, blocks, {name: norm.width for name, norm in norms.items()}, start)
     if len(recording.outputs) != len(names):
         raise Refusal(names[len(recording.outputs)], "does not run in a forward pass")
     before, after = _outside(recording.calls)
     entry = _Entry(before, recording, norms)
-    rotary = RotaryModules(model, names)
     layers = []
     for index, name in enumerate(names):
         entered = recording.inputs[index]
         if index and not torch.equal(entered, recording.outputs[index - 1]):
             raise Refusal(name, "does not get the hidden states of the block before it as they are")
         calls = [call for call in recording.calls if call.block == index]
-        layers.append(_Block(name, calls, norms, rotary, entered, recording.outputs[index]).layer())
+        layers.append(
+            _Block(name, calls, norms, rotary, entered, recording.outputs[index]).layer(recording.positions)
+        )
     final_norm, head, scale, softcap = _exit(model, after, recording, norms)
     return Anatomy(
         embedding=entry.embedding,
@@ -164,7 +189,7 @@ class _Entry:
             entered = normalised[0].input
         if len(lookups) == 2:
             self.positions = lookups[1].name
-            shift = lookups[1].input.flatten() - torch.arange(TOKENS)
+            shift = lookups[1].input.flatten() - recording.positions
             self.offset = int(shift[0])
             if shift.numel() != TOKENS or bool((shift != self.offset).any()) or self.offset < 0:
                 raise Refusal(self.positions, "is not looked up at the positions of the tokens")
@@ -223,7 +248,7 @@ class _Block:
         self.left = left
         self.unexplained = list(calls)
 
-    def layer(self) -> Layer:
+    def layer(self, positions: Tensor) -> Layer:
         attended = [call for call in self.calls if isinstance(call, AttentionCall)]
         if len(attended) != 1:
             raise Refusal(
@@ -234,7 +259,7 @@ class _Block:
             )
         place = self.calls.index(attended[0])
         attention, used, attention_input, output = attention_part(
-            attended[0], self.calls[:place], self.calls[place + 1 :], self.norms, self.rotary
+            attended[0], self.calls[:place], self.calls[place + 1 :], self.norms, self.rotary.at(positions)
         )
         for call in (attended[0], *used):
             self.unexplained.remove(call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from itertools import permutations, product
 
@@ -31,8 +31,9 @@ class _Frequencies:
 class RotaryModules:
     """Every buffer outside the blocks and inside them that may hold rotary frequencies."""
 
-    def __init__(self, model: PreTrainedModel, blocks: Sequence[str]) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self._found: list[_Frequencies] = []
+        self._positions = torch.arange(TOKENS)
         for name, module in model.named_modules():
             for key, values in module.named_buffers(recurse=False):
                 # transformers keeps a second copy of what a longer sequence replaces.
@@ -45,6 +46,16 @@ class RotaryModules:
                 limit = _limit(name, module, key, prefix.rstrip("_") or None)
                 self._found.append(_Frequencies(name, key, values.float(), float(scaling), limit))
 
+    def limits(self) -> list[int]:
+        """Tokens up to which frequencies hold, of those that change."""
+        return [found.limit for found in self._found if found.limit is not None]
+
+    def at(self, positions: Tensor) -> RotaryModules:
+        """These modules, asked about tokens at ``positions`` [T]."""
+        moved = copy(self)
+        moved._positions = positions
+        return moved
+
     def explain(self, found: Tensor, base: Tensor) -> tuple[Rotary | None, float] | None:
         """How ``found`` [1, heads, T, D] is made from ``base``: a rotation or none, and a factor.
 
@@ -53,14 +64,17 @@ class RotaryModules:
         plain = factor(found, base)
         if plain is not None:
             return None, plain
-        positions = torch.arange(TOKENS)
         for candidate in self._found:
             channels = 2 * len(candidate.values)
             if channels > base.shape[-1]:
                 continue
             for interleaved in (False, True):
                 turned = rotate(
-                    base, candidate.values, positions, interleaved=interleaved, scaling=candidate.scaling
+                    base,
+                    candidate.values,
+                    self._positions,
+                    interleaved=interleaved,
+                    scaling=candidate.scaling,
                 )
                 scale = factor(found, turned)
                 if scale is not None:
@@ -104,11 +118,11 @@ def _integers(values: Mapping[str, object]) -> Iterator[int]:
 
 def _changes(module: nn.Module, key: str, layer_type: str | None, length: int) -> bool:
     """Whether a sequence of ``length`` tokens changes the buffer ``key``."""
-    copy = deepcopy(module)
-    before = copy.get_buffer(key).clone()
+    probe = deepcopy(module)
+    before = probe.get_buffer(key).clone()
     told = {} if layer_type is None else {"layer_type": layer_type}
-    copy(torch.zeros(1, 1, 1), torch.tensor([[length - 1]]), **told)
-    after = copy.get_buffer(key)
+    probe(torch.zeros(1, 1, 1), torch.tensor([[length - 1]]), **told)
+    after = probe.get_buffer(key)
     return before.shape != after.shape or not torch.equal(before, after)
 
 

@@ -7,6 +7,7 @@ tells the factor, the activation or the rotation on the way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,12 +21,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from marlinq.models.blueprint import is_linear
 
-TOKENS = 6
+TOKENS = 4
 """Positions of the recorded pass: enough to tell rotations apart, few enough to be cheap."""
 
 _IMPLEMENTATION = "marlinq_recording"
 # Ten times a usual activation: a clamp on the way is met, and two activation functions differ visibly.
 _SIZE = 10.0
+_POOL = 1 << 20
+# A prime: starts in the pool repeat after as many calls as it has places.
+_STRIDE = 7_919
 # Keyword arguments of attention that change nothing here.
 _HARMLESS = {
     "dropout",
@@ -97,56 +101,68 @@ class Recording:
 
     Attributes:
         ids: the token ids, int64 [1, T].
+        positions: of the tokens, int64 [T].
         calls: in order.
         inputs, outputs: of every block, [1, T, hidden].
         logits: [1, T, vocabulary].
     """
 
     ids: Tensor
+    positions: Tensor
     calls: list[Call] = field(default_factory=list)
     inputs: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
-def record(model: PreTrainedModel, blocks: list[nn.Module], norms: Mapping[str, int]) -> Recording:
+def record(
+    model: PreTrainedModel, blocks: list[nn.Module], norms: Mapping[str, int], start: int = 0
+) -> Recording:
     """Runs ``model`` once, as described above, and leaves it as it was.
 
     Args:
         model: its parameters may be on the meta device; its buffers are on the CPU.
         blocks: the decoder blocks in order.
         norms: full names of the modules that normalise -> channels.
+        start: position of the first token; the model takes ``position_ids`` where it is not 0.
 
     Raises:
         Refusal: a parameter is used in another way, or attention is computed in another way.
     """
-    recorder = _Recorder(model, blocks)
+    recorder = _Recorder(model, blocks, start)
+    positions = {"position_ids": recorder.recording.positions[None]} if start else {}
     with ExitStack() as stack:
         stack.enter_context(recorder.stubs(norms))
         stack.enter_context(recorder.attention())
         stack.enter_context(recorder.watched_blocks())
         stack.enter_context(_Parameters(recorder))
         stack.enter_context(torch.no_grad())
-        output = model(input_ids=recorder.recording.ids, use_cache=False)
+        output = model(input_ids=recorder.recording.ids, use_cache=False, **positions)
     recorder.recording.logits = output.logits.float()
     return recorder.recording
 
 
 class _Recorder:
-    def __init__(self, model: PreTrainedModel, blocks: list[nn.Module]) -> None:
+    def __init__(self, model: PreTrainedModel, blocks: list[nn.Module], start: int) -> None:
         self.model = model
         self.blocks = blocks
         self.names = {id(module): name for name, module in model.named_modules()}
         self.parameters = {id(value): name for name, value in model.named_parameters()}
-        self.recording = Recording(torch.arange(3, 3 + TOKENS)[None])
-        self._generator = torch.Generator().manual_seed(17)
+        self.recording = Recording(torch.arange(3, 3 + TOKENS)[None], torch.arange(start, start + TOKENS))
+        generator = torch.Generator().manual_seed(17)
+        # Numbers that bfloat16 holds, so that a cast on the way does not change them.
+        self._numbers = (_SIZE * torch.randn(_POOL, generator=generator)).bfloat16().float()
+        self._start = 0
         self._block = -1
         self._masks: list[MaskFunction] = []
 
     def random(self, shape: tuple[int, ...]) -> Tensor:
-        """Numbers that bfloat16 holds, so that a cast on the way does not change them."""
-        numbers = _SIZE * torch.randn(shape, generator=self._generator)
-        return numbers.bfloat16().float()
+        """Part of the pool, from another place each time: no two calls return the same numbers in order."""
+        count = math.prod(shape)
+        if count > _POOL:
+            self._numbers = self._numbers.repeat(-(-count // len(self._numbers)))
+        self._start = (self._start + _STRIDE) % (len(self._numbers) - count + 1)
+        return self._numbers[self._start : self._start + count].reshape(shape).clone()
 
     def call(self, kind: Any, name: str, x: Tensor, width: int) -> Tensor:
         output = self.random((*x.shape, width) if kind == "embedding" else (*x.shape[:-1], width))
