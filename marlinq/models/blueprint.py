@@ -203,17 +203,21 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, Conv1D))
 
 
+def linear_shape(module: nn.Module) -> tuple[int, int]:
+    """K and N of a module that :func:`is_linear`."""
+    rows, columns = module.get_parameter("weight").shape
+    return (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
+
+
 def _projection(name: str, module: nn.Module) -> Projection:
-    weight = module.get_parameter("weight")
-    transposed = isinstance(module, Conv1D)
-    in_features, out_features = weight.shape if transposed else reversed(weight.shape)
+    in_features, out_features = linear_shape(module)
     return Projection(
         name=name,
         parameter=f"{name}.weight",
         in_features=in_features,
         out_features=out_features,
         bias=getattr(module, "bias", None) is not None,
-        transposed=transposed,
+        transposed=isinstance(module, Conv1D),
     )
 
 

@@ -29,12 +29,14 @@ class _Frequencies:
 
 
 class RotaryModules:
-    """Every buffer outside the blocks and inside them that may hold rotary frequencies."""
+    """Every buffer that may hold rotary frequencies: those of modules that hold nothing else."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._found: list[_Frequencies] = []
         self._positions = torch.arange(TOKENS)
         for name, module in model.named_modules():
+            if any(True for _ in module.children()) or any(True for _ in module.parameters()):
+                continue
             for key, values in module.named_buffers(recurse=False):
                 # transformers keeps a second copy of what a longer sequence replaces.
                 if values.dim() != 1 or not values.is_floating_point() or "original" in key:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from marlinq.models.blueprint import is_linear
+from marlinq.models.blueprint import is_linear, linear_shape
 
 TOKENS = 4
 """Positions of the recorded pass: enough to tell rotations apart, few enough to be cheap."""
@@ -179,10 +179,9 @@ class _Recorder:
         try:
             for name, module in self.model.named_modules():
                 if is_linear(module):
-                    width = int(getattr(module, "out_features", None) or module.nf)
-                    module.forward = self._stub("linear", name, width)
+                    module.forward = self._stub("linear", name, *linear_shape(module))
                 elif name in norms:
-                    module.forward = self._stub("norm", name, None)
+                    module.forward = self._stub("norm", name, norms[name], norms[name])
                 else:
                     continue
                 replaced.append(module)
@@ -191,11 +190,13 @@ class _Recorder:
             for module in replaced:
                 del module.forward
 
-    def _stub(self, kind: str, name: str, width: int | None) -> Callable[..., Tensor]:
+    def _stub(self, kind: str, name: str, given: int, width: int) -> Callable[..., Tensor]:
         def stub(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if x.shape[-1] != given:
+                raise Refusal(name, f"reads {x.shape[-1]} channels and has weights for {given}")
             if args or any(value is not None for value in kwargs.values()):
                 raise Refusal(name, "is called with more than its input")
-            return self.call(kind, name, x, x.shape[-1] if width is None else width)
+            return self.call(kind, name, x, width)
 
         return stub
 

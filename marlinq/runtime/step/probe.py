@@ -1,0 +1,224 @@
+"""Is a forward of ours the model's own? Random tokens through both, compared layer by layer.
+
+Recognition explains every value of a recorded pass, but nothing runs on its word alone: before a model's
+first use, prompts of different length and a few steps go through our forward and through transformers'.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from marlinq.models.anatomy import Anatomy, Unrecognised
+from marlinq.runtime.step.forward import Forward
+
+PROBE_LENGTHS = (11, 4)
+"""Tokens of the prompts of a probe: of different length, none of one token."""
+PROBE_STEPS = 3
+
+Build = Callable[[int, int], Forward]
+"""Makes the forward to be checked, of a batch and a capacity."""
+
+# A value that is rounded to a dtype is wrong by 0.2 eps (root of the mean square). In a layer some twelve
+# values on the way are rounded, by both sides, which makes 0.2 * sqrt(24) = 1 eps, and independent layers add
+# like roots. Three times that is allowed. Only where the dtype is float32 are the sums of products rounded in
+# it as well; there it is four times as much.
+_ALLOWED = 3.0
+_ALLOWED_FLOAT32 = 12.0
+
+_results: dict[tuple[object, ...], str | None] = {}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two forwards are apart behind one layer.
+
+    Attributes:
+        layer: its index; the number of layers stands for the logits.
+        name: the block's full name, or ``logits``.
+        found: relative distance of a token's vector, root of the mean square over all tokens.
+        allowed: by rounding.
+    """
+
+    layer: int
+    name: str
+    found: float
+    allowed: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether rounding explains it; NaN never does."""
+        return self.found <= self.allowed
+
+    def reason(self) -> str:
+        """What is off, as one clause."""
+        return (
+            f"{self.name} differs from transformers' by {self.found:.2g}, where rounding explains "
+            f"{self.allowed:.2g}"
+        )
+
+
+def own_forward_refusal(
+    model: PreTrainedModel, found: Anatomy | Unrecognised, build: Build, *, executor: str, capacity: int
+) -> str | None:
+    """Why ``model`` runs through transformers' forward instead of ours, or None when ours may be used.
+
+    The comparison is made once in a process for each executor, architecture, config, dtype and device.
+
+    Args:
+        model: with its weights, on its device.
+        found: what recognition said.
+        build: makes the forward in question.
+        executor: its name, for the cache of results.
+        capacity: tokens that a sequence will hold at most.
+    """
+    if isinstance(found, Unrecognised):
+        return f"{found.part}: {found.reason}"
+    limit = capacity_limit(model, found)
+    if limit is not None and capacity > limit:
+        return f"positions from {limit} on are computed in another way, and {capacity} tokens are asked for"
+    linears = frozenset(type(module).__name__ for module in model.modules())
+    key = (executor, type(model).__name__, model.config.to_json_string(), model.dtype, model.device, linears)
+    if key not in _results:
+        wrong = next((each for each in compare(model, found, build) if not each.holds), None)
+        _results[key] = None if wrong is None else wrong.reason()
+    return _results[key]
+
+
+def capacity_limit(model: nn.Module, anatomy: Anatomy) -> int | None:
+    """Tokens of a sequence that the anatomy is right for; None for any number."""
+    limits = [layer.attention.rotary.limit for layer in anatomy.layers if layer.attention.rotary is not None]
+    if anatomy.positions is not None:
+        table = model.get_submodule(anatomy.positions).get_parameter("weight")
+        limits.append(table.shape[0] - anatomy.positions_offset)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+@torch.no_grad()
+def compare(
+    model: PreTrainedModel,
+    anatomy: Anatomy,
+    build: Build,
+    *,
+    lengths: Sequence[int] = PROBE_LENGTHS,
+    steps: int = PROBE_STEPS,
+    seed: int = 0,
+) -> list[Difference]:
+    """The distance behind every layer that the forward lets observe, then that of the logits.
+
+    Transformers computes each row on its own, without padding and without a cache, with its ``eager``
+    attention: the others leave out soft caps.
+
+    Args:
+        model: with its weights, on its device.
+        anatomy: names its blocks.
+        build: makes the forward in question; it gets random prompts of ``lengths`` and ``steps`` tokens more.
+        lengths, steps, seed: as above.
+    """
+    layers = len(anatomy.layers)
+    vocabulary = model.get_submodule(anatomy.embedding).get_parameter("weight").shape[0]
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(lengths), max(lengths) + steps)
+    ids = torch.randint(vocabulary, shape, generator=generator).to(model.device)
+    forward = build(len(lengths), shape[1])
+    ours = _ours(forward, layers, ids, lengths, steps)
+    squares: dict[int, list[Tensor]] = {}
+    for row, length in enumerate(lengths):
+        theirs = _theirs(model, anatomy, ids[row : row + 1, : length + steps], length)
+        for index, expected in theirs.items():
+            found = ours.get(index)
+            if found is None:
+                continue
+            both = found[row].double(), expected.double()
+            squares.setdefault(index, []).append(_relative(*both).square())
+    eps = torch.finfo(model.dtype).eps
+    allowed = eps * (_ALLOWED_FLOAT32 if model.dtype == torch.float32 else _ALLOWED)
+    names = [*(layer.name for layer in anatomy.layers), "logits"]
+    return [
+        Difference(
+            layer=index,
+            name=names[index],
+            found=float(torch.cat(found).mean().sqrt()),
+            allowed=allowed * math.sqrt(index + 1 + (index == layers)),
+        )
+        for index, found in sorted(squares.items())
+    ]
+
+
+def _relative(found: Tensor, expected: Tensor) -> Tensor:
+    """Of each token [T, width]."""
+    norms = torch.linalg.vector_norm(expected, dim=-1).clamp_min(1e-30)
+    distances: Tensor = torch.linalg.vector_norm(found - expected, dim=-1)
+    relative: Tensor = distances / norms
+    return relative
+
+
+def _ours(
+    forward: Forward, layers: int, ids: Tensor, lengths: Sequence[int], steps: int
+) -> dict[int, list[Tensor]]:
+    """Index of a layer -> for each row its hidden states [tokens, hidden]; behind the layers the logits."""
+    rows = range(len(lengths))
+    seen: dict[int, list[list[Tensor]]] = {}
+
+    def observe(valid: Sequence[int]) -> Callable[[int, Tensor], None]:
+        def keep(index: int, x: Tensor) -> None:
+            for row in rows:
+                seen.setdefault(index, [[] for _ in rows])[row].append(x[row, : valid[row]].clone())
+
+        return keep
+
+    forward.observe = observe(lengths)
+    prompts = ids[:, : max(lengths)]
+    logits = [forward.prefill(prompts, torch.tensor(lengths, dtype=torch.int32)).clone()]
+    forward.observe = observe([1] * len(lengths))
+    for step in range(steps):
+        places = torch.tensor([length + step for length in lengths], device=ids.device)
+        logits.append(forward.step(ids.gather(1, places[:, None])[:, 0]).clone())
+    forward.observe = None
+    result = {index: [torch.cat(parts) for parts in by_row] for index, by_row in seen.items()}
+    result[layers] = [torch.stack([each[row] for each in logits]) for row in rows]
+    return result
+
+
+def _theirs(model: PreTrainedModel, anatomy: Anatomy, ids: Tensor, length: int) -> dict[int, Tensor]:
+    """The same of one row [1, tokens] from transformers."""
+    seen: dict[int, Tensor] = {}
+
+    def hook(index: int) -> Callable[..., None]:
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            seen[index] = (output if isinstance(output, Tensor) else output[0])[0].clone()
+
+        return keep
+
+    handles = [
+        model.get_submodule(layer.name).register_forward_hook(hook(index))
+        for index, layer in enumerate(anatomy.layers)
+    ]
+    try:
+        with eager_attention(model):
+            logits = model(input_ids=ids, use_cache=False).logits[0]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {**seen, len(anatomy.layers): logits[length - 1 :]}
+
+
+@contextmanager
+def eager_attention(model: PreTrainedModel) -> Iterator[None]:
+    """The model computes attention as its own code spells it out."""
+    owners = [module.config for module in model.modules() if hasattr(module, "config")]
+    before = {id(config): (config, config._attn_implementation) for config in owners}
+    try:
+        for config, _ in before.values():
+            config._attn_implementation = "eager"
+        yield
+    finally:
+        for config, implementation in before.values():
+            config._attn_implementation = implementation

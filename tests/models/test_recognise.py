@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from marlinq.models import build_blueprint
+from marlinq.models.anatomy import Anatomy, Unrecognised
+from marlinq.models.blueprint import _decoder_blocks
+from marlinq.models.candidates import norm_formula
+from marlinq.models.recognise import recognise
+from tests.testing.decoders import KNOWN, UNKNOWN, WINDOW, Decoder, random_decoder
+
+
+def anatomy_of(name: str, **changes: Any) -> Anatomy:
+    known = KNOWN[name]
+    model = random_decoder(Decoder(known.model_type, {**known.config, **changes}))
+    found = recognise(model, _decoder_blocks(model, name)[0])
+    assert isinstance(found, Anatomy), found
+    return found
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_architectures_are_recognised_without_weights(name: str) -> None:
+    known = KNOWN[name]
+    config = {**known.config, "model_type": known.model_type}
+    blueprint = build_blueprint(config, source=name)
+    model = blueprint.build()
+    found = recognise(model, blueprint.blocks_name)
+    assert isinstance(found, Anatomy), found
+    assert [layer.name for layer in found.layers] == [block.name for block in blueprint.blocks]
+    # Every projection has a place, and no other module is named.
+    for layer, block in zip(found.layers, blueprint.blocks, strict=True):
+        named = {
+            *layer.attention.qkv.modules,
+            layer.attention.output,
+            *layer.mlp.inputs.modules,
+            layer.mlp.down,
+        }
+        assert named == {projection.name for projection in block.projections}
+    # The model is as it was.
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+    assert model.config._attn_implementation != "marlinq_recording"
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_other_architectures_are_refused_with_the_part(name: str) -> None:
+    decoder, part, reason = UNKNOWN[name]
+    model = random_decoder(decoder)
+    found = recognise(model, _decoder_blocks(model, name)[0])
+    assert isinstance(found, Unrecognised)
+    assert re.search(part, found.part), found
+    assert reason in found.reason, found
+
+
+def test_windows_are_those_of_the_layers() -> None:
+    assert [layer.attention.window for layer in anatomy_of("mistral").layers] == [WINDOW] * 3
+    assert [layer.attention.window for layer in anatomy_of("qwen2").layers] == [None, WINDOW, WINDOW]
+    assert [layer.attention.window for layer in anatomy_of("gemma-3").layers] == [WINDOW] * 5 + [None]
+    assert [layer.attention.window for layer in anatomy_of("cohere-2").layers] == [WINDOW] * 3 + [None]
+
+
+def test_rotations_are_those_of_the_layers() -> None:
+    found = [layer.attention.rotary for layer in anatomy_of("gemma-3").layers]
+    assert {rotary.frequencies for rotary in found[:5] if rotary} == {"sliding_attention_inv_freq"}
+    assert found[5] is not None
+    assert found[5].frequencies == "full_attention_inv_freq"
+    assert [layer.attention.rotary is None for layer in anatomy_of("smollm-3").layers] == [0, 0, 0, 1, 0]
+    assert [layer.attention.rotary is None for layer in anatomy_of("cohere-2").layers] == [0, 0, 0, 1]
+    partial = anatomy_of("phi-3").layers[0].attention.rotary
+    assert partial is not None
+    assert (partial.channels, partial.interleaved) == (8, False)
+    glm = anatomy_of("glm").layers[0].attention.rotary
+    assert glm is not None
+    assert (glm.channels, glm.interleaved) == (12, True)
+    yarn = anatomy_of("llama-yarn").layers[0].attention.rotary
+    assert yarn is not None
+    assert yarn.scaling == pytest.approx(0.1 * torch.log(torch.tensor(4.0)).item() + 1)
+    limits = {
+        name: rotary.limit
+        for name in ("llama-dynamic-rope", "phi-3-longrope", "llama-yarn")
+        if (rotary := anatomy_of(name).layers[0].attention.rotary) is not None
+    }
+    assert limits == {"llama-dynamic-rope": 128, "phi-3-longrope": 64, "llama-yarn": None}
+
+
+def test_scales_and_caps() -> None:
+    granite = anatomy_of("granite")
+    assert (granite.embedding_scale, granite.logit_scale) == (12.0, 0.125)
+    assert {layer.residual_scale for layer in granite.layers} == {0.22}
+    assert {layer.attention.scale for layer in granite.layers} == {0.1}
+    gemma = anatomy_of("gemma-2")
+    assert (gemma.embedding_scale, gemma.logit_softcap) == (8.0, 3.0)
+    assert {layer.attention.softcap for layer in gemma.layers} == {2.0}
+    assert gemma.layers[0].attention.scale == pytest.approx(20**-0.5)
+    assert anatomy_of("cohere").logit_scale == 0.0625
+    # OPT scales its queries before attention, not in it.
+    assert anatomy_of("opt").layers[0].attention.scale == pytest.approx(16**-0.5)
+
+
+def test_norms_of_queries_are_over_a_head_or_over_all() -> None:
+    for name, width in (("qwen3", 24), ("gemma-3", 24), ("olmo-2", 64)):
+        norm = anatomy_of(name).layers[1].attention.query_norm
+        assert norm is not None
+        assert norm.width == width
+
+
+def test_blocks_are_parallel_or_have_norms_behind_them() -> None:
+    assert {name for name in KNOWN if anatomy_of(name).layers[0].parallel} == {
+        "phi",
+        "cohere",
+        "cohere-2",
+        "stablelm-parallel",
+        "gpt-neox",
+    }
+    phi = anatomy_of("phi").layers[0]
+    assert phi.mlp_norm == phi.attention_norm
+    neox = anatomy_of("gpt-neox").layers[0]
+    assert neox.mlp_norm != neox.attention_norm
+    assert neox.attention.qkv.turns == neox.attention.heads
+    olmo = anatomy_of("olmo-2").layers[0]
+    assert olmo.attention_norm is None
+    assert olmo.post_attention_norm is not None
+    gemma = anatomy_of("gemma-2").layers[0]
+    assert None not in (gemma.attention_norm, gemma.post_attention_norm, gemma.mlp_norm, gemma.post_mlp_norm)
+
+
+def test_positions_that_are_learned() -> None:
+    opt = anatomy_of("opt")
+    assert (opt.positions, opt.positions_offset) == ("model.decoder.embed_positions", 2)
+    gpt2 = anatomy_of("gpt-2")
+    assert (gpt2.positions, gpt2.positions_offset) == ("transformer.wpe", 0)
+
+
+def test_the_activation_is_the_one_that_is_computed() -> None:
+    for activation, expected in (("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("relu2", "relu2")):
+        assert anatomy_of("llama", hidden_act=activation).layers[0].mlp.activation == expected
+    model = random_decoder(KNOWN["llama"])
+    model.model.layers[1].mlp.act_fn = nn.Softplus()
+    found = recognise(model, "model.layers")
+    assert found == Unrecognised(
+        "model.layers.1.mlp.down_proj",
+        "reads no known activation of model.layers.1.mlp.gate_proj and model.layers.1.mlp.up_proj",
+    )
+
+
+def _wrapped(block: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    forward = block.forward
+    block.forward = lambda *args, **kwargs: change(forward(*args, **kwargs))
+
+
+def test_what_a_block_adds_on_its_own_is_noticed() -> None:
+    model = random_decoder(KNOWN["llama"])
+    _wrapped(model.model.layers[1], lambda x: x + 1e-3)
+    found = recognise(model, "model.layers")
+    assert isinstance(found, Unrecognised)
+    assert found.part == "model.layers.1"
+    assert "residual stream" in found.reason
+
+
+def test_a_linear_that_nobody_expects_is_named() -> None:
+    model = random_decoder(KNOWN["llama"])
+    mlp = model.model.layers[2].mlp
+    mlp.extra = nn.Linear(64, 64, bias=False)
+    mlp.forward = lambda x: mlp.extra(mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)))
+    found = recognise(model, "model.layers")
+    assert isinstance(found, Unrecognised)
+    assert found.part == "model.layers.2.mlp.extra"
+
+
+class _Norm(nn.Module):
+    def __init__(self, eps: float, offset: float, narrow_first: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(48))
+        self.some_number = eps
+        self.offset, self.narrow_first = offset, narrow_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.some_number)
+        if self.narrow_first:
+            return (self.weight + self.offset) * wide.to(x.dtype)
+        return ((self.weight.float() + self.offset) * wide).to(x.dtype)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-5, 3e-8])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("narrow_first", [True, False])
+def test_a_norm_is_what_it_computes(eps: float, offset: float, narrow_first: bool) -> None:
+    found = norm_formula(_Norm(eps, offset, narrow_first), 48)
+    assert found is not None
+    assert (found.kind, found.eps, found.offset) == ("rms", eps, offset)
+    assert found.narrow_first is narrow_first
+
+
+def test_other_modules_are_no_norms() -> None:
+    layer = norm_formula(nn.LayerNorm(48, eps=1e-3), 48)
+    assert layer is not None
+    assert (layer.kind, layer.eps) == ("layer", 1e-3)
+    for module in (
+        nn.SiLU(),
+        nn.Identity(),
+        nn.Dropout(),
+        nn.Softmax(-1),
+        nn.GroupNorm(4, 48),
+        _Norm(0.5, 0, True),
+    ):
+        assert norm_formula(module, 48) is None

@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from marlinq.models.anatomy import Anatomy, Layer, Norm, Unrecognised
+from marlinq.models.blueprint import _decoder_blocks
+from marlinq.models.recognise import recognise
+from marlinq.runtime.step import probe
+from marlinq.runtime.step.forward import Forward
+from marlinq.runtime.step.probe import capacity_limit, compare, own_forward_refusal
+from marlinq.runtime.step.reference import ReferenceForward
+from tests.testing.decoders import KNOWN, UNKNOWN, WINDOW, random_decoder
+
+# Prompts shorter and longer than the window, and steps across its edge.
+LENGTHS = (WINDOW + 11, 3, WINDOW, 1)
+STEPS = WINDOW + 3
+
+
+def recognised(name: str, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Anatomy]:
+    model = random_decoder(KNOWN[name], dtype=dtype)
+    found = recognise(model, _decoder_blocks(model, name)[0])
+    assert isinstance(found, Anatomy), found
+    return model, found
+
+
+def reference(model: PreTrainedModel, anatomy: Anatomy) -> Callable[[int, int], Forward]:
+    return lambda batch, capacity: ReferenceForward(model, anatomy, batch=batch, capacity=capacity)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_every_layer_equals_transformers(name: str) -> None:
+    model, anatomy = recognised(name)
+    found = compare(model, anatomy, reference(model, anatomy), lengths=LENGTHS, steps=STEPS)
+    assert len(found) == len(anatomy.layers) + 1
+    assert all(each.holds for each in found), found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma-2", "cohere", "gpt-neox", "opt", "granite"])
+def test_narrow_dtypes_differ_by_rounding(name: str, dtype: torch.dtype) -> None:
+    model, anatomy = recognised(name, dtype)
+    found = compare(model, anatomy, reference(model, anatomy), lengths=LENGTHS, steps=STEPS)
+    assert all(each.holds for each in found), found
+
+
+def with_layer(anatomy: Anatomy, index: int, change: Callable[[Layer], Layer]) -> Anatomy:
+    layers = list(anatomy.layers)
+    layers[index] = change(layers[index])
+    return replace(anatomy, layers=tuple(layers))
+
+
+def in_attention(change: Callable[[Any], Any]) -> Callable[[Layer], Layer]:
+    return lambda layer: replace(layer, attention=change(layer.attention))
+
+
+def in_norm(key: str, **changes: Any) -> Callable[[Layer], Layer]:
+    def change(layer: Layer) -> Layer:
+        norm = getattr(layer, key)
+        assert isinstance(norm, Norm)
+        return replace(layer, **{key: replace(norm, **changes)})
+
+    return change
+
+
+def in_rotary(**changes: Any) -> Callable[[Layer], Layer]:
+    return in_attention(lambda a: replace(a, rotary=replace(a.rotary, **changes)))
+
+
+FAULTS: dict[str, tuple[str, Callable[[Layer], Layer]]] = {
+    "eps": ("llama", in_norm("attention_norm", eps=1e-4)),
+    "offset": ("gemma-2", in_norm("post_mlp_norm", offset=0.0)),
+    "kind of norm": ("starcoder-2", in_norm("mlp_norm", kind="rms")),
+    "norm left out": ("olmo-2", lambda layer: replace(layer, post_attention_norm=None)),
+    "scale": ("llama", in_attention(lambda a: replace(a, scale=a.scale * 1.001))),
+    "window one longer": ("mistral", in_attention(lambda a: replace(a, window=WINDOW + 1))),
+    "window one shorter": ("mistral", in_attention(lambda a: replace(a, window=WINDOW - 1))),
+    "no window": ("mistral", in_attention(lambda a: replace(a, window=None))),
+    "soft cap": ("gemma-2", in_attention(lambda a: replace(a, softcap=2.01))),
+    "no soft cap": ("gemma-2", in_attention(lambda a: replace(a, softcap=None))),
+    "no query norm": ("qwen3", in_attention(lambda a: replace(a, query_norm=None))),
+    "pairs": ("llama", in_rotary(interleaved=True)),
+    "channels of other frequencies": ("gemma-3", in_rotary(frequencies="full_attention_inv_freq")),
+    "scaling": ("llama-yarn", in_rotary(scaling=1.0)),
+    "no rotation": ("llama", in_attention(lambda a: replace(a, rotary=None))),
+    "residual scale": ("granite", lambda layer: replace(layer, residual_scale=0.2201)),
+    "parallel": ("llama", lambda layer: replace(layer, parallel=True)),
+    "shared norm": ("gpt-neox", lambda layer: replace(layer, mlp_norm=layer.attention_norm)),
+    "activation": ("gemma", lambda layer: replace(layer, mlp=replace(layer.mlp, activation="gelu"))),
+    "turns": ("gpt-neox", in_attention(lambda a: replace(a, qkv=replace(a.qkv, turns=1)))),
+    "gate and up": (
+        "llama",
+        lambda layer: replace(
+            layer,
+            mlp=replace(layer.mlp, inputs=replace(layer.mlp.inputs, modules=layer.mlp.inputs.modules[::-1])),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found_in_its_layer(fault: str) -> None:
+    name, change = FAULTS[fault]
+    model, anatomy = recognised(name)
+    wrong = with_layer(anatomy, 1, change)
+    assert wrong != anatomy
+    found = compare(model, wrong, reference(model, wrong), lengths=LENGTHS, steps=STEPS)
+    first = next(each for each in found if not each.holds)
+    assert first.layer == 1, found
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "layer"),
+    [
+        ("granite", {"embedding_scale": 12.001}, 0),
+        ("opt", {"positions_offset": 1}, 0),
+        ("gpt-2", {"positions": None}, 0),
+        ("granite", {"logit_scale": 0.12501}, 3),
+        ("gemma-2", {"logit_softcap": None}, 3),
+        ("llama", {"final_norm": None}, 3),
+    ],
+)
+def test_planted_faults_outside_the_layers_are_found(name: str, changes: dict[str, Any], layer: int) -> None:
+    model, anatomy = recognised(name)
+    wrong = replace(anatomy, **changes)
+    found = compare(model, wrong, reference(model, wrong), lengths=LENGTHS, steps=STEPS)
+    assert next(each for each in found if not each.holds).layer == layer
+
+
+def test_rows_do_not_see_each_other() -> None:
+    model, anatomy = recognised("gemma-3")
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(96, (3, 20), generator=generator)
+    lengths = torch.tensor([13, 2, 9], dtype=torch.int32)
+
+    def run(rows: list[int], padding: int) -> list[Tensor]:
+        prompt = ids[rows, :13].clone()
+        for place, row in enumerate(rows):
+            prompt[place, lengths[row] :] = padding
+        forward = ReferenceForward(model, anatomy, batch=len(rows), capacity=24)
+        logits = [forward.prefill(prompt, lengths[rows])]
+        logits += [forward.step(ids[rows, 14 + step]) for step in range(5)]
+        assert forward.lengths.tolist() == [int(lengths[row]) + 5 for row in rows]
+        return logits
+
+    together = run([0, 1, 2], padding=5)
+    for row in range(3):
+        alone = run([row], padding=7)
+        for a, b in zip(together, alone, strict=True):
+            # Sums of at most 96 products in another order: 2^-24 * sqrt(96) a product, 8 products deep.
+            torch.testing.assert_close(a[row], b[0], rtol=0, atol=1e-5 * float(b.abs().max()))
+
+
+def test_a_long_prompt_in_blocks_of_rows_equals_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, anatomy = recognised("gemma-2")
+    ids = torch.randint(96, (2, 30), generator=torch.Generator().manual_seed(4))
+    lengths = torch.tensor([30, 17], dtype=torch.int32)
+    whole = ReferenceForward(model, anatomy, batch=2, capacity=32).prefill(ids, lengths)
+    monkeypatch.setattr("marlinq.runtime.step.reference._ROW_BLOCK", 7)
+    blocks = ReferenceForward(model, anatomy, batch=2, capacity=32).prefill(ids, lengths)
+    torch.testing.assert_close(whole, blocks, rtol=0, atol=1e-5 * float(whole.abs().max()))
+
+
+def test_a_prefill_forgets_what_was_there() -> None:
+    model, anatomy = recognised("mistral")
+    forward = ReferenceForward(model, anatomy, batch=1, capacity=24)
+    ids = torch.arange(1, 15)[None]
+    first = forward.prefill(ids, torch.tensor([14], dtype=torch.int32))
+    forward.step(torch.tensor([3]))
+    again = forward.prefill(ids, torch.tensor([14], dtype=torch.int32))
+    assert torch.equal(first, again)
+
+
+def test_wrong_sizes_are_errors() -> None:
+    model, anatomy = recognised("llama")
+    forward = ReferenceForward(model, anatomy, batch=2, capacity=8)
+    lengths = torch.tensor([3, 4], dtype=torch.int32)
+    with pytest.raises(ValueError, match="expected at most"):
+        forward.prefill(torch.ones(2, 9, dtype=torch.int64), lengths)
+    with pytest.raises(ValueError, match="expected at most"):
+        forward.prefill(torch.ones(1, 4, dtype=torch.int64), lengths[:1])
+    with pytest.raises(ValueError, match=r"expected 2 of 1\.\.3"):
+        forward.prefill(torch.ones(2, 3, dtype=torch.int64), lengths)
+    forward.prefill(torch.ones(2, 8, dtype=torch.int64), torch.tensor([3, 8], dtype=torch.int32))
+    with pytest.raises(ValueError, match="the cache is full: 8 tokens"):
+        forward.step(torch.tensor([1, 1]))
+
+
+def test_limits_of_positions() -> None:
+    limits = {
+        name: capacity_limit(*recognised(name))
+        for name in ("llama", "llama-dynamic-rope", "phi-3-longrope", "gpt-2", "opt")
+    }
+    assert limits == {
+        "llama": None,
+        "llama-dynamic-rope": 128,
+        "phi-3-longrope": 64,
+        "gpt-2": 64,
+        "opt": 128,
+    }
+
+
+def test_the_refusal_names_the_part_and_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_results", {})
+    model, anatomy = recognised("qwen3")
+    builds = []
+
+    def build(batch: int, capacity: int, *, what: Anatomy) -> Forward:
+        builds.append(batch)
+        return ReferenceForward(model, what, batch=batch, capacity=capacity)
+
+    def refusal(found: Anatomy | Unrecognised, executor: str, capacity: int = 32) -> str | None:
+        what = anatomy if isinstance(found, Unrecognised) else found
+        return own_forward_refusal(
+            model, found, partial(build, what=what), executor=executor, capacity=capacity
+        )
+
+    assert refusal(anatomy, "reference") is None
+    assert refusal(anatomy, "reference") is None
+    assert len(builds) == 1
+    wrong = with_layer(anatomy, 2, in_norm("mlp_norm", offset=1.0))
+    reason = refusal(wrong, "wrong")
+    assert reason is not None
+    assert reason.startswith("model.layers.2 differs from transformers' by ")
+    assert refusal(Unrecognised("a.b", "is strange"), "reference") == "a.b: is strange"
+    assert len(builds) == 2
+    longrope, found = recognised("phi-3-longrope")
+    longer = own_forward_refusal(
+        longrope, found, reference(longrope, found), executor="reference", capacity=65
+    )
+    assert longer == "positions from 64 on are computed in another way, and 65 tokens are asked for"
+
+
+def test_the_comparison_leaves_the_model_as_it_was() -> None:
+    model, anatomy = recognised("gemma-2")
+    before = model.config._attn_implementation
+    compare(model, anatomy, reference(model, anatomy))
+    assert model.config._attn_implementation == before
+    assert all(not module._forward_hooks for module in model.modules())
+
+
+def test_unknown_architectures_have_no_forward_of_ours() -> None:
+    decoder, _, _ = UNKNOWN["bloom"]
+    model = random_decoder(decoder)
+    found = recognise(model, _decoder_blocks(model, "bloom")[0])
+    assert isinstance(found, Unrecognised)
+    reason = own_forward_refusal(
+        model, found, lambda batch, capacity: pytest.fail("built"), executor="reference", capacity=8
+    )
+    assert reason is not None
+    assert reason.startswith("transformer.h.0: ")

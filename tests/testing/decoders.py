@@ -1,0 +1,261 @@
+"""Tiny random decoders in which nothing is zero, one or small by accident, so that a mistake shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+WINDOW = 6
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 96,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "max_position_embeddings": 128,
+}
+_BASE: dict[str, Any] = {
+    **_COMMON,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+_HEADS: dict[str, Any] = {**_BASE, "head_dim": 24}
+_WITHOUT_GROUPS = {key: value for key, value in _BASE.items() if key != "num_key_value_heads"}
+_GPT2: dict[str, Any] = {
+    "vocab_size": 96,
+    "n_positions": 64,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_OPT: dict[str, Any] = {
+    **_COMMON,
+    "hidden_size": 64,
+    "ffn_dim": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "word_embed_proj_dim": 64,
+}
+_LATENT: dict[str, Any] = {
+    **_BASE,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+
+
+def _rope(rope_type: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10_000.0, **more}}
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A transformers model type and its config."""
+
+    model_type: str
+    config: dict[str, Any]
+
+
+KNOWN: dict[str, Decoder] = {
+    "llama": Decoder("llama", _BASE),
+    "llama-biases": Decoder("llama", {**_BASE, "attention_bias": True, "mlp_bias": True}),
+    "llama-tied": Decoder("llama", {**_BASE, "tie_word_embeddings": True}),
+    "llama-no-groups": Decoder("llama", {**_BASE, "num_key_value_heads": 4}),
+    "llama-linear-rope": Decoder("llama", {**_BASE, **_rope("linear", factor=4.0)}),
+    "llama-llama3-rope": Decoder(
+        "llama",
+        {
+            **_BASE,
+            **_rope(
+                "llama3",
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=32,
+            ),
+        },
+    ),
+    "llama-yarn": Decoder(
+        "llama", {**_BASE, **_rope("yarn", factor=4.0, original_max_position_embeddings=32)}
+    ),
+    "llama-dynamic-rope": Decoder("llama", {**_BASE, **_rope("dynamic", factor=4.0)}),
+    "mistral": Decoder("mistral", {**_HEADS, "sliding_window": WINDOW}),
+    "ministral-3": Decoder("ministral3", _HEADS),
+    "qwen2": Decoder(
+        "qwen2", {**_BASE, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+    ),
+    "qwen3": Decoder("qwen3", _HEADS),
+    "gemma": Decoder("gemma", {**_HEADS, "num_key_value_heads": 1}),
+    "gemma-2": Decoder(
+        "gemma2",
+        {
+            **_HEADS,
+            "sliding_window": WINDOW,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 20,
+        },
+    ),
+    "gemma-3": Decoder(
+        "gemma3_text",
+        {
+            **_HEADS,
+            "sliding_window": WINDOW,
+            "num_hidden_layers": 6,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "phi": Decoder("phi", _BASE),
+    "phi-3": Decoder("phi3", {**_BASE, "partial_rotary_factor": 0.5, "sliding_window": WINDOW}),
+    "phi-3-longrope": Decoder(
+        "phi3",
+        {
+            **_BASE,
+            "original_max_position_embeddings": 64,
+            **_rope(
+                "longrope",
+                short_factor=[1.0 + 0.1 * step for step in range(8)],
+                long_factor=[4.0] * 8,
+                original_max_position_embeddings=64,
+            ),
+        },
+    ),
+    "olmo": Decoder("olmo", _BASE),
+    "olmo-2": Decoder("olmo2", _BASE),
+    "olmo-3": Decoder("olmo3", {**_BASE, "sliding_window": WINDOW, "num_hidden_layers": 4}),
+    "cohere": Decoder("cohere", _BASE),
+    "cohere-2": Decoder("cohere2", {**_HEADS, "sliding_window": WINDOW, "num_hidden_layers": 4}),
+    "granite": Decoder(
+        "granite",
+        {
+            **_BASE,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "stablelm": Decoder("stablelm", {**_BASE, "use_qkv_bias": True}),
+    "stablelm-parallel": Decoder("stablelm", {**_BASE, "use_parallel_residual": True}),
+    "starcoder-2": Decoder("starcoder2", {**_BASE, "sliding_window": WINDOW}),
+    "gpt-neox": Decoder("gpt_neox", _WITHOUT_GROUPS),
+    "gpt-neox-sequential": Decoder("gpt_neox", {**_WITHOUT_GROUPS, "use_parallel_residual": False}),
+    "gpt-2": Decoder("gpt2", _GPT2),
+    "gpt-bigcode": Decoder("gpt_bigcode", _GPT2),
+    "opt": Decoder("opt", _OPT),
+    "biogpt": Decoder(
+        "biogpt",
+        {
+            **_COMMON,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        },
+    ),
+    "smollm-3": Decoder("smollm3", {**_BASE, "num_hidden_layers": 5}),
+    "glm": Decoder("glm", _HEADS),
+    "glm-4": Decoder("glm4", _HEADS),
+    "ernie-4.5": Decoder("ernie4_5", _HEADS),
+    "exaone-4": Decoder("exaone4", {**_BASE, "sliding_window": WINDOW, "num_hidden_layers": 4}),
+    "helium": Decoder("helium", {**_BASE, "head_dim": 16}),
+    "nemotron": Decoder("nemotron", _HEADS),
+    "persimmon": Decoder("persimmon", _WITHOUT_GROUPS),
+    "arcee": Decoder("arcee", _HEADS),
+    "seed-oss": Decoder("seed_oss", _HEADS),
+}
+"""Architectures that are recognised."""
+
+UNKNOWN: dict[str, tuple[Decoder, str, str]] = {
+    "mixtral": (Decoder("mixtral", {**_BASE, "num_local_experts": 4}), r"0\.mlp\.experts", "no linear"),
+    "gpt-oss": (Decoder("gpt_oss", {**_HEADS, "num_local_experts": 4}), r"0\.mlp\.experts", "no linear"),
+    "mamba": (
+        Decoder("mamba", {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2}),
+        r"layers\.0\.mixer\.A_log",
+        "no linear and no known norm",
+    ),
+    "recurrent-gemma": (Decoder("recurrent_gemma", _BASE), r"temporal_block\.rg_lru", "no linear"),
+    "deepseek-v2": (Decoder("deepseek_v2", _LATENT), r"0\.self_attn", "keys of 16 channels and values of 8"),
+    "deepseek-v3": (
+        Decoder("deepseek_v3", {**_LATENT, "v_head_dim": 16}),
+        r"0\.self_attn",
+        "one to three linears before attention, found 4",
+    ),
+    "bloom": (
+        Decoder("bloom", {"vocab_size": 96, "hidden_size": 64, "n_layer": 2, "n_head": 4}),
+        r"transformer\.h\.0",
+        "attention interface",
+    ),
+    "mpt": (
+        Decoder("mpt", {"vocab_size": 96, "d_model": 64, "n_heads": 4, "n_layers": 2}),
+        r"transformer\.blocks\.0",
+        "attention interface",
+    ),
+    "falcon": (
+        Decoder("falcon", {**_COMMON, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}),
+        r"transformer\.h\.0",
+        "attention interface",
+    ),
+    "diffllama": (Decoder("diffllama", _BASE), r"self_attn\.lambda", "no linear"),
+    "hunyuan": (Decoder("hunyuan_v1_dense", _HEADS), r"0\.self_attn", "queries are neither"),
+    "cohere-query-norm": (
+        Decoder("cohere", {**_BASE, "use_qk_norm": True}),
+        r"0\.self_attn\.q_norm\.weight",
+        "no linear and no known norm",
+    ),
+    "olmo-clipped": (Decoder("olmo", {**_BASE, "clip_qkv": 8.0}), r"0\.self_attn", "values are not those"),
+    "opt-post-norm": (Decoder("opt", {**_OPT, "do_layer_norm_before": False}), "layer_norm", "block"),
+    "opt-projected": (Decoder("opt", {**_OPT, "word_embed_proj_dim": 32}), "project_in", "first block"),
+    "apertus": (Decoder("apertus", _HEADS), r"mlp\.act_fn\.", "no linear"),
+    "bitnet": (Decoder("bitnet", _BASE), r"0\.self_attn\.o_proj", "result of attention"),
+    "ministral-3-temperature": (
+        Decoder(
+            "ministral3",
+            {
+                **_HEADS,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 10_000.0,
+                    "llama_4_scaling_beta": 0.1,
+                    "original_max_position_embeddings": 64,
+                },
+            },
+        ),
+        "Ministral3ForCausalLM",
+        "at position 124",
+    ),
+}
+"""Architectures that are refused: the config, patterns of the part and of the reason."""
+
+
+def random_decoder(decoder: Decoder, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model with random weights: those of norms about one, biases about zero, none too small to see."""
+    config = CONFIG_MAPPING[decoder.model_type](**decoder.config)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() == 1:
+            parameter.add_(0.3 * noise)
+        elif "embed" in name or "wte" in name:
+            parameter.copy_(noise)
+        else:
+            parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+    result: PreTrainedModel = model.to(dtype)
+    return result
