@@ -25,8 +25,8 @@ TOKENS = 4
 """Positions of the recorded pass: enough to tell rotations apart, few enough to be cheap."""
 
 _IMPLEMENTATION = "marlinq_recording"
-# Ten times a usual activation: a clamp on the way is met, and two activation functions differ visibly.
-_SIZE = 10.0
+# Several times a usual activation: a clamp on the way is met, and two activation functions differ visibly.
+_SIZE = 6.0
 _POOL = 1 << 20
 # A prime: starts in the pool repeat after as many calls as it has places.
 _STRIDE = 7_919
@@ -150,8 +150,9 @@ class _Recorder:
         self.parameters = {id(value): name for name, value in model.named_parameters()}
         self.recording = Recording(torch.arange(3, 3 + TOKENS)[None], torch.arange(start, start + TOKENS))
         generator = torch.Generator().manual_seed(17)
-        # Numbers that bfloat16 holds, so that a cast on the way does not change them.
-        self._numbers = (_SIZE * torch.randn(_POOL, generator=generator)).bfloat16().float()
+        # Eighths of whole numbers of eight bits: a cast to a narrow dtype on the way does not change them.
+        numbers = _SIZE * torch.randn(_POOL, generator=generator)
+        self._numbers = (8 * numbers).round().clamp(-255, 255) / 8
         self._start = 0
         self._block = -1
         self._masks: list[MaskFunction] = []
