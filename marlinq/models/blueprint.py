@@ -143,7 +143,7 @@ def describe(build: Callable[[], PreTrainedModel], *, source: str = "model") -> 
 
 
 def _describe(model: PreTrainedModel, build: Callable[[], PreTrainedModel], source: str) -> Blueprint:
-    blocks_name, blocks_list = _decoder_blocks(model, source)
+    blocks_name, blocks_list = decoder_blocks(model, source)
     classes = sorted({type(block).__name__ for block in blocks_list})
     if len(classes) != 1:
         raise UnsupportedError(
@@ -246,7 +246,12 @@ def _routers(block: nn.Module) -> dict[str, int]:
     return found
 
 
-def _decoder_blocks(model: PreTrainedModel, source: str) -> tuple[str, nn.ModuleList]:
+def decoder_blocks(model: PreTrainedModel, source: str) -> tuple[str, nn.ModuleList]:
+    """Full name of the list of decoder blocks, and the list; ``source`` is for the message.
+
+    Raises:
+        UnsupportedError: no list of modules holds linears.
+    """
     best: tuple[int, str, nn.ModuleList] | None = None
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList):

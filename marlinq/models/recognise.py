@@ -11,13 +11,16 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from marlinq.core.errors import UnsupportedError
 from marlinq.models.anatomy import MLP, Anatomy, Layer, Norm, Slices, Unrecognised
-from marlinq.models.blueprint import is_linear
+from marlinq.models.blueprint import decoder_blocks, is_linear
 from marlinq.models.candidates import ACTIVATIONS, NormFormula, close, factor, norm_formula, tidy
 from marlinq.models.recognise_attention import RotaryModules, attention_part
 from marlinq.models.recording import TOKENS, AttentionCall, Call, Recording, Refusal, record
@@ -63,6 +66,28 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
         return anatomy
     except Refusal as refusal:
         return Unrecognised(refusal.part, refusal.reason)
+
+
+def anatomy_of(model: PreTrainedModel) -> Anatomy | Unrecognised:
+    """As :func:`recognise`, for a model in use: a twin of it without weights is recorded.
+
+    Args:
+        model: with its weights, which may be quantised, on any device. It is not touched.
+    """
+    config = deepcopy(model.config)
+    # A twin has the linears that transformers gives the architecture.
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    with init_empty_weights(include_buffers=False):
+        twin: PreTrainedModel = type(model)._from_config(config, dtype=model.dtype)
+    # Each parameter went to the meta device on its own, which unties shared ones.
+    twin.tie_weights()
+    twin.eval()
+    try:
+        blocks_name, _ = decoder_blocks(twin, "model")
+    except UnsupportedError:
+        return Unrecognised(type(model).__name__, "no list of modules in it holds linears")
+    return recognise(twin, blocks_name)
 
 
 def _find_norms(model: PreTrainedModel) -> dict[str, Norm]:

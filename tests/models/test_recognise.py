@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from functools import cache
 
 import pytest
 import torch
@@ -11,16 +11,15 @@ from torch import Tensor, nn
 
 from marlinq.models import build_blueprint
 from marlinq.models.anatomy import Anatomy, Unrecognised
-from marlinq.models.blueprint import _decoder_blocks
+from marlinq.models.blueprint import decoder_blocks
 from marlinq.models.candidates import norm_formula
-from marlinq.models.recognise import recognise
+from marlinq.models.recognise import anatomy_of, recognise
 from tests.testing.decoders import KNOWN, UNKNOWN, WINDOW, Decoder, random_decoder
 
 
-def anatomy_of(name: str, **changes: Any) -> Anatomy:
-    known = KNOWN[name]
-    model = random_decoder(Decoder(known.model_type, {**known.config, **changes}))
-    found = recognise(model, _decoder_blocks(model, name)[0])
+@cache
+def tiny(name: str) -> Anatomy:
+    found = anatomy_of(random_decoder(KNOWN[name]))
     assert isinstance(found, Anatomy), found
     return found
 
@@ -53,94 +52,105 @@ def test_known_architectures_are_recognised_without_weights(name: str) -> None:
 def test_other_architectures_are_refused_with_the_part(name: str) -> None:
     decoder, part, reason = UNKNOWN[name]
     model = random_decoder(decoder)
-    found = recognise(model, _decoder_blocks(model, name)[0])
+    found = recognise(model, decoder_blocks(model, name)[0])
     assert isinstance(found, Unrecognised)
     assert re.search(part, found.part), found
     assert reason in found.reason, found
 
 
+def test_a_model_in_use_is_recognised_by_its_twin() -> None:
+    model = random_decoder(KNOWN["qwen3"], dtype=torch.bfloat16)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.model.layers[0].mlp.down_proj.forward = lambda x: pytest.fail("the model itself ran")
+    assert anatomy_of(model) == tiny("qwen3")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_windows_are_those_of_the_layers() -> None:
-    assert [layer.attention.window for layer in anatomy_of("mistral").layers] == [WINDOW] * 3
-    assert [layer.attention.window for layer in anatomy_of("qwen2").layers] == [None, WINDOW, WINDOW]
-    assert [layer.attention.window for layer in anatomy_of("gemma-3").layers] == [WINDOW] * 5 + [None]
-    assert [layer.attention.window for layer in anatomy_of("cohere-2").layers] == [WINDOW] * 3 + [None]
+    assert [layer.attention.window for layer in tiny("mistral").layers] == [WINDOW] * 3
+    assert [layer.attention.window for layer in tiny("qwen2").layers] == [None, WINDOW, WINDOW]
+    assert [layer.attention.window for layer in tiny("gemma-3").layers] == [WINDOW] * 5 + [None]
+    assert [layer.attention.window for layer in tiny("cohere-2").layers] == [WINDOW] * 3 + [None]
 
 
 def test_rotations_are_those_of_the_layers() -> None:
-    found = [layer.attention.rotary for layer in anatomy_of("gemma-3").layers]
+    found = [layer.attention.rotary for layer in tiny("gemma-3").layers]
     assert {rotary.frequencies for rotary in found[:5] if rotary} == {"sliding_attention_inv_freq"}
     assert found[5] is not None
     assert found[5].frequencies == "full_attention_inv_freq"
-    assert [layer.attention.rotary is None for layer in anatomy_of("smollm-3").layers] == [0, 0, 0, 1, 0]
-    assert [layer.attention.rotary is None for layer in anatomy_of("cohere-2").layers] == [0, 0, 0, 1]
-    partial = anatomy_of("phi-3").layers[0].attention.rotary
+    assert [layer.attention.rotary is None for layer in tiny("smollm-3").layers] == [0, 0, 0, 1, 0]
+    assert [layer.attention.rotary is None for layer in tiny("cohere-2").layers] == [0, 0, 0, 1]
+    partial = tiny("phi-3").layers[0].attention.rotary
     assert partial is not None
     assert (partial.channels, partial.interleaved) == (8, False)
-    glm = anatomy_of("glm").layers[0].attention.rotary
+    glm = tiny("glm").layers[0].attention.rotary
     assert glm is not None
     assert (glm.channels, glm.interleaved) == (12, True)
-    yarn = anatomy_of("llama-yarn").layers[0].attention.rotary
+    yarn = tiny("llama-yarn").layers[0].attention.rotary
     assert yarn is not None
     assert yarn.scaling == pytest.approx(0.1 * torch.log(torch.tensor(4.0)).item() + 1)
     limits = {
         name: rotary.limit
         for name in ("llama-dynamic-rope", "phi-3-longrope", "llama-yarn")
-        if (rotary := anatomy_of(name).layers[0].attention.rotary) is not None
+        if (rotary := tiny(name).layers[0].attention.rotary) is not None
     }
     assert limits == {"llama-dynamic-rope": 128, "phi-3-longrope": 64, "llama-yarn": None}
 
 
 def test_scales_and_caps() -> None:
-    granite = anatomy_of("granite")
+    granite = tiny("granite")
     assert (granite.embedding_scale, granite.logit_scale) == (12.0, 0.125)
     assert {layer.residual_scale for layer in granite.layers} == {0.22}
     assert {layer.attention.scale for layer in granite.layers} == {0.1}
-    gemma = anatomy_of("gemma-2")
+    gemma = tiny("gemma-2")
     assert (gemma.embedding_scale, gemma.logit_softcap) == (8.0, 3.0)
     assert {layer.attention.softcap for layer in gemma.layers} == {2.0}
     assert gemma.layers[0].attention.scale == pytest.approx(20**-0.5)
-    assert anatomy_of("cohere").logit_scale == 0.0625
+    assert tiny("cohere").logit_scale == 0.0625
     # OPT scales its queries before attention, not in it.
-    assert anatomy_of("opt").layers[0].attention.scale == pytest.approx(16**-0.5)
+    assert tiny("opt").layers[0].attention.scale == pytest.approx(16**-0.5)
 
 
 def test_norms_of_queries_are_over_a_head_or_over_all() -> None:
     for name, width in (("qwen3", 24), ("gemma-3", 24), ("olmo-2", 64)):
-        norm = anatomy_of(name).layers[1].attention.query_norm
+        norm = tiny(name).layers[1].attention.query_norm
         assert norm is not None
         assert norm.width == width
 
 
 def test_blocks_are_parallel_or_have_norms_behind_them() -> None:
-    assert {name for name in KNOWN if anatomy_of(name).layers[0].parallel} == {
+    assert {name for name in KNOWN if tiny(name).layers[0].parallel} == {
         "phi",
         "cohere",
         "cohere-2",
         "stablelm-parallel",
         "gpt-neox",
     }
-    phi = anatomy_of("phi").layers[0]
+    phi = tiny("phi").layers[0]
     assert phi.mlp_norm == phi.attention_norm
-    neox = anatomy_of("gpt-neox").layers[0]
+    neox = tiny("gpt-neox").layers[0]
     assert neox.mlp_norm != neox.attention_norm
     assert neox.attention.qkv.turns == neox.attention.heads
-    olmo = anatomy_of("olmo-2").layers[0]
+    olmo = tiny("olmo-2").layers[0]
     assert olmo.attention_norm is None
     assert olmo.post_attention_norm is not None
-    gemma = anatomy_of("gemma-2").layers[0]
+    gemma = tiny("gemma-2").layers[0]
     assert None not in (gemma.attention_norm, gemma.post_attention_norm, gemma.mlp_norm, gemma.post_mlp_norm)
 
 
 def test_positions_that_are_learned() -> None:
-    opt = anatomy_of("opt")
+    opt = tiny("opt")
     assert (opt.positions, opt.positions_offset) == ("model.decoder.embed_positions", 2)
-    gpt2 = anatomy_of("gpt-2")
+    gpt2 = tiny("gpt-2")
     assert (gpt2.positions, gpt2.positions_offset) == ("transformer.wpe", 0)
 
 
 def test_the_activation_is_the_one_that_is_computed() -> None:
     for activation, expected in (("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("relu2", "relu2")):
-        assert anatomy_of("llama", hidden_act=activation).layers[0].mlp.activation == expected
+        model = random_decoder(Decoder("llama", {**KNOWN["llama"].config, "hidden_act": activation}))
+        found = recognise(model, "model.layers")
+        assert isinstance(found, Anatomy)
+        assert found.layers[0].mlp.activation == expected
     model = random_decoder(KNOWN["llama"])
     model.model.layers[1].mlp.act_fn = nn.Softplus()
     found = recognise(model, "model.layers")

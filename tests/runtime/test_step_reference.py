@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +12,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from marlinq.models.anatomy import Anatomy, Layer, Norm, Unrecognised
-from marlinq.models.blueprint import _decoder_blocks
-from marlinq.models.recognise import recognise
+from marlinq.models.recognise import anatomy_of
+from marlinq.runtime import load
 from marlinq.runtime.step import probe
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.probe import capacity_limit, compare, own_forward_refusal
 from marlinq.runtime.step.reference import ReferenceForward
 from tests.testing.decoders import KNOWN, UNKNOWN, WINDOW, random_decoder
+from tests.testing.runnable_folders import random_quantizer, save_quantized
+from tests.testing.tiny_models import tiny_model
 
 # Prompts shorter and longer than the window, and steps across its edge.
 LENGTHS = (WINDOW + 11, 3, WINDOW, 1)
@@ -26,7 +29,7 @@ STEPS = WINDOW + 3
 
 def recognised(name: str, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Anatomy]:
     model = random_decoder(KNOWN[name], dtype=dtype)
-    found = recognise(model, _decoder_blocks(model, name)[0])
+    found = anatomy_of(model)
     assert isinstance(found, Anatomy), found
     return model, found
 
@@ -41,6 +44,17 @@ def test_every_layer_equals_transformers(name: str) -> None:
     found = compare(model, anatomy, reference(model, anatomy), lengths=LENGTHS, steps=STEPS)
     assert len(found) == len(anatomy.layers) + 1
     assert all(each.holds for each in found), found
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2", "gpt_neox", "phi3", "gemma2"])
+@pytest.mark.parametrize("operator", ["auto", "w4a16"])
+def test_quantised_models_run_with_their_operators(name: str, operator: str, tmp_path: Path) -> None:
+    save_quantized(tmp_path, tiny_model(name), "gptq", random_quantizer(symmetric=False))
+    model = load(tmp_path, device="cpu", operator=operator).model
+    found = anatomy_of(model)
+    assert isinstance(found, Anatomy), found
+    differences = compare(model, found, reference(model, found), lengths=LENGTHS, steps=STEPS)
+    assert all(each.holds for each in differences), differences
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -249,7 +263,7 @@ def test_the_comparison_leaves_the_model_as_it_was() -> None:
 def test_unknown_architectures_have_no_forward_of_ours() -> None:
     decoder, _, _ = UNKNOWN["bloom"]
     model = random_decoder(decoder)
-    found = recognise(model, _decoder_blocks(model, "bloom")[0])
+    found = anatomy_of(model)
     assert isinstance(found, Unrecognised)
     reason = own_forward_refusal(
         model, found, lambda batch, capacity: pytest.fail("built"), executor="reference", capacity=8
