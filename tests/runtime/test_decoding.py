@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from marlinq.core.errors import UnsupportedError
 from marlinq.runtime import (
     GREEDY,
     Decoder,
+    Generation,
+    Generations,
     Interrupted,
     LoadedModel,
     Sampling,
@@ -161,6 +164,7 @@ def test_an_interrupt_leaves_the_model_usable(loaded: LoadedModel, place: int) -
     with pytest.raises(Interrupted) as raised:
         generate(loaded, PROMPTS[0], max_new_tokens=12, on_text=interrupt)
     came = raised.value.partial
+    assert isinstance(came, Generation)
     assert came.stopped == "interrupt"
     assert 0 < len(came.tokens) < 12
     assert came.tokens == whole.tokens[: len(came.tokens)]
@@ -173,19 +177,24 @@ def test_an_interrupted_forward_leaves_the_model_usable(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = generate_batch(loaded, PROMPTS, max_new_tokens=12)
-    layer = loaded.model.model.layers[1]
-    right, calls = layer.forward, [0]
+    decoder = next(iter(loaded.decoders._kept.values()))
+    right, calls = decoder.forward.step, [0]
 
-    def interrupted(*arguments: object, **named: object) -> object:
+    def interrupted(tokens: torch.Tensor) -> torch.Tensor:
+        logits = right(tokens)
         calls[0] += 1
         if calls[0] == 4:
             raise KeyboardInterrupt
-        return right(*arguments, **named)
+        return logits
 
     with monkeypatch.context() as patched:
-        patched.setattr(layer, "forward", interrupted)
-        with pytest.raises(Interrupted):
+        patched.setattr(decoder.forward, "step", interrupted)
+        with pytest.raises(Interrupted) as raised:
             generate_batch(loaded, PROMPTS, max_new_tokens=12)
+    came = raised.value.partial
+    assert isinstance(came, Generations)
+    for before, after in zip(whole.rows, came.rows, strict=True):
+        assert after.tokens == before.tokens[:4]
     again = generate_batch(loaded, PROMPTS, max_new_tokens=12)
     assert [row.tokens for row in again.rows] == [row.tokens for row in whole.rows]
 
@@ -196,21 +205,28 @@ def tensor_bytes() -> int:
     return sum(each.nbytes for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
 
 
-def test_ten_thousand_tokens_need_constant_memory(loaded: LoadedModel) -> None:
+def test_ten_thousand_tokens_need_constant_memory(tmp_path: Path) -> None:
     """Of tensors exactly; of the process, its peak, within the lists of tokens and their text."""
-    loaded.model.config.max_position_embeddings = 16384
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1
+    )
+    config.max_position_embeddings = 16384
+    save_plain(tmp_path, AutoModelForCausalLM.from_config(config))
+    save_tokenizer(tmp_path)
+    loaded = load(tmp_path, device="cpu")
+    loaded.model.generation_config.eos_token_id = loaded.model.config.eos_token_id = None
     sizes: list[int] = []
     peaks: list[int] = []
     pieces = [0]
 
     def measure(_: str) -> None:
         pieces[0] += 1
-        if pieces[0] in (50, 500, 5000):
+        if pieces[0] in (50, 500, 4000):
             sizes.append(tensor_bytes())
             peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
     sampling = Sampling(temperature=3.0, repetition_penalty=1.1)
-    result = generate(loaded, PROMPTS[0], max_new_tokens=10_000, sampling=sampling, on_text=measure)
+    result = generate(loaded, [65, 66], max_new_tokens=10_000, sampling=sampling, on_text=measure)
     assert len(result.tokens) == 10_000
     assert len(sizes) == 3
     assert sizes[0] == sizes[1] == sizes[2]
