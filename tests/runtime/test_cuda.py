@@ -57,8 +57,8 @@ def test_greedy_tokens_are_those_of_the_cpu_up_to_near_ties(name: str, tmp_path:
         loaded.model.config.eos_token_id = None
     expected = generate(on_cpu, PROMPT, max_new_tokens=64)
     found = generate(on_gpu, PROMPT, max_new_tokens=64)
-    # Falcon, which is not recognised, indexes its heads with Python lists where it is multi_query. They become
-    # tensors on the CPU: copies that no graph can hold.
+    # Falcon, which is not recognised, indexes its heads with Python lists where it is multi_query. They
+    # become tensors on the CPU: copies that no graph can hold.
     if name == "falcon":
         assert found.step.mode == "eager"
         assert "Cannot copy between CPU and CUDA" in found.step.reason
