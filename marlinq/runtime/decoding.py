@@ -249,6 +249,7 @@ class Decoders:
         *,
         batch: int,
         tokens: int,
+        limit: int | None = None,
         shape: SamplerShape = GREEDY.shape,
         graphs: bool = True,
     ) -> Decoder:
@@ -258,10 +259,13 @@ class Decoders:
             make_forward: makes a forward of (batch, capacity).
             batch: rows.
             tokens: that a row holds at most, prompt included.
+            limit: a capacity that is not exceeded while ``tokens`` do not exceed it.
             shape: what the sampler does.
             graphs: False keeps CUDA steps eager.
         """
         wanted = capacity_class(tokens)
+        if limit is not None and tokens <= limit:
+            wanted = min(wanted, limit)
         fitting = [
             key
             for key in self._kept

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,7 @@ from marlinq.runtime.decision import summarize
 from marlinq.runtime.decoding import Decoder, StepDecision
 from marlinq.runtime.loading import LoadedModel
 from marlinq.runtime.sampling import GREEDY, Sampling
-from marlinq.runtime.step.choose import choose_forward
+from marlinq.runtime.step.choose import take_decoder
 
 _CONTEXT_TOKENS = 8
 _REPLACEMENT = "\ufffd"
@@ -292,8 +291,8 @@ def _generate(
     # Rows take their steps together, so the longest prompt's positions end them all.
     limit = min(max_new_tokens, _room(loaded.model, longest))
     with boundaries.forward(loaded.path):
-        decoder = loaded.decoders.take(
-            partial(choose_forward, loaded),
+        decoder = take_decoder(
+            loaded,
             batch=len(rows),
             tokens=longest + limit,
             shape=sampling.shape,

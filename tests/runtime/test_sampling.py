@@ -109,8 +109,8 @@ def test_equal_logits_stay_or_go_together() -> None:
 @pytest.mark.parametrize("sampling", [Sampling(temperature=1.0), *FILTERS[1:2], *FILTERS[4:5], *FILTERS[8:]])
 def test_draws_have_the_distribution_of_the_softmax(sampling: Sampling) -> None:
     """Chi-square over 30,000 draws. The seeds are fixed, so the test never flickers; a sampler that is right
-    stays below the bound, four standard deviations above the mean of chi-square, for all but about 1 in 10,000
-    seeds, and one that moves a tenth of the probability exceeds it by far."""
+    stays below the bound, four standard deviations above the mean of chi-square, for all but about one in
+    10,000 seeds, and one that moves a tenth of the probability exceeds it by far."""
     logits = 2 * torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1))
     count = 30_000
     expected = count * torch.softmax(filtered(sampling, logits, [3, 4, 7]).double(), -1)

@@ -26,7 +26,7 @@ from marlinq.operations.bench.synthetic import Synthetic, synthetic_model
 from marlinq.operations.bench.trace import StepProfile, profile_steps
 from marlinq.runtime import LoadedModel, StepDecision, load
 from marlinq.runtime.generation import position_limit
-from marlinq.runtime.step.choose import choose_forward
+from marlinq.runtime.step.choose import take_decoder
 
 _REPEATS = 3
 _WARM_UP_STEPS = 3
@@ -191,7 +191,7 @@ class _Own:
     def __init__(self, loaded: LoadedModel, batch: int, capacity: int) -> None:
         # Caches of earlier cells would count as this one's memory.
         loaded.decoders.clear()
-        self.decoder = loaded.decoders.take(partial(choose_forward, loaded), batch=batch, tokens=capacity)
+        self.decoder = take_decoder(loaded, batch=batch, tokens=capacity)
 
     def prefill(self, ids: Tensor) -> None:
         """Starts over with ``ids``, int64 [batch, length]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -9,7 +10,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from marlinq.core.errors import EnvironmentProblem
+from marlinq.models.anatomy import Anatomy, Unrecognised
+from marlinq.models.recognise import anatomy_of
+from marlinq.runtime.decoding import Decoder
+from marlinq.runtime.sampling import GREEDY, SamplerShape
+from marlinq.runtime.step.chain import ChainForward, chain_refusal
 from marlinq.runtime.step.forward import Forward
+from marlinq.runtime.step.probe import capacity_limit, own_forward_refusal
+from marlinq.runtime.step.reference import ReferenceForward
 from marlinq.runtime.step.transformers_forward import TransformersForward, holds_keys_and_values
 
 if TYPE_CHECKING:
@@ -22,15 +31,84 @@ _PROBE = (5, 3)
 """Tokens of the probe's two prompts."""
 _PROBE_STEPS = 2
 
+_anatomies: WeakKeyDictionary[PreTrainedModel, Anatomy | Unrecognised] = WeakKeyDictionary()
 _fixed_cache_refusals: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 
 
+def take_decoder(
+    loaded: LoadedModel,
+    *,
+    batch: int,
+    tokens: int,
+    shape: SamplerShape = GREEDY.shape,
+    graphs: bool = True,
+) -> Decoder:
+    """A decoder of ``loaded`` that is kept, or a new one; see :meth:`marlinq.runtime.decoding.Decoders.take`.
+
+    Args:
+        loaded: the model.
+        batch: rows.
+        tokens: that a row holds at most, prompt included.
+        shape: what the sampler does.
+        graphs: False keeps CUDA steps eager.
+    """
+    found = _anatomy(loaded.model)
+    limit = None if isinstance(found, Unrecognised) else capacity_limit(loaded.model, found)
+    return loaded.decoders.take(
+        partial(choose_forward, loaded),
+        batch=batch,
+        tokens=tokens,
+        # Where a few tokens more would be computed in another way, they are not asked for.
+        limit=limit,
+        shape=shape,
+        graphs=graphs,
+    )
+
+
 def choose_forward(loaded: LoadedModel, batch: int, capacity: int) -> Forward:
-    """The forward that decodes ``batch`` rows of up to ``capacity`` tokens; its ``reason`` says why."""
+    """The forward that decodes ``batch`` rows of up to ``capacity`` tokens; its ``reason`` says why.
+
+    A forward of ours, if the model is recognised, its kernels can compute it, and its logits are those of
+    transformers (:func:`marlinq.runtime.step.probe.own_forward_refusal`); else transformers' own.
+    """
+    own = _own_forward(loaded, batch, capacity)
+    if isinstance(own, Forward):
+        return own
     model = loaded.model
     refusal = fixed_cache_refusal(model)
-    reason = f"transformers' modules with a growing cache: {refusal}" if refusal else "transformers' modules"
-    return TransformersForward(model, batch=batch, capacity=capacity, reason=reason, fixed=not refusal)
+    kind = f"transformers' modules with a growing cache ({refusal})" if refusal else "transformers' modules"
+    return TransformersForward(
+        model, batch=batch, capacity=capacity, reason=f"{kind}: {own}", fixed=not refusal
+    )
+
+
+def _own_forward(loaded: LoadedModel, batch: int, capacity: int) -> Forward | str:
+    """Our forward, or why there is none."""
+    model = loaded.model
+    found = _anatomy(model)
+    if isinstance(found, Unrecognised):
+        return f"{found.part}: {found.reason}"
+    on_gpu = loaded.device.type == "cuda"
+    if on_gpu and (refused := chain_refusal(model, found)) is not None:
+        return f"{refused.part}: {refused.reason}"
+
+    def build(batch: int, capacity: int) -> Forward:
+        if on_gpu:
+            return ChainForward(model, found, batch=batch, capacity=capacity)
+        return ReferenceForward(model, found, batch=batch, capacity=capacity, reason="our forward in torch")
+
+    try:
+        executor = "chain" if on_gpu else "reference"
+        refusal = own_forward_refusal(model, found, build, executor=executor, capacity=capacity)
+        return refusal or build(batch, capacity)
+    except EnvironmentProblem as problem:
+        return f"our kernels can't be used ({problem})"
+
+
+def _anatomy(model: PreTrainedModel) -> Anatomy | Unrecognised:
+    if model not in _anatomies:
+        _anatomies[model] = anatomy_of(model)
+    return _anatomies[model]
 
 
 def fixed_cache_refusal(model: PreTrainedModel) -> str:
