@@ -61,16 +61,6 @@ class RotaryModules:
         moved._positions = positions
         return moved
 
-    def limits(self) -> list[int]:
-        """Tokens up to which frequencies hold, of those that change."""
-        return [found.limit for found in self._found if found.limit is not None]
-
-    def at(self, positions: Tensor) -> RotaryModules:
-        """These modules, asked about tokens at ``positions`` [T]."""
-        moved = copy(self)
-        moved._positions = positions
-        return moved
-
     def explain(self, found: Tensor, base: Tensor) -> tuple[Rotary | None, float] | None:
         """How ``found`` [1, heads, T, D] is made from ``base``: a rotation or none, and a factor.
 
