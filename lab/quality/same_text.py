@@ -1,10 +1,14 @@
-"""Whether the GPU kernels continue prompts as a CPU does, token by token.
+"""Whether a GPU continues prompts as a CPU does, token by token, in every format.
 
-    python lab/quality/same_text.py CKPT --tokens 96
+    python lab/quality/same_text.py CKPT [CKPT ...] --tokens 256 --dtype float16 --dtype bfloat16
 
-Both decode greedily, the CPU in float32 with the dequantised weights, the GPU through its kernels in float16.
-Where they part, the CPU's logits of the two tokens tell a near tie from an error. Exits with 1 unless every
-prompt's first 64 tokens agree.
+The checkpoints hold the same weights in different formats. The reference is transformers' own forward pass on
+the CPU in float32 with the dequantised weights of the first; the others run as ``marlinq generate`` runs
+them. Both decode greedily. Where they part, the reference's logits of the two tokens tell a near tie from an
+error. Then the reference's tokens are decoded step by step, and the logits of all steps are compared.
+
+Exits with 1 where a text parts at two tokens whose reference logits are further apart than twice the largest
+error of a logit that was measured in that dtype: rounding can't explain that.
 """
 
 from __future__ import annotations
@@ -16,12 +20,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from marlinq.core.errors import MarlinqError
 from marlinq.runtime import generate, load
 from marlinq.runtime.loading import LoadedModel
+from marlinq.runtime.step.choose import choose_forward
 
-ENOUGH = 64
 PROMPTS = (
     "The history of the lighthouse begins",
     "To bake a loaf of bread at home, first",
@@ -32,58 +37,128 @@ PROMPTS = (
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """One prompt: how many tokens agree, and what the CPU thinks of the first two that don't."""
+class Reference:
+    """The reference's continuation of one prompt.
 
+    Attributes:
+        prompt: its token ids.
+        tokens: greedy tokens.
+        logits: [tokens, vocabulary] float32, what each token was chosen from.
+        text: of the tokens.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    logits: Tensor
+    text: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One prompt with one checkpoint in one dtype.
+
+    Attributes:
+        checkpoint, dtype, prompt: what was run.
+        tokens: of the reference.
+        agreeing: tokens before the first that differs.
+        margin: the reference's logit of its own token less that of the other, where they part.
+        relative_error: norm of the difference of all logits over the norm of the reference's.
+        largest_error: of a single logit.
+        step: how steps ran.
+    """
+
+    checkpoint: str
+    dtype: str
     prompt: str
     tokens: int
     agreeing: int
     margin: float | None
-    text: str
-
-    @property
-    def passed(self) -> bool:
-        """Whether enough tokens agree."""
-        return self.agreeing >= ENOUGH
+    relative_error: float
+    largest_error: float
+    step: str
 
 
-def compare(reference: LoadedModel, subject: LoadedModel, prompt: str, tokens: int) -> Comparison:
-    """Continues ``prompt`` by both models."""
-    expected = generate(reference, prompt, max_new_tokens=tokens)
-    found = generate(subject, prompt, max_new_tokens=tokens)
-    pairs = zip(expected.tokens, found.tokens, strict=False)
-    agreeing = next((place for place, (a, b) in enumerate(pairs) if a != b), len(expected.tokens))
+@torch.no_grad()
+def continued(reference: LoadedModel, prompt: str, tokens: int) -> Reference:
+    """``tokens`` greedy tokens by transformers' forward pass, whole sequences at a time."""
+    ids: list[int] = reference.tokenizer(prompt)["input_ids"]
+    output = reference.model.generate(
+        torch.tensor([ids]), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
+    )
+    found = output[0, len(ids) :].tolist()
+    logits = reference.model(output[:, :-1]).logits[0, len(ids) - 1 :].float()
+    return Reference(ids, found, logits, reference.tokenizer.decode(found))
+
+
+@torch.no_grad()
+def compare(subject: LoadedModel, name: str, prompt: str, expected: Reference) -> Comparison:
+    """Continues ``prompt`` with ``subject``, then decodes the reference's tokens."""
+    found = generate(subject, expected.prompt, max_new_tokens=len(expected.tokens))
+    agreeing = next(
+        (place for place, (a, b) in enumerate(zip(expected.tokens, found.tokens, strict=False)) if a != b),
+        min(len(expected.tokens), len(found.tokens)),
+    )
     margin = None
     if agreeing < min(len(expected.tokens), len(found.tokens)):
-        ids = [*reference.tokenizer(prompt)["input_ids"], *expected.tokens[:agreeing]]
-        with torch.no_grad():
-            logits = reference.model(torch.tensor([ids])).logits[0, -1]
-        margin = float(logits[expected.tokens[agreeing]] - logits[found.tokens[agreeing]])
-    return Comparison(prompt, len(expected.tokens), agreeing, margin, expected.text)
+        row = expected.logits[agreeing]
+        margin = float(row[expected.tokens[agreeing]] - row[found.tokens[agreeing]])
+    forward = choose_forward(subject, 1, len(expected.prompt) + len(expected.tokens))
+    ids = torch.tensor([expected.prompt], device=subject.device)
+    rows = [forward.prefill(ids, torch.tensor([len(expected.prompt)], dtype=torch.int32)).float().cpu()]
+    rows += [
+        forward.step(torch.tensor([token], device=subject.device)).float().cpu()
+        for token in expected.tokens[:-1]
+    ]
+    difference = torch.cat(rows) - expected.logits
+    return Comparison(
+        checkpoint=name,
+        dtype=str(subject.dtype).removeprefix("torch."),
+        prompt=prompt,
+        tokens=len(expected.tokens),
+        agreeing=agreeing,
+        margin=margin,
+        relative_error=float(difference.norm() / expected.logits.norm()),
+        largest_error=float(difference.abs().max()),
+        step=found.step.reason,
+    )
 
 
 def main() -> int:
+    """Compare and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("checkpoints", type=Path, nargs="+")
+    parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--prompt", action="append", dest="prompts")
-    parser.add_argument(
-        "--device", default="cuda", help="what is held against the CPU, by the kernel's operator"
-    )
-    parser.add_argument("--dtype", default="float16")
+    parser.add_argument("--device", default="cuda", help="what is held against the CPU")
+    parser.add_argument("--dtype", action="append", dest="dtypes", help="of the device; repeatable")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    reference = load(arguments.checkpoint, device="cpu", dtype="float32")
-    subject = load(arguments.checkpoint, device=arguments.device, dtype=arguments.dtype, operator="w4a16")
-    found = [compare(reference, subject, prompt, arguments.tokens) for prompt in arguments.prompts or PROMPTS]
+    prompts = arguments.prompts or PROMPTS
+    reference = load(arguments.checkpoints[0], device="cpu", dtype="float32", operator="dense")
+    expected = {prompt: continued(reference, prompt, arguments.tokens) for prompt in prompts}
+    found: list[Comparison] = []
+    for folder in arguments.checkpoints:
+        for dtype in arguments.dtypes or ("float16",):
+            subject = load(folder, device=arguments.device, dtype=dtype)
+            found += [compare(subject, folder.name, prompt, expected[prompt]) for prompt in prompts]
+            del subject
+    bounds = {
+        dtype: max(one.largest_error for one in found if one.dtype == dtype)
+        for dtype in {one.dtype for one in found}
+    }
+    wrong = [one for one in found if one.margin is not None and one.margin > 2 * bounds[one.dtype]]
     if arguments.json:
-        print(json.dumps({"notes": subject.notes, "prompts": [asdict(one) for one in found]}))
-    else:
-        print("\n".join(subject.notes))
-        for one in found:
-            parting = "" if one.margin is None else f"; then tokens {one.margin:.4f} apart in logits"
-            print(f"{one.agreeing} of {one.tokens} tokens agree{parting}: {one.prompt!r} {one.text!r}")
-    return 0 if all(one.passed for one in found) else 1
+        print(json.dumps({"comparisons": [asdict(one) for one in found], "wrong": len(wrong)}))
+        return bool(wrong)
+    for one in found:
+        parting = "" if one.margin is None else f", then {one.margin:.4f} apart in the reference's logits"
+        print(
+            f"{one.checkpoint} {one.dtype}: {one.agreeing} of {one.tokens} tokens{parting}; logits off by "
+            f"{one.relative_error:.1e}, at most {one.largest_error:.3f}: {one.prompt!r}"
+        )
+    for reason in dict.fromkeys(one.step for one in found):
+        print(f"steps: {reason}")
+    return bool(wrong)
 
 
 if __name__ == "__main__":
