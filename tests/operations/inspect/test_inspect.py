@@ -252,11 +252,11 @@ def test_a_head_that_the_config_calls_tied_is_noted(tmp_path: Path, where: str) 
     assert any(
         "lm_head: is quantised, but the config says tie_word_embeddings" in note for note in found.notes
     )
-    assert not {verdict.server: verdict.loads for verdict in found.servers}["vLLM"]
+    assert not {verdict.server: verdict.loads for verdict in found.servers}["SGLang"]
     convert(tmp_path / "x", tmp_path / "y", target_format="compressed-tensors")
     again = inspect(tmp_path / "y")
     assert not again.notes
-    assert {verdict.server: verdict.loads for verdict in again.servers}["vLLM"]
+    assert {verdict.server: verdict.loads for verdict in again.servers}["SGLang"]
     # A head in 16 bits may be tied.
     plain = inspect(write(tmp_path / "z", "gptq", model_tuples(group_size=64), config=config))
     assert not plain.notes

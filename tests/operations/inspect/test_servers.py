@@ -136,8 +136,8 @@ HEAD_CASES = {
     "AWQ": (AWQ, {}, (True, False, False, True)),
     "CT": (CT, {}, (True, True, True, False)),
     "CT asymmetric": (replace(CT, declared_symmetric=False, symmetric=False), {}, (True, True, False, False)),
-    "GPTQ that calls it tied": (PLAIN, {"tied": True}, (False, False, False, True)),
-    "CT that calls it tied": (CT, {"tied": True}, (False, False, False, False)),
+    "GPTQ that calls it tied": (PLAIN, {"tied": True}, (True, False, False, True)),
+    "CT that calls it tied": (CT, {"tied": True}, (True, False, False, False)),
     "GPTQ that does not speak of it": (PLAIN, {"says_head": False}, (False, False, False, False)),
     "CT that names its class only": (CT, {"says_head": False}, (False, False, True, False)),
     "Gemma 2": (CT, {"architecture": "Gemma2ForCausalLM"}, (False, False, True, False)),
@@ -155,9 +155,7 @@ def test_who_loads_a_quantised_head(case: str, name: str) -> None:
     found = {verdict.server: verdict for verdict in verdicts({name: layer}, whole)}
     peers = [found[server] for server in ("vLLM", "SGLang", "transformers", "GPTQModel")]
     assert tuple(verdict.loads for verdict in peers) == expected
-    assert all(
-        name in verdict.reason or "convert" in verdict.reason for verdict in peers[:2] if not verdict.loads
-    )
+    assert all(verdict.reason.startswith(f"{name}: ") for verdict in peers[:2] if not verdict.loads)
     assert found["marlinq"].loads
     # The same layer in a block is none of these rules' business.
     inside = {verdict.server: verdict for verdict in verdicts({UP: layer}, whole)}
