@@ -13,7 +13,7 @@ from marlinq import __version__
 from marlinq.core.scheme import INT4, Scheme
 from marlinq.formats import LAYOUTS
 from marlinq.formats.dialects import is_head
-from marlinq.operations.inspect.parallel import Layer, Split, fused, split, split_head
+from marlinq.operations.inspect.parallel import Layer, Split, experts, fused, split, split_head
 from marlinq.operations.inspect.servers import Kernel, Limits, Loading, Server, servers
 
 OWN = "marlinq"
@@ -116,6 +116,8 @@ def _judge(server: Server, layers: Mapping[str, Layer], whole: Whole, asked: Spl
     heads = [name for name in layers if is_head(name)]
     if heads and (reason := _head_refusal(server, loading, whole)) is not None:
         return refused(f"{heads[0]}: {reason}")
+    if reason := _experts_refusal(server, loading, layers):
+        return refused(reason)
     found = {name: _part(server, loading, name, layer, asked) for name, layer in layers.items()}
     if reason := _first_of({n: part for n, part in found.items() if isinstance(part, str)}):
         return refused(reason)
@@ -156,10 +158,29 @@ def _head_refusal(server: Server, loading: Loading, whole: Whole) -> str | None:
         return f"the config does not say that it is quantised, so {server.name} looks for a weight in 16 bits"
     if server.ties and whole.tied:
         return (
-            f"the config says tie_word_embeddings: true, so {server.name} takes the embedding for the head; "
-            "convert it, which writes false"
+            f"the config says tie_word_embeddings: true, and {server.name} trusts that instead of using the "
+            "packed head; convert it, which writes false"
         )
     return None
+
+
+def _experts_refusal(server: Server, loading: Loading, layers: Mapping[str, Layer]) -> str | None:
+    """Why the server does not load the experts of a mixture; servers that fuse layers fuse all of one."""
+    for parent, members in experts(layers).items():
+        if not loading.experts:
+            return f"{parent}: {server.name} does not load quantised experts in this layout"
+        first_name, first = next(iter(members.items()))
+        sizes = loading.expert_group_sizes
+        if sizes is not None and first.group_size not in sizes:
+            return f"{parent}: group size {first.group_size} of experts is not one of {_listed(sizes)}"
+        other = next((name for name, each in members.items() if each.scheme != first.scheme), None)
+        if server.fused and other is not None:
+            return f"{other}: is quantised in another way than {first_name}; experts of a layer are fused"
+    return None
+
+
+def _listed(values: Iterable[int]) -> str:
+    return ", ".join(map(str, values))
 
 
 def _part(server: Server, loading: Loading, name: str, layer: Layer, asked: Split) -> Layer | str:
@@ -294,7 +315,7 @@ def _reads(kernel: Kernel, layout: str) -> bool:
 def _limits_refusal(limits: Limits, layer: Layer) -> str | None:
     sizes = limits.group_sizes
     if sizes is not None and layer.groups > 1 and layer.group_size not in sizes:
-        return f"group size {layer.group_size} is not one of {', '.join(map(str, sizes))}"
+        return f"group size {layer.group_size} is not one of {_listed(sizes)}"
     if limits.whole_groups and layer.group_size > 0 and layer.in_features % layer.group_size:
         return f"K={layer.in_features} is not a multiple of the group size {layer.group_size}"
     slots = 32 // layer.element.bits

@@ -13,7 +13,7 @@ from marlinq.core.errors import CheckpointError, UsageError
 from marlinq.formats import ModuleSpec
 from marlinq.formats.dialects import DIALECTS, is_head
 from marlinq.operations.inspect.eligibility import Whole, verdicts
-from marlinq.operations.inspect.parallel import Layer, unknown_axes
+from marlinq.operations.inspect.parallel import Layer, experts, unknown_axes
 from marlinq.operations.inspect.report import Inspection, ModuleFacts
 from marlinq.operations.inspect.servers import servers
 from marlinq.operations.inspect.stored import StoredFacts, stored_facts
@@ -245,6 +245,12 @@ def _notes(
         yield (
             f"{heads[0].name}: is quantised, but the config says tie_word_embeddings: true; loaders that "
             "trust it multiply by the embedding instead; converting it writes false"
+        )
+    inside = sum(len(members) for members in experts(layers).values())
+    if inside:
+        yield (
+            f"{inside} linears belong to experts, which servers fuse; their kernels are judged as those of "
+            "dense layers (docs/serve.md has the rules)"
         )
     whole = unknown_axes(layers) if tensor_parallel > 1 else []
     if whole:

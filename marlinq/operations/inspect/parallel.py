@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from marlinq.core.scheme import Element, group_count
 from marlinq.formats.dialects import is_head
 from marlinq.operations.inspect.servers import Vocabulary, axes
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,15 @@ def unknown_axes(names: Collection[str]) -> list[str]:
         for name in names
         if name.rpartition(".")[2] not in known.row | known.column and not is_head(name)
     ]
+
+
+def experts(layers: Mapping[str, Layer]) -> dict[str, dict[str, Layer]]:
+    """The linears of experts by the layer that they are in: ``...mlp.experts`` -> name -> linear."""
+    found: dict[str, dict[str, Layer]] = {}
+    for name, layer in layers.items():
+        if (match := _EXPERT.search(name)) is not None:
+            found.setdefault(name[: match.start()] + ".experts", {})[name] = layer
+    return found
 
 
 def fused(

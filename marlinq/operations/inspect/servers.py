@@ -31,6 +31,8 @@ class Loading(Limits):
     zero_writer: str | None = None
     rules: bool = True
     lm_head: bool = True
+    experts: bool = True
+    expert_group_sizes: tuple[int, ...] | None = None
     full_vocabulary: bool = False
 
 

@@ -291,3 +291,11 @@ def test_dynamic_rules_that_miss_the_fused_name(tmp_path: Path) -> None:
     assert "mlp.gate_up_proj: the dynamic rules give it other settings" in found["vLLM"].reason
     assert not found["SGLang"].loads
     assert found["GPTQModel"].loads
+
+
+def test_linears_of_experts_are_noted(tmp_path: Path) -> None:
+    names = [f"model.layers.0.mlp.experts.{expert}.up_proj" for expert in range(2)]
+    folder = write(tmp_path / "x", "gptq", {name: random_tuple(128, 64, 1) for name in names})
+    assert any(note.startswith("2 linears belong to experts") for note in inspect(folder).notes)
+    plain = inspect(write(tmp_path / "y", "gptq", one(128, 64)))
+    assert not any("experts" in note for note in plain.notes)

@@ -136,7 +136,7 @@ HEAD_CASES = {
     "AWQ": (AWQ, {}, (True, False, False, True)),
     "CT": (CT, {}, (True, True, True, False)),
     "CT asymmetric": (replace(CT, declared_symmetric=False, symmetric=False), {}, (True, True, False, False)),
-    "GPTQ that calls it tied": (PLAIN, {"tied": True}, (True, False, False, True)),
+    "GPTQ that calls it tied": (PLAIN, {"tied": True}, (True, False, False, False)),
     "CT that calls it tied": (CT, {"tied": True}, (True, False, False, False)),
     "GPTQ that does not speak of it": (PLAIN, {"says_head": False}, (False, False, False, False)),
     "CT that names its class only": (CT, {"says_head": False}, (False, False, True, False)),
@@ -196,6 +196,35 @@ def test_the_head_takes_part_in_tensor_parallelism() -> None:
     wide = replace(PLAIN, element=INT8, group_size=32, out_features=32000)
     assert first(judge(wide, tp=2, name="lm_head")["vLLM"]) == "Humming"  # Machete takes no groups of 32
     assert first(judge(wide, tp=2, name="lm_head")["SGLang"]) == "Marlin"
+
+
+def judge_experts(layer: Layer, odd: Layer | None = None) -> dict[str, ServerVerdict]:
+    parent = "model.layers.0.mlp.experts"
+    names = [f"{parent}.{expert}.{part}_proj" for expert in range(3) for part in ("gate", "up", "down")]
+    layers = dict.fromkeys(names, layer)
+    if odd is not None:
+        layers |= dict.fromkeys(names[3:], odd)
+    return {found.server: found for found in verdicts(layers, Whole(layer.layout, False, (), None, None))}
+
+
+def test_experts_of_a_layer_are_quantised_alike() -> None:
+    assert judge_experts(CT)["vLLM"].loads
+    found = judge_experts(CT, replace(CT, group_size=64))
+    for server in ("vLLM", "SGLang"):
+        assert "experts.1.gate_proj: is quantised in another way than" in found[server].reason
+    # Each expert is a module of its own where nothing is fused.
+    assert found["transformers"].loads
+    assert judge_experts(PLAIN, replace(PLAIN, group_size=64))["GPTQModel"].loads
+
+
+def test_experts_that_are_not_loaded() -> None:
+    for layer in (PLAIN, AWQ):
+        assert "does not load quantised experts" in judge_experts(layer)["transformers"].reason
+        assert judge(layer)["transformers"].loads
+    single = replace(AWQ, group_size=-1)
+    assert "group size -1 of experts is not one of 32, 64, 128" in judge_experts(single)["vLLM"].reason
+    assert judge(single)["vLLM"].loads
+    assert judge_experts(replace(PLAIN, group_size=-1))["vLLM"].loads
 
 
 def test_rules_have_to_match_the_fused_name() -> None:
