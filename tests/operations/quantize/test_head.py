@@ -67,6 +67,7 @@ def test_every_architecture(tmp_path: Path, name: str) -> None:
     assert not AutoConfig.from_pretrained(tmp_path / "out").tie_word_embeddings
     found = verify(tmp_path / "out", against=source, logits=True, device="cpu")
     assert found.ok, found.render()
+    assert "linears of the blocks are quantised, and so is the output head" in found.render()
 
 
 def test_the_embedding_of_a_tied_head_stays_as_it_was(tmp_path: Path) -> None:
