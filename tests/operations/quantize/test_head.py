@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import marlinq
 from marlinq.checkpoint import Checkpoint
 from marlinq.core.errors import ConversionRefused, NumericsError, UnsupportedError, UsageError
 from marlinq.core.rules import Keep
@@ -349,6 +350,19 @@ def test_it_runs(tmp_path: Path) -> None:
     measured = evaluate(loaded, against=source, windows=2, length=32, device="cpu", dtype="float32")
     assert measured.kl is not None
     assert 0 < measured.kl < 0.5
+
+
+def test_transformers_multiplies_with_it_after_marlinq_is_imported(tmp_path: Path) -> None:
+    assert marlinq.__version__  # its import is what registers the loader
+    source = save_tiny("llama-tied", tmp_path / "model")
+    run(source, tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    expected = load(tmp_path / "out", device="cpu", dtype="float32").model
+    ids = torch.randint(3, 128, (1, 24), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, expected(ids).logits, rtol=1e-4, atol=1e-4)
+    embedding = load_file(source / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(model.get_input_embeddings().weight, embedding)
 
 
 def test_vllm_finds_the_head_where_modules_are_listed(tmp_path: Path) -> None:
