@@ -197,6 +197,18 @@ def quality_table() -> str:
     return _table(rows)
 
 
+def head_table() -> str:
+    """Perplexity, KL divergence and top-1 agreement by bits of blocks and output head."""
+    bits = {"none": "16-bit", "int8": "8-bit", "int4": "4-bit"}
+    rows = [["blocks", "output head", "perplexity", "mean KL (nats)", "top-1 agreement"]]
+    for row in result("head-smollm2")["rows"]:
+        figures = ["", ""]
+        if "kl" in row:
+            figures = [f"{row['kl']:.4f}", f"{100 * row['top1_agreement']:.2f} %"]
+        rows.append([row["blocks"], bits[row["head"]], f"{row['perplexity']:.3f}", *figures])
+    return _table(rows)
+
+
 def chain_table() -> str:
     """Microseconds per layer of a chain of decode products."""
     found = result("decode-chain-h200")
@@ -214,6 +226,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernels": kernels_table,
     "floors": floors_table,
     "quality": quality_table,
+    "head": head_table,
     "chain": chain_table,
 }
 DRAWINGS: dict[str, Callable[[], str]] = {"speed.svg": speed_plot, "quality.svg": quality_plot}

@@ -10,6 +10,7 @@ from marlinq.checkpoint.quantization_config import (
 )
 from marlinq.checkpoint.quantized import QuantizedCheckpoint, floating_linears
 from marlinq.checkpoint.reader import MANIFEST, Checkpoint
+from marlinq.checkpoint.tying import says_tied, untied_config
 from marlinq.checkpoint.writer import DEFAULT_MAX_SHARD_BYTES, CheckpointWriter, check_place
 
 __all__ = [
@@ -24,5 +25,7 @@ __all__ = [
     "floating_linears",
     "read_quantization_config",
     "replace_quantization_config",
+    "says_tied",
+    "untied_config",
     "without_quantization_config",
 ]

@@ -11,7 +11,7 @@ from marlinq.core.errors import CheckpointError, MarlinqError, UnsupportedError
 from marlinq.core.rules import Keep
 from marlinq.core.weight import Grid, QuantizedWeight
 from marlinq.formats import LAYOUTS, Layout, ModuleSpec, StoredWeight, TensorSpec
-from marlinq.formats.dialects import QuantizationConfig
+from marlinq.formats.dialects import QuantizationConfig, is_head
 
 _EMBEDDING_MARKS = ("embed", "wte", "wpe", "norm")
 
@@ -126,7 +126,7 @@ class QuantizedCheckpoint:
         """:func:`floating_linears` outside the quantised modules, and lm_head unless it is quantised: a tied
         lm_head has no tensor but is a linear all the same."""
         found = floating_linears(self.checkpoint, self.passthrough)
-        if not any(name.rpartition(".")[2] in ("lm_head", "embed_out") for name in (*found, *self.modules)):
+        if not any(is_head(name) for name in (*found, *self.modules)):
             found.append("lm_head")
         return found
 

@@ -65,11 +65,21 @@ class SolveReport:
             H is the Hessian that the method used, and the identity for one that uses none.
         fallback: what was done instead of the method, and why; None when nothing was.
         figures: what else the method has to say, by name.
+        norm: tr(W H W^T), which the error is relative to; 1 where the method does not say.
     """
 
     relative_error: float
     fallback: str | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
+    norm: float = 1.0
+
+    @classmethod
+    def of_slices(cls, reports: Sequence[SolveReport]) -> SolveReport:
+        """The report of a weight that was solved in slices of its output channels, with one Hessian."""
+        norm = sum(report.norm for report in reports)
+        loss = sum(report.relative_error * report.norm for report in reports)
+        fallback = next((report.fallback for report in reports if report.fallback), None)
+        return cls(loss / norm if norm > 0 else 0.0, fallback, reports[0].figures, norm)
 
 
 OptionsT = TypeVar("OptionsT", bound=MethodOptions)

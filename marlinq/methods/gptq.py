@@ -177,6 +177,7 @@ def solve_gptq_shared(
             relative_error=loss / norm if norm > 0 else 0.0,
             fallback=factor.fallback,
             figures={"damp": factor.damp, "dead_channels": factor.dead_channels},
+            norm=norm,
         )
         results.append((quantized, report))
     return results

@@ -62,7 +62,7 @@ class RTN(Method[RTNOptions, Statistics]):
             wide = weight.to(torch.float32)
             loss = float((wide - quantized.dequantize()).double().square().sum())
             norm = float(wide.double().square().sum())
-            results.append((quantized, SolveReport(loss / norm if norm > 0 else 0.0)))
+            results.append((quantized, SolveReport(loss / norm if norm > 0 else 0.0, norm=norm)))
         return results
 
 

@@ -50,6 +50,8 @@ class Blueprint:
         blocks_name: full name of the ``ModuleList`` of decoder blocks.
         blocks: the decoder blocks in order, with the projections that may be quantised.
         others: projections that stay: output head, routers and whatever lies outside the blocks.
+        head: name of the output head, one of :attr:`others`; None for a model whose logits come otherwise.
+        embedding: full name of the input embedding's table, which a head may be tied to.
         kept: modules with a weight matrix that are not quantised, by full name, with the reason.
         routed: True when projections sit in lists inside a block (experts), so that one may see a subset of
             the tokens in an order of its own.
@@ -71,6 +73,8 @@ class Blueprint:
     blocks_name: str
     blocks: tuple[Block, ...]
     others: tuple[Projection, ...]
+    head: str | None
+    embedding: str | None
     kept: Mapping[str, Keep]
     routed: bool
     parameters: Mapping[str, tuple[int, ...]]
@@ -183,6 +187,8 @@ def _describe(model: PreTrainedModel, build: Callable[[], PreTrainedModel], sour
             for name, module in model.named_modules()
             if is_linear(module) and name not in chosen
         ),
+        head=_head_of(model),
+        embedding=_table_of(model),
         kept=MappingProxyType(kept),
         routed=any(bool(_linear_lists(block)) for block in blocks_list),
         parameters=MappingProxyType({name: tuple(value.shape) for name, value in model.named_parameters()}),
@@ -307,6 +313,25 @@ def _kept_elsewhere(model: PreTrainedModel, blocks_name: str) -> dict[str, Keep]
             reason = "outside the decoder blocks"
         kept[name] = Keep(reason)
     return kept
+
+
+def _head_of(model: PreTrainedModel) -> str | None:
+    """Full name of the output head where it is a linear layer."""
+    head = model.get_output_embeddings()
+    return next(
+        (name for name, module in model.named_modules() if module is head and is_linear(module)), None
+    )
+
+
+def _table_of(model: PreTrainedModel) -> str | None:
+    """Full name of the input embedding's parameter."""
+    try:
+        table: object = model.get_input_embeddings()
+    except NotImplementedError:
+        # transformers' answer for a model without one.
+        return None
+    names = (name for name, module in model.named_modules() if module is table)
+    return next((f"{name}.weight" for name in names if isinstance(table, nn.Embedding)), None)
 
 
 def _tied_parameters(model: PreTrainedModel) -> dict[str, str]:

@@ -148,22 +148,23 @@ class ModelInstance:
         self.release(self.blueprint.blocks[index].name)
 
     @contextmanager
-    def outer(self) -> Iterator[nn.Module]:
+    def outer(self, *, whole: bool = False) -> Iterator[nn.Module]:
         """The model without blocks and head: all that runs before, between and after the decoder blocks.
 
-        Yields the module that takes token ids and runs the blocks (:attr:`Blueprint.replay_root_name`).
+        Yields the module that takes token ids and runs the blocks (:attr:`Blueprint.replay_root_name`), or
+        the ``whole`` model, which reaches as far as the head.
         """
-        names = self._outer_modules()
+        root_name = "" if whole else self.blueprint.replay_root_name
+        names = self._outer_modules(root_name)
         try:
             for name in names:
                 self.materialise(name, recurse=False)
-            yield self.model.get_submodule(self.blueprint.replay_root_name)
+            yield self.model.get_submodule(root_name)
         finally:
             for name in names:
                 self.release(name, recurse=False)
 
-    def _outer_modules(self) -> list[str]:
-        root_name = self.blueprint.replay_root_name
+    def _outer_modules(self, root_name: str) -> list[str]:
         inside = self.blueprint.blocks_name
         head = self.model.get_output_embeddings()
         found = []

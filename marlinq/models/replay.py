@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from marlinq.core import boundaries
 from marlinq.core.errors import UnsupportedError
@@ -54,6 +54,7 @@ class BlockReplay:
         self._instance = instance
         self._calls: list[list[_Call]] = []
         self._interned: dict[tuple[object, ...], Tensor] = {}
+        self._wrap: Callable[[Tensor], Any] = _unknown
 
     def record(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
         """Runs the outer forward once a batch and keeps every block's arguments.
@@ -77,7 +78,7 @@ class BlockReplay:
                 with recorder.installed(), suppress(_StopForward), boundaries.forward(self._instance.source):
                     root(input_ids=ids.to(self._instance.device), use_cache=False)
                 if wrap is None:
-                    wrap = recorder.wrap
+                    wrap = self._wrap = recorder.wrap
                     self._instance.release_block(0)
                 self._calls.append(recorder.calls)
                 yield recorder.finished()
@@ -122,6 +123,53 @@ class BlockReplay:
         with tapped(self._instance.model, projections, until_last), suppress(_StopForward):
             self.run(block, batch, hidden)
 
+    def after_blocks(
+        self, batches: Iterable[tuple[Tensor, Tensor]], head: Projection, receive: Receive
+    ) -> None:
+        """Runs what follows the decoder blocks as far as the output head, whose weight is not needed.
+
+        Args:
+            batches: token ids, int64 [B, T], as they were recorded, and what the last block makes of them,
+                [B, T, hidden]; in pairs.
+            head: the output head.
+            receive: called with the head's name and its input, [B, T, K], a batch at a time.
+
+        Raises:
+            UnsupportedError: the head does not see every token once.
+        """
+        with self._instance.outer(whole=True) as root, torch.no_grad():
+            for ids, hidden in batches:
+                seen = self._head_inputs(root, ids, hidden, head)
+                if len(seen) != 1 or seen[0].shape[:-1] != ids.shape:
+                    found = [list(x.shape) for x in seen] or "none"
+                    raise UnsupportedError(
+                        f"{head.name}: expected one input of {list(ids.shape)} tokens, found {found}; leave "
+                        "the output head unquantised"
+                    )
+                receive(head.name, seen[0])
+
+    def _head_inputs(self, root: nn.Module, ids: Tensor, hidden: Tensor, head: Projection) -> list[Tensor]:
+        """What the head is given when the last block returns ``hidden``; the head itself does not run."""
+        seen: list[Tensor] = []
+        result = self._wrap(hidden)
+
+        def stub(*args: Any, **kwargs: Any) -> Any:
+            return result
+
+        def stop(name: str, x: Tensor) -> None:
+            seen.append(x)
+            raise _StopForward
+
+        blocks = [self._instance.model.get_submodule(block.name) for block in self._instance.blueprint.blocks]
+        with (
+            _replaced(blocks, [stub] * len(blocks)),
+            tapped(self._instance.model, [head], stop),
+            suppress(_StopForward),
+            boundaries.forward(self._instance.source),
+        ):
+            root(input_ids=ids.to(self._instance.device), use_cache=False)
+        return seen
+
     def _keep(self, tensor: Tensor) -> Tensor:
         """One CPU copy of equal tensors: batches of one length share masks and position embeddings."""
         copy = tensor.detach().cpu().contiguous()
@@ -154,16 +202,8 @@ class _Recorder:
     @contextmanager
     def installed(self) -> Iterator[None]:
         blocks = [self._instance.model.get_submodule(block.name) for block in self._instance.blueprint.blocks]
-        replaced = [block.__dict__.get("forward") for block in blocks]
-        for index, block in enumerate(blocks):
-            block.forward = self._stub(index)
-        try:
+        with _replaced(blocks, [self._stub(index) for index in range(len(blocks))]):
             yield
-        finally:
-            for block, forward in zip(blocks, replaced, strict=True):
-                del block.forward
-                if forward is not None:
-                    block.forward = forward
 
     def finished(self) -> Tensor:
         if self._initial is None or len(self.calls) != len(self._instance.blueprint.blocks):
@@ -219,6 +259,21 @@ class _Recorder:
             f"{where}: blocks of this model exchange a {type(value).__name__}; expected tensors and plain "
             "values, so the model can't run block by block"
         )
+
+
+@contextmanager
+def _replaced(blocks: list[nn.Module], stubs: list[Callable[..., Any]]) -> Iterator[None]:
+    """Every block's ``forward`` is the stub in its place, for the length of a ``with`` statement."""
+    replaced = [block.__dict__.get("forward") for block in blocks]
+    for block, stub in zip(blocks, stubs, strict=True):
+        block.forward = stub
+    try:
+        yield
+    finally:
+        for block, forward in zip(blocks, replaced, strict=True):
+            del block.forward
+            if forward is not None:
+                block.forward = forward
 
 
 def _first_hidden(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:

@@ -104,3 +104,53 @@ def test_a_model_that_changes_states_between_blocks_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"model\.layers\.1.*previous block"):
         list(BlockReplay(instance).record(batches()))
     handle.remove()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_head_is_given_what_the_whole_model_gives_it(name: str) -> None:
+    model = tiny_model(name)
+    blueprint = build_blueprint(model.config.to_dict(), source=name)
+    assert blueprint.head is not None
+    head = blueprint.by_name[blueprint.head]
+    instance = ModelInstance(blueprint, in_memory(model), device=torch.device("cpu"), dtype=torch.float32)
+    replay = BlockReplay(instance)
+    ids = batches()
+    hidden = list(replay.record(ids))
+    for index in range(len(blueprint.blocks)):
+        with instance.loaded(blueprint.blocks[index].name):
+            hidden = [replay.run(index, number, states) for number, states in enumerate(hidden)]
+    found: list[Tensor] = []
+    replay.after_blocks(zip(ids, hidden, strict=True), head, lambda name, x: found.append(x))
+    assert all(parameter.is_meta for parameter in instance.model.parameters())
+
+    seen: list[Tensor] = []
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        for each in ids:
+            model(input_ids=each, use_cache=False)
+    for mine, theirs in zip(found, seen, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_that_does_not_see_every_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    blueprint = build_blueprint(model.config.to_dict(), source="llama")
+    assert blueprint.head is not None
+    head = blueprint.by_name[blueprint.head]
+    instance = ModelInstance(blueprint, in_memory(model), device=torch.device("cpu"), dtype=torch.float32)
+    replay = BlockReplay(instance)
+    ids = batches()
+    hidden = list(replay.record(ids))
+    whole = type(instance.model).forward
+
+    def only_the_last(self, **kwargs):
+        return whole(self, **kwargs, logits_to_keep=1)
+
+    monkeypatch.setattr(type(instance.model), "forward", only_the_last)
+    with pytest.raises(
+        UnsupportedError, match=r"lm_head: expected one input of \[2, 20\] tokens, found \[\["
+    ):
+        replay.after_blocks(zip(ids, hidden, strict=True), head, lambda name, x: None)
+    monkeypatch.setattr(type(instance.model), "forward", lambda self, **kwargs: self.model(**kwargs))
+    with pytest.raises(UnsupportedError, match="found none"):
+        replay.after_blocks(zip(ids, hidden, strict=True), head, lambda name, x: None)

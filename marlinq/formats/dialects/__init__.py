@@ -11,6 +11,7 @@ from marlinq.formats.dialects.base import Dialect, QuantizationConfig
 from marlinq.formats.dialects.compressed_tensors import CompressedTensorsDialect
 from marlinq.formats.dialects.gptq import GPTQDialect
 from marlinq.formats.dialects.keys import Keys
+from marlinq.formats.dialects.patterns import is_head
 from marlinq.formats.layouts import Layout, ModuleSpec
 
 DIALECTS: dict[str, Dialect] = {}
@@ -65,6 +66,7 @@ __all__ = [
     "Keys",
     "QuantizationConfig",
     "dialect_of",
+    "is_head",
     "register_dialect",
     "write_quantization_config",
 ]

@@ -69,6 +69,10 @@ class Dialect(ABC):
             ConversionRefused: the dialect can't express these settings.
         """
 
+    def says_head(self, config: QuantizationConfig, name: str) -> bool:
+        """Whether loaders that ask for a word of its own take the output head ``name`` for quantised."""
+        return config.raw.get("lm_head") is True
+
     def extra_files(self, config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         """JSON files beside config.json that some loaders read first, by name."""
         return {}

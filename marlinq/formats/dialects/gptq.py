@@ -90,8 +90,9 @@ class GPTQDialect(Dialect):
         if dynamic:
             config["dynamic"] = dynamic
         inside = list(dict.fromkeys(inside_block(name) for name in schemes if in_block(name)))
-        if skipped and not {inside_block(name) for name in skipped} & set(inside):
-            # transformers' loader ignores dynamic rules; it can follow a skip that holds in every block.
+        if skipped and not config["lm_head"] and not {inside_block(name) for name in skipped} & set(inside):
+            # transformers' loader ignores dynamic rules; it can follow a skip that holds in every block. A
+            # quantised head it can't load, and for vLLM the list would have to name the head too.
             config["modules_in_block_to_quantize"] = [inside]
         return config
 

@@ -24,8 +24,8 @@ def inside_block(name: str) -> str:
 
 
 def is_head(name: str) -> bool:
-    """Whether loaders take ``name`` for the output head."""
-    return name.rsplit(".", maxsplit=1)[-1] == "lm_head"
+    """Whether ``name`` is an output head's: ``embed_out`` is what GPT-NeoX files call theirs."""
+    return name.rsplit(".", maxsplit=1)[-1] in ("lm_head", "embed_out")
 
 
 def names_pattern(members: Sequence[str], others: Iterable[str]) -> str:

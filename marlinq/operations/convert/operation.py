@@ -116,7 +116,7 @@ def _convert(
         _write(plan, writer, min(_COMMIT_BYTES, 2 * max_shard_size), progress)
         checkpoint.check_unchanged()
         writer.finish(
-            config=replace_quantization_config(checkpoint.config, plan.quantization_config),
+            config=replace_quantization_config(plan.config, plan.quantization_config),
             manifest=manifest,
             side_files_from=checkpoint,
             extra_json=DIALECTS[target.dialect].extra_files(plan.quantization_config),

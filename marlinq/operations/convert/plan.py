@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from marlinq.checkpoint import QuantizedCheckpoint, TensorPlan
+from marlinq.checkpoint import QuantizedCheckpoint, TensorPlan, says_tied, untied_config
 from marlinq.core.dtypes import FLOATS, torch_dtype
 from marlinq.core.errors import CheckpointError, ConversionRefused
 from marlinq.core.progress import ReportProgress
@@ -18,7 +18,7 @@ from marlinq.core.rules import Keep
 from marlinq.core.scheme import Scheme
 from marlinq.core.weight import Grid
 from marlinq.formats import Layout, ModuleSpec
-from marlinq.formats.dialects import write_quantization_config
+from marlinq.formats.dialects import is_head, write_quantization_config
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +28,10 @@ else:
 _SIXTEEN_BIT = ("float16", "bfloat16")
 _TRANSPOSED_WEIGHTS = ("gpt2", "imagegpt", "openai-gpt")
 """``model_type`` of the transformers models whose linears (``Conv1D``) store their weight as [K, N]."""
+
+_MISTIED = (
+    "the source says tie_word_embeddings: true, but its output head is quantised; the output says false"
+)
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -44,6 +48,7 @@ class ConversionPlan:
         tensors: every output tensor, in the source's order.
         weight_dtype: name of the dtype of dequantised weights.
         transposed: dequantised weights are stored [K, N].
+        config: ``config.json`` of the source, but that a quantised head is never called tied.
         quantization_config: of the output.
         notes: what a user of the output should know.
     """
@@ -55,6 +60,7 @@ class ConversionPlan:
     tensors: list[TensorPlan]
     weight_dtype: str
     transposed: bool
+    config: dict[str, Any]
     quantization_config: dict[str, Any]
     notes: tuple[str, ...]
 
@@ -93,6 +99,8 @@ def plan_conversion(
 
     config = source.checkpoint.config
     weight_dtype = model_dtype(config) or next(iter(source.modules.values())).scheme.scale_dtype
+    # Whether it stays quantised or not, it has a weight of its own.
+    mistied = says_tied(config) and any(is_head(name) for name in source.modules)
     transposed = config.get("model_type") in _TRANSPOSED_WEIGHTS
     return ConversionPlan(
         source=source,
@@ -102,8 +110,9 @@ def plan_conversion(
         tensors=_tensors(source, target, modules, weight_dtype, transposed),
         weight_dtype=weight_dtype,
         transposed=transposed,
+        config=untied_config(config) if mistied else dict(config),
         quantization_config=write_quantization_config(target, modules, unquantized),
-        notes=(*grids.notes(kept), *_fused_notes(set(skipped), kept)),
+        notes=(*grids.notes(kept), *_fused_notes(set(skipped), kept), *([_MISTIED] if mistied else [])),
     )
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from marlinq import __version__
 from marlinq.core.scheme import INT4, Scheme
 from marlinq.formats import LAYOUTS
-from marlinq.operations.inspect.parallel import Layer, Split, fused, split
+from marlinq.formats.dialects import is_head
+from marlinq.operations.inspect.parallel import Layer, Split, experts, fused, split, split_head
 from marlinq.operations.inspect.servers import Kernel, Limits, Loading, Server, servers
 
 OWN = "marlinq"
@@ -68,6 +69,12 @@ class Whole:
         rules: the config has rules for single modules.
         unquantized: linears that are stored in floating point.
         heads, kv_heads: attention and key-value heads, or None where the config does not say.
+        architecture: what ``config.json`` names.
+        tied: ``config.json`` says that the output head is the embedding.
+        says_head: the config says that the output head is quantised.
+        fused_rules: what rules for single modules say of names that servers give fused layers: element,
+            group size and the like, as :attr:`Layer.scheme`; None for one that is kept. Layouts whose rules
+            are not looked up by such names have none.
     """
 
     layout: str
@@ -75,6 +82,10 @@ class Whole:
     unquantized: tuple[str, ...]
     heads: int | None
     kv_heads: int | None
+    architecture: str = ""
+    tied: bool = False
+    says_head: bool = True
+    fused_rules: Mapping[str, tuple[object, ...] | None] = field(default_factory=dict)
 
 
 def verdicts(
@@ -102,25 +113,81 @@ def _judge(server: Server, layers: Mapping[str, Layer], whole: Whole, asked: Spl
         return refused(f"does not read the {whole.layout} layout{_after_conversion(server, layers)}")
     if whole.rules and not loading.rules:
         return refused("does not read rules for single modules (dynamic); the modules they name fail to load")
-    if "lm_head" in layers and not loading.lm_head:
-        return refused("does not load a quantised lm_head")
-    parts: dict[str, Layer] = dict(layers)
-    if asked.parts > 1:
-        found = {name: split(name, layer, asked) for name, layer in layers.items()}
-        if reason := _first_of({n: part for n, part in found.items() if isinstance(part, str)}):
-            return refused(reason)
-        parts = {name: part for name, part in found.items() if isinstance(part, Layer)}
+    heads = [name for name in layers if is_head(name)]
+    if heads and (reason := _head_refusal(server, loading, whole)) is not None:
+        return refused(f"{heads[0]}: {reason}")
+    if reason := _experts_refusal(server, loading, layers):
+        return refused(reason)
+    found = {name: _part(server, loading, name, layer, asked) for name, layer in layers.items()}
+    if reason := _first_of({n: part for n, part in found.items() if isinstance(part, str)}):
+        return refused(reason)
+    parts = {name: part for name, part in found.items() if isinstance(part, Layer)}
     gates = {name: _gate(server, loading, layer) for name, layer in parts.items()}
     if reason := _first_of(gates):
         return refused(reason)
     units, broken = fused(parts, server.fused, whole.unquantized)
     if broken:
         return refused(broken)
+    if reason := _first_of({name: _rule_refusal(name, unit, whole) for name, (unit, _) in units.items()}):
+        return refused(reason)
     packages = server.packages.get(whole.layout)
     needs = "; ".join(text for text in (f"needs {packages}" if packages else "", server.note) if text)
     if not server.kernels:
         return ServerVerdict(server.name, server.version, True, (), needs)
     return _choose(server, units, whole.layout, needs)
+
+
+def _rule_refusal(name: str, unit: Layer, whole: Whole) -> str | None:
+    """Why a rule for single modules means other settings for a fused layer than for its members, or None."""
+    if name not in whole.fused_rules:
+        return None
+    said = whole.fused_rules[name]
+    if said == unit.scheme:
+        return None
+    found = "keep it unquantised" if said is None else "give it other settings"
+    return f"the dynamic rules {found}, unlike its members; convert it, which writes rules that match both"
+
+
+def _head_refusal(server: Server, loading: Loading, whole: Whole) -> str | None:
+    """Why the server does not multiply with a quantised output head."""
+    if not loading.lm_head:
+        return f"{server.name} does not load a quantised output head in this layout"
+    if whole.architecture in server.plain_heads:
+        return f"{server.name} has no place for a quantised output head in {whole.architecture}"
+    if server.asks_head and not whole.says_head:
+        return f"the config does not say that it is quantised, so {server.name} looks for a weight in 16 bits"
+    if server.ties and whole.tied:
+        return (
+            f"the config says tie_word_embeddings: true, and {server.name} trusts that instead of using the "
+            "packed head; convert it, which writes false"
+        )
+    return None
+
+
+def _experts_refusal(server: Server, loading: Loading, layers: Mapping[str, Layer]) -> str | None:
+    """Why the server does not load the experts of a mixture; servers that fuse layers fuse all of one."""
+    for parent, members in experts(layers).items():
+        if not loading.experts:
+            return f"{parent}: {server.name} does not load quantised experts in this layout"
+        first_name, first = next(iter(members.items()))
+        sizes = loading.expert_group_sizes
+        if sizes is not None and first.group_size not in sizes:
+            return f"{parent}: group size {first.group_size} of experts is not one of {_listed(sizes)}"
+        other = next((name for name, each in members.items() if each.scheme != first.scheme), None)
+        if server.fused and other is not None:
+            return f"{other}: is quantised in another way than {first_name}; experts of a layer are fused"
+    return None
+
+
+def _listed(values: Iterable[int]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _part(server: Server, loading: Loading, name: str, layer: Layer, asked: Split) -> Layer | str:
+    """What one GPU multiplies of ``layer``, or why it can't be split."""
+    if is_head(name) and server.vocabulary is not None:
+        return split_head(layer, server.vocabulary, asked.parts, full=loading.full_vocabulary)
+    return layer if asked.parts == 1 else split(name, layer, asked)
 
 
 def _choose(server: Server, units: Mapping[str, tuple[Layer, int]], layout: str, needs: str) -> ServerVerdict:
@@ -248,7 +315,7 @@ def _reads(kernel: Kernel, layout: str) -> bool:
 def _limits_refusal(limits: Limits, layer: Layer) -> str | None:
     sizes = limits.group_sizes
     if sizes is not None and layer.groups > 1 and layer.group_size not in sizes:
-        return f"group size {layer.group_size} is not one of {', '.join(map(str, sizes))}"
+        return f"group size {layer.group_size} is not one of {_listed(sizes)}"
     if limits.whole_groups and layer.group_size > 0 and layer.in_features % layer.group_size:
         return f"K={layer.in_features} is not a multiple of the group size {layer.group_size}"
     slots = 32 // layer.element.bits

@@ -8,12 +8,14 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, floating_linears
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, floating_linears, says_tied
 from marlinq.core.errors import CheckpointError, UsageError
 from marlinq.formats import ModuleSpec
+from marlinq.formats.dialects import DIALECTS, is_head
 from marlinq.operations.inspect.eligibility import Whole, verdicts
-from marlinq.operations.inspect.parallel import Layer, unknown_axes
+from marlinq.operations.inspect.parallel import Layer, experts, unknown_axes
 from marlinq.operations.inspect.report import Inspection, ModuleFacts
+from marlinq.operations.inspect.servers import servers
 from marlinq.operations.inspect.stored import StoredFacts, stored_facts
 
 _Value = TypeVar("_Value", bound=Hashable)
@@ -63,6 +65,7 @@ def inspect(
         symmetry=_symmetry(facts),
         g_idx=_order(quantized, facts),
         quantized_modules=len(facts),
+        head=next((spec.scheme.describe() for n, spec in quantized.modules.items() if is_head(n)), None),
         unquantized_modules=unquantized,
         shards=len(opened.shards),
         bytes_on_disk=_bytes_on_disk(opened),
@@ -72,7 +75,7 @@ def inspect(
         model_bits=8 * opened.nbytes / (weights + others),
         tensor_parallel=tensor_parallel,
         servers=verdicts(layers, _whole(quantized, unquantized), tensor_parallel=tensor_parallel),
-        notes=tuple(_notes(facts, layers, tensor_parallel)),
+        notes=tuple(_notes(facts, layers, tensor_parallel, tied=says_tied(opened.config))),
         modules=tuple(facts) if modules else None,
     )
 
@@ -91,6 +94,7 @@ def _unquantized(opened: Checkpoint) -> Inspection:
         symmetry=None,
         g_idx=None,
         quantized_modules=0,
+        head=None,
         unquantized_modules=tuple(floating_linears(opened, opened.tensors)),
         shards=len(opened.shards),
         bytes_on_disk=_bytes_on_disk(opened),
@@ -132,13 +136,45 @@ def _whole(quantized: QuantizedCheckpoint, unquantized: tuple[str, ...]) -> Whol
         return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
     heads = count("num_attention_heads")
+    dialect = DIALECTS[quantized.layout.dialect]
     return Whole(
         layout=quantized.layout.name,
         rules=_has_rules(quantized.config.raw),
         unquantized=unquantized,
         heads=heads,
         kv_heads=count("num_key_value_heads") or heads,
+        architecture=_architecture(quantized.checkpoint),
+        tied=says_tied(config),
+        says_head=all(
+            dialect.says_head(quantized.config, name) for name in quantized.modules if is_head(name)
+        ),
+        fused_rules=_fused_rules(quantized),
     )
+
+
+def _fused_rules(quantized: QuantizedCheckpoint) -> dict[str, tuple[object, ...] | None]:
+    """What GPTQ's ``dynamic`` says of the names that servers give fused layers."""
+    if not quantized.config.raw.get("dynamic"):
+        return {}
+    found: dict[str, tuple[object, ...] | None] = {}
+    for server in servers():
+        for whole, members in server.fused.items():
+            for name, spec in quantized.modules.items():
+                parent, _, last = name.rpartition(".")
+                if last == members[0]:
+                    fused = f"{parent}.{whole}"
+                    found[fused] = _said(quantized, fused, spec)
+    return found
+
+
+def _said(quantized: QuantizedCheckpoint, name: str, spec: ModuleSpec) -> tuple[object, ...] | None:
+    """What the config says of the module ``name``, as :attr:`Layer.scheme`."""
+    scheme = quantized.config.rules.scheme(name)
+    if scheme is None:
+        return None
+    symmetric = not quantized.layout.as_stored(scheme).stores_zeros
+    size = scheme.for_channels(spec.in_features).group_size
+    return scheme.element, size, symmetric, scheme.act_order
 
 
 def _has_rules(raw: Mapping[str, Any]) -> bool:
@@ -184,7 +220,9 @@ def _order(quantized: QuantizedCheckpoint, facts: list[ModuleFacts]) -> str:
     return found.pop() if len(found) == 1 else "mixed"
 
 
-def _notes(facts: list[ModuleFacts], layers: dict[str, Layer], tensor_parallel: int) -> Iterable[str]:
+def _notes(
+    facts: list[ModuleFacts], layers: dict[str, Layer], tensor_parallel: int, *, tied: bool
+) -> Iterable[str]:
     for module in facts:
         if module.problem is not None:
             yield f"{module.name}: {module.problem}"
@@ -202,6 +240,18 @@ def _notes(facts: list[ModuleFacts], layers: dict[str, Layer], tensor_parallel: 
     ]
     if wrong:
         yield f"{wrong[0].name}: the config says symmetric, but the stored zero points differ"
+    heads = [module for module in facts if is_head(module.name)]
+    if heads and tied:
+        yield (
+            f"{heads[0].name}: is quantised, but the config says tie_word_embeddings: true; loaders that "
+            "trust it multiply by the embedding instead; converting it writes false"
+        )
+    inside = sum(len(members) for members in experts(layers).values())
+    if inside:
+        yield (
+            f"{inside} linears belong to experts, which servers fuse; their kernels are judged as those of "
+            "dense layers (docs/serve.md has the rules)"
+        )
     whole = unknown_axes(layers) if tensor_parallel > 1 else []
     if whole:
         yield (

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from marlinq.core.scheme import Element, group_count
-from marlinq.operations.inspect.servers import axes
+from marlinq.formats.dialects import is_head
+from marlinq.operations.inspect.servers import Vocabulary, axes
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ class Split:
 
 
 def split(name: str, layer: Layer, by: Split) -> Layer | str:
-    """The part of ``layer`` that one GPU holds, or why it can't be split.
+    """The part of ``layer`` that one GPU holds, or why it can't be split. For output heads see
+    :func:`split_head`.
 
     Row-parallel layers split K and column-parallel ones N, by their names; key and value projections are
     repeated where there are more GPUs than heads. A layer of unknown name stays whole on every GPU.
@@ -94,10 +99,41 @@ def split(name: str, layer: Layer, by: Split) -> Layer | str:
     return layer
 
 
+def split_head(layer: Layer, by: Vocabulary, parts: int, *, full: bool) -> Layer | str:
+    """The part of the output head that one of ``parts`` GPUs multiplies, or why it can't be loaded.
+
+    Args:
+        layer: the head; its N is the vocabulary.
+        by: how the server pads and splits it.
+        parts: GPUs, also one: the padding is multiplied too.
+        full: it can't be padded, because its loader pads along the first axis of a tensor only.
+    """
+    n = layer.out_features
+    padded = by.padded(n, parts)
+    if padded % parts:
+        return f"a vocabulary of {n}, padded to {padded}, can't be split over {parts} GPUs"
+    if full and padded != n:
+        return f"a vocabulary of {n} would be padded to {padded}, which its loader can't do in this layout"
+    return replace(layer, out_features=padded // parts)
+
+
 def unknown_axes(names: Collection[str]) -> list[str]:
     """Layers that tensor parallelism is taken to leave whole, because their names tell no axis."""
     known = axes()
-    return [name for name in names if name.rpartition(".")[2] not in known.row | known.column]
+    return [
+        name
+        for name in names
+        if name.rpartition(".")[2] not in known.row | known.column and not is_head(name)
+    ]
+
+
+def experts(layers: Mapping[str, Layer]) -> dict[str, dict[str, Layer]]:
+    """The linears of experts by the layer that they are in: ``...mlp.experts`` -> name -> linear."""
+    found: dict[str, dict[str, Layer]] = {}
+    for name, layer in layers.items():
+        if (match := _EXPERT.search(name)) is not None:
+            found.setdefault(name[: match.start()] + ".experts", {})[name] = layer
+    return found
 
 
 def fused(

@@ -54,6 +54,7 @@ class Inspection(Shown):
         symmetry: ``symmetric``, ``asymmetric``, ``mixed`` or ``unknown``, from the stored zeros.
         g_idx: ``none`` (the layout has none), ``in order``, ``activation order`` or ``mixed``.
         quantized_modules: their number.
+        head: how the output head is quantised, in words; None where it is not.
         unquantized_modules: linears that are stored in floating point.
         shards: number of weight files.
         bytes_on_disk: of the weight files.
@@ -75,6 +76,7 @@ class Inspection(Shown):
     symmetry: str | None
     g_idx: str | None
     quantized_modules: int
+    head: str | None
     unquantized_modules: tuple[str, ...]
     shards: int
     bytes_on_disk: int
@@ -106,6 +108,8 @@ class Inspection(Shown):
                 ("g_idx", str(self.g_idx)),
                 ("quantised", f"{self.quantized_modules} linears"),
             ]
+        if self.head is not None:
+            rows.append(("output head", self.head))
         parameters = f"{self.parameters / 1e6:.1f} M, {self.quantized_parameters / 1e6:.1f} M quantised"
         rows += [
             ("unquantised", f"{len(self.unquantized_modules)} linears; tensors mostly {self.dtype}"),

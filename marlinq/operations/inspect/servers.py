@@ -31,6 +31,9 @@ class Loading(Limits):
     zero_writer: str | None = None
     rules: bool = True
     lm_head: bool = True
+    experts: bool = True
+    expert_group_sizes: tuple[int, ...] | None = None
+    full_vocabulary: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,22 @@ class Kernel(Limits):
 
 
 @dataclass(frozen=True)
+class Vocabulary:
+    """How a server splits the output head's N over GPUs."""
+
+    padding: int
+    grows: bool
+
+    def padded(self, size: int, parts: int) -> int:
+        """``size`` output channels and the padding, for ``parts`` GPUs; it may not divide."""
+        whole = -(-size // self.padding) * self.padding
+        if whole % parts == 0 or not self.grows:
+            return whole
+        multiple = self.padding * parts
+        return -(-size // multiple) * multiple
+
+
+@dataclass(frozen=True)
 class Server:
     """One server or library, of the version that was read."""
 
@@ -60,6 +79,10 @@ class Server:
     kernels: tuple[Kernel, ...] = ()
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     packages: Mapping[str, str] = field(default_factory=dict)
+    vocabulary: Vocabulary | None = None
+    asks_head: bool = False
+    ties: bool = False
+    plain_heads: tuple[str, ...] = ()
     note: str = ""
 
     def loading(self, layout: str) -> Loading | None:
@@ -102,7 +125,13 @@ def _server(entry: Mapping[str, Any]) -> Server:
     values = _frozen(entry)
     formats = tuple(Loading(**loading) for loading in values.pop("formats"))
     kernels = tuple(Kernel(**kernel) for kernel in values.pop("kernels", ()))
-    return Server(**values, formats=formats, kernels=kernels)
+    vocabulary = values.pop("vocabulary", None)
+    return Server(
+        **values,
+        formats=formats,
+        kernels=kernels,
+        vocabulary=None if vocabulary is None else Vocabulary(**vocabulary),
+    )
 
 
 def _frozen(value: Any) -> Any:

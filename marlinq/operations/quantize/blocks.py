@@ -1,4 +1,4 @@
-"""The heart of a quantise run: one decoder block after the other."""
+"""The heart of a quantise run: one decoder block after the other, and the output head at last."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from marlinq.checkpoint import CheckpointWriter
 from marlinq.core.errors import NumericsError
 from marlinq.core.progress import ReportProgress
 from marlinq.core.weight import QuantizedWeight
-from marlinq.methods import Statistics
+from marlinq.methods import SolveReport, Statistics
 from marlinq.models import BlockReplay, ModelInstance, shared_inputs
+from marlinq.operations.quantize.head import solve_head
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
 from marlinq.operations.quantize.report import ModuleReport
 
@@ -52,19 +53,26 @@ class BlockQuantizer:
         self._masks = [batch.mask().to(instance.device) if batch.padded else None for batch in batches]
 
     def run(self) -> None:
-        """Quantises every block that is not written yet.
+        """Quantises every block that is not written yet, then the output head if it is wanted.
 
         Raises:
             NumericsError: weights, activations or statistics are NaN or infinite; the module is named.
         """
         members_of = [self._plan.members(block) for block in self._blocks]
-        # Nothing after the last block with work to do is of interest.
-        count = max(index for index, members in enumerate(members_of) if members) + 1
+        head = self._plan.head
+        if head is not None and self._plan.is_written(head, self._writer.written):
+            head = None
+        # Nothing after the last block with work to do is of interest, but to the head.
+        count = max((index for index, members in enumerate(members_of) if members), default=-1) + 1
         states = self._first_states() if self._plan.method.calibrated else None
+        to_the_end = head is not None and states is not None
+        if to_the_end:
+            count = len(self._blocks)
         self._progress("quantising blocks", 0, count)
         for index, members in enumerate(members_of[:count]):
             written = all(self._plan.is_written(planned, self._writer.written) for planned in members)
-            if written and (states is None or index + 1 == count):
+            onward = states is not None and (to_the_end or index + 1 < count)
+            if written and not onward:
                 # What this block makes of the text is of interest to nobody.
                 self._progress("quantising blocks", index + 1, count)
                 continue
@@ -74,12 +82,16 @@ class BlockQuantizer:
                 quantized = {planned.projection.name: self._read_back(planned) for planned in members}
             else:
                 quantized = self._quantize(index, members, states)
-            if states is not None and index + 1 < count:
+            if states is not None and onward:
                 for planned in members:
                     self._install(planned, quantized[planned.projection.name])
                 self._advance(index, states)
             self._instance.release_block(index)
             self._progress("quantising blocks", index + 1, count)
+        if head is not None:
+            self._progress("quantising the output head", 0, 1)
+            self._quantize_head(head, states)
+            self._progress("quantising the output head", 1, 1)
 
     def _first_states(self) -> HiddenStates:
         recorded = self._replay.record(batch.ids for batch in self._batches)
@@ -140,12 +152,36 @@ class BlockQuantizer:
             for batch in _of_equal_settings([by_name[name] for name in group]):
                 for planned, solved, report in self._solve(batch, gathered):
                     quantized[planned.projection.name] = solved
-                    notes[f"module {planned.stored}"] = asdict(report)
-                    spec = planned.spec
-                    for suffix, tensor in self._plan.layout.pack(solved, spec.scheme).items():
-                        self._writer.write(f"{planned.stored}.{suffix}", tensor.cpu())
+                    notes |= self._write(planned, solved, _module_report(planned, gathered, report))
         self._writer.commit(notes)
         return quantized
+
+    def _write(self, planned: PlannedModule, solved: QuantizedWeight, report: ModuleReport) -> dict[str, Any]:
+        """Writes the tensors of a module; returns the note that goes with them."""
+        for suffix, tensor in self._plan.layout.pack(solved, planned.spec.scheme).items():
+            self._writer.write(f"{planned.stored}.{suffix}", tensor.cpu())
+        return {f"module {planned.stored}": asdict(report)}
+
+    def _quantize_head(self, head: PlannedModule, states: HiddenStates | None) -> None:
+        """Quantises the output head on what follows the blocks makes of their output: the final norm's."""
+        gathered = None if states is None else self._head_statistics(head, states)
+        projection = head.projection
+        shape = (projection.out_features, projection.in_features)
+        stored = self._instance.read(projection.parameter, shape[::-1] if projection.transposed else shape)
+        solved, report = solve_head(
+            head, projection.view(stored), gathered, self._plan.method, device=self._instance.device
+        )
+        self._writer.commit(self._write(head, solved, _module_report(head, gathered, report)))
+
+    def _head_statistics(self, head: PlannedModule, states: HiddenStates) -> Statistics:
+        statistics = self._empty_statistics(head)
+        masks = iter(self._masks)
+        self._replay.after_blocks(
+            ((batch.ids, states.load(number)) for number, batch in enumerate(self._batches)),
+            head.projection,
+            lambda name, x: statistics.add(x, next(masks)),
+        )
+        return statistics
 
     def _statistics(
         self, index: int, members: Sequence[PlannedModule], states: HiddenStates
@@ -187,33 +223,34 @@ class BlockQuantizer:
 
     def _solve(
         self, members: Sequence[PlannedModule], statistics: Statistics | None
-    ) -> list[tuple[PlannedModule, QuantizedWeight, ModuleReport]]:
-        scheme = members[0].spec.scheme
+    ) -> list[tuple[PlannedModule, QuantizedWeight, SolveReport]]:
         solved = self._plan.method.solve(
             [self._instance.weight(planned.projection).to(torch.float32) for planned in members],
             statistics,
-            scheme,
+            members[0].spec.scheme,
             members[0].options,
             names=[planned.projection.name for planned in members],
         )
         return [
-            (
-                planned,
-                quantized,
-                ModuleReport(
-                    scheme=scheme.describe(),
-                    bits=scheme.element.bits,
-                    group_size=scheme.group_size,
-                    symmetric=not scheme.stores_zeros,
-                    reason=planned.reason,
-                    tokens=0 if statistics is None else statistics.tokens,
-                    relative_error=report.relative_error,
-                    fallback=report.fallback,
-                    figures=dict(report.figures),
-                ),
-            )
-            for planned, (quantized, report) in zip(members, solved, strict=True)
+            (planned, quantized, report) for planned, (quantized, report) in zip(members, solved, strict=True)
         ]
+
+
+def _module_report(
+    planned: PlannedModule, statistics: Statistics | None, report: SolveReport
+) -> ModuleReport:
+    scheme = planned.spec.scheme
+    return ModuleReport(
+        scheme=scheme.describe(),
+        bits=scheme.element.bits,
+        group_size=scheme.group_size,
+        symmetric=not scheme.stores_zeros,
+        reason=planned.reason,
+        tokens=0 if statistics is None else statistics.tokens,
+        relative_error=report.relative_error,
+        fallback=report.fallback,
+        figures=dict(report.figures),
+    )
 
 
 def module_reports(notes: Mapping[str, Any]) -> dict[str, ModuleReport]:

@@ -24,7 +24,7 @@ from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.models import ModelInstance, build_blueprint
 from marlinq.operations.quantize.blocks import BlockQuantizer, module_reports
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule, plan_output
-from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.recipe import UNQUANTIZED, Recipe
 from marlinq.operations.quantize.report import QuantizeReport
 from marlinq.operations.quantize.text import (
     check_room,
@@ -84,8 +84,12 @@ def quantize(
         trust_remote_code=trust_remote_code,
     )
     plan = plan_output(checkpoint, blueprint, recipe)
-    for override in recipe.unused_overrides(projection.name for projection in blueprint.projections()):
+    linears = [projection.name for projection in blueprint.projections()]
+    if recipe.quantize_head != UNQUANTIZED and blueprint.head is not None:
+        linears.append(blueprint.head)
+    for override in recipe.unused_overrides(linears):
         warnings.warn(f"override {override.pattern!r} matches no linear of the model", stacklevel=2)
+    heads = [] if plan.head is None else [plan.head]
     by_block = [members for block in blueprint.blocks if (members := plan.members(block))]
     dtype = _compute_dtype(checkpoint, plan, chosen)
     if chosen.type == "cuda":
@@ -117,7 +121,7 @@ def quantize(
             warnings.warn(f"{writer.partial}: no unfinished run to resume; starting afresh", stacklevel=2)
         resumed = sum(1 for members in by_block if _all_written(plan, members, writer))
         _copy(checkpoint, plan, writer, progress)
-        if resumed < len(by_block):
+        if resumed < len(by_block) or not _all_written(plan, heads, writer):
             batches = []
             if calibrated:
                 if documents is None:
@@ -143,6 +147,7 @@ def quantize(
         method=plan.method.name,
         modules=module_reports(writer.notes),
         kept=plan.kept,
+        head=None if plan.head is None else plan.head.stored,
         calibration=writer.notes.get("calibration"),
         device=str(chosen),
         dtype=environment["dtype"],
@@ -161,7 +166,7 @@ def _compute_dtype(checkpoint: Checkpoint, plan: OutputPlan, device: torch.devic
     if device.type == "cpu":
         return torch.float32
     first = next(iter(plan.modules.values()))
-    return torch_dtype(checkpoint.tensors[f"{first.stored}.weight"].dtype)
+    return torch_dtype(checkpoint.tensors[first.source].dtype)
 
 
 def _environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -186,6 +191,7 @@ def _fingerprint(
 def _manifest(
     checkpoint: Checkpoint, recipe: Recipe, plan: OutputPlan, environment: dict[str, Any]
 ) -> dict[str, Any]:
+    head = {} if plan.head is None else {"head": {"module": plan.head.stored, "untied": plan.untied}}
     return {
         "tool": f"marlinq {__version__}",
         "operation": "quantize",
@@ -193,6 +199,7 @@ def _manifest(
         "recipe": recipe.to_dict(),
         "environment": environment,
         "kept": {name: keep.reason for name, keep in plan.kept.items()},
+        **head,
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from marlinq.checkpoint import Checkpoint, TensorPlan
+from marlinq.checkpoint import Checkpoint, TensorPlan, untied_config
 from marlinq.core.dtypes import FLOATS
 from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.core.rules import Keep
@@ -14,7 +14,7 @@ from marlinq.formats import LAYOUTS, Layout, ModuleSpec
 from marlinq.formats.dialects import DIALECTS, write_quantization_config
 from marlinq.methods import METHODS, Method, MethodOptions
 from marlinq.models import Block, Blueprint, Projection, TensorNames
-from marlinq.operations.quantize.recipe import ModuleSettings, Recipe
+from marlinq.operations.quantize.recipe import UNQUANTIZED, ModuleSettings, Recipe
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class PlannedModule:
 
     Attributes:
         projection: where its weight is.
-        stored: its name in the checkpoint, to which the layout's suffixes are added.
+        stored: its name in the output, to which the layout's suffixes are added.
+        source: the tensor of the checkpoint that holds its weight; a tied head's is the embedding's.
         options: of the recipe's method.
         spec: what will be stored.
         reason: where scheme and options come from.
@@ -31,6 +32,7 @@ class PlannedModule:
 
     projection: Projection
     stored: str
+    source: str
     options: MethodOptions
     spec: ModuleSpec
     reason: str
@@ -43,7 +45,9 @@ class OutputPlan:
     Attributes:
         layout: the target format.
         method: what quantises the modules.
-        modules: quantised projections by name, in the order of the tree.
+        modules: quantised projections by name, in the order of the tree; the output head comes last.
+        head: the output head where it is quantised.
+        untied: the head was tied to the embedding and gets a weight of its own.
         kept: modules with a weight matrix that stay as they are, with reasons.
         tensors: every tensor of the output, in the order of the source.
         copied: stored names of the tensors that are copied unchanged.
@@ -54,6 +58,8 @@ class OutputPlan:
     layout: Layout
     method: Method[Any, Any]
     modules: Mapping[str, PlannedModule]
+    head: PlannedModule | None
+    untied: bool
     kept: Mapping[str, Keep]
     tensors: tuple[TensorPlan, ...]
     copied: tuple[str, ...]
@@ -90,7 +96,9 @@ def plan_output(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) ->
     _check_parameters(checkpoint, blueprint, names)
     layout = LAYOUTS[recipe.format]
     modules, skipped = _choose(checkpoint, blueprint, names, layout, recipe)
-    kept = {**blueprint.kept, **skipped}
+    kept = {name: keep for name, keep in {**blueprint.kept, **skipped}.items() if name not in modules}
+    head = modules.get(blueprint.head) if blueprint.head is not None else None
+    untied = head is not None and _tied_to(blueprint, head.projection) is not None
     quantization_config = write_quantization_config(
         layout,
         {planned.stored: planned.spec for planned in modules.values()},
@@ -102,20 +110,35 @@ def plan_output(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) ->
         if (planned := replaced.get(name)) is None:
             tensors.append(TensorPlan(name, info.dtype, info.shape))
         else:
-            tensors.extend(
-                TensorPlan(f"{planned.stored}.{suffix}", tensor.dtype, tensor.shape)
-                for suffix, tensor in layout.expected(planned.spec).items()
-            )
+            tensors.extend(_packed(layout, planned))
+    if head is not None and f"{head.stored}.weight" not in checkpoint.tensors:
+        tensors.extend(_packed(layout, head))
+    config = {**checkpoint.config, "quantization_config": quantization_config}
     return OutputPlan(
         layout=layout,
         method=METHODS[recipe.method],
         modules=modules,
+        head=head,
+        untied=untied,
         kept=kept,
         tensors=tuple(tensors),
         copied=tuple(name for name in checkpoint.tensors if name not in replaced),
-        config={**checkpoint.config, "quantization_config": quantization_config},
+        config=untied_config(config) if untied else config,
         extra_json=DIALECTS[layout.dialect].extra_files(quantization_config),
     )
+
+
+def _packed(layout: Layout, planned: PlannedModule) -> list[TensorPlan]:
+    return [
+        TensorPlan(f"{planned.stored}.{suffix}", tensor.dtype, tensor.shape)
+        for suffix, tensor in layout.expected(planned.spec).items()
+    ]
+
+
+def _tied_to(blueprint: Blueprint, head: Projection) -> str | None:
+    """The parameter that the head shares its weight with, or None."""
+    shared = {**{owner: name for name, owner in blueprint.tied.items()}, **blueprint.tied}
+    return shared.get(head.parameter)
 
 
 def _check_parameters(checkpoint: Checkpoint, blueprint: Blueprint, names: TensorNames) -> None:
@@ -140,12 +163,13 @@ def _choose(
     modules: dict[str, PlannedModule] = {}
     kept: dict[str, Keep] = {}
     refused: list[tuple[str, str]] = []
-    for projection in blueprint.projections():
+    head = _head(blueprint, names, recipe)
+    for projection in (*blueprint.projections(), *([] if head is None else [head])):
         name, k = projection.name, projection.in_features
-        settings = recipe.rules.outcome(name)
+        settings = (recipe.head_rules if projection is head else recipe.rules).outcome(name)
         if isinstance(settings, Keep):
             kept[name] = settings
-        elif projection.parameter in shared:
+        elif projection.parameter in shared and projection is not head:
             kept[name] = Keep("shares its weight with another module")
         else:
             stored = names.require(projection.parameter)
@@ -153,8 +177,8 @@ def _choose(
             reason = settings.group_refusal(k) or layout.shape_refusal(spec)
             if reason is not None:
                 refused.append((name, reason))
-            stem = stored.removesuffix(".weight")
-            modules[name] = PlannedModule(projection, stem, settings.options, spec, settings.why(k))
+            stem = _stored_name(names, name)
+            modules[name] = PlannedModule(projection, stem, stored, settings.options, spec, settings.why(k))
     if refused:
         name, reason = refused[0]
         pattern = name.rpartition(".")[2] + "$"
@@ -166,6 +190,29 @@ def _choose(
     if not modules:
         raise UnsupportedError(f"{checkpoint.path}: the recipe skips every linear; nothing to quantise")
     return modules, kept
+
+
+def _head(blueprint: Blueprint, names: TensorNames, recipe: Recipe) -> Projection | None:
+    """The output head, where the recipe quantises it.
+
+    Raises:
+        UnsupportedError: there is none, or its tensor is the only copy of the embedding.
+    """
+    if recipe.quantize_head == UNQUANTIZED:
+        return None
+    if blueprint.head is None:
+        raise UnsupportedError(
+            f"{blueprint.architecture}: has no linear output head to quantise; leave out --quantize-head"
+        )
+    head = blueprint.by_name[blueprint.head]
+    other = _tied_to(blueprint, head)
+    own = names.own(head.parameter)
+    if other is not None and own is not None and names.own(other) is None:
+        raise UnsupportedError(
+            f"tensor {own!r}: is the only copy of the embedding {other!r}, which stays in 16 bits; save the "
+            "model with transformers first, or leave out --quantize-head"
+        )
+    return head
 
 
 def _spec(

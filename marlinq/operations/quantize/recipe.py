@@ -37,6 +37,9 @@ BITS = (4, 8)
 AUTO = "auto"
 AUTO_GROUP_SIZES = (128, 64, 32)
 GROUP_SIZES = (32, 64, 128, CHANNEL, AUTO)
+UNQUANTIZED = "none"
+HEADS = (UNQUANTIZED, "int4", "int8")
+"""What the output head may become: the elements by name, or nothing else than it is."""
 
 _MAX_RECIPE_BYTES = 1_000_000
 
@@ -181,6 +184,8 @@ class Recipe:
         group_size: input channels a scale, one of 32, 64, 128; -1 for one scale an output channel; or "auto"
             for the largest of 128, 64 and 32 that divides each module's K.
         symmetric: zero point fixed in the middle of the codes.
+        quantize_head: element of the output head, or "none" to leave it alone; group size, symmetry and the
+            options of the method are those of the other modules, or of an override that its name matches.
         calibration: "self", a file, or the name of a dataset; of no use to a method without calibration.
         samples: calibration documents.
         max_length: tokens that a document is cut to.
@@ -204,6 +209,9 @@ class Recipe:
         "and 32 that divides.",
     )
     symmetric: bool = setting(True, Flag(), "Zero point in the middle, or stored for each group.")
+    quantize_head: str = setting(
+        UNQUANTIZED, Choice(HEADS), "Quantise the output head too, also one that is tied to the embedding."
+    )
     calibration: str = setting("self", Text(), "Text to calibrate on.")
     samples: int = setting(128, WholeNumber(1), "Calibration documents.")
     max_length: int = setting(2048, WholeNumber(1), "Tokens a document is cut to.")
@@ -225,6 +233,8 @@ class Recipe:
         for rule in self.rules.ordered:
             self._check_outcome(rule.outcome)
         self._check_outcome(self.rules.default)
+        # Which overrides are about the head is known with its name.
+        self._check_outcome(self.head_rules.default)
 
     def _check_override(self, override: Override) -> None:
         own = (*_SHARED, *kinds(METHODS[self.method].options))
@@ -249,24 +259,34 @@ class Recipe:
     @cached_property
     def rules(self) -> ModuleRules[ModuleSettings]:
         """How each module is quantised, by its full dotted name, or why not."""
+        return self._rules(_element(LAYOUTS[self.format], self.bits), "recipe")
+
+    @cached_property
+    def head_rules(self) -> ModuleRules[ModuleSettings]:
+        """How the output head is quantised, by its full dotted name, or why not."""
+        if self.quantize_head == UNQUANTIZED:
+            return ModuleRules(Keep("output head: its error reaches every logit directly"))
+        return self._rules(ELEMENTS[self.quantize_head], f"quantize_head {self.quantize_head}")
+
+    def _rules(self, element: Element, reason: str) -> ModuleRules[ModuleSettings]:
         return ModuleRules(
-            self._settings({}, "recipe"),
+            self._settings({}, element, reason),
             tuple(
                 Rule(
                     override,
                     Keep(f"override {override.pattern!r} skips it")
                     if override.skip
-                    else self._settings(override.settings, f"override {override.pattern!r}"),
+                    else self._settings(override.settings, element, f"override {override.pattern!r}"),
                 )
                 for override in self.overrides
             ),
         )
 
-    def _settings(self, changes: Mapping[str, Any], reason: str) -> ModuleSettings:
+    def _settings(self, changes: Mapping[str, Any], element: Element, reason: str) -> ModuleSettings:
         shared = {key: changes.get(key, getattr(self, key)) for key in _SHARED}
         own = {key: value for key, value in changes.items() if key not in _SHARED}
         return ModuleSettings(
-            element=_element(LAYOUTS[self.format], shared["bits"]),
+            element=_element(LAYOUTS[self.format], changes["bits"]) if "bits" in changes else element,
             group_size=shared["group_size"],
             symmetric=shared["symmetric"],
             options=replace(self.options, **own),

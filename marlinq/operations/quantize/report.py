@@ -48,6 +48,7 @@ class QuantizeReport(Shown):
         kept: modules with a weight matrix that stay as they were, with reasons.
         calibration: source, documents, tokens and a hash of the token ids; None for a method without.
         device, dtype: where and in which dtype the blocks ran.
+        head: stored name of the output head, if it was quantised.
         blocks: decoder blocks with quantised linears.
         resumed_blocks: decoder blocks taken over from an interrupted run.
         source_bytes, output_bytes: tensor data before and after.
@@ -61,6 +62,7 @@ class QuantizeReport(Shown):
     method: str
     modules: Mapping[str, ModuleReport]
     kept: Mapping[str, Keep]
+    head: str | None
     calibration: Mapping[str, Any] | None
     device: str
     dtype: str
@@ -102,7 +104,9 @@ class QuantizeReport(Shown):
         used = "none: the method needs no text"
         if text is not None:
             used = f"{text['documents']} documents, {text['tokens']} tokens from {text['source']}"
-        linears = f"{len(self.modules)} linears in {self.blocks} blocks with {self.method}"
+        inside = len(self.modules) - (self.head is not None)
+        head = f" and the output head {self.head}" if self.head is not None else ""
+        linears = f"{inside} linears in {self.blocks} blocks{head} with {self.method}"
         rows = [
             ("made", f"{self.out}, {self.format}, {sizes}"),
             ("quantised", linears),

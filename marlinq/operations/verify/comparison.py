@@ -63,6 +63,7 @@ class Comparison:
         self._device = device
         self._names: TensorNames | None = None
         self._projections: dict[str, Projection] = {}
+        self._blueprint = None if isinstance(blueprint, str) else blueprint
         if not isinstance(blueprint, str):
             self._names = TensorNames(blueprint, original.tensors.keys(), source=str(original.path))
             self._projections = _by_stored_name(blueprint, view)
@@ -207,10 +208,19 @@ class Comparison:
             return name
         return self._names.find(name) if self._names is not None else None
 
+    def _tied(self, projection: Projection) -> str | None:
+        """The original's embedding, for an output head that has no tensor of its own there."""
+        found = self._blueprint
+        if found is None or projection.name != found.head or found.embedding is None:
+            return None
+        return self._find(found.embedding)
+
     def _weight(self, name: str, spec: ModuleSpec) -> Tensor:
         """The original weight, float32 [N, K]."""
         projection = self._projections.get(name)
         source = self._find(f"{name}.weight" if projection is None else projection.parameter)
+        if source is None and projection is not None:
+            source = self._tied(projection)
         where = f"{self._original.path}: {name}.weight"
         if source is None:
             raise CheckpointError(f"{where}: missing, so {name} can't be compared")

@@ -19,6 +19,7 @@ from marlinq.checkpoint.reader import QUANTIZE_CONFIGS, read_json
 from marlinq.core import boundaries
 from marlinq.core.errors import MarlinqError
 from marlinq.core.progress import ReportProgress
+from marlinq.formats.dialects import is_head
 from marlinq.models import Blueprint, TensorNames, build_blueprint
 from marlinq.operations.verify.report import Check, Findings
 from marlinq.runtime.loading import match_tensors, read_generation_config, read_tokenizer
@@ -234,7 +235,10 @@ def check_coverage(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> Che
                 f"{module}: a plain weight, but quantization_config does not exclude it; {evidence}"
             )
     kept = f"; {excluded} left unquantised, as the config says" if excluded else ""
-    return findings.result(f"all {len(view.modules)} linears of the blocks are quantised{kept}")
+    heads = sum(is_head(module) for module in view.modules)
+    head = ", and so is the output head" if heads else ""
+    text = f"all {len(view.modules) - heads} linears of the blocks are quantised{head}{kept}"
+    return findings.result(text)
 
 
 def _plain_linears(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> dict[str, str]:

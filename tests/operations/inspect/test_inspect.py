@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from marlinq.core.errors import CheckpointError, UsageError
 from marlinq.formats import LAYOUTS
+from marlinq.operations.convert import convert
 from marlinq.operations.inspect import Inspection, ServerVerdict, inspect
 from marlinq.operations.inspect.stored import _decoded, stored_facts
 from tests.testing.quantized_folders import CONFIG, model_tuples, opened, plain_tensors, random_tuple, write
@@ -226,3 +227,75 @@ def test_a_g_idx_out_of_range_is_damage(tmp_path: Path, suffix: str, value: int,
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
         inspect(folder)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_quantised_head_is_told_of(tmp_path: Path, layout: str) -> None:
+    modules = model_tuples(group_size=64, lm_head=True)
+    found = inspect(write(tmp_path / "x", layout, modules, unquantized=()))
+    assert found.head is not None
+    assert found.head.startswith("int4, groups of 64")
+    assert "output head" in found.render()
+    assert not any("tie_word_embeddings" in note for note in found.notes)
+    loads = {verdict.server: verdict.loads for verdict in found.servers}
+    expected = {"gptq": True, "gptq-v2": True, "awq": True, "marlin": False, "compressed-tensors": True}
+    assert loads["vLLM"] is expected[layout]
+    assert inspect(write(tmp_path / "y", layout, model_tuples(group_size=64))).head is None
+
+
+@pytest.mark.parametrize("where", ["top", "text_config"])
+def test_a_head_that_the_config_calls_tied_is_noted(tmp_path: Path, where: str) -> None:
+    tied = {"tie_word_embeddings": True}
+    config = tied if where == "top" else {"text_config": tied}
+    modules = model_tuples(group_size=64, lm_head=True)
+    found = inspect(write(tmp_path / "x", "gptq", modules, config=config, unquantized=()))
+    assert any(
+        "lm_head: is quantised, but the config says tie_word_embeddings" in note for note in found.notes
+    )
+    assert not {verdict.server: verdict.loads for verdict in found.servers}["SGLang"]
+    convert(tmp_path / "x", tmp_path / "y", target_format="compressed-tensors")
+    again = inspect(tmp_path / "y")
+    assert not again.notes
+    assert {verdict.server: verdict.loads for verdict in again.servers}["SGLang"]
+    # A head in 16 bits may be tied.
+    plain = inspect(write(tmp_path / "z", "gptq", model_tuples(group_size=64), config=config))
+    assert not plain.notes
+
+
+def test_a_head_that_the_config_is_silent_about(tmp_path: Path) -> None:
+    modules = model_tuples(group_size=64, lm_head=True)
+    gptq = write(tmp_path / "x", "gptq", modules, unquantized=(), quantization={"lm_head": False})
+    vllm = {verdict.server: verdict for verdict in inspect(gptq).servers}["vLLM"]
+    assert "lm_head: the config does not say that it is quantised" in vllm.reason
+    ct = write(tmp_path / "y", "compressed-tensors", modules, unquantized=())
+    config = json.loads((ct / "config.json").read_text())
+    (group,) = config["quantization_config"]["config_groups"].values()
+    group["targets"] = ["Linear"]
+    (ct / "config.json").write_text(json.dumps(config))
+    found = {verdict.server: verdict for verdict in inspect(ct).servers}
+    assert not found["vLLM"].loads
+    assert found["transformers"].loads
+
+
+def test_dynamic_rules_that_miss_the_fused_name(tmp_path: Path) -> None:
+    modules = model_tuples(group_size=64)
+    for name in list(modules):
+        if name.endswith(("gate_proj", "up_proj")):
+            q = modules[name]
+            modules[name] = random_tuple(q.in_features, q.out_features, 7, group_size=64, bits=8)
+    made = write(tmp_path / "made", "gptq", modules)
+    assert "dynamic rules" not in {v.server: v for v in inspect(made).servers}["vLLM"].reason
+    rule = {r"+:.*mlp\.(gate|up)_proj$": {"bits": 8, "group_size": 64, "sym": True, "desc_act": False}}
+    foreign = write(tmp_path / "foreign", "gptq", modules, quantization={"dynamic": rule})
+    found = {verdict.server: verdict for verdict in inspect(foreign).servers}
+    assert "mlp.gate_up_proj: the dynamic rules give it other settings" in found["vLLM"].reason
+    assert not found["SGLang"].loads
+    assert found["GPTQModel"].loads
+
+
+def test_linears_of_experts_are_noted(tmp_path: Path) -> None:
+    names = [f"model.layers.0.mlp.experts.{expert}.up_proj" for expert in range(2)]
+    folder = write(tmp_path / "x", "gptq", {name: random_tuple(128, 64, 1) for name in names})
+    assert any(note.startswith("2 linears belong to experts") for note in inspect(folder).notes)
+    plain = inspect(write(tmp_path / "y", "gptq", one(128, 64)))
+    assert not any("experts" in note for note in plain.notes)

@@ -12,8 +12,8 @@ from marlinq.core.scheme import INT4, INT8, Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import LAYOUTS
 from marlinq.operations.inspect.eligibility import ServerVerdict, Whole, verdicts
-from marlinq.operations.inspect.parallel import Layer, Split, fused, split, unknown_axes
-from marlinq.operations.inspect.servers import Server, servers
+from marlinq.operations.inspect.parallel import Layer, Split, fused, split, split_head, unknown_axes
+from marlinq.operations.inspect.servers import Server, Vocabulary, servers
 from marlinq.runtime.operand import operand_refusal
 from tests.testing.quantized_folders import random_tuple
 
@@ -22,6 +22,7 @@ PLAIN = Layer("gptq", 512, 512, INT4, 128, declared_symmetric=True, symmetric=Tr
 AWQ = replace(PLAIN, layout="awq", declared_symmetric=False)
 CT = replace(PLAIN, layout="compressed-tensors")
 MARLIN = replace(PLAIN, layout="marlin")
+VLLM, SGLANG = Vocabulary(64, grows=False), Vocabulary(64, grows=True)
 
 
 def judge(layer: Layer, *, rules: bool = False, tp: int = 1, name: str = UP) -> dict[str, ServerVerdict]:
@@ -123,11 +124,121 @@ def test_transformers_and_gptqmodel(case: str) -> None:
     assert [found["transformers"].loads, found["GPTQModel"].loads] == expected
 
 
-def test_transformers_knows_no_rules_and_no_quantised_head() -> None:
+def test_transformers_knows_no_rules() -> None:
     assert not judge(PLAIN, rules=True)["transformers"].loads
     assert judge(PLAIN, rules=True)["GPTQModel"].loads
-    assert not judge(PLAIN, name="lm_head")["transformers"].loads
-    assert judge(PLAIN, name="lm_head")["vLLM"].loads
+
+
+# vLLM, SGLang, transformers, GPTQModel
+HEAD_CASES = {
+    "GPTQ": (PLAIN, {}, (True, True, False, True)),
+    "GPTQ in 8 bits": (replace(PLAIN, element=INT8), {}, (True, True, False, True)),
+    "AWQ": (AWQ, {}, (True, False, False, True)),
+    "CT": (CT, {}, (True, True, True, False)),
+    "CT asymmetric": (replace(CT, declared_symmetric=False, symmetric=False), {}, (True, True, False, False)),
+    "GPTQ that calls it tied": (PLAIN, {"tied": True}, (True, False, False, False)),
+    "CT that calls it tied": (CT, {"tied": True}, (True, False, False, False)),
+    "GPTQ that does not speak of it": (PLAIN, {"says_head": False}, (False, False, False, False)),
+    "CT that names its class only": (CT, {"says_head": False}, (False, False, True, False)),
+    "Gemma 2": (CT, {"architecture": "Gemma2ForCausalLM"}, (False, False, True, False)),
+    "Gemma": (CT, {"architecture": "GemmaForCausalLM"}, (True, False, True, False)),
+    "a padded GPTQ vocabulary": (replace(PLAIN, out_features=520), {}, (False, False, False, True)),
+    "a padded CT vocabulary": (replace(CT, out_features=520), {}, (True, True, True, False)),
+}
+
+
+@pytest.mark.parametrize("case", HEAD_CASES)
+@pytest.mark.parametrize("name", ["lm_head", "language_model.lm_head", "embed_out"])
+def test_who_loads_a_quantised_head(case: str, name: str) -> None:
+    layer, settings, expected = HEAD_CASES[case]
+    whole = replace(Whole(layer.layout, False, (), 8, 4, "LlamaForCausalLM"), **settings)
+    found = {verdict.server: verdict for verdict in verdicts({name: layer}, whole)}
+    peers = [found[server] for server in ("vLLM", "SGLang", "transformers", "GPTQModel")]
+    assert tuple(verdict.loads for verdict in peers) == expected
+    assert all(verdict.reason.startswith(f"{name}: ") for verdict in peers[:2] if not verdict.loads)
+    assert found["marlinq"].loads
+    # The same layer in a block is none of these rules' business.
+    inside = {verdict.server: verdict for verdict in verdicts({UP: layer}, whole)}
+    assert inside["vLLM"].loads
+
+
+HEAD_SPLITS = {
+    # server's rule, vocabulary, GPUs, padding allowed -> N of one GPU, or why not
+    "whole": (VLLM, 32000, 4, False, 8000),
+    "padded on one GPU": (VLLM, 32003, 1, True, 32064),
+    "padded and split": (VLLM, 50257, 8, True, 6288),
+    "padding refused": (VLLM, 50257, 1, False, "50257 would be padded to 50304"),
+    "vLLM's padding does not divide": (VLLM, 151936, 3, True, "padded to 151936, can't be split over 3 GPUs"),
+    "SGLang's grows until it does": (SGLANG, 151936, 3, True, 50688),
+    "which its loader can't fill": (SGLANG, 151936, 3, False, "151936 would be padded to 152064"),
+    "SGLang's does not grow needlessly": (SGLANG, 50257, 8, True, 6288),
+}
+
+
+@pytest.mark.parametrize("case", HEAD_SPLITS)
+def test_how_heads_are_split(case: str) -> None:
+    rule, vocabulary, parts, padding, expected = HEAD_SPLITS[case]
+    found = split_head(replace(PLAIN, out_features=vocabulary), rule, parts, full=not padding)
+    if isinstance(expected, str):
+        assert isinstance(found, str)
+        assert expected in found
+    else:
+        assert isinstance(found, Layer)
+        assert (found.in_features, found.out_features) == (512, expected)
+
+
+def test_the_head_takes_part_in_tensor_parallelism() -> None:
+    head = replace(CT, out_features=32000)
+    assert first(judge(head, tp=4, name="lm_head")["vLLM"]) == "Humming"  # 8000 is no multiple of 128
+    assert first(judge(head, tp=2, name="lm_head")["vLLM"]) == "Machete"
+    assert first(judge(head, tp=8, name="lm_head")["SGLang"]) is None  # 4000 is no multiple of 64
+    assert "can't be split over 3 GPUs" in judge(head, tp=3, name="lm_head")["vLLM"].reason
+    wide = replace(PLAIN, element=INT8, group_size=32, out_features=32000)
+    assert first(judge(wide, tp=2, name="lm_head")["vLLM"]) == "Humming"  # Machete takes no groups of 32
+    assert first(judge(wide, tp=2, name="lm_head")["SGLang"]) == "Marlin"
+
+
+def judge_experts(layer: Layer, odd: Layer | None = None) -> dict[str, ServerVerdict]:
+    parent = "model.layers.0.mlp.experts"
+    names = [f"{parent}.{expert}.{part}_proj" for expert in range(3) for part in ("gate", "up", "down")]
+    layers = dict.fromkeys(names, layer)
+    if odd is not None:
+        layers |= dict.fromkeys(names[3:], odd)
+    return {found.server: found for found in verdicts(layers, Whole(layer.layout, False, (), None, None))}
+
+
+def test_experts_of_a_layer_are_quantised_alike() -> None:
+    assert judge_experts(CT)["vLLM"].loads
+    found = judge_experts(CT, replace(CT, group_size=64))
+    for server in ("vLLM", "SGLang"):
+        assert "experts.1.gate_proj: is quantised in another way than" in found[server].reason
+    # Each expert is a module of its own where nothing is fused.
+    assert found["transformers"].loads
+    assert judge_experts(PLAIN, replace(PLAIN, group_size=64))["GPTQModel"].loads
+
+
+def test_experts_that_are_not_loaded() -> None:
+    for layer in (PLAIN, AWQ):
+        assert "does not load quantised experts" in judge_experts(layer)["transformers"].reason
+        assert judge(layer)["transformers"].loads
+    single = replace(AWQ, group_size=-1)
+    assert "group size -1 of experts is not one of 32, 64, 128" in judge_experts(single)["vLLM"].reason
+    assert judge(single)["vLLM"].loads
+    assert judge_experts(replace(PLAIN, group_size=-1))["vLLM"].loads
+
+
+def test_rules_have_to_match_the_fused_name() -> None:
+    parent = "model.layers.0.mlp"
+    eight = replace(PLAIN, element=INT8)
+    layers = {f"{parent}.gate_proj": eight, f"{parent}.up_proj": eight, f"{parent}.down_proj": PLAIN}
+    whole = Whole("gptq", True, (), None, None, fused_rules={f"{parent}.gate_up_proj": eight.scheme})
+    assert {v.server: v for v in verdicts(layers, whole)}["vLLM"].loads
+    for said in (PLAIN.scheme, None):
+        missed = replace(whole, fused_rules={f"{parent}.gate_up_proj": said})
+        found = {v.server: v for v in verdicts(layers, missed)}
+        for server in ("vLLM", "SGLang"):
+            assert f"{parent}.gate_up_proj: the dynamic rules" in found[server].reason
+        assert found["GPTQModel"].loads
 
 
 ORIGINAL_CASES = {
