@@ -67,6 +67,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
     operator: str = AUTO,
+    exact: bool | None = None,
     compile_kernels: bool = True,
     progress: ReportProgress = no_progress,
 ) -> LoadedModel:
@@ -82,6 +83,8 @@ def load(
             :func:`marlinq.runtime.placement.place`.
         trust_remote_code: run model code that the checkpoint brings.
         operator: what multiplies quantised weights, where it can; see :func:`marlinq.runtime.decide`.
+        exact: products with quantised weights round no more than the dtype makes them, where a CPU has a
+            faster product in bfloat16; None: True where ``dtype`` is given, False where it is ``auto``.
         compile_kernels: compile what the model's products need on a GPU now, instead of at their first use.
         progress: called after each module, and while kernels are compiled.
 
@@ -104,7 +107,9 @@ def load(
     )
     notes = [placement.reason] if placement.reason else []
     decisions: dict[str, Decision] = {}
-    setting = Setting(placement.device, placement.dtype)
+    if exact is None:
+        exact = dtype not in (None, "auto")
+    setting = Setting(placement.device, placement.dtype, exact)
     blueprint, replaced = match_tensors(blueprint, checkpoint, quantized)
     instance = ModelInstance(blueprint, checkpoint, device=placement.device, dtype=placement.dtype)
     if quantized is not None:
