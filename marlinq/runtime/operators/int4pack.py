@@ -7,13 +7,12 @@
 with x, scales, offsets and y of one dtype. It is vectorised for BF16 alone: with float32 or float16 operands
 the same product runs scalar code, ten times slower than a dense one. So this operator rounds to BF16:
 
-* **Scales**, by at most 2**-9 of their value; not at all where they are stored in BF16.
-* **Offsets**, (8 - zero) * scale: exactly 0 for symmetric weights, else rounded by at most 2**-9 * 7 scales
-  (a zero point of 0 gives 8 scales, which is exact). Together a weight of a symmetric group is off by at most
-  2**-9 of its value, and one of an asymmetric group by 2**-9 * (|code - zero| + 7) steps, less than a
-  twenty-third of a step.
-* **Activations and results**, by at most 2**-9 each, as a model does that runs in BF16. What stands between
-  the products (the residual stream, norms, attention) keeps the model's dtype.
+* **Scales**, by at most 2**-8 of their value; not at all where they are stored in BF16.
+* **Offsets**, (8 - zero) * scale: exactly 0 for symmetric weights, else rounded by at most 2**-8 * 7 scales
+  (a zero point of 0 gives 8 scales, which is exact). So a symmetric weight is off by at most 2**-8 of its
+  value, an asymmetric one by 2**-8 * (|code - zero| + 7) steps: less than an eleventh of a step.
+* **Activations and results**, by at most 2**-8 each, as in a model that runs in BF16. What stands between the
+  products (the residual stream, norms, attention) keeps the model's dtype.
 
 The operator therefore asks for a setting that is not exact, and is only taken where it is clearly faster than
 the dequantised weight, by a measurement on this machine.
