@@ -22,6 +22,7 @@ from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.models import Blueprint, ModelInstance, Projection, TensorNames, build_blueprint
 from marlinq.runtime.decision import AUTO, Decision, decide, require_operator, summarize
 from marlinq.runtime.decoding import Decoders
+from marlinq.runtime.head import pack_head
 from marlinq.runtime.operators import OPERATORS, Setting
 from marlinq.runtime.placement import place
 
@@ -84,7 +85,8 @@ def load(
         trust_remote_code: run model code that the checkpoint brings.
         operator: what multiplies quantised weights, where it can; see :func:`marlinq.runtime.decide`.
         exact: products with quantised weights round no more than the dtype makes them, where a CPU has a
-            faster product in bfloat16; None: True where ``dtype`` is given, False where it is ``auto``.
+            faster one in bfloat16, and a CPU's head is torch's plain product; None: True where ``dtype`` is
+            given, False where it is ``auto``.
         compile_kernels: compile what the model's products need on a GPU now, instead of at their first use.
         progress: called after each module, and while kernels are compiled.
 
@@ -124,6 +126,8 @@ def load(
         )
         notes += scale_notes(quantized, placement.dtype)
     instance.whole_model()
+    if not exact:
+        notes += pack_head(instance.model, setting)
     warn_about_dense(decisions, placement.device)
     model = instance.model
     generation_config = read_generation_config(checkpoint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -229,7 +230,7 @@ def test_a_shape_is_measured_once_a_process(monkeypatch: pytest.MonkeyPatch) -> 
             assert products[0]().shape == (1, 64)
         return 1.0, 2.0
 
-    monkeypatch.setattr(int4pack, "seconds_alternated", alternated)
+    monkeypatch.setattr(int4pack, "seconds_in_turn", alternated)
     int4pack.measure.cache_clear()
     try:
         for threads in (1, 1, 2):
@@ -239,22 +240,41 @@ def test_a_shape_is_measured_once_a_process(monkeypatch: pytest.MonkeyPatch) -> 
         int4pack.measure.cache_clear()
 
 
-def test_candidates_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, ran = [0.0], ""
+class Clock:
+    """Stands still but for what products take."""
 
-    def product(name: str, seconds: float) -> Callable[[], None]:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.ran = 0.0, ""
+        monkeypatch.setattr(cpu_timing.time, "perf_counter", lambda: self.now)
+
+    def product(self, name: str, *seconds: float) -> Callable[[], None]:
+        """Takes ``seconds`` one after the other, again and again."""
+        turns = cycle(seconds)
+
         def run() -> None:
-            nonlocal ran
-            ran += name
-            # Whatever else runs takes longer while the first round is measured.
-            clock[0] += seconds if len(ran) > 8 else 100
+            self.ran += name
+            self.now += next(turns)
 
         return run
 
-    monkeypatch.setattr(cpu_timing.time, "perf_counter", lambda: clock[0])
-    fast, slow = [product("a", 1.0), product("b", 3.0)], [product("c", 8.0)]
-    assert cpu_timing.seconds_alternated(fast, slow) == (2.0, 8.0)
-    assert ran == "ac" + 3 * "abc"
+
+def test_candidates_take_turns_and_stalls_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    # Three of four products wait for a thread that another process has displaced: 45 turns in 0.3 s.
+    fast = [clock.product(name, 9e-3, 9e-3, 1e-5, 9e-3) for name in "ab"]
+    slow = [clock.product("c", 2e-5)]
+    assert cpu_timing.seconds_in_turn(fast, slow) == pytest.approx((1e-5, 2e-5))
+    assert clock.ran.startswith("ac" + "acbc" * 4)
+    assert 0.3 < clock.now < 0.32
+
+
+def test_quick_products_take_many_turns_and_slow_ones_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    cpu_timing.seconds_in_turn([clock.product("a", 1e-5)], [clock.product("b", 1e-4)])
+    assert len(clock.ran) == 2 * (1 + 96)
+    clock.ran = ""
+    cpu_timing.seconds_in_turn([clock.product("a", 0.1)], [clock.product("b", 1.0)])
+    assert len(clock.ran) == 2 * (1 + 16)
 
 
 def test_copies_are_larger_than_a_cache() -> None:
@@ -262,7 +282,7 @@ def test_copies_are_larger_than_a_cache() -> None:
     copies = cpu_timing.cold_copies(weight)
     assert len(copies) == 64
     assert len({copy.data_ptr() for copy in copies}) == 64
-    assert len(cpu_timing.cold_copies(weight[:64])) == 256
+    assert len(cpu_timing.cold_copies(weight[:64])) == 96
 
 
 def test_a_model_runs_with_it_unless_exactness_is_asked_for(

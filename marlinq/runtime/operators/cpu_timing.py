@@ -11,32 +11,40 @@ Product = Callable[[], object]
 """One product with a weight of its own."""
 
 # A decode step reads every weight once, so each product finds its weight in memory. Copies of this size
-# together, read in turn, do too: they are larger than the last-level cache's share of most processors.
+# together, read in turn, do too: they are larger than most last-level caches.
 _COLD_BYTES = 64 << 20
-# Of small weights, which would need too many copies, a model has few bytes: they may stay in the cache there.
-_MOST_COPIES = 256
-_ROUNDS = 3
+_MOST_TURNS = 96
+_LEAST_TURNS = 16
+_ENOUGH_SECONDS = 0.3
 
 
 def cold_copies(tensor: Tensor) -> list[Tensor]:
     """``tensor`` and so many copies of it that reading them in turn finds none in a cache."""
-    copies = min(max(-(-_COLD_BYTES // max(tensor.nbytes, 1)), 1), _MOST_COPIES)
+    copies = min(max(-(-_COLD_BYTES // max(tensor.nbytes, 1)), 1), _MOST_TURNS)
     return [tensor, *(tensor.clone() for _ in range(copies - 1))]
 
 
-def seconds_alternated(*candidates: Sequence[Product]) -> tuple[float, ...]:
-    """The time of one product of each candidate, which are measured in turn.
+def seconds_in_turn(*candidates: Sequence[Product]) -> tuple[float, ...]:
+    """The time of one product of each candidate, which take turns: the tenth percentile.
 
-    Each candidate is a sequence of products that is run as a whole; the least mean time of a few rounds
-    counts, because whatever else runs on the machine can only add to it.
+    On a busy machine most products may wait for a thread that another process has displaced, a thousand times
+    longer than they compute, and would decide any mean. The very least is left out for a weight that a cache
+    held after all.
+
+    Args:
+        candidates: each a sequence of the same product with copies of its weight, run through again and again
+            for 96 turns; at least 16, after which 0.3 s are enough.
     """
-    least = [float("inf")] * len(candidates)
+    times: list[list[float]] = [[] for _ in candidates]
     for products in candidates:
         products[0]()  # whatever is allocated or prepared at the first call
-    for _ in range(_ROUNDS):
-        for index, products in enumerate(candidates):
+    began = time.perf_counter()
+    for turn in range(_MOST_TURNS):
+        for found, products in zip(times, candidates, strict=True):
+            product = products[turn % len(products)]
             start = time.perf_counter()
-            for product in products:
-                product()
-            least[index] = min(least[index], (time.perf_counter() - start) / len(products))
-    return tuple(least)
+            product()
+            found.append(time.perf_counter() - start)
+        if turn + 1 >= _LEAST_TURNS and time.perf_counter() - began > _ENOUGH_SECONDS:
+            break
+    return tuple(sorted(found)[len(found) // 10] for found in times)

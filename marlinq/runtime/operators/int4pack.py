@@ -32,7 +32,7 @@ from marlinq.core.scheme import INT4
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.formats import StoredWeight
 from marlinq.runtime.operators.base import Estimate, Operator, Setting
-from marlinq.runtime.operators.cpu_timing import cold_copies, seconds_alternated
+from marlinq.runtime.operators.cpu_timing import cold_copies, seconds_in_turn
 
 GROUP_SIZES = (256, 128, 64, 32)
 """What torch's product takes."""
@@ -183,7 +183,7 @@ def measure(
         dense = [
             lambda weight=copy: F.linear(x, weight) for copy in cold_copies(torch.ones(n, k, dtype=dtype))
         ]
-        packed_seconds, dense_seconds = seconds_alternated(packed, dense)
+        packed_seconds, dense_seconds = seconds_in_turn(packed, dense)
     return packed_seconds, dense_seconds
 
 
