@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -47,7 +48,7 @@ def test_every_step_is_a_command(
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "guide.md").write_text("text")
     ran = []
-    for step in (*quickstart.STEPS, *quickstart.GPU_STEPS):
+    for step in (*quickstart.STEPS, quickstart.Step("", quickstart.decode_command(quickstart.MARLIN))):
         name = step.arguments[0]
         if name == "generate":
             continue  # it calls two functions, and its options are tested elsewhere
@@ -97,3 +98,38 @@ def test_a_failed_command_ends_the_tour(quickstart: ModuleType, monkeypatch: pyt
     with pytest.raises(SystemExit) as exit_info:
         quickstart.run(quickstart.STEPS[1])
     assert exit_info.value.code == 7
+
+
+def test_the_last_line_compares_the_speeds(
+    quickstart: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = {
+        "model": {"decode_tokens_per_second": 20.0, "hardware": "a CPU"},
+        "marlin": {"decode_tokens_per_second": 45.0, "hardware": "a CPU"},
+    }
+
+    def ran(command: list[str], **settings: object) -> subprocess.CompletedProcess[bytes]:
+        folder = next(Path(part).name for part in command if part.startswith("quickstart"))
+        values = {"bytes_on_disk": 1e6, "model_bits": 6.5, **answers.get(folder, {})}
+        return subprocess.CompletedProcess(command, 0, json.dumps(values).encode(), b"")
+
+    monkeypatch.setattr(quickstart.subprocess, "run", ran)
+    speeds = {
+        folder: quickstart.tokens_per_second(folder) for folder in (quickstart.MODEL, quickstart.MARLIN)
+    }
+    assert "45.0 tokens/s: a CPU" in capsys.readouterr().out
+    quickstart.print_summary(100.0, speeds)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == ("Decoding here: 20.0 tokens/s the original, 45.0 tokens/s in 4 bits, 2.25 times as fast.")
+
+
+def test_a_failed_measurement_shows_its_message(
+    quickstart: ModuleType, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    failed = subprocess.CompletedProcess([], 4, b"", b"error: why\n")
+    monkeypatch.setattr(quickstart.subprocess, "run", lambda *command, **settings: failed)
+    with pytest.raises(SystemExit) as exit_info:
+        quickstart.tokens_per_second(quickstart.MODEL)
+    assert exit_info.value.code == 4
+    sys.stderr.flush()
+    assert b"error: why" in capfdbinary.readouterr().err
