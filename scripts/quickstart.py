@@ -82,7 +82,7 @@ STEPS = (
 
 def decode_command(folder: Path) -> tuple[str, ...]:
     """What measures how fast the model in ``folder`` decodes."""
-    return ("bench", "decode", str(folder), "--prompt-tokens", "64", "--new-tokens", "64", "--json")
+    return ("bench", "decode", str(folder), "--context", "64", "--new-tokens", "64", "--json")
 
 
 def main() -> None:
@@ -182,7 +182,8 @@ def tokens_per_second(folder: Path) -> float:
     arguments = decode_command(folder)
     show(arguments)
     found = facts(arguments)
-    speed = float(found["decode_tokens_per_second"])
+    (cell,) = found["cells"]
+    speed = float(cell["tokens_per_second"])
     print(f"{speed:.1f} tokens/s: {found['hardware']}", flush=True)
     return speed
 
