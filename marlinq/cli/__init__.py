@@ -76,8 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in arguments
-    # Threads that sleep cost a product some 10 us more than threads that spin. But where another process holds
-    # a core, spinning ones keep their own partner off it: 20 ms a product instead of 30 us.
+    # Threads that sleep cost a product some 20 us more than threads that spin. But where another process
+    # holds a core, spinning ones keep their own partner off it: 20 ms a product instead of 40 us.
     os.environ.setdefault(_WAIT_POLICY, "passive")
     show_warnings_briefly()
     log_safely()

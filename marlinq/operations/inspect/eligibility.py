@@ -267,8 +267,8 @@ def _own(layers: Mapping[str, Layer]) -> ServerVerdict:
         return ServerVerdict(OWN, __version__, False, (), _first_of(unreadable) or "")
     able = len(layers) - len(against)
     asks = (
-        "compute capability 8.0 and above, FP16 or BF16 activations; a CPU runs torch's packed INT4 product or "
-        "a dense one"
+        "compute capability 8.0 and above, FP16 or BF16 activations; a CPU runs torch's packed INT4 product "
+        "or a dense one"
     )
     reason = _first_of(against)
     kernels = (
