@@ -82,7 +82,7 @@ STEPS = (
 
 def decode_command(folder: Path) -> tuple[str, ...]:
     """What measures how fast the model in ``folder`` decodes."""
-    return ("bench", "decode", str(folder), "--context", "64", "--new-tokens", "64", "--json")
+    return ("bench", "decode", str(folder), "--context", "64", "--new-tokens", "16", "--json")
 
 
 def main() -> None:
@@ -96,7 +96,7 @@ def main() -> None:
         say(f"[{number}/{steps}] {step.why}")
         run(step)
     say(f"[{steps}/{steps}] How fast the original and the 4-bit model decode on this machine.")
-    speeds = {folder: tokens_per_second(folder) for folder in (MODEL, MARLIN)}
+    speeds = fastest_in_turn(MODEL, MARLIN)
     print_summary(time.monotonic() - began, speeds)
 
 
@@ -175,6 +175,16 @@ def run(step: Step) -> None:
     if code != 0:
         sys.exit(code)
     print(f"({time.monotonic() - began:.0f} s)", flush=True)
+
+
+def fastest_in_turn(*folders: Path) -> dict[Path, float]:
+    """Tokens/s of each folder's model, the better of two measurements that take turns: other processes can only
+    slow one down."""
+    found = dict.fromkeys(folders, 0.0)
+    for _ in range(2):
+        for folder in folders:
+            found[folder] = max(found[folder], tokens_per_second(folder))
+    return found
 
 
 def tokens_per_second(folder: Path) -> float:

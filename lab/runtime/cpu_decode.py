@@ -1,9 +1,9 @@
 """Decode steps on a CPU: the original and the quantised model, each run exactly and at its fastest.
 
-    python lab/runtime/cpu_decode.py quickstart/model quickstart/marlin
+    OMP_WAIT_POLICY=passive python lab/runtime/cpu_decode.py quickstart/model quickstart/marlin --context 64
 
 The four models take turns in one process, a few steps each, so that whatever else runs on the machine meets
-all of them. Median and least of the rounds' median steps; tokens/s and the gain are of the medians. With
+all of them. The wait policy is what the command line sets. Median and least of the rounds' median steps; tokens/s and the gain are of the medians. With
 ``--profile`` the parts of a step of the first and the last follow.
 """
 
