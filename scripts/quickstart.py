@@ -178,8 +178,8 @@ def run(step: Step) -> None:
 
 
 def fastest_in_turn(*folders: Path) -> dict[Path, float]:
-    """Tokens/s of each folder's model, the better of two measurements that take turns: other processes can only
-    slow one down."""
+    """Tokens/s of each folder's model, the better of two measurements that take turns: whatever else runs on
+    the machine can only slow one down."""
     found = dict.fromkeys(folders, 0.0)
     for _ in range(2):
         for folder in folders:

@@ -3,8 +3,9 @@
     OMP_WAIT_POLICY=passive python lab/runtime/cpu_decode.py quickstart/model quickstart/marlin --context 64
 
 The four models take turns in one process, a few steps each, so that whatever else runs on the machine meets
-all of them. The wait policy is what the command line sets. Median and least of the rounds' median steps; tokens/s and the gain are of the medians. With
-``--profile`` the parts of a step of the first and the last follow.
+all of them. The wait policy is what the command line sets. Median and least of the rounds' median steps;
+tokens/s and the gain are of the medians. With ``--profile`` the parts of a step of the first and the last
+follow, with ``--text`` what rounding to BF16 changes on 8 windows of 256 tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from marlinq.operations.bench.hardware import hardware_line
+from marlinq.operations.evaluate import evaluate
 from marlinq.runtime import Decoder, LoadedModel, load
 
 _PROFILED_STEPS = 10
@@ -71,6 +74,19 @@ def print_profile(found: Contestant) -> None:
         print(f"{share:>7.1%}  {milliseconds:>8.3f} ms  {event.count // _PROFILED_STEPS:>5} x  {event.key}")
 
 
+def print_divergences(contestants: Sequence[Contestant], text: str) -> None:
+    """Mean KL and top-1 agreement of the 4-bit models with each other and with the original."""
+    original, _, exact, packed = (found.loaded for found in contestants)
+    print()
+    for name, model, against in (
+        ("packed against dequantised", packed, exact),
+        ("dequantised against the original", exact, original),
+        ("packed against the original", packed, original),
+    ):
+        found = evaluate(model, against=against, text=text, windows=8, length=256)
+        print(f"{name:<36}KL {found.kl:.6f}   top-1 {found.top1_agreement:.2%}")
+
+
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(
@@ -82,6 +98,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--text")
     arguments = parser.parse_args()
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(1000, (1, arguments.context), generator=generator)
@@ -113,6 +130,8 @@ def main() -> None:
     if arguments.profile:
         print_profile(contestants[0])
         print_profile(contestants[-1])
+    if arguments.text:
+        print_divergences(contestants, arguments.text)
 
 
 if __name__ == "__main__":
