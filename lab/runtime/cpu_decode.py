@@ -24,7 +24,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.evaluate import evaluate
-from marlinq.runtime import Decoder, LoadedModel, load
+from marlinq.runtime import LoadedModel, load
+from marlinq.runtime.step.choose import choose_forward
+from marlinq.runtime.step.forward import Forward
 
 _PROFILED_STEPS = 10
 _PROFILED_ROWS = 12
@@ -36,7 +38,7 @@ class Contestant:
 
     name: str
     loaded: LoadedModel
-    decoder: Decoder
+    forward: Forward
     tokens: Tensor
     rounds: list[float] = field(default_factory=list)
 
@@ -45,20 +47,21 @@ class Contestant:
         found = []
         for _ in range(steps):
             start = time.perf_counter()
-            self.tokens = self.decoder.step(self.tokens).argmax(-1)
+            self.tokens = self.forward.step(self.tokens).argmax(-1)
             found.append(time.perf_counter() - start)
         return found
 
     def rewind(self, prompt: Tensor) -> None:
         """Start over after ``prompt``, so that every round has the same context."""
-        self.tokens = self.decoder.prefill(prompt).argmax(-1)
+        lengths = torch.tensor([prompt.shape[1]], dtype=torch.int32)
+        self.tokens = self.forward.prefill(prompt, lengths).argmax(-1)
 
 
 def contestant(name: str, folder: Path, exact: bool, prompt: Tensor, steps: int) -> Contestant:
-    """``folder``, loaded and past ``prompt``."""
+    """``folder``, loaded, with room for ``prompt`` and ``steps``."""
     loaded = load(folder, device="cpu", exact=exact)
-    decoder = Decoder(loaded.model, max_length=prompt.shape[1] + steps)
-    return Contestant(name, loaded, decoder, decoder.prefill(prompt).argmax(-1))
+    forward = choose_forward(loaded, 1, prompt.shape[1] + steps)
+    return Contestant(name, loaded, forward, prompt[:, 0])
 
 
 def print_profile(found: Contestant) -> None:
@@ -103,7 +106,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(1000, (1, arguments.context), generator=generator)
     contestants = [
-        contestant(name, folder, exact, prompt, arguments.steps + 1)
+        contestant(name, folder, exact, prompt, arguments.steps + _PROFILED_STEPS)
         for name, folder, exact in (
             ("original, torch's float32", arguments.original, True),
             ("original, packed head", arguments.original, False),
