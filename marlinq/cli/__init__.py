@@ -6,6 +6,7 @@ runs, so ``marlinq --help`` answers at once.
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,9 @@ _CONTINUES = {"quantize": ("--resume",), "convert": ()}
 """Commands that take up an unfinished folder, and the options that ask for it."""
 
 _INTERRUPTED = 130
+
+_WAIT_POLICY = "OMP_WAIT_POLICY"
+"""How OpenMP's threads wait for each other; read when torch is imported."""
 
 
 class _LazyGroup(click.Group):
@@ -72,6 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in arguments
+    # Threads that sleep cost a product some 20 us more than threads that spin. But where another process
+    # holds a core, spinning ones keep their own partner off it: 20 ms a product instead of 40 us.
+    os.environ.setdefault(_WAIT_POLICY, "passive")
     show_warnings_briefly()
     log_safely()
     try:

@@ -79,7 +79,8 @@ def decide(stored: StoredWeight, setting: Setting, *, operator: str = AUTO) -> D
         asked = _candidate(operator, stored, setting)
         if asked.takes:
             return Decision(asked, (), asked=True)
-    candidates = [_candidate(name, stored, setting) for name in OPERATORS]
+    names = [name for name, found in OPERATORS.items() if name == operator or found.serves(setting.device)]
+    candidates = [_candidate(name, stored, setting) for name in names]
     able = [candidate for candidate in candidates if candidate.takes]
     # min keeps the first of equals.
     chosen = min(able, key=lambda found: float("inf") if found.seconds is None else found.seconds)

@@ -22,6 +22,7 @@ from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.models import Blueprint, ModelInstance, Projection, TensorNames, build_blueprint
 from marlinq.runtime.decision import AUTO, Decision, decide, require_operator, summarize
 from marlinq.runtime.decoding import Decoders
+from marlinq.runtime.head import pack_head
 from marlinq.runtime.operators import OPERATORS, Setting
 from marlinq.runtime.placement import place
 
@@ -67,6 +68,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
     operator: str = AUTO,
+    exact: bool | None = None,
     compile_kernels: bool = True,
     progress: ReportProgress = no_progress,
 ) -> LoadedModel:
@@ -82,6 +84,9 @@ def load(
             :func:`marlinq.runtime.placement.place`.
         trust_remote_code: run model code that the checkpoint brings.
         operator: what multiplies quantised weights, where it can; see :func:`marlinq.runtime.decide`.
+        exact: products with quantised weights round no more than the dtype makes them, where a CPU has a
+            faster one in bfloat16, and a CPU's head is torch's plain product; None: True where ``dtype`` is
+            given, False where it is ``auto``.
         compile_kernels: compile what the model's products need on a GPU now, instead of at their first use.
         progress: called after each module, and while kernels are compiled.
 
@@ -104,7 +109,9 @@ def load(
     )
     notes = [placement.reason] if placement.reason else []
     decisions: dict[str, Decision] = {}
-    setting = Setting(placement.device, placement.dtype)
+    if exact is None:
+        exact = dtype not in (None, "auto")
+    setting = Setting(placement.device, placement.dtype, exact)
     blueprint, replaced = match_tensors(blueprint, checkpoint, quantized)
     instance = ModelInstance(blueprint, checkpoint, device=placement.device, dtype=placement.dtype)
     if quantized is not None:
@@ -119,6 +126,8 @@ def load(
         )
         notes += scale_notes(quantized, placement.dtype)
     instance.whole_model()
+    if not exact:
+        notes += pack_head(instance.model, setting)
     warn_about_dense(decisions, placement.device)
     model = instance.model
     generation_config = read_generation_config(checkpoint)

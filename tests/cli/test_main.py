@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -11,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from marlinq.cli import COMMANDS
+from marlinq.cli import COMMANDS, main
 from marlinq.cli.output import progress_bar
 from marlinq.core import errors
 
@@ -31,6 +32,20 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.stderr.strip() == ""
     assert run.stdout.startswith("Usage:")
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "passive"), ("active", "active")])
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(
+    given: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "restored afterwards")
+    if given is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    else:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert os.environ["OMP_WAIT_POLICY"] == found
 
 
 def test_import_of_the_package_imports_nothing_heavy() -> None:

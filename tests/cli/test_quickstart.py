@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -47,11 +48,13 @@ def test_every_step_is_a_command(
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "guide.md").write_text("text")
     ran = []
-    for step in (*quickstart.STEPS, *quickstart.GPU_STEPS):
+    for step in (*quickstart.STEPS, quickstart.Step("", quickstart.decode_command(quickstart.MARLIN))):
         name = step.arguments[0]
         if name == "generate":
             continue  # it calls two functions, and its options are tested elsewhere
         recorder = operation(*OPERATIONS[name])
+        if name == "bench":
+            sys.modules["marlinq.operations.bench"].Synthetic = object  # what the command imports beside it
         outcome = marlinq(*step.arguments)
         assert (outcome.code, outcome.err) == (0, ""), step.arguments
         assert recorder.arguments
@@ -97,3 +100,37 @@ def test_a_failed_command_ends_the_tour(quickstart: ModuleType, monkeypatch: pyt
     with pytest.raises(SystemExit) as exit_info:
         quickstart.run(quickstart.STEPS[1])
     assert exit_info.value.code == 7
+
+
+def test_the_last_line_compares_the_speeds(
+    quickstart: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speeds = iter((15.0, 45.0, 20.0, 30.0))
+    measured = []
+
+    def ran(command: list[str], **settings: object) -> subprocess.CompletedProcess[bytes]:
+        values: dict[str, object] = {"bytes_on_disk": 1e6, "model_bits": 6.5}
+        if "bench" in command:
+            measured.append(Path(command[5]))
+            values = {"cells": [{"tokens_per_second": next(speeds)}], "hardware": "a CPU"}
+        return subprocess.CompletedProcess(command, 0, json.dumps(values).encode(), b"")
+
+    monkeypatch.setattr(quickstart.subprocess, "run", ran)
+    found = quickstart.fastest_in_turn(quickstart.MODEL, quickstart.MARLIN)
+    assert measured == 2 * [quickstart.MODEL, quickstart.MARLIN]
+    assert "45.0 tokens/s: a CPU" in capsys.readouterr().out
+    quickstart.print_summary(100.0, found)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "Decoding here: 20.0 tokens/s the original, 45.0 tokens/s in 4 bits, 2.25 times as fast."
+
+
+def test_a_failed_measurement_shows_its_message(
+    quickstart: ModuleType, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    failed = subprocess.CompletedProcess([], 4, b"", b"error: why\n")
+    monkeypatch.setattr(quickstart.subprocess, "run", lambda *command, **settings: failed)
+    with pytest.raises(SystemExit) as exit_info:
+        quickstart.tokens_per_second(quickstart.MODEL)
+    assert exit_info.value.code == 4
+    sys.stderr.flush()
+    assert b"error: why" in capfdbinary.readouterr().err

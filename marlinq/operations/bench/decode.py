@@ -26,6 +26,7 @@ from marlinq.operations.bench.synthetic import Synthetic, synthetic_model
 from marlinq.operations.bench.trace import StepProfile, profile_steps
 from marlinq.runtime import LoadedModel, StepDecision, load
 from marlinq.runtime.generation import position_limit
+from marlinq.runtime.head import HalfWeightLinear
 from marlinq.runtime.step.choose import take_decoder
 
 _REPEATS = 3
@@ -395,7 +396,9 @@ def weight_bytes(model: nn.Module) -> int:
         if not isinstance(module, nn.Embedding):
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 tensors[tensor.data_ptr()] = tensor.nbytes
-    return sum(tensors.values())
+    # Torch's own packed formats are no tensors.
+    packed = sum(module.packed_bytes for module in model.modules() if isinstance(module, HalfWeightLinear))
+    return sum(tensors.values()) + packed
 
 
 def cache_bytes_per_token(loaded: LoadedModel) -> int:

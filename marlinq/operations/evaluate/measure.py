@@ -172,8 +172,14 @@ def evaluate(
     def opened(source: Source) -> LoadedModel:
         if isinstance(source, LoadedModel):
             return source
+        # What is measured is what the checkpoint's weights cost, not a product that rounds for speed.
         return load(
-            source, device=device, dtype=dtype, trust_remote_code=trust_remote_code, progress=progress
+            source,
+            device=device,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            exact=True,
+            progress=progress,
         )
 
     loaded = opened(model)

@@ -333,7 +333,10 @@ def _own(layers: Mapping[str, Layer]) -> ServerVerdict:
     if unreadable:
         return ServerVerdict(OWN, __version__, False, (), _first_of(unreadable) or "")
     able = len(layers) - len(against)
-    asks = "compute capability 8.0 and above, FP16 or BF16 activations; a CPU runs the dense product"
+    asks = (
+        "compute capability 8.0 and above, FP16 or BF16 activations; a CPU runs torch's packed INT4 product "
+        "or a dense one"
+    )
     reason = _first_of(against)
     kernels = (
         KernelVerdict(_OWN_KERNEL, not against, able, reason or asks),

@@ -45,7 +45,7 @@ def compare_kernels(view: QuantizedCheckpoint, device: torch.device, progress: R
     distinct: dict[tuple[object, ...], str] = {}
     for name, spec in view.modules.items():
         distinct.setdefault((spec.in_features, spec.out_features, spec.scheme), name)
-    operators = [operator for operator in OPERATORS.values() if not operator.dense]
+    operators = [found for found in OPERATORS.values() if not found.dense and found.serves(device)]
     worst, ran = 0.0, 0
     refused: list[str] = []
     for done, name in enumerate(distinct.values()):

@@ -98,6 +98,7 @@ def _run(
         device=device,
         dtype=dtype,
         trust_remote_code=trust_remote_code,
+        exact=True,
         compile_kernels=False,  # one batch needs a few of them
         progress=progress,
     )

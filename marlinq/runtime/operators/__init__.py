@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from marlinq.runtime.operators.base import Estimate, Operator, Setting
 from marlinq.runtime.operators.dense import Dense
+from marlinq.runtime.operators.int4pack import Int4Pack
 from marlinq.runtime.operators.w4a16 import W4A16
 
 OPERATORS: dict[str, Operator] = {}
@@ -16,7 +17,7 @@ def register_operator(operator: Operator) -> Operator:
     return operator
 
 
-for _operator in (Dense(), W4A16()):
+for _operator in (Dense(), W4A16(), Int4Pack()):
     register_operator(_operator)
 
 __all__ = ["OPERATORS", "Estimate", "Operator", "Setting", "register_operator"]

@@ -20,10 +20,13 @@ class Setting:
     Attributes:
         device: of weights and activations.
         dtype: of the activations, and of what the module returns.
+        exact: products round no more than ``dtype`` makes them. Otherwise an operator may round operands
+            further, if its decision says so.
     """
 
     device: torch.device
     dtype: torch.dtype
+    exact: bool = True
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,12 @@ class Operator(ABC):
     name: str
     dense: bool = False
     """Whether it keeps the weight dequantised, which takes more memory than the checkpoint."""
+    device_types: tuple[str, ...] | None = None
+    """The types of device that it is for; None for any. Elsewhere nobody has to hear why it is not taken."""
+
+    def serves(self, device: torch.device) -> bool:
+        """Whether it is for devices of this type at all."""
+        return self.device_types is None or device.type in self.device_types
 
     @abstractmethod
     def refusal(self, stored: StoredWeight, setting: Setting) -> str | None:

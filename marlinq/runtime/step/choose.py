@@ -24,9 +24,10 @@ from marlinq.runtime.step.transformers_forward import TransformersForward, holds
 if TYPE_CHECKING:
     from marlinq.runtime.loading import LoadedModel
 
-# Another order of sums in 16 bits stays far below it; a row that sees padding, or a step that misses its
-# cache, changes logits by tens of percent.
-_TOLERANCE = 0.03
+# Another order of sums in 16 bits stays below it: products that round to BF16 turn the least difference into
+# their own rounding's, 3.4 percent of a small model's logits. A row that sees padding, or a step that misses
+# its cache, changes logits by tens of percent.
+_TOLERANCE = 0.1
 _PROBE = (5, 3)
 """Tokens of the probe's two prompts."""
 _PROBE_STEPS = 2

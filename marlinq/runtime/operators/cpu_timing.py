@@ -1,0 +1,50 @@
+"""How long products take on this CPU: measured, on weights that no cache holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+Product = Callable[[], object]
+"""One product with a weight of its own."""
+
+# A decode step reads every weight once, so each product finds its weight in memory. Copies of this size
+# together, read in turn, do too: they are larger than most last-level caches.
+_COLD_BYTES = 64 << 20
+_MOST_TURNS = 96
+_LEAST_TURNS = 16
+_ENOUGH_SECONDS = 0.3
+
+
+def cold_copies(tensor: Tensor) -> list[Tensor]:
+    """``tensor`` and so many copies of it that reading them in turn finds none in a cache."""
+    copies = min(max(-(-_COLD_BYTES // max(tensor.nbytes, 1)), 1), _MOST_TURNS)
+    return [tensor, *(tensor.clone() for _ in range(copies - 1))]
+
+
+def seconds_in_turn(*candidates: Sequence[Product]) -> tuple[float, ...]:
+    """The time of one product of each candidate, which take turns: the tenth percentile.
+
+    On a busy machine most products may wait for a thread that another process has displaced, a thousand times
+    longer than they compute, and would decide any mean. The very least is left out for a weight that a cache
+    held after all.
+
+    Args:
+        candidates: each a sequence of the same product with copies of its weight, run through again and again
+            for 96 turns; at least 16, after which 0.3 s are enough.
+    """
+    times: list[list[float]] = [[] for _ in candidates]
+    for products in candidates:
+        products[0]()  # whatever is allocated or prepared at the first call
+    began = time.perf_counter()
+    for turn in range(_MOST_TURNS):
+        for found, products in zip(times, candidates, strict=True):
+            product = products[turn % len(products)]
+            start = time.perf_counter()
+            product()
+            found.append(time.perf_counter() - start)
+        if turn + 1 >= _LEAST_TURNS and time.perf_counter() - began > _ENOUGH_SECONDS:
+            break
+    return tuple(sorted(found)[len(found) // 10] for found in times)

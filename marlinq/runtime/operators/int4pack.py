@@ -1,0 +1,192 @@
+"""Torch's packed INT4 product for CPUs: an eighth of the bytes of float32, operands in BF16.
+
+``aten::_weight_int4pack_mm_for_cpu`` computes, in float32 from operands in ``dtype``,
+
+    y[m, n] = sum over k of x[m, k] * ((codes[n, k] - 8) * scale[g, n] + offset[g, n])
+
+with x, scales, offsets and y of one dtype. It is vectorised for BF16 alone: with float32 or float16 operands
+the same product runs scalar code, ten times slower than a dense one. So this operator rounds to BF16:
+
+* **Scales**, by at most 2**-8 of their value; not at all where they are stored in BF16.
+* **Offsets**, (8 - zero) * scale: exactly 0 for symmetric weights, else rounded by at most 2**-8 * 7 scales
+  (a zero point of 0 gives 8 scales, which is exact). So a symmetric weight is off by at most 2**-8 of its
+  value, an asymmetric one by 2**-8 * (|code - zero| + 7) steps: less than an eleventh of a step.
+* **Activations and results**, by at most 2**-8 each, as in a model that runs in BF16. What stands between the
+  products (the residual stream, norms, attention) keeps the model's dtype.
+
+The operator therefore asks for a setting that is not exact, and is only taken where it is clearly faster than
+the dequantised weight, by a measurement on this machine.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from marlinq.core.dtypes import dtype_name
+from marlinq.core.errors import UnsupportedError
+from marlinq.core.scheme import INT4
+from marlinq.core.weight import QuantizedWeight, trivial_g_idx
+from marlinq.formats import StoredWeight
+from marlinq.runtime.operators.base import Estimate, Operator, Setting
+from marlinq.runtime.operators.cpu_timing import cold_copies, seconds_in_turn
+
+GROUP_SIZES = (256, 128, 64, 32)
+"""What torch's product takes."""
+
+_COLUMNS = 16  # torch packs blocks of so many output channels
+_MIDPOINT = 8  # what the product takes off each code
+_DTYPES = (torch.float32, torch.bfloat16)
+_OPERATIONS = ("_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm_for_cpu")
+
+LEAST_GAIN = 1.2
+"""How many times faster than the dequantised weight it has to be, since it rounds to BF16."""
+
+
+class Int4PackLinear(nn.Module):
+    """``y = x @ W.T + b`` through torch's packed INT4 product; drop-in for ``nn.Linear``.
+
+    ``forward`` takes x [..., K] of any float dtype and returns [..., N] in the same; the product itself runs
+    in BF16, the bias is added in x's dtype. Buffers are not part of a state dict.
+
+    Args:
+        weight: one that :class:`Int4Pack` does not refuse.
+        bias: [N] in the dtype of the activations, or None.
+    """
+
+    words: Tensor
+    scales_and_offsets: Tensor
+    order: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.in_features = weight.in_features
+        self.out_features = weight.out_features
+        self.group_size = product_group_size(weight.scheme.group_size, weight.in_features) or 0
+        order = None
+        codes, size = weight.codes, weight.scheme.channels_per_group(weight.in_features)
+        if not weight.has_trivial_g_idx:
+            order = weight.g_idx.argsort(stable=True)
+            codes = codes[order]
+        first_channels = torch.arange(0, self.in_features, self.group_size)
+        groups = first_channels // size
+        scales = weight.scales.to(torch.bfloat16)
+        if bool((torch.isfinite(weight.scales) & ~torch.isfinite(scales)).any()):
+            raise UnsupportedError("a scale overflows bfloat16")
+        offsets = (_MIDPOINT - weight.zeros.float()) * scales.float()
+        pairs = torch.stack((scales, offsets.to(torch.bfloat16)), dim=-1)[groups]
+        words = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.t().to(torch.int32).contiguous(), 1)
+        self.register_buffer("words", words, persistent=False)
+        self.register_buffer("scales_and_offsets", pairs.contiguous(), persistent=False)
+        self.register_buffer("order", order, persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] to [..., N], in the dtype of x."""
+        rows = x.reshape(-1, self.in_features)
+        if self.order is not None:
+            rows = rows.index_select(1, self.order)
+        y = _product(
+            rows.to(torch.bfloat16).contiguous(), self.words, self.group_size, self.scales_and_offsets
+        )
+        y = y.to(x.dtype)
+        if self.bias is not None:
+            y = y + self.bias
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"group_size={self.group_size}, act_order={self.order is not None}, bias={self.bias is not None}"
+        )
+
+
+class Int4Pack(Operator):
+    """:class:`Int4PackLinear`, on a CPU, where it is measured to be faster than the dequantised weight."""
+
+    name = "int4pack"
+    device_types = ("cpu",)
+
+    def refusal(self, stored: StoredWeight, setting: Setting) -> str | None:
+        if setting.device.type != "cpu":
+            return f"torch's packed INT4 product for CPUs does not run on {setting.device.type}"
+        if not all(hasattr(torch.ops.aten, operation) for operation in _OPERATIONS):
+            return f"torch {torch.__version__} has no packed INT4 product for CPUs"
+        scheme, k, n = stored.scheme, stored.in_features, stored.out_features
+        if scheme.element != INT4:
+            return f"{scheme.element.name} weights; torch's packed product multiplies {INT4.name}"
+        if setting.dtype not in _DTYPES:
+            return f"it multiplies in bfloat16, the model runs in {dtype_name(setting.dtype)}"
+        if setting.exact and setting.dtype != torch.bfloat16:
+            return f"it multiplies in bfloat16, exact {dtype_name(setting.dtype)} products were asked for"
+        if n % _COLUMNS:
+            return f"{n} output channels are no multiple of {_COLUMNS}"
+        if product_group_size(scheme.group_size, k) is None:
+            return f"no group of 32, 64, 128 or 256 divides groups of {scheme.group_size} in {k} channels"
+        if scheme.act_order:
+            size = scheme.channels_per_group(k)
+            if not torch.equal(stored.g_idx.sort().values, trivial_g_idx(k, size)):
+                return f"activation order: sorting g_idx does not give groups of {size} channels each"
+        return None
+
+    def estimate(self, stored: StoredWeight, setting: Setting, rows: int) -> Estimate:
+        k, n = stored.in_features, stored.out_features
+        group_size = product_group_size(stored.scheme.group_size, k) or 0
+        packed, dense = measure(rows, k, n, group_size, setting.dtype, torch.get_num_threads())
+        times = f"{packed * 1e6:.0f} us for {k} x {n} measured, {dense * 1e6:.0f} us dequantised"
+        if packed * LEAST_GAIN > dense:
+            return Estimate(None, f"not {LEAST_GAIN:g} times faster: {times}")
+        return Estimate(packed, f"torch's packed INT4 product, rounded to bfloat16: {times}")
+
+    def build(self, stored: StoredWeight, bias: Tensor | None, setting: Setting) -> nn.Module:
+        moved = None if bias is None else bias.to(setting.device, setting.dtype)
+        try:
+            return Int4PackLinear(stored.weight(), moved)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{stored.name}: {error}; load with --dtype float32") from None
+
+
+def product_group_size(group_size: int, in_features: int) -> int | None:
+    """The largest group of torch's product into which groups of ``group_size`` (-1: all K) can be split."""
+    whole = in_features if group_size <= 0 else group_size
+    return next((size for size in GROUP_SIZES if whole % size == 0 and in_features % size == 0), None)
+
+
+@cache
+def measure(
+    rows: int, in_features: int, out_features: int, group_size: int, dtype: torch.dtype, threads: int
+) -> tuple[float, float]:
+    """Seconds of a packed product and of one with the dequantised weight, once for each problem a process.
+
+    Args:
+        rows: of the activations.
+        in_features: K.
+        out_features: N.
+        group_size: of the packed product.
+        dtype: of the activations and of the dequantised weight.
+        threads: that torch computes with; part of the problem.
+    """
+    n, k = out_features, in_features
+    x = torch.ones(rows, k, dtype=dtype)
+    pairs = torch.ones(k // group_size, n, 2, dtype=torch.bfloat16)
+    codes = torch.full((n, k), _MIDPOINT, dtype=torch.int32)
+    words = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    with torch.no_grad():
+        packed = [
+            lambda words=copy: _product(x.to(torch.bfloat16), words, group_size, pairs).to(dtype)
+            for copy in cold_copies(words)
+        ]
+        dense = [
+            lambda weight=copy: F.linear(x, weight) for copy in cold_copies(torch.ones(n, k, dtype=dtype))
+        ]
+        packed_seconds, dense_seconds = seconds_in_turn(packed, dense)
+    return packed_seconds, dense_seconds
+
+
+def _product(x: Tensor, words: Tensor, group_size: int, scales_and_offsets: Tensor) -> Tensor:
+    y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, words, group_size, scales_and_offsets)
+    return y
