@@ -162,7 +162,8 @@ def _write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
         for index, names in enumerate(shards):
             file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
             plans = [
-                TensorPlan(name, dtype_name(tensors[name].dtype), tuple(tensors[name].shape)) for name in names
+                TensorPlan(name, dtype_name(tensors[name].dtype), tuple(tensors[name].shape))
+                for name in names
             ]
             header, infos = encode_header(file, plans)
             weight_map |= dict.fromkeys(names, file)

@@ -74,7 +74,8 @@ def operand_refusal(weight: StoredWeight | QuantizedWeight | Grid) -> str | None
         return f"group size {scheme.group_size} is neither one group nor a multiple of 32"
     if scheme.act_order:
         size = scheme.channels_per_group(weight.in_features)
-        if not torch.equal(weight.g_idx.sort().values.cpu(), trivial_g_idx(weight.in_features, size)):
+        groups = weight.g_idx.sort().values
+        if not torch.equal(groups, trivial_g_idx(weight.in_features, size, groups.device)):
             return f"activation order: sorting g_idx does not give groups of {size} channels each"
     return None
 
@@ -189,7 +190,9 @@ def _cast_scales(scales: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     if scales.dtype == dtype:
         return scales
     cast = scales.to(dtype)
-    if bool((torch.isfinite(scales) & ~torch.isfinite(cast)).any()):
+    # A GPU is waited for only where the narrower range makes it necessary.
+    narrower = torch.finfo(dtype).max < torch.finfo(scales.dtype).max
+    if narrower and bool((torch.isfinite(scales) & ~torch.isfinite(cast)).any()):
         largest = float(scales[torch.isfinite(scales)].abs().max())
         raise UnsupportedError(
             f"{name}: a scale of {largest:.6g} overflows {str(dtype).removeprefix('torch.')}; run in bfloat16"
