@@ -111,8 +111,8 @@ def _random_linear(
     spec = replace(spec_of(grid), scheme=layout.as_stored(grid.scheme))
     shape = layout.expected(spec)[layout.key].shape
     # Any word is eight codes, so noise needs no packing.
-    words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int64, generator=generator).to(torch.int32)
-    return {layout.key: words, **small}, spec
+    pairs = torch.empty(math.prod(shape) // 2, dtype=torch.int64).random_(-(2**63), None, generator=generator)
+    return {layout.key: pairs.view(torch.int32).reshape(shape), **small}, spec
 
 
 def _random_table(rows: int, columns: int) -> Tensor:
@@ -186,7 +186,6 @@ def _write_piece(path: Path, piece: memoryview, offset: int) -> None:
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
     """A byte-level BPE of so many tokens: all bytes, then pairs and triples of them."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = {piece: index for index, piece in enumerate(alphabet)}
@@ -203,7 +202,8 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=pieces, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
 
 
 def main() -> int:

@@ -106,7 +106,8 @@ class ReadAhead:
 
     @property
     def seconds(self) -> float:
-        """From the start of the first tensor to the end of the last that was taken."""
+        """From the start of the first tensor until the last piece was in its place, or on its way to the
+        GPU."""
         return 0.0 if self._started is None else max(0.0, self._landed - self._started)
 
     def __enter__(self) -> ReadAhead:
@@ -151,7 +152,6 @@ class ReadAhead:
             here.wait_stream(self._stream)
             # Freed, the memory goes back to the copies' stream, which must then wait for this one.
             flight.octets.record_stream(here)
-        self._landed = time.perf_counter()
         return flight.octets.view(torch_dtype(info.dtype)).reshape(info.shape)
 
     def _start_more(self) -> None:
@@ -221,6 +221,7 @@ class ReadAhead:
                 with torch.cuda.stream(self._stream):
                     octets.copy_(target, non_blocking=True)
                     slot.copied.record()
+            self._landed = time.perf_counter()
         finally:
             if self._ring is not None and slot is not None:
                 self._ring.put(slot)

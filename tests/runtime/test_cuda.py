@@ -98,10 +98,10 @@ def test_transcoding_needs_no_room_for_unpacked_codes(layout: str) -> None:
     before = torch.cuda.memory_allocated()
     operand = stored_operand(stored, torch.float16, torch.device("cuda:0"))
     peak = torch.cuda.max_memory_allocated() - before
-    # The words as read and as transcoded, the scales, and slabs of a megabyte. Codes would be twice the
-    # words.
+    # The words as read and as transcoded, the scales, and a few slabs of 4 MB of words. Codes would be twice
+    # the words.
     copies = 1 if layout == "marlin" else 2
-    assert peak < copies * operand.words.nbytes + 2 * operand.scales.nbytes + 16 * 2**20
+    assert peak < copies * operand.words.nbytes + 2 * operand.scales.nbytes + 32 * 2**20
 
 
 def test_load_compiles_the_kernels_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +109,8 @@ def test_load_compiles_the_kernels_of_a_model(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("MARLINQ_CACHE", str(tmp_path / "cache"))
     stages: list[tuple[str, int, int]] = []
     loaded = load(tmp_path / "model", device="cuda", progress=lambda *stage: stages.append(stage))
-    assert stages[-1][0] == "compiling kernels"
-    assert stages[-1][1] == stages[-1][2]
+    compiling = [stage for stage in stages if stage[0] == "compiling kernels"]
+    assert compiling[-1][1] == compiling[-1][2] > 0
     modules = [loaded.model.get_submodule(name) for name in loaded.decisions]
     setting = Setting(loaded.device, loaded.dtype)
     assert OPERATORS["w4a16"].compile(modules, setting) == 0
