@@ -26,9 +26,8 @@ from marlinq.core.errors import MarlinqError
 from marlinq.core.weight import Grid, trivial_g_idx
 from marlinq.formats import LAYOUTS, Layout, ModuleSpec, spec_of
 from marlinq.formats.dialects import write_quantization_config
-from marlinq.operations.bench.shapes import MODELS
 
-MODEL = "llama-3-8b"
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_SIZE = 4096, 14336, 32, 8, 128
 VOCABULARY = 128256
 _SHARD_BYTES = 5_000_000_000
 # Of uniform codes 0 to 15 around 8.
@@ -38,16 +37,15 @@ _PIECE = 64 << 20
 
 def projections() -> dict[str, tuple[int, int]]:
     """K and N of every linear of a block, by its name in the block."""
-    shape = MODELS[MODEL]
-    attention, memory = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    attention, memory = HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE
     return {
-        "self_attn.q_proj": (shape.hidden, attention),
-        "self_attn.k_proj": (shape.hidden, memory),
-        "self_attn.v_proj": (shape.hidden, memory),
-        "self_attn.o_proj": (attention, shape.hidden),
-        "mlp.gate_proj": (shape.hidden, shape.intermediate),
-        "mlp.up_proj": (shape.hidden, shape.intermediate),
-        "mlp.down_proj": (shape.intermediate, shape.hidden),
+        "self_attn.q_proj": (HIDDEN, attention),
+        "self_attn.k_proj": (HIDDEN, memory),
+        "self_attn.v_proj": (HIDDEN, memory),
+        "self_attn.o_proj": (attention, HIDDEN),
+        "mlp.gate_proj": (HIDDEN, INTERMEDIATE),
+        "mlp.up_proj": (HIDDEN, INTERMEDIATE),
+        "mlp.down_proj": (INTERMEDIATE, HIDDEN),
     }
 
 
@@ -73,7 +71,6 @@ def write_checkpoint(
         tokenizer: write one, too.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    hidden = MODELS[MODEL].hidden
     tensors: dict[str, Tensor] = {}
     specs: dict[str, ModuleSpec] = {}
     for seed, (name, (k, n)) in enumerate(projections().items()):
@@ -82,13 +79,13 @@ def write_checkpoint(
             module = f"model.layers.{layer}.{name}"
             specs[module] = spec
             tensors |= {f"{module}.{suffix}": tensor for suffix, tensor in packed.items()}
-    norm = torch.ones(hidden, dtype=dtype)
+    norm = torch.ones(HIDDEN, dtype=dtype)
     for layer in range(layers):
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"model.layers.{layer}.{name}.weight"] = norm
-    table = _random_table(vocabulary, hidden)
+    table = _random_table(vocabulary, HIDDEN)
     tensors["model.embed_tokens.weight"] = table.to(dtype)
-    tensors["lm_head.weight"] = table.mul_(1 / math.sqrt(hidden)).to(dtype)
+    tensors["lm_head.weight"] = table.mul_(1 / math.sqrt(HIDDEN)).to(dtype)
     tensors["model.norm.weight"] = norm
     _write_shards(folder, tensors)
     quantization = write_quantization_config(LAYOUTS[layout], specs, ["lm_head"])
@@ -125,16 +122,15 @@ def _random_table(rows: int, columns: int) -> Tensor:
 
 
 def _config(layers: int, vocabulary: int, dtype: torch.dtype) -> dict[str, object]:
-    shape = MODELS[MODEL]
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
         "num_hidden_layers": layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_size,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_SIZE,
         "hidden_act": "silu",
         "max_position_embeddings": 8192,
         "rms_norm_eps": 1e-5,
@@ -212,12 +208,17 @@ def main() -> int:
     parser.add_argument("--format", choices=sorted(LAYOUTS), default="marlin")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     arguments = parser.parse_args()
     if (arguments.folder / "config.json").exists():
         print(f"error: {arguments.folder} holds a checkpoint already", file=sys.stderr)
         return 1
     nbytes = write_checkpoint(
-        arguments.folder, arguments.format, layers=arguments.layers, group_size=arguments.group_size
+        arguments.folder,
+        arguments.format,
+        layers=arguments.layers,
+        group_size=arguments.group_size,
+        vocabulary=arguments.vocabulary,
     )
     print(f"{arguments.folder}: {arguments.layers} layers, {arguments.format}, {nbytes / 1e9:.2f} GB")
     return 0
