@@ -37,7 +37,8 @@ PIECE_BYTES = 8 << 20
 RING_BYTES = 128 << 20
 """Page-locked memory for the way to a GPU. torch keeps it for the next load of the process."""
 
-_MOST_THREADS = 16
+# More only get into each other's way: 8 threads fill a GPU's link from the page cache.
+_MOST_THREADS = 8
 # A thread that comes back from a read needs the interpreter. Another thread that computes in Python gives
 # it up after 5 ms by default, in which a core reads tens of megabytes.
 _SWITCH_SECONDS = 2e-4
@@ -71,7 +72,7 @@ class ReadAhead:
             not change (:mod:`marlinq.checkpoint.source`).
         device: the CPU or a GPU.
         budget: bytes of tensors that are started but not taken; a single larger one is started alone.
-        threads: that read; by default as many as there are cores, at most 16.
+        threads: that read; by default as many as there are cores, at most 8.
 
     Attributes:
         path, tensors: the checkpoint's.

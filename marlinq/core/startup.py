@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from marlinq.core.devices import check_device_name
 
+UNUSED_BY_TEXT = ("sklearn", "scipy", "torchvision")
+"""Packages that transformers imports where they are installed, for training losses, images and assisted
+decoding: a thousand modules, a second on some machines."""
+
 
 @contextmanager
-def many_imports() -> Iterator[None]:
+def many_imports(without: Collection[str] = ()) -> Iterator[None]:
     """Import large libraries inside: the garbage collector, which would look at all their objects again and
-    again, rests, and leaves them alone afterwards."""
+    again, rests, and leaves them alone afterwards.
+
+    Args:
+        without: packages that seem not to be installed, inside. Libraries remember what they found, so this
+            is for commands, whose process ends with them.
+    """
+    hidden = [name for name in without if name not in sys.modules]
+    # This is how Python itself notes that an import is to fail.
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        for name in hidden:
+            del sys.modules[name]
         gc.freeze()
         if enabled:
             gc.enable()
