@@ -20,7 +20,7 @@ else:
     from marlinq.core.lazy import torch
 
 # A slab stays in a processor's caches; a GPU's are larger, and each of its steps costs a launch.
-_SLAB_CODES = {"cpu": 1 << 21, "cuda": 1 << 25}
+_SLAB_CODES = {"cpu": 1 << 21, "cuda": 1 << 23}
 _SLAB_STEP = 16
 
 
@@ -273,8 +273,8 @@ def transcode(words: Tensor, spec: ModuleSpec, source: Layout | None, target: La
 
     None stands for natural words (:meth:`Layout.from_natural`).
 
-    Works on slabs: on a CPU of two million codes, which stay in its caches; on a GPU of 16 MB of words, since
-    each step costs a launch. Beside the two tensors a few slabs are in memory.
+    Works on slabs of some million codes: they stay in the processor's caches, and beside the two tensors only
+    a few MB are in memory.
 
     Args:
         words: the source's codes tensor, of the shape that ``spec`` says.
