@@ -93,8 +93,8 @@ def stored_operand(stored: StoredWeight, dtype: torch.dtype, device: torch.devic
     """The operand that holds exactly the weights of ``stored``; scales are rounded to ``dtype``.
 
     Words that are in the kernel's layout are taken as they are, and so are scales of the kernel's group size;
-    other words are transcoded on ``device``, on a GPU by one launch. Only padding and activation order need the
-    codes one by one.
+    other words are transcoded on ``device``, on a GPU by one launch. Only padding and activation order need
+    the codes one by one.
 
     Args:
         stored: 4-bit codes, any K and N, any layout.
