@@ -188,7 +188,9 @@ class ReadAhead:
             return
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._ring = SimpleQueue()
-        locked = torch.empty(RING_BYTES, dtype=torch.uint8, pin_memory=True)
+        # Page-locked memory comes through the current device, which would be opened for it.
+        with torch.cuda.device(self._device):
+            locked = torch.empty(RING_BYTES, dtype=torch.uint8, pin_memory=True)
         for start in range(0, RING_BYTES, PIECE_BYTES):
             buffer = locked[start : start + PIECE_BYTES]
             self._ring.put(_Slot(buffer, torch.cuda.Event()))  # type: ignore[no-untyped-call]
