@@ -6,6 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,19 +138,18 @@ def load(
         decisions: dict[str, Decision] = {}
         notes = [placement.reason] if placement.reason else []
         if quantized is not None:
-            linears = _Linears(instance, quantized, reader, setting, operator)
-            names = {stored: name for name, stored in replaced.items()}
-            kinds = _first_of_each_kind(quantized, order)
-            for index, stored in enumerate(order):
-                with timings.stage("linears"):
-                    decisions[names[stored]] = linears.install(names[stored], stored)
-                progress("loading", index + 1, len(order))
-                if compile_kernels and index + 1 in (len(kinds), len(order)):
-                    # The first of each kind come first: deciding and compiling runs beside the reading.
-                    with timings.stage("kernels"):
-                        linears.compile(progress)
-            decisions = {name: decisions[name] for name in replaced}
-            notes += _scale_notes(quantized, placement.dtype)
+            decisions = install_linears(
+                instance,
+                quantized,
+                replaced,
+                setting,
+                operator=operator,
+                compile_kernels=compile_kernels,
+                progress=progress,
+                reader=reader,
+                timings=timings,
+            )
+            notes += scale_notes(quantized, placement.dtype)
         with timings.stage("other tensors"):
             instance.whole_model()
         timings.read_bytes, timings.read_seconds = reader.bytes_read, reader.seconds
@@ -158,7 +158,7 @@ def load(
         if placement.device.type == "cuda":
             # What was transcoded or cast left memory that only another load could use.
             torch.cuda.empty_cache()
-    _warn_about_dense(decisions, placement.device)
+    warn_about_dense(decisions, placement.device)
     model = instance.model
     if generation_config is not None:
         model.generation_config = generation_config
@@ -174,42 +174,73 @@ def load(
     )
 
 
-class _Linears:
-    """Puts quantised linears into a model, and compiles what their products need."""
+def install_linears(
+    instance: ModelInstance,
+    quantized: QuantizedCheckpoint,
+    replaced: Mapping[str, str],
+    setting: Setting,
+    *,
+    operator: str = AUTO,
+    compile_kernels: bool = True,
+    progress: ReportProgress = no_progress,
+    reader: ReadAhead | None = None,
+    timings: LoadTimings | None = None,
+) -> dict[str, Decision]:
+    """Put what multiplies it into the place of every quantised projection of a model.
 
-    def __init__(
-        self,
-        instance: ModelInstance,
-        quantized: QuantizedCheckpoint,
-        reader: ReadAhead,
-        setting: Setting,
-        operator: str,
-    ) -> None:
-        self._instance = instance
-        self._quantized = quantized
-        self._reader = reader
-        self._setting = setting
-        self._operator = operator
-        self._new: dict[str, list[nn.Module]] = {name: [] for name in OPERATORS}
+    Args:
+        instance: the model; what stands in those places is not looked at.
+        quantized: where the weights and biases are read from.
+        replaced: as from :func:`match_tensors`.
+        setting: where the model runs.
+        operator: as in :func:`load`.
+        compile_kernels: as in :func:`load`.
+        progress: as in :func:`load`.
+        reader: reads the packed tensors, best told of them already; by default one of its own.
+        timings: what the time of the load is added to.
 
-    def install(self, name: str, stored: str) -> Decision:
-        """Decide who multiplies the projection ``name``, which the checkpoint calls ``stored``, and put that
-        in its place."""
-        weight = self._quantized.stored(stored, self._reader.tensor)
-        decision = decide(weight, self._setting, operator=self._operator)
-        projection = self._instance.blueprint.by_name[name]
-        bias = _bias(self._instance, self._reader, projection)
-        module = OPERATORS[decision.operator].build(weight, bias, self._setting)
-        self._instance.install(projection, module)
-        self._new[decision.operator].append(module)
-        return decision
+    Returns:
+        The decision for every projection, by its name.
 
-    def compile(self, progress: ReportProgress) -> None:
-        """Compile what the linears need that were installed since the last time."""
-        for name, modules in self._new.items():
-            if modules:
-                OPERATORS[name].compile(modules, self._setting, progress)
-                modules.clear()
+    Raises:
+        CheckpointError: a file of the checkpoint was changed since it was opened.
+        UnsupportedError: a scale overflows the dtype.
+        EnvironmentProblem: the device or a package is missing, or a kernel does not compile.
+    """
+    timings = timings or LoadTimings()
+    order = _reading_order(quantized)
+    names = {stored: name for name, stored in replaced.items()}
+    kinds = len(_first_of_each_kind(quantized, order))
+    decisions: dict[str, Decision] = {}
+    new: dict[str, list[nn.Module]] = {name: [] for name in OPERATORS}
+    with ExitStack() as stack:
+        if reader is None:
+            budget = _budget(quantized, setting)
+            reader = stack.enter_context(ReadAhead(quantized.checkpoint, setting.device, budget=budget))
+            reader.expect(_packed_tensors(quantized, order))
+        for index, stored in enumerate(order):
+            with timings.stage("linears"):
+                weight = quantized.stored(stored, reader.tensor)
+                decision = decisions[names[stored]] = decide(weight, setting, operator=operator)
+                projection = instance.blueprint.by_name[names[stored]]
+                bias = _bias(instance, reader, projection)
+                module = OPERATORS[decision.operator].build(weight, bias, setting)
+                instance.install(projection, module)
+                new[decision.operator].append(module)
+            progress("loading", index + 1, len(order))
+            if compile_kernels and index + 1 in (kinds, len(order)):
+                # The first of each kind come first: deciding and compiling runs beside the reading.
+                with timings.stage("kernels"):
+                    _compile_kernels(new, setting, progress)
+    return {name: decisions[name] for name in replaced}
+
+
+def _compile_kernels(new: Mapping[str, list[nn.Module]], setting: Setting, progress: ReportProgress) -> None:
+    """Compile what the modules of each operator need; they are not new any more afterwards."""
+    for name, modules in new.items():
+        if modules:
+            OPERATORS[name].compile(modules, setting, progress)
+            modules.clear()
 
 
 def _budget(quantized: QuantizedCheckpoint | None, setting: Setting) -> int:
@@ -364,7 +395,8 @@ def scale_notes(quantized: QuantizedCheckpoint, dtype: torch.dtype) -> list[str]
     return [f"scales stored in {', '.join(rounded)} are rounded to {target}"]
 
 
-def _warn_about_dense(decisions: Mapping[str, Decision], device: torch.device) -> None:
+def warn_about_dense(decisions: Mapping[str, Decision], device: torch.device) -> None:
+    """Warn where weights take more memory on a GPU than in the checkpoint, with the reason."""
     dense = [decision for decision in decisions.values() if OPERATORS[decision.operator].dense]
     if dense and device.type == "cuda":
         warnings.warn(
