@@ -71,7 +71,8 @@ class ReadAhead:
         checkpoint: an open checkpoint; its own rules hold: each file is read through its one handle and must
             not change (:mod:`marlinq.checkpoint.source`).
         device: the CPU or a GPU.
-        budget: bytes of tensors that are started but not taken; a single larger one is started alone.
+        budget: bytes of tensors that are started but not taken. A larger tensor is started when it is asked
+            for, so that what a hostile header claims takes no memory before others have checked it.
         threads: that read; by default as many as there are cores, at most 8.
 
     Attributes:
@@ -163,7 +164,7 @@ class ReadAhead:
                 # Whoever takes it is told.
                 del self._waiting[name]
                 continue
-            if self._flying and self._flying_bytes + info.nbytes > self._budget:
+            if self._flying_bytes + info.nbytes > self._budget:
                 return
             self._start(info)
 

@@ -69,8 +69,8 @@ def test_no_more_is_started_than_the_budget_allows(folder: Path) -> None:
         reader.expect(names)
         taken = 0
         for name in names:
-            # A tensor beyond the budget is started alone.
-            assert reader.bytes_read - taken <= max(budget, sizes[name])
+            # Larger tensors than that are started when they are asked for.
+            assert reader.bytes_read - taken <= budget
             reader.tensor(name)
             taken += sizes[name]
         assert reader.bytes_read == taken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, ahead
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, TensorPlan, ahead
+from marlinq.checkpoint.header import encode_header
 from marlinq.core.errors import CheckpointError, UnsupportedError, UsageError
 from marlinq.formats import LAYOUTS
 from marlinq.runtime import QuantLinear, load, loading, stored_operand
@@ -238,6 +240,23 @@ def test_loaded_operands_are_those_of_tensors_read_one_by_one(
             assert theirs is None or torch.equal(mine, theirs)
     for name in quantized.passthrough:
         assert torch.equal(loaded.model.get_parameter(name), checkpoint.tensor(name).half()), name
+
+
+def test_tensors_of_terabytes_take_no_memory_before_they_are_refused(tmp_path: Path) -> None:
+    save_quantized(tmp_path, tiny_model("llama"), "gptq", random_quantizer())
+    shard = "model.safetensors"
+    plans = [
+        TensorPlan(info.name, info.dtype, (1 << 18, 1 << 17) if info.name.endswith("qweight") else info.shape)
+        for info in Checkpoint.open(tmp_path).tensors.values()
+    ]
+    header, infos = encode_header(shard, plans)
+    (tmp_path / shard).write_bytes(header)
+    # All zeros, and no disk space.
+    os.truncate(tmp_path / shard, max(info.offset + info.nbytes for info in infos))
+    with pytest.raises(
+        CheckpointError, match="expected K, N = 64, 64 from config.json, found 2097152, 131072"
+    ):
+        load(tmp_path, device="cpu")
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied"])
