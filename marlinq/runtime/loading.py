@@ -23,6 +23,7 @@ from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.models import Blueprint, ModelInstance, Projection, TensorNames, build_blueprint
 from marlinq.runtime.decision import AUTO, Decision, decide, require_operator, summarize
 from marlinq.runtime.decoding import Decoders
+from marlinq.runtime.head import pack_head
 from marlinq.runtime.operand import KERNEL_LAYOUT
 from marlinq.runtime.operators import OPERATORS, Setting
 from marlinq.runtime.placement import place
@@ -115,7 +116,9 @@ def load(
         quantized = QuantizedCheckpoint.of(checkpoint)
     with timings.stage("device"):
         placement = place(checkpoint, quantized=quantized is not None, device=device, dtype=dtype)
-    setting = Setting(placement.device, placement.dtype)
+    if exact is None:
+        exact = dtype not in (None, "auto")
+    setting = Setting(placement.device, placement.dtype, exact)
     with ReadAhead(checkpoint, placement.device, budget=_budget(quantized, setting)) as reader:
         with timings.stage("first reads"):
             # Packed words are needed whatever the blueprint says, so their reading begins before it is built.
@@ -152,6 +155,8 @@ def load(
             notes += scale_notes(quantized, placement.dtype)
         with timings.stage("other tensors"):
             instance.whole_model()
+            if not exact:
+                notes += pack_head(instance.model, setting)
         timings.read_bytes, timings.read_seconds = reader.bytes_read, reader.seconds
     with timings.stage("check"):
         checkpoint.check_unchanged()
