@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from marlinq.checkpoint.ahead import ReadAhead
 from marlinq.checkpoint.header import TensorInfo, TensorPlan
 from marlinq.checkpoint.quantization_config import (
     read_quantization_config,
@@ -19,6 +20,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointWriter",
     "QuantizedCheckpoint",
+    "ReadAhead",
     "TensorInfo",
     "TensorPlan",
     "check_place",

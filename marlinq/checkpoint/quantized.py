@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from marlinq.checkpoint.quantization_config import read_quantization_config
 from marlinq.checkpoint.reader import Checkpoint
@@ -12,6 +13,9 @@ from marlinq.core.rules import Keep
 from marlinq.core.weight import Grid, QuantizedWeight
 from marlinq.formats import LAYOUTS, Layout, ModuleSpec, StoredWeight, TensorSpec
 from marlinq.formats.dialects import QuantizationConfig, is_head
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _EMBEDDING_MARKS = ("embed", "wte", "wpe", "norm")
 
@@ -103,8 +107,12 @@ class QuantizedCheckpoint:
         """
         return self.stored(module).weight()
 
-    def stored(self, module: str) -> StoredWeight:
+    def stored(self, module: str, read: Callable[[str], Tensor] | None = None) -> StoredWeight:
         """The tensors of ``module``, read but not decoded.
+
+        Args:
+            module: its name in the checkpoint.
+            read: gives a stored tensor by name, on any device; by default the checkpoint itself, on the CPU.
 
         Raises:
             CheckpointError: a tensor is missing, unexpected, or of the wrong shape or dtype.
@@ -114,7 +122,8 @@ class QuantizedCheckpoint:
         if reason is not None:
             raise CheckpointError(f"{name}: {reason}")
         names = self.tensor_names(module)
-        tensors = {suffix: self.checkpoint.tensor(stored) for suffix, stored in names.items()}
+        read = read or self.checkpoint.tensor
+        tensors = {suffix: read(stored) for suffix, stored in names.items()}
         return StoredWeight(name, self.layout, self.modules[module], tensors)
 
     def tensor_names(self, module: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ from marlinq.cli.options import (
 from marlinq.cli.output import print_piece, print_report, progress_bar
 from marlinq.cli.types import SOURCE
 from marlinq.core.errors import UsageError
+from marlinq.core.startup import UNUSED_BY_TEXT, many_imports, open_gpu_early
 
 if TYPE_CHECKING:
     from marlinq.runtime import Generation, Generations
@@ -87,7 +88,9 @@ def command(
         if greedy and value is not None:
             option = "--" + name.replace("_", "-")
             raise UsageError(f"--greedy and {option} contradict each other; keep one")
-    from marlinq.runtime import Interrupted, Sampling, generate, generate_batch, load
+    open_gpu_early(device)
+    with many_imports(without=UNUSED_BY_TEXT):
+        from marlinq.runtime import Interrupted, Sampling, generate, generate_batch, load
 
     sampling = Sampling(
         temperature=None if greedy else temperature or 1.0,

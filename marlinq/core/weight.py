@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from marlinq.core.dtypes import FLOATS, dtype_name
 from marlinq.core.errors import CheckpointError
@@ -27,11 +27,21 @@ else:
 _SLAB = 512
 
 
-def trivial_g_idx(in_features: int, group_size: int) -> Tensor:
+def trivial_g_idx(in_features: int, group_size: int, device: torch.device | None = None) -> Tensor:
     """``g_idx[k] = k // group_size`` as int32 [K]; all zeros when ``group_size`` is -1."""
     if group_size == CHANNEL:
-        return torch.zeros(in_features, dtype=torch.int32)
-    return torch.arange(in_features, dtype=torch.int32) // group_size
+        return torch.zeros(in_features, dtype=torch.int32, device=device)
+    return torch.arange(in_features, dtype=torch.int32, device=device) // group_size
+
+
+class _Facts(NamedTuple):
+    """What is asked of a grid's values: extremes of g_idx, whether it is trivial, whether every zero point
+    is the midpoint."""
+
+    lowest: int
+    highest: int
+    trivial: bool
+    midpoint: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,9 +84,20 @@ class Grid:
             raise CheckpointError(
                 f"zeros: expected uint8 {list(shape)}, found {self.zeros.dtype} {list(self.zeros.shape)}"
             )
-        low, high = int(self.g_idx.min()), int(self.g_idx.max())
-        if low < 0 or high >= shape[0]:
-            raise CheckpointError(f"g_idx: expected values in 0..{shape[0] - 1}, found {low}..{high}")
+        facts = self._facts
+        if facts.lowest < 0 or facts.highest >= shape[0]:
+            found = f"{facts.lowest}..{facts.highest}"
+            raise CheckpointError(f"g_idx: expected values in 0..{shape[0] - 1}, found {found}")
+
+    @cached_property
+    def _facts(self) -> _Facts:
+        """All at once: a GPU is waited for a single time."""
+        lowest, highest = self.g_idx.aminmax()
+        regular = trivial_g_idx(self.in_features, self.group_size, self.g_idx.device)
+        trivial = (self.g_idx == regular).all()
+        midpoint = (self.zeros == self.element.midpoint).all()
+        found = torch.stack((lowest, highest, trivial.to(torch.int32), midpoint.to(torch.int32))).tolist()
+        return _Facts(found[0], found[1], bool(found[2]), bool(found[3]))
 
     @property
     def in_features(self) -> int:
@@ -98,11 +119,10 @@ class Grid:
         """What the values are, whatever a config says of them: symmetric exactly when every zero point is the
         element's midpoint, in activation order exactly when some channel k is not in group
         ``k // group_size``."""
-        midpoint = bool((self.zeros == self.element.midpoint).all())
         return Scheme(
             element=self.element,
             group_size=CHANNEL if self.groups == 1 else self.group_size,
-            zero_point=self.element.zero_point if midpoint else "stored",
+            zero_point=self.element.zero_point if self._facts.midpoint else "stored",
             scale_dtype=dtype_name(self.scales.dtype),
             act_order=not self.has_trivial_g_idx,
         )
@@ -110,7 +130,7 @@ class Grid:
     @cached_property
     def has_trivial_g_idx(self) -> bool:
         """True when channel k belongs to group ``k // group_size``: no activation order is stored."""
-        return torch.equal(self.g_idx.cpu(), trivial_g_idx(self.in_features, self.group_size))
+        return self._facts.trivial
 
     def to(self, device: torch.device) -> Grid:
         """The same grid with all its tensors on ``device``."""

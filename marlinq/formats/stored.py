@@ -30,7 +30,7 @@ class StoredWeight:
         name: what error messages call it.
         layout: of the tensors.
         spec: what the config and the shapes say.
-        tensors: by suffix, on the CPU, of the names, shapes and dtypes that the layout expects.
+        tensors: by suffix, all on one device, of the names, shapes and dtypes that the layout expects.
     """
 
     name: str
@@ -84,7 +84,8 @@ class StoredWeight:
             return self.layout.unpack_grid(small, self.spec)
 
     def weight(self, device: torch.device | None = None) -> QuantizedWeight:
-        """The neutral value on ``device``, by default the CPU; codes travel packed and are unpacked there.
+        """The neutral value on ``device``, by default where the tensors are; codes travel packed and are
+        unpacked there.
 
         Raises:
             CheckpointError, ConversionRefused: as :meth:`marlinq.formats.layouts.Layout.unpack`.

@@ -40,7 +40,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Blueprint:
-    """A causal language model as its tree says it is. Immutable; it holds no model.
+    """A causal language model as its tree says it is. Immutable; it holds no model that anybody runs.
 
     Attributes:
         build: makes a new model of this kind, its parameters on the meta device; buffers (rotary frequencies)
@@ -131,10 +131,17 @@ def build_blueprint(
         CheckpointError: transformers does not know the architecture, or rejects the config.
         UnsupportedError: the tree holds no list of equal decoder blocks, or fused experts.
     """
-    build = partial(
+    anew = partial(
         build_on_meta, dict(config), source=source, trust_remote_code=trust_remote_code, dtype=dtype
     )
-    return _describe(build(tensors=tensors), build, source)
+    described = anew(tensors=tensors)
+    spare = [described]
+
+    def build() -> PreTrainedModel:
+        """The model that was described, and later new ones: building takes long."""
+        return spare.pop() if spare else anew()
+
+    return _describe(described, build, source)
 
 
 def describe(build: Callable[[], PreTrainedModel], *, source: str = "model") -> Blueprint:

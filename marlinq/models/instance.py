@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -36,7 +36,7 @@ class ModelInstance:
 
     Args:
         blueprint: what the model is made of.
-        checkpoint: where tensors are read from, lazily.
+        checkpoint: where tensors are read from, lazily; it may put them on the device at once.
         device: where they go.
         dtype: what floating point parameters are cast to.
 
@@ -88,7 +88,7 @@ class ModelInstance:
         self.model.set_submodule(projection.module, module)
 
     def read(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
-        """The stored tensor of a parameter, on the CPU in its stored dtype.
+        """The stored tensor of a parameter in its stored dtype, where the source gives it.
 
         Raises:
             CheckpointError: it is missing or its shape is not ``shape``.
@@ -102,15 +102,19 @@ class ModelInstance:
             )
         return tensor
 
-    def materialise(self, name: str, *, recurse: bool = True) -> nn.Module:
-        """Loads the parameters and buffers of the module ``name`` ("" is the model); returns the module."""
+    def materialise(
+        self, name: str, *, recurse: bool = True, skip: Collection[str] = frozenset()
+    ) -> nn.Module:
+        """Loads the parameters and buffers of the module ``name`` ("" is the model), but for the parameters
+        ``skip``; returns the module."""
         module: nn.Module = self.model.get_submodule(name)
         for inner, owner in list(module.named_modules()) if recurse else [("", module)]:
             path = ".".join(part for part in (name, inner) if part)
             for key, parameter in owner.named_parameters(recurse=False):
-                if not parameter.is_meta:
+                full = f"{path}.{key}" if path else key
+                if not parameter.is_meta or full in skip:
                     continue
-                tensor = self.read(f"{path}.{key}" if path else key, tuple(parameter.shape))
+                tensor = self.read(full, tuple(parameter.shape))
                 dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
                 value = tensor.to(device=self.device, dtype=dtype)
                 owner._parameters[key] = nn.Parameter(value, requires_grad=False)
@@ -177,7 +181,7 @@ class ModelInstance:
 
     def whole_model(self) -> nn.Module:
         """Materialises the whole model, tied parameters sharing one tensor."""
-        model = self.materialise("")
+        model = self.materialise("", skip=self.blueprint.tied)
         for name, owner in self.blueprint.tied.items():
             module_name, _, key = name.rpartition(".")
             owner_parameter = model.get_parameter(owner)

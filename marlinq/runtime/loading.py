@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, without_quantization_config
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, ReadAhead, without_quantization_config
 from marlinq.core import boundaries
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError
@@ -23,11 +24,19 @@ from marlinq.models import Blueprint, ModelInstance, Projection, TensorNames, bu
 from marlinq.runtime.decision import AUTO, Decision, decide, require_operator, summarize
 from marlinq.runtime.decoding import Decoders
 from marlinq.runtime.head import pack_head
+from marlinq.runtime.operand import KERNEL_LAYOUT
 from marlinq.runtime.operators import OPERATORS, Setting
 from marlinq.runtime.placement import place
+from marlinq.runtime.timings import LoadTimings
 
 # Files that tell a tokenizer is there; without any of them transformers would look for one on the Hub.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+# Tensors read but not taken. Host memory holds these beside the model.
+_HOST_AHEAD_BYTES = 256 << 20
+# On a GPU they are already where they stay, if they stay as they are ...
+_STORED_AHEAD_BYTES = 8 << 30
+# ... and lie beside what is made of them, if not.
+_TRANSCODED_AHEAD_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +52,7 @@ class LoadedModel:
         decisions: quantised module name -> what multiplies it, and why.
         notes: what else a person should know, one line each.
         decoders: what generation keeps between calls: caches and captured steps.
+        timings: what the time of the load went into.
     """
 
     path: Path
@@ -53,6 +63,7 @@ class LoadedModel:
     decisions: Mapping[str, Decision]
     notes: tuple[str, ...]
     decoders: Decoders = field(default_factory=Decoders, repr=False)
+    timings: LoadTimings = field(default_factory=LoadTimings)
 
     def report(self) -> list[str]:
         """What was loaded and how it is multiplied, line by line."""
@@ -74,8 +85,10 @@ def load(
 ) -> LoadedModel:
     """Loads a quantised or unquantised checkpoint for inference.
 
-    Tensors are read one at a time; no dense copy of a quantised weight outlives its module's load unless the
-    module runs dense, which its decision says.
+    Tensors are read by several threads, straight to the device, while the model is built
+    (:class:`marlinq.checkpoint.ReadAhead`). Host memory holds at most 256 MB of tensors that are still to be
+    used, or for a GPU a ring of 128 MB. No dense copy of a quantised weight outlives its module's load unless
+    the module runs dense, which its decision says.
 
     Args:
         path: a checkpoint folder or a Hub id.
@@ -91,57 +104,188 @@ def load(
         progress: called after each module, and while kernels are compiled.
 
     Raises:
-        CheckpointError: a tensor is missing, unexpected or of the wrong shape.
+        CheckpointError: a tensor is missing, unexpected or of the wrong shape, or a file changed meanwhile.
         UnsupportedError: the architecture or the quantisation method, or a scale that overflows ``dtype``.
         UsageError: no operator has that name.
         EnvironmentProblem: the device is not there, or a kernel does not compile.
     """
     require_operator(operator)
-    checkpoint = Checkpoint.open(path)
-    quantized = QuantizedCheckpoint.of(checkpoint)
-    placement = place(checkpoint, quantized=quantized is not None, device=device, dtype=dtype)
-    blueprint = build_blueprint(
-        without_quantization_config(checkpoint.config),
-        source=str(checkpoint.path),
-        tensors=checkpoint.tensors,
-        trust_remote_code=trust_remote_code,
-        dtype=placement.dtype,
-    )
-    notes = [placement.reason] if placement.reason else []
-    decisions: dict[str, Decision] = {}
+    timings = LoadTimings()
+    with timings.stage("open"):
+        checkpoint = Checkpoint.open(path)
+        quantized = QuantizedCheckpoint.of(checkpoint)
+    with timings.stage("device"):
+        placement = place(checkpoint, quantized=quantized is not None, device=device, dtype=dtype)
     if exact is None:
         exact = dtype not in (None, "auto")
     setting = Setting(placement.device, placement.dtype, exact)
-    blueprint, replaced = match_tensors(blueprint, checkpoint, quantized)
-    instance = ModelInstance(blueprint, checkpoint, device=placement.device, dtype=placement.dtype)
-    if quantized is not None:
-        decisions = install_linears(
-            instance,
-            quantized,
-            replaced,
-            setting,
-            operator=operator,
-            compile_kernels=compile_kernels,
-            progress=progress,
-        )
-        notes += scale_notes(quantized, placement.dtype)
-    instance.whole_model()
-    if not exact:
-        notes += pack_head(instance.model, setting)
+    with ReadAhead(checkpoint, placement.device, budget=_budget(quantized, setting)) as reader:
+        with timings.stage("first reads"):
+            # Packed words are needed whatever the blueprint says, so their reading begins before it is built.
+            order = [] if quantized is None else _reading_order(quantized)
+            reader.expect(_packed_tensors(quantized, order))
+        with timings.stage("blueprint"):
+            blueprint = build_blueprint(
+                without_quantization_config(checkpoint.config),
+                source=str(checkpoint.path),
+                tensors=checkpoint.tensors,
+                trust_remote_code=trust_remote_code,
+                dtype=placement.dtype,
+            )
+            blueprint, replaced = match_tensors(blueprint, checkpoint, quantized)
+            instance = ModelInstance(blueprint, reader, device=placement.device, dtype=placement.dtype)
+            reader.expect(_plain_tensors(blueprint, instance.names, replaced))
+        with timings.stage("tokenizer"):
+            tokenizer = read_tokenizer(checkpoint, trust_remote_code)
+            generation_config = read_generation_config(checkpoint)
+        decisions: dict[str, Decision] = {}
+        notes = [placement.reason] if placement.reason else []
+        if quantized is not None:
+            decisions = install_linears(
+                instance,
+                quantized,
+                replaced,
+                setting,
+                operator=operator,
+                compile_kernels=compile_kernels,
+                progress=progress,
+                reader=reader,
+                timings=timings,
+            )
+            notes += scale_notes(quantized, placement.dtype)
+        with timings.stage("other tensors"):
+            instance.whole_model()
+            if not exact:
+                notes += pack_head(instance.model, setting)
+        timings.read_bytes, timings.read_seconds = reader.bytes_read, reader.seconds
+    with timings.stage("check"):
+        checkpoint.check_unchanged()
+        if placement.device.type == "cuda":
+            # What was transcoded or cast left memory that only another load could use.
+            torch.cuda.empty_cache()
     warn_about_dense(decisions, placement.device)
     model = instance.model
-    generation_config = read_generation_config(checkpoint)
     if generation_config is not None:
         model.generation_config = generation_config
     return LoadedModel(
         path=checkpoint.path,
         model=model,
-        tokenizer=read_tokenizer(checkpoint, trust_remote_code),
+        tokenizer=tokenizer,
         device=placement.device,
         dtype=placement.dtype,
         decisions=decisions,
         notes=tuple(notes),
+        timings=timings,
     )
+
+
+def install_linears(
+    instance: ModelInstance,
+    quantized: QuantizedCheckpoint,
+    replaced: Mapping[str, str],
+    setting: Setting,
+    *,
+    operator: str = AUTO,
+    compile_kernels: bool = True,
+    progress: ReportProgress = no_progress,
+    reader: ReadAhead | None = None,
+    timings: LoadTimings | None = None,
+) -> dict[str, Decision]:
+    """Put what multiplies it into the place of every quantised projection of a model.
+
+    Args:
+        instance: the model; what stands in those places is not looked at.
+        quantized: where the weights and biases are read from.
+        replaced: as from :func:`match_tensors`.
+        setting: where the model runs.
+        operator: as in :func:`load`.
+        compile_kernels: as in :func:`load`.
+        progress: as in :func:`load`.
+        reader: reads the packed tensors, best told of them already; by default one of its own.
+        timings: what the time of the load is added to.
+
+    Returns:
+        The decision for every projection, by its name.
+
+    Raises:
+        CheckpointError: a file of the checkpoint was changed since it was opened.
+        UnsupportedError: a scale overflows the dtype.
+        EnvironmentProblem: the device or a package is missing, or a kernel does not compile.
+    """
+    timings = timings or LoadTimings()
+    order = _reading_order(quantized)
+    names = {stored: name for name, stored in replaced.items()}
+    kinds = len(_first_of_each_kind(quantized, order))
+    decisions: dict[str, Decision] = {}
+    new: dict[str, list[nn.Module]] = {name: [] for name in OPERATORS}
+    with ExitStack() as stack:
+        if reader is None:
+            budget = _budget(quantized, setting)
+            reader = stack.enter_context(ReadAhead(quantized.checkpoint, setting.device, budget=budget))
+            reader.expect(_packed_tensors(quantized, order))
+        for index, stored in enumerate(order):
+            with timings.stage("linears"):
+                weight = quantized.stored(stored, reader.tensor)
+                decision = decisions[names[stored]] = decide(weight, setting, operator=operator)
+                projection = instance.blueprint.by_name[names[stored]]
+                bias = _bias(instance, reader, projection)
+                module = OPERATORS[decision.operator].build(weight, bias, setting)
+                instance.install(projection, module)
+                new[decision.operator].append(module)
+            progress("loading", index + 1, len(order))
+            if compile_kernels and index + 1 in (kinds, len(order)):
+                # The first of each kind come first: deciding and compiling runs beside the reading.
+                with timings.stage("kernels"):
+                    _compile_kernels(new, setting, progress)
+    return {name: decisions[name] for name in replaced}
+
+
+def _compile_kernels(new: Mapping[str, list[nn.Module]], setting: Setting, progress: ReportProgress) -> None:
+    """Compile what the modules of each operator need; they are not new any more afterwards."""
+    for name, modules in new.items():
+        if modules:
+            OPERATORS[name].compile(modules, setting, progress)
+            modules.clear()
+
+
+def _budget(quantized: QuantizedCheckpoint | None, setting: Setting) -> int:
+    """Bytes of tensors that may be read before somebody takes them."""
+    if setting.device.type == "cpu":
+        return _HOST_AHEAD_BYTES
+    as_stored = quantized is None or quantized.layout.family == KERNEL_LAYOUT.family
+    return _STORED_AHEAD_BYTES if as_stored else _TRANSCODED_AHEAD_BYTES
+
+
+def _reading_order(quantized: QuantizedCheckpoint) -> list[str]:
+    """The quantised modules as their words lie in the files, but the first of each kind before all others."""
+    infos, key = quantized.checkpoint.tensors, quantized.layout.key
+    shards = {shard: index for index, shard in enumerate(quantized.checkpoint.shards)}
+
+    def place_of(module: str) -> tuple[int, int]:
+        info = infos[f"{module}.{key}"]
+        return shards[info.shard], info.offset
+
+    order = sorted(quantized.modules, key=place_of)
+    return list(dict.fromkeys((*_first_of_each_kind(quantized, order), *order)))
+
+
+def _first_of_each_kind(quantized: QuantizedCheckpoint, order: Sequence[str]) -> list[str]:
+    """The first module in ``order`` of each shape and scheme, as far as the config tells."""
+    return list({quantized.modules[module]: module for module in reversed(order)}.values())[::-1]
+
+
+def _packed_tensors(quantized: QuantizedCheckpoint | None, order: Sequence[str]) -> Iterator[str]:
+    if quantized is not None:
+        for module in order:
+            yield from quantized.tensor_names(module).values()
+
+
+def _plain_tensors(blueprint: Blueprint, names: TensorNames, replaced: Mapping[str, str]) -> Iterator[str]:
+    """The stored tensors of all parameters that are not packed, in the order in which they are taken."""
+    packed = {blueprint.by_name[name].parameter for name in replaced}
+    for name in blueprint.parameters:
+        if name not in packed:
+            yield names.require(name)
 
 
 def match_tensors(
@@ -191,49 +335,7 @@ def _quantized_names(blueprint: Blueprint, quantized: QuantizedCheckpoint) -> di
     return found
 
 
-def install_linears(
-    instance: ModelInstance,
-    quantized: QuantizedCheckpoint,
-    replaced: Mapping[str, str],
-    setting: Setting,
-    *,
-    operator: str = AUTO,
-    compile_kernels: bool = True,
-    progress: ReportProgress = no_progress,
-) -> dict[str, Decision]:
-    """Put what multiplies it into the place of every quantised projection of a model.
-
-    Args:
-        instance: the model; what stands in those places is not looked at.
-        quantized: where the weights and biases are read from.
-        replaced: as from :func:`match_tensors`.
-        setting: where the model runs.
-        operator: as in :func:`load`.
-        compile_kernels: as in :func:`load`.
-        progress: as in :func:`load`.
-
-    Returns:
-        The decision for every projection, by its name.
-
-    Raises:
-        CheckpointError: a file of the checkpoint was changed since it was opened.
-        UnsupportedError: a scale overflows the dtype.
-        EnvironmentProblem: the device or a package is missing, or a kernel does not compile.
-    """
-    decisions = {}
-    for index, (name, stored) in enumerate(replaced.items()):
-        weight = quantized.stored(stored)
-        decisions[name] = decide(weight, setting, operator=operator)
-        projection = instance.blueprint.by_name[name]
-        bias = _bias(instance, quantized.checkpoint, projection)
-        instance.install(projection, OPERATORS[decisions[name].operator].build(weight, bias, setting))
-        progress("loading", index + 1, len(replaced))
-    if compile_kernels:
-        _compile_kernels(instance.model, decisions, setting, progress)
-    return decisions
-
-
-def _bias(instance: ModelInstance, checkpoint: Checkpoint, projection: Projection) -> Tensor | None:
+def _bias(instance: ModelInstance, reader: ReadAhead, projection: Projection) -> Tensor | None:
     name = f"{projection.module}.bias"
     if projection.bias:
         return instance.read(name, (projection.out_features,))
@@ -241,7 +343,7 @@ def _bias(instance: ModelInstance, checkpoint: Checkpoint, projection: Projectio
     if stored is None:
         return None
     # Some writers give every quantised linear a bias, zeros where the model has none.
-    bias = checkpoint.tensor(stored)
+    bias = reader.tensor(stored)
     return bias if bool(bias.any()) else None
 
 
@@ -296,19 +398,6 @@ def scale_notes(quantized: QuantizedCheckpoint, dtype: torch.dtype) -> list[str]
         return []
     target = dtype_name(dtype)
     return [f"scales stored in {', '.join(rounded)} are rounded to {target}"]
-
-
-def _compile_kernels(
-    model: nn.Module, decisions: Mapping[str, Decision], setting: Setting, progress: ReportProgress
-) -> None:
-    for operator in OPERATORS.values():
-        modules = [
-            model.get_submodule(name)
-            for name, decision in decisions.items()
-            if decision.operator == operator.name
-        ]
-        if modules:
-            operator.compile(modules, setting, progress)
 
 
 def warn_about_dense(decisions: Mapping[str, Decision], device: torch.device) -> None:

@@ -26,6 +26,8 @@ from marlinq.core.scheme import CHANNEL, INT4, Scheme
 from marlinq.core.weight import Grid, QuantizedWeight, trivial_g_idx
 from marlinq.formats import StoredWeight, transcode
 from marlinq.formats.layouts.marlin import GROUP_SIZES, Marlin, pack_tiles, permute_scales
+from marlinq.kernels.launch.tile_words import SOURCES as TILED_FROM
+from marlinq.kernels.launch.tile_words import tile_words
 
 KERNEL_LAYOUT = Marlin()
 """The layout whose words and scales the kernel reads as they are."""
@@ -74,7 +76,8 @@ def operand_refusal(weight: StoredWeight | QuantizedWeight | Grid) -> str | None
         return f"group size {scheme.group_size} is neither one group nor a multiple of 32"
     if scheme.act_order:
         size = scheme.channels_per_group(weight.in_features)
-        if not torch.equal(weight.g_idx.sort().values.cpu(), trivial_g_idx(weight.in_features, size)):
+        groups = weight.g_idx.sort().values
+        if not torch.equal(groups, trivial_g_idx(weight.in_features, size, groups.device)):
             return f"activation order: sorting g_idx does not give groups of {size} channels each"
     return None
 
@@ -90,7 +93,8 @@ def stored_operand(stored: StoredWeight, dtype: torch.dtype, device: torch.devic
     """The operand that holds exactly the weights of ``stored``; scales are rounded to ``dtype``.
 
     Words that are in the kernel's layout are taken as they are, and so are scales of the kernel's group size;
-    other words are transcoded on ``device``. Only padding and activation order need the codes one by one.
+    other words are transcoded on ``device``, on a GPU by one launch. Only padding and activation order need
+    the codes one by one.
 
     Args:
         stored: 4-bit codes, any K and N, any layout.
@@ -117,7 +121,7 @@ def stored_operand(stored: StoredWeight, dtype: torch.dtype, device: torch.devic
         regrouped = _regrouped(stored.grid, stored.grid.zeros, group_size)
         zeros = permute_scales(regrouped).to(device=device, dtype=dtype)
     return MarlinOperand(
-        words=transcode(stored.words.to(device), stored.spec, stored.layout, KERNEL_LAYOUT),
+        words=_kernel_words(stored, device),
         scales=_cast_scales(scales, dtype, stored.name).to(device),
         zeros=zeros,
         order=None,
@@ -170,6 +174,14 @@ def marlin_operand(q: QuantizedWeight, dtype: torch.dtype, *, name: str = "weigh
     )
 
 
+def _kernel_words(stored: StoredWeight, device: torch.device) -> Tensor:
+    """The words in the kernel's order, on ``device``; those of a weight that needs no padding."""
+    words, family = stored.words.to(device), stored.layout.family
+    if device.type == "cuda" and family in TILED_FROM:
+        return tile_words(words, family, stored.in_features, stored.out_features)
+    return transcode(words, stored.spec, stored.layout, KERNEL_LAYOUT)
+
+
 def _kernel_group_size(scheme: Scheme) -> int | None:
     if scheme.group_size == CHANNEL:
         return CHANNEL
@@ -189,7 +201,9 @@ def _cast_scales(scales: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     if scales.dtype == dtype:
         return scales
     cast = scales.to(dtype)
-    if bool((torch.isfinite(scales) & ~torch.isfinite(cast)).any()):
+    # A GPU is waited for only where the narrower range makes it necessary.
+    narrower = torch.finfo(dtype).max < torch.finfo(scales.dtype).max
+    if narrower and bool((torch.isfinite(scales) & ~torch.isfinite(cast)).any()):
         largest = float(scales[torch.isfinite(scales)].abs().max())
         raise UnsupportedError(
             f"{name}: a scale of {largest:.6g} overflows {str(dtype).removeprefix('torch.')}; run in bfloat16"

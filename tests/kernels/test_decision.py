@@ -249,7 +249,10 @@ def test_a_batch_is_decided_for_as_a_slightly_larger_one(m: int) -> None:
     assert m.bit_count() > 1 or m == 2 or rows == m, "servers pad to powers of two"
 
 
-def test_what_is_compiled_in_advance_is_all_that_a_model_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_compiled_in_advance_is_all_that_a_model_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MARLINQ_CACHE", str(tmp_path))
     compiled: set[Instantiation] = set()
 
     def compile_missing(architecture: str, wanted: list[Instantiation]) -> int:

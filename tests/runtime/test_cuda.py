@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
+from marlinq.checkpoint import Checkpoint, ReadAhead, ahead
 from marlinq.core.devices import read_clock
+from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import LAYOUTS
 from marlinq.runtime import (
     GREEDY,
@@ -79,14 +84,71 @@ def test_operands_made_on_the_gpu_are_those_made_on_the_cpu(layout: str, shape: 
     if (reason := LAYOUTS[layout].refusal(q)) is not None:
         pytest.skip(reason)
     stored = stored_weight(q, layout)
+    gpu = torch.device("cuda:0")
     expected = stored_operand(stored, torch.float16, torch.device("cpu"))
-    found = stored_operand(stored, torch.float16, torch.device("cuda:0"))
-    for name in ("words", "scales", "zeros"):
-        mine, theirs = getattr(found, name), getattr(expected, name)
-        assert (mine is None) == (theirs is None)
-        if theirs is not None:
-            assert mine.is_cuda
-            assert torch.equal(mine.cpu(), theirs)
+    there = replace(stored, tensors={suffix: tensor.to(gpu) for suffix, tensor in stored.tensors.items()})
+    for found in (stored_operand(stored, torch.float16, gpu), stored_operand(there, torch.float16, gpu)):
+        for name in ("words", "scales", "zeros"):
+            mine, theirs = getattr(found, name), getattr(expected, name)
+            assert (mine is None) == (theirs is None)
+            if theirs is not None:
+                assert mine.is_cuda
+                assert torch.equal(mine.cpu(), theirs)
+
+
+def test_activation_order_is_sorted_on_the_gpu() -> None:
+    stored = stored_weight(random_tuple(256, 128, group_size=64, symmetric=False, act_order=True))
+    gpu = torch.device("cuda:0")
+    there = replace(stored, tensors={suffix: tensor.to(gpu) for suffix, tensor in stored.tensors.items()})
+    expected = stored_operand(stored, torch.float16, torch.device("cpu"))
+    found = stored_operand(there, torch.float16, gpu)
+    for name in ("words", "scales", "zeros", "order"):
+        assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize("budget", [0, 1 << 20, 1 << 40])
+def test_what_is_read_ahead_to_the_gpu_is_what_is_stored(
+    budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small pieces go round a small ring many times, and memory that is freed is used again at once."""
+    monkeypatch.setattr(ahead, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(ahead, "RING_BYTES", 8 * 4096)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        f"tensor.{index}": torch.randint(-(2**31), 2**31, (size,), generator=generator).to(torch.int32)
+        for index, size in enumerate((1, 1023, 1024, 1025, 300_000) * 12)
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    gpu = torch.device("cuda:0")
+    with ReadAhead(Checkpoint.open(tmp_path), gpu, budget=budget) as reader:
+        reader.expect(tensors)
+        kept = {}
+        for index, name in enumerate(tensors):
+            found = reader.tensor(name)
+            # Half of them are freed while work on them is queued.
+            kept[name] = found if index % 2 else found + 1
+        for index, (name, found) in enumerate(kept.items()):
+            assert torch.equal(found.cpu(), tensors[name] + (0 if index % 2 else 1)), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_loaded_to_the_gpu_has_the_cpus_operands(layout: str, tmp_path: Path) -> None:
+    quantize = random_quantizer(symmetric=layout == "marlin")
+
+    def whole(name: str, weight: Tensor) -> QuantizedWeight | None:
+        return quantize(name, weight) if weight.shape[0] % 64 == 0 else None
+
+    save_quantized(tmp_path, tiny_model("llama"), layout, whole)
+    on_cpu = load(tmp_path, device="cpu", dtype="float16", operator="w4a16")
+    on_gpu = load(tmp_path, device="cuda", dtype="float16", operator="w4a16")
+    assert on_gpu.timings.read_bytes == Checkpoint.open(tmp_path).nbytes
+    for name in on_cpu.decisions:
+        mine, theirs = on_gpu.model.get_submodule(name), on_cpu.model.get_submodule(name)
+        for key, tensor in theirs.named_buffers():
+            assert torch.equal(getattr(mine, key).cpu(), tensor), (name, key)
+    for name, parameter in on_cpu.model.named_parameters():
+        assert torch.equal(on_gpu.model.get_parameter(name).cpu(), parameter), name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -98,8 +160,7 @@ def test_transcoding_needs_no_room_for_unpacked_codes(layout: str) -> None:
     before = torch.cuda.memory_allocated()
     operand = stored_operand(stored, torch.float16, torch.device("cuda:0"))
     peak = torch.cuda.max_memory_allocated() - before
-    # The words as read and as transcoded, the scales, and slabs of a megabyte. Codes would be twice the
-    # words.
+    # The words as read and as transcoded, and the scales. Codes would be twice the words.
     copies = 1 if layout == "marlin" else 2
     assert peak < copies * operand.words.nbytes + 2 * operand.scales.nbytes + 16 * 2**20
 
@@ -109,8 +170,8 @@ def test_load_compiles_the_kernels_of_a_model(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("MARLINQ_CACHE", str(tmp_path / "cache"))
     stages: list[tuple[str, int, int]] = []
     loaded = load(tmp_path / "model", device="cuda", progress=lambda *stage: stages.append(stage))
-    assert stages[-1][0] == "compiling kernels"
-    assert stages[-1][1] == stages[-1][2]
+    compiling = [stage for stage in stages if stage[0] == "compiling kernels"]
+    assert compiling[-1][1] == compiling[-1][2] > 0
     modules = [loaded.model.get_submodule(name) for name in loaded.decisions]
     setting = Setting(loaded.device, loaded.dtype)
     assert OPERATORS["w4a16"].compile(modules, setting) == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, TensorPlan, ahead
+from marlinq.checkpoint.header import encode_header
 from marlinq.core.errors import CheckpointError, UnsupportedError, UsageError
 from marlinq.formats import LAYOUTS
-from marlinq.runtime import QuantLinear, load
+from marlinq.runtime import QuantLinear, load, loading, stored_operand
+from tests.checkpoint.test_source import At, removed, replaced, rewritten_with_its_time_kept, truncated
 from tests.testing.runnable_folders import (
     Quantizer,
     random_quantizer,
@@ -25,6 +30,7 @@ from tests.testing.runnable_folders import (
 )
 from tests.testing.tiny_models import tiny_model
 
+CPU = torch.device("cpu")
 IDS = torch.tensor([[1, 5, 9, 120, 3, 77, 8, 64, 31, 2, 90, 17]])
 
 ARCHITECTURES = [
@@ -208,6 +214,73 @@ def test_devices_and_dtypes(tmp_path: Path) -> None:
         load(tmp_path, device="cpu", dtype="int8")
     with pytest.raises(UsageError, match="device"):
         load(tmp_path, device="abacus")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loaded_operands_are_those_of_tensors_read_one_by_one(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Several pieces a tensor, and less ahead than a block holds.
+    monkeypatch.setattr(ahead, "PIECE_BYTES", 512)
+    monkeypatch.setattr(loading, "_HOST_AHEAD_BYTES", 20_000)
+    symmetric = layout == "marlin"
+    quantizer = whole_tiles(random_quantizer(symmetric=symmetric, act_order=layout.startswith("gptq")))
+    save_quantized(tmp_path, tiny_model("llama"), layout, quantizer)
+    loaded = load(tmp_path, device="cpu", dtype="float16", operator="w4a16")
+    checkpoint = Checkpoint.open(tmp_path)
+    quantized = QuantizedCheckpoint.of(checkpoint)
+    assert quantized is not None
+    assert set(quantized.modules) == set(loaded.decisions)
+    for name in loaded.decisions:
+        expected = stored_operand(quantized.stored(name), torch.float16, CPU)
+        module = loaded.model.get_submodule(name)
+        for key in ("words", "scales", "zeros", "order"):
+            mine, theirs = getattr(module, key), getattr(expected, key)
+            assert (mine is None) == (theirs is None)
+            assert theirs is None or torch.equal(mine, theirs)
+    for name in quantized.passthrough:
+        assert torch.equal(loaded.model.get_parameter(name), checkpoint.tensor(name).half()), name
+
+
+def test_tensors_of_terabytes_take_no_memory_before_they_are_refused(tmp_path: Path) -> None:
+    save_quantized(tmp_path, tiny_model("llama"), "gptq", random_quantizer())
+    shard = "model.safetensors"
+    plans = [
+        TensorPlan(info.name, info.dtype, (1 << 18, 1 << 17) if info.name.endswith("qweight") else info.shape)
+        for info in Checkpoint.open(tmp_path).tensors.values()
+    ]
+    header, infos = encode_header(shard, plans)
+    (tmp_path / shard).write_bytes(header)
+    # All zeros, and no disk space.
+    os.truncate(tmp_path / shard, max(info.offset + info.nbytes for info in infos))
+    with pytest.raises(
+        CheckpointError, match="expected K, N = 64, 64 from config.json, found 2097152, 131072"
+    ):
+        load(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_every_tensor_is_read_once_and_its_time_is_told(name: str, tmp_path: Path) -> None:
+    save_quantized(tmp_path, tiny_model(name), "gptq", random_quantizer())
+    timings = load(tmp_path, device="cpu").timings
+    assert timings.read_bytes == Checkpoint.open(tmp_path).nbytes
+    assert 0 < timings.read_seconds < timings.total
+    assert {"open", "blueprint", "linears", "other tensors"} <= set(timings.stages)
+    assert "loaded in" in timings.lines()[0]
+
+
+@pytest.mark.parametrize("change", [rewritten_with_its_time_kept, replaced, truncated, removed])
+@pytest.mark.parametrize("step", [1, 21])
+@pytest.mark.parametrize("budget", [0, 1 << 30])
+def test_a_checkpoint_that_changes_while_it_is_loaded_is_refused(
+    change: Callable[[Path], None], step: int, budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_quantized(tmp_path, tiny_model("llama"), "gptq", random_quantizer())
+    # With nothing read ahead, tensors are read after the change; otherwise all are read before.
+    monkeypatch.setattr(loading, "_HOST_AHEAD_BYTES", budget)
+    at = At(step, change, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model.safetensors.*( while it was read|ends early)"):
+        load(tmp_path, device="cpu", progress=at)
 
 
 def test_rounded_scales_are_reported(tmp_path: Path) -> None:

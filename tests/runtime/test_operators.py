@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, ReadAhead
 from marlinq.core.scheme import Element
 from marlinq.formats import LAYOUTS, StoredWeight
 from marlinq.formats.layouts.gptq import GPTQ
@@ -165,15 +165,15 @@ def test_a_checkpoint_in_the_kernels_layout_is_taken_as_stored(
 
     quantize = random_quantizer(group_size=64)
     save_quantized(tmp_path, tiny_model("llama"), "marlin", whole)
-    layout, read, original = LAYOUTS["marlin"], {}, Checkpoint.tensor
+    layout, read, original = LAYOUTS["marlin"], {}, ReadAhead.tensor
 
-    def tensor(self: Checkpoint, name: str) -> Tensor:
+    def tensor(self: ReadAhead, name: str) -> Tensor:
         return read.setdefault(name, original(self, name))
 
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("decoded")
 
-    monkeypatch.setattr(Checkpoint, "tensor", tensor)
+    monkeypatch.setattr(ReadAhead, "tensor", tensor)
     for method in ("pack", "pack_grid", "unpack", "unpack_grid", "from_natural", "to_natural"):
         monkeypatch.setattr(layout, method, forbidden)
     for function in ("permute_scales", "pack_tiles"):
@@ -186,7 +186,7 @@ def test_a_checkpoint_in_the_kernels_layout_is_taken_as_stored(
         for mine, suffix in ((module.words, layout.key), (module.scales, layout.scale_key)):
             stored = read[f"{name}.{suffix}"]
             assert mine.data_ptr() == stored.data_ptr()
-            assert torch.equal(mine, original(Checkpoint.open(tmp_path), f"{name}.{suffix}"))
+            assert torch.equal(mine, Checkpoint.open(tmp_path).tensor(f"{name}.{suffix}"))
 
 
 def test_every_shape_of_a_model_is_compiled_once_with_progress(monkeypatch: pytest.MonkeyPatch) -> None:

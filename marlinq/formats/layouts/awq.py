@@ -95,7 +95,7 @@ class AWQ(Layout):
         return Grid(
             scales=tensors["scales"],
             zeros=_unpack_interleaved(tensors["qzeros"]),
-            g_idx=trivial_g_idx(spec.in_features, spec.scheme.group_size),
+            g_idx=trivial_g_idx(spec.in_features, spec.scheme.group_size, tensors["scales"].device),
             group_size=spec.channels_per_group,
         )
 

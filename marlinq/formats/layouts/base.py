@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 else:
     from marlinq.core.lazy import torch
 
-_SLAB_CODES = 1 << 21
+# A slab stays in a processor's caches; a GPU's are larger, and each of its steps costs a launch.
+_SLAB_CODES = {"cpu": 1 << 21, "cuda": 1 << 23}
 _SLAB_STEP = 16
 
 
@@ -272,8 +273,8 @@ def transcode(words: Tensor, spec: ModuleSpec, source: Layout | None, target: La
 
     None stands for natural words (:meth:`Layout.from_natural`).
 
-    Works on slabs of about two million codes: they stay in the processor's caches, and beside the two tensors
-    only a few MB are in memory.
+    Works on slabs of some million codes: they stay in the processor's caches, and beside the two tensors only
+    a few MB are in memory.
 
     Args:
         words: the source's codes tensor, of the shape that ``spec`` says.
@@ -286,7 +287,8 @@ def transcode(words: Tensor, spec: ModuleSpec, source: Layout | None, target: La
     natural_shape = (spec.in_features // slots, spec.out_features)
     shape = target.expected(spec)[target.key].shape if target else natural_shape
     result = torch.empty(shape, dtype=torch.int32, device=words.device)
-    step = max(_SLAB_STEP, _SLAB_CODES // spec.out_features // _SLAB_STEP * _SLAB_STEP)
+    slab_codes = _SLAB_CODES["cuda" if words.is_cuda else "cpu"]
+    step = max(_SLAB_STEP, slab_codes // spec.out_features // _SLAB_STEP * _SLAB_STEP)
     for start in range(0, spec.in_features, step):
         stop = min(start + step, spec.in_features)
         rows = slice(start // slots, stop // slots)

@@ -112,16 +112,20 @@ class CompressedTensors(Layout):
                 f"weight_shape: expected [{spec.out_features}, {spec.in_features}] from weight_packed, "
                 f"found {shape}"
             )
-        element = spec.scheme.element
+        element, device = spec.scheme.element, tensors["weight_scale"].device
         if spec.scheme.stores_zeros:
             zeros = unpack_rows(tensors["weight_zero_point"], element.bits).t().contiguous()
         else:
-            zeros = torch.full((spec.groups, spec.out_features), element.midpoint, dtype=torch.uint8)
+            zeros = torch.full(
+                (spec.groups, spec.out_features), element.midpoint, dtype=torch.uint8, device=device
+            )
         g_idx = tensors.get("weight_g_idx")
+        if g_idx is None:
+            g_idx = trivial_g_idx(spec.in_features, spec.scheme.group_size, device)
         return Grid(
             scales=tensors["weight_scale"].t().contiguous(),
             zeros=zeros,
-            g_idx=trivial_g_idx(spec.in_features, spec.scheme.group_size) if g_idx is None else g_idx,
+            g_idx=g_idx,
             group_size=spec.channels_per_group,
             element=element,
         )

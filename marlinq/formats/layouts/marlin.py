@@ -33,7 +33,8 @@ TILE_K = 16
 TILE_N = 64
 
 _LOW = 0x0F0F0F0F
-_SLAB_ROWS = 256
+# On a GPU every step costs a launch, and the codes of a weight come by the megabyte.
+_SLAB_ROWS = {"cpu": 256, "cuda": 2048}
 
 
 class Marlin(Layout):
@@ -121,23 +122,26 @@ class Marlin(Layout):
         return {"s": permute_scales(grid.scales)}
 
     def _unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
+        device = tensors["s"].device
         return Grid(
             scales=permute_scales(tensors["s"]),
-            zeros=torch.full((spec.groups, spec.out_features), INT4.midpoint, dtype=torch.uint8),
-            g_idx=trivial_g_idx(spec.in_features, spec.scheme.group_size),
+            zeros=torch.full(
+                (spec.groups, spec.out_features), INT4.midpoint, dtype=torch.uint8, device=device
+            ),
+            g_idx=trivial_g_idx(spec.in_features, spec.scheme.group_size, device),
             group_size=spec.channels_per_group,
         )
 
 
 def pack_tiles(codes: Tensor) -> Tensor:
     """uint8 codes [K, N] to Marlin words int32 [K/16, 2N]; K % 16 == 0, N % 64 == 0."""
-    slabs = torch.split(codes, _SLAB_ROWS)
+    slabs = torch.split(codes, _SLAB_ROWS["cuda" if codes.is_cuda else "cpu"])
     return torch.cat([tile_words(pack_rows(slab, 4)) for slab in slabs])
 
 
 def unpack_tiles(words: Tensor) -> Tensor:
     """Marlin words int32 [K/16, 2N] to uint8 codes [K, N]; the inverse of :func:`pack_tiles`."""
-    slabs = torch.split(words, _SLAB_ROWS // TILE_K)
+    slabs = torch.split(words, _SLAB_ROWS["cuda" if words.is_cuda else "cpu"] // TILE_K)
     return torch.cat([unpack_rows(untile_words(slab), 4) for slab in slabs])
 
 

@@ -52,7 +52,8 @@ class _Entry:
     stack_bytes: int
 
 
-def _entry_path(instantiation: Instantiation, architecture: str) -> Path:
+def entry_path(instantiation: Instantiation, architecture: str) -> Path:
+    """The file that tells what is known of a variant in the cache, once it is compiled."""
     key = compilation_key(instantiation, architecture)
     return cache_folder() / "kernels" / f"{instantiation.function}-{architecture}-{key[:32]}.json"
 
@@ -89,7 +90,7 @@ def _read(path: Path) -> _Entry | None:
     return entry
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes) -> None:
     """Replace a file in one step. Unlike ``mkstemp``'s, it has the permissions that the umask gives."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -117,8 +118,8 @@ def _compile(path: Path, instantiation: Instantiation, architecture: str) -> _En
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(_cubin_path(path, entry.sha256), compiled.cubin)
-        _write(path, json.dumps(vars(entry)).encode())
+        write_file(_cubin_path(path, entry.sha256), compiled.cubin)
+        write_file(path, json.dumps(vars(entry)).encode())
     except OSError as error:
         raise EnvironmentProblem(
             f"{path.parent}: the kernel cache can't be written ({error.strerror}); "
@@ -138,7 +139,7 @@ def cached_cubin(instantiation: Instantiation, architecture: str) -> Path:
         EnvironmentProblem: as :func:`marlinq.kernels.jit.compiler.compile_kernel`, or the cache folder can't
             be written.
     """
-    path = _entry_path(instantiation, architecture)
+    path = entry_path(instantiation, architecture)
     try:
         entry = _read(path)
     except ValueError as problem:
@@ -148,7 +149,7 @@ def cached_cubin(instantiation: Instantiation, architecture: str) -> Path:
 
 def replaced_cubin(instantiation: Instantiation, architecture: str, problem: str) -> Path:
     """As :func:`cached_cubin`, but compiled anew whatever the cache holds, because of ``problem``."""
-    path = _entry_path(instantiation, architecture)
+    path = entry_path(instantiation, architecture)
     warnings.warn(f"{path}: {problem}; the kernel is compiled again", DamagedCache, stacklevel=2)
     return _announced(path, _compile(path, instantiation, architecture), instantiation, architecture)
 
@@ -166,7 +167,7 @@ def _announced(path: Path, entry: _Entry, instantiation: Instantiation, architec
 
 def _is_missing(instantiation: Instantiation, architecture: str) -> bool:
     try:
-        return _read(_entry_path(instantiation, architecture)) is None
+        return _read(entry_path(instantiation, architecture)) is None
     except ValueError:
         return True
 

@@ -27,6 +27,7 @@ from marlinq.kernels.decide.stream import StreamConfig
 from marlinq.kernels.decide.warpgroup import WarpgroupConfig
 from marlinq.kernels.jit.cache import compile_missing
 from marlinq.kernels.jit.instantiation import Instantiation, cold_read
+from marlinq.kernels.launch.complete import is_complete, note_complete
 from marlinq.kernels.launch.dense import dequantized_gemm
 from marlinq.kernels.launch.driver import Function, Launches, active_clusters, gpu_properties, on_device
 from marlinq.kernels.launch.handover import Handover
@@ -241,11 +242,7 @@ def precompile(problems: Iterable[Problem], device_index: int = 0) -> int:
         EnvironmentProblem: a variant does not compile, or the cache can't be written.
     """
     device = device_numbers(device_index)
-    decisions = ((problem, decide(problem, device).config) for problem in problems)
-    # Nothing is compiled where a weight is dequantised.
-    return precompile_variants(
-        ((problem, config) for problem, config in decisions if config is not None), device_index
-    )
+    return compile_missing(device.architecture, _instantiations(problems, device))
 
 
 class LayerShape(NamedTuple):
@@ -269,9 +266,9 @@ def precompile_model(
 ) -> int:
     """Compile what a model's products need for any batch of up to ``most_rows`` rows, in parallel.
 
-    A model has about 40 variants. Where the cache has them all this takes half a second, for the decisions,
-    which later calls then find made. Contexts count: call it inside :func:`dependent_launches` or
-    :func:`batch_invariant` where the products will run inside, too.
+    A model has about 40 variants. To decide which takes half a second, the first time; a note in the cache
+    (:mod:`marlinq.kernels.launch.complete`) saves later calls the trouble. Contexts count: call it inside
+    :func:`dependent_launches` or :func:`batch_invariant` where the products will run inside, too.
 
     Args:
         layers: of all weights; equal ones count once.
@@ -287,13 +284,27 @@ def precompile_model(
         UnsupportedError: a layer that no kernel takes.
     """
     bfloat16 = dtype == torch.bfloat16
-    return precompile(
-        (
-            Problem(m, layer.n, layer.k, layer.group_size, layer.zeros, bfloat16)
-            for layer in dict.fromkeys(layers)
-            for m in buckets(most_rows)
-        ),
-        device_index,
+    wanted = sorted(set(layers))
+    device = device_numbers(device_index)
+    premises = wanted, bfloat16, most_rows, demands(), device
+    if is_complete(premises):
+        return 0
+    problems = (
+        Problem(m, layer.n, layer.k, layer.group_size, layer.zeros, bfloat16)
+        for layer in wanted
+        for m in buckets(most_rows)
+    )
+    instantiations = _instantiations(problems, device)
+    compiled = compile_missing(device.architecture, instantiations)
+    note_complete(premises, instantiations, device.architecture)
+    return compiled
+
+
+def _instantiations(problems: Iterable[Problem], device: Device) -> list[Instantiation]:
+    """What the decisions for ``problems`` launch; nothing where a weight is dequantised."""
+    decisions = ((problem, decide(problem, device).config) for problem in problems)
+    return list(
+        dict.fromkeys(config.instantiation(problem) for problem, config in decisions if config is not None)
     )
 
 

@@ -131,8 +131,7 @@ class DecodeBench(Shown):
                 "first token: from the prompts to the first new tokens; step: one more in every sequence",
                 "GB/s: weights, scales, keys and values, read once a step",
                 f"weights: {self.weight_bytes / 1e9:.3f} GB a step, embedding tables aside"
-                + (f"; peak of GPU memory {self.peak_bytes / 1e9:.2f} GB" if self.peak_bytes else "")
-                + ("" if self.load_seconds is None else f"; loaded in {self.load_seconds:.2f} s"),
+                + (f"; peak of GPU memory {self.peak_bytes / 1e9:.2f} GB" if self.peak_bytes else ""),
                 f"{self.new_tokens} steps a run, {'no ' if self.sustained else ''}rests between runs",
             ),
         ]
@@ -284,6 +283,8 @@ def bench_decode(
     if "transformers" in against:
         cells = _against_transformers(loaded, _twin_blueprint(checkpoint, loaded), run, cells)
     _, *how = loaded.report()
+    if load_seconds is not None:
+        how += loaded.timings.lines()
     if not on_gpu:
         how.insert(0, "no GPU was used: these are the figures of the CPU path, not of the kernel")
     return DecodeBench(

@@ -34,6 +34,7 @@ def test_counts_and_figures(folder: Path) -> None:
     )  # fmt: skip
     assert [(cell.batch, cell.context) for cell in found.cells] == [(1, 24), (2, 24)]
     assert found.load_seconds is not None
+    assert any(note.startswith("loaded in") and "blueprint" in note for note in found.notes)
     one, two = found.cells
     # Two key-value heads of 16 channels in three layers, float32.
     cache = 2 * 3 * 2 * 16 * 4

@@ -1,0 +1,71 @@
+"""What a command that runs a model does first, so that it starts sooner."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+from marlinq.core.devices import check_device_name
+
+UNUSED_BY_TEXT = ("sklearn", "scipy", "torchvision")
+"""Packages that transformers imports where they are installed, for training losses, images and assisted
+decoding: a thousand modules, a second on some machines."""
+
+
+@contextmanager
+def many_imports(without: Collection[str] = ()) -> Iterator[None]:
+    """Import large libraries inside: the garbage collector, which would look at all their objects again and
+    again, rests, and leaves them alone afterwards.
+
+    Args:
+        without: packages that seem not to be installed, inside. Libraries remember what they found, so this
+            is for commands, whose process ends with them.
+    """
+    hidden = [name for name in without if name not in sys.modules]
+    # This is how Python itself notes that an import is to fail.
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+        gc.freeze()
+        if enabled:
+            gc.enable()
+
+
+def open_gpu_early(device: str) -> threading.Thread | None:
+    """Let the driver open the GPU that ``device`` names, in a thread, while torch is still imported.
+
+    The driver's context of a device is one for the whole process, so torch finds it open. Where there is no
+    driver or no such GPU nothing happens, and whoever needs it says so.
+
+    Returns:
+        The thread, or None where no GPU is meant.
+    """
+    if check_device_name(device) == "cpu":
+        return None
+    index = int(device.partition(":")[2] or 0)
+    thread = threading.Thread(target=_open_gpu, args=(index,), name="marlinq-open-gpu")
+    thread.start()
+    return thread
+
+
+def _open_gpu(index: int) -> None:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    # ctypes gives up the interpreter for each call. Any error ends this; torch will meet it again.
+    _ = (
+        driver.cuInit(0) == 0
+        and driver.cuDeviceGet(ctypes.byref(handle), index) == 0
+        and driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)
+    )

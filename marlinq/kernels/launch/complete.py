@@ -1,0 +1,67 @@
+"""A note in the kernel cache of what a model's products need, so that it is found out once.
+
+Deciding for every batch takes half a second, every time a model is loaded. The note is named for everything
+that the decisions rest on, this package's own files included, and lists the variants' entries in the cache.
+Where all of these are there, nothing is decided or compiled; a damaged one is noticed when it is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+from marlinq.core.errors import EnvironmentProblem
+from marlinq.kernels.jit.cache import cache_folder, entry_path, write_file
+from marlinq.kernels.jit.compiler import nvrtc_version
+from marlinq.kernels.jit.instantiation import Instantiation
+
+_ROOM = Path(__file__).parents[1]
+
+
+def is_complete(premises: object) -> bool:
+    """Whether a note with these ``premises`` stands in the cache, and the entries that it lists do, too."""
+    path = _note(premises)
+    try:
+        names = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return False
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return False
+    # Nothing outside the folder is looked at, whatever stands in the note.
+    return all(Path(name).name == name and (path.parent / name).is_file() for name in names)
+
+
+def note_complete(premises: object, wanted: Iterable[Instantiation], architecture: str) -> None:
+    """Leave the note: ``wanted`` are all compiled.
+
+    Raises:
+        EnvironmentProblem: the cache can't be written.
+    """
+    path = _note(premises)
+    names = sorted(entry_path(instantiation, architecture).name for instantiation in wanted)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, json.dumps(names).encode())
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{path.parent}: the kernel cache can't be written ({error.strerror}); "
+            "set MARLINQ_CACHE to a writable folder"
+        ) from None
+
+
+def _note(premises: object) -> Path:
+    key = hashlib.sha256(repr((premises, nvrtc_version(), _code())).encode()).hexdigest()
+    return cache_folder() / "kernels" / f"complete-{key[:32]}.json"
+
+
+@lru_cache(maxsize=1)
+def _code() -> str:
+    """A digest of this room's files: decisions, measured choices, sources."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in _ROOM.rglob("*") if path.suffix in (".py", ".json", ".cuh", ".cu")):
+        data = path.read_bytes()
+        digest.update(f"{path.relative_to(_ROOM)} {len(data)} ".encode() + data)
+    return digest.hexdigest()

@@ -1,0 +1,91 @@
+"""Starting sooner changes nothing that can be seen afterwards."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from marlinq.core import startup
+from marlinq.core.errors import UsageError
+from marlinq.core.startup import many_imports, open_gpu_early
+
+
+def imported(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+def test_the_collector_rests_and_works_again() -> None:
+    assert gc.isenabled()
+    with many_imports():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.unfreeze()
+
+
+def test_packages_are_hidden_inside_and_there_again_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "large_package.py").touch()
+    (tmp_path / "used_package.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert imported("used_package")
+    with many_imports(without=("large_package", "used_package", "absent_package")):
+        assert importlib.util.find_spec("large_package") is None
+        assert not imported("large_package")
+        # What is imported already stays.
+        assert imported("used_package")
+    assert imported("large_package")
+    assert importlib.util.find_spec("absent_package") is None
+    for name in ("large_package", "used_package"):
+        del sys.modules[name]
+    gc.unfreeze()
+
+
+class Driver:
+    """Counts the calls of the CUDA driver."""
+
+    def __init__(self, result: int) -> None:
+        self.calls: list[str] = []
+        self._result = result
+
+    def __getattr__(self, name: str) -> object:
+        def call(*arguments: object) -> int:
+            self.calls.append(name)
+            return self._result
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("result", "calls"), [(0, ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]), (100, ["cuInit"])]
+)
+def test_the_driver_opens_the_gpu(result: int, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(result)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    thread = open_gpu_early("cuda:1")
+    assert thread is not None
+    thread.join()
+    assert driver.calls == calls
+
+
+def test_without_a_driver_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(startup.ctypes, "CDLL", absent)
+    thread = open_gpu_early("auto")
+    assert thread is not None
+    thread.join()
+    assert open_gpu_early("cpu") is None
+    with pytest.raises(UsageError):
+        open_gpu_early("abacus")
