@@ -56,7 +56,7 @@ def profile_steps(run: Callable[[], None], steps: int, path: Path) -> StepProfil
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as profiler:
         run()
         torch.cuda.synchronize()
     path.parent.mkdir(parents=True, exist_ok=True)
