@@ -282,11 +282,14 @@ class Decoders:
                 del self._kept[key]
         while len(self._kept) >= _KEPT_DECODERS:
             self._kept.popitem(last=False)
+        decoder = None
         try:
             decoder = Decoder(make_forward(batch, wanted), shape, graphs=graphs)
         except torch.cuda.OutOfMemoryError:
             if not self._kept:
                 raise
+        if decoder is None:
+            # Tried again out here, where no traceback holds the memory of the first attempt.
             self.clear()
             decoder = Decoder(make_forward(batch, wanted), shape, graphs=graphs)
         self._kept[batch, wanted, shape, graphs] = decoder

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from marlinq.kernels.launch.sampling import THREADS, SampleTensors, sample_confi
 from marlinq.runtime.sampling import FAULT, GREEDY, RING, Sampler, Sampling
 from tests.emulation.build import Builder
 from tests.emulation.gemm import SOURCES
-from tests.emulation.launching import EmulatedKernel, Memory, apart
+from tests.emulation.launching import EmulatedKernel, KernelFault, Memory, apart
 
 # Every combination of what a variant is compiled for, with values that leave several tokens.
 SAMPLINGS = {
@@ -38,7 +40,13 @@ def state_of(sampling: Sampling, batch: int, vocabulary: int, drawn: int) -> Sam
 
 
 def emulate(
-    builder: Builder, logits: Tensor, sampler: Sampler, *, clusters: bool = True, seed: int = 0
+    builder: Builder,
+    logits: Tensor,
+    sampler: Sampler,
+    *,
+    clusters: bool = True,
+    seed: int = 0,
+    sources: Path = SOURCES,
 ) -> None:
     """What :func:`marlinq.kernels.launch.sampling.sample_tokens` does, on watched copies of the state."""
     state = sampler.state
@@ -55,7 +63,7 @@ def emulate(
     if sampler.shape.penalty:
         memory.append(Memory("seen", tensors.seen, writable=True, after_previous=True, holds_values=True))
     text = config.instantiation().text()
-    library = builder.kernel(text, "sample", SOURCES, 90 if clusters else 80)
+    library = builder.kernel(text, "sample", sources, 90 if clusters else 80)
     EmulatedKernel(library).launch(
         logits.shape[0] * config.cluster,
         THREADS,
@@ -154,3 +162,30 @@ def test_what_is_no_number_is_reported(builder: Builder, name: str, value: float
     sampler = state_of(SAMPLINGS[name], 1, 100, 0)
     emulate(builder, nothing, sampler)
     assert int(sampler.state.ring[0, 0]) == FAULT
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        # Other blocks' sums are read without waiting for them.
+        ("            cluster_arrive();\n            cluster_wait();", "            __syncthreads();"),
+        # A block may end while others read its memory.
+        ("            cluster_arrive_relaxed();\n            cluster_wait();", "            ;"),
+        # Bins are summed before all threads have counted.
+        ("% 2];\n        __syncthreads();", "% 2];"),
+        # The logits are read while the previous kernel writes them.
+        ("    wait_for_previous_kernel();", ""),
+        # Two threads count in the same bins.
+        ("% BINS * THREADS + thread] += weight(nats)", "% BINS * THREADS + thread / 2] += weight(nats)"),
+    ],
+)
+def test_planted_faults_are_noticed(builder: Builder, tmp_path: Path, right: str, wrong: str) -> None:
+    sources = tmp_path / "cuda"
+    shutil.copytree(SOURCES, sources)
+    path = sources / "step" / "sample.cuh"
+    text = path.read_text()
+    assert text.count(right) == 1
+    path.write_text(text.replace(right, wrong))
+    sampler = state_of(SAMPLINGS["top-p"], 1, 3000, 0)
+    with pytest.raises(KernelFault):
+        emulate(builder, normal(1, 3000, torch.float16), sampler, sources=sources)

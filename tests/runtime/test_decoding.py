@@ -135,6 +135,29 @@ def test_decoders_are_kept_and_grow_in_classes(loaded: LoadedModel) -> None:
     assert len(made) == count + 1
 
 
+def test_memory_of_kept_decoders_is_given_back_when_it_runs_out(loaded: LoadedModel) -> None:
+    decoders = Decoders()
+    first = decoders.take(lambda batch, capacity: forward(loaded, batch, capacity), batch=1, tokens=20)
+    asked: list[int] = []
+
+    def scarce(batch: int, capacity: int) -> Forward:
+        asked.append(batch)
+        if decoders._kept:
+            raise torch.cuda.OutOfMemoryError("none left")
+        return forward(loaded, batch, capacity)
+
+    second = decoders.take(scarce, batch=2, tokens=20)
+    assert asked == [2, 2]
+    assert list(decoders._kept.values()) == [second] != [first]
+    decoders.clear()
+
+    def never(batch: int, capacity: int) -> Forward:
+        raise torch.cuda.OutOfMemoryError("none at all")
+
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="at all"):
+        decoders.take(never, batch=1, tokens=20)
+
+
 @pytest.mark.parametrize(
     ("tokens", "capacity"),
     [(1, 256), (256, 256), (257, 320), (321, 384), (512, 512), (513, 640), (1025, 1280), (8192, 8192)],

@@ -80,21 +80,24 @@ class TransformersForward(Forward):
         positions = (columns - padding).clamp(min=0).to(ids.device)
         self._attended.fill_(True)
         self._attended[:, :longest] = (columns >= padding).to(ids.device)
-        logits = self._forward(ids[:, :longest].gather(1, positions), positions)
+        # Without padding the library needs no mask in memory, and takes its fastest attention.
+        masked = self._masks and (shortest < longest or not self._takes_positions)
+        logits = self._forward(ids[:, :longest].gather(1, positions), positions, masked=masked)
         self.lengths.copy_(lengths)
         return logits
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """As :meth:`Forward.step`."""
-        logits = self._forward(tokens[:, None], self.lengths[:, None].to(torch.int64))
+        positions = self.lengths[:, None].to(torch.int64)
+        logits = self._forward(tokens[:, None], positions, masked=self._masks)
         self.lengths.add_(1)
         return logits
 
-    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def _forward(self, ids: Tensor, positions: Tensor, *, masked: bool) -> Tensor:
         """Appends ``ids`` [B, T], which have these ``positions`` [B, T]; the last one's logits."""
         arguments = dict(self._last_only)
-        if self._masks:
+        if masked:
             arguments["attention_mask"] = self._attended
             if self._takes_positions:
                 arguments["position_ids"] = positions
