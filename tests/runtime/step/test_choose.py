@@ -1,0 +1,96 @@
+"""Which forward decodes: ours where it is recognised and right, transformers' elsewhere, with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Lfm2Config, PreTrainedModel
+
+from marlinq.core.errors import UnsupportedError
+from marlinq.runtime import LoadedModel, generate, generate_batch, load
+from marlinq.runtime.step import reference
+from marlinq.runtime.step.choose import choose_forward, fixed_cache_refusal, take_decoder
+from marlinq.runtime.step.reference import ReferenceForward
+from marlinq.runtime.step.transformers_forward import TransformersForward
+from tests.testing.runnable_folders import save_plain
+from tests.testing.tiny_models import tiny_model
+
+
+def loaded_of(folder: Path, model: PreTrainedModel) -> LoadedModel:
+    save_plain(folder, model)
+    loaded = load(folder, device="cpu")
+    loaded.model.generation_config.eos_token_id = loaded.model.config.eos_token_id = None
+    return loaded
+
+
+def test_a_recognised_model_runs_through_our_forward(tmp_path: Path) -> None:
+    loaded = loaded_of(tmp_path, tiny_model("qwen3"))
+    assert isinstance(choose_forward(loaded, 1, 64), ReferenceForward)
+    result = generate(loaded, [5, 6], max_new_tokens=3)
+    assert result.step.reason.endswith("our forward in torch")
+
+
+def test_what_is_not_recognised_runs_through_transformers_and_says_why(tmp_path: Path) -> None:
+    loaded = loaded_of(tmp_path, tiny_model("bloom"))
+    forward = choose_forward(loaded, 2, 64)
+    assert isinstance(forward, TransformersForward)
+    assert forward.reason.startswith("transformers' modules: transformer.h.0")
+    assert forward.reason in generate(loaded, [5, 6], max_new_tokens=3).step.reason
+
+
+def test_a_forward_that_computes_something_else_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # No other test has a model of this width: the probe's results are kept for the process.
+    loaded = loaded_of(tmp_path, tiny_model("llama", intermediate_size=320))
+    right = reference._LayerParts._mlp
+    monkeypatch.setattr(reference._LayerParts, "_mlp", lambda self, x: right(self, x) * 1.01)
+    forward = choose_forward(loaded, 1, 64)
+    assert isinstance(forward, TransformersForward)
+    assert "model.layers.0 differs from transformers'" in forward.reason
+
+
+def test_a_capacity_stays_within_what_is_computed_alike(tmp_path: Path) -> None:
+    """GPT-2 has a table of 128 positions, fewer than the smallest class of capacities."""
+    loaded = loaded_of(tmp_path, tiny_model("gpt2"))
+    decoder = take_decoder(loaded, batch=1, tokens=100)
+    assert isinstance(decoder.forward, ReferenceForward)
+    assert decoder.forward.capacity == 128
+
+
+def test_rows_without_padding_need_no_mask_in_the_prompt() -> None:
+    model = tiny_model("mistral")
+    ids = torch.arange(24).view(2, 12)
+    lengths = torch.tensor([12, 12], dtype=torch.int32)
+    fixed = TransformersForward(model, batch=2, capacity=64, reason="")
+    growing = TransformersForward(model, batch=2, capacity=64, reason="", fixed=False)
+    for tokens in (None, torch.tensor([50, 60]), torch.tensor([70, 80])):
+        found, expected = (
+            forward.prefill(ids, lengths) if tokens is None else forward.step(tokens)
+            for forward in (fixed, growing)
+        )
+        # The same float32 sums in another order.
+        assert float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_models_with_other_state_keep_their_own_cache(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = Lfm2Config(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"],
+    )
+    loaded = loaded_of(tmp_path, AutoModelForCausalLM.from_config(config))
+    assert fixed_cache_refusal(loaded.model) == "the model has layers without an ordinary key-value cache"
+    alone = generate(loaded, [3, 4, 5], max_new_tokens=6)
+    assert "growing cache" in alone.step.reason
+    together = generate_batch(loaded, [[3, 4, 5], [6, 7, 8]], max_new_tokens=6)
+    assert together.rows[0].tokens == alone.tokens
+    with pytest.raises(UnsupportedError, match="prompts of 1 to 3 tokens together"):
+        generate_batch(loaded, [[3, 4, 5], [6]], max_new_tokens=6)
