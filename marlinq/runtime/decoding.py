@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -113,23 +114,25 @@ class Decoder:
         ids = torch.zeros((len(prompts), int(lengths.max())), dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
-        logits = self.forward.prefill(ids.to(self.device), lengths)
-        sampler = self._sampler_for(logits)
-        sampler.begin(sampling, prompts, range(len(prompts)) if streams is None else streams)
-        sampler.sample(logits)
-        self._chosen = 0
-        self._leave(1)
+        with self._here():
+            logits = self.forward.prefill(ids.to(self.device), lengths)
+            sampler = self._sampler_for(logits)
+            sampler.begin(sampling, prompts, range(len(prompts)) if streams is None else streams)
+            sampler.sample(logits)
+            self._chosen = 0
+            self._leave(1)
 
     @torch.no_grad()
     def advance(self, steps: int = 1) -> None:
         """Queue ``steps`` more, at most as many as the ring has room for beside what has not been read."""
         assert self._sampler is not None, "begin comes first"
-        for _ in range(steps):
-            if self._graph is not None:
-                self._graph.replay()
-            else:
-                self._sampler.sample(self.forward.step(self._sampler.state.tokens))
-        self._leave(steps)
+        with self._here():
+            for _ in range(steps):
+                if self._graph is not None:
+                    self._graph.replay()
+                else:
+                    self._sampler.sample(self.forward.step(self._sampler.state.tokens))
+            self._leave(steps)
 
     def read(self) -> list[list[int]]:
         """The oldest tokens that have not been read: for each step, a token of every row.
@@ -153,6 +156,9 @@ class Decoder:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._visits.clear()
+
+    def _here(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _leave(self, steps: int) -> None:
         """Have the last ``steps`` tokens copied to the host."""
@@ -189,7 +195,7 @@ class Decoder:
             return "these steps can't be captured"
         if self.forward.capacity < _PROBE_TOKENS:
             return "too few tokens to be worth a capture"
-        with torch.cuda.device(self.device):
+        with self._here():
             expected = self._probe()
             try:
                 self._capture()
