@@ -74,6 +74,7 @@ template <typename C>
 struct Sample {
     static constexpr int CLUSTER = C::CLUSTER, THREADS = C::THREADS, WARPS = THREADS / 32;
     static constexpr int BINS = 32, BITS = 5, DISTANCE_BITS = 25;
+    static constexpr int BATCH = 4;  // loads of a thread in flight
     static constexpr float UNITS = 524288.f, FARTHEST = 33554430.f;
     static_assert(WARPS <= 32 && BINS % WARPS == 0, "a warp reduces what the warps leave, or whole bins");
 
@@ -111,24 +112,33 @@ struct Sample {
         const i64 offset = a.stride * row;
         const void* logits = static_cast<const char*>(a.logits) + offset * C::ELEMENT_BYTES;
         const unsigned char* seen = a.seen + (C::PENALTY ? i64(a.vocabulary) * row : 0);
-        for (int index = 4 * (rank * THREADS + thread); index < a.vocabulary; index += 4 * CLUSTER * THREADS) {
-            float x[4];
-            if constexpr (C::ALIGNED) {
-                logits::load_four<typename C::Element>(logits, index, x);
-            } else {
+        constexpr int STEP = 4 * CLUSTER * THREADS;
+        for (int first = 4 * (rank * THREADS + thread); first < a.vocabulary; first += BATCH * STEP) {
+            // All loads of a batch are under way before the first is used.
+            float x[BATCH][4];
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    if (index + i < a.vocabulary) x[i] = logits::load_one<typename C::Element>(logits, index + i);
+            for (int b = 0; b < BATCH; ++b) {
+                const int index = first + b * STEP;
+                if constexpr (C::ALIGNED) {
+                    if (index < a.vocabulary) logits::load_four<typename C::Element>(logits, index, x[b]);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        if (index + i < a.vocabulary) x[b][i] = logits::load_one<typename C::Element>(logits, index + i);
+                }
             }
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (!C::ALIGNED && index + i >= a.vocabulary) break;
-                float score = x[i];
-                if (C::PENALTY && seen[index + i]) score = score < 0.f ? score * values.w : score / values.w;
-                // Rounded here, not fused with what follows: distances are then those of the reference.
-                if (C::DRAWS) score = multiply_rounded(score, values.x);
-                visit(index + i, score);
-            }
+            for (int b = 0; b < BATCH; ++b)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int index = first + b * STEP + i;
+                    if (index >= a.vocabulary) continue;
+                    float score = x[b][i];
+                    if (C::PENALTY && seen[index]) score = score < 0.f ? score * values.w : score / values.w;
+                    // Rounded here, not fused with what follows: distances are then those of the reference.
+                    if (C::DRAWS) score = multiply_rounded(score, values.x);
+                    visit(index, score);
+                }
         }
     }
 
