@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from marlinq.kernels import dependent_launches
 from marlinq.kernels import step as kernels
-from marlinq.kernels.step import AttentionShape, Workspace, split_count
+from marlinq.kernels.step import AttentionShape, Division, Workspace, divide
 from marlinq.models.anatomy import MLP, Anatomy, Attention, Layer, Norm, Rotary, Slices
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.runtime import MarlinOperand, QuantLinear
@@ -134,8 +134,8 @@ def parts(batch: int, context: int, depth: int, *, dependent: bool) -> None:
     table = torch.randn(capacity, D // 2, 2, device=device)
     shape = AttentionShape(batch, HEADS, KV, D, capacity)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    splits = split_count(shape, processors)
-    workspace = Workspace.of([(shape, max(splits, 64))], device)
+    chosen = divide(shape, processors)
+    workspace = Workspace.of([(shape, Division(64, ahead=True))], device)
     attended = torch.empty_like(q)
     mixed = torch.randn(batch, 2 * INNER, dtype=DTYPE, device=device)
     active = torch.empty(batch, INNER, dtype=DTYPE, device=device)
@@ -155,21 +155,26 @@ def parts(batch: int, context: int, depth: int, *, dependent: bool) -> None:
     gate, up = mixed.float().view(batch, -1, 2, 64).unbind(2)
     errors["activation"] = error(active, (F.silu(gate) * up).flatten(1))
 
-    def attention(count: int, space: Workspace) -> float:
+    def attention(division: Division) -> float:
         return chain(
             [
-                kernels.attend(q, *cache, attended, lengths, space, scale=D**-0.5, splits=count)
+                kernels.attend(q, *cache, attended, lengths, workspace, scale=D**-0.5, division=division)
                 for cache in caches
             ]
         )
 
-    label = f"attention, {splits} splits"
-    found[label] = attention(splits, workspace)
+    def named(division: Division) -> str:
+        return f"attention, {division.splits} splits{', ahead' if division.ahead else ''}"
+
+    found[named(chosen)] = attention(chosen)
     k, v = (side[:, :, :context].float() for side in caches[-1])
     expected = F.scaled_dot_product_attention(q[:, :, None].float(), k, v, enable_gqa=True)[:, :, 0]
-    errors[label] = error(attended, expected)
-    for other in sorted({max(1, splits // 2), min(64, 2 * splits)} - {splits}):
-        found[f"attention, {other} splits"] = attention(other, workspace)
+    errors[named(chosen)] = error(attended, expected)
+    for count in sorted({max(1, chosen.splits // 2), chosen.splits, min(64, 2 * chosen.splits)}):
+        for ahead in (False, True):
+            other = Division(count, ahead)
+            if other != chosen:
+                found[named(other)] = attention(other)
     flash = [
         lambda cache=cache: F.scaled_dot_product_attention(
             q[:, :, None], cache[0, :, :, :context], cache[1, :, :, :context], enable_gqa=True

@@ -45,7 +45,6 @@ _TABLE = {
         "copy_tensor_3d"
     ),
     r"st\.async\.weak\.shared::cluster\.mbarrier::complete_tx::bytes\.v4\.b32": "store_async_v4",
-    r"cp\.async\.bulk\.prefetch\.L2\.global": "prefetch",
     # Comparison and Selection, Logic and Shift, Half-Precision Floating-Point
     r"selp\.u32": "select",
     r"lop3\.b32": "combine_bits",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from marlinq.kernels.step import (
     AttentionShape,
+    Division,
     Gather,
     HeadNorm,
     RowNorm,
@@ -18,8 +19,8 @@ from marlinq.kernels.step import (
     activate,
     append,
     attend,
+    divide,
     residual,
-    split_count,
 )
 from marlinq.models.anatomy import Slices
 from tests.emulation.build import Builder
@@ -358,7 +359,14 @@ def test_attention(
             cache[b, :, length + 1 :] = torch.nan
     counted = apart(torch.tensor(lengths, dtype=torch.int32))
     shape = AttentionShape(batch, heads, kv, size, capacity)
-    made = Workspace.of([(shape, splits)], torch.device("cpu"))
+    division = Division(splits, ahead=size <= 128 and splits != 3)
+    made = Workspace.of([(shape, division)], torch.device("cpu"))
+    newest = {
+        f"newest {name} {b}.{head}": cache[b, head, length]
+        for name, cache in (("key", keys), ("value", values))
+        for b, length in enumerate(lengths)
+        for head in range(kv)
+    }
     counters = apart(made.counters)
     found = []
     for resident in (1, 4):
@@ -372,14 +380,14 @@ def test_attention(
             counted,
             workspace,
             scale=size**-0.5,
-            splits=splits,
+            division=division,
             window=window,
             softcap=softcap,
         )
         memory = [
-            *given(q=q, keys=keys, values=values),
-            # Read before the previous kernel has ended too, for the prefetch.
-            *constants(lengths=counted),
+            # The previous kernel has written no more of the cache than the newest tokens.
+            *given(q=q, **newest),
+            *constants(keys=keys, values=values, lengths=counted),
             *results(out=out, partials=workspace.partials),
             Memory("counters", counters, writable=True, after_previous=True, flags=True),
         ]
@@ -397,9 +405,10 @@ def test_kernels_of_older_gpus(builder: Builder) -> None:
     keys, values = (apart(random(1, 1, 200, 64, dtype=dtype)) for _ in range(2))
     lengths = apart(torch.tensor([180], dtype=torch.int32))
     shape = AttentionShape(1, 2, 1, 64, 200)
-    made = Workspace.of([(shape, 3)], torch.device("cpu"))
+    division = Division(3, ahead=False)
+    made = Workspace.of([(shape, division)], torch.device("cpu"))
     workspace = Workspace(apart(made.partials), apart(made.counters))
-    prepared = attend(q, keys, values, out, lengths, workspace, scale=0.125, splits=3)
+    prepared = attend(q, keys, values, out, lengths, workspace, scale=0.125, division=division)
     memory = [
         *given(q=q, keys=keys, values=values, lengths=lengths),
         *results(out=out, partials=workspace.partials),
@@ -412,7 +421,9 @@ def test_kernels_of_older_gpus(builder: Builder) -> None:
 
 def test_splits_fill_the_gpu_and_are_worth_a_block() -> None:
     llama = AttentionShape(1, 32, 8, 128, 4096)
-    assert split_count(llama, 132) * llama.units >= 132
+    assert divide(llama, 132) == Division(16, ahead=True)
     # A short cache has no more splits than turns of a block's warps.
-    assert split_count(llama._replace(capacity=256), 132) == 4
-    assert split_count(llama._replace(batch=64), 132) == 1
+    assert divide(llama._replace(capacity=256), 132).splits == 4
+    assert divide(llama._replace(batch=16), 132) == Division(4, ahead=False)
+    assert divide(llama._replace(batch=100), 132).splits == 1
+    assert not divide(llama._replace(head_dim=256), 132).ahead

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from marlinq.kernels.step.activate import Arrangement, activate
 from marlinq.kernels.step.append import HeadNorm, append
-from marlinq.kernels.step.attend import AttentionShape, Workspace, attend, split_count
+from marlinq.kernels.step.attend import AttentionShape, Division, Workspace, attend, divide
 from marlinq.kernels.step.prepared import Prepared, bind, precompile_prepared
 from marlinq.kernels.step.residual import Gather, RowNorm, residual
 
 __all__ = [
     "Arrangement",
     "AttentionShape",
+    "Division",
     "Gather",
     "HeadNorm",
     "Prepared",
@@ -24,7 +25,7 @@ __all__ = [
     "append",
     "attend",
     "bind",
+    "divide",
     "precompile_prepared",
     "residual",
-    "split_count",
 ]

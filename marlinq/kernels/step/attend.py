@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from marlinq.kernels.step.prepared import ELEMENTS, Prepared, address, check_row
 _HEADS, _TILE = 8, 16
 _NO_WINDOW = (1 << 31) - 1
 _MOST_SPLITS = 64
+# Beyond, registers would not hold the next tile beside this one's sums.
+_AHEAD_CHANNELS = 128
 
 
 class AttentionShape(NamedTuple):
@@ -38,10 +41,17 @@ class AttentionShape(NamedTuple):
         """Warps of a block."""
         return 4
 
-    @property
-    def blocks_each(self) -> int:
-        """Blocks that a multiprocessor should hold: registers decide."""
-        return 4 if self.head_dim <= 64 else 3 if self.head_dim <= 128 else 2
+    def blocks_each(self, *, ahead: bool) -> int:
+        """Blocks that a multiprocessor holds: registers decide.
+
+        Args:
+            ahead: whether a warp loads its next tile while it multiplies one.
+        """
+        if self.head_dim <= 64:
+            return 4 if ahead else 6
+        if self.head_dim <= 128:
+            return 3 if ahead else 4
+        return 2
 
     @property
     def units(self) -> int:
@@ -49,15 +59,30 @@ class AttentionShape(NamedTuple):
         return self.batch * self.kv_heads * -(-(self.heads // self.kv_heads) // _HEADS)
 
 
-def split_count(shape: AttentionShape, multiprocessors: int) -> int:
-    """Into how many parts the positions of a sequence are split.
+class Division(NamedTuple):
+    """How attention is divided.
 
-    As many as let the blocks of full-length sequences fill the GPU once, but none shorter than what the warps
-    of a block take in one turn.
+    Attributes:
+        splits: parts of the positions of each sequence.
+        ahead: whether a warp loads its next tile while it multiplies one: worth its registers where too few
+            blocks run to hide each other's waits.
+    """
+
+    splits: int
+    ahead: bool
+
+
+def divide(shape: AttentionShape, multiprocessors: int) -> Division:
+    """The division for a GPU.
+
+    A few sequences are split so that every multiprocessor has a block, many until their blocks fill all
+    places at once; never shorter than what the warps of a block take in one turn.
     """
     turns = -(-shape.capacity // (_TILE * shape.warps))
-    wanted = -(-multiprocessors * shape.blocks_each // shape.units) if shape.units < multiprocessors else 1
-    return max(1, min(turns, wanted, _MOST_SPLITS))
+    few = shape.units < multiprocessors // 2
+    places = multiprocessors * (1 if few else shape.blocks_each(ahead=False))
+    splits = max(1, min(turns, places // shape.units, _MOST_SPLITS))
+    return Division(splits, few and shape.head_dim <= _AHEAD_CHANNELS)
 
 
 class Workspace(NamedTuple):
@@ -72,10 +97,12 @@ class Workspace(NamedTuple):
     counters: Tensor
 
     @classmethod
-    def of(cls, shapes: list[tuple[AttentionShape, int]], device: torch.device) -> Workspace:
-        """Enough for launches of these shapes with as many splits, one after another."""
+    def of(cls, divided: Iterable[tuple[AttentionShape, Division]], device: torch.device) -> Workspace:
+        """Enough for attention of these shapes, so divided, one after another."""
+        shapes = list(divided)
         floats = max(
-            (shape.units * splits * _HEADS * (shape.head_dim + 2) for shape, splits in shapes), default=0
+            (shape.units * division.splits * _HEADS * (shape.head_dim + 2) for shape, division in shapes),
+            default=0,
         )
         units = max((shape.units for shape, _ in shapes), default=0)
         return cls(
@@ -106,7 +133,7 @@ def attend(
     workspace: Workspace,
     *,
     scale: float,
-    splits: int,
+    division: Division,
     window: int | None = None,
     softcap: float | None = None,
 ) -> Prepared:
@@ -117,9 +144,9 @@ def attend(
         keys, values: [B, KV, L, D], contiguous.
         out: [B, H, D], each row contiguous.
         lengths: int32 [B].
-        workspace: made for this shape and ``splits``.
+        workspace: made for this shape and division.
         scale: factor on the dot products.
-        splits: from :func:`split_count`.
+        division: from :func:`divide`.
         window: positions that are seen at most, the token's own included.
         softcap: dot products become ``softcap * tanh(product / softcap)``.
 
@@ -146,7 +173,7 @@ def attend(
         kv_heads=kv_heads,
         group=group,
         chunks=-(-group // _HEADS),
-        splits=splits,
+        splits=division.splits,
         capacity=capacity,
         window=_NO_WINDOW if window is None else window,
         out_stride=out.stride(0),
@@ -157,8 +184,9 @@ def attend(
         ("Element", ELEMENTS[q.dtype]),
         ("D", size),
         ("WARPS", shape.warps),
-        ("MIN_BLOCKS", shape.blocks_each),
+        ("MIN_BLOCKS", shape.blocks_each(ahead=division.ahead)),
+        ("AHEAD", division.ahead),
         ("SOFTCAP", softcap is not None),
     )
     instantiation = Instantiation("step/attend.cuh", "step_attend", parameters)
-    return Prepared(instantiation, shape.units * splits, 32 * shape.warps, arguments)
+    return Prepared(instantiation, shape.units * division.splits, 32 * shape.warps, arguments)

@@ -19,12 +19,13 @@ from marlinq.kernels import step as kernels
 from marlinq.kernels.launch.driver import on_device
 from marlinq.kernels.step import (
     AttentionShape,
+    Division,
     Gather,
     HeadNorm,
     Prepared,
     RowNorm,
     Workspace,
-    split_count,
+    divide,
 )
 from marlinq.kernels.step.prepared import ELEMENTS, VECTOR
 from marlinq.kernels.step.residual import WIDEST
@@ -188,9 +189,9 @@ class ChainForward(Forward):
         self._embedding_norm = _row_norm(model, anatomy.embedding_norm, self.dtype)
         self._final_norm = _row_norm(model, anatomy.final_norm, self.dtype)
         self._head = single_product(model, anatomy.head)
-        self._splits = [self._split(layer.attention) for layer in self._layers]
+        self._divisions = [self._divide(layer.attention) for layer in self._layers]
         shapes = [self._shape(layer.attention) for layer in self._layers]
-        self._workspace = Workspace.of(list(zip(shapes, self._splits, strict=True)), device)
+        self._workspace = Workspace.of(zip(shapes, self._divisions, strict=True), device)
         with self._here(), dependent_launches():
             self._step = _Recording(self)
         self.reason = f"{len(self._step.starts)} dependent launches a step"
@@ -287,10 +288,10 @@ class ChainForward(Forward):
             self.batch, attention.heads, attention.kv_heads, attention.head_dim, self.capacity
         )
 
-    def _split(self, attention: Attention) -> int:
+    def _divide(self, attention: Attention) -> Division:
         seen = min(self.capacity, attention.window or self.capacity)
         processors = device_numbers(self.device_index).multiprocessors if self.lengths.is_cuda else 1
-        return split_count(self._shape(attention)._replace(capacity=seen), processors)
+        return divide(self._shape(attention)._replace(capacity=seen), processors)
 
 
 class _Walk:
@@ -448,7 +449,7 @@ class _Walk:
                 self.lengths,
                 forward._workspace,
                 scale=layer.attention.scale,
-                splits=forward._splits[index],
+                division=forward._divisions[index],
                 window=layer.attention.window,
                 softcap=layer.attention.softcap,
             )

@@ -18,7 +18,6 @@ void load_constant_v4(const Outputs4& values, u64 address);
 void load_constant_u16(Output<u16> value, u64 address);
 void load_l2_v4(const Outputs4& values, u64 address);
 void load_l2_word(Output<u32> value, u64 address);
-void prefetch(u64 address, u32 bytes);
 template <size_t WORDS>
 void store_global(u64 address, const std::array<Input<u32>, WORDS>& values);
 void load_shared_v4(const Outputs4& values, u32 address);

@@ -347,14 +347,6 @@ void load_l2_word(Output<u32> value, u64 address) {
     value.set(loaded);
 }
 
-// It changes nothing that a program could see, so nothing has to be waited for.
-void prefetch(u64 address, u32 bytes) {
-    if (address % 16 || bytes % 16) fail("a prefetch of %u bytes at an address that is no multiple of 16, or of such", bytes);
-    const Range* range = range_of(address);
-    if (!range || address + bytes > reinterpret_cast<uintptr_t>(range->begin) + range->bytes)
-        fail("a prefetch of %u bytes out of bounds of global memory: %s", bytes, nearest_range(address).c_str());
-}
-
 void load_shared_v4(const Outputs4& values, u32 address) {
     if (address % 16) fail("ld.shared.v4 from an address that is no multiple of 16");
     maybe_yield(32);

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from marlinq.kernels.step import Workspace
+from marlinq.kernels.step import AttentionShape, Division, Workspace
 from marlinq.models.anatomy import Anatomy, Unrecognised
 from marlinq.models.recognise import recognise
 from marlinq.runtime import QuantLinear, marlin_operand
@@ -183,8 +183,8 @@ def test_prompts_that_do_not_fit() -> None:
 
 def test_a_workspace_serves_the_largest_attention() -> None:
     shapes = [
-        (chain.AttentionShape(2, 16, 1, 64, 100), 3),
-        (chain.AttentionShape(1, 4, 4, 256, 100), 2),
+        (AttentionShape(2, 16, 1, 64, 100), Division(3, ahead=True)),
+        (AttentionShape(1, 4, 4, 256, 100), Division(2, ahead=False)),
     ]
     made = Workspace.of(shapes, torch.device("cpu"))
     assert made.partials.numel() == max(2 * 2 * 3 * 8 * 66, 4 * 2 * 8 * 258)

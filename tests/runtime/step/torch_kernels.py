@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from marlinq.kernels.step import Arrangement, Gather, HeadNorm, RowNorm, Workspace
+from marlinq.kernels.step import Arrangement, Division, Gather, HeadNorm, RowNorm, Workspace
 from tests.kernels.step_problems import (
     expected_activation,
     expected_attention,
@@ -156,7 +156,7 @@ def attend(
     workspace: Workspace,
     *,
     scale: float,
-    splits: int,
+    division: Division,
     window: int | None = None,
     softcap: float | None = None,
 ) -> Prepared:

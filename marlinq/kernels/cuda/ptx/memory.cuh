@@ -35,14 +35,6 @@ __device__ __forceinline__ u32 load_l2(const u32* pointer) {
     return value;
 }
 
-// Asks for `bytes`, a multiple of 16, to be brought into L2, on compute capability 9.0 and later. Whatever they hold by the
-// time they are loaded is what counts, so nothing has to be waited for.
-__device__ __forceinline__ void prefetch_l2(const void* pointer, u32 bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(pointer), "r"(bytes) : "memory");
-#endif
-}
-
 // 16 and 8 aligned bytes, always in one instruction.
 __device__ __forceinline__ void store_global(void* pointer, const uint4& v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)

@@ -35,12 +35,14 @@ __device__ __forceinline__ void append(const u32* x, u32* q, u32* keys, u32* val
     constexpr int D = C::D, PAIRS = (D / 2 + 31) / 32, HALF = C::CHANNELS / 2;
     __shared__ float shared_heads[C::WARPS][D];
     __shared__ float sums[2][C::WARPS];
-    launch_dependents();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, all_heads = heads + 2 * kv_heads;
     const int blocks = (all_heads + C::WARPS - 1) / C::WARPS;
     const i64 m = blockIdx.x / blocks;
     const int head = blockIdx.x % blocks * C::WARPS + warp;
     wait_for_previous_kernel();
+    // Only now, so that the attention behind knows what was done before this kernel: lengths, and keys and values of earlier
+    // tokens, which it may load at once.
+    launch_dependents();
     const int sequence = m / T, position = load_scalar(lengths + sequence) + m % T;
     const u32* row = x + m * (x_stride / 2);
     float query_squares = 0.f, key_squares = 0.f;

@@ -11,11 +11,15 @@
 //   O (16 channels x 8 heads)   += V^T (16 x 16 positions) P^T        lane (u, v) loads channels 8u..8u+7 of four positions and
 //                                                                     pairs their halves; P turns by movmatrix
 //
-// Up to 128 channels, the next tile's keys and values are on their way while a tile is multiplied. Warps merge in shared memory, splits through
-// `partials`: the block that finishes last of its splits adds them up, in order, and resets their counter. Splits that have
-// no positions end at once. A split is chosen on the device, so a captured launch serves every length.
+// With AHEAD, the next tile's keys and values are on their way while a tile is multiplied, which suits a few blocks; many blocks
+// hide each other's waits and have more room. Warps merge in shared memory, splits through `partials`: the block that finishes
+// last of its splits adds them up, in order, and resets their counter. Splits that have no positions end at once. A split is
+// chosen on the device, so a captured launch serves every length.
 //
-// Configuration: Element, D, WARPS, MIN_BLOCKS, SOFTCAP.
+// The previous kernel begins this one when everything before it is done (append.cuh). So lengths, and keys and values of earlier
+// tokens, are loaded while it runs; queries and the newest token are its own results.
+//
+// Configuration: Element, D, WARPS, MIN_BLOCKS, AHEAD, SOFTCAP.
 #pragma once
 #include "ptx/bits.cuh"
 #include "ptx/flags.cuh"
@@ -45,8 +49,6 @@ __device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16*
     typedef typename C::Element E;
     constexpr int D = C::D, WARPS = C::WARPS, TILE = ATTEND_TILE, HEADS = ATTEND_HEADS;
     constexpr int KEY_CHUNKS = (D + 31) / 32, VALUE_GROUPS = (D + 63) / 64;
-    // Beyond, registers would not hold the next tile beside this one's sums.
-    constexpr bool AHEAD = D <= 128;
     constexpr int SLOT = HEADS * (D + 2);  // floats that a split leaves
     const float LOWEST = __uint_as_float(0xff800000u);  // minus infinity
     __shared__ __align__(16) float sums[WARPS][HEADS][D];
@@ -59,43 +61,38 @@ __device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16*
     const int chunk = work % chunks, pair = work / chunks, kv_head = pair % kv_heads, sequence = pair / kv_heads;
     const i64 row = (i64)pair * capacity;
     const u16 *k_rows = keys + row * D, *v_rows = values + row * D;
-    {
-        // The length may be that of the token before, which is near enough for a prefetch.
-        const Split part = split_of<C>(load_scalar(lengths + sequence) + 1, window, splits, split);
-        if (part.first < part.last && threadIdx.x % 32 == 0 && warp < 2)
-            prefetch_l2((warp ? v_rows : k_rows) + (i64)part.first * D, 2u * D * (part.last - part.first));
-    }
-    wait_for_previous_kernel();
     const int tokens = min(load_scalar(lengths + sequence) + 1, capacity);
     const Split part = split_of<C>(tokens, window, splits, split);
-    if (split >= part.active) return;
+    if (split >= part.active) {
+        wait_for_previous_kernel();
+        return;
+    }
     const int last = part.last, heads = min(HEADS, group - chunk * HEADS);
     const i64 first_head = (i64)pair * group + chunk * HEADS;
     u16* target = out + sequence * out_stride + (kv_head * group + chunk * HEADS) * D;
     const uint4 zero = make_uint4(0, 0, 0, 0);
-    uint4 queries[KEY_CHUNKS];
-#pragma unroll
-    for (int c = 0; c < KEY_CHUNKS; ++c) {
-        const int channel = 32 * c + 8 * v;
-        queries[c] = u < heads && channel < D ? load_l2(q + (first_head + u) * D + channel) : zero;
-    }
     uint4 k[2][KEY_CHUNKS], w[VALUE_GROUPS][4];
+    // This lane's first vectors of the sequence.
+    const u16 *my_keys = k_rows + u * D + 8 * v, *my_values = v_rows + 2 * v * D + 8 * u;
     const auto load_keys = [&](int tile) {
+        const u16* from = my_keys + (i64)tile * D;
 #pragma unroll
         for (int h = 0; h < 2; ++h)
 #pragma unroll
             for (int c = 0; c < KEY_CHUNKS; ++c) {
-                const int token = tile + u + 8 * h, channel = 32 * c + 8 * v;
-                k[h][c] = token < last && channel < D ? load_l2(k_rows + (i64)token * D + channel) : zero;
+                const bool there = tile + u + 8 * h < last && (32 * c + 24 < D || 32 * c + 8 * v < D);
+                k[h][c] = there ? load_l2(from + 8 * h * D + 32 * c) : zero;
             }
     };
     const auto load_values = [&](int tile) {
+        const u16* from = my_values + (i64)tile * D;
 #pragma unroll
         for (int g = 0; g < VALUE_GROUPS; ++g)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int token = tile + 2 * v + i % 2 + 8 * (i / 2), channel = 64 * g + 8 * u;
-                w[g][i] = token < last && channel < D ? load_l2(v_rows + (i64)token * D + channel) : zero;
+                const int token = i % 2 + 8 * (i / 2);
+                const bool there = tile + 2 * v + token < last && (64 * g + 56 < D || 64 * g + 8 * u < D);
+                w[g][i] = there ? load_l2(from + token * D + 64 * g) : zero;
             }
     };
     // Of head 2v + j: the maximum that all lanes know, and this lane's part of the sum.
@@ -108,13 +105,25 @@ __device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16*
 #pragma unroll
             for (int r = 0; r < 4; ++r) o[g][i][r] = 0.f;
     int tile = part.first + TILE * warp;
-    if (AHEAD) {
+    const bool early = C::AHEAD && tile + TILE < tokens;  // without the newest token
+    if (early) {
         load_keys(tile);
         load_values(tile);
     }
+    wait_for_previous_kernel();
+    if (C::AHEAD && !early) {
+        load_keys(tile);
+        load_values(tile);
+    }
+    uint4 queries[KEY_CHUNKS];
+#pragma unroll
+    for (int c = 0; c < KEY_CHUNKS; ++c) {
+        const int channel = 32 * c + 8 * v;
+        queries[c] = u < heads && channel < D ? load_l2(q + (first_head + u) * D + channel) : zero;
+    }
 #pragma unroll 1
     for (; tile < last; tile += TILE * WARPS) {
-        if (!AHEAD) load_keys(tile);
+        if (!C::AHEAD) load_keys(tile);
         float s[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
         for (int c = 0; c < KEY_CHUNKS; ++c) {
@@ -123,7 +132,7 @@ __device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16*
             E::multiply_accumulate(s, low, queries[c].x, queries[c].y);
             E::multiply_accumulate(s, high, queries[c].z, queries[c].w);
         }
-        if (AHEAD)
+        if (C::AHEAD)
             load_keys(tile + TILE * WARPS);
         else
             load_values(tile);
@@ -172,7 +181,7 @@ __device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16*
                 E::multiply_accumulate(o[g][i], a, b0, b1);
             }
         }
-        if (AHEAD) load_values(tile + TILE * WARPS);
+        if (C::AHEAD) load_values(tile + TILE * WARPS);
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
