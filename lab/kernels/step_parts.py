@@ -20,13 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from marlinq.kernels import dependent_launches
 from marlinq.kernels import step as kernels
 from marlinq.kernels.step import AttentionShape, Division, Workspace, divide
 from marlinq.models.anatomy import MLP, Anatomy, Attention, Layer, Norm, Rotary, Slices
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.runtime import MarlinOperand, QuantLinear
-from marlinq.runtime.step.chain import ChainForward
+from marlinq.runtime.step.chain import ChainForward, _Recording
 from marlinq.runtime.step.reference import ReferenceForward
 
 HIDDEN, HEADS, KV, D, INNER, VOCABULARY = 4096, 32, 8, 128, 14336, 128256
@@ -211,14 +210,14 @@ def main() -> int:
     torch.cuda.synchronize()
     for batch in arguments.batch:
         for context in arguments.context:
-            whole(model, anatomy, batch, context)
+            whole(model, anatomy, batch, context, shares=arguments.shares)
     if arguments.prefill:
         prefill(model, anatomy, arguments.prefill)
     return 0
 
 
-def whole(model: nn.Module, anatomy: Anatomy, batch: int, context: int) -> None:
-    """The captured step behind a prompt, and its error against the reference."""
+def whole(model: nn.Module, anatomy: Anatomy, batch: int, context: int, *, shares: bool) -> None:
+    """The captured step, its error against the reference, and what each kind of kernel adds to its time."""
     capacity = -(-(context + 64) // 64) * 64
     own = ChainForward(model, anatomy, batch=batch, capacity=capacity)
     ids = torch.randint(0, VOCABULARY, (batch, min(context - 1, 128)), device="cuda")
@@ -229,13 +228,43 @@ def whole(model: nn.Module, anatomy: Anatomy, batch: int, context: int) -> None:
     reference = ReferenceForward(model, anatomy, batch=batch, capacity=capacity)
     wrong = error(first, reference.prefill(ids, lengths)), error(second, reference.step(tokens))
     del reference
+
     # Values of the cache don't matter to the time.
-    own.lengths.fill_(context - 1)
-    graph = torch.cuda.CUDAGraph()
-    own.step(tokens)
+    def milliseconds(starts: list[Callable[[], object]]) -> float:
+        return step_milliseconds(own, context, starts)
+
+    starts = own._step.starts
+    print(
+        f"batch {batch:3d}, context {context:5d}: {milliseconds(starts):7.3f} ms for "
+        f"{len(anatomy.layers)} layers, errors of prompt {wrong[0]:.1e} and step {wrong[1]:.1e}; {own.reason}"
+    )
+    if not shares:
+        return
+    kinds = [
+        "products" if not isinstance(item, kernels.Prepared) else item.instantiation.function
+        for item in own._step._recorded
+    ]
+    kinds[-1] = "head"
+    for kind in sorted(set(kinds)):
+        rest = [start for start, other in zip(starts, kinds, strict=True) if other != kind]
+        alone = [start for start, other in zip(starts, kinds, strict=True) if other == kind]
+        print(
+            f"    {kind:<14s} {milliseconds(starts) - milliseconds(rest):7.3f} ms less without, "
+            f"{milliseconds(alone):7.3f} ms alone"
+        )
+    # Outside of the context that the forward prepares its step in.
+    print(f"    products launched ordinarily: {milliseconds(_Recording(own).starts):7.3f} ms")
+
+
+def step_milliseconds(own: ChainForward, context: int, starts: list[Callable[[], object]]) -> float:
+    """Of a captured step that consists of ``starts``; the median."""
+    for start in starts:
+        start()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph), dependent_launches():
-        own.step(tokens)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for start in starts:
+            start()
     times = []
     for _ in range(21):
         own.lengths.fill_(context - 1)
@@ -245,11 +274,7 @@ def whole(model: nn.Module, anatomy: Anatomy, batch: int, context: int) -> None:
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end))
-    depth = len(anatomy.layers)
-    print(
-        f"batch {batch:3d}, context {context:5d}: {statistics.median(times):7.3f} ms for {depth} layers, "
-        f"errors of prompt {wrong[0]:.1e} and step {wrong[1]:.1e}; {own.reason}"
-    )
+    return statistics.median(times)
 
 
 def prefill(model: nn.Module, anatomy: Anatomy, length: int) -> None:
@@ -274,6 +299,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, action="append", default=None)
     parser.add_argument("--layers", type=int, default=32, help="of the whole step; 0 for the parts alone")
     parser.add_argument("--parts", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--shares", action="store_true", help="the step without each kind of kernel")
     parser.add_argument("--prefill", type=int, default=2048, help="tokens of a prompt; 0 for none")
     arguments = parser.parse_args()
     arguments.batch = arguments.batch or [1, 4, 16, 64]

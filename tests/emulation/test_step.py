@@ -423,7 +423,7 @@ def test_splits_fill_the_gpu_and_are_worth_a_block() -> None:
     llama = AttentionShape(1, 32, 8, 128, 4096)
     assert divide(llama, 132) == Division(16, ahead=True)
     # A short cache has no more splits than turns of a block's warps.
-    assert divide(llama._replace(capacity=256), 132).splits == 4
+    assert divide(llama._replace(capacity=256), 132).splits == 2
     assert divide(llama._replace(batch=16), 132) == Division(4, ahead=False)
     assert divide(llama._replace(batch=100), 132).splits == 1
     assert not divide(llama._replace(head_dim=256), 132).ahead

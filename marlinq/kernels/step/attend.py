@@ -37,23 +37,6 @@ class AttentionShape(NamedTuple):
     capacity: int
 
     @property
-    def warps(self) -> int:
-        """Warps of a block."""
-        return 4
-
-    def blocks_each(self, *, ahead: bool) -> int:
-        """Blocks that a multiprocessor holds: registers decide.
-
-        Args:
-            ahead: whether a warp loads its next tile while it multiplies one.
-        """
-        if self.head_dim <= 64:
-            return 4 if ahead else 6
-        if self.head_dim <= 128:
-            return 3 if ahead else 4
-        return 2
-
-    @property
     def units(self) -> int:
         """Sequences times heads of keys and values times chunks of 8 query heads: they divide the work."""
         return self.batch * self.kv_heads * -(-(self.heads // self.kv_heads) // _HEADS)
@@ -64,12 +47,23 @@ class Division(NamedTuple):
 
     Attributes:
         splits: parts of the positions of each sequence.
-        ahead: whether a warp loads its next tile while it multiplies one: worth its registers where too few
-            blocks run to hide each other's waits.
+        ahead: whether blocks are larger, and their warps load the next tile while they multiply one: worth
+            the registers where too few blocks run to hide each other's waits.
     """
 
     splits: int
     ahead: bool
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return 8 if self.ahead else 4
+
+    def blocks_each(self, head_dim: int) -> int:
+        """Blocks that a multiprocessor holds: registers decide."""
+        if self.ahead:
+            return 2 if head_dim <= 64 else 1
+        return 6 if head_dim <= 64 else 4 if head_dim <= 128 else 2
 
 
 def divide(shape: AttentionShape, multiprocessors: int) -> Division:
@@ -78,11 +72,11 @@ def divide(shape: AttentionShape, multiprocessors: int) -> Division:
     A few sequences are split so that every multiprocessor has a block, many until their blocks fill all
     places at once; never shorter than what the warps of a block take in one turn.
     """
-    turns = -(-shape.capacity // (_TILE * shape.warps))
     few = shape.units < multiprocessors // 2
-    places = multiprocessors * (1 if few else shape.blocks_each(ahead=False))
-    splits = max(1, min(turns, places // shape.units, _MOST_SPLITS))
-    return Division(splits, few and shape.head_dim <= _AHEAD_CHANNELS)
+    plain = Division(1, few and shape.head_dim <= _AHEAD_CHANNELS)
+    turns = -(-shape.capacity // (_TILE * plain.warps))
+    places = multiprocessors * (1 if few else plain.blocks_each(shape.head_dim))
+    return plain._replace(splits=max(1, min(turns, places // shape.units, _MOST_SPLITS)))
 
 
 class Workspace(NamedTuple):
@@ -183,10 +177,10 @@ def attend(
     parameters = (
         ("Element", ELEMENTS[q.dtype]),
         ("D", size),
-        ("WARPS", shape.warps),
-        ("MIN_BLOCKS", shape.blocks_each(ahead=division.ahead)),
+        ("WARPS", division.warps),
+        ("MIN_BLOCKS", division.blocks_each(size)),
         ("AHEAD", division.ahead),
         ("SOFTCAP", softcap is not None),
     )
     instantiation = Instantiation("step/attend.cuh", "step_attend", parameters)
-    return Prepared(instantiation, shape.units * division.splits, 32 * shape.warps, arguments)
+    return Prepared(instantiation, shape.units * division.splits, 32 * division.warps, arguments)

@@ -36,10 +36,12 @@ def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chain, "kernels", torch_kernels)
 
 
-def halved(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The model in float16, and the same weights in float32. Frequencies stay exact."""
+def halved(
+    model: PreTrainedModel, dtype: torch.dtype = torch.float16
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The model in 16 bits, and the same weights in float32. Frequencies stay exact."""
     frequencies = {name: value.clone() for name, value in model.named_buffers() if "inv_freq" in name}
-    half = copy.deepcopy(model).half()
+    half = copy.deepcopy(model).to(dtype)
     _restore(half, frequencies)
     wide = copy.deepcopy(half).float()
     _restore(wide, frequencies)

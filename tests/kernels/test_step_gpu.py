@@ -1,0 +1,148 @@
+"""The kernels between products on a GPU, against float64, launched one behind the other."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from marlinq.kernels.step import (
+    AttentionShape,
+    Division,
+    Gather,
+    HeadNorm,
+    Prepared,
+    RowNorm,
+    Workspace,
+    activate,
+    append,
+    attend,
+    bind,
+    divide,
+    residual,
+)
+from tests.kernels.step_problems import (
+    BOUND,
+    expected_activation,
+    expected_attention,
+    expected_norm,
+    expected_rotation,
+    random,
+    relative_error,
+    rotation_table,
+)
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def made(*shape: int, dtype: torch.dtype, size: float = 1.0) -> Tensor:
+    return random(*shape, dtype=dtype, size=size).cuda()
+
+
+def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype, device="cuda")
+
+
+def start(prepared: Prepared, *, dependent: bool = True) -> None:
+    bind(prepared, torch.cuda.current_device(), dependent=dependent).start()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 3, 64, 2049])
+@pytest.mark.parametrize("width", [64, 576, 4096, 5120, 8192, 16384])
+@pytest.mark.parametrize("kind", ["RMS", "RMS_WIDE", "LAYER"])
+def test_residual_stream_and_norm(kind: Any, width: int, m: int, dtype: torch.dtype) -> None:
+    x, first, second = (made(m, width, dtype=dtype) for _ in range(3))
+    stored, out = poisoned(m, width, dtype=dtype), poisoned(m, width, dtype=dtype)
+    norm = RowNorm(kind, made(width, dtype=dtype), made(width, dtype=dtype), 1e-5)
+    start(residual(x, stored=stored, out=out, norm=norm, first=first, second=second, factor=0.5))
+    assert relative_error(stored, x.double() + 0.5 * (first.double() + second.double())) < BOUND[dtype]
+    assert relative_error(out, expected_norm(stored.double(), norm)) < BOUND[dtype]
+
+
+def test_embeddings_and_lengths() -> None:
+    dtype = torch.float16
+    table, positions = made(1000, 4096, dtype=dtype), made(70, 4096, dtype=dtype)
+    tokens = torch.randint(0, 1000, (6,), device="cuda")
+    lengths = torch.tensor([3, 60], dtype=torch.int32, device="cuda")
+    stored = poisoned(6, 4096, dtype=dtype)
+    gather = Gather(tokens, table, 2.0, positions, positions_offset=2)
+    start(residual(gather, stored=stored, lengths=lengths, tokens_each=3, counter=lengths.clone()))
+    places = torch.tensor([5, 6, 7, 62, 63, 64], device="cuda")
+    assert relative_error(stored, 2.0 * table[tokens].double() + positions[places].double()) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
+@pytest.mark.parametrize("m", [1, 5, 2049])
+def test_activations(m: int, name: str, dtype: torch.dtype) -> None:
+    x = made(m, 2 * 1536, dtype=dtype, size=3.0)
+    out = poisoned(m, 1536, dtype=dtype)
+    start(activate(x, out, name, "tiles"))
+    gate, up = (part.flatten(1) for part in x.double().unflatten(1, (-1, 2, 64)).unbind(2))
+    assert relative_error(out, expected_activation(name, gate) * up) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv", "size"), [(32, 8, 128), (9, 3, 64), (8, 4, 256), (32, 32, 80)])
+@pytest.mark.parametrize("tokens_each", [1, 77])
+def test_rotation_and_cache(tokens_each: int, heads: int, kv: int, size: int, dtype: torch.dtype) -> None:
+    batch, capacity = 3, 200
+    m = batch * tokens_each
+    x = made(m, (heads + 2 * kv) * size, dtype=dtype)
+    table = rotation_table(capacity, size).cuda()
+    norm = HeadNorm("RMS", made(size, dtype=dtype), None, 1e-6)
+    lengths = torch.tensor([0, 100, 31], dtype=torch.int32, device="cuda")
+    q = poisoned(m, heads, size, dtype=dtype)
+    keys, values = (poisoned(batch, kv, capacity, size, dtype=dtype) for _ in range(2))
+    start(append(x, q, keys, values, lengths, table=table, key_norm=norm, tokens_each=tokens_each))
+    sequences = torch.arange(batch, device="cuda").repeat_interleave(tokens_each)
+    positions = lengths.long()[sequences] + torch.arange(tokens_each, device="cuda").repeat(batch)
+    parts = x.double().unflatten(1, (-1, size)).split((heads, kv, kv), 1)
+    wanted = expected_rotation(parts[0], table, positions, interleaved=False)
+    assert relative_error(q, wanted) < BOUND[dtype]
+    wanted = expected_rotation(expected_norm(parts[1], norm), table, positions, interleaved=False)
+    assert relative_error(keys[sequences, :, positions], wanted) < BOUND[dtype]
+    assert torch.equal(values[sequences, :, positions].double(), parts[2])
+
+
+SHAPES = [(32, 8, 128), (9, 3, 64), (8, 4, 256), (32, 32, 80), (48, 1, 128), (16, 2, 96)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv", "size"), SHAPES)
+@pytest.mark.parametrize("batch", [1, 5, 64])
+def test_attention(batch: int, heads: int, kv: int, size: int, dtype: torch.dtype) -> None:
+    capacity = 1500
+    lengths = torch.randint(0, capacity, (batch,), dtype=torch.int32, device="cuda")
+    lengths[0] = capacity - 1
+    q = made(batch, heads, size, dtype=dtype, size=2.0)
+    keys, values = (made(batch, kv, capacity, size, dtype=dtype) for _ in range(2))
+    shape = AttentionShape(batch, heads, kv, size, capacity)
+    chosen = divide(shape, torch.cuda.get_device_properties(0).multi_processor_count)
+    divisions = {chosen, Division(3, ahead=False), Division(11, ahead=size <= 128)}
+    for division, (window, softcap) in itertools.product(divisions, ((None, None), (700, 30.0))):
+        workspace = Workspace.of([(shape, division)], torch.device("cuda"))
+        expected = expected_attention(
+            q, keys, values, lengths, scale=size**-0.5, window=window, softcap=softcap
+        )
+        first = None
+        for _ in range(3):
+            out = poisoned(batch, heads, size, dtype=dtype)
+            prepared = attend(
+                *(q, keys, values, out, lengths, workspace),
+                scale=size**-0.5,
+                division=division,
+                window=window,
+                softcap=softcap,
+            )
+            start(prepared)
+            assert relative_error(out, expected) < BOUND[dtype], division
+            first = out if first is None else first
+            assert torch.equal(out, first), "other bits in another launch"
+        assert not workspace.counters.any()

@@ -1,0 +1,87 @@
+"""The chain on a GPU: eager and captured steps against the reference, in both 16-bit dtypes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from marlinq.kernels import dequantize_operands
+from marlinq.runtime import QuantLinear
+from marlinq.runtime.step.chain import ChainForward, chain_refusal
+from marlinq.runtime.step.reference import ReferenceForward
+from tests.runtime.step.test_chain import error, halved, quantized, recognised
+from tests.testing.tiny_models import tiny_model
+
+pytestmark = pytest.mark.gpu
+
+# As in test_chain, where the bound is derived; bfloat16 rounds eight times as coarsely.
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
+
+
+def run(
+    own: ChainForward, reference: ReferenceForward, vocabulary: int, *, captured: bool
+) -> tuple[list[float], list[Tensor]]:
+    """Relative errors of logits behind ragged prompts and steps, and the steps' logits."""
+    torch.manual_seed(1)
+    ids = torch.randint(0, vocabulary, (own.batch, 70), device="cuda")
+    lengths = torch.tensor([70, 1, 33], dtype=torch.int32)
+    errors = [error(own.prefill(ids, lengths), reference.prefill(ids, lengths))]
+    tokens = torch.zeros(own.batch, dtype=torch.int64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    if captured:
+        kept = own.lengths.clone()
+        own.step(tokens)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            logits = own.step(tokens)
+        own.lengths.copy_(kept)
+    found = []
+    for _ in range(20):
+        tokens.copy_(torch.randint(0, vocabulary, (own.batch,)))
+        if captured:
+            graph.replay()
+        else:
+            logits = own.step(tokens)
+        errors.append(error(logits, reference.step(tokens)))
+        found.append(logits.clone())
+    assert torch.equal(own.lengths, reference.lengths)
+    return errors, found
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3", "phi", "falcon", "opt", "olmo2"])
+@torch.no_grad()
+def test_steps_eager_and_captured(name: str, dtype: torch.dtype) -> None:
+    model = tiny_model(name)
+    anatomy = recognised(model)
+    quantized(model)
+    half, wide = halved(model, dtype)
+    half, wide = half.cuda(), wide.cuda()
+    refused = chain_refusal(half, anatomy)
+    if refused is not None:
+        pytest.skip(f"refused: {refused.part}: {refused.reason}")
+    dense = dequantized(wide)
+    own = ChainForward(half, anatomy, batch=3, capacity=128)
+    reference = ReferenceForward(dense, anatomy, batch=3, capacity=128)
+    vocabulary = wide.config.vocab_size
+    eager, first = run(own, reference, vocabulary, captured=False)
+    replayed, second = run(own, reference, vocabulary, captured=True)
+    assert max(eager + replayed) < TOLERANCE[dtype], (eager, replayed)
+    for before, after in zip(first, second, strict=True):
+        assert torch.equal(before, after), "a replay gives other bits"
+
+
+def dequantized(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with dense float32 linears of the same weights, since the kernels take 16 bits."""
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, QuantLinear):
+            continue
+        linear = torch.nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+        weight = dequantize_operands(module.words, module.scales, module.zeros)
+        linear.weight.data = weight.t()[: module.out_features, : module.in_features].contiguous()
+        if module.bias is not None:
+            linear.bias.data = module.bias.float()
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, linear)
+    return model
