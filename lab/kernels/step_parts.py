@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from marlinq.kernels import dependent_launches
 from marlinq.kernels import step as kernels
 from marlinq.kernels.step import AttentionShape, Division, Workspace, divide
 from marlinq.models.anatomy import MLP, Anatomy, Attention, Layer, Norm, Rotary, Slices
@@ -171,7 +172,7 @@ def parts(batch: int, context: int, depth: int, *, dependent: bool) -> None:
     errors[named(chosen)] = error(attended, expected)
     for count in sorted({max(1, chosen.splits // 2), chosen.splits, min(64, 2 * chosen.splits)}):
         for ahead in (False, True):
-            other = Division(count, ahead)
+            other = Division(count, ahead, early=ahead)
             if other != chosen:
                 found[named(other)] = attention(other)
     flash = [
@@ -254,6 +255,12 @@ def whole(model: nn.Module, anatomy: Anatomy, batch: int, context: int, *, share
         )
     # Outside of the context that the forward prepares its step in.
     print(f"    products launched ordinarily: {milliseconds(_Recording(own).starts):7.3f} ms")
+    with dependent_launches():
+        for changed in ({"early": False}, {"ahead": False, "early": False}):
+            kept = own._divisions
+            own._divisions = [division._replace(**changed) for division in kept]
+            print(f"    attention with {changed}: {milliseconds(_Recording(own).starts):7.3f} ms")
+            own._divisions = kept
 
 
 def step_milliseconds(own: ChainForward, context: int, starts: list[Callable[[], object]]) -> float:

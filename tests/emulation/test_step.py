@@ -277,6 +277,7 @@ def test_rotation_and_cache(
         key_norm=norms[1],
         tokens_each=tokens_each,
         turns=turns,
+        hold=size == 64,
     )
     memory = [
         *given(x=x, lengths=lengths),
@@ -359,7 +360,9 @@ def test_attention(
             cache[b, :, length + 1 :] = torch.nan
     counted = apart(torch.tensor(lengths, dtype=torch.int32))
     shape = AttentionShape(batch, heads, kv, size, capacity)
-    division = Division(splits, ahead=size <= 128 and splits != 3)
+    ahead = size <= 128 and splits != 3
+    early = ahead and splits != 7
+    division = Division(splits, ahead, early)
     made = Workspace.of([(shape, division)], torch.device("cpu"))
     newest = {
         f"newest {name} {b}.{head}": cache[b, head, length]
@@ -385,9 +388,9 @@ def test_attention(
             softcap=softcap,
         )
         memory = [
-            # The previous kernel has written no more of the cache than the newest tokens.
+            # With early loads, the previous kernel has written no more of these than the newest tokens.
             *given(q=q, **newest),
-            *constants(keys=keys, values=values, lengths=counted),
+            *(constants if early else given)(keys=keys, values=values, lengths=counted),
             *results(out=out, partials=workspace.partials),
             Memory("counters", counters, writable=True, after_previous=True, flags=True),
         ]
@@ -405,7 +408,7 @@ def test_kernels_of_older_gpus(builder: Builder) -> None:
     keys, values = (apart(random(1, 1, 200, 64, dtype=dtype)) for _ in range(2))
     lengths = apart(torch.tensor([180], dtype=torch.int32))
     shape = AttentionShape(1, 2, 1, 64, 200)
-    division = Division(3, ahead=False)
+    division = Division(3)
     made = Workspace.of([(shape, division)], torch.device("cpu"))
     workspace = Workspace(apart(made.partials), apart(made.counters))
     prepared = attend(q, keys, values, out, lengths, workspace, scale=0.125, division=division)
@@ -421,9 +424,9 @@ def test_kernels_of_older_gpus(builder: Builder) -> None:
 
 def test_splits_fill_the_gpu_and_are_worth_a_block() -> None:
     llama = AttentionShape(1, 32, 8, 128, 4096)
-    assert divide(llama, 132) == Division(16, ahead=True)
+    assert divide(llama, 132) == Division(16, ahead=True, early=True)
     # A short cache has no more splits than turns of a block's warps.
     assert divide(llama._replace(capacity=256), 132).splits == 2
-    assert divide(llama._replace(batch=16), 132) == Division(4, ahead=False)
+    assert divide(llama._replace(batch=16), 132) == Division(4)
     assert divide(llama._replace(batch=100), 132).splits == 1
     assert not divide(llama._replace(head_dim=256), 132).ahead

@@ -125,7 +125,7 @@ def test_attention(batch: int, heads: int, kv: int, size: int, dtype: torch.dtyp
     keys, values = (made(batch, kv, capacity, size, dtype=dtype) for _ in range(2))
     shape = AttentionShape(batch, heads, kv, size, capacity)
     chosen = divide(shape, torch.cuda.get_device_properties(0).multi_processor_count)
-    divisions = {chosen, Division(3, ahead=False), Division(11, ahead=size <= 128)}
+    divisions = {chosen, Division(3), Division(11, ahead=size <= 128)}
     for division, (window, softcap) in itertools.product(divisions, ((None, None), (700, 30.0))):
         workspace = Workspace.of([(shape, division)], torch.device("cuda"))
         expected = expected_attention(

@@ -63,6 +63,7 @@ def append(
     key_norm: HeadNorm | None = None,
     tokens_each: int = 1,
     turns: int = 1,
+    hold: bool = False,
 ) -> Prepared:
     """Normalise, rotate, and append to the cache.
 
@@ -76,6 +77,8 @@ def append(
         query_norm, key_norm: in front of the rotation; both or none of them wide.
         tokens_each: T, with M = B * T.
         turns: of :class:`marlinq.models.anatomy.Slices`; 1 for norms over all heads.
+        hold: whether the next kernel begins when everything before this one is done, instead of as soon as
+            possible: what :attr:`marlinq.kernels.step.attend.Division.early` needs.
 
     Raises:
         ValueError: a tensor that the kernel can't load, or norms that it can't combine.
@@ -99,6 +102,7 @@ def append(
         ("Element", ELEMENTS[x.dtype]),
         ("D", size),
         ("WARPS", _WARPS),
+        ("HOLD", hold),
         ("CHANNELS", 0 if table is None else 2 * table.shape[1]),
         ("INTERLEAVED", interleaved),
         ("QUERY_NORM", f"Norm::{query_norm.kind if query_norm else 'NONE'}"),

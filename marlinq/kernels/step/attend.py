@@ -49,10 +49,13 @@ class Division(NamedTuple):
         splits: parts of the positions of each sequence.
         ahead: whether blocks are larger, and their warps load the next tile while they multiply one: worth
             the registers where too few blocks run to hide each other's waits.
+        early: whether earlier tokens are loaded before the previous kernel has ended. That kernel is then
+            :func:`marlinq.kernels.step.append.append` with ``hold``.
     """
 
     splits: int
-    ahead: bool
+    ahead: bool = False
+    early: bool = False
 
     @property
     def warps(self) -> int:
@@ -73,7 +76,8 @@ def divide(shape: AttentionShape, multiprocessors: int) -> Division:
     places at once; never shorter than what the warps of a block take in one turn.
     """
     few = shape.units < multiprocessors // 2
-    plain = Division(1, few and shape.head_dim <= _AHEAD_CHANNELS)
+    ahead = few and shape.head_dim <= _AHEAD_CHANNELS
+    plain = Division(1, ahead, early=ahead)
     turns = -(-shape.capacity // (_TILE * plain.warps))
     places = multiprocessors * (1 if few else plain.blocks_each(shape.head_dim))
     return plain._replace(splits=max(1, min(turns, places // shape.units, _MOST_SPLITS)))
@@ -180,6 +184,7 @@ def attend(
         ("WARPS", division.warps),
         ("MIN_BLOCKS", division.blocks_each(size)),
         ("AHEAD", division.ahead),
+        ("EARLY", division.early),
         ("SOFTCAP", softcap is not None),
     )
     instantiation = Instantiation("step/attend.cuh", "step_attend", parameters)

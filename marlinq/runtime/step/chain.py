@@ -415,7 +415,7 @@ class _Walk:
         return x, x if out is None else out
 
     def _attention(self, index: int, layer: _Layer, normed: Tensor) -> Tensor:
-        attention = layer.attention
+        forward, attention = self.forward, layer.attention
         joined = self.multiply("qkv", layer.qkv, normed)
         rows = joined.shape[0]
         q = self.empty("queries", rows, attention.heads * attention.head_dim)
@@ -433,6 +433,7 @@ class _Walk:
                 key_norm=layer.key_norm,
                 tokens_each=self.tokens_each,
                 turns=attention.qkv.turns,
+                hold=forward._divisions[index].early,
             )
         )
         return self.multiply("output", layer.output, self.attend(index, q))

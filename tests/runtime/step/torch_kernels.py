@@ -121,6 +121,7 @@ def append(
     key_norm: HeadNorm | None = None,
     tokens_each: int = 1,
     turns: int = 1,
+    hold: bool = False,
 ) -> Prepared:
     def run(_: Prepared) -> None:
         m, heads, size = q.shape

@@ -8,7 +8,9 @@
 // A warp takes one head, whose channels meet in shared memory. QUERY_NORM and KEY_NORM normalise each head, or with WIDE all
 // heads of a row together: every block then sums the squares of the whole row itself.
 //
-// Configuration: Element, D, WARPS, CHANNELS (rotated, of each head), INTERLEAVED, QUERY_NORM, KEY_NORM, WIDE.
+// With HOLD, the next kernel begins when everything before this one is done, instead of as soon as possible.
+//
+// Configuration: Element, D, WARPS, HOLD, CHANNELS (rotated, of each head), INTERLEAVED, QUERY_NORM, KEY_NORM, WIDE.
 #pragma once
 #include "ptx/launch.cuh"
 #include "step/rows.cuh"
@@ -35,14 +37,14 @@ __device__ __forceinline__ void append(const u32* x, u32* q, u32* keys, u32* val
     constexpr int D = C::D, PAIRS = (D / 2 + 31) / 32, HALF = C::CHANNELS / 2;
     __shared__ float shared_heads[C::WARPS][D];
     __shared__ float sums[2][C::WARPS];
+    if (!C::HOLD) launch_dependents();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, all_heads = heads + 2 * kv_heads;
     const int blocks = (all_heads + C::WARPS - 1) / C::WARPS;
     const i64 m = blockIdx.x / blocks;
     const int head = blockIdx.x % blocks * C::WARPS + warp;
     wait_for_previous_kernel();
-    // Only now, so that the attention behind knows what was done before this kernel: lengths, and keys and values of earlier
-    // tokens, which it may load at once.
-    launch_dependents();
+    // The attention behind then knows what was done before this kernel: lengths, and keys and values of earlier tokens.
+    if (C::HOLD) launch_dependents();
     const int sequence = m / T, position = load_scalar(lengths + sequence) + m % T;
     const u32* row = x + m * (x_stride / 2);
     float query_squares = 0.f, key_squares = 0.f;

@@ -16,10 +16,10 @@
 // last of its splits adds them up, in order, and resets their counter. Splits that have no positions end at once. A split is
 // chosen on the device, so a captured launch serves every length.
 //
-// The previous kernel begins this one when everything before it is done (append.cuh). So lengths, and keys and values of earlier
-// tokens, are loaded while it runs; queries and the newest token are its own results.
+// With EARLY, the previous kernel begins this one when everything before it is done (HOLD in append.cuh). Lengths, and keys and
+// values of earlier tokens, are then loaded while it runs; queries and the newest token are its own results.
 //
-// Configuration: Element, D, WARPS, MIN_BLOCKS, AHEAD, SOFTCAP.
+// Configuration: Element, D, WARPS, MIN_BLOCKS, AHEAD, EARLY, SOFTCAP.
 #pragma once
 #include "ptx/bits.cuh"
 #include "ptx/flags.cuh"
@@ -61,10 +61,12 @@ __device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16*
     const int chunk = work % chunks, pair = work / chunks, kv_head = pair % kv_heads, sequence = pair / kv_heads;
     const i64 row = (i64)pair * capacity;
     const u16 *k_rows = keys + row * D, *v_rows = values + row * D;
+    static_assert(C::AHEAD || !C::EARLY, "what is loaded early is the tile ahead");
+    if (!C::EARLY) wait_for_previous_kernel();
     const int tokens = min(load_scalar(lengths + sequence) + 1, capacity);
     const Split part = split_of<C>(tokens, window, splits, split);
     if (split >= part.active) {
-        wait_for_previous_kernel();
+        if (C::EARLY) wait_for_previous_kernel();
         return;
     }
     const int last = part.last, heads = min(HEADS, group - chunk * HEADS);
@@ -105,12 +107,12 @@ __device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16*
 #pragma unroll
             for (int r = 0; r < 4; ++r) o[g][i][r] = 0.f;
     int tile = part.first + TILE * warp;
-    const bool early = C::AHEAD && tile + TILE < tokens;  // without the newest token
+    const bool early = C::EARLY && tile + TILE < tokens;  // without the newest token
     if (early) {
         load_keys(tile);
         load_values(tile);
     }
-    wait_for_previous_kernel();
+    if (C::EARLY) wait_for_previous_kernel();
     if (C::AHEAD && !early) {
         load_keys(tile);
         load_values(tile);
