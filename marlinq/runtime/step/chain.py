@@ -40,6 +40,9 @@ from marlinq.runtime.step.products import (
 )
 from marlinq.runtime.step.reference import causal_attention
 
+# Up to this batch products overlap with their neighbours, which at 16 rows saves 9 % of a step of Llama-3-8B's
+# shape on an H200, and at 64 rows costs 2 %.
+_OVERLAPPING_ROWS = 32
 _MOST_ROWS = 8192
 """Rows of a prompt that are read at a time, which bounds the memory between products."""
 
@@ -192,7 +195,8 @@ class ChainForward(Forward):
         self._divisions = [self._divide(layer.attention) for layer in self._layers]
         shapes = [self._shape(layer.attention) for layer in self._layers]
         self._workspace = Workspace.of(zip(shapes, self._divisions, strict=True), device)
-        with self._here(), dependent_launches():
+        overlapping = dependent_launches() if batch <= _OVERLAPPING_ROWS else nullcontext()
+        with self._here(), overlapping:
             self._step = _Recording(self)
         self.reason = f"{len(self._step.starts)} dependent launches a step"
         if apart:
