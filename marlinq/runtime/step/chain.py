@@ -10,6 +10,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -36,15 +37,19 @@ from marlinq.runtime.step.products import (
     Start,
     find_product,
     precompile_products,
+    precompile_prompts,
     single_product,
 )
 from marlinq.runtime.step.reference import causal_attention
 
-# Up to this batch products overlap with their neighbours, which at 16 rows saves 9 % of a step of Llama-3-8B's
-# shape on an H200, and at 64 rows costs 2 %.
+# Up to this batch products overlap with their neighbours, which at 16 rows saves 9 % of a step of
+# Llama-3-8B's shape on an H200, and at 64 rows costs 2 %.
 _OVERLAPPING_ROWS = 32
 _MOST_ROWS = 8192
 """Rows of a prompt that are read at a time, which bounds the memory between products."""
+
+
+_prepared_for_prompts: WeakSet[nn.Module] = WeakSet()
 
 
 def chain_refusal(model: nn.Module, anatomy: Anatomy) -> Unrecognised | None:
@@ -57,6 +62,9 @@ def chain_refusal(model: nn.Module, anatomy: Anatomy) -> Unrecognised | None:
         return Unrecognised(
             anatomy.embedding, f"{hidden} channels; the kernels take multiples of 8 to {WIDEST}"
         )
+    head = single_product(model, anatomy.head).features
+    if head > embedding.shape[0]:
+        return Unrecognised(anatomy.head, f"{head} tokens, of which {embedding.shape[0]} can be embedded")
     for layer in anatomy.layers:
         refused = _layer_refusal(model, layer, embedding.dtype)
         if refused is not None:
@@ -195,6 +203,11 @@ class ChainForward(Forward):
         self._divisions = [self._divide(layer.attention) for layer in self._layers]
         shapes = [self._shape(layer.attention) for layer in self._layers]
         self._workspace = Workspace.of(zip(shapes, self._divisions, strict=True), device)
+        if model not in _prepared_for_prompts and self.lengths.is_cuda:
+            # Joined products have shapes that the model was not compiled for when it was loaded.
+            products = [product for layer in self._layers for product in layer.products]
+            precompile_prompts(products, self.dtype, self.device_index, _MOST_ROWS)
+            _prepared_for_prompts.add(model)
         overlapping = dependent_launches() if batch <= _OVERLAPPING_ROWS else nullcontext()
         with self._here(), overlapping:
             self._step = _Recording(self)
@@ -207,7 +220,8 @@ class ChainForward(Forward):
         """As in :class:`Forward`.
 
         Raises:
-            ValueError: ``ids`` is of another batch or longer than the capacity, or a length is not 1..T.
+            ValueError: ``ids`` is of another batch or longer than the capacity, a length is not 1..T, or an
+                id is not of the vocabulary.
         """
         counts: list[int] = lengths.tolist()
         batch, width = ids.shape
@@ -215,6 +229,10 @@ class ChainForward(Forward):
             raise ValueError(f"ids {[batch, width]}: expected at most {[self.batch, self.capacity]}")
         if len(counts) != batch or not all(1 <= count <= width for count in counts):
             raise ValueError(f"lengths {counts}: expected {batch} of 1..{width}")
+        # The kernel that embeds tokens reads wherever they point.
+        lowest, highest = (int(found) for found in ids.aminmax())
+        if lowest < 0 or highest >= self._embedding.shape[0]:
+            raise ValueError(f"ids {lowest}..{highest}: expected 0..{self._embedding.shape[0] - 1}")
         self.lengths.zero_()
         each = max(1, _MOST_ROWS // width)
         logits = []

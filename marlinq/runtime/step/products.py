@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from marlinq.kernels import Problem, precompile
+from marlinq.kernels import LayerShape, Problem, precompile, precompile_model
 from marlinq.kernels.launch.dense import dequantized_gemm
 from marlinq.kernels.launch.gather import Gathered, gathering
 from marlinq.kernels.launch.launch import Call, dequantizes, prepare
@@ -59,7 +59,7 @@ class Product:
                 rows,
                 module.padded_shape[1],
                 module.padded_shape[0],
-                module.group_size,
+                _group_size(module),
                 module.zeros is not None,
                 dtype == torch.bfloat16,
             )
@@ -135,6 +135,21 @@ def _product(modules: Sequence[nn.Module], widths: Sequence[int], *, tiles: bool
     return Product(tuple(modules), tuple(widths), tiles, max(inner, default=0))
 
 
+def precompile_prompts(
+    products: Sequence[Product], dtype: torch.dtype, device_index: int, most_rows: int
+) -> int:
+    """Compile what :meth:`Product.run` needs for up to ``most_rows`` rows; returns how many kernels it was."""
+    shapes = {
+        LayerShape(
+            module.padded_shape[1], module.padded_shape[0], _group_size(module), module.zeros is not None
+        )
+        for product in products
+        for module in product.modules
+        if isinstance(module, QuantLinear)
+    }
+    return precompile_model(sorted(shapes), dtype, device_index, most_rows=most_rows)
+
+
 def precompile_products(products: Sequence[Product], rows: int, dtype: torch.dtype, device_index: int) -> int:
     """Compile what :meth:`Product.bind` needs, in parallel; returns how many kernels those were."""
     problems = [problem for product in products for problem in product.problems(rows, dtype)]
@@ -151,8 +166,7 @@ def _bind_packed(linear: QuantLinear, x: Tensor, out: Tensor) -> Start:
         bias = F.pad(bias, (0, n - bias.shape[0]))
     taken = x[:, :k] if order is None else x.new_empty((rows, k))
     operands = Operands(taken, linear.words, linear.scales, linear.zeros, bias, out)
-    # As the operator has it: a group as long as K is stored like a single one.
-    group_size = -1 if linear.scales.shape[0] == 1 else linear.group_size
+    group_size = _group_size(linear)
     if dequantizes((rows, n, k), group_size, linear.zeros, x.dtype, index, INT4):
         if order is None:
             return lambda: dequantized_gemm(operands, INT4)
@@ -162,6 +176,11 @@ def _bind_packed(linear: QuantLinear, x: Tensor, out: Tensor) -> Start:
         gathered = Gathered(gathering(x, order), order.data_ptr(), rows, k, x.dtype, call)
         return partial(_start, gathered, operands, x.data_ptr())
     return partial(_start, call, operands, taken.data_ptr())
+
+
+def _group_size(linear: QuantLinear) -> int:
+    """As the operator has it: a group as long as K is stored like a single one."""
+    return -1 if linear.scales.shape[0] == 1 else linear.group_size
 
 
 def _start(call: Call | Gathered, operands: Operands, x: int) -> None:

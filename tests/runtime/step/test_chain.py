@@ -179,6 +179,9 @@ def test_prompts_that_do_not_fit() -> None:
     ids = torch.zeros(2, 9, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"expected at most \[2, 8\]"):
         own.prefill(ids, torch.tensor([1, 1]))
+    for wrong in (-1, 128):
+        with pytest.raises(ValueError, match=r"ids .*: expected 0\.\.127"):
+            own.prefill(torch.full((2, 3), wrong), torch.tensor([1, 1]))
     with pytest.raises(ValueError, match=r"expected 2 of 1\.\.5"):
         own.prefill(ids[:, :5], torch.tensor([6, 1]))
 
