@@ -192,6 +192,30 @@ RELAY = """
 """
 
 
+LAST = """
+    u32* flag = const_cast<u32*>(given);
+    out[4 * (blockIdx.x * 32 + lane)] = blockIdx.x + lane;
+    __syncwarp();
+    const u32 before = uniform(lane == 0 ? ADD : 0);
+    __syncwarp();
+    if (before != 3) return;
+    u32 sum = 0;
+    for (int block = 0; block < 4; ++block) sum += load_l2_word(out + 4 * (block * 32 + lane));
+    out[4 * lane + 1] = sum;
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_additions_to_a_flag_order_blocks(probe: Probe, seed: int) -> None:
+    body = LAST.replace("ADD", "add_acquire_release(flag, 1)")
+    flag = torch.zeros(1, dtype=torch.int32)
+    found = probe.run(body, flag, _words(4, 32, 4), blocks=4, flags=True, seed=seed)
+    assert found[0, :, 1].tolist() == [6 + 4 * lane for lane in range(32)]
+    unordered = LAST.replace("ADD", "(store_relaxed(flag, load_acquire(flag) + 1), 3)")
+    with pytest.raises(KernelFault, match="nobody has written|without waiting for it"):
+        probe.run(unordered, flag, _words(4, 32, 4), blocks=4, flags=True, seed=seed)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_releases_and_acquires_order_blocks(probe: Probe, seed: int) -> None:
     # The third block has not waited for the first, but for one that had.

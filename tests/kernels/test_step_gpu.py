@@ -59,7 +59,7 @@ def start(prepared: Prepared, *, dependent: bool = True) -> None:
 def test_residual_stream_and_norm(kind: Any, width: int, m: int, dtype: torch.dtype) -> None:
     x, first, second = (made(m, width, dtype=dtype) for _ in range(3))
     stored, out = poisoned(m, width, dtype=dtype), poisoned(m, width, dtype=dtype)
-    norm = RowNorm(kind, made(width, dtype=dtype), made(width, dtype=dtype), 1e-5)
+    norm = RowNorm(kind, made(width, dtype=dtype), made(width, dtype=dtype), 0.25)
     start(residual(x, stored=stored, out=out, norm=norm, first=first, second=second, factor=0.5))
     assert relative_error(stored, x.double() + 0.5 * (first.double() + second.double())) < BOUND[dtype]
     assert relative_error(out, expected_norm(stored.double(), norm)) < BOUND[dtype]
@@ -96,7 +96,7 @@ def test_rotation_and_cache(tokens_each: int, heads: int, kv: int, size: int, dt
     m = batch * tokens_each
     x = made(m, (heads + 2 * kv) * size, dtype=dtype)
     table = rotation_table(capacity, size).cuda()
-    norm = HeadNorm("RMS", made(size, dtype=dtype), None, 1e-6)
+    norm = HeadNorm("RMS", made(size, dtype=dtype), None, 0.25)
     lengths = torch.tensor([0, 100, 31], dtype=torch.int32, device="cuda")
     q = poisoned(m, heads, size, dtype=dtype)
     keys, values = (poisoned(batch, kv, capacity, size, dtype=dtype) for _ in range(2))

@@ -138,7 +138,7 @@ def _product(modules: Sequence[nn.Module], widths: Sequence[int], *, tiles: bool
 def precompile_prompts(
     products: Sequence[Product], dtype: torch.dtype, device_index: int, most_rows: int
 ) -> int:
-    """Compile what :meth:`Product.run` needs for up to ``most_rows`` rows; returns how many kernels it was."""
+    """Compile what :meth:`Product.run` needs for up to ``most_rows`` rows; returns how many kernels."""
     shapes = {
         LayerShape(
             module.padded_shape[1], module.padded_shape[0], _group_size(module), module.zeros is not None

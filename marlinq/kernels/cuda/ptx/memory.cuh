@@ -29,7 +29,7 @@ __device__ __forceinline__ uint4 load_l2(const void* pointer) {
     return value;
 }
 
-__device__ __forceinline__ u32 load_l2(const u32* pointer) {
+__device__ __forceinline__ u32 load_l2_word(const u32* pointer) {
     u32 value;
     asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
     return value;

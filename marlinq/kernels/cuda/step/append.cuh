@@ -20,7 +20,7 @@ __device__ __forceinline__ float sum_of_squares(const u32* row, int pairs, float
     typedef typename C::Element E;
     float squares = 0.f;
     for (int pair = threadIdx.x; pair < pairs; pair += 32 * C::WARPS) {
-        const u32 found = load_l2(row + pair);
+        const u32 found = load_l2_word(row + pair);
         const float low = widen_half<E, 0>(found), high = widen_half<E, 1>(found);
         squares += low * low + high * high;
     }
@@ -66,7 +66,7 @@ __device__ __forceinline__ void append(const u32* x, u32* q, u32* keys, u32* val
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
         const int pair = lane + 32 * i;
-        found[i] = pair < D / 2 ? load_l2(row + pair) : 0;
+        found[i] = pair < D / 2 ? load_l2_word(row + pair) : 0;
         const float low = widen_half<E, 0>(found[i]), high = widen_half<E, 1>(found[i]);
         sum += low + high;
         squares += low * low + high * high;

@@ -243,7 +243,7 @@ __device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16*
             const float* slot = slots + i * SLOT;
             const u32* numbers = reinterpret_cast<const u32*>(slot) + HEADS * D + 2 * head;
             const uint4 found = load_l2(slot + head * D + channel);
-            const float their = __uint_as_float(load_l2(numbers)), their_total = __uint_as_float(load_l2(numbers + 1));
+            const float their = __uint_as_float(load_l2_word(numbers)), their_total = __uint_as_float(load_l2_word(numbers + 1));
             const float higher = their > most ? their : most;
             const float shrink = exp2f(most - higher), share = exp2f(their - higher);
             most = higher;
