@@ -310,8 +310,8 @@ def test_it_converts_to_every_format(tmp_path: Path, layout: str) -> None:
             continue
         convert(tmp_path / "made", tmp_path / other, target_format=other)
         assert_holds(tmp_path / other, other, modules)
-    found = verify(tmp_path / other, against=source, device="cpu")
-    assert found.ok, found.render()
+        found = verify(tmp_path / other, against=source, device="cpu")
+        assert found.ok, found.render()
 
 
 def test_eight_bits_convert_where_they_can_be_held(tmp_path: Path) -> None:
