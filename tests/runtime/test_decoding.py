@@ -135,6 +135,18 @@ def test_decoders_are_kept_and_grow_in_classes(loaded: LoadedModel) -> None:
     assert len(made) == count + 1
 
 
+def test_a_decoder_beyond_a_limit_does_not_serve_what_stays_within(loaded: LoadedModel) -> None:
+    decoders = Decoders()
+
+    def take(tokens: int) -> int:
+        decoder = decoders.take(
+            lambda batch, capacity: forward(loaded, batch, capacity), batch=1, tokens=tokens, limit=300
+        )
+        return decoder.forward.capacity
+
+    assert [take(301), take(290), take(20), take(310)] == [320, 300, 300, 320]
+
+
 def test_memory_of_kept_decoders_is_given_back_when_it_runs_out(loaded: LoadedModel) -> None:
     decoders = Decoders()
     first = decoders.take(lambda batch, capacity: forward(loaded, batch, capacity), batch=1, tokens=20)
