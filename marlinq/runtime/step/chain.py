@@ -204,12 +204,8 @@ class ChainForward(Forward):
         Raises:
             ValueError: ``ids`` is of another batch or longer than the capacity, or a length is not 1..T.
         """
-        counts: list[int] = lengths.tolist()
+        self.check_prompts(ids, lengths)
         batch, width = ids.shape
-        if batch != self.batch or width > self.capacity:
-            raise ValueError(f"ids {[batch, width]}: expected at most {[self.batch, self.capacity]}")
-        if len(counts) != batch or not all(1 <= count <= width for count in counts):
-            raise ValueError(f"lengths {counts}: expected {batch} of 1..{width}")
         self.lengths.zero_()
         each = max(1, _MOST_ROWS // width)
         logits = []
