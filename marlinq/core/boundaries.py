@@ -54,8 +54,8 @@ def foreign(subject: str, problem: str, advice: str) -> Iterator[None]:
             raise
         if name == "OutOfMemoryError" or _HOST_ALLOCATOR in str(error):
             raise EnvironmentProblem(
-                f"{subject}: the device has too little memory ({reason(error)}); use another --device, or ask "
-                "for less"
+                f"{subject}: the device has too little memory ({reason(error)}); use another --device, or "
+                "ask for fewer tokens at once"
             ) from error
         raise CheckpointError(f"{subject}: {problem} ({reason(error)}); {advice}") from error
     except BaseException as error:
