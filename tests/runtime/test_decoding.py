@@ -74,7 +74,7 @@ def test_batches_of_different_prompts_are_those_prompts_alone(loaded: LoadedMode
     assert together.tokens_per_second == pytest.approx(sum(row.tokens_per_second for row in together.rows))
     assert len(together.to_dict()["generations"]) == 3
     rendered = together.render()
-    assert "[2] " in rendered
+    assert "\n[2] " in rendered
     assert "prompt 3" in rendered
 
 
