@@ -36,10 +36,12 @@ if TYPE_CHECKING:
 @click.option("--greedy", is_flag=True, help="Take the likeliest token every time.")
 @click.option(
     "--temperature",
-    type=click.FloatRange(min=0, min_open=True),
+    type=click.FloatRange(1e-3, 1e3),
     help="Sample with this temperature. [default: 1.0]",
 )
-@click.option("--top-k", type=click.IntRange(min=0), help="Draw from this many of the likeliest tokens only.")
+@click.option(
+    "--top-k", type=click.IntRange(0, 2**31 - 1), help="Draw from this many of the likeliest tokens only."
+)
 @click.option(
     "--top-p",
     type=click.FloatRange(0, 1, min_open=True),
@@ -52,10 +54,10 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--repetition-penalty",
-    type=click.FloatRange(min=0, min_open=True),
+    type=click.FloatRange(1e-3, 1e3),
     help="Divide the logits of tokens that were there already by this (multiply negative ones).",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of the sampling.")
+@click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, help="Seed of the sampling.")
 @click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template.")
 @device_option
 @dtype_option

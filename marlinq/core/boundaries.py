@@ -22,6 +22,8 @@ _TEMPLATE_SECONDS = 5.0
 _RUST_PANIC = "pyo3_runtime"
 # A device that fails says nothing about a file.
 _DEVICE_ERRORS = ("AcceleratorError", "CUDARuntimeError", "CUDADriverError")
+# torch has no class of its own for a host without memory.
+_HOST_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
 
 
 def reason(error: BaseException) -> str:
@@ -50,9 +52,10 @@ def foreign(subject: str, problem: str, advice: str) -> Iterator[None]:
         name = type(error).__name__
         if name in _DEVICE_ERRORS:
             raise
-        if name == "OutOfMemoryError":
+        if name == "OutOfMemoryError" or _HOST_ALLOCATOR in str(error):
             raise EnvironmentProblem(
-                f"{subject}: the device has too little memory ({reason(error)}); use another --device"
+                f"{subject}: the device has too little memory ({reason(error)}); use another --device, or "
+                "ask for fewer tokens at once"
             ) from error
         raise CheckpointError(f"{subject}: {problem} ({reason(error)}); {advice}") from error
     except BaseException as error:

@@ -193,7 +193,8 @@ class Decoder:
             return "eager steps were asked for"
         if not self.forward.capturable:
             return "these steps can't be captured"
-        if self.forward.capacity < _PROBE_TOKENS:
+        # A capture runs one step more than the probe.
+        if self.forward.capacity <= _PROBE_TOKENS:
             return "too few tokens to be worth a capture"
         with self._here():
             expected = self._probe()
@@ -272,10 +273,11 @@ class Decoders:
         wanted = capacity_class(tokens)
         if limit is not None and tokens <= limit:
             wanted = min(wanted, limit)
+        largest = 2 * wanted if limit is None or tokens > limit else min(2 * wanted, limit)
         fitting = [
             key
             for key in self._kept
-            if key[0] == batch and tokens <= key[1] <= 2 * wanted and key[2:] == (shape, graphs)
+            if key[0] == batch and tokens <= key[1] <= largest and key[2:] == (shape, graphs)
         ]
         if fitting:
             key = min(fitting, key=lambda each: each[1])

@@ -102,7 +102,7 @@ class Generations(Shown):
 
     def display(self) -> list[Block]:
         """Every text, then the figures."""
-        texts = [lines(f"[{number}] {row.text}") for number, row in enumerate(self.rows, 1)]
+        texts = [lines(*f"[{number}] {row.text}".split("\n")) for number, row in enumerate(self.rows, 1)]
         rows = [
             (f"prompt {number}", f"{len(row.tokens)} tokens, stopped by {_ENDED[row.stopped]}")
             for number, row in enumerate(self.rows, 1)

@@ -62,7 +62,7 @@ def test_options_reach_the_sampler(folder: str, capsys: pytest.CaptureFixture[st
     ("options", "message"),
     [
         (("--greedy", "--top-p", "0.5"), "--greedy and --top-p contradict each other; keep one"),
-        (("--temperature", "1e-9"), "temperature: expected 0.001 to 1000"),
+        (("--temperature", "1e-9"), "'--temperature': 1e-09 is not in the range 0.001<=x<=1000"),
         (("--top-p", "1.5"), "'--top-p': 1.5 is not in the range"),
     ],
 )

@@ -57,6 +57,8 @@ def test_what_is_no_fault_of_the_file_passes(error: BaseException) -> None:
 def test_failures_of_a_device_are_told_apart() -> None:
     with pytest.raises(EnvironmentProblem, match="too little memory"), boundaries.forward("folder"):
         raise torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(EnvironmentProblem, match="too little memory"), boundaries.forward("folder"):
+        torch.empty(1 << 50)
     with pytest.raises(torch.AcceleratorError), boundaries.forward("folder"):
         raise torch.AcceleratorError("illegal memory access")
 
@@ -168,5 +170,5 @@ def test_nonsense_in_a_generation_config_names_the_file(runnable: Path) -> None:
 def test_a_model_that_can_be_built_and_not_run_names_the_folder(runnable: Path) -> None:
     loaded = load(runnable, device="cpu")
     loaded.model.model.rotary_emb = None
-    with pytest.raises(CheckpointError, match=r"runnable.*the model can't be run \((TypeError|AttributeError)"):
+    with pytest.raises(CheckpointError, match=r"runnable.*the model can't be run \(AttributeError"):
         generate(loaded, [1, 2, 3], max_new_tokens=1)

@@ -74,7 +74,7 @@ def test_batches_of_different_prompts_are_those_prompts_alone(loaded: LoadedMode
     assert together.tokens_per_second == pytest.approx(sum(row.tokens_per_second for row in together.rows))
     assert len(together.to_dict()["generations"]) == 3
     rendered = together.render()
-    assert "[2] " in rendered
+    assert "\n[2] " in rendered
     assert "prompt 3" in rendered
 
 
@@ -133,6 +133,18 @@ def test_decoders_are_kept_and_grow_in_classes(loaded: LoadedModel) -> None:
     assert len(made) == count
     decoders.take(make, batch=1, tokens=20)
     assert len(made) == count + 1
+
+
+def test_a_decoder_beyond_a_limit_does_not_serve_what_stays_within(loaded: LoadedModel) -> None:
+    decoders = Decoders()
+
+    def take(tokens: int) -> int:
+        decoder = decoders.take(
+            lambda batch, capacity: forward(loaded, batch, capacity), batch=1, tokens=tokens, limit=300
+        )
+        return decoder.forward.capacity
+
+    assert [take(301), take(290), take(20), take(310)] == [320, 300, 300, 320]
 
 
 def test_memory_of_kept_decoders_is_given_back_when_it_runs_out(loaded: LoadedModel) -> None:

@@ -136,7 +136,7 @@ def synthetic_model(
     chosen_dtype = _dtype(dtype, chosen_device)
     blueprint = build_blueprint(wanted.config(), source=wanted.describe(), dtype=chosen_dtype)
     model = blueprint.build()
-    setting = Setting(chosen_device, chosen_dtype)
+    setting = Setting(chosen_device, chosen_dtype, exact=dtype not in (None, "auto"))
     decisions: dict[str, Decision] = {}
     projections = _quantised(blueprint, model, wanted.head)
     torch.manual_seed(0)

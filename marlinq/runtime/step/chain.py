@@ -223,12 +223,8 @@ class ChainForward(Forward):
             ValueError: ``ids`` is of another batch or longer than the capacity, a length is not 1..T, or an
                 id is not of the vocabulary.
         """
-        counts: list[int] = lengths.tolist()
+        self.check_prompts(ids, lengths)
         batch, width = ids.shape
-        if batch != self.batch or width > self.capacity:
-            raise ValueError(f"ids {[batch, width]}: expected at most {[self.batch, self.capacity]}")
-        if len(counts) != batch or not all(1 <= count <= width for count in counts):
-            raise ValueError(f"lengths {counts}: expected {batch} of 1..{width}")
         # The kernel that embeds tokens reads wherever they point.
         lowest, highest = (int(found) for found in ids.aminmax())
         if lowest < 0 or highest >= self._embedding.shape[0]:

@@ -52,6 +52,20 @@ class Forward(ABC):
             logits [B, vocabulary]; on a GPU the same memory every time, valid until the next step.
         """
 
+    def check_prompts(self, ids: Tensor, lengths: Tensor) -> list[int]:
+        """The lengths as numbers, where :meth:`prefill` can read the prompts.
+
+        Raises:
+            ValueError: ``ids`` is of another batch or longer than the capacity, or a length is not 1..T.
+        """
+        counts: list[int] = lengths.tolist()
+        batch, width = ids.shape
+        if batch != self.batch or width > self.capacity:
+            raise ValueError(f"ids {[batch, width]}: expected at most {[self.batch, self.capacity]}")
+        if len(counts) != batch or not all(1 <= count <= width for count in counts):
+            raise ValueError(f"lengths {counts}: expected {batch} of 1..{width}")
+        return counts
+
     def device(self) -> torch.device:
         """Where the cache is."""
         return self.lengths.device

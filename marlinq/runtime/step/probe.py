@@ -34,7 +34,8 @@ Build = Callable[[int, int], Forward]
 _ALLOWED = 3.0
 _ALLOWED_FLOAT32 = 9.0
 
-_results: dict[tuple[object, ...], str | None] = {}
+# Of models that passed. Who fails may have broken weights, which says nothing about the next model.
+_passed: set[tuple[object, ...]] = set()
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,14 @@ def own_forward_refusal(
 ) -> str | None:
     """Why ``model`` runs through transformers' forward instead of ours, or None when ours may be used.
 
-    The comparison is made once in a process for each executor, architecture, config, dtype and device.
+    A comparison that succeeds is not made again in this process for the same executor, architecture, config,
+    dtype and device.
 
     Args:
         model: with its weights, on its device.
         found: what recognition said.
         build: makes the forward in question.
-        executor: its name, for the cache of results.
+        executor: its name, for the record of comparisons.
         capacity: tokens that a sequence will hold at most.
     """
     if isinstance(found, Unrecognised):
@@ -85,12 +87,17 @@ def own_forward_refusal(
     limit = capacity_limit(model, found)
     if limit is not None and capacity > limit:
         return f"positions from {limit} on are computed in another way, and {capacity} tokens are asked for"
+    needed = max(PROBE_LENGTHS) + PROBE_STEPS
+    if limit is not None and limit < needed:
+        return f"a comparison with transformers takes {needed} positions, and there are {limit}"
     linears = frozenset(type(module).__name__ for module in model.modules())
-    key = (executor, type(model).__name__, model.config.to_json_string(), model.dtype, model.device, linears)
-    if key not in _results:
+    key = (executor, type(model), model.config.to_json_string(), model.dtype, model.device, linears)
+    if key not in _passed:
         wrong = next((each for each in compare(model, found, build) if not each.holds), None)
-        _results[key] = None if wrong is None else wrong.reason()
-    return _results[key]
+        if wrong is not None:
+            return wrong.reason()
+        _passed.add(key)
+    return None
 
 
 def capacity_limit(model: nn.Module, anatomy: Anatomy) -> int | None:

@@ -66,12 +66,7 @@ class ReferenceForward(Forward):
         Raises:
             ValueError: ``ids`` is of another batch or longer than the capacity, or a length is not 1..T.
         """
-        counts: list[int] = lengths.tolist()
-        batch, width = ids.shape
-        if batch != self.batch or width > self.capacity:
-            raise ValueError(f"ids {[batch, width]}: expected at most {[self.batch, self.capacity]}")
-        if len(counts) != batch or not all(1 <= count <= width for count in counts):
-            raise ValueError(f"lengths {counts}: expected {batch} of 1..{width}")
+        counts = self.check_prompts(ids, lengths)
         with torch.inference_mode():
             logits = self._prefill(ids, lengths, min(counts), max(counts))
         return logits.clone()

@@ -16,6 +16,7 @@ from marlinq.operations.bench.decode import weight_bytes
 from marlinq.operations.bench.synthetic import Head
 from marlinq.operations.bench.trace import summarise
 from marlinq.runtime import load
+from marlinq.runtime.decision import summarize
 from tests.testing.runnable_folders import random_quantizer, save_plain, save_quantized
 from tests.testing.tiny_models import tiny_model
 
@@ -71,6 +72,13 @@ def test_a_synthetic_model_has_the_shape_and_finite_logits(head: Head) -> None:
     assert logits.shape == (1, 6, 49152)
     assert bool(torch.isfinite(logits).all())
     assert not any(value.is_meta for value in (*made.model.parameters(), *made.model.buffers()))
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_a_synthetic_model_is_exact_where_its_dtype_was_asked_for(dtype: str | None) -> None:
+    made = synthetic_model(Synthetic("smollm2-135m", layers=1, group_size=64), device="cpu", dtype=dtype)
+    said = " ".join(summarize(made.decisions.values()))
+    assert ("exact float32 products were asked for" in said) == (dtype is not None)
 
 
 @pytest.mark.parametrize("name", sorted(SYNTHETIC))

@@ -43,13 +43,35 @@ def test_what_is_not_recognised_runs_through_transformers_and_says_why(tmp_path:
 def test_a_forward_that_computes_something_else_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # No other test has a model of this width: the probe's results are kept for the process.
+    # No other test has a model of this width: what passed the probe is kept for the process.
     loaded = loaded_of(tmp_path, tiny_model("llama", intermediate_size=320))
     right = reference._LayerParts._mlp
     monkeypatch.setattr(reference._LayerParts, "_mlp", lambda self, x: right(self, x) * 1.01)
     forward = choose_forward(loaded, 1, 64)
     assert isinstance(forward, TransformersForward)
     assert "model.layers.0 differs from transformers'" in forward.reason
+
+
+def test_broken_weights_say_nothing_about_the_next_model(tmp_path: Path) -> None:
+    # No other test has a model of this width.
+    model = tiny_model("llama", intermediate_size=192)
+    weight = model.get_parameter("model.layers.0.mlp.down_proj.weight")
+    right = weight[0, 0].item()
+    with torch.no_grad():
+        weight[0, 0] = torch.nan
+    broken = loaded_of(tmp_path / "broken", model)
+    assert "differs from transformers' by nan" in choose_forward(broken, 1, 64).reason
+    with torch.no_grad():
+        weight[0, 0] = right
+    assert isinstance(choose_forward(loaded_of(tmp_path / "right", model), 1, 64), ReferenceForward)
+
+
+def test_a_table_of_positions_that_is_too_short_for_the_probe(tmp_path: Path) -> None:
+    """The probe would read positions behind the table's end."""
+    loaded = loaded_of(tmp_path, tiny_model("gpt2", n_positions=8, max_position_embeddings=8))
+    result = generate(loaded, [5, 6, 7], max_new_tokens=20)
+    assert "takes 14 positions, and there are 8" in result.step.reason
+    assert (len(result.tokens), result.stopped) == (5, "context")
 
 
 def test_a_capacity_stays_within_what_is_computed_alike(tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def test_limits_of_positions() -> None:
 
 
 def test_the_refusal_names_the_part_and_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_results", {})
+    monkeypatch.setattr(probe, "_passed", set())
     model, anatomy = recognised("qwen3")
     builds = []
 
