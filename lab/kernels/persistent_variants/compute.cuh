@@ -1,0 +1,3 @@
+#define LAB_NO_WAIT
+#define LAB_NO_COPIES
+#include "kernels/persistent.cuh"

@@ -1,0 +1,2 @@
+#define LAB_NO_PRODUCTS
+#include "kernels/persistent.cuh"

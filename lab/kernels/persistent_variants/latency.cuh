@@ -1,0 +1,2 @@
+#define LAB_NO_COPIES
+#include "kernels/persistent.cuh"

@@ -1,0 +1,4 @@
+#define LAB_TRACE
+#define LAB_NO_WAIT
+#define LAB_NO_COPIES
+#include "kernels/persistent.cuh"
