@@ -1,110 +1,145 @@
 """Check and time the persistent decode step on the shape of Llama-3-8B, random weights.
 
-    python lab/kernels/persistent_step.py --batch 1 --context 128 --context 512
+    python lab/kernels/persistent_step.py --batch 1 --context 128 --context 4096
+    python lab/kernels/persistent_step.py --check 0 --variant hollow --variant trace
+
+Variants leave something out (``persistent_variants``), so their results are wrong: ``stream`` neither waits
+for other blocks nor multiplies, ``exchange`` does not multiply, ``compute`` neither waits nor copies,
+``latency`` does not copy, ``hollow`` neither copies nor multiplies. Those named trace also show when each step
+of a layer is reached: cycles from the layer's start, median and most of all blocks.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from marlinq.core.errors import MarlinqError
 from marlinq.kernels.launch import persistent
-from marlinq.kernels.launch.persistent import LayerOperands, Model, Operand, PersistentLayers
-from marlinq.kernels.ops.reference import dequantize_operands
+from marlinq.kernels.launch.persistent import LayerOperands, Model, PersistentLayers
+from tests.kernels.persistent_problems import LLAMA_3_8B, Features, Reference, random_layer, rotary_tables
 
 _VARIANTS = Path(__file__).parent.resolve() / "persistent_variants"
-H, INTERMEDIATE, HEADS, KV_HEADS, D = 4096, 14336, 32, 8, 128
 
 
-def operand(k: int, n: int, group: int, device: torch.device, size: float = 1.0) -> Operand:
-    words = torch.randint(-(2**31), 2**31, (k // 16, 2 * n), dtype=torch.int32, device=device)
-    words |= (~(words | words >> 1 | words >> 2 | words >> 3) & 0x11111111) << 3
-    unit = size / (4.2 * k**0.5)
-    scales = (unit * (0.5 + torch.rand(k // group, n, device=device))).half()
-    return Operand(words, scales)
+class Setup:
+    """Layers, and the steps that run them."""
 
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._sizes = LLAMA_3_8B
+        self._model = Model(self._sizes.heads, self._sizes.kv_heads, 1e-5, self._sizes.head_dim**-0.5)
+        self._features = Features(group=arguments.group_size)
+        self._tables = rotary_tables(self._sizes, 500000.0, self._device)
+        self._layers = [
+            random_layer(self._sizes, self._features, max(arguments.batch), self._device)
+            for _ in range(arguments.layers)
+        ]
 
-def make_layers(count: int, batch: int, capacity: int, group: int, device: torch.device) -> list[LayerOperands]:
-    return [
-        LayerOperands(
-            operand(H, (HEADS + 2 * KV_HEADS) * D, group, device),
-            operand(HEADS * D, H, group, device, 0.5),
-            operand(H, 2 * INTERMEDIATE, group, device),
-            operand(INTERMEDIATE, H, group, device, 0.5),
-            0.5 + torch.rand(H, device=device),
-            0.5 + torch.rand(H, device=device),
-            torch.randn(batch, KV_HEADS, capacity, D, device=device).half(),
-            torch.randn(batch, KV_HEADS, capacity, D, device=device).half(),
+    def hidden(self, batch: int) -> Tensor:
+        """A random residual stream."""
+        return torch.randn(batch, self._sizes.hidden, device=self._device).half()
+
+    def lengths(self, batch: int, context: int) -> list[int]:
+        """Ragged, the longest first."""
+        return [max(0, context - 37 * row) for row in range(batch)]
+
+    def _of_rows(self, batch: int, count: int) -> list[LayerOperands]:
+        return [
+            replace(layer, keys=layer.keys[:batch], values=layer.values[:batch])
+            for layer in self._layers[:count]
+        ]
+
+    def build(self, hidden: Tensor, context: int, count: int, variant: str | None = None) -> PersistentLayers:
+        """``count`` layers as one launch."""
+        arguments, batch = self._arguments, hidden.shape[0]
+        layers = self._of_rows(batch, count)
+        config = persistent.choose(
+            [operand.channels for operand in layers[0].operands],
+            batch,
+            self._model,
+            self._sizes.head_dim,
+            arguments.group_size,
+            zeros=False,
+            bfloat16=False,
+            shared_bytes=232_448,
+            teams=arguments.teams,
         )
-        for _ in range(count)
-    ]
+        if config is None:
+            raise SystemExit(f"no variant of {batch} rows and {arguments.teams} teams fits")
+        if arguments.window:
+            config = replace(config, window=min(arguments.window, config.stages))
+        if variant:
+            config = replace(config, header=str(_VARIANTS / f"{variant}.cuh"))
+        lengths = torch.tensor(self.lengths(batch, context), dtype=torch.int32, device=self._device)
+        return PersistentLayers(layers, self._model, *self._tables, hidden, lengths, config=config)
 
+    def check(self, batch: int, context: int) -> str:
+        """The error of a few layers against float64, and whether launches give the same bits."""
+        given = self.hidden(batch)
+        hidden = given.clone()
+        count = min(self._arguments.check, len(self._layers))
+        step = self.build(hidden, context, count)
+        results = []
+        for _ in range(5):
+            hidden.copy_(given)
+            step.launch()
+            results.append(hidden.clone())
+        layers = self._of_rows(batch, count)
+        reference = Reference(self._model, self._tables, self.lengths(batch, context), torch.float16)
+        expected = reference.step(layers, given)
+        error = float((results[0].double() - expected).norm() / expected.norm())
+        same = all(torch.equal(results[0], other) for other in results)
+        return f"error {error:.1e}, {'the same' if same else 'OTHER'} bits in {len(results)} launches"
 
-def reference(
-    layers: list[LayerOperands], model: Model, cosines: Tensor, sines: Tensor, hidden: Tensor, lengths: Tensor
-) -> Tensor:
-    """The same in float64, rounded where the kernel rounds; caches are appended to."""
-    dtype = hidden.dtype
-    rounded = lambda x: x.to(dtype).double()  # noqa: E731
-    product = lambda x, w: rounded(x @ dequantize_operands(w.words, w.scales, w.zeros).double())  # noqa: E731
+    def time(self, batch: int, context: int, variant: str | None) -> str:
+        """Median time, and what the trace shows."""
+        given = self.hidden(batch)
+        hidden = given.clone()
+        step = self.build(hidden, context, len(self._layers), variant)
 
-    def norm(x: Tensor, gamma: Tensor) -> Tensor:
-        normal = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + model.eps)
-        return rounded(rounded(normal) * gamma.double())
+        def run() -> None:
+            hidden.copy_(given)
+            step.launch()
 
-    x = hidden.double()
-    for layer in layers:
-        made = product(norm(x, layer.attention_gamma), layer.qkv).view(x.shape[0], -1, D)
-        q, k, v = made.split([model.heads, model.kv_heads, model.kv_heads], 1)
-        c, s = (table[lengths.long()].double()[:, None] for table in (cosines, sines))
-        turn = lambda y: rounded(  # noqa: E731
-            torch.cat([y[..., : D // 2] * c - y[..., D // 2 :] * s, y[..., D // 2 :] * c + y[..., : D // 2] * s], -1)  # noqa: B023
+        took = median_of_replays(run) - median_of_replays(lambda: hidden.copy_(given))
+        config = step.config
+        text = (
+            f"{variant or 'whole'}: {took:.1f} us, {took / len(self._layers):.2f} a layer "
+            f"({config.teams} teams, {config.stages} stages, window {config.window})"
         )
-        q, k = turn(q), turn(k)
-        out = torch.empty_like(q)
-        for row, length in enumerate(lengths.tolist()):
-            layer.keys[row, :, length] = k[row].to(dtype)
-            layer.values[row, :, length] = v[row].to(dtype)
-            keys, values = (
-                cache[row, :, : length + 1].double().repeat_interleave(model.heads // model.kv_heads, 0)
-                for cache in (layer.keys, layer.values)
-            )
-            scores = torch.einsum("hd,hld->hl", q[row], keys) * model.scale
-            out[row] = torch.einsum("hl,hld->hd", scores.softmax(-1), values)
-        x = rounded(x + product(rounded(out.flatten(1)), layer.output))
-        made = product(norm(x, layer.mlp_gamma), layer.gate_up).view(x.shape[0], -1, 2, 64)
-        gate, up = made[:, :, 0].flatten(1), made[:, :, 1].flatten(1)
-        x = rounded(x + product(rounded(rounded(torch.nn.functional.silu(gate)) * up), layer.down))
-    return x
+        return text + (marks(step.trace.cpu()) if variant and variant.startswith("trace") else "")
 
 
-def show_trace(trace: Tensor) -> None:
-    """Cycles from the start of the layer, median and largest of all blocks."""
+def marks(trace: Tensor) -> str:
+    """Cycles from the start of the layer, by kind of warp and mark."""
     since = (trace - trace[:, :1, :1]).float()
-    for kind in range(5):
-        line = []
-        for mark in range(64):
+    text = ""
+    for kind in range(trace.shape[1]):
+        text += f"\n  kind {kind}:"
+        for mark in range(trace.shape[2]):
             seen = trace[:, kind, mark] != 0
             if seen.any():
                 found = since[seen, kind, mark]
-                line.append(f"{mark}: {found.median():.0f}<{found.max():.0f}")
-        print(f"  kind {kind}: " + "  ".join(line))
+                text += f"  {mark}: {found.median():.0f}<{found.max():.0f}"
+    return text
 
 
-def time_graph(run: object, repeats: int = 40) -> float:
-    """Median microseconds."""
+def median_of_replays(run: Callable[[], object], repeats: int = 40) -> float:
+    """Microseconds of a captured graph."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    for _ in range(3):
-        graph.replay()
     times = []
     for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -112,86 +147,40 @@ def time_graph(run: object, repeats: int = 40) -> float:
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    times.sort()
-    return times[len(times) // 2]
+        times.append(1e3 * start.elapsed_time(end))
+    return statistics.median(times)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--batch", type=int, action="append", default=None)
-    parser.add_argument("--context", type=int, action="append", default=None)
+    """Print a line for every cell."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--batch", type=int, action="append")
+    parser.add_argument("--context", type=int, action="append")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=128)
-    parser.add_argument("--window", type=int, default=None)
     parser.add_argument("--teams", type=int, default=2)
-    parser.add_argument("--stages", type=int, default=None)
-    parser.add_argument("--variant", action="append", default=None)
-    parser.add_argument("--check", type=int, default=2, help="layers to check")
+    parser.add_argument("--window", type=int, help="stages on their way at most")
+    parser.add_argument("--check", type=int, default=2, help="layers to check; 0: none")
+    parser.add_argument("--variant", action="append")
     arguments = parser.parse_args()
-    device = torch.device("cuda", 0)
+    arguments.batch = arguments.batch or [1]
+    if not torch.cuda.is_available():
+        print("error: the step needs a GPU", file=sys.stderr)
+        return 1
     torch.manual_seed(0)
-    model = Model(HEADS, KV_HEADS, 1e-5, D**-0.5)
-    capacity = 4352
-    angles = torch.arange(capacity, device=device)[:, None] * 500000.0 ** (-torch.arange(D // 2, device=device) / (D // 2))
-    cosines, sines = angles.cos().float().contiguous(), angles.sin().float().contiguous()
-    batches, contexts = arguments.batch or [1], arguments.context or [512]
-    layers = make_layers(arguments.layers, max(batches), capacity, arguments.group_size, device)
-    for batch in batches:
-        mine = [replace(layer, keys=layer.keys[:batch], values=layer.values[:batch]) for layer in layers]
-        for context in contexts:
-            hidden = torch.randn(batch, H, device=device).half()
-            lengths = torch.tensor([max(0, context - 37 * row) for row in range(batch)], dtype=torch.int32, device=device)
-
-            def build(count: int, variant: str | None = None) -> PersistentLayers:
-                config = persistent.choose(
-                    [one.channels for one in layers[0].operands], batch, model, D, arguments.group_size,
-                    zeros=False, bfloat16=False, shared_bytes=232_448, teams=arguments.teams,
-                )
-                if arguments.stages:
-                    config = replace(config, stages=arguments.stages, window=min(config.window, arguments.stages))
-                if arguments.window:
-                    config = replace(config, window=min(arguments.window, config.stages))
-                if variant:
-                    config = replace(config, header=str(_VARIANTS / f"{variant}.cuh"))
-                return PersistentLayers(mine[:count], model, cosines, sines, hidden, lengths, config=config)
-
-            if arguments.check and arguments.variant is None:
-                few = arguments.check
-                given = hidden.clone()
-                step = build(few)
-                if batch == batches[0] and context == contexts[0]:
-                    print(step.config, step.grid)
-                step.launch()
-                torch.cuda.synchronize()
-                got = hidden.double()
-                hidden.copy_(given)
-                keys = [layer.keys.clone() for layer in mine[:few]]
-                want = reference(mine[:few], model, cosines, sines, hidden, lengths)
-                cache = max(float((a - b.keys).abs().max()) for a, b in zip(keys, mine[:few], strict=True))
-                bits = []
-                for _ in range(5):
-                    hidden.copy_(given)
-                    step.launch()
-                    bits.append(hidden.clone())
-                same = all(torch.equal(bits[0], one) for one in bits)
-                print(f"M={batch} context={context} error {float((got - want).norm() / want.norm()):.2e} cache {cache:.1e} same bits {same}", flush=True)
-                hidden.copy_(given)
+    setup = Setup(arguments)
+    for batch in arguments.batch:
+        for context in arguments.context or [512]:
+            if arguments.check and not arguments.variant:
+                print(f"M={batch} context={context} {setup.check(batch, context)}", flush=True)
             for variant in arguments.variant or [None]:
-                step = build(arguments.layers, variant)
-                given = hidden.clone()
-
-                def run(step: PersistentLayers = step, given: Tensor = given) -> None:
-                    hidden.copy_(given)
-                    step.launch()
-
-                took = time_graph(run)
-                if variant and variant.startswith("trace"):
-                    show_trace(step.trace.cpu())
-                copy = time_graph(lambda given=given: hidden.copy_(given))
-                print(f"M={batch} context={context} {variant or 'whole'}: {took:.1f} us, {(took - copy) / arguments.layers:.2f} us a layer (teams {step.config.teams} stages {step.config.stages} window {step.config.window})", flush=True)
+                print(f"M={batch} context={context} {setup.time(batch, context, variant)}", flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except MarlinqError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

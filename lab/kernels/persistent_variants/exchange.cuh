@@ -1,2 +1,2 @@
-#define LAB_NO_PRODUCTS
+#define LAB_NO_PRODUCTS 1
 #include "kernels/persistent.cuh"

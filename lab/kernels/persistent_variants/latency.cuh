@@ -1,2 +1,2 @@
-#define LAB_NO_COPIES
+#define LAB_NO_COPIES 1
 #include "kernels/persistent.cuh"

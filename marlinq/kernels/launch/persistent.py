@@ -1,4 +1,8 @@
-"""A whole decode step's layers in one launch (``cuda/kernels/persistent.cuh``), for up to eight rows on compute capability 9.0."""
+"""A decode step's layers in one launch (``cuda/kernels/persistent.cuh``), on compute capability 9.0 alone.
+
+One row is what it is made for. Up to eight rows are right, but slower than a chain of kernels
+(docs/lab-notes/2026-11-22-persistent-step.md).
+"""
 
 from __future__ import annotations
 
@@ -164,7 +168,16 @@ class _Step(ctypes.Structure):
         ("shape", _Shape * _PRODUCTS),
         *(
             (name, ctypes.c_int)
-            for name in ("layer_count", "rows", "hidden", "heads", "kv_heads", "capacity", "narrow_first", "activation")
+            for name in (
+                "layer_count",
+                "rows",
+                "hidden",
+                "heads",
+                "kv_heads",
+                "capacity",
+                "narrow_first",
+                "activation",
+            )
         ),
         *((name, ctypes.c_float) for name in ("eps", "scale", "softcap", "query_eps")),
         ("trace", ctypes.c_void_p),
@@ -203,6 +216,8 @@ class StepConfig:
         group_size: of all weights.
         zeros: whether they have zero points.
         bfloat16: the element.
+        softcap: whether scores have a cap.
+        header: of the kernel; the lab has others.
     """
 
     rows: int
@@ -262,6 +277,60 @@ class StepConfig:
                 ("SHARED_BYTES", self.shared_bytes),
             ),
         )
+
+
+def persistent_refusal(
+    layers: Sequence[LayerOperands], model: Model, rows: int, architecture: str, shared_bytes: int
+) -> str | None:
+    """Why a decode step of ``rows`` rows can't run as one launch, one clause for people; None if it can.
+
+    Args:
+        layers: of one model; all are looked at.
+        model: what they have in common.
+        rows: M.
+        architecture: of the GPU, for example ``sm_90a``.
+        shared_bytes: shared memory that a block may have.
+    """
+    first = layers[0]
+    head_dim = first.keys.shape[3]
+    if architecture != "sm_90a":
+        return f"the persistent kernel is for sm_90a, this GPU is {architecture}"
+    if rows > MAX_ROWS:
+        return f"a batch of {rows}, at most {MAX_ROWS} fit"
+    if head_dim not in (64, 128):
+        return f"heads of {head_dim} channels, 64 or 128 are known"
+    if model.heads % model.kv_heads or model.heads // model.kv_heads > 8:
+        return f"{model.heads} heads of queries for {model.kv_heads} of keys, at most eight share one"
+    kinds = {(operand.group_size, operand.zeros is None) for layer in layers for operand in layer.operands}
+    if len(kinds) > 1:
+        return "weights of several group sizes, or some with zero points and some without"
+    if first.qkv.group_size not in (32, 64, 128):
+        return f"groups of {first.qkv.group_size} channels, 32, 64 or 128 are known"
+    shapes = {tuple((one.channels, one.columns) for one in layer.operands) for layer in layers}
+    if len(shapes) > 1:
+        return "layers of several shapes"
+    for operand in first.operands:
+        if operand.channels < PARTS * UNIT:
+            return f"a product of {operand.channels} channels, {PARTS * UNIT} are the least"
+    if choose_for(first, model, rows, bfloat16=False, shared_bytes=shared_bytes) is None:
+        return f"{rows} rows of these products don't fit {shared_bytes} bytes of shared memory"
+    return None
+
+
+def choose_for(
+    layer: LayerOperands, model: Model, rows: int, *, bfloat16: bool, shared_bytes: int
+) -> StepConfig | None:
+    """:func:`choose` for the layers of a model, of which ``layer`` is one."""
+    return choose(
+        [operand.channels for operand in layer.operands],
+        rows,
+        model,
+        layer.keys.shape[3],
+        layer.qkv.group_size,
+        zeros=layer.qkv.zeros is not None,
+        bfloat16=bfloat16,
+        shared_bytes=shared_bytes,
+    )
 
 
 def prepare_instantiation(bfloat16: bool) -> Instantiation:
@@ -343,11 +412,17 @@ class PersistentLayers:
         layers: in order; tensors are kept alive.
         model: what they have in common.
         cosines, sines: float32 [positions, D/2], of the rotary embedding.
-        rows: M.
         hidden: [M, H] in the activations' dtype; a launch replaces it by what leaves the last layer.
         lengths: int32 [M], positions in the cache; the launch appends at that position and changes no length.
         grid: blocks, a multiple of four; by default as many as the GPU has multiprocessors.
         config: the variant; chosen by default.
+
+    Attributes:
+        config, grid: as above.
+        arguments, prepare_arguments: the parameters of the two kernels of a launch.
+        descriptors: all layers', on the device.
+        messages: what blocks hand each other.
+        trace: marks of the lab's variants.
 
     Raises:
         ValueError: no variant fits.
@@ -365,22 +440,17 @@ class PersistentLayers:
         *,
         grid: int | None = None,
         config: StepConfig | None = None,
-        shared_bytes: int | None = None,
     ) -> None:
         device = hidden.device
         numbers = device_numbers(device.index) if device.type == "cuda" else None
         first = layers[0]
         rows = hidden.shape[0]
-        head_dim = first.keys.shape[3]
-        chosen = config or choose(
-            [operand.channels for operand in first.operands],
-            rows,
+        chosen = config or choose_for(
+            first,
             model,
-            head_dim,
-            first.qkv.group_size,
-            zeros=first.qkv.zeros is not None,
+            rows,
             bfloat16=hidden.dtype == torch.bfloat16,
-            shared_bytes=numbers.shared_bytes if numbers else shared_bytes or 232_448,
+            shared_bytes=numbers.shared_bytes if numbers else 0,
         )
         if chosen is None:
             raise ValueError(f"no persistent kernel of {rows} rows fits the shared memory")
@@ -547,7 +617,6 @@ def _layer(layer: LayerOperands, config: StepConfig) -> _Layer:
     for name, found in maps.items():
         for index, one in enumerate(found):
             getattr(made, name)[index] = _Map.from_buffer_copy(one)
-        # pointers below
     made.keys, made.values = (_Map.from_buffer_copy(one) for one in caches)
     made.attention_gamma, made.mlp_gamma = layer.attention_gamma.data_ptr(), layer.mlp_gamma.data_ptr()
     made.query_gamma = 0 if layer.query_gamma is None else layer.query_gamma.data_ptr()

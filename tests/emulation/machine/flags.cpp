@@ -112,7 +112,7 @@ void add_flag(Output<u32> before, u64 address, u32 value) {
 
 // Messages: relaxed accesses to words that say themselves whether they have been written. They order nothing else.
 
-constexpr uint64_t MOST_IDLE_LOOKS = 20'000'000;
+constexpr uint64_t MOST_IDLE_LOOKS = 2'000'000;
 
 template <size_t WORDS>
 void load_messages(const std::array<Output<u32>, WORDS>& values, u64 address) {

@@ -32,6 +32,7 @@ __device__ __forceinline__ void meet() {
 
 // The input of down.
 struct PlainSource {
+    static constexpr int UNITS_AT_ONCE = 4;
     const float* values;
     int channels;
     u32 round;
@@ -56,6 +57,7 @@ struct PlainSource {
 // The residual stream behind a norm.
 template <typename S>
 struct NormSource {
+    static constexpr int UNITS_AT_ONCE = 1;
     const float *values, *squares, *gamma;
     float* roots;  // of the rows, in shared memory
     u32 round;
@@ -121,6 +123,7 @@ struct NormSource {
 // The attention's parts of a context, put together.
 template <typename S>
 struct AttentionSource {
+    static constexpr int UNITS_AT_ONCE = 1;
     const StepArguments& step;
     const Plan<S>& plan;
     u32 round;
@@ -188,35 +191,50 @@ struct AttentionSource {
     };
 };
 
+// The first of a unit's channels whose digits this lane makes (mma/integer_digits.cuh); the others are 1, 8 and 9 behind.
+__device__ __forceinline__ int channel_of_lane(int unit, int lane) { return unit * 128 + lane / 4 * 16 + lane % 4 * 2; }
+
+// The digits of a unit, from the channels of every lane; zeros where they don't exist.
+template <typename S, typename Codec, typename Source>
+__device__ __forceinline__ void make_digits(const Source& source, const float (&values)[2][2], bool exists, unsigned char* unit, int lane) {
+    typedef typename Codec::Element E;
+    float left[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) left[i] = exists ? source.template entry<E>(values[i / 2][i % 2]) : 0.f;
+    const u32 exponent = max(DigitSums<Codec>::largest(left) >> 23, LEAST_EXPONENT);
+    float weight;
+    // What rounding leaves is 2^-30 of the unit's largest activation, and is left out.
+    const u32 plain = DigitSums<Codec>::template to_digits<S::QUANT_GROUP_ROWS>(left, exponent, reinterpret_cast<u32*>(unit), lane, weight);
+    if (lane / 4 % S::QUANT_GROUP_ROWS == 0)
+        reinterpret_cast<u32*>(unit + S::PLAIN_AT)[lane / 4 / S::QUANT_GROUP_ROWS * 4 + lane % 4] = plain;
+    if (lane < 4) reinterpret_cast<float*>(unit + S::DIGIT_UNIT_AT)[lane] = weight;
+}
+
 // Units first .. first + units - 1 of `channels` channels to `memory`.
 template <typename S, typename Codec, typename Source>
 __device__ __forceinline__ void stage_activations(Source& source, const StepArguments& step, int first, int units, int channels,
                                                   unsigned char* memory, int warp, int lane) {
     typedef typename Codec::Element E;
     if constexpr (S::DIGITS) {
-        // The digits of a unit are made by the lanes that integer_digits.cuh wants.
-        typename Source::template Pending<E, 2> pending;
+        // A few units at once, so that their trips overlap.
+        constexpr int AT_ONCE = Source::UNITS_AT_ONCE;
 #pragma unroll 1
-        for (int unit = warp; unit < units; unit += S::WARPS) {
-            // Rows behind the last channel repeat others, and count as zeros.
-            const int channel = (first + unit) * S::UNIT + lane / 4 * 16 + lane % 4 * 2, at = min(channel, channels - 16 + lane % 4 * 2);
-            pending.request(source, 0, at, at + 8);
-            float values[2][2];
-            pending.finish(source, values);
-            float left[4] = {source.template entry<E>(values[0][0]), source.template entry<E>(values[0][1]),
-                             source.template entry<E>(values[1][0]), source.template entry<E>(values[1][1])};
+        for (int from = warp; from < units; from += AT_ONCE * S::WARPS) {
+            typename Source::template Pending<E, 2> pending[AT_ONCE];
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (channel >= channels) left[i] = 0.f;
-            unsigned char* mine = memory + unit * S::DIGIT_STRIDE;
-            const u32 exponent = max(DigitSums<Codec>::largest(left) >> 23, LEAST_EXPONENT);
-            float weight;
-            // What rounding leaves is 2^-30 of the unit's largest activation, and is left out.
-            const u32 plain =
-                DigitSums<Codec>::template to_digits<S::QUANT_GROUP_ROWS>(left, exponent, reinterpret_cast<u32*>(mine), lane, weight);
-            if (lane / 4 % S::QUANT_GROUP_ROWS == 0)
-                reinterpret_cast<u32*>(mine + S::PLAIN_AT)[lane / 4 / S::QUANT_GROUP_ROWS * 4 + lane % 4] = plain;
-            if (lane < 4) reinterpret_cast<float*>(mine + S::DIGIT_UNIT_AT)[lane] = weight;
+            for (int i = 0; i < AT_ONCE; ++i) {
+                // Units and rows behind the last repeat others.
+                const int at = min(channel_of_lane(first + min(from + i * S::WARPS, units - 1), lane), channels - 16 + lane % 4 * 2);
+                pending[i].request(source, 0, at, at + 8);
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const int unit = from + i * S::WARPS;
+                float values[2][2];
+                pending[i].finish(source, values);
+                if (unit < units)
+                    make_digits<S, Codec>(source, values, channel_of_lane(first + unit, lane) < channels, memory + unit * S::DIGIT_STRIDE, lane);
+            }
         }
         source.settle(step, warp, lane);
     } else {

@@ -1,5 +1,6 @@
 // What the host tells the persistent kernel; mirrored in launch/persistent.py.
 #pragma once
+#include "persistent/lab.cuh"
 #include "ptx/tensor_copy.cuh"
 
 enum Product { QKV, OUTPUT, GATE_UP, DOWN, PRODUCTS };
@@ -12,9 +13,9 @@ struct StepLayer {
     const float* mlp_gamma;                                        // [H]
     const float* query_gamma;                                      // [D], or null where queries have no norm
     const float* key_gamma;
-    const unsigned short* bias[PRODUCTS];  // [N], or null
-    unsigned short* key_cache;             // [B, KV, L, D]
-    unsigned short* value_cache;
+    const u16* bias[PRODUCTS];  // [N], or null
+    u16* key_cache;             // [B, KV, L, D]
+    u16* value_cache;
     int window;  // positions that a query sees at most, its own included; 0: all
     int padding[11];
 };
@@ -31,7 +32,7 @@ struct StepArguments {
     const int* lengths;  // [M] positions in the cache
     const float* cosines;  // [positions, D / 2]
     const float* sines;
-    unsigned short* result;  // [M, H]
+    u16* result;  // [M, H]
     // Messages.
     float* parts[PRODUCTS];         // [PARTS, M, N] sums of a part of K
     float* attention;               // [M, MAX_SPLITS, heads * D]
@@ -47,17 +48,7 @@ struct StepArguments {
     int activation;    // enum Activation
     float eps, scale, softcap;  // softcap 0: none
     float query_eps;
-    u64* trace;
+    u64* trace;  // of the lab
 };
-#ifdef LAB_TRACE
-#define MARK(kind, id)                                                                                    \
-    if (round == 10 && lane == 0) {                                                                       \
-        u64 now_;                                                                                         \
-        asm volatile("mov.u64 %0, %%clock64;" : "=l"(now_)::"memory");                                    \
-        step.trace[(blockIdx.x * 5 + kind) * 64 + (id)] = now_;                                           \
-    }
-#else
-#define MARK(kind, id) {}
-#endif
 
 enum Activation { SILU, GELU_TANH };

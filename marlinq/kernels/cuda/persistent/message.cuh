@@ -7,6 +7,7 @@
 //
 // A float loses its last bit, 2^-24 of its size; one that was rounded to 16 bits loses nothing.
 #pragma once
+#include "persistent/lab.cuh"
 #include "ptx/message.cuh"
 
 // Turns of waiting after which something must be wrong: seconds, where a step takes a millisecond.
@@ -34,10 +35,7 @@ struct Letters {
             for (int i = 0; i < COUNT; ++i)
 #pragma unroll
                 for (int n = 0; n < N; ++n) differs |= words[i][n] ^ round;
-            if ((differs & 1) == 0) break;
-#ifdef LAB_NO_WAIT
-            break;
-#endif
+            if ((differs & 1) == 0 || LAB_NO_WAIT) break;
             if (turns == PATIENCE) trap();
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) load_words(words[i], from[i]);

@@ -48,11 +48,7 @@ private:
         window.admit();
         ring.wait_empty();
         const u32 barrier = ring.full + 8 * ring.stage;
-#ifdef LAB_NO_COPIES
-        barrier_arrive(barrier);
-#else
-        barrier_expect(barrier, bytes);
-#endif
+        barrier_expect(barrier, LAB_NO_COPIES ? 0 : bytes);
         return barrier;
     }
     __device__ __forceinline__ void product(const StepLayer* layer, int product) {
@@ -67,10 +63,7 @@ private:
                 const u32 barrier = begin(units * S::UNIT_COPIED_BYTES), words = ring.address();
                 const u32 stage_scales = scales + ring.stage * S::SCALE_BYTES;
 #pragma unroll 1
-                for (int u = 0; u < units; u += shape.box_units) {
-#ifdef LAB_NO_COPIES
-                    break;
-#endif
+                for (int u = 0; u < units && !LAB_NO_COPIES; u += shape.box_units) {
                     const int at = share.first + unit + u;
                     copy_box_once(words + u * S::UNIT_BYTES, &layer->words[product], 0, tile, at * S::UNIT_ROWS, barrier);
                     copy_box_once(stage_scales + u * S::UNIT_SCALE_BYTES, &layer->scales[product], 0, tile,
@@ -94,10 +87,7 @@ private:
                 const u32 barrier = begin(2 * S::CACHE_BYTES), at = ring.address();
                 const int y = first + (chunks.begin + j) * CHUNK_POSITIONS;
 #pragma unroll
-                for (int slab = 0; slab < S::HEAD_DIM / 64; ++slab) {
-#ifdef LAB_NO_COPIES
-                    break;
-#endif
+                for (int slab = 0; slab < S::HEAD_DIM / 64 && !LAB_NO_COPIES; ++slab) {
                     copy_box(at + slab * S::POSITION_SLAB_BYTES, &layer->keys, slab * 64, y, barrier);
                     copy_box(at + S::CACHE_BYTES + slab * S::POSITION_SLAB_BYTES, &layer->values, slab * 64, y, barrier);
                 }

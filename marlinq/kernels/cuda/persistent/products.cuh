@@ -62,7 +62,7 @@ struct Multiplier {
             for (; stage < share.stages; stage += S::TEAMS) {
                 ring.wait_full();
                 const int unit = stage * S::TEAM + member;
-                if (unit < share.units) add_unit(sums, unit);
+                if (unit < share.units && !LAB_NO_PRODUCTS) add_unit(sums, unit);
                 release_stage();
             }
             wait_for_slot(slot);
@@ -108,9 +108,6 @@ private:
     }
 
     __device__ __forceinline__ void add_unit(DigitSums<Codec>& sums, int unit) const {
-#ifdef LAB_NO_PRODUCTS
-        return;
-#endif
         const unsigned char* digits = shared + S::ACTIVATIONS_AT + unit * S::DIGIT_STRIDE;
         const u32 plain = reinterpret_cast<const u32*>(digits + S::PLAIN_AT)[lane / 4 / S::QUANT_GROUP_ROWS * 4 + lane % 4];
         const float weight = reinterpret_cast<const float*>(digits + S::DIGIT_UNIT_AT)[lane % 4];
@@ -120,9 +117,6 @@ private:
             [&](int g) { return load_group_scales(scales(g), lane); }, [&](int g) { return zeros(g); });
     }
     __device__ __forceinline__ void add_unit(Accumulators<1>& sums, int unit) const {
-#ifdef LAB_NO_PRODUCTS
-        return;
-#endif
         const u32 activations = shared_address(shared) + S::ACTIVATIONS_AT + unit * 2 * S::SLAB_BYTES;
         const uint4* words = reinterpret_cast<const uint4*>(stage_memory() + member * S::UNIT_BYTES) + lane;
         GroupSums group_sums;
