@@ -5,8 +5,8 @@
 
 Variants leave something out (``persistent_variants``), so their results are wrong: ``stream`` neither waits
 for other blocks nor multiplies, ``exchange`` does not multiply, ``compute`` neither waits nor copies,
-``latency`` does not copy, ``hollow`` neither copies nor multiplies. Those named trace also show when each step
-of a layer is reached: cycles from the layer's start, median and most of all blocks.
+``latency`` does not copy, ``hollow`` neither copies nor multiplies. Those named trace also show when each
+step of a layer is reached: cycles from the layer's start, median and most of all blocks.
 """
 
 from __future__ import annotations
