@@ -723,7 +723,12 @@ FAULTS = [
         PERSISTENT,
         "ptx/matrix.cuh",
         [
-            ("matrices not transposed", "x4.trans.shared", "x4.shared", WRONG),
+            (
+                "matrices not transposed",
+                "stmatrix.sync.aligned.m8n8.x4.trans",
+                "stmatrix.sync.aligned.m8n8.x4",
+                WRONG,
+            ),
         ],
     ),
     *_in(

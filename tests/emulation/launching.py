@@ -108,6 +108,8 @@ class Memory:
         after_previous: belongs to the stream's previous kernel until that has ended.
         holds_values: may be read before it is written, though it is an output.
         flags: words by which blocks wait for each other, for instructions with an order and a scope.
+        messages: words that say themselves whether they have been written (``persistent/message.cuh``).
+        untracked: holds something already, of which the kernel replaces parts; reads are not checked.
     """
 
     name: str
@@ -116,6 +118,8 @@ class Memory:
     after_previous: bool = False
     holds_values: bool = False
     flags: bool = False
+    messages: bool = False
+    untracked: bool = False
 
 
 def apart(tensor: Tensor) -> Tensor:
@@ -223,8 +227,13 @@ def _range(operand: Memory) -> _Range:
         operand.writable,
         operand.after_previous,
         operand.holds_values,
-        operand.flags,
+        _kind(operand),
     )
+
+
+def _kind(operand: Memory) -> int:
+    """What instructions may touch it; mirrored in machine/memory.cpp."""
+    return 2 if operand.messages else 3 if operand.untracked else int(operand.flags)
 
 
 def _source_line(library: str, frames: list[int]) -> str:

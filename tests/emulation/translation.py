@@ -37,6 +37,7 @@ def translate(source: str, kernel: str) -> str:
     """
     cluster, source = _attribute(source, "__cluster_dims__")
     bounds, source = _attribute(source, "__launch_bounds__")
+    _, source = _attribute(source, "__maxnreg__")
     source = _replace_asm(source)
     source = _DYNAMIC.sub(
         lambda m: (

@@ -23,6 +23,7 @@ from marlinq.kernels.decide.device import GpuProperties
 
 # Enumerators of cuda.h.
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 # CUDA_ERROR_INVALID_IMAGE, _NO_BINARY_FOR_GPU, _INVALID_SOURCE, _FILE_NOT_FOUND, _NOT_FOUND (of a kernel)
 _REFUSALS = (200, 209, 300, 301, 500)
@@ -82,6 +83,7 @@ _thread = _Thread()
 _HERE = nullcontext()
 
 _OVERLAPPING = _Attribute(_PROGRAMMATIC, 0, (1, 0, 0))
+_AT_ONCE = _Attribute(_COOPERATIVE, 0, (1, 0, 0))
 
 _Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 _allocator: _Allocator | None = None
@@ -249,6 +251,8 @@ class Launches:
         arguments: the kernel's parameters, one field each; copied.
         dependent: let the kernel start before the stream's previous one has ended; it waits for that one
             itself (``griddepcontrol.wait``).
+        cooperative: all blocks run at once, since they wait for each other; the driver refuses a grid that
+            does not fit. Not together with ``dependent``.
     """
 
     __slots__ = ("_arguments", "_config", "_idle", "function", "give")
@@ -262,10 +266,21 @@ class Launches:
         arguments: ctypes.Structure,
         *,
         dependent: bool = False,
+        cooperative: bool = False,
     ) -> None:
         self.function = function
+        attribute = _AT_ONCE if cooperative else _OVERLAPPING
         self._config = _Config(
-            grid, 1, 1, threads, 1, 1, shared_bytes, None, ctypes.pointer(_OVERLAPPING), dependent
+            grid,
+            1,
+            1,
+            threads,
+            1,
+            1,
+            shared_bytes,
+            None,
+            ctypes.pointer(attribute),
+            dependent or cooperative,
         )
         self._arguments = arguments
         self._idle: list[Launch] = []

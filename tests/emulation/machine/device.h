@@ -134,7 +134,11 @@ struct Range {
     uint32_t writable;        // else read-only
     uint32_t after_previous;  // not to be touched before the previous kernel has ended
     uint32_t holds_values;    // may be read before it is written
-    uint32_t flags;           // words that order the blocks' accesses to the other ranges; no others are ordered
+    uint32_t flags;           // a kind, below
+
+    // FLAGS: words that order the blocks' accesses to the other ranges; no others are ordered. MESSAGES: words that say
+    // themselves whether they have been written. UNTRACKED: has been written before, and reads are not ordered.
+    enum Kind : uint32_t { PLAIN, FLAGS, MESSAGES, UNTRACKED };
 };
 constexpr int MAX_FRAMES = 16;
 struct Launch {

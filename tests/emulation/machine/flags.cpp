@@ -20,7 +20,7 @@ size_t index_of_flag(u64 address, const char* what) {
     for (uint32_t i = 0; i < machine.launch.range_count; ++i) {
         const Range& range = machine.launch.ranges[i];
         const u64 begin = reinterpret_cast<u64>(range.begin);
-        if (!range.flags) continue;
+        if (range.flags != Range::FLAGS) continue;
         if (address >= begin && address < begin + range.bytes) return index + (address - begin) / 4;
         index += range.bytes / 4;
     }
@@ -58,7 +58,7 @@ void store(Flag& flag, size_t index, u64 address, u32 value, bool releases) {
 void make_flags() {
     size_t number = 0;
     for (uint32_t i = 0; i < machine.launch.range_count; ++i)
-        if (machine.launch.ranges[i].flags) number += machine.launch.ranges[i].bytes / 4;
+        if (machine.launch.ranges[i].flags == Range::FLAGS) number += machine.launch.ranges[i].bytes / 4;
     machine.flags.resize(number);
 }
 
@@ -109,5 +109,49 @@ void add_flag(Output<u32> before, u64 address, u32 value) {
     before.set(found);
     maybe_yield(4);
 }
+
+// Messages: relaxed accesses to words that say themselves whether they have been written. They order nothing else.
+
+constexpr uint64_t MOST_IDLE_LOOKS = 2'000'000;
+
+template <size_t WORDS>
+void load_messages(const std::array<Output<u32>, WORDS>& values, u64 address) {
+    if (address % (4 * WORDS)) fail("ld of %zu messages from an address that is no multiple of %zu", WORDS, 4 * WORDS);
+    check_global(address, 4 * WORDS, Access::MESSAGE, "ld of a message");
+    maybe_yield(4);
+    // Who looks at messages while nobody writes any gives others their turn, however high its priority.
+    if (self->looked_at_stores == machine.message_stores) {
+        self->warp->priority = machine.random.next();
+        if (++machine.idle_looks > MOST_IDLE_LOOKS) {
+            const Range* range = range_of(address);
+            fail("waits for byte %zu of %s, and all others wait too",
+                 static_cast<size_t>(address - reinterpret_cast<u64>(range->begin)), range->name);
+        }
+        maybe_yield(1);
+    }
+    self->looked_at_stores = machine.message_stores;
+    for (size_t i = 0; i < WORDS; ++i) {
+        u32 word;
+        memcpy(&word, reinterpret_cast<const void*>(address + 4 * i), 4);
+        values[i].set(word);
+    }
+}
+template void load_messages<2>(const std::array<Output<u32>, 2>&, u64);
+template void load_messages<4>(const std::array<Output<u32>, 4>&, u64);
+
+void load_message(Output<u32> value, u64 address) { load_messages<1>({value}, address); }
+
+void store_message(u64 address, u32 value) {
+    if (address % 4) fail("st of a message to an address that is no multiple of 4");
+    check_global(address, 4, Access::MESSAGE, "st of a message");
+    maybe_yield(4);
+    memcpy(reinterpret_cast<void*>(address), &value, 4);
+    ++machine.message_stores;
+    machine.idle_looks = 0;
+}
+
+void prefetch_map(u64) {}
+
+void trap() { fail("trap"); }
 
 }  // namespace emulation

@@ -34,6 +34,17 @@ void copy_tensor_3d(u32 destination, u64 map, const std::array<Input<u32>, 3>& a
 void store_async_v4(u32 address, const Inputs4& values, u32 barrier);
 
 // ld, st between the blocks of a grid: .acquire, .release and .relaxed at the scope of the GPU (flags.cpp).
+template <size_t WORDS>
+void load_messages(const std::array<Output<u32>, WORDS>& values, u64 address);
+void load_message(Output<u32> value, u64 address);
+void store_message(u64 address, u32 value);
+void prefetch_map(u64 map);
+// The emulation rounds where the hardware approximates.
+inline void approximate_exp2(Output<float> result, float x) { result.set(exp2f(x)); }
+inline void approximate_log2(Output<float> result, float x) { result.set(log2f(x)); }
+inline void approximate_reciprocal(Output<float> result, float x) { result.set(1.f / x); }
+inline void approximate_reciprocal_root(Output<float> result, float x) { result.set(1.f / sqrtf(x)); }
+void trap();
 void load_flag(Output<u32> value, u64 address, bool acquires);
 void add_flag(Output<u32> before, u64 address, u32 value);
 void store_flag(u64 address, u32 value, bool releases);

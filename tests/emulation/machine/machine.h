@@ -95,6 +95,7 @@ struct Fiber {
     unsigned registers = 0;
     CopyQueue copies;
     ProductQueue products;
+    uint64_t looked_at_stores = ~0ull;  // how many messages had been written when it looked at one last
     uint32_t last_flag = ~0u, last_stores = 0;  // the flag it looked at last, and how often that had been stored to
 };
 
@@ -192,6 +193,7 @@ struct Machine {
     std::map<ptrdiff_t, std::vector<GlobalWrite>> writes;  // of a writable range: of every two bytes
     std::vector<Flag> flags;
     uint32_t static_end = 0, static_bytes = 0, dynamic_at = 0;
+    uint64_t message_stores = 0, idle_looks = 0;  // looks at messages since the last was written
 };
 
 extern Machine machine;

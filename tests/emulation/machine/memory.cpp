@@ -74,6 +74,8 @@ void each_granule(Block& block, uint32_t address, uint32_t bytes, ACT act) {
     for (uint32_t at = address & ~1u; at < address + bytes; at += 2) act(block.granules[at / 2], at);
 }
 
+}  // namespace
+
 const Range* range_of(uintptr_t address) {
     for (uint32_t i = 0; i < machine.launch.range_count; ++i) {
         const Range& range = machine.launch.ranges[i];
@@ -82,6 +84,8 @@ const Range* range_of(uintptr_t address) {
     }
     return nullptr;
 }
+
+namespace {
 
 std::string nearest_range(uintptr_t address) {
     std::string nearest = "no operand is near";
@@ -246,12 +250,14 @@ void check_global(uintptr_t address, size_t bytes, Access access, const char* wh
     if (!range || address + bytes > reinterpret_cast<uintptr_t>(range->begin) + range->bytes)
         fail("%s of %zu bytes out of bounds of global memory: %s", what, bytes,
              nearest_range(range ? address + bytes : address).c_str());
-    if (range->flags != (access == Access::FLAG))
+    if ((range->flags == Range::FLAGS) != (access == Access::FLAG))
         fail("%s of %s, %s", what, range->name, range->flags ? "which is for flags" : "which is no flag");
+    if ((range->flags == Range::MESSAGES) != (access == Access::MESSAGE))
+        fail("%s of %s, %s", what, range->name, range->flags ? "which is for messages" : "which is no message");
     if (access == Access::WRITE && !range->writable) fail("%s writes %s, which is an input", what, range->name);
     if (access == Access::READ_CONSTANT && range->writable)
         fail("%s reads %s through the read-only path while the kernel may write it", what, range->name);
-    if (range->writable && access != Access::FLAG) {
+    if (range->writable && range->flags == Range::PLAIN) {
         auto& writes = machine.writes[range - machine.launch.ranges];
         writes.resize((range->bytes + 1) / 2);
         const size_t first = address - reinterpret_cast<uintptr_t>(range->begin);

@@ -34,8 +34,10 @@ unsigned char* land_in_shared(Block& block, uint32_t address, uint32_t bytes);
 // A barrier object's bytes are for barrier instructions alone.
 void make_barrier_bytes(uint32_t address);
 
-enum class Access { READ, READ_CONSTANT, WRITE, FLAG };
+enum class Access { READ, READ_CONSTANT, WRITE, FLAG, MESSAGE };
 // Whether the running thread may touch global memory now.
+// Whose bytes these are; null for nobody's.
+const Range* range_of(uintptr_t address);
 void check_global(uintptr_t address, size_t bytes, Access access, const char* what);
 
 }  // namespace emulation

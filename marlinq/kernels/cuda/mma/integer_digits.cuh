@@ -68,7 +68,8 @@ struct DigitSums {
         return value;
     }
 
-private:
+    // The parts of `add`, for those who multiply several words with the same digits.
+
     // The bits of the warp's largest absolute value; more than those of infinity if one is undefined.
     static __device__ __forceinline__ u32 largest(const float (&values)[4]) {
         u32 mine = 0;

@@ -10,6 +10,14 @@ __device__ __forceinline__ void load_matrix_x4(u32 (&r)[4], u32 address) {
                  : "memory");
 }
 
+// The same, but lane l gets column l / 4, rows 2 (l % 4) + {0, 1}.
+__device__ __forceinline__ void load_matrix_x4_transposed(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 // Four 8x8 matrices of 16-bit elements, of which lane l holds row l / 4, columns 2 (l % 4) + {0, 1}, to memory with
 // columns as rows; lane l gives the address of the row that receives column l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrix_x4_transposed(u32 address, const u32 (&r)[4]) {

@@ -1,0 +1,2 @@
+#define LAB_NO_PRODUCTS 1
+#include "kernels/persistent.cuh"

@@ -1,0 +1,2 @@
+#define LAB_NO_COPIES 1
+#include "kernels/persistent.cuh"

@@ -1,0 +1,3 @@
+#define LAB_NO_WAIT 1
+#define LAB_NO_PRODUCTS 1
+#include "kernels/persistent.cuh"

@@ -1,0 +1,2 @@
+#define LAB_TRACE
+#include "kernels/persistent.cuh"

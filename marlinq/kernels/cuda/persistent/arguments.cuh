@@ -1,0 +1,54 @@
+// What the host tells the persistent kernel; mirrored in launch/persistent.py.
+#pragma once
+#include "persistent/lab.cuh"
+#include "ptx/tensor_copy.cuh"
+
+enum Product { QKV, OUTPUT, GATE_UP, DOWN, PRODUCTS };
+
+// One layer, in global memory.
+struct StepLayer {
+    TensorMap words[PRODUCTS], scales[PRODUCTS], zeros[PRODUCTS];  // boxes of one tile of columns
+    TensorMap keys, values;                                        // [B * KV * L, D], boxes of 64 channels and 32 positions
+    const float* attention_gamma;                                  // [H]
+    const float* mlp_gamma;                                        // [H]
+    const float* query_gamma;                                      // [D], or null where queries have no norm
+    const float* key_gamma;
+    const u16* bias[PRODUCTS];  // [N], or null
+    u16* key_cache;             // [B, KV, L, D]
+    u16* value_cache;
+    int window;  // positions that a query sees at most, its own included; 0: all
+    int padding[11];
+};
+
+// Sizes of a product, the same in all layers.
+struct ProductShape {
+    int channels;   // K
+    int tiles;      // N / 64
+    int box_units;  // units of 128 channels that a copy brings
+};
+
+struct StepArguments {
+    const StepLayer* layers;
+    const int* lengths;  // [M] positions in the cache
+    const float* cosines;  // [positions, D / 2]
+    const float* sines;
+    u16* result;  // [M, H]
+    // Messages.
+    float* parts[PRODUCTS];         // [PARTS, M, N] sums of a part of K
+    float* attention;               // [M, MAX_SPLITS, heads * D]
+    float* attention_weight;        // [M, MAX_SPLITS, heads] logarithms to base 2
+    float* middle;                  // [M, H] the residual stream behind the attention
+    float* middle_squares;          // [M, H / 16] sums of squares
+    float* mlp;                     // [M, I] the input of down
+    float* stream;                  // [M, H] the residual stream behind the MLP
+    float* stream_squares;          // [M, H / 16]
+    ProductShape shape[PRODUCTS];
+    int layer_count, rows, hidden, heads, kv_heads, capacity;
+    int narrow_first;  // norms round before they multiply with gamma
+    int activation;    // enum Activation
+    float eps, scale, softcap;  // softcap 0: none
+    float query_eps;
+    u64* trace;  // of the lab
+};
+
+enum Activation { SILU, GELU_TANH };

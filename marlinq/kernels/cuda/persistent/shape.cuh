@@ -1,0 +1,139 @@
+// Who does what in the persistent kernel, and where it lies in shared memory.
+//
+// Work. The grid has PARTS blocks for every group of columns. Block b owns part b % PARTS of K, in units of 128 channels, of
+// the columns of group b / PARTS: every so manieth tile of 64 columns, or pair of tiles where gate and up take turns.
+//
+// Warps. TEAMS teams of TEAM warps multiply: a stage of the ring is TEAM units, one for each warp of the team that owns the
+// stage. SLOTS warps add their sums, a slot of two tiles each, and exchange them with the other parts of K. One warp is the TMA
+// producer.
+//
+//   | ring: STAGES of words | STAGES of scales, zero points | activations, or attention | SLOTS of sums |
+#pragma once
+#include "persistent/arguments.cuh"
+
+constexpr int PARTS = 4;
+constexpr int MAX_SPLITS = 16;       // of a context
+constexpr int CHUNK_POSITIONS = 32;  // of the cache in a stage
+
+template <typename C>
+struct StepShape {
+    static constexpr int TEAM = C::TEAM, TEAMS = C::TEAMS, STAGES = C::STAGES, WINDOW = C::WINDOW;
+    static constexpr int ROWS = C::ROWS;  // of the batch at most
+    static constexpr int SLOTS = C::SLOTS, HEAD_DIM = C::HEAD_DIM, QUANT_GROUP = C::QUANT_GROUP;
+    static constexpr bool DIGITS = C::DIGITS, ZEROS = C::ZEROS, SOFTCAP = C::SOFTCAP;
+
+    static constexpr int UNIT = 128;  // channels
+    static constexpr int UNIT_ROWS = UNIT / 16, UNIT_GROUPS = UNIT / QUANT_GROUP, QUANT_GROUP_ROWS = UNIT_ROWS / UNIT_GROUPS;
+    static constexpr int UNIT_BYTES = UNIT_ROWS * 512, UNIT_SCALE_BYTES = UNIT_GROUPS * 128;
+    static constexpr int BYTES = TEAM * UNIT_BYTES;  // of a stage's words
+    static constexpr int ZEROS_AT = TEAM * UNIT_SCALE_BYTES, SCALE_BYTES = (ZEROS ? 2 : 1) * ZEROS_AT;
+    static constexpr int UNIT_COPIED_BYTES = UNIT_BYTES + (ZEROS ? 2 : 1) * UNIT_SCALE_BYTES;
+
+    static constexpr int WARPS = TEAM * TEAMS;  // that multiply
+    static constexpr int EPILOGUE_WARPS = SLOTS, PRODUCER = WARPS + EPILOGUE_WARPS, THREADS = 32 * (PRODUCER + 1);
+
+    // Sums of a pair of tiles: [tile][contribution][row][64 columns].
+    static constexpr int PITCH = DIGITS ? 64 : 68;  // floats; the latter avoids bank conflicts
+    static constexpr int TILE_SUM_BYTES = WARPS * ROWS * PITCH * 4, SLOT_BYTES = 2 * TILE_SUM_BYTES;
+
+    // Digits of a unit, for a single row: the digits, their sums by quantisation group, their weights.
+    static constexpr int PLAIN_AT = 512, DIGIT_UNIT_AT = PLAIN_AT + 16 * UNIT_GROUPS, DIGIT_STRIDE = DIGIT_UNIT_AT + 16;
+    // Else activations as rows of 64 channels, swizzled.
+    static constexpr int SLAB_BYTES = ROWS * 128;
+
+    // Attention: queries, the new key and value, scores of the new position, and what the teams leave.
+    static constexpr int QUERY_BYTES = 8 * HEAD_DIM * 2, NEW_AT = QUERY_BYTES, SCORES_AT = NEW_AT + 2 * HEAD_DIM * 4;
+    static constexpr int ENTRIES_AT = SCORES_AT + 8 * 4;
+    static constexpr int POSITION_SLAB_BYTES = CHUNK_POSITIONS * 128, CACHE_BYTES = HEAD_DIM / 64 * POSITION_SLAB_BYTES;
+    static_assert(2 * CACHE_BYTES <= BYTES, "a stage holds a chunk of keys and values");
+    static_assert(HEAD_DIM % (16 * TEAM) == 0, "warps of a team share the channels of an output");
+    static_assert(STAGES % TEAMS == 0, "a stage belongs to one team, which then sees all of its phases");
+
+    static constexpr int RING_BYTES = STAGES * BYTES;
+    static constexpr int SCALES_AT = RING_BYTES, ACTIVATIONS_AT = SCALES_AT + STAGES * SCALE_BYTES;
+    static constexpr int SLOTS_AT = ACTIVATIONS_AT + C::ACTIVATION_BYTES;
+    static constexpr int SHARED_BYTES = SLOTS_AT + SLOTS * SLOT_BYTES + 1024;  // of these some for the alignment
+    static_assert(C::SHARED_BYTES == SHARED_BYTES, "host and kernel count different bytes of shared memory");
+    static_assert(C::ACTIVATION_BYTES % 128 == 0, "sums are aligned");
+};
+
+// A block's share of a product.
+template <typename S>
+struct Share {
+    int first, units;   // of K
+    int stages;         // of a tile
+    int tiles;          // of the block
+    int group, groups;  // of columns
+    bool paired;
+
+    // Once, since divisions take longer than a trip to shared memory.
+    __device__ __forceinline__ void make(const ProductShape& shape, int product) {
+        const int part = blockIdx.x % PARTS, all = (shape.channels + S::UNIT - 1) / S::UNIT;
+        group = blockIdx.x / PARTS, groups = gridDim.x / PARTS;
+        first = all * part / PARTS;
+        units = all * (part + 1) / PARTS - first;
+        stages = (units + S::TEAM - 1) / S::TEAM;
+        paired = product == GATE_UP;
+        const int columns = paired ? shape.tiles / 2 : shape.tiles;
+        tiles = group < columns ? (columns - group + groups - 1) / groups : 0;
+        if (paired) tiles *= 2;
+    }
+    // Number of the block's tile i among all.
+    __device__ __forceinline__ int tile(int i) const {
+        return paired ? 2 * (group + i / 2 * groups) + i % 2 : group + i * groups;
+    }
+};
+
+// A block's share of the attention: units of a row, a head of keys, and a part of the context.
+struct AttentionUnit {
+    int row, kv_head, split, splits;
+};
+
+template <typename S>
+struct Plan {
+    int splits[S::ROWS], length[S::ROWS];
+    int kv_heads, units;
+    Share<S> shares[PRODUCTS];
+
+    // Parts of contexts such that all blocks have work, and none less than is worth a part.
+    __device__ __forceinline__ void make(const StepArguments& step) {
+        for (int product = 0; product < PRODUCTS; ++product) shares[product].make(step.shape[product], product);
+        kv_heads = step.kv_heads;
+        int chunks = 0;
+        for (int row = 0; row < step.rows; ++row) {
+            length[row] = step.lengths[row];
+            chunks += (length[row] + CHUNK_POSITIONS - 1) / CHUNK_POSITIONS;
+        }
+        const int share = max((chunks * step.kv_heads + (int)gridDim.x - 1) / (int)gridDim.x, 4);
+        units = 0;
+        for (int row = 0; row < step.rows; ++row) {
+            const int mine = (length[row] + CHUNK_POSITIONS - 1) / CHUNK_POSITIONS;
+            splits[row] = max(1, min(MAX_SPLITS, (mine + share - 1) / share));
+            units += step.kv_heads * splits[row];
+        }
+    }
+    __device__ __forceinline__ AttentionUnit unit(int index) const {
+        int row = 0;
+        for (;; ++row) {
+            const int here = kv_heads * splits[row];
+            if (index < here) break;
+            index -= here;
+        }
+        return {row, index / splits[row], index % splits[row], splits[row]};
+    }
+};
+
+// Chunks of the cache that a unit reads.
+struct Chunks {
+    int begin, count;
+    int first_position, length;  // what of them counts
+
+    __device__ __forceinline__ Chunks(const AttentionUnit& unit, int positions, int window) {
+        length = positions;
+        first_position = window > 0 ? max(0, positions + 1 - window) : 0;
+        const int from = first_position / CHUNK_POSITIONS, to = (positions + CHUNK_POSITIONS - 1) / CHUNK_POSITIONS;
+        const int all = max(to - from, 0), share = (all + unit.splits - 1) / unit.splits;
+        begin = from + unit.split * share;
+        count = max(0, min(share, to - begin));
+    }
+};

@@ -1,0 +1,201 @@
+"""The persistent decode step on the emulated GPU, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from marlinq.kernels.launch import persistent
+from marlinq.kernels.launch.persistent import LayerOperands, Model, Operand, PersistentLayers
+from tests.emulation.build import Builder
+from tests.emulation.gemm import SOURCES
+from tests.emulation.launching import EmulatedKernel, KernelFault, Memory, _encode_tensor_map, apart
+from tests.kernels.persistent_problems import Features, Reference, Sizes, random_layer, rotary_tables
+
+SIZES = Sizes(512, 640, 8, 2, 64, 128)
+DEVICE = torch.device("cpu")
+# Rounding at the same places leaves what sums in float32 flip, and in one row that of its input.
+BOUND = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
+PLAIN = Features()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One decode step of a small model.
+
+    Attributes:
+        lengths: positions in the cache of every row.
+        features: of the layers.
+        grid: blocks.
+        layers: how many.
+        softcap: of the scores.
+        seed: of operands and schedule.
+    """
+
+    lengths: tuple[int, ...] = (70,)
+    features: Features = PLAIN
+    grid: int = 8
+    layers: int = 2
+    softcap: float | None = None
+    seed: int = 0
+
+
+CASES = {
+    "one row": Case(),
+    "one group of columns": Case(grid=4, layers=1, seed=4),
+    "four groups of columns": Case(grid=16, layers=1, seed=5),
+    "one row, bfloat16, window, cap": Case(
+        features=Features(dtype=torch.bfloat16, window=40, group=64, zeros=True), softcap=20.0, seed=3
+    ),
+    "three rows": Case(lengths=(70, 0, 33), seed=1),
+    "eight rows, groups of 32, zero points": Case(
+        lengths=(5, 31, 32, 64, 65, 127, 0, 100),
+        layers=1,
+        features=Features(group=32, zeros=True, bias=True, head_norms=True),
+        seed=2,
+    ),
+}
+
+
+def _apart(layer: LayerOperands) -> LayerOperands:
+    """The layer with guarded memory around every tensor."""
+
+    def guarded(value: object) -> object:
+        if isinstance(value, Operand):
+            return Operand(*(None if one is None else apart(one) for one in _tensors(value).values()))
+        return apart(value) if isinstance(value, Tensor) else value
+
+    return LayerOperands(*(guarded(getattr(layer, field.name)) for field in fields(layer)))  # type: ignore[arg-type]
+
+
+def _tensors(operand: Operand) -> dict[str, Tensor | None]:
+    return {field.name: getattr(operand, field.name) for field in fields(operand)}
+
+
+def _memory(layers: list[LayerOperands]) -> list[Memory]:
+    """What the kernel may touch of the layers."""
+    found = []
+    for number, layer in enumerate(layers):
+        for field in fields(layer):
+            value = getattr(layer, field.name)
+            name = f"{field.name} {number}"
+            if isinstance(value, Operand):
+                parts = _tensors(value).items()
+                found += [Memory(f"{name} {part}", one) for part, one in parts if one is not None]
+            elif field.name in ("keys", "values"):
+                found.append(Memory(name, value, writable=True, untracked=True))
+            elif isinstance(value, Tensor):
+                found.append(Memory(name, value))
+    return found
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case's tensors and its prepared launch."""
+
+    layers: list[LayerOperands]
+    tables: tuple[Tensor, Tensor]
+    given: Tensor
+    hidden: Tensor
+    lengths: Tensor
+    model: Model
+    step: PersistentLayers
+
+    def launch(self, builder: Builder, seed: int, *, prepared: bool = True, as_messages: bool = True) -> None:
+        """Both kernels; without the first where not ``prepared``."""
+        step, config = self.step, self.step.config
+        messages = Memory("messages", step.messages, writable=True, messages=as_messages)
+        if prepared:
+            prepare = persistent.prepare_instantiation(config.bfloat16)
+            EmulatedKernel(builder.kernel(prepare.text(), prepare.function, SOURCES)).launch(
+                2, 64, 0, step.prepare_arguments, [Memory("hidden", self.hidden), messages]
+            )
+        kernel = config.instantiation
+        EmulatedKernel(builder.kernel(kernel.text(), kernel.function, SOURCES)).launch(
+            step.grid,
+            config.threads,
+            config.shared_bytes,
+            step.arguments,
+            [
+                Memory("layers", step.descriptors),
+                Memory("lengths", self.lengths),
+                *(Memory(name, table) for name, table in zip(("cosines", "sines"), self.tables, strict=True)),
+                *_memory(self.layers),
+                messages,
+                Memory("result", self.hidden, writable=True),
+            ],
+            seed=seed,
+            resident=step.grid,
+        )
+
+
+def _problem(case: Case) -> Problem:
+    torch.manual_seed(case.seed)
+    dtype, rows = case.features.dtype, len(case.lengths)
+    model = Model(SIZES.heads, SIZES.kv_heads, 1e-5, SIZES.head_dim**-0.5, softcap=case.softcap)
+    layers = [_apart(random_layer(SIZES, case.features, rows, DEVICE)) for _ in range(case.layers)]
+    cosines, sines = map(apart, rotary_tables(SIZES, 100.0, DEVICE))
+    given = torch.randn(rows, SIZES.hidden).to(dtype)
+    hidden, lengths = apart(given), apart(torch.tensor(case.lengths, dtype=torch.int32))
+    config = persistent.choose(
+        [operand.channels for operand in layers[0].operands],
+        rows,
+        model,
+        SIZES.head_dim,
+        case.features.group,
+        zeros=case.features.zeros,
+        bfloat16=dtype == torch.bfloat16,
+        shared_bytes=100_000,
+        team=2,
+    )
+    assert config is not None
+    with mock.patch("marlinq.kernels.launch.persistent.encode_tensor_map", _encode_tensor_map):
+        step = PersistentLayers(layers, model, cosines, sines, hidden, lengths, grid=case.grid, config=config)
+    return Problem(layers, (cosines, sines), given, hidden, lengths, model, step)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_step_is_that_of_float64(builder: Builder, name: str) -> None:
+    case = CASES[name]
+    problem, dtype = _problem(case), case.features.dtype
+    expecting = [
+        replace(layer, keys=layer.keys.clone(), values=layer.values.clone()) for layer in problem.layers
+    ]
+    reference = Reference(problem.model, problem.tables, list(case.lengths), dtype)
+    expected = reference.step(expecting, problem.given)
+    problem.launch(builder, case.seed)
+    assert float((problem.hidden.double() - expected).norm() / expected.norm()) < BOUND[dtype]
+    for got, want in zip(problem.layers, expecting, strict=True):
+        for cache, wanted in ((got.keys, want.keys), (got.values, want.values)):
+            error = (cache.double() - wanted.double()).norm() / wanted.double().norm()
+            assert float(error) < BOUND[dtype]
+
+
+def test_a_message_that_nobody_writes_is_reported(builder: Builder) -> None:
+    with pytest.raises(KernelFault, match=r"waits for byte \d+ of messages"):
+        _problem(Case(grid=4, layers=1)).launch(builder, 0, prepared=False)
+
+
+def test_messages_are_no_plain_memory(builder: Builder) -> None:
+    with pytest.raises(KernelFault, match="messages, which is no message"):
+        _problem(Case(grid=4, layers=1)).launch(builder, 0, as_messages=False)
+
+
+def test_refusals_name_what_does_not_fit() -> None:
+    model = Model(SIZES.heads, SIZES.kv_heads, 1e-5, 0.125)
+    layer = random_layer(SIZES, Features(), 1, DEVICE)
+
+    def refusal(one: LayerOperands = layer, rows: int = 1, architecture: str = "sm_90a") -> str | None:
+        return persistent.persistent_refusal([one, layer], model, rows, architecture, 232_448)
+
+    assert refusal() is None
+    assert "sm_86" in (refusal(architecture="sm_86") or "")
+    assert "batch of 9" in (refusal(rows=9) or "")
+    other = random_layer(SIZES, Features(group=64), 1, DEVICE)
+    assert "several group sizes" in (refusal(other) or "")
+    wide = random_layer(replace(SIZES, intermediate=1024), Features(), 1, DEVICE)
+    assert "several shapes" in (refusal(wide) or "")

@@ -1,0 +1,159 @@
+"""Layers of random weights for the persistent decode step, and the same step in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from marlinq.kernels.launch.persistent import LayerOperands, Model, Operand
+from marlinq.kernels.ops.reference import dequantize_operands
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model: channels of the residual stream and of the MLP, heads and their channels, and what a cache
+    has room for."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    capacity: int
+
+
+LLAMA_3_8B = Sizes(4096, 14336, 32, 8, 128, 4352)
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a layer has.
+
+    Attributes:
+        group: channels that share a scale.
+        zeros, bias, head_norms: whether there are any.
+        dtype: of activations.
+        window: of the attention.
+    """
+
+    group: int = 128
+    zeros: bool = False
+    bias: bool = False
+    head_norms: bool = False
+    dtype: torch.dtype = torch.float16
+    window: int | None = None
+
+
+def random_operand(k: int, n: int, features: Features, device: torch.device, size: float = 1.0) -> Operand:
+    """Random codes, whose products of unit activations have about the given ``size``."""
+    groups = k // features.group
+    words = torch.randint(-(2**31), 2**31, (k // 16, 2 * n), dtype=torch.int32, device=device)
+    unit = size / (4.6 * k**0.5)
+    scales = (unit * (0.5 + torch.rand(groups, n, device=device))).to(features.dtype)
+    # Without zero points codes count from 8, and their mean is 7.5: signs keep sums from growing.
+    scales *= torch.randint(0, 2, (groups, n), device=device) * 2 - 1
+    zeros = torch.randint(4, 12, (groups, n), device=device).to(features.dtype) if features.zeros else None
+    bias = (torch.randn(n, device=device) / 8).to(features.dtype) if features.bias else None
+    return Operand(words, scales, zeros, bias)
+
+
+def random_layer(sizes: Sizes, features: Features, rows: int, device: torch.device) -> LayerOperands:
+    """A layer and its full cache."""
+    made = partial(random_operand, features=features, device=device)
+    gamma = lambda channels: 0.5 + torch.rand(channels, device=device)  # noqa: E731
+    shape = (rows, sizes.kv_heads, sizes.capacity, sizes.head_dim)
+    attention = sizes.heads * sizes.head_dim
+    return LayerOperands(
+        made(sizes.hidden, attention + 2 * sizes.kv_heads * sizes.head_dim),
+        made(attention, sizes.hidden, size=0.5),
+        made(sizes.hidden, 2 * sizes.intermediate),
+        made(sizes.intermediate, sizes.hidden, size=0.5),
+        gamma(sizes.hidden),
+        gamma(sizes.hidden),
+        torch.randn(shape, device=device).to(features.dtype),
+        torch.randn(shape, device=device).to(features.dtype),
+        gamma(sizes.head_dim) if features.head_norms else None,
+        gamma(sizes.head_dim) if features.head_norms else None,
+        features.window,
+    )
+
+
+def rotary_tables(sizes: Sizes, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [capacity, D / 2]."""
+    half = sizes.head_dim // 2
+    angles = torch.arange(sizes.capacity, device=device)[:, None] * base ** (
+        -torch.arange(half, device=device) / half
+    )
+    return angles.cos().contiguous(), angles.sin().contiguous()
+
+
+class Reference:
+    """The step in float64, rounded where the kernel rounds, but for the input of a single row's products.
+
+    Args:
+        model: what layers have in common.
+        tables: from :func:`rotary_tables`.
+        lengths: positions in the cache of every row.
+        dtype: of activations.
+    """
+
+    def __init__(
+        self, model: Model, tables: tuple[Tensor, Tensor], lengths: list[int], dtype: torch.dtype
+    ) -> None:
+        self._model, self._lengths, self._dtype = model, lengths, dtype
+        self._cosines, self._sines = (table[lengths].double()[:, None] for table in tables)
+
+    def step(self, layers: list[LayerOperands], hidden: Tensor) -> Tensor:
+        """What leaves the last layer; caches are appended to."""
+        x = hidden.double()
+        for layer in layers:
+            x = self._round(
+                x + self._product(self._attend(layer, self._norm(x, layer.attention_gamma)), layer.output)
+            )
+            made = self._product(self._norm(x, layer.mlp_gamma), layer.gate_up).view(x.shape[0], -1, 2, 64)
+            gate, up = made[:, :, 0].flatten(1), made[:, :, 1].flatten(1)
+            inner = self._round(self._round(torch.nn.functional.silu(gate)) * up)
+            x = self._round(x + self._product(inner, layer.down))
+        return x
+
+    def _round(self, x: Tensor) -> Tensor:
+        return x.to(self._dtype).double()
+
+    def _norm(self, x: Tensor, gamma: Tensor, eps: float | None = None) -> Tensor:
+        normal = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + (eps or self._model.eps))
+        return self._round(self._round(normal) * gamma.double())
+
+    def _product(self, x: Tensor, operand: Operand) -> Tensor:
+        made = x @ dequantize_operands(operand.words, operand.scales, operand.zeros).double()
+        return self._round(made if operand.bias is None else made + operand.bias.double())
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        lower, upper = x.chunk(2, -1)
+        c, s = self._cosines, self._sines
+        return self._round(torch.cat([lower * c - upper * s, upper * c + lower * s], -1))
+
+    def _attend(self, layer: LayerOperands, x: Tensor) -> Tensor:
+        model, head_dim = self._model, layer.keys.shape[3]
+        made = self._product(x, layer.qkv).view(x.shape[0], -1, head_dim)
+        q, k, v = made.split([model.heads, model.kv_heads, model.kv_heads], 1)
+        if layer.query_gamma is not None and layer.key_gamma is not None:
+            q = self._norm(q, layer.query_gamma, model.query_eps)
+            k = self._norm(k, layer.key_gamma, model.query_eps)
+        q, k = self._rotate(q), self._rotate(k)
+        out = torch.empty_like(q)
+        for row, length in enumerate(self._lengths):
+            layer.keys[row, :, length] = k[row].to(self._dtype)
+            layer.values[row, :, length] = v[row].to(self._dtype)
+            first = 0 if layer.window is None else max(0, length + 1 - layer.window)
+            keys, values = (
+                cache[row, :, first : length + 1].double().repeat_interleave(model.heads // model.kv_heads, 0)
+                for cache in (layer.keys, layer.values)
+            )
+            scores = torch.einsum("hd,hld->hl", q[row], keys) * model.scale
+            if model.softcap is not None:
+                scores = model.softcap * torch.tanh(scores / model.softcap)
+            out[row] = torch.einsum("hl,hld->hd", scores.softmax(-1), values)
+        return self._round(out.flatten(1))

@@ -1,0 +1,92 @@
+"""The persistent decode step: compiled without spills; on a GPU against float64, captured and again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from marlinq.kernels import compile_kernel
+from marlinq.kernels.launch import persistent
+from marlinq.kernels.launch.persistent import Model, PersistentLayers
+from tests.kernels.persistent_problems import Features, Reference, Sizes, random_layer, rotary_tables
+
+H200_SHARED_BYTES = 232_448
+SIZES = Sizes(1024, 2816, 16, 4, 64, 640)
+# As in tests/emulation/test_persistent.py.
+BOUND = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "zeros", "bfloat16", "softcap"),
+    [
+        (128, 128, False, False, None),
+        (128, 64, True, False, 30.0),
+        (64, 32, True, True, None),
+        (128, 128, False, True, None),
+    ],
+)
+def test_a_single_rows_kernel_does_not_spill(
+    head_dim: int, group: int, zeros: bool, bfloat16: bool, softcap: float | None
+) -> None:
+    model = Model(32, 8, 1e-5, 0.1, softcap=softcap)
+    config = persistent.choose(
+        [4096, 4096, 4096, 14336],
+        1,
+        model,
+        head_dim,
+        group,
+        zeros=zeros,
+        bfloat16=bfloat16,
+        shared_bytes=H200_SHARED_BYTES,
+    )
+    assert config is not None
+    compiled = compile_kernel(config.instantiation, "sm_90a")
+    assert (compiled.spill_bytes, compiled.stack_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8])
+def test_shared_memory_is_enough_for_what_is_chosen(rows: int) -> None:
+    for channels in ((4096, 4096, 4096, 14336), (8192, 8192, 8192, 28672), (512, 512, 512, 640)):
+        config = persistent.choose(
+            channels,
+            rows,
+            Model(32, 8, 1e-5, 0.1),
+            128,
+            128,
+            zeros=False,
+            bfloat16=False,
+            shared_bytes=H200_SHARED_BYTES,
+        )
+        if config is not None:
+            assert config.shared_bytes < H200_SHARED_BYTES
+            assert config.stages % config.teams == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [[500], [0], [600, 3, 64], [1, 2, 3, 31, 32, 33, 639, 0]])
+def test_captured_steps_are_those_of_float64(dtype: torch.dtype, lengths: list[int]) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the persistent kernel needs compute capability 9.0")
+    torch.manual_seed(len(lengths))
+    device = torch.device("cuda", torch.cuda.current_device())
+    model = Model(SIZES.heads, SIZES.kv_heads, 1e-5, SIZES.head_dim**-0.5)
+    features = Features(group=64, zeros=True, head_norms=True, dtype=dtype)
+    layers = [random_layer(SIZES, features, len(lengths), device) for _ in range(3)]
+    tables = rotary_tables(SIZES, 10000.0, device)
+    given = torch.randn(len(lengths), SIZES.hidden, device=device).to(dtype)
+    hidden = given.clone()
+    on_device = torch.tensor(lengths, dtype=torch.int32, device=device)
+    step = PersistentLayers(layers, model, *tables, hidden, on_device)
+    step.launch()
+    torch.cuda.synchronize()
+    first = hidden.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        hidden.copy_(given)
+        step.launch()
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(hidden, first)
+    expected = Reference(model, tables, lengths, dtype).step(layers, given)
+    assert float((first.double() - expected).norm() / expected.norm()) < BOUND[dtype]
