@@ -108,6 +108,7 @@ def command(
             device=device,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
+            only_decodes=True,
             progress=progress,
         )
     streams = len(prompts) == 1 and not as_json
@@ -118,19 +119,29 @@ def command(
         print_report(report, as_json=as_json)
 
     try:
-        if len(prompts) == 1:
-            show(
-                generate(
+        # The bar ends with the last kernel, before any text.
+        with progress_bar() as progress:
+            report: Generation | Generations
+            if len(prompts) == 1:
+                report = generate(
                     loaded,
                     prompts[0],
                     max_new_tokens=max_new_tokens,
                     sampling=sampling,
                     chat=chat,
                     on_text=print_piece if streams else None,
+                    progress=progress,
                 )
-            )
-        else:
-            show(generate_batch(loaded, prompts, max_new_tokens=max_new_tokens, sampling=sampling, chat=chat))
+            else:
+                report = generate_batch(
+                    loaded,
+                    prompts,
+                    max_new_tokens=max_new_tokens,
+                    sampling=sampling,
+                    chat=chat,
+                    progress=progress,
+                )
+        show(report)
     except Interrupted as interrupted:
         if not as_json:
             show(interrupted.partial)

@@ -77,8 +77,8 @@ def print_error(error: MarlinqError, *, as_json: bool) -> int:
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """A function of (what is being done, steps done, steps in all) that draws a bar on stderr.
 
-    Another thing being done, or fewer steps than before, ends one bar and starts the next. Nothing is drawn
-    where stderr is not a terminal.
+    Another thing being done, fewer steps than before or the last step ends a bar, so that what is printed
+    next begins on a line of its own. Nothing is drawn where stderr is not a terminal.
     """
     bar: tqdm[Any] | None = None
     current = ""
@@ -91,6 +91,9 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
             bar, current = tqdm(desc=one_line(stage), total=total, disable=None, file=sys.stderr), stage
         bar.total = total
         bar.update(done - bar.n)
+        if done >= total:
+            bar.close()
+            bar = None
 
     try:
         yield report

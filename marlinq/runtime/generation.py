@@ -15,6 +15,7 @@ from marlinq.core.devices import read_clock
 from marlinq.core.display import Block, Facts, Shown, lines
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError, UnsupportedError, UsageError
+from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.runtime.decision import summarize
 from marlinq.runtime.decoding import Decoder, StepDecision
 from marlinq.runtime.loading import LoadedModel
@@ -192,6 +193,7 @@ def generate(
     sampling: Sampling = GREEDY,
     chat: bool = False,
     on_text: Callable[[str], None] | None = None,
+    progress: ReportProgress = no_progress,
 ) -> Generation:
     """Continues ``prompt``.
 
@@ -202,6 +204,7 @@ def generate(
         sampling: how tokens are chosen. The checkpoint's generation config has no say in it.
         chat: put the text into the tokenizer's chat template as a user's message.
         on_text: called with each piece of text as it comes.
+        progress: called after each kernel that is compiled, before any text comes.
 
     Raises:
         UsageError: an empty or too long prompt, or a token id that the model does not know.
@@ -209,7 +212,7 @@ def generate(
         NumericsError: logits are NaN or infinite.
         Interrupted: a KeyboardInterrupt while tokens were generated.
     """
-    return _generate(loaded, [prompt], max_new_tokens, sampling, chat, on_text, alone=True)[0]
+    return _generate(loaded, [prompt], max_new_tokens, sampling, chat, on_text, progress, alone=True)[0]
 
 
 def generate_batch(
@@ -219,6 +222,7 @@ def generate_batch(
     max_new_tokens: int = 128,
     sampling: Sampling = GREEDY,
     chat: bool = False,
+    progress: ReportProgress = no_progress,
 ) -> Generations:
     """As :func:`generate`, for several prompts of any lengths, decoded together until the last one has ended.
 
@@ -235,7 +239,7 @@ def generate_batch(
     """
     if not prompts:
         raise UsageError("prompts: expected at least one, found none")
-    return Generations(tuple(_generate(loaded, prompts, max_new_tokens, sampling, chat, None)))
+    return Generations(tuple(_generate(loaded, prompts, max_new_tokens, sampling, chat, None, progress)))
 
 
 @dataclass
@@ -278,6 +282,7 @@ def _generate(
     sampling: Sampling,
     chat: bool,
     on_text: Callable[[str], None] | None,
+    progress: ReportProgress,
     *,
     alone: bool = False,
 ) -> list[Generation]:
@@ -297,6 +302,7 @@ def _generate(
             tokens=longest + limit,
             shape=sampling.shape,
             graphs=limit > 1,
+            progress=progress,
         )
     ends = end_tokens(loaded.model)
     start = read_clock(loaded.device)

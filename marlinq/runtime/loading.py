@@ -21,6 +21,8 @@ from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.models import Blueprint, ModelInstance, Projection, TensorNames, build_blueprint
+from marlinq.models.anatomy import Anatomy, Unrecognised
+from marlinq.models.recognise import recognise
 from marlinq.runtime.decision import AUTO, Decision, decide, require_operator, summarize
 from marlinq.runtime.decoding import Decoders
 from marlinq.runtime.head import pack_head
@@ -53,6 +55,7 @@ class LoadedModel:
         notes: what else a person should know, one line each.
         decoders: what generation keeps between calls: caches and captured steps.
         timings: what the time of the load went into.
+        anatomy: what recognition said of the model, where it was asked for while loading.
     """
 
     path: Path
@@ -64,12 +67,23 @@ class LoadedModel:
     notes: tuple[str, ...]
     decoders: Decoders = field(default_factory=Decoders, repr=False)
     timings: LoadTimings = field(default_factory=LoadTimings)
+    anatomy: Anatomy | Unrecognised | None = field(default=None, repr=False)
 
     def report(self) -> list[str]:
         """What was loaded and how it is multiplied, line by line."""
         dtype = dtype_name(self.dtype)
         lines = [f"{self.path}: {type(self.model).__name__} on {self.device} in {dtype}"]
         return [*lines, *summarize(self.decisions.values()), *self.notes]
+
+    def compile_kernels(self, progress: ReportProgress = no_progress) -> None:
+        """Compile what the model's own forward pass needs on a GPU, as far as the cache lacks it.
+
+        Raises:
+            EnvironmentProblem: a kernel does not compile.
+        """
+        setting = Setting(self.device, self.dtype)
+        for operator in OPERATORS.values():
+            operator.compile(self.model.modules(), setting, progress)
 
 
 def load(
@@ -81,6 +95,7 @@ def load(
     operator: str = AUTO,
     exact: bool | None = None,
     compile_kernels: bool = True,
+    only_decodes: bool = False,
     progress: ReportProgress = no_progress,
 ) -> LoadedModel:
     """Loads a quantised or unquantised checkpoint for inference.
@@ -101,6 +116,9 @@ def load(
             faster one in bfloat16, and a CPU's head is torch's plain product; None: True where ``dtype`` is
             given, False where it is ``auto``.
         compile_kernels: compile what the model's products need on a GPU now, instead of at their first use.
+        only_decodes: the model is for :func:`marlinq.runtime.generate` alone. It is then recognised while its
+            tensors are read; the kernels of a model that is, on a GPU, are left to the first decoder, because
+            it joins products and the shapes that are loaded would be compiled in vain.
         progress: called after each module, and while kernels are compiled.
 
     Raises:
@@ -135,6 +153,10 @@ def load(
             blueprint, replaced = match_tensors(blueprint, checkpoint, quantized)
             instance = ModelInstance(blueprint, reader, device=placement.device, dtype=placement.dtype)
             reader.expect(_plain_tensors(blueprint, instance.names, replaced))
+        anatomy: Anatomy | Unrecognised | None = None
+        if only_decodes:
+            with timings.stage("recognition"), boundaries.forward(checkpoint.path):
+                anatomy = recognise(blueprint.build(), blueprint.blocks_name)
         with timings.stage("tokenizer"):
             tokenizer = read_tokenizer(checkpoint, trust_remote_code)
             generation_config = read_generation_config(checkpoint)
@@ -147,7 +169,7 @@ def load(
                 replaced,
                 setting,
                 operator=operator,
-                compile_kernels=compile_kernels,
+                compile_kernels=compile_kernels and not isinstance(anatomy, Anatomy),
                 progress=progress,
                 reader=reader,
                 timings=timings,
@@ -176,6 +198,7 @@ def load(
         decisions=decisions,
         notes=tuple(notes),
         timings=timings,
+        anatomy=anatomy,
     )
 
 

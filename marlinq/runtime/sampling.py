@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import UsageError
-from marlinq.kernels.launch.sampling import SampleTensors, sample_tokens
+from marlinq.kernels.launch.sampling import SampleTensors, precompile_sampling, sample_tokens
 
 UNITS = 2.0**19
 """Distances of logits are counted in units of 1 / UNITS."""
@@ -128,6 +128,15 @@ class SamplerState(NamedTuple):
     seen: Tensor
     tokens: Tensor
     ring: Tensor
+
+
+def precompile_sampler(shape: SamplerShape, dtype: torch.dtype, vocabulary: int, device_index: int) -> int:
+    """Compile what a :class:`Sampler` needs on a GPU for logits [B, vocabulary], if the cache lacks it.
+
+    Raises:
+        EnvironmentProblem: it does not compile, or the cache can't be written.
+    """
+    return precompile_sampling(dtype, vocabulary, RING, device_index, **shape._asdict())
 
 
 class Sampler:

@@ -120,6 +120,17 @@ def test_a_damaged_entry_heals_and_says_so(
     assert compile_missing(ARCHITECTURE, [GATHER]) == 0
 
 
+def test_only_what_is_compiled_counts_as_progress(folder: Path, compiled: list[Instantiation]) -> None:
+    wanted = [
+        Instantiation("kernels/gather.cuh", "gather", (("THREADS", count),)) for count in (64, 128, 256)
+    ]
+    cached_cubin(wanted[1], ARCHITECTURE)
+    stages: list[tuple[str, int, int]] = []
+    for _ in range(2):
+        compile_missing(ARCHITECTURE, wanted, lambda *stage: stages.append(stage))
+    assert stages == [("compiling kernels", done, 2) for done in range(3)]
+
+
 def test_a_cubin_that_the_driver_refuses_is_replaced(
     folder: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

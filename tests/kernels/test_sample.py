@@ -9,9 +9,20 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from marlinq.kernels import ARCHITECTURES, compile_kernel
+from marlinq.kernels import ARCHITECTURES, Device, compile_kernel
+from marlinq.kernels.jit.instantiation import Instantiation
+from marlinq.kernels.launch import sampling as launching
 from marlinq.kernels.launch.sampling import SampleConfig, SampleTensors, sample_config
-from marlinq.runtime.sampling import FAULT, GREEDY, RING, Sampler, SamplerState, Sampling, choose
+from marlinq.runtime.sampling import (
+    FAULT,
+    GREEDY,
+    RING,
+    Sampler,
+    SamplerState,
+    Sampling,
+    choose,
+    precompile_sampler,
+)
 
 ELEMENTS = {"Half": 2, "Bfloat16": 2, "Float32": 4}
 # As many bytes as a block may have on the GPUs with the least shared memory.
@@ -51,6 +62,23 @@ def test_logits_that_the_kernel_cannot_read_are_refused() -> None:
             sample_config(
                 SampleTensors(logits, *state), draws=False, filters=False, penalty=False, clusters=True
             )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocabulary", [64, 61])
+def test_the_variant_that_is_compiled_ahead_is_the_one_that_is_launched(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, vocabulary: int
+) -> None:
+    found: list[Instantiation] = []
+    monkeypatch.setattr(launching, "compile_missing", lambda _, wanted: found.extend(wanted))
+    monkeypatch.setattr(launching, "device_numbers", lambda _: Device("sm_90a", 132, 232_448))
+    for chosen in SAMPLINGS:
+        precompile_sampler(chosen.shape, dtype, vocabulary, 0)
+        state = Sampler(chosen.shape, 3, vocabulary, torch.device("cpu")).state
+        tensors = SampleTensors(torch.zeros(3, vocabulary, dtype=dtype), *state)
+        config = sample_config(tensors, **chosen.shape._asdict(), clusters=True)
+        assert found.pop() == config.instantiation()
+        assert not found
 
 
 SAMPLINGS = [

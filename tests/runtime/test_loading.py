@@ -17,7 +17,9 @@ from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, TensorPlan, ahea
 from marlinq.checkpoint.header import encode_header
 from marlinq.core.errors import CheckpointError, UnsupportedError, UsageError
 from marlinq.formats import LAYOUTS
-from marlinq.runtime import QuantLinear, load, loading, stored_operand
+from marlinq.models.anatomy import Anatomy
+from marlinq.models.recognise import anatomy_of
+from marlinq.runtime import OPERATORS, QuantLinear, load, loading, stored_operand
 from tests.checkpoint.test_source import At, removed, replaced, rewritten_with_its_time_kept, truncated
 from tests.testing.runnable_folders import (
     Quantizer,
@@ -304,3 +306,23 @@ def test_fused_experts_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedError, match="fused experts"):
         load(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize(("name", "recognised"), [("llama", True), ("gemma2", True), ("bloom", False)])
+def test_kernels_of_a_recognised_model_that_only_decodes_are_left_to_its_decoder(
+    name: str, recognised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[int] = []
+    monkeypatch.setattr(
+        OPERATORS["w4a16"], "compile", lambda modules, *_: compiled.append(len(list(modules)))
+    )
+    save_quantized(tmp_path, tiny_model(name), "gptq", random_quantizer())
+    loaded = load(tmp_path, device="cpu", operator="w4a16", only_decodes=True)
+    # The blueprint's twin has the anatomy of the model that was loaded.
+    assert loaded.anatomy == anatomy_of(loaded.model)
+    assert isinstance(loaded.anatomy, Anatomy) == recognised
+    assert sum(compiled) == (0 if recognised else len(loaded.decisions))
+    compiled.clear()
+    whole = load(tmp_path, device="cpu", operator="w4a16")
+    assert whole.anatomy is None
+    assert sum(compiled) == len(loaded.decisions)

@@ -20,9 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from marlinq.core.errors import EnvironmentProblem
+from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels.jit.compiler import compilation_key, compile_kernel, nvrtc_version
 from marlinq.kernels.jit.instantiation import Instantiation
 
+COMPILING = "compiling kernels"
+"""What progress is reported of."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -172,9 +175,19 @@ def _is_missing(instantiation: Instantiation, architecture: str) -> bool:
         return True
 
 
-def compile_missing(architecture: str, wanted: Sequence[Instantiation]) -> int:
-    """Compile what the cache lacks or holds damaged, one thread a core; return how many those were."""
+def compile_missing(
+    architecture: str, wanted: Sequence[Instantiation], progress: ReportProgress = no_progress
+) -> int:
+    """Compile what the cache lacks or holds damaged, one thread a core; return how many those were.
+
+    ``progress`` is called where there is something to compile, after each kernel.
+    """
     missing = [instantiation for instantiation in wanted if _is_missing(instantiation, architecture)]
+    if not missing:
+        return 0
+    progress(COMPILING, 0, len(missing))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda instantiation: cached_cubin(instantiation, architecture), missing))
+        compiled = pool.map(lambda instantiation: cached_cubin(instantiation, architecture), missing)
+        for done, _ in enumerate(compiled, 1):
+            progress(COMPILING, done, len(missing))
     return len(missing)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import EnvironmentProblem
+from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels.decide.decision import (
     DEQUANTIZE,
     KernelConfig,
@@ -232,8 +233,12 @@ def launch_gemm(
         call.start(x.data_ptr(), out.data_ptr())
 
 
-def precompile(problems: Iterable[Problem], device_index: int = 0) -> int:
+def precompile(
+    problems: Iterable[Problem], device_index: int = 0, progress: ReportProgress = no_progress
+) -> int:
     """Compile every variant that ``problems`` need on a device and the cache lacks, in parallel.
+
+    ``progress`` is called after each that is compiled.
 
     Returns:
         How many variants were compiled.
@@ -242,7 +247,7 @@ def precompile(problems: Iterable[Problem], device_index: int = 0) -> int:
         EnvironmentProblem: a variant does not compile, or the cache can't be written.
     """
     device = device_numbers(device_index)
-    return compile_missing(device.architecture, _instantiations(problems, device))
+    return compile_missing(device.architecture, _instantiations(problems, device), progress)
 
 
 class LayerShape(NamedTuple):
@@ -262,7 +267,12 @@ class LayerShape(NamedTuple):
 
 
 def precompile_model(
-    layers: Iterable[LayerShape], dtype: torch.dtype, device_index: int = 0, *, most_rows: int = 8192
+    layers: Iterable[LayerShape],
+    dtype: torch.dtype,
+    device_index: int = 0,
+    *,
+    most_rows: int = 8192,
+    progress: ReportProgress = no_progress,
 ) -> int:
     """Compile what a model's products need for any batch of up to ``most_rows`` rows, in parallel.
 
@@ -275,6 +285,7 @@ def precompile_model(
         dtype: float16 or bfloat16, of activations and results.
         device_index: of the GPU.
         most_rows: rows of the largest batch.
+        progress: called after each variant that is compiled.
 
     Returns:
         How many variants were compiled.
@@ -295,7 +306,7 @@ def precompile_model(
         for m in buckets(most_rows)
     )
     instantiations = _instantiations(problems, device)
-    compiled = compile_missing(device.architecture, instantiations)
+    compiled = compile_missing(device.architecture, instantiations, progress)
     note_complete(premises, instantiations, device.architecture)
     return compiled
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from marlinq.kernels.jit.cache import compile_missing
 from marlinq.kernels.jit.instantiation import Instantiation
 from marlinq.kernels.launch.driver import Function, Launches, on_device
 from marlinq.kernels.launch.launch import device_numbers
@@ -139,7 +140,7 @@ def sample_config(
     Raises:
         ValueError: logits that the kernel can't read.
     """
-    logits = tensors.logits
+    logits, ring = tensors.logits, tensors.ring.shape[0]
     if logits.dtype not in _ELEMENTS or logits.stride(1) != 1:
         raise ValueError(
             f"logits: expected float16, bfloat16 or float32 with unit stride, found {logits.dtype}, strides "
@@ -148,9 +149,36 @@ def sample_config(
     size = logits.element_size()
     places = (logits.data_ptr() // size, logits.shape[1], logits.stride(0) if logits.shape[0] > 1 else 0)
     aligned = not any(place % 4 for place in places)
-    return SampleConfig(
-        _ELEMENTS[logits.dtype], size, tensors.ring.shape[0], draws, filters, penalty, aligned, clusters
+    return SampleConfig(_ELEMENTS[logits.dtype], size, ring, draws, filters, penalty, aligned, clusters)
+
+
+def precompile_sampling(
+    dtype: torch.dtype,
+    vocabulary: int,
+    ring: int,
+    device_index: int,
+    *,
+    draws: bool,
+    filters: bool,
+    penalty: bool,
+) -> int:
+    """Compile, if the cache lacks it, the variant for logits [B, vocabulary] in rows that lie together.
+
+    Returns:
+        How many variants were compiled.
+
+    Raises:
+        EnvironmentProblem: it does not compile, or the cache can't be written.
+    """
+    if dtype not in _ELEMENTS:
+        return 0
+    device = device_numbers(device_index)
+    # torch's memory begins at a multiple of 512 bytes.
+    aligned = vocabulary % 4 == 0
+    config = SampleConfig(
+        _ELEMENTS[dtype], dtype.itemsize, ring, draws, filters, penalty, aligned, device.has_clusters
     )
+    return compile_missing(device.architecture, [config.instantiation()])
 
 
 @lru_cache(maxsize=64)

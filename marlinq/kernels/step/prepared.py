@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels.jit.cache import compile_missing
 from marlinq.kernels.jit.instantiation import Instantiation
 from marlinq.kernels.launch.driver import Function, Launch, Launches
@@ -67,14 +68,16 @@ def bind(prepared: Prepared, device_index: int, *, dependent: bool) -> Launch:
     return launches.take()
 
 
-def precompile_prepared(wanted: Iterable[Prepared], device_index: int) -> int:
+def precompile_prepared(
+    wanted: Iterable[Prepared], device_index: int, progress: ReportProgress = no_progress
+) -> int:
     """Compile, in parallel, what the cache lacks; returns how many kernels those were.
 
     Raises:
         EnvironmentProblem: a kernel does not compile, or the cache can't be written.
     """
     kernels = dict.fromkeys(prepared.instantiation for prepared in wanted)
-    return compile_missing(device_numbers(device_index).architecture, list(kernels))
+    return compile_missing(device_numbers(device_index).architecture, list(kernels), progress)
 
 
 def address(tensor: Tensor | None) -> int:

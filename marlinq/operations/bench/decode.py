@@ -188,10 +188,10 @@ class _Runner(Protocol):
 class _Own:
     """marlinq's decoder."""
 
-    def __init__(self, loaded: LoadedModel, batch: int, capacity: int) -> None:
+    def __init__(self, loaded: LoadedModel, batch: int, capacity: int, progress: ReportProgress) -> None:
         # Caches of earlier cells would count as this one's memory.
         loaded.decoders.clear()
-        self.decoder = take_decoder(loaded, batch=batch, tokens=capacity)
+        self.decoder = take_decoder(loaded, batch=batch, tokens=capacity, progress=progress)
 
     def prefill(self, ids: Tensor) -> None:
         """Starts over with ``ids``, int64 [batch, length]."""
@@ -234,7 +234,7 @@ def bench_decode(
         profile: where to write a trace of the last cell's steps; needs a GPU.
         sustained: no rests between runs, as on a busy server.
         device, dtype: as :func:`marlinq.runtime.load` takes them.
-        progress: called while the model is loaded and after each run.
+        progress: called while the model is loaded, after each kernel that is compiled and after each run.
 
     Raises:
         UsageError: a number below 1, an unknown peer, or more tokens than the model has positions for.
@@ -269,7 +269,7 @@ def bench_decode(
         for context in contexts:
             with boundaries.forward(loaded.path):
                 # A model that runs once runs: no boundary is timed.
-                own = _Own(loaded, batch, context + run.longest)
+                own = _Own(loaded, batch, context + run.longest, progress)
                 own.prefill(run.prompts(batch, context))
                 own.steps(1)
             first, step = run.measure(own, batch, context)
@@ -311,7 +311,7 @@ def _model(
         return checkpoint
     if isinstance(checkpoint, Synthetic):
         return synthetic_model(checkpoint, device=device, dtype=dtype, progress=progress)
-    return load(checkpoint, device=device, dtype=dtype, progress=progress)
+    return load(checkpoint, device=device, dtype=dtype, only_decodes=True, progress=progress)
 
 
 def _twin_blueprint(

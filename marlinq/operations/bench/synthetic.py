@@ -127,7 +127,7 @@ def synthetic_model(
     dtype: str | torch.dtype | None = None,
     progress: ReportProgress = no_progress,
 ) -> LoadedModel:
-    """The model with random packed weights, as :func:`marlinq.runtime.load` would return it.
+    """The model with random packed weights, as :func:`marlinq.runtime.load` returns one that only decodes.
 
     Raises:
         UsageError: an unknown name, or a group size that does not suit a layer.
@@ -149,10 +149,6 @@ def synthetic_model(
             model.set_submodule(projection.module, module)
             progress("making weights", done + 1, len(projections))
         fill_random(model, chosen_device, chosen_dtype)
-    for operator in OPERATORS.values():
-        built = [model.get_submodule(name) for name, d in decisions.items() if d.operator == operator.name]
-        if built:
-            operator.compile(built, setting, progress)
     return LoadedModel(
         path=Path(wanted.describe()),
         model=model,

@@ -87,7 +87,7 @@ class Operator(ABC):
     def compile(
         self, modules: Iterable[nn.Module], setting: Setting, progress: ReportProgress = no_progress
     ) -> int:
-        """Compile what ``modules``, all built by this operator, need at their first use.
+        """Compile what those of ``modules`` that are this operator's need at their first use.
 
         Returns:
             How many kernels were compiled.

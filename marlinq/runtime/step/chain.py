@@ -15,6 +15,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels import dependent_launches, device_numbers
 from marlinq.kernels import step as kernels
 from marlinq.kernels.launch.driver import on_device
@@ -170,13 +171,22 @@ class ChainForward(Forward):
         model: where the anatomy's names lead; all on one GPU.
         anatomy: not refused by :func:`chain_refusal`.
         batch, capacity: B and L.
+        progress: called after each kernel that is compiled.
 
     Raises:
         ValueError: the anatomy is refused.
         EnvironmentProblem: a kernel does not compile.
     """
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, *, batch: int, capacity: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        anatomy: Anatomy,
+        *,
+        batch: int,
+        capacity: int,
+        progress: ReportProgress = no_progress,
+    ) -> None:
         refused = chain_refusal(model, anatomy)
         if refused is not None:
             raise ValueError(f"{refused.part}: {refused.reason}")
@@ -206,11 +216,11 @@ class ChainForward(Forward):
         if model not in _prepared_for_prompts and self.lengths.is_cuda:
             # Joined products have shapes that the model was not compiled for when it was loaded.
             products = [product for layer in self._layers for product in layer.products]
-            precompile_prompts(products, self.dtype, self.device_index, _MOST_ROWS)
+            precompile_prompts(products, self.dtype, self.device_index, _MOST_ROWS, progress)
             _prepared_for_prompts.add(model)
         overlapping = dependent_launches() if batch <= _OVERLAPPING_ROWS else nullcontext()
         with self._here(), overlapping:
-            self._step = _Recording(self)
+            self._step = _Recording(self, progress)
         self.reason = f"{len(self._step.starts)} dependent launches a step"
         if apart:
             self.reason += f"; multiplied apart: {'; '.join(apart)}"
@@ -497,13 +507,13 @@ class _Recording(_Walk):
         starts: the launches in order.
     """
 
-    def __init__(self, forward: ChainForward) -> None:
+    def __init__(self, forward: ChainForward, progress: ReportProgress) -> None:
         tokens = torch.zeros(forward.batch, dtype=torch.int64, device=forward.lengths.device)
         super().__init__(forward, tokens, slice(0, forward.batch), 1)
         products = [product for layer in forward._layers for product in layer.products]
         products.append(forward._head)
         if tokens.is_cuda:
-            precompile_products(products, forward.batch, forward.dtype, forward.device_index)
+            precompile_products(products, forward.batch, forward.dtype, forward.device_index, progress)
         # Padded products read zeros behind what kernels write.
         self._widest = max(product.inner for product in products)
         self._buffers: dict[tuple[str, int, int], Tensor] = {}
@@ -516,7 +526,7 @@ class _Recording(_Walk):
         if forward.anatomy.logit_scale != 1 or forward.anatomy.logit_softcap is not None:
             self._recorded.append(lambda: forward._finished(self.logits))
         prepared = [item for item in self._recorded if isinstance(item, kernels.Prepared)]
-        kernels.precompile_prepared(prepared, forward.device_index)
+        kernels.precompile_prepared(prepared, forward.device_index, progress)
         self.starts: list[Start] = []
         for item in self._recorded:
             if isinstance(item, kernels.Prepared):

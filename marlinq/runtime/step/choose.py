@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -11,10 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from marlinq.core.errors import EnvironmentProblem
+from marlinq.core.progress import ReportProgress, no_progress
+from marlinq.kernels.jit.cache import COMPILING
 from marlinq.models.anatomy import Anatomy, Unrecognised
 from marlinq.models.recognise import anatomy_of
 from marlinq.runtime.decoding import Decoder
-from marlinq.runtime.sampling import GREEDY, SamplerShape
+from marlinq.runtime.sampling import GREEDY, SamplerShape, precompile_sampler
 from marlinq.runtime.step.chain import ChainForward, chain_refusal
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.probe import capacity_limit, own_forward_refusal
@@ -43,6 +47,7 @@ def take_decoder(
     tokens: int,
     shape: SamplerShape = GREEDY.shape,
     graphs: bool = True,
+    progress: ReportProgress = no_progress,
 ) -> Decoder:
     """A decoder of ``loaded`` that is kept, or a new one; see :meth:`marlinq.runtime.decoding.Decoders.take`.
 
@@ -52,11 +57,17 @@ def take_decoder(
         tokens: that a row holds at most, prompt included.
         shape: what the sampler does.
         graphs: False keeps CUDA steps eager.
+        progress: called while kernels are compiled.
     """
-    found = _anatomy(loaded.model)
+
+    def make(batch: int, capacity: int) -> Forward:
+        with compiled_meanwhile(loaded, shape, progress):
+            return choose_forward(loaded, batch, capacity, progress)
+
+    found = _anatomy(loaded)
     limit = None if isinstance(found, Unrecognised) else capacity_limit(loaded.model, found)
     return loaded.decoders.take(
-        partial(choose_forward, loaded),
+        make,
         batch=batch,
         tokens=tokens,
         # Where a few tokens more would be computed in another way, they are not asked for.
@@ -66,15 +77,20 @@ def take_decoder(
     )
 
 
-def choose_forward(loaded: LoadedModel, batch: int, capacity: int) -> Forward:
+def choose_forward(
+    loaded: LoadedModel, batch: int, capacity: int, progress: ReportProgress = no_progress
+) -> Forward:
     """The forward that decodes ``batch`` rows of up to ``capacity`` tokens; its ``reason`` says why.
 
     A forward of ours, if the model is recognised, its kernels can compute it, and its logits are those of
-    transformers (:func:`marlinq.runtime.step.probe.own_forward_refusal`); else transformers' own.
+    transformers (:func:`marlinq.runtime.step.probe.own_forward_refusal`); else transformers' own. Kernels are
+    compiled here for the forward that is taken, of which ``progress`` is told.
     """
-    own = _own_forward(loaded, batch, capacity)
+    own = _own_forward(loaded, batch, capacity, progress)
     if isinstance(own, Forward):
         return own
+    if loaded.device.type == "cuda":
+        loaded.compile_kernels(progress)
     model = loaded.model
     refusal = fixed_cache_refusal(model)
     kind = f"transformers' modules with a growing cache ({refusal})" if refusal else "transformers' modules"
@@ -83,10 +99,10 @@ def choose_forward(loaded: LoadedModel, batch: int, capacity: int) -> Forward:
     )
 
 
-def _own_forward(loaded: LoadedModel, batch: int, capacity: int) -> Forward | str:
+def _own_forward(loaded: LoadedModel, batch: int, capacity: int, progress: ReportProgress) -> Forward | str:
     """Our forward, or why there is none."""
     model = loaded.model
-    found = _anatomy(model)
+    found = _anatomy(loaded)
     if isinstance(found, Unrecognised):
         return f"{found.part}: {found.reason}"
     on_gpu = loaded.device.type == "cuda"
@@ -95,7 +111,7 @@ def _own_forward(loaded: LoadedModel, batch: int, capacity: int) -> Forward | st
 
     def build(batch: int, capacity: int) -> Forward:
         if on_gpu:
-            return ChainForward(model, found, batch=batch, capacity=capacity)
+            return ChainForward(model, found, batch=batch, capacity=capacity, progress=progress)
         return ReferenceForward(model, found, batch=batch, capacity=capacity, reason="our forward in torch")
 
     try:
@@ -106,10 +122,35 @@ def _own_forward(loaded: LoadedModel, batch: int, capacity: int) -> Forward | st
         return f"our kernels can't be used ({problem})"
 
 
-def _anatomy(model: PreTrainedModel) -> Anatomy | Unrecognised:
+def _anatomy(loaded: LoadedModel) -> Anatomy | Unrecognised:
+    if loaded.anatomy is not None:
+        return loaded.anatomy
+    model = loaded.model
     if model not in _anatomies:
         _anatomies[model] = anatomy_of(model)
     return _anatomies[model]
+
+
+@contextmanager
+def compiled_meanwhile(loaded: LoadedModel, shape: SamplerShape, progress: ReportProgress) -> Iterator[None]:
+    """The kernel that chooses tokens is compiled on another thread while the forward is made.
+
+    Raises:
+        EnvironmentProblem: it does not compile.
+    """
+    vocabulary = loaded.model.config.get_text_config().vocab_size
+    if loaded.device.type != "cuda" or not isinstance(vocabulary, int):
+        yield
+        return
+    index = loaded.device.index or 0
+    with ThreadPoolExecutor(1) as pool:
+        compiling = pool.submit(precompile_sampler, shape, loaded.dtype, vocabulary, index)
+        yield
+        if not compiling.done():
+            progress(COMPILING, 0, 1)
+            compiling.result()
+            progress(COMPILING, 1, 1)
+        compiling.result()
 
 
 def fixed_cache_refusal(model: PreTrainedModel) -> str:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels import LayerShape, Problem, precompile, precompile_model
 from marlinq.kernels.launch.dense import dequantized_gemm
 from marlinq.kernels.launch.gather import Gathered, gathering
@@ -136,7 +137,11 @@ def _product(modules: Sequence[nn.Module], widths: Sequence[int], *, tiles: bool
 
 
 def precompile_prompts(
-    products: Sequence[Product], dtype: torch.dtype, device_index: int, most_rows: int
+    products: Sequence[Product],
+    dtype: torch.dtype,
+    device_index: int,
+    most_rows: int,
+    progress: ReportProgress = no_progress,
 ) -> int:
     """Compile what :meth:`Product.run` needs for up to ``most_rows`` rows; returns how many kernels."""
     shapes = {
@@ -147,13 +152,19 @@ def precompile_prompts(
         for module in product.modules
         if isinstance(module, QuantLinear)
     }
-    return precompile_model(sorted(shapes), dtype, device_index, most_rows=most_rows)
+    return precompile_model(sorted(shapes), dtype, device_index, most_rows=most_rows, progress=progress)
 
 
-def precompile_products(products: Sequence[Product], rows: int, dtype: torch.dtype, device_index: int) -> int:
+def precompile_products(
+    products: Sequence[Product],
+    rows: int,
+    dtype: torch.dtype,
+    device_index: int,
+    progress: ReportProgress = no_progress,
+) -> int:
     """Compile what :meth:`Product.bind` needs, in parallel; returns how many kernels those were."""
     problems = [problem for product in products for problem in product.problems(rows, dtype)]
-    return precompile(dict.fromkeys(problems), device_index)
+    return precompile(dict.fromkeys(problems), device_index, progress)
 
 
 def _bind_packed(linear: QuantLinear, x: Tensor, out: Tensor) -> Start:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Lfm2Config, PreTrainedModel
 
-from marlinq.core.errors import UnsupportedError
+from marlinq.core.errors import EnvironmentProblem, UnsupportedError
+from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.runtime import LoadedModel, generate, generate_batch, load
-from marlinq.runtime.step import reference
+from marlinq.runtime.sampling import GREEDY
+from marlinq.runtime.step import choose, reference
 from marlinq.runtime.step.choose import choose_forward, fixed_cache_refusal, take_decoder
 from marlinq.runtime.step.reference import ReferenceForward
 from marlinq.runtime.step.transformers_forward import TransformersForward
@@ -38,6 +42,57 @@ def test_what_is_not_recognised_runs_through_transformers_and_says_why(tmp_path:
     assert isinstance(forward, TransformersForward)
     assert forward.reason.startswith("transformers' modules: transformer.h.0")
     assert forward.reason in generate(loaded, [5, 6], max_new_tokens=3).step.reason
+
+
+def test_transformers_forward_has_its_kernels_compiled_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[ReportProgress] = []
+    monkeypatch.setattr(LoadedModel, "compile_kernels", lambda self, progress: reported.append(progress))
+    on_gpu = torch.device("cuda:0")
+    unknown = loaded_of(tmp_path / "unknown", tiny_model("bloom"))
+    assert isinstance(choose_forward(unknown, 1, 64, no_progress), TransformersForward)
+    assert not reported
+    choose_forward(replace(unknown, device=on_gpu), 1, 64, no_progress)
+    assert reported == [no_progress]
+
+
+def test_the_samplers_kernel_is_compiled_while_the_forward_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, stages = Event(), []
+    asked: list[tuple[object, ...]] = []
+
+    def precompile_sampler(*given: object) -> int:
+        asked.append(given)
+        assert made.wait(10)
+        return 1
+
+    def progress(stage: str, done: int, total: int) -> None:
+        stages.append((stage, done, total))
+        made.set()
+
+    monkeypatch.setattr(choose, "precompile_sampler", precompile_sampler)
+    loaded = loaded_of(tmp_path, tiny_model("llama"))
+    with choose.compiled_meanwhile(loaded, GREEDY.shape, progress):
+        pass
+    assert not asked
+    on_gpu = replace(loaded, device=torch.device("cuda:1"))
+    # It ends only once the forward is made, so the wait for it is told.
+    with choose.compiled_meanwhile(on_gpu, GREEDY.shape, progress):
+        assert not stages
+    assert asked == [(GREEDY.shape, loaded.dtype, 128, 1)]
+    assert stages == [("compiling kernels", done, 1) for done in range(2)]
+
+    def fail(*given: object) -> int:
+        raise EnvironmentProblem("no compiler")
+
+    monkeypatch.setattr(choose, "precompile_sampler", fail)
+    with (
+        pytest.raises(EnvironmentProblem, match="no compiler"),
+        choose.compiled_meanwhile(on_gpu, GREEDY.shape, progress),
+    ):
+        pass
 
 
 def test_a_forward_that_computes_something_else_is_not_used(

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels.step import Arrangement, Division, Gather, HeadNorm, RowNorm, Workspace
 from tests.kernels.step_problems import (
     expected_activation,
@@ -39,7 +40,9 @@ def bind(prepared: Prepared, device_index: int, *, dependent: bool) -> Prepared:
     return prepared
 
 
-def precompile_prepared(wanted: Iterable[Prepared], device_index: int) -> int:
+def precompile_prepared(
+    wanted: Iterable[Prepared], device_index: int, progress: ReportProgress = no_progress
+) -> int:
     return 0
 
 
