@@ -121,6 +121,10 @@ def calls(device: torch.device) -> dict[str, dict[str, float]]:
         "operator, 60 of 64 columns": microseconds(lambda: gemm(x, words, scales, None, None, 32, 60)),
         "operator, activation order": microseconds(lambda: gemm(x, words, scales, None, None, 32, n, order)),
     }
+    with torch.no_grad():
+        found["w4a16_gemm, no gradients"] = microseconds(
+            lambda: w4a16.w4a16_gemm(x, words, scales, None, None, 32, n)
+        )
     with dependent_launches():
         found["operator, dependent launch"] = microseconds(operator)
     with torch.no_grad():

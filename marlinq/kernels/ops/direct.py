@@ -1,0 +1,46 @@
+"""When an operator may be called past torch's dispatcher, which takes as long as the driver's launch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+
+try:
+    from torch._C import _get_tracing_state as _trace
+    from torch._C import _is_torch_function_mode_enabled as _function_mode
+    from torch._C import _len_torch_dispatch_stack as _dispatch_modes
+    from torch._C._autograd import _profiler_enabled as _profiler
+    from torch._C._functorch import peek_interpreter_stack as _transform
+
+    _complete = True
+except ImportError:
+    _complete = False
+
+_grad = torch.is_grad_enabled
+
+
+def _nobody_watches() -> bool:
+    watched = _grad() or _dispatch_modes() or _function_mode() or _profiler() or _trace()
+    return not watched and _transform() is None
+
+
+def _always_dispatched() -> bool:
+    return False
+
+
+nobody_watches: Callable[[], bool] = _nobody_watches if _complete else _always_dispatched
+"""Whether nothing that works through torch's dispatcher would miss a call of this thread: no gradients, no
+mode of functions or dispatch (fake tensors, exports, counters), no profiler, no ``vmap`` or its like, no
+trace.
+
+A compiler's own tracing is another question: ``torch.compiler.is_dynamo_compiling``.
+"""
+
+if not _complete:
+    warnings.warn(
+        f"torch {torch.__version__} does not tell who follows its operators; every call goes through its "
+        "dispatcher, and products of small batches cost the host some microseconds more",
+        stacklevel=2,
+    )
