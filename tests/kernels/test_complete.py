@@ -26,7 +26,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(launch, "device_numbers", lambda index: H200)
     calls: list[int] = []
 
-    def compile_missing(architecture: str, wanted: list[Instantiation]) -> int:
+    def compile_missing(architecture: str, wanted: list[Instantiation], progress: object) -> int:
         calls.append(len(wanted))
         for instantiation in wanted:
             entry = entry_path(instantiation, architecture)
@@ -94,7 +94,7 @@ def test_whatever_decisions_rest_on_makes_another_note(
     with batch_invariant():
         prepare()
     assert len(asked) == 4
-    monkeypatch.setattr(complete, "_code", lambda: "other files")
+    monkeypatch.setattr(complete, "code_digest", lambda _: "other files")
     prepare()
     monkeypatch.setattr(complete, "nvrtc_version", lambda: "other")
     prepare()
@@ -105,7 +105,7 @@ def test_a_cache_that_cannot_be_written_is_named(
     asked: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(launch, "compile_missing", lambda architecture, wanted: len(wanted))
+    monkeypatch.setattr(launch, "compile_missing", lambda architecture, wanted, progress: len(wanted))
     monkeypatch.setenv("MARLINQ_CACHE", str(tmp_path / "file"))
     with pytest.raises(EnvironmentProblem, match="set MARLINQ_CACHE to a writable folder"):
         prepare()

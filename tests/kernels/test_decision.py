@@ -255,7 +255,7 @@ def test_what_is_compiled_in_advance_is_all_that_a_model_needs(
     monkeypatch.setenv("MARLINQ_CACHE", str(tmp_path))
     compiled: set[Instantiation] = set()
 
-    def compile_missing(architecture: str, wanted: list[Instantiation]) -> int:
+    def compile_missing(architecture: str, wanted: list[Instantiation], progress: object) -> int:
         assert architecture == "sm_90a"
         compiled.update(wanted)
         return len(wanted)

@@ -53,15 +53,15 @@ def note_complete(premises: object, wanted: Iterable[Instantiation], architectur
 
 
 def _note(premises: object) -> Path:
-    key = hashlib.sha256(repr((premises, nvrtc_version(), _code())).encode()).hexdigest()
+    key = hashlib.sha256(repr((premises, nvrtc_version(), code_digest(_ROOM))).encode()).hexdigest()
     return cache_folder() / "kernels" / f"complete-{key[:32]}.json"
 
 
-@lru_cache(maxsize=1)
-def _code() -> str:
-    """A digest of this room's files: decisions, measured choices, sources."""
+@lru_cache(maxsize=8)
+def code_digest(room: Path) -> str:
+    """A digest of the files of a part of this package; of this one: decisions, measured choices, sources."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in _ROOM.rglob("*") if path.suffix in (".py", ".json", ".cuh", ".cu")):
+    for path in sorted(path for path in room.rglob("*") if path.suffix in (".py", ".json", ".cuh", ".cu")):
         data = path.read_bytes()
-        digest.update(f"{path.relative_to(_ROOM)} {len(data)} ".encode() + data)
+        digest.update(f"{path.relative_to(room)} {len(data)} ".encode() + data)
     return digest.hexdigest()

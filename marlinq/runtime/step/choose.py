@@ -116,7 +116,7 @@ def _own_forward(loaded: LoadedModel, batch: int, capacity: int, progress: Repor
 
     try:
         executor = "chain" if on_gpu else "reference"
-        refusal = own_forward_refusal(model, found, build, executor=executor, capacity=capacity)
+        refusal = own_forward_refusal(model, found, build, executor=executor, capacity=capacity, kept=on_gpu)
         return refusal or build(batch, capacity)
     except EnvironmentProblem as problem:
         return f"our kernels can't be used ({problem})"

@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from marlinq.models.anatomy import Anatomy, Unrecognised
+from marlinq.runtime.linear import QuantLinear
 from marlinq.runtime.operators.int4pack import Int4PackLinear
 from marlinq.runtime.step.forward import Forward
+from marlinq.runtime.step.join import JoinedLinear, JoinedSlice
+from marlinq.runtime.step.passed import note_passed, was_passed
 
 PROBE_LENGTHS = (11, 4)
 """Tokens of the prompts of a probe: of different length, none of one token."""
@@ -68,7 +71,13 @@ class Difference:
 
 
 def own_forward_refusal(
-    model: PreTrainedModel, found: Anatomy | Unrecognised, build: Build, *, executor: str, capacity: int
+    model: PreTrainedModel,
+    found: Anatomy | Unrecognised,
+    build: Build,
+    *,
+    executor: str,
+    capacity: int,
+    kept: bool = False,
 ) -> str | None:
     """Why ``model`` runs through transformers' forward instead of ours, or None when ours may be used.
 
@@ -81,6 +90,8 @@ def own_forward_refusal(
         build: makes the forward in question.
         executor: its name, for the record of comparisons.
         capacity: tokens that a sequence will hold at most.
+        kept: agreement is noted in the cache of kernels, and holds for later processes
+            (:mod:`marlinq.runtime.step.passed`).
     """
     if isinstance(found, Unrecognised):
         return f"{found.part}: {found.reason}"
@@ -90,14 +101,29 @@ def own_forward_refusal(
     needed = max(PROBE_LENGTHS) + PROBE_STEPS
     if limit is not None and limit < needed:
         return f"a comparison with transformers takes {needed} positions, and there are {limit}"
-    linears = frozenset(type(module).__name__ for module in model.modules())
-    key = (executor, type(model), model.config.to_json_string(), model.dtype, model.device, linears)
-    if key not in _passed:
+    kinds = _kinds_of_modules(model)
+    key = (executor, type(model), model.config.to_json_string(), model.dtype, model.device, kinds)
+    if key in _passed:
+        return None
+    premises = (*key, found)
+    # What code a checkpoint brings, its name does not tell.
+    noted = kept and type(model).__module__.startswith("transformers.")
+    if not (noted and was_passed(premises)):
         wrong = next((each for each in compare(model, found, build) if not each.holds), None)
         if wrong is not None:
             return wrong.reason()
-        _passed.add(key)
+        if noted:
+            note_passed(premises)
+    _passed.add(key)
     return None
+
+
+def _kinds_of_modules(model: nn.Module) -> tuple[str, ...]:
+    """The names of all classes of modules, in order; joined products count as what they were joined from."""
+    kinds = {type(module).__name__ for module in model.modules()}
+    if JoinedLinear.__name__ in kinds:
+        kinds = kinds - {JoinedLinear.__name__, JoinedSlice.__name__} | {QuantLinear.__name__}
+    return tuple(sorted(kinds))
 
 
 def capacity_limit(model: nn.Module, anatomy: Anatomy) -> int | None:

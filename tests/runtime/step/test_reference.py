@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from marlinq.models.anatomy import Anatomy, Layer, Norm, Unrecognised
 from marlinq.models.recognise import anatomy_of
-from marlinq.runtime import load
-from marlinq.runtime.step import probe
+from marlinq.runtime import QuantLinear, load, marlin_operand
+from marlinq.runtime.step import passed, probe
 from marlinq.runtime.step.forward import Forward
+from marlinq.runtime.step.join import join_modules
 from marlinq.runtime.step.probe import capacity_limit, compare, own_forward_refusal
 from marlinq.runtime.step.reference import ReferenceForward
 from tests.testing.decoders import KNOWN, UNKNOWN, WINDOW, random_decoder
-from tests.testing.runnable_folders import random_quantizer, save_quantized
+from tests.testing.runnable_folders import random_quantizer, random_tuple, save_quantized
 from tests.testing.tiny_models import tiny_model
 
 # Prompts shorter and longer than the window, and steps across its edge.
@@ -293,3 +294,49 @@ def test_unknown_architectures_have_no_forward_of_ours() -> None:
     )
     assert reason is not None
     assert reason.startswith("transformer.h.0: ")
+
+
+def test_agreement_holds_for_later_processes_until_anything_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MARLINQ_CACHE", str(tmp_path))
+    model, anatomy = recognised("qwen3")
+    compared: list[Anatomy] = []
+
+    def refusal(found: Anatomy, *, kept: bool = True) -> str | None:
+        # Each asks as a new process would.
+        monkeypatch.setattr(probe, "_passed", set())
+        return own_forward_refusal(
+            model, found, reference(model, found), executor="reference", capacity=32, kept=kept
+        )
+
+    def counted(model: PreTrainedModel, found: Anatomy, build: probe.Build) -> list[probe.Difference]:
+        compared.append(found)
+        return compare(model, found, build)
+
+    monkeypatch.setattr(probe, "compare", counted)
+    assert refusal(anatomy, kept=False) is None
+    assert not list(tmp_path.rglob("probe-*"))
+    assert refusal(anatomy) is None
+    assert refusal(anatomy) is None
+    assert len(compared) == 2
+    # Another anatomy is another question, and what is wrong stays wrong without a note.
+    wrong = with_layer(anatomy, 2, in_norm("mlp_norm", offset=1.0))
+    assert refusal(wrong) is not None
+    assert refusal(wrong) is not None
+    assert len(compared) == 4
+    assert len(list(tmp_path.rglob("probe-*"))) == 1
+    monkeypatch.setattr(passed, "code_digest", lambda _: "other files")
+    assert refusal(anatomy) is None
+    assert len(compared) == 5
+
+
+def test_joining_products_asks_for_no_second_probe() -> None:
+    parts = nn.Module()
+    for name in ("q", "k", "v", "o"):
+        q = random_tuple(64, 64, group_size=32)
+        setattr(parts, name, QuantLinear(marlin_operand(q, torch.float32)))
+    before = probe._kinds_of_modules(parts)
+    assert not isinstance(join_modules(parts, ("q", "k", "v"), interleave=False), str)
+    assert probe._kinds_of_modules(parts) == before == ("Module", "QuantLinear")
+    assert probe._kinds_of_modules(nn.Linear(2, 2)) == ("Linear",)

@@ -1,0 +1,53 @@
+"""Notes beside the kernels' cache of the probes that were passed, so that a start does not repeat them.
+
+A note is named for everything that the comparison rests on but the weights: this package's files, the
+versions of torch, transformers and NVRTC, the GPU, and what the caller adds. Only agreement is noted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+import transformers
+
+from marlinq.core.errors import EnvironmentProblem
+from marlinq.kernels.jit.cache import cache_folder, write_file
+from marlinq.kernels.jit.compiler import nvrtc_version
+from marlinq.kernels.launch.complete import code_digest
+
+_PACKAGE = Path(__file__).parents[2]
+_ROOMS = ("kernels", "models", "runtime")
+
+
+def was_passed(premises: object) -> bool:
+    """Whether a probe with these ``premises``, whose ``repr`` tells them apart, has been noted."""
+    return _note(premises).is_file()
+
+
+def note_passed(premises: object) -> None:
+    """Leave the note; nothing where the folder can't be written, since the next process can probe again."""
+    path = _note(premises)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, b"")
+    except OSError:
+        return
+
+
+def _note(premises: object) -> Path:
+    gpu = None
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    versions = torch.__version__, transformers.__version__, _nvrtc()
+    code = [code_digest(_PACKAGE / room) for room in _ROOMS]
+    key = hashlib.sha256(repr((premises, gpu, versions, code)).encode()).hexdigest()
+    return cache_folder() / "kernels" / f"probe-{key[:32]}"
+
+
+def _nvrtc() -> object:
+    try:
+        return nvrtc_version()
+    except EnvironmentProblem:
+        return None
