@@ -6,6 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from threading import Lock
 from typing import Literal, NamedTuple
 
 import torch
@@ -61,11 +62,15 @@ class Decoder:
         forward: what computes logits.
         shape: what the sampler does.
         graphs: False keeps CUDA steps eager.
+
+    Attributes:
+        in_use: somebody's tokens are under way; until :meth:`stop` nobody else is given it.
     """
 
     def __init__(self, forward: Forward, shape: SamplerShape = GREEDY.shape, *, graphs: bool = True) -> None:
         self.forward = forward
         self.shape = shape
+        self.in_use = False
         self.device = forward.device()
         self._sampler: Sampler | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -109,7 +114,7 @@ class Decoder:
             sampling: of this decoder's shape.
             streams: of each row's random numbers; its index if None.
         """
-        self.stop()
+        self._forget_visits()
         lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32)
         ids = torch.zeros((len(prompts), int(lengths.max())), dtype=torch.int64)
         for row, prompt in enumerate(prompts):
@@ -153,6 +158,10 @@ class Decoder:
 
     def stop(self) -> None:
         """Wait for what is queued and forget it; :meth:`begin` may follow, whatever was interrupted."""
+        self._forget_visits()
+        self.in_use = False
+
+    def _forget_visits(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._visits.clear()
@@ -245,9 +254,17 @@ class Decoder:
 
 
 class Decoders:
-    """The decoders of one model that are kept, the last used ones; each has its cache and its graph."""
+    """The decoders of one model that are kept, the last used ones; each has its cache and its graph.
+
+    One that is in use is not given out again: a generation from another thread, or from within a callback,
+    gets one of its own.
+
+    Attributes:
+        lock: whoever takes a decoder to use it holds this until it is marked so.
+    """
 
     def __init__(self) -> None:
+        self.lock = Lock()
         self._kept: OrderedDict[tuple[int, int, SamplerShape, bool], Decoder] = OrderedDict()
 
     def take(
@@ -277,7 +294,10 @@ class Decoders:
         fitting = [
             key
             for key in self._kept
-            if key[0] == batch and tokens <= key[1] <= largest and key[2:] == (shape, graphs)
+            if key[0] == batch
+            and tokens <= key[1] <= largest
+            and key[2:] == (shape, graphs)
+            and not self._kept[key].in_use
         ]
         if fitting:
             key = min(fitting, key=lambda each: each[1])

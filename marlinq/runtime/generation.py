@@ -295,7 +295,7 @@ def _generate(
     longest = max(len(row.ids) for row in rows)
     # Rows take their steps together, so the longest prompt's positions end them all.
     limit = min(max_new_tokens, _room(loaded.model, longest))
-    with boundaries.forward(loaded.path):
+    with boundaries.forward(loaded.path), loaded.decoders.lock:
         decoder = take_decoder(
             loaded,
             batch=len(rows),
@@ -304,6 +304,7 @@ def _generate(
             graphs=limit > 1,
             progress=progress,
         )
+        decoder.in_use = True
     ends = end_tokens(loaded.model)
     start = read_clock(loaded.device)
     first = last = start

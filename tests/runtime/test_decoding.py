@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import resource
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -184,6 +185,26 @@ def test_a_second_generation_reuses_the_decoder(loaded: LoadedModel) -> None:
     second = generate(loaded, PROMPTS[0], max_new_tokens=8)
     assert second.tokens == first.tokens
     assert list(loaded.decoders._kept.values()) == [decoder]
+
+
+def test_generations_within_and_beside_each_other_do_not_mix(loaded: LoadedModel) -> None:
+    alone = [generate(loaded, prompt, max_new_tokens=12).tokens for prompt in PROMPTS[:2]]
+    found: dict[int, tuple[int, ...]] = {}
+
+    def run(index: int) -> None:
+        found[index] = generate(loaded, PROMPTS[index], max_new_tokens=12).tokens
+
+    def interject(piece: str) -> None:
+        if not found:
+            run(1)
+            other.start()
+            other.join()
+
+    other = Thread(target=run, args=(0,))
+    outer = generate(loaded, PROMPTS[0], max_new_tokens=12, on_text=interject)
+    assert (outer.tokens, found) == (alone[0], {0: alone[0], 1: alone[1]})
+    # Of equal decoders one is kept, and all are free again.
+    assert not any(decoder.in_use for decoder in loaded.decoders._kept.values())
 
 
 @pytest.mark.parametrize("place", [1, 2])
