@@ -113,7 +113,7 @@ def _norm_refusal(model: nn.Module, norm: Norm, dtype: torch.dtype) -> str | Non
 
 
 @dataclass(frozen=True, eq=False)
-class _Layer:
+class BoundLayer:
     """A layer with what it is multiplied and normalised by."""
 
     anatomy: Layer
@@ -148,7 +148,7 @@ class _Layer:
 
 
 @dataclass(frozen=True)
-class _Pending:
+class Pending:
     """What products have left for the residual stream, to be added by the next kernel."""
 
     first: Tensor
@@ -156,9 +156,9 @@ class _Pending:
     post: RowNorm | None
     factor: float
 
-    def select(self, rows: Tensor) -> _Pending:
+    def select(self, rows: Tensor) -> Pending:
         second = None if self.second is None else self.second.index_select(0, rows)
-        return _Pending(self.first.index_select(0, rows), second, self.post, self.factor)
+        return Pending(self.first.index_select(0, rows), second, self.post, self.factor)
 
 
 class ChainForward(Forward):
@@ -206,24 +206,34 @@ class ChainForward(Forward):
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._tables: dict[Rotary, Tensor] = {}
         apart: dict[str, None] = {}
-        self._layers = [self._layer(model, layer, apart) for layer in anatomy.layers]
+        self.layers = [self._layer(model, layer, apart) for layer in anatomy.layers]
         self._embedding_norm = _row_norm(model, anatomy.embedding_norm, self.dtype)
         self._final_norm = _row_norm(model, anatomy.final_norm, self.dtype)
         self._head = single_product(model, anatomy.head)
-        self._divisions = [self._divide(layer.attention) for layer in self._layers]
-        shapes = [self._shape(layer.attention) for layer in self._layers]
+        self._divisions = [self._divide(layer.attention) for layer in self.layers]
+        shapes = [self._shape(layer.attention) for layer in self.layers]
         self._workspace = Workspace.of(zip(shapes, self._divisions, strict=True), device)
         if model not in _prepared_for_prompts and self.lengths.is_cuda:
             # Joined products have shapes that the model was not compiled for when it was loaded.
-            products = [product for layer in self._layers for product in layer.products]
+            products = [product for layer in self.layers for product in layer.products]
             precompile_prompts(products, self.dtype, self.device_index, _MOST_ROWS, progress)
             _prepared_for_prompts.add(model)
         overlapping = dependent_launches() if batch <= _OVERLAPPING_ROWS else nullcontext()
-        with self._here(), overlapping:
-            self._step = _Recording(self, progress)
-        self.reason = f"{len(self._step.starts)} dependent launches a step"
+        with self.on_device(), overlapping:
+            self.recording = Recording(self, progress)
+        self.reason = f"{len(self.recording.starts)} dependent launches a step"
         if apart:
             self.reason += f"; multiplied apart: {'; '.join(apart)}"
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that can be embedded."""
+        return self._embedding.shape[0]
+
+    def use(self, recording: Recording, reason: str) -> None:
+        """Steps are ``recording`` from now on, for this reason."""
+        self.recording = recording
+        self.reason = reason
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
@@ -242,7 +252,7 @@ class ChainForward(Forward):
         self.lengths.zero_()
         each = max(1, _MOST_ROWS // width)
         logits = []
-        with self._here():
+        with self.on_device():
             for begin in range(0, batch, each):
                 part = slice(begin, min(begin + each, batch))
                 last = lengths[part].to(ids.device, torch.int64) - 1
@@ -253,13 +263,13 @@ class ChainForward(Forward):
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """As in :class:`Forward`; ``tokens`` is contiguous."""
-        with self._here():
+        with self.on_device():
             if self.observe is not None:
                 walk = _Walk(self, tokens, slice(0, self.batch), 1)
                 x, pending = walk.layers()
                 _, normed = walk.add(x, pending, self._final_norm, counter=self.lengths)
                 return self._finished(self._head.run(normed))
-            return self._step.start(tokens)
+            return self.recording.start(tokens)
 
     def _read(self, ids: Tensor, part: slice, last: Tensor) -> Tensor:
         """Logits behind token ``last[b]`` of every prompt in ``ids`` [b, T], the batch's rows ``part``."""
@@ -279,10 +289,11 @@ class ChainForward(Forward):
             logits.div_(self.anatomy.logit_softcap).tanh_().mul_(self.anatomy.logit_softcap)
         return logits
 
-    def _here(self) -> AbstractContextManager[object]:
+    def on_device(self) -> AbstractContextManager[object]:
+        """Launches go to the device of the cache."""
         return on_device(self.device_index) if self.lengths.is_cuda else nullcontext()
 
-    def _layer(self, model: nn.Module, layer: Layer, apart: dict[str, None]) -> _Layer:
+    def _layer(self, model: nn.Module, layer: Layer, apart: dict[str, None]) -> BoundLayer:
         attention, mlp = layer.attention, layer.mlp
         qkv, reason = find_product(model, attention.qkv, interleave=False)
         inputs, other_reason = find_product(model, mlp.inputs, interleave=mlp.gated)
@@ -294,7 +305,7 @@ class ChainForward(Forward):
             self._tables[rotary] = _rotation_table(model, rotary, self.capacity)
         shape = (self.batch, attention.kv_heads, self.capacity, attention.head_dim)
         keys = torch.zeros(shape, dtype=self.dtype, device=self.lengths.device)
-        return _Layer(
+        return BoundLayer(
             anatomy=layer,
             qkv=qkv,
             output=single_product(model, attention.output),
@@ -355,7 +366,7 @@ class _Walk:
 
     def attend(self, index: int, q: Tensor) -> Tensor:
         """Attention of the new tokens: q [M, H, D] to [M, H * D]."""
-        layer = self.forward._layers[index]
+        layer = self.forward.layers[index]
         if self.tokens_each == 1:
             return self._attend_one(index, q)
         sequences = self.lengths.shape[0]
@@ -373,20 +384,25 @@ class _Walk:
 
     # The walk itself.
 
-    def layers(self) -> tuple[Tensor, _Pending]:
-        """The residual stream behind the last layer, and what is still to be added to it."""
+    def embedded(self) -> Gather:
+        """What the first layer reads."""
         forward = self.forward
-        x: Tensor | Gather = Gather(
+        return Gather(
             self.tokens,
             forward._embedding,
             forward.anatomy.embedding_scale,
             forward._places,
             forward.anatomy.positions_offset,
         )
-        pending: _Pending | None = None
+
+    def layers(self) -> tuple[Tensor, Pending]:
+        """The residual stream behind the last layer, and what is still to be added to it."""
+        forward = self.forward
+        x: Tensor | Gather = self.embedded()
+        pending: Pending | None = None
         if forward._embedding_norm is not None:
             _, x = self.add(x, None, forward._embedding_norm)
-        for index, layer in enumerate(forward._layers):
+        for index, layer in enumerate(forward.layers):
             x, normed = self.add(x, pending, layer.attention_norm)
             if index:
                 self.observed(index - 1, x)
@@ -395,21 +411,21 @@ class _Walk:
             if layer.anatomy.parallel:
                 if layer.anatomy.mlp_norm != layer.anatomy.attention_norm:
                     _, normed = self.add(x, None, layer.mlp_norm)
-                pending = _Pending(mixed, self._mlp(layer, normed), None, factor)
+                pending = Pending(mixed, self._mlp(layer, normed), None, factor)
                 continue
-            pending = _Pending(mixed, None, layer.post_attention_norm, factor)
+            pending = Pending(mixed, None, layer.post_attention_norm, factor)
             x, normed = self.add(x, pending, layer.mlp_norm)
-            pending = _Pending(self._mlp(layer, normed), None, layer.post_mlp_norm, factor)
+            pending = Pending(self._mlp(layer, normed), None, layer.post_mlp_norm, factor)
         if isinstance(x, Gather) or pending is None:
             raise ValueError("a model without layers")
         if forward.observe is not None:
-            self.observed(len(forward._layers) - 1, self.add(x, pending, None)[0])
+            self.observed(len(forward.layers) - 1, self.add(x, pending, None)[0])
         return x, pending
 
     def add(
         self,
         source: Tensor | Gather,
-        pending: _Pending | None,
+        pending: Pending | None,
         norm: RowNorm | None,
         counter: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -442,7 +458,7 @@ class _Walk:
         assert isinstance(x, Tensor)
         return x, x if out is None else out
 
-    def _attention(self, index: int, layer: _Layer, normed: Tensor) -> Tensor:
+    def _attention(self, index: int, layer: BoundLayer, normed: Tensor) -> Tensor:
         forward, attention = self.forward, layer.attention
         joined = self.multiply("qkv", layer.qkv, normed)
         rows = joined.shape[0]
@@ -467,7 +483,7 @@ class _Walk:
         return self.multiply("output", layer.output, self.attend(index, q))
 
     def _attend_one(self, index: int, q: Tensor) -> Tensor:
-        forward, layer = self.forward, self.forward._layers[index]
+        forward, layer = self.forward, self.forward.layers[index]
         out = self.empty("attended", q.shape[0], q.shape[1] * q.shape[2])
         self.launch(
             kernels.attend(
@@ -485,13 +501,13 @@ class _Walk:
         )
         return out
 
-    def _mlp(self, layer: _Layer, normed: Tensor) -> Tensor:
+    def _mlp(self, layer: BoundLayer, normed: Tensor) -> Tensor:
         rows = normed.shape[0]
         if rows <= _MOST_ROWS:
             return self._mlp_of(layer, normed)
         return torch.cat([self._mlp_of(layer, part) for part in torch.split(normed, _MOST_ROWS)])
 
-    def _mlp_of(self, layer: _Layer, normed: Tensor) -> Tensor:
+    def _mlp_of(self, layer: BoundLayer, normed: Tensor) -> Tensor:
         x = self.multiply("inputs", layer.inputs, normed)
         # Whole tiles, or what the parts have.
         columns = x.shape[1] // 2 if layer.arrangement == "tiles" else layer.anatomy.mlp.inputs.widths[0]
@@ -500,7 +516,7 @@ class _Walk:
         return self.multiply("down", layer.down, active)
 
 
-class _Recording(_Walk):
+class Recording(_Walk):
     """A step over the whole batch: buffers that stay, and the launches of which it consists.
 
     Attributes:
@@ -510,7 +526,7 @@ class _Recording(_Walk):
     def __init__(self, forward: ChainForward, progress: ReportProgress) -> None:
         tokens = torch.zeros(forward.batch, dtype=torch.int64, device=forward.lengths.device)
         super().__init__(forward, tokens, slice(0, forward.batch), 1)
-        products = [product for layer in forward._layers for product in layer.products]
+        products = [product for layer in forward.layers for product in layer.products]
         products.append(forward._head)
         if tokens.is_cuda:
             precompile_products(products, forward.batch, forward.dtype, forward.device_index, progress)
@@ -519,7 +535,7 @@ class _Recording(_Walk):
         self._buffers: dict[tuple[str, int, int], Tensor] = {}
         self._turns: dict[str, int] = {}
         self._recorded: list[Prepared | Start] = []
-        x, pending = self.layers()
+        x, pending = self.recorded_layers()
         _, normed = self.add(x, pending, forward._final_norm, counter=forward.lengths)
         logits = self.multiply("logits", forward._head, normed)
         self.logits = logits[:, : forward._head.features]
@@ -537,6 +553,14 @@ class _Recording(_Walk):
                 self.starts.append(launch.start)
             else:
                 self.starts.append(item)
+
+    def recorded_layers(self) -> tuple[Tensor, Pending | None]:
+        """The residual stream behind the last layer, and what is still to be added to it."""
+        return self.layers()
+
+    def record(self, start: Start) -> None:
+        """Launches of somebody else's."""
+        self._recorded.append(start)
 
     def start(self, tokens: Tensor) -> Tensor:
         """A step; returns logits [B, vocabulary]."""

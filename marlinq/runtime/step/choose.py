@@ -21,6 +21,7 @@ from marlinq.runtime.decoding import Decoder
 from marlinq.runtime.sampling import GREEDY, SamplerShape, precompile_sampler
 from marlinq.runtime.step.chain import ChainForward, chain_refusal
 from marlinq.runtime.step.forward import Forward
+from marlinq.runtime.step.persistent import join_layers
 from marlinq.runtime.step.probe import capacity_limit, own_forward_refusal
 from marlinq.runtime.step.reference import ReferenceForward
 from marlinq.runtime.step.transformers_forward import TransformersForward, holds_keys_and_values
@@ -117,7 +118,12 @@ def _own_forward(loaded: LoadedModel, batch: int, capacity: int, progress: Repor
     try:
         executor = "chain" if on_gpu else "reference"
         refusal = own_forward_refusal(model, found, build, executor=executor, capacity=capacity, kept=on_gpu)
-        return refusal or build(batch, capacity)
+        if refusal:
+            return refusal
+        forward = build(batch, capacity)
+        if isinstance(forward, ChainForward) and (apart := join_layers(forward)) is not None:
+            forward.reason += f"; layers as single kernels: {apart}"
+        return forward
     except EnvironmentProblem as problem:
         return f"our kernels can't be used ({problem})"
 

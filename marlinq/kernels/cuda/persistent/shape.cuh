@@ -101,7 +101,8 @@ struct Plan {
         kv_heads = step.kv_heads;
         int chunks = 0;
         for (int row = 0; row < step.rows; ++row) {
-            length[row] = step.lengths[row];
+            // A step behind a full cache counts for nothing, but must not write behind it.
+            length[row] = min(step.lengths[row], step.capacity - 1);
             chunks += (length[row] + CHUNK_POSITIONS - 1) / CHUNK_POSITIONS;
         }
         const int share = max((chunks * step.kv_heads + (int)gridDim.x - 1) / (int)gridDim.x, 4);

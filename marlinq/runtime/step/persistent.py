@@ -1,0 +1,209 @@
+"""A step of one sequence whose layers are a single launch (``kernels/launch/persistent.py``).
+
+It takes the place of the chain's launches between the embedding and the last norm, where the model is one
+that the kernel knows and where a few steps give the logits that the chain gives.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from marlinq.core.errors import EnvironmentProblem
+from marlinq.core.progress import no_progress
+from marlinq.kernels import device_numbers
+from marlinq.kernels.launch.persistent import (
+    Activation,
+    LayerOperands,
+    Model,
+    Operand,
+    PersistentLayers,
+    persistent_refusal,
+)
+from marlinq.kernels.step import HeadNorm, RowNorm
+from marlinq.runtime.linear import QuantLinear
+from marlinq.runtime.step.chain import BoundLayer, ChainForward, Pending, Recording
+from marlinq.runtime.step.products import Product
+
+# As the probe allows between our forward and transformers' (runtime/step/probe.py): the kernel keeps other
+# values in float32 than the chain does, so both round independently.
+_ALLOWED = 3.0
+_PROMPT = 3
+_STEPS = 2
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_tanh": "gelu_tanh"}
+
+
+class _Given(NamedTuple):
+    """What the kernel is made for."""
+
+    layers: list[LayerOperands]
+    model: Model
+    cosines: Tensor
+    sines: Tensor
+
+
+class _UnknownPartError(Exception):
+    """A part that the kernel does not compute, in one clause."""
+
+
+def join_layers(chain: ChainForward) -> str | None:
+    """Have the steps of ``chain`` run all layers in one launch; why not, in one clause, or None.
+
+    A single sequence is worth it; for more, the chain is faster
+    (docs/lab-notes/2026-11-22-persistent-step.md).
+    """
+    if chain.batch > 1:
+        return f"{chain.batch} sequences, for which single kernels are faster"
+    try:
+        given = _given(chain)
+    except _UnknownPartError as unknown:
+        return str(unknown)
+    numbers = device_numbers(chain.device_index)
+    refusal = persistent_refusal(given.layers, given.model, 1, numbers.architecture, numbers.shared_bytes)
+    if refusal is not None:
+        return refusal
+    try:
+        with chain.on_device():
+            joined = _Joined(chain, given)
+            difference = _difference(chain, joined)
+    except (EnvironmentProblem, RuntimeError) as error:
+        return f"its launch fails ({' '.join(str(error).split())[:120]})"
+    allowed = _ALLOWED * torch.finfo(chain.dtype).eps * math.sqrt(len(given.layers))
+    if not difference <= allowed:
+        return f"its logits differ by {difference:.2g}, where rounding explains {allowed:.2g}"
+    chain.use(joined, f"all layers in one launch, {len(joined.starts)} launches a step")
+    return None
+
+
+class _Joined(Recording):
+    """The chain's step with a single launch for its layers."""
+
+    def __init__(self, forward: ChainForward, given: _Given) -> None:
+        self._given = given
+        super().__init__(forward, no_progress)
+
+    def recorded_layers(self) -> tuple[Tensor, Pending | None]:
+        hidden, _ = self.add(self.embedded(), None, None)
+        given = self._given
+        persistent = PersistentLayers(
+            given.layers, given.model, given.cosines, given.sines, hidden, self.lengths
+        )
+        self.record(persistent.launch)
+        return hidden, None
+
+
+@torch.no_grad()
+def _difference(chain: ChainForward, joined: Recording) -> float:
+    """Relative distance of the logits of a few steps."""
+    ids = torch.arange(_PROMPT + _STEPS, device=chain.device())[None] % chain.vocabulary
+    lengths = torch.tensor([_PROMPT], dtype=torch.int32)
+    found = []
+    for steps in (chain.recording, joined):
+        chain.prefill(ids[:, :_PROMPT], lengths)
+        rows = [
+            steps.start(ids[:, place].contiguous()).float().clone() for place in range(_PROMPT, ids.shape[1])
+        ]
+        found.append(torch.stack(rows))
+    return float((found[1] - found[0]).norm() / found[0].norm())
+
+
+def _given(chain: ChainForward) -> _Given:
+    if chain.anatomy.embedding_norm is not None:
+        raise _UnknownPartError("a norm behind the embedding")
+    layers = chain.layers
+    models = {_model(layer) for layer in layers}
+    if len(models) > 1:
+        raise _UnknownPartError("layers that differ in norms, scales or heads")
+    (model,) = models
+    tables = {id(layer.table): layer.table for layer in layers}
+    if len(tables) > 1:
+        raise _UnknownPartError("layers with rotary embeddings of their own")
+    (table,) = tables.values()
+    if table is None:
+        raise _UnknownPartError("no rotary embedding")
+    return _Given(
+        [_operands(layer, chain.hidden) for layer in layers],
+        model,
+        table[..., 0].contiguous(),
+        table[..., 1].contiguous(),
+    )
+
+
+def _model(layer: BoundLayer) -> Model:
+    anatomy, attention, mlp = layer.anatomy, layer.attention, layer.anatomy.mlp
+    if anatomy.parallel or anatomy.residual_scale != 1:
+        raise _UnknownPartError("parallel blocks, or a factor on what is added")
+    if anatomy.post_attention_norm is not None or anatomy.post_mlp_norm is not None:
+        raise _UnknownPartError("norms behind the parts of a block")
+    activation = _ACTIVATIONS.get(mlp.activation)
+    if activation is None or layer.arrangement != "tiles":
+        raise _UnknownPartError(f"{mlp.activation} without a gate in turns of tiles")
+    rotary = attention.rotary
+    if rotary is None or rotary.interleaved or rotary.channels != attention.head_dim:
+        raise _UnknownPartError("a rotary embedding of other than halves of whole heads")
+    if attention.qkv.turns != 1:
+        raise _UnknownPartError("queries, keys and values that take turns")
+    first, second = _row(layer.attention_norm), _row(layer.mlp_norm)
+    heads = [norm for norm in (layer.query_norm, layer.key_norm) if norm is not None]
+    if first.kind != second.kind or first.eps != second.eps:
+        raise _UnknownPartError("two kinds of norms")
+    if any(norm.kind != first.kind or norm.wide or norm.bias is not None for norm in heads):
+        raise _UnknownPartError("norms of queries and keys of another kind")
+    if len({norm.eps for norm in heads}) > 1:
+        raise _UnknownPartError("norms of queries and keys with an eps of their own")
+    return Model(
+        attention.heads,
+        attention.kv_heads,
+        first.eps,
+        attention.scale,
+        activation,
+        first.kind == "RMS",
+        attention.softcap,
+        heads[0].eps if heads else first.eps,
+    )
+
+
+def _row(norm: RowNorm | None) -> RowNorm:
+    if norm is None or norm.kind == "LAYER" or norm.bias is not None:
+        raise _UnknownPartError("norms other than RMS norms without a bias")
+    return norm
+
+
+def _operands(layer: BoundLayer, hidden: int) -> LayerOperands:
+    device = layer.keys.device
+    qkv, output, gate_up, down = (_operand(product) for product in layer.products)
+    return LayerOperands(
+        qkv,
+        output,
+        gate_up,
+        down,
+        _gamma(layer.attention_norm, hidden, device),
+        _gamma(layer.mlp_norm, hidden, device),
+        layer.keys,
+        layer.values,
+        None if layer.query_norm is None else _gamma(layer.query_norm, layer.keys.shape[3], device),
+        None if layer.key_norm is None else _gamma(layer.key_norm, layer.keys.shape[3], device),
+        layer.attention.window,
+    )
+
+
+def _gamma(norm: RowNorm | HeadNorm | None, width: int, device: torch.device) -> Tensor:
+    assert norm is not None
+    if norm.weight is None:
+        return torch.full((width,), 1.0 + norm.offset, device=device)
+    return norm.weight.float() + norm.offset
+
+
+def _operand(product: Product) -> Operand:
+    linear = product.modules[0]
+    if len(product.modules) > 1 or not isinstance(linear, QuantLinear) or linear.order is not None:
+        raise _UnknownPartError("products that are not packed, not joined, or in activation order")
+    if linear.padded_shape != (linear.in_features, product.features):
+        raise _UnknownPartError("padded products")
+    if linear.scales.shape[0] == 1:
+        raise _UnknownPartError("a single group of channels")
+    bias = linear.bias
+    return Operand(linear.words, linear.scales, linear.zeros, None if bias is None else bias.contiguous())

@@ -1,0 +1,118 @@
+"""Layers in one launch are given what the chain computes with: a stand-in for the kernel, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from marlinq.kernels.launch.persistent import LayerOperands, Model
+from marlinq.runtime import QuantLinear
+from marlinq.runtime.step import chain, persistent
+from marlinq.runtime.step.chain import ChainForward
+from marlinq.runtime.step.persistent import join_layers
+from marlinq.runtime.step.reference import ReferenceForward
+from tests.kernels.persistent_problems import Reference
+from tests.runtime.step import torch_kernels
+from tests.runtime.step.test_chain import TOLERANCE, error, halved, quantized, recognised
+from tests.testing.tiny_models import tiny_model
+
+SIZES = {
+    "hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+}  # fmt: skip
+
+
+class InFloat64:
+    """What :class:`marlinq.kernels.launch.persistent.PersistentLayers` does, on a CPU."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerOperands],
+        model: Model,
+        cosines: Tensor,
+        sines: Tensor,
+        hidden: Tensor,
+        lengths: Tensor,
+    ) -> None:
+        self._layers, self._model, self._tables = list(layers), model, (cosines, sines)
+        self._hidden, self._lengths = hidden, lengths
+
+    def launch(self) -> None:
+        reference = Reference(self._model, self._tables, self._lengths.tolist(), self._hidden.dtype)
+        self._hidden.copy_(reference.step(self._layers, self._hidden))
+
+
+@pytest.fixture(autouse=True)
+def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain, "kernels", torch_kernels)
+    numbers = SimpleNamespace(architecture="sm_90a", shared_bytes=232_448)
+    monkeypatch.setattr(persistent, "device_numbers", lambda index: numbers)
+    monkeypatch.setattr(persistent, "PersistentLayers", InFloat64)
+
+
+def made(name: str, batch: int = 1, **changes: object) -> tuple[ChainForward, ReferenceForward]:
+    model = tiny_model(name, **{**SIZES, **changes})
+    anatomy = recognised(model)
+    quantized(model)
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            # Products as large as their input, as the tolerance presumes, for this many channels.
+            module.scales.div_(3)
+    half, wide = halved(model)
+    own = ChainForward(half, anatomy, batch=batch, capacity=24)
+    return own, ReferenceForward(wide, anatomy, batch=batch, capacity=24)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [("llama", {}), ("qwen2", {}), ("qwen3", {"head_dim": 64}), ("mistral", {})]
+)
+def test_a_step_is_the_references(name: str, changes: dict[str, object]) -> None:
+    own, reference = made(name, **changes)
+    apart = len(own.recording.starts)
+    assert join_layers(own) is None
+    assert own.reason.startswith("all layers in one launch")
+    # Embedding, layers, norm, head.
+    assert len(own.recording.starts) == 4 < apart
+    ids, lengths = torch.arange(11)[None], torch.tensor([11], dtype=torch.int32)
+    with torch.no_grad():
+        found = [error(own.prefill(ids, lengths), reference.prefill(ids, lengths))]
+        for token in (5, 77, 3, 100):
+            tokens = torch.tensor([token])
+            found.append(error(own.step(tokens), reference.step(tokens)))
+    assert torch.equal(own.lengths, reference.lengths)
+    assert max(found) < TOLERANCE, found
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "changes", "reason"),
+    [
+        ("llama", 2, {}, "2 sequences"),
+        ("llama", 1, {"num_attention_heads": 16}, "heads of 32 channels"),
+        ("gemma2", 1, {"head_dim": 64}, "norms behind the parts"),
+        ("starcoder2", 1, {}, "without a gate"),
+        ("phi", 1, {}, "parallel blocks"),
+    ],
+)
+def test_what_the_kernel_does_not_compute_stays_a_chain(
+    name: str, batch: int, changes: dict[str, object], reason: str
+) -> None:
+    own, _ = made(name, batch, **changes)
+    recording = own.recording
+    found = join_layers(own)
+    assert found is not None
+    assert reason in found
+    assert own.recording is recording
+
+
+def test_other_logits_than_the_chains_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reference, "_rotate", lambda self, x: x)
+    own, _ = made("llama")
+    recording = own.recording
+    found = join_layers(own)
+    assert found is not None
+    assert "its logits differ by" in found
+    assert own.recording is recording
