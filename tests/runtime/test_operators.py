@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, ReadAhead
+from marlinq.core.progress import ReportProgress
 from marlinq.core.scheme import Element
 from marlinq.formats import LAYOUTS, StoredWeight
 from marlinq.formats.layouts.gptq import GPTQ
@@ -189,12 +190,15 @@ def test_a_checkpoint_in_the_kernels_layout_is_taken_as_stored(
             assert torch.equal(mine, Checkpoint.open(tmp_path).tensor(f"{name}.{suffix}"))
 
 
-def test_every_shape_of_a_model_is_compiled_once_with_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_shapes_of_a_model_are_compiled_together_with_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
 
-    def precompile_model(layers: list[LayerShape], dtype: torch.dtype, index: int) -> int:
+    def precompile_model(
+        layers: list[LayerShape], dtype: torch.dtype, index: int, *, progress: ReportProgress
+    ) -> int:
         asked.append((*layers, dtype, index))
-        return 3
+        progress("compiling kernels", 6, 6)
+        return 6
 
     monkeypatch.setattr(w4a16, "precompile_model", precompile_model)
     narrow, wide = (
@@ -210,9 +214,14 @@ def test_every_shape_of_a_model_is_compiled_once_with_progress(monkeypatch: pyte
     assert OPERATORS["w4a16"].compile(modules, gpu, lambda *stage: stages.append(stage)) == 6
     # Columns and channels after padding, and the group that the kernel sees.
     assert asked == [
-        (LayerShape(n=128, k=128, group_size=32, zeros=True), torch.bfloat16, 1),
-        (LayerShape(n=192, k=320, group_size=64, zeros=False), torch.bfloat16, 1),
+        (
+            LayerShape(n=128, k=128, group_size=32, zeros=True),
+            LayerShape(n=192, k=320, group_size=64, zeros=False),
+            torch.bfloat16,
+            1,
+        ),
     ]
-    assert stages == [("compiling kernels", done, 2) for done in range(3)]
+    assert stages == [("compiling kernels", 6, 6)]
     assert OPERATORS["w4a16"].compile(modules, CPU) == 0
-    assert len(asked) == 2
+    assert OPERATORS["w4a16"].compile([nn.Linear(64, 64)], gpu) == 0
+    assert len(asked) == 1

@@ -74,9 +74,6 @@ class W4A16(Operator):
                 if isinstance(module, QuantLinear)
             }
         )
-        compiled = 0
-        for done, shape in enumerate(shapes):
-            progress("compiling kernels", done, len(shapes))
-            compiled += precompile_model([shape], setting.dtype, setting.device.index or 0)
-        progress("compiling kernels", len(shapes), len(shapes))
-        return compiled
+        if not shapes:
+            return 0
+        return precompile_model(shapes, setting.dtype, setting.device.index or 0, progress=progress)
