@@ -289,6 +289,7 @@ def test_the_dispatcher_is_passed_only_where_nothing_works_through_it(
     assert any(event.key == "marlinq::w4a16_gemm" for event in profiler.key_averages())
     with torch.no_grad():
         assert torch.equal(inside(torch.device("cpu")), expected)
+        w4a16.w4a16_gemm(x.as_subclass(_Subclass), *given[:4], 64, N)
         counted = _Counted()
         assert torch.equal(inside(counted), expected)
         assert counted.names == ["marlinq::w4a16_gemm"]
@@ -306,6 +307,10 @@ def test_the_dispatcher_is_passed_only_where_nothing_works_through_it(
     with torch.inference_mode():
         assert inside(nullcontext()).is_inference()
     assert len(call.started) == 3
+
+
+class _Subclass(Tensor):
+    """Any."""
 
 
 class _Counted(TorchDispatchMode):
