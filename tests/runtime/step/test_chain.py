@@ -27,7 +27,7 @@ TOLERANCE = 4e-3
 
 MODELS = [
     *("llama", "llama-tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "phi3"),
-    *("gpt_neox", "opt", "falcon", "stablelm", "gpt2", "starcoder2", "olmo2", "cohere"),
+    *("gpt_neox", "opt", "stablelm", "gpt2", "starcoder2", "olmo2", "cohere"),
 ]
 
 
@@ -48,6 +48,16 @@ def halved(
     return half, wide
 
 
+def tiny(name: str) -> PreTrainedModel:
+    if name == "opt":
+        # Else a projection stands before the first block, which is not recognised.
+        return tiny_model(name, word_embed_proj_dim=64)
+    if name == "padded":
+        # 96 columns are a tile and a half, and every linear has a bias.
+        return tiny_model("llama", intermediate_size=96, mlp_bias=True, attention_bias=True)
+    return tiny_model(name)
+
+
 def _restore(model: PreTrainedModel, buffers: dict[str, Tensor]) -> None:
     for name, value in buffers.items():
         model.get_buffer(name).data = value.clone()
@@ -56,8 +66,7 @@ def _restore(model: PreTrainedModel, buffers: dict[str, Tensor]) -> None:
 def recognised(model: PreTrainedModel) -> Anatomy:
     blocks = next(name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
     found = recognise(model, blocks)
-    if isinstance(found, Unrecognised):
-        pytest.skip(f"not recognised: {found.part}: {found.reason}")
+    assert isinstance(found, Anatomy), found
     return found
 
 
@@ -81,11 +90,8 @@ def differences(own: ChainForward, reference: ReferenceForward, vocabulary: int)
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_the_references(name: str) -> None:
-    half, wide = halved(tiny_model(name))
+    half, wide = halved(tiny(name))
     anatomy = recognised(wide)
-    refused = chain_refusal(half, anatomy)
-    if refused is not None:
-        pytest.skip(f"refused: {refused.part}: {refused.reason}")
     own = ChainForward(half, anatomy, batch=3, capacity=24)
     reference = ReferenceForward(wide, anatomy, batch=3, capacity=24)
     found = differences(own, reference, wide.config.vocab_size)
@@ -118,10 +124,12 @@ def quantized(model: PreTrainedModel, *, act_order: str = "", apart: str = "") -
         ("llama", "q_proj", "up_proj", False),
         ("phi3", "", "", False),
         ("opt", "", "", True),
+        ("padded", "", "", True),
+        ("padded", "", "up_proj", False),
     ],
 )
 def test_packed_weights_joined_and_apart(name: str, act_order: str, apart: str, joined: bool) -> None:
-    model = tiny_model(name)
+    model = tiny(name)
     anatomy = recognised(model)
     quantized(model, act_order=act_order, apart=apart)
     half, wide = halved(model)
