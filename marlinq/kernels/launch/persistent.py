@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from marlinq.core.progress import ReportProgress, no_progress
+from marlinq.kernels.jit.cache import compile_missing
 from marlinq.kernels.jit.instantiation import Instantiation
 from marlinq.kernels.launch.driver import (
     TENSOR_MAP_BYTES,
@@ -416,6 +418,7 @@ class PersistentLayers:
         lengths: int32 [M], positions in the cache; the launch appends at that position and changes no length.
         grid: blocks, a multiple of four; by default as many as the GPU has multiprocessors.
         config: the variant; chosen by default.
+        progress: called after each kernel that is compiled.
 
     Attributes:
         config, grid: as above.
@@ -440,6 +443,7 @@ class PersistentLayers:
         *,
         grid: int | None = None,
         config: StepConfig | None = None,
+        progress: ReportProgress = no_progress,
     ) -> None:
         device = hidden.device
         numbers = device_numbers(device.index) if device.type == "cuda" else None
@@ -500,6 +504,7 @@ class PersistentLayers:
         if numbers is None:
             return
         prepare = prepare_instantiation(chosen.bfloat16)
+        compile_missing(numbers.architecture, [prepare, chosen.instantiation], progress)
         self._launches = (
             Launches(
                 load_kernel(prepare, numbers.architecture, device.index),

@@ -121,7 +121,7 @@ def _own_forward(loaded: LoadedModel, batch: int, capacity: int, progress: Repor
         if refusal:
             return refusal
         forward = build(batch, capacity)
-        if isinstance(forward, ChainForward) and (apart := join_layers(forward)) is not None:
+        if isinstance(forward, ChainForward) and (apart := join_layers(forward, progress)) is not None:
             forward.reason += f"; layers as single kernels: {apart}"
         return forward
     except EnvironmentProblem as problem:

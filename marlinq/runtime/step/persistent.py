@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import EnvironmentProblem
-from marlinq.core.progress import no_progress
+from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels import device_numbers
 from marlinq.kernels.launch.persistent import (
     Activation,
@@ -49,7 +49,7 @@ class _UnknownPartError(Exception):
     """A part that the kernel does not compute, in one clause."""
 
 
-def join_layers(chain: ChainForward) -> str | None:
+def join_layers(chain: ChainForward, progress: ReportProgress = no_progress) -> str | None:
     """Have the steps of ``chain`` run all layers in one launch; why not, in one clause, or None.
 
     A single sequence is worth it; for more, the chain is faster
@@ -67,7 +67,7 @@ def join_layers(chain: ChainForward) -> str | None:
         return refusal
     try:
         with chain.on_device():
-            joined = _Joined(chain, given)
+            joined = _Joined(chain, given, progress)
             difference = _difference(chain, joined)
     except (EnvironmentProblem, RuntimeError) as error:
         return f"its launch fails ({' '.join(str(error).split())[:120]})"
@@ -81,15 +81,22 @@ def join_layers(chain: ChainForward) -> str | None:
 class _Joined(Recording):
     """The chain's step with a single launch for its layers."""
 
-    def __init__(self, forward: ChainForward, given: _Given) -> None:
+    def __init__(self, forward: ChainForward, given: _Given, progress: ReportProgress) -> None:
         self._given = given
-        super().__init__(forward, no_progress)
+        self._progress = progress
+        super().__init__(forward, progress)
 
     def recorded_layers(self) -> tuple[Tensor, Pending | None]:
         hidden, _ = self.add(self.embedded(), None, None)
         given = self._given
         persistent = PersistentLayers(
-            given.layers, given.model, given.cosines, given.sines, hidden, self.lengths
+            given.layers,
+            given.model,
+            given.cosines,
+            given.sines,
+            hidden,
+            self.lengths,
+            progress=self._progress,
         )
         self.record(persistent.launch)
         return hidden, None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from marlinq.core.progress import ReportProgress
 from marlinq.kernels.launch.persistent import LayerOperands, Model
 from marlinq.runtime import QuantLinear
 from marlinq.runtime.step import chain, persistent
@@ -37,6 +38,7 @@ class InFloat64:
         sines: Tensor,
         hidden: Tensor,
         lengths: Tensor,
+        progress: ReportProgress,
     ) -> None:
         self._layers, self._model, self._tables = list(layers), model, (cosines, sines)
         self._hidden, self._lengths = hidden, lengths
