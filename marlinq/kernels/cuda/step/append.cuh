@@ -1,9 +1,11 @@
 // Queries, keys and values of new tokens: normalised, rotated, and keys and values appended to the cache.
 //
-//   x [M, turns, (heads + 2 * kv_heads) / turns, D]  ->  q [M, heads, D],  keys and values [B, kv_heads, capacity, D] at the rows' positions
+//   x [M, turns, (heads + 2 * kv_heads) / turns, D]  ->  q [M, heads, D]
+//                                                        keys, values [B, kv_heads, capacity, D] at the rows' positions
 //
-// A turn holds its share of queries, then of keys, then of values. Row m is token m % T of sequence m / T, at position lengths[m / T] + m % T. The rotation multiplies the complex numbers
-// (x[i], x[i + CHANNELS / 2]), or (x[2i], x[2i + 1]) with INTERLEAVED, with table[position][i] = (cosine, sine).
+// A turn holds its share of queries, then of keys, then of values. Row m is token m % T of sequence m / T, at position
+// lengths[m / T] + m % T. The rotation multiplies the complex numbers (x[i], x[i + CHANNELS / 2]), or (x[2i], x[2i + 1])
+// with INTERLEAVED, with table[position][i] = (cosine, sine).
 //
 // A warp takes one head, whose channels meet in shared memory. QUERY_NORM and KEY_NORM normalise each head, or with WIDE all
 // heads of a row together: every block then sums the squares of the whole row itself.
