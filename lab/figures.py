@@ -217,6 +217,41 @@ def chain_table() -> str:
     return _table(rows)
 
 
+def decode_table() -> str:
+    """Decode steps by batch and context."""
+    rows = [["batch", "context", "first token", "step", "tokens/s", "GB/s"]]
+    rows += [
+        [
+            str(cell["batch"]),
+            str(cell["context"]),
+            f"{1e3 * cell['first_token_seconds']:.1f} ms",
+            f"{1e3 * cell['step_seconds']:.3f} ms",
+            f"{cell['tokens_per_second']:,.0f}",
+            f"{cell['bandwidth'] / 1e9:,.0f}",
+        ]
+        for cell in result("decode-h200")["cells"]
+    ]
+    return _table(rows)
+
+
+def step_table() -> str:
+    """Kernels of a decode step of one and of 64 sequences."""
+    rows = [["batch", "kernel", "launches", "us a step", "share"]]
+    for batch, profile in result("decode-h200")["profiles"].items():
+        rows += [
+            [
+                batch,
+                f"`{kernel['name']}`",
+                f"{kernel['launches']:.0f}",
+                f"{1e6 * kernel['seconds']:.0f}",
+                f"{100 * kernel['share']:.1f} %",
+            ]
+            for kernel in profile["kernels"]
+            if kernel["share"] >= 0.002
+        ]
+    return _table(rows)
+
+
 def _table(rows: Sequence[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
@@ -228,6 +263,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality": quality_table,
     "head": head_table,
     "chain": chain_table,
+    "decode": decode_table,
+    "step": step_table,
 }
 DRAWINGS: dict[str, Callable[[], str]] = {"speed.svg": speed_plot, "quality.svg": quality_plot}
 
