@@ -197,12 +197,15 @@ class ReadAhead:
             self._ring.put(_Slot(buffer, torch.cuda.Event()))  # type: ignore[no-untyped-call]
 
     def _memory(self, nbytes: int) -> Tensor:
-        if self._stream is None:
-            return torch.empty(nbytes, dtype=torch.uint8)
         try:
+            if self._stream is None:
+                return torch.empty(nbytes, dtype=torch.uint8)
             with torch.cuda.stream(self._stream):
                 return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            # A host's allocator has no class of its own.
+            if not isinstance(error, torch.OutOfMemoryError) and self._stream is not None:
+                raise
             raise EnvironmentProblem(
                 f"{self.path}: {self._device} has too little memory for the tensors; use another --device"
             ) from None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import struct
 import sys
 import threading
 from collections.abc import Callable
@@ -13,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from marlinq.checkpoint import Checkpoint, ReadAhead, ahead
-from marlinq.core.errors import CheckpointError
+from marlinq.core.errors import CheckpointError, EnvironmentProblem
 from tests.checkpoint.test_source import removed, replaced, rewritten_with_its_time_kept, truncated
 
 CPU = torch.device("cpu")
@@ -81,6 +84,19 @@ def test_unknown_names_are_refused(folder: Path) -> None:
         reader.expect(["nothing"])
         with pytest.raises(CheckpointError, match="no tensor named nothing"):
             reader.tensor("nothing")
+
+
+def test_a_sparse_tensor_beyond_all_memory_ends_in_one_line(tmp_path: Path) -> None:
+    size = 1 << 43
+    header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    file = tmp_path / NAME
+    file.write_bytes(struct.pack("<Q", len(header)) + header)
+    os.truncate(file, 8 + len(header) + size)
+    (tmp_path / "config.json").write_text("{}")
+    with ReadAhead(Checkpoint.open(tmp_path), CPU, budget=0) as reader:
+        reader.expect(["w"])
+        with pytest.raises(EnvironmentProblem, match="cpu has too little memory for the tensors"):
+            reader.tensor("w")
 
 
 @pytest.mark.parametrize("change", [rewritten_with_its_time_kept, truncated])
