@@ -57,6 +57,8 @@ def join_layers(chain: ChainForward, progress: ReportProgress = no_progress) -> 
     """
     if chain.batch > 1:
         return f"{chain.batch} sequences, for which single kernels are faster"
+    if chain.capacity < _PROMPT + _STEPS:
+        return f"a cache of {chain.capacity} tokens, too few to compare both"
     try:
         given = _given(chain)
     except _UnknownPartError as unknown:

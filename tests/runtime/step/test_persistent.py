@@ -110,6 +110,15 @@ def test_what_the_kernel_does_not_compute_stays_a_chain(
     assert own.recording is recording
 
 
+def test_a_cache_too_short_for_the_comparison_stays_a_chain() -> None:
+    model = tiny_model("llama", **SIZES)
+    anatomy = recognised(model)
+    quantized(model)
+    half, _ = halved(model)
+    own = ChainForward(half, anatomy, batch=1, capacity=4)
+    assert join_layers(own) == "a cache of 4 tokens, too few to compare both"
+
+
 def test_other_logits_than_the_chains_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reference, "_rotate", lambda self, x: x)
     own, _ = made("llama")
