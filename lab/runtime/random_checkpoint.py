@@ -180,7 +180,7 @@ def _write_piece(path: Path, piece: memoryview, offset: int) -> None:
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """A byte-level BPE of so many tokens: all bytes, then pairs and triples of them."""
+    """A byte-level BPE with ``vocabulary`` tokens: all bytes, then pairs and triples of them."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

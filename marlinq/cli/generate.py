@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     help="Sample with this temperature. [default: 1.0]",
 )
 @click.option(
-    "--top-k", type=click.IntRange(0, 2**31 - 1), help="Draw from this many of the likeliest tokens only."
+    "--top-k", type=click.IntRange(0, 2**31 - 1), help="Draw from the K likeliest tokens; 0 for all."
 )
 @click.option(
     "--top-p",
     type=click.FloatRange(0, 1, min_open=True),
-    help="Draw from the likeliest tokens only that reach this probability together.",
+    help="Draw from the fewest likeliest tokens whose probabilities add up to this.",
 )
 @click.option(
     "--min-p",

@@ -152,7 +152,7 @@ class _Recorder:
         self.parameters = {id(value): name for name, value in model.named_parameters()}
         self.recording = Recording(torch.arange(3, 3 + TOKENS)[None], torch.arange(start, start + TOKENS))
         generator = torch.Generator().manual_seed(17)
-        # Eighths of whole numbers of eight bits: a cast to a narrow dtype on the way does not change them.
+        # Multiples of 1/8 with 8 significant bits: a cast to a narrow dtype on the way does not change them.
         numbers = _SIZE * torch.randn(_POOL, generator=generator)
         self._numbers = (8 * numbers).round().clamp(-255, 255) / 8
         self._start = 0

@@ -329,7 +329,7 @@ class Decoders:
 
 
 def capacity_class(tokens: int) -> int:
-    """The capacity to make for so many tokens: the next of 256, 320, 384, 448, 512, 640, ...
+    """The capacity to make for ``tokens`` tokens: the next of 256, 320, 384, 448, 512, 640, ...
 
     Four classes an octave: at most a quarter of a cache is spare, and few graphs serve every length.
     """

@@ -57,7 +57,7 @@ class Sampling:
 
     Attributes:
         temperature: logits are divided by it; None takes the likeliest token every time.
-        top_k: only so many of the likeliest tokens are drawn from; None or 0 for all.
+        top_k: number of likeliest tokens that are drawn from; None or 0 for all.
         top_p: only the likeliest tokens are drawn from whose probabilities reach this sum; None or 1 for all.
         min_p: only tokens are drawn from that are at least so likely as this times the likeliest; None or 0
             for all.

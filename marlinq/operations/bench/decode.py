@@ -198,7 +198,7 @@ class _Own:
         self.decoder.begin(ids.tolist())
 
     def steps(self, count: int) -> None:
-        """So many decode steps, queued as generation queues them."""
+        """``count`` decode steps, queued as generation queues them."""
         decoder = self.decoder
         queued = 0
         while queued < count or decoder.pending:

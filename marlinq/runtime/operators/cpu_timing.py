@@ -19,7 +19,7 @@ _ENOUGH_SECONDS = 0.3
 
 
 def cold_copies(tensor: Tensor) -> list[Tensor]:
-    """``tensor`` and so many copies of it that reading them in turn finds none in a cache."""
+    """``tensor`` and copies of it. Read in turn they come from memory, unless that takes too many."""
     copies = min(max(-(-_COLD_BYTES // max(tensor.nbytes, 1)), 1), _MOST_TURNS)
     return [tensor, *(tensor.clone() for _ in range(copies - 1))]
 

@@ -37,7 +37,7 @@ from marlinq.runtime.operators.cpu_timing import cold_copies, seconds_in_turn
 GROUP_SIZES = (256, 128, 64, 32)
 """What torch's product takes."""
 
-_COLUMNS = 16  # torch packs blocks of so many output channels
+_COLUMNS = 16  # output channels of a block that torch packs
 _MIDPOINT = 8  # what the product takes off each code
 _DTYPES = (torch.float32, torch.bfloat16)
 _OPERATIONS = ("_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm_for_cpu")

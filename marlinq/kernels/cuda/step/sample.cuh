@@ -46,7 +46,7 @@ __device__ __forceinline__ float load_one<Float32>(const void* row, int index) {
 }
 }  // namespace logits
 
-// Whole numbers in the order of the floats, NaN above all.
+// Integers in the order of the floats, NaN above all.
 __device__ __forceinline__ u32 ordered(float x) {
     const u32 bits = __float_as_uint(x);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return 0xffffffffu;
