@@ -10,8 +10,7 @@ from marlinq.kernels import dequantize_operands
 from marlinq.runtime import QuantLinear
 from marlinq.runtime.step.chain import ChainForward, chain_refusal
 from marlinq.runtime.step.reference import ReferenceForward
-from tests.runtime.step.test_chain import error, halved, quantized, recognised
-from tests.testing.tiny_models import tiny_model
+from tests.runtime.step.test_chain import error, halved, quantized, recognised, tiny
 
 pytestmark = pytest.mark.gpu
 
@@ -50,10 +49,10 @@ def run(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3", "phi", "falcon", "opt", "olmo2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3", "phi", "starcoder2", "opt", "olmo2"])
 @torch.no_grad()
 def test_steps_eager_and_captured(name: str, dtype: torch.dtype) -> None:
-    model = tiny_model(name)
+    model = tiny(name)
     anatomy = recognised(model)
     quantized(model)
     half, wide = halved(model, dtype)
