@@ -22,6 +22,8 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = (DOCS / "results.md", DOCS.parent / "README.md")
 PLOTS = DOCS / "plots"
 _OURS = "marlinq"
+READ_BYTES_PER_SECOND = 4.58e12
+"""What a kernel that only reads device memory reaches on an H200."""
 
 _STYLE = """
   text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #24292f }
@@ -124,6 +126,39 @@ def quality_plot() -> str:
             f'<text x="{left + long + 8:.1f}" y="{y + 15}">{row["kl"]:.4f}</text>'
         )
     return _svg(700, top + len(rows) * step + 10, parts)
+
+
+def decode_plot() -> str:
+    """Tokens per second of each sequence by batch, beside the unquantised model's."""
+    found = result("decode-shapes-h200")["against"]
+    cells = found["cells"]
+    left, top, width, step = 170, 84, 330, 74
+    longest = max(1 / cell["step_seconds"] for cell in cells)
+    parts = [
+        _text("title", 26, "Decoding: tokens per second of each sequence (higher is better)"),
+        _text("small", 46, f"{found['checkpoint']}, context {cells[0]['context']};"),
+        _text("small", 62, found["hardware"]),
+    ]
+    for index, cell in enumerate(cells):
+        y = top + index * step
+        parts.append(f'<text x="20" y="{y + 28}">batch {cell["batch"]}</text>')
+        for place, (kind, name, seconds) in enumerate(
+            (
+                ("ours", "INT4", cell["step_seconds"]),
+                ("second", "FP16", cell["peer_step_seconds"]),
+            )
+        ):
+            at = y + 26 * place
+            long = width / seconds / longest
+            times = f" ({cell['speedup']:.1f}x)" if kind == "ours" else ""
+            parts.append(
+                f'<text x="{left - 10}" y="{at + 15}" text-anchor="end">{name}</text>'
+                f'<rect class="{kind}" x="{left}" y="{at}" width="{long:.1f}" height="20" rx="2"/>'
+                f'<text x="{left + long + 8:.1f}" y="{at + 15}">{1 / seconds:,.0f}{times}</text>'
+            )
+    bottom = top + len(cells) * step
+    parts.append(_text("small", bottom, "INT4: marlinq. FP16: transformers, compiled, static cache."))
+    return _svg(680, bottom + 16, parts)
 
 
 def _text(kind: str, y: int, words: str) -> str:
@@ -234,6 +269,40 @@ def decode_table() -> str:
     return _table(rows)
 
 
+def against_table() -> str:
+    """Decode steps beside those of the unquantised model in transformers, compiled."""
+    rows = [["batch", "context", "step", "transformers FP16", "times as fast"]]
+    rows += [
+        [
+            str(cell["batch"]),
+            str(cell["context"]),
+            f"{1e3 * cell['step_seconds']:.3f} ms",
+            f"{1e3 * cell['peer_step_seconds']:.3f} ms",
+            f"{cell['speedup']:.2f}",
+        ]
+        for cell in result("decode-shapes-h200")["against"]["cells"]
+    ]
+    return _table(rows)
+
+
+def shapes_table() -> str:
+    """A step of one sequence by model shape, beside a plain read of the step's bytes."""
+    rows = [["shape", "bytes a step", "step", "plain read of the bytes", "over it"]]
+    for found in result("decode-shapes-h200")["shapes"]:
+        (cell,) = found["cells"]
+        read = cell["step_bytes"] / READ_BYTES_PER_SECOND
+        rows.append(
+            [
+                found["checkpoint"].split()[1].rstrip(","),
+                f"{cell['step_bytes'] / 1e9:.2f} GB",
+                f"{1e3 * cell['step_seconds']:.3f} ms",
+                f"{1e3 * read:.3f} ms",
+                f"{cell['step_seconds'] / read:.2f}",
+            ]
+        )
+    return _table(rows)
+
+
 def step_table() -> str:
     """Kernels of a decode step of one and of 64 sequences."""
     rows = [["batch", "kernel", "launches", "us a step", "share"]]
@@ -265,8 +334,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "chain": chain_table,
     "decode": decode_table,
     "step": step_table,
+    "against": against_table,
+    "shapes": shapes_table,
 }
-DRAWINGS: dict[str, Callable[[], str]] = {"speed.svg": speed_plot, "quality.svg": quality_plot}
+DRAWINGS: dict[str, Callable[[], str]] = {
+    "speed.svg": speed_plot,
+    "decode.svg": decode_plot,
+    "quality.svg": quality_plot,
+}
 
 
 def wanted() -> dict[Path, str]:
