@@ -5,7 +5,8 @@
 The checkpoints hold the same weights in different formats. The reference is transformers' own forward pass on
 the CPU in float32 with the dequantised weights of the first; the others run as ``marlinq generate`` runs
 them. Both decode greedily. Where they part, the reference's logits of the two tokens tell a near tie from an
-error. Then the reference's tokens are decoded step by step, and the logits of all steps are compared.
+error. For the first prompt the reference's tokens are then decoded step by step, and the logits of all steps
+are compared.
 
 Exits with 1 where a text parts at two tokens whose reference logits are further apart than twice the largest
 error of a logit that was measured in that dtype: rounding can't explain that.
@@ -62,8 +63,9 @@ class Comparison:
         tokens: of the reference.
         agreeing: tokens before the first that differs.
         margin: the reference's logit of its own token less that of the other, where they part.
-        relative_error: norm of the difference of all logits over the norm of the reference's.
-        largest_error: of a single logit.
+        relative_error: norm of the difference of all logits over the norm of the reference's; None where
+            they were not compared.
+        largest_error: of a single logit; likewise.
         step: how steps ran.
     """
 
@@ -73,8 +75,8 @@ class Comparison:
     tokens: int
     agreeing: int
     margin: float | None
-    relative_error: float
-    largest_error: float
+    relative_error: float | None
+    largest_error: float | None
     step: str
 
 
@@ -91,8 +93,23 @@ def continued(reference: LoadedModel, prompt: str, tokens: int) -> Reference:
 
 
 @torch.no_grad()
-def compare(subject: LoadedModel, name: str, prompt: str, expected: Reference) -> Comparison:
-    """Continues ``prompt`` with ``subject``, then decodes the reference's tokens."""
+def logits_of_steps(subject: LoadedModel, expected: Reference) -> Tensor:
+    """[tokens, vocabulary]: the subject's logits when it decodes the reference's tokens."""
+    forward = choose_forward(subject, 1, len(expected.prompt) + len(expected.tokens))
+    ids = torch.tensor([expected.prompt], device=subject.device)
+    rows = [forward.prefill(ids, torch.tensor([len(expected.prompt)], dtype=torch.int32)).float().cpu()]
+    rows += [
+        forward.step(torch.tensor([token], device=subject.device)).float().cpu()
+        for token in expected.tokens[:-1]
+    ]
+    return torch.cat(rows)
+
+
+@torch.no_grad()
+def compare(
+    subject: LoadedModel, name: str, prompt: str, expected: Reference, *, with_logits: bool
+) -> Comparison:
+    """Continues ``prompt`` with ``subject``, then decodes the reference's tokens if ``with_logits``."""
     found = generate(subject, expected.prompt, max_new_tokens=len(expected.tokens))
     agreeing = next(
         (place for place, (a, b) in enumerate(zip(expected.tokens, found.tokens, strict=False)) if a != b),
@@ -102,14 +119,7 @@ def compare(subject: LoadedModel, name: str, prompt: str, expected: Reference) -
     if agreeing < min(len(expected.tokens), len(found.tokens)):
         row = expected.logits[agreeing]
         margin = float(row[expected.tokens[agreeing]] - row[found.tokens[agreeing]])
-    forward = choose_forward(subject, 1, len(expected.prompt) + len(expected.tokens))
-    ids = torch.tensor([expected.prompt], device=subject.device)
-    rows = [forward.prefill(ids, torch.tensor([len(expected.prompt)], dtype=torch.int32)).float().cpu()]
-    rows += [
-        forward.step(torch.tensor([token], device=subject.device)).float().cpu()
-        for token in expected.tokens[:-1]
-    ]
-    difference = torch.cat(rows) - expected.logits
+    difference = logits_of_steps(subject, expected) - expected.logits if with_logits else None
     return Comparison(
         checkpoint=name,
         dtype=str(subject.dtype).removeprefix("torch."),
@@ -117,10 +127,22 @@ def compare(subject: LoadedModel, name: str, prompt: str, expected: Reference) -
         tokens=len(expected.tokens),
         agreeing=agreeing,
         margin=margin,
-        relative_error=float(difference.norm() / expected.logits.norm()),
-        largest_error=float(difference.abs().max()),
+        relative_error=None if difference is None else float(difference.norm() / expected.logits.norm()),
+        largest_error=None if difference is None else float(difference.abs().max()),
         step=found.step.reason,
     )
+
+
+def describe(one: Comparison) -> str:
+    """One line."""
+    parting = "" if one.margin is None else f", then {one.margin:.4f} apart in the reference's logits"
+    logits = (
+        ""
+        if one.largest_error is None
+        else (f"; logits off by {one.relative_error:.1e}, at most {one.largest_error:.3f}")
+    )
+    agreeing = f"{one.agreeing} of {one.tokens} tokens"
+    return f"{one.checkpoint} {one.dtype}: {agreeing}{parting}{logits}: {one.prompt!r}"
 
 
 def main() -> int:
@@ -140,22 +162,19 @@ def main() -> int:
     for folder in arguments.checkpoints:
         for dtype in arguments.dtypes or ("float16",):
             subject = load(folder, device=arguments.device, dtype=dtype)
-            found += [compare(subject, folder.name, prompt, expected[prompt]) for prompt in prompts]
+            for number, prompt in enumerate(prompts):
+                one = compare(subject, folder.name, prompt, expected[prompt], with_logits=number == 0)
+                print(describe(one), file=sys.stderr, flush=True)
+                found.append(one)
             del subject
     bounds = {
-        dtype: max(one.largest_error for one in found if one.dtype == dtype)
+        dtype: max(one.largest_error for one in found if one.dtype == dtype and one.largest_error is not None)
         for dtype in {one.dtype for one in found}
     }
     wrong = [one for one in found if one.margin is not None and one.margin > 2 * bounds[one.dtype]]
     if arguments.json:
         print(json.dumps({"comparisons": [asdict(one) for one in found], "wrong": len(wrong)}))
         return bool(wrong)
-    for one in found:
-        parting = "" if one.margin is None else f", then {one.margin:.4f} apart in the reference's logits"
-        print(
-            f"{one.checkpoint} {one.dtype}: {one.agreeing} of {one.tokens} tokens{parting}; logits off by "
-            f"{one.relative_error:.1e}, at most {one.largest_error:.3f}: {one.prompt!r}"
-        )
     for reason in dict.fromkeys(one.step for one in found):
         print(f"steps: {reason}")
     return bool(wrong)
