@@ -32,6 +32,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MANIFEST = "marlinq.json"
 QUANTIZE_CONFIGS = ("quantize_config.json", "quant_config.json")
+REPORTS = ("report.html", "report.csv", "report.json")
+"""What describes one folder and no copy of it; `marlinq report` makes them anew."""
 
 _MAX_JSON_BYTES = 64 * 1024 * 1024
 _WEIGHT_SUFFIXES = (
@@ -115,7 +117,7 @@ class Checkpoint:
     def left_out(self) -> list[str]:
         """Relative paths of files that are no part of the open checkpoint: weights in other formats, or
         shards that the index does not list."""
-        own = {CONFIG, INDEX, MANIFEST, *QUANTIZE_CONFIGS, *self.shards, *self.side_files}
+        own = {CONFIG, INDEX, MANIFEST, *QUANTIZE_CONFIGS, *REPORTS, *self.shards, *self.side_files}
         return sorted(name for name in _walk(self.path) if name not in own)
 
     def identity(self) -> str:
@@ -303,7 +305,7 @@ def _side_files(folder: Path) -> list[str]:
     return sorted(
         name
         for name in _walk(folder)
-        if name not in (CONFIG, MANIFEST, *QUANTIZE_CONFIGS) and not name.endswith(_WEIGHT_SUFFIXES)
+        if name not in (CONFIG, MANIFEST, *QUANTIZE_CONFIGS, *REPORTS) and not name.endswith(_WEIGHT_SUFFIXES)
     )
 
 

@@ -209,6 +209,7 @@ class CheckpointWriter:
         manifest: Mapping[str, Any],
         side_files_from: Checkpoint | None = None,
         extra_json: Mapping[str, Mapping[str, Any]] | None = None,
+        extra_text: Mapping[str, str] | None = None,
     ) -> Path:
         """Write side files, manifest, index and config, and move the folder into place.
 
@@ -217,6 +218,7 @@ class CheckpointWriter:
             manifest: recorded in ``marlinq.json`` together with dtype, shape and SHA-256 of every tensor.
             side_files_from: checkpoint whose tokenizer, templates and code files are copied.
             extra_json: further JSON files by name, for example ``quantize_config.json``.
+            extra_text: further text files by name, in place of side files of the same name.
 
         Returns:
             ``out``.
@@ -225,13 +227,17 @@ class CheckpointWriter:
         missing = sorted(set(self.tensors) - set(self._hashes))
         if missing:
             raise ValueError(f"{missing[0]} and {len(missing) - 1} more planned tensors were never written")
-        side_files = [] if side_files_from is None else side_files_from.side_files
+        texts = extra_text or {}
+        copied = [] if side_files_from is None else side_files_from.side_files
+        side_files = [name for name in copied if name not in texts]
         index = [INDEX] if len(self._shards) > 1 else []
         with writing(self.partial):
             for name in side_files:
                 self._copy(side_files_from.path / name, name)  # type: ignore[union-attr]
             for name, value in (extra_json or {}).items():
                 self.write_json(name, value)
+            for name, text in texts.items():
+                self._write_text(name, text)
             hashes = dict(sorted(self._hashes.items()))
             run = {"run": self.notes} if self.notes else {}
             headers = {name: header_text(self.tensors[name]) for name in hashes}
@@ -247,7 +253,8 @@ class CheckpointWriter:
                 weight_map = {name: info.shard for name, info in sorted(self.tensors.items())}
                 total = sum(info.nbytes for info in self.tensors.values())
                 self.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-            own = {*(shard for shard, _ in self._shards), *side_files, *(extra_json or ()), MANIFEST, *index}
+            own = {*(shard for shard, _ in self._shards), *side_files, *(extra_json or ()), *texts}
+            own |= {MANIFEST, *index}
             # Stopped as it wrote the config, an earlier run left a temporary file, which is written over now.
             self._refuse_foreign({*own, CONFIG, CONFIG + TEMPORARY, _JOURNAL})
             self.write_json(CONFIG, config)
@@ -264,9 +271,11 @@ class CheckpointWriter:
 
     def write_json(self, name: str, value: Any) -> None:
         """Put a JSON file into the unfinished folder, durably, whole or not at all."""
-        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+        # Half of a surrogate pair has no encoding; its escape is what JSON calls it.
+        self._write_text(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+    def _write_text(self, name: str, text: str) -> None:
         with writing(self.partial):
-            # Half of a surrogate pair has no encoding; its escape is what JSON calls it.
             self._folder.write(name, text.encode("utf-8", "backslashreplace"))
 
     def read_json(self, name: str) -> Any:

@@ -24,6 +24,7 @@ COMMANDS = {
     "convert": "marlinq.cli.convert",
     "verify": "marlinq.cli.verify",
     "inspect": "marlinq.cli.inspect",
+    "report": "marlinq.cli.report",
     "eval": "marlinq.cli.evaluate",
     "generate": "marlinq.cli.generate",
     "bench": "marlinq.cli.bench",

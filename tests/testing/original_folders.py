@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from marlinq.checkpoint.reader import REPORTS
 from marlinq.methods import GPTQOptions
 from marlinq.operations.quantize.recipe import Recipe
 from tests.testing.tiny_models import tiny_model
@@ -19,5 +20,9 @@ def save_tiny(name: str, folder: Path) -> Path:
 
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:
-    """The content of every file of a folder by relative path."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """The content of every file of a folder by relative path; not of its report, which holds the time."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name not in REPORTS
+    }

@@ -7,8 +7,8 @@ import json
 import os
 import resource
 import sys
-import time
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from marlinq.calibration import Document, make_batches
 from marlinq.checkpoint import DEFAULT_MAX_SHARD_BYTES, Checkpoint, CheckpointWriter, check_place
 from marlinq.core.devices import resolve_device
 from marlinq.core.dtypes import dtype_name, torch_dtype
+from marlinq.core.errors import MarlinqError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.models import ModelInstance, build_blueprint
 from marlinq.operations.quantize.blocks import BlockQuantizer, module_reports
+from marlinq.operations.quantize.clock import StageClock
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule, plan_output
 from marlinq.operations.quantize.recipe import UNQUANTIZED, Recipe
 from marlinq.operations.quantize.report import QuantizeReport
@@ -34,6 +36,7 @@ from marlinq.operations.quantize.text import (
     text_by_the_model,
     text_from_outside,
 )
+from marlinq.operations.report import CARD, TimeFigures, hub_id, model_card, write_report
 
 # Places of a batch, padding included: enough to keep the device busy, little enough for its memory.
 _TOKEN_BUDGET = {"cpu": 2048, "cuda": 16384}
@@ -72,7 +75,7 @@ def quantize(
     Raises:
         MarlinqError: one of its subclasses; see :mod:`marlinq.core.errors`.
     """
-    start = time.monotonic()
+    progress = clock = StageClock(progress)
     recipe = recipe or Recipe()
     chosen = resolve_device(device)
     checkpoint = Checkpoint.open(model)
@@ -120,6 +123,7 @@ def quantize(
         if resume and not writer.resumed:
             warnings.warn(f"{writer.partial}: no unfinished run to resume; starting afresh", stacklevel=2)
         resumed = sum(1 for members in by_block if _all_written(plan, members, writer))
+        clock.mark("preparing")
         _copy(checkpoint, plan, writer, progress)
         if resumed < len(by_block) or not _all_written(plan, heads, writer):
             batches = []
@@ -135,12 +139,16 @@ def quantize(
             BlockQuantizer(instance, plan, writer, batches, progress).run()
         checkpoint.check_unchanged()
         forget_written_text(writer)
+        manifest = _manifest(checkpoint, recipe, plan, environment)
         folder = writer.finish(
             config=plan.config,
-            manifest=_manifest(checkpoint, recipe, plan, environment),
+            manifest=manifest,
             side_files_from=checkpoint,
             extra_json=plan.extra_json,
+            extra_text={CARD: _card(model, checkpoint, plan, manifest, writer)},
         )
+    clock.mark("finishing the folder")
+    _write_report(folder, clock, environment["device"])
     return QuantizeReport(
         out=folder,
         format=plan.layout.name,
@@ -155,7 +163,7 @@ def quantize(
         resumed_blocks=resumed,
         source_bytes=checkpoint.nbytes,
         output_bytes=sum(tensor.nbytes for tensor in plan.tensors),
-        seconds=time.monotonic() - start,
+        seconds=clock.total,
         peak_host_bytes=_peak_host_bytes(),
         peak_device_bytes=torch.cuda.max_memory_allocated(chosen) if chosen.type == "cuda" else None,
     )
@@ -201,6 +209,35 @@ def _manifest(
         "kept": {name: keep.reason for name, keep in plan.kept.items()},
         **head,
     }
+
+
+def _card(
+    model: str | os.PathLike[str],
+    checkpoint: Checkpoint,
+    plan: OutputPlan,
+    manifest: dict[str, Any],
+    writer: CheckpointWriter,
+) -> str:
+    modules = module_reports(writer.notes)
+    return model_card(
+        checkpoint,
+        base_model=hub_id(os.fspath(model), checkpoint),
+        recipe=manifest["recipe"],
+        tool=manifest["tool"],
+        schemes=Counter(module.scheme for module in modules.values()),
+        errors={name: module.relative_error for name, module in modules.items()},
+        calibration=writer.notes.get("calibration"),
+        nbytes=sum(tensor.nbytes for tensor in plan.tensors),
+    )
+
+
+def _write_report(folder: Path, clock: StageClock, device: str) -> None:
+    """Writes the report; the checkpoint is whole without it, so a failure is only told."""
+    time = TimeFigures(clock.stages, tuple(clock.blocks), clock.total, device)
+    try:
+        write_report(folder, time)
+    except MarlinqError as error:
+        warnings.warn(f"no report was written ({error}); marlinq report {folder} makes one", stacklevel=3)
 
 
 def _all_written(plan: OutputPlan, members: list[PlannedModule], writer: CheckpointWriter) -> bool:

@@ -1,0 +1,36 @@
+"""``marlinq report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from marlinq.cli.options import json_option
+from marlinq.cli.output import print_report, progress_bar
+from marlinq.cli.types import FOLDER, SOURCE
+
+
+@click.command("report", short_help="Make a page about a quantised checkpoint, or about two.")
+@click.argument("checkpoint", type=SOURCE, metavar="CKPT")
+@click.argument("other", type=SOURCE, metavar="[CKPT]", required=False)
+@click.option(
+    "--out",
+    type=FOLDER,
+    default=Path(),
+    metavar="FOLDER",
+    help="Where report.html, report.csv and report.json go; the current folder unless given.",
+)
+@json_option
+def command(checkpoint: str, other: str | None, out: Path, as_json: bool) -> None:
+    """Write report.html about the quantised checkpoint CKPT, or about two side by side.
+
+    The page shows the error of each module, the worst ones, how codes and scales are distributed, tokens
+    seen, time, size and recipe. It is one file that needs no network. report.csv and report.json beside it
+    hold the same figures. marlinq quantize writes the three into its output.
+    """
+    from marlinq.operations.report import report
+
+    with progress_bar() as progress:
+        written = report(checkpoint, other, out=out, progress=progress)
+    print_report(written, as_json=as_json)

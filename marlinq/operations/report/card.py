@@ -1,0 +1,210 @@
+"""The model card of a quantised checkpoint: ``README.md`` with YAML front matter as the Hub reads it.
+
+What the original's card says of its licence, its languages and its subject is carried over, value by value
+and only where it has the type that the Hub expects. Nothing in it depends on when or how fast the run was, so
+the same run writes the same card.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from marlinq.checkpoint import Checkpoint
+from marlinq.core.errors import CheckpointError
+from marlinq.core.files import read_regular
+from marlinq.core.safe_text import escaped, one_line
+from marlinq.core.sources import is_hub_id
+
+CARD = "README.md"
+
+_MAX_BYTES = 4 << 20
+_FRONT_MATTER = re.compile(r"\A---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
+_CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets")
+_TAGS = ("marlinq", "quantized")
+_MOST_VALUES = 200
+_LONGEST = 20_000
+
+
+def model_card(
+    source: Checkpoint,
+    *,
+    base_model: str | None,
+    recipe: Mapping[str, Any],
+    tool: str,
+    schemes: Mapping[str, int],
+    errors: Mapping[str, float],
+    calibration: Mapping[str, Any] | None,
+    nbytes: int,
+) -> str:
+    """The text of the card.
+
+    Args:
+        source: the original, whose own card is carried over.
+        base_model: the Hub id of the original; None where it is not known.
+        recipe: as the manifest has it.
+        tool: what made the checkpoint, with its version.
+        schemes: how modules are quantised, in words, and how many of them so.
+        errors: squared output error of each module, relative.
+        calibration: documents, tokens and source; None for a method without.
+        nbytes: of the tensors.
+    """
+    matter, body = _read_card(source.path / CARD) if CARD in source.side_files else ({}, "")
+    front = _front_matter(matter, base_model, recipe)
+    name = (base_model or source.path.absolute().name).rpartition("/")[2]
+    yaml_text = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
+    original = f"[{base_model}](https://huggingface.co/{base_model})" if base_model else "the original model"
+    lines = [
+        f"# {_inline(name)} in {recipe.get('bits', 4)} bits",
+        "",
+        f"{original}, quantised with {_inline(tool)}: {_bytes(source.nbytes)} became {_bytes(nbytes)}.",
+        "",
+        "| | |",
+        "| --- | --- |",
+        *(f"| quantised | {count} linears as {_inline(scheme)} |" for scheme, count in schemes.items()),
+        *_calibration(calibration),
+        *_errors(errors, calibrated=calibration is not None),
+        "",
+        "`report.html` shows the error of each module, `marlinq.json` lists every tensor with its hash.",
+        "`quantization_config` in `config.json` names the layout of the tensors;",
+        "`marlinq convert` writes the same weights in another one.",
+        "",
+        "## Use",
+        "",
+        "```",
+        "marlinq inspect .          # which servers load it",
+        "marlinq generate . --prompt 'Why is the sky blue?'",
+        "```",
+        "",
+        "## Recipe",
+        "",
+        *_fenced(yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True), "yaml"),
+        "",
+        "`marlinq quantize MODEL OUT --recipe recipe.yaml` repeats the run.",
+    ]
+    if body:
+        lines += ["", "## The original's card", "", body.strip()]
+    return f"---\n{yaml_text}---\n\n" + "\n".join(lines) + "\n"
+
+
+def hub_id(model: str, source: Checkpoint) -> str | None:
+    """The Hub id of the original: what the user typed, or what a snapshot of the Hub's cache is called.
+
+    Args:
+        model: as the user named it.
+        source: the folder that it was found in.
+    """
+    if source.path != Path(model) and is_hub_id(model):
+        return model
+    real = source.path.absolute()
+    if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
+        found = real.parent.parent.name.removeprefix("models--").replace("--", "/")
+        return found if is_hub_id(found) else None
+    return None
+
+
+def _front_matter(
+    matter: Mapping[str, Any], base_model: str | None, recipe: Mapping[str, Any]
+) -> dict[str, Any]:
+    front: dict[str, Any] = {}
+    if base_model is not None:
+        front |= {"base_model": base_model, "base_model_relation": "quantized"}
+    for key in _CARRIED:
+        value = _carried(matter.get(key))
+        if value is not None:
+            front[key] = value
+    front.setdefault("pipeline_tag", "text-generation")
+    front["library_name"] = "transformers"
+    own = [
+        *_TAGS,
+        f"{recipe.get('bits', 4)}-bit",
+        str(recipe.get("format", "")),
+        str(recipe.get("method", "")),
+    ]
+    tags = matter.get("tags")
+    others = (
+        [_line(tag) for tag in tags[:_MOST_VALUES] if isinstance(tag, str)] if isinstance(tags, list) else []
+    )
+    front["tags"] = list(dict.fromkeys(tag for tag in (*own, *others) if tag))
+    return front
+
+
+def _carried(value: Any) -> str | list[str] | None:
+    """A line of text or a list of them, as the original's card has it; None for anything else."""
+    if isinstance(value, str) and value.strip():
+        return _line(value)
+    if isinstance(value, list):
+        # YAML 1.1 reads Norwegian's code as the truth value that it also spells.
+        items = ["no" if item is False else item for item in value[:_MOST_VALUES]]
+        return [_line(item) for item in items if isinstance(item, str) and item.strip()] or None
+    return None
+
+
+def _line(text: str) -> str:
+    return escaped(" ".join(text[:_LONGEST].split()))
+
+
+def _read_card(path: Path) -> tuple[dict[str, Any], str]:
+    """Front matter and text of the original's card; empty where there is none that can be read."""
+    try:
+        text = read_regular(path, _MAX_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return {}, ""
+    found = _FRONT_MATTER.match(text)
+    if found is None:
+        return {}, text
+    try:
+        matter = yaml.load(found[1], Loader=_PlainLoader)
+    except (yaml.YAMLError, ValueError, RecursionError, CheckpointError):
+        matter = None
+    return (matter if isinstance(matter, dict) else {}), text[found.end() :]
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Plain values without aliases, of which a few lines can stand for gigabytes."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.events.AliasEvent):
+            raise CheckpointError("a model card with aliases")
+        return super().compose_node(parent, index)
+
+
+def _calibration(calibration: Mapping[str, Any] | None) -> list[str]:
+    if calibration is None:
+        return ["| calibration | none: the method needs no text |"]
+    source = calibration.get("source")
+    shown = "text that the model wrote itself" if source == "self" else Path(str(source)).name
+    documents, tokens = calibration.get("documents"), calibration.get("tokens")
+    return [f"| calibration | {documents} documents, {tokens} tokens: {_inline(shown)} |"]
+
+
+def _errors(errors: Mapping[str, float], *, calibrated: bool) -> list[str]:
+    known = {name: error for name, error in errors.items() if math.isfinite(error)}
+    if not known:
+        return []
+    worst = max(known, key=lambda name: known[name])
+    kind = "output error" if calibrated else "weight error"
+    largest = f"largest {known[worst]:.2e} in {_inline(worst)}"
+    return [f"| {kind}, squared, relative | median {median(known.values()):.2e}, {largest} |"]
+
+
+def _fenced(text: str, language: str) -> list[str]:
+    """A code block whose fence is longer than any in the text."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return [f"{fence}{language}", text.rstrip("\n"), fence]
+
+
+def _inline(text: str) -> str:
+    """Text inside a line of Markdown or a cell of its tables."""
+    return re.sub(r"([\\`*_{}\[\]<>#|!])", r"\\\1", one_line(text))
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"

@@ -1,0 +1,203 @@
+"""The figures of a report: of a checkpoint, of each of its modules, and of the run that made it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+OCTAVES = (-24, 8)
+"""Powers of two between which magnitudes of scales are counted; what lies outside counts at the ends."""
+BINS_PER_OCTAVE = 4
+
+
+@dataclass(frozen=True)
+class ScaleFigures:
+    """The scales of one module, or of a sample of them.
+
+    Attributes:
+        counted: scales looked at.
+        smallest, low, middle, high, largest: the least magnitude, its 5 %, 50 % and 95 % quantiles, and the
+            greatest one; 0 where no scale is finite.
+        negative: share below zero, 0..1.
+        bad: scales that are NaN or infinite.
+        bins: how many magnitudes lie in each quarter of an octave between 2**-24 and 2**8.
+    """
+
+    counted: int
+    smallest: float
+    low: float
+    middle: float
+    high: float
+    largest: float
+    negative: float
+    bad: int
+    bins: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModuleFigures:
+    """One quantised linear.
+
+    Attributes:
+        name: in the checkpoint.
+        block: number of its decoder block; None outside the blocks, as the output head is.
+        projection: its name inside the block, with ``*`` for the number of an expert.
+        in_features, out_features: K and N.
+        bits: of a code.
+        scheme: in words.
+        nbytes: of all its tensors.
+        codes: how often each code occurs among those counted, by code.
+        scales: as stored.
+        error: squared error of its outputs, relative, as the method reported it; None where no run of
+            marlinq's tells.
+        tokens: calibration tokens that it saw; None where that is unknown.
+        fallback: what was done instead of the method, and why.
+        reason: where its settings come from.
+    """
+
+    name: str
+    block: int | None
+    projection: str
+    in_features: int
+    out_features: int
+    bits: int
+    scheme: str
+    nbytes: int
+    codes: tuple[int, ...]
+    scales: ScaleFigures
+    error: float | None = None
+    tokens: int | None = None
+    fallback: str | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class TimeFigures:
+    """Where the time of a quantise run went.
+
+    Attributes:
+        stages: what was done and the seconds it took, in the order of the run.
+        blocks: seconds of each decoder block that this run quantised.
+        total: seconds of the run.
+        device: that the blocks ran on.
+        ranks: processes that shared the work.
+    """
+
+    stages: tuple[tuple[str, float], ...]
+    blocks: tuple[float, ...]
+    total: float
+    device: str
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class CheckpointFigures:
+    """One quantised checkpoint.
+
+    Attributes:
+        name: the last part of its path, or its Hub id.
+        format: a name in :data:`marlinq.formats.LAYOUTS`.
+        architecture: what ``config.json`` names.
+        fingerprint: of the run that made it; empty where no manifest tells.
+        modules: its quantised linears, in file order.
+        sizes: bytes of the tensors, by what they are.
+        wide_bytes: what the tensors would take with quantised weights in 16 bits.
+        parameters: of the model; a quantised weight counts as K * N.
+        recipe, environment, calibration: as the manifest has them, made printable; empty where it does not.
+        kept: linears that stay in floating point, with the reason where the manifest gives one.
+        time: of the run; None where no report of it lies in the folder.
+        sampled: share of the codes that were counted, 0..1.
+        notes: what could not be read, in a sentence each.
+    """
+
+    name: str
+    format: str
+    architecture: str
+    fingerprint: str
+    modules: tuple[ModuleFigures, ...]
+    sizes: Mapping[str, int]
+    wide_bytes: int
+    parameters: int
+    recipe: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    calibration: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[str, str] = field(default_factory=dict)
+    time: TimeFigures | None = None
+    sampled: float = 1.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(self.sizes.values())
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of the whole model."""
+        return 8 * self.nbytes / max(1, self.parameters)
+
+    @property
+    def errors(self) -> list[float]:
+        """Those that are known, ascending."""
+        return sorted(module.error for module in self.modules if module.error is not None)
+
+    @property
+    def median_error(self) -> float | None:
+        """Of the modules whose error is known."""
+        return median(self.errors) if self.errors else None
+
+    @property
+    def worst(self) -> list[ModuleFigures]:
+        """The modules whose error is known, the greatest error first."""
+        known = [module for module in self.modules if module.error is not None]
+        return sorted(known, key=lambda module: -(module.error or 0.0))
+
+    @property
+    def projections(self) -> list[str]:
+        """Names of projections inside blocks, in file order."""
+        return list(dict.fromkeys(module.projection for module in self.modules if module.block is not None))
+
+    @property
+    def blocks(self) -> list[int]:
+        """Numbers of decoder blocks with quantised linears."""
+        return sorted({module.block for module in self.modules if module.block is not None})
+
+    def cells(self) -> dict[tuple[str, int], list[ModuleFigures]]:
+        """The modules by projection and block; several where the projection is that of experts."""
+        found: dict[tuple[str, int], list[ModuleFigures]] = {}
+        for module in self.modules:
+            if module.block is not None:
+                found.setdefault((module.projection, module.block), []).append(module)
+        return found
+
+
+def cell_error(modules: list[ModuleFigures]) -> float | None:
+    """The error that stands for several modules, experts of one projection: the greatest one."""
+    return max((module.error for module in modules if module.error is not None), default=None)
+
+
+def place(name: str) -> tuple[int | None, str]:
+    """The block and the projection that a module's name tells.
+
+    The first number in the name is that of the block; further ones are those of experts.
+    """
+    parts = name.split(".")
+    numbers = [index for index, part in enumerate(parts) if part.isascii() and part.isdigit()]
+    if not numbers or numbers[0] == len(parts) - 1 or len(parts[numbers[0]]) > 6:
+        return None, name
+    first = numbers[0]
+    inner = ["*" if index + first + 1 in numbers else part for index, part in enumerate(parts[first + 1 :])]
+    return int(parts[first]), ".".join(inner)
+
+
+def plain_time(time: TimeFigures) -> dict[str, Any]:
+    """``time`` for JSON."""
+    return {
+        "total": time.total,
+        "device": time.device,
+        "ranks": time.ranks,
+        "stages": [list(stage) for stage in time.stages],
+        "blocks": list(time.blocks),
+    }

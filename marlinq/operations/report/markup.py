@@ -1,0 +1,84 @@
+"""HTML and SVG out of elements, so that no text reaches a page unescaped.
+
+Names and settings come from checkpoints, which are hostile input. Nothing here takes markup as a string: a
+string is text and is escaped, markup is what :func:`tag` returns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from html import escape
+
+from marlinq.core.safe_text import escaped
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
+_VOID = ("meta", "rect", "line", "path", "br")
+
+
+@dataclass(frozen=True)
+class Element:
+    """A finished piece of a page."""
+
+    markup: str
+
+
+def tag(name: str, /, *children: object, **attributes: object) -> Element:
+    """An element.
+
+    Args:
+        name: of the element.
+        children: elements, strings (text, which is escaped), or iterables of both.
+        attributes: values are escaped; ``class_`` stands for ``class``, other underscores for hyphens; None
+            leaves the attribute out.
+
+    Raises:
+        ValueError: the name of the element or of an attribute is none.
+    """
+    parts = [name]
+    for key, value in attributes.items():
+        written = key.rstrip("_").replace("_", "-")
+        if not _NAME.fullmatch(written):
+            raise ValueError(f"{written!r}: not the name of an attribute")
+        if value is not None:
+            parts.append(f'{written}="{escape(escaped(_plain(value)), quote=True)}"')
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r}: not the name of an element")
+    opening = " ".join(parts)
+    if name in _VOID and not children:
+        return Element(f"<{opening}/>")
+    return Element(f"<{opening}>{joined(children)}</{name}>")
+
+
+def joined(children: Iterable[object]) -> str:
+    """The markup of several children, one after the other."""
+    return "".join(_markup(child) for child in children)
+
+
+def style_sheet(rules: str) -> Element:
+    """A ``<style>`` element of rules from our own source.
+
+    Raises:
+        ValueError: the rules would end the element.
+    """
+    if "<" in rules:
+        raise ValueError("a style sheet holds no markup")
+    return Element(f"<style>{rules}</style>")
+
+
+def _markup(child: object) -> str:
+    if child is None:
+        return ""
+    if isinstance(child, Element):
+        return child.markup
+    if isinstance(child, str):
+        return escape(escaped(child), quote=True)
+    if isinstance(child, Iterable):
+        return joined(child)
+    raise TypeError(f"expected an element, text or several of them, found {type(child).__name__}")
+
+
+def _plain(value: object) -> str:
+    """Coordinates need no more than two decimals."""
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)

@@ -1,0 +1,178 @@
+"""The report operation: figures in, three files out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from marlinq.checkpoint import Checkpoint
+from marlinq.core.display import Block, Facts, Shown, Table
+from marlinq.core.errors import OutputError, UsageError
+from marlinq.core.files import read_regular
+from marlinq.core.progress import ReportProgress, no_progress
+from marlinq.core.sources import local_folder
+from marlinq.operations.report.figures import CheckpointFigures, TimeFigures
+from marlinq.operations.report.page import GENERATOR, duration, page, percent, size
+from marlinq.operations.report.reading import REPORT_JSON, read_figures
+from marlinq.operations.report.tables import COLUMNS, MADE_BY, csv_text, json_text, json_value
+
+HTML, CSV = "report.html", "report.csv"
+_SHOWN = 8
+# The beginning of each file, by which a report of ours is told from a file of somebody else's.
+_MARKS = {
+    HTML: f'name="generator" content="{GENERATOR}',
+    CSV: ",".join(COLUMNS),
+    REPORT_JSON: f'{{"made_by": "{MADE_BY}',
+}
+_MARK_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class WrittenReport(Shown):
+    """What was written and the figures in it.
+
+    Attributes:
+        files: the page, the table and the JSON file.
+        checkpoints: one, or two side by side.
+    """
+
+    files: tuple[Path, ...]
+    checkpoints: tuple[CheckpointFigures, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"files": [str(path) for path in self.files], **json_value(self.checkpoints)}
+
+    def display(self) -> list[Block]:
+        """The files, and the figures that matter most."""
+        rows = [
+            ("made", str(self.files[0])),
+            ("", f"{self.files[1].name} and {self.files[2].name} beside it"),
+        ]
+        blocks: list[Block] = [Facts(tuple(rows))]
+        for figures in self.checkpoints:
+            facts = [
+                ("checkpoint", figures.name),
+                (
+                    "quantised",
+                    f"{len(figures.modules)} linears in {len(figures.blocks)} blocks, {figures.format}",
+                ),
+                ("size", f"{size(figures.nbytes)}, {figures.bits_per_weight:.2f} bits per weight"),
+            ]
+            if figures.errors:
+                largest = f"{percent(figures.errors[-1])} in {figures.worst[0].name}"
+                facts.append(("output error", f"median {percent(figures.median_error)}, largest {largest}"))
+            if figures.time:
+                facts.append(("time", f"{duration(figures.time.total)} on {figures.time.device}"))
+            facts += [("note", note) for note in figures.notes]
+            blocks.append(Facts(tuple(facts)))
+        if len(self.checkpoints) == 1 and self.checkpoints[0].errors:
+            blocks.append(_worst_table(self.checkpoints[0]))
+        return blocks
+
+
+def _worst_table(figures: CheckpointFigures) -> Table:
+    rows = tuple((module.name, percent(module.error)) for module in figures.worst[:_SHOWN])
+    return Table(("module (worst first)", "output error"), rows, numbers=(1,))
+
+
+def report(
+    checkpoint: str | os.PathLike[str],
+    other: str | os.PathLike[str] | None = None,
+    *,
+    out: str | os.PathLike[str] = ".",
+    revision: str | None = None,
+    progress: ReportProgress = no_progress,
+) -> WrittenReport:
+    """Writes ``report.html``, ``report.csv`` and ``report.json`` about one quantised checkpoint, or two.
+
+    Figures of the run that made a checkpoint come from its manifest and from the report in its folder; codes
+    and scales are counted in the tensors. Neither torch nor a GPU is needed.
+
+    Args:
+        checkpoint: a folder or Hub id.
+        other: a second one, to be set beside the first.
+        out: the folder to write into; it is made where it is not there. A report there is replaced.
+        revision: of Hub ids.
+        progress: called with (what is being done, steps done, steps in all).
+
+    Raises:
+        CheckpointError: a folder is damaged or contradicts itself.
+        UnsupportedError: a checkpoint is not quantised, or otherwise than marlinq reads.
+        OutputError: a file of another program has a report's name, or ``out`` can't be written.
+    """
+    sources = [checkpoint] if other is None else [checkpoint, other]
+    if other is not None and _same(checkpoint, other):
+        raise UsageError(f"{os.fspath(other)}: named twice; name two checkpoints, or one alone")
+    folder = Path(out)
+    _check_place(folder)
+    figures = []
+    for source in sources:
+        opened = Checkpoint.open(source, revision=revision)
+        figures.append(read_figures(opened, _name(source), progress))
+        opened.check_unchanged()
+    return _write(folder, figures)
+
+
+def write_report(folder: Path, time: TimeFigures, progress: ReportProgress = no_progress) -> WrittenReport:
+    """Writes the report of a checkpoint that was just made into its folder.
+
+    Args:
+        folder: the checkpoint's.
+        time: of the run.
+        progress: as in :func:`report`.
+
+    Raises:
+        MarlinqError: as :func:`report`.
+    """
+    figures = read_figures(Checkpoint.open(folder), folder.absolute().name, progress)
+    return _write(folder, [replace(figures, time=time)])
+
+
+def _write(folder: Path, figures: Sequence[CheckpointFigures]) -> WrittenReport:
+    _check_place(folder)
+    texts = {HTML: page(figures), CSV: csv_text(figures), REPORT_JSON: json_text(figures)}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            # Beside its place and then moved there: a link in its place is replaced, not followed.
+            temporary = folder / f".{name}.{os.getpid()}"
+            with temporary.open("x", encoding="utf-8", newline="") as file:
+                file.write(text)
+            temporary.replace(folder / name)
+    except OSError as error:
+        raise OutputError(
+            f"{error.filename or folder}: {error.strerror or error}; choose another folder with --out"
+        ) from None
+    return WrittenReport(tuple(folder / name for name in texts), tuple(figures))
+
+
+def _check_place(folder: Path) -> None:
+    """Refuse to replace what is no report of ours."""
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{folder}: is not a folder; choose another with --out")
+    for name, mark in _MARKS.items():
+        path = folder / name
+        if not os.path.lexists(path):
+            continue
+        try:
+            start = read_regular(path, 1 << 30)[:_MARK_BYTES]
+        except (OSError, ValueError):
+            start = b""
+        if mark.encode() not in start:
+            raise OutputError(
+                f"{path}: is no report of marlinq's; move it away or choose another folder with --out"
+            )
+
+
+def _name(source: str | os.PathLike[str]) -> str:
+    """A folder's own name, or the Hub id."""
+    folder = local_folder(source)
+    return os.fspath(source) if folder is None else folder.absolute().name
+
+
+def _same(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)

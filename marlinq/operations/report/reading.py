@@ -1,0 +1,281 @@
+"""Reading a report's figures from a checkpoint: its tensors, its manifest and the report that it carries.
+
+All of them are untrusted. What the manifest says is taken over only where it has the type that a figure
+needs, and only about modules that the checkpoint holds. Of large tensors evenly spaced pieces are read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from marlinq.checkpoint import MANIFEST, Checkpoint, QuantizedCheckpoint, TensorInfo
+from marlinq.checkpoint.reader import read_json
+from marlinq.core.errors import CheckpointError, UnsupportedError
+from marlinq.core.progress import ReportProgress
+from marlinq.core.safe_text import one_line
+from marlinq.formats.dialects import is_head
+from marlinq.operations.report.figures import (
+    BINS_PER_OCTAVE,
+    OCTAVES,
+    CheckpointFigures,
+    ModuleFigures,
+    ScaleFigures,
+    TimeFigures,
+    place,
+)
+
+REPORT_JSON = "report.json"
+
+# Enough for every figure of the page to be exact to a few per mille, and read in seconds.
+_SAMPLE_BYTES = 256 << 20
+_LEAST_SAMPLE, _LARGEST_SAMPLE = 16 << 10, 1 << 20
+_PIECES = 16
+_LONGEST_VALUE = 400
+_MOST_ENTRIES = 64
+
+
+def read_figures(checkpoint: Checkpoint, name: str, progress: ReportProgress) -> CheckpointFigures:
+    """The figures of an open checkpoint.
+
+    Args:
+        checkpoint: a quantised one.
+        name: what the report calls it.
+        progress: told about every module.
+
+    Raises:
+        CheckpointError: config and tensors contradict each other, or a file ends early.
+        UnsupportedError: it is not quantised, or otherwise than marlinq reads.
+    """
+    quantized = QuantizedCheckpoint.of(checkpoint)
+    if quantized is None:
+        raise UnsupportedError(f"{checkpoint.path}: is not quantised; pass the output of marlinq quantize")
+    manifest, notes = _manifest(checkpoint)
+    run = _mapping(manifest.get("run"))
+    sample = max(_LEAST_SAMPLE, min(_LARGEST_SAMPLE, _SAMPLE_BYTES // len(quantized.modules)))
+    modules = []
+    for done, module in enumerate(quantized.modules):
+        progress("counting codes and scales", done, len(quantized.modules))
+        modules.append(_module(quantized, module, _mapping(run.get(f"module {module}")), sample))
+    progress("counting codes and scales", len(modules), len(modules))
+    fingerprint = manifest.get("fingerprint")
+    fingerprint = fingerprint if isinstance(fingerprint, str) else ""
+    kept = _texts(manifest.get("kept"), most=len(checkpoint.tensors))
+    kept = {module: kept.get(module, "") for module in quantized.unquantized_linears()} | kept
+    counted = sum(sum(module.codes) for module in modules)
+    weights = sum(module.in_features * module.out_features for module in modules)
+    others = [checkpoint.tensors[tensor] for tensor in quantized.passthrough]
+    return CheckpointFigures(
+        name=name,
+        format=quantized.layout.name,
+        architecture=_architecture(checkpoint.config),
+        fingerprint=fingerprint,
+        modules=tuple(modules),
+        sizes=_sizes(quantized),
+        wide_bytes=2 * weights + sum(info.nbytes for info in others),
+        parameters=weights + sum(math.prod(info.shape) for info in others),
+        recipe=_texts(manifest.get("recipe")),
+        environment=_texts(manifest.get("environment")),
+        calibration=_texts(run.get("calibration")),
+        kept=kept,
+        time=_time(checkpoint, fingerprint),
+        sampled=counted / weights,
+        notes=tuple(notes),
+    )
+
+
+def _manifest(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], list[str]]:
+    if not (checkpoint.path / MANIFEST).exists():
+        return {}, [f"No {MANIFEST}: errors, tokens and the recipe are unknown."]
+    try:
+        found = read_json(checkpoint.path, MANIFEST)
+    except CheckpointError as error:
+        return {}, [f"{MANIFEST} can't be read ({error}): errors, tokens and the recipe are unknown."]
+    if found.get("operation") != "quantize":
+        return found, [f"{MANIFEST} is not that of a quantise run: errors and tokens are unknown."]
+    return found, []
+
+
+def _module(
+    quantized: QuantizedCheckpoint, name: str, noted: Mapping[str, Any], sample: int
+) -> ModuleFigures:
+    spec, layout = quantized.modules[name], quantized.layout
+    mismatch = quantized.mismatch(name)
+    if mismatch is not None:
+        raise CheckpointError(f"{quantized.checkpoint.path}: {name}.{mismatch}")
+    tensors = quantized.checkpoint.tensors
+    names = quantized.tensor_names(name)
+    block, projection = place(name)
+    fallback, reason = noted.get("fallback"), noted.get("reason")
+    return ModuleFigures(
+        name=name,
+        block=block,
+        projection=projection,
+        in_features=spec.in_features,
+        out_features=spec.out_features,
+        bits=spec.scheme.element.bits,
+        scheme=spec.scheme.describe(),
+        nbytes=sum(tensors[tensor].nbytes for tensor in names.values()),
+        codes=_code_counts(
+            quantized.checkpoint, tensors[names[layout.key]], spec.scheme.element.bits, sample
+        ),
+        scales=_scale_figures(quantized.checkpoint, tensors[names[layout.scale_key]], sample),
+        error=_number(noted.get("relative_error")),
+        tokens=_count(noted.get("tokens")),
+        fallback=_text(fallback) if isinstance(fallback, str) else None,
+        reason=_text(reason) if isinstance(reason, str) else None,
+    )
+
+
+def _pieces(checkpoint: Checkpoint, info: TensorInfo, sample: int) -> bytearray:
+    """All bytes of a tensor, or ``sample`` of them in pieces spread evenly over it."""
+    file = checkpoint.files[info.shard]
+    if info.nbytes <= sample:
+        starts, size = [0], info.nbytes
+    else:
+        # Words of 8 bytes stay whole, and so do the values in them.
+        size = sample // _PIECES & ~7
+        last = info.nbytes - size
+        starts = [(last * piece // (_PIECES - 1)) & ~7 for piece in range(_PIECES)]
+    data = bytearray(size * len(starts))
+    for number, start in enumerate(starts):
+        part = memoryview(data)[number * size : (number + 1) * size]
+        if not file.read_into(part, info.offset + start):
+            raise CheckpointError(f"{file.path}: tensor {info.name} ends early; the file was truncated")
+    return data
+
+
+def _code_counts(checkpoint: Checkpoint, info: TensorInfo, bits: int, sample: int) -> tuple[int, ...]:
+    """How often each code occurs. Every layout packs codes densely, in an order that does not matter here."""
+    counts = np.bincount(np.frombuffer(_pieces(checkpoint, info, sample), np.uint8), minlength=256)
+    if bits == 4:
+        pairs = counts.reshape(16, 16)
+        counts = pairs.sum(axis=0) + pairs.sum(axis=1)
+    return tuple(int(count) for count in counts)
+
+
+def _scale_figures(checkpoint: Checkpoint, info: TensorInfo, sample: int) -> ScaleFigures:
+    values = _floats(_pieces(checkpoint, info, sample), info.dtype)
+    finite = values[np.isfinite(values)]
+    sizes = np.sort(np.abs(finite))
+    bins = np.zeros((OCTAVES[1] - OCTAVES[0]) * BINS_PER_OCTAVE, np.int64)
+    if sizes.size:
+        # A zero has no logarithm; it counts at the low end.
+        exponents = np.log2(np.maximum(sizes, 2.0 ** (OCTAVES[0] - 1)))
+        places = np.floor((exponents - OCTAVES[0]) * BINS_PER_OCTAVE).astype(np.int64)
+        bins += np.bincount(places.clip(0, len(bins) - 1), minlength=len(bins))
+
+    def quantile(share: float) -> float:
+        return float(sizes[round(share * (sizes.size - 1))]) if sizes.size else 0.0
+
+    return ScaleFigures(
+        counted=values.size,
+        smallest=quantile(0),
+        low=quantile(0.05),
+        middle=quantile(0.5),
+        high=quantile(0.95),
+        largest=quantile(1),
+        negative=float((finite < 0).mean()) if finite.size else 0.0,
+        bad=int(values.size - finite.size),
+        bins=tuple(int(count) for count in bins),
+    )
+
+
+def _floats(data: bytearray, dtype: str) -> NDArray[np.float32]:
+    if dtype == "bfloat16":
+        return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(data, dtype).astype(np.float32)
+
+
+def _sizes(quantized: QuantizedCheckpoint) -> dict[str, int]:
+    tensors, layout = quantized.checkpoint.tensors, quantized.layout
+    sizes = dict.fromkeys(
+        ("codes", "scales", "zero points and order", "embeddings", "output head", "others"), 0
+    )
+    for module in quantized.modules:
+        for suffix, name in quantized.tensor_names(module).items():
+            kind = {layout.key: "codes", layout.scale_key: "scales"}.get(suffix, "zero points and order")
+            sizes[kind] += tensors[name].nbytes
+    for name in quantized.passthrough:
+        stem = name.rpartition(".")[0]
+        last = stem.rpartition(".")[2]
+        table = "embed" in last or last in ("wte", "wpe")
+        kind = "output head" if is_head(stem) else "embeddings" if table else "others"
+        sizes[kind] += tensors[name].nbytes
+    return {kind: size for kind, size in sizes.items() if size}
+
+
+def _time(checkpoint: Checkpoint, fingerprint: str) -> TimeFigures | None:
+    """The time of the run as the folder's own report tells it, if that report is of this checkpoint."""
+    if not fingerprint or not (checkpoint.path / REPORT_JSON).is_file():
+        return None
+    try:
+        entries = read_json(checkpoint.path, REPORT_JSON).get("checkpoints")
+    except CheckpointError:
+        return None
+    for entry in entries if isinstance(entries, list) else ():
+        if isinstance(entry, dict) and entry.get("fingerprint") == fingerprint:
+            return read_time(entry.get("time"))
+    return None
+
+
+def read_time(value: Any) -> TimeFigures | None:
+    """The inverse of :func:`~marlinq.operations.report.figures.plain_time`; None for anything else."""
+    found = _mapping(value)
+    total, device, ranks = _number(found.get("total")), found.get("device"), _count(found.get("ranks", 1))
+    stages, blocks = found.get("stages"), found.get("blocks")
+    if total is None or not isinstance(device, str) or not isinstance(stages, list):
+        return None
+    pairs = []
+    for stage in stages[:_MOST_ENTRIES]:
+        seconds = _number(stage[1]) if isinstance(stage, list) and len(stage) == 2 else None
+        if seconds is None:
+            return None
+        pairs.append((_text(stage[0]), seconds))
+    seconds_of = [_number(block) for block in blocks] if isinstance(blocks, list) else []
+    known = tuple(seconds for seconds in seconds_of if seconds is not None)
+    return TimeFigures(tuple(pairs), known, total, _text(device), max(1, ranks or 1))
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    named = config.get("architectures")
+    if isinstance(named, list) and named and isinstance(named[0], str):
+        return _text(named[0])
+    return _text(config.get("model_type", "unknown"))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: Any) -> float | None:
+    """A finite number of at least 0, or None. JSON knows integers that no float holds."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) and number >= 0 else None
+
+
+def _count(value: Any) -> int | None:
+    number = _number(value)
+    return int(number) if number is not None else None
+
+
+def _text(value: Any) -> str:
+    """A JSON value in one printable line of bounded length."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    line = one_line(text)
+    return line if len(line) <= _LONGEST_VALUE else line[: _LONGEST_VALUE - 3] + "..."
+
+
+def _texts(value: Any, most: int = _MOST_ENTRIES) -> dict[str, str]:
+    entries = list(_mapping(value).items())[:most]
+    return {_text(key): _text(item) for key, item in entries}

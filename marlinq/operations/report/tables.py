@@ -1,0 +1,77 @@
+"""The same figures for programs: a row for each module as CSV, and everything as JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from marlinq import __version__
+from marlinq.core.safe_text import escaped
+from marlinq.operations.report.figures import CheckpointFigures, ModuleFigures, plain_time
+
+MADE_BY = "marlinq"
+
+COLUMNS = (
+    "checkpoint", "module", "block", "projection", "in_features", "out_features", "bits", "scheme", "bytes",
+    "error", "tokens", "fallback", "scale_min", "scale_p05", "scale_median", "scale_p95", "scale_max",
+    "scale_negative", "codes_at_ends", "codes_unused",
+)  # fmt: skip
+
+# What makes a spreadsheet take a cell for a formula.
+_FORMULA = ("=", "+", "-", "@")
+
+
+def csv_text(checkpoints: Sequence[CheckpointFigures]) -> str:
+    """A header and a row for each quantised module; what is unknown is empty."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for figures in checkpoints:
+        writer.writerows([_cell(value) for value in _row(figures, module)] for module in figures.modules)
+    return file.getvalue()
+
+
+def json_value(checkpoints: Sequence[CheckpointFigures]) -> dict[str, Any]:
+    """Everything, as plain values."""
+    return {
+        "made_by": f"{MADE_BY} {__version__}",
+        "checkpoints": [_plain(figures) for figures in checkpoints],
+    }
+
+
+def json_text(checkpoints: Sequence[CheckpointFigures]) -> str:
+    """:func:`json_value` in ASCII: a name may hold half of a surrogate pair, which no encoding has."""
+    return json.dumps(json_value(checkpoints), allow_nan=False) + "\n"
+
+
+def _plain(figures: CheckpointFigures) -> dict[str, Any]:
+    summary = {
+        "bytes": figures.nbytes,
+        "bits_per_weight": figures.bits_per_weight,
+        "median_error": figures.median_error,
+        "largest_error": figures.errors[-1] if figures.errors else None,
+        "worst_module": figures.worst[0].name if figures.worst else None,
+    }
+    time = None if figures.time is None else plain_time(figures.time)
+    return {**asdict(figures), **summary, "time": time}
+
+
+def _row(figures: CheckpointFigures, module: ModuleFigures) -> Sequence[object]:
+    scales, total = module.scales, max(1, sum(module.codes))
+    return (
+        figures.name, module.name, module.block, module.projection, module.in_features, module.out_features,
+        module.bits, module.scheme, module.nbytes, module.error, module.tokens, module.fallback,
+        scales.smallest, scales.low, scales.middle, scales.high, scales.largest, scales.negative,
+        (module.codes[0] + module.codes[-1]) / total, sum(1 for count in module.codes if not count),
+    )  # fmt: skip
+
+
+def _cell(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    text = escaped(value)
+    return f"'{text}" if text.startswith(_FORMULA) else text

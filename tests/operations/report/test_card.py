@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from marlinq.checkpoint import Checkpoint
+from marlinq.operations.quantize import quantize
+from marlinq.operations.quantize.recipe import Recipe, read_recipe
+from marlinq.operations.report import CARD, hub_id
+from tests.testing.original_folders import RECIPE, save_tiny
+
+ORIGINAL = """---
+license: other
+license_name: tiny-licence
+license_link: https://example.org/licence
+language:
+- en
+- no
+datasets: [org/text]
+tags: [llama, 7, conversational]
+base_model: org/another
+model-index: {name: x}
+---
+# Tiny
+
+Its own words.
+"""
+
+
+def made(tmp_path: Path, card: str | None, **changes: Any) -> tuple[dict[str, Any], str]:
+    """Front matter and text of the card of a quantised tiny model."""
+    source = save_tiny("llama", tmp_path / "model")
+    if card is not None:
+        (source / CARD).write_text(card, encoding="utf-8")
+    quantize(source, tmp_path / "out", recipe=RECIPE.replace(**changes), device="cpu")
+    _, front, text = (tmp_path / "out" / CARD).read_text(encoding="utf-8").split("---\n", 2)
+    return yaml.safe_load(front), text
+
+
+def test_licence_and_languages_are_carried(tmp_path: Path) -> None:
+    front, text = made(tmp_path, ORIGINAL)
+    assert front == {
+        "license": "other",
+        "license_name": "tiny-licence",
+        "license_link": "https://example.org/licence",
+        "language": ["en", "no"],
+        "pipeline_tag": "text-generation",
+        "datasets": ["org/text"],
+        "library_name": "transformers",
+        "tags": ["marlinq", "quantized", "4-bit", "gptq", "llama", "conversational"],
+    }
+    assert text.lstrip().startswith("# model in 4 bits\n")
+    assert text.endswith("## The original's card\n\n# Tiny\n\nIts own words.\n")
+    manifest = json.loads((tmp_path / "out" / "marlinq.json").read_text())
+    errors = sorted(v["relative_error"] for k, v in manifest["run"].items() if k.startswith("module "))
+    assert f"median {errors[len(errors) // 2]:.2e}, largest {errors[-1]:.2e} in " in text
+    tokens = manifest["run"]["calibration"]["tokens"]
+    assert f"| calibration | 8 documents, {tokens} tokens: text that the model wrote itself |" in text
+    assert f"| quantised | {len(errors)} linears as int4, groups of 32, symmetric |" in text
+
+
+def test_the_recipe_in_the_card_repeats_the_run(tmp_path: Path) -> None:
+    _, text = made(tmp_path, None, damp=0.03)
+    block = text.split("```yaml\n")[1].split("```")[0]
+    (tmp_path / "recipe.yaml").write_text(block)
+    assert read_recipe(tmp_path / "recipe.yaml") == RECIPE.replace(damp=0.03)
+    assert "The original's card" not in text
+    assert isinstance(RECIPE, Recipe)
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        "---\nlicense: &a [x, x]\ntags: [*a, *a]\n---\nbody",
+        "---\nlicense: !!python/object/apply:os.system [ls]\n---\nbody",
+        "---\n- a\n- b\n---\nbody",
+        "---\nlicense: {a: b}\nlanguage: 3\ntags: x\n---\nbody",
+        "---\n" + "[" * 5000 + "\n---\nbody",
+        "---\nlicense: \ud800\n---\nbody".encode("utf-8", "surrogatepass").decode("utf-8", "replace"),
+    ],
+    ids=["aliases", "objects", "list", "types", "depth", "surrogate"],
+)
+def test_a_hostile_card_gives_no_values(tmp_path: Path, card: str) -> None:
+    front, text = made(tmp_path, card)
+    assert set(front) <= {"license", "pipeline_tag", "library_name", "tags"}
+    assert front["tags"] == ["marlinq", "quantized", "4-bit", "gptq"]
+    # What is no text is left out; a character without an encoding is replaced.
+    assert front.get("license", "").strip("\ufffd") == ""
+    assert text.endswith("body\n")
+
+
+def test_a_card_cannot_break_out_of_the_front_matter(tmp_path: Path) -> None:
+    front, _ = made(tmp_path, '---\nlicense: "mit\\n---\\nbase_model: a/b"\ntags: ["x\\n- y: z"]\n---\n')
+    assert front["license"] == "mit --- base_model: a/b"
+    assert "base_model" not in front
+    assert front["tags"][-1] == "x - y: z"
+
+
+def test_the_base_model_is_what_the_hub_calls_it(tmp_path: Path) -> None:
+    cached = tmp_path / "models--org--tiny" / "snapshots" / "abc"
+    cached.parent.mkdir(parents=True)
+    source = Checkpoint.open(save_tiny("llama", cached))
+    assert hub_id("org/tiny", source) == "org/tiny"
+    assert hub_id(str(cached), source) == "org/tiny"
+    local = Checkpoint.open(save_tiny("llama", tmp_path / "org"))
+    assert hub_id(str(tmp_path / "org"), local) is None
+    report = quantize(cached, tmp_path / "out", recipe=RECIPE, device="cpu")
+    front = yaml.safe_load((report.out / CARD).read_text().split("---\n")[1])
+    assert (front["base_model"], front["base_model_relation"]) == ("org/tiny", "quantized")
