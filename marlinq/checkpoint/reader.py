@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from marlinq.checkpoint.header import TensorInfo, parse_json, read_header, read_tensor
+from marlinq.checkpoint.hub import download
 from marlinq.checkpoint.source import SourceFile, reading
-from marlinq.core.boundaries import reason
-from marlinq.core.errors import CheckpointError, EnvironmentProblem
+from marlinq.core.errors import CheckpointError, UsageError
 from marlinq.core.files import kind_of, read_regular
-from marlinq.core.hub import cached_models, listed, why_unreachable
+from marlinq.core.progress import ReportProgress
 from marlinq.core.sources import local_folder
 
 if TYPE_CHECKING:
@@ -60,14 +59,26 @@ class Checkpoint:
     files: Mapping[str, SourceFile]
 
     @classmethod
-    def open(cls, source: str | os.PathLike[str], *, revision: str | None = None) -> Checkpoint:
+    def open(
+        cls,
+        source: str | os.PathLike[str],
+        *,
+        revision: str | None = None,
+        progress: ReportProgress | None = None,
+    ) -> Checkpoint:
         """Open a local folder, or download a Hub id such as ``org/name`` and open it.
 
+        Args:
+            source: a folder or Hub id.
+            revision: branch, tag or commit of a Hub id; None is the main branch.
+            progress: told about a download; None leaves that to the Hub's own library.
+
         Raises:
+            UsageError: a revision of a folder was asked for.
             CheckpointError: the folder is absent, incomplete, inconsistent or hostile.
             EnvironmentProblem: a Hub id could not be downloaded.
         """
-        folder = locate(source, revision=revision)
+        folder = locate(source, revision=revision, progress=progress)
         files: dict[str, SourceFile] = {}
         config = _read_kept(folder, CONFIG, files)
         tensors = _read_tensors(folder, files)
@@ -142,45 +153,26 @@ class Checkpoint:
         return hashlib.sha256(repr((self.identity(), changes)).encode()).hexdigest()
 
 
-def locate(source: str | os.PathLike[str], *, revision: str | None = None) -> Path:
-    """The local folder of ``source``; a Hub id is downloaded (safetensors, configs and text files only)."""
-    folder, text = local_folder(source), os.fspath(source)
-    if folder is not None:
-        return folder
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+def locate(
+    source: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    progress: ReportProgress | None = None,
+) -> Path:
+    """The local folder of ``source``; a Hub id is downloaded (:func:`marlinq.checkpoint.hub.download`).
 
-    patterns = [
-        "*.safetensors",
-        "*.json",
-        "*.txt",
-        "*.model",
-        "*.jinja",
-        "*.py",
-        "*.md",
-        "LICENSE*",
-        "*.tiktoken",
-    ]
-    unreachable = why_unreachable()
-    try:
-        found = Path(
-            snapshot_download(
-                text, revision=revision, allow_patterns=patterns, local_files_only=bool(unreachable)
-            )
+    Raises:
+        UsageError: there is a revision, but ``source`` is a folder.
+        MarlinqError: as :func:`~marlinq.checkpoint.hub.download`.
+    """
+    folder, text = local_folder(source), os.fspath(source)
+    if folder is None:
+        return download(text, revision=revision, progress=progress)
+    if revision is not None:
+        raise UsageError(
+            f"{text}: is a local folder, which has no revision {revision!r}; leave out --revision"
         )
-    except (RepositoryNotFoundError, HFValidationError):
-        raise CheckpointError(
-            f"{text}: neither a local folder nor a repository on the Hub that you may read"
-        ) from None
-    except OSError as error:
-        obstacle = unreachable or reason(error)
-        raise EnvironmentProblem(
-            f"{text}: not a local folder, and not to be had from the Hub ({obstacle}); pass a folder, or go "
-            f"online; {listed('models', cached_models())}"
-        ) from None
-    if unreachable:
-        warnings.warn(f"{text}: read from the Hub's cache, for {unreachable}", stacklevel=3)
-    return found
+    return folder
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from marlinq.checkpoint import check_place
-from marlinq.cli.options import json_option, shard_size_option
+from marlinq.cli.options import json_option, revision_option, shard_size_option
 from marlinq.cli.output import print_report, progress_bar
 from marlinq.cli.types import FORMAT, PAIR, SOURCE
 from marlinq.core.errors import UsageError
@@ -30,6 +30,7 @@ _USAGE = "marlinq convert SRC DST --to FORMAT, or marlinq convert SOURCE-to-TARG
     is_flag=True,
     help="Keep modules of shapes that the target excludes unquantised instead of refusing; they are named.",
 )
+@revision_option
 @shard_size_option
 @json_option
 @click.pass_context
@@ -41,6 +42,7 @@ def command(
     from_: str | None,
     strict_marlin: bool,
     skip_unsupported: bool,
+    revision: str | None,
     max_shard_size: int,
     as_json: bool,
 ) -> None:
@@ -62,8 +64,9 @@ def command(
 
     with progress_bar() as progress:
         report = convert(
-            Path(source),
+            source,
             out,
+            revision=revision,
             source_format=source_format,
             target_format=target_format,
             strict_marlin=strict_marlin,

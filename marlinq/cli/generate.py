@@ -10,6 +10,7 @@ from marlinq.cli.options import (
     device_option,
     dtype_option,
     json_option,
+    revision_option,
     trust_remote_code_option,
 )
 from marlinq.cli.output import print_piece, print_report, progress_bar
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 )
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, help="Seed of the sampling.")
 @click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template.")
+@revision_option
 @device_option
 @dtype_option
 @trust_remote_code_option
@@ -75,6 +77,7 @@ def command(
     repetition_penalty: float | None,
     seed: int,
     chat: bool,
+    revision: str | None,
     device: str,
     dtype: str,
     trust_remote_code: bool,
@@ -105,6 +108,7 @@ def command(
     with progress_bar() as progress:
         loaded = load(
             checkpoint,
+            revision=revision,
             device=device,
             dtype=dtype,
             trust_remote_code=trust_remote_code,

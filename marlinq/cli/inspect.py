@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from marlinq.cli.options import json_option
-from marlinq.cli.output import print_report
+from marlinq.cli.options import json_option, revision_option
+from marlinq.cli.output import print_report, progress_bar
 from marlinq.cli.types import SOURCE
 
 
@@ -20,12 +20,23 @@ from marlinq.cli.types import SOURCE
     metavar="N",
     help="Judge the servers with every layer split over N GPUs (tensor parallelism).",
 )
+@revision_option
 @json_option
-def command(checkpoint: str, modules: bool, tensor_parallel: int, as_json: bool) -> None:
+def command(
+    checkpoint: str, modules: bool, tensor_parallel: int, revision: str | None, as_json: bool
+) -> None:
     """Say what the quantised checkpoint CKPT holds, its size, which servers load it and with which kernel.
 
     Reads headers, configuration and the small tensors, not the weights.
     """
     from marlinq.operations.inspect import inspect
 
-    print_report(inspect(checkpoint, modules=modules, tensor_parallel=tensor_parallel), as_json=as_json)
+    with progress_bar() as progress:
+        found = inspect(
+            checkpoint,
+            modules=modules,
+            tensor_parallel=tensor_parallel,
+            revision=revision,
+            progress=progress,
+        )
+    print_report(found, as_json=as_json)

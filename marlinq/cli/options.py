@@ -55,6 +55,13 @@ def trust_remote_code_option(command: _Command) -> _Command:
     )(command)
 
 
+def revision_option(command: _Command) -> _Command:
+    """``--revision``: of a model on the Hub."""
+    return click.option(
+        "--revision", metavar="REV", help="Branch, tag or commit of a Hub id; its main branch unless given."
+    )(command)
+
+
 def dtype_option(command: _Command) -> _Command:
     """``--dtype``: of activations and unquantised weights."""
     return click.option(

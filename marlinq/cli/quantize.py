@@ -13,6 +13,7 @@ from marlinq.checkpoint import check_place
 from marlinq.cli.options import (
     device_option,
     json_option,
+    revision_option,
     shard_size_option,
     trust_remote_code_option,
 )
@@ -84,6 +85,7 @@ def _option(key: str, kind: Kind, meaning: str, defaults: object) -> Callable[[_
     help="YAML file with any of the settings above; options that are given win over it.",
 )
 @click.option("--resume", is_flag=True, help="Continue an interrupted run that had the same settings.")
+@revision_option
 @shard_size_option
 @device_option
 @trust_remote_code_option
@@ -97,6 +99,7 @@ def command(
     recipe_file: Path | None,
     overrides: tuple[str, ...],
     resume: bool,
+    revision: str | None,
     max_shard_size: int,
     device: str,
     trust_remote_code: bool,
@@ -123,6 +126,7 @@ def command(
             recipe=recipe,
             device=device,
             resume=resume,
+            revision=revision,
             max_shard_size=max_shard_size,
             trust_remote_code=trust_remote_code,
             progress=progress,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from marlinq.cli.options import json_option
+from marlinq.cli.options import json_option, revision_option
 from marlinq.cli.output import print_report, progress_bar
 from marlinq.cli.types import FOLDER, SOURCE
 
@@ -21,8 +21,9 @@ from marlinq.cli.types import FOLDER, SOURCE
     metavar="FOLDER",
     help="Where report.html, report.csv and report.json go; the current folder unless given.",
 )
+@revision_option
 @json_option
-def command(checkpoint: str, other: str | None, out: Path, as_json: bool) -> None:
+def command(checkpoint: str, other: str | None, out: Path, revision: str | None, as_json: bool) -> None:
     """Write report.html about the quantised checkpoint CKPT, or about two side by side.
 
     The page shows the error of each module, the worst ones, how codes and scales are distributed, tokens
@@ -32,5 +33,5 @@ def command(checkpoint: str, other: str | None, out: Path, as_json: bool) -> Non
     from marlinq.operations.report import report
 
     with progress_bar() as progress:
-        written = report(checkpoint, other, out=out, progress=progress)
+        written = report(checkpoint, other, out=out, revision=revision, progress=progress)
     print_report(written, as_json=as_json)

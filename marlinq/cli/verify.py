@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from marlinq.cli.options import device_option, json_option, trust_remote_code_option
+from marlinq.cli.options import device_option, json_option, revision_option, trust_remote_code_option
 from marlinq.cli.output import print_report, progress_bar
 from marlinq.cli.types import SOURCE
 from marlinq.core.errors import VerificationFailed
@@ -21,11 +21,18 @@ from marlinq.core.errors import VerificationFailed
 @click.option(
     "--logits", is_flag=True, help="Also compare each layer's output and the logits with ORIGINAL's."
 )
+@revision_option
 @device_option
 @trust_remote_code_option
 @json_option
 def command(
-    checkpoint: str, against: str | None, logits: bool, device: str, trust_remote_code: bool, as_json: bool
+    checkpoint: str,
+    against: str | None,
+    logits: bool,
+    revision: str | None,
+    device: str,
+    trust_remote_code: bool,
+    as_json: bool,
 ) -> int:
     """Check the quantised checkpoint CKPT: structure, round trips, numbers, and kernels where there is a GPU.
 
@@ -38,6 +45,7 @@ def command(
             checkpoint,
             against=against,
             logits=logits,
+            revision=revision,
             device=device,
             trust_remote_code=trust_remote_code,
             progress=progress,

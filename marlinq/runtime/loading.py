@@ -89,6 +89,7 @@ class LoadedModel:
 def load(
     path: str | os.PathLike[str],
     *,
+    revision: str | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
@@ -107,6 +108,7 @@ def load(
 
     Args:
         path: a checkpoint folder or a Hub id.
+        revision: branch, tag or commit of a Hub id; the main branch when None.
         device: ``auto`` or None (the first GPU, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``.
         dtype: of activations and unquantised weights; ``auto`` or None as in
             :func:`marlinq.runtime.placement.place`.
@@ -130,7 +132,7 @@ def load(
     require_operator(operator)
     timings = LoadTimings()
     with timings.stage("open"):
-        checkpoint = Checkpoint.open(path)
+        checkpoint = Checkpoint.open(path, revision=revision, progress=progress)
         quantized = QuantizedCheckpoint.of(checkpoint)
     with timings.stage("device"):
         placement = place(checkpoint, quantized=quantized is not None, device=device, dtype=dtype)

@@ -47,6 +47,7 @@ def convert(
     *,
     target_format: str,
     source_format: str | None = None,
+    revision: str | None = None,
     strict_marlin: bool = False,
     skip_unsupported: bool = False,
     max_shard_size: int = DEFAULT_MAX_SHARD_BYTES,
@@ -59,6 +60,7 @@ def convert(
 
     Args:
         source: a checkpoint folder or Hub id.
+        revision: branch, tag or commit of a Hub id; the main branch when None.
         out: the folder to make; it must not exist.
         target_format, source_format: names in :data:`marlinq.formats.LAYOUTS`; the source's is detected, and
             checked where it is given.
@@ -73,7 +75,9 @@ def convert(
         UsageError: the formats named don't fit the source or each other.
         OutputError: ``out`` exists or can't be written.
     """
-    quantized = _open(source, source_format, target_format, strict_marlin)
+    _check_formats(source_format, target_format, strict_marlin)
+    opened = Checkpoint.open(source, revision=revision, progress=progress)
+    quantized = _quantized(opened, source_format, target_format)
     with _one_torch_thread():
         return _convert(
             quantized,
@@ -139,15 +143,15 @@ def _convert(
     )
 
 
-def _open(
-    source: str | os.PathLike[str], source_format: str | None, target_format: str, strict_marlin: bool
-) -> QuantizedCheckpoint:
+def _check_formats(source_format: str | None, target_format: str, strict_marlin: bool) -> None:
     for name in (source_format, target_format):
         if name is not None and name not in LAYOUTS:
             raise UsageError(f"convert: unknown format {name!r}; expected one of {', '.join(LAYOUTS)}")
     if strict_marlin and LAYOUTS[target_format].original_kernel is None:
         raise UsageError(f"convert: --strict-marlin only goes with the target marlin, not {target_format}")
-    checkpoint = Checkpoint.open(source)
+
+
+def _quantized(checkpoint: Checkpoint, source_format: str | None, target_format: str) -> QuantizedCheckpoint:
     quantized = QuantizedCheckpoint.of(checkpoint)
     if quantized is None:
         raise UnsupportedError(f"{checkpoint.path}: is not quantised; use marlinq quantize")

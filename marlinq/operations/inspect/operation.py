@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, floating_linears, says_tied
 from marlinq.core.errors import CheckpointError, UsageError
+from marlinq.core.progress import ReportProgress
 from marlinq.formats import ModuleSpec
 from marlinq.formats.dialects import DIALECTS, is_head
 from marlinq.operations.inspect.eligibility import Whole, verdicts
@@ -22,7 +23,12 @@ _Value = TypeVar("_Value", bound=Hashable)
 
 
 def inspect(
-    checkpoint: str | os.PathLike[str], *, modules: bool = False, tensor_parallel: int = 1
+    checkpoint: str | os.PathLike[str],
+    *,
+    modules: bool = False,
+    tensor_parallel: int = 1,
+    revision: str | None = None,
+    progress: ReportProgress | None = None,
 ) -> Inspection:
     """Say what a checkpoint holds. Reads headers, configs and the small tensors of each quantised linear.
 
@@ -30,6 +36,8 @@ def inspect(
         checkpoint: a folder or Hub id, quantised or not.
         modules: list every quantised linear.
         tensor_parallel: GPUs over which servers split each layer, for their shape rules.
+        revision: branch, tag or commit of a Hub id; the main branch when None.
+        progress: told about a download.
 
     Raises:
         CheckpointError: the folder is damaged or contradicts itself.
@@ -38,7 +46,7 @@ def inspect(
     """
     if tensor_parallel < 1:
         raise UsageError(f"tensor parallelism: expected 1 GPU or more, found {tensor_parallel}")
-    opened = Checkpoint.open(checkpoint)
+    opened = Checkpoint.open(checkpoint, revision=revision, progress=progress)
     quantized = QuantizedCheckpoint.of(opened)
     if quantized is None:
         return _unquantized(opened)

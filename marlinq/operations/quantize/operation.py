@@ -50,6 +50,7 @@ def quantize(
     recipe: Recipe | None = None,
     device: str = "auto",
     resume: bool = False,
+    revision: str | None = None,
     max_shard_size: int = DEFAULT_MAX_SHARD_BYTES,
     trust_remote_code: bool = False,
     progress: ReportProgress = no_progress,
@@ -68,6 +69,7 @@ def quantize(
         device: ``auto`` (the first GPU, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``.
         resume: continue an interrupted run of the same recipe, model and machine; the result has the same
             bytes as an undisturbed run.
+        revision: branch, tag or commit of a Hub id; the main branch when None.
         max_shard_size: bytes of tensor data a file of weights holds at most.
         trust_remote_code: run model code that the checkpoint brings.
         progress: called with (what is being done, steps done, steps in all).
@@ -78,7 +80,7 @@ def quantize(
     progress = clock = StageClock(progress)
     recipe = recipe or Recipe()
     chosen = resolve_device(device)
-    checkpoint = Checkpoint.open(model)
+    checkpoint = Checkpoint.open(model, revision=revision, progress=progress)
     check_place(Path(out), resume=resume, source=checkpoint.path)
     blueprint = build_blueprint(
         checkpoint.config,

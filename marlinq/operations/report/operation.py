@@ -111,7 +111,7 @@ def report(
     _check_place(folder)
     figures = []
     for source in sources:
-        opened = Checkpoint.open(source, revision=revision)
+        opened = Checkpoint.open(source, revision=revision, progress=progress)
         figures.append(read_figures(opened, _name(source), progress))
         opened.check_unchanged()
     return _write(folder, figures)

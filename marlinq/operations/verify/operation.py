@@ -36,6 +36,7 @@ def verify(
     *,
     against: str | os.PathLike[str] | None = None,
     logits: bool = False,
+    revision: str | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
     progress: ReportProgress = no_progress,
@@ -49,6 +50,7 @@ def verify(
         checkpoint: the folder, or a Hub id.
         against: the model it was made from, or another conversion of it; compares every tensor.
         logits: also run both and compare hidden states and logits; needs ``against``.
+        revision: branch, tag or commit of ``checkpoint``, where that is a Hub id; its main branch when None.
         device: ``auto`` or None (the first GPU, if any), ``cpu``, ``cuda`` or ``cuda:N``: where weights are
             compared and, on a GPU, kernels are run.
         trust_remote_code: run model code that the checkpoint brings.
@@ -61,9 +63,9 @@ def verify(
     """
     if logits and against is None:
         raise UsageError("--logits compares with an original; name it with --against")
-    folder = locate(checkpoint)
+    folder = locate(checkpoint, revision=revision, progress=progress)
     chosen = resolve_device(device)
-    original = None if against is None else Checkpoint.open(against)
+    original = None if against is None else Checkpoint.open(against, progress=progress)
     run = _Run(folder, original, chosen, trust_remote_code, progress)
     checks: list[Check] = []
     try:

@@ -1,0 +1,124 @@
+"""Downloading a model from the Hugging Face Hub into its cache, or finding it there.
+
+``huggingface_hub`` does the work: it takes up a connection that breaks in the middle of a file, and keeps the
+files that came whole for the next command. Here its errors become one line that says what to do, and its
+progress becomes ours.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any, cast
+
+from tqdm import tqdm
+
+from marlinq.core.boundaries import reason
+from marlinq.core.errors import CheckpointError, EnvironmentProblem
+from marlinq.core.hub import cached_models, listed, why_unreachable
+from marlinq.core.progress import ReportProgress
+
+_WANTED = (
+    "*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md", "LICENSE*", "*.tiktoken"
+)  # fmt: skip
+# The weights again, as their makers' own programs want them.
+_UNWANTED = ("consolidated*.safetensors", "original/*")
+_MB = 1_000_000
+# Modules of the libraries that carry the download; their errors are no OSError.
+_CARRIERS = ("httpx", "httpcore", "requests", "urllib3", "hf_xet")
+
+
+def download(name: str, *, revision: str | None = None, progress: ReportProgress | None = None) -> Path:
+    """The folder of the Hub model ``name`` in the cache: safetensors, configs and text files only.
+
+    Args:
+        name: ``organisation/name``.
+        revision: a branch, tag or commit; None is the main branch.
+        progress: told how many megabytes have come; None leaves it to the library to draw bars.
+
+    Raises:
+        CheckpointError: there is no such model, or not in this revision.
+        EnvironmentProblem: access is not granted, the Hub can't be reached and the cache has no whole copy,
+            or the download broke off.
+    """
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    unreachable = why_unreachable()
+    shown = name if revision is None else f"{name} at {revision}"
+    try:
+        found = Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=list(_WANTED),
+                ignore_patterns=list(_UNWANTED),
+                local_files_only=bool(unreachable),
+                tqdm_class=None if progress is None else cast(Any, _bars(name, progress)),
+            )
+        )
+    except GatedRepoError:
+        raise EnvironmentProblem(
+            f"{name}: is gated and you have no access; ask for it at {constants.ENDPOINT}/{name}, then log "
+            "in with 'hf auth login' or set HF_TOKEN"
+        ) from None
+    except (RepositoryNotFoundError, HFValidationError):
+        raise CheckpointError(
+            f"{name}: neither a local folder nor a repository on the Hub that you may read"
+        ) from None
+    except RevisionNotFoundError:
+        raise CheckpointError(
+            f"{name}: the Hub has no revision {revision!r} of it; pass a branch, a tag or a whole commit hash"
+        ) from None
+    except LocalEntryNotFoundError as error:
+        obstacle = unreachable or reason(error.__cause__ or error)
+        raise EnvironmentProblem(
+            f"{shown}: not a local folder, and not to be had from the Hub ({obstacle}); pass a folder, or "
+            f"go online; {listed('models', cached_models())}"
+        ) from None
+    except Exception as error:
+        if not isinstance(error, OSError) and not type(error).__module__.startswith(_CARRIERS):
+            raise
+        raise EnvironmentProblem(
+            f"{shown}: the download broke off ({reason(error)}); run the command again, files that came "
+            "whole are kept"
+        ) from None
+    if unreachable:
+        warnings.warn(f"{shown}: read from the Hub's cache, for {unreachable}", stacklevel=4)
+    return found
+
+
+def _bars(name: str, progress: ReportProgress) -> type[tqdm[Any]]:
+    """A class of progress bars that draw nothing and report the bytes that have come."""
+    bars: list[_Bar] = []
+
+    class _Bar(tqdm):  # type: ignore[type-arg]  # generic only for the type checker
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.come = int(kwargs.get("initial") or 0)
+            if kwargs.get("unit") == "B":
+                # Others count files.
+                bars.append(self)
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            self.come += int(n or 0)
+            if self in bars:
+                # Several bars count the same bytes, as they come and as they are written.
+                most = max(bars, key=lambda bar: bar.come)
+                total = max(int(most.total or 0), most.come)
+                progress(f"downloading {name}, MB", most.come // _MB, max(1, -(-total // _MB)))
+            return None
+
+        def __hash__(self) -> int:
+            return id(self)
+
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+    return _Bar
