@@ -133,7 +133,8 @@ def test_a_download_that_was_killed_is_continued_by_the_next_command(hub: Hub, t
     weights = home / "hub" / "models--org--tiny" / "snapshots"
     code = (
         "import os, pathlib, huggingface_hub.file_download as f\nwait = f.time.sleep\n"
-        f"def die(s):\n    while not list(pathlib.Path({str(weights)!r}).glob('*/*.safetensors')): wait(0.1)\n"
+        "def die(s):\n"
+        f"    while not list(pathlib.Path({str(weights)!r}).glob('*/*.safetensors')): wait(0.1)\n"
         "    os._exit(9)\n"
         "f.time.sleep = die\nfrom marlinq.cli import main\nmain(['inspect', 'org/tiny'])"
     )
