@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +104,19 @@ class Checkpoint:
         if info is None:
             raise CheckpointError(f"{self.path}: no tensor named {name}")
         return read_tensor(self.files[info.shard], info)
+
+    def part(self, name: str, index: int) -> torch.Tensor:
+        """Element ``index`` along the first axis of the tensor ``name``, as :meth:`tensor` would give it.
+
+        Raises:
+            CheckpointError: as :meth:`tensor`, or the tensor has no such element.
+        """
+        info = self.tensors.get(name)
+        if info is None or not info.shape or not 0 <= index < info.shape[0]:
+            raise CheckpointError(f"{self.path}: no element {index} of a tensor named {name}")
+        nbytes = info.nbytes // info.shape[0]
+        place = replace(info, shape=info.shape[1:], nbytes=nbytes, offset=info.offset + index * nbytes)
+        return read_tensor(self.files[info.shard], place)
 
     def check_unchanged(self) -> None:
         """Make sure that config, index and shards are still those that were opened, with the same headers.

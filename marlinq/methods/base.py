@@ -55,6 +55,11 @@ class Statistics(Protocol):
         """Count what ``other``, of the same class and K, has seen: another shard of the calibration."""
         ...
 
+    def blend(self, other: Any, share: float) -> None:
+        """Let ``other``, of the same class and K, have a ``share`` (0 to 1) in what is known of the input,
+        however many tokens it has seen; an input that saw none has no part in the result."""
+        ...
+
 
 @dataclass(frozen=True)
 class SolveReport:

@@ -75,6 +75,22 @@ class HessianAccumulator:
         self._mean.mul_(mine).add_(other._mean.to(self._mean.device), alpha=theirs)
         self.tokens = total
 
+    def blend(self, other: HessianAccumulator, share: float) -> None:
+        """Makes ``share`` of the Hessian ``other``'s, whatever the tokens of both; :attr:`tokens` stays.
+
+        Raises:
+            ValueError: ``other`` is of another K.
+        """
+        if other._mean.shape != self._mean.shape:
+            raise ValueError(
+                f"{self._name}: expected statistics of {self._mean.shape[0]} channels, "
+                f"found {other._mean.shape[0]}"
+            )
+        if other.tokens == 0:
+            return
+        share = share if self.tokens else 1.0
+        self._mean.mul_(1 - share).add_(other._mean.to(self._mean.device), alpha=share)
+
     def hessian(self) -> Tensor:
         """float32 [K, K], exactly symmetric; zero when nothing was added.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from marlinq.models.blueprint import Block, Blueprint, build_blueprint, describe
+from marlinq.models.experts import Experts, tapped_experts
 from marlinq.models.instance import ModelInstance, TensorSource
 from marlinq.models.names import TensorNames
 from marlinq.models.projection import Projection, fused_experts, shared_inputs, tapped
@@ -12,6 +13,7 @@ __all__ = [
     "Block",
     "BlockReplay",
     "Blueprint",
+    "Experts",
     "ModelInstance",
     "Projection",
     "TensorNames",
@@ -21,4 +23,5 @@ __all__ = [
     "fused_experts",
     "shared_inputs",
     "tapped",
+    "tapped_experts",
 ]

@@ -6,7 +6,7 @@ weights, the projections are the ``nn.Linear`` and ``Conv1D`` modules inside the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from marlinq.core.errors import UnsupportedError
 from marlinq.core.rules import Keep
 from marlinq.models.building import build_on_meta
+from marlinq.models.experts import Experts, find_experts
 from marlinq.models.plausible import StoredTensor
 from marlinq.models.projection import Projection
 
@@ -32,10 +33,17 @@ _COMPUTED = (r"rotary_emb\.inv_freq$",)
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder block: its full module name and its projections in registration order."""
+    """One decoder block.
+
+    Attributes:
+        name: its full module name.
+        projections: what may be quantised, in registration order, those of :attr:`experts` among them.
+        experts: its modules of fused experts.
+    """
 
     name: str
     projections: tuple[Projection, ...]
+    experts: tuple[Experts, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +61,9 @@ class Blueprint:
         head: name of the output head, one of :attr:`others`; None for a model whose logits come otherwise.
         embedding: full name of the input embedding's table, which a head may be tied to.
         kept: modules with a weight matrix that are not quantised, by full name, with the reason.
-        routed: True when projections sit in lists inside a block (experts), so that one may see a subset of
-            the tokens in an order of its own.
+        routers: those of :attr:`kept` that choose experts, or weigh a shared one.
+        routed: True when a block has experts, in a list or fused, so that one may see a subset of the tokens
+            in an order of its own.
         parameters: shape by full name; of tied parameters, the first alone.
         buffers: shape by full name, of those that checkpoints hold.
         computed: full names of the other buffers; what an old checkpoint stores of one is not read.
@@ -76,6 +85,7 @@ class Blueprint:
     head: str | None
     embedding: str | None
     kept: Mapping[str, Keep]
+    routers: frozenset[str]
     routed: bool
     parameters: Mapping[str, tuple[int, ...]]
     buffers: Mapping[str, tuple[int, ...]]
@@ -90,6 +100,21 @@ class Blueprint:
         """Every projection that may be quantised, block by block."""
         for block in self.blocks:
             yield from block.projections
+
+    @cached_property
+    def fused(self) -> Mapping[str, tuple[Projection, ...]]:
+        """The projections of every parameter that holds several, by the parameter's name."""
+        found: dict[str, list[Projection]] = {}
+        for projection in self.projections():
+            if not projection.whole:
+                found.setdefault(projection.parameter, []).append(projection)
+        return MappingProxyType({name: tuple(members) for name, members in found.items()})
+
+    @cached_property
+    def experts_of(self) -> Mapping[str, Experts]:
+        """The fused experts that a parameter belongs to, by the parameter's name."""
+        found = {key: each for block in self.blocks for each in block.experts for key in each.parameters}
+        return MappingProxyType(found)
 
     @cached_property
     def by_name(self) -> Mapping[str, Projection]:
@@ -129,7 +154,8 @@ def build_blueprint(
 
     Raises:
         CheckpointError: transformers does not know the architecture, or rejects the config.
-        UnsupportedError: the tree holds no list of equal decoder blocks, or fused experts.
+        UnsupportedError: the tree holds no list of equal decoder blocks, or experts that are fused otherwise
+            than :mod:`marlinq.models.experts` knows.
     """
     anew = partial(
         build_on_meta, dict(config), source=source, trust_remote_code=trust_remote_code, dtype=dtype
@@ -148,7 +174,7 @@ def describe(build: Callable[[], PreTrainedModel], *, source: str = "model") -> 
     """Finds decoder blocks, projections and kept modules in what ``build`` makes; ``source`` is for messages.
 
     Raises:
-        UnsupportedError: no list of decoder blocks, blocks of different classes, or fused experts.
+        UnsupportedError: no list of decoder blocks, blocks of different classes, or unknown fused experts.
     """
     return _describe(build(), build, source)
 
@@ -161,27 +187,31 @@ def _describe(model: PreTrainedModel, build: Callable[[], PreTrainedModel], sour
             f"{source}: {blocks_name} mixes block classes {', '.join(classes)}; "
             "expected one class of decoder block"
         )
+    rules = get_model_conversion_mapping(model)
     kept: dict[str, Keep] = {}
     blocks: list[Block] = []
+    proved: set[tuple[object, ...]] = set()
     for index, block in enumerate(blocks_list):
         name = f"{blocks_name}.{index}"
-        _refuse_fused_experts(block, name, source)
-        routers = {f"{name}.{inner}": experts for inner, experts in _routers(block).items()}
-        projections = []
+        fused = _fused_experts(block, name, source, rules, proved)
+        routers = {f"{name}.{inner}": Keep(reason) for inner, reason in _routers(block, name, fused).items()}
+        kept |= routers
+        by_module = {experts.name: experts for experts in fused}
+        projections: list[Projection] = []
         for inner, module in block.named_modules():
             full = f"{name}.{inner}"
-            if not is_linear(module):
-                continue
-            if full in routers:
-                kept[full] = Keep(f"router of {routers[full]} experts")
-            else:
+            if full in by_module:
+                projections += by_module[full].projections
+            elif is_linear(module) and full not in routers:
                 projections.append(_projection(full, module))
-        blocks.append(Block(name, tuple(projections)))
-    kept |= _kept_elsewhere(model, blocks_name)
+        blocks.append(Block(name, tuple(projections), fused))
+    routers_found = frozenset(kept)
+    kept = (
+        _kept_elsewhere(model, blocks_name, {each.name for block in blocks for each in block.experts}) | kept
+    )
     chosen = {projection.name for block in blocks for projection in block.projections}
     prefix = model.base_model_prefix
     has_root = bool(prefix) and blocks_name.startswith(prefix + ".")
-    rules = get_model_conversion_mapping(model)
     persistent = model.state_dict().keys()
     return Blueprint(
         build=build,
@@ -197,7 +227,8 @@ def _describe(model: PreTrainedModel, build: Callable[[], PreTrainedModel], sour
         head=_head_of(model),
         embedding=_table_of(model),
         kept=MappingProxyType(kept),
-        routed=any(bool(_linear_lists(block)) for block in blocks_list),
+        routers=routers_found,
+        routed=any(block.experts for block in blocks) or any(map(_linear_lists, blocks_list)),
         parameters=MappingProxyType({name: tuple(value.shape) for name, value in model.named_parameters()}),
         buffers=MappingProxyType(
             {name: tuple(value.shape) for name, value in model.named_buffers() if name in persistent}
@@ -247,15 +278,24 @@ def _linear_lists(block: nn.Module) -> list[str]:
     ]
 
 
-def _routers(block: nn.Module) -> dict[str, int]:
-    """Linears that choose among a sibling list of experts: name -> number of experts."""
-    found: dict[str, int] = {}
-    for list_name in _linear_lists(block):
-        parent_name = list_name.rpartition(".")[0]
-        experts = len(list(block.get_submodule(list_name).children()))
+def _routers(block: nn.Module, name: str, fused: Sequence[Experts]) -> dict[str, str]:
+    """Modules that choose among a sibling list of experts, or weigh a sibling: their names inside the block,
+    with the reason why they stay."""
+    found: dict[str, str] = {}
+    counts = {listed: len(list(block.get_submodule(listed).children())) for listed in _linear_lists(block)}
+    counts |= {experts.name.removeprefix(f"{name}."): experts.count for experts in fused}
+    for listed, count in counts.items():
+        parent_name = listed.rpartition(".")[0]
         for child_name, child in block.get_submodule(parent_name).named_children():
-            if is_linear(child) and _projection(child_name, child).out_features == experts:
-                found[f"{parent_name}.{child_name}" if parent_name else child_name] = experts
+            full = f"{parent_name}.{child_name}" if parent_name else child_name
+            weight = child._parameters.get("weight")
+            if full == listed or weight is None or weight.dim() != 2:
+                continue
+            rows = _projection(child_name, child).out_features if is_linear(child) else weight.shape[0]
+            if rows == count:
+                found[full] = f"router of {count} experts"
+            elif rows == 1:
+                found[full] = "gate of the shared expert"
     return found
 
 
@@ -293,20 +333,26 @@ def _fused_weights(module: nn.Module) -> int:
     return sum(parameter.numel() for _, parameter in _fused_parameters(module))
 
 
-def _refuse_fused_experts(block: nn.Module, name: str, source: str) -> None:
-    for inner, parameter in _fused_parameters(block):
-        raise UnsupportedError(
-            f"{source}: {name}.{inner} holds fused experts {list(parameter.shape)}; expected nn.Linear or "
-            "Conv1D layers; mixture-of-experts models with fused experts can't be quantised yet"
-        )
+def _fused_experts(
+    block: nn.Module, name: str, source: str, rules: Sequence[Any], proved: set[tuple[object, ...]]
+) -> tuple[Experts, ...]:
+    found = []
+    try:
+        for inner, module in block.named_modules():
+            if not isinstance(module, _CONVOLUTIONS):
+                experts = find_experts(f"{name}.{inner}" if inner else name, module, rules, proved)
+                found += [] if experts is None else [experts]
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{source}: {error}") from None
+    return tuple(found)
 
 
-def _kept_elsewhere(model: PreTrainedModel, blocks_name: str) -> dict[str, Keep]:
+def _kept_elsewhere(model: PreTrainedModel, blocks_name: str, fused: Collection[str]) -> dict[str, Keep]:
     kept = {}
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         inside = name.startswith(blocks_name + ".")
-        if inside and is_linear(module):
+        if name in fused or (inside and is_linear(module)):
             continue
         if not any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False)):
             continue

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from marlinq.core.errors import CheckpointError
 from marlinq.models.blueprint import Blueprint
+from marlinq.models.experts import Experts
 from marlinq.models.names import TensorNames
 from marlinq.models.projection import Projection
 
@@ -77,12 +78,15 @@ class ModelInstance:
             with torch.no_grad():
                 self.weight(projection).copy_(weight)
 
-    def install(self, projection: Projection, module: nn.Module) -> None:
-        """Puts ``module`` in the place of a projection that is a module of its own.
+    def install(self, projection: Projection | Experts, module: nn.Module) -> None:
+        """Puts ``module`` in the place of a projection that is a module of its own, or of fused experts.
 
         Raises:
             ValueError: the projection shares its parameter with others.
         """
+        if isinstance(projection, Experts):
+            self.model.set_submodule(projection.name, module)
+            return
         if not projection.whole:
             raise ValueError(f"{projection.name}: part of {projection.parameter}, not a module of its own")
         self.model.set_submodule(projection.module, module)
@@ -93,7 +97,9 @@ class ModelInstance:
         Raises:
             CheckpointError: it is missing or its shape is not ``shape``.
         """
-        stored = self.names.require(parameter)
+        return self._stored(self.names.require(parameter), shape)
+
+    def _stored(self, stored: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self._checkpoint.tensor(stored)
         if tuple(tensor.shape) != tuple(shape):
             raise CheckpointError(
@@ -101,6 +107,17 @@ class ModelInstance:
                 f"found {list(tensor.shape)}"
             )
         return tensor
+
+    def _value(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
+        """A parameter's value on the device, floating point ones in the instance's dtype."""
+        if not self.names.in_parts(parameter):
+            tensor = self.read(parameter, shape)
+            return tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
+        value = torch.empty(shape, dtype=self.dtype, device=self.device)
+        places = self.names.places(parameter, shape)
+        for projection, (stored, size) in zip(self.blueprint.fused[parameter], places, strict=True):
+            projection.view(value).copy_(self._stored(stored, size))
+        return value
 
     def materialise(
         self, name: str, *, recurse: bool = True, skip: Collection[str] = frozenset()
@@ -114,9 +131,7 @@ class ModelInstance:
                 full = f"{path}.{key}" if path else key
                 if not parameter.is_meta or full in skip:
                     continue
-                tensor = self.read(full, tuple(parameter.shape))
-                dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
-                value = tensor.to(device=self.device, dtype=dtype)
+                value = self._value(full, tuple(parameter.shape))
                 owner._parameters[key] = nn.Parameter(value, requires_grad=False)
             for key, buffer in owner.named_buffers(recurse=False):
                 owner._buffers[key] = self._buffer(owner, f"{path}.{key}" if path else key, key, buffer)

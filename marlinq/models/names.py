@@ -31,6 +31,7 @@ class TensorNames:
             self._stored.setdefault(_name_in_memory(name, blueprint.renamings), name)
         self._prefix = blueprint.base_prefix
         self._source = source
+        self._fused = blueprint.fused
         self._ties: dict[str, list[str]] = {}
         for name, owner in blueprint.tied.items():
             self._ties.setdefault(owner, []).append(name)
@@ -53,6 +54,48 @@ class TensorNames:
         """
         stored = self.own(f"{projection.name}.{suffix}")
         return None if stored is None else stored.removesuffix(f".{suffix}")
+
+    def places(self, parameter: str, shape: tuple[int, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The stored tensors of a parameter of ``shape``, with the shapes that they have to have.
+
+        One, but for fused experts whose matrices are stored one by one: those, in the order of
+        :attr:`Blueprint.fused`.
+
+        Raises:
+            CheckpointError: no stored tensor belongs to the parameter, or to one of its experts.
+        """
+        if not self.in_parts(parameter):
+            return ((self.require(parameter), shape),)
+        return tuple(
+            (self.require(f"{part.name}.weight"), (part.out_features, part.in_features))
+            for part in self._fused[parameter]
+        )
+
+    def in_parts(self, parameter: str) -> bool:
+        """Whether the matrices of a fused parameter are stored one by one, at least one of them."""
+        if parameter not in self._fused or self.own(parameter) is not None:
+            return False
+        return any(self.own(f"{part.name}.weight") is not None for part in self._fused[parameter])
+
+    def module(self, projection: Projection) -> str:
+        """What files that hold the module of ``projection`` by itself call it.
+
+        That is how this checkpoint spells it; a head that is tied keeps the tree's name. An expert of a
+        parameter that is stored whole gets the name that files of its family have for it, beside the
+        parameter's own.
+        """
+        stored = self.own(f"{projection.name}.weight")
+        if stored is not None:
+            return stored.removesuffix(".weight")
+        whole = None if projection.whole else self.own(projection.parameter)
+        if whole is None:
+            return projection.name
+        inner = projection.name.removeprefix(projection.module + ".")
+        for module in self._spellings(projection.module):
+            if whole.startswith(module.rpartition(".")[0] + "."):
+                return f"{module}.{inner}"
+        # A prefix that is renamed between files and memory.
+        return f"{whole.rpartition('.')[0]}.{inner}"
 
     def require(self, parameter: str) -> str:
         """Like :meth:`find`.

@@ -11,9 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 Receive = Callable[[str, Tensor], None]
 """Called with the name of a projection and its input, float [..., K]."""
@@ -81,6 +79,7 @@ def fused_experts(
     *,
     transposed: bool = False,
     interleaved: bool = False,
+    bias: bool = False,
 ) -> tuple[Projection, ...]:
     """The projections of a fused parameter, expert by expert.
 
@@ -88,7 +87,7 @@ def fused_experts(
         parameter: its full name, for example ``model.layers.0.mlp.experts.gate_up_proj``.
         shape: [experts, parts * N, K], or [experts, K, parts * N] where ``transposed``.
         parts: what the parts are called in a module of their own: ``gate_proj``, ``up_proj``.
-        transposed, interleaved: as in :class:`Projection`.
+        transposed, interleaved, bias: as in :class:`Projection`.
     """
     experts, rows, columns = shape
     k, n = (rows, columns) if transposed else (columns, rows)
@@ -99,6 +98,7 @@ def fused_experts(
             parameter=parameter,
             in_features=k,
             out_features=n // len(parts),
+            bias=bias,
             transposed=transposed,
             expert=expert,
             part=index,
@@ -116,23 +116,16 @@ def tapped(model: nn.Module, projections: Iterable[Projection], receive: Receive
 
     Args:
         model: what the projections' names are relative to; their parameters are materialised.
-        projections: to listen to.
+        projections: modules of their own, to listen to.
         receive: told about each input.
 
-    An expert's input is taken from the product of its slice, or of the whole fused parameter: the model has
-    to multiply with views of the parameter, as transformers' ``eager`` experts do, not with gathered copies.
+    One expert of a fused parameter is no module: :func:`marlinq.models.experts.tapped_experts` listens to it.
     """
-    taps = _ProductTaps(receive)
     with ExitStack() as stack:
         for projection in projections:
-            if projection.expert is None:
-                hook = _forward_hook(projection.name, receive)
-                handle = model.get_submodule(projection.module).register_forward_pre_hook(hook)
-                stack.callback(handle.remove)
-            else:
-                taps.listen(projection, model.get_parameter(projection.parameter))
-        if taps.listening:
-            stack.enter_context(taps)
+            hook = _forward_hook(projection.name, receive)
+            handle = model.get_submodule(projection.module).register_forward_pre_hook(hook)
+            stack.callback(handle.remove)
         yield
 
 
@@ -177,58 +170,3 @@ def _forward_hook(name: str, receive: Receive) -> Callable[[nn.Module, tuple[Any
         receive(name, args[0])
 
     return before
-
-
-_PRODUCTS = (
-    nn.functional.linear,
-    torch.matmul,
-    torch.mm,
-    torch.bmm,
-    Tensor.matmul,
-    Tensor.mm,
-    Tensor.bmm,
-    Tensor.__matmul__,
-)
-
-
-class _ProductTaps(TorchFunctionMode):
-    """Watches products for operands that lie in a fused parameter."""
-
-    def __init__(self, receive: Receive) -> None:
-        super().__init__()
-        self._receive = receive
-        self._parameters: dict[int, tuple[Tensor, dict[int, list[str]]]] = {}
-
-    @property
-    def listening(self) -> bool:
-        return bool(self._parameters)
-
-    def listen(self, projection: Projection, parameter: Tensor) -> None:
-        storage = parameter.untyped_storage().data_ptr()
-        _, names = self._parameters.setdefault(storage, (parameter, {}))
-        assert projection.expert is not None
-        names.setdefault(projection.expert, []).append(projection.name)
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _PRODUCTS:
-            operands = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-            if len(operands) >= 2:
-                self._look(operands[0], operands[1])
-        return func(*args, **kwargs)
-
-    def _look(self, x: Tensor, weight: Tensor) -> None:
-        found = self._parameters.get(weight.untyped_storage().data_ptr())
-        if found is None:
-            return
-        parameter, names = found
-        if weight.dim() == 3:
-            for expert, members in names.items():
-                for name in members:
-                    self._receive(name, x[expert])
-            return
-        expert = (weight.storage_offset() - parameter.storage_offset()) // parameter.stride(0)
-        for name in names.get(expert, ()):
-            self._receive(name, x)

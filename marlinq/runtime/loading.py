@@ -25,6 +25,7 @@ from marlinq.models.anatomy import Anatomy, Unrecognised
 from marlinq.models.recognise import recognise
 from marlinq.runtime.decision import AUTO, Decision, decide, require_operator, summarize
 from marlinq.runtime.decoding import Decoders
+from marlinq.runtime.experts import check_experts, expert_bias, install_experts
 from marlinq.runtime.head import pack_head
 from marlinq.runtime.operand import KERNEL_LAYOUT
 from marlinq.runtime.operators import OPERATORS, Setting
@@ -242,6 +243,7 @@ def install_linears(
     names = {stored: name for name, stored in replaced.items()}
     kinds = len(_first_of_each_kind(quantized, order))
     decisions: dict[str, Decision] = {}
+    of_experts: dict[str, nn.Module] = {}
     new: dict[str, list[nn.Module]] = {name: [] for name in OPERATORS}
     with ExitStack() as stack:
         if reader is None:
@@ -255,13 +257,17 @@ def install_linears(
                 projection = instance.blueprint.by_name[names[stored]]
                 bias = _bias(instance, reader, projection)
                 module = OPERATORS[decision.operator].build(weight, bias, setting)
-                instance.install(projection, module)
+                if projection.expert is None:
+                    instance.install(projection, module)
+                else:
+                    of_experts[projection.name] = module
                 new[decision.operator].append(module)
             progress("loading", index + 1, len(order))
             if compile_kernels and index + 1 in (kinds, len(order)):
                 # The first of each kind come first: deciding and compiling runs beside the reading.
                 with timings.stage("kernels"):
                     _compile_kernels(new, setting, progress)
+    install_experts(instance, of_experts)
     return {name: decisions[name] for name in replaced}
 
 
@@ -308,9 +314,9 @@ def _packed_tensors(quantized: QuantizedCheckpoint | None, order: Sequence[str])
 def _plain_tensors(blueprint: Blueprint, names: TensorNames, replaced: Mapping[str, str]) -> Iterator[str]:
     """The stored tensors of all parameters that are not packed, in the order in which they are taken."""
     packed = {blueprint.by_name[name].parameter for name in replaced}
-    for name in blueprint.parameters:
+    for name, shape in blueprint.parameters.items():
         if name not in packed:
-            yield names.require(name)
+            yield from (stored for stored, _ in names.places(name, shape))
 
 
 def match_tensors(
@@ -351,6 +357,7 @@ def _quantized_names(blueprint: Blueprint, quantized: QuantizedCheckpoint) -> di
                 f"config.json, found {spec.in_features}, {spec.out_features}"
             )
         found[name] = stem
+    check_experts(blueprint, found, checkpoint)
     homeless = sorted(set(quantized.modules) - set(found.values()))
     if homeless:
         raise CheckpointError(
@@ -361,6 +368,8 @@ def _quantized_names(blueprint: Blueprint, quantized: QuantizedCheckpoint) -> di
 
 
 def _bias(instance: ModelInstance, reader: ReadAhead, projection: Projection) -> Tensor | None:
+    if projection.expert is not None:
+        return expert_bias(instance, reader, projection)
     name = f"{projection.module}.bias"
     if projection.bias:
         return instance.read(name, (projection.out_features,))
@@ -396,7 +405,8 @@ def _check_tensors(
     shapes = {name: blueprint.parameters[owner] for name, owner in blueprint.tied.items()}
     for name, shape in {**blueprint.parameters, **shapes}.items():
         if name not in packed:
-            take(names.require(name), shape)
+            for place in names.places(name, shape):
+                take(*place)
             take(names.own(name), shape)
     for name, shape in blueprint.buffers.items():
         take(names.own(name), shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import psutil
@@ -16,9 +16,11 @@ from marlinq.core.errors import NumericsError
 from marlinq.core.progress import ReportProgress
 from marlinq.core.weight import QuantizedWeight
 from marlinq.methods import SolveReport, Statistics
-from marlinq.models import BlockReplay, ModelInstance, shared_inputs
+from marlinq.models import BlockReplay, Experts, ModelInstance, shared_inputs
+from marlinq.operations.quantize.experts import ExpertCalibration
 from marlinq.operations.quantize.head import solve_head
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
+from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.report import ModuleReport
 
 
@@ -32,6 +34,7 @@ class BlockQuantizer:
         plan: what becomes of which projection.
         writer: where results go, and where those of an interrupted run are.
         batches: the calibration text; empty for a method without calibration.
+        recipe: how experts are calibrated.
         progress: told about every finished block.
     """
 
@@ -41,6 +44,7 @@ class BlockQuantizer:
         plan: OutputPlan,
         writer: CheckpointWriter,
         batches: Sequence[Batch],
+        recipe: Recipe,
         progress: ReportProgress,
     ) -> None:
         self._instance = instance
@@ -50,6 +54,9 @@ class BlockQuantizer:
         self._batches = batches
         self._progress = progress
         self._replay = BlockReplay(instance)
+        self._experts = ExpertCalibration(
+            instance, self._replay, recipe, len(batches), self._empty_statistics
+        )
         self._masks = [batch.mask().to(instance.device) if batch.padded else None for batch in batches]
 
     def run(self) -> None:
@@ -79,12 +86,11 @@ class BlockQuantizer:
             module = self._instance.block(index)
             _check_weights(self._blocks[index].name, module)
             if written:
-                quantized = {planned.projection.name: self._read_back(planned) for planned in members}
-            else:
-                quantized = self._quantize(index, members, states)
-            if states is not None and onward:
                 for planned in members:
-                    self._install(planned, quantized[planned.projection.name])
+                    self._install(planned, self._read_back(planned))
+            else:
+                self._quantize(index, members, states, keep=onward)
+            if states is not None and onward:
                 self._advance(index, states)
             self._instance.release_block(index)
             self._progress("quantising blocks", index + 1, count)
@@ -134,13 +140,19 @@ class BlockQuantizer:
             states.store(number, output)
 
     def _quantize(
-        self, index: int, members: Sequence[PlannedModule], states: HiddenStates | None
-    ) -> dict[str, QuantizedWeight]:
+        self, index: int, members: Sequence[PlannedModule], states: HiddenStates | None, *, keep: bool
+    ) -> None:
+        """Quantises a block and writes it; with ``keep`` the block is left with the new weights."""
+        of_experts = {name for each in self._blocks[index].experts for name in each.parameters}
+        fused = {
+            found.projection.name: found for found in members if found.projection.parameter in of_experts
+        }
+        members = [found for found in members if found.projection.name not in fused]
         by_name = {planned.projection.name: planned for planned in members}
         module = self._instance.model.get_submodule(self._blocks[index].name)
-        for options in dict.fromkeys(planned.options for planned in members):
+        for options in dict.fromkeys(planned.options for planned in (*members, *fused.values())):
             self._plan.method.transform(module, options)
-        if states is None:
+        if states is None or not members:
             groups: list[tuple[str, ...]] = [(name,) for name in by_name]
             statistics: dict[str, Statistics] = {}
         else:
@@ -151,10 +163,34 @@ class BlockQuantizer:
             gathered = statistics.pop(group[0], None)
             for batch in _of_equal_settings([by_name[name] for name in group]):
                 for planned, solved, report in self._solve(batch, gathered):
-                    quantized[planned.projection.name] = solved
+                    if keep:
+                        quantized[planned.projection.name] = solved
                     notes |= self._write(planned, solved, _module_report(planned, gathered, report))
+        for experts in self._blocks[index].experts:
+            if experts.projections[0].name in fused:
+                notes |= self._quantize_experts(index, experts, fused, states, keep=keep)
+        for name, solved in quantized.items():
+            self._install(by_name[name], solved)
         self._writer.commit(notes)
-        return quantized
+
+    def _quantize_experts(
+        self,
+        index: int,
+        experts: Experts,
+        planned: Mapping[str, PlannedModule],
+        states: HiddenStates | None,
+        *,
+        keep: bool,
+    ) -> dict[str, Any]:
+        """Quantises fused experts and writes them, each as soon as it is solved; returns their notes."""
+        notes: dict[str, Any] = {}
+        for group in self._experts.groups(index, experts, planned, states):
+            for found, solved, report in self._solve(group.members, group.statistics):
+                if keep:
+                    self._install(found, solved)
+                written = _module_report(found, group.statistics, group.noted(report))
+                notes |= self._write(found, solved, replace(written, tokens=group.tokens))
+        return notes
 
     def _write(self, planned: PlannedModule, solved: QuantizedWeight, report: ModuleReport) -> dict[str, Any]:
         """Writes the tensors of a module; returns the note that goes with them."""

@@ -138,7 +138,7 @@ def quantize(
                 batches = make_batches(
                     documents, token_budget=_TOKEN_BUDGET[chosen.type], pad=not blueprint.routed
                 )
-            BlockQuantizer(instance, plan, writer, batches, progress).run()
+            BlockQuantizer(instance, plan, writer, batches, recipe, progress).run()
         checkpoint.check_unchanged()
         forget_written_text(writer)
         manifest = _manifest(checkpoint, recipe, plan, environment)

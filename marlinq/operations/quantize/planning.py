@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from marlinq.checkpoint import Checkpoint, TensorPlan, untied_config
+from marlinq.checkpoint import Checkpoint, TensorPlan, floating_linears, untied_config
 from marlinq.core.dtypes import FLOATS
 from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.core.rules import Keep
+from marlinq.core.scheme import CHANNEL
 from marlinq.formats import LAYOUTS, Layout, ModuleSpec
 from marlinq.formats.dialects import DIALECTS, write_quantization_config
 from marlinq.methods import METHODS, Method, MethodOptions
@@ -28,6 +29,7 @@ class PlannedModule:
         options: of the recipe's method.
         spec: what will be stored.
         reason: where scheme and options come from.
+        group_size: as asked for; of a module no wider than that, :attr:`spec` has one group.
     """
 
     projection: Projection
@@ -36,6 +38,7 @@ class PlannedModule:
     options: MethodOptions
     spec: ModuleSpec
     reason: str
+    group_size: int
 
 
 @dataclass(frozen=True)
@@ -97,21 +100,25 @@ def plan_output(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) ->
     layout = LAYOUTS[recipe.format]
     modules, skipped = _choose(checkpoint, blueprint, names, layout, recipe)
     kept = {name: keep for name, keep in {**blueprint.kept, **skipped}.items() if name not in modules}
+    extra = extra_linears(checkpoint, blueprint, names)
     head = modules.get(blueprint.head) if blueprint.head is not None else None
     untied = head is not None and _tied_to(blueprint, head.projection) is not None
     quantization_config = write_quantization_config(
         layout,
         {planned.stored: planned.spec for planned in modules.values()},
-        [_stored_name(names, module) for module in kept if module in blueprint.by_name],
+        [*_unquantized(blueprint, names, kept), *extra],
     )
-    replaced = {f"{planned.stored}.weight": planned for planned in modules.values()}
+    replaced: dict[str, list[PlannedModule]] = {}
+    for planned in modules.values():
+        if planned is not head or planned.source == f"{planned.stored}.weight":
+            replaced.setdefault(planned.source, []).append(planned)
     tensors: list[TensorPlan] = []
     for name, info in checkpoint.tensors.items():
-        if (planned := replaced.get(name)) is None:
+        if name not in replaced:
             tensors.append(TensorPlan(name, info.dtype, info.shape))
-        else:
+        for planned in replaced.get(name, ()):
             tensors.extend(_packed(layout, planned))
-    if head is not None and f"{head.stored}.weight" not in checkpoint.tensors:
+    if head is not None and head.source not in replaced:
         tensors.extend(_packed(layout, head))
     config = {**checkpoint.config, "quantization_config": quantization_config}
     return OutputPlan(
@@ -120,7 +127,7 @@ def plan_output(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) ->
         modules=modules,
         head=head,
         untied=untied,
-        kept=kept,
+        kept={**kept, **extra},
         tensors=tuple(tensors),
         copied=tuple(name for name in checkpoint.tensors if name not in replaced),
         config=untied_config(config) if untied else config,
@@ -143,13 +150,40 @@ def _tied_to(blueprint: Blueprint, head: Projection) -> str | None:
 
 def _check_parameters(checkpoint: Checkpoint, blueprint: Blueprint, names: TensorNames) -> None:
     for name, shape in blueprint.parameters.items():
-        stored = names.require(name)
-        found = checkpoint.tensors[stored].shape
-        if found != shape:
-            raise CheckpointError(
-                f"{checkpoint.path}: tensor {stored!r}: expected shape {list(shape)} from "
-                f"config.json, found {list(found)}"
-            )
+        for stored, expected in names.places(name, shape):
+            found = checkpoint.tensors[stored].shape
+            if found != expected:
+                raise CheckpointError(
+                    f"{checkpoint.path}: tensor {stored!r}: expected shape {list(expected)} from "
+                    f"config.json, found {list(found)}"
+                )
+
+
+def _unquantized(blueprint: Blueprint, names: TensorNames, kept: Iterable[str]) -> list[str]:
+    """What loaders have to be told of among ``kept``, as the checkpoint spells it: linears and routers."""
+    found = []
+    for module in kept:
+        projection = blueprint.by_name.get(module)
+        if projection is not None:
+            found.append(names.module(projection))
+        elif module in blueprint.routers:
+            found.append((names.own(f"{module}.weight") or f"{module}.weight").removesuffix(".weight"))
+    return found
+
+
+def extra_linears(checkpoint: Checkpoint, blueprint: Blueprint, names: TensorNames) -> dict[str, Keep]:
+    """Stored linears that the model's forward has no place for, such as layers for multi-token prediction.
+
+    They are copied as they are, and loaders that do run them have to be told that they are not quantised.
+    """
+    placed = {
+        stored for name, shape in blueprint.parameters.items() for stored, _ in names.places(name, shape)
+    }
+    others = [*blueprint.tied, *blueprint.buffers, *blueprint.computed]
+    placed.update(stored for name in others if (stored := names.own(name)) is not None)
+    reason = f"carried as stored: {blueprint.architecture} does not run it"
+    rest = [name for name in checkpoint.tensors if name not in placed]
+    return {module: Keep(reason) for module in floating_linears(checkpoint, rest)}
 
 
 def _choose(
@@ -172,13 +206,17 @@ def _choose(
         elif projection.parameter in shared and projection is not head:
             kept[name] = Keep("shares its weight with another module")
         else:
-            stored = names.require(projection.parameter)
+            settings = _of_all_experts(settings, projection, blueprint)
+            parts = names.in_parts(projection.parameter)
+            stored = names.require(f"{name}.weight" if parts else projection.parameter)
             spec = _spec(layout, projection, settings, checkpoint.tensors[stored].dtype, stored)
             reason = settings.group_refusal(k) or layout.shape_refusal(spec)
             if reason is not None:
                 refused.append((name, reason))
-            stem = _stored_name(names, name)
-            modules[name] = PlannedModule(projection, stem, stored, settings.options, spec, settings.why(k))
+            stem = names.module(projection)
+            modules[name] = PlannedModule(
+                projection, stem, stored, settings.options, spec, settings.why(k), settings.size(k)
+            )
     if refused:
         name, reason = refused[0]
         pattern = name.rpartition(".")[2] + "$"
@@ -189,7 +227,44 @@ def _choose(
         )
     if not modules:
         raise UnsupportedError(f"{checkpoint.path}: the recipe skips every linear; nothing to quantise")
+    _check_experts(blueprint, modules)
     return modules, kept
+
+
+def _of_all_experts(settings: ModuleSettings, projection: Projection, blueprint: Blueprint) -> ModuleSettings:
+    """An automatic group size of an expert divides both of its products: loaders know one for a layer."""
+    experts = blueprint.experts_of.get(projection.parameter)
+    if experts is None:
+        return settings
+    return settings.for_channels(experts.hidden, experts.intermediate)
+
+
+def _check_experts(blueprint: Blueprint, modules: Mapping[str, PlannedModule]) -> None:
+    """Every expert of a layer is quantised in one way, or none is: loaders have one scheme for all.
+
+    Raises:
+        UnsupportedError: an override tells two of them apart.
+    """
+    for block in blueprint.blocks:
+        for experts in block.experts:
+            first = experts.projections[0].name
+            ways = {found.name: _way(modules.get(found.name)) for found in experts.projections}
+            other = next((name for name, way in ways.items() if way != ways[first]), None)
+            if other is not None:
+                raise UnsupportedError(
+                    f"{other}: is {ways[other]}, {first} is {ways[first]}; the experts of a layer need one "
+                    f"scheme for all loaders; let the override match all of {experts.name}"
+                )
+
+
+def _way(planned: PlannedModule | None) -> str:
+    if planned is None:
+        return "not quantised"
+    scheme = planned.spec.scheme
+    size = scheme.channels_per_group(planned.spec.in_features)
+    # A group of all channels is one per channel, whatever was asked for.
+    declared = planned.group_size if planned.group_size == CHANNEL else size
+    return scheme.with_group_size(declared).describe()
 
 
 def _head(blueprint: Blueprint, names: TensorNames, recipe: Recipe) -> Projection | None:
@@ -227,9 +302,3 @@ def _spec(
     own = stored if stored != "float32" else "float16"
     scheme = settings.scheme(projection.in_features, layout.scale_dtype or own)
     return ModuleSpec(projection.in_features, projection.out_features, scheme)
-
-
-def _stored_name(names: TensorNames, module: str) -> str:
-    """How the checkpoint spells a module; a tied head has no tensor of its own and keeps the tree's name."""
-    stored = names.own(f"{module}.weight")
-    return module if stored is None else stored.removesuffix(".weight")

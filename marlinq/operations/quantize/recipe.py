@@ -6,6 +6,7 @@ options of the recipe's method stand among the others.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -38,6 +39,8 @@ AUTO = "auto"
 AUTO_GROUP_SIZES = (128, 64, 32)
 GROUP_SIZES = (32, 64, 128, CHANNEL, AUTO)
 UNQUANTIZED = "none"
+EXPERTS = ("routed", "all")
+EXPERT_FALLBACKS = ("blend", "all", "shared")
 HEADS = (UNQUANTIZED, "int4", "int8")
 """What the output head may become: the elements by name, or nothing else than it is."""
 
@@ -65,15 +68,27 @@ class ModuleSettings:
     def scheme(self, in_features: int, scale_dtype: str) -> Scheme:
         """The scheme of a module of K = ``in_features``; an automatic group size that nothing divides is
         the smallest one, which layouts and methods then refuse."""
-        size = self.group_size
-        if not isinstance(size, int):
-            size = _dividing(in_features) or AUTO_GROUP_SIZES[-1]
+        size = self.size(in_features)
         return Scheme(
             element=self.element,
             group_size=CHANNEL if size == in_features else size,
             zero_point=self.element.zero_point if self.symmetric else "stored",
             scale_dtype=scale_dtype,
         )
+
+    def size(self, in_features: int) -> int:
+        """The group size for K = ``in_features``; -1 is one group."""
+        if isinstance(self.group_size, int):
+            return self.group_size
+        return _dividing(in_features) or AUTO_GROUP_SIZES[-1]
+
+    def for_channels(self, *in_features: int) -> ModuleSettings:
+        """The same settings for modules of several K with one group size; an automatic one divides all."""
+        common = math.gcd(*in_features)
+        if self.group_size != AUTO or _dividing(common) is None:
+            return self
+        reason = f"{self.why(common)}, what the experts' {' and '.join(map(str, in_features))} share"
+        return replace(self, group_size=self.size(common), reason=reason)
 
     def group_refusal(self, in_features: int) -> str | None:
         """Why a module of K = ``in_features`` can't have these groups, or None."""
@@ -190,6 +205,11 @@ class Recipe:
         samples: calibration documents.
         max_length: tokens that a document is cut to.
         seed: of the calibration's random choices.
+        experts: fused experts are calibrated on the tokens that are routed to them, or on all tokens.
+        expert_tokens: an expert with fewer routed tokens gets the fallback.
+        expert_fallback: ``blend``, its own inputs, weighted by how many of the tokens it has, with all inputs
+            of the layer; ``all``, those alone; ``shared``, those for gate and up, and for down what all
+            experts of the layer are given.
         options: of the method; a plain ``MethodOptions()`` becomes its defaults. In files, their keys stand
             among the recipe's own.
         overrides: the first rule whose pattern is found in a module's name decides what differs there.
@@ -216,6 +236,20 @@ class Recipe:
     samples: int = setting(128, WholeNumber(1), "Calibration documents.")
     max_length: int = setting(2048, WholeNumber(1), "Tokens a document is cut to.")
     seed: int = setting(0, WholeNumber(0), "Seed of every random choice.")
+    experts: str = setting(
+        "routed",
+        Choice(EXPERTS),
+        "Calibrate an expert on the tokens that are routed to it, or on all tokens of its layer.",
+    )
+    expert_tokens: int = setting(
+        256, WholeNumber(0), "Routed tokens that an expert needs; with fewer it gets --expert-fallback."
+    )
+    expert_fallback: str = setting(
+        "blend",
+        Choice(EXPERT_FALLBACKS),
+        "What an expert with too few tokens is calibrated on: its own blended with all tokens of the layer, "
+        "all of them, or what the layer's experts share.",
+    )
     options: MethodOptions = field(default_factory=MethodOptions)
     overrides: tuple[Override, ...] = ()
 

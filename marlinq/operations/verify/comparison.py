@@ -17,6 +17,7 @@ original's weights in the first place, and fails here.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -155,7 +156,7 @@ class Comparison:
         scheme = self._dequantized[module]
         weight, values = theirs.to(self._device, torch.float32), mine.to(self._device, torch.float32)
         projection = self._projections.get(module)
-        if projection is not None:
+        if projection is not None and projection.whole:
             weight, values = projection.view(weight).contiguous(), projection.view(values).contiguous()
         if not bool(torch.isfinite(values).all()) or not bool(torch.isfinite(weight).all()):
             self._unquantized.failures.append(f"{module}: NaN or infinity, so no error can be given")
@@ -198,6 +199,9 @@ class Comparison:
         if source is not None:
             return self._original.tensor(source)
         module = name.removesuffix(".weight")
+        projection = self._projections.get(module)
+        if projection is not None and not projection.whole and self._other is None:
+            return self._expert_weight(projection)
         if self._other is not None and module in self._other.modules:
             # A conversion dequantises what the target layout can't hold.
             return self._other.load(module).dequantize()
@@ -218,6 +222,8 @@ class Comparison:
     def _weight(self, name: str, spec: ModuleSpec) -> Tensor:
         """The original weight, float32 [N, K]."""
         projection = self._projections.get(name)
+        if projection is not None and not projection.whole:
+            return self._expert_weight(projection)
         source = self._find(f"{name}.weight" if projection is None else projection.parameter)
         if source is None and projection is not None:
             source = self._tied(projection)
@@ -234,6 +240,24 @@ class Comparison:
         if tuple(weight.shape) != expected:
             raise CheckpointError(f"{where}: expected shape {list(expected)}, found {list(weight.shape)}")
         return weight.contiguous()
+
+    def _expert_weight(self, projection: Projection) -> Tensor:
+        """The original weight of one expert, float32 [N, K], whether the original has it fused or not."""
+        shape = (projection.out_features, projection.in_features)
+        weight: Tensor | None = None
+        assert self._names is not None, "projections are found by their names"
+        if (source := self._names.own(f"{projection.name}.weight")) is not None:
+            weight = self._original.tensor(source)
+        elif (source := self._names.own(projection.parameter)) is not None:
+            weight = replace(projection, expert=None).view(
+                self._original.part(source, projection.expert or 0)
+            )
+        if weight is None or tuple(weight.shape) != shape:
+            found = "none" if weight is None else str(list(weight.shape))
+            raise CheckpointError(
+                f"{self._original.path}: {projection.name}: expected a weight {list(shape)}, found {found}"
+            )
+        return weight.to(torch.float32).contiguous()
 
     @staticmethod
     def _rtn_error(weight: Tensor, scheme: Scheme, norm: float) -> float | None:

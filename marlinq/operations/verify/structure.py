@@ -120,6 +120,9 @@ def _check_parameters(view: QuantizedCheckpoint, blueprint: Blueprint, findings:
     names = TensorNames(blueprint, tensors.keys(), source=str(view.checkpoint.path))
     claimed: set[str] = set()
     for parameter, shape in blueprint.parameters.items():
+        if parameter in blueprint.fused and names.own(parameter) is None:
+            claimed |= _check_experts(view, blueprint, names, parameter, findings)
+            continue
         stem, _, last = parameter.rpartition(".")
         quantized = names.own(f"{stem}.{key}") if last == "weight" else None
         if quantized is not None:
@@ -152,6 +155,33 @@ def _check_parameters(view: QuantizedCheckpoint, blueprint: Blueprint, findings:
             findings.failures.append(f"{name}: belongs to no linear of the model")
         elif not any(re.search(pattern, name) for pattern in blueprint.ignored):
             findings.failures.append(f"{name}: belongs to no parameter of the model")
+
+
+def _check_experts(
+    view: QuantizedCheckpoint, blueprint: Blueprint, names: TensorNames, parameter: str, findings: Findings
+) -> set[str]:
+    """The matrices of fused experts, each a module of its own; returns the tensors that are theirs."""
+    tensors, key = view.checkpoint.tensors, view.layout.key
+    claimed: set[str] = set()
+    for projection in blueprint.fused[parameter]:
+        for suffix in ("weight", "bias"):
+            claimed.update({names.own(f"{projection.name}.{suffix}") or ""} - {""})
+        quantized = names.stem(projection, key)
+        if quantized is not None:
+            claimed.update(view.tensor_names(quantized).values())
+            _check_shape(view, blueprint, projection.name, quantized, findings)
+            continue
+        stored = names.own(f"{projection.name}.weight")
+        if stored is None:
+            findings.failures.append(f"{projection.name}: missing, quantised or not")
+            continue
+        shape = (projection.out_features, projection.in_features)
+        info = tensors[stored]
+        if info.shape != shape or "float" not in info.dtype:
+            findings.failures.append(
+                f"{stored}: expected floats {list(shape)}, found {_kind(info.dtype, info.shape)}"
+            )
+    return claimed
 
 
 def _check_shape(
@@ -248,7 +278,9 @@ def _plain_linears(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> dic
     if not isinstance(blueprint, str):
         names = TensorNames(blueprint, tensors.keys(), source=str(view.checkpoint.path))
         for projection in blueprint.projections():
-            stored = names.own(projection.parameter)
+            stored = names.own(f"{projection.name}.weight")
+            if stored is None and not projection.whole and names.own(projection.parameter) is not None:
+                stored = f"{names.module(projection)}.weight"
             if stored is not None and stored.removesuffix(".weight") not in view.modules:
                 found[stored.removesuffix(".weight")] = "it is a linear layer inside a decoder block"
         return found

@@ -1,0 +1,447 @@
+"""Fused experts: what transformers keeps in two 3-D parameters, found in a module and proved by running it.
+
+A module of fused experts holds ``gate_up_proj`` (or ``up_proj`` where nothing is gated) and ``down_proj``,
+one matrix an expert, in one of these layouts (E experts, H hidden channels, I intermediate ones):
+
+    ``gate_up_proj`` [E, 2I, H]   gate rows, then up rows, or in turns (interleaved); transposed: [E, H, 2I]
+    ``up_proj``      [E, I, H]    transposed: [E, H, I]
+    ``down_proj``    [E, H, I]    transposed: [E, I, H]
+
+The layout is read from the shapes and from what transformers says of the class, and then held against the
+module's own forward on random weights of a small I: experts whose products, activation or weighting are
+otherwise are refused by name. So a gate that is really an up projection can't be written under a wrong name.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from marlinq.core.errors import UnsupportedError
+from marlinq.models.candidates import close
+from marlinq.models.projection import Projection, fused_experts
+
+Multiply = Callable[[int, int, Tensor], Tensor]
+"""(expert, product, x): x [T, H] to [T, I] or, gated, [T, 2I] with the gate first for product 0, and
+x [T, I] to [T, H] for product 1; biases are added."""
+
+FIRST, SECOND = 0, 1
+"""The two products of an expert: into the intermediate channels, and back."""
+
+_GATED, _PLAIN, _BACK = "gate_up_proj", "up_proj", "down_proj"
+_PARTS = (("gate_proj", "up_proj"), ("down_proj",))
+_PROBE_CHANNELS, _PROBE_TOKENS, _PROBE_CHOICES = 3, 5, 2
+_SEED = 20_261
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The fused experts of one layer.
+
+    Attributes:
+        name: full name of the module.
+        count: E.
+        hidden: H, the channels that come in and go out.
+        intermediate: I.
+        parameters: full names of the parameters of the two products.
+        biases: full names of their biases [E, 2I] and [E, H], or None.
+        transposed: each matrix is stored [K, N].
+        interleaved: rows of gate and up take turns.
+        gated: the first product has a gate.
+        routed: the forward takes hidden states [T, H], each token's choice of experts [T, top-k] and their
+            weights; otherwise the hidden states of every expert, already weighted, one expert after the
+            other: [E * T, H].
+        projections: gate, up and down of expert 0, then of expert 1, ...
+    """
+
+    name: str
+    count: int
+    hidden: int
+    intermediate: int
+    parameters: tuple[str, str]
+    biases: tuple[str, str] | None
+    transposed: bool
+    interleaved: bool
+    gated: bool
+    routed: bool
+    projections: tuple[Projection, ...]
+
+    @property
+    def parts(self) -> int:
+        """Matrices of the first product: gate and up, or up alone."""
+        return 2 if self.gated else 1
+
+    def of(self, expert: int) -> tuple[tuple[Projection, ...], Projection]:
+        """The projections of one expert: those of the first product, and the second's."""
+        members = self.projections[expert * (self.parts + 1) : (expert + 1) * (self.parts + 1)]
+        return members[:-1], members[-1]
+
+    def activation(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
+        """What stands between the products of ``module``: [T, 2I], gate first, or [T, I], to [T, I]."""
+        if not self.gated:
+            return module.act_fn  # type: ignore[return-value]
+        own = getattr(module, "_apply_gate", None)
+        if own is None:
+
+            def gate(x: Tensor) -> Tensor:
+                first, second = x.chunk(2, dim=-1)
+                return module.act_fn(first) * second  # type: ignore[no-any-return, operator]
+
+            return gate
+        if not self.interleaved:
+            return own  # type: ignore[no-any-return]
+        return lambda x: own(torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2))
+
+
+def find_experts(
+    name: str, module: nn.Module, rules: Sequence[Any], proved: set[tuple[object, ...]]
+) -> Experts | None:
+    """The fused experts that ``module`` is, or None when it holds no parameter of three axes.
+
+    Args:
+        name: its full name.
+        module: on any device; what it holds is not looked at.
+        rules: transformers' rules from files to memory, which say what one expert's matrices are called.
+        proved: classes and layouts that were run already; this one is added.
+
+    Raises:
+        UnsupportedError: it holds fused weights of another kind; the message says what was expected.
+    """
+    fused = {
+        key: tuple(parameter.shape)
+        for key, parameter in module.named_parameters(recurse=False)
+        # Embedding-like mixing vectors and convolutions of one channel are 3-D too.
+        if sum(size > 1 for size in parameter.shape) >= 3
+    }
+    if not fused:
+        return None
+    key = _GATED if _GATED in fused else _PLAIN
+    found = ", ".join(f"{each} {list(shape)}" for each, shape in fused.items())
+    if set(fused) != {key, _BACK}:
+        raise UnsupportedError(
+            f"{name}: fused weights {found}; expected {_GATED} (or {_PLAIN}) and {_BACK} of experts"
+        )
+    gated = key == _GATED
+    parts = 2 if gated else 1
+    first, back = fused[key], fused[_BACK]
+    layouts = {
+        transposed: (first[2], first[1]) if transposed else (first[1], first[2])
+        for transposed in (False, True)
+    }
+    # Unless told, by the shapes: they agree with one layout only, but for square matrices without a gate.
+    told = getattr(module, "is_transposed", None)
+    fitting = [
+        transposed
+        for transposed, (wide, hidden) in layouts.items()
+        if back == ((first[0], wide // parts, hidden) if transposed else (first[0], hidden, wide // parts))
+        and wide % parts == 0
+        and told in (None, transposed)
+    ]
+    if not fitting or getattr(module, "has_post_expert_norm", False):
+        raise UnsupportedError(
+            f"{name}: fused experts {found}: expected {_GATED} [E, 2I, H] and {_BACK} [E, H, I], or each "
+            "matrix transposed, and no norm behind an expert; they can't be quantised yet"
+        )
+    transposed = fitting[0]
+    wide, hidden = layouts[transposed]
+    has_bias = f"{key}_bias" in module._parameters
+    experts = Experts(
+        name=name,
+        count=first[0],
+        hidden=hidden,
+        intermediate=wide // parts,
+        parameters=(f"{name}.{key}", f"{name}.{_BACK}"),
+        biases=(f"{name}.{key}_bias", f"{name}.{_BACK}_bias") if has_bias else None,
+        transposed=transposed,
+        interleaved=gated and not getattr(module, "is_concatenated", True),
+        gated=gated,
+        routed=len(_arguments(module)) >= 3,
+        projections=_projections(
+            name,
+            {key: first, _BACK: back},
+            rules,
+            transposed=transposed,
+            interleaved=gated and not getattr(module, "is_concatenated", True),
+            bias=has_bias,
+        ),
+    )
+    kind = (type(module), first, transposed, experts.interleaved)
+    if kind not in proved:
+        reason = _contradiction(experts, module)
+        if reason is not None:
+            raise UnsupportedError(f"{name}: fused experts {found}: {reason}; they can't be quantised yet")
+        proved.add(kind)
+    return experts
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def _projections(
+    name: str, shapes: dict[str, tuple[int, ...]], rules: Sequence[Any], **layout: bool
+) -> tuple[Projection, ...]:
+    """All matrices, expert by expert."""
+    usual = dict(zip((_GATED, _BACK), _PARTS, strict=True)) | {_PLAIN: ("up_proj",)}
+    if name.rpartition(".")[0].endswith("block_sparse_moe"):
+        # What loaders of this family call the experts where files don't say.
+        usual = {_GATED: ("w1", "w3"), _PLAIN: ("w3",), _BACK: ("w2",)}
+    by_parameter = [
+        fused_experts(f"{name}.{key}", shape, _part_names(rules, f"{name}.{key}") or usual[key], **layout)
+        for key, shape in shapes.items()
+    ]
+    count = next(iter(shapes.values()))[0]
+    each = [len(found) // count for found in by_parameter]
+    return tuple(
+        projection
+        for expert in range(count)
+        for found, size in zip(by_parameter, each, strict=True)
+        for projection in found[expert * size : (expert + 1) * size]
+    )
+
+
+def _part_names(rules: Sequence[Any], parameter: str) -> tuple[str, ...] | None:
+    """What files with a tensor an expert call the parts of a fused parameter, by transformers' own rules."""
+    for rule in rules:
+        targets = [target.replace("\\", "") for target in rule.target_patterns]
+        if len(targets) != 1 or not parameter.endswith(targets[0].strip("^$")):
+            continue
+        sources = [re.search(r"experts\\?\.\*\\?\.(\w+)\\?\.weight$", text) for text in rule.source_patterns]
+        steps = [
+            (type(step).__name__, getattr(step, "dim", None)) for step in getattr(rule, "operations", [])
+        ]
+        if all(sources) and steps in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
+            return tuple(found[1] for found in sources if found is not None)
+    return None
+
+
+def run_experts(
+    experts: Experts,
+    activate: Callable[[Tensor], Tensor],
+    multiply: Multiply,
+    hidden: Tensor,
+    index: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """What the experts' forward computes, one expert after the other, in the order of their numbers.
+
+    Args:
+        experts: the layout.
+        activate: as from :meth:`Experts.activation`.
+        multiply: the products.
+        hidden: [T, H], or [E * T, H] where not ``routed``.
+        index, weights: [T, top-k] where ``routed``; an index of E or more is nobody's.
+
+    Returns:
+        [T, H] summed over each token's experts, in the dtype of ``hidden``; [E * T, H] where not ``routed``.
+    """
+    if index is None or weights is None:
+        batched = hidden.view(experts.count, -1, experts.hidden)
+        outputs = [
+            multiply(expert, SECOND, activate(multiply(expert, FIRST, x))) for expert, x in enumerate(batched)
+        ]
+        return torch.stack(outputs).view(-1, experts.hidden)
+    total = torch.zeros_like(hidden)
+    for expert, tokens, slots in chosen(experts.count, index):
+        x = activate(multiply(expert, FIRST, hidden[tokens]))
+        y = multiply(expert, SECOND, x) * weights[tokens, slots, None]
+        total.index_add_(0, tokens, y.to(total.dtype))
+    return total
+
+
+def chosen(count: int, index: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The experts that ``index`` [T, top-k] chooses, by number: the expert, its tokens and their slots."""
+    flat = index.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    # The one place where the device is waited for.
+    counts = torch.bincount(flat, minlength=count).tolist()
+    start = 0
+    for expert, size in enumerate(counts[:count]):
+        if size:
+            places = order[start : start + size]
+            yield expert, places // index.shape[-1], places % index.shape[-1]
+        start += size
+
+
+def dense_products(experts: Experts, module: nn.Module) -> Multiply:
+    """The products of the module's own parameters."""
+    first, second = (module.get_parameter(name.rpartition(".")[2]) for name in experts.parameters)
+    biases = [
+        None if experts.biases is None else module.get_parameter(name.rpartition(".")[2])
+        for name in experts.biases or ("", "")
+    ]
+
+    def multiply(expert: int, product: int, x: Tensor) -> Tensor:
+        weight = (first, second)[product][expert]
+        bias = biases[product]
+        y = nn.functional.linear(
+            x, weight.t() if experts.transposed else weight, None if bias is None else bias[expert]
+        )
+        if product == FIRST and experts.interleaved:
+            y = torch.cat((y[..., 0::2], y[..., 1::2]), dim=-1)
+        return y
+
+    return multiply
+
+
+class Reached(BaseException):
+    """Ends a block's forward when the experts' inputs are known; no handler on the way takes it for an
+    error."""
+
+
+@contextmanager
+def tapped_experts(
+    model: nn.Module,
+    experts: Experts,
+    wanted: Collection[int],
+    receive: Callable[[int, int, Tensor], None],
+    *,
+    all_tokens: bool = False,
+) -> Iterator[None]:
+    """Calls ``receive(expert, product, x)`` with the inputs of the ``wanted`` experts when the layer runs.
+
+    The layer's forward ends with :class:`Reached`: only the inputs are of interest.
+
+    Args:
+        model: what the experts' names are relative to; their parameters are materialised.
+        experts: of one layer.
+        wanted: numbers of experts.
+        receive: told of each product's input [T, K]: the tokens that are routed to the expert. An expert
+            without tokens is not told of.
+        all_tokens: each of them gets every token of the layer instead. Where tokens come weighted (not
+            ``routed``), with the weight of the experts that they chose.
+    """
+    module = model.get_submodule(experts.name)
+    activate, multiply = experts.activation(module), dense_products(experts, module)
+
+    def inputs(hidden: Tensor, index: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
+        for expert, x in _tokens(experts, hidden, index, wanted, all_tokens):
+            receive(expert, FIRST, x)
+            receive(expert, SECOND, activate(multiply(expert, FIRST, x)))
+        raise Reached
+
+    with forward_replaced(module, inputs):
+        yield
+
+
+def _tokens(
+    experts: Experts, hidden: Tensor, index: Tensor | None, wanted: Collection[int], all_tokens: bool
+) -> Iterator[tuple[int, Tensor]]:
+    if index is None:
+        batched = hidden.view(experts.count, -1, experts.hidden)
+        if all_tokens:
+            # A token is zero for the experts that it did not choose.
+            whole = batched.sum(dim=0)
+            yield from ((expert, whole) for expert in wanted)
+            return
+        for expert in wanted:
+            x = batched[expert]
+            rows = x[(x != 0).any(dim=-1)]
+            if rows.shape[0]:
+                yield expert, rows
+        return
+    if all_tokens:
+        yield from ((expert, hidden) for expert in wanted)
+        return
+    for expert, tokens, _ in chosen(experts.count, index):
+        if expert in wanted:
+            yield expert, hidden[tokens]
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """The module's ``forward`` is another for the length of a ``with`` statement."""
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+
+def _contradiction(experts: Experts, module: nn.Module) -> str | None:
+    """How the module's own forward differs from :func:`run_experts`, or None; tried on random weights."""
+    small = copy.copy(module)
+    generator = torch.Generator().manual_seed(_SEED)
+    small._parameters = {}
+    for key, parameter in module.named_parameters(recurse=False):
+        shape = tuple(_shrunk(experts, key, tuple(parameter.shape)))
+        value = 0.5 * torch.randn(shape, generator=generator)
+        small._parameters[key] = nn.Parameter(value, requires_grad=False)
+    tokens = _PROBE_TOKENS
+    choices = min(_PROBE_CHOICES, experts.count)
+    rows = tokens if experts.routed else experts.count * tokens
+    hidden = torch.randn(rows, experts.hidden, generator=generator) * experts.hidden**-0.5
+    arguments: tuple[Tensor, ...] = (hidden,)
+    if experts.routed:
+        draws = torch.rand(tokens, experts.count, generator=generator)
+        index = draws.topk(choices, dim=-1).indices
+        arguments = (hidden, index, torch.rand(tokens, choices, generator=generator))
+    activate = experts.activation(small)
+    try:
+        with torch.no_grad(), _eager(small):
+            theirs = small(*arguments)
+            ours = run_experts(experts, activate, dense_products(experts, small), *arguments)
+            gate_first = not experts.gated or _gate_is_first(activate, generator)
+    except (TypeError, RuntimeError, ValueError, AttributeError, IndexError, KeyError) as error:
+        return f"their forward can't be followed ({' '.join(str(error).split())[:120]})"
+    if not isinstance(theirs, Tensor) or not close(theirs.view(-1, experts.hidden), ours):
+        return "their forward computes something else than products, an activation and a weighted sum"
+    return None if gate_first else "the activation is not applied to the first part"
+
+
+def _shrunk(experts: Experts, key: str, shape: tuple[int, ...]) -> Iterator[int]:
+    """``shape`` with a few intermediate channels; the axis of E stays."""
+    # H may equal I, so an axis is told by its place.
+    first = not key.startswith(_BACK)
+    bias = key.endswith("_bias")
+    wide = experts.parts * _PROBE_CHANNELS
+    for axis, size in enumerate(shape):
+        if axis == 0 or (bias and not first):
+            yield size
+        elif bias:
+            yield wide
+        else:
+            outer = (axis == 1) != experts.transposed
+            yield (wide if outer else size) if first else (size if outer else _PROBE_CHANNELS)
+
+
+@contextmanager
+def _eager(module: nn.Module) -> Iterator[None]:
+    """The class's own forward instead of another implementation of it."""
+    config = getattr(module, "config", None)
+    if config is None or not hasattr(config, "_experts_implementation"):
+        yield
+        return
+    before = config._experts_implementation
+    config._experts_implementation = "eager"
+    try:
+        yield
+    finally:
+        config._experts_implementation = before
+
+
+def _gate_is_first(activate: Callable[[Tensor], Tensor], generator: torch.Generator) -> bool:
+    """Whether the result is affine in the second part and in the first part is not."""
+    size = (_PROBE_TOKENS, _PROBE_CHANNELS)
+    gate, up, one, other = (0.7 * torch.randn(size, generator=generator) for _ in range(4))
+
+    def run(first: Tensor, second: Tensor) -> Tensor:
+        return activate(torch.cat((first, second), dim=-1))
+
+    def affine(middle: Tensor, ends: tuple[Tensor, Tensor]) -> bool:
+        return close(2 * middle, ends[0] + ends[1])
+
+    second = affine(run(gate, (one + other) / 2), (run(gate, one), run(gate, other)))
+    first = affine(run((one + other) / 2, up), (run(one, up), run(other, up)))
+    return second and not first

@@ -1,0 +1,276 @@
+"""Fused experts of one block: their inputs, what becomes of experts that few tokens reach, and their solve.
+
+Routing stays as it is: an expert is calibrated on the tokens that chose it. Experts that fewer tokens chose
+than the recipe asks for get a named fallback, from one more pass in which they see every token of the layer.
+
+Memory holds the statistics of a slice of the experts. Experts of one block don't feed each other, so a slice
+is solved and put in place before the next is looked at, and the size of a slice changes no bit of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import psutil
+import torch
+from torch import Tensor
+
+from marlinq.calibration import HiddenStates
+from marlinq.methods import SolveReport, Statistics
+from marlinq.models import BlockReplay, Experts, ModelInstance, tapped_experts
+from marlinq.models.experts import FIRST, SECOND, Reached
+from marlinq.operations.quantize.planning import PlannedModule
+from marlinq.operations.quantize.recipe import Recipe
+
+ROUTED, ALL = "routed", "all"
+BLEND, SHARED = "blend", "shared"
+
+_Statistics = dict[tuple[int, int], Statistics]
+"""By expert and product."""
+
+NewStatistics = Callable[[PlannedModule], Statistics]
+
+
+@dataclass(frozen=True)
+class ExpertGroup:
+    """Projections that are solved together, from one input.
+
+    Attributes:
+        members: gate and up, or down; of several experts where they share the input.
+        statistics: of the input; None for a method without calibration.
+        tokens: that reached the expert by its routing.
+        fallback: what was done because those were too few, or None.
+    """
+
+    members: tuple[PlannedModule, ...]
+    statistics: Statistics | None
+    tokens: int
+    fallback: str | None
+
+    def noted(self, report: SolveReport) -> SolveReport:
+        """``report`` with the fallback, in front of the method's own."""
+        notes = [note for note in (self.fallback, report.fallback) if note]
+        return replace(report, fallback="; ".join(notes)) if notes else report
+
+
+class ExpertCalibration:
+    """The statistics of fused experts, slice by slice.
+
+    Args:
+        instance: the live model.
+        replay: the recorded calls of its blocks.
+        recipe: which tokens experts see, and how many are enough.
+        batches: how many there are.
+        new: empty statistics of a projection's input.
+        limit_bytes: of statistics that may exist at a time; by default a share of the free memory.
+    """
+
+    def __init__(
+        self,
+        instance: ModelInstance,
+        replay: BlockReplay,
+        recipe: Recipe,
+        batches: int,
+        new: NewStatistics,
+        limit_bytes: int | None = None,
+    ) -> None:
+        self._instance = instance
+        self._replay = replay
+        self._recipe = recipe
+        self._batches = batches
+        self._new = new
+        self._limit = limit_bytes
+
+    def groups(
+        self,
+        index: int,
+        experts: Experts,
+        planned: Mapping[str, PlannedModule],
+        states: HiddenStates | None,
+    ) -> Iterator[ExpertGroup]:
+        """What has to be solved for the experts of block ``index``, in their order.
+
+        A group's statistics are gone when the next is asked for. The block's other weights have to be those
+        that experts see in the calibration; experts that were given may be replaced meanwhile.
+
+        Args:
+            index: of the block, which is materialised.
+            experts: of the block.
+            planned: every projection of the experts by name.
+            states: the hidden states that enter the block; None for a method without calibration.
+        """
+        members = [
+            (tuple(planned[found.name] for found in first), planned[second.name])
+            for first, second in map(experts.of, range(experts.count))
+        ]
+        if states is None:
+            for first, second in members:
+                yield from (ExpertGroup((found,), None, 0, None) for found in (*first, second))
+            return
+        every = self._recipe.experts == ALL
+        pooled: _Statistics = {}
+        for part in _slices(experts.count, self._slice(experts, every)):
+            found = self._gather(index, experts, members, part, states, pooled, all_tokens=every)
+            if every:
+                yield ExpertGroup(
+                    tuple(each for expert in part for each in members[expert][0]),
+                    found[_EVERY, FIRST],
+                    found[_EVERY, FIRST].tokens,
+                    None,
+                )
+            starved = [] if every else self._starved(part, found)
+            notes = self._relieve(index, experts, members, starved, states, pooled, found)
+            for expert in part:
+                first, second = members[expert]
+                tokens, note = notes.get(expert, (None, None))
+                groups = (((second,), SECOND),) if every else ((first, FIRST), ((second,), SECOND))
+                for each, product in groups:
+                    statistics = found.pop((expert, product))
+                    counted = statistics.tokens if tokens is None else tokens
+                    yield ExpertGroup(each, statistics, counted, note)
+
+    def _starved(self, part: Sequence[int], found: _Statistics) -> list[int]:
+        least = self._recipe.expert_tokens
+        return [
+            expert for expert in part if (expert, FIRST) not in found or found[expert, FIRST].tokens < least
+        ]
+
+    def _relieve(
+        self,
+        index: int,
+        experts: Experts,
+        members: Sequence[tuple[tuple[PlannedModule, ...], PlannedModule]],
+        starved: Sequence[int],
+        states: HiddenStates,
+        pooled: _Statistics,
+        found: _Statistics,
+    ) -> dict[int, tuple[int, str]]:
+        """Completes ``found`` for experts that too few tokens chose; returns their tokens and what was
+        done."""
+        if not starved:
+            return {}
+        least, way = max(self._recipe.expert_tokens, 1), self._recipe.expert_fallback
+        if way == SHARED and (_POOL, SECOND) not in pooled:
+            pooled[_POOL, SECOND] = self._pooled(index, experts, members, states)
+        extra = self._gather(
+            index,
+            experts,
+            members,
+            [] if way == SHARED and (_EVERY, FIRST) in pooled else starved,
+            states,
+            pooled,
+            all_tokens=True,
+        )
+        notes = {}
+        for expert in starved:
+            tokens = found[expert, FIRST].tokens if (expert, FIRST) in found else 0
+            for product, planned in ((FIRST, members[expert][0][0]), (SECOND, members[expert][1])):
+                whole = pooled[_EVERY, FIRST] if product == FIRST else extra.get((expert, SECOND))
+                if way == SHARED and product == SECOND:
+                    whole = pooled[_POOL, SECOND]
+                assert whole is not None
+                mine = found.get((expert, product)) or self._new(planned)
+                # Blended, its own tokens count as if the missing ones were drawn from the whole layer.
+                mine.blend(whole, share=1 - tokens / least if way == BLEND else 1.0)
+                found[expert, product] = mine
+            notes[expert] = (tokens, f"{tokens} tokens, fewer than {least}: {_MEANINGS[way]}")
+        return notes
+
+    def _gather(
+        self,
+        index: int,
+        experts: Experts,
+        members: Sequence[tuple[tuple[PlannedModule, ...], PlannedModule]],
+        part: Collection[int],
+        states: HiddenStates,
+        pooled: _Statistics,
+        *,
+        all_tokens: bool,
+    ) -> _Statistics:
+        """The statistics of the experts ``part``. With ``all_tokens`` they share the first product's input,
+        which is gathered once a layer and kept in ``pooled``."""
+        found: _Statistics = {}
+        layer = (_EVERY, FIRST)
+        known = layer in pooled
+
+        def receive(expert: int, product: int, x: Tensor) -> None:
+            key = (expert, product)
+            if all_tokens and product == FIRST:
+                if known or expert != first:
+                    return
+                key = layer
+            if key not in found:
+                planned = members[expert]
+                found[key] = self._new(planned[0][0] if product == FIRST else planned[1])
+            found[key].add(x)
+
+        first = min(part, default=-1)
+        if part:
+            self._run(index, experts, part, states, receive, all_tokens=all_tokens)
+        if all_tokens:
+            found[layer] = pooled.setdefault(layer, found[layer]) if layer in found else pooled[layer]
+        return found
+
+    def _pooled(
+        self,
+        index: int,
+        experts: Experts,
+        members: Sequence[tuple[tuple[PlannedModule, ...], PlannedModule]],
+        states: HiddenStates,
+    ) -> Statistics:
+        """One statistic of what all experts' second products are given by the routing."""
+        pool = self._new(members[0][1])
+
+        def receive(expert: int, product: int, x: Tensor) -> None:
+            if product == SECOND:
+                pool.add(x)
+
+        self._run(index, experts, range(experts.count), states, receive, all_tokens=False)
+        return pool
+
+    def _run(
+        self,
+        index: int,
+        experts: Experts,
+        part: Collection[int],
+        states: HiddenStates,
+        receive: Callable[[int, int, Tensor], None],
+        *,
+        all_tokens: bool,
+    ) -> None:
+        model = self._instance.model
+        with torch.no_grad(), tapped_experts(model, experts, set(part), receive, all_tokens=all_tokens):
+            for number in range(self._batches):
+                with suppress(Reached):
+                    self._replay.run(index, number, states.load(number))
+
+    def _slice(self, experts: Experts, every: bool) -> int:
+        """Experts whose statistics, a float32 [K, K] for each product, fit the limit."""
+        each = 4 * (experts.intermediate**2 + (0 if every else experts.hidden**2))
+        return max(1, (self._limit or _free_bytes(self._instance.device)) // each)
+
+
+_EVERY, _POOL = -1, -2
+"""In the place of an expert's number: all tokens of the layer, and all experts' own inputs."""
+
+_MEANINGS = {
+    BLEND: "Hessian blended with that of all tokens of the layer",
+    ALL: "Hessian of all tokens of the layer",
+    SHARED: "Hessians of all tokens of the layer and of all its experts",
+}
+
+
+def _slices(count: int, size: int) -> Iterator[range]:
+    for start in range(0, count, size):
+        yield range(start, min(start + size, count))
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What statistics may take: half of what a GPU has free, a quarter of the host's memory."""
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available) // 4
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (free + unused) // 2

@@ -1,0 +1,100 @@
+"""Fused experts that stay packed: one operator a matrix, in the place of transformers' module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from marlinq.checkpoint import Checkpoint, ReadAhead
+from marlinq.core.errors import CheckpointError
+from marlinq.models import Blueprint, Experts, ModelInstance, Projection
+from marlinq.models.experts import FIRST, run_experts
+
+
+class PackedExperts(nn.Module):
+    """Drop-in for a module of fused experts, with the same forward.
+
+    Only the experts that tokens chose are multiplied, one after the other in the order of their numbers, and
+    their weighted results are added in that order: the same call gives the same bits.
+
+    Args:
+        experts: their layout.
+        module: transformers' module, for what stands between the products; it keeps no weights.
+        first: the linears of each expert's first product: gate and up, or up alone.
+        second: the linear of each expert's second product.
+    """
+
+    def __init__(
+        self,
+        experts: Experts,
+        module: nn.Module,
+        first: Sequence[Sequence[nn.Module]],
+        second: Sequence[nn.Module],
+    ) -> None:
+        super().__init__()
+        self.experts = experts
+        self.first = nn.ModuleList(nn.ModuleList(parts) for parts in first)
+        self.second = nn.ModuleList(second)
+        for key in list(module._parameters):
+            del module._parameters[key]
+        self._activate = experts.activation(module)
+
+    def forward(self, hidden: Tensor, index: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        """As :func:`marlinq.models.experts.run_experts`."""
+        return run_experts(self.experts, self._activate, self._multiply, hidden, index, weights)
+
+    def _multiply(self, expert: int, product: int, x: Tensor) -> Tensor:
+        if product != FIRST:
+            return self.second[expert](x)  # type: ignore[no-any-return]
+        parts: nn.ModuleList = self.first[expert]  # type: ignore[assignment]
+        return torch.cat([part(x) for part in parts], dim=-1) if len(parts) > 1 else parts[0](x)
+
+    def extra_repr(self) -> str:
+        found = self.experts
+        return f"experts={found.count}, hidden={found.hidden}, intermediate={found.intermediate}"
+
+
+def install_experts(instance: ModelInstance, linears: Mapping[str, nn.Module]) -> None:
+    """Put packed experts into the place of those whose ``linears``, by projection, are all there."""
+    for block in instance.blueprint.blocks:
+        for experts in block.experts:
+            if experts.projections[0].name not in linears:
+                continue
+            members = [experts.of(expert) for expert in range(experts.count)]
+            first = [[linears[part.name] for part in parts] for parts, _ in members]
+            second = [linears[last.name] for _, last in members]
+            module = instance.model.get_submodule(experts.name)
+            instance.install(experts, PackedExperts(experts, module, first, second))
+
+
+def check_experts(blueprint: Blueprint, quantized: Mapping[str, str], checkpoint: Checkpoint) -> None:
+    """A layer's experts are all quantised, or none is.
+
+    Raises:
+        CheckpointError: one is missing; the message names it.
+    """
+    for block in blueprint.blocks:
+        for experts in block.experts:
+            missing = [found.name for found in experts.projections if found.name not in quantized]
+            if 0 < len(missing) < len(experts.projections):
+                raise CheckpointError(
+                    f"{checkpoint.path}: {missing[0]} ({len(missing)} such) is not quantised, others of "
+                    f"{experts.name} are; expected all {experts.count} experts of the layer"
+                )
+
+
+def expert_bias(instance: ModelInstance, reader: ReadAhead, projection: Projection) -> Tensor | None:
+    """The bias of one expert: its part of a fused one, or a tensor of its own."""
+    own = instance.names.own(f"{projection.name}.bias")
+    if own is not None:
+        bias = reader.tensor(own)
+        return bias if projection.bias or bool(bias.any()) else None
+    if not projection.bias or projection.expert is None:
+        return None
+    name = f"{projection.parameter}_bias"
+    row = instance.read(name, instance.blueprint.parameters[name])[projection.expert]
+    if projection.interleaved:
+        return row[projection.part :: projection.parts]
+    return row[projection.part * projection.out_features :][: projection.out_features]
