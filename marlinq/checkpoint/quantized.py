@@ -17,6 +17,7 @@ from marlinq.formats.dialects import QuantizationConfig, is_head
 if TYPE_CHECKING:
     from torch import Tensor
 
+_EXPERTS = "experts"
 _EMBEDDING_MARKS = ("embed", "wte", "wpe", "norm")
 
 
@@ -141,12 +142,16 @@ class QuantizedCheckpoint:
 
 
 def floating_linears(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
-    """The modules that hold a two-dimensional weight among ``names``, embeddings and norms aside."""
+    """The modules that hold a two-dimensional weight among ``names``, embeddings and norms aside, and those
+    that hold one for each of several experts."""
     found = []
     for name in names:
         module, _, suffix = name.rpartition(".")
         last = module.rpartition(".")[2]
-        matrix = suffix == "weight" and len(checkpoint.tensors[name].shape) == 2
+        axes = len(checkpoint.tensors[name].shape)
+        if axes == 3 and last == _EXPERTS and not suffix.endswith("_bias") and module not in found:
+            found.append(module)
+        matrix = suffix == "weight" and axes == 2
         if matrix and not any(mark in last for mark in _EMBEDDING_MARKS):
             found.append(module)
     return found

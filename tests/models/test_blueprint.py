@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import MixtralConfig
 
 from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.core.rules import Keep
@@ -38,20 +37,6 @@ def test_only_conv1d_layers_are_transposed() -> None:
     for name, transposed in (("gpt2", True), ("llama", False)):
         blueprint = describe(partial(tiny_model, name))
         assert {linear.transposed for linear in blueprint.projections()} == {transposed}
-
-
-def test_fused_experts_are_refused_by_name() -> None:
-    config = MixtralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=4,
-    )
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.mlp\.experts\.gate_up_proj holds fused experts"):
-        build_blueprint(config.to_dict(), source="mixtral")
 
 
 def test_a_list_of_expert_linears_is_found_and_its_router_is_kept() -> None:

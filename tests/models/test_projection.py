@@ -4,8 +4,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import MixtralConfig
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.pytorch_utils import Conv1D
 
 from marlinq.models import (
@@ -91,63 +89,6 @@ def test_replacing_one_expert_leaves_the_others(transposed: bool, interleaved: b
     assert torch.equal(changed.view(module.gate_up_proj), torch.full((N, K), 7.0))
     for other in others:
         assert torch.equal(other.view(module.gate_up_proj), other.view(before))
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_an_expert_is_tapped_for_its_own_tokens(transposed: bool) -> None:
-    module = FusedExperts(transposed=transposed, interleaved=True)
-    x = torch.randn(4, K, generator=torch.Generator().manual_seed(2))
-    seen: dict[str, Tensor] = {}
-    with tapped(module, module.projections, seen.__setitem__):
-        expected = module(x)
-    assert torch.equal(module(x), expected)
-    for expert in (0, 1):
-        for part in ("gate_proj", "up_proj"):
-            assert torch.equal(seen.pop(f"{expert}.{part}"), x[expert::2])
-    # A model that multiplies all experts at once gives even the idle one its tokens, which are zero.
-    assert {name: int(value.count_nonzero()) for name, value in seen.items()} == (
-        {"2.gate_proj": 0, "2.up_proj": 0} if transposed else {}
-    )
-    seen.clear()
-    module(x)
-    assert seen == {}
-
-
-def test_gate_and_up_of_an_expert_share_their_input() -> None:
-    module = FusedExperts(transposed=False, interleaved=False)
-    groups = shared_inputs(module, module.projections, lambda: module(torch.ones(4, K)))
-    pairs = [(f"{expert}.gate_proj", f"{expert}.up_proj") for expert in (0, 1)]
-    assert groups == [*pairs, ("2.gate_proj",), ("2.up_proj",)]
-
-
-def test_the_experts_of_a_real_model_are_tapped() -> None:
-    config = MixtralConfig(
-        vocab_size=64, hidden_size=K, intermediate_size=N, num_local_experts=EXPERTS, num_hidden_layers=1
-    )
-    config._experts_implementation = "eager"
-    module = MixtralExperts(config).eval()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(generator=torch.Generator().manual_seed(3))
-    up = fused_experts("gate_up_proj", module.gate_up_proj.shape, ("w1", "w3"))
-    down = fused_experts("down_proj", module.down_proj.shape, ("w2",))
-    assert [(p.in_features, p.out_features) for p in (up[0], down[0])] == [(K, N), (N, K)]
-    x = torch.randn(5, K, generator=torch.Generator().manual_seed(4))
-    chosen = torch.tensor([[0], [1], [0], [1], [1]])
-    seen: dict[str, Tensor] = {}
-    with torch.no_grad(), tapped(module, (*up, *down), seen.__setitem__):
-        result = module(x, chosen, torch.ones(5, 1))
-    assert seen.keys() == {f"{expert}.{part}" for expert in (0, 1) for part in ("w1", "w2", "w3")}
-    for expert in (0, 1):
-        tokens = chosen[:, 0] == expert
-        assert torch.equal(seen[f"{expert}.w1"], x[tokens])
-        assert seen[f"{expert}.w1"] is seen[f"{expert}.w3"]
-        weights = {p.name: p.view(module.get_parameter(p.parameter)) for p in (*up, *down)}
-        hidden = functional.silu(x[tokens] @ weights[f"{expert}.w1"].t()) * (
-            x[tokens] @ weights[f"{expert}.w3"].t()
-        )
-        torch.testing.assert_close(seen[f"{expert}.w2"], hidden)
-        torch.testing.assert_close(result[tokens], hidden @ weights[f"{expert}.w2"].t())
 
 
 def test_linears_that_did_not_run_come_last_and_alone() -> None:

@@ -104,9 +104,7 @@ MIXTURES: dict[str, Mixture] = {
             "topk_group": 1,
         },
     ),
-    "olmoe": Mixture(
-        "olmoe", {**_BASE, "intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
-    ),
+    "olmoe": Mixture("olmoe", {**_BASE, "intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}),
     "minimax-m2": Mixture(
         "minimax_m2",
         {**_HEADS, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -162,10 +160,25 @@ MIXTURES: dict[str, Mixture] = {
 }
 
 
-def random_mixture(name: str, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
-    """The model with weights of a visible size, all experts different, correction biases about zero."""
+def calibration_text(folder: Path, lines: int = 60) -> Path:
+    """A file of short passages."""
+    path = folder / "calibration.txt"
+    passages = (
+        f"The quick brown fox {i} jumps over {i * i} lazy dogs, says hen {7 * i}." for i in range(lines)
+    )
+    path.write_text("\n\n".join(passages))
+    return path
+
+
+def random_mixture(
+    name: str, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> PreTrainedModel:
+    """The model with weights of a visible size, all experts different, correction biases about zero.
+
+    ``changes`` are arguments of its config.
+    """
     mixture = MIXTURES[name]
-    config = CONFIG_MAPPING[mixture.model_type](**mixture.config)
+    config = CONFIG_MAPPING[mixture.model_type](**{**mixture.config, **changes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)

@@ -14,7 +14,7 @@ from marlinq.core.rules import Keep, Rule, Rules
 from marlinq.core.scheme import INT4, Scheme
 from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes
 from marlinq.formats.dialects.keys import Keys
-from marlinq.formats.dialects.patterns import is_head
+from marlinq.formats.dialects.patterns import is_head, with_whole_experts
 from marlinq.formats.layouts import Layout, ModuleSpec
 
 
@@ -52,7 +52,8 @@ class AWQDialect(Dialect):
             raise ConversionRefused(
                 f"awq: group sizes {sizes} in one checkpoint; AWQ configs have no per-module settings"
             )
-        for skipped in unquantized:
+        excluded = with_whole_experts(unquantized, schemes)
+        for skipped in excluded:
             caught = next((name for name in schemes if skipped in name), None)
             if caught is not None:
                 raise ConversionRefused(
@@ -65,7 +66,7 @@ class AWQDialect(Dialect):
             "group_size": sizes[0],
             "zero_point": True,
             "version": "gemm",
-            "modules_to_not_convert": list(unquantized),
+            "modules_to_not_convert": excluded,
             "lm_head": any(is_head(name) for name in schemes),
         }
 

@@ -14,7 +14,7 @@ from marlinq.core.rules import Keep, Matcher, Rule, Rules
 from marlinq.core.scheme import CHANNEL, Scheme
 from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes, majority
 from marlinq.formats.dialects.keys import Keys
-from marlinq.formats.dialects.patterns import is_head, names_pattern
+from marlinq.formats.dialects.patterns import EXPERTS, is_head, names_pattern
 from marlinq.formats.layouts import Layout, ModuleSpec
 
 _CLASSES = ("Linear", "Conv1D")
@@ -90,10 +90,15 @@ class CompressedTensorsDialect(Dialect):
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
             "quantization_status": "compressed",
-            "ignore": list(unquantized),
+            "ignore": [_ignored(name) for name in unquantized],
             "config_groups": groups,
             "kv_cache_scheme": None,
         }
+
+
+def _ignored(name: str) -> str:
+    """Loaders look experts up one by one, also those that are stored as one tensor."""
+    return "re:" + names_pattern([name], ()) if name.endswith(EXPERTS) else name
 
 
 def _scheme(keys: Keys, outer_format: object) -> Scheme:

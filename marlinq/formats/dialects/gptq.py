@@ -16,7 +16,7 @@ from marlinq.core.rules import Keep, Rule, Rules
 from marlinq.core.scheme import Scheme, ZeroPoint
 from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes, majority
 from marlinq.formats.dialects.keys import Keys
-from marlinq.formats.dialects.patterns import in_block, inside_block, is_head, names_pattern
+from marlinq.formats.dialects.patterns import expert_layer, in_block, inside_block, is_head, names_pattern
 from marlinq.formats.layouts import Layout, ModuleSpec
 from marlinq.formats.layouts.gptq import WORD_ADD_WRITER
 
@@ -90,9 +90,16 @@ class GPTQDialect(Dialect):
         if dynamic:
             config["dynamic"] = dynamic
         inside = list(dict.fromkeys(inside_block(name) for name in schemes if in_block(name)))
-        if skipped and not config["lm_head"] and not {inside_block(name) for name in skipped} & set(inside):
+        fused = any(expert_layer(name) for name in schemes)
+        if (
+            skipped
+            and not fused
+            and not config["lm_head"]
+            and not {inside_block(name) for name in skipped} & set(inside)
+        ):
             # transformers' loader ignores dynamic rules; it can follow a skip that holds in every block. A
-            # quantised head it can't load, and for vLLM the list would have to name the head too.
+            # quantised head or quantised experts it can't load, and for vLLM the list would have to name the
+            # head too.
             config["modules_in_block_to_quantize"] = [inside]
         return config
 

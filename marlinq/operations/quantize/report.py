@@ -10,6 +10,7 @@ from typing import Any
 
 from marlinq.core.display import Block, Facts, Shown
 from marlinq.core.rules import Keep
+from marlinq.formats.dialects.patterns import expert_layer
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,12 @@ class QuantizeReport(Shown):
         for reason, names in reasons.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             rows.append(("unquantised", f"{names[0]}{more} ({reason})"))
-        rows += [("fallback", f"{name}: {reason}") for name, reason in self.fallbacks.items()]
+        rows += self._about_experts()
+        rows += [
+            ("fallback", f"{name}: {reason}")
+            for name, reason in self.fallbacks.items()
+            if expert_of(name) is None
+        ]
         if self.resumed_blocks:
             resumed = f"{self.resumed_blocks} of {self.blocks} blocks were there already"
             rows.append(("resumed", resumed))
@@ -133,6 +139,36 @@ class QuantizeReport(Shown):
             peak += f", GPU {_size(self.peak_device_bytes)}"
         rows.append(("ran", f"{self.seconds:.0f} s on {self.device} in {self.dtype}, {peak}"))
         return [Facts(tuple(rows))]
+
+    def _about_experts(self) -> list[tuple[str, str]]:
+        """How many tokens experts saw, and for how many of them that was too few: there can be thousands."""
+        tokens: dict[str, int] = {}
+        reasons: dict[str, set[str]] = {}
+        for name, report in self.modules.items():
+            expert = expert_of(name)
+            if expert is None:
+                continue
+            tokens[expert] = report.tokens
+            if report.fallback:
+                reason = report.fallback.removeprefix(f"{report.tokens} tokens, ")
+                reasons.setdefault(reason, set()).add(expert)
+        if not tokens:
+            return []
+        counts = sorted(tokens.values())
+        layers = len({expert.rpartition(".")[0] for expert in tokens})
+        seen = f"{counts[0]} to {counts[-1]} tokens each, median {counts[len(counts) // 2]}"
+        if self.calibration is None:
+            seen = "calibrated on no text"
+        rows = [("experts", f"{len(tokens)} in {layers} layers, {seen}")]
+        for reason, found in reasons.items():
+            rows.append(("fallback", f"{len(found)} of {len(tokens)} experts: {reason}"))
+        return rows
+
+
+def expert_of(module: str) -> str | None:
+    """``model.layers.3.mlp.experts.7`` for the name of one of its linears, else None."""
+    layer = expert_layer(module)
+    return None if layer is None else module.rpartition(".")[0]
 
 
 def _size(count: int) -> str:

@@ -64,10 +64,12 @@ class Comparison:
         self._device = device
         self._names: TensorNames | None = None
         self._projections: dict[str, Projection] = {}
+        self._routing: set[str] = set()
         self._blueprint = None if isinstance(blueprint, str) else blueprint
         if not isinstance(blueprint, str):
             self._names = TensorNames(blueprint, original.tensors.keys(), source=str(original.path))
             self._projections = _by_stored_name(blueprint, view)
+            self._routing = _routing(blueprint, view)
         self._run = RunSize.of(view.modules.values())
         self._unquantized = Findings("unquantised tensors")
         self._weights = Findings("weights")
@@ -96,6 +98,10 @@ class Comparison:
                 self._unquantized.failures.append(f"{name}: not in {self._original.path}")
                 continue
             mine = self._view.checkpoint.tensor(name)
+            if mine.dtype != theirs.dtype and name in self._routing:
+                kinds = f"{mine.dtype}, the original has {theirs.dtype}".replace("torch.", "")
+                self._unquantized.failures.append(f"{name}: {kinds}; what chooses experts is never recast")
+                continue
             if mine.dtype != theirs.dtype:
                 kinds = f"{theirs.dtype} to {mine.dtype}".replace("torch.", "")
                 cast[kinds] = cast.get(kinds, 0) + 1
@@ -319,6 +325,14 @@ def _by_stored_name(blueprint: Blueprint, view: QuantizedCheckpoint) -> dict[str
             if stem is not None:
                 found[stem] = projection
     return found
+
+
+def _routing(blueprint: Blueprint, view: QuantizedCheckpoint) -> set[str]:
+    """The stored tensors that choose experts: those of routers, and buffers, such as correction biases."""
+    names = TensorNames(blueprint, view.checkpoint.tensors.keys(), source=str(view.checkpoint.path))
+    routers = {name for name in blueprint.parameters if name.rpartition(".")[0] in blueprint.routers}
+    found = (names.own(name) for name in (*routers, *(blueprint.buffers if blueprint.routers else ())))
+    return {name for name in found if name is not None}
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -19,6 +19,8 @@ from marlinq.checkpoint.reader import QUANTIZE_CONFIGS, read_json
 from marlinq.core import boundaries
 from marlinq.core.errors import MarlinqError
 from marlinq.core.progress import ReportProgress
+from marlinq.core.scheme import CHANNEL
+from marlinq.formats import ModuleSpec
 from marlinq.formats.dialects import is_head
 from marlinq.models import Blueprint, TensorNames, build_blueprint
 from marlinq.operations.verify.report import Check, Findings
@@ -112,6 +114,7 @@ def check_tensors(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> Chec
         findings.warnings.append("parameters can't be compared with the model's own, which can't be built")
         return findings.result("")
     _check_parameters(view, blueprint, findings)
+    _check_one_scheme(view, blueprint, findings)
     return findings.result(f"{len(tensors)} tensors, all that the model needs and no others")
 
 
@@ -155,6 +158,33 @@ def _check_parameters(view: QuantizedCheckpoint, blueprint: Blueprint, findings:
             findings.failures.append(f"{name}: belongs to no linear of the model")
         elif not any(re.search(pattern, name) for pattern in blueprint.ignored):
             findings.failures.append(f"{name}: belongs to no parameter of the model")
+
+
+def _check_one_scheme(view: QuantizedCheckpoint, blueprint: Blueprint, findings: Findings) -> None:
+    """Loaders take the scheme of a layer's first expert for all of its matrices."""
+    names = TensorNames(blueprint, view.checkpoint.tensors.keys(), source=str(view.checkpoint.path))
+    for experts in (each for block in blueprint.blocks for each in block.experts):
+        stems = [names.stem(found, view.layout.key) for found in experts.projections]
+        specs = {stem: view.modules[stem] for stem in stems if stem is not None}
+        first = next(iter(specs), "")
+        sizes: set[int] = set()
+        for stem, spec in specs.items():
+            same = (spec.scheme.element, spec.scheme.zero_point) == (
+                specs[first].scheme.element,
+                specs[first].scheme.zero_point,
+            )
+            sizes = sizes & _group_sizes(spec) if stem != first else _group_sizes(spec)
+            if not same or not sizes:
+                findings.failures.append(
+                    f"{stem}: {spec.scheme.describe()}, {first} is {specs[first].scheme.describe()}; "
+                    "loaders have one scheme for all experts of a layer"
+                )
+                break
+
+
+def _group_sizes(spec: ModuleSpec) -> set[int]:
+    """The group sizes that a config may say of a module: one group is -1 or all channels."""
+    return {spec.scheme.group_size} if spec.groups > 1 else {CHANNEL, spec.in_features}
 
 
 def _check_experts(
