@@ -304,7 +304,7 @@ def test_experts_that_are_not_there_are_named(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"mlp\.experts\.gate_up_proj"):
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.(gate|experts)\S*weight"):
         load(tmp_path, device="cpu")
 
 
