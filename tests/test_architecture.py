@@ -21,7 +21,7 @@ FLOORS = (
 )
 """Rooms from the ground up. A room sees the floors below it."""
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
-NEIGHBOURS: set[tuple[str, str]] = set()
+NEIGHBOURS = {("methods", "kernels")}
 """Doors on one floor: (who imports, from where)."""
 OPERATIONS_SHARED: set[tuple[str, str]] = {("quantize", "report")}
 """Doors between operations: (who imports, from where)."""

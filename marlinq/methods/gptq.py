@@ -24,19 +24,16 @@ from marlinq.core.scheme import Scheme
 from marlinq.core.settings import Choice, Flag, Fraction, setting
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.methods.base import Method, MethodOptions, SolveReport, check_weight, whole_groups
-from marlinq.methods.grid import minmax_grid, search_grid, storable_scales
+from marlinq.methods.factor import Factor, channel_order, factorise
 from marlinq.methods.hessian import HessianAccumulator
+from marlinq.methods.panels import solve_panels
+from marlinq.methods.slices import solve_slices
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
     from marlinq.core.lazy import torch
-
-_SMALLEST_DAMP, _LARGEST_DAMP = 1e-4, 1.0
-
-# Below this many channels the column loop is faster than halving once more for a matrix product.
-_LEAF = 16
 
 
 @dataclass(frozen=True)
@@ -147,10 +144,14 @@ def solve_gptq_shared(
             f"{names[0]}: the Hessian of its input holds NaN or infinity; check the calibration's activations"
         )
     g = whole_groups(scheme, k, names[0])
-    order = _channel_order(hessian, g, options.act_order)
-    factor = _factorise(hessian.to(torch.float32)[order][:, order], options.damp)
-    w = torch.cat([weight.t().to(torch.float32) for weight in weights], dim=1)[order]
-    solution = _solve(w, factor, g, scheme, options.clip_search)
+    hessian = hessian.to(torch.float32)
+    order = channel_order(hessian, g, options.act_order)
+    factor = factorise(hessian, order, options.damp)
+    w = torch.cat([weight.t().to(torch.float32) for weight in weights], dim=1)
+    norms = _norms(w, hessian, factor)
+    solve = solve_panels if w.is_cuda else solve_slices
+    solution = solve(w[order], factor, g, scheme, clip_search=options.clip_search)
+    solution.loss.clamp_(min=0)
 
     back = torch.argsort(order)
     # Groups stay whole in the channel order, so the first channel of each tells where the group went.
@@ -172,160 +173,18 @@ def solve_gptq_shared(
             group_size=g,
             element=scheme.element,
         )
-        loss, norm = float(solution.loss[part].sum()), float(solution.norm[part].sum())
+        loss, power = float(solution.loss[part].sum()), float(norms[part].sum())
         report = SolveReport(
-            relative_error=loss / norm if norm > 0 else 0.0,
+            relative_error=loss / power if power > 0 else 0.0,
             fallback=factor.fallback,
             figures={"damp": factor.damp, "dead_channels": factor.dead_channels},
-            norm=norm,
+            norm=power,
         )
         results.append((quantized, report))
     return results
 
 
-@dataclass(frozen=True, eq=False)
-class _Factor:
-    """A Hessian, in processing order, and its damped root: hessian + shift * I = root @ root.T."""
-
-    hessian: Tensor
-    root: Tensor
-    shift: float
-    damp: float
-    fallback: str | None
-    dead_channels: int
-
-
-@dataclass(frozen=True, eq=False)
-class _Solution:
-    """Codes uint8 [K, N], scales and zeros float32 [G, N], loss and norm float64 [N], in processing order."""
-
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor
-    loss: Tensor
-    norm: Tensor
-
-
-def _channel_order(hessian: Tensor, g: int, act_order: str) -> Tensor:
-    """int64 [K]: the channel that is processed i-th, with the channels of a group next to each other."""
-    k = hessian.shape[0]
-    if act_order == "none":
-        return torch.arange(k, device=hessian.device)
-    diagonal = hessian.diagonal().reshape(k // g, g)
-    groups = torch.argsort(diagonal.mean(dim=1), descending=True, stable=True)
-    within = torch.argsort(diagonal, dim=1, descending=True, stable=True)
-    return (groups.unsqueeze(1) * g + within[groups]).reshape(k)
-
-
-def _factorise(hessian: Tensor, damp: float) -> _Factor:
-    """The upper triangular root of the damped Hessian, or of a named stand-in for it."""
-    diagonal = hessian.diagonal()
-    alive = diagonal > 0
-    dead = int((~alive).sum())
-    if dead == hessian.shape[0]:
-        eye = torch.eye(hessian.shape[0], device=hessian.device)
-        return _Factor(eye, eye, 0.0, 0.0, "round-to-nearest: the calibration never reached this layer", dead)
-    # A dead channel has a zero row and column: it takes no part in the compensation, and the damping alone
-    # gives it the small weight with which it counts in the choice of scales.
-    mean = float(diagonal[alive].mean())
-    tried = damp
-    while tried <= _LARGEST_DAMP:
-        root = _upper_root(hessian, tried * mean)
-        if root is not None:
-            return _Factor(hessian, root, tried * mean, tried, None, dead)
-        tried = max(tried * 10, _SMALLEST_DAMP)
-    reason = f"diagonal Hessian: not positive definite with damping up to {_LARGEST_DAMP:g}"
-    shifted = diagonal.clamp(min=0) + damp * mean
-    return _Factor(
-        torch.diag(diagonal.clamp(min=0)), torch.diag(shifted.sqrt()), damp * mean, damp, reason, dead
-    )
-
-
-def _upper_root(hessian: Tensor, shift: float) -> Tensor | None:
-    """Upper triangular R with R @ R.T = hessian + shift * I, or None when that is not positive definite."""
-    damped = hessian.flip(0, 1)
-    damped.diagonal().add_(shift)
-    lower, info = torch.linalg.cholesky_ex(damped)
-    if int(info) != 0 or not bool(torch.isfinite(lower.diagonal()).all()):
-        return None
-    root: Tensor = lower.flip(0, 1)
-    return root
-
-
-def _solve(w: Tensor, factor: _Factor, g: int, scheme: Scheme, clip_search: bool) -> _Solution:
-    """GPTQ on w, float32 [K, N] in processing order; each channel is a contiguous row of N."""
-    k, n = w.shape
-    top = scheme.element.codes - 1
-    root = factor.root
-    codes = torch.empty((k, n), dtype=torch.uint8, device=w.device)
-    scales = torch.empty((k // g, n), device=w.device)
-    zeros = torch.empty_like(scales)
-    loss = torch.zeros(n, dtype=torch.float64, device=w.device)
-    # Row j holds (R^T D)_j over the channels quantised so far: the loss terms not yet closed.
-    carried = torch.zeros_like(w)
-    eye = torch.eye(g, device=w.device)
-    for group in range(k // g):
-        part = slice(group * g, (group + 1) * g)
-        own = root[part, part]
-        diagonal = own.diagonal()
-        inverse = torch.linalg.solve_triangular(own, eye, upper=True)
-        # Nothing is carried into the first group, which may be the only one and as large as the layer.
-        updated = torch.addmm(w[part], inverse.t(), carried[part]) if group else w[part]
-        if clip_search:
-            s, z = search_grid(updated, diagonal.square(), scheme)
-        else:
-            s, z = minmax_grid(updated, scheme)
-        # In code units a channel's error moves the later ones by the same factors, whatever its scale.
-        rounded = torch.empty_like(updated)
-        errors = updated.div(s).add_(z)
-        _round_channels(errors, rounded, inverse * diagonal.unsqueeze(1), top)
-        codes[part] = rounded.to(torch.uint8)
-        levels = rounded.sub_(z)
-        terms = errors.mul_(diagonal.unsqueeze(1)).mul_(s)
-        if clip_search:
-            s = _refit(s, own.t() @ levels, terms, torch_dtype(scheme.scale_dtype))
-        scales[group], zeros[group] = s, z
-        difference = torch.addcmul(w[part], levels, s, value=-1)
-        loss += terms.square().sum(dim=0)
-        loss -= difference.square().sum(dim=0).mul_(factor.shift)
-        if part.stop < k:
-            carried[part.stop :].addmm_(root[part, part.stop :].t(), difference)
-    norm = (factor.hessian @ w).mul_(w).sum(dim=0).to(torch.float64)
-    return _Solution(codes, scales, zeros, loss.clamp_(min=0), norm)
-
-
-def _refit(scales: Tensor, reached: Tensor, terms: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scales that minimise the group's loss, now that its codes are known; ``terms`` follow in place.
-
-    Args:
-        scales: float32 [N], those that the codes were found with.
-        reached: float32 [g, N], R^T (codes - zeros): what a scale of 1 contributes.
-        terms: float32 [g, N], the loss terms, R^T (w - q); overwritten with those of the new scales.
-        dtype: the scales are rounded to it. The nearest value to the least-squares solution is at least as
-            good as the value before.
-    """
-    overlap, power = (reached * terms).sum(dim=0), reached.square().sum(dim=0)
-    best = scales + overlap / power
-    solvable = (power > 0) & (best != 0)
-    fitted = torch.where(solvable, storable_scales(best, dtype), scales)
-    terms.addcmul_(reached, fitted - scales, value=-1)
-    return fitted
-
-
-def _round_channels(v: Tensor, codes: Tensor, feedback: Tensor, top: int) -> None:
-    """Round the rows of v, float32 [g, N] in code units, in order, into codes; v is left with the errors.
-
-    ``feedback`` is upper triangular [g, g]: by how much an error of row k lowers row j. Halving turns most
-    of the rank-1 updates into matrix products.
-    """
-    g = v.shape[0]
-    if g > _LEAF:
-        half = g // 2
-        _round_channels(v[:half], codes[:half], feedback[:half, :half], top)
-        v[half:].addmm_(feedback[:half, half:].t(), v[:half], alpha=-1)
-        _round_channels(v[half:], codes[half:], feedback[half:, half:], top)
-        return
-    for k in range(g):
-        torch.round(v[k], out=codes[k]).clamp_(0, top)
-        v[k].sub_(codes[k])
-        v[k + 1 :].addr_(feedback[k, k + 1 :], v[k], alpha=-1)
+def _norms(w: Tensor, hessian: Tensor, factor: Factor) -> Tensor:
+    """w^T H w for each output channel of w [K, N], float64 [N], with the Hessian that the solve uses."""
+    product = hessian @ w if factor.diagonal is None else factor.diagonal.unsqueeze(1) * w
+    return product.mul_(w).sum(dim=0).to(torch.float64)

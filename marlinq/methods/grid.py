@@ -73,6 +73,12 @@ def search_grid(weight: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Ten
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
+def search_factors(scheme: Scheme) -> list[float]:
+    """What the search multiplies the full scale, or the range, of a group by, in the order of its trials."""
+    signs = (1,) if scheme.stores_zeros else (1, -1)
+    return [shrink * sign for shrink in _SHRINK for sign in signs]
+
+
 def storable_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
     """``scales`` rounded to ``dtype`` and kept finite and away from zero, as float32.
 
@@ -112,21 +118,20 @@ def _search(weight: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Tensor,
     else:
         full = _full_scales(weight, element)
     codes, errors = torch.empty_like(weight), torch.empty_like(weight)
-    for shrink in _SHRINK:
-        for sign in (1,) if scheme.stores_zeros else (1, -1):
-            if scheme.stores_zeros:
-                scales, zeros = _asymmetric_grid(low * shrink, high * shrink, top, dtype)
-            else:
-                scales = storable_scales(full * (shrink * sign), dtype)
-                zeros = torch.full_like(scales, element.midpoint)
-            torch.mul(weight, scales.reciprocal(), out=errors).add_(zeros)
-            if element.table is None:
-                torch.round(errors, out=codes).clamp_(0, top)
-            else:
-                codes = element.decode(element.nearest(errors))
-            cost = (importance @ errors.sub_(codes).square_()).mul_(scales.square())
-            better = cost < best_cost
-            best_cost = torch.where(better, cost, best_cost)
-            best_scales = torch.where(better, scales, best_scales)
-            best_zeros = torch.where(better, zeros, best_zeros)
+    for factor in search_factors(scheme):
+        if scheme.stores_zeros:
+            scales, zeros = _asymmetric_grid(low * factor, high * factor, top, dtype)
+        else:
+            scales = storable_scales(full * factor, dtype)
+            zeros = torch.full_like(scales, element.midpoint)
+        torch.mul(weight, scales.reciprocal(), out=errors).add_(zeros)
+        if element.table is None:
+            torch.round(errors, out=codes).clamp_(0, top)
+        else:
+            codes = element.decode(element.nearest(errors))
+        cost = (importance @ errors.sub_(codes).square_()).mul_(scales.square())
+        better = cost < best_cost
+        best_cost = torch.where(better, cost, best_cost)
+        best_scales = torch.where(better, scales, best_scales)
+        best_zeros = torch.where(better, zeros, best_zeros)
     return best_scales, best_zeros

@@ -1,25 +1,18 @@
-"""A layer as calibration sees it: correlated inputs with outlier channels, heavy-tailed weights."""
+"""Layers to quantise."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
-import torch
 from torch import Tensor
+
+from tests.testing import layers
 
 MakeLayer = Callable[..., tuple[Tensor, Tensor]]
 
 
 @pytest.fixture
 def make_layer() -> MakeLayer:
-    def make(n: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        mixing = torch.randn(k, k, generator=generator) / k**0.5 + torch.eye(k)
-        spread = torch.exp(torch.randn(k, generator=generator))
-        x = (torch.randn(4 * k, k, generator=generator) @ mixing) * spread
-        weight = torch.randn(n, k, generator=generator)
-        weight = weight * (1 + 2 * torch.rand(n, k, generator=generator).pow(8))
-        return weight * 0.05, x.t() @ x
-
-    return make
+    """:func:`tests.testing.layers.make_layer`."""
+    return layers.make_layer

@@ -1,0 +1,84 @@
+"""The damped root of a layer's Hessian, in the order in which GPTQ takes the channels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from marlinq.core.lazy import torch
+
+_SMALLEST_DAMP, _LARGEST_DAMP = 1e-4, 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Factor:
+    """The root of a damped Hessian in processing order, or of a named stand-in for it.
+
+    Attributes:
+        root: float32 [K, K], upper triangular: hessian + shift * I = root @ root.T.
+        shift: what was added to the diagonal.
+        damp: the same as a share of the diagonal's mean.
+        fallback: what stands in for the Hessian, and why; None where nothing does.
+        diagonal: float32 [K], of the stand-in, in the channels' own order; None where nothing stands in.
+        dead_channels: channels that were zero in all of the calibration.
+    """
+
+    root: Tensor
+    shift: float
+    damp: float
+    fallback: str | None
+    diagonal: Tensor | None
+    dead_channels: int
+
+
+def channel_order(hessian: Tensor, g: int, act_order: str) -> Tensor:
+    """int64 [K]: the channel that is processed i-th, with the channels of a group next to each other."""
+    k = hessian.shape[0]
+    if act_order == "none":
+        return torch.arange(k, device=hessian.device)
+    diagonal = hessian.diagonal().reshape(k // g, g)
+    groups = torch.argsort(diagonal.mean(dim=1), descending=True, stable=True)
+    within = torch.argsort(diagonal, dim=1, descending=True, stable=True)
+    return (groups.unsqueeze(1) * g + within[groups]).reshape(k)
+
+
+def factorise(hessian: Tensor, order: Tensor, damp: float) -> Factor:
+    """The upper triangular root of the damped Hessian, or of a named stand-in for it.
+
+    Args:
+        hessian: float32 [K, K], symmetric; left as it is.
+        order: from :func:`channel_order`.
+        damp: share of the mean of the diagonal that is added to it; raised tenfold, up to 1, while the
+            Hessian can't be factorised.
+    """
+    diagonal = hessian.diagonal()
+    alive = diagonal > 0
+    dead = int((~alive).sum())
+    if dead == hessian.shape[0]:
+        eye = torch.eye(dead, device=hessian.device)
+        reason = "round-to-nearest: the calibration never reached this layer"
+        return Factor(eye, 0.0, 0.0, reason, torch.ones_like(diagonal), dead)
+    # A dead channel has a zero row and column: it takes no part in the compensation, and the damping alone
+    # gives it the small weight with which it counts in the choice of scales.
+    mean = float(diagonal[alive].mean())
+    # The upper root of a matrix is the lower root of the matrix turned around, turned around once more. Of
+    # a wide layer each copy takes as much memory as its Hessian, so there are few.
+    turned = order.flip(0)
+    damped = hessian.index_select(0, turned).index_select(1, turned)
+    tried, shift = damp, 0.0
+    while tried <= _LARGEST_DAMP:
+        damped.diagonal().add_(tried * mean - shift)
+        shift = tried * mean
+        lower, info = torch.linalg.cholesky_ex(damped)
+        if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
+            del damped
+            return Factor(lower.flip(0, 1), shift, tried, None, None, dead)
+        tried = max(tried * 10, _SMALLEST_DAMP)
+    reason = f"diagonal Hessian: not positive definite with damping up to {_LARGEST_DAMP:g}"
+    positive = diagonal.clamp(min=0)
+    root = torch.diag((positive[order] + damp * mean).sqrt())
+    return Factor(root, damp * mean, damp, reason, positive, dead)

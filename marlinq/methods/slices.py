@@ -1,0 +1,142 @@
+"""GPTQ's solve on a CPU: slices of the output channels, each by one thread.
+
+Output channels don't influence each other. The column loop has thousands of small operations; were each of
+them shared by several threads, those would meet as often, and a thread that the system runs later than the
+others, on a machine with other work, would hold all of them up every time. So a slice belongs to one thread
+from the first channel to the last. Slices depend on the layer's shape alone, so the number of threads does
+not change a bit of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from marlinq.core.dtypes import torch_dtype
+from marlinq.core.scheme import Scheme
+from marlinq.methods.factor import Factor
+from marlinq.methods.grid import minmax_grid, search_grid
+from marlinq.methods.solution import Solution, refit
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from marlinq.core.lazy import torch
+
+# Output channels of a slice: wide enough for an operation to outweigh its call, narrow enough for a group of
+# channels to stay in a core's cache.
+_WIDTH, _ALIGNMENT = 512, 16
+
+# Below this many channels the column loop is faster than halving once more for a matrix product.
+_LEAF = 16
+
+
+def solve_slices(w: Tensor, factor: Factor, g: int, scheme: Scheme, *, clip_search: bool) -> Solution:
+    """GPTQ on the CPU.
+
+    Args:
+        w: float32 [K, N], in processing order.
+        factor: of the Hessian, in the same order.
+        g: channels of a group, a divisor of K.
+        scheme: of the result.
+        clip_search: search the scales and fit them to the codes, instead of spanning each group's range.
+    """
+    solution = Solution.empty(w, g)
+    # Each group's inverse is the same for all slices.
+    roots = factor.root.unfold(0, g, g).unfold(1, g, g)
+    own = torch.stack([roots[group, group] for group in range(w.shape[0] // g)])
+    inverses = torch.linalg.solve_triangular(own, torch.eye(g), upper=True)
+
+    def one(columns: slice) -> None:
+        _solve_slice(w[:, columns].contiguous(), factor, inverses, scheme, clip_search, solution, columns)
+
+    slices = list(even_slices(w.shape[1]))
+    threads = min(torch.get_num_threads(), len(slices))
+    with (
+        _single_threaded(),
+        ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool,
+    ):
+        for _ in pool.map(one, slices):
+            pass
+    return solution
+
+
+def even_slices(n: int) -> Iterator[slice]:
+    """Slices of nearly equal width, at most 512, that cover n output channels."""
+    count = -(-n // _WIDTH)
+    width = -(-n // (count * _ALIGNMENT)) * _ALIGNMENT
+    return (slice(start, min(start + width, n)) for start in range(0, n, width))
+
+
+@contextmanager
+def _single_threaded() -> Iterator[None]:
+    """Keeps the number of threads of torch's operations, which a pool's threads set for some libraries."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _solve_slice(
+    w: Tensor,
+    factor: Factor,
+    inverses: Tensor,
+    scheme: Scheme,
+    clip_search: bool,
+    solution: Solution,
+    columns: slice,
+) -> None:
+    """GPTQ on w, float32 [K, n], the output channels ``columns``; each input channel is a row of n."""
+    k, g = w.shape[0], inverses.shape[1]
+    top = scheme.element.codes - 1
+    root = factor.root
+    # Row j holds (R^T D)_j over the channels quantised so far: the loss terms not yet closed.
+    carried = torch.zeros_like(w)
+    for group, inverse in enumerate(inverses):
+        part = slice(group * g, (group + 1) * g)
+        own = root[part, part]
+        diagonal = own.diagonal()
+        # Nothing is carried into the first group, which may be the only one and as large as the layer.
+        updated = torch.addmm(w[part], inverse.t(), carried[part]) if group else w[part]
+        if clip_search:
+            s, z = search_grid(updated, diagonal.square(), scheme)
+        else:
+            s, z = minmax_grid(updated, scheme)
+        # In code units a channel's error moves the later ones by the same factors, whatever its scale.
+        rounded = torch.empty_like(updated)
+        errors = updated.div(s).add_(z)
+        _round_channels(errors, rounded, inverse * diagonal.unsqueeze(1), top)
+        solution.codes[part, columns] = rounded.to(torch.uint8)
+        levels = rounded.sub_(z)
+        terms = errors.mul_(diagonal.unsqueeze(1)).mul_(s)
+        if clip_search:
+            s = refit(s, own.t() @ levels, terms, torch_dtype(scheme.scale_dtype))
+        solution.scales[group, columns], solution.zeros[group, columns] = s, z
+        difference = torch.addcmul(w[part], levels, s, value=-1)
+        solution.loss[columns] += terms.square().sum(dim=0)
+        solution.loss[columns] -= difference.square().sum(dim=0).mul_(factor.shift)
+        if part.stop < k:
+            carried[part.stop :].addmm_(root[part, part.stop :].t(), difference)
+
+
+def _round_channels(v: Tensor, codes: Tensor, feedback: Tensor, top: int) -> None:
+    """Round the rows of v, float32 [g, n] in code units, in order, into codes; v is left with the errors.
+
+    ``feedback`` is upper triangular [g, g]: by how much an error of row k lowers row j. Halving turns most
+    of the rank-1 updates into matrix products.
+    """
+    g = v.shape[0]
+    if g > _LEAF:
+        half = g // 2
+        _round_channels(v[:half], codes[:half], feedback[:half, :half], top)
+        v[half:].addmm_(feedback[:half, half:].t(), v[:half], alpha=-1)
+        _round_channels(v[half:], codes[half:], feedback[half:, half:], top)
+        return
+    for k in range(g):
+        torch.round(v[k], out=codes[k]).clamp_(0, top)
+        v[k].sub_(codes[k])
+        v[k + 1 :].addr_(feedback[k, k + 1 :], v[k], alpha=-1)

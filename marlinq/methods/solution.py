@@ -1,0 +1,51 @@
+"""What a solve of GPTQ results in, and the least-squares fit of a group's scales that all solves share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from marlinq.methods.grid import storable_scales
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from marlinq.core.lazy import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """Codes uint8 [K, N], scales and zeros float32 [G, N], in processing order; the loss, float64 [N]."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+    loss: Tensor
+
+    @classmethod
+    def empty(cls, w: Tensor, g: int) -> Solution:
+        """To be filled in, for weights w, float32 [K, N], in groups of g channels; no loss yet."""
+        k, n = w.shape
+        codes = torch.empty((k, n), dtype=torch.uint8, device=w.device)
+        scales = torch.empty((k // g, n), device=w.device)
+        loss = torch.zeros(n, dtype=torch.float64, device=w.device)
+        return cls(codes, scales, torch.empty_like(scales), loss)
+
+
+def refit(scales: Tensor, reached: Tensor, terms: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scales that minimise the group's loss, now that its codes are known; ``terms`` follow in place.
+
+    Args:
+        scales: float32 [N], those that the codes were found with.
+        reached: float32 [g, N], R^T (codes - zeros): what a scale of 1 contributes.
+        terms: float32 [g, N], the loss terms, R^T (w - q); overwritten with those of the new scales.
+        dtype: the scales are rounded to it. The nearest value to the least-squares solution is at least as
+            good as the value before.
+    """
+    overlap, power = (reached * terms).sum(dim=0), reached.square().sum(dim=0)
+    best = scales + overlap / power
+    solvable = (power > 0) & (best != 0)
+    fitted = torch.where(solvable, storable_scales(best, dtype), scales)
+    terms.addcmul_(reached, fitted - scales, value=-1)
+    return fitted

@@ -1,0 +1,48 @@
+"""GPTQ's panels on the emulation, over memory that is watched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from marlinq.core.scheme import Scheme
+from marlinq.kernels.solve import PanelTensors, prepare_panel
+from marlinq.kernels.solve.panel import THREADS
+from tests.emulation.build import Builder
+from tests.emulation.gemm import SOURCES
+from tests.emulation.launching import EmulatedKernel, Memory, apart
+
+_READ = ("updated", "base", "weight", "feedback", "diagonal", "factors")
+_WRITTEN = ("difference", "terms")
+
+
+def emulated_panel(
+    builder: Builder, *, seed: int = 0, sources: Path = SOURCES
+) -> Callable[[PanelTensors, Scheme, float], None]:
+    """A stand-in for :func:`marlinq.kernels.solve.round_panel` on the CPU."""
+
+    def launch(given: PanelTensors, scheme: Scheme, shift: float) -> None:
+        tensors = PanelTensors(*(None if tensor is None else apart(tensor) for tensor in given))
+        searched = given.factors is not None
+        memory = [Memory(name, tensor) for name in _READ if (tensor := getattr(tensors, name)) is not None]
+        memory += [
+            Memory(name, tensor, writable=True)
+            for name in _WRITTEN
+            if (tensor := getattr(tensors, name)) is not None
+        ]
+        # The emulation tracks pairs of bytes, which two lanes share here.
+        memory.append(Memory("codes", tensors.codes, writable=True, untracked=True))
+        memory += [Memory(name, getattr(tensors, name), writable=searched) for name in ("scales", "zeros")]
+        if tensors.loss is not None:
+            memory.append(Memory("loss", tensors.loss, writable=True, holds_values=True))
+        prepared = prepare_panel(tensors, scheme, shift)
+        function = prepared.instantiation.function
+        library = builder.kernel(prepared.instantiation.text(), function, sources)
+        EmulatedKernel(library).launch(
+            prepared.grid, THREADS, prepared.shared_bytes, prepared.arguments, memory, seed=seed
+        )
+        for mine, theirs in zip(given, tensors, strict=True):
+            if mine is not None:
+                mine.copy_(theirs)
+
+    return launch
