@@ -79,6 +79,40 @@ def write_checkpoint(
             module = f"model.layers.{layer}.{name}"
             specs[module] = spec
             tensors |= {f"{module}.{suffix}": tensor for suffix, tensor in packed.items()}
+    _add_outer(tensors, layers, dtype, vocabulary)
+    _write_shards(folder, tensors)
+    quantization = write_quantization_config(LAYOUTS[layout], specs, ["lm_head"])
+    config = {**_config(layers, vocabulary, dtype), "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    if tokenizer:
+        write_tokenizer(folder, vocabulary)
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def write_original(
+    folder: Path,
+    *,
+    layers: int = 32,
+    dtype: torch.dtype = torch.bfloat16,
+    vocabulary: int = VOCABULARY,
+    tokenizer: bool = True,
+) -> int:
+    """Write an unquantised checkpoint of the same shape; arguments and result as :func:`write_checkpoint`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    for name, (k, n) in projections().items():
+        weight = (_random_table(n, k) / math.sqrt(k)).to(dtype)
+        tensors |= {f"model.layers.{layer}.{name}.weight": weight for layer in range(layers)}
+    _add_outer(tensors, layers, dtype, vocabulary)
+    _write_shards(folder, tensors)
+    (folder / "config.json").write_text(json.dumps(_config(layers, vocabulary, dtype), indent=2))
+    if tokenizer:
+        write_tokenizer(folder, vocabulary)
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _add_outer(tensors: dict[str, Tensor], layers: int, dtype: torch.dtype, vocabulary: int) -> None:
+    """Embedding, head and norms."""
     norm = torch.ones(HIDDEN, dtype=dtype)
     for layer in range(layers):
         for name in ("input_layernorm", "post_attention_layernorm"):
@@ -87,13 +121,6 @@ def write_checkpoint(
     tensors["model.embed_tokens.weight"] = table.to(dtype)
     tensors["lm_head.weight"] = table.mul_(1 / math.sqrt(HIDDEN)).to(dtype)
     tensors["model.norm.weight"] = norm
-    _write_shards(folder, tensors)
-    quantization = write_quantization_config(LAYOUTS[layout], specs, ["lm_head"])
-    config = {**_config(layers, vocabulary, dtype), "quantization_config": quantization}
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    if tokenizer:
-        write_tokenizer(folder, vocabulary)
-    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _random_linear(

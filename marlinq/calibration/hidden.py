@@ -20,12 +20,14 @@ else:
 
 
 class HiddenStates:
-    """One tensor a batch, in host memory or, above a limit, in a file that the system pages in and out.
+    """One tensor a batch: on the device while they are few, else in host memory or, above a limit, in a file
+    that the system pages in and out.
 
     Args:
         shapes: [B, T, hidden] of each batch.
         dtype: of the states.
         device: where they are used; memory is pinned when that is a GPU.
+        device_bytes: up to so many they stay on the device.
         limit_bytes: above it a file is used.
         folder: where that file lies; it has no name and vanishes with the process.
 
@@ -41,11 +43,15 @@ class HiddenStates:
         device: torch.device,
         limit_bytes: int,
         folder: Path,
+        device_bytes: int = 0,
     ) -> None:
         sizes = [prod(shape) for shape in shapes]
         total = sum(sizes)
-        self.on_disk = total * dtype.itemsize > limit_bytes
-        if self.on_disk:
+        on_device = total * dtype.itemsize <= device_bytes
+        self.on_disk = not on_device and total * dtype.itemsize > limit_bytes
+        if on_device:
+            flat = torch.empty(total, dtype=dtype, device=device)
+        elif self.on_disk:
             flat = torch.from_numpy(_mapped_file(folder, total * dtype.itemsize)).view(dtype)
         else:
             flat = torch.empty(total, dtype=dtype, pin_memory=device.type == "cuda")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from marlinq.checkpoint.ahead import ReadAhead
+from marlinq.checkpoint.behind import CopyBehind, WriteBehind
 from marlinq.checkpoint.header import TensorInfo, TensorPlan
 from marlinq.checkpoint.quantization_config import (
     read_quantization_config,
@@ -19,10 +20,12 @@ __all__ = [
     "MANIFEST",
     "Checkpoint",
     "CheckpointWriter",
+    "CopyBehind",
     "QuantizedCheckpoint",
     "ReadAhead",
     "TensorInfo",
     "TensorPlan",
+    "WriteBehind",
     "check_place",
     "floating_linears",
     "read_quantization_config",

@@ -8,11 +8,13 @@ disk. Config, index and manifest come last; then the folder is renamed to ``OUT`
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +30,7 @@ from marlinq.checkpoint.header import (
 )
 from marlinq.checkpoint.partial import TEMPORARY, PartialFolder, writing
 from marlinq.checkpoint.reader import CONFIG, INDEX, MANIFEST, SINGLE, Checkpoint
-from marlinq.checkpoint.source import OpenFile, reading
+from marlinq.checkpoint.source import OpenFile, SourceFile, reading
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError, OutputError
 from marlinq.core.files import open_regular
@@ -38,6 +40,9 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 _JOURNAL = "journal.jsonl"
+_COPY_BYTES = 1 << 24
+# What copy_file_range says of files or systems that it does not know.
+_CANNOT_COPY = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 def plan_shards(plan: Sequence[TensorPlan], max_shard_bytes: int) -> list[tuple[str, list[TensorPlan]]]:
@@ -138,6 +143,7 @@ class CheckpointWriter:
         self.notes: dict[str, Any] = {}
         self._hashes: dict[str, str] = {}
         self._pending: dict[str, str] = {}
+        self._committing, self._noting = threading.Lock(), threading.Lock()
         self._files: dict[str, int] = {}
         self.resumed = False
         self._open()
@@ -158,7 +164,7 @@ class CheckpointWriter:
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Put ``tensor`` into its planned place; it counts as written after the next :meth:`commit`.
 
-        Several threads may write at once, but not while one commits.
+        Several threads may write and commit at once: a commit is about what was wholly written before it.
         """
         info = self.tensors.get(name)
         if info is None or tuple(tensor.shape) != info.shape or dtype_name(tensor.dtype) != info.dtype:
@@ -169,7 +175,29 @@ class CheckpointWriter:
         with writing(self.partial / info.shard):
             while done < len(data):
                 done += os.pwrite(descriptor, data[done : done + (1 << 30)], info.offset + done)
-        self._pending[name] = hashlib.sha256(data).hexdigest()
+        self._note(name, hashlib.sha256(data).hexdigest())
+
+    def copy(self, name: str, source: SourceFile, offset: int) -> None:
+        """As :meth:`write`, of the stored bytes that stand in ``source`` from ``offset`` on.
+
+        The system copies them from file to file where it can; they are read for their hash alone.
+
+        Raises:
+            CheckpointError: the source ends early, or was changed since it was opened.
+        """
+        info = self.tensors[name]
+        descriptor = self._files[info.shard]
+        digest, buffer = hashlib.sha256(), memoryview(bytearray(min(info.nbytes, _COPY_BYTES)))
+        for start in range(0, info.nbytes, _COPY_BYTES):
+            piece = buffer[: min(_COPY_BYTES, info.nbytes - start)]
+            if not source.read_into(piece, offset + start):
+                raise CheckpointError(f"{source.path}: tensor {name} ends early; the file was truncated")
+            digest.update(piece)
+            with writing(self.partial / info.shard):
+                _transfer(source.descriptor, offset + start, descriptor, info.offset + start, piece)
+        # What was copied is what was read, unless the file changed in between.
+        source.check_content()
+        self._note(name, digest.hexdigest())
 
     def read_back(self, name: str) -> torch.Tensor:
         """A written tensor, checked against its hash.
@@ -192,15 +220,28 @@ class CheckpointWriter:
             notes: JSON values that belong to what was written; a resumed run finds them in ``notes``, and
                 the manifest holds all of them under ``run``.
         """
-        if not self._pending and not notes:
-            return
-        with writing(self.partial):
-            for shard in {self.tensors[name].shard for name in self._pending}:
-                os.fsync(self._files[shard])
-            self._append({"written": self._pending, "notes": notes or {}})
-        self._hashes.update(self._pending)
-        self.notes.update(notes or {})
-        self._pending = {}
+        with self._committing:
+            # In one step: what another thread finishes now is in this commit or in the next.
+            with self._noting:
+                pending, self._pending = self._pending, {}
+            if not pending and not notes:
+                return
+            try:
+                with writing(self.partial):
+                    for shard in {self.tensors[name].shard for name in pending}:
+                        os.fsync(self._files[shard])
+                    self._append({"written": pending, "notes": notes or {}})
+            except BaseException:
+                with self._noting:
+                    self._pending = pending | self._pending
+                raise
+            # New values, since other threads may be looking at the old ones.
+            self._hashes = self._hashes | pending
+            self.notes = self.notes | dict(notes or {})
+
+    def _note(self, name: str, digest: str) -> None:
+        with self._noting:
+            self._pending[name] = digest
 
     def finish(
         self,
@@ -423,6 +464,25 @@ class CheckpointWriter:
     def _append(self, line: Mapping[str, Any]) -> None:
         entry = json.dumps(line, separators=(",", ":")).encode()
         self._folder.append(_JOURNAL, _check_sum(entry) + b" " + entry + b"\n")
+
+
+def _transfer(source: int, source_offset: int, target: int, target_offset: int, data: memoryview) -> None:
+    """Copy the bytes ``data``, which stand in ``source``, to ``target``."""
+    done = 0
+    try:
+        while done < len(data) and hasattr(os, "copy_file_range"):
+            count = os.copy_file_range(
+                source, target, len(data) - done, source_offset + done, target_offset + done
+            )
+            if not count:
+                break
+            done += count
+    except OSError as error:
+        if error.errno not in _CANNOT_COPY:
+            raise
+    # The rest is at hand.
+    while done < len(data):
+        done += os.pwrite(target, data[done:], target_offset + done)
 
 
 def _journal_entry(line: bytes) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from marlinq.checkpoint import Checkpoint, ReadAhead
 from marlinq.core.errors import CheckpointError
 from marlinq.models.blueprint import Blueprint
 from marlinq.models.experts import Experts
@@ -161,6 +162,39 @@ class ModelInstance:
     def block(self, index: int) -> nn.Module:
         """Materialises decoder block ``index``."""
         return self.materialise(self.blueprint.blocks[index].name)
+
+    @contextmanager
+    def reading_ahead(self, blocks: Sequence[int]) -> Iterator[None]:
+        """While it lasts, a GPU's tensors are read by several threads, and those of the next of ``blocks``
+        while one is in use; nothing is different on a CPU."""
+        checkpoint = self._checkpoint
+        if self.device.type != "cuda" or not isinstance(checkpoint, Checkpoint):
+            yield
+            return
+        names = [self._stored_in_block(index) for index in blocks]
+        sizes = [sum(checkpoint.tensors[name].nbytes for name in block) for block in names]
+        with ReadAhead(checkpoint, self.device, budget=max(sizes, default=0)) as ahead:
+            self._checkpoint = ahead
+            ahead.expect(name for block in names for name in block)
+            try:
+                yield
+            finally:
+                self._checkpoint = checkpoint
+
+    def _stored_in_block(self, index: int) -> list[str]:
+        """Names of the stored tensors that :meth:`block` reads, in its order, as far as each is one
+        parameter's."""
+        path = self.blueprint.blocks[index].name
+        found: list[str | None] = []
+        for inner, owner in self.model.get_submodule(path).named_modules():
+            start = ".".join(part for part in (path, inner) if part)
+            found += [self.names.own(f"{start}.{key}") for key, _ in owner.named_parameters(recurse=False)]
+            found += [
+                self.names.own(f"{start}.{key}")
+                for key, _ in owner.named_buffers(recurse=False)
+                if key not in owner._non_persistent_buffers_set
+            ]
+        return [name for name in found if name is not None]
 
     def release_block(self, index: int) -> None:
         """Releases decoder block ``index``."""

@@ -25,6 +25,8 @@ from marlinq.core.errors import UnsupportedError
 from marlinq.models.instance import ModelInstance
 from marlinq.models.projection import Projection, Receive, tapped
 
+_PLACED_BYTES = 256 << 20
+
 
 class _Hidden:
     """Stands for the hidden states in a kept call."""
@@ -54,6 +56,8 @@ class BlockReplay:
         self._instance = instance
         self._calls: list[list[_Call]] = []
         self._interned: dict[tuple[object, ...], Tensor] = {}
+        self._placed: dict[int, Tensor] = {}
+        self._placed_bytes = 0
         self._wrap: Callable[[Tensor], Any] = _unknown
 
     def record(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -86,9 +90,8 @@ class BlockReplay:
     def run(self, block: int, batch: int, hidden: Tensor) -> Tensor:
         """What materialised block ``block`` makes of its input ``hidden``, both [B, T, hidden]."""
         call = self._calls[batch][block]
-        device = self._instance.device
-        args = tuple(_restore(value, hidden, device) for value in call.args)
-        kwargs = {key: _restore(value, hidden, device) for key, value in call.kwargs.items()}
+        args = tuple(_restore(value, hidden, self._place) for value in call.args)
+        kwargs = {key: _restore(value, hidden, self._place) for key, value in call.kwargs.items()}
         module = self._instance.model.get_submodule(self._instance.blueprint.blocks[block].name)
         with torch.no_grad(), boundaries.forward(self._instance.source):
             output = module(*args, **kwargs)
@@ -169,6 +172,17 @@ class BlockReplay:
         ):
             root(input_ids=ids.to(self._instance.device), use_cache=False)
         return seen
+
+    def _place(self, kept: Tensor) -> Tensor:
+        """A kept argument on the device, where it stays if it is small: a copy from the host would make every
+        block wait for the one before."""
+        found = self._placed.get(id(kept))
+        if found is None:
+            found = kept.to(self._instance.device)
+            if self._placed_bytes + kept.nbytes <= _PLACED_BYTES:
+                self._placed[id(kept)] = found
+                self._placed_bytes += kept.nbytes
+        return found
 
     def _keep(self, tensor: Tensor) -> Tensor:
         """One CPU copy of equal tensors: batches of one length share masks and position embeddings."""
@@ -301,13 +315,13 @@ def _unknown(hidden: Tensor) -> Any:
     return hidden
 
 
-def _restore(value: Any, hidden: Tensor, device: torch.device) -> Any:
+def _restore(value: Any, hidden: Tensor, place: Callable[[Tensor], Tensor]) -> Any:
     if value is _HIDDEN:
         return hidden
     if isinstance(value, Tensor):
-        return value.to(device)
+        return place(value)
     if isinstance(value, (tuple, list)):
-        return type(value)(_restore(inner, hidden, device) for inner in value)
+        return type(value)(_restore(inner, hidden, place) for inner in value)
     if isinstance(value, dict):
-        return {key: _restore(inner, hidden, device) for key, inner in value.items()}
+        return {key: _restore(inner, hidden, place) for key, inner in value.items()}
     return value

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from marlinq.calibration import Batch, HiddenStates
-from marlinq.checkpoint import CheckpointWriter
+from marlinq.checkpoint import CheckpointWriter, WriteBehind
 from marlinq.core.errors import NumericsError
 from marlinq.core.progress import ReportProgress
 from marlinq.core.weight import QuantizedWeight
@@ -22,6 +22,11 @@ from marlinq.operations.quantize.head import solve_head
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.report import ModuleReport
+
+# Of packed tensors that are handed to the writer together, but for a block's last ones.
+_LOT_BYTES = 1 << 29
+# Of hidden states: 128 documents of 2048 tokens, 4096 channels and 16 bits.
+_STATES_BYTES = 1 << 31
 
 
 class BlockQuantizer:
@@ -57,6 +62,7 @@ class BlockQuantizer:
         self._experts = ExpertCalibration(
             instance, self._replay, recipe, len(batches), self._empty_statistics
         )
+        self._lot: dict[str, Tensor] = {}
         self._masks = [batch.mask().to(instance.device) if batch.padded else None for batch in batches]
 
     def run(self) -> None:
@@ -65,39 +71,58 @@ class BlockQuantizer:
         Raises:
             NumericsError: weights, activations or statistics are NaN or infinite; the module is named.
         """
+        with WriteBehind(self._writer, self._instance.device) as self._behind:
+            self._run()
+
+    def _run(self) -> None:
         members_of = [self._plan.members(block) for block in self._blocks]
         head = self._plan.head
         if head is not None and self._plan.is_written(head, self._writer.written):
             head = None
         # Nothing after the last block with work to do is of interest, but to the head.
         count = max((index for index, members in enumerate(members_of) if members), default=-1) + 1
-        states = self._first_states() if self._plan.method.calibrated else None
-        to_the_end = head is not None and states is not None
+        calibrated = self._plan.method.calibrated
+        to_the_end = head is not None and calibrated
         if to_the_end:
             count = len(self._blocks)
-        self._progress("quantising blocks", 0, count)
-        for index, members in enumerate(members_of[:count]):
-            written = all(self._plan.is_written(planned, self._writer.written) for planned in members)
-            onward = states is not None and (to_the_end or index + 1 < count)
-            if written and not onward:
-                # What this block makes of the text is of interest to nobody.
+        is_written = [
+            all(self._plan.is_written(planned, self._writer.written) for planned in members)
+            for members in members_of[:count]
+        ]
+        onward = [calibrated and (to_the_end or index + 1 < count) for index in range(count)]
+        # What the others make of the text is of interest to nobody.
+        needed = [index for index in range(count) if onward[index] or not is_written[index]]
+        with self._instance.reading_ahead(needed):
+            states = self._first_states() if calibrated else None
+            self._progress("quantising blocks", 0, count)
+            for index in range(count):
+                if index in needed:
+                    self._block(index, members_of[index], states, is_written[index], onward[index])
                 self._progress("quantising blocks", index + 1, count)
-                continue
-            module = self._instance.block(index)
-            _check_weights(self._blocks[index].name, module)
-            if written:
-                for planned in members:
-                    self._install(planned, self._read_back(planned))
-            else:
-                self._quantize(index, members, states, keep=onward)
-            if states is not None and onward:
-                self._advance(index, states)
-            self._instance.release_block(index)
-            self._progress("quantising blocks", index + 1, count)
-        if head is not None:
-            self._progress("quantising the output head", 0, 1)
-            self._quantize_head(head, states)
-            self._progress("quantising the output head", 1, 1)
+            if head is not None:
+                self._progress("quantising the output head", 0, 1)
+                self._quantize_head(head, states)
+                self._progress("quantising the output head", 1, 1)
+
+    def _block(
+        self,
+        index: int,
+        members: Sequence[PlannedModule],
+        states: HiddenStates | None,
+        is_written: bool,
+        onward: bool,
+    ) -> None:
+        """Quantises a block that is not written yet; where it goes onward, runs it on the text."""
+        module = self._instance.block(index)
+        _check_weights(self._blocks[index].name, module)
+        if is_written:
+            for planned in members:
+                self._install(planned, self._read_back(planned))
+        else:
+            self._quantize(index, members, states, keep=onward)
+        if states is not None and onward:
+            self._advance(index, states)
+        self._instance.release_block(index)
 
     def _first_states(self) -> HiddenStates:
         recorded = self._replay.record(batch.ids for batch in self._batches)
@@ -113,11 +138,17 @@ class BlockQuantizer:
                     device=self._instance.device,
                     limit_bytes=psutil.virtual_memory().available // 4,
                     folder=self._writer.partial,
+                    device_bytes=self._states_on_device(),
                 )
             states.store(number, hidden)
         if states is None:
             raise ValueError("calibration needs at least one batch")
         return states
+
+    def _states_on_device(self) -> int:
+        """Bytes of hidden states that may stay on a GPU, where they need no way to the host and back."""
+        device = self._instance.device
+        return min(_STATES_BYTES, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else 0
 
     def _read_back(self, planned: PlannedModule) -> QuantizedWeight:
         names = self._plan.tensor_names(planned)
@@ -130,14 +161,17 @@ class BlockQuantizer:
         self._instance.replace(planned.projection, weight)
 
     def _advance(self, index: int, states: HiddenStates) -> None:
+        # Looked at when all batches are under way: each look waits for the device.
+        finite = []
         for number in range(len(self._batches)):
             output = self._replay.run(index, number, states.load(number))
-            if not bool(torch.isfinite(output).all()):
-                raise NumericsError(
-                    f"{self._blocks[index].name}: its output holds NaN or infinity in "
-                    f"{str(self._instance.dtype).removeprefix('torch.')}; check the source checkpoint"
-                )
+            finite.append(torch.isfinite(output).all())
             states.store(number, output)
+        if not bool(torch.stack(finite).all()):
+            raise NumericsError(
+                f"{self._blocks[index].name}: its output holds NaN or infinity in "
+                f"{str(self._instance.dtype).removeprefix('torch.')}; check the source checkpoint"
+            )
 
     def _quantize(
         self, index: int, members: Sequence[PlannedModule], states: HiddenStates | None, *, keep: bool
@@ -171,7 +205,7 @@ class BlockQuantizer:
                 notes |= self._quantize_experts(index, experts, fused, states, keep=keep)
         for name, solved in quantized.items():
             self._install(by_name[name], solved)
-        self._writer.commit(notes)
+        self._commit(notes)
 
     def _quantize_experts(
         self,
@@ -193,10 +227,17 @@ class BlockQuantizer:
         return notes
 
     def _write(self, planned: PlannedModule, solved: QuantizedWeight, report: ModuleReport) -> dict[str, Any]:
-        """Writes the tensors of a module; returns the note that goes with them."""
+        """Puts the tensors of a module into the next lot to be written; returns the note that goes with
+        them."""
         for suffix, tensor in self._plan.layout.pack(solved, planned.spec.scheme).items():
-            self._writer.write(f"{planned.stored}.{suffix}", tensor.cpu())
+            self._lot[f"{planned.stored}.{suffix}"] = tensor
+        if sum(tensor.nbytes for tensor in self._lot.values()) > _LOT_BYTES:
+            self._commit({})
         return {f"module {planned.stored}": asdict(report)}
+
+    def _commit(self, notes: Mapping[str, Any]) -> None:
+        self._behind.write(self._lot, notes)
+        self._lot = {}
 
     def _quantize_head(self, head: PlannedModule, states: HiddenStates | None) -> None:
         """Quantises the output head on what follows the blocks makes of their output: the final norm's."""
@@ -207,7 +248,7 @@ class BlockQuantizer:
         solved, report = solve_head(
             head, projection.view(stored), gathered, self._plan.method, device=self._instance.device
         )
-        self._writer.commit(self._write(head, solved, _module_report(head, gathered, report)))
+        self._commit(self._write(head, solved, _module_report(head, gathered, report)))
 
     def _head_statistics(self, head: PlannedModule, states: HiddenStates) -> Statistics:
         statistics = self._empty_statistics(head)
@@ -306,8 +347,10 @@ def _of_equal_settings(members: Sequence[PlannedModule]) -> list[list[PlannedMod
 
 
 def _check_weights(name: str, block: nn.Module) -> None:
-    for inner, parameter in block.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
+    parameters = dict(block.named_parameters())
+    finite = torch.stack([torch.isfinite(parameter).all() for parameter in parameters.values()])
+    for (inner, parameter), is_finite in zip(parameters.items(), finite.tolist(), strict=True):
+        if not is_finite:
             bad = int((~torch.isfinite(parameter)).sum())
             raise NumericsError(
                 f"{name}.{inner}: {bad} of {parameter.numel()} weights are NaN or infinite; "

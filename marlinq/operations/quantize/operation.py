@@ -17,7 +17,13 @@ import transformers
 
 from marlinq import __version__
 from marlinq.calibration import Document, make_batches
-from marlinq.checkpoint import DEFAULT_MAX_SHARD_BYTES, Checkpoint, CheckpointWriter, check_place
+from marlinq.checkpoint import (
+    DEFAULT_MAX_SHARD_BYTES,
+    Checkpoint,
+    CheckpointWriter,
+    CopyBehind,
+    check_place,
+)
 from marlinq.core.devices import resolve_device
 from marlinq.core.dtypes import dtype_name, torch_dtype
 from marlinq.core.errors import MarlinqError
@@ -39,8 +45,9 @@ from marlinq.operations.quantize.text import (
 from marlinq.operations.report import CARD, TimeFigures, hub_id, model_card, write_report
 
 # Places of a batch, padding included: enough to keep the device busy, little enough for its memory.
-_TOKEN_BUDGET = {"cpu": 2048, "cuda": 16384}
-_COPY_COMMIT_BYTES = 1 << 30
+_TOKEN_BUDGET = {"cpu": 2048, "cuda": 8192}
+# Operations of a run's forward passes up to which a GPU computes in float32: 15 seconds of an H200.
+_FLOAT32_WORK = 6e14
 
 
 def quantize(
@@ -59,8 +66,9 @@ def quantize(
 
     Memory follows the largest decoder block, the statistics of its inputs and the calibration's hidden
     states, never the model; only calibration text that the model writes itself needs the whole model for a
-    while. On the CPU blocks run in float32, on a GPU in the checkpoint's own dtype; the solve is float32. A
-    method without calibration (round-to-nearest) reads no text and runs no block.
+    while. Blocks run in float32 on the CPU, and on a GPU unless that took long; a larger model runs in the
+    checkpoint's own dtype there. The solve is float32. A method without calibration (round-to-nearest) reads
+    no text and runs no block.
 
     Args:
         model: a local folder with safetensors weights, or a Hub id.
@@ -96,7 +104,7 @@ def quantize(
         warnings.warn(f"override {override.pattern!r} matches no linear of the model", stacklevel=2)
     heads = [] if plan.head is None else [plan.head]
     by_block = [members for block in blueprint.blocks if (members := plan.members(block))]
-    dtype = _compute_dtype(checkpoint, plan, chosen)
+    dtype = _compute_dtype(checkpoint, plan, chosen, recipe.samples * recipe.max_length)
     if chosen.type == "cuda":
         # A process that has not used the GPU has no statistics to reset.
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -121,12 +129,11 @@ def quantize(
         max_shard_bytes=max_shard_size,
         resume=resume,
     )
-    with writer:
+    with writer, CopyBehind(checkpoint, writer, plan.copied, progress) as copying:
         if resume and not writer.resumed:
             warnings.warn(f"{writer.partial}: no unfinished run to resume; starting afresh", stacklevel=2)
         resumed = sum(1 for members in by_block if _all_written(plan, members, writer))
         clock.mark("preparing")
-        _copy(checkpoint, plan, writer, progress)
         if resumed < len(by_block) or not _all_written(plan, heads, writer):
             batches = []
             if calibrated:
@@ -139,6 +146,7 @@ def quantize(
                     documents, token_budget=_TOKEN_BUDGET[chosen.type], pad=not blueprint.routed
                 )
             BlockQuantizer(instance, plan, writer, batches, recipe, progress).run()
+        copying.finish()
         checkpoint.check_unchanged()
         forget_written_text(writer)
         manifest = _manifest(checkpoint, recipe, plan, environment)
@@ -171,9 +179,18 @@ def quantize(
     )
 
 
-def _compute_dtype(checkpoint: Checkpoint, plan: OutputPlan, device: torch.device) -> torch.dtype:
-    """float32 on the CPU, where 16-bit matrix products are slow; the checkpoint's own dtype on a GPU."""
-    if device.type == "cpu":
+def _compute_dtype(
+    checkpoint: Checkpoint, plan: OutputPlan, device: torch.device, tokens: int
+) -> torch.dtype:
+    """The dtype that blocks run in.
+
+    float32 on the CPU, where 16-bit matrix products are slow. On a GPU too while that takes seconds, so that
+    both lead to the same result; a larger model runs in the checkpoint's own dtype there.
+    """
+    projections = [planned.projection for planned in plan.modules.values()]
+    # Two forward passes, a multiplication and an addition for each weight and token.
+    work = 4 * tokens * sum(each.in_features * each.out_features for each in projections)
+    if device.type == "cpu" or work <= _FLOAT32_WORK:
         return torch.float32
     first = next(iter(plan.modules.values()))
     return torch_dtype(checkpoint.tensors[first.source].dtype)
@@ -245,22 +262,6 @@ def _write_report(folder: Path, clock: StageClock, device: str) -> None:
 def _all_written(plan: OutputPlan, members: list[PlannedModule], writer: CheckpointWriter) -> bool:
     written = writer.written
     return all(plan.is_written(planned, written) for planned in members)
-
-
-def _copy(
-    checkpoint: Checkpoint, plan: OutputPlan, writer: CheckpointWriter, progress: ReportProgress
-) -> None:
-    """Copies what stays unquantised, a tensor at a time."""
-    missing = [name for name in plan.copied if name not in writer.written]
-    pending = 0
-    for done, name in enumerate(missing, start=1):
-        writer.write(name, checkpoint.tensor(name))
-        pending += checkpoint.tensors[name].nbytes
-        if pending >= _COPY_COMMIT_BYTES:
-            writer.commit()
-            pending = 0
-        progress("copying unquantised tensors", done, len(missing))
-    writer.commit()
 
 
 def _peak_host_bytes() -> int:

@@ -1,0 +1,154 @@
+"""Writing behind the work: tensors that it makes, and those that stay as they are, in threads of their own.
+
+    work  --tensors, notes-->  queue of two  --copy engine--> page-locked memory --pwrite, SHA-256--> shard
+                                                                                        commit --> journal
+
+What is in the queue reaches the disk in order, each lot with its notes in one commit. Tensors of a GPU are
+copied on a stream of their own, beside what the GPU computes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from marlinq.checkpoint.reader import Checkpoint
+from marlinq.checkpoint.writer import CheckpointWriter
+from marlinq.core.progress import ReportProgress
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from marlinq.core.lazy import torch
+
+_LOTS = 2
+COPYING = "copying unquantised tensors"
+"""What progress is reported of."""
+# SHA-256 of a core is slower than a disk.
+_COPIERS = 2
+_COMMIT_BYTES = 1 << 28
+
+
+class WriteBehind:
+    """Hands tensors to a writer; use it in a ``with`` statement, which waits for what is under way.
+
+    Args:
+        writer: whose plan has the tensors.
+        device: where the tensors are.
+    """
+
+    def __init__(self, writer: CheckpointWriter, device: torch.device) -> None:
+        self._writer = writer
+        self._device = device
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="marlinq-write")
+        self._waiting: deque[Future[None]] = deque()
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> WriteBehind:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # After a failure too: what is complete is there for a resumed run.
+        self._pool.shutdown(wait=True)
+        if kind is None:
+            self.wait()
+
+    def write(self, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> None:
+        """Write and commit a lot, some time from now; the tensors must not change any more.
+
+        Waits while two earlier lots are under way.
+
+        Raises:
+            OutputError: an earlier lot could not be written.
+        """
+        while len(self._waiting) >= _LOTS:
+            self._waiting.popleft().result()
+        ready = None
+        if self._stream is not None:
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record(torch.cuda.current_stream(self._device))
+        self._waiting.append(self._pool.submit(self._write, dict(tensors), dict(notes), ready))
+
+    def wait(self) -> None:
+        """Wait until everything is written and committed.
+
+        Raises:
+            OutputError: something could not be written.
+        """
+        while self._waiting:
+            self._waiting.popleft().result()
+
+    def _write(
+        self, tensors: dict[str, Tensor], notes: dict[str, Any], ready: torch.cuda.Event | None
+    ) -> None:
+        for name in list(tensors):
+            # Taken out of the lot, so that memory of a GPU is free again when its tensor is written.
+            self._writer.write(name, self._on_host(tensors.pop(name), ready))
+        self._writer.commit(notes)
+
+    def _on_host(self, tensor: Tensor, ready: torch.cuda.Event | None) -> Tensor:
+        if self._stream is None or ready is None:
+            return tensor.cpu()
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            copy.copy_(tensor, non_blocking=True)
+        self._stream.synchronize()
+        return copy
+
+
+class CopyBehind:
+    """Copies stored tensors to a writer while other work goes on; use it in a ``with`` statement.
+
+    Args:
+        checkpoint: where they are.
+        writer: whose plan has them under the same names, dtypes and shapes.
+        names: what to copy; what the writer has already is left out.
+        progress: told by :meth:`finish`.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, writer: CheckpointWriter, names: Iterable[str], progress: ReportProgress
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._writer = writer
+        self._progress = progress
+        self._missing = [name for name in names if name not in writer.written]
+        self._pool = ThreadPoolExecutor(_COPIERS, thread_name_prefix="marlinq-copy")
+        self._copies: list[Future[None]] = []
+
+    def __enter__(self) -> CopyBehind:
+        self._copies = [self._pool.submit(self._copy, name) for name in self._missing]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # The writer's files are closed after this.
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def finish(self) -> None:
+        """Wait until everything is copied, and commit it.
+
+        Raises:
+            CheckpointError: the source was changed.
+            OutputError: something could not be written.
+        """
+        for done, copy in enumerate(self._copies, start=1):
+            copy.result()
+            self._progress(COPYING, done, len(self._copies))
+        self._writer.commit()
+
+    def _copy(self, name: str) -> None:
+        info = self._checkpoint.tensors[name]
+        self._writer.copy(name, self._checkpoint.files[info.shard], info.offset)
+        if info.nbytes >= _COMMIT_BYTES:
+            self._writer.commit()
