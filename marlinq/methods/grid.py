@@ -25,6 +25,10 @@ else:
 # the code -8 reaches absmax only with a scale of absmax/8, while GPTQ's convention counts from absmax/7.5.
 _SHRINK = tuple(1.06 - 0.04 * step for step in range(13))
 
+# Two signs of a scale whose costs differ by less than this share are equally good: far more than the rounding
+# of float32 sums, far less than matters.
+_TIE = 1e-4
+
 # N is searched in slices of so many weights: few enough for a CPU's cache to hold the temporaries, many
 # enough for a GPU to be busy.
 _SLICE = {"cpu": 1 << 19}
@@ -57,7 +61,8 @@ def search_grid(weight: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Ten
     """The grid with the least importance-weighted rounding error, sum_k importance[k] * (w[k] - q[k])**2.
 
     Each output channel of the group tries a list of shrunken ranges, a symmetric one both signs of the
-    scale: with a negative scale the code -8 lies on the positive side.
+    scale: with a negative scale the code -8 lies on the positive side. Of signs that cost the same it takes
+    the one that has the code -8 on the side of the largest weight.
 
     Args:
         weight: float32 [g, N], finite.
@@ -73,10 +78,9 @@ def search_grid(weight: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Ten
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
-def search_factors(scheme: Scheme) -> list[float]:
+def search_factors() -> tuple[float, ...]:
     """What the search multiplies the full scale, or the range, of a group by, in the order of its trials."""
-    signs = (1,) if scheme.stores_zeros else (1, -1)
-    return [shrink * sign for shrink in _SHRINK for sign in signs]
+    return _SHRINK
 
 
 def storable_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -113,25 +117,35 @@ def _search(weight: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Tensor,
     best_cost = torch.full_like(weight[0], torch.inf)
     # What stands if every cost overflows to infinity.
     best_scales, best_zeros = minmax_grid(weight, scheme)
-    if scheme.stores_zeros:
-        high, low = weight.amax(dim=0).clamp(min=0), weight.amin(dim=0).clamp(max=0)
-    else:
+    high, low = weight.amax(dim=0).clamp(min=0), weight.amin(dim=0).clamp(max=0)
+    if not scheme.stores_zeros:
         full = _full_scales(weight, element)
-    codes, errors = torch.empty_like(weight), torch.empty_like(weight)
-    for factor in search_factors(scheme):
-        if scheme.stores_zeros:
-            scales, zeros = _asymmetric_grid(low * factor, high * factor, top, dtype)
-        else:
-            scales = storable_scales(full * factor, dtype)
-            zeros = torch.full_like(scales, element.midpoint)
-        torch.mul(weight, scales.reciprocal(), out=errors).add_(zeros)
         if element.table is None:
-            torch.round(errors, out=codes).clamp_(0, top)
-        else:
-            codes = element.decode(element.nearest(errors))
-        cost = (importance @ errors.sub_(codes).square_()).mul_(scales.square())
-        better = cost < best_cost
-        best_cost = torch.where(better, cost, best_cost)
-        best_scales = torch.where(better, scales, best_scales)
-        best_zeros = torch.where(better, zeros, best_zeros)
+            # The sign that is tried first puts the code without a counterpart on the longer side.
+            full = torch.where(high > -low, -full, full)
+    codes, errors = torch.empty_like(weight), torch.empty_like(weight)
+    for factor in _SHRINK:
+        for sign in (1,) if scheme.stores_zeros else (1, -1):
+            if scheme.stores_zeros:
+                scales, zeros = _asymmetric_grid(low * factor, high * factor, top, dtype)
+            else:
+                scales = storable_scales(full * (factor * sign), dtype)
+                zeros = torch.full_like(scales, element.midpoint)
+            torch.mul(weight, scales.reciprocal(), out=errors).add_(zeros)
+            if element.table is None:
+                torch.round(errors, out=codes).clamp_(0, top)
+            else:
+                codes = element.decode(element.nearest(errors))
+            cost = (importance @ errors.sub_(codes).square_()).mul_(scales.square())
+            if sign == 1:
+                found_cost, found_scales, found_zeros = cost, scales, zeros
+                continue
+            # Where no weight is clipped both signs cost the same, and rounding must not choose.
+            other = cost < found_cost * (1 - _TIE)
+            found_cost = torch.where(other, cost, found_cost)
+            found_scales = torch.where(other, scales, found_scales)
+        better = found_cost < best_cost
+        best_cost = torch.where(better, found_cost, best_cost)
+        best_scales = torch.where(better, found_scales, best_scales)
+        best_zeros = torch.where(better, found_zeros, best_zeros)
     return best_scales, best_zeros

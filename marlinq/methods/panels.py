@@ -68,7 +68,7 @@ def solve_panels(
     # Row j holds (R^T D)_j over the channels quantised so far: the loss terms not yet closed.
     carried = torch.zeros_like(w)
     solve = _solve_large_group if g > PANEL_ROWS else _solve_groups
-    factors = torch.tensor(search_factors(scheme), device=w.device) if clip_search else None
+    factors = torch.tensor(search_factors(), device=w.device) if clip_search else None
     for block, panels in _blocks(factor.root, g):
         difference = solve(_Problem(w, carried, factor, scheme, factors, launch), block, panels, solution, g)
         if block.stop < w.shape[0]:

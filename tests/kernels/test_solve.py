@@ -16,8 +16,8 @@ from tests.testing.schemes import scheme
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_no_variant_spills(architecture: str, symmetric: bool) -> None:
     wanted = scheme(symmetric=symmetric)
-    for candidates in (0, len(search_factors(wanted))):
-        compiled = compile_kernel(instantiation(wanted, candidates), architecture)
+    for factors in (0, len(search_factors())):
+        compiled = compile_kernel(instantiation(wanted, factors), architecture)
         assert (compiled.spill_bytes, compiled.stack_bytes) == (0, 0)
 
 

@@ -94,10 +94,13 @@ def _least(group: Tensor, importance: Tensor, shares: list[float], symmetric: bo
     """Scales and zeros [N] with the least weighed error for a group [N, g]."""
     best = torch.full((len(group),), torch.inf, dtype=torch.float64)
     scales, zeros = torch.zeros_like(best), torch.zeros_like(best)
+    # Of signs that cost the same, that which has the code -8 on the side of the largest weight.
+    first = torch.where(group.amax(dim=1) > -group.amin(dim=1), -1.0, 1.0)
     for share in shares:
+        found = torch.full_like(best, torch.inf)
         for sign in (1, -1) if symmetric else (1,):
             if symmetric:
-                s = (2 * group.abs().amax(dim=1) / 15 * share * sign).half().double()
+                s = (2 * group.abs().amax(dim=1) / 15 * share * sign * first).half().double()
                 z = torch.full_like(s, 8)
             else:
                 high = group.amax(dim=1).clamp(min=0) * share
@@ -108,7 +111,9 @@ def _least(group: Tensor, importance: Tensor, shares: list[float], symmetric: bo
                 z = z.clamp(1, 15)
             q = (torch.clamp(torch.round(group / s[:, None]) + z[:, None], 0, 15) - z[:, None]) * s[:, None]
             cost = ((group - q).square() * importance).sum(dim=1)
-            better = cost < best
+            other = cost < found * (1 - 1e-4)
+            found = torch.where(other, cost, found)
+            better = other & (cost < best)
             best = torch.where(better, cost, best)
             scales, zeros = torch.where(better, s, scales), torch.where(better, z, zeros)
     return scales, zeros

@@ -92,13 +92,13 @@ def shared_bytes(rows: int) -> int:
     return 4 * (padded * padded + padded * _COLUMNS + padded + 3 * _WARPS * _COLUMNS) + padded * _COLUMNS
 
 
-def instantiation(scheme: Scheme, candidates: int) -> Instantiation:
-    """The kernel for a scheme; without candidates for given scales."""
+def instantiation(scheme: Scheme, factors: int) -> Instantiation:
+    """The kernel for a scheme and so many factors; without factors for given scales."""
     parameters = (
         ("Scale", _SCALES[scheme.scale_dtype]),
-        ("SEARCH", candidates > 0),
+        ("SEARCH", factors > 0),
         ("SYMMETRIC", not scheme.stores_zeros),
-        ("CANDIDATES", max(candidates, 1)),
+        ("FACTORS", max(factors, 1)),
     )
     return Instantiation("solve/round_panel.cuh", "round_panel", parameters)
 
@@ -139,8 +139,8 @@ def prepare_panel(tensors: PanelTensors, scheme: Scheme, shift: float) -> Prepar
         0.0 if scheme.stores_zeros else scheme.element.midpoint,
         shift,
     )
-    candidates = 0 if tensors.factors is None else tensors.factors.numel()
-    return PreparedPanel(instantiation(scheme, candidates), -(-n // _COLUMNS), shared_bytes(rows), arguments)
+    factors = 0 if tensors.factors is None else tensors.factors.numel()
+    return PreparedPanel(instantiation(scheme, factors), -(-n // _COLUMNS), shared_bytes(rows), arguments)
 
 
 def round_panel(tensors: PanelTensors, scheme: Scheme, shift: float) -> None:

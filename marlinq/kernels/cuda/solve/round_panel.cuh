@@ -11,13 +11,13 @@
 //
 // Output channels don't influence each other. A block has 32 of them, one a lane; its four warps share the rows:
 //
-//   search   warp w tries candidates w, w + 4, ... on all rows
+//   search   warp w tries factors w, w + 4, ... on all rows, with both signs where the grid is symmetric
 //   round    16 rows at a time: warp 0 rounds them one after the other, then all warps update the rows below,
 //            row j by warp j % 4. Rows of `feedback` are those that are updated, so a thread reads them in vectors.
 //
 // All sums have a fixed order: the same input gives the same bits, however many blocks run at once.
 //
-// Configuration: Scale (the dtype of the scales), SEARCH, SYMMETRIC, CANDIDATES.
+// Configuration: Scale (the dtype of the scales), SEARCH, SYMMETRIC, FACTORS.
 #pragma once
 #include "element/bfloat16.cuh"
 #include "element/half.cuh"
@@ -28,6 +28,7 @@ struct Single {};
 namespace panel {
 
 constexpr int COLUMNS = 32, WARPS = 4, LEAF = 16;
+constexpr float TIE = 1e-4f;  // grid.py's
 
 // Smallest normal and largest numbers of a scale's dtype, and a float rounded to it.
 template <typename E>
@@ -100,10 +101,11 @@ __device__ __forceinline__ float code_at(const Shared& at, int k) {
     return static_cast<float>(static_cast<int>(at.codes[k / 4][threadIdx.x % 32] >> 8 * (k % 4) & 0xffu));
 }
 
-// Least cost among the candidates; the earliest of equals, and the full range where every cost overflows.
+// Least cost among the candidates; the earliest of equals, and the full range where every cost overflows. Candidate 2 f is
+// factor f, 2 f + 1 the same with the other sign.
 template <typename C>
 __device__ __forceinline__ Grid search(const Shared& at, const float* factors, int rows, float top, float middle) {
-    constexpr int EACH = (C::CANDIDATES + WARPS - 1) / WARPS;
+    constexpr int EACH = (C::FACTORS + WARPS - 1) / WARPS, SIGNS = C::SYMMETRIC ? 2 : 1, NONE = 2 * C::FACTORS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float low = 0.f, high = 0.f;
     for (int k = warp; k < rows; k += WARPS) {
@@ -119,29 +121,42 @@ __device__ __forceinline__ Grid search(const Shared& at, const float* factors, i
         high = fmaxf(high, at.exchange[WARPS + other][lane]);
     }
     __syncthreads();
-    const float range = fmaxf(high, -low) * (2.f / top);
-    float inverse[EACH], zero[EACH], cost[EACH];
+    // The sign that is tried first puts the code without a counterpart on the longer side.
+    const float range = fmaxf(high, -low) * (2.f / top) * (high > -low ? -1.f : 1.f);
+    float inverse[EACH][SIGNS], zero[EACH], cost[EACH][SIGNS];
 #pragma unroll
     for (int c = 0; c < EACH; ++c) {
         // The last ones of some warps are tried twice.
-        const Grid tried = grid<C>(factors[min(c * WARPS + warp, C::CANDIDATES - 1)], range, low, high, top, middle);
-        inverse[c] = 1.f / tried.scale, zero[c] = tried.zero, cost[c] = 0.f;
+        const float factor = factors[min(c * WARPS + warp, C::FACTORS - 1)];
+#pragma unroll
+        for (int sign = 0; sign < SIGNS; ++sign) {
+            const Grid tried = grid<C>(sign ? -factor : factor, range, low, high, top, middle);
+            inverse[c][sign] = 1.f / tried.scale, zero[c] = tried.zero, cost[c][sign] = 0.f;
+        }
     }
     for (int k = 0; k < rows; ++k) {
         const float u = at.v[k * COLUMNS + lane], root = at.diagonal[k], importance = root * root;
 #pragma unroll
-        for (int c = 0; c < EACH; ++c) {
-            const float v = u * inverse[c] + zero[c], error = v - nearest(v, top);
-            cost[c] += importance * (error * error);
-        }
+        for (int c = 0; c < EACH; ++c)
+#pragma unroll
+            for (int sign = 0; sign < SIGNS; ++sign) {
+                const float v = u * inverse[c][sign] + zero[c], error = v - nearest(v, top);
+                cost[c][sign] += importance * (error * error);
+            }
     }
     float best = __uint_as_float(0x7f800000u);
-    int chosen = C::CANDIDATES;
+    int chosen = NONE;
 #pragma unroll
     for (int c = 0; c < EACH; ++c) {
-        const int candidate = min(c * WARPS + warp, C::CANDIDATES - 1);
-        const float scale = grid<C>(factors[candidate], range, low, high, top, middle).scale;
-        const float found = cost[c] * (scale * scale);
+        const int place = min(c * WARPS + warp, C::FACTORS - 1);
+        const float scale = grid<C>(factors[place], range, low, high, top, middle).scale;
+        float found = cost[c][0] * (scale * scale);
+        int candidate = 2 * place;
+        if (SIGNS == 2) {
+            // Where no weight is clipped both signs cost the same, and rounding must not choose.
+            const float other = cost[c][SIGNS - 1] * (scale * scale);
+            if (other < found * (1.f - TIE)) found = other, ++candidate;
+        }
         if (found < best) best = found, chosen = candidate;
     }
     at.exchange[warp][lane] = best;
@@ -154,7 +169,10 @@ __device__ __forceinline__ Grid search(const Shared& at, const float* factors, i
         if (found < best || (found == best && candidate < chosen)) best = found, chosen = candidate;
     }
     __syncthreads();
-    return grid<C>(chosen < C::CANDIDATES ? factors[chosen] : 1.f, range, low, high, top, middle);
+    // The full range is symmetric with a positive scale.
+    if (chosen == NONE) return grid<C>(1.f, fabsf(range), low, high, top, middle);
+    const float factor = factors[chosen / 2];
+    return grid<C>(chosen % 2 ? -factor : factor, range, low, high, top, middle);
 }
 
 // The rows' errors replace their values; the codes are kept.
