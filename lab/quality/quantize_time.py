@@ -5,25 +5,36 @@
 Writes a random checkpoint and a text into FOLDER unless they are there, quantises it, and prints seconds from
 start to end, per block, and the peaks of memory. Blocks are alike, so the seconds of 32 follow from those of
 a few: whole run less blocks, plus 32 times a block.
+
+With --split the parts of a block are timed, and the device is waited for at the end of each, which takes a
+little longer altogether. With --profile Python's profiler tells where the host's time goes.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import itertools
 import json
+import pstats
 import random
 import shutil
 import string
 import sys
 import time
 from pathlib import Path
+from typing import Any
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 from random_checkpoint import write_original
 
 from marlinq import quantize
+from marlinq.checkpoint import CheckpointWriter, CopyBehind
+from marlinq.models import ModelInstance
 from marlinq.operations.quantize import Recipe
+from marlinq.operations.quantize.blocks import BlockQuantizer
 
 
 def write_text(path: Path, documents: int, words: int) -> None:
@@ -36,6 +47,39 @@ def write_text(path: Path, documents: int, words: int) -> None:
     path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
 
 
+PARTS = {
+    "block read and placed": (ModelInstance, "block"),
+    "first forward pass and Hessians": (BlockQuantizer, "_statistics"),
+    "solve": (BlockQuantizer, "_solve"),
+    "packed": (BlockQuantizer, "_write"),
+    "waited for the writer": (BlockQuantizer, "_commit"),
+    "new weights in place": (BlockQuantizer, "_install"),
+    "second forward pass": (BlockQuantizer, "_advance"),
+    "first hidden states": (BlockQuantizer, "_first_states"),
+    "waited for the copies": (CopyBehind, "finish"),
+    "end of the folder": (CheckpointWriter, "finish"),
+}
+"""What is timed: methods that don't call each other."""
+
+
+def split_into(parts: dict[str, float]) -> None:
+    """Lets the methods of :data:`PARTS` add the seconds they take to ``parts``."""
+
+    def timed(part: str, method: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.monotonic()
+            result = method(*args, **kwargs)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            parts[part] = parts.get(part, 0.0) + time.monotonic() - start
+            return result
+
+        return run
+
+    for part, (owner, name) in PARTS.items():
+        setattr(owner, name, timed(part, getattr(owner, name)))
+
+
 def main() -> None:
     """Write what is missing, quantise, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
@@ -44,6 +88,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--max-length", type=int, default=2048)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--split", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--recipe", type=json.loads, default={}, help="changes of the recipe, as JSON")
     arguments = parser.parse_args()
     model, text = arguments.folder / f"original-{arguments.layers}", arguments.folder / "text.txt"
@@ -65,7 +111,14 @@ def main() -> None:
     def note(stage: str, done: int, total: int) -> None:
         marks.append((time.monotonic() - start, stage, done))
 
+    parts: dict[str, float] = {}
+    if arguments.split:
+        split_into(parts)
+    profiler = cProfile.Profile()
+    if arguments.profile:
+        profiler.enable()
     report = quantize(model, out, recipe=recipe, device=arguments.device, progress=note)
+    profiler.disable()
     seconds = time.monotonic() - start
     blocks = [at for at, stage, _ in marks if stage == "quantising blocks"]
     each = [b - a for a, b in itertools.pairwise(blocks)]
@@ -79,6 +132,10 @@ def main() -> None:
     )
     print("blocks", " ".join(f"{value:.3f}" for value in each))
     print(f"median block {steady:.3f} s; 32 of them and the rest: {around + 32 * steady:.1f} s")
+    for part, took in parts.items():
+        print(f"{part:34s} {took:7.2f} s, {took / arguments.layers:.3f} a block")
+    if arguments.profile:
+        pstats.Stats(profiler).sort_stats("cumulative").print_stats(60)
     peak = report.peak_device_bytes or 0
     print(f"peak host {report.peak_host_bytes / 1e9:.2f} GB, device {peak / 1e9:.2f} GB")
 

@@ -14,17 +14,22 @@ channels can't make up for. Once the group's codes are known, its scales are fit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from marlinq.core.dtypes import torch_dtype
-from marlinq.core.errors import NumericsError, UnsupportedError
+from marlinq.core.errors import EnvironmentProblem, NumericsError, UnsupportedError
 from marlinq.core.scheme import Scheme
 from marlinq.core.settings import Choice, Flag, Fraction, setting
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
+from marlinq.kernels.solve import check_panels
 from marlinq.methods.base import Method, MethodOptions, SolveReport, check_weight, whole_groups
 from marlinq.methods.factor import Factor, channel_order, factorise
+from marlinq.methods.grid import search_factors
 from marlinq.methods.hessian import HessianAccumulator
 from marlinq.methods.panels import solve_panels
 from marlinq.methods.slices import solve_slices
@@ -149,7 +154,7 @@ def solve_gptq_shared(
     factor = factorise(hessian, order, options.damp)
     w = torch.cat([weight.t().to(torch.float32) for weight in weights], dim=1)
     norms = _norms(w, hessian, factor)
-    solve = solve_panels if w.is_cuda else solve_slices
+    solve = solve_panels if _has_kernel(w.device) else solve_slices
     solution = solve(w[order], factor, g, scheme, clip_search=options.clip_search)
     solution.loss.clamp_(min=0)
 
@@ -184,7 +189,41 @@ def solve_gptq_shared(
     return results
 
 
+@lru_cache(maxsize=16)
+def _has_kernel(device: torch.device) -> bool:
+    """Whether the kernel for panels runs on a device; says, once, why it does not on a GPU."""
+    if device.type != "cuda":
+        return False
+    try:
+        check_panels(device.index, len(search_factors()))
+    except EnvironmentProblem as problem:
+        warnings.warn(
+            f"{device}: GPTQ's kernel can't be used ({problem}); torch's operations solve instead, some ten "
+            "times slower",
+            stacklevel=4,
+        )
+        return False
+    return True
+
+
 def _norms(w: Tensor, hessian: Tensor, factor: Factor) -> Tensor:
     """w^T H w for each output channel of w [K, N], float64 [N], with the Hessian that the solve uses."""
-    product = hessian @ w if factor.diagonal is None else factor.diagonal.unsqueeze(1) * w
+    if factor.diagonal is not None:
+        product = factor.diagonal.unsqueeze(1) * w
+    elif hessian.is_cuda:
+        with _tensor_cores():
+            product = hessian @ w
+    else:
+        product = hessian @ w
     return product.mul_(w).sum(dim=0).to(torch.float64)
+
+
+@contextmanager
+def _tensor_cores() -> Iterator[None]:
+    """Lets a GPU round the operands of float32 products to TF32: enough for a figure of a report."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before

@@ -48,11 +48,15 @@ def solve_slices(w: Tensor, factor: Factor, g: int, scheme: Scheme, *, clip_sear
     # Each group's inverse is the same for all slices.
     roots = factor.root.unfold(0, g, g).unfold(1, g, g)
     own = torch.stack([roots[group, group] for group in range(w.shape[0] // g)])
-    inverses = torch.linalg.solve_triangular(own, torch.eye(g), upper=True)
+    inverses = torch.linalg.solve_triangular(own, torch.eye(g, device=w.device), upper=True)
 
     def one(columns: slice) -> None:
         _solve_slice(w[:, columns].contiguous(), factor, inverses, scheme, clip_search, solution, columns)
 
+    if w.device.type != "cpu":
+        # A GPU without the kernel for panels, or another device: as few operations as possible.
+        one(slice(0, w.shape[1]))
+        return solution
     slices = list(even_slices(w.shape[1]))
     threads = min(torch.get_num_threads(), len(slices))
     with (

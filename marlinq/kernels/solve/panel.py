@@ -165,6 +165,15 @@ def round_panel(tensors: PanelTensors, scheme: Scheme, shift: float) -> None:
         Launches(function, prepared.grid, THREADS, prepared.shared_bytes, prepared.arguments).take().start()
 
 
+def check_panels(device_index: int, factors: int) -> None:
+    """Make sure that the kernel runs on a GPU; ``factors`` is how many a search tries.
+
+    Raises:
+        EnvironmentProblem: the GPU is too old, or CuPy or NVRTC is missing, or the cache can't be written.
+    """
+    _function(instantiation(Scheme(), factors), shared_bytes(PANEL_ROWS), device_index)
+
+
 @lru_cache(maxsize=64)
 def _function(instantiation: Instantiation, shared: int, device_index: int) -> Function:
     # The largest panel's memory is asked for once; the driver then allows every smaller one.
