@@ -71,3 +71,24 @@ def test_two_shards_merge_to_the_hessian_of_both() -> None:
     assert torch.equal(empty.hessian(), right.hessian())
     with pytest.raises(ValueError, match="expected statistics of 16 channels, found 8"):
         left.merge(HessianAccumulator(8, device=CPU, name="layer"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("k", [96, 8200])
+def test_tensor_cores_sum_as_float32_does(dtype: torch.dtype, k: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    spread = torch.exp(torch.randn(k, device="cuda", generator=generator))
+    accumulator = HessianAccumulator(k, device=torch.device("cuda"), name="x")
+    expected = torch.zeros(k, 64, dtype=torch.float64, device="cuda")
+    for tokens in (4096, 1000):
+        x = (torch.randn(tokens, k, device="cuda", generator=generator) * spread).to(dtype)
+        accumulator.add(x)
+        expected += x.double().t() @ x[:, -64:].double()
+    found = accumulator.hessian()
+    assert torch.equal(found, found.t())
+    expected *= 2 / 5096
+    # Products of 16-bit numbers are exact in float32. Tensor cores cut the sum off once in 16 tokens, which
+    # loses up to 2**-23 of it: 4096 / 16 times for the longer call.
+    error = (found[:, -64:].double() - expected).norm() / expected.norm()
+    assert float(error) < 4096 / 16 * 2**-23
