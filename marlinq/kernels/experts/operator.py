@@ -1,0 +1,191 @@
+"""``torch.ops.marlinq.w4a16_experts``: the routed part of a mixture layer with 4-bit experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from marlinq.core.errors import UnsupportedError
+from marlinq.kernels.decide.problem import GROUP_SIZES
+from marlinq.kernels.experts.layout import ExpertWeights, StoredExperts
+from marlinq.kernels.experts.reference import ACTIVATIONS, reference_experts
+
+_NAME = "w4a16_experts"
+_LIBRARY = torch.library.Library("marlinq", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    f"{_NAME}(Tensor x, Tensor ids, Tensor weights, "
+    "Tensor gate_up_words, Tensor gate_up_scales, Tensor? gate_up_zeros, "
+    "Tensor down_words, Tensor down_scales, Tensor? down_zeros, "
+    "int group_size, str activation, Tensor? expert_map=None) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def w4a16_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: ExpertWeights,
+    activation: str = "silu",
+    expert_map: Tensor | None = None,
+) -> Tensor:
+    """``out[m] = sum_s weights[m, s] * down(activation(gate(x[m])) * up(x[m]))`` of expert ``ids[m, s]``.
+
+    Args:
+        x: [M, H] float16 or bfloat16, on the CPU also float32.
+        ids: int32 or int64 [M, T]: the router's choice; a number that is no expert's is left out.
+        weights: float32 [M, T].
+        experts: E experts of I channels, H and I multiples of 64.
+        activation: of :data:`marlinq.kernels.experts.reference.ACTIVATIONS`.
+        expert_map: None or int32 [experts of the router]: the place of an expert among the E, or -1 where
+            another GPU has it.
+
+    Returns:
+        [M, H] in ``x.dtype``; zeros where a row has no expert here. The same call gives the same bits.
+
+    Raises:
+        ValueError: an operand's shape, dtype or device does not fit.
+        UnsupportedError: a shape or dtype that the kernels can't run.
+        EnvironmentProblem: CuPy, NVRTC or the driver is missing.
+    """
+    gate_up, down = experts.gate_up, experts.down
+    found: Tensor = torch.ops.marlinq.w4a16_experts.default(
+        x, ids, weights, *gate_up, *down, experts.group_size, activation, expert_map
+    )
+    return found
+
+
+def check_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: ExpertWeights,
+    activation: str,
+    expert_map: Tensor | None,
+) -> None:
+    """Whether the operands fit each other.
+
+    Raises:
+        ValueError: they don't.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
+    if experts.group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size: expected one of {GROUP_SIZES}, found {experts.group_size}")
+    for name, stored in (("gate_up", experts.gate_up), ("down", experts.down)):
+        if stored.words.dtype != torch.int32 or stored.words.dim() != 3 or stored.words.shape[2] % 128:
+            raise ValueError(
+                f"{name} words: expected int32 [E, K/16, 2N], N a multiple of 64, "
+                f"found {stored.words.dtype} {list(stored.words.shape)}"
+            )
+        count, k, n = stored.shape
+        groups = 1 if experts.group_size < 1 else k // experts.group_size
+        for kind, value in (("scales", stored.scales), ("zeros", stored.zeros)):
+            if value is not None and (value.shape != (count, groups, n) or value.dtype != x.dtype):
+                raise ValueError(
+                    f"{name} {kind}: expected {x.dtype} [{count}, {groups}, {n}] with group size "
+                    f"{experts.group_size}, found {value.dtype} {list(value.shape)}"
+                )
+        if k % 64 or (experts.group_size > 0 and k % experts.group_size):
+            raise ValueError(f"{name}: {k} channels are no multiple of 64 and of groups")
+    count, k, n = experts.gate_up.shape
+    if experts.down.shape != (count, n // 2, k) or n % 128:
+        raise ValueError(
+            f"down: expected {count} experts of {n // 2} channels and {k} columns to fit gate_up, "
+            f"found {experts.down.shape}"
+        )
+    if (experts.gate_up.zeros is None) != (experts.down.zeros is None):
+        raise ValueError("zeros: expected zero points of gate_up and down or of none")
+    m = x.shape[0]
+    if x.dim() != 2 or x.shape[1] != k:
+        raise ValueError(f"x: expected [M, {k}], found {list(x.shape)}")
+    if ids.dim() != 2 or ids.shape[0] != m or ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"ids: expected int32 or int64 [{m}, T], found {ids.dtype} {list(ids.shape)}")
+    if weights.shape != ids.shape or weights.dtype != torch.float32:
+        raise ValueError(
+            f"weights: expected float32 {list(ids.shape)}, found {weights.dtype} {list(weights.shape)}"
+        )
+    if expert_map is not None and (expert_map.dim() != 1 or expert_map.dtype != torch.int32):
+        raise ValueError(
+            f"expert_map: expected int32 [experts], found {expert_map.dtype} {list(expert_map.shape)}"
+        )
+    named = {
+        "ids": ids,
+        "weights": weights,
+        "expert_map": expert_map,
+        **{f"gate_up {key}": value for key, value in experts.gate_up._asdict().items()},
+        **{f"down {key}": value for key, value in experts.down._asdict().items()},
+    }
+    for name, value in named.items():
+        if value is not None and (value.device != x.device or not value.is_contiguous()):
+            raise ValueError(
+                f"{name}: expected a contiguous tensor on {x.device}, the device of x, "
+                f"found strides {value.stride()} on {value.device}"
+            )
+
+
+def _cpu(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up_words: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_zeros: Tensor | None,
+    down_words: Tensor,
+    down_scales: Tensor,
+    down_zeros: Tensor | None,
+    group_size: int,
+    activation: str,
+    expert_map: Tensor | None = None,
+) -> Tensor:
+    gate_up = StoredExperts(gate_up_words, gate_up_scales, gate_up_zeros)
+    down = StoredExperts(down_words, down_scales, down_zeros)
+    experts = ExpertWeights(gate_up, down, group_size)
+    check_experts(x, ids, weights, experts, activation, expert_map)
+    return reference_experts(x, ids, weights, experts, activation, expert_map)
+
+
+def _cuda(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up_words: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_zeros: Tensor | None,
+    down_words: Tensor,
+    down_scales: Tensor,
+    down_zeros: Tensor | None,
+    group_size: int,
+    activation: str,
+    expert_map: Tensor | None = None,
+) -> Tensor:
+    gate_up = StoredExperts(gate_up_words, gate_up_scales, gate_up_zeros)
+    down = StoredExperts(down_words, down_scales, down_zeros)
+    experts = ExpertWeights(gate_up, down, group_size)
+    check_experts(x, ids, weights, experts, activation, expert_map)
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        raise UnsupportedError(f"{_NAME}: x has dtype {x.dtype}; the kernels take float16 and bfloat16")
+    from marlinq.kernels.experts.launch import launch_experts
+
+    return launch_experts(x, ids, weights, experts, activation, expert_map)
+
+
+def _meta(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up_words: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_zeros: Tensor | None,
+    down_words: Tensor,
+    down_scales: Tensor,
+    down_zeros: Tensor | None,
+    group_size: int,
+    activation: str,
+    expert_map: Tensor | None = None,
+) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+for _function, _key in ((_cuda, "CUDA"), (_cpu, "CPU"), (_meta, "Meta")):
+    _LIBRARY.impl(_NAME, _function, _key)  # type: ignore[no-untyped-call]

@@ -1,0 +1,66 @@
+"""The CPU reference of a routed layer: the same operands, plain torch arithmetic."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from marlinq.kernels.experts.layout import ExpertWeights, StoredExperts
+from marlinq.kernels.ops.reference import dequantize_operands
+
+
+def activated(gate: Tensor, activation: str) -> Tensor:
+    """The activation by its name in ``cuda/step/activate.cuh``, lower case."""
+    if activation == "silu":
+        return functional.silu(gate)
+    if activation == "gelu":
+        return functional.gelu(gate)
+    if activation == "gelu_tanh":
+        return functional.gelu(gate, approximate="tanh")
+    if activation == "relu":
+        return functional.relu(gate)
+    if activation == "relu2":
+        return functional.relu(gate).square()
+    raise ValueError(f"activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
+
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+"""What may stand between the products."""
+
+
+def expert_matrix(stored: StoredExperts, expert: int) -> Tensor:
+    """The dense weight [K, N] of one expert in float32."""
+    zeros = None if stored.zeros is None else stored.zeros[expert]
+    return dequantize_operands(stored.words[expert], stored.scales[expert], zeros)
+
+
+def local_experts(ids: Tensor, experts: int, expert_map: Tensor | None) -> Tensor:
+    """Where the experts of ``ids`` are among ``experts``; -1 for those that are not, int64."""
+    ids = ids.long()
+    if expert_map is not None:
+        known = (ids >= 0) & (ids < expert_map.shape[0])
+        ids = expert_map.long()[ids.clamp(0, expert_map.shape[0] - 1)].where(known, -1)
+    return ids.where((ids >= 0) & (ids < experts), -1)
+
+
+def reference_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: ExpertWeights,
+    activation: str,
+    expert_map: Tensor | None = None,
+) -> Tensor:
+    """As :func:`marlinq.kernels.experts.w4a16_experts`, accumulated in float32, rounded once at the end."""
+    local = local_experts(ids, experts.down.shape[0], expert_map)
+    out = torch.zeros(x.shape[0], experts.down.shape[2], dtype=torch.float32, device=x.device)
+    for expert in local.unique().tolist():
+        if expert < 0:
+            continue
+        rows, slots = (local == expert).nonzero(as_tuple=True)
+        both = (x[rows].float() @ expert_matrix(experts.gate_up, expert)).unflatten(1, (-1, 2, 16))
+        inner = (activated(both[:, :, 0], activation) * both[:, :, 1]).flatten(1)
+        product = inner @ expert_matrix(experts.down, expert)
+        out.index_add_(0, rows, product * weights[rows, slots, None].float())
+    return out.to(x.dtype)
