@@ -66,6 +66,7 @@ _TABLE = {
     r"mul\.rn\.f32": "multiply_floats",
     # Integer Arithmetic
     r"dp4a\.s32\.s32": "dot_bytes",
+    r"popc\.b32": "count_bits",
     # Parallel Synchronization and Communication
     r"mbarrier\.init\.shared::cta\.b64": "barrier_init",
     r"fence\.mbarrier_init\.release\.cluster": "barrier_init_fence",
@@ -78,6 +79,7 @@ _TABLE = {
     r"barrier\.cluster\.arrive\.relaxed\.aligned": "cluster_arrive_relaxed",
     r"barrier\.cluster\.wait\.acquire\.aligned": "cluster_wait",
     r"redux\.sync\.max\.u32": "largest_of_warp",
+    r"match\.any\.sync\.b32": "lanes_with_same",
     r"elect\.sync": "elect",
     r"griddepcontrol\.launch_dependents": "launch_dependents",
     r"griddepcontrol\.wait": "wait_for_previous_kernel",

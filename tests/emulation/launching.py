@@ -252,7 +252,7 @@ def _source_line(library: str, frames: list[int]) -> str:
 @contextmanager
 def emulated_tensor_maps() -> Iterator[None]:
     """Let the host make tensor maps for the emulation, and keep none of them."""
-    caches = operands.activation_maps, operands._weight_maps
+    caches = operands.activation_maps, operands.sorted_rows_map, operands.weight_maps
     for cache in caches:
         cache.cache_clear()
     try:

@@ -55,7 +55,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Driver]:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     monkeypatch.setattr(launch, "device_numbers", lambda _: H200)
     monkeypatch.setattr(launch, "_load", lambda *_: driver.Function(None, ctypes.c_void_p(1), 0, 1))
-    caches = operands.activation_maps, operands._weight_maps
+    caches = operands.activation_maps, operands.weight_maps
     for cache in caches:
         cache.cache_clear()
     yield library

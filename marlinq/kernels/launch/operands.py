@@ -12,6 +12,7 @@ from marlinq.kernels.launch.driver import TENSOR_MAP_BYTES, encode_tensor_map
 
 _EXTENTS = ("m", "n", "k")
 _ActivationMaps = ctypes.c_ubyte * (2 * TENSOR_MAP_BYTES)
+_ActivationMap = ctypes.c_ubyte * TENSOR_MAP_BYTES
 _WeightMaps = ctypes.c_ubyte * (3 * TENSOR_MAP_BYTES)
 
 
@@ -99,7 +100,7 @@ class Operands(NamedTuple):
         small = self._small()
         return (
             activation_maps(self.x.data_ptr(), m, k, self.x.stride(0), tile_m),
-            _weight_maps(self.words.data_ptr(), *small[:2], n, k, self.scales.shape[0], tiles, rows),
+            weight_maps(self.words.data_ptr(), *small[:2], n, k, self.scales.shape[0], tiles, rows),
             *small,
             m,
             n,
@@ -144,8 +145,17 @@ def activation_maps(address: int, m: int, k: int, stride: int, tile_m: int) -> c
     return _ActivationMaps.from_buffer_copy(maps.ljust(2 * TENSOR_MAP_BYTES, b"\0"))
 
 
+@lru_cache(maxsize=4096)
+def sorted_rows_map(address: int, rows: int, k: int, tile_m: int) -> ctypes.Array[ctypes.c_ubyte]:
+    """Rows of activations [rows, K] in boxes of 64 columns and ``tile_m`` rows, which may begin at any row."""
+    box = (64, tile_m)
+    return _ActivationMap.from_buffer_copy(
+        encode_tensor_map(address, 2, (k, rows), (2 * k,), box, swizzled=True)
+    )
+
+
 @lru_cache(maxsize=16384)
-def _weight_maps(
+def weight_maps(
     words: int, scales: int, zeros: int, n: int, k: int, groups: int, tiles: int, rows: int
 ) -> ctypes.Array[ctypes.c_ubyte]:
     """Words [K/16, N/64, 128], then scales and zero points [G, N/64, 64] where they travel in groups."""

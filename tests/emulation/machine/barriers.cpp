@@ -314,6 +314,18 @@ void emulation::largest_of_warp(Output<u32> result, u32 value, u32 mask) {
     result.set(value);
 }
 
+void emulation::lanes_with_same(Output<u32> result, u32 value, u32 mask) {
+    if (mask != 0xffffffffu) fail("match.any.sync of some lanes only, mask %#x", mask);
+    gather("match.any.sync", &value, [](Warp&, void* const* values) {
+        u32 found[LANES] = {};
+        for (unsigned lane = 0; lane < LANES; ++lane)
+            for (unsigned other = 0; other < LANES; ++other)
+                found[lane] |= u32(*static_cast<u32*>(values[lane]) == *static_cast<u32*>(values[other])) << other;
+        for (unsigned lane = 0; lane < LANES; ++lane) *static_cast<u32*>(values[lane]) = found[lane];
+    });
+    result.set(value);
+}
+
 // Always the same lane, as the specification wants, which does not say which.
 void emulation::elect(bool& chosen, u32 mask) {
     if (mask != 0xffffffffu) fail("elect.sync of some lanes only, mask %#x", mask);

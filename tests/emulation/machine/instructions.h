@@ -74,6 +74,7 @@ void cluster_wait();
 inline void launch_dependents() {}
 void wait_for_previous_kernel();
 void largest_of_warp(Output<u32> result, u32 value, u32 mask);
+void lanes_with_same(Output<u32> result, u32 value, u32 mask);
 void elect(bool& chosen, u32 mask);
 inline void select(Output<u32> result, u32 first, u32 second, bool chosen) { result.set(chosen ? first : second); }
 void registers_grow(u32 count);
@@ -121,6 +122,7 @@ void multiply_warpgroup(const std::array<Output<float>, COLUMNS / 2>& d, const I
 void combine_bits(Output<u32> result, u32 a, u32 b, u32 c, u32 table);
 void permute_bytes(Output<u32> result, u32 a, u32 b, u32 selector);
 void dot_bytes(Output<u32> result, u32 a, u32 b, u32 c);
+inline void count_bits(Output<u32> result, u32 value) { result.set(__builtin_popcount(value)); }
 void round_to_int(Output<u32> result, float value);
 inline void multiply_floats(Output<float> result, float a, float b) { result.set(a * b); }
 void truncate_to_u16(Output<u16> result, u32 value);

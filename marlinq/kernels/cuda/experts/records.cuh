@@ -1,0 +1,52 @@
+// What the kernels of a routed layer tell each other about the sorted pairs.
+//
+// A pair is a row of the batch and one of its experts, number  row * T + slot.  Sorted by expert, pairs are the rows of the
+// grouped products: expert e has rows first_row .. first_row + rows - 1, cut into tiles of TILE_M. Every tile has a record,
+// that of its expert, so that a block finds any tile with one load.
+#pragma once
+#include "ptx/memory.cuh"
+#include "schedule/tile_order.cuh"
+
+struct __align__(16) ExpertRecord {
+    int expert, first_tile, first_row, rows;
+};
+
+__device__ __forceinline__ ExpertRecord load_record(const ExpertRecord* record) {
+    const uint4 v = load_l2(record);
+    return {(int)v.x, (int)v.y, (int)v.z, (int)v.w};
+}
+
+// The place of an expert of the router among those here; -1 if it is elsewhere.
+template <bool WIDE>
+__device__ __forceinline__ int local_expert(const int* ids, i64 pair, const int* map, int map_size, int experts) {
+    // Of 64 bits the high ones are zero, or the number is no expert's.
+    const int low = ids[WIDE ? 2 * pair : pair];
+    const bool known = !WIDE || ids[2 * pair + 1] == 0;
+    if (!known || low < 0) return -1;
+    if (map == nullptr) return low < experts ? low : -1;
+    const int place = low < map_size ? map[low] : -1;
+    return place < experts ? place : -1;
+}
+
+// A tile of a grouped product.
+struct ExpertTile {
+    int expert, m0, rows, n0;  // m0: first sorted row; rows: as many of the tile exist
+};
+
+// The tiles of a grouped product: experts one after the other, each in bands of rows (schedule/tile_order.cuh).
+template <int TileM, int TileN>
+struct ExpertTiles {
+    const ExpertRecord* records;
+    int tiles_n, N;
+
+    __device__ __forceinline__ ExpertTiles(const ExpertRecord* all, int columns)
+        : records(all), tiles_n((columns + TileN - 1) / TileN), N(columns) {}
+
+    __device__ __forceinline__ ExpertTile find(int tile) const {
+        // An expert's tiles begin at first_tile * tiles_n, so this is a record of the right expert.
+        const ExpertRecord record = load_record(records + tile / tiles_n);
+        const TileOrder<TileM, TileN> order(record.rows, N);
+        const TilePlace at = order.place(tile - record.first_tile * tiles_n);
+        return {record.expert, record.first_row + at.m0, min(TileM, record.rows - at.m0), at.n0};
+    }
+};

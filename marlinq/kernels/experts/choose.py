@@ -1,0 +1,201 @@
+"""Which variants a routed layer's launches take: a decision with its reason, made without a GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from marlinq.core.errors import UnsupportedError
+from marlinq.kernels.decide import warpgroup
+from marlinq.kernels.decide.device import Device
+from marlinq.kernels.decide.problem import Problem
+from marlinq.kernels.decide.warpgroup import WarpgroupConfig
+from marlinq.kernels.jit.instantiation import Instantiation, Parameters
+
+MOST_EXPERTS = 512
+"""Experts that ``cuda/experts/route.cuh`` sorts."""
+
+_TILES_M = (16, 32, 48, 64, 80, 96, 112, 128)
+# Cycles of a multiprocessor for a chunk of 128 channels and 256 columns: its bytes' share of the memory, its
+# words' way into registers, and its products, of which a part by the rows of the tile.
+_MEMORY, _UNPACKING, _CHUNK, _ROW = 870.0, 700.0, 350.0, 17.6
+# Up to here a multiprocessor has two blocks of 128 columns instead of one of 256: more, smaller tiles.
+_TWO_BLOCKS_MOST = 32
+_UNLIMITED = 1 << 30
+# Bytes that a warpgroup takes to transpose 16 columns a warp, beyond those for 32: the former come as 16 rows.
+_SINGLE_COLUMNS_MORE = 1024
+# Barriers, and what the driver keeps of every block.
+_RESERVED = 1280
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """What decides: a routed layer and its batch.
+
+    Attributes:
+        m: rows of the batch.
+        top: experts of a row.
+        experts: whose weights are here.
+        hidden: H, a multiple of 64.
+        inner: I, a multiple of 64.
+        group_size: 32, 64, 128 or -1.
+        zeros: whether zero points are stored.
+        bfloat16: the type of activations and scales; float16 otherwise.
+    """
+
+    m: int
+    top: int
+    experts: int
+    hidden: int
+    inner: int
+    group_size: int
+    zeros: bool
+    bfloat16: bool
+
+    @property
+    def pairs(self) -> int:
+        """Rows of the grouped products."""
+        return self.m * self.top
+
+    def product(self, *, gated: bool) -> Problem:
+        """Gate and up, or down, of one expert."""
+        n, k = (2 * self.inner, self.hidden) if gated else (self.hidden, self.inner)
+        group_size = -1 if self.group_size == k else self.group_size
+        return Problem(self.m, n, k, group_size, self.zeros, self.bfloat16)
+
+
+@dataclass(frozen=True)
+class GroupedConfig:
+    """A variant of ``cuda/kernels/experts_warpgroup.cuh``.
+
+    Attributes:
+        tile: of the dense kernel, whose parts it is made of.
+        gated: whether columns are gate and up.
+        blocks: of the persistent grid at most.
+    """
+
+    tile: WarpgroupConfig
+    gated: bool
+    blocks: int
+
+    def instantiation(self, problem: Problem, activation: str) -> Instantiation:
+        """What is compiled for ``problem``, the product of one expert."""
+        parameters: Parameters = (
+            *self.tile.instantiation(problem).parameters,
+            ("GATED", self.gated),
+            ("GROUPED_SHARED_BYTES", self.shared_bytes(problem)),
+            ("ACTIVATION", f"Activation::{activation.upper()}"),
+        )
+        return Instantiation("kernels/experts_warpgroup.cuh", "experts_wgmma", parameters)
+
+    def shared_bytes(self, problem: Problem) -> int:
+        """Dynamic shared memory of a block."""
+        more = _SINGLE_COLUMNS_MORE * self.tile.multiplying if self.gated and self.tile.words == 2 else 0
+        return self.tile.shared_bytes(problem) + more
+
+    def grid(self, problem: Problem, tiles: int) -> int:
+        """Blocks of a launch with at most ``tiles`` tiles of sorted rows."""
+        return min(self.blocks, tiles * -(-problem.n // self.tile.tile_n))
+
+
+@dataclass(frozen=True)
+class ExpertsDecision:
+    """How a routed layer is launched.
+
+    Attributes:
+        gate_up: of the first product.
+        down: of the second; tiles have as many rows as those of the first.
+        reason: in a sentence.
+    """
+
+    gate_up: GroupedConfig
+    down: GroupedConfig
+    reason: str
+
+    @property
+    def tile_m(self) -> int:
+        """Sorted rows of a tile."""
+        return self.gate_up.tile.tile_m
+
+
+@lru_cache(maxsize=4096)
+def decide_experts(shape: ExpertsShape, device: Device) -> ExpertsDecision:
+    """The variants for ``shape`` on ``device``.
+
+    Raises:
+        UnsupportedError: a GPU without ``wgmma``, or more experts than are sorted.
+    """
+    if not device.has_warpgroups:
+        raise UnsupportedError(
+            f"experts on {device.architecture}: the grouped kernels need compute capability 9.0"
+        )
+    if shape.experts > MOST_EXPERTS:
+        raise UnsupportedError(f"{shape.experts} experts on one GPU: at most {MOST_EXPERTS} are sorted")
+    costs = {tile_m: _cost(shape, tile_m) for tile_m in _TILES_M}
+    for tile_m in sorted(costs, key=lambda rows: costs[rows]):
+        gate_up = grouped(shape, device, tile_m, gated=True)
+        down = grouped(shape, device, tile_m, gated=False)
+        if gate_up is not None and down is not None:
+            mean = shape.pairs / shape.experts
+            return ExpertsDecision(
+                gate_up,
+                down,
+                f"tiles of {tile_m} rows for {mean:.1f} rows an expert: "
+                f"{gate_up.tile.tile_n} and {down.tile.tile_n} columns",
+            )
+    raise UnsupportedError(f"experts with groups of {shape.group_size}: no variant fits {device.architecture}")
+
+
+def grouped(
+    shape: ExpertsShape,
+    device: Device,
+    tile_m: int,
+    *,
+    gated: bool,
+    words: int = 2,
+    warpgroups: int | None = None,
+) -> GroupedConfig | None:
+    """The variant with tiles of ``tile_m`` rows and as deep a ring as fits; None where registers don't.
+
+    Args:
+        shape: of the layer.
+        device: to run on.
+        tile_m: rows of a tile.
+        gated: which of the products.
+        words: 16-column blocks of a warp.
+        warpgroups: side by side; None for the usual.
+    """
+    problem = shape.product(gated=gated)
+    wanted = [(1, 2), (2, 1)] if tile_m <= _TWO_BLOCKS_MOST else [(2, 1), (1, 1)]
+    if warpgroups is not None:
+        wanted = [(warpgroups, 2), (warpgroups, 1)] if warpgroups == 1 else [(warpgroups, 1)]
+    for side_by_side, blocks in wanted:
+        found = warpgroup._deepest(problem, device, tile_m, words, side_by_side, 1, 8, 1, blocks)
+        if found is None:
+            continue
+        config = GroupedConfig(replace(found, most_blocks=_UNLIMITED), gated, found.most_blocks)
+        room = device.shared_bytes // blocks - _RESERVED
+        if config.shared_bytes(problem) > room:
+            config = replace(config, tile=replace(config.tile, stages=found.stages - 1))
+        if config.tile.stages > 1:
+            return config
+    return None
+
+
+def _cost(shape: ExpertsShape, tile_m: int) -> float:
+    """Cycles of a chunk for all experts that are touched, if rows choose them evenly."""
+    mean = shape.pairs / shape.experts
+    touched, tiles = _expected_tiles(mean, tile_m)
+    memory = touched * _MEMORY
+    products = tiles * max(_UNPACKING, _CHUNK + _ROW * tile_m)
+    return float((memory**4 + products**4) ** 0.25)
+
+
+def _expected_tiles(mean: float, tile_m: int) -> tuple[float, float]:
+    """Of one expert whose rows are Poisson distributed: the chance of any, and the expected tiles."""
+    spread = math.sqrt(mean)
+    first, last = max(0, int(mean - 6 * spread)), int(mean + 6 * spread) + 2
+    chances = [math.exp(c * math.log(mean) - mean - math.lgamma(c + 1)) for c in range(first, last)]
+    touched = 1 - math.exp(-mean)
+    return touched, sum(chance * -(-(first + i) // tile_m) for i, chance in enumerate(chances))

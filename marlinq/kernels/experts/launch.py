@@ -1,0 +1,328 @@
+"""From a routed layer to its launches: sort and gather, gate and up, down, sum."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from marlinq.kernels.decide.decision import demands
+from marlinq.kernels.experts.choose import ExpertsDecision, ExpertsShape, GroupedConfig, decide_experts
+from marlinq.kernels.experts.layout import ExpertWeights, StoredExperts
+from marlinq.kernels.jit.instantiation import Instantiation
+from marlinq.kernels.launch.driver import TENSOR_MAP_BYTES, Launches, on_device
+from marlinq.kernels.launch.launch import device_numbers
+from marlinq.kernels.launch.loading import load_kernel
+from marlinq.kernels.launch.operands import sorted_rows_map, weight_maps
+from marlinq.kernels.step.prepared import ELEMENTS, VECTOR, address
+
+_ROUTE_THREADS, _SUM_THREADS = 1024, 128
+_ALIGNMENT = 256
+_RECORD_BYTES = 16
+
+
+class _RouteArguments(ctypes.Structure):
+    """The parameters of ``cuda/experts/route.cuh``."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("ids", "map", "x", "counts", "records", "tiles", "places", "gathered")
+        ),
+        *((name, ctypes.c_int) for name in ("m", "top", "hidden", "experts", "map_size")),
+        ("x_stride", ctypes.c_longlong),
+    )
+
+
+class _GroupedArguments(ctypes.Structure):
+    """The parameters of ``cuda/kernels/experts_warpgroup.cuh``."""
+
+    _fields_ = (
+        ("x", ctypes.c_ubyte * TENSOR_MAP_BYTES),
+        ("weight", ctypes.c_ubyte * (3 * TENSOR_MAP_BYTES)),
+        *((name, ctypes.c_void_p) for name in ("scales", "zeros", "out", "records", "tiles")),
+        *((name, ctypes.c_int) for name in ("n", "k", "dependent", "behind_route")),
+    )
+
+
+class _SumArguments(ctypes.Structure):
+    """The parameters of ``cuda/experts/sum.cuh``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("y", "places", "weights", "out")),
+        *((name, ctypes.c_int) for name in ("m", "top", "hidden")),
+    )
+
+
+class Step(NamedTuple):
+    """One launch of a layer, before anything is compiled.
+
+    Attributes:
+        instantiation: the kernel.
+        grid: blocks.
+        threads: threads of a block.
+        shared_bytes: dynamic shared memory of a block.
+        arguments: the kernel's parameters.
+        registers: of a thread at launch.
+    """
+
+    instantiation: Instantiation
+    grid: int
+    threads: int
+    shared_bytes: int
+    arguments: ctypes.Structure
+    registers: int = 255
+
+
+class Workspace(NamedTuple):
+    """What the launches of a layer leave each other; nothing needs a value before the first.
+
+    Attributes:
+        counts: int32, of the blocks that divide the pairs.
+        records: int32 [tiles at most, 4] (``cuda/experts/records.cuh``).
+        tiles: int32 [1], how many there are.
+        places: int32 [M * T], the sorted row of a pair.
+        rows: [M * T, H]: sorted activations, then in their place what down gives.
+        inner: [M * T, I], what gate and up give.
+    """
+
+    counts: Tensor
+    records: Tensor
+    tiles: Tensor
+    places: Tensor
+    rows: Tensor
+    inner: Tensor
+
+    @classmethod
+    def of(cls, shape: ExpertsShape, tile_m: int, dtype: torch.dtype, device: torch.device) -> Workspace:
+        """Uninitialised memory, one allocation."""
+        pairs, experts = shape.pairs, _scanned(shape.experts)
+        blocks = -(-pairs // _ROUTE_THREADS)
+        extents = (
+            (torch.int32, (blocks if blocks > 1 else 0, experts)),
+            (torch.int32, (most_tiles(shape, tile_m), 4)),
+            (torch.int32, (1, 1)),
+            (torch.int32, (pairs, 1)),
+            (dtype, (pairs, shape.hidden)),
+            (dtype, (pairs, shape.inner)),
+        )
+        sizes = [kind.itemsize * rows * columns for kind, (rows, columns) in extents]
+        starts = [0]
+        for size in sizes:
+            starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+        memory = torch.empty(starts[-1], dtype=torch.uint8, device=device)
+        return cls(
+            *(
+                memory[start : start + size].view(kind).view(extent)
+                for start, size, (kind, extent) in zip(starts, sizes, extents, strict=False)
+            )
+        )
+
+
+def most_tiles(shape: ExpertsShape, tile_m: int) -> int:
+    """How many tiles of sorted rows there can be."""
+    return shape.pairs // tile_m + min(shape.pairs, shape.experts)
+
+
+def _scanned(experts: int) -> int:
+    """The experts that a block counts: a power of two, so that models share kernels."""
+    return max(32, 1 << (experts - 1).bit_length())
+
+
+def route_steps(
+    shape: ExpertsShape,
+    tile_m: int,
+    x: Tensor,
+    ids: Tensor,
+    expert_map: Tensor | None,
+    workspace: Workspace,
+) -> list[Step]:
+    """The launches that sort pairs and gather their rows: one for few pairs, otherwise two."""
+    blocks = -(-shape.pairs // _ROUTE_THREADS)
+    arguments = _RouteArguments(
+        ids.data_ptr(),
+        address(expert_map),
+        x.data_ptr(),
+        *(
+            value.data_ptr()
+            for value in (
+                workspace.counts,
+                workspace.records,
+                workspace.tiles,
+                workspace.places,
+                workspace.rows,
+            )
+        ),
+        shape.m,
+        shape.top,
+        shape.hidden,
+        shape.experts,
+        0 if expert_map is None else expert_map.shape[0],
+        x.stride(0),
+    )
+
+    def step(name: str, grid: int) -> Step:
+        parameters = (
+            ("THREADS", _ROUTE_THREADS),
+            ("EXPERTS", _scanned(shape.experts)),
+            ("TILE_M", tile_m),
+            ("STEP", f"RouteStep::{name}"),
+            ("WIDE", ids.dtype == torch.int64),
+        )
+        instantiation = Instantiation("experts/route.cuh", "experts_route", parameters)
+        return Step(instantiation, grid, _ROUTE_THREADS, 0, arguments, registers=64)
+
+    if blocks == 1:
+        return [step("ALL", shape.m)]
+    return [step("COUNT", blocks), step("PLACE", blocks)]
+
+
+def grouped_step(
+    shape: ExpertsShape,
+    config: GroupedConfig,
+    stored: StoredExperts,
+    activation: str,
+    workspace: Workspace,
+    *,
+    dependent: bool,
+) -> Step:
+    """The launch of one product over all sorted rows."""
+    problem = shape.product(gated=config.gated)
+    experts, k, n = stored.shape
+    source, target = (workspace.rows, workspace.inner) if config.gated else (workspace.inner, workspace.rows)
+    tile = config.tile
+    arguments = _GroupedArguments(
+        sorted_rows_map(source.data_ptr(), shape.pairs, k, tile.tile_m),
+        weight_maps(
+            stored.words.data_ptr(),
+            stored.scales.data_ptr(),
+            address(stored.zeros),
+            n,
+            experts * k,
+            experts * stored.scales.shape[1],
+            tile.tile_n // 64,
+            tile.rows,
+        ),
+        stored.scales.data_ptr(),
+        address(stored.zeros),
+        target.data_ptr(),
+        workspace.records.data_ptr(),
+        workspace.tiles.data_ptr(),
+        n,
+        k,
+        dependent,
+        dependent and config.gated,
+    )
+    return Step(
+        config.instantiation(problem, activation),
+        config.grid(problem, most_tiles(shape, tile.tile_m)),
+        tile.threads,
+        config.shared_bytes(problem),
+        arguments,
+        tile.launch_registers,
+    )
+
+
+def sum_step(shape: ExpertsShape, weights: Tensor, out: Tensor, workspace: Workspace) -> Step:
+    """The launch that adds every row's experts."""
+    parameters = (("Element", ELEMENTS[out.dtype]), ("THREADS", _SUM_THREADS))
+    arguments = _SumArguments(
+        workspace.rows.data_ptr(),
+        workspace.places.data_ptr(),
+        weights.data_ptr(),
+        out.data_ptr(),
+        shape.m,
+        shape.top,
+        shape.hidden,
+    )
+    grid = -(-shape.m * (shape.hidden // VECTOR) // _SUM_THREADS)
+    return Step(Instantiation("experts/sum.cuh", "experts_sum", parameters), grid, _SUM_THREADS, 0, arguments)
+
+
+def layer_steps(
+    shape: ExpertsShape,
+    decision: ExpertsDecision,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: ExpertWeights,
+    activation: str,
+    expert_map: Tensor | None,
+    out: Tensor,
+    workspace: Workspace,
+    *,
+    dependent: bool,
+) -> list[Step]:
+    """All launches of a layer, in order; each may begin before the one before has ended."""
+    return [
+        *route_steps(shape, decision.tile_m, x, ids, expert_map, workspace),
+        *(
+            grouped_step(shape, config, stored, activation, workspace, dependent=dependent)
+            for config, stored in ((decision.gate_up, experts.gate_up), (decision.down, experts.down))
+        ),
+        sum_step(shape, weights, out, workspace),
+    ]
+
+
+def shape_of(x: Tensor, ids: Tensor, experts: ExpertWeights) -> ExpertsShape:
+    """What decides for these operands."""
+    count, inner, hidden = experts.down.shape
+    return ExpertsShape(
+        x.shape[0],
+        ids.shape[1],
+        count,
+        hidden,
+        inner,
+        experts.group_size,
+        experts.down.zeros is not None,
+        x.dtype == torch.bfloat16,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _function(instantiation: Instantiation, device_index: int, shared_bytes: int):  # type: ignore[no-untyped-def]
+    return load_kernel(instantiation, device_numbers(device_index).architecture, device_index, shared_bytes)
+
+
+def start(steps: list[Step], device_index: int) -> None:
+    """Launch on the current stream, inside :func:`marlinq.kernels.launch.driver.on_device`.
+
+    The first waits for what ran before where the context demands no dependent launches; the others wait for
+    each other themselves.
+    """
+    for number, step in enumerate(steps):
+        function = _function(step.instantiation, device_index, step.shared_bytes)
+        overlapping = number > 0 or demands().dependent
+        Launches(
+            function, step.grid, step.threads, step.shared_bytes, step.arguments, dependent=overlapping
+        ).take().start()
+
+
+def launch_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: ExpertWeights,
+    activation: str,
+    expert_map: Tensor | None,
+    decision: ExpertsDecision | None = None,
+) -> Tensor:
+    """As :func:`marlinq.kernels.experts.w4a16_experts`, operands checked; ``decision`` overrides the choice."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not x.shape[0] or not ids.shape[1]:
+        return out.zero_()
+    if x.stride(1) != 1 or x.stride(0) % VECTOR or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    index = x.device.index
+    shape = shape_of(x, ids, experts)
+    chosen = decision or decide_experts(shape, device_numbers(index))
+    workspace = Workspace.of(shape, chosen.tile_m, x.dtype, x.device)
+    steps = layer_steps(
+        shape, chosen, x, ids, weights, experts, activation, expert_map, out, workspace, dependent=True
+    )
+    with on_device(index):
+        start(steps, index)
+    return out

@@ -1,0 +1,125 @@
+"""A routed layer on the emulation: the host's decision, workspace and arguments, the kernels' sources."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from marlinq.kernels.experts import ExpertWeights, StoredExperts
+from marlinq.kernels.experts.choose import ExpertsDecision
+from marlinq.kernels.experts.launch import Workspace, layer_steps, shape_of
+from tests.emulation.build import Builder
+from tests.emulation.gemm import SOURCES
+from tests.emulation.launching import EmulatedKernel, Memory, apart, emulated_tensor_maps
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What a layer left.
+
+    Attributes:
+        out: [M, H].
+        workspace: of its launches.
+    """
+
+    out: Tensor
+    workspace: Workspace
+
+
+def _apart(stored: StoredExperts) -> StoredExperts:
+    zeros = None if stored.zeros is None else apart(stored.zeros)
+    return StoredExperts(apart(stored.words), apart(stored.scales), zeros)
+
+
+def run_layer(
+    builder: Builder,
+    decision: ExpertsDecision,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: ExpertWeights,
+    activation: str = "silu",
+    expert_map: Tensor | None = None,
+    *,
+    seed: int = 0,
+) -> Routed:
+    """Every launch of the layer, dependently, each with what it may touch.
+
+    Raises:
+        KernelFault: a kernel did something wrong.
+    """
+    x, ids, weights = apart(x), apart(ids), apart(weights)
+    expert_map = None if expert_map is None else apart(expert_map)
+    experts = ExpertWeights(_apart(experts.gate_up), _apart(experts.down), experts.group_size)
+    out = apart(torch.full(x.shape, torch.nan, dtype=x.dtype))
+    shape = shape_of(x, ids, experts)
+    made = Workspace.of(shape, decision.tile_m, x.dtype, torch.device("cpu"))
+    for tensor in made:
+        tensor.view(torch.uint8).fill_(255)
+    workspace = Workspace(*(apart(tensor) for tensor in made))
+    with emulated_tensor_maps():
+        steps = layer_steps(
+            shape,
+            decision,
+            x,
+            ids,
+            weights,
+            experts,
+            activation,
+            expert_map,
+            out,
+            workspace,
+            dependent=True,
+        )
+    given = {"x": x, "ids": ids, "weights": weights, "map": expert_map, "out": out, **workspace._asdict()}
+    for product, stored in (("gate_up", experts.gate_up), ("down", experts.down)):
+        given |= {f"{product} {name}": value for name, value in stored._asdict().items()}
+    for number, step in enumerate(steps):
+        function = step.instantiation.function
+        parameters = dict(step.instantiation.parameters)
+        memory = _touched(function, parameters, given)
+        library = builder.kernel(step.instantiation.text(), function, SOURCES)
+        EmulatedKernel(library).launch(
+            step.grid,
+            step.threads,
+            step.shared_bytes,
+            step.arguments,
+            memory,
+            registers=step.registers,
+            dependent=True,
+            seed=seed + number,
+            resident=1,
+        )
+    return Routed(out, workspace)
+
+
+def _touched(function: str, parameters: dict[str, object], given: dict[str, Tensor | None]) -> list[Memory]:
+    """What a launch may read and write, and what of it the previous one may still be writing."""
+    constant: list[str]
+    if function == "experts_route":
+        # Ids and activations are the previous kernel's; nothing is to be touched before it has ended.
+        constant, previous = ["map"], ["ids", "x"]
+        written = ["counts", "records", "tiles", "places", "rows"]
+        if parameters["STEP"] == "RouteStep::PLACE":
+            previous.append("counts")
+            written.remove("counts")
+        if parameters["STEP"] == "RouteStep::COUNT":
+            written = ["counts"]
+    elif function == "experts_wgmma" and parameters["GATED"]:
+        constant = ["gate_up words", "gate_up scales", "gate_up zeros"]
+        previous, written = ["records", "tiles", "rows"], ["inner"]
+    elif function == "experts_wgmma":
+        # Records are older than the previous kernel, and so is the last reader of the rows' memory.
+        constant = ["down words", "down scales", "down zeros", "records", "tiles"]
+        previous, written = ["inner"], ["rows"]
+    else:
+        constant, previous, written = [], ["rows", "places", "weights"], ["out"]
+    memory = []
+    for name in (*constant, *previous, *written):
+        tensor = given[name]
+        if tensor is not None and tensor.numel():
+            after = name in previous or (name in written and function in ("experts_route", "experts_sum"))
+            memory.append(Memory(name, tensor, writable=name in written, after_previous=after))
+    return memory

@@ -1,0 +1,113 @@
+"""Routed layers on the emulation: sorted rightly, right against float64, in bounds and in order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from marlinq.kernels.experts.choose import ExpertsDecision, ExpertsShape, decide_experts, grouped
+from marlinq.kernels.experts.launch import shape_of
+from marlinq.kernels.experts.reference import local_experts
+from tests.emulation.build import Builder
+from tests.emulation.experts import Routed, run_layer
+from tests.emulation.gemm import H200
+from tests.kernels.experts_problems import Shape, random_layer, random_routing
+from tests.kernels.problems import BOUND, relative_error
+
+SMALL = replace(H200, multiprocessors=3)
+
+
+def decision(shape: ExpertsShape, tile_m: int, words: int = 2, warpgroups: int = 1) -> ExpertsDecision:
+    """Tiles of ``tile_m`` rows on three multiprocessors, so that blocks take several."""
+    found = [
+        grouped(shape, SMALL, tile_m, gated=gated, words=words, warpgroups=warpgroups)
+        for gated in (True, False)
+    ]
+    assert found[0] is not None
+    assert found[1] is not None
+    return ExpertsDecision(found[0], found[1], "a test's")
+
+
+def check_sorted(routed: Routed, local: torch.Tensor, tile_m: int) -> None:
+    """Records and places are those of a stable sort by expert."""
+    flat = local.flatten()
+    order = torch.argsort(torch.where(flat < 0, 1 << 20, flat), stable=True)
+    expected = torch.full_like(flat, -1)
+    here = int((flat >= 0).sum())
+    expected[order[:here]] = torch.arange(here)
+    assert torch.equal(routed.workspace.places.flatten().long(), expected)
+    records, first_row = [], 0
+    for expert in range(int(flat.max()) + 1):
+        rows = int((flat == expert).sum())
+        tiles = -(-rows // tile_m)
+        records += [[expert, len(records), first_row, rows]] * tiles
+        first_row += rows
+    assert int(routed.workspace.tiles) == len(records)
+    assert routed.workspace.records[: len(records)].tolist() == records
+
+
+# (M, shape, tile_m, words, warpgroups, skew)
+LAYERS = {
+    "one row": (1, Shape(5, 3, 128, 64, 64), 16, 2, 1, 0.0),
+    "empty experts": (6, Shape(9, 2, 128, 128, 32, True), 16, 2, 1, 1.0),
+    "several tiles an expert": (45, Shape(3, 2, 192, 64, 64), 16, 2, 1, 1.0),
+    "bfloat16": (20, Shape(4, 2, 256, 128, 128, False, torch.bfloat16), 32, 2, 1, 0.0),
+    "bfloat16 with zero points": (20, Shape(4, 2, 256, 128, -1, True, torch.bfloat16), 32, 2, 1, 0.0),
+    "side by side": (40, Shape(2, 1, 128, 192, -1), 32, 2, 2, 0.0),
+    "four words": (20, Shape(3, 2, 320, 192, 64), 16, 4, 1, 0.0),
+    "large tiles": (150, Shape(2, 2, 128, 64, 32), 128, 2, 2, 2.0),
+}
+
+
+@pytest.mark.parametrize("values", LAYERS.values(), ids=LAYERS)
+def test_layers(builder: Builder, values: tuple[int, Shape, int, int, int, float]) -> None:
+    m, shape, tile_m, words, warpgroups, skew = values
+    torch.manual_seed(m)
+    layer = random_layer(shape)
+    x, ids, weights = random_routing(shape, m, skew=skew)
+    chosen = decision(shape_of(x, ids, layer.weights), tile_m, words, warpgroups)
+    routed = run_layer(builder, chosen, x, ids, weights, layer.weights, seed=m)
+    check_sorted(routed, local_experts(ids, shape.experts, None), tile_m)
+    # Between the products numbers are rounded to 16 bits once more, and the sums of a row's experts once.
+    error = relative_error(routed.out, layer.reference(x, ids, weights))
+    assert error < 2 * BOUND[shape.dtype]
+
+
+def test_the_decision_of_the_host(builder: Builder) -> None:
+    shape = Shape(6, 2, 192, 128, 64)
+    layer = random_layer(shape)
+    x, ids, weights = random_routing(shape, 7)
+    chosen = decide_experts(shape_of(x, ids, layer.weights), H200)
+    routed = run_layer(builder, chosen, x, ids.long(), weights, layer.weights, "gelu_tanh")
+    error = relative_error(routed.out, layer.reference(x, ids, weights, "gelu_tanh"))
+    assert error < 2 * BOUND[shape.dtype]
+
+
+@pytest.mark.parametrize("m", [9, 700])
+def test_experts_that_are_elsewhere(builder: Builder, m: int) -> None:
+    # 1400 pairs are divided among two blocks.
+    shape = Shape(3, 2, 64, 64, 64)
+    layer = random_layer(shape)
+    x, ids, weights = random_routing(replace(shape, experts=8), m)
+    ids[0] = torch.tensor([-1, 99], dtype=torch.int32)
+    expert_map = torch.tensor([-1, 2, -1, 0, -1, -1, 1, 3], dtype=torch.int32)
+    chosen = decision(shape_of(x, ids, layer.weights), 64)
+    routed = run_layer(builder, chosen, x, ids, weights, layer.weights, expert_map=expert_map)
+    local = local_experts(ids, shape.experts, expert_map)
+    check_sorted(routed, local, 64)
+    assert not routed.out[0].any()
+    expected = layer.reference(x, ids, weights, expert_map=expert_map)
+    assert relative_error(routed.out, expected) < 2 * BOUND[shape.dtype]
+
+
+def test_no_expert_is_here(builder: Builder) -> None:
+    shape = Shape(3, 2, 64, 64, 64)
+    layer = random_layer(shape)
+    x, ids, weights = random_routing(shape, 5)
+    expert_map = torch.full((3,), -1, dtype=torch.int32)
+    chosen = decision(shape_of(x, ids, layer.weights), 16)
+    routed = run_layer(builder, chosen, x, ids, weights, layer.weights, expert_map=expert_map)
+    assert int(routed.workspace.tiles) == 0
+    assert not routed.out.any()
