@@ -104,6 +104,71 @@ def kernels(
     print_report(report, as_json=as_json)
 
 
+@command.command("experts", short_help="Time layers of experts.", context_settings={"show_default": True})
+@click.option("--model", "models", multiple=True, help="Model whose layer to measure; repeatable.")
+@click.option(
+    "--batch",
+    "batches",
+    metavar="M,M,...",
+    callback=_numbers,
+    default="1,4,16,64,256,1024,4096,16384",
+    help="Rows of activations to measure.",
+)
+@click.option(
+    "--against",
+    metavar="PEER,PEER,...",
+    default="humming",
+    help="Peers to measure alongside: humming; one that is not installed is noted.",
+)
+@click.option(
+    "--dtype",
+    type=OneOf(("float16", "bfloat16"), {"fp16": "float16", "bf16": "bfloat16"}),
+    default="float16",
+    help="Type of activations and scales.",
+)
+@click.option(
+    "--group-size",
+    type=click.Choice(("32", "64", "128", "-1")),
+    default="128",
+    help="Channels that share a scale; -1 is all of them.",
+)
+@click.option("--asymmetric", is_flag=True, help="Measure weights with zero points.")
+@click.option("--explain", is_flag=True, help="Give the reason of every kernel decision.")
+@device_option
+@json_option
+def experts(
+    models: tuple[str, ...],
+    batches: tuple[int, ...],
+    against: str,
+    dtype: str,
+    group_size: str,
+    asymmetric: bool,
+    explain: bool,
+    device: str,
+    as_json: bool,
+) -> None:
+    """Time the routed part of a mixture's layer: sorting, both products, activation, weighting and sum.
+
+    Models: deepseek-v3-tp8 (an eighth of every expert), mixtral-8x7b, qwen3-30b-a3b, qwen3.6-35b-a3b; without
+    --model, qwen3-30b-a3b.
+    """
+    from marlinq.operations.bench import bench_experts
+
+    with progress_bar() as progress:
+        report = bench_experts(
+            models or ("qwen3-30b-a3b",),
+            batches=batches,
+            device=device,
+            against=[name.strip() for name in against.split(",") if name.strip()],
+            dtype=dtype,
+            group_size=int(group_size),
+            asymmetric=asymmetric,
+            explain=explain,
+            progress=progress,
+        )
+    print_report(report, as_json=as_json)
+
+
 @command.command("decode", short_help="Time decoding with a model.", context_settings={"show_default": True})
 @click.argument("checkpoint", type=SOURCE, metavar="[CKPT]", required=False)
 @click.option("--synthetic", metavar="MODEL", help="Make up a model of this shape instead of loading one.")

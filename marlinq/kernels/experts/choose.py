@@ -144,7 +144,23 @@ def decide_experts(shape: ExpertsShape, device: Device) -> ExpertsDecision:
                 f"tiles of {tile_m} rows for {mean:.1f} rows an expert: "
                 f"{gate_up.tile.tile_n} and {down.tile.tile_n} columns",
             )
-    raise UnsupportedError(f"experts with groups of {shape.group_size}: no variant fits {device.architecture}")
+    raise UnsupportedError(
+        f"experts with groups of {shape.group_size}: no variant fits {device.architecture}"
+    )
+
+
+def decisions(shape: ExpertsShape, device: Device) -> list[ExpertsDecision]:
+    """Every variant that fits: all heights of tiles, with 128 and 256 columns."""
+    found = []
+    for tile_m in _TILES_M:
+        for warpgroups in (1, 2):
+            gate_up, down = (
+                grouped(shape, device, tile_m, gated=gated, warpgroups=warpgroups) for gated in (True, False)
+            )
+            if gate_up is not None and down is not None:
+                reason = f"tiles of {tile_m} rows and {gate_up.tile.tile_n} columns"
+                found.append(ExpertsDecision(gate_up, down, reason))
+    return found
 
 
 def grouped(

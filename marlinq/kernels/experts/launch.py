@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels.decide.decision import demands
 from marlinq.kernels.experts.choose import ExpertsDecision, ExpertsShape, GroupedConfig, decide_experts
 from marlinq.kernels.experts.layout import ExpertWeights, StoredExperts
+from marlinq.kernels.jit.cache import compile_missing
 from marlinq.kernels.jit.instantiation import Instantiation
-from marlinq.kernels.launch.driver import TENSOR_MAP_BYTES, Launches, on_device
+from marlinq.kernels.launch.driver import TENSOR_MAP_BYTES, Function, Launches, on_device
 from marlinq.kernels.launch.launch import device_numbers
 from marlinq.kernels.launch.loading import load_kernel
 from marlinq.kernels.launch.operands import sorted_rows_map, weight_maps
@@ -283,8 +286,62 @@ def shape_of(x: Tensor, ids: Tensor, experts: ExpertWeights) -> ExpertsShape:
 
 
 @lru_cache(maxsize=1024)
-def _function(instantiation: Instantiation, device_index: int, shared_bytes: int):  # type: ignore[no-untyped-def]
+def _function(instantiation: Instantiation, device_index: int, shared_bytes: int) -> Function:
     return load_kernel(instantiation, device_numbers(device_index).architecture, device_index, shared_bytes)
+
+
+def instantiations(
+    shape: ExpertsShape, decision: ExpertsDecision, activation: str, dtype: torch.dtype, *, wide: bool
+) -> list[Instantiation]:
+    """What a layer's launches compile; ``wide``: ids have 64 bits."""
+    device = torch.device("meta")
+    x = torch.empty(shape.m, shape.hidden, dtype=dtype, device=device)
+    ids = torch.empty(shape.m, shape.top, dtype=torch.int64 if wide else torch.int32, device=device)
+    workspace = Workspace.of(shape, decision.tile_m, dtype, device)
+    return [
+        *(step.instantiation for step in route_steps(shape, decision.tile_m, x, ids, None, workspace)),
+        *(
+            config.instantiation(shape.product(gated=config.gated), activation)
+            for config in (decision.gate_up, decision.down)
+        ),
+        sum_step(shape, ids, x, workspace).instantiation,
+    ]
+
+
+def precompile_experts(
+    shapes: Iterable[ExpertsShape],
+    activation: str,
+    device_index: int = 0,
+    *,
+    wide: bool = False,
+    progress: ReportProgress = no_progress,
+) -> int:
+    """Compile, in parallel, what layers need and the cache lacks; returns how many kernels those were.
+
+    Args:
+        shapes: of layers and batches.
+        activation: between the products.
+        device_index: of the GPU.
+        wide: whether ids have 64 bits.
+        progress: called after each kernel that is compiled.
+
+    Raises:
+        EnvironmentProblem: a kernel does not compile, or the cache can't be written.
+        UnsupportedError: a layer that no kernel takes.
+    """
+    device = device_numbers(device_index)
+    wanted = [
+        instantiation
+        for shape in shapes
+        for instantiation in instantiations(
+            shape,
+            decide_experts(shape, device),
+            activation,
+            torch.bfloat16 if shape.bfloat16 else torch.float16,
+            wide=wide,
+        )
+    ]
+    return compile_missing(device.architecture, list(dict.fromkeys(wanted)), progress)
 
 
 def start(steps: list[Step], device_index: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from marlinq.operations.bench.decode import DecodeBench, DecodeCell, bench_decode
+from marlinq.operations.bench.experts import bench_experts
 from marlinq.operations.bench.kernels import bench_kernels
 from marlinq.operations.bench.report import Cell, KernelBench
 from marlinq.operations.bench.synthetic import SYNTHETIC, Synthetic, synthetic_model
@@ -15,6 +16,7 @@ __all__ = [
     "KernelBench",
     "Synthetic",
     "bench_decode",
+    "bench_experts",
     "bench_kernels",
     "synthetic_model",
 ]

@@ -1,0 +1,240 @@
+"""Who computes a routed layer of experts: each contender packs the same codes and scales in its own way."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from marlinq.core.errors import UsageError
+from marlinq.formats.layouts.marlin import permute_scales
+from marlinq.kernels import dequantize_operands
+from marlinq.kernels.experts import ExpertWeights, StoredExperts, w4a16_experts
+from marlinq.kernels.experts.launch import Workspace, shape_of, start, sum_step
+from marlinq.kernels.experts.layout import permute_single
+from marlinq.operations.bench.peers import _pack_rows
+
+
+@dataclass(frozen=True)
+class ExpertsLayer:
+    """A routed layer: E experts of I channels on a hidden size of H, top-T."""
+
+    name: str
+    experts: int
+    top: int
+    hidden: int
+    inner: int
+
+
+EXPERT_LAYERS = {
+    layer.name: layer
+    for layer in (
+        ExpertsLayer("qwen3-30b-a3b", 128, 8, 2048, 768),
+        ExpertsLayer("qwen3.6-35b-a3b", 256, 8, 2048, 512),
+        ExpertsLayer("deepseek-v3-tp8", 256, 8, 7168, 256),
+        ExpertsLayer("mixtral-8x7b", 8, 2, 4096, 14336),
+    )
+}
+"""Layers by model, as one GPU has them; of DeepSeek-V3 an eighth of every expert."""
+
+
+def layers_named(names: Sequence[str]) -> list[ExpertsLayer]:
+    """Layers by name.
+
+    Raises:
+        UsageError: an unknown name.
+    """
+    for name in names:
+        if name not in EXPERT_LAYERS:
+            raise UsageError(f"model {name!r} has no experts; expected one of {', '.join(EXPERT_LAYERS)}")
+    return [EXPERT_LAYERS[name] for name in names]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What a router gives: ids int32 and weights float32 [M, T]."""
+
+    ids: Tensor
+    weights: Tensor
+
+
+RunLayer = Callable[[int, Tensor], Tensor]
+"""``run(number, x)``: the layer for x [M, H] with one of the prepared routings, [M, H]."""
+
+
+class ExpertsContender(Protocol):
+    """One implementation of a routed layer."""
+
+    name: str
+
+    def unavailable(self) -> str | None:
+        """Why it can't run here, or None."""
+        ...
+
+    def load(self, layer: ExpertsLayer, weights: ExpertWeights) -> None:
+        """Pack the experts."""
+        ...
+
+    def prepare(self, m: int, routings: Sequence[Routing]) -> RunLayer:
+        """Get ready for batches of ``m`` rows."""
+        ...
+
+
+class MarlinqExperts:
+    """The kernels of this package, through their torch operator: sorting, both products, sum."""
+
+    name = "marlinq"
+
+    def __init__(self) -> None:
+        self._weights: ExpertWeights | None = None
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def load(self, layer: ExpertsLayer, weights: ExpertWeights) -> None:
+        self._weights = weights
+
+    def prepare(self, m: int, routings: Sequence[Routing]) -> RunLayer:
+        weights = self._weights
+        assert weights is not None
+
+        def run(number: int, x: Tensor) -> Tensor:
+            routing = routings[number]
+            return w4a16_experts(x, routing.ids, routing.weights, weights)
+
+        return run
+
+
+class HummingExperts:
+    """The package ``humming-kernels``: its indexed products and its activation.
+
+    It has no kernel that sorts, so it is given sorted ids, outside of the time that is measured; and our
+    kernel for the sum.
+    """
+
+    name = "humming"
+
+    def __init__(self) -> None:
+        self._layers: list[Any] = []
+        self._weights: ExpertWeights | None = None
+        self._layer: ExpertsLayer | None = None
+
+    def unavailable(self) -> str | None:
+        if importlib.util.find_spec("humming") is None:
+            return "not installed; pip install humming-kernels==0.1.19"
+        return None
+
+    def load(self, layer: ExpertsLayer, weights: ExpertWeights) -> None:
+        from humming.layer import HummingLayer
+
+        self._weights, self._layer = weights, layer
+        # Gate's columns, then up's, as it expects them.
+        blocks = torch.arange(2 * layer.inner, device=weights.down.words.device).view(-1, 2, 16)
+        order = blocks.transpose(0, 1).reshape(-1)
+        self._layers = []
+        for stored, columns in ((weights.gate_up, order), (weights.down, None)):
+            experts, k, n = stored.shape
+            config = {
+                "dtype": "uint4",
+                "group_size": max(weights.group_size, 0),
+                "has_zero_point": stored.zeros is not None,
+            }
+            packed = HummingLayer(
+                shape_n=n,
+                shape_k=k,
+                num_experts=experts,
+                weight_config=config,
+                torch_dtype=stored.scales.dtype,
+            ).to(stored.words.device)
+            made = [_natural(stored, expert, columns) for expert in range(experts)]
+            tensors = {
+                "weight": torch.stack([_pack_rows(codes.t()) for codes, _, _ in made]),
+                "weight_scale": torch.stack([scales.t().contiguous() for _, scales, _ in made]),
+            }
+            if stored.zeros is not None:
+                points = [zeros for _, _, zeros in made if zeros is not None]
+                tensors["zero_point"] = torch.stack([_pack_rows(zeros).t().contiguous() for zeros in points])
+            packed.load_from_tensors(tensors)
+            packed.transform()
+            self._layers.append(packed)
+
+    def prepare(self, m: int, routings: Sequence[Routing]) -> RunLayer:
+        from humming.forward import may_process_input
+        from humming.testing.data import generate_moe_tensors
+        from humming.tune import get_heuristics_config
+
+        layer, weights = self._layer, self._weights
+        assert layer is not None
+        assert weights is not None
+        pairs = m * layer.top
+        tunings, sorted_ids = [], []
+        for packed in self._layers:
+            chosen = get_heuristics_config(
+                packed.humming_config, shape_m=pairs, gemm_type="indexed", device=packed.weight.device
+            )
+            tunings.append(json.dumps([[0, 1 << 30, chosen]]))
+            block = chosen["block_shape"][0]
+            sorted_ids.append(
+                [
+                    generate_moe_tensors(routing.ids, layer.experts, "indexed", block)[2:]
+                    for routing in routings
+                ]
+            )
+        compute = json.dumps({"gemm_type": "indexed"})
+        places = torch.arange(pairs, dtype=torch.int32, device=routings[0].ids.device)
+
+        def product(which: int, x: Tensor, number: int, top: int) -> Tensor:
+            ids, experts, padded = sorted_ids[which][number]
+            result: Tensor = self._layers[which](
+                x,
+                sorted_ids=ids,
+                expert_ids=experts,
+                num_tokens_padded=padded,
+                top_k=top,
+                compute_config=compute,
+                tuning_config=tunings[which],
+            )
+            return result
+
+        def run(number: int, x: Tensor) -> Tensor:
+            routing = routings[number]
+            both = product(0, x, number, layer.top)
+            inner, _, _ = may_process_input(
+                self._layers[1].humming_config,
+                both,
+                activation_type="binary_split",
+                activation_impl="a / (1.f + __expf(-a)) * b",
+            )
+            rows = product(1, inner, number, 1)
+            out = torch.empty_like(x)
+            shape = shape_of(x, routing.ids, weights)
+            nothing = rows[:0]
+            workspace = Workspace(nothing, nothing, nothing, places, rows, nothing)
+            start([sum_step(shape, routing.weights, out, workspace)], x.device.index)
+            return out
+
+        return run
+
+
+def _natural(
+    stored: StoredExperts, expert: int, columns: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes uint8 [K, N], scales and zero points [G, N] of one expert in channel order, columns reordered."""
+    words, scales = stored.words[expert], stored.scales[expert]
+    codes = (dequantize_operands(words, torch.ones_like(scales[:1]), None) + 8).to(torch.uint8)
+
+    def ordered(value: Tensor) -> Tensor:
+        found = permute_single(value[None])[0] if value.shape[0] == 1 else permute_scales(value)
+        return found if columns is None else found[:, columns]
+
+    zeros = None if stored.zeros is None else ordered(stored.zeros[expert]).to(torch.uint8)
+    return codes if columns is None else codes[:, columns], ordered(scales), zeros
+
+
+EXPERT_PEERS: dict[str, Callable[[], ExpertsContender]] = {"humming": HummingExperts}
+"""Peers by name."""

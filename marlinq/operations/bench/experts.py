@@ -1,0 +1,250 @@
+"""Times of whole routed layers against their peers and the hardware's limits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from marlinq.core.devices import resolve_device
+from marlinq.core.errors import EnvironmentProblem, UsageError
+from marlinq.core.progress import ReportProgress, no_progress
+from marlinq.kernels import GROUP_SIZES
+from marlinq.kernels.experts import ExpertWeights, reference_experts
+from marlinq.kernels.experts.choose import ExpertsShape, decide_experts
+from marlinq.kernels.experts.launch import precompile_experts, shape_of
+from marlinq.kernels.launch.launch import device_numbers
+from marlinq.operations.bench.expert_peers import (
+    EXPERT_PEERS,
+    ExpertsContender,
+    ExpertsLayer,
+    MarlinqExperts,
+    Routing,
+    RunLayer,
+    layers_named,
+)
+from marlinq.operations.bench.hardware import hardware_line
+from marlinq.operations.bench.kernels import _one_line
+from marlinq.operations.bench.report import OURS, Cell, KernelBench
+from marlinq.operations.bench.synthetic_experts import random_experts
+from marlinq.operations.bench.timing import (
+    capture,
+    cold_read_seconds,
+    launches_for,
+    peak_rate,
+    time_in_turn,
+)
+
+DEFAULT_EXPERT_BATCHES = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+# Once more rounding than a single product, whose bounds are half of these (marlinq.operations.bench.kernels).
+_TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
+_PEER_SLACK = 4.0
+_CHECKED = 2
+# Bytes of an H200's L2 that routings in a row must leave behind before experts come again.
+_COLD_BYTES = 3 * 60 * 2**20
+
+
+def bench_experts(
+    models: Sequence[str] = ("qwen3-30b-a3b",),
+    *,
+    batches: Sequence[int] = DEFAULT_EXPERT_BATCHES,
+    device: str | torch.device = "auto",
+    against: Sequence[str] = ("humming",),
+    dtype: str = "float16",
+    group_size: int = 128,
+    asymmetric: bool = False,
+    explain: bool = False,
+    progress: ReportProgress = no_progress,
+) -> KernelBench:
+    """Times the routed part of a mixture layer: sorting, both products, activation, weighting and sum.
+
+    Routings are random and even; launches of a graph take other experts one after the other, so that their
+    weights come from device memory. A cell's floor is the larger of reading the experts that are touched, at
+    the bandwidth of a cold read, and the operations at the measured peak.
+
+    Args:
+        models: names of :data:`marlinq.operations.bench.expert_peers.EXPERT_LAYERS`.
+        batches: rows of activations.
+        device: as in :func:`marlinq.core.devices.resolve_device`; a GPU.
+        against: names of :data:`marlinq.operations.bench.expert_peers.EXPERT_PEERS`.
+        dtype: float16 or bfloat16.
+        group_size: 32, 64, 128 or -1.
+        asymmetric: measure weights with zero points.
+        explain: keep the reason of every decision.
+        progress: called with (what is being done, steps done, steps in all).
+
+    Returns:
+        The report; a cell's N is the columns of the three matrices of all experts of a row, K is H.
+
+    Raises:
+        UsageError: an unknown model, peer, dtype or group size.
+        EnvironmentProblem: there is no GPU; or CuPy, NVRTC or the driver is missing.
+    """
+    if dtype not in _DTYPES:
+        raise UsageError(f"dtype {dtype!r}: expected float16 or bfloat16")
+    if group_size not in GROUP_SIZES:
+        raise UsageError(f"group size {group_size}: expected one of 32, 64, 128, -1")
+    for name in against:
+        if name not in EXPERT_PEERS:
+            raise UsageError(f"peer {name!r}: expected one of {', '.join(EXPERT_PEERS)}")
+    layers = layers_named(models)
+    found = resolve_device(device)
+    if found.type != "cuda":
+        raise EnvironmentProblem("bench experts measures a GPU, and there is none; the CPU has no kernels")
+    found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+    notes: list[str] = []
+    contenders: list[ExpertsContender] = [MarlinqExperts()]
+    for name in against:
+        peer = EXPERT_PEERS[name]()
+        reason = peer.unavailable()
+        if reason is None:
+            contenders.append(peer)
+        else:
+            notes.append(f"{name} was left out: {reason}")
+    peak = peak_rate(found, _DTYPES[dtype])
+    cold: dict[str, float] = {}
+    cells: list[Cell] = []
+    with torch.cuda.device(found):
+        begun = time.perf_counter()
+        shapes = [
+            ExpertsShape(
+                *(m, layer.top, layer.experts, layer.hidden, layer.inner, group_size, asymmetric),
+                dtype == "bfloat16",
+            )
+            for layer in layers
+            for m in batches
+        ]
+        compiled = precompile_experts(shapes, "silu", found.index)
+        notes.append(f"{compiled} kernels compiled in {time.perf_counter() - begun:.1f} s before timing")
+        for layer in layers:
+            begun = time.perf_counter()
+            weights = random_experts(
+                layer, group_size, asymmetric=asymmetric, dtype=_DTYPES[dtype], device=found
+            )
+            cold[layer.name] = cold_read_seconds(weights.gate_up.words, weights.gate_up.scales)
+            ready = _load(contenders, layer, weights, notes)
+            notes.append(f"{layer.name} took {time.perf_counter() - begun:.0f} s to make and pack")
+            bandwidth = (weights.gate_up.words.nbytes + weights.gate_up.scales.nbytes) / cold[layer.name]
+            for m in batches:
+                cell = _cell(ready, layer, weights, m, bandwidth, peak, explain, notes)
+                if cell is not None:
+                    cells.append(cell)
+                progress("experts", len(cells), len(layers) * len(batches))
+    timed = tuple(c.name for c in contenders if any(c.name in cell.seconds for cell in cells))
+    notes.append(
+        "whole routed layers, L2 cold (other experts every launch), graph replay, contenders in turn, medians; "
+        "humming without sorting, with our sum"
+    )
+    return KernelBench(
+        hardware=hardware_line(found),
+        dtype=dtype,
+        group_size=group_size,
+        asymmetric=asymmetric,
+        contenders=timed,
+        cold_read_seconds=cold,
+        peak_rate=peak,
+        cells=tuple(cells),
+        notes=tuple(notes),
+    )
+
+
+def _load(
+    contenders: Sequence[ExpertsContender], layer: ExpertsLayer, weights: ExpertWeights, notes: list[str]
+) -> list[ExpertsContender]:
+    ready = []
+    for contender in contenders:
+        try:
+            contender.load(layer, weights)
+        except Exception as error:
+            # A peer may fail in any way of its own; the report says how.
+            if contender.name == OURS:
+                raise
+            notes.append(f"{contender.name} could not pack {layer.name}: {_one_line(error)}")
+            continue
+        ready.append(contender)
+    return ready
+
+
+def even_routings(layer: ExpertsLayer, m: int, device: torch.device, expert_bytes: int) -> list[Routing]:
+    """Random routings whose experts differ from one to the next as far as there are enough."""
+    scores = torch.randn(m, layer.experts, device=device)
+    values, ids = torch.softmax(scores, 1).topk(layer.top, 1)
+    weights = (values / values.sum(1, keepdim=True)).contiguous()
+    chosen = ids.unique()
+    # The experts that are touched become the first ones, then those behind them, and so on.
+    names = torch.zeros(layer.experts, dtype=torch.int64, device=device)
+    names[chosen] = torch.arange(len(chosen), device=device)
+    count = 1
+    if len(chosen) * expert_bytes < _COLD_BYTES:
+        count = max(1, layer.experts // len(chosen))
+    return [
+        Routing(((names[ids] + turn * len(chosen)) % layer.experts).to(torch.int32).contiguous(), weights)
+        for turn in range(count)
+    ]
+
+
+def _cell(
+    contenders: Sequence[ExpertsContender],
+    layer: ExpertsLayer,
+    weights: ExpertWeights,
+    m: int,
+    bandwidth: float,
+    peak: float,
+    explain: bool,
+    notes: list[str],
+) -> Cell | None:
+    device, dtype = weights.down.words.device, weights.down.scales.dtype
+    expert_bytes = (weights.gate_up.nbytes + weights.down.nbytes) // layer.experts
+    routings = even_routings(layer, m, device, expert_bytes)
+    touched = int(routings[0].ids.unique().numel()) * expert_bytes
+    columns = 3 * layer.inner * layer.top
+    nbytes = touched + 2 * m * 2 * layer.hidden
+    floor = max(touched / bandwidth, 2.0 * m * columns * layer.hidden / peak)
+    x = torch.randn(m, layer.hidden, dtype=dtype, device=device)
+    rows = torch.tensor(sorted({*range(min(m, _CHECKED)), *range(max(0, m - _CHECKED), m)}), device=device)
+    first = routings[0]
+    expected = reference_experts(x[rows].float(), first.ids[rows], first.weights[rows], weights, "silu")
+    errors: dict[str, float] = {}
+    graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
+    launches = launches_for(1.5 * floor)
+    for contender in contenders:
+        try:
+            run = contender.prepare(m, routings)
+
+            def launch(index: int, run: RunLayer = run) -> Tensor:
+                return run(index % len(routings), x)
+
+            error = float((launch(0)[rows].float() - expected).norm() / expected.norm())
+            limit = _TOLERANCE[dtype] * (1.0 if contender.name == OURS else _PEER_SLACK)
+            if not error < limit:
+                notes.append(
+                    f"{contender.name} is wrong on {layer.name} M={m}: relative error {error:.2g}, at most "
+                    f"{limit:.0e} expected; not timed"
+                )
+                continue
+            graphs[contender.name] = capture(launch, launches), launches
+        except Exception as failure:
+            # As above: a peer's failure is part of the result, ours is not.
+            if contender.name == OURS:
+                raise
+            notes.append(f"{contender.name} failed on {layer.name} M={m}: {_one_line(failure)}")
+            continue
+        errors[contender.name] = error
+    reason = None
+    if explain:
+        shape = shape_of(x, first.ids, weights)
+        reason = decide_experts(shape, device_numbers(device.index)).reason
+    return Cell(
+        layer=layer.name,
+        m=m,
+        n=columns,
+        k=layer.hidden,
+        nbytes=nbytes,
+        floor_seconds=floor,
+        seconds=time_in_turn(graphs, 1.5 * floor),
+        errors=errors,
+        reason=reason,
+    )

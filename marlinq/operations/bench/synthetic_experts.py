@@ -1,0 +1,44 @@
+"""Random experts in the kernels' layout, made on the device that will run them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from marlinq.kernels.experts import ExpertWeights, StoredExperts
+from marlinq.operations.bench.peers import random_weight
+from marlinq.operations.bench.shapes import Layer
+
+if TYPE_CHECKING:
+    from marlinq.operations.bench.expert_peers import ExpertsLayer
+
+
+def random_experts(
+    layer: ExpertsLayer, group_size: int, *, asymmetric: bool, dtype: torch.dtype, device: torch.device
+) -> ExpertWeights:
+    """Codes and scales as those of :func:`marlinq.operations.bench.peers.random_weight`."""
+    return ExpertWeights(
+        _product(layer.experts, 2 * layer.inner, layer.hidden, group_size, asymmetric, dtype, device),
+        _product(layer.experts, layer.hidden, layer.inner, group_size, asymmetric, dtype, device),
+        group_size,
+    )
+
+
+def _product(
+    experts: int,
+    n: int,
+    k: int,
+    group_size: int,
+    asymmetric: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> StoredExperts:
+    # Experts one below the other are a single weight of E * K channels; only scales of whole channels aren't.
+    groups = group_size if group_size > 0 else k
+    made = random_weight(
+        Layer("experts", n, experts * k), groups, asymmetric=asymmetric, dtype=dtype, device=device
+    )
+    scales = (made.scales * experts**0.5).view(experts, k // groups, n)
+    zeros = None if made.zeros is None else made.zeros.view(experts, k // groups, n)
+    return StoredExperts(made.words.view(experts, k // 16, 2 * n), scales, zeros)
