@@ -55,7 +55,7 @@ def run_layer(
     experts = ExpertWeights(_apart(experts.gate_up), _apart(experts.down), experts.group_size)
     out = apart(torch.full(x.shape, torch.nan, dtype=x.dtype))
     shape = shape_of(x, ids, experts)
-    made = Workspace.of(shape, decision.tile_m, x.dtype, torch.device("cpu"))
+    made = Workspace.of(shape, decision, x.dtype, torch.device("cpu"))
     for tensor in made:
         tensor.view(torch.uint8).fill_(255)
     workspace = Workspace(*(apart(tensor) for tensor in made))
@@ -107,6 +107,13 @@ def _touched(function: str, parameters: dict[str, object], given: dict[str, Tens
             written.remove("counts")
         if parameters["STEP"] == "RouteStep::COUNT":
             written = ["counts"]
+    elif function == "experts_stream" and parameters["GATED"]:
+        constant = ["gate_up words", "gate_up scales", "gate_up zeros", "map"]
+        previous, written = ["x", "ids", "weights"], ["inner"]
+    elif function == "experts_stream":
+        # Ids are older than the previous kernel.
+        constant = ["down words", "down scales", "down zeros", "map", "ids"]
+        previous, written = ["inner"], ["out"]
     elif function == "experts_wgmma" and parameters["GATED"]:
         constant = ["gate_up words", "gate_up scales", "gate_up zeros"]
         previous, written = ["records", "tiles", "rows"], ["inner"]
@@ -120,6 +127,6 @@ def _touched(function: str, parameters: dict[str, object], given: dict[str, Tens
     for name in (*constant, *previous, *written):
         tensor = given[name]
         if tensor is not None and tensor.numel():
-            after = name in previous or (name in written and function in ("experts_route", "experts_sum"))
+            after = name in previous or (name in written and function != "experts_wgmma")
             memory.append(Memory(name, tensor, writable=name in written, after_previous=after))
     return memory

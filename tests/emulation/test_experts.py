@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from marlinq.kernels.experts.choose import ExpertsDecision, ExpertsShape, decide_experts, grouped
+from marlinq.kernels.decide.stream import StreamConfig
+from marlinq.kernels.experts.choose import (
+    DirectConfig,
+    DirectDecision,
+    ExpertsShape,
+    SortedDecision,
+    decide_experts,
+    grouped,
+)
 from marlinq.kernels.experts.launch import shape_of
 from marlinq.kernels.experts.reference import local_experts
 from tests.emulation.build import Builder
@@ -19,7 +28,7 @@ from tests.kernels.problems import BOUND, relative_error
 SMALL = replace(H200, multiprocessors=3)
 
 
-def decision(shape: ExpertsShape, tile_m: int, words: int = 2, warpgroups: int = 1) -> ExpertsDecision:
+def decision(shape: ExpertsShape, tile_m: int, words: int = 2, warpgroups: int = 1) -> SortedDecision:
     """Tiles of ``tile_m`` rows on three multiprocessors, so that blocks take several."""
     found = [
         grouped(shape, SMALL, tile_m, gated=gated, words=words, warpgroups=warpgroups)
@@ -27,7 +36,7 @@ def decision(shape: ExpertsShape, tile_m: int, words: int = 2, warpgroups: int =
     ]
     assert found[0] is not None
     assert found[1] is not None
-    return ExpertsDecision(found[0], found[1], "a test's")
+    return SortedDecision(found[0], found[1], "a test's")
 
 
 def check_sorted(routed: Routed, local: torch.Tensor, tile_m: int) -> None:
@@ -82,6 +91,32 @@ def test_the_decision_of_the_host(builder: Builder) -> None:
     chosen = decide_experts(shape_of(x, ids, layer.weights), H200)
     routed = run_layer(builder, chosen, x, ids.long(), weights, layer.weights, "gelu_tanh")
     error = relative_error(routed.out, layer.reference(x, ids, weights, "gelu_tanh"))
+    assert error < 2 * BOUND[shape.dtype]
+
+
+# (M, shape, (columns, parts of a block, cluster) of gate and up, and of down)
+DIRECT = {
+    "one row": (1, Shape(5, 3, 256, 192, 64), (1, 4, 1), (1, 3, 1)),
+    "clusters": (2, Shape(4, 2, 256, 128, 32, True), (1, 2, 2), (1, 2, 2)),
+    "parts of a slot": (3, Shape(4, 2, 576, 320, 64), (2, 2, 1), (3, 4, 1)),
+    "bfloat16": (2, Shape(3, 2, 384, 256, 128, False, torch.bfloat16), (5, 1, 3), (1, 1, 6)),
+    "one group": (2, Shape(3, 1, 192, 128, -1, True), (1, 6, 1), (2, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("values", DIRECT.values(), ids=DIRECT)
+def test_pairs_as_they_come(builder: Builder, values: tuple[Any, ...]) -> None:
+    m, shape, *splits = values
+    torch.manual_seed(m)
+    layer = random_layer(shape)
+    x, ids, weights = random_routing(replace(shape, experts=shape.experts + 1), m)
+    configs = [
+        DirectConfig(StreamConfig(warps_n, warps_k, 1, 8, True, cluster, 3, 1, True), gated, shape.top)
+        for (warps_n, warps_k, cluster), gated in zip(splits, (True, False), strict=True)
+    ]
+    chosen = DirectDecision(configs[0], configs[1], "a test's")
+    routed = run_layer(builder, chosen, x, ids.long() if m == 2 else ids, weights, layer.weights, seed=m)
+    error = relative_error(routed.out, layer.reference(x, ids, weights))
     assert error < 2 * BOUND[shape.dtype]
 
 

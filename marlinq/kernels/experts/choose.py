@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from marlinq.core.errors import UnsupportedError
-from marlinq.kernels.decide import warpgroup
+from marlinq.kernels.decide import stream, warpgroup
 from marlinq.kernels.decide.device import Device
 from marlinq.kernels.decide.problem import Problem
+from marlinq.kernels.decide.stream import StreamConfig
 from marlinq.kernels.decide.warpgroup import WarpgroupConfig
 from marlinq.kernels.jit.instantiation import Instantiation, Parameters
 
@@ -23,6 +24,10 @@ _MEMORY, _UNPACKING, _CHUNK, _ROW = 870.0, 700.0, 350.0, 17.6
 # Up to here a multiprocessor has two blocks of 128 columns instead of one of 256: more, smaller tiles.
 _TWO_BLOCKS_MOST = 32
 _UNLIMITED = 1 << 30
+# More pairs than these read experts again and again.
+_DIRECT_PAIRS = 128
+# Seconds of sorting, starting and adding, and the share of the memory's bandwidth that grouped products reach.
+_SORTED_FIXED, _SORTED_BANDWIDTH = 8e-6, 0.85
 # Bytes that a warpgroup takes to transpose 16 columns a warp, beyond those for 32: the former come as 16 rows.
 _SINGLE_COLUMNS_MORE = 1024
 # Barriers, and what the driver keeps of every block.
@@ -100,8 +105,43 @@ class GroupedConfig:
 
 
 @dataclass(frozen=True)
-class ExpertsDecision:
-    """How a routed layer is launched.
+class DirectConfig:
+    """A variant of ``cuda/kernels/experts_stream.cuh``.
+
+    Attributes:
+        tile: of the dense kernel that it is built on.
+        gated: whether columns are gate and up.
+        slots: experts of a row.
+    """
+
+    tile: StreamConfig
+    gated: bool
+    slots: int
+
+    def instantiation(self, problem: Problem, activation: str, *, wide: bool) -> Instantiation:
+        """What is compiled for ``problem``, the product of one expert; ``wide``: ids have 64 bits."""
+        parameters: Parameters = (
+            *self.tile.instantiation(replace(problem, m=1)).parameters,
+            ("GATED", self.gated),
+            ("ACTIVATION", f"Activation::{activation.upper()}"),
+            ("WIDE", wide),
+            ("SLOTS", self.slots),
+        )
+        return Instantiation("kernels/experts_stream.cuh", "experts_stream", parameters)
+
+    def shared_bytes(self, problem: Problem) -> int:
+        """Dynamic shared memory of a block."""
+        return self.tile.shared_bytes(replace(problem, m=1))
+
+    def grid(self, problem: Problem, m: int) -> int:
+        """Blocks of a launch for ``m`` rows of the batch."""
+        units = m * self.slots if self.gated else m
+        return -(-problem.n // self.tile.tile_n) * units * self.tile.cluster
+
+
+@dataclass(frozen=True)
+class SortedDecision:
+    """Pairs are sorted by expert, products are grouped, and a last launch adds.
 
     Attributes:
         gate_up: of the first product.
@@ -119,6 +159,25 @@ class ExpertsDecision:
         return self.gate_up.tile.tile_m
 
 
+@dataclass(frozen=True)
+class DirectDecision:
+    """Every pair takes its expert as it comes, in two launches.
+
+    Attributes:
+        gate_up: of the first product.
+        down: of the second.
+        reason: in a sentence.
+    """
+
+    gate_up: DirectConfig
+    down: DirectConfig
+    reason: str
+
+
+ExpertsDecision = SortedDecision | DirectDecision
+"""How a routed layer is launched."""
+
+
 @lru_cache(maxsize=4096)
 def decide_experts(shape: ExpertsShape, device: Device) -> ExpertsDecision:
     """The variants for ``shape`` on ``device``.
@@ -132,34 +191,84 @@ def decide_experts(shape: ExpertsShape, device: Device) -> ExpertsDecision:
         )
     if shape.experts > MOST_EXPERTS:
         raise UnsupportedError(f"{shape.experts} experts on one GPU: at most {MOST_EXPERTS} are sorted")
+    found = direct(shape, device)
+    if found is not None and found[1] < sorted_seconds(shape, device):
+        return found[0]
     costs = {tile_m: _cost(shape, tile_m) for tile_m in _TILES_M}
     for tile_m in sorted(costs, key=lambda rows: costs[rows]):
-        gate_up = grouped(shape, device, tile_m, gated=True)
-        down = grouped(shape, device, tile_m, gated=False)
-        if gate_up is not None and down is not None:
-            mean = shape.pairs / shape.experts
-            return ExpertsDecision(
-                gate_up,
-                down,
-                f"tiles of {tile_m} rows for {mean:.1f} rows an expert: "
-                f"{gate_up.tile.tile_n} and {down.tile.tile_n} columns",
-            )
-    raise UnsupportedError(
-        f"experts with groups of {shape.group_size}: no variant fits {device.architecture}"
+        chosen = grouped_decision(shape, device, tile_m)
+        if chosen is not None:
+            return chosen
+    raise UnsupportedError(f"experts with groups of {shape.group_size}: no variant fits {device.architecture}")
+
+
+def direct(shape: ExpertsShape, device: Device) -> tuple[DirectDecision, float] | None:
+    """The two launches without sorting and how long they should take, in seconds; None where none fits.
+
+    The products are estimated as dense ones of a row: as wide as all pairs together, and as long as all
+    experts of a row.
+    """
+    if shape.pairs > _DIRECT_PAIRS:
+        return None
+    gate_up, down = (shape.product(gated=gated) for gated in (True, False))
+    wide = replace(gate_up, m=1, n=gate_up.n * shape.pairs)
+    long = replace(down, m=1, n=down.n * shape.m, k=down.k * shape.top)
+    best: list[tuple[float, StreamConfig]] = []
+    for problem, slots in ((wide, 1), (long, shape.top)):
+        timed = [
+            (stream.estimate(problem, device, config)[0], config)
+            for config in stream.candidates(problem, device)
+            if config.parts % slots == 0 and config.digits
+        ]
+        if not timed:
+            return None
+        best.append(min(timed, key=lambda pair: pair[0]))
+    seconds = best[0][0] + best[1][0]
+    reason = (
+        f"{shape.pairs} pairs as they come: 64 x {best[0][1].warps_n} columns, K in {best[0][1].parts} parts; "
+        f"64 x {best[1][1].warps_n} columns, K in {best[1][1].parts} parts; {1e6 * seconds:.1f} us expected"
     )
+    configs = [
+        DirectConfig(config, gated, shape.top) for (_, config), gated in zip(best, (True, False), strict=True)
+    ]
+    return DirectDecision(configs[0], configs[1], reason), seconds
+
+
+def sorted_seconds(shape: ExpertsShape, device: Device) -> float:
+    """About how long the sorted launches take: the bytes of the experts that are touched, and what is fixed."""
+    touched, _ = _expected_tiles(shape.pairs / shape.experts, 1)
+    gate_up, down = (shape.product(gated=gated) for gated in (True, False))
+    expert = gate_up.n * gate_up.k * gate_up.bytes_per_weight + down.n * down.k * down.bytes_per_weight
+    return _SORTED_FIXED + touched * shape.experts * expert / (_SORTED_BANDWIDTH * device.bandwidth)
+
+
+def grouped_decision(
+    shape: ExpertsShape, device: Device, tile_m: int, warpgroups: int | None = None
+) -> SortedDecision | None:
+    """Both products with tiles of ``tile_m`` rows; None where one does not fit."""
+    gate_up, down = (
+        grouped(shape, device, tile_m, gated=gated, warpgroups=warpgroups) for gated in (True, False)
+    )
+    if gate_up is None or down is None:
+        return None
+    reason = (
+        f"tiles of {tile_m} rows for {shape.pairs / shape.experts:.1f} rows an expert: "
+        f"{gate_up.tile.tile_n} and {down.tile.tile_n} columns"
+    )
+    return SortedDecision(gate_up, down, reason)
 
 
 def decisions(shape: ExpertsShape, device: Device) -> list[ExpertsDecision]:
-    """Every variant that fits: all heights of tiles, with 128 and 256 columns."""
-    found = []
+    """Every variant that fits: without sorting, and all heights of tiles with 128 and 256 columns."""
+    found: list[ExpertsDecision] = []
+    without = direct(shape, device)
+    if without is not None:
+        found.append(without[0])
     for tile_m in _TILES_M:
         for warpgroups in (1, 2):
-            gate_up, down = (
-                grouped(shape, device, tile_m, gated=gated, warpgroups=warpgroups) for gated in (True, False)
-            )
-            if gate_up is not None and down is not None:
-                reason = f"tiles of {tile_m} rows and {gate_up.tile.tile_n} columns"
-                found.append(ExpertsDecision(gate_up, down, reason))
+            chosen = grouped_decision(shape, device, tile_m, warpgroups)
+            if chosen is not None:
+                found.append(chosen)
     return found
 
 

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels.decide.decision import demands
-from marlinq.kernels.experts.choose import ExpertsDecision, ExpertsShape, GroupedConfig, decide_experts
+from marlinq.kernels.experts.choose import (
+    DirectConfig,
+    DirectDecision,
+    ExpertsDecision,
+    ExpertsShape,
+    GroupedConfig,
+    decide_experts,
+)
 from marlinq.kernels.experts.layout import ExpertWeights, StoredExperts
 from marlinq.kernels.jit.cache import compile_missing
 from marlinq.kernels.jit.instantiation import Instantiation
@@ -48,6 +55,20 @@ class _GroupedArguments(ctypes.Structure):
         ("weight", ctypes.c_ubyte * (3 * TENSOR_MAP_BYTES)),
         *((name, ctypes.c_void_p) for name in ("scales", "zeros", "out", "records", "tiles")),
         *((name, ctypes.c_int) for name in ("n", "k", "dependent", "behind_route")),
+    )
+
+
+class _DirectArguments(ctypes.Structure):
+    """The parameters of ``cuda/kernels/experts_stream.cuh``."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("x", "words", "scales", "zeros", "ids", "map", "routing", "out")
+        ),
+        *((name, ctypes.c_int) for name in ("m", "n", "k", "experts", "map_size")),
+        ("x_stride", ctypes.c_longlong),
+        ("dependent", ctypes.c_int),
     )
 
 
@@ -100,17 +121,20 @@ class Workspace(NamedTuple):
     inner: Tensor
 
     @classmethod
-    def of(cls, shape: ExpertsShape, tile_m: int, dtype: torch.dtype, device: torch.device) -> Workspace:
-        """Uninitialised memory, one allocation."""
-        pairs, experts = shape.pairs, _scanned(shape.experts)
-        blocks = -(-pairs // _ROUTE_THREADS)
+    def of(
+        cls, shape: ExpertsShape, decision: ExpertsDecision, dtype: torch.dtype, device: torch.device
+    ) -> Workspace:
+        """Uninitialised memory, one allocation; without sorting nothing but ``inner``."""
+        sorts = not isinstance(decision, DirectDecision)
+        tiles = 0 if isinstance(decision, DirectDecision) else most_tiles(shape, decision.tile_m)
+        blocks = -(-shape.pairs // _ROUTE_THREADS)
         extents = (
-            (torch.int32, (blocks if blocks > 1 else 0, experts)),
-            (torch.int32, (most_tiles(shape, tile_m), 4)),
-            (torch.int32, (1, 1)),
-            (torch.int32, (pairs, 1)),
-            (dtype, (pairs, shape.hidden)),
-            (dtype, (pairs, shape.inner)),
+            (torch.int32, (blocks if sorts and blocks > 1 else 0, _scanned(shape.experts))),
+            (torch.int32, (tiles, 4)),
+            (torch.int32, (int(sorts), 1)),
+            (torch.int32, (shape.pairs if sorts else 0, 1)),
+            (dtype, (shape.pairs if sorts else 0, shape.hidden)),
+            (dtype, (shape.pairs, shape.inner)),
         )
         sizes = [kind.itemsize * rows * columns for kind, (rows, columns) in extents]
         starts = [0]
@@ -229,6 +253,46 @@ def grouped_step(
     )
 
 
+def direct_step(
+    shape: ExpertsShape,
+    config: DirectConfig,
+    stored: StoredExperts,
+    activation: str,
+    x: Tensor,
+    ids: Tensor,
+    expert_map: Tensor | None,
+    weights: Tensor,
+    out: Tensor,
+) -> Step:
+    """The launch of one product without sorting."""
+    problem = shape.product(gated=config.gated)
+    _, k, n = stored.shape
+    arguments = _DirectArguments(
+        x.data_ptr(),
+        stored.words.data_ptr(),
+        stored.scales.data_ptr(),
+        address(stored.zeros),
+        ids.data_ptr(),
+        address(expert_map),
+        weights.data_ptr(),
+        out.data_ptr(),
+        shape.m,
+        n,
+        k,
+        shape.experts,
+        0 if expert_map is None else expert_map.shape[0],
+        x.stride(0),
+        1,
+    )
+    return Step(
+        config.instantiation(problem, activation, wide=ids.dtype == torch.int64),
+        config.grid(problem, shape.m),
+        config.tile.threads,
+        config.shared_bytes(problem),
+        arguments,
+    )
+
+
 def sum_step(shape: ExpertsShape, weights: Tensor, out: Tensor, workspace: Workspace) -> Step:
     """The launch that adds every row's experts."""
     parameters = (("Element", ELEMENTS[out.dtype]), ("THREADS", _SUM_THREADS))
@@ -260,6 +324,15 @@ def layer_steps(
     dependent: bool,
 ) -> list[Step]:
     """All launches of a layer, in order; each may begin before the one before has ended."""
+    if isinstance(decision, DirectDecision):
+        routed = activation, x, ids, expert_map, weights
+        inner = workspace.inner
+        return [
+            direct_step(shape, decision.gate_up, experts.gate_up, *routed, inner),
+            direct_step(
+                *(shape, decision.down, experts.down, activation, inner, ids, expert_map, weights, out)
+            ),
+        ]
     return [
         *route_steps(shape, decision.tile_m, x, ids, expert_map, workspace),
         *(
@@ -294,10 +367,15 @@ def instantiations(
     shape: ExpertsShape, decision: ExpertsDecision, activation: str, dtype: torch.dtype, *, wide: bool
 ) -> list[Instantiation]:
     """What a layer's launches compile; ``wide``: ids have 64 bits."""
+    if isinstance(decision, DirectDecision):
+        return [
+            config.instantiation(shape.product(gated=config.gated), activation, wide=wide)
+            for config in (decision.gate_up, decision.down)
+        ]
     device = torch.device("meta")
     x = torch.empty(shape.m, shape.hidden, dtype=dtype, device=device)
     ids = torch.empty(shape.m, shape.top, dtype=torch.int64 if wide else torch.int32, device=device)
-    workspace = Workspace.of(shape, decision.tile_m, dtype, device)
+    workspace = Workspace.of(shape, decision, dtype, device)
     return [
         *(step.instantiation for step in route_steps(shape, decision.tile_m, x, ids, None, workspace)),
         *(
@@ -376,7 +454,7 @@ def launch_experts(
     index = x.device.index
     shape = shape_of(x, ids, experts)
     chosen = decision or decide_experts(shape, device_numbers(index))
-    workspace = Workspace.of(shape, chosen.tile_m, x.dtype, x.device)
+    workspace = Workspace.of(shape, chosen, x.dtype, x.device)
     steps = layer_steps(
         shape, chosen, x, ids, weights, experts, activation, expert_map, out, workspace, dependent=True
     )

@@ -45,6 +45,19 @@
 #include "reduce/dsmem_pull.cuh"
 #include "scale/stored_order.cuh"
 
+// How parts share K: evenly, one run of chunks behind the other. Another way may send a part elsewhere first
+// (kernels/experts_stream.cuh).
+template <int PARTS>
+struct EvenParts {
+    static constexpr u32 COUNT = PARTS;  // parts that share the K of one weight
+
+    // The place of part `part` among those of its weight, whose operands the addresses become; false where it has none.
+    __device__ __forceinline__ bool enter(u32& part, const u16*& x, const uint4*& words, const u16*& scales,
+                                          const u16*& zeros) const {
+        return true;
+    }
+};
+
 template <typename C>
 struct StreamGemm {
     typedef typename C::Codec Codec;
@@ -113,26 +126,30 @@ struct StreamGemm {
         }
     }
 
-    static __device__ __forceinline__ void run(const u16* __restrict__ x, const uint4* __restrict__ words,
-                                               const u16* __restrict__ scales, const u16* __restrict__ zeros,
-                                               const u16* __restrict__ bias, u16* __restrict__ out, int M, int N, int K,
-                                               i64 x_stride, i64 out_stride, int dependent) {
+    // The sums of block `block`, whose parts are in `parts`, of a tile that begins at row m0 and column n0, in shared memory:
+    // store(buffer, m0, n0, rank) takes them, float [part][m][PITCH].
+    template <typename Parts, typename Store>
+    static __device__ __forceinline__ void run(const u16* x, const uint4* words, const u16* scales, const u16* zeros, int M,
+                                               int N, int K, i64 x_stride, int dependent, u32 block, const Parts& parts,
+                                               Store store) {
         extern __shared__ __align__(128) unsigned char shared[];
 
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int wn = warp % WARPS_N, wk = warp / WARPS_N;
-        const u32 rank = blockIdx.x % CLUSTER;
+        const u32 rank = block % CLUSTER;
         const int tiles_m = (M + TILE_M - 1) / TILE_M;
         // Neighbouring blocks share a column tile, so that its weights are read from L2 after the first.
-        const int tile = blockIdx.x / CLUSTER;
+        const int tile = block / CLUSTER;
         // Most launches have one batch tile, and a division takes longer than a barrier.
         const int column_tile = tiles_m == 1 ? tile : tile / tiles_m;
         const int m0 = (tile - column_tile * tiles_m) * TILE_M, n0 = column_tile * TILE_N;
         const int rows_m = min(TILE_M, M - m0);
 
-        constexpr u32 PARTS = CLUSTER * WARPS_K;
-        const u32 chunks = (K + CHUNK - 1) / CHUNK, part = rank * WARPS_K + wk;
-        const int first = chunks * part / PARTS, my_steps = chunks * (part + 1) / PARTS - first;
+        constexpr u32 PARTS = Parts::COUNT;
+        const u32 chunks = (K + CHUNK - 1) / CHUNK;
+        u32 part = rank * WARPS_K + wk;
+        const bool exists = parts.enter(part, x, words, scales, zeros);
+        const int first = chunks * part / PARTS, my_steps = exists ? chunks * (part + 1) / PARTS - first : 0;
         const int steps = (chunks + PARTS - 1) / PARTS;
 
         // A warp past the last column repeats it; its results are not stored.
@@ -264,8 +281,18 @@ struct StreamGemm {
                     buffer[(wk * TILE_M + m) * PITCH + n] = total.value[q][c][i];
                 }
         }
-        reduce_and_store<E, TILE_M, TILE_N, PITCH, WARPS_K, CLUSTER, THREADS>(buffer, bias, out, out_stride, m0, n0, M, N, rank,
-                                                                              [] { __syncthreads(); });
+        store(buffer, m0, n0, rank);
+    }
+
+    static __device__ __forceinline__ void run(const u16* __restrict__ x, const uint4* __restrict__ words,
+                                               const u16* __restrict__ scales, const u16* __restrict__ zeros,
+                                               const u16* __restrict__ bias, u16* __restrict__ out, int M, int N, int K,
+                                               i64 x_stride, i64 out_stride, int dependent) {
+        run(x, words, scales, zeros, M, N, K, x_stride, dependent, blockIdx.x, EvenParts<CLUSTER * WARPS_K>(),
+            [&](const float* buffer, int m0, int n0, u32 rank) {
+                reduce_and_store<E, TILE_M, TILE_N, PITCH, WARPS_K, CLUSTER, THREADS>(buffer, bias, out, out_stride, m0, n0, M,
+                                                                                      N, rank, [] { __syncthreads(); });
+            });
     }
 };
 

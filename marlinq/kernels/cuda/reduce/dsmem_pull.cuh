@@ -4,6 +4,25 @@
 #include "ptx/cluster.cuh"
 #include "ptx/memory.cuh"
 
+// Four sums of row m, columns n .. n + 3 of a tile, over the parts of all blocks, always in the same order.
+template <int TileM, int Pitch, int Parts, int Cluster>
+__device__ __forceinline__ float4 add_parts(const float* buffer, int m, int n) {
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int r = 0; r < Cluster; ++r)
+#pragma unroll
+        for (int p = 0; p < Parts; ++p) {
+            const float* source = buffer + (p * TileM + m) * Pitch + n;
+            float4 v;
+            if constexpr (Cluster > 1)
+                v = load_cluster_float4(cluster_address(shared_address(source), r));
+            else
+                v = *reinterpret_cast<const float4*>(source);
+            sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+        }
+    return sum;
+}
+
 // Every block of the cluster has the sums of its parts, float [Parts][TileM][Pitch], in its own shared memory. Adds them,
 // always in the same order, adds the bias, narrows and stores rows m0.. and columns n0.. of `out` [M, N]. A block's first
 // `Threads` threads do the work. They wait for the sums first: at the cluster's barrier, or without a cluster in `meet`.
@@ -23,19 +42,7 @@ __device__ __forceinline__ void reduce_and_store(const float* buffer, const u16*
         const int m = four / (TileN / 4), n = four % (TileN / 4) * 4;
         // Columns past N are not stored, so nothing would wait for their loads before the relaxed arrival below.
         if (n >= columns) continue;
-        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-        for (int r = 0; r < Cluster; ++r)
-#pragma unroll
-            for (int p = 0; p < Parts; ++p) {
-                const float* source = buffer + (p * TileM + m) * Pitch + n;
-                float4 v;
-                if constexpr (Cluster > 1)
-                    v = load_cluster_float4(cluster_address(shared_address(source), r));
-                else
-                    v = *reinterpret_cast<const float4*>(source);
-                sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-            }
+        float4 sum = add_parts<TileM, Pitch, Parts, Cluster>(buffer, m, n);
         if (bias != nullptr) {
             sum.x += E::widen(bias[n0 + n]), sum.y += E::widen(bias[n0 + n + 1]);
             sum.z += E::widen(bias[n0 + n + 2]), sum.w += E::widen(bias[n0 + n + 3]);
