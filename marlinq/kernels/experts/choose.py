@@ -183,17 +183,15 @@ def decide_experts(shape: ExpertsShape, device: Device) -> ExpertsDecision:
     """The variants for ``shape`` on ``device``.
 
     Raises:
-        UnsupportedError: a GPU without ``wgmma``, or more experts than are sorted.
+        UnsupportedError: more experts than are sorted, or a layer that no variant fits.
     """
+    found = direct(shape, device)
+    if found is not None and (not device.has_warpgroups or found[1] < sorted_seconds(shape, device)):
+        return found[0]
     if not device.has_warpgroups:
-        raise UnsupportedError(
-            f"experts on {device.architecture}: the grouped kernels need compute capability 9.0"
-        )
+        raise UnsupportedError(f"{shape.top} experts a row: no variant fits {device.architecture}")
     if shape.experts > MOST_EXPERTS:
         raise UnsupportedError(f"{shape.experts} experts on one GPU: at most {MOST_EXPERTS} are sorted")
-    found = direct(shape, device)
-    if found is not None and found[1] < sorted_seconds(shape, device):
-        return found[0]
     costs = {tile_m: _cost(shape, tile_m) for tile_m in _TILES_M}
     for tile_m in sorted(costs, key=lambda rows: costs[rows]):
         chosen = grouped_decision(shape, device, tile_m)
@@ -206,9 +204,9 @@ def direct(shape: ExpertsShape, device: Device) -> tuple[DirectDecision, float] 
     """The two launches without sorting and how long they should take, in seconds; None where none fits.
 
     The products are estimated as dense ones of a row: as wide as all pairs together, and as long as all
-    experts of a row.
+    experts of a row. GPUs without ``wgmma`` have no other way, however slow it is for many rows.
     """
-    if shape.pairs > _DIRECT_PAIRS:
+    if device.has_warpgroups and shape.pairs > _DIRECT_PAIRS:
         return None
     gate_up, down = (shape.product(gated=gated) for gated in (True, False))
     wide = replace(gate_up, m=1, n=gate_up.n * shape.pairs)
@@ -218,7 +216,7 @@ def direct(shape: ExpertsShape, device: Device) -> tuple[DirectDecision, float] 
         timed = [
             (stream.estimate(problem, device, config)[0], config)
             for config in stream.candidates(problem, device)
-            if config.parts % slots == 0 and config.digits
+            if config.parts % slots == 0
         ]
         if not timed:
             return None

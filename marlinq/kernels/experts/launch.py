@@ -30,6 +30,8 @@ from marlinq.kernels.launch.operands import sorted_rows_map, weight_maps
 from marlinq.kernels.step.prepared import ELEMENTS, VECTOR, address
 
 _ROUTE_THREADS, _SUM_THREADS = 1024, 128
+# Blocks that gather rows where there are many: two a multiprocessor.
+_PLACE_BLOCKS = 264
 _ALIGNMENT = 256
 _RECORD_BYTES = 16
 
@@ -42,7 +44,7 @@ class _RouteArguments(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("ids", "map", "x", "counts", "records", "tiles", "places", "gathered")
         ),
-        *((name, ctypes.c_int) for name in ("m", "top", "hidden", "experts", "map_size")),
+        *((name, ctypes.c_int) for name in ("m", "top", "hidden", "experts", "map_size", "shares")),
         ("x_stride", ctypes.c_longlong),
     )
 
@@ -169,6 +171,7 @@ def route_steps(
 ) -> list[Step]:
     """The launches that sort pairs and gather their rows: one for few pairs, otherwise two."""
     blocks = -(-shape.pairs // _ROUTE_THREADS)
+    shares = next((share for share in (1, 2, 4, 8, 16) if share * blocks >= _PLACE_BLOCKS), 32)
     arguments = _RouteArguments(
         ids.data_ptr(),
         address(expert_map),
@@ -188,6 +191,7 @@ def route_steps(
         shape.hidden,
         shape.experts,
         0 if expert_map is None else expert_map.shape[0],
+        shares,
         x.stride(0),
     )
 
@@ -204,7 +208,7 @@ def route_steps(
 
     if blocks == 1:
         return [step("ALL", shape.m)]
-    return [step("COUNT", blocks), step("PLACE", blocks)]
+    return [step("COUNT", blocks), step("PLACE", blocks * shares)]
 
 
 def grouped_step(

@@ -11,7 +11,8 @@
 //   3. a scan over the experts gives their first rows and tiles
 //
 // STEP. ALL: every block sorts all pairs, for they are few, and gathers those of one row of the batch. Otherwise pairs are
-// divided among blocks, which COUNT theirs in one launch and PLACE them in the next, knowing everybody's counts.
+// divided into runs of 1024, which blocks COUNT in one launch and PLACE in the next, knowing everybody's counts. There `shares`
+// blocks sort the same run, and each gathers its share of the rows: one alone would take longer for that than all the rest.
 //
 // Configuration: THREADS (1024), EXPERTS (a multiple of 32, at most 512), TILE_M, STEP, WIDE (64-bit ids).
 #pragma once
@@ -41,7 +42,7 @@ struct Route {
 
     static __device__ __forceinline__ void run(const int* ids, const int* map, const u16* x, int* counts,
                                                ExpertRecord* records, int* tiles, int* places, uint4* gathered, int M, int T,
-                                               int H, int experts, int map_size, i64 x_stride) {
+                                               int H, int experts, int map_size, int shares, i64 x_stride) {
         __shared__ u16 of_warps[WARPS * EXPERTS];
         __shared__ int first_rows[EXPERTS];
         __shared__ int rows_of_warps[WARPS];
@@ -50,7 +51,8 @@ struct Route {
 
         launch_dependents();
         const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-        const i64 pairs = (i64)M * T, first = STEP == RouteStep::ALL ? 0 : (i64)blockIdx.x * THREADS;
+        const int run = STEP == RouteStep::PLACE ? blockIdx.x / shares : blockIdx.x;
+        const i64 pairs = (i64)M * T, first = STEP == RouteStep::ALL ? 0 : (i64)run * THREADS;
         for (int i = thread; i < WARPS * EXPERTS / 2; i += THREADS) reinterpret_cast<u32*>(of_warps)[i] = 0;
         wait_for_previous_kernel();
         const i64 pair = first + thread;
@@ -70,13 +72,13 @@ struct Route {
                 of_warps[w * EXPERTS + thread] = (u16)count;
                 count += here;
             }
-            if (STEP == RouteStep::COUNT) counts[(i64)blockIdx.x * EXPERTS + thread] = count;
+            if (STEP == RouteStep::COUNT) counts[(i64)run * EXPERTS + thread] = count;
             if (STEP == RouteStep::ALL) all = count;
             if (STEP == RouteStep::PLACE) {
 #pragma unroll 8
-                for (int block = 0; block < gridDim.x; ++block) {
-                    const int theirs = load_l2_word(reinterpret_cast<const u32*>(counts) + block * EXPERTS + thread);
-                    if (block < blockIdx.x) before += theirs;
+                for (int other = 0; other < gridDim.x / shares; ++other) {
+                    const int theirs = load_l2_word(reinterpret_cast<const u32*>(counts) + other * EXPERTS + thread);
+                    if (other < run) before += theirs;
                     all += theirs;
                 }
             }
@@ -102,12 +104,14 @@ struct Route {
         const int place = expert < 0 ? -1 : first_rows[expert] + of_warps[warp * EXPERTS + expert] + rank;
         own_places[thread] = place;
         // Of the blocks that sort the same pairs, one tells.
-        if (pair < pairs && (STEP == RouteStep::PLACE || blockIdx.x == 0)) places[pair] = place;
+        const int share = STEP == RouteStep::ALL ? blockIdx.x : blockIdx.x % shares;
+        if (pair < pairs && share == 0) places[pair] = place;
         __syncthreads();
 
         // A warp a pair.
-        const i64 from = STEP == RouteStep::ALL ? (i64)blockIdx.x * T : first;
-        const i64 end = STEP == RouteStep::ALL ? from + T : (first + THREADS < pairs ? first + THREADS : pairs);
+        const int portion = STEP == RouteStep::ALL ? T : THREADS / shares;
+        const i64 from = first + share * portion, last = from + portion;
+        const i64 end = last < pairs ? last : pairs;
         for (i64 mine = from + warp; mine < end; mine += WARPS) {
             const int to = own_places[mine - first];
             if (to < 0) continue;
@@ -122,6 +126,7 @@ struct Route {
 #define INSTANTIATE_EXPERTS_ROUTE(NAME, CONFIGURATION)                                                                     \
     extern "C" __global__ void __launch_bounds__(CONFIGURATION::THREADS)                                                   \
     NAME(const int* ids, const int* map, const u16* x, int* counts, ExpertRecord* records, int* tiles, int* places,        \
-         uint4* gathered, int M, int T, int H, int experts, int map_size, i64 x_stride) {                                  \
-        Route<CONFIGURATION>::run(ids, map, x, counts, records, tiles, places, gathered, M, T, H, experts, map_size, x_stride); \
+         uint4* gathered, int M, int T, int H, int experts, int map_size, int shares, i64 x_stride) {                      \
+        Route<CONFIGURATION>::run(ids, map, x, counts, records, tiles, places, gathered, M, T, H, experts, map_size, shares,  \
+                                  x_stride);                                                                               \
     }

@@ -1,0 +1,134 @@
+"""Decisions for routed layers, and the kernels they choose: compiled for every architecture, without spills."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from marlinq.core.errors import UnsupportedError
+from marlinq.kernels import ARCHITECTURES
+from marlinq.kernels.decide.device import Device
+from marlinq.kernels.experts.choose import (
+    DirectDecision,
+    ExpertsShape,
+    GroupedConfig,
+    SortedDecision,
+    decide_experts,
+    decisions,
+    grouped,
+)
+from marlinq.kernels.experts.launch import Workspace, instantiations, most_tiles
+from marlinq.kernels.jit.compiler import compile_text
+from marlinq.kernels.jit.instantiation import Instantiation, unit
+from tests.emulation.gemm import AMPERE, H200
+
+QWEN = ExpertsShape(1, 8, 128, 2048, 768, 128, False, False)
+MIXTRAL = ExpertsShape(1, 2, 8, 4096, 14336, 128, False, False)
+GROUPS = ((128, False, False), (32, True, True), (-1, False, True), (64, True, False))
+
+
+def test_few_rows_are_not_sorted_and_many_are() -> None:
+    assert isinstance(decide_experts(QWEN, H200), DirectDecision)
+    heights = []
+    for m in (16, 256, 1024, 4096, 16384):
+        found = decide_experts(replace(QWEN, m=m), H200)
+        assert isinstance(found, SortedDecision)
+        assert found.down.tile.tile_m == found.tile_m
+        heights.append(found.tile_m)
+    assert heights == sorted(heights)
+    assert heights[0] == 16
+    assert heights[-1] >= 96
+
+
+def test_parts_are_dealt_to_all_slots() -> None:
+    for top in (1, 2, 4, 6, 8):
+        found = decide_experts(replace(QWEN, top=top), H200)
+        assert isinstance(found, DirectDecision)
+        assert found.down.tile.parts % top == 0
+
+
+def test_gpus_without_wgmma_never_sort() -> None:
+    large = replace(AMPERE, architecture="sm_80", shared_bytes=166_912)
+    assert isinstance(decide_experts(replace(QWEN, m=300), large), DirectDecision)
+    # Eight slots a block, whose rings don't fit; there are no clusters.
+    with pytest.raises(UnsupportedError, match="8 experts a row: no variant fits sm_86"):
+        decide_experts(QWEN, AMPERE)
+
+
+def test_more_experts_than_are_sorted_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="1000 experts on one GPU: at most 512"):
+        decide_experts(replace(QWEN, experts=1000, m=4096), H200)
+
+
+def test_tiles_of_any_routing_have_room() -> None:
+    # One pair an expert, and the rest with one expert, is the worst.
+    for m, experts, tile_m in ((1, 128, 16), (40, 8, 16), (1000, 64, 80)):
+        shape = replace(QWEN, m=m, experts=experts)
+        alone = min(shape.pairs, experts) - 1
+        assert alone + -(-(shape.pairs - alone) // tile_m) <= most_tiles(shape, tile_m)
+
+
+def test_the_workspace_is_one_allocation_without_overlap() -> None:
+    shape = replace(QWEN, m=300)
+    workspace = Workspace.of(shape, decide_experts(shape, H200), torch.bfloat16, torch.device("cpu"))
+    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in workspace)
+    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert len({tensor.untyped_storage().data_ptr() for tensor in workspace}) == 1
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in workspace)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_kernels_for_few_rows_spill_nowhere(architecture: str) -> None:
+    # With two slots, which fit everywhere.
+    device = H200 if architecture == "sm_90a" else replace(AMPERE, architecture=architecture)
+    spills(small_kernels(device), architecture)
+
+
+def small_kernels(device: Device) -> list[Instantiation]:
+    found: list[Instantiation] = []
+    for group, zeros, bfloat16 in GROUPS:
+        shape = replace(QWEN, top=2, group_size=group, zeros=zeros, bfloat16=bfloat16)
+        decision = decide_experts(shape, device)
+        dtype = torch.bfloat16 if bfloat16 else torch.float16
+        found += instantiations(shape, decision, "silu", dtype, wide=zeros)
+    return found
+
+
+@pytest.mark.parametrize("m", [16, 256, 2000])
+def test_sorting_grouped_products_and_sum_spill_nowhere(m: int) -> None:
+    """Of compute capability 9.0 only: the products are wgmma."""
+    found: list[Instantiation] = []
+    for group, zeros, bfloat16 in GROUPS:
+        shape = replace(QWEN, m=m, group_size=group, zeros=zeros, bfloat16=bfloat16)
+        decision = decide_experts(shape, H200)
+        dtype = torch.bfloat16 if bfloat16 else torch.float16
+        found += instantiations(shape, decision, "gelu_tanh", dtype, wide=zeros)
+    spills(found, "sm_90a")
+
+
+def spills(found: list[Instantiation], architecture: str) -> None:
+    named = tuple((f"kernel_{number}", one) for number, one in enumerate(dict.fromkeys(found)))
+    compiled = compile_text(unit(named), "experts", architecture)
+    assert (compiled.spill_bytes, compiled.stack_bytes) == (0, 0), compiled.log
+    assert "C7510" not in compiled.log, "wgmma was serialised"
+
+
+def test_every_variant_fits_the_multiprocessor() -> None:
+    for base in (QWEN, MIXTRAL):
+        for group, zeros, bfloat16 in GROUPS:
+            shape = replace(base, m=64, group_size=group, zeros=zeros, bfloat16=bfloat16)
+            for decision in decisions(shape, H200):
+                for config in (decision.gate_up, decision.down):
+                    problem = shape.product(gated=config.gated)
+                    blocks = config.tile.min_blocks
+                    assert blocks * (config.shared_bytes(problem) + 1024) <= H200.shared_bytes + 1024
+
+
+def test_words_of_one_column_block_can_t_be_gated() -> None:
+    config = grouped(replace(QWEN, m=64), H200, 16, gated=True, words=2)
+    assert isinstance(config, GroupedConfig)
+    assert config.shared_bytes(QWEN.product(gated=True)) > config.tile.shared_bytes(
+        QWEN.product(gated=True)
+    )
