@@ -3,84 +3,114 @@
     python lab/kernels/experts_parts.py --model qwen3-30b-a3b --batch 1,16,64,256,1024
     python lab/kernels/experts_parts.py --model qwen3-30b-a3b --batch 16,64 --variants
 
-Times of the first n launches of the layer, in microseconds, as graphs with other experts every launch; the difference from
-one line to the next is what a launch adds. With --variants every variant that fits, fastest first.
+Times of the first n launches of the layer, in microseconds, as graphs with other experts every launch; the
+difference from one line to the next is what a launch adds. With --variants every variant that fits, fastest
+first.
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from marlinq.kernels.experts.choose import ExpertsDecision, decide_experts, decisions
+from marlinq.kernels.experts import ExpertWeights
+from marlinq.kernels.experts.choose import ExpertsDecision, ExpertsShape, decide_experts, decisions
 from marlinq.kernels.experts.launch import Workspace, instantiations, layer_steps, shape_of, start
 from marlinq.kernels.jit.cache import compile_missing
 from marlinq.kernels.launch.driver import on_device
 from marlinq.kernels.launch.launch import device_numbers
-from marlinq.operations.bench.expert_peers import EXPERT_LAYERS
+from marlinq.operations.bench.expert_peers import EXPERT_LAYERS, ExpertsLayer, Routing
 from marlinq.operations.bench.experts import even_routings
 from marlinq.operations.bench.synthetic_experts import random_experts
 from marlinq.operations.bench.timing import capture, launches_for, time_in_turn
 
 
+@dataclass
+class Batch:
+    """Operands of one layer and batch."""
+
+    weights: ExpertWeights
+    x: Tensor
+    routings: list[Routing]
+    shape: ExpertsShape
+    kept: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, layer: ExpertsLayer, weights: ExpertWeights, m: int) -> Batch:
+        device = weights.down.words.device
+        expert_bytes = (weights.gate_up.nbytes + weights.down.nbytes) // layer.experts
+        x = torch.randn(m, layer.hidden, dtype=torch.float16, device=device)
+        routings = even_routings(layer, m, device, expert_bytes)
+        return cls(weights, x, routings, shape_of(x, routings[0].ids, weights))
+
+    def graph(self, decision: ExpertsDecision, most: int) -> tuple[torch.cuda.CUDAGraph, int]:
+        """The first ``most`` launches, captured over and over."""
+        workspace = Workspace.of(self.shape, decision, self.x.dtype, self.x.device)
+        out = torch.empty_like(self.x)
+        self.kept += [workspace, out]
+
+        def launch(index: int) -> None:
+            routing = self.routings[index % len(self.routings)]
+            given = (self.x, routing.ids, routing.weights, self.weights, "silu", None, out, workspace)
+            with on_device(0):
+                start(layer_steps(self.shape, decision, *given, dependent=True)[:most], 0)
+
+        launch(0)
+        count = launches_for(5e-5 if self.shape.m < 256 else 5e-4)
+        return capture(launch, count), count
+
+    def compile(self, listed: list[ExpertsDecision]) -> None:
+        found = [
+            one
+            for each in listed
+            for one in instantiations(self.shape, each, "silu", self.x.dtype, wide=False)
+        ]
+        compile_missing(device_numbers(0).architecture, list(dict.fromkeys(found)))
+
+    def variants(self) -> None:
+        """Whole layers, by variant."""
+        listed = decisions(self.shape, device_numbers(0))
+        self.compile(listed)
+        found = time_in_turn({decision.reason: self.graph(decision, 9) for decision in listed}, 1e-4)
+        for reason in sorted(found, key=lambda reason: found[reason]):
+            print(f"  {1e6 * found[reason]:8.1f}  {reason}")
+
+    def parts(self, chosen: ExpertsDecision) -> None:
+        """The decision's launches, one more a line."""
+        self.compile([chosen])
+        routing = self.routings[0]
+        workspace = Workspace.of(self.shape, chosen, self.x.dtype, self.x.device)
+        given = (self.x, routing.ids, routing.weights, self.weights, "silu", None, self.x, workspace)
+        steps = layer_steps(self.shape, chosen, *given, dependent=True)
+        names = [step.instantiation.function for step in steps]
+        graphs = {" ".join(names[:most]): self.graph(chosen, most) for most in range(1, len(names) + 1)}
+        for done, seconds in time_in_turn(graphs, 1e-4).items():
+            print(f"  {1e6 * seconds:8.1f}  {done}")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", action="append", choices=sorted(EXPERT_LAYERS), required=True)
     parser.add_argument("--batch", default="1,16,64,256,1024,4096")
     parser.add_argument("--variants", action="store_true")
     arguments = parser.parse_args()
-    device = torch.device("cuda", 0)
     for name in arguments.model:
-        layer = EXPERT_LAYERS[name]
+        layer, device = EXPERT_LAYERS[name], torch.device("cuda", 0)
         weights = random_experts(layer, 128, asymmetric=False, dtype=torch.float16, device=device)
-        expert_bytes = (weights.gate_up.nbytes + weights.down.nbytes) // layer.experts
         for m in (int(text) for text in arguments.batch.split(",")):
-            x = torch.randn(m, layer.hidden, dtype=torch.float16, device=device)
-            routings = even_routings(layer, m, device, expert_bytes)
-            shape = shape_of(x, routings[0].ids, weights)
-            chosen = decide_experts(shape, device_numbers(0))
-            listed = decisions(shape, device_numbers(0)) if arguments.variants else [chosen]
-            kernels = [one for each in listed for one in instantiations(shape, each, "silu", x.dtype, wide=False)]
-            compile_missing(device_numbers(0).architecture, list(dict.fromkeys(kernels)))
-
-            def graph(decision: ExpertsDecision, most: int) -> tuple[torch.cuda.CUDAGraph, int]:
-                workspace = Workspace.of(shape, decision, x.dtype, device)
-                out = torch.empty_like(x)
-                keep.append((workspace, out))
-
-                def launch(index: int) -> None:
-                    routing = routings[index % len(routings)]
-                    given = (x, routing.ids, routing.weights, weights, "silu", None, out, workspace)
-                    with on_device(0):
-                        start(layer_steps(shape, decision, *given, dependent=True)[:most], 0)
-
-                launch(0)
-                count = launches_for(5e-5 if m < 256 else 5e-4)
-                return capture(launch, count), count
-
-            keep: list[tuple[Workspace, Tensor]] = []
+            batch = Batch.of(layer, weights, m)
+            chosen = decide_experts(batch.shape, device_numbers(0))
+            print(f"{name} M={m}: {chosen.reason}", flush=True)
             if arguments.variants:
-                graphs = {decision.reason: graph(decision, 9) for decision in listed}
-                print(f"{name} M={m}, chosen: {chosen.reason}")
-                found = time_in_turn(graphs, 1e-4)
-                for reason in sorted(found, key=lambda reason: found[reason]):
-                    print(f"  {1e6 * found[reason]:8.1f}  {reason}")
-                continue
-            graphs = {}
-            given = (x, routings[0].ids, routings[0].weights, weights, "silu", None, x)
-            workspace = Workspace.of(shape, chosen, x.dtype, device)
-            names = [
-                step.instantiation.function
-                for step in layer_steps(shape, chosen, *given, workspace, dependent=True)
-            ]
-            for most in range(1, len(names) + 1):
-                graphs[" ".join(names[:most])] = graph(chosen, most)
-            found = time_in_turn(graphs, 1e-4)
-            print(f"{name} M={m}: {chosen.reason}")
-            for steps, seconds in found.items():
-                print(f"  {1e6 * seconds:8.1f}  {steps}")
+                batch.variants()
+            else:
+                batch.parts(chosen)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ import torch
 
 from marlinq.kernels.decide.stream import StreamConfig
 from marlinq.kernels.experts.choose import (
+    Columns,
     DirectConfig,
     DirectDecision,
     ExpertsShape,
     SortedDecision,
     decide_experts,
-    grouped,
+    grouped_decision,
 )
 from marlinq.kernels.experts.launch import shape_of
 from marlinq.kernels.experts.reference import local_experts
@@ -30,13 +31,9 @@ SMALL = replace(H200, multiprocessors=3)
 
 def decision(shape: ExpertsShape, tile_m: int, words: int = 2, warpgroups: int = 1) -> SortedDecision:
     """Tiles of ``tile_m`` rows on three multiprocessors, so that blocks take several."""
-    found = [
-        grouped(shape, SMALL, tile_m, gated=gated, words=words, warpgroups=warpgroups)
-        for gated in (True, False)
-    ]
-    assert found[0] is not None
-    assert found[1] is not None
-    return SortedDecision(found[0], found[1], "a test's")
+    found = grouped_decision(shape, SMALL, tile_m, Columns(words, warpgroups, 2 if warpgroups == 1 else 1))
+    assert found is not None
+    return found
 
 
 def check_sorted(routed: Routed, local: torch.Tensor, tile_m: int) -> None:
@@ -65,7 +62,8 @@ LAYERS = {
     "bfloat16": (20, Shape(4, 2, 256, 128, 128, False, torch.bfloat16), 32, 2, 1, 0.0),
     "bfloat16 with zero points": (20, Shape(4, 2, 256, 128, -1, True, torch.bfloat16), 32, 2, 1, 0.0),
     "side by side": (40, Shape(2, 1, 128, 192, -1), 32, 2, 2, 0.0),
-    "four words": (20, Shape(3, 2, 320, 192, 64), 16, 4, 1, 0.0),
+    "four words": (20, Shape(3, 2, 320, 192, 64), 8, 4, 1, 0.0),
+    "four words side by side": (20, Shape(3, 2, 192, 320, 32, True), 16, 4, 2, 0.0),
     "large tiles": (150, Shape(2, 2, 128, 64, 32), 128, 2, 2, 2.0),
 }
 

@@ -83,7 +83,7 @@ def random_layer(shape: Shape, device: str = "cpu") -> Layer:
 def random_routing(
     shape: Shape, m: int, device: str = "cpu", skew: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [M, H], ids [M, T] int32 without repetitions in a row, weights [M, T]; ``skew`` prefers low experts."""
+    """x [M, H], ids [M, T] int32, none twice in a row, weights [M, T]; ``skew`` prefers low experts."""
     x = torch.randn(m, shape.hidden, device=device).to(shape.dtype)
     scores = torch.randn(m, shape.experts, device=device)
     scores -= skew * torch.arange(shape.experts, device=device)

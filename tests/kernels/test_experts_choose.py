@@ -1,8 +1,9 @@
-"""Decisions for routed layers, and the kernels they choose: compiled for every architecture, without spills."""
+"""Decisions for routed layers; the kernels they choose compile for every architecture, without spills."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from marlinq.core.errors import UnsupportedError
 from marlinq.kernels import ARCHITECTURES
 from marlinq.kernels.decide.device import Device
 from marlinq.kernels.experts.choose import (
+    Columns,
     DirectDecision,
     ExpertsShape,
     GroupedConfig,
@@ -74,7 +76,7 @@ def test_the_workspace_is_one_allocation_without_overlap() -> None:
     shape = replace(QWEN, m=300)
     workspace = Workspace.of(shape, decide_experts(shape, H200), torch.bfloat16, torch.device("cpu"))
     spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in workspace)
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     assert len({tensor.untyped_storage().data_ptr() for tensor in workspace}) == 1
     assert all(tensor.data_ptr() % 16 == 0 for tensor in workspace)
 
@@ -127,8 +129,6 @@ def test_every_variant_fits_the_multiprocessor() -> None:
 
 
 def test_words_of_one_column_block_can_t_be_gated() -> None:
-    config = grouped(replace(QWEN, m=64), H200, 16, gated=True, words=2)
+    config = grouped(replace(QWEN, m=64), H200, 16, Columns(2, 1, 2), gated=True)
     assert isinstance(config, GroupedConfig)
-    assert config.shared_bytes(QWEN.product(gated=True)) > config.tile.shared_bytes(
-        QWEN.product(gated=True)
-    )
+    assert config.shared_bytes(QWEN.product(gated=True)) > config.tile.shared_bytes(QWEN.product(gated=True))

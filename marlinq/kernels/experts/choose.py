@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from marlinq.core.errors import UnsupportedError
-from marlinq.kernels.decide import stream, warpgroup
+from marlinq.kernels.decide import stream
 from marlinq.kernels.decide.device import Device
 from marlinq.kernels.decide.problem import Problem
+from marlinq.kernels.decide.stages import stage_bytes
 from marlinq.kernels.decide.stream import StreamConfig
 from marlinq.kernels.decide.warpgroup import WarpgroupConfig
 from marlinq.kernels.jit.instantiation import Instantiation, Parameters
@@ -17,18 +19,48 @@ from marlinq.kernels.jit.instantiation import Instantiation, Parameters
 MOST_EXPERTS = 512
 """Experts that ``cuda/experts/route.cuh`` sorts."""
 
-_TILES_M = (16, 32, 48, 64, 80, 96, 112, 128)
+
+class Columns(NamedTuple):
+    """How a grouped product shares columns.
+
+    Attributes:
+        words: 16-column blocks of a warp, 2 or 4.
+        warpgroups: of a block, side by side.
+        blocks: a multiprocessor.
+    """
+
+    words: int
+    warpgroups: int
+    blocks: int
+
+
+_TILES_M = (8, 16, 32, 48, 64, 80, 96, 112, 128)
+# Tiles of few rows are bound by the memory, and by what a warpgroup does for a chunk beside its products: many
+# columns a warpgroup. Two blocks, so that one multiplies while the other ends a tile.
+_FEW_ROWS_MOST = 32
+_COLUMNS_FEW = (Columns(4, 1, 2), Columns(2, 1, 2), Columns(2, 1, 3), Columns(4, 2, 1))
+_COLUMNS_MANY = (Columns(2, 2, 1),)
+# Of a tile, as far as registers go without spills (tests/kernels/test_experts_choose.py).
+_ROWS_MOST = {
+    Columns(4, 1, 2): 32,
+    Columns(2, 1, 2): 64,
+    Columns(2, 1, 3): 16,
+    Columns(4, 2, 1): 32,
+    Columns(2, 2, 1): 128,
+}
+_ROWS, _STAGES_MOST = 8, 12  # of a chunk, and of a ring
+_WORTH_MEASURING = 1.4
 # Cycles of a multiprocessor for a chunk of 128 channels and 256 columns: its bytes' share of the memory, its
 # words' way into registers, and its products, of which a part by the rows of the tile.
 _MEMORY, _UNPACKING, _CHUNK, _ROW = 870.0, 700.0, 350.0, 17.6
-# Up to here a multiprocessor has two blocks of 128 columns instead of one of 256: more, smaller tiles.
-_TWO_BLOCKS_MOST = 32
 _UNLIMITED = 1 << 30
 # More pairs than these read experts again and again.
 _DIRECT_PAIRS = 128
-# Seconds of sorting, starting and adding, and the share of the memory's bandwidth that grouped products reach.
+# Seconds of sorting, starting and adding, and the share of the memory's bandwidth that grouped products
+# reach.
 _SORTED_FIXED, _SORTED_BANDWIDTH = 8e-6, 0.85
-# Bytes that a warpgroup takes to transpose 16 columns a warp, beyond those for 32: the former come as 16 rows.
+# Bytes that a warpgroup takes to transpose 16 columns a warp, beyond those for 32: the former come as 16
+# rows.
 _SINGLE_COLUMNS_MORE = 1024
 # Barriers, and what the driver keeps of every block.
 _RESERVED = 1280
@@ -192,12 +224,19 @@ def decide_experts(shape: ExpertsShape, device: Device) -> ExpertsDecision:
         raise UnsupportedError(f"{shape.top} experts a row: no variant fits {device.architecture}")
     if shape.experts > MOST_EXPERTS:
         raise UnsupportedError(f"{shape.experts} experts on one GPU: at most {MOST_EXPERTS} are sorted")
-    costs = {tile_m: _cost(shape, tile_m) for tile_m in _TILES_M}
-    for tile_m in sorted(costs, key=lambda rows: costs[rows]):
-        chosen = grouped_decision(shape, device, tile_m)
-        if chosen is not None:
-            return chosen
-    raise UnsupportedError(f"experts with groups of {shape.group_size}: no variant fits {device.architecture}")
+    for tile_m in _heights(shape):
+        for columns in _COLUMNS_FEW if tile_m <= _FEW_ROWS_MOST else _COLUMNS_MANY:
+            chosen = grouped_decision(shape, device, tile_m, columns)
+            if chosen is not None:
+                return chosen
+    raise UnsupportedError(
+        f"experts with groups of {shape.group_size}: no variant fits {device.architecture}"
+    )
+
+
+def _heights(shape: ExpertsShape) -> list[int]:
+    """Rows of a tile, the best first."""
+    return sorted(_TILES_M, key=lambda tile_m: _cost(shape, tile_m))
 
 
 def direct(shape: ExpertsShape, device: Device) -> tuple[DirectDecision, float] | None:
@@ -223,8 +262,8 @@ def direct(shape: ExpertsShape, device: Device) -> tuple[DirectDecision, float] 
         best.append(min(timed, key=lambda pair: pair[0]))
     seconds = best[0][0] + best[1][0]
     reason = (
-        f"{shape.pairs} pairs as they come: 64 x {best[0][1].warps_n} columns, K in {best[0][1].parts} parts; "
-        f"64 x {best[1][1].warps_n} columns, K in {best[1][1].parts} parts; {1e6 * seconds:.1f} us expected"
+        f"{shape.pairs} pairs as they come: {best[0][1].tile_n} columns, K in {best[0][1].parts} parts; "
+        f"{best[1][1].tile_n} columns, K in {best[1][1].parts} parts; {1e6 * seconds:.1f} us expected"
     )
     configs = [
         DirectConfig(config, gated, shape.top) for (_, config), gated in zip(best, (True, False), strict=True)
@@ -233,7 +272,7 @@ def direct(shape: ExpertsShape, device: Device) -> tuple[DirectDecision, float] 
 
 
 def sorted_seconds(shape: ExpertsShape, device: Device) -> float:
-    """About how long the sorted launches take: the bytes of the experts that are touched, and what is fixed."""
+    """About how long the sorted launches take: what is fixed, and the bytes of the experts touched."""
     touched, _ = _expected_tiles(shape.pairs / shape.experts, 1)
     gate_up, down = (shape.product(gated=gated) for gated in (True, False))
     expert = gate_up.n * gate_up.k * gate_up.bytes_per_weight + down.n * down.k * down.bytes_per_weight
@@ -241,69 +280,54 @@ def sorted_seconds(shape: ExpertsShape, device: Device) -> float:
 
 
 def grouped_decision(
-    shape: ExpertsShape, device: Device, tile_m: int, warpgroups: int | None = None
+    shape: ExpertsShape, device: Device, tile_m: int, columns: Columns
 ) -> SortedDecision | None:
     """Both products with tiles of ``tile_m`` rows; None where one does not fit."""
-    gate_up, down = (
-        grouped(shape, device, tile_m, gated=gated, warpgroups=warpgroups) for gated in (True, False)
-    )
+    gate_up, down = (grouped(shape, device, tile_m, columns, gated=gated) for gated in (True, False))
     if gate_up is None or down is None:
         return None
     reason = (
-        f"tiles of {tile_m} rows for {shape.pairs / shape.experts:.1f} rows an expert: "
-        f"{gate_up.tile.tile_n} and {down.tile.tile_n} columns"
+        f"tiles of {tile_m} rows for {shape.pairs / shape.experts:.1f} rows an expert, {columns.warpgroups} "
+        f"x {64 * columns.words} columns, {columns.blocks} blocks a multiprocessor"
     )
     return SortedDecision(gate_up, down, reason)
 
 
 def decisions(shape: ExpertsShape, device: Device) -> list[ExpertsDecision]:
-    """Every variant that fits: without sorting, and all heights of tiles with 128 and 256 columns."""
+    """Every variant worth measuring: without sorting, and all columns with the better heights of tiles."""
     found: list[ExpertsDecision] = []
     without = direct(shape, device)
     if without is not None:
         found.append(without[0])
-    for tile_m in _TILES_M:
-        for warpgroups in (1, 2):
-            chosen = grouped_decision(shape, device, tile_m, warpgroups)
+    heights = _heights(shape)
+    for tile_m in heights:
+        if _cost(shape, tile_m) > _WORTH_MEASURING * _cost(shape, heights[0]):
+            continue
+        for columns in (*_COLUMNS_FEW, *_COLUMNS_MANY):
+            chosen = grouped_decision(shape, device, tile_m, columns)
             if chosen is not None:
                 found.append(chosen)
     return found
 
 
 def grouped(
-    shape: ExpertsShape,
-    device: Device,
-    tile_m: int,
-    *,
-    gated: bool,
-    words: int = 2,
-    warpgroups: int | None = None,
+    shape: ExpertsShape, device: Device, tile_m: int, columns: Columns, *, gated: bool
 ) -> GroupedConfig | None:
-    """The variant with tiles of ``tile_m`` rows and as deep a ring as fits; None where registers don't.
-
-    Args:
-        shape: of the layer.
-        device: to run on.
-        tile_m: rows of a tile.
-        gated: which of the products.
-        words: 16-column blocks of a warp.
-        warpgroups: side by side; None for the usual.
-    """
+    """The variant with tiles of ``tile_m`` rows and as deep a ring as fits; None where registers don't."""
     problem = shape.product(gated=gated)
-    wanted = [(1, 2), (2, 1)] if tile_m <= _TWO_BLOCKS_MOST else [(2, 1), (1, 1)]
-    if warpgroups is not None:
-        wanted = [(warpgroups, 2), (warpgroups, 1)] if warpgroups == 1 else [(warpgroups, 1)]
-    for side_by_side, blocks in wanted:
-        found = warpgroup._deepest(problem, device, tile_m, words, side_by_side, 1, 8, 1, blocks)
-        if found is None:
-            continue
-        config = GroupedConfig(replace(found, most_blocks=_UNLIMITED), gated, found.most_blocks)
-        room = device.shared_bytes // blocks - _RESERVED
-        if config.shared_bytes(problem) > room:
-            config = replace(config, tile=replace(config.tile, stages=found.stages - 1))
-        if config.tile.stages > 1:
-            return config
-    return None
+    words, side_by_side, blocks = columns
+    # Single blocks of columns are transposed 16 rows at a time; and four words with zero points and scales of
+    # all of K spill.
+    if (gated and words == 2 and tile_m % 16) or (words == 4 and problem.zeros and problem.quant_group == 0):
+        return None
+    if tile_m > _ROWS_MOST[columns]:
+        return None
+    tile = WarpgroupConfig(tile_m, words, side_by_side, 1, _ROWS, 1, 0, blocks, _UNLIMITED)
+    # Without stages it has the rest of a block's memory.
+    config = GroupedConfig(tile, gated, device.multiprocessors * blocks)
+    room = device.shared_bytes // blocks - _RESERVED - config.shared_bytes(problem)
+    stages = min(_STAGES_MOST, room // stage_bytes(problem, tile_m, tile.tile_n, _ROWS))
+    return replace(config, tile=replace(tile, stages=stages)) if stages > 1 else None
 
 
 def _cost(shape: ExpertsShape, tile_m: int) -> float:

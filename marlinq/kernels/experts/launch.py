@@ -449,7 +449,7 @@ def launch_experts(
     expert_map: Tensor | None,
     decision: ExpertsDecision | None = None,
 ) -> Tensor:
-    """As :func:`marlinq.kernels.experts.w4a16_experts`, operands checked; ``decision`` overrides the choice."""
+    """As :func:`marlinq.kernels.experts.w4a16_experts`, checked; ``decision`` overrides the choice."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.shape[0] or not ids.shape[1]:
         return out.zero_()

@@ -54,8 +54,8 @@ class ExpertWeights(NamedTuple):
 def interleave_gate_up(gate: StoredExperts, up: StoredExperts) -> StoredExperts:
     """Gate and up [E, K, I] as one operand of 2I columns, whose blocks of 16 columns take turns.
 
-    Columns 32j .. 32j + 15 of the result are gate's 16j .. 16j + 15, the next 16 are up's. Whole words move, so
-    nothing is unpacked.
+    Columns 32j .. 32j + 15 of the result are gate's 16j .. 16j + 15, the next 16 are up's. Whole words move,
+    so nothing is unpacked.
 
     Raises:
         ValueError: shapes, dtypes or zero points of the two differ, or I is no multiple of 64.
@@ -74,7 +74,7 @@ def interleave_gate_up(gate: StoredExperts, up: StoredExperts) -> StoredExperts:
 
 
 def _take_turns(first: Tensor, second: Tensor, lanes: int, width: int) -> Tensor:
-    """[E, R, tiles * lanes * 4 * width]: parts of 16 columns, of which a lane's vector holds four, in turns."""
+    """[E, R, tiles * lanes * 4 * width]: parts of 16 columns in turns; a lane's vector holds four."""
     experts, rows, size = first.shape
     tiles = size // (lanes * _WORDS * width)
     parts = [value.reshape(experts, rows, tiles, lanes, 2, 2, width) for value in (first, second)]

@@ -55,11 +55,9 @@ def reference_experts(
     """As :func:`marlinq.kernels.experts.w4a16_experts`, accumulated in float32, rounded once at the end."""
     local = local_experts(ids, experts.down.shape[0], expert_map)
     out = torch.zeros(x.shape[0], experts.down.shape[2], dtype=torch.float32, device=x.device)
-    for expert in local.unique().tolist():
-        if expert < 0:
-            continue
+    for expert in sorted(set(local.flatten().tolist()) - {-1}):
         rows, slots = (local == expert).nonzero(as_tuple=True)
-        both = (x[rows].float() @ expert_matrix(experts.gate_up, expert)).unflatten(1, (-1, 2, 16))
+        both = (x[rows].float() @ expert_matrix(experts.gate_up, expert)).view(len(rows), -1, 2, 16)
         inner = (activated(both[:, :, 0], activation) * both[:, :, 1]).flatten(1)
         product = inner @ expert_matrix(experts.down, expert)
         out.index_add_(0, rows, product * weights[rows, slots, None].float())

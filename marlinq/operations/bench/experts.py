@@ -93,8 +93,10 @@ def bench_experts(
     layers = layers_named(models)
     found = resolve_device(device)
     if found.type != "cuda":
-        raise EnvironmentProblem("bench experts measures a GPU, and there is none; the CPU has no kernels")
-    found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+        raise EnvironmentProblem("bench experts measures a GPU, and there is none here")
+    # A plain "cuda" has no index, whatever the annotation says.
+    index = torch.cuda.current_device() if found.index is None else found.index  # type: ignore[redundant-expr]
+    found = torch.device("cuda", index)
     notes: list[str] = []
     contenders: list[ExpertsContender] = [MarlinqExperts()]
     for name in against:
@@ -135,8 +137,8 @@ def bench_experts(
                 progress("experts", len(cells), len(layers) * len(batches))
     timed = tuple(c.name for c in contenders if any(c.name in cell.seconds for cell in cells))
     notes.append(
-        "whole routed layers, L2 cold (other experts every launch), graph replay, contenders in turn, medians; "
-        "humming without sorting, with our sum"
+        "whole routed layers, L2 cold (other experts every launch), graph replay, contenders in turn, "
+        "medians; humming without sorting, with our sum"
     )
     return KernelBench(
         hardware=hardware_line(found),
@@ -173,7 +175,7 @@ def even_routings(layer: ExpertsLayer, m: int, device: torch.device, expert_byte
     scores = torch.randn(m, layer.experts, device=device)
     values, ids = torch.softmax(scores, 1).topk(layer.top, 1)
     weights = (values / values.sum(1, keepdim=True)).contiguous()
-    chosen = ids.unique()
+    chosen = torch.tensor(sorted(set(ids.flatten().tolist())), device=device)
     # The experts that are touched become the first ones, then those behind them, and so on.
     names = torch.zeros(layer.experts, dtype=torch.int64, device=device)
     names[chosen] = torch.arange(len(chosen), device=device)
@@ -199,7 +201,7 @@ def _cell(
     device, dtype = weights.down.words.device, weights.down.scales.dtype
     expert_bytes = (weights.gate_up.nbytes + weights.down.nbytes) // layer.experts
     routings = even_routings(layer, m, device, expert_bytes)
-    touched = int(routings[0].ids.unique().numel()) * expert_bytes
+    touched = len(set(routings[0].ids.flatten().tolist())) * expert_bytes
     columns = 3 * layer.inner * layer.top
     nbytes = touched + 2 * m * 2 * layer.hidden
     floor = max(touched / bandwidth, 2.0 * m * columns * layer.hidden / peak)
