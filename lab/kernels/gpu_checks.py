@@ -68,10 +68,10 @@ def _tests(name: str, files: Iterable[Path], limit: int) -> Piece:
     return Piece(name, ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *paths), limit)
 
 
-def _sanitizer(tool: str, limit: int) -> Piece:
+def _sanitizer(tool: str, limit: int, problems: str = "small_problems") -> Piece:
     return Piece(
-        tool,
-        ("-m", "tests.kernels.small_problems"),
+        tool if problems == "small_problems" else f"{tool}-{problems}",
+        ("-m", f"tests.kernels.{problems}"),
         limit,
         tool=("compute-sanitizer", "--tool", tool, "--error-exitcode", "1"),
         # Every tensor is then an allocation of its own, so that reading past one is seen.
@@ -91,6 +91,13 @@ def _bench(model: str) -> Piece:
     return Piece(f"bench-{model}", command, 500, timed=True, prints_json=True)
 
 
+def _experts() -> Piece:
+    models = ("qwen3-30b-a3b", "qwen3.6-35b-a3b", "deepseek-v3-tp8", "mixtral-8x7b")
+    named = [word for model in models for word in ("--model", model)]
+    command = ("-m", "marlinq", "bench", "experts", *named, "--explain", "--json")
+    return Piece("bench-experts", command, 400, timed=True, prints_json=True)
+
+
 def pieces(checkpoint: Path | None) -> list[Piece]:
     """All pieces, in the order in which they are started; without a checkpoint not those that need one."""
     marked = [
@@ -108,10 +115,12 @@ def pieces(checkpoint: Path | None) -> list[Piece]:
         _sanitizer("memcheck", 240),
         _sanitizer("racecheck", 240),
         _sanitizer("synccheck", 240),
+        *(_sanitizer(tool, 240, "small_experts") for tool in ("memcheck", "racecheck", "synccheck")),
         *(_tests(f"tests-{room}", files, 180) for room, files in sorted(rooms.items())),
         Piece("host-cost", (str(_LAB / "host_cost.py"), "--json", "{json}"), 120, timed=True),
         Piece("chain", (chain, "--batch", "1", "--batch", "16", "--json"), 150, timed=True, prints_json=True),
         *(_bench(model) for model in ("llama-3-8b", "llama-3-70b")),
+        _experts(),
         _sweep("stream", "1,16,32", 12),
         _sweep("bulk", "1,8,16", 40),
         _sweep("warpgroup", "8,16,32,64,128,256,1024,4096", 24),

@@ -35,8 +35,8 @@ class Columns(NamedTuple):
 
 
 _TILES_M = (8, 16, 32, 48, 64, 80, 96, 112, 128)
-# Tiles of few rows are bound by the memory, and by what a warpgroup does for a chunk beside its products: many
-# columns a warpgroup. Two blocks, so that one multiplies while the other ends a tile.
+# Tiles of few rows are bound by the memory, and by what a warpgroup does for a chunk beside its products: it
+# takes many columns. Two blocks, so that one multiplies while the other ends a tile.
 _FEW_ROWS_MOST = 32
 _COLUMNS_FEW = (Columns(4, 1, 2), Columns(2, 1, 2), Columns(2, 1, 3), Columns(4, 2, 1))
 _COLUMNS_MANY = (Columns(2, 2, 1),)
