@@ -1,0 +1,130 @@
+"""Packed experts of a layer as two operands, gate with up and down: a routed layer in a few launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from marlinq.kernels.experts import (
+    ACTIVATIONS,
+    ExpertWeights,
+    StoredExperts,
+    interleave_gate_up,
+    w4a16_experts,
+)
+from marlinq.kernels.experts.reference import activated
+from marlinq.runtime.linear import QuantLinear
+
+# Wide enough to tell every activation from the others.
+_PROBED = torch.linspace(-6.0, 6.0, 97)
+
+
+class GroupedExperts(nn.Module):
+    """The routed part of a mixture layer, by :func:`marlinq.kernels.experts.w4a16_experts`.
+
+    Same bits from the same call; nothing waits for the GPU, so a CUDA graph can hold it.
+
+    Args:
+        weights: of all experts.
+        activation: of :data:`marlinq.kernels.experts.ACTIVATIONS`.
+    """
+
+    def __init__(self, weights: ExpertWeights, activation: str) -> None:
+        super().__init__()
+        self.group_size, self.activation = weights.group_size, activation
+        for product in ("gate_up", "down"):
+            for key, value in getattr(weights, product)._asdict().items():
+                self.register_buffer(f"{product}_{key}", value, persistent=False)
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """Where the buffers are now."""
+        gate_up, down = (
+            StoredExperts(*(getattr(self, f"{product}_{key}") for key in StoredExperts._fields))
+            for product in ("gate_up", "down")
+        )
+        return ExpertWeights(gate_up, down, self.group_size)
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """hidden [T, H], experts' numbers and weights [T, top-k] to [T, H]; nobody's numbers add nothing."""
+        return w4a16_experts(
+            hidden, index.contiguous(), weights.float().contiguous(), self.weights, self.activation
+        )
+
+    def extra_repr(self) -> str:
+        experts, inner, hidden = self.weights.down.shape
+        return f"experts={experts}, hidden={hidden}, intermediate={inner}, group_size={self.group_size}"
+
+
+def grouping_refusal(
+    gate: Sequence[nn.Module], up: Sequence[nn.Module], down: Sequence[nn.Module]
+) -> str | None:
+    """Why these linears, one of each expert, can't be grouped, in one clause; None where they can."""
+    if not gate or not len(gate) == len(up) == len(down):
+        return f"{len(gate)} gates, {len(up)} ups and {len(down)} downs"
+    for linear in (*gate, *up, *down):
+        if not isinstance(linear, QuantLinear):
+            return f"an expert is multiplied by {type(linear).__name__}"
+        if linear.bias is not None:
+            return "an expert has a bias"
+        if linear.order is not None:
+            return "an expert has an activation order"
+    for name, linears in (("gate", gate), ("up", up), ("down", down)):
+        forms = {
+            (
+                found.padded_shape,
+                found.scales.shape,
+                found.zeros is None,
+                found.group_size,
+                found.scales.dtype,
+            )
+            for found in linears
+            if isinstance(found, QuantLinear)
+        }
+        if len(forms) > 1:
+            return f"the experts' {name} differ in shape, groups or zero points"
+    first, second, last = gate[0], up[0], down[0]
+    assert isinstance(first, QuantLinear)
+    assert isinstance(second, QuantLinear)
+    assert isinstance(last, QuantLinear)
+    if (first.padded_shape, first.group_size) != (second.padded_shape, second.group_size):
+        return f"gate is {first.padded_shape} and up {second.padded_shape}"
+    if last.padded_shape != first.padded_shape[::-1]:
+        return f"gate is {first.padded_shape} and down {last.padded_shape}"
+    if first.in_features != first.padded_shape[0]:
+        return f"a hidden size of {first.in_features} is no multiple of 64 and of the group"
+    if last.group_size != first.group_size or {found.zeros is None for found in (first, second, last)} != {
+        last.zeros is None
+    }:
+        return "gate, up and down differ in group size or zero points"
+    return None
+
+
+def group_experts(
+    gate: Sequence[QuantLinear], up: Sequence[QuantLinear], down: Sequence[QuantLinear]
+) -> ExpertWeights:
+    """The experts' operands stacked, gate's and up's columns in turns; not refused by :func:`grouping_refusal`.
+
+    Columns that pad gate and up are zeros, and so what they give is; down's padding multiplies it.
+    """
+    return ExpertWeights(interleave_gate_up(_stacked(gate), _stacked(up)), _stacked(down), gate[0].group_size)
+
+
+def _stacked(linears: Sequence[QuantLinear]) -> StoredExperts:
+    zeros = [linear.zeros for linear in linears if linear.zeros is not None]
+    return StoredExperts(
+        torch.stack([linear.words for linear in linears]),
+        torch.stack([linear.scales for linear in linears]),
+        torch.stack(zeros) if zeros else None,
+    )
+
+
+def activation_name(function: Callable[[Tensor], Tensor]) -> str | None:
+    """Which of :data:`marlinq.kernels.experts.ACTIVATIONS` a function is, by what it computes; None if none."""
+    found = function(_PROBED)
+    for name in ACTIVATIONS:
+        if torch.allclose(found, activated(_PROBED, name), rtol=1e-5, atol=1e-6):
+            return name
+    return None

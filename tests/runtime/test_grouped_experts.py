@@ -1,0 +1,86 @@
+"""Experts' linears as one operand: the same results as one after the other, and what is refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+from marlinq.runtime.grouped_experts import (
+    GroupedExperts,
+    activation_name,
+    group_experts,
+    grouping_refusal,
+)
+from marlinq.runtime.linear import QuantLinear
+from marlinq.runtime.operand import MarlinOperand
+from tests.kernels.problems import random_operands, relative_error
+
+
+def linear(k: int, n: int, group: int, zeros: bool, bias: bool = False, **more: object) -> QuantLinear:
+    made = random_operands(k, n, group, torch.float16, zeros=zeros, bias=bias, device="cpu")
+    given = {"order": None, "in_features": k, "out_features": n} | more
+    operand = MarlinOperand(made.words, made.scales, made.zeros, group_size=group, **given)  # type: ignore[arg-type]
+    return QuantLinear(operand, made.bias)
+
+
+def experts(count: int, hidden: int, inner: int, group: int, zeros: bool) -> list[list[QuantLinear]]:
+    shapes = ((hidden, inner), (hidden, inner), (inner, hidden))
+    return [[linear(k, n, group, zeros) for _ in range(count)] for k, n in shapes]
+
+
+@pytest.mark.parametrize(("group", "zeros"), [(32, True), (64, False), (-1, True)])
+def test_grouped_experts_compute_what_single_ones_do(group: int, zeros: bool) -> None:
+    torch.manual_seed(0)
+    gate, up, down = experts(5, 128, 64, group, zeros)
+    assert grouping_refusal(gate, up, down) is None
+    module = GroupedExperts(group_experts(gate, up, down), "silu")
+    assert "experts=5, hidden=128, intermediate=64" in repr(module)
+    x = torch.randn(7, 128).half()
+    weights, index = torch.softmax(torch.randn(7, 5), 1).topk(2, 1)
+    index[3, 1] = 5  # nobody's
+    found = module(x, index, weights.half())
+    expected = torch.zeros(7, 128, dtype=torch.float64)
+    for token in range(7):
+        for slot in range(2):
+            expert = int(index[token, slot])
+            if expert == 5:
+                continue
+            inner = nn.functional.silu(gate[expert](x[token])) * up[expert](x[token])
+            expected[token] += weights[token, slot].half().double() * down[expert](inner).double()
+    # Five roundings to 11 bits in what is expected, one in what is found.
+    assert relative_error(found, expected) < 6 * 2.0**-11
+
+
+def test_what_can_not_be_grouped_says_why() -> None:
+    gate, up, down = experts(2, 128, 64, 64, False)
+    cases = [
+        (([], [], []), "0 gates"),
+        (([nn.Linear(128, 64), gate[1]], up, down), "an expert is multiplied by Linear"),
+        (([linear(128, 64, 64, False, bias=True), gate[1]], up, down), "an expert has a bias"),
+        (([linear(128, 64, 64, True), gate[1]], up, down), "the experts' gate differ"),
+        ((gate, experts(2, 128, 128, 64, False)[0], down), r"gate is \(128, 64\) and up \(128, 128\)"),
+        ((gate, up, experts(2, 128, 128, 64, False)[2]), r"gate is \(128, 64\) and down \(128, 128\)"),
+        ((gate, up, experts(2, 128, 64, 32, False)[2]), "differ in group size or zero points"),
+        (([linear(128, 64, 64, False, in_features=100)] * 2, up, down), "a hidden size of 100"),
+        (
+            ([linear(128, 64, 64, False, order=torch.arange(128, dtype=torch.int32))] * 2, up, down),
+            "an activation order",
+        ),
+    ]
+    for given, words in cases:
+        reason = grouping_refusal(*given)  # type: ignore[arg-type]
+        assert reason is not None
+        assert re.search(words, reason), reason
+
+
+def test_activations_are_told_apart_by_what_they_compute() -> None:
+    assert activation_name(ACT2FN["silu"]) == "silu"
+    assert activation_name(ACT2FN["gelu"]) == "gelu"
+    assert activation_name(ACT2FN["gelu_pytorch_tanh"]) == "gelu_tanh"
+    assert activation_name(ACT2FN["relu"]) == "relu"
+    assert activation_name(ACT2FN["relu2"]) == "relu2"
+    assert activation_name(ACT2FN["quick_gelu"]) is None
