@@ -105,7 +105,7 @@ def grouping_refusal(
 def group_experts(
     gate: Sequence[QuantLinear], up: Sequence[QuantLinear], down: Sequence[QuantLinear]
 ) -> ExpertWeights:
-    """The experts' operands stacked, gate's and up's columns in turns; not refused by :func:`grouping_refusal`.
+    """The experts' operands stacked, gate's and up's columns in turns; :func:`grouping_refusal` has none.
 
     Columns that pad gate and up are zeros, and so what they give is; down's padding multiplies it.
     """
@@ -122,7 +122,7 @@ def _stacked(linears: Sequence[QuantLinear]) -> StoredExperts:
 
 
 def activation_name(function: Callable[[Tensor], Tensor]) -> str | None:
-    """Which of :data:`marlinq.kernels.experts.ACTIVATIONS` a function is, by what it computes; None if none."""
+    """The one of :data:`marlinq.kernels.experts.ACTIVATIONS` that a function computes; None if none."""
     found = function(_PROBED)
     for name in ACTIVATIONS:
         if torch.allclose(found, activated(_PROBED, name), rtol=1e-5, atol=1e-6):
