@@ -23,7 +23,8 @@ from marlinq.kernels.experts.launch import Workspace, instantiations, layer_step
 from marlinq.kernels.jit.cache import compile_missing
 from marlinq.kernels.launch.driver import on_device
 from marlinq.kernels.launch.launch import device_numbers
-from marlinq.operations.bench.expert_peers import EXPERT_LAYERS, ExpertsLayer, Routing
+from marlinq.operations.bench.expert_peers import Routing
+from marlinq.operations.bench.expert_shapes import EXPERT_LAYERS, ExpertsLayer
 from marlinq.operations.bench.experts import even_routings
 from marlinq.operations.bench.synthetic_experts import random_experts
 from marlinq.operations.bench.timing import capture, launches_for, time_in_turn

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,13 @@ from marlinq.checkpoint import Checkpoint, ReadAhead
 from marlinq.core.errors import CheckpointError
 from marlinq.models import Blueprint, Experts, ModelInstance, Projection
 from marlinq.models.experts import FIRST, run_experts
+from marlinq.runtime.grouped_experts import (
+    GroupedExperts,
+    activation_name,
+    group_experts,
+    grouping_refusal,
+)
+from marlinq.runtime.linear import QuantLinear
 
 
 class PackedExperts(nn.Module):
@@ -56,17 +65,47 @@ class PackedExperts(nn.Module):
         return f"experts={found.count}, hidden={found.hidden}, intermediate={found.intermediate}"
 
 
-def install_experts(instance: ModelInstance, linears: Mapping[str, nn.Module]) -> None:
-    """Put packed experts into the place of those whose ``linears``, by projection, are all there."""
-    for block in instance.blueprint.blocks:
+def install_experts(model: nn.Module, blueprint: Blueprint, linears: Mapping[str, nn.Module]) -> None:
+    """Put packed experts into the place of those whose ``linears``, by projection, are all there.
+
+    On a GPU they are multiplied together (:mod:`marlinq.runtime.grouped_experts`); a warning says where they
+    can't be.
+    """
+    for block in blueprint.blocks:
         for experts in block.experts:
             if experts.projections[0].name not in linears:
                 continue
             members = [experts.of(expert) for expert in range(experts.count)]
             first = [[linears[part.name] for part in parts] for parts, _ in members]
             second = [linears[last.name] for _, last in members]
-            module = instance.model.get_submodule(experts.name)
-            instance.install(experts, PackedExperts(experts, module, first, second))
+            module = model.get_submodule(experts.name)
+            packed: nn.Module = PackedExperts(experts, module, first, second)
+            if isinstance(second[0], QuantLinear) and second[0].words.is_cuda:
+                grouped = _grouped(experts, module, first, second)
+                if isinstance(grouped, str):
+                    warnings.warn(
+                        f"{experts.name}: experts are multiplied one after the other: {grouped}", stacklevel=2
+                    )
+                else:
+                    packed = grouped
+            model.set_submodule(experts.name, packed)
+
+
+def _grouped(
+    experts: Experts, module: nn.Module, first: Sequence[Sequence[nn.Module]], second: Sequence[nn.Module]
+) -> GroupedExperts | str:
+    """The experts as one module, or why not."""
+    if not experts.gated or not experts.routed:
+        return "nothing is gated" if experts.routed else "they get their inputs apart"
+    activation = activation_name(experts.activation(module))
+    if activation is None:
+        return "what stands between the products is none of the kernels' activations"
+    gate, up = ([parts[part] for parts in first] for part in (0, 1))
+    reason = grouping_refusal(gate, up, second)
+    if reason is not None:
+        return reason
+    weights = group_experts(*(cast("list[QuantLinear]", list(part)) for part in (gate, up, second)))
+    return GroupedExperts(weights, activation)
 
 
 def check_experts(blueprint: Blueprint, quantized: Mapping[str, str], checkpoint: Checkpoint) -> None:

@@ -17,8 +17,8 @@ from marlinq.kernels.experts import (
 from marlinq.kernels.experts.reference import activated
 from marlinq.runtime.linear import QuantLinear
 
-# Wide enough to tell every activation from the others.
-_PROBED = torch.linspace(-6.0, 6.0, 97)
+# Wide enough to tell every activation from the others; those nearest to each other are 5e-4 apart there.
+_PROBED = torch.linspace(-9.0, 9.0, 96).view(3, 32)
 
 
 class GroupedExperts(nn.Module):
@@ -121,10 +121,15 @@ def _stacked(linears: Sequence[QuantLinear]) -> StoredExperts:
     )
 
 
-def activation_name(function: Callable[[Tensor], Tensor]) -> str | None:
-    """The one of :data:`marlinq.kernels.experts.ACTIVATIONS` that a function computes; None if none."""
-    found = function(_PROBED)
+def activation_name(gate: Callable[[Tensor], Tensor]) -> str | None:
+    """Which of :data:`marlinq.kernels.experts.ACTIVATIONS` stands between the products; None if none.
+
+    Args:
+        gate: takes [T, 2I], gate first, and gives [T, I]; it is told by what it computes.
+    """
+    up = _PROBED.flip(1) + 0.5
+    found = gate(torch.cat((_PROBED, up), dim=1))
     for name in ACTIVATIONS:
-        if torch.allclose(found, activated(_PROBED, name), rtol=1e-5, atol=1e-6):
+        if torch.allclose(found, activated(_PROBED, name) * up, rtol=1e-5, atol=2e-5):
             return name
     return None

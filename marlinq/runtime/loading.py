@@ -267,7 +267,7 @@ def install_linears(
                 # The first of each kind come first: deciding and compiling runs beside the reading.
                 with timings.stage("kernels"):
                     _compile_kernels(new, setting, progress)
-    install_experts(instance, of_experts)
+    install_experts(instance.model, instance.blueprint, of_experts)
     return {name: decisions[name] for name in replaced}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -78,9 +79,23 @@ def test_what_can_not_be_grouped_says_why() -> None:
 
 
 def test_activations_are_told_apart_by_what_they_compute() -> None:
-    assert activation_name(ACT2FN["silu"]) == "silu"
-    assert activation_name(ACT2FN["gelu"]) == "gelu"
-    assert activation_name(ACT2FN["gelu_pytorch_tanh"]) == "gelu_tanh"
-    assert activation_name(ACT2FN["relu"]) == "relu"
-    assert activation_name(ACT2FN["relu2"]) == "relu2"
-    assert activation_name(ACT2FN["quick_gelu"]) is None
+    def gated(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        def gate(x: torch.Tensor) -> torch.Tensor:
+            first, second = x.chunk(2, dim=-1)
+            return ACT2FN[name](first) * second  # type: ignore[no-any-return]
+
+        return gate
+
+    known = {
+        "silu": "silu",
+        "gelu": "gelu",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "relu": "relu",
+        "relu2": "relu2",
+    }
+    for theirs, ours in known.items():
+        assert activation_name(gated(theirs)) == ours
+    assert activation_name(gated("quick_gelu")) is None
+    # Exchanged halves, and a limit as GPT-OSS has it.
+    assert activation_name(lambda x: gated("silu")(torch.cat(x.chunk(2, -1)[::-1], -1))) is None
+    assert activation_name(lambda x: gated("silu")(x.clamp(max=7.0))) is None

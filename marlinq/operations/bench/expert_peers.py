@@ -11,48 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from marlinq.core.errors import UsageError
 from marlinq.formats.layouts.marlin import permute_scales
 from marlinq.kernels import dequantize_operands
 from marlinq.kernels.experts import ExpertWeights, StoredExperts, w4a16_experts
 from marlinq.kernels.experts.launch import Workspace, shape_of, start, sum_step
 from marlinq.kernels.experts.layout import permute_single
+from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.peers import _pack_rows
-
-
-@dataclass(frozen=True)
-class ExpertsLayer:
-    """A routed layer: E experts of I channels on a hidden size of H, top-T."""
-
-    name: str
-    experts: int
-    top: int
-    hidden: int
-    inner: int
-
-
-EXPERT_LAYERS = {
-    layer.name: layer
-    for layer in (
-        ExpertsLayer("qwen3-30b-a3b", 128, 8, 2048, 768),
-        ExpertsLayer("qwen3.6-35b-a3b", 256, 8, 2048, 512),
-        ExpertsLayer("deepseek-v3-tp8", 256, 8, 7168, 256),
-        ExpertsLayer("mixtral-8x7b", 8, 2, 4096, 14336),
-    )
-}
-"""Layers by model, as one GPU has them; of DeepSeek-V3 an eighth of every expert."""
-
-
-def layers_named(names: Sequence[str]) -> list[ExpertsLayer]:
-    """Layers by name.
-
-    Raises:
-        UsageError: an unknown name.
-    """
-    for name in names:
-        if name not in EXPERT_LAYERS:
-            raise UsageError(f"model {name!r} has no experts; expected one of {', '.join(EXPERT_LAYERS)}")
-    return [EXPERT_LAYERS[name] for name in names]
 
 
 @dataclass(frozen=True)

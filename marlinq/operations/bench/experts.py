@@ -19,12 +19,11 @@ from marlinq.kernels.launch.launch import device_numbers
 from marlinq.operations.bench.expert_peers import (
     EXPERT_PEERS,
     ExpertsContender,
-    ExpertsLayer,
     MarlinqExperts,
     Routing,
     RunLayer,
-    layers_named,
 )
+from marlinq.operations.bench.expert_shapes import ExpertsLayer, layers_named
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.kernels import _one_line
 from marlinq.operations.bench.report import OURS, Cell, KernelBench
@@ -66,7 +65,7 @@ def bench_experts(
     the bandwidth of a cold read, and the operations at the measured peak.
 
     Args:
-        models: names of :data:`marlinq.operations.bench.expert_peers.EXPERT_LAYERS`.
+        models: names of :data:`marlinq.operations.bench.expert_shapes.EXPERT_LAYERS`.
         batches: rows of activations.
         device: as in :func:`marlinq.core.devices.resolve_device`; a GPU.
         against: names of :data:`marlinq.operations.bench.expert_peers.EXPERT_PEERS`.

@@ -19,10 +19,13 @@ from marlinq.core.scheme import CHANNEL, INT4, Scheme
 from marlinq.formats import StoredWeight
 from marlinq.formats.layouts import ModuleSpec
 from marlinq.formats.layouts.marlin import GROUP_SIZES, Marlin
-from marlinq.models import Blueprint, Projection, build_blueprint
+from marlinq.models import Blueprint, Experts, Projection, build_blueprint
+from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.peers import random_weight
 from marlinq.operations.bench.shapes import Layer
+from marlinq.operations.bench.synthetic_experts import random_experts
 from marlinq.runtime import OPERATORS, Decision, LoadedModel, Setting, decide
+from marlinq.runtime.grouped_experts import GroupedExperts, activation_name
 from marlinq.runtime.placement import DTYPES
 
 Head = Literal["16", "int4"]
@@ -70,6 +73,13 @@ SYNTHETIC: Mapping[str, Mapping[str, Any]] = {
         "model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 3840, "intermediate_size": 15360,
         "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
         "query_pre_attn_scalar": 256, "sliding_window": 1024, "max_position_embeddings": 131072,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "tie_word_embeddings": False,
     },
     "smollm2-135m": {
         "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
@@ -141,6 +151,9 @@ def synthetic_model(
     projections = _quantised(blueprint, model, wanted.head)
     torch.manual_seed(0)
     with torch.no_grad():
+        for block in blueprint.blocks:
+            for experts in block.experts:
+                model.set_submodule(experts.name, _random_grouped(experts, wanted.group_size, setting, model))
         for done, projection in enumerate(projections):
             stored = _random_stored(projection, wanted.group_size, setting)
             decisions[projection.name] = decide(stored, setting)
@@ -195,11 +208,25 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype
 
 
 def _quantised(blueprint: Blueprint, model: PreTrainedModel, head: Head) -> list[Projection]:
-    found = list(blueprint.projections())
+    found = [one for one in blueprint.projections() if one.expert is None]
     if head == "int4":
         module = model.get_output_embeddings()
         found += [one for one in blueprint.others if model.get_submodule(one.module) is module]
     return found
+
+
+def _random_grouped(
+    experts: Experts, group_size: int, setting: Setting, model: PreTrainedModel
+) -> GroupedExperts:
+    """Random experts of a layer, as loading would group them."""
+    activation = activation_name(experts.activation(model.get_submodule(experts.name)))
+    if activation is None or not experts.gated or not experts.routed:
+        raise UsageError(f"{experts.name}: no synthetic experts of this kind; choose another --synthetic")
+    layer = ExpertsLayer(experts.name, experts.count, 1, experts.hidden, experts.intermediate)
+    weights = random_experts(
+        layer, group_size, asymmetric=False, dtype=setting.dtype, device=setting.device
+    )
+    return GroupedExperts(weights, activation)
 
 
 def _random_stored(projection: Projection, group_size: int, setting: Setting) -> StoredWeight:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from marlinq.kernels.experts import ExpertWeights, StoredExperts
+from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.peers import random_weight
 from marlinq.operations.bench.shapes import Layer
-
-if TYPE_CHECKING:
-    from marlinq.operations.bench.expert_peers import ExpertsLayer
 
 
 def random_experts(
