@@ -159,9 +159,14 @@ def test_a_failure_reaches_the_work_and_what_was_whole_stays(
         write(self, name, tensor)
 
     monkeypatch.setattr(CheckpointWriter, "write", failing)
-    with pytest.raises(OutputError, match="the disk is gone"), WriteBehind(writer, CPU) as behind:
-        for name, tensor in TENSORS.items():
-            behind.write({name: tensor}, {})
+
+    def write_all() -> None:
+        with WriteBehind(writer, CPU) as behind:
+            for name, tensor in TENSORS.items():
+                behind.write({name: tensor}, {})
+
+    with pytest.raises(OutputError, match="the disk is gone"):
+        write_all()
     assert "a" in writer.written
     assert "b" not in writer.written
 

@@ -223,9 +223,7 @@ def _random_grouped(
     if activation is None or not experts.gated or not experts.routed:
         raise UsageError(f"{experts.name}: no synthetic experts of this kind; choose another --synthetic")
     layer = ExpertsLayer(experts.name, experts.count, 1, experts.hidden, experts.intermediate)
-    weights = random_experts(
-        layer, group_size, asymmetric=False, dtype=setting.dtype, device=setting.device
-    )
+    weights = random_experts(layer, group_size, asymmetric=False, dtype=setting.dtype, device=setting.device)
     return GroupedExperts(weights, activation)
 
 
