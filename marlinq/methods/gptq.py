@@ -221,9 +221,9 @@ def _norms(w: Tensor, hessian: Tensor, factor: Factor) -> Tensor:
 @contextmanager
 def _tensor_cores() -> Iterator[None]:
     """Lets a GPU round the operands of float32 products to TF32: enough for a figure of a report."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
+    products = torch.backends.cuda.matmul
+    before, products.fp32_precision = products.fp32_precision, "tf32"
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        products.fp32_precision = before
