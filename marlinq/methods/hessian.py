@@ -26,9 +26,8 @@ class HessianAccumulator:
     """The mean of 2 x x^T over the inputs x of a linear layer: the Hessian of its squared output error.
 
     A running mean keeps the numbers in range however many tokens come (GPTQ, Frantar et al. 2023, section 3).
-    Inputs of 16 bits on a GPU go through its tensor cores, with sums in float32: products of two such numbers
-    are exact there, so nothing is lost but what a sum in another order would lose. All others are multiplied
-    in float32.
+    Inputs of 16 bits on a GPU go through its tensor cores (:func:`add_products`), all others are multiplied in
+    float32.
 
     Args:
         in_features: K.
@@ -60,31 +59,10 @@ class HessianAccumulator:
                     "does not see every token once, so padding can't be told apart; skip it with an override"
                 )
             rows = rows[mask.to(rows.device).flatten()]
-        narrow = rows.is_cuda and rows.dtype in (torch.float16, torch.bfloat16)
         for chunk in torch.split(rows, _CHUNK_ROWS):
             total = self.tokens + chunk.shape[0]
-            kept, weight = self.tokens / total, 2.0 / total
-            if narrow:
-                self._add_narrow(chunk, kept, weight)
-            else:
-                wide = chunk.to(torch.float32)
-                self._mean.addmm_(wide.t(), wide, beta=kept, alpha=weight)
+            add_products(self._mean, chunk, chunk, self.tokens / total, 2.0 / total, upper=True)
             self.tokens = total
-
-    def _add_narrow(self, rows: Tensor, kept: float, weight: float) -> None:
-        k = rows.shape[1]
-        width = -(-k // _PANELS) if k >= _WIDE else k
-        for start in range(0, k, width):
-            panel = self._mean[start : start + width, start:]
-            torch.addmm(
-                panel,
-                rows[:, start : start + width].t(),
-                rows[:, start:],
-                out_dtype=torch.float32,
-                beta=kept,
-                alpha=weight,
-                out=panel,
-            )
 
     def merge(self, other: HessianAccumulator) -> None:
         """Counts what ``other`` has seen: another shard of the calibration, of the same layer.
@@ -144,3 +122,34 @@ class HessianAccumulator:
             self._mean[part, part] = square + square.triu(1).t()
             self._mean[below, part] = self._mean[part, below].t()
         return self._mean
+
+
+def add_products(
+    total: Tensor, left: Tensor, right: Tensor, kept: float, weight: float, *, upper: bool = False
+) -> None:
+    """``total = kept * total + weight * left^T right``, in float32.
+
+    Args:
+        total: float32 [K, K], overwritten.
+        left, right: float [tokens, K]. Where both have 16 bits and are on a GPU its tensor cores multiply:
+            products of such numbers are exact in float32, and so are summed.
+        kept, weight: factors.
+        upper: what lies below the diagonal is not wanted, and may be left as it is.
+    """
+    if not (left.is_cuda and left.dtype == right.dtype and left.dtype in (torch.float16, torch.bfloat16)):
+        total.addmm_(left.to(torch.float32).t(), right.to(torch.float32), beta=kept, alpha=weight)
+        return
+    k = left.shape[1]
+    width = -(-k // _PANELS) if upper and k >= _WIDE else k
+    for start in range(0, k, width):
+        first = start if upper else 0
+        panel = total[start : start + width, first:]
+        torch.addmm(
+            panel,
+            left[:, start : start + width].t(),
+            right[:, first:],
+            out_dtype=torch.float32,
+            beta=kept,
+            alpha=weight,
+            out=panel,
+        )
