@@ -26,7 +26,7 @@ class HessianAccumulator:
     """The mean of 2 x x^T over the inputs x of a linear layer: the Hessian of its squared output error.
 
     A running mean keeps the numbers in range however many tokens come (GPTQ, Frantar et al. 2023, section 3).
-    Inputs of 16 bits on a GPU go through its tensor cores (:func:`add_products`), all others are multiplied in
+    Inputs of 16 bits on a GPU go through its tensor cores (:func:`add_products`), others are multiplied in
     float32.
 
     Args:
