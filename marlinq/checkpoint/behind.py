@@ -97,8 +97,9 @@ class WriteBehind:
     def _on_host(self, tensor: Tensor, ready: torch.cuda.Event | None) -> Tensor:
         if self._stream is None or ready is None:
             return tensor.cpu()
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        with torch.cuda.stream(self._stream):
+        # Page-locked memory comes through the current device, which may be another in a new thread.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._stream.wait_event(ready)
             copy.copy_(tensor, non_blocking=True)
         self._stream.synchronize()

@@ -348,9 +348,10 @@ def _of_equal_settings(members: Sequence[PlannedModule]) -> list[list[PlannedMod
 
 def _check_weights(name: str, block: nn.Module) -> None:
     parameters = dict(block.named_parameters())
-    finite = torch.stack([torch.isfinite(parameter).all() for parameter in parameters.values()])
-    for (inner, parameter), is_finite in zip(parameters.items(), finite.tolist(), strict=True):
-        if not is_finite:
+    # All are looked at before the first answer is waited for.
+    finite = [torch.isfinite(parameter).all() for parameter in parameters.values()]
+    for (inner, parameter), is_finite in zip(parameters.items(), finite, strict=True):
+        if not bool(is_finite):
             bad = int((~torch.isfinite(parameter)).sum())
             raise NumericsError(
                 f"{name}.{inner}: {bad} of {parameter.numel()} weights are NaN or infinite; "
