@@ -371,22 +371,30 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 def _contradiction(experts: Experts, module: nn.Module) -> str | None:
     """How the module's own forward differs from :func:`run_experts`, or None; tried on random weights."""
+    # transformers builds models on the meta device and in another default dtype.
+    with torch.device("cpu"):
+        return _tried(experts, module)
+
+
+def _tried(experts: Experts, module: nn.Module) -> str | None:
     small = copy.copy(module)
     generator = torch.Generator().manual_seed(_SEED)
     small._parameters = {}
     for key, parameter in module.named_parameters(recurse=False):
         shape = tuple(_shrunk(experts, key, tuple(parameter.shape)))
-        value = 0.5 * torch.randn(shape, generator=generator)
+        value = 0.5 * torch.randn(shape, generator=generator, dtype=torch.float32)
         small._parameters[key] = nn.Parameter(value, requires_grad=False)
     tokens = _PROBE_TOKENS
     choices = min(_PROBE_CHOICES, experts.count)
     rows = tokens if experts.routed else experts.count * tokens
-    hidden = torch.randn(rows, experts.hidden, generator=generator) * experts.hidden**-0.5
+    hidden = (
+        torch.randn(rows, experts.hidden, generator=generator, dtype=torch.float32) * experts.hidden**-0.5
+    )
     arguments: tuple[Tensor, ...] = (hidden,)
     if experts.routed:
-        draws = torch.rand(tokens, experts.count, generator=generator)
+        draws = torch.rand(tokens, experts.count, generator=generator, dtype=torch.float32)
         index = draws.topk(choices, dim=-1).indices
-        arguments = (hidden, index, torch.rand(tokens, choices, generator=generator))
+        arguments = (hidden, index, torch.rand(tokens, choices, generator=generator, dtype=torch.float32))
     activate = experts.activation(small)
     try:
         with torch.no_grad(), _eager(small):
@@ -434,7 +442,9 @@ def _eager(module: nn.Module) -> Iterator[None]:
 def _gate_is_first(activate: Callable[[Tensor], Tensor], generator: torch.Generator) -> bool:
     """Whether the result is affine in the second part and in the first part is not."""
     size = (_PROBE_TOKENS, _PROBE_CHANNELS)
-    gate, up, one, other = (0.7 * torch.randn(size, generator=generator) for _ in range(4))
+    gate, up, one, other = (
+        0.7 * torch.randn(size, generator=generator, dtype=torch.float32) for _ in range(4)
+    )
 
     def run(first: Tensor, second: Tensor) -> Tensor:
         return activate(torch.cat((first, second), dim=-1))

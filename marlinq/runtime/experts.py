@@ -46,8 +46,7 @@ class PackedExperts(nn.Module):
         self.experts = experts
         self.first = nn.ModuleList(nn.ModuleList(parts) for parts in first)
         self.second = nn.ModuleList(second)
-        for key in list(module._parameters):
-            del module._parameters[key]
+        hollow(module)
         self._activate = experts.activation(module)
 
     def forward(self, hidden: Tensor, index: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
@@ -65,8 +64,17 @@ class PackedExperts(nn.Module):
         return f"experts={found.count}, hidden={found.hidden}, intermediate={found.intermediate}"
 
 
-def install_experts(model: nn.Module, blueprint: Blueprint, linears: Mapping[str, nn.Module]) -> None:
+def hollow(module: nn.Module) -> None:
+    """Takes a module's parameters away; empty tensors stay, for code that initialises them."""
+    for key in list(module._parameters):
+        del module._parameters[key]
+        setattr(module, key, torch.empty(0))
+
+
+def install_experts(model: nn.Module, blueprint: Blueprint, linears: dict[str, nn.Module]) -> None:
     """Put packed experts into the place of those whose ``linears``, by projection, are all there.
+
+    ``linears`` is emptied layer by layer, so that no more than one layer's words exist twice.
 
     On a GPU they are multiplied together (:mod:`marlinq.runtime.grouped_experts`); a warning says where they
     can't be.
@@ -76,8 +84,8 @@ def install_experts(model: nn.Module, blueprint: Blueprint, linears: Mapping[str
             if experts.projections[0].name not in linears:
                 continue
             members = [experts.of(expert) for expert in range(experts.count)]
-            first = [[linears[part.name] for part in parts] for parts, _ in members]
-            second = [linears[last.name] for _, last in members]
+            first = [[linears.pop(part.name) for part in parts] for parts, _ in members]
+            second = [linears.pop(last.name) for _, last in members]
             module = model.get_submodule(experts.name)
             packed: nn.Module = PackedExperts(experts, module, first, second)
             if isinstance(second[0], QuantLinear) and second[0].words.is_cuda:

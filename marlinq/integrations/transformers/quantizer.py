@@ -9,8 +9,9 @@ into every gap.
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from marlinq.checkpoint import QuantizedCheckpoint
-    from marlinq.models import ModelInstance
+    from marlinq.models import Blueprint, ModelInstance
     from marlinq.runtime import Decision
     from marlinq.runtime.placement import Placement
 
@@ -161,6 +162,7 @@ class MarlinqQuantizer(HfQuantizer):  # type: ignore[misc]
     ) -> None:
         from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
         from marlinq.models import ModelInstance, describe
+        from marlinq.runtime.experts import hollow
         from marlinq.runtime.loading import match_tensors
         from marlinq.runtime.placement import place
 
@@ -196,12 +198,17 @@ class MarlinqQuantizer(HfQuantizer):  # type: ignore[misc]
         blueprint, replaced = match_tensors(blueprint, checkpoint, quantized)
         instance = ModelInstance(blueprint, checkpoint, device=placement.device, dtype=placement.dtype)
         for name in replaced:
-            instance.install(blueprint.by_name[name], _Gap())
+            projection = blueprint.by_name[name]
+            if projection.expert is None:
+                instance.install(projection, _Gap())
+            elif projection.part == 0:
+                hollow(model.get_submodule(projection.module))
         _untie(model, {blueprint.by_name[name].parameter for name in replaced})
         # Every stored tensor has a place; these are the ones whose place is a gap.
         packed = "|".join((*quantized.layout.suffixes, "bias"))
         known = set(model._keys_to_ignore_on_load_unexpected or ())
-        model._keys_to_ignore_on_load_unexpected = known | {rf"\.({packed})$"}
+        biases = {re.escape(name) for name in _fused_biases(blueprint, replaced)}
+        model._keys_to_ignore_on_load_unexpected = known | {rf"\.({packed})$"} | biases
         self._loading = _Loading(instance, quantized, replaced, placement)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
@@ -241,6 +248,17 @@ class MarlinqQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_compileable(self) -> bool:
         """True: every operator is one torch operator, or torch's own linear."""
         return True
+
+
+def _fused_biases(blueprint: Blueprint, replaced: Collection[str]) -> list[str]:
+    """The parameters that hold the biases of experts that are quantised."""
+    return [
+        bias
+        for block in blueprint.blocks
+        for experts in block.experts
+        if experts.projections[0].name in replaced
+        for bias in experts.biases or ()
+    ]
 
 
 def _folder(checkpoint_files: list[str] | None) -> Path:
