@@ -382,19 +382,17 @@ def _tried(experts: Experts, module: nn.Module) -> str | None:
     small._parameters = {}
     for key, parameter in module.named_parameters(recurse=False):
         shape = tuple(_shrunk(experts, key, tuple(parameter.shape)))
-        value = 0.5 * torch.randn(shape, generator=generator, dtype=torch.float32)
+        value = 0.5 * _normal(shape, generator)
         small._parameters[key] = nn.Parameter(value, requires_grad=False)
     tokens = _PROBE_TOKENS
     choices = min(_PROBE_CHOICES, experts.count)
     rows = tokens if experts.routed else experts.count * tokens
-    hidden = (
-        torch.randn(rows, experts.hidden, generator=generator, dtype=torch.float32) * experts.hidden**-0.5
-    )
+    hidden = _normal((rows, experts.hidden), generator) * experts.hidden**-0.5
     arguments: tuple[Tensor, ...] = (hidden,)
     if experts.routed:
-        draws = torch.rand(tokens, experts.count, generator=generator, dtype=torch.float32)
+        draws = _uniform((tokens, experts.count), generator)
         index = draws.topk(choices, dim=-1).indices
-        arguments = (hidden, index, torch.rand(tokens, choices, generator=generator, dtype=torch.float32))
+        arguments = (hidden, index, _uniform((tokens, choices), generator))
     activate = experts.activation(small)
     try:
         with torch.no_grad(), _eager(small):
@@ -406,6 +404,14 @@ def _tried(experts: Experts, module: nn.Module) -> str | None:
     if not isinstance(theirs, Tensor) or not close(theirs.view(-1, experts.hidden), ours):
         return "their forward computes something else than products, an activation and a weighted sum"
     return None if gate_first else "the activation is not applied to the first part"
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float32)
+
+
+def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.rand(shape, generator=generator, dtype=torch.float32)
 
 
 def _shrunk(experts: Experts, key: str, shape: tuple[int, ...]) -> Iterator[int]:
@@ -442,9 +448,7 @@ def _eager(module: nn.Module) -> Iterator[None]:
 def _gate_is_first(activate: Callable[[Tensor], Tensor], generator: torch.Generator) -> bool:
     """Whether the result is affine in the second part and in the first part is not."""
     size = (_PROBE_TOKENS, _PROBE_CHANNELS)
-    gate, up, one, other = (
-        0.7 * torch.randn(size, generator=generator, dtype=torch.float32) for _ in range(4)
-    )
+    gate, up, one, other = (0.7 * _normal(size, generator) for _ in range(4))
 
     def run(first: Tensor, second: Tensor) -> Tensor:
         return activate(torch.cat((first, second), dim=-1))
