@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Moe
 from marlinq import evaluate, quantize
 from marlinq.operations.quantize.recipe import Recipe
 
-_BATCH, _LENGTH = 16, 128
+_BATCH, _LENGTH = 8, 128
 WAYS: dict[str, dict[str, Any]] = {
     "routed alone": {"expert_tokens": 0},
     **{
@@ -99,7 +99,7 @@ def train(folder: Path, text: str, steps: int) -> None:
         eos_token_id=2,
         tie_word_embeddings=False,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for step in range(steps):
         starts = torch.randint(len(ids) - _LENGTH - 1, (_BATCH,))
@@ -108,7 +108,7 @@ def train(folder: Path, text: str, steps: int) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step % 50 == 0:
+        if step % 25 == 0:
             print(f"step {step}: loss {float(loss):.3f}", flush=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -182,13 +182,17 @@ class ModelInstance:
                 self._checkpoint = checkpoint
 
     def _stored_in_block(self, index: int) -> list[str]:
-        """Names of the stored tensors that :meth:`block` reads, in its order, as far as each is one
-        parameter's."""
+        """Names of the stored tensors that :meth:`block` reads, in its order."""
         path = self.blueprint.blocks[index].name
         found: list[str | None] = []
         for inner, owner in self.model.get_submodule(path).named_modules():
             start = ".".join(part for part in (path, inner) if part)
-            found += [self.names.own(f"{start}.{key}") for key, _ in owner.named_parameters(recurse=False)]
+            for key, parameter in owner.named_parameters(recurse=False):
+                full = f"{start}.{key}"
+                if self.names.in_parts(full):
+                    found += [stored for stored, _ in self.names.places(full, tuple(parameter.shape))]
+                else:
+                    found.append(self.names.own(full))
             found += [
                 self.names.own(f"{start}.{key}")
                 for key, _ in owner.named_buffers(recurse=False)
