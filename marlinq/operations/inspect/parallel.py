@@ -10,6 +10,9 @@ from marlinq.core.scheme import Element, group_count
 from marlinq.formats.dialects import is_head
 from marlinq.operations.inspect.servers import Vocabulary, axes
 
+SMALLER_GROUPS = (64, 32)
+"""What every server takes besides groups of 128."""
+
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -82,7 +85,10 @@ def split(name: str, layer: Layer, by: Split) -> Layer | str:
             return f"K={layer.in_features} can't be split over {parts} GPUs"
         part = layer.in_features // parts
         if layer.group_size > 0 and part % layer.group_size:
-            return f"K={part} of each of {parts} GPUs is not a multiple of the group size {layer.group_size}"
+            return (
+                f"K={part} of each of {parts} GPUs is not a multiple of the group size {layer.group_size}"
+                f"{_smaller_groups(part)}"
+            )
         return replace(layer, in_features=part)
     if last in known.column:
         pieces = parts
@@ -97,6 +103,11 @@ def split(name: str, layer: Layer, by: Split) -> Layer | str:
             return f"N={layer.out_features} can't be split over {parts} GPUs"
         return replace(layer, out_features=layer.out_features // pieces)
     return layer
+
+
+def _smaller_groups(in_features: int) -> str:
+    fitting = [str(size) for size in SMALLER_GROUPS if in_features % size == 0]
+    return f"; groups of {' or '.join(fitting)} would be" if fitting else ""
 
 
 def split_head(layer: Layer, by: Vocabulary, parts: int, *, full: bool) -> Layer | str:

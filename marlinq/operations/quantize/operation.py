@@ -31,7 +31,7 @@ from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.models import ModelInstance, build_blueprint
 from marlinq.operations.quantize.blocks import BlockQuantizer, module_reports
 from marlinq.operations.quantize.clock import StageClock
-from marlinq.operations.quantize.planning import OutputPlan, PlannedModule, plan_output
+from marlinq.operations.quantize.planning import OutputPlan, PlannedModule, plan_output, split_notes
 from marlinq.operations.quantize.recipe import UNQUANTIZED, Recipe
 from marlinq.operations.quantize.report import QuantizeReport
 from marlinq.operations.quantize.text import (
@@ -102,6 +102,8 @@ def quantize(
         linears.append(blueprint.head)
     for override in recipe.unused_overrides(linears):
         warnings.warn(f"override {override.pattern!r} matches no linear of the model", stacklevel=2)
+    for note in split_notes(blueprint, plan):
+        warnings.warn(note, stacklevel=2)
     heads = [] if plan.head is None else [plan.head]
     by_block = [members for block in blueprint.blocks if (members := plan.members(block))]
     dtype = _compute_dtype(checkpoint, plan, chosen, recipe.samples * recipe.max_length)

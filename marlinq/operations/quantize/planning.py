@@ -17,6 +17,9 @@ from marlinq.methods import METHODS, Method, MethodOptions
 from marlinq.models import Block, Blueprint, Projection, TensorNames
 from marlinq.operations.quantize.recipe import UNQUANTIZED, ModuleSettings, Recipe
 
+_MOST_GPUS = 8
+"""Of a server, over which tensor parallelism splits layers."""
+
 
 @dataclass(frozen=True)
 class PlannedModule:
@@ -133,6 +136,26 @@ def plan_output(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) ->
         config=untied_config(config) if untied else config,
         extra_json=DIALECTS[layout.dialect].extra_files(quantization_config),
     )
+
+
+def split_notes(blueprint: Blueprint, plan: OutputPlan) -> list[str]:
+    """Where experts can't be split over several GPUs but could be in smaller groups.
+
+    Servers split an expert's intermediate channels, which are few, and each GPU's share has to be whole groups.
+    """
+    found: dict[tuple[int, int], str] = {}
+    for experts in (each for block in blueprint.blocks for each in block.experts):
+        planned = plan.modules.get(experts.of(0)[1].name)
+        size = 0 if planned is None else planned.group_size
+        k = experts.intermediate
+        fitting = [small for small in (64, 32) if small < size and k % (_MOST_GPUS * small) == 0]
+        if fitting and k % (_MOST_GPUS * size):
+            most = max(gpus for gpus in range(1, _MOST_GPUS + 1) if k % (gpus * size) == 0)
+            found[k, size] = (
+                f"experts of {k} channels in groups of {size} can be split over at most {most} GPUs; "
+                f"--group-size {fitting[0]} can over {_MOST_GPUS}"
+            )
+    return list(found.values())
 
 
 def _packed(layout: Layout, planned: PlannedModule) -> list[TensorPlan]:

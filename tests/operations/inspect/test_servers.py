@@ -335,7 +335,11 @@ def test_members_count_as_many_as_they_are() -> None:
 SPLITS = {
     "column": ("fc1", 4, (512, 128)),
     "row": ("down_proj", 4, (128, 512)),
-    "row below a group": ("down_proj", 8, "K=64 of each of 8 GPUs is not a multiple of the group size 128"),
+    "row below a group": (
+        "down_proj",
+        8,
+        "K=64 of each of 8 GPUs is not a multiple of the group size 128; groups of 64 or 32 would be",
+    ),
     "row that does not divide": ("o_proj", 3, "K=512 can't be split over 3 GPUs"),
     "column that does not divide": ("up_proj", 3, "N=512 can't be split over 3 GPUs"),
     "heads": ("q_proj", 16, "8 heads can't be split over 16 GPUs"),
@@ -345,6 +349,19 @@ SPLITS = {
     "key-value heads that can't be repeated": ("v_proj", 6, "4 key-value heads can't be shared by 6 GPUs"),
     "an unknown name": ("frob", 8, (512, 512)),
 }
+
+
+@pytest.mark.parametrize(("k", "size"), [(512, "64 or 32"), (768, "32"), (1536, "64 or 32")])
+def test_experts_of_usual_sizes_need_smaller_groups_on_eight_gpus(k: int, size: str) -> None:
+    """Qwen3-Next's 512, Qwen3-30B-A3B's 768 and MiniMax-M2's 1536 intermediate channels."""
+    layer = replace(PLAIN, in_features=k, group_size=128)
+    for name in ("down_proj", "w2"):
+        found = split(f"model.layers.0.mlp.experts.3.{name}", layer, Split(8))
+        assert isinstance(found, str)
+        assert found.endswith(f"group size 128; groups of {size} would be")
+        smallest = split(f"experts.3.{name}", replace(layer, group_size=32), Split(8))
+        assert isinstance(smallest, Layer)
+        assert smallest.in_features == k // 8
 
 
 @pytest.mark.parametrize("case", SPLITS)
