@@ -141,7 +141,7 @@ def plan_output(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) ->
 def split_notes(blueprint: Blueprint, plan: OutputPlan) -> list[str]:
     """Where experts can't be split over several GPUs but could be in smaller groups.
 
-    Servers split an expert's intermediate channels, which are few, and each GPU's share has to be whole groups.
+    Servers split an expert's intermediate channels, which are few, into shares of whole groups.
     """
     found: dict[tuple[int, int], str] = {}
     for experts in (each for block in blueprint.blocks for each in block.experts):
