@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.operations.convert import convert
+from marlinq.operations.evaluate import evaluate
 from marlinq.operations.quantize import Recipe, quantize
+from marlinq.operations.quantize.recipe import Override
 from marlinq.operations.verify import verify
-from marlinq.runtime import load
+from marlinq.runtime import generate, load
 from marlinq.runtime.experts import PackedExperts
 from tests.testing.mixtures import MIXTURES, Mixture, calibration_text, save_mixture
 
@@ -205,7 +207,7 @@ def test_a_kept_layer_of_experts_is_loaded_dense(tmp_path: Path) -> None:
         source = tmp_path / f"model-{form}"
         save_mixture(source, "qwen3-moe", fused=fused)
         recipe = Recipe(format=form, group_size=GROUP, method="rtn", symmetric=form != "awq").replace(
-            overrides=(_skip(r"layers\.0\.mlp\.experts"),)
+            overrides=(Override(r"layers\.0\.mlp\.experts", skip=True),)
         )
         quantize(source, tmp_path / form, recipe=recipe, device="cpu")
         checks = verify(tmp_path / form, against=source, device="cpu").checks
@@ -216,7 +218,24 @@ def test_a_kept_layer_of_experts_is_loaded_dense(tmp_path: Path) -> None:
         shutil.rmtree(source)
 
 
-def _skip(pattern: str):
-    from marlinq.operations.quantize.recipe import Override
-
-    return Override(pattern, skip=True)
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-next"])
+def test_a_mixture_writes_its_text_and_generates(name: str, tmp_path: Path) -> None:
+    """Calibration that the model writes itself, evaluation and generation run on mixtures too."""
+    save_mixture(tmp_path / "model", name)
+    recipe = Recipe(group_size=GROUP, samples=4, max_length=24)
+    report = quantize(tmp_path / "model", tmp_path / "int4", recipe=recipe, device="cpu")
+    assert report.calibration is not None
+    assert report.calibration["source"] == "self"
+    text = calibration_text(tmp_path)
+    found = evaluate(
+        tmp_path / "int4", against=tmp_path / "model", text=str(text), windows=2, length=32, device="cpu"
+    )
+    assert found.kl is not None
+    assert 0 < found.kl < 2
+    loaded = load(tmp_path / "int4", device="cpu", dtype="float32")
+    written = list(generate(loaded, "The quick", max_new_tokens=6).tokens)
+    ids = loaded.tokenizer("The quick", return_tensors="pt").input_ids
+    with torch.no_grad():
+        wanted = loaded.model.generate(ids, max_new_tokens=6, do_sample=False)
+    assert written == wanted[0, ids.shape[1] :].tolist()[: len(written)]
+    assert written
