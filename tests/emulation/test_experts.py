@@ -16,7 +16,7 @@ from marlinq.kernels.experts.choose import (
     ExpertsShape,
     SortedDecision,
     decide_experts,
-    grouped_decision,
+    grouped,
 )
 from marlinq.kernels.experts.launch import shape_of
 from marlinq.kernels.experts.reference import local_experts
@@ -31,9 +31,11 @@ SMALL = replace(H200, multiprocessors=3)
 
 def decision(shape: ExpertsShape, tile_m: int, words: int = 2, warpgroups: int = 1) -> SortedDecision:
     """Tiles of ``tile_m`` rows on three multiprocessors, so that blocks take several."""
-    found = grouped_decision(shape, SMALL, tile_m, Columns(words, warpgroups, 2 if warpgroups == 1 else 1))
-    assert found is not None
-    return found
+    columns = Columns(words, warpgroups, 2 if warpgroups == 1 else 1)
+    gate_up, down = (grouped(shape, SMALL, tile_m, columns, gated=gated) for gated in (True, False))
+    assert gate_up is not None
+    assert down is not None
+    return SortedDecision(gate_up, down, "a test's")
 
 
 def check_sorted(routed: Routed, local: torch.Tensor, tile_m: int) -> None:

@@ -20,6 +20,7 @@ from marlinq.kernels.experts.choose import (
     decide_experts,
     decisions,
     grouped,
+    sorted_variants,
 )
 from marlinq.kernels.experts.launch import Workspace, instantiations, most_tiles
 from marlinq.kernels.jit.compiler import compile_text
@@ -33,14 +34,18 @@ GROUPS = ((128, False, False), (32, True, True), (-1, False, True), (64, True, F
 
 def test_few_rows_are_not_sorted_and_many_are() -> None:
     assert isinstance(decide_experts(QWEN, H200), DirectDecision)
+    # Measured on an H200, as they come and sorted: 69 and 62 us; 39 and 50; and of Mixtral 95 and 131.
+    assert isinstance(decide_experts(replace(QWEN, m=16), H200), SortedDecision)
+    assert isinstance(decide_experts(replace(QWEN, m=8), H200), DirectDecision)
+    assert isinstance(decide_experts(replace(MIXTRAL, m=2), H200), DirectDecision)
     heights = []
-    for m in (16, 256, 1024, 4096, 16384):
+    for m in (64, 256, 1024, 4096, 16384):
         found = decide_experts(replace(QWEN, m=m), H200)
         assert isinstance(found, SortedDecision)
         assert found.down.tile.tile_m == found.tile_m
         heights.append(found.tile_m)
     assert heights == sorted(heights)
-    assert heights[0] == 16
+    assert heights[0] <= 16
     assert heights[-1] >= 96
 
 
@@ -55,7 +60,7 @@ def test_gpus_without_wgmma_never_sort() -> None:
     large = replace(AMPERE, architecture="sm_80", shared_bytes=166_912)
     assert isinstance(decide_experts(replace(QWEN, m=300), large), DirectDecision)
     # Eight slots a block, whose rings don't fit; there are no clusters.
-    with pytest.raises(UnsupportedError, match="8 experts a row: no variant fits sm_86"):
+    with pytest.raises(UnsupportedError, match="8 experts a row with groups of 128: no variant fits sm_86"):
         decide_experts(QWEN, AMPERE)
 
 
@@ -98,15 +103,22 @@ def small_kernels(device: Device) -> list[Instantiation]:
     return found
 
 
-@pytest.mark.parametrize("m", [16, 256, 2000])
-def test_sorting_grouped_products_and_sum_spill_nowhere(m: int) -> None:
-    """Of compute capability 9.0 only: the products are wgmma."""
+@pytest.mark.parametrize("group", [32, 64, 128, -1])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_sorting_grouped_products_and_sum_spill_nowhere(group: int, zeros: bool) -> None:
+    """Of compute capability 9.0 only: the products are wgmma. All variants, with their tallest tiles."""
     found: list[Instantiation] = []
-    for group, zeros, bfloat16 in GROUPS:
-        shape = replace(QWEN, m=m, group_size=group, zeros=zeros, bfloat16=bfloat16)
-        decision = decide_experts(shape, H200)
+    for bfloat16 in (False, True):
+        shape = replace(QWEN, m=300, group_size=group, zeros=zeros, bfloat16=bfloat16)
+        tallest: dict[tuple[int, ...], SortedDecision] = {}
+        for _, decision in sorted_variants(shape, H200):
+            tile = decision.down.tile
+            columns = tile.words, tile.warpgroups_n, tile.min_blocks
+            if columns not in tallest or tallest[columns].tile_m < tile.tile_m:
+                tallest[columns] = decision
         dtype = torch.bfloat16 if bfloat16 else torch.float16
-        found += instantiations(shape, decision, "gelu_tanh", dtype, wide=zeros)
+        for decision in tallest.values():
+            found += instantiations(shape, decision, "gelu_tanh", dtype, wide=zeros)
     spills(found, "sm_90a")
 
 

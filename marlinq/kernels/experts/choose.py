@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -35,30 +36,54 @@ class Columns(NamedTuple):
 
 
 _TILES_M = (8, 16, 32, 48, 64, 80, 96, 112, 128)
-# Tiles of few rows are bound by the memory, and by what a warpgroup does for a chunk beside its products: it
-# takes many columns. Two blocks, so that one multiplies while the other ends a tile.
-_FEW_ROWS_MOST = 32
-_COLUMNS_FEW = (Columns(4, 1, 2), Columns(2, 1, 2), Columns(2, 1, 3), Columns(4, 2, 1))
-_COLUMNS_MANY = (Columns(2, 2, 1),)
-# Of a tile, as far as registers go without spills (tests/kernels/test_experts_choose.py).
+# Variants, and the rows of their tiles at most, as far as registers go without spills
+# (tests/kernels/test_experts_choose.py).
 _ROWS_MOST = {
-    Columns(4, 1, 2): 32,
+    Columns(4, 1, 2): 16,
     Columns(2, 1, 2): 64,
-    Columns(2, 1, 3): 16,
     Columns(4, 2, 1): 32,
     Columns(2, 2, 1): 128,
 }
 _ROWS, _STAGES_MOST = 8, 12  # of a chunk, and of a ring
 _WORTH_MEASURING = 1.4
-# Cycles of a multiprocessor for a chunk of 128 channels and 256 columns: its bytes' share of the memory, its
-# words' way into registers, and its products, of which a part by the rows of the tile.
-_MEMORY, _UNPACKING, _CHUNK, _ROW = 870.0, 700.0, 350.0, 17.6
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the estimate of sorted pairs can't count: fitted to times on an H200.
+
+    The times are those of ``lab/kernels/experts_parts.py --variants``, of four layers from 1 to 4096 rows.
+
+    Attributes:
+        fixed: seconds of four or five launches that hardly do anything.
+        gathered: seconds for an element of sorted activations: gathered, and added in the end.
+        overlap: how much faster than the memory alone a multiprocessor would read, where nothing else bound
+            it: shares of a chunk's time are joined by a norm, which counts the lesser ones too.
+        chunk: cycles of a warpgroup for a chunk, whatever it multiplies.
+        word: further ones for a row of 16 channels and 16 columns a warp.
+        row: further ones for every row of the tile.
+        issue: cycles that the schedulers of a multiprocessor take for a word's instructions.
+        end: cycles of a tile's end, with the tile's size in 64 rows and words.
+        quantised: how far the last wave of tiles counts as a whole one.
+    """
+
+    fixed: float = 1.38e-05
+    gathered: float = 1.61e-12
+    overlap: float = 1.38
+    chunk: float = 323.0
+    word: float = 30.0
+    row: float = 0.13
+    issue: float = 16.0
+    end: float = 335.0
+    quantised: float = 0.71
+
+
+COSTS = Costs()
 _UNLIMITED = 1 << 30
 # More pairs than these read experts again and again.
-_DIRECT_PAIRS = 128
-# Seconds of sorting, starting and adding, and the share of the memory's bandwidth that grouped products
-# reach.
-_SORTED_FIXED, _SORTED_BANDWIDTH = 8e-6, 0.85
+_DIRECT_PAIRS = 256
+# What an expert costs a further row whose pairs are neighbours in the grid: its words come from L2.
+_SHARED = 0.25
 # Bytes that a warpgroup takes to transpose 16 columns a warp, beyond those for 32: the former come as 16
 # rows.
 _SINGLE_COLUMNS_MORE = 1024
@@ -218,32 +243,26 @@ def decide_experts(shape: ExpertsShape, device: Device) -> ExpertsDecision:
         UnsupportedError: more experts than are sorted, or a layer that no variant fits.
     """
     found = direct(shape, device)
-    if found is not None and (not device.has_warpgroups or found[1] < sorted_seconds(shape, device)):
+    variants = sorted_variants(shape, device)
+    if found is not None and (not variants or found[1] < variants[0][0]):
         return found[0]
-    if not device.has_warpgroups:
-        raise UnsupportedError(f"{shape.top} experts a row: no variant fits {device.architecture}")
-    if shape.experts > MOST_EXPERTS:
+    if variants:
+        return variants[0][1]
+    if device.has_warpgroups and shape.experts > MOST_EXPERTS:
         raise UnsupportedError(f"{shape.experts} experts on one GPU: at most {MOST_EXPERTS} are sorted")
-    for tile_m in _heights(shape):
-        for columns in _COLUMNS_FEW if tile_m <= _FEW_ROWS_MOST else _COLUMNS_MANY:
-            chosen = grouped_decision(shape, device, tile_m, columns)
-            if chosen is not None:
-                return chosen
     raise UnsupportedError(
-        f"experts with groups of {shape.group_size}: no variant fits {device.architecture}"
+        f"{shape.top} experts a row with groups of {shape.group_size}: no variant fits {device.architecture}"
     )
-
-
-def _heights(shape: ExpertsShape) -> list[int]:
-    """Rows of a tile, the best first."""
-    return sorted(_TILES_M, key=lambda tile_m: _cost(shape, tile_m))
 
 
 def direct(shape: ExpertsShape, device: Device) -> tuple[DirectDecision, float] | None:
     """The two launches without sorting and how long they should take, in seconds; None where none fits.
 
     The products are estimated as dense ones of a row: as wide as all pairs together, and as long as all
-    experts of a row. GPUs without ``wgmma`` have no other way, however slow it is for many rows.
+    experts of a row. What several rows share costs each but the first
+    a part (:data:`_SHARED`).
+
+    GPUs without ``wgmma`` have no other way, however slow it is for many rows.
     """
     if device.has_warpgroups and shape.pairs > _DIRECT_PAIRS:
         return None
@@ -260,7 +279,9 @@ def direct(shape: ExpertsShape, device: Device) -> tuple[DirectDecision, float] 
         if not timed:
             return None
         best.append(min(timed, key=lambda pair: pair[0]))
-    seconds = best[0][0] + best[1][0]
+    touched, _ = _expected_tiles(shape.pairs / shape.experts, 1)
+    alone = shape.experts * touched / shape.pairs
+    seconds = (best[0][0] + best[1][0]) * (alone + _SHARED * (1 - alone))
     reason = (
         f"{shape.pairs} pairs as they come: {best[0][1].tile_n} columns, K in {best[0][1].parts} parts; "
         f"{best[1][1].tile_n} columns, K in {best[1][1].parts} parts; {1e6 * seconds:.1f} us expected"
@@ -271,43 +292,60 @@ def direct(shape: ExpertsShape, device: Device) -> tuple[DirectDecision, float] 
     return DirectDecision(configs[0], configs[1], reason), seconds
 
 
-def sorted_seconds(shape: ExpertsShape, device: Device) -> float:
-    """About how long the sorted launches take: what is fixed, and the bytes of the experts touched."""
-    touched, _ = _expected_tiles(shape.pairs / shape.experts, 1)
-    gate_up, down = (shape.product(gated=gated) for gated in (True, False))
-    expert = gate_up.n * gate_up.k * gate_up.bytes_per_weight + down.n * down.k * down.bytes_per_weight
-    return _SORTED_FIXED + touched * shape.experts * expert / (_SORTED_BANDWIDTH * device.bandwidth)
+def sorted_variants(shape: ExpertsShape, device: Device) -> list[tuple[float, SortedDecision]]:
+    """Every variant with sorting that fits, with the seconds that it should take, the fastest first."""
+    if not device.has_warpgroups or shape.experts > MOST_EXPERTS:
+        return []
+    found = []
+    for columns, tile_m in itertools.product(_ROWS_MOST, _TILES_M):
+        gate_up, down = (grouped(shape, device, tile_m, columns, gated=gated) for gated in (True, False))
+        if gate_up is None or down is None:
+            continue
+        seconds = sorted_seconds(shape, device, tile_m, columns)
+        reason = (
+            f"tiles of {tile_m} rows for {shape.pairs / shape.experts:.1f} rows an expert, "
+            f"{columns.warpgroups} x {64 * columns.words} columns, {columns.blocks} blocks a multiprocessor; "
+            f"{1e6 * seconds:.1f} us expected"
+        )
+        found.append((seconds, SortedDecision(gate_up, down, reason)))
+    return sorted(found, key=lambda pair: pair[0])
 
 
-def grouped_decision(
-    shape: ExpertsShape, device: Device, tile_m: int, columns: Columns
-) -> SortedDecision | None:
-    """Both products with tiles of ``tile_m`` rows; None where one does not fit."""
-    gate_up, down = (grouped(shape, device, tile_m, columns, gated=gated) for gated in (True, False))
-    if gate_up is None or down is None:
-        return None
-    reason = (
-        f"tiles of {tile_m} rows for {shape.pairs / shape.experts:.1f} rows an expert, {columns.warpgroups} "
-        f"x {64 * columns.words} columns, {columns.blocks} blocks a multiprocessor"
-    )
-    return SortedDecision(gate_up, down, reason)
+def sorted_seconds(
+    shape: ExpertsShape, device: Device, tile_m: int, columns: Columns, costs: Costs = COSTS
+) -> float:
+    """About how long all launches take with such tiles, if rows choose experts evenly."""
+    touched, tiles = _expected_tiles(shape.pairs / shape.experts, tile_m)
+    words, warpgroups, blocks = columns
+    slots = device.multiprocessors * blocks
+    seconds = costs.fixed + costs.gathered * shape.pairs * shape.hidden
+    for gated in (True, False):
+        problem = shape.product(gated=gated)
+        tile_n = 64 * words * warpgroups
+        waves = shape.experts * tiles * -(-problem.n // tile_n) / slots
+        waves += costs.quantised * (math.ceil(waves) - waves)
+        # The tiles of an expert share its words.
+        weights = tile_n * 16 * _ROWS * problem.bytes_per_weight * touched / tiles
+        memory = slots * weights / (costs.overlap * device.bandwidth)
+        alone = costs.chunk + _ROWS * words * (costs.word + costs.row * tile_m)
+        together = blocks * warpgroups * _ROWS * words * (costs.issue + tile_m / 2)
+        chunk = (memory**4 + (alone / device.clock) ** 4 + (together / device.clock) ** 4) ** 0.25
+        end = costs.end * (0.3 + words * tile_m / 64) / device.clock
+        seconds += waves * (-(-problem.k // (16 * _ROWS)) * chunk + end)
+    return seconds
 
 
 def decisions(shape: ExpertsShape, device: Device) -> list[ExpertsDecision]:
-    """Every variant worth measuring: without sorting, and all columns with the better heights of tiles."""
+    """Every variant worth measuring: without sorting, and those with it that may be the fastest."""
     found: list[ExpertsDecision] = []
     without = direct(shape, device)
     if without is not None:
         found.append(without[0])
-    heights = _heights(shape)
-    for tile_m in heights:
-        if _cost(shape, tile_m) > _WORTH_MEASURING * _cost(shape, heights[0]):
-            continue
-        for columns in (*_COLUMNS_FEW, *_COLUMNS_MANY):
-            chosen = grouped_decision(shape, device, tile_m, columns)
-            if chosen is not None:
-                found.append(chosen)
-    return found
+    variants = sorted_variants(shape, device)
+    return [
+        *found,
+        *(decision for seconds, decision in variants if seconds < _WORTH_MEASURING * variants[0][0]),
+    ]
 
 
 def grouped(
@@ -328,15 +366,6 @@ def grouped(
     room = device.shared_bytes // blocks - _RESERVED - config.shared_bytes(problem)
     stages = min(_STAGES_MOST, room // stage_bytes(problem, tile_m, tile.tile_n, _ROWS))
     return replace(config, tile=replace(tile, stages=stages)) if stages > 1 else None
-
-
-def _cost(shape: ExpertsShape, tile_m: int) -> float:
-    """Cycles of a chunk for all experts that are touched, if rows choose them evenly."""
-    mean = shape.pairs / shape.experts
-    touched, tiles = _expected_tiles(mean, tile_m)
-    memory = touched * _MEMORY
-    products = tiles * max(_UNPACKING, _CHUNK + _ROW * tile_m)
-    return float((memory**4 + products**4) ** 0.25)
 
 
 def _expected_tiles(mean: float, tile_m: int) -> tuple[float, float]:
