@@ -1,6 +1,7 @@
 """How long a quantise run of Llama 3's shape takes, disk to disk, and where the time goes.
 
     python lab/quality/quantize_time.py FOLDER --layers 8 [--samples 128 --max-length 2048 --device cuda]
+    torchrun --nproc-per-node 2 lab/quality/quantize_time.py FOLDER --layers 8    # after the first
 
 Writes a random checkpoint and a text into FOLDER unless they are there, quantises it, and prints seconds from
 start to end, per block, and the peaks of memory. Blocks are alike, so the seconds of 32 follow from those of
@@ -32,6 +33,7 @@ from random_checkpoint import write_original
 
 from marlinq import quantize
 from marlinq.checkpoint import CheckpointWriter, CopyBehind
+from marlinq.core.devices import rank_and_size
 from marlinq.models import ModelInstance
 from marlinq.operations.quantize import Recipe
 from marlinq.operations.quantize.blocks import BlockQuantizer
@@ -100,8 +102,10 @@ def main() -> None:
     if not text.exists():
         # Every token is at least a third of a word.
         write_text(text, max(128, arguments.samples), arguments.max_length)
-    out = arguments.folder / "quantized"
-    shutil.rmtree(out, ignore_errors=True)
+    rank, size = rank_and_size()
+    out = arguments.folder / f"quantized-{size}"
+    if rank == 0:
+        shutil.rmtree(out, ignore_errors=True)
     recipe = Recipe(
         calibration=str(text), samples=arguments.samples, max_length=arguments.max_length
     ).replace(**arguments.recipe)
@@ -120,6 +124,8 @@ def main() -> None:
     report = quantize(model, out, recipe=recipe, device=arguments.device, progress=note)
     profiler.disable()
     seconds = time.monotonic() - start
+    if rank:
+        return
     blocks = [at for at, stage, _ in marks if stage == "quantising blocks"]
     each = [b - a for a, b in itertools.pairwise(blocks)]
     steady = sorted(each)[len(each) // 2]

@@ -19,6 +19,7 @@ from marlinq.cli.options import (
 )
 from marlinq.cli.output import print_report, progress_bar
 from marlinq.cli.types import FOLDER, FORMAT, SOURCE, TEXT, SettingType
+from marlinq.core.devices import rank_and_size
 from marlinq.core.settings import Flag, Kind, kinds, meanings
 from marlinq.core.sources import local_folder
 from marlinq.methods import METHODS
@@ -116,7 +117,9 @@ def command(
         k: v for k, v in settings.items() if context.get_parameter_source(k) is not ParameterSource.DEFAULT
     }
     recipe = _recipe(recipe_file, overrides, given)
-    check_place(out, resume=resume, source=local_folder(model))
+    first = rank_and_size()[0] == 0
+    if first:
+        check_place(out, resume=resume, source=local_folder(model))
     from marlinq.operations.quantize import quantize
 
     with progress_bar() as progress:
@@ -131,7 +134,8 @@ def command(
             trust_remote_code=trust_remote_code,
             progress=progress,
         )
-    print_report(report, as_json=as_json)
+    if first:
+        print_report(report, as_json=as_json)
 
 
 def _recipe(path: Path | None, overrides: tuple[str, ...], given: dict[str, Any]) -> Recipe:

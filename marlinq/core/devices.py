@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from typing import TYPE_CHECKING
@@ -14,6 +15,15 @@ else:
     from marlinq.core.lazy import torch
 
 _NAME = re.compile(r"auto|cpu|cuda(?::\d{1,4})?")
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Which of how many processes this is, as ``torchrun`` says it; (0, 1) for one on its own."""
+    size = os.environ.get("WORLD_SIZE", "")
+    if not size.isdigit() or int(size) < 2:
+        return 0, 1
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdigit() else 0, int(size)
 
 
 def check_device_name(name: str) -> str:
@@ -30,6 +40,8 @@ def check_device_name(name: str) -> str:
 def resolve_device(device: str | torch.device | None) -> torch.device:
     """The CPU, or a GPU that is there, with its index.
 
+    Of several processes that ``torchrun`` started on a host, each has a first GPU of its own.
+
     Args:
         device: ``auto`` or None (the first GPU, else the CPU), ``cpu``, ``cuda`` (the first GPU), ``cuda:N``,
             or a torch device of these kinds.
@@ -42,7 +54,8 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cpu" or (name == "auto" and count == 0):
         return torch.device("cpu")
-    index = int(name.partition(":")[2] or 0)
+    local = os.environ.get("LOCAL_RANK", "") if rank_and_size()[1] > 1 else ""
+    index = int(name.partition(":")[2] or (local if local.isdigit() else 0))
     if index >= count:
         seen = f"{count or 'no'} CUDA device{'' if count == 1 else 's'}"
         raise EnvironmentProblem(

@@ -60,6 +60,14 @@ class Statistics(Protocol):
         however many tokens it has seen; an input that saw none has no part in the result."""
         ...
 
+    def as_share(self, tokens: int) -> Sequence[Tensor]:
+        """Become the share of one shard in ``tokens`` in all.
+
+        Returns:
+            The tensors whose sums over all shards are the whole's; they are added up in place.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class SolveReport:

@@ -100,6 +100,16 @@ class HessianAccumulator:
         share = share if self.tokens else 1.0
         self._mean.mul_(1 - share).add_(other._mean.to(self._mean.device), alpha=share)
 
+    def as_share(self, tokens: int) -> list[Tensor]:
+        """Weighs what was seen as a share of ``tokens`` in all: the sum of all shares is the whole's.
+
+        Returns:
+            The tensors to be added up with those of the other shards, in place.
+        """
+        self._mean.mul_(self.tokens / tokens if tokens else 0.0)
+        self.tokens = tokens
+        return [self._mean]
+
     def hessian(self) -> Tensor:
         """float32 [K, K], exactly symmetric, the accumulator's own; zero when nothing was added.
 

@@ -20,8 +20,10 @@ from marlinq.models import BlockReplay, Experts, ModelInstance, shared_inputs
 from marlinq.operations.quantize.experts import ExpertCalibration
 from marlinq.operations.quantize.head import solve_head
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
+from marlinq.operations.quantize.ranks import ALONE, Ranks
 from marlinq.operations.quantize.recipe import Recipe
-from marlinq.operations.quantize.report import ModuleReport
+from marlinq.operations.quantize.report import ModuleReport, module_report
+from marlinq.operations.quantize.solves import Solve, add_up, shared_solves, solves_in_turn
 
 # Of packed tensors that are handed to the writer together, but for a block's last ones.
 _LOT_BYTES = 1 << 29
@@ -41,6 +43,7 @@ class BlockQuantizer:
         batches: the calibration text; empty for a method without calibration.
         recipe: how experts are calibrated.
         progress: told about every finished block.
+        ranks: processes that share the work; ``batches`` are this one's.
     """
 
     def __init__(
@@ -51,7 +54,9 @@ class BlockQuantizer:
         batches: Sequence[Batch],
         recipe: Recipe,
         progress: ReportProgress,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self._ranks = ranks
         self._instance = instance
         self._blocks = instance.blueprint.blocks
         self._plan = plan
@@ -60,7 +65,7 @@ class BlockQuantizer:
         self._progress = progress
         self._replay = BlockReplay(instance)
         self._experts = ExpertCalibration(
-            instance, self._replay, recipe, len(batches), self._empty_statistics
+            instance, self._replay, recipe, len(batches), self._empty_statistics, ranks
         )
         self._lot: dict[str, Tensor] = {}
         self._masks = [batch.mask().to(instance.device) if batch.padded else None for batch in batches]
@@ -151,6 +156,10 @@ class BlockQuantizer:
         return min(_STATES_BYTES, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else 0
 
     def _read_back(self, planned: PlannedModule) -> QuantizedWeight:
+        stored = self._stored(planned) if self._ranks.first else None
+        return self._ranks.share_weight(stored, planned.spec, 0)
+
+    def _stored(self, planned: PlannedModule) -> QuantizedWeight:
         names = self._plan.tensor_names(planned)
         tensors = {suffix: self._writer.read_back(name) for suffix, name in names.items()}
         return self._plan.layout.unpack(tensors, planned.spec)
@@ -191,15 +200,17 @@ class BlockQuantizer:
             statistics: dict[str, Statistics] = {}
         else:
             groups, statistics = self._statistics(index, members, states)
+        solves = [
+            Solve(tuple(members), group[0])
+            for group in groups
+            for members in _of_equal_settings([by_name[name] for name in group])
+        ]
         quantized: dict[str, QuantizedWeight] = {}
         notes: dict[str, Any] = {}
-        for group in groups:
-            gathered = statistics.pop(group[0], None)
-            for batch in _of_equal_settings([by_name[name] for name in group]):
-                for planned, solved, report in self._solve(batch, gathered):
-                    if keep:
-                        quantized[planned.projection.name] = solved
-                    notes |= self._write(planned, solved, _module_report(planned, gathered, report))
+        for planned, solved, report in shared_solves(solves, statistics, self._solve, self._ranks):
+            if keep:
+                quantized[planned.projection.name] = solved
+            notes |= self._write(planned, solved, report)
         for experts in self._blocks[index].experts:
             if experts.projections[0].name in fused:
                 notes |= self._quantize_experts(index, experts, fused, states, keep=keep)
@@ -218,17 +229,19 @@ class BlockQuantizer:
     ) -> dict[str, Any]:
         """Quantises fused experts and writes them, each as soon as it is solved; returns their notes."""
         notes: dict[str, Any] = {}
-        for group in self._experts.groups(index, experts, planned, states):
-            for found, solved, report in self._solve(group.members, group.statistics):
-                if keep:
-                    self._install(found, solved)
-                written = _module_report(found, group.statistics, group.noted(report))
-                notes |= self._write(found, solved, replace(written, tokens=group.tokens))
+        groups = self._experts.groups(index, experts, planned, states)
+        for group, found, solved, report in solves_in_turn(groups, self._solve, self._ranks):
+            if keep:
+                self._install(found, solved)
+            written = module_report(found, group.statistics, group.noted(report))
+            notes |= self._write(found, solved, replace(written, tokens=group.tokens))
         return notes
 
     def _write(self, planned: PlannedModule, solved: QuantizedWeight, report: ModuleReport) -> dict[str, Any]:
-        """Puts the tensors of a module into the next lot to be written; returns the note that goes with
-        them."""
+        """Puts the tensors of a module into the next lot to be written, on the first rank; returns the note
+        that goes with them."""
+        if not self._ranks.first:
+            return {f"module {planned.stored}": asdict(report)}
         for suffix, tensor in self._plan.layout.pack(solved, planned.spec.scheme).items():
             self._lot[f"{planned.stored}.{suffix}"] = tensor
         if sum(tensor.nbytes for tensor in self._lot.values()) > _LOT_BYTES:
@@ -242,13 +255,17 @@ class BlockQuantizer:
     def _quantize_head(self, head: PlannedModule, states: HiddenStates | None) -> None:
         """Quantises the output head on what follows the blocks makes of their output: the final norm's."""
         gathered = None if states is None else self._head_statistics(head, states)
+        if gathered is not None:
+            add_up({head.projection.name: gathered}, {head.projection.name: (0,)}, self._ranks)
+        if not self._ranks.first:
+            return
         projection = head.projection
         shape = (projection.out_features, projection.in_features)
         stored = self._instance.read(projection.parameter, shape[::-1] if projection.transposed else shape)
         solved, report = solve_head(
             head, projection.view(stored), gathered, self._plan.method, device=self._instance.device
         )
-        self._commit(self._write(head, solved, _module_report(head, gathered, report)))
+        self._commit(self._write(head, solved, module_report(head, gathered, report)))
 
     def _head_statistics(self, head: PlannedModule, states: HiddenStates) -> Statistics:
         statistics = self._empty_statistics(head)
@@ -280,10 +297,16 @@ class BlockQuantizer:
             lambda: self._replay.run(index, 0, states.load(0)),
             receive,
         )
+        start = 1
+        agreed = [tuple(group) for group in self._ranks.share_json(groups)]
+        if agreed != groups:
+            # Tokens of this rank's first batch chose other experts than those of the first rank's.
+            groups, start = agreed, 0
+            statistics.clear()
         first = [by_name[group[0]].projection for group in groups]
         # Experts run in whatever order the tokens ask for, so there is no last one to stop at.
         last = None if self._instance.blueprint.routed else first[-1].name
-        for number in range(1, len(self._batches)):
+        for number in range(start, len(self._batches)):
             self._replay.inputs(index, number, states.load(number), first, receive, last=last)
         for projection in first:
             if projection.name not in statistics:
@@ -299,35 +322,23 @@ class BlockQuantizer:
         return found
 
     def _solve(
-        self, members: Sequence[PlannedModule], statistics: Statistics | None
-    ) -> list[tuple[PlannedModule, QuantizedWeight, SolveReport]]:
-        solved = self._plan.method.solve(
-            [self._instance.weight(planned.projection).to(torch.float32) for planned in members],
+        self,
+        members: Sequence[PlannedModule],
+        statistics: Statistics | None,
+        rows: Sequence[slice],
+    ) -> list[tuple[QuantizedWeight, SolveReport]]:
+        """Solves some output channels of each module."""
+        solved: list[tuple[QuantizedWeight, SolveReport]] = self._plan.method.solve(
+            [
+                self._instance.weight(planned.projection)[part].to(torch.float32)
+                for planned, part in zip(members, rows, strict=True)
+            ],
             statistics,
             members[0].spec.scheme,
             members[0].options,
             names=[planned.projection.name for planned in members],
         )
-        return [
-            (planned, quantized, report) for planned, (quantized, report) in zip(members, solved, strict=True)
-        ]
-
-
-def _module_report(
-    planned: PlannedModule, statistics: Statistics | None, report: SolveReport
-) -> ModuleReport:
-    scheme = planned.spec.scheme
-    return ModuleReport(
-        scheme=scheme.describe(),
-        bits=scheme.element.bits,
-        group_size=scheme.group_size,
-        symmetric=not scheme.stores_zeros,
-        reason=planned.reason,
-        tokens=0 if statistics is None else statistics.tokens,
-        relative_error=report.relative_error,
-        fallback=report.fallback,
-        figures=dict(report.figures),
-    )
+        return solved
 
 
 def module_reports(notes: Mapping[str, Any]) -> dict[str, ModuleReport]:

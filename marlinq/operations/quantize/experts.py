@@ -22,7 +22,9 @@ from marlinq.methods import SolveReport, Statistics
 from marlinq.models import BlockReplay, Experts, ModelInstance, tapped_experts
 from marlinq.models.experts import FIRST, SECOND, Reached
 from marlinq.operations.quantize.planning import PlannedModule
+from marlinq.operations.quantize.ranks import ALONE, Ranks
 from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.solves import add_up
 
 ROUTED, ALL = "routed", "all"
 BLEND, SHARED = "blend", "shared"
@@ -64,6 +66,7 @@ class ExpertCalibration:
         recipe: which tokens experts see, and how many are enough.
         batches: how many there are.
         new: empty statistics of a projection's input.
+        ranks: processes that share the work; ``batches`` are this one's.
         limit_bytes: of statistics that may exist at a time; by default a share of the free memory.
     """
 
@@ -74,6 +77,7 @@ class ExpertCalibration:
         recipe: Recipe,
         batches: int,
         new: NewStatistics,
+        ranks: Ranks = ALONE,
         limit_bytes: int | None = None,
     ) -> None:
         self._instance = instance
@@ -81,6 +85,7 @@ class ExpertCalibration:
         self._recipe = recipe
         self._batches = batches
         self._new = new
+        self._ranks = ranks
         self._limit = limit_bytes
 
     def groups(
@@ -209,6 +214,12 @@ class ExpertCalibration:
         first = min(part, default=-1)
         if part:
             self._run(index, experts, part, states, receive, all_tokens=all_tokens)
+        if not all_tokens:
+            keys = [(expert, product) for expert in part for product in (FIRST, SECOND)]
+            self._add_up(found, keys, members)
+        elif part:
+            layers = [] if known else [layer]
+            self._add_up(found, [*layers, *((expert, SECOND) for expert in part)], members)
         if all_tokens:
             found[layer] = pooled.setdefault(layer, found[layer]) if layer in found else pooled[layer]
         return found
@@ -228,7 +239,27 @@ class ExpertCalibration:
                 pool.add(x)
 
         self._run(index, experts, range(experts.count), states, receive, all_tokens=False)
+        add_up({_POOL: pool}, {_POOL: tuple(range(self._ranks.size))}, self._ranks)
         return pool
+
+    def _add_up(
+        self,
+        found: _Statistics,
+        keys: Sequence[tuple[int, int]],
+        members: Sequence[tuple[tuple[PlannedModule, ...], PlannedModule]],
+    ) -> None:
+        """Makes ``found`` what all ranks saw together; what no token of any reached is left out."""
+        if self._ranks.size == 1:
+            return
+        for key in keys:
+            if key not in found:
+                first, second = members[max(key[0], 0)]
+                found[key] = self._new(first[0] if key[1] == FIRST else second)
+        everybody = tuple(range(self._ranks.size))
+        add_up({key: found[key] for key in keys}, dict.fromkeys(keys, everybody), self._ranks)
+        for key in keys:
+            if not found[key].tokens:
+                del found[key]
 
     def _run(
         self,
@@ -249,7 +280,8 @@ class ExpertCalibration:
     def _slice(self, experts: Experts, every: bool) -> int:
         """Experts whose statistics, a float32 [K, K] for each product, fit the limit."""
         each = 4 * (experts.intermediate**2 + (0 if every else experts.hidden**2))
-        return max(1, (self._limit or _free_bytes(self._instance.device)) // each)
+        # Every rank has to take the same steps.
+        return self._ranks.least(max(1, (self._limit or _free_bytes(self._instance.device)) // each))
 
 
 _EVERY, _POOL = -1, -2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,10 +54,10 @@ def solve_head(
         )
         parts.append(quantized.to(torch.device("cpu")))
         reports.append(report)
-    return _joined(parts), SolveReport.of_slices(reports)
+    return joined(parts), SolveReport.of_slices(reports)
 
 
-def _joined(parts: list[QuantizedWeight]) -> QuantizedWeight:
+def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """The weight whose output channels are those of ``parts``, one after the other."""
     first = parts[0]
     if len(parts) == 1:

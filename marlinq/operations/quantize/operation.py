@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from marlinq import __version__
-from marlinq.calibration import Document, make_batches
+from marlinq.calibration import Document
 from marlinq.checkpoint import (
     DEFAULT_MAX_SHARD_BYTES,
     Checkpoint,
@@ -32,6 +32,14 @@ from marlinq.models import ModelInstance, build_blueprint
 from marlinq.operations.quantize.blocks import BlockQuantizer, module_reports
 from marlinq.operations.quantize.clock import StageClock
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule, plan_output, split_notes
+from marlinq.operations.quantize.ranks import (
+    FollowingWriter,
+    Ranks,
+    joined_ranks,
+    own_batches,
+    share_documents,
+    share_state,
+)
 from marlinq.operations.quantize.recipe import UNQUANTIZED, Recipe
 from marlinq.operations.quantize.report import QuantizeReport
 from marlinq.operations.quantize.text import (
@@ -85,11 +93,39 @@ def quantize(
     Raises:
         MarlinqError: one of its subclasses; see :mod:`marlinq.core.errors`.
     """
-    progress = clock = StageClock(progress)
-    recipe = recipe or Recipe()
     chosen = resolve_device(device)
+    with joined_ranks(chosen) as ranks:
+        return _quantize(
+            model,
+            Path(out),
+            recipe or Recipe(),
+            chosen,
+            ranks,
+            resume=resume,
+            revision=revision,
+            max_shard_size=max_shard_size,
+            trust_remote_code=trust_remote_code,
+            progress=progress if ranks.first else no_progress,
+        )
+
+
+def _quantize(
+    model: str | os.PathLike[str],
+    out: Path,
+    recipe: Recipe,
+    chosen: torch.device,
+    ranks: Ranks,
+    *,
+    resume: bool,
+    revision: str | None,
+    max_shard_size: int,
+    trust_remote_code: bool,
+    progress: ReportProgress,
+) -> QuantizeReport:
+    progress = clock = StageClock(progress)
     checkpoint = Checkpoint.open(model, revision=revision, progress=progress)
-    check_place(Path(out), resume=resume, source=checkpoint.path)
+    if ranks.first:
+        check_place(out, resume=resume, source=checkpoint.path)
     blueprint = build_blueprint(
         checkpoint.config,
         source=str(checkpoint.path),
@@ -118,36 +154,42 @@ def quantize(
     calibrated = plan.method.calibrated
     max_length = longest(config, recipe) if calibrated else 0
     documents: list[Document] | None = None
-    if calibrated and recipe.calibration != "self":
+    if calibrated and recipe.calibration != "self" and ranks.first:
         documents = text_from_outside(
             checkpoint, config, recipe, max_length=max_length, trust_remote_code=trust_remote_code
         )
-    elif calibrated and not resume:
+    elif calibrated and not resume and ranks.first:
         check_room(instance)
-    writer = CheckpointWriter(
-        Path(out),
-        plan.tensors,
-        fingerprint=_fingerprint(checkpoint, recipe, environment, max_shard_size),
-        max_shard_bytes=max_shard_size,
-        resume=resume,
-    )
-    with writer, CopyBehind(checkpoint, writer, plan.copied, progress) as copying:
-        if resume and not writer.resumed:
+    writer: CheckpointWriter | None = None
+    if ranks.first:
+        writer = CheckpointWriter(
+            out,
+            plan.tensors,
+            fingerprint=_fingerprint(checkpoint, recipe, environment, max_shard_size),
+            max_shard_bytes=max_shard_size,
+            resume=resume,
+        )
+    state = share_state(writer, ranks)
+    writer = writer or FollowingWriter(out, state)
+    copied = plan.copied if ranks.first else ()
+    with writer, CopyBehind(checkpoint, writer, copied, progress) as copying:
+        if resume and ranks.first and not writer.resumed:
             warnings.warn(f"{writer.partial}: no unfinished run to resume; starting afresh", stacklevel=2)
         resumed = sum(1 for members in by_block if _all_written(plan, members, writer))
         clock.mark("preparing")
         if resumed < len(by_block) or not _all_written(plan, heads, writer):
             batches = []
             if calibrated:
-                if documents is None:
+                if documents is None and ranks.first:
                     documents = text_by_the_model(
                         instance, writer, recipe, max_length=max_length, progress=progress
                     )
+                documents = share_documents(documents, ranks)
                 note_text(writer, recipe, documents)
-                batches = make_batches(
-                    documents, token_budget=_TOKEN_BUDGET[chosen.type], pad=not blueprint.routed
+                batches = own_batches(
+                    documents, ranks, token_budget=_TOKEN_BUDGET[chosen.type], pad=not blueprint.routed
                 )
-            BlockQuantizer(instance, plan, writer, batches, recipe, progress).run()
+            BlockQuantizer(instance, plan, writer, batches, recipe, progress, ranks).run()
         copying.finish()
         checkpoint.check_unchanged()
         forget_written_text(writer)
@@ -160,7 +202,8 @@ def quantize(
             extra_text={CARD: _card(model, checkpoint, plan, manifest, writer)},
         )
     clock.mark("finishing the folder")
-    _write_report(folder, clock, environment["device"])
+    if ranks.first:
+        _write_report(folder, clock, environment["device"], ranks.size)
     return QuantizeReport(
         out=folder,
         format=plan.layout.name,
@@ -213,6 +256,9 @@ def _environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 def _fingerprint(
     checkpoint: Checkpoint, recipe: Recipe, environment: dict[str, Any], max_shard_size: int
 ) -> str:
+    if environment["device"] != "cpu":
+        # How many threads there are decides how sums are split on a CPU; torchrun changes it.
+        environment = {key: value for key, value in environment.items() if key != "threads"}
     parts = [recipe.to_dict(), checkpoint.state(), environment, max_shard_size]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -252,9 +298,9 @@ def _card(
     )
 
 
-def _write_report(folder: Path, clock: StageClock, device: str) -> None:
+def _write_report(folder: Path, clock: StageClock, device: str, ranks: int) -> None:
     """Writes the report; the checkpoint is whole without it, so a failure is only told."""
-    time = TimeFigures(clock.stages, tuple(clock.blocks), clock.total, device)
+    time = TimeFigures(clock.stages, tuple(clock.blocks), clock.total, device, ranks)
     try:
         write_report(folder, time)
     except MarlinqError as error:

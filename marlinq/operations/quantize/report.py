@@ -11,6 +11,8 @@ from typing import Any
 from marlinq.core.display import Block, Facts, Shown
 from marlinq.core.rules import Keep
 from marlinq.formats.dialects.patterns import expert_layer
+from marlinq.methods import SolveReport, Statistics
+from marlinq.operations.quantize.planning import PlannedModule
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,22 @@ class ModuleReport:
     relative_error: float
     fallback: str | None
     figures: Mapping[str, float]
+
+
+def module_report(planned: PlannedModule, statistics: Statistics | None, report: SolveReport) -> ModuleReport:
+    """The report of a module that was solved with ``statistics``, or without any."""
+    scheme = planned.spec.scheme
+    return ModuleReport(
+        scheme=scheme.describe(),
+        bits=scheme.element.bits,
+        group_size=scheme.group_size,
+        symmetric=not scheme.stores_zeros,
+        reason=planned.reason,
+        tokens=0 if statistics is None else statistics.tokens,
+        relative_error=report.relative_error,
+        fallback=report.fallback,
+        figures=dict(report.figures),
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,204 @@
+"""The solves of one decoder block, done here or shared among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Protocol, TypeVar
+
+import torch
+
+from marlinq.core.errors import UnsupportedError
+from marlinq.core.weight import QuantizedWeight
+from marlinq.formats import ModuleSpec
+from marlinq.methods import SolveReport, Statistics
+from marlinq.operations.quantize.head import joined
+from marlinq.operations.quantize.planning import PlannedModule
+from marlinq.operations.quantize.ranks import Ranks, Share, share_out
+from marlinq.operations.quantize.report import ModuleReport, module_report
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Solve:
+    """Modules that are solved together.
+
+    Attributes:
+        members: modules that read one input and have equal settings.
+        statistics: the name under which the statistics of that input are kept.
+    """
+
+    members: tuple[PlannedModule, ...]
+    statistics: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Output channels of all members, N, and their input channels, K."""
+        rows = sum(planned.projection.out_features for planned in self.members)
+        return rows, self.members[0].projection.in_features
+
+
+SolveRows = Callable[
+    [Sequence[PlannedModule], Statistics | None, Sequence[slice]],
+    list[tuple[QuantizedWeight, SolveReport]],
+]
+"""Solves some output channels of each of several modules that share statistics."""
+
+
+def shared_solves(
+    solves: Sequence[Solve], statistics: dict[str, Statistics], solve: SolveRows, ranks: Ranks
+) -> Iterator[tuple[PlannedModule, QuantizedWeight, ModuleReport]]:
+    """Solves everything of a block; every rank gets all results.
+
+    Args:
+        solves: in the order of the results, the same on every rank.
+        statistics: of this rank's batches, by name; empty for a method without calibration. They are used
+            up.
+        solve: does the work.
+        ranks: this process and those it shares the work with.
+
+    Yields:
+        Each module with its weight, on the device, and its report.
+
+    Raises:
+        NumericsError: as ``solve``.
+        UnsupportedError: the method's statistics can't be shared by several ranks.
+        EnvironmentProblem: another rank does not answer.
+    """
+    if ranks.size == 1:
+        yield from _solved_here(solves, statistics, solve)
+        return
+    shares = share_out([job.shape for job in solves], ranks.size)
+    owners: dict[str, tuple[int, ...]] = {}
+    for job, share in zip(solves, shares, strict=True):
+        owners[job.statistics] = tuple(sorted({*owners.get(job.statistics, ()), *share.owners}))
+    add_up({name: statistics[name] for name in owners if name in statistics}, owners, ranks)
+    mine = _solved_by(ranks.rank, solves, shares, statistics, solve)
+    reports = [
+        ranks.share_json({name: asdict(report) for name, (_, report) in mine.items()}, source)
+        for source in range(ranks.size)
+    ]
+    for job, share in zip(solves, shares, strict=True):
+        gathered = statistics.get(job.statistics)
+        for planned in job.members:
+            name = planned.projection.name
+            own = mine[name][0] if name in mine else None
+            parts = [
+                ranks.share_weight(
+                    own if owner == ranks.rank else None, _slice_of(planned, share, owner), owner
+                )
+                for owner in share.owners
+            ]
+            report = SolveReport.of_slices([SolveReport(**reports[owner][name]) for owner in share.owners])
+            yield planned, joined(parts), module_report(planned, gathered, report)
+            mine.pop(name, None)
+    statistics.clear()
+
+
+class Group(Protocol):
+    """Modules that are solved together, and what was gathered of their input."""
+
+    @property
+    def members(self) -> tuple[PlannedModule, ...]: ...
+
+    @property
+    def statistics(self) -> Statistics | None: ...
+
+
+GroupT = TypeVar("GroupT", bound=Group)
+
+
+def solves_in_turn(
+    groups: Iterable[GroupT], solve: SolveRows, ranks: Ranks
+) -> Iterator[tuple[GroupT, PlannedModule, QuantizedWeight, SolveReport]]:
+    """Solves groups whose statistics every rank has, as many at a time as there are ranks, each by one.
+
+    Args:
+        groups: the same on every rank; the next are asked for when the results of these were taken.
+        solve, ranks: as in :func:`shared_solves`.
+
+    Yields:
+        The group, and each of its modules with weight and report.
+    """
+    remaining = iter(groups)
+    while turn := list(islice(remaining, ranks.size)):
+        mine: list[tuple[QuantizedWeight, SolveReport]] = []
+        if ranks.rank < len(turn):
+            own = turn[ranks.rank]
+            mine = solve(own.members, own.statistics, [slice(None)] * len(own.members))
+        for owner, group in enumerate(turn):
+            here = owner == ranks.rank
+            reports = ranks.share_json([asdict(report) for _, report in mine] if here else None, owner)
+            for place, planned in enumerate(group.members):
+                weight = ranks.share_weight(mine[place][0] if here else None, planned.spec, owner)
+                yield group, planned, weight, SolveReport(**reports[place])
+
+
+def add_up(
+    statistics: Mapping[KeyT, Statistics], owners: Mapping[KeyT, tuple[int, ...]], ranks: Ranks
+) -> None:
+    """Makes the statistics of every rank's own batches those of all batches.
+
+    Args:
+        statistics: by name, the same names in the same order on every rank; those of ranks that don't own
+            them become undefined, but for their tokens.
+        owners: the ranks that need each.
+        ranks: this process and the others.
+
+    Raises:
+        UnsupportedError: they can't be added up.
+    """
+    if ranks.size == 1 or not statistics:
+        return
+    names = list(statistics)
+    seen = torch.tensor([statistics[name].tokens for name in names], device=ranks.device)
+    ranks.sum(seen, range(ranks.size))
+    for name, tokens in zip(names, seen.tolist(), strict=True):
+        as_share = getattr(statistics[name], "as_share", None)
+        if as_share is None:
+            raise UnsupportedError(
+                f"{name}: {type(statistics[name]).__name__} can't be added up over {ranks.size} ranks; run "
+                "the method in one process"
+            )
+        for tensor in as_share(tokens):
+            ranks.sum(tensor, owners[name])
+
+
+def _solved_here(
+    solves: Sequence[Solve], statistics: dict[str, Statistics], solve: SolveRows
+) -> Iterator[tuple[PlannedModule, QuantizedWeight, ModuleReport]]:
+    for number, job in enumerate(solves):
+        gathered = statistics.get(job.statistics)
+        whole = [slice(None) for _ in job.members]
+        for planned, (weight, report) in zip(job.members, solve(job.members, gathered, whole), strict=True):
+            yield planned, weight, module_report(planned, gathered, report)
+        if all(later.statistics != job.statistics for later in solves[number + 1 :]):
+            statistics.pop(job.statistics, None)
+
+
+def _solved_by(
+    rank: int,
+    solves: Sequence[Solve],
+    shares: Sequence[Share],
+    statistics: Mapping[str, Statistics],
+    solve: SolveRows,
+) -> dict[str, tuple[QuantizedWeight, SolveReport]]:
+    """What ``rank`` solves, by the modules' names."""
+    mine: dict[str, tuple[QuantizedWeight, SolveReport]] = {}
+    for job, share in zip(solves, shares, strict=True):
+        if rank not in share.owners:
+            continue
+        rows = [share.rows(planned.projection.out_features, rank) for planned in job.members]
+        results = solve(job.members, statistics.get(job.statistics), rows)
+        mine |= {
+            planned.projection.name: result for planned, result in zip(job.members, results, strict=True)
+        }
+    return mine
+
+
+def _slice_of(planned: PlannedModule, share: Share, owner: int) -> ModuleSpec:
+    """What the part of a module is that ``owner`` solves."""
+    rows = share.rows(planned.projection.out_features, owner)
+    return replace(planned.spec, out_features=rows.stop - rows.start)
