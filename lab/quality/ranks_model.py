@@ -22,7 +22,7 @@ RATES = {
     "write": 1.5e9,
 }
 """Operations a second: forward passes, Hessians, factorisations, channels of a solve. Bytes a second: between
-GPUs of a host, of a GPU's network adapter, of a host's disk, of rank 0's writer, which hashes what it writes."""
+GPUs of a host, of a GPU's network adapter, of a host's disk, and of rank 0's writer, which hashes too."""
 TOKENS = 128 * 2048
 GPUS_OF_A_HOST = 8
 
@@ -68,7 +68,11 @@ def _routed(n: int, k: int) -> Solve:
 
 
 MODELS = (
-    Model("8B (Llama-3-8B)", 32, (Solve(6144, 4096), Solve(4096, 4096), Solve(28672, 4096), Solve(4096, 14336))),
+    Model(
+        "8B (Llama-3-8B)",
+        32,
+        (Solve(6144, 4096), Solve(4096, 4096), Solve(28672, 4096), Solve(4096, 14336)),
+    ),
     Model(
         "70B (Llama-3-70B)",
         80,
@@ -136,7 +140,8 @@ def main() -> None:
             split = ", ".join(f"{name} {value:.2f}" for name, value in parts.items())
             total = {name: model.blocks * value / 60 for name, value in (("r", reading), ("w", writing))}
             print(
-                f"| {model.name} | {gpus} | {computing:.2f} ({split}) | {model.blocks * longest[0] / 60:.1f} min "
+                f"| {model.name} | {gpus} | {computing:.2f} ({split}) "
+                f"| {model.blocks * longest[0] / 60:.1f} min "
                 f"| {total['r']:.1f} min | {total['w']:.1f} min | {longest[1]} |"
             )
 
