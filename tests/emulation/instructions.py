@@ -27,6 +27,7 @@ _TABLE = {
     r"ld\.relaxed\.gpu\.global\.v2\.b32": "load_messages<2>",
     r"ld\.relaxed\.gpu\.global\.v4\.b32": "load_messages<4>",
     r"st\.relaxed\.gpu\.global\.b32": "store_message",
+    r"st\.relaxed\.gpu\.global\.v4\.b32": "store_messages",
     r"prefetch\.tensormap": "prefetch_map",
     r"trap": "trap",
     r"st\.release\.gpu\.global\.u32": "store_flag<true>",

@@ -33,6 +33,7 @@ class Case:
         grid: blocks.
         layers: how many.
         softcap: of the scores.
+        team: warps that share a stage, and tiles of the widest sets.
         seed: of operands and schedule.
     """
 
@@ -41,12 +42,15 @@ class Case:
     grid: int = 8
     layers: int = 2
     softcap: float | None = None
+    team: int = 2
     seed: int = 0
 
 
 CASES = {
     "one row": Case(),
     "one group of columns": Case(grid=4, layers=1, seed=4),
+    "sets of four tiles": Case(lengths=(33,), grid=8, layers=2, team=4, seed=6),
+    "four rows, sets of four tiles": Case(lengths=(33, 0, 1, 64), grid=8, layers=1, team=4, seed=7),
     "four groups of columns": Case(grid=16, layers=1, seed=5),
     "one row, bfloat16, window, cap": Case(
         features=Features(dtype=torch.bfloat16, window=40, group=64, zeros=True), softcap=20.0, seed=3
@@ -150,7 +154,7 @@ def _problem(case: Case) -> Problem:
         zeros=case.features.zeros,
         bfloat16=dtype == torch.bfloat16,
         shared_bytes=100_000,
-        team=2,
+        team=case.team,
     )
     assert config is not None
     with mock.patch("marlinq.kernels.launch.persistent.encode_tensor_map", _encode_tensor_map):

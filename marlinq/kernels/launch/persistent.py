@@ -32,6 +32,7 @@ MAX_ROWS = 8
 UNIT = 128
 CHUNK_POSITIONS = 32
 _PRODUCTS = 4
+_WIDTHS = (1, 2, 4)  # tiles of a set
 _ALIGNMENT = 1024
 _STATIC_BYTES = 512  # of shared memory, at most
 _PREPARE_THREADS = 256
@@ -137,9 +138,9 @@ class _Layer(ctypes.Structure):
     """``StepLayer``."""
 
     _fields_ = (
-        ("words", _Map * _PRODUCTS),
-        ("scales", _Map * _PRODUCTS),
-        ("zeros", _Map * _PRODUCTS),
+        ("words", _Map * len(_WIDTHS) * _PRODUCTS),
+        ("scales", _Map * len(_WIDTHS) * _PRODUCTS),
+        ("zeros", _Map * len(_WIDTHS) * _PRODUCTS),
         ("keys", _Map),
         ("values", _Map),
         *((name, ctypes.c_void_p) for name in ("attention_gamma", "mlp_gamma", "query_gamma", "key_gamma")),
@@ -154,10 +155,14 @@ class _Layer(ctypes.Structure):
 class _Shape(ctypes.Structure):
     """``ProductShape``."""
 
-    _fields_ = (("channels", ctypes.c_int), ("tiles", ctypes.c_int), ("box_units", ctypes.c_int))
+    _fields_ = (
+        ("channels", ctypes.c_int),
+        ("tiles", ctypes.c_int),
+        ("box_units", ctypes.c_int * len(_WIDTHS)),
+    )
 
 
-_MESSAGES = ("attention", "attention_weight", "middle", "middle_squares", "mlp", "stream", "stream_squares")
+_MESSAGES = ("attention", "attention_weight", "mlp", "start", "squares", "mlp_squares", "arrivals")
 
 
 class _Step(ctypes.Structure):
@@ -198,7 +203,7 @@ class PrepareArguments(ctypes.Structure):
     _fields_ = (
         ("hidden", ctypes.c_void_p),
         ("messages", ctypes.c_void_p),
-        ("blocks", ctypes.c_int),
+        ("channels", ctypes.c_int),
         ("others", ctypes.c_longlong),
     )
 
@@ -218,6 +223,7 @@ class StepConfig:
         group_size: of all weights.
         zeros: whether they have zero points.
         bfloat16: the element.
+        stream_units: units of 128 channels that a block keeps of the residual stream, at most.
         softcap: whether scores have a cap.
         header: of the kernel; the lab has others.
     """
@@ -233,6 +239,7 @@ class StepConfig:
     group_size: int
     zeros: bool
     bfloat16: bool
+    stream_units: int
     softcap: bool = False
     header: str = "kernels/persistent.cuh"
 
@@ -252,6 +259,7 @@ class StepConfig:
         return (
             self.stages * _stage_bytes(self.team, self.group_size, self.zeros)
             + self.activation_bytes
+            + _stream_bytes(self.rows, self.stream_units)
             + self.slots * _slot_bytes(self.rows, self.team * self.teams)
             + _ALIGNMENT
         )
@@ -276,6 +284,7 @@ class StepConfig:
                 ("ZEROS", self.zeros),
                 ("SOFTCAP", self.softcap),
                 ("ACTIVATION_BYTES", self.activation_bytes),
+                ("STREAM_UNITS", self.stream_units),
                 ("SHARED_BYTES", self.shared_bytes),
             ),
         )
@@ -346,7 +355,11 @@ def _stage_bytes(team: int, group_size: int, zeros: bool) -> int:
 
 
 def _slot_bytes(rows: int, warps: int) -> int:
-    return 2 * warps * rows * (64 if rows == 1 else 68) * 4
+    return warps * rows * (64 if rows == 1 else 68) * 4
+
+
+def _stream_bytes(rows: int, units: int) -> int:
+    return rows * units * UNIT * 2
 
 
 def _units(channels: int) -> list[int]:
@@ -379,12 +392,9 @@ def choose(
     attention = 8 * head_dim * 2 + 2 * head_dim * 4 + 32 + entries * queries * (head_dim + 2) * 4
     activations = most * digit_stride if height == 1 else most * 2 * height * 128
     activation_bytes = -(-max(activations, attention) // 128) * 128
-    stages = {-(-units // team) for k in channels for units in _units(k)}
-    # A slot has to meet the same teams in every use.
     slots = 3 if height == 1 and teams == 2 else 2
-    if not all(2 * slots * count % teams == 0 or 2 * count >= teams for count in stages):
-        return None
-    left = shared_bytes - _STATIC_BYTES - _ALIGNMENT - activation_bytes
+    stream_units = max(_units(channels[0]))
+    left = shared_bytes - _STATIC_BYTES - _ALIGNMENT - activation_bytes - _stream_bytes(height, stream_units)
     left -= slots * _slot_bytes(height, team * teams)
     room = left // _stage_bytes(team, group_size, zeros) // teams * teams
     if room < 1:
@@ -403,6 +413,7 @@ def choose(
         group_size,
         zeros,
         bfloat16,
+        stream_units,
         model.softcap is not None,
     )
 
@@ -462,9 +473,9 @@ class PersistentLayers:
         self.grid = grid or (numbers.multiprocessors // PARTS * PARTS if numbers else PARTS)
         self._kept = (tuple(layers), cosines, sines, hidden, lengths)
         self.descriptors = _descriptors(layers, chosen, device)
-        self.messages, places = _messages(first, model, rows, hidden.shape[1], device)
+        self.messages, places = _messages(first, model, rows, hidden.shape[1], self.grid, device)
         shapes = [
-            _Shape(operand.channels, operand.columns // 64, _box_units(operand.channels, chosen.team))
+            _Shape(operand.channels, operand.columns // 64, _boxes(operand.channels, chosen.team))
             for operand in first.operands
         ]
         self.trace = torch.zeros(self.grid, 5, 64, dtype=torch.int64, device=device)
@@ -493,12 +504,11 @@ class PersistentLayers:
                 self.trace.data_ptr(),
             )
         )
-        blocks = hidden.numel() // 16
         self.prepare_arguments = PrepareArguments(
             hidden.data_ptr(),
             self.messages.data_ptr(),
-            blocks,
-            self.messages.numel() - 17 * blocks,
+            hidden.numel(),
+            self.messages.numel() - hidden.numel(),
         )
         self._device = device
         if numbers is None:
@@ -536,21 +546,27 @@ class PersistentLayers:
                 launches.give(launch)
 
 
-def _box_units(channels: int, team: int) -> int:
+def _box_units(channels: int, team: int, width: int) -> int:
+    """Units of K that one copy of ``width`` tiles brings."""
     units = _units(channels)
-    return next(size for size in (4, 2, 1) if size <= team and not any(count % size for count in units))
+    return next(size for size in (4, 2, 1) if size <= max(team // width, 1) and not any(n % size for n in units))
+
+
+def _boxes(channels: int, team: int) -> ctypes.Array[ctypes.c_int]:
+    return (ctypes.c_int * len(_WIDTHS))(*(_box_units(channels, team, width) for width in _WIDTHS))
 
 
 def _messages(
-    layer: LayerOperands, model: Model, rows: int, hidden: int, device: torch.device
+    layer: LayerOperands, model: Model, rows: int, hidden: int, grid: int, device: torch.device
 ) -> tuple[Tensor, dict[str, int]]:
     """Memory for all messages, and the addresses of its parts."""
     channels = layer.output.channels
+    squares = grid // PARTS * rows * -(-hidden // UNIT)
     sizes = {
-        "stream": rows * hidden,
-        "stream_squares": rows * hidden // 16,
-        "middle": rows * hidden,
-        "middle_squares": rows * hidden // 16,
+        "start": rows * hidden,
+        "squares": squares,
+        "mlp_squares": squares,
+        "arrivals": grid,
         "mlp": rows * layer.down.channels,
         "attention": rows * MAX_SPLITS * channels,
         "attention_weight": rows * MAX_SPLITS * model.heads,
@@ -579,32 +595,33 @@ def _descriptors(layers: Sequence[LayerOperands], config: StepConfig, device: to
 
 
 def _layer(layer: LayerOperands, config: StepConfig) -> _Layer:
-    maps: dict[str, list[bytes]] = {"words": [], "scales": [], "zeros": []}
-    for operand in layer.operands:
-        n, k, boxes = operand.columns, operand.channels, _box_units(operand.channels, config.team)
-        maps["words"].append(
-            encode_tensor_map(
+    made = _Layer()
+    for index, operand in enumerate(layer.operands):
+        n, k = operand.columns, operand.channels
+        for place, width in enumerate(_WIDTHS):
+            if width > min(config.team, n // 64):
+                continue
+            units = _box_units(k, config.team, width)
+            found = encode_tensor_map(
                 operand.words.data_ptr(),
                 4,
                 (128, n // 64, k // 16),
                 (512, 8 * n),
-                (128, 1, boxes * UNIT // 16),
+                (128, width, units * UNIT // 16),
                 swizzled=False,
             )
-        )
-        for name, tensor in (("scales", operand.scales), ("zeros", operand.zeros)):
-            maps[name].append(
-                bytes(TENSOR_MAP_BYTES)
-                if tensor is None
-                else encode_tensor_map(
-                    tensor.data_ptr(),
-                    2,
-                    (64, n // 64, tensor.shape[0]),
-                    (128, 2 * n),
-                    (64, 1, boxes * UNIT // config.group_size),
-                    swizzled=False,
-                )
-            )
+            made.words[index][place] = _Map.from_buffer_copy(found)
+            for maps, tensor in ((made.scales, operand.scales), (made.zeros, operand.zeros)):
+                if tensor is not None:
+                    found = encode_tensor_map(
+                        tensor.data_ptr(),
+                        2,
+                        (64, n // 64, tensor.shape[0]),
+                        (128, 2 * n),
+                        (64, width, units * UNIT // config.group_size),
+                        swizzled=False,
+                    )
+                    maps[index][place] = _Map.from_buffer_copy(found)
     caches = []
     for cache in (layer.keys, layer.values):
         head_dim = cache.shape[3]
@@ -618,10 +635,6 @@ def _layer(layer: LayerOperands, config: StepConfig) -> _Layer:
                 swizzled=True,
             )
         )
-    made = _Layer()
-    for name, found in maps.items():
-        for index, one in enumerate(found):
-            getattr(made, name)[index] = _Map.from_buffer_copy(one)
     made.keys, made.values = (_Map.from_buffer_copy(one) for one in caches)
     made.attention_gamma, made.mlp_gamma = layer.attention_gamma.data_ptr(), layer.mlp_gamma.data_ptr()
     made.query_gamma = 0 if layer.query_gamma is None else layer.query_gamma.data_ptr()

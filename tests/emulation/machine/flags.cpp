@@ -150,6 +150,13 @@ void store_message(u64 address, u32 value) {
     machine.idle_looks = 0;
 }
 
+void store_messages(u64 address, const Inputs4& values) {
+    if (address % 16) fail("st of four messages to an address that is no multiple of 16");
+    // In any order, since each word is a message of its own.
+    const size_t first = machine.random.next() % 4;
+    for (size_t i = 0; i < 4; ++i) store_message(address + 4 * ((first + i) % 4), values[(first + i) % 4]);
+}
+
 void prefetch_map(u64) {}
 
 void trap() { fail("trap"); }

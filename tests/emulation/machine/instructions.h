@@ -38,6 +38,7 @@ template <size_t WORDS>
 void load_messages(const std::array<Output<u32>, WORDS>& values, u64 address);
 void load_message(Output<u32> value, u64 address);
 void store_message(u64 address, u32 value);
+void store_messages(u64 address, const Inputs4& values);
 void prefetch_map(u64 map);
 // The emulation rounds where the hardware approximates.
 inline void approximate_exp2(Output<float> result, float x) { result.set(exp2f(x)); }

@@ -7,11 +7,11 @@
 // A layer has five steps that all blocks depend on. Each one, from its sums:
 //
 //   qkv        parts of K -> attention, which adds them     attention  outputs of parts of the context -> o, which merges them
-//   o, down    parts of K -> owners, which add the residual stream -> everybody
+//   o, down    parts of K -> everybody, who adds them to the residual stream
 //   gate_up    parts of K -> owners, which apply the activation -> down
 //
 // Configuration: Codec, TEAM, TEAMS, STAGES, WINDOW, ROWS, SLOTS, HEAD_DIM, QUANT_GROUP, DIGITS (a single row), ZEROS,
-// ACTIVATION_BYTES, SHARED_BYTES (persistent/shape.cuh).
+// ACTIVATION_BYTES, STREAM_UNITS, SHARED_BYTES (persistent/shape.cuh).
 #pragma once
 #include "persistent/attention.cuh"
 #include "persistent/epilogue.cuh"
@@ -37,7 +37,7 @@ struct PersistentStep {
         if (threadIdx.x == 0) {
             ring.init(0, S::STAGES, S::TEAM);
             for (int slot = 0; slot < S::SLOTS; ++slot) {
-                barrier_init(slots.full + 8 * slot, 2 * S::WARPS);
+                barrier_init(slots.full + 8 * slot, S::WARPS);
                 barrier_init(slots.empty + 8 * slot, 1);
             }
             barrier_init_fence();
@@ -64,51 +64,46 @@ struct PersistentStep {
 #pragma unroll 1
                 for (int product = QKV; product < PRODUCTS; ++product) {
                     if (warp == 0) MARK(0, 8 * product)
-                    const Share<S> share = plan.shares[product];
-                    // Whoever reads messages has to send some, which others wait for: so none is overwritten before it is read.
-                    if (share.tiles > 0) {
-                        finish(walk);
-                        if (warp == 0) MARK(0, 8 * product + 1)
-                        if (product == QKV || product == GATE_UP) {
-                            const bool first = product == QKV;
-                            NormSource<S> source{first ? step.stream : step.middle, first ? step.stream_squares : step.middle_squares,
-                                                 first ? layer.attention_gamma : layer.mlp_gamma, roots, (u32)l, step.hidden,
-                                                 step.narrow_first != 0};
-                            stage(source, step, product, share, walk, warp, lane);
-                        } else if (product == OUTPUT) {
-                            AttentionSource<S> source{step, plan, (u32)l};
-                            stage(source, step, product, share, walk, warp, lane);
+                    const Share<S>& share = plan.shares[product];
+                    if (product == QKV || product == GATE_UP) {
+                        // Even where the block has no columns of the product, since it keeps the stream.
+                        const bool first = product == QKV;
+                        const Residual<S, Codec> residual{step, share, shared, roots, warp, lane};
+                        const StepLayer* from = !first ? &layer : l > 0 ? &layer - 1 : nullptr;
+                        residual.run(from, first ? DOWN : OUTPUT, first && l > 0 ? round - 1 : round, first ? layer.attention_gamma : layer.mlp_gamma,
+                                     !first, round);
+                    } else if (share.tiles > 0) {
+                        // Whoever reads messages has to send some, which others wait for: so none is overwritten before it is read.
+                        if (product == OUTPUT) {
+                            AttentionSource<S> source{step, plan, round};
+                            stage(source, step, product, share, shared, warp, lane);
                         } else {
-                            PlainSource source{step.mlp, step.shape[DOWN].channels, (u32)l};
-                            stage(source, step, product, share, walk, warp, lane);
+                            PlainSource source{step.mlp, step.shape[DOWN].channels, round};
+                            stage(source, step, product, share, shared, warp, lane);
                         }
-                        if (warp == 0) MARK(0, 8 * product + 2)
-                        meet<S>();
-                        if (warp == 0) MARK(0, 8 * product + 3)
-                        walk.factor = product == QKV || product == GATE_UP ? roots[0] : 1.f;
-                        walk.multiply(share, step.rows);
-                        if (warp == 0) MARK(0, 8 * product + 4)
                     }
-                    if (product == QKV) {
-                        finish(walk);
-                        if (warp == 0) MARK(0, 8 * product + 5)
-                        attention.run(walk, layer, l);
-                    }
+                    if (warp == 0) MARK(0, 8 * product + 2)
+                    meet<S>();
+                    if (warp == 0) MARK(0, 8 * product + 3)
+                    if (product == GATE_UP && threadIdx.x == 0) send(step.arrivals + blockIdx.x, 0.f, round);
+                    walk.multiply(share, step.rows);
+                    if (warp == 0) MARK(0, 8 * product + 4)
+                    if (product == QKV) attention.run(walk, layer, l);
                 }
+            }
+            // Every part of the result by one block.
+            if (blockIdx.x < PARTS) {
+                const Residual<S, Codec> residual{step, plan.shares[QKV], shared, roots, warp, lane};
+                residual.run(step.layers + step.layer_count - 1, DOWN, step.layer_count - 1, nullptr, 0, 0);
             }
         }
     }
 
 private:
-    // All sums of the last product have left their slots, and nobody reads its activations any more.
-    static __device__ __forceinline__ void finish(const Multiplier<S, Codec>& walk) {
-        meet<S>();
-        walk.wait_for_slots();
-    }
     template <typename Source>
     static __device__ __forceinline__ void stage(Source& source, const StepArguments& step, int product, const Share<S>& share,
-                                                 const Multiplier<S, Codec>& walk, int warp, int lane) {
-        stage_activations<S, Codec>(source, step, share.first, share.units, step.shape[product].channels, walk.shared + S::ACTIVATIONS_AT,
+                                                 unsigned char* shared, int warp, int lane) {
+        stage_activations<S, Codec>(source, step, share.first, share.units, step.shape[product].channels, shared + S::ACTIVATIONS_AT,
                                     warp, lane);
     }
 };

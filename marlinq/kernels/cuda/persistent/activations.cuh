@@ -37,11 +37,6 @@ struct PlainSource {
     int channels;
     u32 round;
 
-    __device__ __forceinline__ void settle(const StepArguments&, int, int) {}
-    // A value as the product takes it.
-    template <typename E>
-    __device__ __forceinline__ float entry(float value) const { return rounded<E>(value); }
-
     template <typename E, int N>
     struct Pending {
         Letters<2, N> letters;
@@ -54,72 +49,6 @@ struct PlainSource {
     };
 };
 
-// The residual stream behind a norm.
-template <typename S>
-struct NormSource {
-    static constexpr int UNITS_AT_ONCE = 1;
-    const float *values, *squares, *gamma;
-    float* roots;  // of the rows, in shared memory
-    u32 round;
-    int channels;
-    bool narrow_first;
-
-    template <typename E>
-    __device__ __forceinline__ float entry(float value) const { return value; }
-
-    // What turns rows into normal ones: 1 / sqrt(mean square + eps), by the sums that their owners sent. Row m by one warp, the
-    // last ones first, since a single row's last warps have nothing to stage. (If every warp did it, all polls for the few lines
-    // that hold the sums would hold each other up.)
-    __device__ __forceinline__ void settle(const StepArguments& step, int warp, int lane) {
-        const int sums = channels / 16;
-        for (int row = S::WARPS - 1 - warp; row < step.rows; row += S::WARPS) {
-            float sum = 0.f;
-            constexpr int AT_ONCE = 2;
-#pragma unroll 1
-            for (int from = 4 * lane; from < sums; from += 128 * AT_ONCE) {
-                Letters<AT_ONCE, 4> letters;
-                float found[AT_ONCE][4];
-#pragma unroll
-                for (int i = 0; i < AT_ONCE; ++i) letters.request(i, squares + row * sums + (from + 128 * i < sums ? from + 128 * i : from));
-                letters.await(round, found);
-#pragma unroll
-                for (int i = 0; i < AT_ONCE; ++i)
-                    if (from + 128 * i < sums) sum += found[i][0] + found[i][1] + (found[i][2] + found[i][3]);
-            }
-            sum = warp_sum(sum);
-            if (lane == 0) roots[row] = fast_reciprocal_root(sum * fast_reciprocal((float)channels) + step.eps);
-        }
-        if (S::ROWS > 1) meet<S>();
-    }
-
-    template <typename E, int N>
-    struct Pending {
-        Letters<2, N> letters;
-        float weight[2][N];
-        int row;
-
-        __device__ __forceinline__ void request(const NormSource& source, int of_row, int first, int second) {
-            row = of_row;
-            letters.request(0, source.values + (i64)row * source.channels + first);
-            letters.request(1, source.values + (i64)row * source.channels + second);
-#pragma unroll
-            for (int n = 0; n < N; ++n) weight[0][n] = source.gamma[first + n], weight[1][n] = source.gamma[second + n];
-        }
-        __device__ __forceinline__ void finish(const NormSource& source, float (&v)[2][N]) {
-            letters.await(source.round, v);
-            // A single row is normalised by its sums (Multiplier::factor): nothing has to wait for the squares.
-            const float root = S::ROWS == 1 ? 1.f : source.roots[row];
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-#pragma unroll
-                for (int n = 0; n < N; ++n) {
-                    const float normal = v[i][n] * root;
-                    v[i][n] = (S::ROWS > 1 && source.narrow_first ? rounded<E>(normal) : normal) * weight[i][n];
-                }
-        }
-    };
-};
-
 // The attention's parts of a context, put together.
 template <typename S>
 struct AttentionSource {
@@ -127,11 +56,6 @@ struct AttentionSource {
     const StepArguments& step;
     const Plan<S>& plan;
     u32 round;
-
-    __device__ __forceinline__ void settle(const StepArguments&, int, int) {}
-    // A value as the product takes it.
-    template <typename E>
-    __device__ __forceinline__ float entry(float value) const { return rounded<E>(value); }
 
     template <typename E, int N>
     struct Pending {
@@ -194,13 +118,9 @@ struct AttentionSource {
 // The first of a unit's channels whose digits this lane makes (mma/integer_digits.cuh); the others are 1, 8 and 9 behind.
 __device__ __forceinline__ int channel_of_lane(int unit, int lane) { return unit * 128 + lane / 4 * 16 + lane % 4 * 2; }
 
-// The digits of a unit, from the channels of every lane; zeros where they don't exist.
-template <typename S, typename Codec, typename Source>
-__device__ __forceinline__ void make_digits(const Source& source, const float (&values)[2][2], bool exists, unsigned char* unit, int lane) {
-    typedef typename Codec::Element E;
-    float left[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) left[i] = exists ? source.template entry<E>(values[i / 2][i % 2]) : 0.f;
+// The digits of a unit, from the channels of every lane.
+template <typename S, typename Codec>
+__device__ __forceinline__ void make_digits(float (&left)[4], unsigned char* unit, int lane) {
     const u32 exponent = max(DigitSums<Codec>::largest(left) >> 23, LEAST_EXPONENT);
     float weight;
     // What rounding leaves is 2^-30 of the unit's largest activation, and is left out.
@@ -210,11 +130,26 @@ __device__ __forceinline__ void make_digits(const Source& source, const float (&
     if (lane < 4) reinterpret_cast<float*>(unit + S::DIGIT_UNIT_AT)[lane] = weight;
 }
 
-// Units first .. first + units - 1 of `channels` channels to `memory`.
+// Eight channels of a row, where operand B wants them.
+template <typename S, typename E>
+__device__ __forceinline__ void store_piece(unsigned char* memory, int row, int piece, const float (&v)[2][4], bool exists) {
+    const uint4 eight =
+        make_uint4(E::narrow(v[0][0], v[0][1]), E::narrow(v[0][2], v[0][3]), E::narrow(v[1][0], v[1][1]), E::narrow(v[1][2], v[1][3]));
+    *reinterpret_cast<uint4*>(memory + piece / 8 * S::SLAB_BYTES + row * 128 + ((piece % 8 ^ row % 8) * 16)) =
+        exists ? eight : make_uint4(0, 0, 0, 0);
+}
+
+// Units first .. first + units - 1 of `channels` channels to `memory`, when all warps have read what was there. Their messages
+// are requested before that.
 template <typename S, typename Codec, typename Source>
 __device__ __forceinline__ void stage_activations(Source& source, const StepArguments& step, int first, int units, int channels,
                                                   unsigned char* memory, int warp, int lane) {
     typedef typename Codec::Element E;
+    bool met = false;
+    const auto meet_once = [&] {
+        if (!met) meet<S>();
+        met = true;
+    };
     if constexpr (S::DIGITS) {
         // A few units at once, so that their trips overlap.
         constexpr int AT_ONCE = Source::UNITS_AT_ONCE;
@@ -230,19 +165,22 @@ __device__ __forceinline__ void stage_activations(Source& source, const StepArgu
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
                 const int unit = from + i * S::WARPS;
-                float values[2][2];
+                float values[2][2], left[4];
                 pending[i].finish(source, values);
-                if (unit < units)
-                    make_digits<S, Codec>(source, values, channel_of_lane(first + unit, lane) < channels, memory + unit * S::DIGIT_STRIDE, lane);
+                meet_once();
+                const bool exists = channel_of_lane(first + unit, lane) < channels;
+#pragma unroll
+                for (int n = 0; n < 4; ++n) left[n] = exists ? rounded<E>(values[n / 2][n % 2]) : 0.f;
+                if (unit < units) make_digits<S, Codec>(left, memory + unit * S::DIGIT_STRIDE, lane);
             }
         }
-        source.settle(step, warp, lane);
     } else {
-        source.settle(step, warp, lane);
         const int pieces = units * (S::UNIT / 8), all = step.rows * pieces;  // of eight channels
         constexpr int AT_ONCE = 2, THREADS = 32 * S::WARPS;
+        // Whole warps go on together, since they meet.
 #pragma unroll 1
-        for (int from = 32 * warp + lane; from < all; from += AT_ONCE * THREADS) {
+        for (int start = 32 * warp; start < all; start += AT_ONCE * THREADS) {
+            const int from = start + lane;
             typename Source::template Pending<E, 4> pending[AT_ONCE];
             int row[AT_ONCE], piece[AT_ONCE];
 #pragma unroll
@@ -256,13 +194,12 @@ __device__ __forceinline__ void stage_activations(Source& source, const StepArgu
             for (int i = 0; i < AT_ONCE; ++i) {
                 float v[2][4];
                 pending[i].finish(source, v);
+                __syncwarp();
+                meet_once();
                 if (from + i * THREADS >= all) continue;
-                const bool exists = first * S::UNIT + 8 * piece[i] < channels;
-                const uint4 eight =
-                    make_uint4(E::narrow(v[0][0], v[0][1]), E::narrow(v[0][2], v[0][3]), E::narrow(v[1][0], v[1][1]), E::narrow(v[1][2], v[1][3]));
-                *reinterpret_cast<uint4*>(memory + piece[i] / 8 * S::SLAB_BYTES + row[i] * 128 + ((piece[i] % 8 ^ row[i] % 8) * 16)) =
-                    exists ? eight : make_uint4(0, 0, 0, 0);
+                store_piece<S, E>(memory, row[i], piece[i], v, first * S::UNIT + 8 * piece[i] < channels);
             }
         }
     }
+    meet_once();
 }

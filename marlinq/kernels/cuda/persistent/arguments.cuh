@@ -4,10 +4,11 @@
 #include "ptx/tensor_copy.cuh"
 
 enum Product { QKV, OUTPUT, GATE_UP, DOWN, PRODUCTS };
+constexpr int WIDTHS = 3;  // of sets of tiles
 
 // One layer, in global memory.
 struct StepLayer {
-    TensorMap words[PRODUCTS], scales[PRODUCTS], zeros[PRODUCTS];  // boxes of one tile of columns
+    TensorMap words[PRODUCTS][WIDTHS], scales[PRODUCTS][WIDTHS], zeros[PRODUCTS][WIDTHS];  // boxes of 1, 2, 4 tiles
     TensorMap keys, values;                                        // [B * KV * L, D], boxes of 64 channels and 32 positions
     const float* attention_gamma;                                  // [H]
     const float* mlp_gamma;                                        // [H]
@@ -22,9 +23,9 @@ struct StepLayer {
 
 // Sizes of a product, the same in all layers.
 struct ProductShape {
-    int channels;   // K
-    int tiles;      // N / 64
-    int box_units;  // units of 128 channels that a copy brings
+    int channels;           // K
+    int tiles;              // N / 64
+    int box_units[WIDTHS];  // units of 128 channels that a copy brings
 };
 
 struct StepArguments {
@@ -37,11 +38,10 @@ struct StepArguments {
     float* parts[PRODUCTS];         // [PARTS, M, N] sums of a part of K
     float* attention;               // [M, MAX_SPLITS, heads * D]
     float* attention_weight;        // [M, MAX_SPLITS, heads] logarithms to base 2
-    float* middle;                  // [M, H] the residual stream behind the attention
-    float* middle_squares;          // [M, H / 16] sums of squares
     float* mlp;                     // [M, I] the input of down
-    float* stream;                  // [M, H] the residual stream behind the MLP
-    float* stream_squares;          // [M, H / 16]
+    float* start;                   // [M, H] the hidden state, of round 0
+    float* squares[2];              // [groups][M, H / 128] sums of squares of the residual stream, in front of qkv and gate_up
+    float* arrivals;                // [blocks] that a block has got so far
     ProductShape shape[PRODUCTS];
     int layer_count, rows, hidden, heads, kv_heads, capacity;
     int narrow_first;  // norms round before they multiply with gamma

@@ -28,9 +28,10 @@ struct Attention {
             const Chunks chunks(unit, plan.length[unit.row], layer.window);
             const int queries = step.heads / step.kv_heads;
             const bool last = unit.split == unit.splits - 1;
-            meet<S>();  // memory is free
+            bool met = false;
             for (int vector = warp; vector < queries + (last ? 2 : 0); vector += S::WARPS)
-                prepare(layer, unit, vector, queries, round);
+                prepare(layer, unit, vector, queries, round, met);
+            if (!met) meet<S>();
             if (warp == 0) MARK(0, 40)
             meet<S>();
             if (warp == 0) MARK(0, 41)
@@ -59,7 +60,8 @@ private:
     }
 
     // Query `vector` of the unit's head, or its key, or its value.
-    __device__ __forceinline__ void prepare(const StepLayer& layer, const AttentionUnit& unit, int vector, int queries, u32 round) const {
+    __device__ __forceinline__ void prepare(const StepLayer& layer, const AttentionUnit& unit, int vector, int queries, u32 round,
+                                            bool& met) const {
         const bool key = vector == queries, value = vector > queries;
         const int N = step.shape[QKV].tiles * 64;
         const int head = key ? step.heads + unit.kv_head : value ? step.heads + step.kv_heads + unit.kv_head : unit.kv_head * queries + vector;
@@ -79,6 +81,9 @@ private:
                 for (int half = 0; half < 2; ++half) shift[half][i] = E::widen(layer.bias[QKV][head * D + channel(half, i)]);
         }
         letters.await(round, parts);
+        __syncwarp();
+        if (!met) meet<S>();  // memory is free
+        met = true;
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll

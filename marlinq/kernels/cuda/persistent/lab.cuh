@@ -12,6 +12,9 @@
 #ifndef LAB_NO_COPIES
 #define LAB_NO_COPIES 0  // stages are handed over and not filled
 #endif
+#ifndef LAB_LEAST_CHUNKS
+#define LAB_LEAST_CHUNKS 4
+#endif
 
 // Notes the clock as mark `id` of `kind`, in one layer in the middle.
 #ifdef LAB_TRACE

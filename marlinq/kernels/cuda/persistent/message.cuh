@@ -17,6 +17,13 @@ __device__ __forceinline__ void send(float* to, float value, u32 round) {
     store_word(to, (__float_as_uint(value) & ~1u) | (round & 1));
 }
 
+__device__ __forceinline__ void send(float* to, const float (&values)[4], u32 round) {
+    u32 words[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) words[n] = (__float_as_uint(values[n]) & ~1u) | (round & 1);
+    store_words(to, words);
+}
+
 // COUNT vectors of N words, on their way.
 template <int COUNT, int N>
 struct Letters {

@@ -39,10 +39,18 @@ struct StepProducer {
     }
 
 private:
-    __device__ __forceinline__ static void prefetch(const StepLayer* layer, int product) {
-        prefetch_map(&layer->words[product]);
-        prefetch_map(&layer->scales[product]);
-        if (S::ZEROS) prefetch_map(&layer->zeros[product]);
+    // The maps of the block's first set and of its last, which may be narrower.
+    __device__ __forceinline__ void prefetch(const StepLayer* layer, int product) const {
+        const Share<S>& share = plan.shares[product];
+        const int first = share.set(0).log, last = share.tiles & ((1 << first) - 1);
+        prefetch(layer, product, first);
+        if (last != 0) prefetch(layer, product, last / 2);
+        if (last == 3) prefetch(layer, product, 0);
+    }
+    __device__ __forceinline__ static void prefetch(const StepLayer* layer, int product, int log) {
+        prefetch_map(&layer->words[product][log]);
+        prefetch_map(&layer->scales[product][log]);
+        if (S::ZEROS) prefetch_map(&layer->zeros[product][log]);
     }
     __device__ __forceinline__ u32 begin(u32 bytes) {
         window.admit();
@@ -54,23 +62,25 @@ private:
     __device__ __forceinline__ void product(const StepLayer* layer, int product) {
         const ProductShape& shape = step.shape[product];
         const Share<S> share = plan.shares[product];
+        TileSet<S> set;
 #pragma unroll 1
-        for (int i = 0; i < share.tiles; ++i) {
-            const int tile = share.tile(i);
+        for (int at = 0; at < share.tiles; at += 1 << set.log) {
+            set = share.set(at);
+            const int boxed = shape.box_units[set.log];
+            const TensorMap *weight_map = &layer->words[product][set.log], *scale_map = &layer->scales[product][set.log];
 #pragma unroll 1
-            for (int unit = 0; unit < share.units; unit += S::TEAM) {
-                const int units = min(S::TEAM, share.units - unit);
-                const u32 barrier = begin(units * S::UNIT_COPIED_BYTES), words = ring.address();
+            for (int stage = 0; stage < set.stages; ++stage) {
+                const int unit = stage << set.slices, units = min(1 << set.slices, share.units - unit);
+                const u32 barrier = begin((units << set.log) * S::UNIT_COPIED_BYTES), words = ring.address();
                 const u32 stage_scales = scales + ring.stage * S::SCALE_BYTES;
 #pragma unroll 1
-                for (int u = 0; u < units && !LAB_NO_COPIES; u += shape.box_units) {
-                    const int at = share.first + unit + u;
-                    copy_box_once(words + u * S::UNIT_BYTES, &layer->words[product], 0, tile, at * S::UNIT_ROWS, barrier);
-                    copy_box_once(stage_scales + u * S::UNIT_SCALE_BYTES, &layer->scales[product], 0, tile,
-                                  at * S::UNIT_GROUPS, barrier);
+                for (int u = 0; u < units && !LAB_NO_COPIES; u += boxed) {
+                    const int channel_unit = share.first + unit + u, tile = share.first_tile + at;
+                    const u32 scales_at = stage_scales + (u << set.log) * S::UNIT_SCALE_BYTES;
+                    copy_box_once(words + (u << set.log) * S::UNIT_BYTES, weight_map, 0, tile, channel_unit * S::UNIT_ROWS, barrier);
+                    copy_box_once(scales_at, scale_map, 0, tile, channel_unit * S::UNIT_GROUPS, barrier);
                     if (S::ZEROS)
-                        copy_box_once(stage_scales + S::ZEROS_AT + u * S::UNIT_SCALE_BYTES, &layer->zeros[product], 0, tile,
-                                      at * S::UNIT_GROUPS, barrier);
+                        copy_box_once(scales_at + S::ZEROS_AT, &layer->zeros[product][set.log], 0, tile, channel_unit * S::UNIT_GROUPS, barrier);
                 }
                 ring.advance();
             }

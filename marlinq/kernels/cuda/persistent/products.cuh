@@ -4,9 +4,10 @@
 #include "codec/int4.cuh"
 #include "mma/quant_group_sums.cuh"
 #include "persistent/activations.cuh"
+#include "persistent/digit_unit.cuh"
 #include "tma/ring.cuh"
 
-// Slots of sums, each of two tiles: handed over by two mbarriers, as a stage of the ring.
+// Slots of sums, each of a set of tiles: handed over by two mbarriers, as a stage of the ring.
 template <typename S>
 struct Slots {
     static constexpr int STAGES = S::SLOTS, BYTES = S::SLOT_BYTES;
@@ -20,14 +21,13 @@ struct Multiplier {
 
     unsigned char* shared;  // at the ring
     Ring<S> ring;           // at this team's next stage
-    Ring<Slots<S>> slots;   // at the next pair of tiles
+    Ring<Slots<S>> slots;   // at the next set of tiles
     int team, member, lane;
-    int next;      // team of the next stage of all
-    float factor;  // of a single row's sums
+    int next;  // team of the next stage of all
 
     __device__ __forceinline__ Multiplier(unsigned char* memory, const Ring<S>& empty, const Ring<Slots<S>>& free_slots, int warp,
                                           int this_lane)
-        : shared(memory), ring(empty), slots(free_slots), team(warp / S::TEAM), member(warp % S::TEAM), lane(this_lane), next(0), factor(1.f) {
+        : shared(memory), ring(empty), slots(free_slots), team(warp / S::TEAM), member(warp % S::TEAM), lane(this_lane), next(0) {
         ring.advance(team);
     }
 
@@ -37,49 +37,37 @@ struct Multiplier {
         ring.advance(S::TEAMS);
     }
 
-    // Until all slots are free; when all warps have left the sums of the tiles before.
-    __device__ __forceinline__ void wait_for_slots() const {
-        Ring<Slots<S>> slot = slots;
-        for (int i = 0; i < S::SLOTS; ++i, slot.advance()) wait_for_slot(slot);
-    }
-
     // All tiles of the block's share, with the activations that are in shared memory.
     __device__ __forceinline__ void multiply(const Share<S>& share, int rows) {
-        int tile = 0, stage = team - next;
-        if (stage < 0) stage += S::TEAMS;
-        next = (next + share.tiles * share.stages) % S::TEAMS;
-        Ring<Slots<S>> slot = slots;
-        const auto next_tile = [&] {
-            stage -= share.stages;
-            if (tile++ % 2 == 1) slot.advance();
-        };
-        while (stage >= share.stages) next_tile();
-        while (tile < share.tiles) {
-            const int contribution = stage * S::TEAM + member;
+        TileSet<S> set;
+#pragma unroll 1
+        for (int at = 0; at < share.tiles; at += 1 << set.log) {
+            set = share.set(at);
+            const int tile = member & ((1 << set.log) - 1), slice = member >> set.log;
+            int stage = team - next;
+            if (stage < 0) stage += S::TEAMS;
+            next = (next + set.stages) % S::TEAMS;
+            // Teams without a stage of the set have nothing to leave.
+            const int contribution = stage < set.stages ? (stage << set.slices) + slice : -1;
             typename Sums<S::DIGITS>::Type sums;
             sums.clear();
 #pragma unroll 1
-            for (; stage < share.stages; stage += S::TEAMS) {
+            for (; stage < set.stages; stage += S::TEAMS) {
+                const int unit = (stage << set.slices) + slice;
                 ring.wait_full();
-                const int unit = stage * S::TEAM + member;
-                if (unit < share.units && !LAB_NO_PRODUCTS) add_unit(sums, unit);
+                if (unit < share.units && !LAB_NO_PRODUCTS) add_unit(sums, unit, tile, slice, set.log);
                 release_stage();
             }
-            wait_for_slot(slot);
-            float* out = reinterpret_cast<float*>(shared + S::SLOTS_AT + slot.stage * S::SLOT_BYTES + tile % 2 * S::TILE_SUM_BYTES) +
-                         contribution * S::ROWS * S::PITCH;
-            leave(sums, out, rows);
-            __syncwarp();
-            // Teams without a stage of the tile are counted by the first one, and the tile that a last one lacks by that one.
-            if (lane == 0) {
-                const int absent = contribution < S::TEAM ? S::TEAMS - min(S::TEAMS, share.stages) : 0;
-                const int arrivals = (absent + 1) * (tile % 2 == 0 && tile + 1 == share.tiles ? 2 : 1);
-                for (int i = 0; i < arrivals; ++i) barrier_arrive(slot.full + 8 * slot.stage);
+            // A new barrier counts as past its odd phase.
+            barrier_wait(slots.empty + 8 * slots.stage, slots.parity ^ 1);
+            if (contribution >= 0) {
+                float* out = reinterpret_cast<float*>(shared + S::SLOTS_AT + slots.stage * S::SLOT_BYTES);
+                leave(sums, out + ((contribution << set.log) + tile) * (S::ROWS * S::PITCH), rows);
             }
-            do next_tile();
-            while (stage >= share.stages);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(slots.full + 8 * slots.stage);
+            slots.advance();
         }
-        for (int i = 0; i < share.tiles; i += 2) slots.advance();
     }
 
 private:
@@ -92,33 +80,31 @@ private:
         typedef Accumulators<1> Type;
     };
 
-    __device__ __forceinline__ void wait_for_slot(const Ring<Slots<S>>& slot) const {
-        // A new barrier counts as past its odd phase.
-        barrier_wait(slot.empty + 8 * slot.stage, slot.parity ^ 1);
+    // Unit `unit` of the block's, which is the tile's unit `slice` in a stage of 2^log tiles: [slice][row][tile].
+    template <typename AnySums>
+    __device__ __forceinline__ void add_unit(AnySums& sums, int unit, int tile, int slice, int log) const {
+        const uint4* words = reinterpret_cast<const uint4*>(shared + ring.stage * S::BYTES + (slice << log) * S::UNIT_BYTES + tile * 512) + lane;
+        const u16* scales = reinterpret_cast<const u16*>(shared + S::SCALES_AT + ring.stage * S::SCALE_BYTES +
+                                                         (slice << log) * S::UNIT_SCALE_BYTES + tile * 128);
+        const auto get_scales = [&](int g) { return load_group_scales(scales + (g << log) * 64, lane); };
+        const auto get_zeros = [&](int g) -> Scales<4> {
+            if constexpr (S::ZEROS) return load_group_scales(scales + S::ZEROS_AT / 2 + (g << log) * 64, lane);
+            const u32 pair = Codec::midpoints();
+            return {{pair, pair, pair, pair}};
+        };
+        add_words(sums, unit, words, 32 << log, get_scales, get_zeros);
     }
-    __device__ __forceinline__ const unsigned char* stage_memory() const { return shared + ring.stage * S::BYTES; }
-    __device__ __forceinline__ const u16* scales(int quant_group) const {
-        return reinterpret_cast<const u16*>(shared + S::SCALES_AT + ring.stage * S::SCALE_BYTES + member * S::UNIT_SCALE_BYTES +
-                                            quant_group * 128);
-    }
-    __device__ __forceinline__ Scales<4> zeros(int quant_group) const {
-        if constexpr (S::ZEROS) return load_group_scales(scales(quant_group) + S::ZEROS_AT / 2, lane);
-        const u32 pair = Codec::midpoints();
-        return {{pair, pair, pair, pair}};
-    }
-
-    __device__ __forceinline__ void add_unit(DigitSums<Codec>& sums, int unit) const {
+    // `stride` vectors from one row of words to the next.
+    template <typename GetScales, typename GetZeros>
+    __device__ __forceinline__ void add_words(DigitSums<Codec>& sums, int unit, const uint4* words, int stride, GetScales scales,
+                                              GetZeros zeros) const {
         const unsigned char* digits = shared + S::ACTIVATIONS_AT + unit * S::DIGIT_STRIDE;
-        const u32 plain = reinterpret_cast<const u32*>(digits + S::PLAIN_AT)[lane / 4 / S::QUANT_GROUP_ROWS * 4 + lane % 4];
-        const float weight = reinterpret_cast<const float*>(digits + S::DIGIT_UNIT_AT)[lane % 4];
-        const uint4* words = reinterpret_cast<const uint4*>(stage_memory() + member * S::UNIT_BYTES) + lane;
-        sums.template multiply<S::QUANT_GROUP_ROWS>(
-            words, reinterpret_cast<const u32*>(digits), weight, plain, lane,
-            [&](int g) { return load_group_scales(scales(g), lane); }, [&](int g) { return zeros(g); });
+        add_digit_unit<S, Codec>(sums, digits, words, stride, lane, scales, zeros);
     }
-    __device__ __forceinline__ void add_unit(Accumulators<1>& sums, int unit) const {
+    template <typename GetScales, typename GetZeros>
+    __device__ __forceinline__ void add_words(Accumulators<1>& sums, int unit, const uint4* words, int stride, GetScales scales,
+                                              GetZeros zeros) const {
         const u32 activations = shared_address(shared) + S::ACTIVATIONS_AT + unit * 2 * S::SLAB_BYTES;
-        const uint4* words = reinterpret_cast<const uint4*>(stage_memory() + member * S::UNIT_BYTES) + lane;
         GroupSums group_sums;
 #pragma unroll
         for (int i = 0; i < S::UNIT_ROWS; i += 2) {
@@ -129,9 +115,8 @@ private:
             u32 r[4];
             load_matrix_x4(r, activations + i / 4 * S::SLAB_BYTES + m * 128 + ((piece ^ m) * 16));
             const u32 fragments[1][2][2] = {{{r[0], r[1]}, {r[2], r[3]}}};
-            group_sums.add(sums, words[i * 32], words[(i + 1) * 32], fragments);
-            if (i % S::QUANT_GROUP_ROWS == S::QUANT_GROUP_ROWS - 2)
-                group_sums.close(sums, load_group_scales(scales(quant_group), lane), zeros(quant_group));
+            group_sums.add(sums, words[i * stride], words[(i + 1) * stride], fragments);
+            if (i % S::QUANT_GROUP_ROWS == S::QUANT_GROUP_ROWS - 2) group_sums.close(sums, scales(quant_group), zeros(quant_group));
         }
     }
 
@@ -144,7 +129,7 @@ private:
 #pragma unroll
         for (int q = 0; q < 2; ++q) two[q] = exchange(four[q], four[q + 2], high, 2);
 #pragma unroll
-        for (int q = 0; q < 2; ++q) out[16 * (q + 2 * high) + lane / 4 + 8 * odd] = two[q] * factor;
+        for (int q = 0; q < 2; ++q) out[16 * (q + 2 * high) + lane / 4 + 8 * odd] = two[q];
     }
     __device__ __forceinline__ float exchange(float first, float second, bool chosen, int distance) const {
         const float mine = chosen ? second : first, theirs = chosen ? first : second;

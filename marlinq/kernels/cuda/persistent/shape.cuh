@@ -1,13 +1,14 @@
 // Who does what in the persistent kernel, and where it lies in shared memory.
 //
 // Work. The grid has PARTS blocks for every group of columns. Block b owns part b % PARTS of K, in units of 128 channels, of
-// the columns of group b / PARTS: every so manieth tile of 64 columns, or pair of tiles where gate and up take turns.
+// the columns of group b / PARTS: neighbouring tiles of 64 columns, whole pairs where gate and up take turns. It works them off
+// in sets of four, two or one tile.
 //
 // Warps. TEAMS teams of TEAM warps multiply: a stage of the ring is TEAM units, one for each warp of the team that owns the
-// stage. SLOTS warps add their sums, a slot of two tiles each, and exchange them with the other parts of K. One warp is the TMA
-// producer.
+// stage: one or more units of K of all tiles of a set, so that a warp stays with one tile. SLOTS warps add their sums, a slot
+// of a set each, and send them. One warp is the TMA producer.
 //
-//   | ring: STAGES of words | STAGES of scales, zero points | activations, or attention | SLOTS of sums |
+//   | ring: STAGES of words | STAGES of scales, zero points | activations, or attention | residual stream | SLOTS of sums |
 #pragma once
 #include "persistent/arguments.cuh"
 
@@ -32,9 +33,12 @@ struct StepShape {
     static constexpr int WARPS = TEAM * TEAMS;  // that multiply
     static constexpr int EPILOGUE_WARPS = SLOTS, PRODUCER = WARPS + EPILOGUE_WARPS, THREADS = 32 * (PRODUCER + 1);
 
-    // Sums of a pair of tiles: [tile][contribution][row][64 columns].
+    static constexpr int LOG_TEAM = TEAM == 4 ? 2 : 1, WIDEST = LOG_TEAM;  // the latter a set's tiles, as a logarithm
+    static_assert(TEAM == 2 || TEAM == 4, "sets of tiles divide a team");
+
+    // Sums of a set of tiles: [contribution][tile][row][64 columns].
     static constexpr int PITCH = DIGITS ? 64 : 68;  // floats; the latter avoids bank conflicts
-    static constexpr int TILE_SUM_BYTES = WARPS * ROWS * PITCH * 4, SLOT_BYTES = 2 * TILE_SUM_BYTES;
+    static constexpr int SLOT_BYTES = WARPS * ROWS * PITCH * 4;
 
     // Digits of a unit, for a single row: the digits, their sums by quantisation group, their weights.
     static constexpr int PLAIN_AT = 512, DIGIT_UNIT_AT = PLAIN_AT + 16 * UNIT_GROUPS, DIGIT_STRIDE = DIGIT_UNIT_AT + 16;
@@ -51,36 +55,45 @@ struct StepShape {
 
     static constexpr int RING_BYTES = STAGES * BYTES;
     static constexpr int SCALES_AT = RING_BYTES, ACTIVATIONS_AT = SCALES_AT + STAGES * SCALE_BYTES;
-    static constexpr int SLOTS_AT = ACTIVATIONS_AT + C::ACTIVATION_BYTES;
+    // The block's part of the residual stream [ROWS][STREAM_CHANNELS], as the element.
+    static constexpr int STREAM_CHANNELS = C::STREAM_UNITS * UNIT, STREAM_AT = ACTIVATIONS_AT + C::ACTIVATION_BYTES;
+    static constexpr int SLOTS_AT = STREAM_AT + ROWS * STREAM_CHANNELS * 2;
     static constexpr int SHARED_BYTES = SLOTS_AT + SLOTS * SLOT_BYTES + 1024;  // of these some for the alignment
     static_assert(C::SHARED_BYTES == SHARED_BYTES, "host and kernel count different bytes of shared memory");
     static_assert(C::ACTIVATION_BYTES % 128 == 0, "sums are aligned");
 };
 
+// Tiles that are worked off together.
+template <typename S>
+struct TileSet {
+    int log;     // of their number
+    int slices;  // logarithm of the units of K in a stage
+    int stages;
+
+    // Units of sums that teams leave for each tile.
+    __device__ __forceinline__ int contributions() const { return min(S::TEAMS, stages) << slices; }
+};
+
 // A block's share of a product.
 template <typename S>
 struct Share {
-    int first, units;   // of K
-    int stages;         // of a tile
-    int tiles;          // of the block
-    int group, groups;  // of columns
-    bool paired;
+    int first, units;       // of K
+    int first_tile, tiles;  // of columns
 
     // Once, since divisions take longer than a trip to shared memory.
     __device__ __forceinline__ void make(const ProductShape& shape, int product) {
         const int part = blockIdx.x % PARTS, all = (shape.channels + S::UNIT - 1) / S::UNIT;
-        group = blockIdx.x / PARTS, groups = gridDim.x / PARTS;
+        const int group = blockIdx.x / PARTS, groups = gridDim.x / PARTS;
         first = all * part / PARTS;
         units = all * (part + 1) / PARTS - first;
-        stages = (units + S::TEAM - 1) / S::TEAM;
-        paired = product == GATE_UP;
-        const int columns = paired ? shape.tiles / 2 : shape.tiles;
-        tiles = group < columns ? (columns - group + groups - 1) / groups : 0;
-        if (paired) tiles *= 2;
+        const int width = product == GATE_UP ? 2 : 1, columns = shape.tiles / width;
+        first_tile = columns * group / groups * width;
+        tiles = columns * (group + 1) / groups * width - first_tile;
     }
-    // Number of the block's tile i among all.
-    __device__ __forceinline__ int tile(int i) const {
-        return paired ? 2 * (group + i / 2 * groups) + i % 2 : group + i * groups;
+    // The set of tiles that begins at the block's tile `at`.
+    __device__ __forceinline__ TileSet<S> set(int at) const {
+        const int left = tiles - at, log = S::WIDEST == 2 && left >= 4 ? 2 : left >= 2 ? 1 : 0, slices = S::LOG_TEAM - log;
+        return {log, slices, (units + (1 << slices) - 1) >> slices};
     }
 };
 
@@ -105,7 +118,7 @@ struct Plan {
             length[row] = min(step.lengths[row], step.capacity - 1);
             chunks += (length[row] + CHUNK_POSITIONS - 1) / CHUNK_POSITIONS;
         }
-        const int share = max((chunks * step.kv_heads + (int)gridDim.x - 1) / (int)gridDim.x, 4);
+        const int share = max((chunks * step.kv_heads + (int)gridDim.x - 1) / (int)gridDim.x, LAB_LEAST_CHUNKS);
         units = 0;
         for (int row = 0; row < step.rows; ++row) {
             const int mine = (length[row] + CHUNK_POSITIONS - 1) / CHUNK_POSITIONS;

@@ -6,6 +6,11 @@ __device__ __forceinline__ void store_word(void* pointer, u32 word) {
     asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(pointer), "r"(word) : "memory");
 }
 
+__device__ __forceinline__ void store_words(void* pointer, const u32 (&words)[4]) {
+    asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+}
+
 // One, two or four neighbouring words. Each of them is read at once, the vector need not be.
 __device__ __forceinline__ void load_words(u32 (&words)[1], const void* pointer) {
     asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(words[0]) : "l"(pointer) : "memory");
