@@ -116,7 +116,7 @@ class Setup:
             f"{variant or 'whole'}: {took:.1f} us, {took / len(self._layers):.2f} a layer "
             f"({config.teams} teams, {config.stages} stages, window {config.window})"
         )
-        return text + (marks(step.trace.cpu()) if variant and variant.startswith("trace") else "")
+        return text + (marks(step.trace.cpu()) if variant and "trace" in variant else "")
 
 
 def marks(trace: Tensor) -> str:

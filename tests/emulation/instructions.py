@@ -81,6 +81,7 @@ _TABLE = {
     r"barrier\.cluster\.wait\.acquire\.aligned": "cluster_wait",
     r"redux\.sync\.max\.u32": "largest_of_warp",
     r"match\.any\.sync\.b32": "lanes_with_same",
+    r"redux\.sync\.add\.u32": "sum_of_warp",
     r"elect\.sync": "elect",
     r"griddepcontrol\.launch_dependents": "launch_dependents",
     r"griddepcontrol\.wait": "wait_for_previous_kernel",

@@ -313,6 +313,15 @@ void emulation::largest_of_warp(Output<u32> result, u32 value, u32 mask) {
     });
     result.set(value);
 }
+void emulation::sum_of_warp(Output<u32> result, u32 value, u32 mask) {
+    if (mask != 0xffffffffu) fail("redux.sync of some lanes only, mask %#x", mask);
+    gather("redux.sync", &value, [](Warp&, void* const* values) {
+        u32 sum = 0;
+        for (unsigned lane = 0; lane < LANES; ++lane) sum += *static_cast<u32*>(values[lane]);
+        for (unsigned lane = 0; lane < LANES; ++lane) *static_cast<u32*>(values[lane]) = sum;
+    });
+    result.set(value);
+}
 
 void emulation::lanes_with_same(Output<u32> result, u32 value, u32 mask) {
     if (mask != 0xffffffffu) fail("match.any.sync of some lanes only, mask %#x", mask);

@@ -76,6 +76,7 @@ inline void launch_dependents() {}
 void wait_for_previous_kernel();
 void largest_of_warp(Output<u32> result, u32 value, u32 mask);
 void lanes_with_same(Output<u32> result, u32 value, u32 mask);
+void sum_of_warp(Output<u32> result, u32 value, u32 mask);
 void elect(bool& chosen, u32 mask);
 inline void select(Output<u32> result, u32 first, u32 second, bool chosen) { result.set(chosen ? first : second); }
 void registers_grow(u32 count);

@@ -59,7 +59,7 @@ struct AttentionSource {
 
     template <typename E, int N>
     struct Pending {
-        static constexpr int AT_ONCE = S::ROWS == 1 ? 4 : 2;  // parts whose trips overlap
+        static constexpr int AT_ONCE = S::ROWS == 1 ? LAB_PARTS_AT_ONCE : 2;  // parts whose trips overlap
         Letters<AT_ONCE, 1> weights;
         Letters<2 * AT_ONCE, N> outputs;
         int row, first, second, splits;
@@ -118,16 +118,57 @@ struct AttentionSource {
 // The first of a unit's channels whose digits this lane makes (mma/integer_digits.cuh); the others are 1, 8 and 9 behind.
 __device__ __forceinline__ int channel_of_lane(int unit, int lane) { return unit * 128 + lane / 4 * 16 + lane % 4 * 2; }
 
-// The digits of a unit, from the channels of every lane.
-template <typename S, typename Codec>
-__device__ __forceinline__ void make_digits(float (&left)[4], unsigned char* unit, int lane) {
-    const u32 exponent = max(DigitSums<Codec>::largest(left) >> 23, LEAST_EXPONENT);
-    float weight;
-    // What rounding leaves is 2^-30 of the unit's largest activation, and is left out.
-    const u32 plain = DigitSums<Codec>::template to_digits<S::QUANT_GROUP_ROWS>(left, exponent, reinterpret_cast<u32*>(unit), lane, weight);
-    if (lane / 4 % S::QUANT_GROUP_ROWS == 0)
-        reinterpret_cast<u32*>(unit + S::PLAIN_AT)[lane / 4 / S::QUANT_GROUP_ROWS * 4 + lane % 4] = plain;
-    if (lane < 4) reinterpret_cast<float*>(unit + S::DIGIT_UNIT_AT)[lane] = weight;
+// The digits of COUNT units, from the four channels that each lane has of each, to `memory`. Step by step for all units, since
+// every step takes longer to end than to begin. What rounding leaves is 2^-30 of the unit's largest activation, and is left out.
+template <typename S, typename Codec, int COUNT>
+__device__ __forceinline__ void make_digits(const float (&values)[COUNT][4], unsigned char* const (&memory)[COUNT], int lane) {
+    constexpr int QUANT_GROUP_ROWS = S::QUANT_GROUP_ROWS;
+    u32 top[COUNT];
+#pragma unroll
+    for (int c = 0; c < COUNT; ++c) top[c] = DigitSums<Codec>::largest(values[c]);
+    u32 sums[COUNT][4];
+#pragma unroll
+    for (int c = 0; c < COUNT; ++c) {
+        const u32 exponent = max(top[c] >> 23, LEAST_EXPONENT);
+        u32 number[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float factor = __uint_as_float((283 - (i < 2 ? 0 : 4) - exponent) << 23);
+            number[i] = (u32)round_to_int(values[c][i] * factor) + 0x00808080u;  // digits, the lower three offset by 128
+        }
+        const u32 low[2] = {permute_bytes<0x5140>(number[0], number[1]), permute_bytes<0x5140>(number[2], number[3])};
+        const u32 high[2] = {permute_bytes<0x7362>(number[0], number[1]), permute_bytes<0x7362>(number[2], number[3])};
+        const u32 words[4] = {permute_bytes<0x5410>(low[0], low[1]) ^ 0x80808080u, permute_bytes<0x7632>(low[0], low[1]) ^ 0x80808080u,
+                              permute_bytes<0x5410>(high[0], high[1]) ^ 0x80808080u, permute_bytes<0x7632>(high[0], high[1])};
+        u32* mine = reinterpret_cast<u32*>(memory[c]) + lane % 4 * 8 + lane / 4;
+#pragma unroll
+        for (int d = 0; d < 4; ++d) mine[32 * d] = words[d], sums[c][d] = dot_bytes(words[d], 0x10100101u);
+        if (lane < 4)
+            reinterpret_cast<float*>(memory[c] + S::DIGIT_UNIT_AT)[lane] =
+                exponent == NOT_FINITE ? __uint_as_float(0x7fffffffu) : __uint_as_float((exponent - 29 + 8 * lane) << 23);
+    }
+    // Sums of each digit over the quantisation group's rows.
+    if constexpr (QUANT_GROUP_ROWS == 8) {
+#pragma unroll
+        for (int c = 0; c < COUNT; ++c)
+#pragma unroll
+            for (int d = 0; d < 4; ++d) sums[c][d] = warp_add(sums[c][d]);
+    }
+#pragma unroll
+    for (int c = 0; c < COUNT; ++c) {
+        u32* plain = reinterpret_cast<u32*>(memory[c] + S::PLAIN_AT);
+        if constexpr (QUANT_GROUP_ROWS == 8) {
+            const u32 mine = lane == 0 ? sums[c][0] : lane == 1 ? sums[c][1] : lane == 2 ? sums[c][2] : sums[c][3];
+            if (lane < 4) plain[lane] = mine;
+        } else {
+#pragma unroll
+            for (int d = 0; d < 4; d += 2) sums[c][d] = DigitSums<Codec>::exchange_add(sums[c][d], sums[c][d + 1], lane, 1);
+            u32 sum = DigitSums<Codec>::exchange_add(sums[c][0], sums[c][2], lane, 2);
+#pragma unroll
+            for (int distance = 4; distance < 4 * QUANT_GROUP_ROWS; distance *= 2) sum += __shfl_sync(0xffffffffu, sum, lane ^ distance);
+            if (lane / 4 % QUANT_GROUP_ROWS == 0) plain[lane / 4 / QUANT_GROUP_ROWS * 4 + lane % 4] = sum;
+        }
+    }
 }
 
 // Eight channels of a row, where operand B wants them.
@@ -155,24 +196,29 @@ __device__ __forceinline__ void stage_activations(Source& source, const StepArgu
         constexpr int AT_ONCE = Source::UNITS_AT_ONCE;
 #pragma unroll 1
         for (int from = warp; from < units; from += AT_ONCE * S::WARPS) {
+            // The first stands in for those behind the last.
+            const auto unit_of = [&](int i) { return from + i * S::WARPS < units ? from + i * S::WARPS : from; };
             typename Source::template Pending<E, 2> pending[AT_ONCE];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
-                // Units and rows behind the last repeat others.
-                const int at = min(channel_of_lane(first + min(from + i * S::WARPS, units - 1), lane), channels - 16 + lane % 4 * 2);
+                const int at = min(channel_of_lane(first + unit_of(i), lane), channels - 16 + lane % 4 * 2);
                 pending[i].request(source, 0, at, at + 8);
             }
+            float left[AT_ONCE][4];
+            unsigned char* places[AT_ONCE];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
-                const int unit = from + i * S::WARPS;
-                float values[2][2], left[4];
+                const int unit = unit_of(i);
+                float values[2][2];
                 pending[i].finish(source, values);
-                meet_once();
                 const bool exists = channel_of_lane(first + unit, lane) < channels;
 #pragma unroll
-                for (int n = 0; n < 4; ++n) left[n] = exists ? rounded<E>(values[n / 2][n % 2]) : 0.f;
-                if (unit < units) make_digits<S, Codec>(left, memory + unit * S::DIGIT_STRIDE, lane);
+                for (int n = 0; n < 4; ++n) left[i][n] = exists ? rounded<E>(values[n / 2][n % 2]) : 0.f;
+                places[i] = memory + unit * S::DIGIT_STRIDE;
             }
+            __syncwarp();
+            meet_once();
+            make_digits<S, Codec>(left, places, lane);
         }
     } else {
         const int pieces = units * (S::UNIT / 8), all = step.rows * pieces;  // of eight channels

@@ -38,7 +38,8 @@ struct Attention {
             attend(walk, chunks, queries);
             if (warp == 0) MARK(0, 42)
             const int entries = min(chunks.count, S::TEAMS);
-            if (last && warp == S::WARPS - 1) score_new(queries);
+            if (last)
+                for (int h = warp; h < queries; h += S::WARPS) score_new(h);
             meet<S>();
             if (warp == 0) MARK(0, 43)
             merge(unit, entries, last, queries, round);
@@ -242,17 +243,15 @@ private:
                 E::multiply_accumulate(out[d], a, b[t][0], b[t][1]);
             }
     }
-    __device__ __forceinline__ void score_new(int queries) const {
-        for (int h = 0; h < queries; ++h) {
-            float score = 0.f;
+    __device__ __forceinline__ void score_new(int h) const {
+        float score = 0.f;
 #pragma unroll
-            for (int i = 0; i < 2 * PAIRS; ++i) {
-                const int d = i * 32 + lane;
-                score += E::widen(*reinterpret_cast<const u16*>(memory() + query_at(h, d))) * fresh()[d];
-            }
-            score = warp_sum(score);
-            if (lane == 0) new_scores()[h] = weighed(score);
+        for (int i = 0; i < 2 * PAIRS; ++i) {
+            const int d = i * 32 + lane;
+            score += E::widen(*reinterpret_cast<const u16*>(memory() + query_at(h, d))) * fresh()[d];
         }
+        score = warp_sum(score);
+        if (lane == 0) new_scores()[h] = weighed(score);
     }
     __device__ __forceinline__ void merge(const AttentionUnit& unit, int entries, bool last, int queries, u32 round) const {
         const int channels = step.heads * D;

@@ -15,6 +15,9 @@
 #ifndef LAB_LEAST_CHUNKS
 #define LAB_LEAST_CHUNKS 4
 #endif
+#ifndef LAB_PARTS_AT_ONCE
+#define LAB_PARTS_AT_ONCE 4
+#endif
 
 // Notes the clock as mark `id` of `kind`, in one layer in the middle.
 #ifdef LAB_TRACE

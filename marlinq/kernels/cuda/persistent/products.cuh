@@ -40,6 +40,7 @@ struct Multiplier {
     // All tiles of the block's share, with the activations that are in shared memory.
     __device__ __forceinline__ void multiply(const Share<S>& share, int rows) {
         TileSet<S> set;
+        const int units = share.units;
 #pragma unroll 1
         for (int at = 0; at < share.tiles; at += 1 << set.log) {
             set = share.set(at);
@@ -55,7 +56,7 @@ struct Multiplier {
             for (; stage < set.stages; stage += S::TEAMS) {
                 const int unit = (stage << set.slices) + slice;
                 ring.wait_full();
-                if (unit < share.units && !LAB_NO_PRODUCTS) add_unit(sums, unit, tile, slice, set.log);
+                if (unit < units && !LAB_NO_PRODUCTS) add_unit(sums, unit, tile, slice, set.log);
                 release_stage();
             }
             // A new barrier counts as past its odd phase.

@@ -88,12 +88,13 @@ struct Residual {
             *reinterpret_cast<uint2*>(kept + 4 * lane) = narrow;
             if constexpr (S::DIGITS) {
                 __syncwarp();
-                float left[4];
+                float left[1][4];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) left[i] = E::widen(kept[lane / 4 * 16 + lane % 4 * 2 + i / 2 * 8 + i % 2]) * weight[i / 2][i % 2];
+                for (int i = 0; i < 4; ++i) left[0][i] = E::widen(kept[lane / 4 * 16 + lane % 4 * 2 + i / 2 * 8 + i % 2]) * weight[i / 2][i % 2];
                 if (!met) meet<S>();
                 met = true;
-                make_digits<S, Codec>(left, shared + S::ACTIVATIONS_AT + unit * S::DIGIT_STRIDE, lane);
+                unsigned char* const places[1] = {shared + S::ACTIVATIONS_AT + unit * S::DIGIT_STRIDE};
+                make_digits<S, Codec>(left, places, lane);
             }
             square = warp_sum(square);
             if (lane == 0) send(squares_of(step, which, row) + share.first + unit, square, next);

@@ -34,6 +34,13 @@ __device__ __forceinline__ u32 warp_max(u32 number) {
     return result;
 }
 
+// Their sum.
+__device__ __forceinline__ u32 warp_add(u32 number) {
+    u32 result;
+    asm volatile("redux.sync.add.u32 %0, %1, %2;" : "=r"(result) : "r"(number), "r"(0xffffffffu));
+    return result;
+}
+
 // The sum of the products of four signed bytes each.
 __device__ __forceinline__ u32 dot_bytes(u32 a, u32 b) {
     u32 result;
