@@ -157,7 +157,7 @@ def _problem(case: Case) -> Problem:
         team=case.team,
     )
     assert config is not None
-    with mock.patch("marlinq.kernels.launch.persistent.encode_tensor_map", _encode_tensor_map):
+    with mock.patch("marlinq.kernels.launch.persistent.memory.encode_tensor_map", _encode_tensor_map):
         step = PersistentLayers(layers, model, cosines, sines, hidden, lengths, grid=case.grid, config=config)
     return Problem(layers, (cosines, sines), given, hidden, lengths, model, step)
 

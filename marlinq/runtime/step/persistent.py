@@ -1,4 +1,4 @@
-"""A step of one sequence whose layers are a single launch (``kernels/launch/persistent.py``).
+"""A step of one sequence whose layers are a single launch (``kernels/launch/persistent/``).
 
 It takes the place of the chain's launches between the embedding and the last norm, where the model is one
 that the kernel knows and where a few steps give the logits that the chain gives.

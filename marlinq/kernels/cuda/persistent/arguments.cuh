@@ -1,4 +1,4 @@
-// What the host tells the persistent kernel; mirrored in launch/persistent.py.
+// What the host tells the persistent kernel; mirrored in launch/persistent/memory.py.
 #pragma once
 #include "persistent/lab.cuh"
 #include "ptx/tensor_copy.cuh"

@@ -1,0 +1,253 @@
+"""What the persistent kernel finds in global memory: its arguments, its layers, and room for messages.
+
+The structures mirror ``cuda/persistent/arguments.cuh``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from marlinq.kernels.launch.driver import TENSOR_MAP_BYTES, encode_tensor_map
+from marlinq.kernels.launch.persistent.config import PARTS, UNIT, StepConfig, part_units
+from marlinq.kernels.launch.persistent.operands import Activation, LayerOperands, Model
+
+MAX_SPLITS = 16
+CHUNK_POSITIONS = 32
+_PRODUCTS = 4
+_WIDTHS = (1, 2, 4)  # tiles of a set
+_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
+
+_Map = ctypes.c_ubyte * TENSOR_MAP_BYTES
+
+
+class _Layer(ctypes.Structure):
+    """``StepLayer``."""
+
+    _fields_ = (
+        ("words", _Map * len(_WIDTHS) * _PRODUCTS),
+        ("scales", _Map * len(_WIDTHS) * _PRODUCTS),
+        ("zeros", _Map * len(_WIDTHS) * _PRODUCTS),
+        ("keys", _Map),
+        ("values", _Map),
+        *((name, ctypes.c_void_p) for name in ("attention_gamma", "mlp_gamma", "query_gamma", "key_gamma")),
+        ("bias", ctypes.c_void_p * _PRODUCTS),
+        ("key_cache", ctypes.c_void_p),
+        ("value_cache", ctypes.c_void_p),
+        ("window", ctypes.c_int),
+        ("padding", ctypes.c_int * 11),
+    )
+
+
+class _Shape(ctypes.Structure):
+    """``ProductShape``."""
+
+    _fields_ = (
+        ("channels", ctypes.c_int),
+        ("tiles", ctypes.c_int),
+        ("box_units", ctypes.c_int * len(_WIDTHS)),
+    )
+
+
+_MESSAGES = ("attention", "attention_weight", "mlp", "start", "squares", "mlp_squares", "arrivals")
+
+
+class _Step(ctypes.Structure):
+    """``StepArguments``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("layers", "lengths", "cosines", "sines", "result")),
+        ("parts", ctypes.c_void_p * _PRODUCTS),
+        *((name, ctypes.c_void_p) for name in _MESSAGES),
+        ("shape", _Shape * _PRODUCTS),
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                "layer_count",
+                "rows",
+                "hidden",
+                "heads",
+                "kv_heads",
+                "capacity",
+                "narrow_first",
+                "activation",
+            )
+        ),
+        *((name, ctypes.c_float) for name in ("eps", "scale", "softcap", "query_eps")),
+        ("trace", ctypes.c_void_p),
+    )
+
+
+class StepArguments(ctypes.Structure):
+    """The parameter of the persistent kernel."""
+
+    _fields_ = (("step", _Step),)
+
+
+class PrepareArguments(ctypes.Structure):
+    """The parameters of ``cuda/persistent/prepare.cuh``."""
+
+    _fields_ = (
+        ("hidden", ctypes.c_void_p),
+        ("messages", ctypes.c_void_p),
+        ("channels", ctypes.c_int),
+        ("others", ctypes.c_longlong),
+    )
+
+
+def step_arguments(
+    layers: Sequence[LayerOperands],
+    model: Model,
+    config: StepConfig,
+    messages: dict[str, int],
+    *,
+    cosines: Tensor,
+    sines: Tensor,
+    hidden: Tensor,
+    lengths: Tensor,
+    descriptors: Tensor,
+    trace: Tensor,
+) -> StepArguments:
+    """The kernel's parameter; ``messages`` are addresses, the tensors those of ``PersistentLayers``."""
+    first = layers[0]
+    shapes = [
+        _Shape(operand.channels, operand.columns // 64, _boxes(operand.channels, config.team))
+        for operand in first.operands
+    ]
+    return StepArguments(
+        _Step(
+            descriptors.data_ptr(),
+            lengths.data_ptr(),
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            hidden.data_ptr(),
+            (ctypes.c_void_p * _PRODUCTS)(*(messages[f"parts{index}"] for index in range(_PRODUCTS))),
+            *(messages[name] for name in _MESSAGES),
+            (_Shape * _PRODUCTS)(*shapes),
+            len(layers),
+            *hidden.shape,
+            model.heads,
+            model.kv_heads,
+            first.keys.shape[2],
+            model.narrow_first,
+            _ACTIVATIONS.index(model.activation),
+            model.eps,
+            model.scale,
+            model.softcap or 0.0,
+            model.query_eps,
+            trace.data_ptr(),
+        )
+    )
+
+
+def _box_units(channels: int, team: int, width: int) -> int:
+    """Units of K that one copy of ``width`` tiles brings."""
+    units = part_units(channels)
+    return next(
+        size for size in (4, 2, 1) if size <= max(team // width, 1) and not any(n % size for n in units)
+    )
+
+
+def _boxes(channels: int, team: int) -> ctypes.Array[ctypes.c_int]:
+    return (ctypes.c_int * len(_WIDTHS))(*(_box_units(channels, team, width) for width in _WIDTHS))
+
+
+def make_messages(
+    layer: LayerOperands, model: Model, hidden: Tensor, grid: int
+) -> tuple[Tensor, dict[str, int]]:
+    """Memory for all messages, and the addresses of its parts.
+
+    Args:
+        layer: any of the layers.
+        model: what they have in common.
+        hidden: [M, H].
+        grid: blocks.
+    """
+    rows, width = hidden.shape
+    channels = layer.output.channels
+    squares = grid // PARTS * rows * -(-width // UNIT)
+    sizes = {
+        "start": rows * width,
+        "squares": squares,
+        "mlp_squares": squares,
+        "arrivals": grid,
+        "mlp": rows * layer.down.channels,
+        "attention": rows * MAX_SPLITS * channels,
+        "attention_weight": rows * MAX_SPLITS * model.heads,
+        **{f"parts{index}": PARTS * rows * operand.columns for index, operand in enumerate(layer.operands)},
+    }
+    # Everything is read by vectors of four.
+    sizes = {name: -(-size // 4) * 4 for name, size in sizes.items()}
+    memory = torch.full((sum(sizes.values()),), -1, dtype=torch.int32, device=hidden.device)
+    places, at = {}, memory.data_ptr()
+    for name, size in sizes.items():
+        places[name] = at
+        at += 4 * size
+    return memory, places
+
+
+def layer_descriptors(layers: Sequence[LayerOperands], config: StepConfig, device: torch.device) -> Tensor:
+    """All layers' ``StepLayer`` in the device's memory."""
+    made = b"".join(bytes(_layer(layer, config)) for layer in layers)
+    host = torch.frombuffer(bytearray(made + bytes(128)), dtype=torch.uint8)
+    if device.type == "cuda":
+        return host.to(device)
+    aligned = torch.empty(len(made) + 64, dtype=torch.uint8)
+    start = -aligned.data_ptr() % 64
+    aligned[start : start + len(made)] = host[: len(made)]
+    return aligned[start : start + len(made)]
+
+
+def _layer(layer: LayerOperands, config: StepConfig) -> _Layer:
+    made = _Layer()
+    for index, operand in enumerate(layer.operands):
+        n, k = operand.columns, operand.channels
+        for place, width in enumerate(_WIDTHS):
+            if width > min(config.team, n // 64):
+                continue
+            units = _box_units(k, config.team, width)
+            found = encode_tensor_map(
+                operand.words.data_ptr(),
+                4,
+                (128, n // 64, k // 16),
+                (512, 8 * n),
+                (128, width, units * UNIT // 16),
+                swizzled=False,
+            )
+            made.words[index][place] = _Map.from_buffer_copy(found)
+            for maps, tensor in ((made.scales, operand.scales), (made.zeros, operand.zeros)):
+                if tensor is not None:
+                    found = encode_tensor_map(
+                        tensor.data_ptr(),
+                        2,
+                        (64, n // 64, tensor.shape[0]),
+                        (128, 2 * n),
+                        (64, width, units * UNIT // config.group_size),
+                        swizzled=False,
+                    )
+                    maps[index][place] = _Map.from_buffer_copy(found)
+    caches = []
+    for cache in (layer.keys, layer.values):
+        head_dim = cache.shape[3]
+        caches.append(
+            encode_tensor_map(
+                cache.data_ptr(),
+                2,
+                (head_dim, cache.numel() // head_dim),
+                (2 * head_dim,),
+                (64, CHUNK_POSITIONS),
+                swizzled=True,
+            )
+        )
+    made.keys, made.values = (_Map.from_buffer_copy(one) for one in caches)
+    made.attention_gamma, made.mlp_gamma = layer.attention_gamma.data_ptr(), layer.mlp_gamma.data_ptr()
+    made.query_gamma = 0 if layer.query_gamma is None else layer.query_gamma.data_ptr()
+    made.key_gamma = 0 if layer.key_gamma is None else layer.key_gamma.data_ptr()
+    for index, operand in enumerate(layer.operands):
+        made.bias[index] = None if operand.bias is None else operand.bias.data_ptr()
+    made.key_cache, made.value_cache = layer.keys.data_ptr(), layer.values.data_ptr()
+    made.window = layer.window or 0
+    return made
