@@ -34,6 +34,7 @@ class Case:
         layers: how many.
         softcap: of the scores.
         team: warps that share a stage, and tiles of the widest sets.
+        shared_bytes: that a block may have.
         seed: of operands and schedule.
     """
 
@@ -43,6 +44,7 @@ class Case:
     layers: int = 2
     softcap: float | None = None
     team: int = 2
+    shared_bytes: int = 100_000
     seed: int = 0
 
 
@@ -50,6 +52,15 @@ CASES = {
     "one row": Case(),
     "one group of columns": Case(grid=4, layers=1, seed=4),
     "sets of four tiles": Case(lengths=(33,), grid=8, layers=2, team=4, seed=6),
+    "sets of four tiles, groups of 64, zero points": Case(
+        lengths=(100,),
+        grid=8,
+        layers=1,
+        team=4,
+        features=Features(group=64, zeros=True, head_norms=True),
+        seed=8,
+    ),
+    "more blocks than tiles": Case(lengths=(100,), grid=56, layers=2, shared_bytes=36_000, seed=9),
     "four rows, sets of four tiles": Case(lengths=(33, 0, 1, 64), grid=8, layers=1, team=4, seed=7),
     "four groups of columns": Case(grid=16, layers=1, seed=5),
     "one row, bfloat16, window, cap": Case(
@@ -153,7 +164,7 @@ def _problem(case: Case) -> Problem:
         case.features.group,
         zeros=case.features.zeros,
         bfloat16=dtype == torch.bfloat16,
-        shared_bytes=100_000,
+        shared_bytes=case.shared_bytes,
         team=case.team,
     )
     assert config is not None

@@ -16,6 +16,7 @@ SIZES = Sizes(1024, 2816, 16, 4, 64, 640)
 BOUND = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
+@pytest.mark.parametrize("rows", [1, 4, 8])
 @pytest.mark.parametrize(
     ("head_dim", "group", "zeros", "bfloat16", "softcap"),
     [
@@ -25,13 +26,13 @@ BOUND = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
         (128, 128, False, True, None),
     ],
 )
-def test_a_single_rows_kernel_does_not_spill(
-    head_dim: int, group: int, zeros: bool, bfloat16: bool, softcap: float | None
+def test_the_kernel_does_not_spill(
+    rows: int, head_dim: int, group: int, zeros: bool, bfloat16: bool, softcap: float | None
 ) -> None:
     model = Model(32, 8, 1e-5, 0.1, softcap=softcap)
     config = persistent.choose(
         [4096, 4096, 4096, 14336],
-        1,
+        rows,
         model,
         head_dim,
         group,

@@ -11,7 +11,7 @@ namespace emulation {
 namespace {
 
 // The blocks of a cluster have their shared memory in windows of one reservation, so that an address says whose it is.
-constexpr size_t WINDOW_BYTES = 512 << 10, WINDOWS = 16;
+constexpr size_t WINDOW_BYTES = 512 << 10, WINDOWS = 64;
 constexpr unsigned RANK_SHIFT = 24;  // of a shared::cluster address: the block's rank, plus one
 unsigned char* windows = nullptr;
 

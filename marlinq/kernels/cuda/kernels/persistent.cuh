@@ -28,6 +28,7 @@ struct PersistentStep {
         typedef Plan<S> BlockPlan;
         __shared__ BlockPlan plan;
         __shared__ float roots[S::ROWS];
+        __shared__ float slot_roots[S::SLOTS];
 
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const u32 first_barrier = shared_address(barriers), slot_barriers = first_barrier + 16 * S::STAGES;
@@ -51,7 +52,7 @@ struct PersistentStep {
                 producer.run();
             }
         } else if (warp >= S::WARPS) {
-            Epilogue<S, Codec> epilogue(step, plan, shared, slots, warp - S::WARPS, lane);
+            Epilogue<S, Codec> epilogue(step, plan, shared, slot_roots, slots, warp - S::WARPS, lane);
             epilogue.run();
         } else {
             Multiplier<S, Codec> walk(shared, ring, slots, warp, lane);
@@ -86,7 +87,7 @@ struct PersistentStep {
                     meet<S>();
                     if (warp == 0) MARK(0, 8 * product + 3)
                     if (product == GATE_UP && threadIdx.x == 0) send(step.arrivals + blockIdx.x, 0.f, round);
-                    walk.multiply(share, step.rows);
+                    walk.multiply(share, step.rows, expected(step, product, round), slot_roots);
                     if (warp == 0) MARK(0, 8 * product + 4)
                     if (product == QKV) attention.run(walk, layer, l);
                 }
@@ -100,6 +101,13 @@ struct PersistentStep {
     }
 
 private:
+    // A single row is normalised by its sums. And no block may send what others have not read yet two layers later: when down's
+    // sums are sent, all blocks have got as far as gate_up, and with it have read all sums before.
+    static __device__ __forceinline__ Expected expected(const StepArguments& step, int product, u32 round) {
+        if (product == DOWN) return {step.arrivals, (int)gridDim.x, round, 0, 0.f};
+        if (product == OUTPUT || S::ROWS > 1) return {nullptr, 0, round, 0, 0.f};
+        return {squares_of(step, product == GATE_UP, 0), square_units(step), round, step.hidden, step.eps};
+    }
     template <typename Source>
     static __device__ __forceinline__ void stage(Source& source, const StepArguments& step, int product, const Share<S>& share,
                                                  unsigned char* shared, int warp, int lane) {

@@ -27,78 +27,84 @@ __device__ __forceinline__ void meet() {
     barrier_sync(1, 32 * S::WARPS);
 }
 
-// Sources of activations. Each gives two vectors of N channels of one row and head: `Pending` requests them, so that trips
-// overlap, and then brings them.
+// Sources of activations. `Pending` brings two vectors of N channels of one row and head for COUNT places at once: it requests
+// them, so that trips overlap, and then gives them.
 
 // The input of down.
 struct PlainSource {
-    static constexpr int UNITS_AT_ONCE = 4;
+    static constexpr int UNITS_AT_ONCE = 4, PIECES_AT_ONCE = 2;
     const float* values;
     int channels;
     u32 round;
 
-    template <typename E, int N>
+    template <int N, int COUNT>
     struct Pending {
-        Letters<2, N> letters;
+        Letters<2 * COUNT, N> letters;
 
-        __device__ __forceinline__ void request(const PlainSource& source, int row, int first, int second) {
-            letters.request(0, source.values + (i64)row * source.channels + first);
-            letters.request(1, source.values + (i64)row * source.channels + second);
+        __device__ __forceinline__ void request(const PlainSource& source, int c, int row, int first, int second) {
+            letters.request(2 * c, source.values + (i64)row * source.channels + first);
+            letters.request(2 * c + 1, source.values + (i64)row * source.channels + second);
         }
-        __device__ __forceinline__ void finish(const PlainSource& source, float (&v)[2][N]) { letters.await(source.round, v); }
+        __device__ __forceinline__ void finish(const PlainSource& source, float (&v)[COUNT][2][N]) {
+            await(source.round, letters);
+#pragma unroll
+            for (int c = 0; c < COUNT; ++c)
+#pragma unroll
+                for (int n = 0; n < 2 * N; ++n) v[c][n / N][n % N] = letters.value(2 * c + n / N, n % N);
+        }
     };
 };
 
 // The attention's parts of a context, put together.
 template <typename S>
 struct AttentionSource {
-    static constexpr int UNITS_AT_ONCE = 1;
+    static constexpr int UNITS_AT_ONCE = 1, PIECES_AT_ONCE = 1;
     const StepArguments& step;
     const Plan<S>& plan;
     u32 round;
 
-    template <typename E, int N>
+    template <int N, int COUNT>
     struct Pending {
+        static_assert(COUNT == 1, "one place");
         static constexpr int AT_ONCE = S::ROWS == 1 ? LAB_PARTS_AT_ONCE : 2;  // parts whose trips overlap
         Letters<AT_ONCE, 1> weights;
         Letters<2 * AT_ONCE, N> outputs;
         int row, first, second, splits;
 
-        __device__ __forceinline__ void request(const AttentionSource& source, int of_row, int from, int to) {
+        __device__ __forceinline__ void request(const AttentionSource& source, int, int of_row, int from, int to) {
             row = of_row, first = from, second = to, splits = source.plan.splits[row];
             request_parts(source, 0);
         }
-        __device__ __forceinline__ void finish(const AttentionSource& source, float (&v)[2][N]) {
+        __device__ __forceinline__ void finish(const AttentionSource& source, float (&v)[COUNT][2][N]) {
             float top = -3e38f, sum = 0.f;
 #pragma unroll
-            for (int n = 0; n < N; ++n) v[0][n] = v[1][n] = 0.f;
+            for (int n = 0; n < N; ++n) v[0][0][n] = v[0][1][n] = 0.f;
+            // Lanes may have rows of their own: whole warps go on together.
 #pragma unroll 1
-            for (int part = 0; part < splits; part += AT_ONCE) {
+            for (int part = 0; __any_sync(0xffffffffu, part < splits); part += AT_ONCE) {
                 if (part > 0) request_parts(source, part);
-                float weight[AT_ONCE][1], output[2 * AT_ONCE][N];
-                weights.await(source.round, weight);
-                outputs.await(source.round, output);
+                await(source.round, outputs, weights);
                 float highest = top;
 #pragma unroll
-                for (int s = 0; s < AT_ONCE; ++s) highest = max(highest, weight[s][0]);
+                for (int s = 0; s < AT_ONCE; ++s) highest = max(highest, weights.value(s, 0));
                 const float before = fast_exp2(top - highest);
                 top = highest, sum *= before;
 #pragma unroll
-                for (int n = 0; n < N; ++n) v[0][n] *= before, v[1][n] *= before;
+                for (int n = 0; n < N; ++n) v[0][0][n] *= before, v[0][1][n] *= before;
 #pragma unroll
                 for (int s = 0; s < AT_ONCE; ++s) {
-                    const float share = part + s < splits ? fast_exp2(weight[s][0] - top) : 0.f;
+                    const float share = part + s < splits ? fast_exp2(weights.value(s, 0) - top) : 0.f;
                     sum += share;
 #pragma unroll
                     for (int n = 0; n < N; ++n) {
-                        v[0][n] = fmaf(share, output[2 * s][n], v[0][n]);
-                        v[1][n] = fmaf(share, output[2 * s + 1][n], v[1][n]);
+                        v[0][0][n] = fmaf(share, outputs.value(2 * s, n), v[0][0][n]);
+                        v[0][1][n] = fmaf(share, outputs.value(2 * s + 1, n), v[0][1][n]);
                     }
                 }
             }
             const float unit = fast_reciprocal(sum);
 #pragma unroll
-            for (int n = 0; n < N; ++n) v[0][n] *= unit, v[1][n] *= unit;
+            for (int n = 0; n < N; ++n) v[0][0][n] *= unit, v[0][1][n] *= unit;
         }
 
     private:
@@ -198,53 +204,48 @@ __device__ __forceinline__ void stage_activations(Source& source, const StepArgu
         for (int from = warp; from < units; from += AT_ONCE * S::WARPS) {
             // The first stands in for those behind the last.
             const auto unit_of = [&](int i) { return from + i * S::WARPS < units ? from + i * S::WARPS : from; };
-            typename Source::template Pending<E, 2> pending[AT_ONCE];
+            typename Source::template Pending<2, AT_ONCE> pending;
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
                 const int at = min(channel_of_lane(first + unit_of(i), lane), channels - 16 + lane % 4 * 2);
-                pending[i].request(source, 0, at, at + 8);
+                pending.request(source, i, 0, at, at + 8);
             }
-            float left[AT_ONCE][4];
+            float values[AT_ONCE][2][2], left[AT_ONCE][4];
             unsigned char* places[AT_ONCE];
+            pending.finish(source, values);
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
                 const int unit = unit_of(i);
-                float values[2][2];
-                pending[i].finish(source, values);
                 const bool exists = channel_of_lane(first + unit, lane) < channels;
 #pragma unroll
-                for (int n = 0; n < 4; ++n) left[i][n] = exists ? rounded<E>(values[n / 2][n % 2]) : 0.f;
+                for (int n = 0; n < 4; ++n) left[i][n] = exists ? rounded<E>(values[i][n / 2][n % 2]) : 0.f;
                 places[i] = memory + unit * S::DIGIT_STRIDE;
             }
-            __syncwarp();
             meet_once();
             make_digits<S, Codec>(left, places, lane);
         }
     } else {
         const int pieces = units * (S::UNIT / 8), all = step.rows * pieces;  // of eight channels
-        constexpr int AT_ONCE = 2, THREADS = 32 * S::WARPS;
+        constexpr int AT_ONCE = Source::PIECES_AT_ONCE, THREADS = 32 * S::WARPS;
         // Whole warps go on together, since they meet.
 #pragma unroll 1
         for (int start = 32 * warp; start < all; start += AT_ONCE * THREADS) {
             const int from = start + lane;
-            typename Source::template Pending<E, 4> pending[AT_ONCE];
+            typename Source::template Pending<4, AT_ONCE> pending;
             int row[AT_ONCE], piece[AT_ONCE];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
                 const int index = min(from + i * THREADS, all - 1);
                 row[i] = index / pieces, piece[i] = index - row[i] * pieces;
                 const int at = min(first * S::UNIT + 8 * piece[i], channels - 8);
-                pending[i].request(source, row[i], at, at + 4);
+                pending.request(source, i, row[i], at, at + 4);
             }
+            float v[AT_ONCE][2][4];
+            pending.finish(source, v);
+            meet_once();
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-                float v[2][4];
-                pending[i].finish(source, v);
-                __syncwarp();
-                meet_once();
-                if (from + i * THREADS >= all) continue;
-                store_piece<S, E>(memory, row[i], piece[i], v, first * S::UNIT + 8 * piece[i] < channels);
-            }
+            for (int i = 0; i < AT_ONCE; ++i)
+                if (from + i * THREADS < all) store_piece<S, E>(memory, row[i], piece[i], v[i], first * S::UNIT + 8 * piece[i] < channels);
         }
     }
     meet_once();

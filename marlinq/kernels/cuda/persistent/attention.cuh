@@ -74,15 +74,14 @@ private:
 #pragma unroll
             for (int half = 0; half < 2; ++half)
                 letters.request(p * 2 + half, step.parts[QKV] + ((i64)p * step.rows + unit.row) * N + head * D + channel(half, 0));
-        float shift[2][PAIRS] = {}, c[PAIRS], s[PAIRS], parts[PARTS * 2][PAIRS], x[2][PAIRS];
+        float shift[2][PAIRS] = {}, c[PAIRS], s[PAIRS], x[2][PAIRS];
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {
             c[i] = step.cosines[position * (D / 2) + channel(0, i)], s[i] = step.sines[position * (D / 2) + channel(0, i)];
             if (layer.bias[QKV] != nullptr)
                 for (int half = 0; half < 2; ++half) shift[half][i] = E::widen(layer.bias[QKV][head * D + channel(half, i)]);
         }
-        letters.await(round, parts);
-        __syncwarp();
+        await(round, letters);
         if (!met) meet<S>();  // memory is free
         met = true;
 #pragma unroll
@@ -91,7 +90,7 @@ private:
             for (int i = 0; i < PAIRS; ++i) {
                 float sum = 0.f;
 #pragma unroll
-                for (int p = 0; p < PARTS; ++p) sum += parts[p * 2 + half][i];
+                for (int p = 0; p < PARTS; ++p) sum += letters.value(p * 2 + half, i);
                 x[half][i] = rounded<E>(sum + shift[half][i]);
             }
         const float* gamma = value ? nullptr : key ? layer.key_gamma : layer.query_gamma;

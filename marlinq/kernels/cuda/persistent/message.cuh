@@ -8,6 +8,7 @@
 // A float loses its last bit, 2^-24 of its size; one that was rounded to 16 bits loses nothing.
 #pragma once
 #include "persistent/lab.cuh"
+#include "ptx/bits.cuh"
 #include "ptx/message.cuh"
 
 // Turns of waiting after which something must be wrong: seconds, where a step takes a millisecond.
@@ -24,7 +25,7 @@ __device__ __forceinline__ void send(float* to, const float (&values)[4], u32 ro
     store_words(to, words);
 }
 
-// COUNT vectors of N words, on their way.
+// COUNT vectors of N words, on their way to a lane. All lanes of a warp request and await together.
 template <int COUNT, int N>
 struct Letters {
     const float* from[COUNT];
@@ -34,22 +35,53 @@ struct Letters {
         from[i] = place;
         load_words(words[i], place);
     }
-    // Until all are of the round. Who waits requests all of them again, so that it waits for one trip behind the last.
-    __device__ __forceinline__ void await(u32 round, float (&values)[COUNT][N]) {
-        for (u32 turns = 0;; ++turns) {
-            u32 differs = 0;
+    // What a lane has no need of.
+    __device__ __forceinline__ void omit(int i, u32 round) {
+        from[i] = nullptr;
 #pragma unroll
-            for (int i = 0; i < COUNT; ++i)
+        for (int n = 0; n < N; ++n) words[i][n] = round;
+    }
+    __device__ __forceinline__ bool is_stale(int i, u32 round) const {
+        u32 differs = 0;
 #pragma unroll
-                for (int n = 0; n < N; ++n) differs |= words[i][n] ^ round;
-            if ((differs & 1) == 0 || LAB_NO_WAIT) break;
-            if (turns == PATIENCE) trap();
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i) load_words(words[i], from[i]);
-        }
+        for (int n = 0; n < N; ++n) differs |= words[i][n] ^ round;
+        return differs & 1;
+    }
+    // Where one is that has not been there, or null.
+    __device__ __forceinline__ const float* missing(u32 round, const float* otherwise) const {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
-#pragma unroll
-            for (int n = 0; n < N; ++n) values[i][n] = __uint_as_float(words[i][n] & ~1u);
+            if (is_stale(i, round)) otherwise = from[i];
+        return otherwise;
     }
+    __device__ __forceinline__ void request_missing(u32 round) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+            if (is_stale(i, round)) load_words(words[i], from[i]);
+    }
+    __device__ __forceinline__ float value(int i, int n) const { return __uint_as_float(words[i][n] & ~1u); }
 };
+
+// Until all letters are of the round. One lane waits for one word; then all that is missing is requested at once. If every lane
+// asked for everything until it is there, what blocks ask for would take all of L2's bandwidth, from the weights too.
+template <typename... SomeLetters>
+__device__ __forceinline__ void await(u32 round, SomeLetters&... letters) {
+    if (LAB_NO_WAIT) return;
+    const int lane = threadIdx.x % 32;
+    for (;;) {
+        const float* missing = nullptr;
+        ((missing = letters.missing(round, missing)), ...);
+        const u32 waiting = warp_max(missing != nullptr ? lane + 1 : 0);
+        if (waiting == 0) return;
+        if ((int)waiting == lane + 1) {
+            u32 word[1];
+            u32 turns = 0;
+            do {
+                load_words(word, missing);
+                if (++turns == PATIENCE) trap();
+            } while ((word[0] ^ round) & 1);
+        }
+        __syncwarp();
+        (letters.request_missing(round), ...);
+    }
+}

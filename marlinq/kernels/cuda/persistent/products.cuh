@@ -13,6 +13,29 @@ struct Slots {
     static constexpr int STAGES = S::SLOTS, BYTES = S::SLOT_BYTES;
 };
 
+// Messages that a block needs before it sends sums, but not before it multiplies: sums of squares of the row in front of a norm, or
+// words that say how far all blocks have got.
+constexpr int EXPECTED_LETTERS = 5;  // of a lane: 160 words
+struct Expected {
+    const float* from;
+    int count;  // 0: none
+    u32 round;
+    int channels;  // that the squares are of, or 0
+    float eps;
+
+    // The factor of sums: what turns a row into a normal one, 1 / sqrt(mean square + eps), or 1.
+    template <typename AnyLetters>
+    __device__ __forceinline__ float root(AnyLetters& letters, int lane) const {
+        await(round, letters);
+        if (channels == 0) return 1.f;
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < EXPECTED_LETTERS; ++i)
+            if (32 * i + lane < count) sum += letters.value(i, 0);
+        return fast_reciprocal_root(warp_sum(sum) * fast_reciprocal((float)channels) + eps);
+    }
+};
+
 // A walk of one warp.
 template <typename S, typename Codec>
 struct Multiplier {
@@ -37,8 +60,18 @@ struct Multiplier {
         ring.advance(S::TEAMS);
     }
 
-    // All tiles of the block's share, with the activations that are in shared memory.
-    __device__ __forceinline__ void multiply(const Share<S>& share, int rows) {
+    // All tiles of the block's share, with the activations that are in shared memory. The first warp's sums don't leave before the
+    // messages of `expected` are there; roots[slot] gets the factor of a slot's sums, which these are the squares for.
+    __device__ __forceinline__ void multiply(const Share<S>& share, int rows, const Expected& expected, float* roots) {
+        const bool leads = team == 0 && member == 0;
+        float root = 0.f;  // not known yet
+        Letters<EXPECTED_LETTERS, 1> letters;
+#pragma unroll
+        for (int i = 0; i < EXPECTED_LETTERS; ++i)
+            if (leads && 32 * i < expected.count)
+                letters.request(i, expected.from + min(32 * i + lane, expected.count - 1));
+            else
+                letters.omit(i, expected.round);
         TileSet<S> set;
         const int units = share.units;
 #pragma unroll 1
@@ -61,6 +94,10 @@ struct Multiplier {
             }
             // A new barrier counts as past its odd phase.
             barrier_wait(slots.empty + 8 * slots.stage, slots.parity ^ 1);
+            if (leads) {
+                if (root == 0.f) root = expected.root(letters, lane);
+                if (lane == 0) roots[slots.stage] = root;
+            }
             if (contribution >= 0) {
                 float* out = reinterpret_cast<float*>(shared + S::SLOTS_AT + slots.stage * S::SLOT_BYTES);
                 leave(sums, out + ((contribution << set.log) + tile) * (S::ROWS * S::PITCH), rows);

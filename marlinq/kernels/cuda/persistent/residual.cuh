@@ -19,14 +19,12 @@ __device__ __forceinline__ float root_of_row(const StepArguments& step, int whic
     const float* squares = squares_of(step, which, row);
     float sum = 0.f;
 #pragma unroll 1
-    for (int from = lane; from < units; from += 32) {
+    for (int from = 0; from < units; from += 32) {
         Letters<1, 1> letter;
-        float found[1][1];
-        letter.request(0, squares + from);
-        letter.await(round, found);
-        sum += found[0][0];
+        letter.request(0, squares + min(from + lane, units - 1));
+        await(round, letter);
+        if (from + lane < units) sum += letter.value(0, 0);
     }
-    __syncwarp();
     return fast_reciprocal_root(warp_sum(sum) * fast_reciprocal((float)step.hidden) + step.eps);
 }
 
@@ -68,15 +66,14 @@ struct Residual {
             uint2 before = make_uint2(0, 0);
             if (layer != nullptr) before = *reinterpret_cast<const uint2*>(kept + 4 * lane);
             const float old[4] = {widen_half<E, 0>(before.x), widen_half<E, 1>(before.x), widen_half<E, 0>(before.y), widen_half<E, 1>(before.y)};
-            float found[PARTS][4], now[4], square = 0.f;
-            letters.await(round, found);
-            __syncwarp();
+            float now[4], square = 0.f;
+            await(round, letters);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                float sum = found[0][i];
+                float sum = letters.value(0, i);
 #pragma unroll
-                for (int p = 1; p < PARTS; ++p) sum += found[p][i];
-                now[i] = layer == nullptr ? found[0][i] : rounded<E>(old[i] + rounded<E>(sum + shift[i]));
+                for (int p = 1; p < PARTS; ++p) sum += letters.value(p, i);
+                now[i] = layer == nullptr ? letters.value(0, i) : rounded<E>(old[i] + rounded<E>(sum + shift[i]));
                 if (!exists) now[i] = 0.f;
                 square = fmaf(now[i], now[i], square);
             }

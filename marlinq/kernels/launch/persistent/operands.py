@@ -1,4 +1,4 @@
-"""What the persistent step computes with: weights, norms and cache of a layer; what all layers have in common."""
+"""What the persistent step computes with: a layer's weights, norms and cache, and what layers share."""
 
 from __future__ import annotations
 
