@@ -14,6 +14,7 @@ from torch import Tensor
 
 from marlinq.core.errors import EnvironmentProblem
 from marlinq.core.progress import ReportProgress, no_progress
+from marlinq.formats.layouts.marlin import permute_scales
 from marlinq.kernels import device_numbers
 from marlinq.kernels.launch.persistent import (
     Activation,
@@ -212,7 +213,18 @@ def _operand(product: Product) -> Operand:
         raise _UnknownPartError("products that are not packed, not joined, or in activation order")
     if linear.padded_shape != (linear.in_features, product.features):
         raise _UnknownPartError("padded products")
-    if linear.scales.shape[0] == 1:
-        raise _UnknownPartError("a single group of channels")
     bias = linear.bias
-    return Operand(linear.words, linear.scales, linear.zeros, None if bias is None else bias.contiguous())
+    return Operand(
+        linear.words,
+        _grouped(linear.scales, linear.in_features),
+        None if linear.zeros is None else _grouped(linear.zeros, linear.in_features),
+        None if bias is None else bias.contiguous(),
+    )
+
+
+def _grouped(values: Tensor, channels: int) -> Tensor:
+    """Scales or zero points; those of whole channels repeated for groups, which is what the kernel reads."""
+    if values.shape[0] > 1:
+        return values
+    groups = channels // (128 if channels % 128 == 0 else 64)
+    return permute_scales(permute_scales(values).expand(groups, -1).contiguous())

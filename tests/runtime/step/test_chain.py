@@ -98,15 +98,15 @@ def test_logits_are_the_references(name: str) -> None:
     assert max(found) < TOLERANCE, found
 
 
-def quantized(model: PreTrainedModel, *, act_order: str = "", apart: str = "") -> None:
-    """Replace the linears of the blocks by packed ones of groups of 32, in float32."""
+def quantized(model: PreTrainedModel, *, act_order: str = "", apart: str = "", group_size: int = 32) -> None:
+    """Replace the linears of the blocks by packed ones, in float32."""
     for seed, (name, module) in enumerate(list(model.named_modules())):
         if type(module) is not nn.Linear or "lm_head" in name:
             continue
         q = random_tuple(
             module.in_features,
             module.out_features,
-            group_size=64 if apart and apart in name else 32,
+            group_size=64 if apart and apart in name else group_size,
             seed=seed,
             act_order=bool(act_order) and act_order in name,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -56,10 +57,12 @@ def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(persistent, "PersistentLayers", InFloat64)
 
 
-def made(name: str, batch: int = 1, **changes: object) -> tuple[ChainForward, ReferenceForward]:
+def made(
+    name: str, batch: int = 1, group_size: int = 32, **changes: object
+) -> tuple[ChainForward, ReferenceForward]:
     model = tiny_model(name, **{**SIZES, **changes})
     anatomy = recognised(model)
-    quantized(model)
+    quantized(model, group_size=group_size)
     for module in model.modules():
         if isinstance(module, QuantLinear):
             # Products as large as their input, as the tolerance presumes, for this many channels.
@@ -70,9 +73,16 @@ def made(name: str, batch: int = 1, **changes: object) -> tuple[ChainForward, Re
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"), [("llama", {}), ("qwen2", {}), ("qwen3", {"head_dim": 64}), ("mistral", {})]
+    ("name", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"group_size": -1}),
+        ("qwen2", {}),
+        ("qwen3", {"head_dim": 64}),
+        ("mistral", {}),
+    ],
 )
-def test_a_step_is_the_references(name: str, changes: dict[str, object]) -> None:
+def test_a_step_is_the_references(name: str, changes: dict[str, Any]) -> None:
     own, reference = made(name, **changes)
     apart = len(own.recording.starts)
     assert join_layers(own) is None
@@ -100,7 +110,7 @@ def test_a_step_is_the_references(name: str, changes: dict[str, object]) -> None
     ],
 )
 def test_what_the_kernel_does_not_compute_stays_a_chain(
-    name: str, batch: int, changes: dict[str, object], reason: str
+    name: str, batch: int, changes: dict[str, Any], reason: str
 ) -> None:
     own, _ = made(name, batch, **changes)
     recording = own.recording
