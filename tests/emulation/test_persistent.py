@@ -35,6 +35,7 @@ class Case:
         softcap: of the scores.
         team: warps that share a stage, and tiles of the widest sets.
         shared_bytes: that a block may have.
+        sizes: of the model.
         seed: of operands and schedule.
     """
 
@@ -45,6 +46,7 @@ class Case:
     softcap: float | None = None
     team: int = 2
     shared_bytes: int = 100_000
+    sizes: Sizes = SIZES
     seed: int = 0
 
 
@@ -61,6 +63,9 @@ CASES = {
         seed=8,
     ),
     "more blocks than tiles": Case(lengths=(100,), grid=56, layers=2, shared_bytes=36_000, seed=9),
+    "heads of 256 channels": Case(
+        lengths=(40,), layers=1, team=4, sizes=Sizes(512, 512, 2, 1, 256, 64), seed=10
+    ),
     "four rows, sets of four tiles": Case(lengths=(33, 0, 1, 64), grid=8, layers=1, team=4, seed=7),
     "four groups of columns": Case(grid=16, layers=1, seed=5),
     "one row, bfloat16, window, cap": Case(
@@ -150,17 +155,18 @@ class Problem:
 
 def _problem(case: Case) -> Problem:
     torch.manual_seed(case.seed)
+    sizes = case.sizes
     dtype, rows = case.features.dtype, len(case.lengths)
-    model = Model(SIZES.heads, SIZES.kv_heads, 1e-5, SIZES.head_dim**-0.5, softcap=case.softcap)
-    layers = [_apart(random_layer(SIZES, case.features, rows, DEVICE)) for _ in range(case.layers)]
-    cosines, sines = map(apart, rotary_tables(SIZES, 100.0, DEVICE))
-    given = torch.randn(rows, SIZES.hidden).to(dtype)
+    model = Model(sizes.heads, sizes.kv_heads, 1e-5, sizes.head_dim**-0.5, softcap=case.softcap)
+    layers = [_apart(random_layer(sizes, case.features, rows, DEVICE)) for _ in range(case.layers)]
+    cosines, sines = map(apart, rotary_tables(sizes, 100.0, DEVICE))
+    given = torch.randn(rows, sizes.hidden).to(dtype)
     hidden, lengths = apart(given), apart(torch.tensor(case.lengths, dtype=torch.int32))
     config = persistent.choose(
         [operand.channels for operand in layers[0].operands],
         rows,
         model,
-        SIZES.head_dim,
+        sizes.head_dim,
         case.features.group,
         zeros=case.features.zeros,
         bfloat16=dtype == torch.bfloat16,

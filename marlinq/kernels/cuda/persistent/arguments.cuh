@@ -9,7 +9,7 @@ constexpr int WIDTHS = 3;  // of sets of tiles
 // One layer, in global memory.
 struct StepLayer {
     TensorMap words[PRODUCTS][WIDTHS], scales[PRODUCTS][WIDTHS], zeros[PRODUCTS][WIDTHS];  // boxes of 1, 2, 4 tiles
-    TensorMap keys, values;                                        // [B * KV * L, D], boxes of 64 channels and 32 positions
+    TensorMap keys, values;                                        // [B * KV * L, D], boxes of 64 channels of a chunk's positions
     const float* attention_gamma;                                  // [H]
     const float* mlp_gamma;                                        // [H]
     const float* query_gamma;                                      // [D], or null where queries have no norm

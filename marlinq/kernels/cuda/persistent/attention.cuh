@@ -2,7 +2,7 @@
 // context. Its block receives the sums of its columns of qkv, applies norms and rotary embedding, and appends the new key
 // and value to the cache (the last part does). Chunks of the cache come through the ring.
 //
-// Operands are swapped as in the products: keys are operand A, queries operand B. Scores of 32 positions lie as accumulators;
+// Operands are swapped as in the products: keys are operand A, queries operand B. Scores of a chunk's positions lie as accumulators;
 // transposed, they are operand B of the product with the values. Sums are taken online (Milakov and Gimelshein, "Online
 // normalizer calculation for softmax", 2018). The new position's share is added apart, since its key is not in the cache yet.
 #pragma once
@@ -14,6 +14,7 @@ template <typename S, typename Codec>
 struct Attention {
     typedef typename Codec::Element E;
     static constexpr int D = S::HEAD_DIM, PAIRS = D / 64;
+    static constexpr int BLOCKS = S::CHUNK / 16;  // of positions
     static constexpr int SLICE = D / 16 / S::TEAM;  // 16-channel blocks that a warp of a team brings
 
     const StepArguments& step;
@@ -25,7 +26,7 @@ struct Attention {
 #pragma unroll 1
         for (int index = blockIdx.x; index < plan.units; index += gridDim.x) {
             const AttentionUnit unit = plan.unit(index);
-            const Chunks chunks(unit, plan.length[unit.row], layer.window);
+            const Chunks<S> chunks(unit, plan.length[unit.row], layer.window);
             const int queries = step.heads / step.kv_heads;
             const bool last = unit.split == unit.splits - 1;
             bool met = false;
@@ -149,7 +150,7 @@ private:
 
     // The unit's chunks: chunk j by the team that owns its stage. Each of its warps takes all scores, and the outputs of its own
     // channels.
-    __device__ __forceinline__ void attend(Multiplier<S, Codec>& walk, const Chunks& chunks, int queries) const {
+    __device__ __forceinline__ void attend(Multiplier<S, Codec>& walk, const Chunks<S>& chunks, int queries) const {
         int j = walk.team - walk.next;
         if (j < 0) j += S::TEAMS;
         walk.next = (walk.next + chunks.count) % S::TEAMS;
@@ -163,7 +164,7 @@ private:
 #pragma unroll 1
         for (; j < chunks.count; j += S::TEAMS) {
             walk.ring.wait_full();
-            add_chunk(walk.ring.address(), (chunks.begin + j) * CHUNK_POSITIONS, chunks, walk.member, top, sum, out);
+            add_chunk(walk.ring.address(), (chunks.begin + j) * S::CHUNK, chunks, walk.member, top, sum, out);
             walk.release_stage();
         }
 #pragma unroll
@@ -182,12 +183,12 @@ private:
             }
         }
     }
-    __device__ __forceinline__ void add_chunk(u32 stage, int position, const Chunks& chunks, int member, float (&top)[2], float (&sum)[2],
+    __device__ __forceinline__ void add_chunk(u32 stage, int position, const Chunks<S>& chunks, int member, float (&top)[2], float (&sum)[2],
                                               float (&out)[SLICE][4]) const {
         // Opaque, so that addresses are not kept in registers from chunk to chunk.
         const int lane = opaque(this->lane);
         const u32 query = shared_address(memory());
-        float score[2][4] = {};
+        float score[BLOCKS][4] = {};
 #pragma unroll
         for (int k = 0; k < D / 16; k += 2) {
             u32 q[4];
@@ -195,7 +196,7 @@ private:
 #pragma unroll
             for (int half = 0; half < 2; ++half)
 #pragma unroll
-                for (int t = 0; t < 2; ++t) {
+                for (int t = 0; t < BLOCKS; ++t) {
                     u32 a[4];
                     const int row = 16 * t + lane / 8 % 2 * 8 + lane % 8, piece = 2 * ((k + half) % 4) + lane / 16;
                     load_matrix_x4(a, stage + k / 4 * S::POSITION_SLAB_BYTES + row * 128 + ((piece ^ row % 8) * 16));
@@ -204,7 +205,7 @@ private:
         }
         float highest[2] = {-1e30f, -1e30f};
 #pragma unroll
-        for (int t = 0; t < 2; ++t)
+        for (int t = 0; t < BLOCKS; ++t)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int p = position + 16 * t + lane / 4 + 8 * (i / 2);
@@ -220,9 +221,9 @@ private:
 #pragma unroll
             for (int d = 0; d < SLICE; ++d) out[d][i] *= before, out[d][i + 2] *= before;
         }
-        u32 b[2][2];
+        u32 b[BLOCKS][2];
 #pragma unroll
-        for (int t = 0; t < 2; ++t) {
+        for (int t = 0; t < BLOCKS; ++t) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 // A position that doesn't count weighs 2^-1e30, but where none has counted yet.
@@ -235,7 +236,7 @@ private:
 #pragma unroll
         for (int d = 0; d < SLICE; ++d)
 #pragma unroll
-            for (int t = 0; t < 2; ++t) {
+            for (int t = 0; t < BLOCKS; ++t) {
                 u32 a[4];
                 const int block = member * SLICE + d, row = 16 * t + lane / 16 * 8 + lane % 8, piece = 2 * (block % 4) + lane / 8 % 2;
                 load_matrix_x4_transposed(a, stage + S::CACHE_BYTES + block / 4 * S::POSITION_SLAB_BYTES + row * 128 + ((piece ^ row % 8) * 16));

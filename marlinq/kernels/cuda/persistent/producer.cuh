@@ -90,12 +90,12 @@ private:
 #pragma unroll 1
         for (int index = blockIdx.x; index < plan.units; index += gridDim.x) {
             const AttentionUnit unit = plan.unit(index);
-            const Chunks chunks(unit, plan.length[unit.row], layer->window);
+            const Chunks<S> chunks(unit, plan.length[unit.row], layer->window);
             const int first = (unit.row * step.kv_heads + unit.kv_head) * step.capacity;
 #pragma unroll 1
             for (int j = 0; j < chunks.count; ++j) {
                 const u32 barrier = begin(2 * S::CACHE_BYTES), at = ring.address();
-                const int y = first + (chunks.begin + j) * CHUNK_POSITIONS;
+                const int y = first + (chunks.begin + j) * S::CHUNK;
 #pragma unroll
                 for (int slab = 0; slab < S::HEAD_DIM / 64 && !LAB_NO_COPIES; ++slab) {
                     copy_box(at + slab * S::POSITION_SLAB_BYTES, &layer->keys, slab * 64, y, barrier);

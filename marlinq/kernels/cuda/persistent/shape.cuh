@@ -14,7 +14,6 @@
 
 constexpr int PARTS = 4;
 constexpr int MAX_SPLITS = 16;       // of a context
-constexpr int CHUNK_POSITIONS = 32;  // of the cache in a stage
 
 template <typename C>
 struct StepShape {
@@ -48,7 +47,8 @@ struct StepShape {
     // Attention: queries, the new key and value, scores of the new position, and what the teams leave.
     static constexpr int QUERY_BYTES = 8 * HEAD_DIM * 2, NEW_AT = QUERY_BYTES, SCORES_AT = NEW_AT + 2 * HEAD_DIM * 4;
     static constexpr int ENTRIES_AT = SCORES_AT + 8 * 4;
-    static constexpr int POSITION_SLAB_BYTES = CHUNK_POSITIONS * 128, CACHE_BYTES = HEAD_DIM / 64 * POSITION_SLAB_BYTES;
+    static constexpr int CHUNK = HEAD_DIM > 128 ? 16 : 32;  // positions of the cache in a stage
+    static constexpr int POSITION_SLAB_BYTES = CHUNK * 128, CACHE_BYTES = HEAD_DIM / 64 * POSITION_SLAB_BYTES;
     static_assert(2 * CACHE_BYTES <= BYTES, "a stage holds a chunk of keys and values");
     static_assert(HEAD_DIM % (16 * TEAM) == 0, "warps of a team share the channels of an output");
     static_assert(STAGES % TEAMS == 0, "a stage belongs to one team, which then sees all of its phases");
@@ -116,12 +116,12 @@ struct Plan {
         for (int row = 0; row < step.rows; ++row) {
             // A step behind a full cache counts for nothing, but must not write behind it.
             length[row] = min(step.lengths[row], step.capacity - 1);
-            chunks += (length[row] + CHUNK_POSITIONS - 1) / CHUNK_POSITIONS;
+            chunks += (length[row] + S::CHUNK - 1) / S::CHUNK;
         }
         const int share = max((chunks * step.kv_heads + (int)gridDim.x - 1) / (int)gridDim.x, LAB_LEAST_CHUNKS);
         units = 0;
         for (int row = 0; row < step.rows; ++row) {
-            const int mine = (length[row] + CHUNK_POSITIONS - 1) / CHUNK_POSITIONS;
+            const int mine = (length[row] + S::CHUNK - 1) / S::CHUNK;
             splits[row] = max(1, min(MAX_SPLITS, (mine + share - 1) / share));
             units += step.kv_heads * splits[row];
         }
@@ -138,6 +138,7 @@ struct Plan {
 };
 
 // Chunks of the cache that a unit reads.
+template <typename S>
 struct Chunks {
     int begin, count;
     int first_position, length;  // what of them counts
@@ -145,7 +146,7 @@ struct Chunks {
     __device__ __forceinline__ Chunks(const AttentionUnit& unit, int positions, int window) {
         length = positions;
         first_position = window > 0 ? max(0, positions + 1 - window) : 0;
-        const int from = first_position / CHUNK_POSITIONS, to = (positions + CHUNK_POSITIONS - 1) / CHUNK_POSITIONS;
+        const int from = first_position / S::CHUNK, to = (positions + S::CHUNK - 1) / S::CHUNK;
         const int all = max(to - from, 0), share = (all + unit.splits - 1) / unit.splits;
         begin = from + unit.split * share;
         count = max(0, min(share, to - begin));

@@ -115,8 +115,8 @@ def persistent_refusal(
         return f"the persistent kernel is for sm_90a, this GPU is {architecture}"
     if rows > MAX_ROWS:
         return f"a batch of {rows}, at most {MAX_ROWS} fit"
-    if head_dim not in (64, 128):
-        return f"heads of {head_dim} channels, 64 or 128 are known"
+    if head_dim not in (64, 128, 256):
+        return f"heads of {head_dim} channels, 64, 128 or 256 are known"
     if model.heads % model.kv_heads or model.heads // model.kv_heads > 8:
         return f"{model.heads} heads of queries for {model.kv_heads} of keys, at most eight share one"
     kinds = {(operand.group_size, operand.zeros is None) for layer in layers for operand in layer.operands}
@@ -217,6 +217,11 @@ def _slot_bytes(rows: int, warps: int) -> int:
 
 def _stream_bytes(rows: int, units: int) -> int:
     return rows * units * UNIT * 2
+
+
+def chunk_positions(head_dim: int) -> int:
+    """Positions of the cache in a stage."""
+    return 16 if head_dim > 128 else 32
 
 
 def part_units(channels: int) -> list[int]:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from marlinq.kernels.launch.driver import TENSOR_MAP_BYTES, encode_tensor_map
-from marlinq.kernels.launch.persistent.config import PARTS, UNIT, StepConfig, part_units
+from marlinq.kernels.launch.persistent.config import PARTS, UNIT, StepConfig, chunk_positions, part_units
 from marlinq.kernels.launch.persistent.operands import Activation, LayerOperands, Model
 
 MAX_SPLITS = 16
-CHUNK_POSITIONS = 32
 _PRODUCTS = 4
 _WIDTHS = (1, 2, 4)  # tiles of a set
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
@@ -238,7 +237,7 @@ def _layer(layer: LayerOperands, config: StepConfig) -> _Layer:
                 2,
                 (head_dim, cache.numel() // head_dim),
                 (2 * head_dim,),
-                (64, CHUNK_POSITIONS),
+                (64, chunk_positions(head_dim)),
                 swizzled=True,
             )
         )
