@@ -71,6 +71,7 @@ class Setup:
             zeros=False,
             bfloat16=False,
             shared_bytes=232_448,
+            team=arguments.team,
             teams=arguments.teams,
         )
         if config is None:
@@ -158,6 +159,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, action="append")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--team", type=int, default=4)
     parser.add_argument("--teams", type=int, default=2)
     parser.add_argument("--window", type=int, help="stages on their way at most")
     parser.add_argument("--check", type=int, default=2, help="layers to check; 0: none")

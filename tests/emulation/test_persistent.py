@@ -66,6 +66,12 @@ CASES = {
     "heads of 256 channels": Case(
         lengths=(40,), layers=1, team=4, sizes=Sizes(512, 512, 2, 1, 256, 64), seed=10
     ),
+    "norms behind the parts of a block": Case(
+        features=Features(post_norms=True, head_norms=True), layers=2, seed=11
+    ),
+    "three rows, norms behind the parts of a block": Case(
+        lengths=(70, 0, 33), features=Features(post_norms=True), layers=2, seed=12
+    ),
     "four rows, sets of four tiles": Case(lengths=(33, 0, 1, 64), grid=8, layers=1, team=4, seed=7),
     "four groups of columns": Case(grid=16, layers=1, seed=5),
     "one row, bfloat16, window, cap": Case(
@@ -157,7 +163,16 @@ def _problem(case: Case) -> Problem:
     torch.manual_seed(case.seed)
     sizes = case.sizes
     dtype, rows = case.features.dtype, len(case.lengths)
-    model = Model(sizes.heads, sizes.kv_heads, 1e-5, sizes.head_dim**-0.5, softcap=case.softcap)
+    features = case.features
+    model = Model(
+        sizes.heads,
+        sizes.kv_heads,
+        1e-5,
+        sizes.head_dim**-0.5,
+        narrow_first=not features.post_norms,
+        softcap=case.softcap,
+        post_norms=features.post_norms,
+    )
     layers = [_apart(random_layer(sizes, case.features, rows, DEVICE)) for _ in range(case.layers)]
     cosines, sines = map(apart, rotary_tables(sizes, 100.0, DEVICE))
     given = torch.randn(rows, sizes.hidden).to(dtype)

@@ -34,7 +34,7 @@ class Features:
 
     Attributes:
         group: channels that share a scale.
-        zeros, bias, head_norms: whether there are any.
+        zeros, bias, head_norms, post_norms: whether there are any.
         dtype: of activations.
         window: of the attention.
     """
@@ -43,6 +43,7 @@ class Features:
     zeros: bool = False
     bias: bool = False
     head_norms: bool = False
+    post_norms: bool = False
     dtype: torch.dtype = torch.float16
     window: int | None = None
 
@@ -77,6 +78,8 @@ def random_layer(sizes: Sizes, features: Features, rows: int, device: torch.devi
         torch.randn(shape, device=device).to(features.dtype),
         gamma(sizes.head_dim) if features.head_norms else None,
         gamma(sizes.head_dim) if features.head_norms else None,
+        gamma(sizes.hidden) if features.post_norms else None,
+        gamma(sizes.hidden) if features.post_norms else None,
         features.window,
     )
 
@@ -110,13 +113,12 @@ class Reference:
         """What leaves the last layer; caches are appended to."""
         x = hidden.double()
         for layer in layers:
-            x = self._round(
-                x + self._product(self._attend(layer, self._norm(x, layer.attention_gamma)), layer.output)
-            )
+            given = self._product(self._attend(layer, self._norm(x, layer.attention_gamma)), layer.output)
+            x = self._round(x + self._post(given, layer.post_attention_gamma))
             made = self._product(self._norm(x, layer.mlp_gamma), layer.gate_up).view(x.shape[0], -1, 2, 64)
             gate, up = made[:, :, 0].flatten(1), made[:, :, 1].flatten(1)
             inner = self._round(self._round(torch.nn.functional.silu(gate)) * up)
-            x = self._round(x + self._product(inner, layer.down))
+            x = self._round(x + self._post(self._product(inner, layer.down), layer.post_mlp_gamma))
         return x
 
     def _round(self, x: Tensor) -> Tensor:
@@ -124,7 +126,10 @@ class Reference:
 
     def _norm(self, x: Tensor, gamma: Tensor, eps: float | None = None) -> Tensor:
         normal = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + (eps or self._model.eps))
-        return self._round(self._round(normal) * gamma.double())
+        return self._round((self._round(normal) if self._model.narrow_first else normal) * gamma.double())
+
+    def _post(self, x: Tensor, gamma: Tensor | None) -> Tensor:
+        return x if gamma is None else self._norm(x, gamma)
 
     def _product(self, x: Tensor, operand: Operand) -> Tensor:
         made = x @ dequantize_operands(operand.words, operand.scales, operand.zeros).double()

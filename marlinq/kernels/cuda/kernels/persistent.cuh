@@ -10,7 +10,7 @@
 //   o, down    parts of K -> everybody, who adds them to the residual stream
 //   gate_up    parts of K -> owners, which apply the activation -> down
 //
-// Configuration: Codec, TEAM, TEAMS, STAGES, WINDOW, ROWS, SLOTS, HEAD_DIM, QUANT_GROUP, DIGITS (a single row), ZEROS,
+// Configuration: Codec, TEAM, TEAMS, STAGES, WINDOW, ROWS, SLOTS, HEAD_DIM, QUANT_GROUP, DIGITS (a single row), ZEROS, POST_NORMS,
 // ACTIVATION_BYTES, STREAM_UNITS, SHARED_BYTES (persistent/shape.cuh).
 #pragma once
 #include "persistent/attention.cuh"

@@ -12,13 +12,14 @@ struct StepLayer {
     TensorMap keys, values;                                        // [B * KV * L, D], boxes of 64 channels of a chunk's positions
     const float* attention_gamma;                                  // [H]
     const float* mlp_gamma;                                        // [H]
-    const float* query_gamma;                                      // [D], or null where queries have no norm
+    const float* post_gamma[2];  // [H] of the norms behind o and down, where there are any
+    const float* query_gamma;  // [D], or null where queries have no norm
     const float* key_gamma;
     const u16* bias[PRODUCTS];  // [N], or null
     u16* key_cache;             // [B, KV, L, D]
     u16* value_cache;
     int window;  // positions that a query sees at most, its own included; 0: all
-    int padding[11];
+    int padding[7];
 };
 
 // Sizes of a product, the same in all layers.
@@ -41,6 +42,7 @@ struct StepArguments {
     float* mlp;                     // [M, I] the input of down
     float* start;                   // [M, H] the hidden state, of round 0
     float* squares[2];              // [groups][M, H / 128] sums of squares of the residual stream, in front of qkv and gate_up
+    float* post_squares[2];         // likewise of what o and down give, where norms follow
     float* arrivals;                // [blocks] that a block has got so far
     ProductShape shape[PRODUCTS];
     int layer_count, rows, hidden, heads, kv_heads, capacity;

@@ -13,10 +13,9 @@ __device__ __forceinline__ float* squares_of(const StepArguments& step, int whic
     return step.squares[which] + ((i64)(blockIdx.x / PARTS) * step.rows + row) * square_units(step);
 }
 
-// What turns a row into a normal one: 1 / sqrt(mean square + eps), in all lanes.
-__device__ __forceinline__ float root_of_row(const StepArguments& step, int which, int row, u32 round, int lane) {
+// What turns a row into a normal one, 1 / sqrt(mean square + eps), from the squares of its units; in all lanes.
+__device__ __forceinline__ float root_of_row(const StepArguments& step, const float* squares, u32 round, int lane) {
     const int units = square_units(step);
-    const float* squares = squares_of(step, which, row);
     float sum = 0.f;
 #pragma unroll 1
     for (int from = 0; from < units; from += 32) {
@@ -38,70 +37,70 @@ struct Residual {
     float* roots;  // of the rows, in shared memory
     int warp, lane;
 
-    // Adds what `product` of `layer` gave in `round`; with no layer, takes the hidden state that the step begins with.
-    // Then the activations of qkv (which: 0) or gate_up (1) of round `next`; or the step's result, if there is no gamma.
+    // Adds what `product` of `layer` gave in `round`, behind its norm where it has one; with no layer, takes the hidden state that
+    // the step begins with. Then makes the activations of qkv (which: 0) or gate_up (1) of round `next`; or the step's result, if
+    // there is no gamma.
     __device__ __forceinline__ void run(const StepLayer* layer, Product product, u32 round, const float* gamma, int which, u32 next) const {
         const int items = step.rows * share.units;
         const float* parts = layer == nullptr ? step.start : step.parts[product];
         const u16* bias = layer == nullptr ? nullptr : layer->bias[product];
+        const float* squares = step.post_squares[product == DOWN];
         bool met = false;
         // A warp takes a unit of a row, always the same ones.
 #pragma unroll 1
         for (int item = warp; item < items; item += S::WARPS) {
-            const int row = S::ROWS == 1 ? 0 : item / share.units, unit = item - row * share.units;
-            const int first = (share.first + unit) * S::UNIT, channel = first + 4 * lane;
-            const bool exists = channel < step.hidden;
-            const int at = min(channel, step.hidden - 4);
+            const Item it(*this, item);
             Letters<PARTS, 4> letters;
 #pragma unroll
             for (int p = 0; p < PARTS; ++p)
-                letters.request(p, parts + (layer == nullptr ? (i64)row : (i64)p * step.rows + row) * step.hidden + at);
-            float shift[4] = {}, weight[2][2] = {};
+                letters.request(p, parts + (layer == nullptr ? (i64)it.row : (i64)p * step.rows + it.row) * step.hidden + it.at);
+            float shift[4] = {}, weight[4] = {}, now[4], square = 0.f;
             if (bias != nullptr)
-                for (int i = 0; i < 4; ++i) shift[i] = E::widen(bias[at + i]);
-            const int of_digits = min(channel_of_lane(share.first + unit, lane), step.hidden - 16 + lane % 4 * 2);
-            if (S::DIGITS && gamma != nullptr)
-                for (int i = 0; i < 4; ++i) weight[i / 2][i % 2] = gamma[of_digits + i / 2 * 8 + i % 2];
-            u16* kept = stream(row, unit);
-            uint2 before = make_uint2(0, 0);
-            if (layer != nullptr) before = *reinterpret_cast<const uint2*>(kept + 4 * lane);
-            const float old[4] = {widen_half<E, 0>(before.x), widen_half<E, 1>(before.x), widen_half<E, 0>(before.y), widen_half<E, 1>(before.y)};
-            float now[4], square = 0.f;
+                for (int i = 0; i < 4; ++i) shift[i] = E::widen(bias[it.at + i]);
+            if (!S::POST_NORMS) load_weight(gamma, it.unit, weight);
             await(round, letters);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 float sum = letters.value(0, i);
 #pragma unroll
                 for (int p = 1; p < PARTS; ++p) sum += letters.value(p, i);
-                now[i] = layer == nullptr ? letters.value(0, i) : rounded<E>(old[i] + rounded<E>(sum + shift[i]));
-                if (!exists) now[i] = 0.f;
+                now[i] = layer == nullptr ? letters.value(0, i) : rounded<E>(sum + shift[i]);
+                if (!it.exists) now[i] = 0.f;
                 square = fmaf(now[i], now[i], square);
             }
-            const uint2 narrow = make_uint2(E::narrow(now[0], now[1]), E::narrow(now[2], now[3]));
-            if (gamma == nullptr) {
-                if (exists) *reinterpret_cast<uint2*>(step.result + (i64)row * step.hidden + at) = narrow;
-                continue;
+            if (S::POST_NORMS && layer != nullptr) {
+                store(made(it), now);
+                send_squares(squares, it, square, round);
+            } else {
+                if (layer != nullptr) add(it, now);
+                finish(it, now, gamma, weight, which, next, met);
             }
-            *reinterpret_cast<uint2*>(kept + 4 * lane) = narrow;
-            if constexpr (S::DIGITS) {
-                __syncwarp();
-                float left[1][4];
+        }
+        if (S::POST_NORMS && layer != nullptr) {
+#pragma unroll 1
+            for (int item = warp; item < items; item += S::WARPS) {
+                const Item it(*this, item);
+                float weight[4] = {}, post[4], now[4];
+                load_weight(gamma, it.unit, weight);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) left[0][i] = E::widen(kept[lane / 4 * 16 + lane % 4 * 2 + i / 2 * 8 + i % 2]) * weight[i / 2][i % 2];
-                if (!met) meet<S>();
-                met = true;
-                unsigned char* const places[1] = {shared + S::ACTIVATIONS_AT + unit * S::DIGIT_STRIDE};
-                make_digits<S, Codec>(left, places, lane);
+                for (int i = 0; i < 4; ++i) post[i] = layer->post_gamma[product == DOWN][it.at + i];
+                const float root = root_of_row(step, row_of(squares, it.row), round, lane);
+                load(made(it), now);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float normal = now[i] * root;
+                    now[i] = rounded<E>((step.narrow_first ? rounded<E>(normal) : normal) * post[i]);
+                }
+                add(it, now);
+                finish(it, now, gamma, weight, which, next, met);
             }
-            square = warp_sum(square);
-            if (lane == 0) send(squares_of(step, which, row) + share.first + unit, square, next);
         }
         if (gamma == nullptr) return;
         if constexpr (S::DIGITS) {
             if (!met) meet<S>();
         } else {
             for (int row = warp; row < step.rows; row += S::WARPS) {
-                const float root = root_of_row(step, which, row, next, lane);
+                const float root = root_of_row(step, squares_of(step, which, row), next, lane);
                 if (lane == 0) roots[row] = root;
             }
             meet<S>();
@@ -110,9 +109,76 @@ struct Residual {
     }
 
 private:
-    // Channels of a unit of a row.
+    // A unit of a row, and this lane's four channels of it.
+    struct Item {
+        int row, unit, at;
+        bool exists;
+
+        __device__ __forceinline__ Item(const Residual& residual, int item) {
+            const Share<S>& share = residual.share;
+            row = S::ROWS == 1 ? 0 : item / share.units, unit = item - row * share.units;
+            const int channel = (share.first + unit) * S::UNIT + 4 * residual.lane;
+            exists = channel < residual.step.hidden, at = min(channel, residual.step.hidden - 4);
+        }
+    };
+
+    // The stream's channels of a unit of a row, and what is to be added to them.
     __device__ __forceinline__ u16* stream(int row, int unit) const {
         return reinterpret_cast<u16*>(shared + S::STREAM_AT) + row * S::STREAM_CHANNELS + unit * S::UNIT;
+    }
+    __device__ __forceinline__ u16* made(const Item& it) const { return stream(S::ROWS + it.row, it.unit); }
+    __device__ __forceinline__ float* row_of(const float* squares, int row) const {
+        return const_cast<float*>(squares) + ((i64)(blockIdx.x / PARTS) * step.rows + row) * square_units(step);
+    }
+    __device__ __forceinline__ void send_squares(const float* squares, const Item& it, float square, u32 round) const {
+        square = warp_sum(square);
+        if (lane == 0) send(row_of(squares, it.row) + share.first + it.unit, square, round);
+    }
+    __device__ __forceinline__ void load(const u16* from, float (&values)[4]) const {
+        const uint2 four = *reinterpret_cast<const uint2*>(from + 4 * lane);
+        values[0] = widen_half<E, 0>(four.x), values[1] = widen_half<E, 1>(four.x);
+        values[2] = widen_half<E, 0>(four.y), values[3] = widen_half<E, 1>(four.y);
+    }
+    __device__ __forceinline__ void store(u16* to, const float (&values)[4]) const {
+        *reinterpret_cast<uint2*>(to + 4 * lane) = make_uint2(E::narrow(values[0], values[1]), E::narrow(values[2], values[3]));
+    }
+    // The norm's weights of those channels whose digits this lane makes.
+    __device__ __forceinline__ void load_weight(const float* gamma, int unit, float (&weight)[4]) const {
+        if (!S::DIGITS || gamma == nullptr) return;
+        const int at = min(channel_of_lane(share.first + unit, lane), step.hidden - 16 + lane % 4 * 2);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) weight[i] = gamma[at + i / 2 * 8 + i % 2];
+    }
+    __device__ __forceinline__ void add(const Item& it, float (&values)[4]) const {
+        float old[4];
+        load(stream(it.row, it.unit), old);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) values[i] = it.exists ? rounded<E>(old[i] + values[i]) : 0.f;
+    }
+    // With the stream's new channels.
+    __device__ __forceinline__ void finish(const Item& it, const float (&now)[4], const float* gamma, const float (&weight)[4], int which, u32 next,
+                                           bool& met) const {
+        if (gamma == nullptr) {
+            if (it.exists)
+                *reinterpret_cast<uint2*>(step.result + (i64)it.row * step.hidden + it.at) = make_uint2(E::narrow(now[0], now[1]), E::narrow(now[2], now[3]));
+            return;
+        }
+        u16* kept = stream(it.row, it.unit);
+        store(kept, now);
+        if constexpr (S::DIGITS) {
+            __syncwarp();
+            float left[1][4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) left[0][i] = E::widen(kept[lane / 4 * 16 + lane % 4 * 2 + i / 2 * 8 + i % 2]) * weight[i];
+            if (!met) meet<S>();
+            met = true;
+            unsigned char* const places[1] = {shared + S::ACTIVATIONS_AT + it.unit * S::DIGIT_STRIDE};
+            make_digits<S, Codec>(left, places, lane);
+        }
+        float square = 0.f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) square = fmaf(now[i], now[i], square);
+        send_squares(step.squares[which], it, square, next);
     }
     // The stream as activations.
     __device__ __forceinline__ void normalise(const float* gamma) const {

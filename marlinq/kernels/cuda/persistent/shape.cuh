@@ -21,6 +21,7 @@ struct StepShape {
     static constexpr int ROWS = C::ROWS;  // of the batch at most
     static constexpr int SLOTS = C::SLOTS, HEAD_DIM = C::HEAD_DIM, QUANT_GROUP = C::QUANT_GROUP;
     static constexpr bool DIGITS = C::DIGITS, ZEROS = C::ZEROS, SOFTCAP = C::SOFTCAP;
+    static constexpr bool POST_NORMS = C::POST_NORMS;  // behind o and down
 
     static constexpr int UNIT = 128;  // channels
     static constexpr int UNIT_ROWS = UNIT / 16, UNIT_GROUPS = UNIT / QUANT_GROUP, QUANT_GROUP_ROWS = UNIT_ROWS / UNIT_GROUPS;
@@ -47,7 +48,7 @@ struct StepShape {
     // Attention: queries, the new key and value, scores of the new position, and what the teams leave.
     static constexpr int QUERY_BYTES = 8 * HEAD_DIM * 2, NEW_AT = QUERY_BYTES, SCORES_AT = NEW_AT + 2 * HEAD_DIM * 4;
     static constexpr int ENTRIES_AT = SCORES_AT + 8 * 4;
-    static constexpr int CHUNK = HEAD_DIM > 128 ? 16 : 32;  // positions of the cache in a stage
+    static constexpr int CHUNK = TEAM * 1024 / HEAD_DIM < 32 ? TEAM * 1024 / HEAD_DIM : 32;  // positions of the cache in a stage
     static constexpr int POSITION_SLAB_BYTES = CHUNK * 128, CACHE_BYTES = HEAD_DIM / 64 * POSITION_SLAB_BYTES;
     static_assert(2 * CACHE_BYTES <= BYTES, "a stage holds a chunk of keys and values");
     static_assert(HEAD_DIM % (16 * TEAM) == 0, "warps of a team share the channels of an output");
@@ -55,9 +56,9 @@ struct StepShape {
 
     static constexpr int RING_BYTES = STAGES * BYTES;
     static constexpr int SCALES_AT = RING_BYTES, ACTIVATIONS_AT = SCALES_AT + STAGES * SCALE_BYTES;
-    // The block's part of the residual stream [ROWS][STREAM_CHANNELS], as the element.
+    // The block's part of the residual stream [ROWS][STREAM_CHANNELS], as the element; and of what is to be added to it.
     static constexpr int STREAM_CHANNELS = C::STREAM_UNITS * UNIT, STREAM_AT = ACTIVATIONS_AT + C::ACTIVATION_BYTES;
-    static constexpr int SLOTS_AT = STREAM_AT + ROWS * STREAM_CHANNELS * 2;
+    static constexpr int SLOTS_AT = STREAM_AT + (POST_NORMS ? 2 : 1) * ROWS * STREAM_CHANNELS * 2;
     static constexpr int SHARED_BYTES = SLOTS_AT + SLOTS * SLOT_BYTES + 1024;  // of these some for the alignment
     static_assert(C::SHARED_BYTES == SHARED_BYTES, "host and kernel count different bytes of shared memory");
     static_assert(C::ACTIVATION_BYTES % 128 == 0, "sums are aligned");

@@ -32,6 +32,7 @@ class StepConfig:
         bfloat16: the element.
         stream_units: units of 128 channels that a block keeps of the residual stream, at most.
         softcap: whether scores have a cap.
+        post_norms: whether norms follow o and down.
         header: of the kernel; the lab has others.
     """
 
@@ -48,6 +49,7 @@ class StepConfig:
     bfloat16: bool
     stream_units: int
     softcap: bool = False
+    post_norms: bool = False
     header: str = "kernels/persistent.cuh"
 
     @property
@@ -66,7 +68,7 @@ class StepConfig:
         return (
             self.stages * _stage_bytes(self.team, self.group_size, self.zeros)
             + self.activation_bytes
-            + _stream_bytes(self.rows, self.stream_units)
+            + _stream_bytes(self.rows, self.stream_units, self.post_norms)
             + self.slots * _slot_bytes(self.rows, self.team * self.teams)
             + _ALIGNMENT
         )
@@ -90,6 +92,7 @@ class StepConfig:
                 ("DIGITS", self.digits),
                 ("ZEROS", self.zeros),
                 ("SOFTCAP", self.softcap),
+                ("POST_NORMS", self.post_norms),
                 ("ACTIVATION_BYTES", self.activation_bytes),
                 ("STREAM_UNITS", self.stream_units),
                 ("SHARED_BYTES", self.shared_bytes),
@@ -177,7 +180,7 @@ def choose(
     activation_bytes = -(-max(activations, attention) // 128) * 128
     slots = 3 if height == 1 and teams == 2 else 2
     stream_units = max(part_units(channels[0]))
-    left = shared_bytes - _STATIC_BYTES - _ALIGNMENT - activation_bytes - _stream_bytes(height, stream_units)
+    left = shared_bytes - _STATIC_BYTES - _ALIGNMENT - activation_bytes - _stream_bytes(height, stream_units, model.post_norms)
     left -= slots * _slot_bytes(height, team * teams)
     room = left // _stage_bytes(team, group_size, zeros) // teams * teams
     if room < 1:
@@ -198,6 +201,7 @@ def choose(
         bfloat16,
         stream_units,
         model.softcap is not None,
+        model.post_norms,
     )
 
 
@@ -215,13 +219,13 @@ def _slot_bytes(rows: int, warps: int) -> int:
     return warps * rows * (64 if rows == 1 else 68) * 4
 
 
-def _stream_bytes(rows: int, units: int) -> int:
-    return rows * units * UNIT * 2
+def _stream_bytes(rows: int, units: int, post_norms: bool) -> int:
+    return (2 if post_norms else 1) * rows * units * UNIT * 2
 
 
-def chunk_positions(head_dim: int) -> int:
-    """Positions of the cache in a stage."""
-    return 16 if head_dim > 128 else 32
+def chunk_positions(head_dim: int, team: int) -> int:
+    """Positions of the cache in a stage, which holds their keys and values."""
+    return min(32, team * 1024 // head_dim)
 
 
 def part_units(channels: int) -> list[int]:

@@ -32,12 +32,16 @@ class _Layer(ctypes.Structure):
         ("zeros", _Map * len(_WIDTHS) * _PRODUCTS),
         ("keys", _Map),
         ("values", _Map),
-        *((name, ctypes.c_void_p) for name in ("attention_gamma", "mlp_gamma", "query_gamma", "key_gamma")),
+        ("attention_gamma", ctypes.c_void_p),
+        ("mlp_gamma", ctypes.c_void_p),
+        ("post_gamma", ctypes.c_void_p * 2),
+        ("query_gamma", ctypes.c_void_p),
+        ("key_gamma", ctypes.c_void_p),
         ("bias", ctypes.c_void_p * _PRODUCTS),
         ("key_cache", ctypes.c_void_p),
         ("value_cache", ctypes.c_void_p),
         ("window", ctypes.c_int),
-        ("padding", ctypes.c_int * 11),
+        ("padding", ctypes.c_int * 7),
     )
 
 
@@ -51,7 +55,7 @@ class _Shape(ctypes.Structure):
     )
 
 
-_MESSAGES = ("attention", "attention_weight", "mlp", "start", "squares", "mlp_squares", "arrivals")
+_MESSAGES = ("attention", "attention_weight", "mlp", "start", "squares", "mlp_squares", "post_squares", "post_mlp_squares", "arrivals")
 
 
 class _Step(ctypes.Structure):
@@ -172,6 +176,8 @@ def make_messages(
         "start": rows * width,
         "squares": squares,
         "mlp_squares": squares,
+        "post_squares": squares,
+        "post_mlp_squares": squares,
         "arrivals": grid,
         "mlp": rows * layer.down.channels,
         "attention": rows * MAX_SPLITS * channels,
@@ -237,12 +243,14 @@ def _layer(layer: LayerOperands, config: StepConfig) -> _Layer:
                 2,
                 (head_dim, cache.numel() // head_dim),
                 (2 * head_dim,),
-                (64, chunk_positions(head_dim)),
+                (64, chunk_positions(head_dim, config.team)),
                 swizzled=True,
             )
         )
     made.keys, made.values = (_Map.from_buffer_copy(one) for one in caches)
     made.attention_gamma, made.mlp_gamma = layer.attention_gamma.data_ptr(), layer.mlp_gamma.data_ptr()
+    for index, gamma in enumerate((layer.post_attention_gamma, layer.post_mlp_gamma)):
+        made.post_gamma[index] = None if gamma is None else gamma.data_ptr()
     made.query_gamma = 0 if layer.query_gamma is None else layer.query_gamma.data_ptr()
     made.key_gamma = 0 if layer.key_gamma is None else layer.key_gamma.data_ptr()
     for index, operand in enumerate(layer.operands):

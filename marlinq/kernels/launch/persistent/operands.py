@@ -55,6 +55,8 @@ class LayerOperands:
         keys, values: the cache [B, KV, L, D], contiguous; finite everywhere, since positions that are not
             there yet are read and not counted.
         query_gamma, key_gamma: float32 [D], or None.
+        post_attention_gamma, post_mlp_gamma: float32 [H], of norms behind the output and the last projection; None
+            where the model has none.
         window: positions that a query sees at most, its own included; None for all.
     """
 
@@ -68,6 +70,8 @@ class LayerOperands:
     values: Tensor
     query_gamma: Tensor | None = None
     key_gamma: Tensor | None = None
+    post_attention_gamma: Tensor | None = None
+    post_mlp_gamma: Tensor | None = None
     window: int | None = None
 
     @property
@@ -88,6 +92,7 @@ class Model:
         narrow_first: norms round before they multiply with gamma (:class:`marlinq.models.anatomy.Norm`).
         softcap: of the scores; None for no cap.
         query_eps: of query and key norms.
+        post_norms: whether norms follow the output projection and the last one.
     """
 
     heads: int
@@ -98,3 +103,4 @@ class Model:
     narrow_first: bool = True
     softcap: float | None = None
     query_eps: float = 1e-6
+    post_norms: bool = False

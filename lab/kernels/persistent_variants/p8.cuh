@@ -1,3 +1,0 @@
-#define LAB_LEAST_CHUNKS 2
-#define LAB_PARTS_AT_ONCE 8
-#include "kernels/persistent.cuh"
