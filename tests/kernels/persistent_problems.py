@@ -48,6 +48,16 @@ class Features:
     window: int | None = None
 
 
+def bound(dtype: torch.dtype, layers: int) -> float:
+    """What rounding explains of the relative distance between a step and :class:`Reference`.
+
+    Both round at the same places, but for the input of a single row's products. Sums in float32 flip some of
+    these roundings, each of which is eps / sqrt(12) in the mean. A layer has a dozen, which add like random
+    numbers: one eps a layer, and layers add likewise.
+    """
+    return torch.finfo(dtype).eps * layers**0.5
+
+
 def random_operand(k: int, n: int, features: Features, device: torch.device, size: float = 1.0) -> Operand:
     """Random codes, whose products of unit activations have about the given ``size``."""
     groups = k // features.group

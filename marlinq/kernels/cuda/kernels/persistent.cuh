@@ -61,7 +61,6 @@ struct PersistentStep {
                 const u32 round = l;
                 const StepLayer& layer = step.layers[l];
                 const int lane = opaque((int)threadIdx.x % 32), warp = opaque((int)threadIdx.x / 32);
-                const Attention<S, Codec> attention{step, plan, shared, warp, lane};
 #pragma unroll 1
                 for (int product = QKV; product < PRODUCTS; ++product) {
                     if (warp == 0) MARK(0, 8 * product)
@@ -87,9 +86,13 @@ struct PersistentStep {
                     meet<S>();
                     if (warp == 0) MARK(0, 8 * product + 3)
                     if (product == GATE_UP && threadIdx.x == 0) send(step.arrivals + blockIdx.x, 0.f, round);
-                    walk.multiply(share, step.rows, expected(step, product, round), slot_roots);
+                    walk.multiply(share, step.rows, expected(step, share, product, round), slot_roots);
                     if (warp == 0) MARK(0, 8 * product + 4)
-                    if (product == QKV) attention.run(walk, layer, l);
+                    if (product == QKV) {
+                        // Opaque, so that addresses are not kept in registers during the other products.
+                        const Attention<S, Codec> attention{step, plan, shared, opaque(warp), opaque(lane)};
+                        attention.run(walk, layer, l);
+                    }
                 }
             }
             // Every part of the result by one block.
@@ -103,10 +106,10 @@ struct PersistentStep {
 private:
     // A single row is normalised by its sums. And no block may send what others have not read yet two layers later: when down's
     // sums are sent, all blocks have got as far as gate_up, and with it have read all sums before.
-    static __device__ __forceinline__ Expected expected(const StepArguments& step, int product, u32 round) {
+    static __device__ __forceinline__ Expected expected(const StepArguments& step, const Share<S>& share, int product, u32 round) {
         if (product == DOWN) return {step.arrivals, (int)gridDim.x, round, 0, 0.f};
         if (product == OUTPUT || S::ROWS > 1) return {nullptr, 0, round, 0, 0.f};
-        return {squares_of(step, product == GATE_UP, 0), square_units(step), round, step.hidden, step.eps};
+        return {squares_of(step, step.squares[product == GATE_UP], share.group, 0), square_units(step), round, step.hidden, step.eps};
     }
     template <typename Source>
     static __device__ __forceinline__ void stage(Source& source, const StepArguments& step, int product, const Share<S>& share,

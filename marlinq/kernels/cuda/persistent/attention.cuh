@@ -27,7 +27,7 @@ struct Attention {
         for (int index = blockIdx.x; index < plan.units; index += gridDim.x) {
             const AttentionUnit unit = plan.unit(index);
             const Chunks<S> chunks(unit, plan.length[unit.row], layer.window);
-            const int queries = step.heads / step.kv_heads;
+            const int queries = plan.queries;
             const bool last = unit.split == unit.splits - 1;
             bool met = false;
             for (int vector = warp; vector < queries + (last ? 2 : 0); vector += S::WARPS)

@@ -143,18 +143,22 @@ private:
     __device__ __forceinline__ void add_words(Accumulators<1>& sums, int unit, const uint4* words, int stride, GetScales scales,
                                               GetZeros zeros) const {
         const u32 activations = shared_address(shared) + S::ACTIVATIONS_AT + unit * 2 * S::SLAB_BYTES;
-        GroupSums group_sums;
+        // One quantisation group after the other: unrolled together, several with zero points take more registers than there are.
+#pragma unroll(S::ZEROS ? 1 : S::UNIT_GROUPS)
+        for (int quant_group = 0; quant_group < S::UNIT_GROUPS; ++quant_group) {
+            GroupSums group_sums;
+            group_sums.clear();
 #pragma unroll
-        for (int i = 0; i < S::UNIT_ROWS; i += 2) {
-            const int quant_group = i / S::QUANT_GROUP_ROWS;
-            if (i % S::QUANT_GROUP_ROWS == 0) group_sums.clear();
-            // Rows past the batch at most repeat others; their sums are not kept.
-            const int m = lane % 8 % S::ROWS, piece = 2 * (i % 4) + GroupSums::piece(lane);
-            u32 r[4];
-            load_matrix_x4(r, activations + i / 4 * S::SLAB_BYTES + m * 128 + ((piece ^ m) * 16));
-            const u32 fragments[1][2][2] = {{{r[0], r[1]}, {r[2], r[3]}}};
-            group_sums.add(sums, words[i * stride], words[(i + 1) * stride], fragments);
-            if (i % S::QUANT_GROUP_ROWS == S::QUANT_GROUP_ROWS - 2) group_sums.close(sums, scales(quant_group), zeros(quant_group));
+            for (int r = 0; r < S::QUANT_GROUP_ROWS; r += 2) {
+                const int i = quant_group * S::QUANT_GROUP_ROWS + r;
+                // Rows past the batch at most repeat others; their sums are not kept.
+                const int m = lane % 8 % S::ROWS, piece = 2 * (i % 4) + GroupSums::piece(lane);
+                u32 x[4];
+                load_matrix_x4(x, activations + i / 4 * S::SLAB_BYTES + m * 128 + ((piece ^ m) * 16));
+                const u32 fragments[1][2][2] = {{{x[0], x[1]}, {x[2], x[3]}}};
+                group_sums.add(sums, words[i * stride], words[(i + 1) * stride], fragments);
+            }
+            group_sums.close(sums, scales(quant_group), zeros(quant_group));
         }
     }
 

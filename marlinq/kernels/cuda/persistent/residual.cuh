@@ -8,9 +8,9 @@
 
 __device__ __forceinline__ int square_units(const StepArguments& step) { return (step.hidden + 127) / 128; }
 
-// Where the blocks of this block's columns leave the squares of `row`, in front of qkv (0) or gate_up (1).
-__device__ __forceinline__ float* squares_of(const StepArguments& step, int which, int row) {
-    return step.squares[which] + ((i64)(blockIdx.x / PARTS) * step.rows + row) * square_units(step);
+// Where the blocks of `group` of columns leave the squares of `row`.
+__device__ __forceinline__ float* squares_of(const StepArguments& step, float* squares, int group, int row) {
+    return squares + ((i64)group * step.rows + row) * square_units(step);
 }
 
 // What turns a row into a normal one, 1 / sqrt(mean square + eps), from the squares of its units; in all lanes.
@@ -44,7 +44,7 @@ struct Residual {
         const int items = step.rows * share.units;
         const float* parts = layer == nullptr ? step.start : step.parts[product];
         const u16* bias = layer == nullptr ? nullptr : layer->bias[product];
-        const float* squares = step.post_squares[product == DOWN];
+        float* squares = step.post_squares[product == DOWN];
         bool met = false;
         // A warp takes a unit of a row, always the same ones.
 #pragma unroll 1
@@ -57,7 +57,7 @@ struct Residual {
             float shift[4] = {}, weight[4] = {}, now[4], square = 0.f;
             if (bias != nullptr)
                 for (int i = 0; i < 4; ++i) shift[i] = E::widen(bias[it.at + i]);
-            if (!S::POST_NORMS) load_weight(gamma, it.unit, weight);
+            if (!S::POST_NORMS || layer == nullptr) load_weight(gamma, it.unit, weight);
             await(round, letters);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -84,7 +84,7 @@ struct Residual {
                 load_weight(gamma, it.unit, weight);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) post[i] = layer->post_gamma[product == DOWN][it.at + i];
-                const float root = root_of_row(step, row_of(squares, it.row), round, lane);
+                const float root = root_of_row(step, squares_of(step, squares, share.group, it.row), round, lane);
                 load(made(it), now);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
@@ -100,7 +100,7 @@ struct Residual {
             if (!met) meet<S>();
         } else {
             for (int row = warp; row < step.rows; row += S::WARPS) {
-                const float root = root_of_row(step, squares_of(step, which, row), next, lane);
+                const float root = root_of_row(step, squares_of(step, step.squares[which], share.group, row), next, lane);
                 if (lane == 0) roots[row] = root;
             }
             meet<S>();
@@ -127,12 +127,9 @@ private:
         return reinterpret_cast<u16*>(shared + S::STREAM_AT) + row * S::STREAM_CHANNELS + unit * S::UNIT;
     }
     __device__ __forceinline__ u16* made(const Item& it) const { return stream(S::ROWS + it.row, it.unit); }
-    __device__ __forceinline__ float* row_of(const float* squares, int row) const {
-        return const_cast<float*>(squares) + ((i64)(blockIdx.x / PARTS) * step.rows + row) * square_units(step);
-    }
-    __device__ __forceinline__ void send_squares(const float* squares, const Item& it, float square, u32 round) const {
+    __device__ __forceinline__ void send_squares(float* squares, const Item& it, float square, u32 round) const {
         square = warp_sum(square);
-        if (lane == 0) send(row_of(squares, it.row) + share.first + it.unit, square, round);
+        if (lane == 0) send(squares_of(step, squares, share.group, it.row) + share.first + it.unit, square, round);
     }
     __device__ __forceinline__ void load(const u16* from, float (&values)[4]) const {
         const uint2 four = *reinterpret_cast<const uint2*>(from + 4 * lane);

@@ -80,11 +80,13 @@ template <typename S>
 struct Share {
     int first, units;       // of K
     int first_tile, tiles;  // of columns
+    int group;              // of columns
 
     // Once, since divisions take longer than a trip to shared memory.
     __device__ __forceinline__ void make(const ProductShape& shape, int product) {
         const int part = blockIdx.x % PARTS, all = (shape.channels + S::UNIT - 1) / S::UNIT;
-        const int group = blockIdx.x / PARTS, groups = gridDim.x / PARTS;
+        const int groups = gridDim.x / PARTS;
+        group = blockIdx.x / PARTS;
         first = all * part / PARTS;
         units = all * (part + 1) / PARTS - first;
         const int width = product == GATE_UP ? 2 : 1, columns = shape.tiles / width;
@@ -106,13 +108,13 @@ struct AttentionUnit {
 template <typename S>
 struct Plan {
     int splits[S::ROWS], length[S::ROWS];
-    int kv_heads, units;
+    int kv_heads, queries, units;  // queries that share a head of keys
     Share<S> shares[PRODUCTS];
 
     // Parts of contexts such that all blocks have work, and none less than is worth a part.
     __device__ __forceinline__ void make(const StepArguments& step) {
         for (int product = 0; product < PRODUCTS; ++product) shares[product].make(step.shape[product], product);
-        kv_heads = step.kv_heads;
+        kv_heads = step.kv_heads, queries = step.heads / step.kv_heads;
         int chunks = 0;
         for (int row = 0; row < step.rows; ++row) {
             // A step behind a full cache counts for nothing, but must not write behind it.

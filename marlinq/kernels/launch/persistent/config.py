@@ -180,7 +180,13 @@ def choose(
     activation_bytes = -(-max(activations, attention) // 128) * 128
     slots = 3 if height == 1 and teams == 2 else 2
     stream_units = max(part_units(channels[0]))
-    left = shared_bytes - _STATIC_BYTES - _ALIGNMENT - activation_bytes - _stream_bytes(height, stream_units, model.post_norms)
+    left = (
+        shared_bytes
+        - _STATIC_BYTES
+        - _ALIGNMENT
+        - activation_bytes
+        - _stream_bytes(height, stream_units, model.post_norms)
+    )
     left -= slots * _slot_bytes(height, team * teams)
     room = left // _stage_bytes(team, group_size, zeros) // teams * teams
     if room < 1:

@@ -55,7 +55,17 @@ class _Shape(ctypes.Structure):
     )
 
 
-_MESSAGES = ("attention", "attention_weight", "mlp", "start", "squares", "mlp_squares", "post_squares", "post_mlp_squares", "arrivals")
+_MESSAGES = (
+    "attention",
+    "attention_weight",
+    "mlp",
+    "start",
+    "squares",
+    "mlp_squares",
+    "post_squares",
+    "post_mlp_squares",
+    "arrivals",
+)
 
 
 class _Step(ctypes.Structure):

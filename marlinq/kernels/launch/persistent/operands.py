@@ -55,8 +55,8 @@ class LayerOperands:
         keys, values: the cache [B, KV, L, D], contiguous; finite everywhere, since positions that are not
             there yet are read and not counted.
         query_gamma, key_gamma: float32 [D], or None.
-        post_attention_gamma, post_mlp_gamma: float32 [H], of norms behind the output and the last projection; None
-            where the model has none.
+        post_attention_gamma, post_mlp_gamma: float32 [H], of norms behind the output and the last projection;
+            None where the model has none.
         window: positions that a query sees at most, its own included; None for all.
     """
 
