@@ -12,6 +12,12 @@ from marlinq.kernels.launch.persistent import LayerOperands, Model, Operand
 from marlinq.kernels.ops.reference import dequantize_operands
 
 
+_ACTIVATIONS = {
+    "silu": torch.nn.functional.silu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+}
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Of a model: channels of the residual stream and of the MLP, heads and their channels, and what a cache
@@ -127,7 +133,7 @@ class Reference:
             x = self._round(x + self._post(given, layer.post_attention_gamma))
             made = self._product(self._norm(x, layer.mlp_gamma), layer.gate_up).view(x.shape[0], -1, 2, 64)
             gate, up = made[:, :, 0].flatten(1), made[:, :, 1].flatten(1)
-            inner = self._round(self._round(torch.nn.functional.silu(gate)) * up)
+            inner = self._round(self._round(_ACTIVATIONS[self._model.activation](gate)) * up)
             x = self._round(x + self._post(self._product(inner, layer.down), layer.post_mlp_gamma))
         return x
 

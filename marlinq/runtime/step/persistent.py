@@ -146,8 +146,6 @@ def _model(layer: BoundLayer) -> Model:
     anatomy, attention, mlp = layer.anatomy, layer.attention, layer.anatomy.mlp
     if anatomy.parallel or anatomy.residual_scale != 1:
         raise _UnknownPartError("parallel blocks, or a factor on what is added")
-    if anatomy.post_attention_norm is not None or anatomy.post_mlp_norm is not None:
-        raise _UnknownPartError("norms behind the parts of a block")
     activation = _ACTIVATIONS.get(mlp.activation)
     if activation is None or layer.arrangement != "tiles":
         raise _UnknownPartError(f"{mlp.activation} without a gate in turns of tiles")
@@ -156,9 +154,12 @@ def _model(layer: BoundLayer) -> Model:
         raise _UnknownPartError("a rotary embedding of other than halves of whole heads")
     if attention.qkv.turns != 1:
         raise _UnknownPartError("queries, keys and values that take turns")
-    first, second = _row(layer.attention_norm), _row(layer.mlp_norm)
+    posts = [norm for norm in (layer.post_attention_norm, layer.post_mlp_norm) if norm is not None]
+    if len(posts) == 1:
+        raise _UnknownPartError("a norm behind one part of a block only")
+    first, *others = (_row(norm) for norm in (layer.attention_norm, layer.mlp_norm, *posts))
     heads = [norm for norm in (layer.query_norm, layer.key_norm) if norm is not None]
-    if first.kind != second.kind or first.eps != second.eps:
+    if any(norm.kind != first.kind or norm.eps != first.eps for norm in others):
         raise _UnknownPartError("two kinds of norms")
     if any(norm.kind != first.kind or norm.wide or norm.bias is not None for norm in heads):
         raise _UnknownPartError("norms of queries and keys of another kind")
@@ -173,6 +174,7 @@ def _model(layer: BoundLayer) -> Model:
         first.kind == "RMS",
         attention.softcap,
         heads[0].eps if heads else first.eps,
+        bool(posts),
     )
 
 
@@ -196,6 +198,8 @@ def _operands(layer: BoundLayer, hidden: int) -> LayerOperands:
         layer.values,
         None if layer.query_norm is None else _gamma(layer.query_norm, layer.keys.shape[3], device),
         None if layer.key_norm is None else _gamma(layer.key_norm, layer.keys.shape[3], device),
+        None if layer.post_attention_norm is None else _gamma(layer.post_attention_norm, hidden, device),
+        None if layer.post_mlp_norm is None else _gamma(layer.post_mlp_norm, hidden, device),
         layer.attention.window,
     )
 
