@@ -11,7 +11,6 @@ from torch import Tensor
 from marlinq.kernels.launch.persistent import LayerOperands, Model, Operand
 from marlinq.kernels.ops.reference import dequantize_operands
 
-
 _ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
     "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),

@@ -192,7 +192,7 @@ def choose(
     if room < 1:
         return None
     ring = min(room, 16)
-    window = min(ring, 6)
+    window = min(ring, 2)
     return StepConfig(
         height,
         team,
