@@ -20,14 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from marlinq.core.progress import no_progress
 from marlinq.kernels import dependent_launches
 from marlinq.kernels import step as kernels
 from marlinq.kernels.step import AttentionShape, Division, Workspace, divide
 from marlinq.models.anatomy import MLP, Anatomy, Attention, Layer, Norm, Rotary, Slices
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.runtime import MarlinOperand, QuantLinear
-from marlinq.runtime.step.chain import ChainForward, _Recording
+from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.reference import ReferenceForward
+from marlinq.runtime.step.walk import Recording
 
 HIDDEN, HEADS, KV, D, INNER, VOCABULARY = 4096, 32, 8, 128, 14336, 128256
 GROUP = 128
@@ -234,7 +236,7 @@ def whole(model: nn.Module, anatomy: Anatomy, batch: int, context: int, *, share
     def milliseconds(starts: list[Callable[[], object]]) -> float:
         return step_milliseconds(own, context, starts)
 
-    starts = own._step.starts
+    starts = own.recording.starts
     print(
         f"batch {batch:3d}, context {context:5d}: {milliseconds(starts):7.3f} ms for "
         f"{len(anatomy.layers)} layers, errors of prompt {wrong[0]:.1e} and step {wrong[1]:.1e}; {own.reason}"
@@ -243,7 +245,7 @@ def whole(model: nn.Module, anatomy: Anatomy, batch: int, context: int, *, share
         return
     kinds = [
         "products" if not isinstance(item, kernels.Prepared) else item.instantiation.function
-        for item in own._step._recorded
+        for item in own.recording._recorded
     ]
     kinds[-1] = "head"
     for kind in sorted(set(kinds)):
@@ -254,13 +256,13 @@ def whole(model: nn.Module, anatomy: Anatomy, batch: int, context: int, *, share
             f"{milliseconds(alone):7.3f} ms alone"
         )
     # Outside of the context that the forward prepares its step in.
-    print(f"    products launched ordinarily: {milliseconds(_Recording(own).starts):7.3f} ms")
+    print(f"    products launched ordinarily: {milliseconds(Recording(own, no_progress).starts):7.3f} ms")
     with dependent_launches():
         for changed in ({"early": False}, {"ahead": False, "early": False}):
-            kept = own._divisions
-            own._divisions = [division._replace(**changed) for division in kept]
-            print(f"    attention with {changed}: {milliseconds(_Recording(own).starts):7.3f} ms")
-            own._divisions = kept
+            kept = own.divisions
+            own.divisions = [division._replace(**changed) for division in kept]
+            print(f"    attention with {changed}: {milliseconds(Recording(own, no_progress).starts):7.3f} ms")
+            own.divisions = kept
 
 
 def step_milliseconds(own: ChainForward, context: int, starts: list[Callable[[], object]]) -> float:

@@ -19,7 +19,8 @@ from marlinq.models.anatomy import Anatomy, Unrecognised
 from marlinq.models.recognise import anatomy_of
 from marlinq.runtime.decoding import Decoder
 from marlinq.runtime.sampling import GREEDY, SamplerShape, precompile_sampler
-from marlinq.runtime.step.chain import ChainForward, chain_refusal
+from marlinq.runtime.step.bound import chain_refusal
+from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.persistent import join_layers
 from marlinq.runtime.step.probe import capacity_limit, own_forward_refusal

@@ -26,8 +26,10 @@ from marlinq.kernels.launch.persistent import (
 )
 from marlinq.kernels.step import HeadNorm, RowNorm
 from marlinq.runtime.linear import QuantLinear
-from marlinq.runtime.step.chain import BoundLayer, ChainForward, Pending, Recording
+from marlinq.runtime.step.bound import BoundLayer
+from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.products import Product
+from marlinq.runtime.step.walk import Pending, Recording
 
 # As the probe allows between our forward and transformers' (runtime/step/probe.py): the kernel keeps other
 # values in float32 than the chain does, so both round independently.

@@ -13,8 +13,9 @@ from marlinq.kernels.step import AttentionShape, Division, Workspace
 from marlinq.models.anatomy import Anatomy, Unrecognised
 from marlinq.models.recognise import recognise
 from marlinq.runtime import QuantLinear, marlin_operand
-from marlinq.runtime.step import chain
-from marlinq.runtime.step.chain import ChainForward, chain_refusal
+from marlinq.runtime.step import chain, walk
+from marlinq.runtime.step.bound import chain_refusal
+from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.join import JoinedSlice
 from marlinq.runtime.step.reference import ReferenceForward
 from tests.runtime.step import torch_kernels
@@ -33,7 +34,7 @@ MODELS = [
 
 @pytest.fixture(autouse=True)
 def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain, "kernels", torch_kernels)
+    monkeypatch.setattr(walk, "kernels", torch_kernels)
 
 
 def halved(
@@ -148,7 +149,8 @@ def test_prompts_in_pieces_give_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     reference = ReferenceForward(wide, anatomy, batch=3, capacity=24)
     # Two sequences at a time, and an MLP of less than one.
     for most in (22, 5):
-        monkeypatch.setattr(chain, "_MOST_ROWS", most)
+        for module in (chain, walk):
+            monkeypatch.setattr(module, "MOST_ROWS", most)
         own = ChainForward(half, anatomy, batch=3, capacity=24)
         assert max(differences(own, reference, wide.config.vocab_size)) < TOLERANCE
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from marlinq.kernels import dequantize_operands
 from marlinq.runtime import QuantLinear
-from marlinq.runtime.step.chain import ChainForward, chain_refusal
+from marlinq.runtime.step.bound import chain_refusal
+from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.reference import ReferenceForward
 from tests.runtime.step.test_chain import error, halved, quantized, recognised, tiny
 

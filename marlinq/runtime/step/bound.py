@@ -1,0 +1,144 @@
+"""A layer of an anatomy with the weights, norms and caches that kernels take; or why they can't take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from marlinq.kernels.step import Arrangement, HeadNorm, RowNorm
+from marlinq.kernels.step.prepared import ELEMENTS, VECTOR
+from marlinq.kernels.step.residual import WIDEST
+from marlinq.models.anatomy import Anatomy, Attention, Layer, Norm, Rotary, Unrecognised
+from marlinq.runtime.step.products import Product, single_product
+
+
+def chain_refusal(model: nn.Module, anatomy: Anatomy) -> Unrecognised | None:
+    """Which part of ``anatomy`` the kernels can't compute, and why; None if they can compute all of it."""
+    embedding = model.get_submodule(anatomy.embedding).get_parameter("weight")
+    hidden = embedding.shape[1]
+    if embedding.dtype not in ELEMENTS:
+        return Unrecognised(anatomy.embedding, f"activations in {embedding.dtype}; the kernels take 16 bits")
+    if hidden % VECTOR or hidden > WIDEST:
+        return Unrecognised(
+            anatomy.embedding, f"{hidden} channels; the kernels take multiples of 8 to {WIDEST}"
+        )
+    head = single_product(model, anatomy.head).features
+    if head > embedding.shape[0]:
+        return Unrecognised(anatomy.head, f"{head} tokens, of which {embedding.shape[0]} can be embedded")
+    for layer in anatomy.layers:
+        refused = _layer_refusal(model, layer, embedding.dtype)
+        if refused is not None:
+            return refused
+    for norm in (anatomy.embedding_norm, anatomy.final_norm):
+        if norm is not None and (reason := _norm_refusal(model, norm, embedding.dtype)) is not None:
+            return Unrecognised(norm.module, reason)
+    return None
+
+
+def _layer_refusal(model: nn.Module, layer: Layer, dtype: torch.dtype) -> Unrecognised | None:
+    attention, mlp = layer.attention, layer.mlp
+    size = attention.head_dim
+    if size % VECTOR or size > 256:
+        return Unrecognised(layer.name, f"heads of {size} channels; the kernels take multiples of 8 to 256")
+    if attention.heads % attention.kv_heads:
+        return Unrecognised(
+            layer.name, f"{attention.heads} heads of queries, {attention.kv_heads} of keys and values"
+        )
+    if layer.parallel and (layer.post_attention_norm or layer.post_mlp_norm):
+        return Unrecognised(layer.name, "a parallel block with norms behind its parts")
+    if mlp.inputs.turns != 1 or any(width % VECTOR for width in mlp.inputs.widths):
+        return Unrecognised(mlp.inputs.modules[0], "gate and up are mixed, or no multiple of 8 columns")
+    head_norms = [norm for norm in (attention.query_norm, attention.key_norm) if norm is not None]
+    wide = [norm.width != size for norm in head_norms]
+    if any(wide) and (
+        not all(wide) or attention.qkv.turns != 1 or any(norm.kind == "layer" for norm in head_norms)
+    ):
+        return Unrecognised(head_norms[0].module, "this combination of norms over all heads")
+    norms = (
+        *(layer.attention_norm, layer.mlp_norm, layer.post_attention_norm, layer.post_mlp_norm),
+        *head_norms,
+    )
+    for norm in norms:
+        if norm is not None and (reason := _norm_refusal(model, norm, dtype)) is not None:
+            return Unrecognised(norm.module, reason)
+    return None
+
+
+def _norm_refusal(model: nn.Module, norm: Norm, dtype: torch.dtype) -> str | None:
+    for name, value in model.get_submodule(norm.module).named_parameters():
+        if value.dtype != dtype and not torch.equal(value.to(dtype).float(), value.float()):
+            return f"its {name} in {value.dtype} has values that {dtype} does not hold"
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class BoundLayer:
+    """A layer with what it is multiplied and normalised by."""
+
+    anatomy: Layer
+    qkv: Product
+    output: Product
+    inputs: Product
+    down: Product
+    attention_norm: RowNorm | None
+    mlp_norm: RowNorm | None
+    post_attention_norm: RowNorm | None
+    post_mlp_norm: RowNorm | None
+    query_norm: HeadNorm | None
+    key_norm: HeadNorm | None
+    table: Tensor | None
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def attention(self) -> Attention:
+        return self.anatomy.attention
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """How gate and up lie in the product."""
+        if not self.anatomy.mlp.gated:
+            return "plain"
+        return "tiles" if self.inputs.tiles else "halves"
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self.qkv, self.output, self.inputs, self.down
+
+
+def row_norm(model: nn.Module, norm: Norm | None, dtype: torch.dtype) -> RowNorm | None:
+    if norm is None:
+        return None
+    weight, bias = _norm_weights(model, norm, dtype)
+    return RowNorm(_kind(norm), weight, bias, norm.eps, norm.offset)
+
+
+def head_norm(model: nn.Module, norm: Norm | None, size: int, dtype: torch.dtype) -> HeadNorm | None:
+    if norm is None:
+        return None
+    weight, bias = _norm_weights(model, norm, dtype)
+    return HeadNorm(_kind(norm), weight, bias, norm.eps, norm.offset, wide=norm.width != size)
+
+
+def _kind(norm: Norm) -> Literal["RMS", "RMS_WIDE", "LAYER"]:
+    if norm.kind == "layer":
+        return "LAYER"
+    return "RMS" if norm.narrow_first else "RMS_WIDE"
+
+
+def _norm_weights(model: nn.Module, norm: Norm, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    held = {
+        name: value.detach().to(dtype).contiguous()
+        for name, value in model.get_submodule(norm.module).named_parameters()
+    }
+    return held.get("weight"), held.get("bias")
+
+
+def rotation_table(model: nn.Module, rotary: Rotary, capacity: int) -> Tensor:
+    """Cosines and sines [L, channels / 2, 2] in float32."""
+    frequencies = model.get_submodule(rotary.module).get_buffer(rotary.frequencies).float()
+    angles = torch.arange(capacity, device=frequencies.device).float()[:, None] * frequencies
+    return torch.stack((angles.cos(), angles.sin()), -1).mul_(rotary.scaling).contiguous()

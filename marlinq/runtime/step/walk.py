@@ -1,0 +1,297 @@
+"""The kernels of a forward in their order: done at once, or recorded as the launches of every later step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from marlinq.core.progress import ReportProgress
+from marlinq.kernels import step as kernels
+from marlinq.kernels.step import Gather, Prepared, RowNorm
+from marlinq.runtime.step.bound import BoundLayer
+from marlinq.runtime.step.products import Product, Start, precompile_products
+from marlinq.runtime.step.reference import causal_attention
+
+if TYPE_CHECKING:
+    from marlinq.runtime.step.chain import ChainForward
+
+MOST_ROWS = 8192
+"""Rows of a prompt that are read at a time, which bounds the memory between products."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What products have left for the residual stream, to be added by the next kernel."""
+
+    first: Tensor
+    second: Tensor | None
+    post: RowNorm | None
+    factor: float
+
+    def select(self, rows: Tensor) -> Pending:
+        second = None if self.second is None else self.second.index_select(0, rows)
+        return Pending(self.first.index_select(0, rows), second, self.post, self.factor)
+
+
+class Walk:
+    """The layers over a number of rows, done at once.
+
+    Args:
+        forward: whose layers.
+        tokens: int64 [M]; M = b * T.
+        part: the b sequences of the batch.
+        tokens_each: T.
+    """
+
+    def __init__(self, forward: ChainForward, tokens: Tensor, part: slice, tokens_each: int) -> None:
+        self.forward = forward
+        self.tokens = tokens
+        self.part = part
+        self.tokens_each = tokens_each
+        self.lengths = forward.lengths[part]
+
+    # What a recording does otherwise.
+
+    def empty(self, name: str, rows: int, columns: int) -> Tensor:
+        """Memory [rows, columns]; what had the same name before is no longer read."""
+        return torch.empty((rows, columns), dtype=self.forward.dtype, device=self.lengths.device)
+
+    def launch(self, prepared: Prepared) -> None:
+        """A kernel between products."""
+        kernels.bind(prepared, self.forward.device_index, dependent=True).start()
+
+    def multiply(self, name: str, product: Product, x: Tensor) -> Tensor:
+        """[M, columns of the product]."""
+        return product.run(x)
+
+    def attend(self, index: int, q: Tensor) -> Tensor:
+        """Attention of the new tokens: q [M, H, D] to [M, H * D]."""
+        layer = self.forward.layers[index]
+        if self.tokens_each == 1:
+            return self._attend_one(index, q)
+        sequences = self.lengths.shape[0]
+        new = slice(0, self.tokens_each)
+        queries = q.view(sequences, self.tokens_each, *q.shape[1:]).transpose(1, 2)
+        keys, values = layer.keys[self.part, :, new], layer.values[self.part, :, new]
+        mixed = causal_attention(queries, keys, values, layer.attention)
+        return mixed.transpose(1, 2).reshape(q.shape[0], -1)
+
+    def observed(self, index: int, x: Tensor) -> None:
+        """The hidden states behind a layer."""
+        observe = self.forward.observe
+        if observe is not None:
+            observe(index, x.view(-1, self.tokens_each, self.forward.hidden))
+
+    # The walk itself.
+
+    def embedded(self) -> Gather:
+        """What the first layer reads."""
+        forward = self.forward
+        return Gather(
+            self.tokens,
+            forward.embedding,
+            forward.anatomy.embedding_scale,
+            forward.places,
+            forward.anatomy.positions_offset,
+        )
+
+    def layers(self) -> tuple[Tensor, Pending]:
+        """The residual stream behind the last layer, and what is still to be added to it."""
+        forward = self.forward
+        x: Tensor | Gather = self.embedded()
+        pending: Pending | None = None
+        if forward.embedding_norm is not None:
+            _, x = self.add(x, None, forward.embedding_norm)
+        for index, layer in enumerate(forward.layers):
+            x, normed = self.add(x, pending, layer.attention_norm)
+            if index:
+                self.observed(index - 1, x)
+            mixed = self._attention(index, layer, normed)
+            factor = layer.anatomy.residual_scale
+            if layer.anatomy.parallel:
+                if layer.anatomy.mlp_norm != layer.anatomy.attention_norm:
+                    _, normed = self.add(x, None, layer.mlp_norm)
+                pending = Pending(mixed, self._mlp(layer, normed), None, factor)
+                continue
+            pending = Pending(mixed, None, layer.post_attention_norm, factor)
+            x, normed = self.add(x, pending, layer.mlp_norm)
+            pending = Pending(self._mlp(layer, normed), None, layer.post_mlp_norm, factor)
+        if isinstance(x, Gather) or pending is None:
+            raise ValueError("a model without layers")
+        if forward.observe is not None:
+            self.observed(len(forward.layers) - 1, self.add(x, pending, None)[0])
+        return x, pending
+
+    def add(
+        self,
+        source: Tensor | Gather,
+        pending: Pending | None,
+        norm: RowNorm | None,
+        counter: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream with what was pending, and its normalisation; the same without ``norm``."""
+        forward = self.forward
+        if isinstance(source, Tensor) and pending is None and norm is None:
+            return source, source
+        rows = source.shape[0] if isinstance(source, Tensor) else source.tokens.shape[0]
+        stored = out = None
+        if pending is not None or isinstance(source, Gather):
+            stored = self.empty("residual", rows, forward.hidden)
+        if norm is not None:
+            out = self.empty("normed", rows, forward.hidden)
+        self.launch(
+            kernels.residual(
+                source,
+                stored=stored,
+                out=out,
+                norm=norm,
+                first=None if pending is None else pending.first,
+                second=None if pending is None else pending.second,
+                post=None if pending is None else pending.post,
+                factor=1.0 if pending is None else pending.factor,
+                lengths=self.lengths,
+                tokens_each=self.tokens_each,
+                counter=counter,
+            )
+        )
+        x = source if stored is None else stored
+        assert isinstance(x, Tensor)
+        return x, x if out is None else out
+
+    def _attention(self, index: int, layer: BoundLayer, normed: Tensor) -> Tensor:
+        forward, attention = self.forward, layer.attention
+        joined = self.multiply("qkv", layer.qkv, normed)
+        rows = joined.shape[0]
+        q = self.empty("queries", rows, attention.heads * attention.head_dim)
+        q = q.view(rows, attention.heads, attention.head_dim)
+        self.launch(
+            kernels.append(
+                joined,
+                q,
+                layer.keys[self.part],
+                layer.values[self.part],
+                self.lengths,
+                table=layer.table,
+                interleaved=attention.rotary is not None and attention.rotary.interleaved,
+                query_norm=layer.query_norm,
+                key_norm=layer.key_norm,
+                tokens_each=self.tokens_each,
+                turns=attention.qkv.turns,
+                hold=forward.divisions[index].early,
+            )
+        )
+        return self.multiply("output", layer.output, self.attend(index, q))
+
+    def _attend_one(self, index: int, q: Tensor) -> Tensor:
+        forward, layer = self.forward, self.forward.layers[index]
+        out = self.empty("attended", q.shape[0], q.shape[1] * q.shape[2])
+        self.launch(
+            kernels.attend(
+                q,
+                layer.keys[self.part],
+                layer.values[self.part],
+                out.view(q.shape),
+                self.lengths,
+                forward.workspace,
+                scale=layer.attention.scale,
+                division=forward.divisions[index],
+                window=layer.attention.window,
+                softcap=layer.attention.softcap,
+            )
+        )
+        return out
+
+    def _mlp(self, layer: BoundLayer, normed: Tensor) -> Tensor:
+        rows = normed.shape[0]
+        if rows <= MOST_ROWS:
+            return self._mlp_of(layer, normed)
+        return torch.cat([self._mlp_of(layer, part) for part in torch.split(normed, MOST_ROWS)])
+
+    def _mlp_of(self, layer: BoundLayer, normed: Tensor) -> Tensor:
+        x = self.multiply("inputs", layer.inputs, normed)
+        # Whole tiles, or what the parts have.
+        columns = x.shape[1] // 2 if layer.arrangement == "tiles" else layer.anatomy.mlp.inputs.widths[0]
+        active = self.empty("active", x.shape[0], columns)
+        self.launch(kernels.activate(x, active, layer.anatomy.mlp.activation, layer.arrangement))
+        return self.multiply("down", layer.down, active)
+
+
+class Recording(Walk):
+    """A step over the whole batch: buffers that stay, and the launches of which it consists.
+
+    Attributes:
+        starts: the launches in order.
+    """
+
+    def __init__(self, forward: ChainForward, progress: ReportProgress) -> None:
+        tokens = torch.zeros(forward.batch, dtype=torch.int64, device=forward.lengths.device)
+        super().__init__(forward, tokens, slice(0, forward.batch), 1)
+        products = [product for layer in forward.layers for product in layer.products]
+        products.append(forward.head)
+        if tokens.is_cuda:
+            precompile_products(products, forward.batch, forward.dtype, forward.device_index, progress)
+        # Padded products read zeros behind what kernels write.
+        self._widest = max(product.inner for product in products)
+        self._buffers: dict[tuple[str, int, int], Tensor] = {}
+        self._turns: dict[str, int] = {}
+        self._recorded: list[Prepared | Start] = []
+        x, pending = self.recorded_layers()
+        _, normed = self.add(x, pending, forward.final_norm, counter=forward.lengths)
+        logits = self.multiply("logits", forward.head, normed)
+        self.logits = logits[:, : forward.head.features]
+        if forward.anatomy.logit_scale != 1 or forward.anatomy.logit_softcap is not None:
+            self._recorded.append(lambda: forward.finished(self.logits))
+        prepared = [item for item in self._recorded if isinstance(item, kernels.Prepared)]
+        kernels.precompile_prepared(prepared, forward.device_index, progress)
+        self.starts: list[Start] = []
+        for item in self._recorded:
+            if isinstance(item, kernels.Prepared):
+                launch = kernels.bind(item, forward.device_index, dependent=True)
+                if not self.starts:
+                    # The first kernel embeds the tokens, wherever they are.
+                    self._first = launch
+                self.starts.append(launch.start)
+            else:
+                self.starts.append(item)
+
+    def recorded_layers(self) -> tuple[Tensor, Pending | None]:
+        """The residual stream behind the last layer, and what is still to be added to it."""
+        return self.layers()
+
+    def record(self, start: Start) -> None:
+        """Launches of somebody else's."""
+        self._recorded.append(start)
+
+    def start(self, tokens: Tensor) -> Tensor:
+        """A step; returns logits [B, vocabulary]."""
+        self._first.arguments.tokens = tokens.data_ptr()
+        for start in self.starts:
+            start()
+        return self.logits
+
+    def empty(self, name: str, rows: int, columns: int) -> Tensor:
+        # The residual stream is read while its successor is written.
+        turn = self._turns[name] = 1 - self._turns.get(name, 0)
+        found = self._buffers.get((name, turn, columns))
+        if found is None:
+            # Queries are taken as they lie.
+            wide = columns if name == "queries" else max(columns, self._widest)
+            found = torch.zeros((rows, wide), dtype=self.forward.dtype, device=self.lengths.device)
+            self._buffers[name, turn, columns] = found
+        return found[:, :columns]
+
+    def launch(self, prepared: Prepared) -> None:
+        self._recorded.append(prepared)
+
+    def multiply(self, name: str, product: Product, x: Tensor) -> Tensor:
+        out = self.empty(name, x.shape[0], product.columns)
+        if x.shape[1] < product.inner:
+            x = x.as_strided((x.shape[0], product.inner), x.stride(), x.storage_offset())
+        self._recorded += product.bind(x, out)
+        return out
+
+    def observed(self, index: int, x: Tensor) -> None:
+        pass
