@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from marlinq.kernels import Device, Problem
 from marlinq.kernels.decide.decision import KernelConfig
@@ -23,6 +24,13 @@ AMPERE = Device("sm_86", multiprocessors=84, shared_bytes=101_376)
 
 
 LOUD = (3, 40, 41)
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 
 @dataclass(frozen=True)
@@ -87,13 +95,14 @@ def run(builder: Builder, case: Case, sources: Path = SOURCES) -> float:
     if case.loud:
         wide *= 2.0**-8
         wide[:, LOUD] = 50000.0
+    columns = problem.n if problem.activation is None else problem.n // 2
     given = Operands(
         apart(wide[:, : problem.k]),
         apart(made.words),
         apart(made.scales),
         None if made.zeros is None else apart(made.zeros),
         None if made.bias is None else apart(made.bias),
-        torch.full((problem.m, problem.n), torch.nan, dtype=dtype),
+        torch.full((problem.m, columns), torch.nan, dtype=dtype),
     )
     handover = config.handover(problem) if isinstance(config, WarpgroupConfig) else None
     flags = apart(torch.zeros(handover.flags if handover else 0, dtype=torch.int32))
@@ -124,12 +133,18 @@ def run(builder: Builder, case: Case, sources: Path = SOURCES) -> float:
         results.append(operands.out)
         if not torch.equal(results[0].view(torch.int16), operands.out.view(torch.int16)):
             raise KernelFault(f"launch {number} gives other bits than the first")
-    return relative_error(results[0], made.reference(given.x))
+    expected = made.reference(given.x)
+    if problem.activation is not None:
+        gate, up = expected.view(problem.m, -1, 2, 64).unbind(2)
+        expected = (ACTIVATIONS[problem.activation](gate) * up).flatten(1)
+    return relative_error(results[0], expected)
 
 
 def bound(problem: Problem) -> float:
     """The relative error that rounding may cause."""
-    return BOUND[_dtype(problem)]
+    # Both factors have a product's error; the activation's slope is at most 1.13, and 2 for a square.
+    factors = {None: 1.0, "relu2": 3.0}.get(problem.activation, 2.13)
+    return factors * BOUND[_dtype(problem)]
 
 
 def _dtype(problem: Problem) -> torch.dtype:

@@ -13,7 +13,7 @@ import torch
 
 from marlinq.kernels import Device, Problem, batch_invariant, decide, forced_kernel
 from marlinq.kernels.decide.bulk import BulkConfig
-from marlinq.kernels.decide.decision import KERNELS, Kernel, KernelConfig, estimates
+from marlinq.kernels.decide.decision import KERNELS, Kernel, KernelConfig, activates, estimates
 from marlinq.kernels.decide.stream import StreamConfig
 from marlinq.kernels.decide.warpgroup import WarpgroupConfig
 from marlinq.kernels.launch import gather
@@ -84,6 +84,31 @@ def test_ways_of_splitting(builder: Builder, kernel: Kernel, split: str) -> None
     if not found and split == "four rows a chunk":
         pytest.skip("the stream kernel has four rows for the largest tile only, which it never splits")
     right(builder, Case(problem, found[0], dependent=number % 2 == 0, seed=number))
+
+
+# (M, N, K, group, zeros, bfloat16, dependent), a variant, and the activation behind it.
+ACTIVATED: list[tuple[tuple[Any, ...], KernelConfig | None, str]] = [
+    ((1, 384, 320, 64, True, False, True), None, "silu"),
+    ((4, 640, 1152, 128, False, False, True), None, "silu"),
+    ((7, 256, 448, 32, True, True, False), StreamConfig(2, 2, 1, 8, True, 2, 3, 1), "gelu_tanh"),
+    ((12, 384, 1088, -1, True, True, True), None, "gelu"),
+    ((16, 640, 1152, 128, False, False, True), WarpgroupConfig(16, 4, 1, 2, 8, 1, 4, 1, 132), "silu"),
+    ((30, 384, 576, 64, True, True, False), WarpgroupConfig(64, 2, 1, 2, 8, 2, 4, 1, 132), "relu"),
+    ((50, 640, 576, 64, False, False, False), WarpgroupConfig(64, 2, 2, 1, 8, 1, 4, 1, 132), "silu"),
+    ((70, 384, 320, -1, False, False, True), None, "relu2"),
+]
+
+
+@pytest.mark.parametrize(("values", "config", "activation"), ACTIVATED, ids=str)
+def test_an_activation_behind_the_product(
+    builder: Builder, values: tuple[Any, ...], config: KernelConfig | None, activation: str
+) -> None:
+    *extents, dependent = values
+    problem = Problem(*extents, activation=activation)
+    found = config or decide(problem, H200).config
+    assert found is not None
+    assert activates(problem, found)
+    right(builder, Case(problem, found, dependent, bias=not dependent, x_padding=8, seed=len(activation)))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

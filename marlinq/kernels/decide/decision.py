@@ -237,7 +237,24 @@ def model_choice(problem: Problem, device: Device, demanded: Demands) -> tuple[f
     return best
 
 
+def activates(problem: Problem, config: KernelConfig) -> bool:
+    """Whether a variant can do what the problem wants behind the product: a block needs gate and up of the
+    same columns, whose sums meet in its shared memory."""
+    if problem.activation is None:
+        return True
+    if isinstance(config, BulkConfig) or (isinstance(config, WarpgroupConfig) and config.pushes):
+        return False
+    return config.tile_n % 128 == 0 and problem.n % 128 == 0
+
+
 def _all_estimates(
+    problem: Problem, device: Device, demanded: Demands
+) -> Iterator[tuple[float, str, KernelConfig]]:
+    found = _any_estimates(problem, device, demanded)
+    return (candidate for candidate in found if activates(problem, candidate[2]))
+
+
+def _any_estimates(
     problem: Problem, device: Device, demanded: Demands
 ) -> Iterator[tuple[float, str, KernelConfig]]:
     for kernel in considered(problem, device, demanded):

@@ -23,6 +23,8 @@ class Problem:
         zeros: whether there are zero points.
         bfloat16: the type of activations and scales; float16 otherwise.
         format: of the weight.
+        activation: of gate, whose tiles of 64 columns take turns with those of up; the result is then
+            ``activation(gate) * up``, N / 2 columns. None for the product itself.
     """
 
     m: int
@@ -32,6 +34,7 @@ class Problem:
     zeros: bool
     bfloat16: bool
     format: WeightFormat = INT4
+    activation: str | None = None
 
     @cached_property
     def quant_group(self) -> int:
@@ -47,6 +50,11 @@ class Problem:
             ("QUANT_GROUP", self.quant_group),
             ("ZEROS", self.zeros),
         )
+
+    @property
+    def activation_parameter(self) -> tuple[str, str]:
+        """What configurations of the kernels that can have an activation say of it."""
+        return "PAIR_ACTIVATION", f"Activation::{(self.activation or 'none').upper()}"
 
     @cached_property
     def bytes_per_weight(self) -> float:

@@ -155,6 +155,7 @@ class StreamConfig(WarpTiles):
             self.function,
             (
                 *problem.parameters,
+                problem.activation_parameter,
                 ("WARPS_N", self.warps_n),
                 ("WARPS_K", self.warps_k),
                 ("BLOCKS_M", self.blocks_m),

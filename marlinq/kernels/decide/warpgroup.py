@@ -200,10 +200,14 @@ class WarpgroupConfig:
         """Registers a thread is launched with."""
         return registers_of_a_thread(self.threads // 32, self.min_blocks)
 
+    def meets(self, problem: Problem) -> bool:
+        """Whether the sums of a tile meet in shared memory, and a block has one tile."""
+        return self.parts > 1 or problem.activation is not None
+
     def apart(self, problem: Problem) -> bool:
         """Whether warps that don't multiply store tiles: where a block takes several, alone on its
         multiprocessor."""
-        return self.parts == 1 and self.min_blocks == 1 and self.tiles(problem) > self.most_blocks
+        return not self.meets(problem) and self.min_blocks == 1 and self.tiles(problem) > self.most_blocks
 
     def scaling(self, problem: Problem) -> str:
         """What scales multiply: sums (SUMS) at the end of a group or of K, fragments (WEIGHTS), or fragments
@@ -246,7 +250,7 @@ class WarpgroupConfig:
         """What a multiplying and a copying thread could change to, needed or not."""
         if self.min_blocks > 1:
             return 0, 0
-        return _GROWN.get((self.multiplying, self.parts > 1 or self.apart(problem)), (0, 0))
+        return _GROWN.get((self.multiplying, self.meets(problem) or self.apart(problem)), (0, 0))
 
     def fits_registers(self, problem: Problem) -> bool:
         """Whether the accumulators fit what a thread can get."""
@@ -256,7 +260,7 @@ class WarpgroupConfig:
     def shared_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory of a block: the aligned ring, then what transposes or is received."""
         ring = self.stages * stage_bytes(problem, self.tile_m, self.tile_n, self.rows) + 1024
-        if self.parts > 1 and not self.pushes:
+        if self.meets(problem) and not self.pushes:
             # Sums take the place of the ring.
             return max(ring, self.parts_k * self.tile_m * (self.tile_n + 4) * 4)
         return ring + self._bytes_beside_ring(problem)
@@ -266,7 +270,7 @@ class WarpgroupConfig:
         if self.pushes:
             slots = -(-self.tile_n // 16 // self.cluster)
             return self.parts * slots * self.tile_m * 64
-        if self.parts > 1:
+        if self.meets(problem):
             return 0
         # A warp transposes twice eight rows of its columns, or sixteen where those are few.
         rows = 32 if self.words == 1 else 16
@@ -282,7 +286,7 @@ class WarpgroupConfig:
     def grid(self, problem: Problem) -> int:
         """Blocks of a launch."""
         tiles = self.tiles(problem)
-        if self.parts > 1:
+        if self.meets(problem):
             return tiles * self.cluster
         if self.stream_k:
             tiles = max(1, tiles * self.chunks(problem) // _LEAST_CHUNKS)
@@ -312,6 +316,7 @@ class WarpgroupConfig:
             self.function,
             (
                 *problem.parameters,
+                problem.activation_parameter,
                 ("TILE_M", self.tile_m),
                 ("WORDS", self.words),
                 ("WARPGROUPS_N", self.warpgroups_n),
@@ -398,7 +403,7 @@ def common(problem: Problem, device: Device) -> Iterator[WarpgroupConfig]:
 
 def _worth_stream_k(problem: Problem, config: WarpgroupConfig) -> bool:
     """Whether an even split of the last tiles is possible, and whole ones don't make whole waves."""
-    if config.parts > 1 or config.grid(problem) == 1 or not config.fits_registers(problem):
+    if config.meets(problem) or config.grid(problem) == 1 or not config.fits_registers(problem):
         return False
     # With two blocks a multiprocessor it was never measured to be faster than other splits.
     if config.min_blocks > 1:
@@ -464,7 +469,7 @@ def estimate(
     """Seconds of a launch, and what the busiest multiprocessor spends most of them on."""
     chunk = 16 * config.rows
     chunks = -(-problem.k // chunk)
-    split = config.parts > 1
+    split = config.meets(problem)
     resident = _resident(problem, device, config) if split else config.min_blocks
     fed = -(-chunks // config.cluster)
     turns = -(-fed // config.parts_k)  # of the part with the most chunks

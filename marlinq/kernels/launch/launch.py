@@ -156,6 +156,7 @@ def prepare(
     *,
     weight_format: WeightFormat = INT4,
     behind_own: bool = False,
+    activation: str | None = None,
 ) -> Call:
     """Decide, compile or load, and pack what does not change from call to call.
 
@@ -168,17 +169,19 @@ def prepare(
         behind_own: the stream's previous kernel is
             :func:`marlinq.kernels.launch.gather.gather_channels` and wrote ``x``: the launch then overlaps
             with it.
+        activation: of :attr:`marlinq.kernels.decide.problem.Problem.activation`.
     """
-    x, out = operands.x, operands.out
+    x = operands.x
     index = x.device.index
     problem = Problem(
         x.shape[0],
-        out.shape[1],
+        operands.scales.shape[1],
         x.shape[1],
         group_size,
         operands.zeros is not None,
         x.dtype == torch.bfloat16,
         weight_format,
+        activation,
     )
     device = device_numbers(index)
     chosen = config or _decided(problem, index)

@@ -59,7 +59,10 @@ Arguments = PlainArguments | MappedArguments | WarpgroupArguments
 
 
 class Operands(NamedTuple):
-    """What :func:`marlinq.kernels.launch.launch_gemm` is given, with two-dimensional ``x`` and ``out``."""
+    """What :func:`marlinq.kernels.launch.launch_gemm` is given, with two-dimensional ``x`` and ``out``.
+
+    ``out`` has a column for every column of the weight, or half as many behind an activation.
+    """
 
     x: Tensor
     words: Tensor
@@ -118,7 +121,7 @@ class Operands(NamedTuple):
         )
 
     def _extents(self) -> tuple[int, int, int]:
-        return self.x.shape[0], self.out.shape[1], self.x.shape[1]
+        return self.x.shape[0], self.scales.shape[1], self.x.shape[1]
 
 
 # Maps hold addresses and extents only, so equal arguments give equal maps and the caches never go stale.

@@ -116,7 +116,7 @@ struct ExpertsStream {
         Gemm::run(inner + (i64)m * SLOTS * weights.K, weights.words, weights.scales, weights.zeros, 1, weights.N, weights.K, 0,
                   dependent, tile * CLUSTER + blockIdx.x % CLUSTER, parts,
                   [&](const float* buffer, int, int n0, u32 rank) {
-                      reduce_and_store<E, TILE_M, TILE_N, PITCH, WARPS_K, CLUSTER, THREADS>(
+                      reduce_and_store<E, Activation::NONE, TILE_M, TILE_N, PITCH, WARPS_K, CLUSTER, THREADS>(
                           buffer, nullptr, row, weights.N, 0, n0, 1, weights.N, rank, [] { __syncthreads(); });
                   });
     }

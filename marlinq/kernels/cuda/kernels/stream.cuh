@@ -31,7 +31,7 @@
 //
 // DIGITS: a single batch row, by integer products (mma/integer_digits.cuh); BLOCKS_M, ROWS and SCALE_SUMS are 1, 8 and true.
 //
-// Configuration: Codec, WARPS_N, WARPS_K, BLOCKS_M, ROWS, QUANT_GROUP (channels; 0: all of K), ZEROS (stored zero points),
+// Configuration: Codec, PAIR_ACTIVATION (reduce/dsmem_pull.cuh), WARPS_N, WARPS_K, BLOCKS_M, ROWS, QUANT_GROUP (channels; 0: all of K), ZEROS (stored zero points),
 // SCALE_SUMS, DIGITS, CLUSTER, STAGES, MIN_BLOCKS, and SHARED_BYTES, the host's count of dynamic shared memory.
 #pragma once
 #include "codec/int4.cuh"
@@ -290,8 +290,8 @@ struct StreamGemm {
                                                i64 x_stride, i64 out_stride, int dependent) {
         run(x, words, scales, zeros, M, N, K, x_stride, dependent, blockIdx.x, EvenParts<CLUSTER * WARPS_K>(),
             [&](const float* buffer, int m0, int n0, u32 rank) {
-                reduce_and_store<E, TILE_M, TILE_N, PITCH, WARPS_K, CLUSTER, THREADS>(buffer, bias, out, out_stride, m0, n0, M,
-                                                                                      N, rank, [] { __syncthreads(); });
+                reduce_and_store<E, C::PAIR_ACTIVATION, TILE_M, TILE_N, PITCH, WARPS_K, CLUSTER, THREADS>(
+                    buffer, bias, out, out_stride, m0, n0, M, N, rank, [] { __syncthreads(); });
             });
     }
 };

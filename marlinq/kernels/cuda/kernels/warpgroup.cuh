@@ -34,7 +34,9 @@
 // loop waits for its products, adapts sums and normalizers, and goes on. SUMS takes a second set of accumulators, WEIGHTS more
 // instructions a weight.
 //
-// Configuration: Codec, TILE_M, WORDS, WARPGROUPS_N, PARTS_K, ROWS (of 16 channels, a chunk), QUANT_GROUP (channels; 0: all of
+// With a PAIR_ACTIVATION, a block has one tile, whose sums meet in shared memory even if K is not split.
+//
+// Configuration: Codec, PAIR_ACTIVATION (reduce/dsmem_pull.cuh), TILE_M, WORDS, WARPGROUPS_N, PARTS_K, ROWS (of 16 channels, a chunk), QUANT_GROUP (channels; 0: all of
 // K), ZEROS (stored zero points), SCALING, CLUSTER, STAGES, WINDOW, MIN_BLOCKS, STREAM_K, STORE_WARPS, PUSH_SUMS,
 // CONSUMER_REGISTERS and PRODUCER_REGISTERS (setmaxnreg; 0: as launched), and SHARED_BYTES, the host's count of dynamic shared
 // memory.
@@ -107,7 +109,7 @@ struct WarpgroupGemm {
         float* buffer = reinterpret_cast<float*>(shared);
         const auto reduce = [&](auto threads) {
             const TilePlace at = order.place(blockIdx.x / CLUSTER);
-            reduce_and_store<typename Shape::E, TILE_M, TILE_N, Shape::PITCH, PARTS_K, CLUSTER, decltype(threads)::value>(
+            reduce_and_store<typename Shape::E, C::PAIR_ACTIVATION, TILE_M, TILE_N, Shape::PITCH, PARTS_K, CLUSTER, decltype(threads)::value>(
                 buffer, bias, out, out_stride, at.m0, at.n0, M, N, rank, [] { barrier_sync(1, CONSUMERS * 128); });
         };
         if (warpgroup == CONSUMERS) {

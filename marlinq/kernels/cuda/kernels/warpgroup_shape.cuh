@@ -1,6 +1,7 @@
 // What follows from a configuration of the warpgroup kernel: tiles, roles, memory.
 #pragma once
 #include "codec/int4.cuh"
+#include "epilogue/activation.cuh"
 #include "epilogue/store_warps.cuh"
 #include "epilogue/transposed_store.cuh"
 #include "reduce/dsmem_push.cuh"
@@ -25,7 +26,8 @@ struct WarpgroupShape {
     static constexpr int CONSUMERS = WARPGROUPS_N * PARTS_K;  // warpgroups that multiply
     static constexpr int THREADS = 128 * (CONSUMERS + 1);
     static constexpr int PARTS = PARTS_K * CLUSTER;
-    static constexpr bool SPLIT = PARTS > 1;
+    // Tiles whose sums meet; behind an activation all do, since gate and up lie with different warps.
+    static constexpr bool SPLIT = PARTS > 1 || C::PAIR_ACTIVATION != Activation::NONE;
     static constexpr bool SCALED_GROUPS = SCALING == Scaling::SUMS && QUANT_GROUP != 0;
     static constexpr bool NORMALIZED = SCALING == Scaling::FUSED && Codec::NORMALIZES;
     static constexpr bool FEW_REGISTERS = PRODUCTS * TILE_M * (1 + SCALED_GROUPS) > 256;
@@ -36,6 +38,7 @@ struct WarpgroupShape {
     static_assert(SCALING != Scaling::FUSED || (QUANT_GROUP != 0 && !ZEROS),
                   "the fused instruction takes scales of quantisation groups, and zero points of 8");
     static_assert(!PUSH_SUMS || CLUSTER > 1, "sums are pushed to other blocks");
+    static_assert(C::PAIR_ACTIVATION == Activation::NONE || !PUSH_SUMS, "pushed sums meet no other columns");
     static_assert(!STREAM_K || !SPLIT, "stream-K splits K in no other way");
     static_assert(!STORE_WARPS || !SPLIT, "other warps store whole tiles only");
 

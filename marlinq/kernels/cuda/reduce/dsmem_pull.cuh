@@ -1,6 +1,10 @@
 // Split-K reduction by reading: the parts of K that a block has lie in its shared memory, those of the other blocks of the
 // cluster are read through DSMEM.
+//
+// With an ACTIVATION, tiles of 64 columns of gate and up take turns, and what is stored is activation(gate) * up: half as many
+// columns, from pairs of tiles that one block has.
 #pragma once
+#include "epilogue/activation.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/memory.cuh"
 
@@ -24,9 +28,10 @@ __device__ __forceinline__ float4 add_parts(const float* buffer, int m, int n) {
 }
 
 // Every block of the cluster has the sums of its parts, float [Parts][TileM][Pitch], in its own shared memory. Adds them,
-// always in the same order, adds the bias, narrows and stores rows m0.. and columns n0.. of `out` [M, N]. A block's first
-// `Threads` threads do the work. They wait for the sums first: at the cluster's barrier, or without a cluster in `meet`.
-template <typename E, int TileM, int TileN, int Pitch, int Parts, int Cluster, int Threads, typename Meet>
+// always in the same order, adds the bias, narrows and stores rows m0.. and columns n0.. of `out` [M, N] ([M, N / 2] behind an
+// activation). A block's first `Threads` threads do the work. They wait for the sums first: at the cluster's barrier, or without
+// a cluster in `meet`.
+template <typename E, Activation ACTIVATION, int TileM, int TileN, int Pitch, int Parts, int Cluster, int Threads, typename Meet>
 __device__ __forceinline__ void reduce_and_store(const float* buffer, const u16* bias, u16* out, i64 out_stride, int m0,
                                                  int n0, int M, int N, u32 rank, Meet meet) {
     if constexpr (Cluster > 1) {
@@ -38,16 +43,30 @@ __device__ __forceinline__ void reduce_and_store(const float* buffer, const u16*
 
     const int rows = min(TileM, M - m0), columns = min(TileN, N - n0);
     static_assert(Pitch % 4 == 0 && TileN % 4 == 0, "sums are read four at a time");
-    for (int four = rank * Threads + threadIdx.x; four < rows * (TileN / 4); four += Cluster * Threads) {
-        const int m = four / (TileN / 4), n = four % (TileN / 4) * 4;
-        // Columns past N are not stored, so nothing would wait for their loads before the relaxed arrival below.
-        if (n >= columns) continue;
+    constexpr bool GATED = ACTIVATION != Activation::NONE;
+    static_assert(!GATED || TileN % 128 == 0, "a block has gate and up of the same columns");
+    constexpr int STORED = GATED ? TileN / 2 : TileN;
+    const auto added = [&](int m, int n) {
         float4 sum = add_parts<TileM, Pitch, Parts, Cluster>(buffer, m, n);
         if (bias != nullptr) {
             sum.x += E::widen(bias[n0 + n]), sum.y += E::widen(bias[n0 + n + 1]);
             sum.z += E::widen(bias[n0 + n + 2]), sum.w += E::widen(bias[n0 + n + 3]);
         }
-        store_global(out + (m0 + m) * out_stride + n0 + n, make_uint2(E::narrow(sum.x, sum.y), E::narrow(sum.z, sum.w)));
+        return sum;
+    };
+    for (int four = rank * Threads + threadIdx.x; four < rows * (STORED / 4); four += Cluster * Threads) {
+        const int m = four / (STORED / 4), stored = four % (STORED / 4) * 4;
+        const int n = GATED ? stored / 64 * 128 + stored % 64 : stored;
+        // Columns past N are not stored, so nothing would wait for their loads before the relaxed arrival below.
+        if (n >= columns) continue;
+        float4 sum = added(m, n);
+        if constexpr (GATED) {
+            const float4 up = added(m, n + 64);
+            sum.x = activation<ACTIVATION>(sum.x) * up.x, sum.y = activation<ACTIVATION>(sum.y) * up.y;
+            sum.z = activation<ACTIVATION>(sum.z) * up.z, sum.w = activation<ACTIVATION>(sum.w) * up.w;
+        }
+        store_global(out + (m0 + m) * out_stride + (GATED ? n0 / 2 : n0) + stored,
+                     make_uint2(E::narrow(sum.x, sum.y), E::narrow(sum.z, sum.w)));
     }
     // A block stays until its shared memory has been read. Every loaded value has gone into a store by now, so the barrier
     // need not order memory, which would wait for the stores to complete.

@@ -5,21 +5,9 @@
 //
 // Configuration: Element, THREADS, ACTIVATION, GATED, TILES.
 #pragma once
+#include "epilogue/activation.cuh"
 #include "ptx/launch.cuh"
 #include "step/rows.cuh"
-
-enum class Activation { SILU, GELU, GELU_TANH, RELU, RELU2 };
-
-template <Activation KIND>
-__device__ __forceinline__ float activation(float x) {
-    if (KIND == Activation::SILU) return x / (1.f + exp2f(-1.44269504f * x));
-    if (KIND == Activation::GELU) return 0.5f * x * (1.f + erff(0.70710678f * x));
-    // (1 + tanh(y)) / 2 = 1 / (1 + exp(-2y)); the exponential overflows to infinity at worst, which gives 0.
-    if (KIND == Activation::GELU_TANH)
-        return x / (1.f + exp2f(-2.88539008f * 0.79788456f * (x + 0.044715f * x * x * x)));
-    const float positive = x > 0.f ? x : 0.f * x;
-    return KIND == Activation::RELU ? positive : positive * positive;
-}
 
 template <typename C>
 __device__ __forceinline__ void activate(const uint4* x, uint4* out, int M, int columns, int up_offset, i64 x_stride,
@@ -47,6 +35,6 @@ __device__ __forceinline__ void activate(const uint4* x, uint4* out, int M, int 
 
 #define INSTANTIATE_STEP_ACTIVATE(NAME, CONFIGURATION)                                                        \
     extern "C" __global__ void __launch_bounds__(CONFIGURATION::THREADS)                                      \
-    NAME(const uint4* x, uint4* out, int M, int columns, int up_offset, i64 x_stride, i64 out_stride) {       \
+    NAME(const uint4* x, uint4* out, int M, int columns, int up_offset, i64 x_stride, i64 out_stride) { \
         activate<CONFIGURATION>(x, out, M, columns, up_offset, x_stride, out_stride);                         \
     }
