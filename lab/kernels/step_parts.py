@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from marlinq.core.progress import no_progress
-from marlinq.kernels import dependent_launches
+from marlinq.kernels import device_numbers
 from marlinq.kernels import step as kernels
-from marlinq.kernels.step import AttentionShape, Division, Workspace, divide
+from marlinq.kernels.step import AttentionShape, Division, HeadWork, Workspace, divide
 from marlinq.models.anatomy import MLP, Anatomy, Attention, Layer, Norm, Rotary, Slices
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.runtime import MarlinOperand, QuantLinear
@@ -120,6 +120,19 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
+def rotations(capacity: int) -> Tensor:
+    """Cosines and sines of Llama 3's frequencies [capacity, D / 2, 2]."""
+    angles = torch.arange(capacity)[:, None] * 500000.0 ** (-torch.arange(0, D, 2) / D)
+    return torch.stack((angles.cos(), angles.sin()), -1).float()
+
+
+def rotated(x: Tensor, turns: Tensor) -> Tensor:
+    """Heads [..., D] turned by [D / 2, 2]."""
+    first, second = x.chunk(2, -1)
+    cosine, sine = turns.unbind(-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
+
+
 def parts(batch: int, context: int, depth: int, *, dependent: bool) -> None:
     """One line a kernel: us a layer of a chain of ``depth`` launches, and its error."""
     device = torch.device("cuda")
@@ -130,15 +143,14 @@ def parts(batch: int, context: int, depth: int, *, dependent: bool) -> None:
     weight = torch.randn(HIDDEN, dtype=DTYPE, device=device)
     norm = kernels.RowNorm("RMS", weight, None, 1e-5)
     joined = torch.randn(batch, (HEADS + 2 * KV) * D, dtype=DTYPE, device=device)
-    q = torch.randn(batch, HEADS, D, dtype=DTYPE, device=device)
     caches = [torch.randn(2, batch, KV, capacity, D, dtype=DTYPE, device=device) for _ in range(depth)]
     lengths = torch.full((batch,), context - 1, dtype=torch.int32, device=device)
-    table = torch.randn(capacity, D // 2, 2, device=device)
+    work = HeadWork(table=rotations(capacity).to(device))
     shape = AttentionShape(batch, HEADS, KV, D, capacity)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    chosen = divide(shape, processors)
-    workspace = Workspace.of([(shape, Division(64, ahead=True))], device)
-    attended = torch.empty_like(q)
+    numbers = device_numbers(0)
+    chosen = divide(shape, numbers.multiprocessors, numbers.shared_bytes)
+    workspace = Workspace.of([(shape, Division(64))], device)
+    attended = torch.empty(batch, HEADS, D, dtype=DTYPE, device=device)
     mixed = torch.randn(batch, 2 * INNER, dtype=DTYPE, device=device)
     active = torch.empty(batch, INNER, dtype=DTYPE, device=device)
 
@@ -160,39 +172,43 @@ def parts(batch: int, context: int, depth: int, *, dependent: bool) -> None:
     def attention(division: Division) -> float:
         return chain(
             [
-                kernels.attend(q, *cache, attended, lengths, workspace, scale=D**-0.5, division=division)
+                kernels.attend(
+                    *(joined, *cache, attended, lengths, work, workspace),
+                    scale=D**-0.5,
+                    division=division,
+                )
                 for cache in caches
             ]
         )
 
     def named(division: Division) -> str:
-        return f"attention, {division.splits} splits{', ahead' if division.ahead else ''}"
+        return f"attention, {division.splits} x {division.warps} warps, {division.depth} ahead"
 
     found[named(chosen)] = attention(chosen)
+    assert work.table is not None
+    heads = joined.float().view(batch, -1, D)
+    q = rotated(heads[:, :HEADS], work.table[context - 1])
     k, v = (side[:, :, :context].float() for side in caches[-1])
-    expected = F.scaled_dot_product_attention(q[:, :, None].float(), k, v, enable_gqa=True)[:, :, 0]
+    expected = F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)[:, :, 0]
     errors[named(chosen)] = error(attended, expected)
-    for count in sorted({max(1, chosen.splits // 2), chosen.splits, min(64, 2 * chosen.splits)}):
-        for ahead in (False, True):
-            other = Division(count, ahead, early=ahead)
+    for warps, ahead in ((4, 0), (8, 0), (8, 3), (8, 6)):
+        for count in sorted({max(1, chosen.splits // 2), chosen.splits, min(64, 2 * chosen.splits)}):
+            other = Division(count, warps, ahead)
             if other != chosen:
                 found[named(other)] = attention(other)
+    q = q.to(DTYPE)
     flash = [
         lambda cache=cache: F.scaled_dot_product_attention(
             q[:, :, None], cache[0, :, :, :context], cache[1, :, :, :context], enable_gqa=True
         )
         for cache in caches
     ]
-    found["torch SDPA"] = microseconds(lambda: [one() for one in flash]) / depth
-    query = torch.empty_like(q)
-    found["rotation + append"] = chain(
-        [kernels.append(joined, query, *cache, lengths, table=table) for cache in caches]
-    )
+    found["torch SDPA, nothing appended"] = microseconds(lambda: [one() for one in flash]) / depth
     floor = 2e6 * batch * KV * context * D * 2 / 4.58e12
     for name, time in found.items():
         wrong = f"  error {errors[name]:.1e}" if name in errors else ""
         read = f"  ({floor:.2f} us to read the cache)" if "attention" in name else ""
-        print(f"  {name:<24s} {time:7.2f} us{wrong}{read}")
+        print(f"  {name:<32s} {time:7.2f} us{wrong}{read}")
 
 
 def main() -> int:
@@ -257,12 +273,6 @@ def whole(model: nn.Module, anatomy: Anatomy, batch: int, context: int, *, share
         )
     # Outside of the context that the forward prepares its step in.
     print(f"    products launched ordinarily: {milliseconds(Recording(own, no_progress).starts):7.3f} ms")
-    with dependent_launches():
-        for changed in ({"early": False}, {"ahead": False, "early": False}):
-            kept = own.divisions
-            own.divisions = [division._replace(**changed) for division in kept]
-            print(f"    attention with {changed}: {milliseconds(Recording(own, no_progress).starts):7.3f} ms")
-            own.divisions = kept
 
 
 def step_milliseconds(own: ChainForward, context: int, starts: list[Callable[[], object]]) -> float:

@@ -26,7 +26,7 @@ def start(
     EmulatedKernel(library).launch(
         prepared.grid,
         prepared.threads,
-        0,
+        prepared.shared_bytes,
         prepared.arguments,
         memory,
         dependent=dependent and capability >= 90,

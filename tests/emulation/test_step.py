@@ -14,15 +14,14 @@ from marlinq.kernels.step import (
     Division,
     Gather,
     HeadNorm,
+    HeadWork,
     RowNorm,
     Workspace,
     activate,
     append,
     attend,
-    divide,
     residual,
 )
-from marlinq.models.anatomy import Slices
 from tests.emulation.build import Builder
 from tests.emulation.launching import Memory, apart
 from tests.emulation.step import start
@@ -30,8 +29,8 @@ from tests.kernels.step_problems import (
     BOUND,
     expected_activation,
     expected_attention,
+    expected_heads,
     expected_norm,
-    expected_rotation,
     random,
     relative_error,
     rotation_table,
@@ -148,6 +147,14 @@ def test_residual_stream_and_norm(
         assert relative_error(out, expected_norm(of, norm)) < BOUND[dtype]
 
 
+def head_norm(kind: Any, size: int, count: int, dtype: torch.dtype, *, wide: bool) -> HeadNorm | None:
+    """Of ``count`` heads: weights of each where all are normalised together or a mean is subtracted."""
+    if kind is None:
+        return None
+    norm = row_norm(kind, size * (count if wide or kind == "LAYER" else 1), dtype, bias=kind == "LAYER")
+    return HeadNorm(**{f.name: getattr(norm, f.name) for f in fields(norm)}, wide=wide)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens_each", [1, 3])
 @pytest.mark.parametrize("learned", [False, True])
@@ -254,31 +261,11 @@ def test_rotation_and_cache(
     turns = kv if kv > 1 and not wide and kind is None else 1
     table = apart(rotation_table(capacity, channels)) if channels else None
     lengths = apart(torch.tensor([5, 0], dtype=torch.int32))
-    norms = []
-    for count in (heads, kv):
-        shared = size * (count if wide or kind == "LAYER" else 1)
-        norm = row_norm(kind, shared, dtype, bias=kind == "LAYER") if kind else None
-        norms.append(
-            None
-            if norm is None
-            else HeadNorm(**{f.name: getattr(norm, f.name) for f in fields(norm)}, wide=wide)
-        )
+    norms = [head_norm(kind, size, count, dtype, wide=wide) for count in (heads, kv)]
     q = poisoned(m, heads, size, dtype=dtype)
     keys, values = (poisoned(batch, kv, capacity, size, dtype=dtype) for _ in range(2))
-    prepared = append(
-        x,
-        q,
-        keys,
-        values,
-        lengths,
-        table=table,
-        interleaved=interleaved,
-        query_norm=norms[0],
-        key_norm=norms[1],
-        tokens_each=tokens_each,
-        turns=turns,
-        hold=size == 64,
-    )
+    work = HeadWork(table=table, interleaved=interleaved, query_norm=norms[0], key_norm=norms[1], turns=turns)
+    prepared = append(x, q, keys, values, lengths, work, tokens_each=tokens_each)
     memory = [
         *given(x=x, lengths=lengths),
         *constants(table=table),
@@ -288,28 +275,11 @@ def test_rotation_and_cache(
     ]
     start(builder, prepared, memory, seed=size)
     positions = lengths.long().repeat_interleave(tokens_each) + torch.arange(tokens_each).repeat(batch)
-    columns_of = (heads * size, kv * size, kv * size)
-    split = Slices(("qkv",), columns_of, turns).split(x.double())
-    parts = [part.unflatten(1, (-1, size)) for part in split]
-    wanted = []
-    for part, norm in zip(parts[:2], norms, strict=True):
-        if norm is not None and wide:
-            part = expected_norm(part.flatten(1), norm).unflatten(1, (-1, size))
-        elif norm is not None:
-            each = HeadNorm(norm.kind, None, None, norm.eps)
-            part = expected_norm(part, each)
-            for name in ("weight", "bias"):
-                found = getattr(norm, name)
-                if found is not None:
-                    found = found.double().view(-1, size)
-                    part = part * (found + norm.offset) if name == "weight" else part + found
-        if table is not None:
-            part = expected_rotation(part, table, positions, interleaved=interleaved)
-        wanted.append(part)
+    wanted = expected_heads(x, heads, kv, size, positions, work)
     assert relative_error(q, wanted[0]) < BOUND[dtype]
     sequences = torch.arange(batch).repeat_interleave(tokens_each)
     assert relative_error(keys[sequences, :, positions], wanted[1]) < BOUND[dtype]
-    assert torch.equal(values[sequences, :, positions].double(), parts[2])
+    assert torch.equal(values[sequences, :, positions].double(), wanted[2])
     assert int(values.isnan().logical_not().sum()) == m * kv * size, "another position was written"
 
 
@@ -319,114 +289,135 @@ def test_a_full_cache_takes_nothing(builder: Builder) -> None:
     q = poisoned(2, 1, 16, dtype=torch.float16)
     keys, values = (poisoned(2, 1, 4, 16, dtype=torch.float16) for _ in range(2))
     memory = [*given(x=x, lengths=lengths), *results(q=q, keys=keys, values=values)]
-    start(builder, append(x, q, keys, values, lengths), memory)
+    start(builder, append(x, q, keys, values, lengths, HeadWork()), memory)
     assert torch.equal(keys[1, 0, 3], x[1, 16:32])
     assert int(keys.isnan().logical_not().sum()) == 16
 
 
-# (heads, kv_heads, D, lengths, splits, window, softcap)
+# (heads, kv_heads, D, lengths, splits, window, softcap), warps and entries of their rings, rotated channels,
+# interleaved, norm, wide
 CACHES = [
-    (4, 2, 64, (0, 1, 40), 1, None, None),
-    (8, 1, 128, (15, 16, 17), 1, None, None),
-    (12, 1, 16, (90, 300), 4, None, None),
-    (4, 4, 80, (63, 64, 65, 129), 3, None, None),
-    (2, 1, 96, (200,), 2, 50, None),
-    (3, 1, 256, (70, 150), 3, None, 20.0),
-    (16, 2, 64, (319, 10), 5, 100, 5.0),
-    (1, 1, 128, (447, 0, 191), 7, None, None),
+    ((4, 2, 64, (0, 1, 40), 1, None, None), (4, 0), 64, False, None, False),
+    ((8, 1, 128, (15, 16, 17), 1, None, None), (8, 2), 128, False, "RMS", False),
+    ((12, 1, 16, (90, 300), 4, None, None), (4, 0), 16, True, None, False),
+    ((4, 4, 80, (63, 64, 65, 129), 3, None, None), (4, 0), 32, False, "LAYER", False),
+    ((2, 1, 96, (200,), 2, 50, None), (8, 5), 96, False, "RMS", True),
+    ((3, 1, 256, (70, 150), 3, None, 20.0), (4, 2), 256, False, "RMS_WIDE", False),
+    ((16, 2, 64, (319, 10), 5, 100, 5.0), (8, 3), 0, False, None, False),
+    ((1, 1, 128, (447, 0, 191), 7, None, None), (8, 6), 128, False, None, False),
+    ((6, 2, 8, (33, 31, 32), 2, None, None), (4, 3), 6, True, "RMS", True),
 ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv", "size", "lengths", "splits", "window", "softcap"), CACHES)
+@pytest.mark.parametrize(("numbers", "division", "channels", "interleaved", "kind", "wide"), CACHES, ids=str)
 def test_attention(
     builder: Builder,
-    heads: int,
-    kv: int,
-    size: int,
-    lengths: tuple[int, ...],
-    splits: int,
-    window: int | None,
-    softcap: float | None,
+    numbers: tuple[Any, ...],
+    division: tuple[int, int],
+    channels: int,
+    interleaved: bool,
+    kind: Any,
+    wide: bool,
     dtype: torch.dtype,
 ) -> None:
+    heads, kv, size, lengths, splits, window, softcap = numbers
     torch.manual_seed(size + splits)
     batch, capacity = len(lengths), max(lengths) + 2
-    q = apart(random(batch, heads, size, dtype=dtype, size=2.0))
-    keys, values = (apart(random(batch, kv, capacity, size, dtype=dtype)) for _ in range(2))
-    # What no sequence has reached yet may hold anything.
-    for cache in (keys, values):
+    columns = (heads + 2 * kv) * size
+    x = strided(batch, columns, columns + 64, dtype)
+    table = apart(rotation_table(capacity, channels)) if channels else None
+    norms = [head_norm(kind, size, count, dtype, wide=wide) for count in (heads, kv)]
+    turns = kv if kind is None else 1
+    work = HeadWork(table=table, interleaved=interleaved, query_norm=norms[0], key_norm=norms[1], turns=turns)
+    filled = [random(batch, kv, capacity, size, dtype=dtype) for _ in range(2)]
+    # The new token's place, and what no sequence has reached yet, may hold anything.
+    for cache in filled:
         for b, length in enumerate(lengths):
-            cache[b, :, length + 1 :] = torch.nan
+            cache[b, :, length:] = torch.nan
     counted = apart(torch.tensor(lengths, dtype=torch.int32))
     shape = AttentionShape(batch, heads, kv, size, capacity)
-    ahead = size <= 128 and splits != 3
-    early = ahead and splits != 7
-    division = Division(splits, ahead, early)
-    made = Workspace.of([(shape, division)], torch.device("cpu"))
-    newest = {
-        f"newest {name} {b}.{head}": cache[b, head, length]
-        for name, cache in (("key", keys), ("value", values))
-        for b, length in enumerate(lengths)
-        for head in range(kv)
-    }
+    divided = Division(splits, *division)
+    made = Workspace.of([(shape, divided)], torch.device("cpu"))
     counters = apart(made.counters)
     found = []
     for resident in (1, 4):
+        keys, values = (apart(cache) for cache in filled)
         out = poisoned(batch, heads, size, dtype=dtype)
         workspace = Workspace(apart(made.partials.fill_(torch.nan)), counters)
         prepared = attend(
-            q,
-            keys,
-            values,
-            out,
-            counted,
-            workspace,
+            *(x, keys, values, out, counted, work, workspace),
             scale=size**-0.5,
-            division=division,
+            division=divided,
             window=window,
             softcap=softcap,
         )
         memory = [
-            # With early loads, the previous kernel has written no more of these than the newest tokens.
-            *given(q=q, **newest),
-            *(constants if early else given)(keys=keys, values=values, lengths=counted),
+            *given(x=x),
+            *constants(table=table, lengths=counted),
+            *weights_of("query norm's", norms[0]),
+            *weights_of("key norm's", norms[1]),
+            # Of these, earlier kernels of the step have written nothing.
+            Memory("keys", keys, writable=True, holds_values=True),
+            Memory("values", values, writable=True, holds_values=True),
             *results(out=out, partials=workspace.partials),
             Memory("counters", counters, writable=True, after_previous=True, flags=True),
         ]
         start(builder, prepared, memory, seed=size + resident, resident=resident)
         assert not counters.any()
         found.append(out)
-    expected = expected_attention(q, keys, values, counted, scale=size**-0.5, window=window, softcap=softcap)
+    q, new_keys, new_values = expected_heads(x, heads, kv, size, counted.long(), work)
+    for cache, filling, new in ((keys, filled[0], new_keys), (values, filled[1], new_values)):
+        places = torch.arange(batch), slice(None), counted.long()
+        assert relative_error(cache[places], new) < BOUND[dtype]
+        cache[places] = filling[places]
+        assert torch.equal(cache.view(torch.int16), filling.view(torch.int16)), "another place was written"
+        filling[places] = new.to(dtype)
+    # Queries and keys are rounded as they are in memory.
+    expected = expected_attention(
+        q.to(dtype), *filled, counted, scale=size**-0.5, window=window, softcap=softcap
+    )
     assert relative_error(found[0], expected) < BOUND[dtype]
     assert torch.equal(*found), "the order in which blocks ran shows in the bits"
 
 
+def test_attention_over_a_full_cache(builder: Builder) -> None:
+    dtype, size = torch.float16, 64
+    x, out = apart(random(2, 3 * size, dtype=dtype)), poisoned(2, 1, size, dtype=dtype)
+    keys, values = (apart(random(2, 1, 40, size, dtype=dtype)) for _ in range(2))
+    kept = keys.clone(), values.clone()
+    lengths = apart(torch.tensor([40, 43], dtype=torch.int32))
+    division = Division(2)
+    made = Workspace.of([(AttentionShape(2, 1, 1, size, 40), division)], torch.device("cpu"))
+    workspace = Workspace(apart(made.partials), apart(made.counters))
+    prepared = attend(x, keys, values, out, lengths, HeadWork(), workspace, scale=0.125, division=division)
+    memory = [
+        *given(x=x),
+        *constants(lengths=lengths, keys=keys, values=values),
+        *results(out=out, partials=workspace.partials),
+        Memory("counters", workspace.counters, writable=True, after_previous=True, flags=True),
+    ]
+    start(builder, prepared, memory, resident=2)
+    q = x[:, :size].view(2, 1, size)
+    expected = expected_attention(q, *kept, torch.tensor([39, 39]), scale=0.125, window=None, softcap=None)
+    assert relative_error(out, expected) < BOUND[dtype]
+
+
 def test_kernels_of_older_gpus(builder: Builder) -> None:
     dtype = torch.float16
-    q, out = apart(random(1, 2, 64, dtype=dtype)), poisoned(1, 2, 64, dtype=dtype)
+    x, out = apart(random(1, 4 * 64, dtype=dtype)), poisoned(1, 2, 64, dtype=dtype)
     keys, values = (apart(random(1, 1, 200, 64, dtype=dtype)) for _ in range(2))
     lengths = apart(torch.tensor([180], dtype=torch.int32))
     shape = AttentionShape(1, 2, 1, 64, 200)
     division = Division(3)
     made = Workspace.of([(shape, division)], torch.device("cpu"))
     workspace = Workspace(apart(made.partials), apart(made.counters))
-    prepared = attend(q, keys, values, out, lengths, workspace, scale=0.125, division=division)
+    prepared = attend(x, keys, values, out, lengths, HeadWork(), workspace, scale=0.125, division=division)
     memory = [
-        *given(q=q, keys=keys, values=values, lengths=lengths),
+        *given(x=x, lengths=lengths),
+        Memory("keys", keys, writable=True, holds_values=True),
+        Memory("values", values, writable=True, holds_values=True),
         *results(out=out, partials=workspace.partials),
         Memory("counters", workspace.counters, writable=True, flags=True),
     ]
     start(builder, prepared, memory, capability=86, resident=2)
-    expected = expected_attention(q, keys, values, lengths, scale=0.125, window=None, softcap=None)
-    assert relative_error(out, expected) < BOUND[dtype]
-
-
-def test_splits_fill_the_gpu_and_are_worth_a_block() -> None:
-    llama = AttentionShape(1, 32, 8, 128, 4096)
-    assert divide(llama, 132) == Division(16, ahead=True, early=True)
-    # A short cache has no more splits than turns of a block's warps.
-    assert divide(llama._replace(capacity=256), 132).splits == 2
-    assert divide(llama._replace(batch=16), 132) == Division(4)
-    assert divide(llama._replace(batch=100), 132).splits == 1
-    assert not divide(llama._replace(head_dim=256), 132).ahead

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from marlinq.kernels.step import HeadNorm, RowNorm
+from marlinq.kernels.step import HeadNorm, HeadWork, RowNorm
+from marlinq.models.anatomy import Slices
 
 # Relative error over a whole result. Rounding it once gives 2^-11 / sqrt(3) = 2.8e-4 in float16 and
 # 2^-8 / sqrt(3) = 2.3e-3 in bfloat16. A second rounding on the way (of the normalised value, of the
@@ -38,6 +39,30 @@ def expected_rotation(x: Tensor, table: Tensor, positions: Tensor, *, interleave
     turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns)
     turned = turned.flatten(-2) if interleaved else turned.mT.flatten(-2)
     return torch.cat((turned, rest), -1)
+
+
+def expected_heads(
+    x: Tensor, heads: int, kv: int, size: int, positions: Tensor, work: HeadWork
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [M, heads, D] in float64."""
+    columns_of = (heads * size, kv * size, kv * size)
+    split = Slices(("qkv",), columns_of, work.turns).split(x.double())
+    parts = [part.unflatten(1, (-1, size)) for part in split]
+    for index, norm in enumerate((work.query_norm, work.key_norm)):
+        part = parts[index]
+        if norm is not None and norm.wide:
+            part = expected_norm(part.flatten(1), norm).unflatten(1, (-1, size))
+        elif norm is not None:
+            part = expected_norm(part, HeadNorm(norm.kind, None, None, norm.eps))
+            for name in ("weight", "bias"):
+                found = getattr(norm, name)
+                if found is not None:
+                    found = found.double().view(-1, size)
+                    part = part * (found + norm.offset) if name == "weight" else part + found
+        if work.table is not None:
+            part = expected_rotation(part, work.table, positions, interleaved=work.interleaved)
+        parts[index] = part
+    return parts[0], parts[1], parts[2]
 
 
 def expected_activation(name: str, x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from marlinq.kernels.step import (
     Division,
     Gather,
     HeadNorm,
+    HeadWork,
     Prepared,
     RowNorm,
     Workspace,
@@ -26,6 +27,8 @@ from marlinq.kernels.step import (
 )
 
 HALF, BFLOAT16 = torch.float16, torch.bfloat16
+# Of shared memory, on the GPUs that have least.
+SMALLEST_BLOCK = 99 * 1024
 
 
 def empty(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
@@ -48,48 +51,60 @@ def residuals() -> list[Prepared]:
     return prepared
 
 
+def head_works(size: int, dtype: torch.dtype) -> list[HeadWork]:
+    """Without and with norms, of whole and half rotated heads."""
+    weight = empty(size, dtype=dtype)
+    wide = empty(8 * size, dtype=dtype)
+    half = size // 16 * 8
+    return [
+        HeadWork(table=torch.empty(32, size // 2, 2)),
+        HeadWork(
+            table=torch.empty(32, size // 2, 2),
+            query_norm=HeadNorm("RMS_WIDE", weight, None, 1e-6, 1.0),
+            key_norm=HeadNorm("RMS_WIDE", weight, None, 1e-6, 1.0),
+        ),
+        HeadWork(table=torch.empty(32, half // 2, 2), key_norm=HeadNorm("LAYER", weight, weight, 1e-6)),
+        HeadWork(
+            table=torch.empty(32, size // 2, 2),
+            interleaved=True,
+            query_norm=HeadNorm("RMS", wide, None, 1e-6, wide=True),
+            key_norm=HeadNorm("RMS", wide, None, 1e-6, wide=True),
+        ),
+    ]
+
+
 def appends() -> list[Prepared]:
     prepared = []
     lengths = torch.zeros(1, dtype=torch.int32)
-    for size, channels, kind, wide, interleaved, dtype in (
-        (128, 128, None, False, False, HALF),
-        (256, 256, "RMS_WIDE", False, False, BFLOAT16),
-        (80, 32, "LAYER", False, False, HALF),
-        (64, 64, "RMS", True, True, BFLOAT16),
-    ):
-        weight = empty(8 * size if wide else size, dtype=dtype)
-        norm = None if kind is None else HeadNorm(kind, weight, None, 1e-6, wide=wide)
+    for size, dtype in ((128, HALF), (256, BFLOAT16), (80, HALF), (64, BFLOAT16)):
         cache = empty(1, 8, 32, size, dtype=dtype)
-        prepared.append(
-            append(
-                *(empty(1, 24 * size, dtype=dtype), empty(1, 8, size, dtype=dtype), cache, cache, lengths),
-                table=torch.empty(32, channels // 2, 2),
-                interleaved=interleaved,
-                query_norm=norm,
-                key_norm=norm,
-            )
-        )
+        x, q = empty(1, 24 * size, dtype=dtype), empty(1, 8, size, dtype=dtype)
+        prepared += [append(x, q, cache, cache, lengths, work) for work in head_works(size, dtype)]
     return prepared
 
 
 def attentions() -> list[Prepared]:
+    """With the fewest and most warps and entries that divisions have."""
     prepared = []
     lengths = torch.zeros(1, dtype=torch.int32)
     for size, dtype in ((64, HALF), (80, BFLOAT16), (128, HALF), (128, BFLOAT16), (256, HALF)):
-        for ahead, softcap in ((False, None), (True, 20.0)):
-            if not ahead or size <= 128:
-                division = Division(2, ahead, early=ahead)
-                shape = AttentionShape(1, 8, 2, size, 64)
-                q, cache = empty(1, 8, size, dtype=dtype), empty(1, 2, 64, size, dtype=dtype)
-                workspace = Workspace.of([(shape, division)], torch.device("cpu"))
-                prepared.append(
-                    attend(
-                        *(q, cache, cache, q, lengths, workspace),
-                        scale=1.0,
-                        division=division,
-                        softcap=softcap,
-                    )
+        works = head_works(size, dtype)
+        for number, (warps, depth) in enumerate(((4, 0), (4, 3), (8, 3), (8, 0))):
+            shape, division = AttentionShape(1, 8, 8, size, 32), Division(2, warps, depth)
+            if division.shared_bytes(size) > SMALLEST_BLOCK:
+                continue
+            cache = empty(1, 8, 32, size, dtype=dtype)
+            x, out = empty(1, 24 * size, dtype=dtype), empty(1, 8, size, dtype=dtype)
+            workspace = Workspace.of([(shape, division)], torch.device("cpu"))
+            prepared += [
+                attend(
+                    *(x, cache, cache, out, lengths, work, workspace),
+                    scale=1.0,
+                    division=division,
+                    softcap=20.0 if number % 2 else None,
                 )
+                for work in (works[0], works[number])
+            ]
     return prepared
 
 

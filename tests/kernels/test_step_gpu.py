@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from marlinq.kernels import device_numbers
 from marlinq.kernels.step import (
     AttentionShape,
     Division,
     Gather,
     HeadNorm,
+    HeadWork,
     Prepared,
     RowNorm,
     Workspace,
@@ -28,8 +30,8 @@ from tests.kernels.step_problems import (
     BOUND,
     expected_activation,
     expected_attention,
+    expected_heads,
     expected_norm,
-    expected_rotation,
     random,
     relative_error,
     rotation_table,
@@ -95,20 +97,18 @@ def test_rotation_and_cache(tokens_each: int, heads: int, kv: int, size: int, dt
     batch, capacity = 3, 200
     m = batch * tokens_each
     x = made(m, (heads + 2 * kv) * size, dtype=dtype)
-    table = rotation_table(capacity, size).cuda()
     norm = HeadNorm("RMS", made(size, dtype=dtype), None, 0.25)
+    work = HeadWork(table=rotation_table(capacity, size).cuda(), key_norm=norm)
     lengths = torch.tensor([0, 100, 31], dtype=torch.int32, device="cuda")
     q = poisoned(m, heads, size, dtype=dtype)
     keys, values = (poisoned(batch, kv, capacity, size, dtype=dtype) for _ in range(2))
-    start(append(x, q, keys, values, lengths, table=table, key_norm=norm, tokens_each=tokens_each))
+    start(append(x, q, keys, values, lengths, work, tokens_each=tokens_each))
     sequences = torch.arange(batch, device="cuda").repeat_interleave(tokens_each)
     positions = lengths.long()[sequences] + torch.arange(tokens_each, device="cuda").repeat(batch)
-    parts = x.double().unflatten(1, (-1, size)).split((heads, kv, kv), 1)
-    wanted = expected_rotation(parts[0], table, positions, interleaved=False)
-    assert relative_error(q, wanted) < BOUND[dtype]
-    wanted = expected_rotation(expected_norm(parts[1], norm), table, positions, interleaved=False)
-    assert relative_error(keys[sequences, :, positions], wanted) < BOUND[dtype]
-    assert torch.equal(values[sequences, :, positions].double(), parts[2])
+    wanted = expected_heads(x, heads, kv, size, positions, work)
+    assert relative_error(q, wanted[0]) < BOUND[dtype]
+    assert relative_error(keys[sequences, :, positions], wanted[1]) < BOUND[dtype]
+    assert torch.equal(values[sequences, :, positions].double(), wanted[2])
 
 
 SHAPES = [(32, 8, 128), (9, 3, 64), (8, 4, 256), (32, 32, 80), (48, 1, 128), (16, 2, 96)]
@@ -116,26 +116,38 @@ SHAPES = [(32, 8, 128), (9, 3, 64), (8, 4, 256), (32, 32, 80), (48, 1, 128), (16
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv", "size"), SHAPES)
-@pytest.mark.parametrize("batch", [1, 5, 64])
+@pytest.mark.parametrize("batch", [1, 5, 16, 64])
 def test_attention(batch: int, heads: int, kv: int, size: int, dtype: torch.dtype) -> None:
     capacity = 1500
     lengths = torch.randint(0, capacity, (batch,), dtype=torch.int32, device="cuda")
     lengths[0] = capacity - 1
-    q = made(batch, heads, size, dtype=dtype, size=2.0)
-    keys, values = (made(batch, kv, capacity, size, dtype=dtype) for _ in range(2))
+    x = made(batch, (heads + 2 * kv) * size, dtype=dtype, size=1.5)
+    filled = [made(batch, kv, capacity, size, dtype=dtype) for _ in range(2)]
+    norm = HeadNorm("RMS_WIDE", made(size, dtype=dtype), None, 1e-6, 1.0) if size == 256 else None
+    table = rotation_table(capacity, size).cuda()
+    work = HeadWork(table=table, query_norm=norm, key_norm=norm)
+    places = torch.arange(batch, device="cuda"), slice(None), lengths.long()
+    for cache in filled:
+        cache[places] = torch.nan
+    q, new_keys, new_values = expected_heads(x, heads, kv, size, lengths.long(), work)
     shape = AttentionShape(batch, heads, kv, size, capacity)
-    chosen = divide(shape, torch.cuda.get_device_properties(0).multi_processor_count)
-    divisions = {chosen, Division(3), Division(11, ahead=size <= 128)}
+    numbers = device_numbers(torch.cuda.current_device())
+    chosen = divide(shape, numbers.multiprocessors, numbers.shared_bytes)
+    divisions = {chosen, Division(3, depth=2), Division(11, warps=8, depth=2)}
+    whole = [cache.clone() for cache in filled]
+    for cache, new in zip(whole, (new_keys, new_values), strict=True):
+        cache[places] = new.to(dtype)
     for division, (window, softcap) in itertools.product(divisions, ((None, None), (700, 30.0))):
         workspace = Workspace.of([(shape, division)], torch.device("cuda"))
         expected = expected_attention(
-            q, keys, values, lengths, scale=size**-0.5, window=window, softcap=softcap
+            q.to(dtype), *whole, lengths, scale=size**-0.5, window=window, softcap=softcap
         )
         first = None
         for _ in range(3):
             out = poisoned(batch, heads, size, dtype=dtype)
+            keys, values = (cache.clone() for cache in filled)
             prepared = attend(
-                *(q, keys, values, out, lengths, workspace),
+                *(x, keys, values, out, lengths, work, workspace),
                 scale=size**-0.5,
                 division=division,
                 window=window,
@@ -143,6 +155,8 @@ def test_attention(batch: int, heads: int, kv: int, size: int, dtype: torch.dtyp
             )
             start(prepared)
             assert relative_error(out, expected) < BOUND[dtype], division
+            assert relative_error(keys, whole[0]) < BOUND[dtype]
+            assert torch.equal(values, whole[1])
             first = out if first is None else first
             assert torch.equal(out, first), "other bits in another launch"
         assert not workspace.counters.any()

@@ -7,8 +7,9 @@ A function of this package looks at tensors only for their addresses, shapes and
 from __future__ import annotations
 
 from marlinq.kernels.step.activate import Arrangement, activate
-from marlinq.kernels.step.append import HeadNorm, append
+from marlinq.kernels.step.append import append
 from marlinq.kernels.step.attend import AttentionShape, Division, Workspace, attend, divide
+from marlinq.kernels.step.heads import HeadNorm, HeadWork
 from marlinq.kernels.step.prepared import Prepared, bind, precompile_prepared
 from marlinq.kernels.step.residual import Gather, RowNorm, residual
 
@@ -18,6 +19,7 @@ __all__ = [
     "Division",
     "Gather",
     "HeadNorm",
+    "HeadWork",
     "Prepared",
     "RowNorm",
     "Workspace",

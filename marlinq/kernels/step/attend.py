@@ -10,15 +10,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from marlinq.kernels.jit.instantiation import Instantiation
+from marlinq.kernels.jit.instantiation import Instantiation, Parameters
+from marlinq.kernels.step.heads import HeadWork, NewHeads, head_parameters, new_heads
 from marlinq.kernels.step.prepared import ELEMENTS, Prepared, address, check_rows
 
 # Mirrored in the kernel.
 _HEADS, _TILE = 8, 16
 _NO_WINDOW = (1 << 31) - 1
 _MOST_SPLITS = 64
-# Beyond, registers would not hold the next tile beside this one's sums.
-_AHEAD_CHANNELS = 128
+# Half tiles that blocks with a multiprocessor for themselves request ahead, as many as fit.
+_DEPTHS = (6, 4, 3, 2)
+_REGISTERS = 65536
 
 
 class AttentionShape(NamedTuple):
@@ -47,39 +49,52 @@ class Division(NamedTuple):
 
     Attributes:
         splits: parts of the positions of each sequence.
-        ahead: whether blocks are larger, and their warps load the next tile while they multiply one: worth
-            the registers where too few blocks run to hide each other's waits.
-        early: whether earlier tokens are loaded before the previous kernel has ended. That kernel is then
-            :func:`marlinq.kernels.step.append.append` with ``hold``.
+        warps: of a block, which take tiles of 16 positions in turns.
+        depth: half tiles (keys or values) that each warp has shared memory for, of which one less is on its
+            way; 0 for straight to registers, one half tile at a time.
     """
 
     splits: int
-    ahead: bool = False
-    early: bool = False
+    warps: int = 4
+    depth: int = 0
 
-    @property
-    def warps(self) -> int:
-        """Warps of a block."""
-        return 8 if self.ahead else 4
+    def shared_bytes(self, head_dim: int) -> int:
+        """Dynamic shared memory of a block."""
+        vectors = max(2 * -(-head_dim // 32), 4 * -(-head_dim // 64))
+        # Beside the rings, the new token's heads, and what a warp turns them in.
+        return self.warps * (max(self.depth, 1) * vectors * 512 + head_dim * 4) + (_HEADS + 2) * head_dim * 2
 
     def blocks_each(self, head_dim: int) -> int:
-        """Blocks that a multiprocessor holds: registers decide."""
-        if self.ahead:
-            return 2 if head_dim <= 64 else 1
-        return 6 if head_dim <= 64 else 4 if head_dim <= 128 else 2
+        """Blocks that a multiprocessor holds: registers decide, and shared memory where rings fill it."""
+        if self.depth:
+            return 1
+        registers = 96 if head_dim <= 64 else 128 if head_dim == 128 else 168 if head_dim < 128 else 255
+        return max(1, _REGISTERS // (32 * self.warps * registers))
 
 
-def divide(shape: AttentionShape, multiprocessors: int) -> Division:
+def divide(shape: AttentionShape, multiprocessors: int, shared_bytes: int) -> Division:
     """The division for a GPU.
 
-    A few sequences are split so that every multiprocessor has a block, many until their blocks fill all
-    places at once; never shorter than what the warps of a block take in one turn.
+    Where there are fewer sequences than multiprocessors, blocks that have one for themselves request as much
+    as fits; where there are more, small blocks fill all places at once and hide each other's waits.
+    Splits are never shorter than what the warps of a block take in one turn.
+
+    Args:
+        shape: of the problem.
+        multiprocessors: of the GPU.
+        shared_bytes: that a block may have.
     """
-    few = shape.units < multiprocessors // 2
-    ahead = few and shape.head_dim <= _AHEAD_CHANNELS
-    plain = Division(1, ahead, early=ahead)
+    if shape.units <= multiprocessors:
+        depths = (
+            depth for depth in _DEPTHS if Division(1, 8, depth).shared_bytes(shape.head_dim) <= shared_bytes
+        )
+        plain = Division(1, 8, next(depths, 0))
+        # Half of the places: adding up more splits takes longer than their shorter turns save.
+        places = multiprocessors // 2
+    else:
+        plain = Division(1)
+        places = multiprocessors * plain.blocks_each(shape.head_dim)
     turns = -(-shape.capacity // (_TILE * plain.warps))
-    places = multiprocessors * (1 if few else plain.blocks_each(shape.head_dim))
     return plain._replace(splits=max(1, min(turns, places // shape.units, _MOST_SPLITS)))
 
 
@@ -111,11 +126,9 @@ class Workspace(NamedTuple):
 
 class _Arguments(ctypes.Structure):
     _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("q", "keys", "values", "out", "partials", "counters", "lengths")
-        ),
-        *((name, ctypes.c_int) for name in ("kv_heads", "group", "chunks", "splits", "capacity", "window")),
+        ("given", NewHeads),
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "out", "partials", "counters", "lengths")),
+        *((name, ctypes.c_int) for name in ("group", "chunks", "splits", "capacity", "window")),
         ("out_stride", ctypes.c_longlong),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
@@ -123,11 +136,12 @@ class _Arguments(ctypes.Structure):
 
 
 def attend(
-    q: Tensor,
+    x: Tensor,
     keys: Tensor,
     values: Tensor,
     out: Tensor,
     lengths: Tensor,
+    work: HeadWork,
     workspace: Workspace,
     *,
     scale: float,
@@ -135,13 +149,17 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Prepared:
-    """Attention of token ``lengths[b]`` of every sequence over positions 0 to ``lengths[b]``.
+    """Append a token to every sequence, and its attention over positions 0 to ``lengths[b]``.
+
+    Keys and values of earlier tokens and ``lengths`` may be read while the stream's previous kernels still
+    run, if these are launched dependently.
 
     Args:
-        q: [B, H, D], contiguous.
-        keys, values: [B, KV, L, D], contiguous.
+        x: [B, (H + 2 * KV) * D], queries, keys and values side by side.
+        keys, values: [B, KV, L, D], contiguous: the cache.
         out: [B, H, D], each row contiguous.
-        lengths: int32 [B].
+        lengths: int32 [B], tokens in the cache.
+        work: what is done with queries and keys first.
         workspace: made for this shape and division.
         scale: factor on the dot products.
         division: from :func:`divide`.
@@ -149,26 +167,27 @@ def attend(
         softcap: dot products become ``softcap * tanh(product / softcap)``.
 
     Raises:
-        ValueError: a tensor that the kernel can't load.
+        ValueError: a tensor that the kernel can't load, or norms that it can't combine.
     """
-    check_rows(q=q, keys=keys, values=values, out=out)
-    batch, heads, size = q.shape
+    check_rows(keys=keys, values=values, out=out)
+    batch, heads, size = out.shape
     kv_heads, capacity = keys.shape[1], keys.shape[2]
-    if not all(tensor.is_contiguous() for tensor in (q, keys, values, out[0])):
-        raise ValueError("q, keys, values, rows of out: expected contiguous tensors")
+    if not all(tensor.is_contiguous() for tensor in (keys, values, out[0])):
+        raise ValueError("keys, values, rows of out: expected contiguous tensors")
+    if x.shape[0] != batch or keys.shape[0] != batch:
+        raise ValueError(f"x: expected {batch} rows, found {list(x.shape)}")
     shape = AttentionShape(batch, heads, kv_heads, size, capacity)
     group = heads // kv_heads
     # Exponents are of 2 on the GPU.
     log2e = math.log2(math.e)
     arguments = _Arguments(
-        q=q.data_ptr(),
+        given=new_heads(x, heads, keys, work),
         keys=keys.data_ptr(),
         values=values.data_ptr(),
         out=out.data_ptr(),
         partials=address(workspace.partials),
         counters=address(workspace.counters),
         lengths=lengths.data_ptr(),
-        kv_heads=kv_heads,
         group=group,
         chunks=-(-group // _HEADS),
         splits=division.splits,
@@ -178,14 +197,16 @@ def attend(
         scale=scale * log2e if softcap is None else scale / softcap,
         softcap=0.0 if softcap is None else softcap * log2e,
     )
-    parameters = (
-        ("Element", ELEMENTS[q.dtype]),
+    shared = division.shared_bytes(size)
+    parameters: Parameters = (
+        ("Element", ELEMENTS[x.dtype]),
         ("D", size),
         ("WARPS", division.warps),
         ("MIN_BLOCKS", division.blocks_each(size)),
-        ("AHEAD", division.ahead),
-        ("EARLY", division.early),
+        ("DEPTH", division.depth),
         ("SOFTCAP", softcap is not None),
+        *head_parameters(work),
+        ("SHARED_BYTES", shared),
     )
     instantiation = Instantiation("step/attend.cuh", "step_attend", parameters)
-    return Prepared(instantiation, shape.units * division.splits, 32 * division.warps, arguments)
+    return Prepared(instantiation, shape.units * division.splits, 32 * division.warps, arguments, shared)

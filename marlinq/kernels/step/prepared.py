@@ -32,17 +32,20 @@ class Prepared(NamedTuple):
         grid: blocks.
         threads: threads of a block.
         arguments: the kernel's parameters, which hold addresses of tensors but keep none alive.
+        shared_bytes: dynamic shared memory of a block.
     """
 
     instantiation: Instantiation
     grid: int
     threads: int
     arguments: ctypes.Structure
+    shared_bytes: int = 0
 
 
 @lru_cache(maxsize=1024)
-def _function(instantiation: Instantiation, device_index: int) -> Function:
-    return load_kernel(instantiation, device_numbers(device_index).architecture, device_index)
+def _function(instantiation: Instantiation, device_index: int, shared_bytes: int) -> Function:
+    architecture = device_numbers(device_index).architecture
+    return load_kernel(instantiation, architecture, device_index, shared_bytes)
 
 
 def bind(prepared: Prepared, device_index: int, *, dependent: bool) -> Launch:
@@ -58,10 +61,10 @@ def bind(prepared: Prepared, device_index: int, *, dependent: bool) -> Launch:
         EnvironmentProblem: as :func:`marlinq.kernels.launch.loading.load_kernel`.
     """
     launches = Launches(
-        _function(prepared.instantiation, device_index),
+        _function(prepared.instantiation, device_index, prepared.shared_bytes),
         prepared.grid,
         prepared.threads,
-        0,
+        prepared.shared_bytes,
         prepared.arguments,
         dependent=dependent and device_numbers(device_index).has_clusters,
     )

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from marlinq.kernels.step import Arrangement, HeadNorm, RowNorm
+from marlinq.kernels.step import Arrangement, HeadNorm, HeadWork, RowNorm
 from marlinq.kernels.step.prepared import ELEMENTS, VECTOR
 from marlinq.kernels.step.residual import WIDEST
 from marlinq.models.anatomy import Anatomy, Attention, Layer, Norm, Rotary, Unrecognised
@@ -87,9 +87,7 @@ class BoundLayer:
     mlp_norm: RowNorm | None
     post_attention_norm: RowNorm | None
     post_mlp_norm: RowNorm | None
-    query_norm: HeadNorm | None
-    key_norm: HeadNorm | None
-    table: Tensor | None
+    heads: HeadWork
     keys: Tensor
     values: Tensor
 

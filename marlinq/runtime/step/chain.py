@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels import dependent_launches, device_numbers
+from marlinq.kernels.decide.device import H200
 from marlinq.kernels.launch.driver import on_device
-from marlinq.kernels.step import AttentionShape, Division, Workspace, divide
+from marlinq.kernels.step import AttentionShape, Division, HeadWork, Workspace, divide
 from marlinq.models.anatomy import Anatomy, Attention, Layer, Rotary
 from marlinq.runtime.step.bound import BoundLayer, chain_refusal, head_norm, rotation_table, row_norm
 from marlinq.runtime.step.forward import Forward
@@ -184,9 +185,13 @@ class ChainForward(Forward):
             mlp_norm=row_norm(model, layer.mlp_norm, self.dtype),
             post_attention_norm=row_norm(model, layer.post_attention_norm, self.dtype),
             post_mlp_norm=row_norm(model, layer.post_mlp_norm, self.dtype),
-            query_norm=head_norm(model, attention.query_norm, attention.head_dim, self.dtype),
-            key_norm=head_norm(model, attention.key_norm, attention.head_dim, self.dtype),
-            table=None if rotary is None else self._tables[rotary],
+            heads=HeadWork(
+                table=None if rotary is None else self._tables[rotary],
+                interleaved=rotary is not None and rotary.interleaved,
+                query_norm=head_norm(model, attention.query_norm, attention.head_dim, self.dtype),
+                key_norm=head_norm(model, attention.key_norm, attention.head_dim, self.dtype),
+                turns=attention.qkv.turns,
+            ),
             keys=keys,
             values=torch.zeros_like(keys),
         )
@@ -198,5 +203,6 @@ class ChainForward(Forward):
 
     def _divide(self, attention: Attention) -> Division:
         seen = min(self.capacity, attention.window or self.capacity)
-        processors = device_numbers(self.device_index).multiprocessors if self.lengths.is_cuda else 1
-        return divide(self._shape(attention)._replace(capacity=seen), processors)
+        numbers = device_numbers(self.device_index) if self.lengths.is_cuda else H200
+        shape = self._shape(attention)._replace(capacity=seen)
+        return divide(shape, numbers.multiprocessors, numbers.shared_bytes)

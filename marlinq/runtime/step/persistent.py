@@ -130,7 +130,7 @@ def _given(chain: ChainForward) -> _Given:
     if len(models) > 1:
         raise _UnknownPartError("layers that differ in norms, scales or heads")
     (model,) = models
-    tables = {id(layer.table): layer.table for layer in layers}
+    tables = {id(layer.heads.table): layer.heads.table for layer in layers}
     if len(tables) > 1:
         raise _UnknownPartError("layers with rotary embeddings of their own")
     (table,) = tables.values()
@@ -160,7 +160,7 @@ def _model(layer: BoundLayer) -> Model:
     if len(posts) == 1:
         raise _UnknownPartError("a norm behind one part of a block only")
     first, *others = (_row(norm) for norm in (layer.attention_norm, layer.mlp_norm, *posts))
-    heads = [norm for norm in (layer.query_norm, layer.key_norm) if norm is not None]
+    heads = [norm for norm in (layer.heads.query_norm, layer.heads.key_norm) if norm is not None]
     if any(norm.kind != first.kind or norm.eps != first.eps for norm in others):
         raise _UnknownPartError("two kinds of norms")
     if any(norm.kind != first.kind or norm.wide or norm.bias is not None for norm in heads):
@@ -198,12 +198,16 @@ def _operands(layer: BoundLayer, hidden: int) -> LayerOperands:
         _gamma(layer.mlp_norm, hidden, device),
         layer.keys,
         layer.values,
-        None if layer.query_norm is None else _gamma(layer.query_norm, layer.keys.shape[3], device),
-        None if layer.key_norm is None else _gamma(layer.key_norm, layer.keys.shape[3], device),
+        _head_gamma(layer.heads.query_norm, layer, device),
+        _head_gamma(layer.heads.key_norm, layer, device),
         None if layer.post_attention_norm is None else _gamma(layer.post_attention_norm, hidden, device),
         None if layer.post_mlp_norm is None else _gamma(layer.post_mlp_norm, hidden, device),
         layer.attention.window,
     )
+
+
+def _head_gamma(norm: HeadNorm | None, layer: BoundLayer, device: torch.device) -> Tensor | None:
+    return None if norm is None else _gamma(norm, layer.keys.shape[3], device)
 
 
 def _gamma(norm: RowNorm | HeadNorm | None, width: int, device: torch.device) -> Tensor:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from marlinq.core.errors import UnsupportedError
 from marlinq.core.progress import ReportProgress, no_progress
-from marlinq.kernels import LayerShape, Problem, precompile, precompile_model
+from marlinq.kernels import LayerShape, Problem, decide, device_numbers, precompile_model
 from marlinq.kernels.launch.dense import dequantized_gemm
 from marlinq.kernels.launch.gather import Gathered, gathering
 from marlinq.kernels.launch.launch import Call, dequantizes, prepare
@@ -23,6 +24,11 @@ from marlinq.runtime.step.join import JoinedLinear, JoinedSlice, join_modules
 
 Start = Callable[[], object]
 """Launches something on the current stream."""
+
+
+# What a kernel of its own for the activation takes, between two products that then wait for it
+# (docs/lab-notes/decode-step.md, "Activation in the epilogue").
+_ACTIVATION_SECONDS = 2e-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +92,38 @@ class Product:
                 starts.append(_bind_module(module, x, out[:, begin : begin + width]))
             begin += width
         return starts
+
+    def activated_problem(
+        self, rows: int, dtype: torch.dtype, activation: str, device_index: int
+    ) -> Problem | None:
+        """The product with the activation in its epilogue, where gate and up take turns and that is faster
+        than a kernel between this product and the next; else None."""
+        module = self.modules[0]
+        if not self.tiles or not isinstance(module, QuantLinear):
+            return None
+        plain = self.problems(rows, dtype)[0]
+        device = device_numbers(device_index)
+        apart = decide(plain, device)
+        if apart.config is None:
+            return None
+        activated = replace(plain, activation=activation)
+        try:
+            together = decide(activated, device)
+        except UnsupportedError:
+            return None  # no variant has pairs of tiles
+        return activated if together.seconds <= apart.seconds + _ACTIVATION_SECONDS else None
+
+    def bind_activated(self, x: Tensor, out: Tensor, activation: str) -> Start:
+        """The launch of ``out = activation(gate) * up`` for tensors that stay where they are.
+
+        Args:
+            x: [M, inner]; columns beyond the input are zero.
+            out: [M, columns / 2].
+            activation: for which there is an :meth:`activated_problem`.
+        """
+        module = self.modules[0]
+        assert isinstance(module, QuantLinear)
+        return _bind_packed(module, x, out, activation)
 
     def run(self, x: Tensor) -> Tensor:
         """The result for any number of rows, in memory of its own: x [M, K] to [M, columns without padding].
@@ -155,19 +193,7 @@ def precompile_prompts(
     return precompile_model(sorted(shapes), dtype, device_index, most_rows=most_rows, progress=progress)
 
 
-def precompile_products(
-    products: Sequence[Product],
-    rows: int,
-    dtype: torch.dtype,
-    device_index: int,
-    progress: ReportProgress = no_progress,
-) -> int:
-    """Compile what :meth:`Product.bind` needs, in parallel; returns how many kernels those were."""
-    problems = [problem for product in products for problem in product.problems(rows, dtype)]
-    return precompile(dict.fromkeys(problems), device_index, progress)
-
-
-def _bind_packed(linear: QuantLinear, x: Tensor, out: Tensor) -> Start:
+def _bind_packed(linear: QuantLinear, x: Tensor, out: Tensor, activation: str | None = None) -> Start:
     k, n = linear.padded_shape
     rows = x.shape[0]
     index = x.get_device()
@@ -178,11 +204,11 @@ def _bind_packed(linear: QuantLinear, x: Tensor, out: Tensor) -> Start:
     taken = x[:, :k] if order is None else x.new_empty((rows, k))
     operands = Operands(taken, linear.words, linear.scales, linear.zeros, bias, out)
     group_size = _group_size(linear)
-    if dequantizes((rows, n, k), group_size, linear.zeros, x.dtype, index, INT4):
+    if activation is None and dequantizes((rows, n, k), group_size, linear.zeros, x.dtype, index, INT4):
         if order is None:
             return lambda: dequantized_gemm(operands, INT4)
         return _bind_module(linear, x, out)
-    call = prepare(operands, group_size, behind_own=order is not None)
+    call = prepare(operands, group_size, behind_own=order is not None, activation=activation)
     if order is not None:
         gathered = Gathered(gathering(x, order), order.data_ptr(), rows, k, x.dtype, call)
         return partial(_start, gathered, operands, x.data_ptr())

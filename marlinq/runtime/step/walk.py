@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from marlinq.core.progress import ReportProgress
+from marlinq.kernels import Problem, precompile
 from marlinq.kernels import step as kernels
 from marlinq.kernels.step import Gather, Prepared, RowNorm
 from marlinq.runtime.step.bound import BoundLayer
-from marlinq.runtime.step.products import Product, Start, precompile_products
+from marlinq.runtime.step.products import Product, Start
 from marlinq.runtime.step.reference import causal_attention
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Walk:
         self.part = part
         self.tokens_each = tokens_each
         self.lengths = forward.lengths[part]
+        self._begun = False
 
     # What a recording does otherwise.
 
@@ -60,24 +62,23 @@ class Walk:
         return torch.empty((rows, columns), dtype=self.forward.dtype, device=self.lengths.device)
 
     def launch(self, prepared: Prepared) -> None:
-        """A kernel between products."""
-        kernels.bind(prepared, self.forward.device_index, dependent=True).start()
+        """A kernel between products. The first begins when all of the step before is done: attention reads
+        lengths and keys and values of earlier tokens without waiting for the kernels before it."""
+        kernels.bind(prepared, self.forward.device_index, dependent=self._begun).start()
+        self._begun = True
 
     def multiply(self, name: str, product: Product, x: Tensor) -> Tensor:
         """[M, columns of the product]."""
         return product.run(x)
 
-    def attend(self, index: int, q: Tensor) -> Tensor:
-        """Attention of the new tokens: q [M, H, D] to [M, H * D]."""
-        layer = self.forward.layers[index]
-        if self.tokens_each == 1:
-            return self._attend_one(index, q)
-        sequences = self.lengths.shape[0]
-        new = slice(0, self.tokens_each)
-        queries = q.view(sequences, self.tokens_each, *q.shape[1:]).transpose(1, 2)
-        keys, values = layer.keys[self.part, :, new], layer.values[self.part, :, new]
-        mixed = causal_attention(queries, keys, values, layer.attention)
-        return mixed.transpose(1, 2).reshape(q.shape[0], -1)
+    def activated(self, layer: BoundLayer, normed: Tensor) -> Tensor:
+        """What an MLP's second product reads: [M, inner columns], padded where gate and up take turns."""
+        x = self.multiply("inputs", layer.inputs, normed)
+        # Whole tiles, or what the parts have.
+        columns = x.shape[1] // 2 if layer.arrangement == "tiles" else layer.anatomy.mlp.inputs.widths[0]
+        active = self.empty("active", x.shape[0], columns)
+        self.launch(kernels.activate(x, active, layer.anatomy.mlp.activation, layer.arrangement))
+        return active
 
     def observed(self, index: int, x: Tensor) -> None:
         """The hidden states behind a layer."""
@@ -162,47 +163,46 @@ class Walk:
         return x, x if out is None else out
 
     def _attention(self, index: int, layer: BoundLayer, normed: Tensor) -> Tensor:
-        forward, attention = self.forward, layer.attention
         joined = self.multiply("qkv", layer.qkv, normed)
-        rows = joined.shape[0]
-        q = self.empty("queries", rows, attention.heads * attention.head_dim)
-        q = q.view(rows, attention.heads, attention.head_dim)
-        self.launch(
-            kernels.append(
-                joined,
-                q,
-                layer.keys[self.part],
-                layer.values[self.part],
-                self.lengths,
-                table=layer.table,
-                interleaved=attention.rotary is not None and attention.rotary.interleaved,
-                query_norm=layer.query_norm,
-                key_norm=layer.key_norm,
-                tokens_each=self.tokens_each,
-                turns=attention.qkv.turns,
-                hold=forward.divisions[index].early,
-            )
-        )
-        return self.multiply("output", layer.output, self.attend(index, q))
+        attend = self._attend_one if self.tokens_each == 1 else self._attend_prompt
+        return self.multiply("output", layer.output, attend(index, joined))
 
-    def _attend_one(self, index: int, q: Tensor) -> Tensor:
+    def _attend_one(self, index: int, joined: Tensor) -> Tensor:
+        """The new tokens appended, and their attention: [M, columns of the product] to [M, H * D]."""
         forward, layer = self.forward, self.forward.layers[index]
-        out = self.empty("attended", q.shape[0], q.shape[1] * q.shape[2])
+        attention = layer.attention
+        out = self.empty("attended", joined.shape[0], attention.heads * attention.head_dim)
         self.launch(
             kernels.attend(
-                q,
+                joined,
                 layer.keys[self.part],
                 layer.values[self.part],
-                out.view(q.shape),
+                out.view(-1, attention.heads, attention.head_dim),
                 self.lengths,
+                layer.heads,
                 forward.workspace,
-                scale=layer.attention.scale,
+                scale=attention.scale,
                 division=forward.divisions[index],
-                window=layer.attention.window,
-                softcap=layer.attention.softcap,
+                window=attention.window,
+                softcap=attention.softcap,
             )
         )
         return out
+
+    def _attend_prompt(self, index: int, joined: Tensor) -> Tensor:
+        """The same for prompts, whose attention is torch's."""
+        layer, attention = self.forward.layers[index], self.forward.layers[index].attention
+        rows = joined.shape[0]
+        q = self.empty("queries", rows, attention.heads * attention.head_dim)
+        q = q.view(rows, attention.heads, attention.head_dim)
+        keys, values = layer.keys[self.part], layer.values[self.part]
+        self.launch(
+            kernels.append(joined, q, keys, values, self.lengths, layer.heads, tokens_each=self.tokens_each)
+        )
+        queries = q.view(-1, self.tokens_each, *q.shape[1:]).transpose(1, 2)
+        new = slice(0, self.tokens_each)
+        mixed = causal_attention(queries, keys[:, :, new], values[:, :, new], attention)
+        return mixed.transpose(1, 2).reshape(rows, -1)
 
     def _mlp(self, layer: BoundLayer, normed: Tensor) -> Tensor:
         rows = normed.shape[0]
@@ -211,12 +211,7 @@ class Walk:
         return torch.cat([self._mlp_of(layer, part) for part in torch.split(normed, MOST_ROWS)])
 
     def _mlp_of(self, layer: BoundLayer, normed: Tensor) -> Tensor:
-        x = self.multiply("inputs", layer.inputs, normed)
-        # Whole tiles, or what the parts have.
-        columns = x.shape[1] // 2 if layer.arrangement == "tiles" else layer.anatomy.mlp.inputs.widths[0]
-        active = self.empty("active", x.shape[0], columns)
-        self.launch(kernels.activate(x, active, layer.anatomy.mlp.activation, layer.arrangement))
-        return self.multiply("down", layer.down, active)
+        return self.multiply("down", layer.down, self.activated(layer, normed))
 
 
 class Recording(Walk):
@@ -231,8 +226,19 @@ class Recording(Walk):
         super().__init__(forward, tokens, slice(0, forward.batch), 1)
         products = [product for layer in forward.layers for product in layer.products]
         products.append(forward.head)
+        self._activated: dict[Product, Problem] = {}
         if tokens.is_cuda:
-            precompile_products(products, forward.batch, forward.dtype, forward.device_index, progress)
+            self._activated = self._activated_products()
+            problems = [
+                problem
+                for product in products
+                for problem in (
+                    [self._activated[product]]
+                    if product in self._activated
+                    else product.problems(forward.batch, forward.dtype)
+                )
+            ]
+            precompile(dict.fromkeys(problems), forward.device_index, progress)
         # Padded products read zeros behind what kernels write.
         self._widest = max(product.inner for product in products)
         self._buffers: dict[tuple[str, int, int], Tensor] = {}
@@ -249,13 +255,24 @@ class Recording(Walk):
         self.starts: list[Start] = []
         for item in self._recorded:
             if isinstance(item, kernels.Prepared):
-                launch = kernels.bind(item, forward.device_index, dependent=True)
+                launch = kernels.bind(item, forward.device_index, dependent=bool(self.starts))
                 if not self.starts:
                     # The first kernel embeds the tokens, wherever they are.
                     self._first = launch
                 self.starts.append(launch.start)
             else:
                 self.starts.append(item)
+
+    def _activated_products(self) -> dict[Product, Problem]:
+        """Products of gate and up that have the activation in their epilogue."""
+        forward = self.forward
+        found = {
+            layer.inputs: layer.inputs.activated_problem(
+                forward.batch, forward.dtype, layer.anatomy.mlp.activation, forward.device_index
+            )
+            for layer in forward.layers
+        }
+        return {product: problem for product, problem in found.items() if problem is not None}
 
     def recorded_layers(self) -> tuple[Tensor, Pending | None]:
         """The residual stream behind the last layer, and what is still to be added to it."""
@@ -277,9 +294,9 @@ class Recording(Walk):
         turn = self._turns[name] = 1 - self._turns.get(name, 0)
         found = self._buffers.get((name, turn, columns))
         if found is None:
-            # Queries are taken as they lie.
-            wide = columns if name == "queries" else max(columns, self._widest)
-            found = torch.zeros((rows, wide), dtype=self.forward.dtype, device=self.lengths.device)
+            found = torch.zeros(
+                (rows, max(columns, self._widest)), dtype=self.forward.dtype, device=self.lengths.device
+            )
             self._buffers[name, turn, columns] = found
         return found[:, :columns]
 
@@ -288,10 +305,22 @@ class Recording(Walk):
 
     def multiply(self, name: str, product: Product, x: Tensor) -> Tensor:
         out = self.empty(name, x.shape[0], product.columns)
-        if x.shape[1] < product.inner:
-            x = x.as_strided((x.shape[0], product.inner), x.stride(), x.storage_offset())
-        self._recorded += product.bind(x, out)
+        self._recorded += product.bind(self._padded(x, product), out)
         return out
+
+    def _padded(self, x: Tensor, product: Product) -> Tensor:
+        """``x`` with the zeros behind its rows that a padded product reads."""
+        if x.shape[1] >= product.inner:
+            return x
+        return x.as_strided((x.shape[0], product.inner), x.stride(), x.storage_offset())
+
+    def activated(self, layer: BoundLayer, normed: Tensor) -> Tensor:
+        if layer.inputs not in self._activated:
+            return super().activated(layer, normed)
+        active = self.empty("active", normed.shape[0], layer.inputs.columns // 2)
+        x = self._padded(normed, layer.inputs)
+        self._recorded.append(layer.inputs.bind_activated(x, active, layer.anatomy.mlp.activation))
+        return active
 
     def observed(self, index: int, x: Tensor) -> None:
         pass

@@ -198,8 +198,8 @@ def test_prompts_that_do_not_fit() -> None:
 
 def test_a_workspace_serves_the_largest_attention() -> None:
     shapes = [
-        (AttentionShape(2, 16, 1, 64, 100), Division(3, ahead=True)),
-        (AttentionShape(1, 4, 4, 256, 100), Division(2, ahead=False)),
+        (AttentionShape(2, 16, 1, 64, 100), Division(3, warps=8)),
+        (AttentionShape(1, 4, 4, 256, 100), Division(2)),
     ]
     made = Workspace.of(shapes, torch.device("cpu"))
     assert made.partials.numel() == max(2 * 2 * 3 * 8 * 66, 4 * 2 * 8 * 258)

@@ -13,7 +13,7 @@ from torch import Tensor
 from marlinq.core.progress import ReportProgress
 from marlinq.kernels.launch.persistent import LayerOperands, Model
 from marlinq.runtime import QuantLinear
-from marlinq.runtime.step import chain, persistent
+from marlinq.runtime.step import walk, persistent
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.persistent import join_layers
 from marlinq.runtime.step.reference import ReferenceForward
@@ -51,7 +51,7 @@ class InFloat64:
 
 @pytest.fixture(autouse=True)
 def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain, "kernels", torch_kernels)
+    monkeypatch.setattr(walk, "kernels", torch_kernels)
     numbers = SimpleNamespace(architecture="sm_90a", shared_bytes=232_448)
     monkeypatch.setattr(persistent, "device_numbers", lambda index: numbers)
     monkeypatch.setattr(persistent, "PersistentLayers", InFloat64)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from marlinq.core.progress import ReportProgress, no_progress
-from marlinq.kernels.step import Arrangement, Division, Gather, HeadNorm, RowNorm, Workspace
+from marlinq.kernels.step import Arrangement, Division, Gather, HeadWork, RowNorm, Workspace
 from tests.kernels.step_problems import (
     expected_activation,
     expected_attention,
@@ -117,15 +117,12 @@ def append(
     keys: Tensor,
     values: Tensor,
     lengths: Tensor,
+    work: HeadWork,
     *,
-    table: Tensor | None = None,
-    interleaved: bool = False,
-    query_norm: HeadNorm | None = None,
-    key_norm: HeadNorm | None = None,
     tokens_each: int = 1,
-    turns: int = 1,
-    hold: bool = False,
 ) -> Prepared:
+    table, interleaved, turns = work.table, work.interleaved, work.turns
+
     def run(_: Prepared) -> None:
         m, heads, size = q.shape
         kv = keys.shape[1]
@@ -133,7 +130,7 @@ def append(
         parts = runs.split((heads // turns, kv // turns, kv // turns), 2)
         parts = [part.reshape(m, -1, size) for part in parts]
         positions = _positions(lengths, m, tokens_each)
-        for index, norm in enumerate((query_norm, key_norm)):
+        for index, norm in enumerate((work.query_norm, work.key_norm)):
             part = parts[index]
             if norm is not None:
                 rows = part.flatten(1) if norm.wide else part
@@ -152,11 +149,12 @@ def append(
 
 
 def attend(
-    q: Tensor,
+    x: Tensor,
     keys: Tensor,
     values: Tensor,
     out: Tensor,
     lengths: Tensor,
+    work: HeadWork,
     workspace: Workspace,
     *,
     scale: float,
@@ -164,7 +162,9 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Prepared:
-    def run(_: Prepared) -> None:
+    def run(launch: Prepared) -> None:
+        q = torch.empty_like(out)
+        append(x, q, keys, values, lengths, work).action(launch)
         out.copy_(expected_attention(q, keys, values, lengths, scale=scale, window=window, softcap=softcap))
 
     return Prepared(run)

@@ -11,21 +11,26 @@
 //   O (16 channels x 8 heads)   += V^T (16 x 16 positions) P^T        lane (u, v) loads channels 8u..8u+7 of four positions and
 //                                                                     pairs their halves; P turns by movmatrix
 //
-// With AHEAD, the next tile's keys and values are on their way while a tile is multiplied, which suits a few blocks; many blocks
-// hide each other's waits and have more room. Warps merge in shared memory, splits through `partials`: the block that finishes
-// last of its splits adds them up, in order, and resets their counter. Splits that have no positions end at once. A split is
-// chosen on the device, so a captured launch serves every length.
+// The block begins with what belongs to the new token: its warps normalise and rotate the queries (step/heads.cuh), and in the
+// split that ends with the newest position its key and value, which the block of the first query heads puts into the cache.
 //
-// With EARLY, the previous kernel begins this one when everything before it is done (HOLD in append.cuh). Lengths, and keys and
-// values of earlier tokens, are then loaded while it runs; queries and the newest token are its own results.
+// Keys and values of earlier tokens come by cp.async, half a tile (16 keys, or 16 values) an entry of a ring of DEPTH entries
+// that each warp has for itself; a lane reads back only what it copied itself. They are requested before the previous kernel has
+// ended, as the lengths are: a step's first kernel begins when all of the step before is done, so both are there.
 //
-// Configuration: Element, D, WARPS, MIN_BLOCKS, AHEAD, EARLY, SOFTCAP.
+// Warps merge in shared memory, splits through `partials`: the block that finishes last of its splits adds them up, in order,
+// and resets their counter. Splits that have no positions end at once. A split is chosen on the device, so a captured launch
+// serves every length.
+//
+// Configuration: Element, D, WARPS, MIN_BLOCKS, DEPTH, SOFTCAP, and those of step/heads.cuh; SHARED_BYTES, the host's count of
+// dynamic shared memory.
 #pragma once
 #include "ptx/bits.cuh"
+#include "ptx/copy_async.cuh"
 #include "ptx/flags.cuh"
 #include "ptx/launch.cuh"
 #include "ptx/matrix.cuh"
-#include "step/rows.cuh"
+#include "step/heads.cuh"
 
 constexpr int ATTEND_HEADS = 8, ATTEND_TILE = 16;
 
@@ -43,46 +48,80 @@ __device__ __forceinline__ Split split_of(int tokens, int window, int splits, in
 }
 
 template <typename C>
-__device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16* values, u16* out, float* partials,
-                                       u32* counters, const int* lengths, int kv_heads, int group, int chunks, int splits,
-                                       int capacity, int window, i64 out_stride, float scale, float softcap) {
+__device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* values, u16* out, float* partials, u32* counters,
+                                       const int* lengths, int group, int chunks, int splits, int capacity, int window,
+                                       i64 out_stride, float scale, float softcap) {
     typedef typename C::Element E;
-    constexpr int D = C::D, WARPS = C::WARPS, TILE = ATTEND_TILE, HEADS = ATTEND_HEADS;
+    constexpr int D = C::D, WARPS = C::WARPS, DEPTH = C::DEPTH, TILE = ATTEND_TILE, HEADS = ATTEND_HEADS;
     constexpr int KEY_CHUNKS = (D + 31) / 32, VALUE_GROUPS = (D + 63) / 64;
+    constexpr int VECTORS = 2 * KEY_CHUNKS > 4 * VALUE_GROUPS ? 2 * KEY_CHUNKS : 4 * VALUE_GROUPS;
+    constexpr int ENTRY = VECTORS * 512, RING = (DEPTH > 0 ? DEPTH : 1) * ENTRY, STEP = TILE * WARPS;
+    constexpr int FRESH_AT = WARPS * RING, TURNING_AT = FRESH_AT + (HEADS + 2) * D * 2;
+    static_assert(DEPTH != 1, "an entry is read while the next is on its way");
+    static_assert(C::SHARED_BYTES == TURNING_AT + WARPS * D * 4, "host and kernel count different bytes of shared memory");
     constexpr int SLOT = HEADS * (D + 2);  // floats that a split leaves
     const float LOWEST = __uint_as_float(0xff800000u);  // minus infinity
-    __shared__ __align__(16) float sums[WARPS][HEADS][D];
+    extern __shared__ __align__(128) unsigned char shared[];
+    // Of the new token: queries, then the key and the value.
+    u32(*fresh)[D / 2] = reinterpret_cast<u32(*)[D / 2]>(shared + FRESH_AT);
+    float(*turning)[D] = reinterpret_cast<float(*)[D]>(shared + TURNING_AT);
+    __shared__ float squares[2][WARPS];
     __shared__ float maxima[WARPS][HEADS];
     __shared__ float totals[WARPS][HEADS];
     __shared__ u32 arrived;
     launch_dependents();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, u = lane / 4, v = lane % 4;
     const int split = blockIdx.x % splits, work = blockIdx.x / splits;
-    const int chunk = work % chunks, pair = work / chunks, kv_head = pair % kv_heads, sequence = pair / kv_heads;
+    const int chunk = work % chunks, pair = work / chunks, kv_head = pair % given.kv_heads, sequence = pair / given.kv_heads;
     const i64 row = (i64)pair * capacity;
-    const u16 *k_rows = keys + row * D, *v_rows = values + row * D;
-    static_assert(C::AHEAD || !C::EARLY, "what is loaded early is the tile ahead");
-    if (!C::EARLY) wait_for_previous_kernel();
-    const int tokens = min(load_scalar(lengths + sequence) + 1, capacity);
+    const int length = load_scalar(lengths + sequence), tokens = min(length + 1, capacity);
     const Split part = split_of<C>(tokens, window, splits, split);
-    if (split >= part.active) {
-        if (C::EARLY) wait_for_previous_kernel();
-        return;
-    }
+    if (split >= part.active) return;
     const int last = part.last, heads = min(HEADS, group - chunk * HEADS);
-    const i64 first_head = (i64)pair * group + chunk * HEADS;
-    u16* target = out + sequence * out_stride + (kv_head * group + chunk * HEADS) * D;
+    const int first_head = kv_head * group + chunk * HEADS;
+    u16* target = out + sequence * out_stride + first_head * D;
     const uint4 zero = make_uint4(0, 0, 0, 0);
     uint4 k[2][KEY_CHUNKS], w[VALUE_GROUPS][4];
     // This lane's first vectors of the sequence.
-    const u16 *my_keys = k_rows + u * D + 8 * v, *my_values = v_rows + 2 * v * D + 8 * u;
+    const u16 *my_keys = keys + (row + u) * D + 8 * v, *my_values = values + (row + 2 * v) * D + 8 * u;
+    const u32 ring = shared_address(shared) + warp * RING + lane * 16;
+    // The newest token's are not in the cache yet.
+    const int last_old = min(last, length);
+    const auto request = [&](int tile, bool of_values, int entry) {
+        const u32 at = ring + entry * ENTRY;
+        if (tile < last && !of_values) {
+            const u16* from = my_keys + (i64)tile * D;
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+                for (int c = 0; c < KEY_CHUNKS; ++c) {
+                    const int token = tile + u + 8 * h;
+                    const bool there = token < last_old && (32 * c + 24 < D || 32 * c + 8 * v < D);
+                    copy_async_16(at + (h * KEY_CHUNKS + c) * 512, there ? from + 8 * h * D + 32 * c : keys, there ? 16 : 0);
+                }
+        }
+        if (tile < last && of_values) {
+            const u16* from = my_values + (i64)tile * D;
+#pragma unroll
+            for (int g = 0; g < VALUE_GROUPS; ++g)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int behind = i % 2 + 8 * (i / 2), token = tile + 2 * v + behind;
+                    const bool there = token < last_old && (64 * g + 56 < D || 64 * g + 8 * u < D);
+                    copy_async_16(at + (4 * g + i) * 512, there ? from + behind * D + 64 * g : values, there ? 16 : 0);
+                }
+        }
+        copy_async_commit();
+    };
+    // The same straight to registers.
     const auto load_keys = [&](int tile) {
         const u16* from = my_keys + (i64)tile * D;
 #pragma unroll
         for (int h = 0; h < 2; ++h)
 #pragma unroll
             for (int c = 0; c < KEY_CHUNKS; ++c) {
-                const bool there = tile + u + 8 * h < last && (32 * c + 24 < D || 32 * c + 8 * v < D);
+                const int token = tile + u + 8 * h;
+                const bool there = token < last_old && (32 * c + 24 < D || 32 * c + 8 * v < D);
                 k[h][c] = there ? load_l2(from + 8 * h * D + 32 * c) : zero;
             }
     };
@@ -92,11 +131,46 @@ __device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16*
         for (int g = 0; g < VALUE_GROUPS; ++g)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int token = i % 2 + 8 * (i / 2);
-                const bool there = tile + 2 * v + token < last && (64 * g + 56 < D || 64 * g + 8 * u < D);
-                w[g][i] = there ? load_l2(from + token * D + 64 * g) : zero;
+                const int behind = i % 2 + 8 * (i / 2), token = tile + 2 * v + behind;
+                const bool there = token < last_old && (64 * g + 56 < D || 64 * g + 8 * u < D);
+                w[g][i] = there ? load_l2(from + behind * D + 64 * g) : zero;
             }
     };
+    int tile = part.first + TILE * warp, entry = 0;
+    if (DEPTH == 0) load_keys(tile);
+#pragma unroll
+    for (int e = 0; e < DEPTH - 1; ++e) request(tile + e / 2 * STEP, e % 2, e);
+
+    const typename Head<C>::Angles angles(given, min(length, capacity - 1), lane);
+    wait_for_previous_kernel();
+    const u32* new_row = given.row(sequence);
+    const WideSquares<C> wide(given, new_row, squares);
+    const bool has_newest = length >= part.first && length < last;
+    constexpr int ITEMS = HEADS + 2, ROUNDS = (ITEMS + WARPS - 1) / WARPS;
+    const auto wanted = [&](int item) { return item < HEADS ? item < heads : item < ITEMS && has_newest; };
+    Head<C> mine[ROUNDS];
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const int item = r * WARPS + warp;
+        const int number = item < HEADS ? first_head + item : given.heads + (item - HEADS) * given.kv_heads + kv_head;
+        if (wanted(item)) mine[r].load(new_row + given.place(number) * (D / 2), lane);
+    }
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const int item = r * WARPS + warp;
+        if (!wanted(item)) {
+            // Columns of the product that are no head.
+            if (item < HEADS) Head<C>().store(fresh[item], lane);
+            continue;
+        }
+        if (item <= HEADS)
+            mine[r].transform(given, item < HEADS, item < HEADS ? first_head + item : kv_head, wide, angles, turning[warp], lane);
+        mine[r].store(fresh[item], lane);
+        if (item >= HEADS && chunk == 0)
+            mine[r].store(reinterpret_cast<u32*>(item == HEADS ? keys : values) + (row + length) * (D / 2), lane);
+    }
+    __syncthreads();
+    const u32 my_queries = shared_address(shared) + FRESH_AT + u * (D * 2) + v * 16;
     // Of head 2v + j: the maximum that all lanes know, and this lane's part of the sum.
     float maximum[2] = {LOWEST, LOWEST}, total[2] = {0.f, 0.f};
     float o[VALUE_GROUPS][4][4];
@@ -106,38 +180,41 @@ __device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16*
         for (int i = 0; i < 4; ++i)
 #pragma unroll
             for (int r = 0; r < 4; ++r) o[g][i][r] = 0.f;
-    int tile = part.first + TILE * warp;
-    const bool early = C::EARLY && tile + TILE < tokens;  // without the newest token
-    if (early) {
-        load_keys(tile);
-        load_values(tile);
-    }
-    if (C::EARLY) wait_for_previous_kernel();
-    if (C::AHEAD && !early) {
-        load_keys(tile);
-        load_values(tile);
-    }
-    uint4 queries[KEY_CHUNKS];
-#pragma unroll
-    for (int c = 0; c < KEY_CHUNKS; ++c) {
-        const int channel = 32 * c + 8 * v;
-        queries[c] = u < heads && channel < D ? load_l2(q + (first_head + u) * D + channel) : zero;
-    }
+    const auto advance = [&] { entry = entry + 1 == DEPTH ? 0 : entry + 1; };
+    // The entry that was read last.
+    const auto behind = [&] { return entry == 0 ? DEPTH - 1 : entry - 1; };
 #pragma unroll 1
     for (; tile < last; tile += TILE * WARPS) {
-        if (!C::AHEAD) load_keys(tile);
+        const bool newest_here = has_newest && tile <= length && length < tile + TILE;
+        if constexpr (DEPTH > 0) {
+            copy_async_wait<DEPTH - 2>();
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+                for (int c = 0; c < KEY_CHUNKS; ++c)
+                    k[h][c] = load_shared(ring + entry * ENTRY + (h * KEY_CHUNKS + c) * 512);
+            request(tile + (DEPTH - 1) / 2 * STEP, (DEPTH - 1) % 2, behind());
+            advance();
+        }
+        if (newest_here) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+                for (int c = 0; c < KEY_CHUNKS; ++c)
+                    if (tile + u + 8 * h == length && 32 * c + 8 * v < D)
+                        k[h][c] = *reinterpret_cast<const uint4*>(&fresh[HEADS][(32 * c + 8 * v) / 2]);
+        }
         float s[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
         for (int c = 0; c < KEY_CHUNKS; ++c) {
+            // Read again for every tile: they would take registers that keep blocks from a multiprocessor.
+            const uint4 queries = 32 * c + 8 * v < D ? load_shared(my_queries + 64 * c) : zero;
             const u32 low[4] = {k[0][c].x, k[1][c].x, k[0][c].y, k[1][c].y};
             const u32 high[4] = {k[0][c].z, k[1][c].z, k[0][c].w, k[1][c].w};
-            E::multiply_accumulate(s, low, queries[c].x, queries[c].y);
-            E::multiply_accumulate(s, high, queries[c].z, queries[c].w);
+            E::multiply_accumulate(s, low, queries.x, queries.y);
+            E::multiply_accumulate(s, high, queries.z, queries.w);
         }
-        if (C::AHEAD)
-            load_keys(tile + TILE * WARPS);
-        else
-            load_values(tile);
+        if (DEPTH == 0) load_values(tile);
         float p[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -167,6 +244,23 @@ __device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16*
                     o[g][i][j + 2] *= shrink;
                 }
         }
+        if constexpr (DEPTH > 0) {
+            copy_async_wait<DEPTH - 2>();
+#pragma unroll
+            for (int g = 0; g < VALUE_GROUPS; ++g)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) w[g][i] = load_shared(ring + entry * ENTRY + (4 * g + i) * 512);
+            request(tile + DEPTH / 2 * STEP, DEPTH % 2, behind());
+            advance();
+        }
+        if (newest_here) {
+#pragma unroll
+            for (int g = 0; g < VALUE_GROUPS; ++g)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (tile + 2 * v + i % 2 + 8 * (i / 2) == length && 64 * g + 8 * u < D)
+                        w[g][i] = *reinterpret_cast<const uint4*>(&fresh[HEADS + 1][(64 * g + 8 * u) / 2]);
+        }
         const u32 b0 = transpose_matrix(E::narrow(p[0], p[1])), b1 = transpose_matrix(E::narrow(p[2], p[3]));
 #pragma unroll
         for (int g = 0; g < VALUE_GROUPS; ++g) {
@@ -183,8 +277,14 @@ __device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16*
                 E::multiply_accumulate(o[g][i], a, b0, b1);
             }
         }
-        if (C::AHEAD) load_values(tile + TILE * WARPS);
+        if (DEPTH == 0) load_keys(tile + STEP);
     }
+    // The rings are read; their memory takes the warps' sums, [HEADS][D] floats each.
+    if (DEPTH > 0) copy_async_wait<0>();
+    __syncwarp();
+    const auto sums = [&](int of_warp, int head, int channel) {
+        return reinterpret_cast<float4*>(shared + of_warp * RING) + (head * D + channel) / 4;
+    };
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
 #pragma unroll
@@ -196,7 +296,7 @@ __device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16*
 #pragma unroll
         for (int g = 0; g < VALUE_GROUPS; ++g)
             if (64 * g + 8 * u < D) {
-                float4* to = reinterpret_cast<float4*>(&sums[warp][2 * v + j][64 * g + 8 * u]);
+                float4* to = sums(warp, 2 * v + j, 64 * g + 8 * u);
                 to[0] = make_float4(o[g][0][j], o[g][0][j + 2], o[g][1][j], o[g][1][j + 2]);
                 to[1] = make_float4(o[g][2][j], o[g][2][j + 2], o[g][3][j], o[g][3][j + 2]);
             }
@@ -211,7 +311,7 @@ __device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16*
 #pragma unroll
         for (int i = 0; i < WARPS; ++i) {
             const float share = exp2f(maxima[i][head] - most);
-            const float4 found = *reinterpret_cast<const float4*>(&sums[i][head][channel]);
+            const float4 found = *sums(i, head, channel);
             whole += share * totals[i][head];
             x[0] += share * found.x, x[1] += share * found.y, x[2] += share * found.z, x[3] += share * found.w;
         }
@@ -260,9 +360,8 @@ __device__ __forceinline__ void attend(const u16* q, const u16* keys, const u16*
 
 #define INSTANTIATE_STEP_ATTEND(NAME, CONFIGURATION)                                                                      \
     extern "C" __global__ void __launch_bounds__(32 * CONFIGURATION::WARPS, CONFIGURATION::MIN_BLOCKS)                    \
-    NAME(const u16* q, const u16* keys, const u16* values, u16* out, float* partials, u32* counters, const int* lengths,  \
-         int kv_heads, int group, int chunks, int splits, int capacity, int window, i64 out_stride, float scale,          \
-         float softcap) {                                                                                                 \
-        attend<CONFIGURATION>(q, keys, values, out, partials, counters, lengths, kv_heads, group, chunks, splits,         \
-                              capacity, window, out_stride, scale, softcap);                                                          \
+    NAME(NewHeads given, u16* keys, u16* values, u16* out, float* partials, u32* counters, const int* lengths, int group, \
+         int chunks, int splits, int capacity, int window, i64 out_stride, float scale, float softcap) { \
+        attend<CONFIGURATION>(given, keys, values, out, partials, counters, lengths, group, chunks, splits, capacity,     \
+                              window, out_stride, scale, softcap);                                                        \
     }

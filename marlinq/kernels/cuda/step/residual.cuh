@@ -137,7 +137,7 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
          const uint4* first, const uint4* second, const uint4* post_weight, const uint4* post_bias, const uint4* weight, \
          const uint4* bias, uint4* stored, uint4* out, int* counter, int counted, int width, int T, int positions_offset, \
          i64 residual_stride, i64 first_stride, i64 second_stride, i64 out_stride, float embedding_scale, float factor,  \
-         float post_eps, float post_offset, float eps, float offset) {                                                   \
+         float post_eps, float post_offset, float eps, float offset) { \
         advance_residual<CONFIGURATION>(tokens, embedding, positions, lengths, residual, first, second, post_weight,     \
                                         post_bias, weight, bias, stored, out, counter, counted, width, T,                \
                                         positions_offset, residual_stride, first_stride, second_stride, out_stride, embedding_scale,   \

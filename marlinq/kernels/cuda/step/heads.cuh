@@ -1,0 +1,163 @@
+// Queries, keys and values of a new token on their way from the product: normalised and rotated, a warp a head.
+//
+// A row of the product is [turns, (heads + 2 * kv_heads) / turns, D]; a turn holds its share of queries, then of keys, then of
+// values. The rotation multiplies the complex numbers (x[i], x[i + CHANNELS / 2]), or (x[2i], x[2i + 1]) with INTERLEAVED, with
+// table[position][i] = (cosine, sine).
+//
+// QUERY_NORM and KEY_NORM normalise each head, or with WIDE all heads of a row together: every block then sums the squares of
+// the whole row itself.
+//
+// Of the configuration: Element, D, WARPS, CHANNELS (rotated, of each head), INTERLEAVED, QUERY_NORM, KEY_NORM, WIDE.
+#pragma once
+#include "ptx/approximate.cuh"
+#include "step/rows.cuh"
+
+// Mirrored in kernels/step/heads.py.
+struct NewHeads {
+    const u32* x;
+    const float2* table;
+    const u16 *query_weight, *query_bias, *key_weight, *key_bias;
+    i64 x_stride;
+    int heads, kv_heads, turns, query_weight_stride, key_weight_stride;
+    float query_eps, query_offset, key_eps, key_offset;
+
+    // The row of the product of token m.
+    __device__ __forceinline__ const u32* row(i64 m) const { return x + m * (x_stride / 2); }
+    // Where head `number` of a row begins, in heads. Numbers count queries, then keys, then values.
+    __device__ __forceinline__ int place(int number) const {
+        const bool is_query = number < heads, is_value = number >= heads + kv_heads;
+        const int kv_head = is_value ? number - heads - kv_heads : number - heads;
+        const int queries_each = heads / turns, keys_each = kv_heads / turns, each = queries_each + 2 * keys_each;
+        return is_query ? number / queries_each * each + number % queries_each
+                        : kv_head / keys_each * each + queries_each + is_value * keys_each + kv_head % keys_each;
+    }
+};
+
+// Sums of squares of all queries and of all keys of a row, where they are normalised together.
+template <typename C>
+struct WideSquares {
+    float queries = 0.f, keys = 0.f;
+
+    // By the whole block.
+    __device__ __forceinline__ WideSquares(const NewHeads& given, const u32* row, float (&sums)[2][C::WARPS]) {
+        if constexpr (C::WIDE && C::QUERY_NORM != Norm::NONE) queries = sum(row, given.heads * C::D / 2, sums[0]);
+        if constexpr (C::WIDE && C::KEY_NORM != Norm::NONE)
+            keys = sum(row + given.heads * C::D / 2, given.kv_heads * C::D / 2, sums[1]);
+    }
+    static __device__ __forceinline__ float sum(const u32* row, int pairs, float (&sums)[C::WARPS]) {
+        typedef typename C::Element E;
+        float squares = 0.f;
+        for (int pair = threadIdx.x; pair < pairs; pair += 32 * C::WARPS) {
+            const u32 found = load_l2_word(row + pair);
+            const float low = widen_half<E, 0>(found), high = widen_half<E, 1>(found);
+            squares += low * low + high * high;
+        }
+        return block_sum(squares, sums);
+    }
+};
+
+template <typename C>
+struct Head {
+    typedef typename C::Element E;
+    static constexpr int D = C::D, PAIRS = (D / 2 + 31) / 32, HALF = C::CHANNELS / 2;
+
+    // What turns a lane's channels, at one position.
+    struct Angles {
+        float2 of[PAIRS][2];
+
+        __device__ __forceinline__ Angles(const NewHeads& given, int position, int lane) {
+#pragma unroll
+            for (int i = 0; i < PAIRS; ++i)
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const int channel = 2 * (lane + 32 * i) + j;
+                    const int angle = C::INTERLEAVED ? channel / 2 : channel < HALF ? channel : channel - HALF;
+                    if (channel < C::CHANNELS) of[i][j] = given.table[(i64)position * HALF + angle];
+                }
+        }
+    };
+
+    u32 pairs[PAIRS] = {};  // channels 2p and 2p + 1 of p = lane + 32 i
+
+    __device__ __forceinline__ void load(const u32* head, int lane) {
+#pragma unroll
+        for (int i = 0; i < PAIRS; ++i) pairs[i] = lane + 32 * i < D / 2 ? load_l2_word(head + lane + 32 * i) : 0;
+    }
+    __device__ __forceinline__ void store(u32* head, int lane) const {
+#pragma unroll
+        for (int i = 0; i < PAIRS; ++i)
+            if (lane + 32 * i < D / 2) head[lane + 32 * i] = pairs[i];
+    }
+
+    // Normalised values to `mine`. `number` counts heads that have weights of their own, `wide` is the sum of squares over
+    // `wide_heads` heads.
+    template <Norm KIND>
+    __device__ __forceinline__ void normalize(float (&mine)[D], const u16* weight, const u16* bias, int stride, int number,
+                                              float wide, int wide_heads, float eps, float offset, int lane) const {
+        float mean = 0.f, sum = 0.f, squares = 0.f;
+        if (KIND == Norm::LAYER) {
+#pragma unroll
+            for (int i = 0; i < PAIRS; ++i) sum += widen_half<E, 0>(pairs[i]) + widen_half<E, 1>(pairs[i]);
+            mean = warp_sum(sum) / D;
+        }
+        if (KIND != Norm::NONE) {
+#pragma unroll
+            for (int i = 0; i < PAIRS; ++i) {
+                const float low = widen_half<E, 0>(pairs[i]) - mean, high = widen_half<E, 1>(pairs[i]) - mean;
+                if (lane + 32 * i < D / 2) squares += low * low + high * high;
+            }
+        }
+        float factor = 1.f;
+        if (KIND != Norm::NONE) {
+            const float total = C::WIDE ? wide / (D * wide_heads) : warp_sum(squares) / D;
+            factor = fast_reciprocal_root(total + eps);
+        }
+#pragma unroll
+        for (int i = 0; i < PAIRS; ++i) {
+            const int pair = lane + 32 * i;
+            if (pair >= D / 2) continue;
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int channel = 2 * pair + j;
+                float y = ((j ? widen_half<E, 1>(pairs[i]) : widen_half<E, 0>(pairs[i])) - mean) * factor;
+                if (KIND == Norm::RMS) y = rounded<E>(y);
+                if (KIND != Norm::NONE) {
+                    y *= (weight ? E::widen(weight[number * stride + channel]) : 1.f) + offset;
+                    y += bias ? E::widen(bias[number * stride + channel]) : 0.f;
+                }
+                mine[channel] = y;
+            }
+        }
+    }
+    __device__ __forceinline__ void rotate(const float (&mine)[D], const Angles& angles, int lane) {
+#pragma unroll
+        for (int i = 0; i < PAIRS; ++i) {
+            float y[2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int channel = 2 * (lane + 32 * i) + j;
+                y[j] = 0.f;
+                if (channel >= D) continue;
+                y[j] = mine[channel];
+                if (channel >= C::CHANNELS) continue;
+                const bool second = C::INTERLEAVED ? channel % 2 : channel >= HALF;
+                const int partner = C::INTERLEAVED ? channel ^ 1 : second ? channel - HALF : channel + HALF;
+                y[j] = y[j] * angles.of[i][j].x + (second ? mine[partner] : -mine[partner]) * angles.of[i][j].y;
+            }
+            pairs[i] = E::narrow(y[0], y[1]);
+        }
+    }
+    // A query or a key, number `number` of its kind, becomes what attention reads. `mine` is memory of the warp.
+    __device__ __forceinline__ void transform(const NewHeads& given, bool is_query, int number, const WideSquares<C>& wide,
+                                              const Angles& angles, float (&mine)[D], int lane) {
+        __syncwarp();
+        if (is_query)
+            normalize<C::QUERY_NORM>(mine, given.query_weight, given.query_bias, given.query_weight_stride, number,
+                                     wide.queries, given.heads, given.query_eps, given.query_offset, lane);
+        else
+            normalize<C::KEY_NORM>(mine, given.key_weight, given.key_bias, given.key_weight_stride, number, wide.keys,
+                                   given.kv_heads, given.key_eps, given.key_offset, lane);
+        __syncwarp();
+        rotate(mine, angles, lane);
+    }
+};

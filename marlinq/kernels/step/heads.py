@@ -1,0 +1,132 @@
+"""What happens to the heads of new tokens between the product and attention: ``cuda/step/heads.cuh``."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from marlinq.kernels.jit.instantiation import Parameters
+from marlinq.kernels.step.prepared import address, check_rows
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """A normalisation of queries or keys.
+
+    Attributes:
+        kind: as of :class:`marlinq.kernels.step.residual.RowNorm`.
+        weight, bias: of one head [D], or of all heads, in the dtype of the activations; or None.
+        eps, offset: as there.
+        wide: whether all heads of a row are normalised together.
+    """
+
+    kind: Literal["RMS", "RMS_WIDE", "LAYER"]
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    offset: float = 0.0
+    wide: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadWork:
+    """What is done with queries and keys.
+
+    Attributes:
+        table: float32 [L, channels / 2, 2], cosines and sines at every position; None without a rotation.
+        interleaved: pairs are neighbours.
+        query_norm, key_norm: in front of the rotation; both or none of them wide.
+        turns: of :class:`marlinq.models.anatomy.Slices`; 1 for norms over all heads.
+    """
+
+    table: Tensor | None = None
+    interleaved: bool = False
+    query_norm: HeadNorm | None = None
+    key_norm: HeadNorm | None = None
+    turns: int = 1
+
+
+class NewHeads(ctypes.Structure):
+    """Mirrored in the kernels."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("x", "table", "query_weight", "query_bias", "key_weight", "key_bias")
+        ),
+        ("x_stride", ctypes.c_longlong),
+        *(
+            (name, ctypes.c_int)
+            for name in ("heads", "kv_heads", "turns", "query_weight_stride", "key_weight_stride")
+        ),
+        *((name, ctypes.c_float) for name in ("query_eps", "query_offset", "key_eps", "key_offset")),
+    )
+
+
+def head_parameters(work: HeadWork) -> Parameters:
+    """What the kernels' configurations say of ``work``."""
+    query_norm, key_norm = work.query_norm, work.key_norm
+    wide = any(norm.wide for norm in (query_norm, key_norm) if norm is not None)
+    return (
+        ("CHANNELS", 0 if work.table is None else 2 * work.table.shape[1]),
+        ("INTERLEAVED", work.interleaved),
+        ("QUERY_NORM", f"Norm::{query_norm.kind if query_norm else 'NONE'}"),
+        ("KEY_NORM", f"Norm::{key_norm.kind if key_norm else 'NONE'}"),
+        ("WIDE", wide),
+    )
+
+
+def new_heads(x: Tensor, heads: int, keys: Tensor, work: HeadWork) -> NewHeads:
+    """The kernels' parameter.
+
+    Args:
+        x: [M, (heads + 2 * KV) * D], queries, keys and values side by side.
+        heads: of queries.
+        keys: [B, KV, L, D], the cache.
+        work: what is done with them.
+
+    Raises:
+        ValueError: a tensor that the kernels can't load, or norms that they can't combine.
+    """
+    check_rows(x=x)
+    _, kv_heads, capacity, size = keys.shape
+    query_norm, key_norm, table, turns = work.query_norm, work.key_norm, work.table, work.turns
+    if x.shape[1] < (heads + 2 * kv_heads) * size:
+        raise ValueError(f"x: expected {heads} + 2 * {kv_heads} heads of {size}, found {list(x.shape)}")
+    if table is not None and (table.dtype != torch.float32 or table.shape[0] < capacity):
+        raise ValueError(f"table: expected float32 for {capacity} positions, found {list(table.shape)}")
+    norms = [norm for norm in (query_norm, key_norm) if norm is not None]
+    wide = any(norm.wide for norm in norms)
+    if heads % turns or kv_heads % turns or (wide and turns > 1):
+        raise ValueError(f"turns: {turns} of {heads} and {kv_heads} heads")
+    if wide and not all(norm.wide and norm.kind != "LAYER" for norm in norms):
+        raise ValueError("norms over all heads: expected both to be so, and none to subtract a mean")
+    return NewHeads(
+        x=x.data_ptr(),
+        table=address(table),
+        query_weight=address(query_norm.weight) if query_norm else 0,
+        query_bias=address(query_norm.bias) if query_norm else 0,
+        key_weight=address(key_norm.weight) if key_norm else 0,
+        key_bias=address(key_norm.bias) if key_norm else 0,
+        x_stride=x.stride(0),
+        heads=heads,
+        kv_heads=kv_heads,
+        turns=turns,
+        query_weight_stride=_weight_stride(query_norm, size),
+        key_weight_stride=_weight_stride(key_norm, size),
+        query_eps=query_norm.eps if query_norm else 0.0,
+        query_offset=query_norm.offset if query_norm else 0.0,
+        key_eps=key_norm.eps if key_norm else 0.0,
+        key_offset=key_norm.offset if key_norm else 0.0,
+    )
+
+
+def _weight_stride(norm: HeadNorm | None, size: int) -> int:
+    """Elements from one head's weights to the next's: 0 where heads share them."""
+    if norm is None or norm.weight is None or norm.weight.numel() == size:
+        return 0
+    return size
