@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from marlinq.kernels.step import Prepared
 from tests.emulation.build import Builder
@@ -19,10 +20,11 @@ def start(
     seed: int = 0,
     resident: int = 1,
     capability: int = 90,
+    sources: Path = SOURCES,
 ) -> None:
     """Run a prepared launch; as :meth:`tests.emulation.launching.EmulatedKernel.launch`."""
     instantiation = prepared.instantiation
-    library = builder.kernel(instantiation.text(), instantiation.function, SOURCES, capability)
+    library = builder.kernel(instantiation.text(), instantiation.function, sources, capability)
     EmulatedKernel(library).launch(
         prepared.grid,
         prepared.threads,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +26,8 @@ from marlinq.kernels.step import (
     residual,
 )
 from tests.emulation.build import Builder
-from tests.emulation.launching import Memory, apart
+from tests.emulation.gemm import SOURCES
+from tests.emulation.launching import KernelFault, Memory, apart
 from tests.emulation.step import start
 from tests.kernels.step_problems import (
     BOUND,
@@ -379,6 +383,63 @@ def test_attention(
     )
     assert relative_error(found[0], expected) < BOUND[dtype]
     assert torch.equal(*found), "the order in which blocks ran shows in the bits"
+
+
+# What attention may not leave out: a name, text of the source, what stands there instead, what is reported.
+ATTENTION_FAULTS = [
+    ("an entry read too soon", "copy_async_wait<DEPTH - 2>();", "copy_async_wait<DEPTH - 1>();", "cp.async"),
+    ("no wait for the product", "    wait_for_previous_kernel();\n", "", "griddepcontrol.wait"),
+    ("heads not waited for", "    }\n    __syncthreads();\n", "    }\n", "without waiting for it"),
+    ("the newest token not attended to", "newest_here = has_newest", "newest_here = false", "wrong"),
+]
+
+
+@pytest.mark.parametrize("fault", ATTENTION_FAULTS, ids=lambda fault: fault[0])
+def test_faults_planted_into_attention_are_reported(
+    builder: Builder, tmp_path: Path, fault: tuple[str, str, str, str]
+) -> None:
+    _, text, instead, reported = fault
+    sources = tmp_path / "cuda"
+    shutil.copytree(SOURCES, sources)
+    planted = sources / "step" / "attend.cuh"
+    source = planted.read_text(encoding="utf-8")
+    assert text in source
+    planted.write_text(source.replace(text, instead, 1), encoding="utf-8")
+    torch.manual_seed(0)
+    dtype, size, length = torch.float16, 64, 200
+    x, out = apart(random(1, 4 * size, dtype=dtype)), poisoned(1, 2, size, dtype=dtype)
+    keys, values = (apart(random(1, 1, length + 1, size, dtype=dtype)) for _ in range(2))
+    for cache in (keys, values):
+        cache[:, :, length] = torch.nan
+    lengths = apart(torch.tensor([length], dtype=torch.int32))
+    division = Division(1, 4, 3)
+    made = Workspace.of([(AttentionShape(1, 2, 1, size, length + 1), division)], torch.device("cpu"))
+    workspace = Workspace(apart(made.partials), apart(made.counters))
+    prepared = attend(x, keys, values, out, lengths, HeadWork(), workspace, scale=0.125, division=division)
+    memory = [
+        *given(x=x),
+        *constants(lengths=lengths),
+        Memory("keys", keys, writable=True, holds_values=True),
+        Memory("values", values, writable=True, holds_values=True),
+        *results(out=out, partials=workspace.partials),
+        Memory("counters", workspace.counters, writable=True, after_previous=True, flags=True),
+    ]
+    q, *new = expected_heads(x, 2, 1, size, lengths.long(), HeadWork())
+    whole = [cache.clone() for cache in (keys, values)]
+    for cache, fresh in zip(whole, new, strict=True):
+        cache[:, :, length] = fresh.to(dtype)
+    expected = expected_attention(q.to(dtype), *whole, lengths, scale=0.125, window=None, softcap=None)
+    found = "nothing"
+    for seed in range(4):
+        try:
+            start(builder, prepared, memory, seed=seed, sources=sources)
+        except KernelFault as problem:
+            found = str(problem)
+            break
+        if not relative_error(out, expected) < BOUND[dtype]:
+            found = "wrong"
+            break
+    assert re.search(reported, found), found
 
 
 def test_attention_over_a_full_cache(builder: Builder) -> None:

@@ -24,7 +24,7 @@ from marlinq.kernels.decide.device import registers_of_a_thread
 from marlinq.kernels.decide.stream import StreamConfig
 from marlinq.kernels.jit.compiler import compile_text, nvrtc_version
 from marlinq.kernels.jit.instantiation import Instantiation, unit
-from marlinq.kernels.jit.resources import Measured, Variant, compile_all, page, trouble, variants
+from marlinq.kernels.jit.resources import DEVICES, Measured, Variant, compile_all, page, trouble, variants
 from tests.kernels.problems import even_splits
 from tests.kernels.test_arguments import section
 
@@ -51,6 +51,26 @@ def stream_variant() -> Variant:
 @pytest.mark.xdist_group("compiled")
 def test_no_variant_spills_on_any_architecture(measured: list[Measured]) -> None:
     wrong = [found for variant, compiled in measured if (found := trouble(variant, compiled))]
+    assert not wrong
+
+
+@pytest.mark.xdist_group("compiled")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_variant_with_an_activation_spills(architecture: str) -> None:
+    device = DEVICES[architecture]
+    batches = (1, 4, 16, 32, 64) if device.has_warpgroups else (4, 64)
+    features = ((128, False, False), (32, True, True)) if device.has_warpgroups else ((128, False, False),)
+    chosen = {}
+    for m, (group, zeros, bfloat16) in itertools.product(batches, features):
+        problem = Problem(m, 28672, 4096, group, zeros, bfloat16, activation="gelu_tanh")
+        config = decide(problem, device).config
+        if config is not None:
+            variant = Variant(architecture, "stream", problem, config, (m,))
+            chosen[config.instantiation(problem)] = variant
+    assert chosen
+    wrong = [
+        found for variant, compiled in compile_all(chosen.values()) if (found := trouble(variant, compiled))
+    ]
     assert not wrong
 
 

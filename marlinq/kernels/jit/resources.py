@@ -24,7 +24,7 @@ from marlinq.kernels.jit.compiler import ARCHITECTURES, CompiledKernel, compile_
 from marlinq.kernels.jit.instantiation import Instantiation
 
 # A GPU of every architecture: multiprocessors, and bytes of shared memory a block may have.
-_DEVICES = {
+DEVICES = {
     "sm_80": Device("sm_80", 108, 166_912),
     "sm_86": Device("sm_86", 84, 101_376),
     "sm_89": Device("sm_89", 142, 101_376),
@@ -48,7 +48,7 @@ _SERIALISED = re.compile(r"\bC75\d\d\b")
 # Copies of boxes are calls in what NVRTC 13.0 makes for 12.x, and one of their operands goes over the stack.
 _STACK_MOST = 8
 # Columns of their own.
-_OF_THE_PROBLEM = ("Codec", "QUANT_GROUP", "ZEROS", "SHARED_BYTES")
+_OF_THE_PROBLEM = ("Codec", "ACTIVATION", "QUANT_GROUP", "ZEROS", "SHARED_BYTES")
 _COLUMNS = ("batch", "groups", "shared", "float16", "bfloat16", "spills")
 _PREFACE = """\
 # Kernel resources
@@ -86,7 +86,7 @@ class Variant:
 
 def variants(architecture: str) -> list[Variant]:
     """What decisions choose on a GPU of ``architecture`` for one layer, 4096 x 4096, in every feature."""
-    device = _DEVICES[architecture]
+    device = DEVICES[architecture]
     groups = GROUP_SIZES if architecture in _ALL_GROUPS else (GROUP_SIZES[0], GROUP_SIZES[-1])
     found: dict[Instantiation, Variant] = {}
     for kernel in available(device):

@@ -13,7 +13,7 @@ from torch import Tensor
 from marlinq.core.progress import ReportProgress
 from marlinq.kernels.launch.persistent import LayerOperands, Model
 from marlinq.runtime import QuantLinear
-from marlinq.runtime.step import walk, persistent
+from marlinq.runtime.step import persistent, walk
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.persistent import join_layers
 from marlinq.runtime.step.reference import ReferenceForward
