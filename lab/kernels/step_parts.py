@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from marlinq.core.progress import no_progress
-from marlinq.kernels import device_numbers
 from marlinq.kernels import step as kernels
 from marlinq.kernels.step import AttentionShape, Division, HeadWork, Workspace, divide
 from marlinq.models.anatomy import MLP, Anatomy, Attention, Layer, Norm, Rotary, Slices
@@ -147,8 +146,8 @@ def parts(batch: int, context: int, depth: int, *, dependent: bool) -> None:
     lengths = torch.full((batch,), context - 1, dtype=torch.int32, device=device)
     work = HeadWork(table=rotations(capacity).to(device))
     shape = AttentionShape(batch, HEADS, KV, D, capacity)
-    numbers = device_numbers(0)
-    chosen = divide(shape, numbers.multiprocessors, numbers.shared_bytes)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    chosen = divide(shape, processors)
     workspace = Workspace.of([(shape, Division(64))], device)
     attended = torch.empty(batch, HEADS, D, dtype=DTYPE, device=device)
     mixed = torch.randn(batch, 2 * INNER, dtype=DTYPE, device=device)
@@ -182,7 +181,7 @@ def parts(batch: int, context: int, depth: int, *, dependent: bool) -> None:
         )
 
     def named(division: Division) -> str:
-        return f"attention, {division.splits} x {division.warps} warps, {division.depth} ahead"
+        return f"attention, {division.splits} splits, {division.warps} warps"
 
     found[named(chosen)] = attention(chosen)
     assert work.table is not None
@@ -191,9 +190,9 @@ def parts(batch: int, context: int, depth: int, *, dependent: bool) -> None:
     k, v = (side[:, :, :context].float() for side in caches[-1])
     expected = F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)[:, :, 0]
     errors[named(chosen)] = error(attended, expected)
-    for warps, ahead in ((4, 0), (8, 0), (8, 3), (8, 6)):
+    for warps in (4, 8):
         for count in sorted({max(1, chosen.splits // 2), chosen.splits, min(64, 2 * chosen.splits)}):
-            other = Division(count, warps, ahead)
+            other = Division(count, warps)
             if other != chosen:
                 found[named(other)] = attention(other)
     q = q.to(DTYPE)

@@ -298,27 +298,26 @@ def test_a_full_cache_takes_nothing(builder: Builder) -> None:
     assert int(keys.isnan().logical_not().sum()) == 16
 
 
-# (heads, kv_heads, D, lengths, splits, window, softcap), warps and entries of their rings, rotated channels,
-# interleaved, norm, wide
+# (heads, kv_heads, D, lengths, splits, window, softcap), warps, rotated channels, interleaved, norm, wide
 CACHES = [
-    ((4, 2, 64, (0, 1, 40), 1, None, None), (4, 0), 64, False, None, False),
-    ((8, 1, 128, (15, 16, 17), 1, None, None), (8, 2), 128, False, "RMS", False),
-    ((12, 1, 16, (90, 300), 4, None, None), (4, 0), 16, True, None, False),
-    ((4, 4, 80, (63, 64, 65, 129), 3, None, None), (4, 0), 32, False, "LAYER", False),
-    ((2, 1, 96, (200,), 2, 50, None), (8, 5), 96, False, "RMS", True),
-    ((3, 1, 256, (70, 150), 3, None, 20.0), (4, 2), 256, False, "RMS_WIDE", False),
-    ((16, 2, 64, (319, 10), 5, 100, 5.0), (8, 3), 0, False, None, False),
-    ((1, 1, 128, (447, 0, 191), 7, None, None), (8, 6), 128, False, None, False),
-    ((6, 2, 8, (33, 31, 32), 2, None, None), (4, 3), 6, True, "RMS", True),
+    ((4, 2, 64, (0, 1, 40), 1, None, None), 4, 64, False, None, False),
+    ((8, 1, 128, (15, 16, 17), 1, None, None), 8, 128, False, "RMS", False),
+    ((12, 1, 16, (90, 300), 4, None, None), 4, 16, True, None, False),
+    ((4, 4, 80, (63, 64, 65, 129), 3, None, None), 4, 32, False, "LAYER", False),
+    ((2, 1, 96, (200,), 2, 50, None), 8, 96, False, "RMS", True),
+    ((3, 1, 256, (70, 150), 3, None, 20.0), 4, 256, False, "RMS_WIDE", False),
+    ((16, 2, 64, (319, 10), 5, 100, 5.0), 8, 0, False, None, False),
+    ((1, 1, 128, (447, 0, 191), 7, None, None), 4, 128, False, None, False),
+    ((6, 2, 8, (33, 31, 32), 2, None, None), 4, 6, True, "RMS", True),
 ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("numbers", "division", "channels", "interleaved", "kind", "wide"), CACHES, ids=str)
+@pytest.mark.parametrize(("numbers", "warps", "channels", "interleaved", "kind", "wide"), CACHES, ids=str)
 def test_attention(
     builder: Builder,
     numbers: tuple[Any, ...],
-    division: tuple[int, int],
+    warps: int,
     channels: int,
     interleaved: bool,
     kind: Any,
@@ -341,7 +340,7 @@ def test_attention(
             cache[b, :, length:] = torch.nan
     counted = apart(torch.tensor(lengths, dtype=torch.int32))
     shape = AttentionShape(batch, heads, kv, size, capacity)
-    divided = Division(splits, *division)
+    divided = Division(splits, warps)
     made = Workspace.of([(shape, divided)], torch.device("cpu"))
     counters = apart(made.counters)
     found = []
@@ -387,10 +386,9 @@ def test_attention(
 
 # What attention may not leave out: a name, text of the source, what stands there instead, what is reported.
 ATTENTION_FAULTS = [
-    ("an entry read too soon", "copy_async_wait<DEPTH - 2>();", "copy_async_wait<DEPTH - 1>();", "cp.async"),
     ("no wait for the product", "    wait_for_previous_kernel();\n", "", "griddepcontrol.wait"),
     ("heads not waited for", "    }\n    __syncthreads();\n", "    }\n", "without waiting for it"),
-    ("the newest token not attended to", "newest_here = has_newest", "newest_here = false", "wrong"),
+    ("the newest token not attended to", "newest_here = tile <= newest", "newest_here = tile < 0", "wrong"),
 ]
 
 
@@ -412,7 +410,7 @@ def test_faults_planted_into_attention_are_reported(
     for cache in (keys, values):
         cache[:, :, length] = torch.nan
     lengths = apart(torch.tensor([length], dtype=torch.int32))
-    division = Division(1, 4, 3)
+    division = Division(1)
     made = Workspace.of([(AttentionShape(1, 2, 1, size, length + 1), division)], torch.device("cpu"))
     workspace = Workspace(apart(made.partials), apart(made.counters))
     prepared = attend(x, keys, values, out, lengths, HeadWork(), workspace, scale=0.125, division=division)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -27,8 +28,6 @@ from marlinq.kernels.step import (
 )
 
 HALF, BFLOAT16 = torch.float16, torch.bfloat16
-# Of shared memory, on the GPUs that have least.
-SMALLEST_BLOCK = 99 * 1024
 
 
 def empty(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
@@ -84,27 +83,23 @@ def appends() -> list[Prepared]:
 
 
 def attentions() -> list[Prepared]:
-    """With the fewest and most warps and entries that divisions have."""
     prepared = []
     lengths = torch.zeros(1, dtype=torch.int32)
     for size, dtype in ((64, HALF), (80, BFLOAT16), (128, HALF), (128, BFLOAT16), (256, HALF)):
-        works = head_works(size, dtype)
-        for number, (warps, depth) in enumerate(((4, 0), (4, 3), (8, 3), (8, 0))):
-            shape, division = AttentionShape(1, 8, 8, size, 32), Division(2, warps, depth)
-            if division.shared_bytes(size) > SMALLEST_BLOCK:
-                continue
-            cache = empty(1, 8, 32, size, dtype=dtype)
-            x, out = empty(1, 24 * size, dtype=dtype), empty(1, 8, size, dtype=dtype)
+        shape = AttentionShape(1, 8, 8, size, 32)
+        cache = empty(1, 8, 32, size, dtype=dtype)
+        x, out = empty(1, 24 * size, dtype=dtype), empty(1, 8, size, dtype=dtype)
+        for number, (work, warps) in enumerate(itertools.product(head_works(size, dtype), (4, 8))):
+            division = Division(2, warps)
             workspace = Workspace.of([(shape, division)], torch.device("cpu"))
-            prepared += [
+            prepared.append(
                 attend(
                     *(x, cache, cache, out, lengths, work, workspace),
                     scale=1.0,
                     division=division,
-                    softcap=20.0 if number % 2 else None,
+                    softcap=20.0 if number % 3 else None,
                 )
-                for work in (works[0], works[number])
-            ]
+            )
     return prepared
 
 

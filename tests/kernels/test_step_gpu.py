@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from marlinq.kernels import device_numbers
 from marlinq.kernels.step import (
     AttentionShape,
     Division,
@@ -131,9 +130,8 @@ def test_attention(batch: int, heads: int, kv: int, size: int, dtype: torch.dtyp
         cache[places] = torch.nan
     q, new_keys, new_values = expected_heads(x, heads, kv, size, lengths.long(), work)
     shape = AttentionShape(batch, heads, kv, size, capacity)
-    numbers = device_numbers(torch.cuda.current_device())
-    chosen = divide(shape, numbers.multiprocessors, numbers.shared_bytes)
-    divisions = {chosen, Division(3, depth=2), Division(11, warps=8, depth=2)}
+    chosen = divide(shape, torch.cuda.get_device_properties(0).multi_processor_count)
+    divisions = {chosen, Division(3), Division(11, warps=8)}
     whole = [cache.clone() for cache in filled]
     for cache, new in zip(whole, (new_keys, new_values), strict=True):
         cache[places] = new.to(dtype)

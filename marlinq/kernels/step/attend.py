@@ -18,8 +18,6 @@ from marlinq.kernels.step.prepared import ELEMENTS, Prepared, address, check_row
 _HEADS, _TILE = 8, 16
 _NO_WINDOW = (1 << 31) - 1
 _MOST_SPLITS = 64
-# Half tiles that blocks with a multiprocessor for themselves request ahead, as many as fit.
-_DEPTHS = (6, 4, 3, 2)
 _REGISTERS = 65536
 
 
@@ -50,50 +48,31 @@ class Division(NamedTuple):
     Attributes:
         splits: parts of the positions of each sequence.
         warps: of a block, which take tiles of 16 positions in turns.
-        depth: half tiles (keys or values) that each warp has shared memory for, of which one less is on its
-            way; 0 for straight to registers, one half tile at a time.
     """
 
     splits: int
     warps: int = 4
-    depth: int = 0
 
     def shared_bytes(self, head_dim: int) -> int:
         """Dynamic shared memory of a block."""
-        vectors = max(2 * -(-head_dim // 32), 4 * -(-head_dim // 64))
-        # Beside the rings, the new token's heads, and what a warp turns them in.
-        return self.warps * (max(self.depth, 1) * vectors * 512 + head_dim * 4) + (_HEADS + 2) * head_dim * 2
+        # A warp's sums, and what it turns the new token's heads in; those heads.
+        return self.warps * (_HEADS + 1) * head_dim * 4 + (_HEADS + 2) * head_dim * 2
 
     def blocks_each(self, head_dim: int) -> int:
-        """Blocks that a multiprocessor holds: registers decide, and shared memory where rings fill it."""
-        if self.depth:
-            return 1
+        """Blocks that a multiprocessor holds: registers decide."""
         registers = 96 if head_dim <= 64 else 128 if head_dim == 128 else 168 if head_dim < 128 else 255
         return max(1, _REGISTERS // (32 * self.warps * registers))
 
 
-def divide(shape: AttentionShape, multiprocessors: int, shared_bytes: int) -> Division:
+def divide(shape: AttentionShape, multiprocessors: int) -> Division:
     """The division for a GPU.
 
-    Where there are fewer sequences than multiprocessors, blocks that have one for themselves request as much
-    as fits; where there are more, small blocks fill all places at once and hide each other's waits.
-    Splits are never shorter than what the warps of a block take in one turn.
-
-    Args:
-        shape: of the problem.
-        multiprocessors: of the GPU.
-        shared_bytes: that a block may have.
+    A few sequences are split so that every multiprocessor has a block, many until their blocks fill all
+    places at once; never shorter than what the warps of a block take in one turn.
     """
-    if shape.units <= multiprocessors:
-        depths = (
-            depth for depth in _DEPTHS if Division(1, 8, depth).shared_bytes(shape.head_dim) <= shared_bytes
-        )
-        plain = Division(1, 8, next(depths, 0))
-        # Half of the places: adding up more splits takes longer than their shorter turns save.
-        places = multiprocessors // 2
-    else:
-        plain = Division(1)
-        places = multiprocessors * plain.blocks_each(shape.head_dim)
+    plain = Division(1, warps=8 if shape.units <= multiprocessors else 4)
+    few = shape.units < multiprocessors // 2
+    places = multiprocessors * (1 if few else plain.blocks_each(shape.head_dim))
     turns = -(-shape.capacity // (_TILE * plain.warps))
     return plain._replace(splits=max(1, min(turns, places // shape.units, _MOST_SPLITS)))
 
@@ -203,7 +182,6 @@ def attend(
         ("D", size),
         ("WARPS", division.warps),
         ("MIN_BLOCKS", division.blocks_each(size)),
-        ("DEPTH", division.depth),
         ("SOFTCAP", softcap is not None),
         *head_parameters(work),
         ("SHARED_BYTES", shared),

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels import dependent_launches, device_numbers
-from marlinq.kernels.decide.device import H200
 from marlinq.kernels.launch.driver import on_device
 from marlinq.kernels.step import AttentionShape, Division, HeadWork, Workspace, divide
 from marlinq.models.anatomy import Anatomy, Attention, Layer, Rotary
@@ -203,6 +202,6 @@ class ChainForward(Forward):
 
     def _divide(self, attention: Attention) -> Division:
         seen = min(self.capacity, attention.window or self.capacity)
-        numbers = device_numbers(self.device_index) if self.lengths.is_cuda else H200
+        processors = device_numbers(self.device_index).multiprocessors if self.lengths.is_cuda else 1
         shape = self._shape(attention)._replace(capacity=seen)
-        return divide(shape, numbers.multiprocessors, numbers.shared_bytes)
+        return divide(shape, processors)

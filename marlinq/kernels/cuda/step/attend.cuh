@@ -14,19 +14,19 @@
 // The block begins with what belongs to the new token: its warps normalise and rotate the queries (step/heads.cuh), and in the
 // split that ends with the newest position its key and value, which the block of the first query heads puts into the cache.
 //
-// Keys and values of earlier tokens come by cp.async, half a tile (16 keys, or 16 values) an entry of a ring of DEPTH entries
-// that each warp has for itself; a lane reads back only what it copied itself. They are requested before the previous kernel has
-// ended, as the lengths are: a step's first kernel begins when all of the step before is done, so both are there.
+// A tile's keys and values go straight to registers, one after the other, which they share: many warps hide each other's waits,
+// and more than 64 KB on their way to a multiprocessor arrive later (docs/lab-notes/decode-step.md). The first keys are requested
+// before the previous kernel has ended, as the lengths are: a step's first kernel begins when all of the step before is done, so
+// both are there.
 //
 // Warps merge in shared memory, splits through `partials`: the block that finishes last of its splits adds them up, in order,
 // and resets their counter. Splits that have no positions end at once. A split is chosen on the device, so a captured launch
 // serves every length.
 //
-// Configuration: Element, D, WARPS, MIN_BLOCKS, DEPTH, SOFTCAP, and those of step/heads.cuh; SHARED_BYTES, the host's count of
+// Configuration: Element, D, WARPS, MIN_BLOCKS, SOFTCAP, and those of step/heads.cuh; SHARED_BYTES, the host's count of
 // dynamic shared memory.
 #pragma once
 #include "ptx/bits.cuh"
-#include "ptx/copy_async.cuh"
 #include "ptx/flags.cuh"
 #include "ptx/launch.cuh"
 #include "ptx/matrix.cuh"
@@ -52,18 +52,17 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
                                        const int* lengths, int group, int chunks, int splits, int capacity, int window,
                                        i64 out_stride, float scale, float softcap) {
     typedef typename C::Element E;
-    constexpr int D = C::D, WARPS = C::WARPS, DEPTH = C::DEPTH, TILE = ATTEND_TILE, HEADS = ATTEND_HEADS;
+    constexpr int D = C::D, WARPS = C::WARPS, TILE = ATTEND_TILE, HEADS = ATTEND_HEADS;
     constexpr int KEY_CHUNKS = (D + 31) / 32, VALUE_GROUPS = (D + 63) / 64;
-    constexpr int VECTORS = 2 * KEY_CHUNKS > 4 * VALUE_GROUPS ? 2 * KEY_CHUNKS : 4 * VALUE_GROUPS;
-    constexpr int ENTRY = VECTORS * 512, RING = (DEPTH > 0 ? DEPTH : 1) * ENTRY, STEP = TILE * WARPS;
-    constexpr int FRESH_AT = WARPS * RING, TURNING_AT = FRESH_AT + (HEADS + 2) * D * 2;
-    static_assert(DEPTH != 1, "an entry is read while the next is on its way");
+    constexpr int STEP = TILE * WARPS;
+    // In shared memory: sums of the warps, the new token's heads, and what a warp turns them in.
+    constexpr int SUMS = HEADS * D, FRESH_AT = WARPS * SUMS * 4, TURNING_AT = FRESH_AT + (HEADS + 2) * D * 2;
     static_assert(C::SHARED_BYTES == TURNING_AT + WARPS * D * 4, "host and kernel count different bytes of shared memory");
     constexpr int SLOT = HEADS * (D + 2);  // floats that a split leaves
     const float LOWEST = __uint_as_float(0xff800000u);  // minus infinity
     extern __shared__ __align__(128) unsigned char shared[];
     // Of the new token: queries, then the key and the value.
-    u32(*fresh)[D / 2] = reinterpret_cast<u32(*)[D / 2]>(shared + FRESH_AT);
+    u32* fresh = reinterpret_cast<u32*>(shared + FRESH_AT);
     float(*turning)[D] = reinterpret_cast<float(*)[D]>(shared + TURNING_AT);
     __shared__ float squares[2][WARPS];
     __shared__ float maxima[WARPS][HEADS];
@@ -84,36 +83,9 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     uint4 k[2][KEY_CHUNKS], w[VALUE_GROUPS][4];
     // This lane's first vectors of the sequence.
     const u16 *my_keys = keys + (row + u) * D + 8 * v, *my_values = values + (row + 2 * v) * D + 8 * u;
-    const u32 ring = shared_address(shared) + warp * RING + lane * 16;
     // The newest token's are not in the cache yet.
-    const int last_old = min(last, length);
-    const auto request = [&](int tile, bool of_values, int entry) {
-        const u32 at = ring + entry * ENTRY;
-        if (tile < last && !of_values) {
-            const u16* from = my_keys + (i64)tile * D;
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-#pragma unroll
-                for (int c = 0; c < KEY_CHUNKS; ++c) {
-                    const int token = tile + u + 8 * h;
-                    const bool there = token < last_old && (32 * c + 24 < D || 32 * c + 8 * v < D);
-                    copy_async_16(at + (h * KEY_CHUNKS + c) * 512, there ? from + 8 * h * D + 32 * c : keys, there ? 16 : 0);
-                }
-        }
-        if (tile < last && of_values) {
-            const u16* from = my_values + (i64)tile * D;
-#pragma unroll
-            for (int g = 0; g < VALUE_GROUPS; ++g)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int behind = i % 2 + 8 * (i / 2), token = tile + 2 * v + behind;
-                    const bool there = token < last_old && (64 * g + 56 < D || 64 * g + 8 * u < D);
-                    copy_async_16(at + (4 * g + i) * 512, there ? from + behind * D + 64 * g : values, there ? 16 : 0);
-                }
-        }
-        copy_async_commit();
-    };
-    // The same straight to registers.
+    const bool has_newest = length >= part.first && length < last;
+    const int newest = has_newest ? length : 0x7fffffff, last_old = min(last, newest);
     const auto load_keys = [&](int tile) {
         const u16* from = my_keys + (i64)tile * D;
 #pragma unroll
@@ -136,41 +108,30 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
                 w[g][i] = there ? load_l2(from + behind * D + 64 * g) : zero;
             }
     };
-    int tile = part.first + TILE * warp, entry = 0;
-    if (DEPTH == 0) load_keys(tile);
-#pragma unroll
-    for (int e = 0; e < DEPTH - 1; ++e) request(tile + e / 2 * STEP, e % 2, e);
-
+    const int first_tile = part.first + TILE * warp;
+    // With norms, registers for heads of 128 channels would not do for both.
+    constexpr bool EARLY = D != 128 || (C::QUERY_NORM == Norm::NONE && C::KEY_NORM == Norm::NONE);
+    if (EARLY) load_keys(first_tile);
     const typename Head<C>::Angles angles(given, min(length, capacity - 1), lane);
     wait_for_previous_kernel();
     const u32* new_row = given.row(sequence);
     const WideSquares<C> wide(given, new_row, squares);
-    const bool has_newest = length >= part.first && length < last;
-    constexpr int ITEMS = HEADS + 2, ROUNDS = (ITEMS + WARPS - 1) / WARPS;
-    const auto wanted = [&](int item) { return item < HEADS ? item < heads : item < ITEMS && has_newest; };
-    Head<C> mine[ROUNDS];
-#pragma unroll
-    for (int r = 0; r < ROUNDS; ++r) {
-        const int item = r * WARPS + warp;
-        const int number = item < HEADS ? first_head + item : given.heads + (item - HEADS) * given.kv_heads + kv_head;
-        if (wanted(item)) mine[r].load(new_row + given.place(number) * (D / 2), lane);
+    // Queries, then the key and the value. Columns of the product that are no head stay zero.
+#pragma unroll 1
+    for (int item = warp; item < heads + 2 * has_newest; item += WARPS) {
+        const int at = item < heads ? item : HEADS + item - heads;
+        const int number = item < heads ? first_head + item : given.heads + (item - heads) * given.kv_heads + kv_head;
+        Head<C> mine;
+        mine.load(new_row + given.place(number) * (D / 2), lane);
+        if (item <= heads)
+            mine.transform(given, item < heads, item < heads ? first_head + item : kv_head, wide, angles, turning[warp], lane);
+        mine.store(fresh + at * (D / 2), lane);
+        if (item >= heads && chunk == 0)
+            mine.store(reinterpret_cast<u32*>(item == heads ? keys : values) + (row + length) * (D / 2), lane);
     }
-#pragma unroll
-    for (int r = 0; r < ROUNDS; ++r) {
-        const int item = r * WARPS + warp;
-        if (!wanted(item)) {
-            // Columns of the product that are no head.
-            if (item < HEADS) Head<C>().store(fresh[item], lane);
-            continue;
-        }
-        if (item <= HEADS)
-            mine[r].transform(given, item < HEADS, item < HEADS ? first_head + item : kv_head, wide, angles, turning[warp], lane);
-        mine[r].store(fresh[item], lane);
-        if (item >= HEADS && chunk == 0)
-            mine[r].store(reinterpret_cast<u32*>(item == HEADS ? keys : values) + (row + length) * (D / 2), lane);
-    }
+    for (int i = threadIdx.x; i < (HEADS - heads) * (D / 2); i += 32 * WARPS) fresh[heads * (D / 2) + i] = 0;
     __syncthreads();
-    const u32 my_queries = shared_address(shared) + FRESH_AT + u * (D * 2) + v * 16;
+    const u32 fresh_at = shared_address(shared) + FRESH_AT, my_queries = fresh_at + u * (D * 2) + v * 16;
     // Of head 2v + j: the maximum that all lanes know, and this lane's part of the sum.
     float maximum[2] = {LOWEST, LOWEST}, total[2] = {0.f, 0.f};
     float o[VALUE_GROUPS][4][4];
@@ -180,29 +141,17 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
         for (int i = 0; i < 4; ++i)
 #pragma unroll
             for (int r = 0; r < 4; ++r) o[g][i][r] = 0.f;
-    const auto advance = [&] { entry = entry + 1 == DEPTH ? 0 : entry + 1; };
-    // The entry that was read last.
-    const auto behind = [&] { return entry == 0 ? DEPTH - 1 : entry - 1; };
 #pragma unroll 1
-    for (; tile < last; tile += TILE * WARPS) {
-        const bool newest_here = has_newest && tile <= length && length < tile + TILE;
-        if constexpr (DEPTH > 0) {
-            copy_async_wait<DEPTH - 2>();
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-#pragma unroll
-                for (int c = 0; c < KEY_CHUNKS; ++c)
-                    k[h][c] = load_shared(ring + entry * ENTRY + (h * KEY_CHUNKS + c) * 512);
-            request(tile + (DEPTH - 1) / 2 * STEP, (DEPTH - 1) % 2, behind());
-            advance();
-        }
+    for (int tile = first_tile; tile < last; tile += STEP) {
+        if (!EARLY || tile > first_tile) load_keys(tile);
+        const bool newest_here = tile <= newest && newest < tile + TILE;
         if (newest_here) {
 #pragma unroll
             for (int h = 0; h < 2; ++h)
 #pragma unroll
                 for (int c = 0; c < KEY_CHUNKS; ++c)
-                    if (tile + u + 8 * h == length && 32 * c + 8 * v < D)
-                        k[h][c] = *reinterpret_cast<const uint4*>(&fresh[HEADS][(32 * c + 8 * v) / 2]);
+                    if (tile + u + 8 * h == newest && 32 * c + 8 * v < D)
+                        k[h][c] = load_shared(fresh_at + (HEADS * D + 32 * c + 8 * v) * 2);
         }
         float s[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
@@ -214,7 +163,7 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
             E::multiply_accumulate(s, low, queries.x, queries.y);
             E::multiply_accumulate(s, high, queries.z, queries.w);
         }
-        if (DEPTH == 0) load_values(tile);
+        load_values(tile);
         float p[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -244,22 +193,13 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
                     o[g][i][j + 2] *= shrink;
                 }
         }
-        if constexpr (DEPTH > 0) {
-            copy_async_wait<DEPTH - 2>();
-#pragma unroll
-            for (int g = 0; g < VALUE_GROUPS; ++g)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) w[g][i] = load_shared(ring + entry * ENTRY + (4 * g + i) * 512);
-            request(tile + DEPTH / 2 * STEP, DEPTH % 2, behind());
-            advance();
-        }
         if (newest_here) {
 #pragma unroll
             for (int g = 0; g < VALUE_GROUPS; ++g)
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    if (tile + 2 * v + i % 2 + 8 * (i / 2) == length && 64 * g + 8 * u < D)
-                        w[g][i] = *reinterpret_cast<const uint4*>(&fresh[HEADS + 1][(64 * g + 8 * u) / 2]);
+                    if (tile + 2 * v + i % 2 + 8 * (i / 2) == newest && 64 * g + 8 * u < D)
+                        w[g][i] = load_shared(fresh_at + ((HEADS + 1) * D + 64 * g + 8 * u) * 2);
         }
         const u32 b0 = transpose_matrix(E::narrow(p[0], p[1])), b1 = transpose_matrix(E::narrow(p[2], p[3]));
 #pragma unroll
@@ -277,13 +217,9 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
                 E::multiply_accumulate(o[g][i], a, b0, b1);
             }
         }
-        if (DEPTH == 0) load_keys(tile + STEP);
     }
-    // The rings are read; their memory takes the warps' sums, [HEADS][D] floats each.
-    if (DEPTH > 0) copy_async_wait<0>();
-    __syncwarp();
     const auto sums = [&](int of_warp, int head, int channel) {
-        return reinterpret_cast<float4*>(shared + of_warp * RING) + (head * D + channel) / 4;
+        return reinterpret_cast<float4*>(shared) + (of_warp * SUMS + head * D + channel) / 4;
     };
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
