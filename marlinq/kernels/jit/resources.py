@@ -48,7 +48,7 @@ _SERIALISED = re.compile(r"\bC75\d\d\b")
 # Copies of boxes are calls in what NVRTC 13.0 makes for 12.x, and one of their operands goes over the stack.
 _STACK_MOST = 8
 # Columns of their own.
-_OF_THE_PROBLEM = ("Codec", "ACTIVATION", "QUANT_GROUP", "ZEROS", "SHARED_BYTES")
+_OF_THE_PROBLEM = ("Codec", "PAIR_ACTIVATION", "QUANT_GROUP", "ZEROS", "SHARED_BYTES")
 _COLUMNS = ("batch", "groups", "shared", "float16", "bfloat16", "spills")
 _PREFACE = """\
 # Kernel resources
