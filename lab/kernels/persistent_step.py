@@ -24,7 +24,7 @@ from torch import Tensor
 from marlinq.core.errors import MarlinqError
 from marlinq.kernels.launch import persistent
 from marlinq.kernels.launch.persistent import LayerOperands, Model, PersistentLayers
-from tests.kernels.persistent_problems import LLAMA_3_8B, Features, Reference, random_layer, rotary_tables
+from tests.kernels.persistent_problems import LLAMA_3_8B, Features, Reference, random_layer
 
 _VARIANTS = Path(__file__).parent.resolve() / "persistent_variants"
 
@@ -38,7 +38,6 @@ class Setup:
         self._sizes = LLAMA_3_8B
         self._model = Model(self._sizes.heads, self._sizes.kv_heads, 1e-5, self._sizes.head_dim**-0.5)
         self._features = Features(group=arguments.group_size)
-        self._tables = rotary_tables(self._sizes, 500000.0, self._device)
         self._layers = [
             random_layer(self._sizes, self._features, max(arguments.batch), self._device)
             for _ in range(arguments.layers)
@@ -81,7 +80,7 @@ class Setup:
         if variant:
             config = replace(config, header=str(_VARIANTS / f"{variant}.cuh"))
         lengths = torch.tensor(self.lengths(batch, context), dtype=torch.int32, device=self._device)
-        return PersistentLayers(layers, self._model, *self._tables, hidden, lengths, config=config)
+        return PersistentLayers(layers, self._model, hidden, lengths, config=config)
 
     def check(self, batch: int, context: int) -> str:
         """The error of a few layers against float64, and whether launches give the same bits."""
@@ -95,7 +94,7 @@ class Setup:
             step.launch()
             results.append(hidden.clone())
         layers = self._of_rows(batch, count)
-        reference = Reference(self._model, self._tables, self.lengths(batch, context), torch.float16)
+        reference = Reference(self._model, self.lengths(batch, context), torch.float16)
         expected = reference.step(layers, given)
         error = float((results[0].double() - expected).norm() / expected.norm())
         same = all(torch.equal(results[0], other) for other in results)

@@ -14,7 +14,7 @@ from marlinq.kernels.launch.persistent import LayerOperands, Model, Operand, Per
 from tests.emulation.build import Builder
 from tests.emulation.gemm import SOURCES
 from tests.emulation.launching import EmulatedKernel, KernelFault, Memory, _encode_tensor_map, apart
-from tests.kernels.persistent_problems import Features, Reference, Sizes, bound, random_layer, rotary_tables
+from tests.kernels.persistent_problems import Features, Reference, Sizes, bound, random_layer
 
 SIZES = Sizes(512, 640, 8, 2, 64, 128)
 DEVICE = torch.device("cpu")
@@ -122,7 +122,6 @@ class Problem:
     """A case's tensors and its prepared launch."""
 
     layers: list[LayerOperands]
-    tables: tuple[Tensor, Tensor]
     given: Tensor
     hidden: Tensor
     lengths: Tensor
@@ -147,7 +146,6 @@ class Problem:
             [
                 Memory("layers", step.descriptors),
                 Memory("lengths", self.lengths),
-                *(Memory(name, table) for name, table in zip(("cosines", "sines"), self.tables, strict=True)),
                 *_memory(self.layers),
                 messages,
                 Memory("result", self.hidden, writable=True),
@@ -172,7 +170,6 @@ def _problem(case: Case) -> Problem:
         post_norms=features.post_norms,
     )
     layers = [_apart(random_layer(sizes, case.features, rows, DEVICE)) for _ in range(case.layers)]
-    cosines, sines = map(apart, rotary_tables(sizes, 100.0, DEVICE))
     given = torch.randn(rows, sizes.hidden).to(dtype)
     hidden, lengths = apart(given), apart(torch.tensor(case.lengths, dtype=torch.int32))
     config = persistent.choose(
@@ -188,8 +185,8 @@ def _problem(case: Case) -> Problem:
     )
     assert config is not None
     with mock.patch("marlinq.kernels.launch.persistent.memory.encode_tensor_map", _encode_tensor_map):
-        step = PersistentLayers(layers, model, cosines, sines, hidden, lengths, grid=case.grid, config=config)
-    return Problem(layers, (cosines, sines), given, hidden, lengths, model, step)
+        step = PersistentLayers(layers, model, hidden, lengths, grid=case.grid, config=config)
+    return Problem(layers, given, hidden, lengths, model, step)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -199,7 +196,7 @@ def test_step_is_that_of_float64(builder: Builder, name: str) -> None:
     expecting = [
         replace(layer, keys=layer.keys.clone(), values=layer.values.clone()) for layer in problem.layers
     ]
-    reference = Reference(problem.model, problem.tables, list(case.lengths), dtype)
+    reference = Reference(problem.model, list(case.lengths), dtype)
     expected = reference.step(expecting, problem.given)
     problem.launch(builder, case.seed)
     assert float((problem.hidden.double() - expected).norm() / expected.norm()) < bound(dtype, case.layers)

@@ -77,7 +77,7 @@ def random_operand(k: int, n: int, features: Features, device: torch.device, siz
 
 
 def random_layer(sizes: Sizes, features: Features, rows: int, device: torch.device) -> LayerOperands:
-    """A layer and its full cache."""
+    """A layer and its full cache, with a rotary embedding of its own."""
     made = partial(random_operand, features=features, device=device)
     gamma = lambda channels: 0.5 + torch.rand(channels, device=device)  # noqa: E731
     shape = (rows, sizes.kv_heads, sizes.capacity, sizes.head_dim)
@@ -91,6 +91,7 @@ def random_layer(sizes: Sizes, features: Features, rows: int, device: torch.devi
         gamma(sizes.hidden),
         torch.randn(shape, device=device).to(features.dtype),
         torch.randn(shape, device=device).to(features.dtype),
+        *rotary_tables(sizes, float(10 ** (2 + 3 * torch.rand(()))), device),
         gamma(sizes.head_dim) if features.head_norms else None,
         gamma(sizes.head_dim) if features.head_norms else None,
         gamma(sizes.hidden) if features.post_norms else None,
@@ -113,16 +114,12 @@ class Reference:
 
     Args:
         model: what layers have in common.
-        tables: from :func:`rotary_tables`.
         lengths: positions in the cache of every row.
         dtype: of activations.
     """
 
-    def __init__(
-        self, model: Model, tables: tuple[Tensor, Tensor], lengths: list[int], dtype: torch.dtype
-    ) -> None:
+    def __init__(self, model: Model, lengths: list[int], dtype: torch.dtype) -> None:
         self._model, self._lengths, self._dtype = model, lengths, dtype
-        self._cosines, self._sines = (table[lengths].double()[:, None] for table in tables)
 
     def step(self, layers: list[LayerOperands], hidden: Tensor) -> Tensor:
         """What leaves the last layer; caches are appended to."""
@@ -150,9 +147,9 @@ class Reference:
         made = x @ dequantize_operands(operand.words, operand.scales, operand.zeros).double()
         return self._round(made if operand.bias is None else made + operand.bias.double())
 
-    def _rotate(self, x: Tensor) -> Tensor:
+    def _rotate(self, x: Tensor, layer: LayerOperands) -> Tensor:
         lower, upper = x.chunk(2, -1)
-        c, s = self._cosines, self._sines
+        c, s = (table[self._lengths].double()[:, None] for table in (layer.cosines, layer.sines))
         return self._round(torch.cat([lower * c - upper * s, upper * c + lower * s], -1))
 
     def _attend(self, layer: LayerOperands, x: Tensor) -> Tensor:
@@ -162,7 +159,7 @@ class Reference:
         if layer.query_gamma is not None and layer.key_gamma is not None:
             q = self._norm(q, layer.query_gamma, model.query_eps)
             k = self._norm(k, layer.key_gamma, model.query_eps)
-        q, k = self._rotate(q), self._rotate(k)
+        q, k = self._rotate(q, layer), self._rotate(k, layer)
         out = torch.empty_like(q)
         for row, length in enumerate(self._lengths):
             layer.keys[row, :, length] = k[row].to(self._dtype)

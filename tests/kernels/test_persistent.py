@@ -8,7 +8,7 @@ import torch
 from marlinq.kernels import compile_kernel
 from marlinq.kernels.launch import persistent
 from marlinq.kernels.launch.persistent import Model, PersistentLayers
-from tests.kernels.persistent_problems import Features, Reference, Sizes, bound, random_layer, rotary_tables
+from tests.kernels.persistent_problems import Features, Reference, Sizes, bound, random_layer
 
 H200_SHARED_BYTES = 232_448
 SIZES = Sizes(1024, 2816, 16, 4, 64, 640)
@@ -72,11 +72,10 @@ def test_captured_steps_are_those_of_float64(dtype: torch.dtype, lengths: list[i
     model = Model(SIZES.heads, SIZES.kv_heads, 1e-5, SIZES.head_dim**-0.5)
     features = Features(group=64, zeros=True, head_norms=True, dtype=dtype)
     layers = [random_layer(SIZES, features, len(lengths), device) for _ in range(3)]
-    tables = rotary_tables(SIZES, 10000.0, device)
     given = torch.randn(len(lengths), SIZES.hidden, device=device).to(dtype)
     hidden = given.clone()
     on_device = torch.tensor(lengths, dtype=torch.int32, device=device)
-    step = PersistentLayers(layers, model, *tables, hidden, on_device)
+    step = PersistentLayers(layers, model, hidden, on_device)
     step.launch()
     torch.cuda.synchronize()
     first = hidden.clone()
@@ -87,5 +86,5 @@ def test_captured_steps_are_those_of_float64(dtype: torch.dtype, lengths: list[i
     for _ in range(3):
         graph.replay()
         assert torch.equal(hidden, first)
-    expected = Reference(model, tables, lengths, dtype).step(layers, given)
+    expected = Reference(model, lengths, dtype).step(layers, given)
     assert float((first.double() - expected).norm() / expected.norm()) < bound(dtype, len(layers))

@@ -44,8 +44,6 @@ class _Given(NamedTuple):
 
     layers: list[LayerOperands]
     model: Model
-    cosines: Tensor
-    sines: Tensor
 
 
 class _UnknownPartError(Exception):
@@ -97,8 +95,6 @@ class _Joined(Recording):
         persistent = PersistentLayers(
             given.layers,
             given.model,
-            given.cosines,
-            given.sines,
             hidden,
             self.lengths,
             progress=self._progress,
@@ -130,18 +126,16 @@ def _given(chain: ChainForward) -> _Given:
     if len(models) > 1:
         raise _UnknownPartError("layers that differ in norms, scales or heads")
     (model,) = models
-    tables = {id(layer.heads.table): layer.heads.table for layer in layers}
-    if len(tables) > 1:
-        raise _UnknownPartError("layers with rotary embeddings of their own")
-    (table,) = tables.values()
+    # Layers share tables.
+    tables = {id(layer.heads.table): _halves(layer.heads.table) for layer in layers}
+    return _Given([_operands(layer, chain.hidden, *tables[id(layer.heads.table)]) for layer in layers], model)
+
+
+def _halves(table: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Cosines and sines."""
     if table is None:
         raise _UnknownPartError("no rotary embedding")
-    return _Given(
-        [_operands(layer, chain.hidden) for layer in layers],
-        model,
-        table[..., 0].contiguous(),
-        table[..., 1].contiguous(),
-    )
+    return table[..., 0].contiguous(), table[..., 1].contiguous()
 
 
 def _model(layer: BoundLayer) -> Model:
@@ -186,7 +180,7 @@ def _row(norm: RowNorm | None) -> RowNorm:
     return norm
 
 
-def _operands(layer: BoundLayer, hidden: int) -> LayerOperands:
+def _operands(layer: BoundLayer, hidden: int, cosines: Tensor, sines: Tensor) -> LayerOperands:
     device = layer.keys.device
     qkv, output, gate_up, down = (_operand(product) for product in layer.products)
     return LayerOperands(
@@ -198,6 +192,8 @@ def _operands(layer: BoundLayer, hidden: int) -> LayerOperands:
         _gamma(layer.mlp_norm, hidden, device),
         layer.keys,
         layer.values,
+        cosines,
+        sines,
         _head_gamma(layer.heads.query_norm, layer, device),
         _head_gamma(layer.heads.key_norm, layer, device),
         None if layer.post_attention_norm is None else _gamma(layer.post_attention_norm, hidden, device),

@@ -35,17 +35,15 @@ class InFloat64:
         self,
         layers: Sequence[LayerOperands],
         model: Model,
-        cosines: Tensor,
-        sines: Tensor,
         hidden: Tensor,
         lengths: Tensor,
         progress: ReportProgress,
     ) -> None:
-        self._layers, self._model, self._tables = list(layers), model, (cosines, sines)
+        self._layers, self._model = list(layers), model
         self._hidden, self._lengths = hidden, lengths
 
     def launch(self) -> None:
-        reference = Reference(self._model, self._tables, self._lengths.tolist(), self._hidden.dtype)
+        reference = Reference(self._model, self._lengths.tolist(), self._hidden.dtype)
         self._hidden.copy_(reference.step(self._layers, self._hidden))
 
 
@@ -81,6 +79,7 @@ def made(
         ("qwen3", {"head_dim": 64}),
         ("mistral", {}),
         ("gemma2", {"head_dim": 64}),
+        ("gemma3", {"head_dim": 64, "num_hidden_layers": 6}),
     ],
 )
 def test_a_step_is_the_references(name: str, changes: dict[str, Any]) -> None:
@@ -130,7 +129,7 @@ def test_a_cache_too_short_for_the_comparison_stays_a_chain() -> None:
 
 
 def test_other_logits_than_the_chains_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Reference, "_rotate", lambda self, x: x)
+    monkeypatch.setattr(Reference, "_rotate", lambda self, x, layer: x)
     own, _ = made("llama")
     recording = own.recording
     found = join_layers(own)

@@ -15,11 +15,13 @@ struct StepLayer {
     const float* post_gamma[2];  // [H] of the norms behind o and down, where there are any
     const float* query_gamma;  // [D], or null where queries have no norm
     const float* key_gamma;
+    const float* cosines;  // [positions, D / 2]
+    const float* sines;
     const u16* bias[PRODUCTS];  // [N], or null
     u16* key_cache;             // [B, KV, L, D]
     u16* value_cache;
     int window;  // positions that a query sees at most, its own included; 0: all
-    int padding[7];
+    int padding[3];
 };
 
 // Sizes of a product, the same in all layers.
@@ -32,8 +34,6 @@ struct ProductShape {
 struct StepArguments {
     const StepLayer* layers;
     const int* lengths;  // [M] positions in the cache
-    const float* cosines;  // [positions, D / 2]
-    const float* sines;
     u16* result;  // [M, H]
     // Messages.
     float* parts[PRODUCTS];         // [PARTS, M, N] sums of a part of K

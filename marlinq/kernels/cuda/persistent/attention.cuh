@@ -78,7 +78,7 @@ private:
         float shift[2][PAIRS] = {}, c[PAIRS], s[PAIRS], x[2][PAIRS];
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {
-            c[i] = step.cosines[position * (D / 2) + channel(0, i)], s[i] = step.sines[position * (D / 2) + channel(0, i)];
+            c[i] = layer.cosines[position * (D / 2) + channel(0, i)], s[i] = layer.sines[position * (D / 2) + channel(0, i)];
             if (layer.bias[QKV] != nullptr)
                 for (int half = 0; half < 2; ++half) shift[half][i] = E::widen(layer.bias[QKV][head * D + channel(half, i)]);
         }

@@ -31,7 +31,6 @@ class PersistentLayers:
     Args:
         layers: in order; tensors are kept alive.
         model: what they have in common.
-        cosines, sines: float32 [positions, D/2], of the rotary embedding.
         hidden: [M, H] in the activations' dtype; a launch replaces it by what leaves the last layer.
         lengths: int32 [M], positions in the cache; the launch appends at that position and changes no length.
         grid: blocks, a multiple of four; by default as many as the GPU has multiprocessors.
@@ -54,8 +53,6 @@ class PersistentLayers:
         self,
         layers: Sequence[LayerOperands],
         model: Model,
-        cosines: Tensor,
-        sines: Tensor,
         hidden: Tensor,
         lengths: Tensor,
         *,
@@ -78,7 +75,7 @@ class PersistentLayers:
             raise ValueError(f"no persistent kernel of {rows} rows fits the shared memory")
         self.config = chosen
         self.grid = grid or (numbers.multiprocessors // PARTS * PARTS if numbers else PARTS)
-        self._kept = (tuple(layers), cosines, sines, hidden, lengths)
+        self._kept = (tuple(layers), hidden, lengths)
         self.descriptors = layer_descriptors(layers, chosen, device)
         self.messages, places = make_messages(first, model, hidden, self.grid)
         self.trace = torch.zeros(self.grid, 5, 64, dtype=torch.int64, device=device)
@@ -87,8 +84,6 @@ class PersistentLayers:
             model,
             chosen,
             places,
-            cosines=cosines,
-            sines=sines,
             hidden=hidden,
             lengths=lengths,
             descriptors=self.descriptors,

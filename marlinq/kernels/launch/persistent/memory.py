@@ -37,11 +37,13 @@ class _Layer(ctypes.Structure):
         ("post_gamma", ctypes.c_void_p * 2),
         ("query_gamma", ctypes.c_void_p),
         ("key_gamma", ctypes.c_void_p),
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
         ("bias", ctypes.c_void_p * _PRODUCTS),
         ("key_cache", ctypes.c_void_p),
         ("value_cache", ctypes.c_void_p),
         ("window", ctypes.c_int),
-        ("padding", ctypes.c_int * 7),
+        ("padding", ctypes.c_int * 3),
     )
 
 
@@ -72,7 +74,7 @@ class _Step(ctypes.Structure):
     """``StepArguments``."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("layers", "lengths", "cosines", "sines", "result")),
+        *((name, ctypes.c_void_p) for name in ("layers", "lengths", "result")),
         ("parts", ctypes.c_void_p * _PRODUCTS),
         *((name, ctypes.c_void_p) for name in _MESSAGES),
         ("shape", _Shape * _PRODUCTS),
@@ -117,8 +119,6 @@ def step_arguments(
     config: StepConfig,
     messages: dict[str, int],
     *,
-    cosines: Tensor,
-    sines: Tensor,
     hidden: Tensor,
     lengths: Tensor,
     descriptors: Tensor,
@@ -134,8 +134,6 @@ def step_arguments(
         _Step(
             descriptors.data_ptr(),
             lengths.data_ptr(),
-            cosines.data_ptr(),
-            sines.data_ptr(),
             hidden.data_ptr(),
             (ctypes.c_void_p * _PRODUCTS)(*(messages[f"parts{index}"] for index in range(_PRODUCTS))),
             *(messages[name] for name in _MESSAGES),
@@ -261,6 +259,7 @@ def _layer(layer: LayerOperands, config: StepConfig) -> _Layer:
     made.attention_gamma, made.mlp_gamma = layer.attention_gamma.data_ptr(), layer.mlp_gamma.data_ptr()
     for index, gamma in enumerate((layer.post_attention_gamma, layer.post_mlp_gamma)):
         made.post_gamma[index] = None if gamma is None else gamma.data_ptr()
+    made.cosines, made.sines = layer.cosines.data_ptr(), layer.sines.data_ptr()
     made.query_gamma = 0 if layer.query_gamma is None else layer.query_gamma.data_ptr()
     made.key_gamma = 0 if layer.key_gamma is None else layer.key_gamma.data_ptr()
     for index, operand in enumerate(layer.operands):

@@ -54,6 +54,7 @@ class LayerOperands:
         attention_gamma, mlp_gamma: float32 [H], offsets included.
         keys, values: the cache [B, KV, L, D], contiguous; finite everywhere, since positions that are not
             there yet are read and not counted.
+        cosines, sines: float32 [positions, D/2], of the rotary embedding.
         query_gamma, key_gamma: float32 [D], or None.
         post_attention_gamma, post_mlp_gamma: float32 [H], of norms behind the output and the last projection;
             None where the model has none.
@@ -68,6 +69,8 @@ class LayerOperands:
     mlp_gamma: Tensor
     keys: Tensor
     values: Tensor
+    cosines: Tensor
+    sines: Tensor
     query_gamma: Tensor | None = None
     key_gamma: Tensor | None = None
     post_attention_gamma: Tensor | None = None
