@@ -43,6 +43,22 @@ def test_the_kernel_does_not_spill(
     assert (compiled.spill_bytes, compiled.stack_bytes) == (0, 0)
 
 
+def test_a_single_rows_kernel_for_gemma_does_not_spill() -> None:
+    config = persistent.choose(
+        [3840, 4096, 3840, 15360],
+        1,
+        Model(16, 8, 1e-6, 0.1, "gelu_tanh", narrow_first=False, post_norms=True),
+        256,
+        128,
+        zeros=False,
+        bfloat16=True,
+        shared_bytes=H200_SHARED_BYTES,
+    )
+    assert config is not None
+    compiled = compile_kernel(config.instantiation, "sm_90a")
+    assert (compiled.spill_bytes, compiled.stack_bytes) == (0, 0)
+
+
 @pytest.mark.parametrize("rows", [1, 4, 8])
 def test_shared_memory_is_enough_for_what_is_chosen(rows: int) -> None:
     for channels in ((4096, 4096, 4096, 14336), (8192, 8192, 8192, 28672), (512, 512, 512, 640)):

@@ -76,13 +76,18 @@ private:
             for (int half = 0; half < 2; ++half)
                 letters.request(p * 2 + half, step.parts[QKV] + ((i64)p * step.rows + unit.row) * N + head * D + channel(half, 0));
         float shift[2][PAIRS] = {}, c[PAIRS], s[PAIRS], x[2][PAIRS];
+        const auto load_tables = [&] {
 #pragma unroll
-        for (int i = 0; i < PAIRS; ++i) {
-            c[i] = layer.cosines[position * (D / 2) + channel(0, i)], s[i] = layer.sines[position * (D / 2) + channel(0, i)];
-            if (layer.bias[QKV] != nullptr)
-                for (int half = 0; half < 2; ++half) shift[half][i] = E::widen(layer.bias[QKV][head * D + channel(half, i)]);
-        }
+            for (int i = 0; i < PAIRS; ++i) {
+                c[i] = layer.cosines[position * (D / 2) + channel(0, i)], s[i] = layer.sines[position * (D / 2) + channel(0, i)];
+                if (layer.bias[QKV] != nullptr)
+                    for (int half = 0; half < 2; ++half) shift[half][i] = E::widen(layer.bias[QKV][head * D + channel(half, i)]);
+            }
+        };
+        // Large heads' registers are too few for both.
+        if (D <= 128) load_tables();
         await(round, letters);
+        if (D > 128) load_tables();
         if (!met) meet<S>();  // memory is free
         met = true;
 #pragma unroll
