@@ -12,21 +12,6 @@
 #ifndef LAB_NO_COPIES
 #define LAB_NO_COPIES 0  // stages are handed over and not filled
 #endif
-#ifndef LAB_SAME_MAPS
-#define LAB_SAME_MAPS 0
-#endif
-#ifndef LAB_NO_SCALES
-#define LAB_NO_SCALES 0
-#endif
-#ifndef LAB_FULL_POLL
-#define LAB_FULL_POLL 0
-#endif
-#ifndef LAB_LEAST_CHUNKS
-#define LAB_LEAST_CHUNKS 2
-#endif
-#ifndef LAB_PARTS_AT_ONCE
-#define LAB_PARTS_AT_ONCE 4
-#endif
 
 // Notes the clock as mark `id` of `kind`, in one layer in the middle.
 #ifdef LAB_TRACE

@@ -73,7 +73,7 @@ __device__ __forceinline__ void await(u32 round, SomeLetters&... letters) {
         ((missing = letters.missing(round, missing)), ...);
         const u32 waiting = warp_max(missing != nullptr ? lane + 1 : 0);
         if (waiting == 0) return;
-        if ((int)waiting == lane + 1 && !LAB_FULL_POLL) {
+        if ((int)waiting == lane + 1) {
             u32 word[1];
             u32 turns = 0;
             do {

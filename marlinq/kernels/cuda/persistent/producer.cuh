@@ -23,7 +23,7 @@ struct StepProducer {
     __device__ __forceinline__ void run() {
         prefetch(step.layers, QKV);
         for (int l = 0; l < step.layer_count; ++l) {
-            const StepLayer* layer = step.layers + (LAB_SAME_MAPS ? 0 : l);
+            const StepLayer* layer = step.layers + l;
 #pragma unroll 1
             for (int p = QKV; p < PRODUCTS; ++p) {
                 // The maps of what comes next.
@@ -71,14 +71,14 @@ private:
 #pragma unroll 1
             for (int stage = 0; stage < set.stages; ++stage) {
                 const int unit = stage << set.slices, units = min(1 << set.slices, share.units - unit);
-                const u32 barrier = begin((units << set.log) * (LAB_NO_SCALES ? S::UNIT_BYTES : S::UNIT_COPIED_BYTES)), words = ring.address();
+                const u32 barrier = begin((units << set.log) * S::UNIT_COPIED_BYTES), words = ring.address();
                 const u32 stage_scales = scales + ring.stage * S::SCALE_BYTES;
 #pragma unroll 1
                 for (int u = 0; u < units && !LAB_NO_COPIES; u += boxed) {
                     const int channel_unit = share.first + unit + u, tile = share.first_tile + at;
                     const u32 scales_at = stage_scales + (u << set.log) * S::UNIT_SCALE_BYTES;
                     copy_box_once(words + (u << set.log) * S::UNIT_BYTES, weight_map, 0, tile, channel_unit * S::UNIT_ROWS, barrier);
-                    if (!LAB_NO_SCALES) copy_box_once(scales_at, scale_map, 0, tile, channel_unit * S::UNIT_GROUPS, barrier);
+                    copy_box_once(scales_at, scale_map, 0, tile, channel_unit * S::UNIT_GROUPS, barrier);
                     if (S::ZEROS)
                         copy_box_once(scales_at + S::ZEROS_AT, &layer->zeros[product][set.log], 0, tile, channel_unit * S::UNIT_GROUPS, barrier);
                 }

@@ -13,7 +13,8 @@
 #include "persistent/arguments.cuh"
 
 constexpr int PARTS = 4;
-constexpr int MAX_SPLITS = 16;       // of a context
+constexpr int MAX_SPLITS = 16;   // of a context
+constexpr int LEAST_CHUNKS = 2;  // of the cache that are worth a part
 
 template <typename C>
 struct StepShape {
@@ -121,7 +122,7 @@ struct Plan {
             length[row] = min(step.lengths[row], step.capacity - 1);
             chunks += (length[row] + S::CHUNK - 1) / S::CHUNK;
         }
-        const int share = max((chunks * step.kv_heads + (int)gridDim.x - 1) / (int)gridDim.x, LAB_LEAST_CHUNKS);
+        const int share = max((chunks * step.kv_heads + (int)gridDim.x - 1) / (int)gridDim.x, LEAST_CHUNKS);
         units = 0;
         for (int row = 0; row < step.rows; ++row) {
             const int mine = (length[row] + S::CHUNK - 1) / S::CHUNK;

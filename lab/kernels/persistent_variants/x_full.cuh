@@ -1,2 +1,0 @@
-#define LAB_FULL_POLL 1
-#include "kernels/persistent.cuh"
