@@ -100,8 +100,8 @@ def main() -> None:
         nbytes = write_original(model, layers=arguments.layers)
         print(f"wrote {nbytes / 1e9:.2f} GB in {time.monotonic() - start:.1f} s", flush=True)
     if not text.exists():
-        # Every token is at least a third of a word.
-        write_text(text, max(128, arguments.samples), arguments.max_length)
+        # A word and its blank are nine bytes, a token at most three.
+        write_text(text, max(128, arguments.samples), arguments.max_length // 2)
     rank, size = rank_and_size()
     out = arguments.folder / f"quantized-{size}"
     if rank == 0:
