@@ -105,8 +105,8 @@ def small_kernels(device: Device) -> list[Instantiation]:
 
 @pytest.mark.parametrize("group", [32, 64, 128, -1])
 @pytest.mark.parametrize("zeros", [False, True])
-def test_sorting_grouped_products_and_sum_spill_nowhere(group: int, zeros: bool) -> None:
-    """Of compute capability 9.0 only: the products are wgmma. All variants, with their tallest tiles."""
+def test_grouped_products_spill_nowhere(group: int, zeros: bool) -> None:
+    """Of compute capability 9.0 only: they are wgmma. All variants, with their tallest tiles."""
     found: list[Instantiation] = []
     for bfloat16 in (False, True):
         shape = replace(QWEN, m=300, group_size=group, zeros=zeros, bfloat16=bfloat16)
@@ -116,9 +116,20 @@ def test_sorting_grouped_products_and_sum_spill_nowhere(group: int, zeros: bool)
             columns = tile.words, tile.warpgroups_n, tile.min_blocks
             if columns not in tallest or tallest[columns].tile_m < tile.tile_m:
                 tallest[columns] = decision
-        dtype = torch.bfloat16 if bfloat16 else torch.float16
         for decision in tallest.values():
-            found += instantiations(shape, decision, "gelu_tanh", dtype, wide=zeros)
+            for config in (decision.gate_up, decision.down):
+                found.append(config.instantiation(shape.product(gated=config.gated), "gelu_tanh"))
+    spills(found, "sm_90a")
+
+
+@pytest.mark.parametrize("m", [20, 300])
+def test_sorting_and_sum_spill_nowhere(m: int) -> None:
+    found: list[Instantiation] = []
+    for experts, wide in ((8, False), (512, True)):
+        shape = replace(QWEN, m=m, experts=experts)
+        _, decision = sorted_variants(shape, H200)[0]
+        listed = instantiations(shape, decision, "silu", torch.bfloat16, wide=wide)
+        found += [one for one in listed if one.function != "experts_wgmma"]
     spills(found, "sm_90a")
 
 

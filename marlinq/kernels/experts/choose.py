@@ -39,7 +39,7 @@ _TILES_M = (8, 16, 32, 48, 64, 80, 96, 112, 128)
 # Variants, and the rows of their tiles at most, as far as registers go without spills
 # (tests/kernels/test_experts_choose.py).
 _ROWS_MOST = {
-    Columns(4, 1, 2): 16,
+    Columns(4, 1, 2): 8,
     Columns(2, 1, 2): 64,
     Columns(4, 2, 1): 32,
     Columns(2, 2, 1): 128,

@@ -26,6 +26,7 @@ from marlinq.operations.bench.synthetic import Synthetic, synthetic_model
 from marlinq.operations.bench.trace import StepProfile, profile_steps
 from marlinq.runtime import LoadedModel, StepDecision, load
 from marlinq.runtime.generation import position_limit
+from marlinq.runtime.grouped_experts import GroupedExperts
 from marlinq.runtime.head import HalfWeightLinear
 from marlinq.runtime.step.choose import take_decoder
 
@@ -87,7 +88,7 @@ class DecodeBench(Shown):
         new_tokens: steps that a run times.
         sustained: whether runs followed each other without rests.
         load_seconds: from the folder to a model that is ready; None for one that was made up or given.
-        weight_bytes: weights and scales that a step reads, embedding tables aside.
+        weight_bytes: weights and scales that a step of one sequence reads, embedding tables aside.
         peak_bytes: of GPU memory, while ours ran; 0 on a CPU.
         profile: the kernels of the last cell's step, where asked for.
         notes: how the quantised linears were multiplied, and what else to know.
@@ -274,7 +275,9 @@ def bench_decode(
                 own.steps(1)
             first, step = run.measure(own, batch, context)
             mean_length = context + new_tokens / 2
-            nbytes = weight_bytes(loaded.model) + round(batch * mean_length * cache_bytes_per_token(loaded))
+            nbytes = weight_bytes(loaded.model, batch) + round(
+                batch * mean_length * cache_bytes_per_token(loaded)
+            )
             cells.append(DecodeCell(batch, context, first, step, nbytes, own.decoder.decision))
             if profile is not None and batch == batches[-1] and context == contexts[-1]:
                 own.prefill(run.prompts(batch, context))
@@ -294,7 +297,7 @@ def bench_decode(
         new_tokens=new_tokens,
         sustained=sustained,
         load_seconds=load_seconds,
-        weight_bytes=weight_bytes(loaded.model),
+        weight_bytes=weight_bytes(loaded.model, 1),
         peak_bytes=peak,
         profile=found,
         notes=tuple(how),
@@ -390,13 +393,21 @@ class _Run:
         return statistics.median(firsts), statistics.median(steps)
 
 
-def weight_bytes(model: nn.Module) -> int:
-    """Bytes of parameters and buffers that one decode step reads; of an embedding table it reads a row."""
+def weight_bytes(model: nn.Module, batch: int) -> int:
+    """Bytes of parameters and buffers that one decode step of ``batch`` rows reads.
+
+    Of an embedding table it reads a row; of a mixture's experts those that are chosen, if rows choose evenly.
+    """
     tensors: dict[int, int] = {}
     for module in model.modules():
         if not isinstance(module, nn.Embedding):
+            share = 1.0
+            if isinstance(module, GroupedExperts):
+                config: Any = model.config
+                chosen = config.get_text_config().num_experts_per_tok
+                share -= (1 - chosen / module.weights.down.shape[0]) ** batch
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                tensors[tensor.data_ptr()] = tensor.nbytes
+                tensors[tensor.data_ptr()] = round(share * tensor.nbytes)
     # Torch's own packed formats are no tensors.
     packed = sum(module.packed_bytes for module in model.modules() if isinstance(module, HalfWeightLinear))
     return sum(tensors.values()) + packed

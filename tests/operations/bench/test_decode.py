@@ -118,13 +118,29 @@ def test_weight_bytes_are_those_of_the_linears_and_norms(folder: Path, operator:
     else:
         # Half a byte a code, and a float32 scale and zero for each group of 32; 32 columns grow to 64.
         linear_bytes = sum(k * max(n, 64) // 2 + 2 * 4 * (k // 32) * max(n, 64) for k, n in shapes)
-    assert weight_bytes(model) == linear_bytes + norms_and_head + rotary
+    assert weight_bytes(model, 1) == linear_bytes + norms_and_head + rotary
 
 
 def test_a_tied_head_is_read_once(tmp_path: Path) -> None:
     tied = load(save_plain(tmp_path, tiny_model("gpt2")), device="cpu").model
     own = sum(parameter.nbytes for parameter in tied.parameters()) - tied.transformer.wpe.weight.nbytes
-    assert weight_bytes(tied) == own
+    assert weight_bytes(tied, 1) == own
+
+
+def test_of_experts_those_are_read_that_rows_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {
+        **SYNTHETIC["qwen3-30b-a3b"], "vocab_size": 64, "hidden_size": 64, "moe_intermediate_size": 64,
+        "num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 64,
+    }  # fmt: skip
+    monkeypatch.setattr("marlinq.operations.bench.synthetic.SYNTHETIC", {"small": small})
+    model = synthetic_model(Synthetic("small", None, 64), device="cpu").model
+    # Three matrices of 64 x 64, half a byte a code, and a float32 scale a column.
+    expert = 3 * (64 * 64 // 2 + 64 * 4)
+    one, two, many = (weight_bytes(model, batch) for batch in (1, 2, 1000))
+    # An expert is none of 8 rows' choices of 2 with a chance of 3/4 a row.
+    assert two - one == pytest.approx(8 * expert * (3 / 4 - 9 / 16), abs=4)
+    assert many - one == pytest.approx(8 * expert * 3 / 4, abs=4)
 
 
 @pytest.mark.parametrize(
