@@ -117,8 +117,10 @@ def test_grouped_products_spill_nowhere(group: int, zeros: bool) -> None:
             if columns not in tallest or tallest[columns].tile_m < tile.tile_m:
                 tallest[columns] = decision
         for decision in tallest.values():
-            for config in (decision.gate_up, decision.down):
-                found.append(config.instantiation(shape.product(gated=config.gated), "gelu_tanh"))
+            found += [
+                config.instantiation(shape.product(gated=config.gated), "gelu_tanh")
+                for config in (decision.gate_up, decision.down)
+            ]
     spills(found, "sm_90a")
 
 
