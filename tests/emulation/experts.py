@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -44,8 +45,17 @@ def run_layer(
     expert_map: Tensor | None = None,
     *,
     seed: int = 0,
+    planted: tuple[str, Path] | None = None,
 ) -> Routed:
     """Every launch of the layer, dependently, each with what it may touch.
+
+    Args:
+        builder: compiles the kernels.
+        decision: the launches' variants.
+        x, ids, weights, experts, activation, expert_map: as
+            :func:`marlinq.kernels.experts.w4a16_experts`.
+        seed: of the schedule.
+        planted: a kernel's function and the folder of its sources, where they are not the usual ones.
 
     Raises:
         KernelFault: a kernel did something wrong.
@@ -80,7 +90,8 @@ def run_layer(
         function = step.instantiation.function
         parameters = dict(step.instantiation.parameters)
         memory = _touched(function, parameters, given)
-        library = builder.kernel(step.instantiation.text(), function, SOURCES)
+        sources = planted[1] if planted is not None and planted[0] == function else SOURCES
+        library = builder.kernel(step.instantiation.text(), function, sources)
         EmulatedKernel(library).launch(
             step.grid,
             step.threads,

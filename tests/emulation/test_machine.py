@@ -137,6 +137,18 @@ def test_whole_numbers_and_the_largest_of_a_warp(probe: Probe) -> None:
     assert torch.equal(found[64:], (a * b).sum(1, dtype=torch.int32))
 
 
+def test_lanes_with_the_same_number_and_bits(probe: Probe) -> None:
+    body = """
+    out[lane] = lanes_with_same(given[lane]);
+    out[32 + lane] = count_bits(given[lane]);
+    """
+    given = torch.tensor([5, -1, 5, 0, -1, 5, 7, 0] * 4, dtype=torch.int32)
+    found = probe.run(body, given, _words(64))
+    same = (given[:, None] == given[None]).long() << torch.arange(32)
+    assert torch.equal(found[:32].long() & 0xFFFFFFFF, same.sum(1))
+    assert found[32:].tolist() == [2, 32, 2, 0, 32, 2, 3, 0] * 4
+
+
 def test_matrices_go_to_memory_transposed_and_come_back(probe: Probe) -> None:
     body = """
     const u32 at = shared_address(shared) + lane * 16;
@@ -253,6 +265,7 @@ def test_blocks_that_are_not_ordered(probe: Probe, old: str, new: str, message: 
     ("body", "message"),
     [
         ("if (lane < 16) __syncthreads(); else __syncwarp();", "while other lanes of its warp execute"),
+        ("if (lane < 16) lanes_with_same(lane);", "the other lanes"),
         ("if (warp == 0) registers_shrink<24>();", "setmaxnreg by some warps of a warpgroup"),
         ("if (lane == 0) return; __syncthreads();", "the other lanes at bar.sync, where 31 of 32 are"),
     ],

@@ -1,0 +1,117 @@
+"""Faults planted into the kernels of experts: the emulation, or the result, has to tell every one of them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from marlinq.kernels.decide.stream import StreamConfig
+from marlinq.kernels.experts.choose import DirectConfig, DirectDecision, ExpertsDecision
+from marlinq.kernels.experts.launch import shape_of
+from tests.emulation.build import Builder
+from tests.emulation.experts import run_layer
+from tests.emulation.gemm import SOURCES
+from tests.emulation.launching import KernelFault
+from tests.emulation.test_experts import decision
+from tests.kernels.experts_problems import Shape, random_layer, random_routing
+from tests.kernels.problems import BOUND, relative_error
+
+WRONG = "the result is wrong"
+EARLY = "without waiting for the previous kernel"
+SHAPE = Shape(4, 2, 192, 128, 64)
+
+
+class Fault(NamedTuple):
+    """A fault: in which kernel and file, what becomes what, and what has to be said of it."""
+
+    function: str
+    file: str
+    old: str
+    new: str
+    reported: str
+
+
+ROUTE, WGMMA, SUM = "experts/route.cuh", "kernels/experts_warpgroup.cuh", "experts/sum.cuh"
+STREAM, RECORDS = "kernels/experts_stream.cuh", "experts/records.cuh"
+FAULTS = {
+    "ids too early": Fault("experts_route", ROUTE, "        wait_for_previous_kernel();\n", "", EARLY),
+    "counts before zeros": Fault(
+        "experts_route",
+        ROUTE,
+        "        __syncthreads();\n        const u32 same",
+        "        const u32 same",
+        "without waiting for it",
+    ),
+    "equal pairs at one place": Fault(
+        "experts_route", ROUTE, " + rank;\n        own_places", ";\n        own_places", "second time"
+    ),
+    "records too early": Fault(
+        "experts_wgmma", WGMMA, "if (behind_route) wait_for_previous_kernel();", "", EARLY
+    ),
+    "activations too early": Fault(
+        "experts_wgmma",
+        WGMMA,
+        "if (dependent) wait_for_previous_kernel();\n            ring = first",
+        "ring = first",
+        EARLY,
+    ),
+    "another expert's words": Fault("experts_wgmma", WGMMA, "plane(at.expert * (K / 16))", "plane(0)", WRONG),
+    "rows of the next expert": Fault(
+        "experts_wgmma", RECORDS, "min(TileM, record.rows - at.m0)", "TileM", "second time|out of bounds"
+    ),
+    "sums too early": Fault("experts_sum", SUM, "    wait_for_previous_kernel();\n", "", EARLY),
+    "rows of pairs that are elsewhere": Fault(
+        "experts_sum", SUM, "if (place < 0) continue;", "", "out of bounds"
+    ),
+    "a choice too early": Fault(
+        "experts_stream", STREAM, "if (dependent) wait_for_previous_kernel();", "", EARLY
+    ),
+    "another slot's activations": Fault("experts_stream", STREAM, "x += slot * weights.K;", "", WRONG),
+    "no routing weight": Fault("experts_stream", STREAM, "up.x * weight", "up.x", WRONG),
+}
+
+
+def _direct() -> ExpertsDecision:
+    configs = [
+        DirectConfig(StreamConfig(1, 2, 1, 8, True, 1, 3, 1, True), gated, SHAPE.top)
+        for gated in (True, False)
+    ]
+    return DirectDecision(configs[0], configs[1], "a test's")
+
+
+def report(builder: Builder, planted: tuple[str, Path] | None, function: str) -> str:
+    """What the emulation says of a layer whose pairs are not all here; of some experts there are two tiles."""
+    torch.manual_seed(0)
+    layer = random_layer(SHAPE)
+    direct = function == "experts_stream"
+    x, ids, weights = random_routing(SHAPE, 3 if direct else 40)
+    ids[1, 0] = 9
+    chosen = _direct() if direct else decision(shape_of(x, ids, layer.weights), 16)
+    try:
+        routed = run_layer(builder, chosen, x, ids, weights, layer.weights, planted=planted)
+    except KernelFault as fault:
+        return str(fault)
+    # NaN compares false with everything.
+    right = relative_error(routed.out, layer.reference(x, ids, weights)) < 2 * BOUND[SHAPE.dtype]
+    return "nothing" if right else WRONG
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_reported(builder: Builder, tmp_path: Path, fault: Fault) -> None:
+    sources = tmp_path / "cuda"
+    shutil.copytree(SOURCES, sources)
+    text = (sources / fault.file).read_text(encoding="utf-8")
+    assert text.count(fault.old) == 1
+    (sources / fault.file).write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+    found = report(builder, (fault.function, sources), fault.function)
+    assert re.search(fault.reported, found, re.DOTALL), found
+
+
+@pytest.mark.parametrize("function", ["experts_wgmma", "experts_stream"])
+def test_without_a_fault_there_is_nothing_to_report(builder: Builder, function: str) -> None:
+    assert report(builder, None, function) == "nothing"
