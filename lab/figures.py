@@ -214,6 +214,28 @@ def floors_table() -> str:
     return _table(rows)
 
 
+def experts_table() -> str:
+    """Microseconds of whole routed layers by model and batch, ours over the floor and over Humming."""
+    found = result("experts-h200")
+    rows = [["layer", "", *map(str, found["batches"])]]
+    for layer, cells in found["layers"].items():
+        floors, ours = cells["floor"], cells[_OURS]
+        rates = [rate / 1e12 for rate in cells["rate"]]
+        peer = cells.get("humming", [None] * len(ours))
+        rows += [
+            [f"{layer}, us", "marlinq", *(f"{value:.1f}" for value in ours)],
+            ["", "Humming", *("" if value is None else f"{value:.1f}" for value in peer)],
+            ["", "floor", *(f"{value:.1f}" for value in floors)],
+            ["", "ours over the floor", *(f"{a / b:.2f}" for a, b in zip(ours, floors, strict=True))],
+            [
+                *("", "ours over Humming"),
+                *("" if b is None else f"{a / b:.2f}" for a, b in zip(ours, peer, strict=True)),
+            ],
+            ["", "TFLOP/s", *(f"{rate:.0f}" for rate in rates)],
+        ]
+    return _table(rows)
+
+
 def quality_table() -> str:
     """Perplexity, KL divergence and top-1 agreement by package and method."""
     found = result("quality-smollm2")
@@ -329,6 +351,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "kernels": kernels_table,
     "floors": floors_table,
+    "experts": experts_table,
     "quality": quality_table,
     "head": head_table,
     "chain": chain_table,

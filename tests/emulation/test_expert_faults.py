@@ -85,7 +85,7 @@ def _direct() -> ExpertsDecision:
 
 
 def report(builder: Builder, planted: tuple[str, Path] | None, function: str) -> str:
-    """What the emulation says of a layer whose pairs are not all here; of some experts there are two tiles."""
+    """What the emulation says of a layer with a pair that is elsewhere, and experts with several tiles."""
     torch.manual_seed(0)
     layer = random_layer(SHAPE)
     direct = function == "experts_stream"
