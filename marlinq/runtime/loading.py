@@ -259,9 +259,10 @@ def install_linears(
                 module = OPERATORS[decision.operator].build(weight, bias, setting)
                 if projection.expert is None:
                     instance.install(projection, module)
+                    new[decision.operator].append(module)
                 else:
+                    # Not compiled for: a layer's experts are multiplied by kernels of their own.
                     of_experts[projection.name] = module
-                new[decision.operator].append(module)
             progress("loading", index + 1, len(order))
             if compile_kernels and index + 1 in (kinds, len(order)):
                 # The first of each kind come first: deciding and compiling runs beside the reading.

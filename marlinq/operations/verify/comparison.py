@@ -330,7 +330,8 @@ def _by_stored_name(blueprint: Blueprint, view: QuantizedCheckpoint) -> dict[str
 def _routing(blueprint: Blueprint, view: QuantizedCheckpoint) -> set[str]:
     """The stored tensors that choose experts: those of routers, and buffers, such as correction biases."""
     names = TensorNames(blueprint, view.checkpoint.tensors.keys(), source=str(view.checkpoint.path))
-    routers = {name for name in blueprint.parameters if name.rpartition(".")[0] in blueprint.routers}
+    stems = tuple(f"{router}." for router in blueprint.routers)
+    routers = {name for name in blueprint.parameters if name.startswith(stems)}
     found = (names.own(name) for name in (*routers, *(blueprint.buffers if blueprint.routers else ())))
     return {name for name in found if name is not None}
 
