@@ -131,7 +131,7 @@ def write(folder: Path, layers: int, experts: int, tokenizer: Path) -> None:
         num_key_value_heads=KV_HEADS,
         head_dim=HEAD,
         num_experts=experts,
-        num_experts_per_tok=8,
+        num_experts_per_tok=min(8, experts),
         moe_intermediate_size=INTERMEDIATE,
         norm_topk_prob=True,
         max_position_embeddings=40960,
