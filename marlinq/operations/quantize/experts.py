@@ -221,7 +221,8 @@ class ExpertCalibration:
             layers = [] if known else [layer]
             self._add_up(found, [*layers, *((expert, SECOND) for expert in part)], members)
         if all_tokens:
-            found[layer] = pooled.setdefault(layer, found[layer]) if layer in found else pooled[layer]
+            pooled.update({layer: found[layer]} if layer in found else {})
+            found[layer] = pooled[layer]
         return found
 
     def _pooled(
@@ -278,11 +279,15 @@ class ExpertCalibration:
                     self._replay.run(index, number, states.load(number))
 
     def _slice(self, experts: Experts, every: bool) -> int:
-        """Experts whose statistics, a float32 [K, K] for each product, fit the limit."""
-        each = 4 * (experts.intermediate**2 + (0 if every else experts.hidden**2))
+        """Experts whose statistics, a float32 [K, K] for each product, fit the limit; and whose first products
+        do that share one, since they are solved together in float32, in some four copies."""
+        together = _SOLVE_COPIES * experts.hidden * experts.parts * experts.intermediate
+        each = 4 * (experts.intermediate**2 + (together if every else experts.hidden**2))
         # Every rank has to take the same steps.
         return self._ranks.least(max(1, (self._limit or _free_bytes(self._instance.device)) // each))
 
+
+_SOLVE_COPIES = 4
 
 _EVERY, _POOL = -1, -2
 """In the place of an expert's number: all tokens of the layer, and all experts' own inputs."""
