@@ -279,8 +279,8 @@ class ExpertCalibration:
                     self._replay.run(index, number, states.load(number))
 
     def _slice(self, experts: Experts, every: bool) -> int:
-        """Experts whose statistics, a float32 [K, K] for each product, fit the limit; and whose first products
-        do that share one, since they are solved together in float32, in some four copies."""
+        """Experts whose statistics, a float32 [K, K] for each product, fit the limit. First products that
+        share one are solved together, and then their weights in float32, some four copies, have to fit."""
         together = _SOLVE_COPIES * experts.hidden * experts.parts * experts.intermediate
         each = 4 * (experts.intermediate**2 + (together if every else experts.hidden**2))
         # Every rank has to take the same steps.
