@@ -23,7 +23,7 @@ FLOORS = (
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 NEIGHBOURS = {("methods", "kernels")}
 """Doors on one floor: (who imports, from where)."""
-OPERATIONS_SHARED: set[tuple[str, str]] = {("quantize", "report")}
+OPERATIONS_SHARED = {("quantize", "report"), ("quantize", "inspect")}
 """Doors between operations: (who imports, from where)."""
 
 

@@ -6,26 +6,30 @@ from marlinq.calibration.batches import Batch, make_batches
 from marlinq.calibration.chat import Chat, render_chat
 from marlinq.calibration.documents import (
     Document,
+    Duplicates,
     check_tokens,
     documents_hash,
     load_tokenizer,
     read_documents,
 )
-from marlinq.calibration.generation import generate_documents
 from marlinq.calibration.hidden import HiddenStates
+from marlinq.calibration.mixture import Part, read_part, shares
 from marlinq.calibration.sources import read_passages
 
 __all__ = [
     "Batch",
     "Chat",
     "Document",
+    "Duplicates",
     "HiddenStates",
+    "Part",
     "check_tokens",
     "documents_hash",
-    "generate_documents",
     "load_tokenizer",
     "make_batches",
     "read_documents",
+    "read_part",
     "read_passages",
     "render_chat",
+    "shares",
 ]

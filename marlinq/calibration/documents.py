@@ -20,6 +20,8 @@ MIN_TOKENS = 16
 """Shorter documents (headings, blank fragments) are passed over: they hold no context worth measuring."""
 
 _SPLIT = "train"
+# Rows that are held at a time for the draw, where only the number of tokens is known.
+_MOST_CANDIDATES = 20_000
 
 
 @dataclass(frozen=True)
@@ -40,25 +42,58 @@ def documents_hash(documents: Sequence[Document]) -> str:
     return digest.hexdigest()
 
 
+class Duplicates:
+    """Tells documents that were there before, whatever source they came from.
+
+    Two are the same when their texts differ in white space and case only, or when what is left of them after
+    the cut has the same tokens.
+
+    Attributes:
+        found: how many there were.
+    """
+
+    def __init__(self) -> None:
+        self.found = 0
+        self._seen: set[bytes] = set()
+
+    def is_new(self, text: str | None, tokens: Sequence[int]) -> bool:
+        """Whether no document before had this text or these tokens; it counts from now on."""
+        keys = {hashlib.sha256(json.dumps(list(tokens)).encode()).digest()}
+        if text is not None:
+            words = " ".join(text.casefold().split())
+            keys.add(hashlib.sha256(words.encode("utf-8", "surrogatepass")).digest())
+        new = not keys & self._seen
+        self._seen |= keys
+        self.found += not new
+        return new
+
+
 def read_documents(
     source: str,
     *,
     tokenizer: Callable[[], Any],
-    samples: int,
+    samples: int | None,
     max_length: int,
     seed: int,
     vocabulary: int,
+    tokens: int | None = None,
+    as_messages: bool = False,
+    duplicates: Duplicates | None = None,
 ) -> list[Document]:
-    """``samples`` documents drawn at random from ``source``, each cut to ``max_length`` tokens.
+    """Different documents drawn at random from ``source``, each cut to ``max_length`` tokens.
 
     Args:
         source: as :mod:`marlinq.calibration.sources` spells it; of a dataset the split ``train``, unless it
             names another.
         tokenizer: makes the model's tokenizer; called when there is text to tokenise.
-        samples: how many documents to draw; all of them, with a warning, when there are fewer.
+        samples: how many documents to draw; all of them, with a warning, when there are fewer. None for as
+            many as ``tokens`` take.
         max_length: tokens that a document is cut to.
         seed: of the draw.
         vocabulary: number of token ids that the model knows.
+        tokens: of all documents together, at most; the last is cut. None for no bound.
+        as_messages: put every text into the model's chat template, as a user's message.
+        duplicates: knows the documents of other sources, and learns these.
 
     Raises:
         UsageError: the source is absent, of an unknown kind, or holds no usable document.
@@ -66,28 +101,46 @@ def read_documents(
         UnsupportedError: the source holds chats, and the tokenizer has no chat template.
         CheckpointError: a token id is beyond the vocabulary, or the chat template fails.
     """
+    if samples is None and tokens is None:
+        raise ValueError("read_documents: expected samples or tokens")
+    duplicates = duplicates or Duplicates()
+    shortest = min(MIN_TOKENS, max_length)
+    room = tokens if tokens is not None else (samples or 0) * max_length
     # Some drawn documents turn out too short, so more are drawn than asked for.
-    candidates = _draw(read_paragraphs(source, split=_SPLIT, seed=seed), 2 * samples + 16, seed)
+    wanted = min(-(-room // shortest), _MOST_CANDIDATES) if samples is None else samples
+    candidates = _draw(read_paragraphs(source, split=_SPLIT, seed=seed), 2 * wanted + 16, seed)
     encoder: Any = None
     documents: list[Document] = []
     for row in candidates:
+        text: str | None = None
         if isinstance(row, list):
-            tokens = row[:max_length]
+            ids = row[:max_length]
         else:
             encoder = encoder or tokenizer()
-            tokens = _encode(row, encoder, max_length, source)
-        check_tokens(tokens, vocabulary, source)
-        if len(tokens) >= min(MIN_TOKENS, max_length):
-            documents.append(Document(tuple(tokens)))
-        if len(documents) == samples:
+            if as_messages and isinstance(row, str):
+                row = Chat(({"role": "user", "content": row},))
+            text = render_chat(row, encoder, source) if isinstance(row, Chat) else row
+            ids = _encode(text, encoder, max_length, special=not isinstance(row, Chat))
+        check_tokens(ids, vocabulary, source)
+        if len(ids) >= shortest and duplicates.is_new(text, ids):
+            documents.append(Document(tuple(ids[:room])))
+            room -= len(documents[-1])
+        if len(documents) == samples or room < shortest:
             break
     if not documents:
-        raise UsageError(f"text {source}: {len(candidates)} documents, none of {MIN_TOKENS} tokens or more")
-    if len(documents) < samples:
-        warnings.warn(
-            f"text {source}: {len(documents)} usable documents, fewer than the {samples} asked for",
-            stacklevel=2,
+        raise UsageError(
+            f"text {source}: {len(candidates)} documents, none of {MIN_TOKENS} tokens or more that was not "
+            "there before"
+            if duplicates.found
+            else f"text {source}: {len(candidates)} documents, none of {MIN_TOKENS} tokens or more"
         )
+    missing = ""
+    if samples is not None and len(documents) < samples and room >= shortest:
+        missing = f"{len(documents)} usable documents, fewer than the {samples} asked for"
+    elif samples is None and tokens is not None and room >= shortest:
+        missing = f"{tokens - room} tokens in usable documents, fewer than the {tokens} asked for"
+    if missing:
+        warnings.warn(f"text {source}: {missing}", stacklevel=2)
     return documents
 
 
@@ -117,12 +170,8 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
-def _encode(row: str | Chat, tokenizer: Any, max_length: int, source: str) -> list[int]:
-    if isinstance(row, Chat):
-        # The template has written the special tokens.
-        text, special = render_chat(row, tokenizer, source), False
-    else:
-        text, special = row, True
+def _encode(text: str, tokenizer: Any, max_length: int, *, special: bool) -> list[int]:
+    """Token ids of a text; a chat template has written its ``special`` tokens already."""
     with boundaries.tokenizer(tokenizer):
         encoded = tokenizer(text, truncation=True, max_length=max_length, add_special_tokens=special)
         ids: list[int] = encoded["input_ids"]

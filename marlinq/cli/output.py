@@ -63,6 +63,12 @@ def print_line(text: str, file: TextIO | None = None) -> None:
     click.echo(encodable(one_line(text), file), file=file)
 
 
+def print_message(line: str) -> None:
+    """Print one line on stderr, above the bar if there is one."""
+    with tqdm.external_write_mode(file=sys.stderr):
+        print_line(line)
+
+
 def print_error(error: MarlinqError, *, as_json: bool) -> int:
     """Print ``error`` as one line on stderr, or as a JSON object on stdout; returns its exit code."""
     message = one_line(str(error))

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from marlinq.core.errors import CheckpointError
-from marlinq.core.settings import Choice, Kind
+from marlinq.core.settings import Automatic, Choice, Kind
 from marlinq.core.sources import local_folder
 from marlinq.formats import LAYOUTS
 
@@ -97,6 +97,8 @@ class SettingType(click.ParamType):  # type: ignore[type-arg]  # generic from cl
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         if isinstance(self.kind, Choice):
             return f"[{'|'.join(map(str, self.kind.values))}]"
+        if isinstance(self.kind, Automatic):
+            return f"[{SettingType(self.kind.kind).get_metavar(param, ctx)}|auto]"
         return {"WholeNumber": "N", "Fraction": "FRACTION"}.get(type(self.kind).__name__, "TEXT")
 
 
@@ -127,6 +129,16 @@ class TextSource(click.ParamType):  # type: ignore[type-arg]  # generic from cli
 
             Source.parse(text, split="train")
         return text
+
+
+class CalibrationSource(TextSource):
+    """As :class:`TextSource`, with ``=WEIGHT`` behind it or not."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from marlinq.calibration.mixture import read_part
+
+        super().convert(read_part(str(value)).source, param, ctx)
+        return str(value)
 
 
 class Pair(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
@@ -161,6 +173,7 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5
 
 SOURCE = Source()
 TEXT = TextSource()
+CALIBRATION = CalibrationSource()
 PAIR = Pair()
 FOLDER = click.Path(path_type=Path)
 """A path that is looked at later."""

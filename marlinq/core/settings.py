@@ -13,6 +13,8 @@ from typing import Any
 
 from marlinq.core.errors import UsageError
 
+AUTO = "auto"
+"""Let something be decided by what there is."""
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
 
@@ -102,6 +104,30 @@ class WholeNumber(Kind):
             raise UsageError(f"{where}: expected a whole number, found {text!r}") from None
         self.check(where, value)
         return value
+
+
+class Automatic(Kind):
+    """What ``kind`` takes, or the word ``auto``."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+
+    def check(self, where: str, value: Any) -> None:
+        if value != AUTO:
+            self.kind.check(where, value)
+
+    def parse(self, where: str, text: str) -> Any:
+        return AUTO if text.strip().lower() == AUTO else self.kind.parse(where, text)
+
+
+class Texts(Kind):
+    """A name or a path, not empty; or a tuple of at least one."""
+
+    def check(self, where: str, value: Any) -> None:
+        if isinstance(value, tuple) and not value:
+            raise UsageError(f"{where}: expected a name or path, or a list of them, found an empty list")
+        for each in value if isinstance(value, tuple) else (value,):
+            Text().check(where, each)
 
 
 class Text(Kind):

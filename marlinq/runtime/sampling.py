@@ -33,6 +33,8 @@ RING = 64
 """Tokens of a row that the ring holds until the host has fetched them."""
 FAULT = -1
 """Stands in the ring where a row's logits were NaN or infinite."""
+_MOST_EQUAL = 32
+"""Logits beyond top-k that are looked at, in case they equal the last of it."""
 _LOW_32 = 0xFFFFFFFF
 _NEVER_ONE = 1.0 - 2.0**-24
 
@@ -201,7 +203,7 @@ class Sampler:
             tensors = SampleTensors(logits if logits.stride(1) == 1 else logits.contiguous(), *state)
             sample_tokens(tensors, **self.shape._asdict())
             return
-        tokens, fault = choose(logits, self.shape, state)
+        tokens, fault = choose_among_top(logits, self.shape, state) or choose(logits, self.shape, state)
         state.tokens.copy_(tokens)
         place = (state.drawn % RING).to(torch.int64)[None]
         state.ring.scatter_(0, place, torch.where(fault, FAULT, tokens)[None])
@@ -231,6 +233,35 @@ def choose(logits: Tensor, shape: SamplerShape, state: SamplerState) -> tuple[Te
     return scores.argmax(dim=-1), fault
 
 
+def choose_among_top(
+    logits: Tensor, shape: SamplerShape, state: SamplerState
+) -> tuple[Tensor, Tensor] | None:
+    """As :func:`choose`, from the logits that top-k leaves: no vocabulary is sorted, and few draws are made.
+
+    Returns:
+        None where not every row has a top-k far below the vocabulary, or so many logits equal the last one
+        that it leaves that they may not all have been found.
+    """
+    if not (shape.draws and shape.filters):
+        return None
+    top_k = state.numbers[:, 2:]
+    width = int(top_k.max()) + _MOST_EQUAL
+    if int(top_k.min()) < 1 or 4 * width > logits.shape[1]:
+        return None
+    values, ids = _scores(logits, shape, state).topk(width, dim=-1)
+    fault = ~torch.isfinite(values[:, 0])
+    # The same order of operations as in ``choose`` gives the same bits.
+    distances = _distances(values[:, :1] - values)
+    limit = distances.gather(1, top_k - 1)
+    if bool((distances[:, -1:] <= limit).any()):
+        return None
+    sums = values.masked_fill(~kept(values, state), -math.inf) + _gumbel(_words_of(ids, state))
+    winners = sums == sums.amax(dim=-1, keepdim=True)
+    # A row of NaN has no winner, and is a fault.
+    tokens = ids.masked_fill(~winners, logits.shape[1] - 1).amin(dim=-1)
+    return tokens, fault
+
+
 def _scores(logits: Tensor, shape: SamplerShape, state: SamplerState) -> Tensor:
     """float32 [B, V]: logits behind penalty and temperature."""
     scores = logits.float()
@@ -244,7 +275,7 @@ def _scores(logits: Tensor, shape: SamplerShape, state: SamplerState) -> Tensor:
 def kept(scores: Tensor, state: SamplerState) -> Tensor:
     """What top-k, then top-p, then min-p leave of ``scores`` [B, V]; bool [B, V]."""
     nats = scores.amax(dim=-1, keepdim=True) - scores
-    distances = (nats * UNITS).nan_to_num(FARTHEST).clamp(max=FARTHEST).to(torch.int64)
+    distances = _distances(nats)
     ordered, order = distances.sort(dim=-1)
     vocabulary = scores.shape[1]
     top_k = state.numbers[:, 2:]
@@ -261,30 +292,46 @@ def kept(scores: Tensor, state: SamplerState) -> Tensor:
     return distances <= torch.minimum(limit, reach)
 
 
+def _distances(nats: Tensor) -> Tensor:
+    return (nats * UNITS).nan_to_num(FARTHEST).clamp(max=FARTHEST).to(torch.int64)
+
+
 def noise(vocabulary: int, state: SamplerState) -> Tensor:
     """Gumbel noise, float32 [B, vocabulary], of each row's next draw.
 
     ``-log(E)`` with E exponential, made of 32 random bits v as ``-log1p(-v)``: small E, which win, are then
     as finely divided as float32 allows.
     """
-    words = random_words(vocabulary, state)
+    return _gumbel(random_words(vocabulary, state))
+
+
+def _gumbel(words: Tensor) -> Tensor:
     uniform = (words.float() * 2.0**-32 + 2.0**-33).clamp(max=_NEVER_ONE)
     return -torch.log(-torch.log1p(-uniform))
 
 
 def random_words(vocabulary: int, state: SamplerState) -> Tensor:
     """32 random bits for each token of each row's next draw; int64 [B, vocabulary]."""
+    fours = torch.arange(-(-vocabulary // 4), dtype=torch.int64, device=state.numbers.device)[None]
+    words = _words_of_fours(fours.expand(state.numbers.shape[0], -1), state)
+    return words.flatten(1)[:, :vocabulary]
+
+
+def _words_of(ids: Tensor, state: SamplerState) -> Tensor:
+    """As :func:`random_words`, for the tokens ``ids`` [B, n] alone."""
+    return _words_of_fours(ids // 4, state).gather(-1, (ids % 4)[..., None])[..., 0]
+
+
+def _words_of_fours(fours: Tensor, state: SamplerState) -> Tensor:
+    """The words of the tokens 4 f to 4 f + 3 for each f of ``fours`` [B, n]; [B, n, 4]."""
     seed, stream = state.numbers[:, :1], state.numbers[:, 1:2]
-    fours = torch.arange(-(-vocabulary // 4), dtype=torch.int64, device=seed.device)[None]
-    shape = seed.shape[0], fours.shape[1]
     counter = (
-        fours.expand(shape),
-        state.drawn.to(torch.int64)[:, None].expand(shape),
-        stream.expand(shape) & _LOW_32,
-        torch.zeros(shape, dtype=torch.int64, device=seed.device),
+        fours,
+        state.drawn.to(torch.int64)[:, None].expand(fours.shape),
+        stream.expand(fours.shape) & _LOW_32,
+        torch.zeros_like(fours),
     )
-    words = philox(counter, (seed & _LOW_32, (seed >> 32) & _LOW_32))
-    return torch.stack(words, dim=-1).flatten(1)[:, :vocabulary]
+    return torch.stack(philox(counter, (seed & _LOW_32, (seed >> 32) & _LOW_32)), dim=-1)
 
 
 def philox(

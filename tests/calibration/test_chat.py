@@ -42,7 +42,7 @@ def test_columns_of_messages_are_found_and_rendered(
 ) -> None:
     path = table(tmp_path / "chats.jsonl", id="a", topic="b", **{column: messages})
     (document, *_) = read_documents(
-        str(path), tokenizer=lambda: tokenizer, samples=4, max_length=100, seed=0, vocabulary=300
+        str(path), tokenizer=lambda: tokenizer, samples=1, max_length=100, seed=0, vocabulary=300
     )
     assert tokenizer.decode(document.tokens) == RENDERED
     # The template's own <s> is the only one.
@@ -56,7 +56,7 @@ def test_text_comes_before_messages(tmp_path: Path, tokenizer: Any) -> None:
     path = table(tmp_path / "both.jsonl", text="plain text, long enough", messages=ROLES)
     for source, expected in ((path, "<s>plain text, long enough"), (f"{path}#messages", RENDERED)):
         (document, *_) = read_documents(
-            str(source), tokenizer=lambda: tokenizer, samples=4, max_length=100, seed=0, vocabulary=300
+            str(source), tokenizer=lambda: tokenizer, samples=1, max_length=100, seed=0, vocabulary=300
         )
         assert tokenizer.decode(document.tokens) == expected
 

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marlinq.calibration import Document, HiddenStates, generate_documents, make_batches
-from marlinq.core.errors import NumericsError, OutputError
-from tests.testing.tiny_models import tiny_model
+from marlinq.calibration import Document, HiddenStates, make_batches
+from marlinq.core.errors import OutputError
 
 CPU = torch.device("cpu")
 
@@ -53,53 +52,6 @@ def test_hidden_states_come_back_from_memory_and_disk(tmp_path: Path, limit: int
     loaded.zero_()
     assert all(torch.equal(states.load(batch), value) for batch, value in enumerate(values))
     assert list(tmp_path.iterdir()) == []
-
-
-def generate(name: str, seed: int, samples: int = 70, max_length: int = 24) -> list[Document]:
-    model = tiny_model(name)
-    return generate_documents(
-        model, model.config, samples=samples, max_length=max_length, seed=seed, device=CPU
-    )
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "falcon"])
-def test_a_model_writes_documents_of_natural_lengths(name: str) -> None:
-    documents = generate(name, 0)
-    assert len(documents) == 70
-    assert all(document.tokens[0] == 1 for document in documents)
-    assert len({document.tokens[1] for document in documents}) > 20
-    for document in documents:
-        ended = document.tokens[-1] == 2
-        assert 16 <= len(document) <= 24
-        assert ended or len(document) == 24
-        assert 2 not in document.tokens[:-1]
-    assert documents == generate(name, 0)
-    assert documents != generate(name, 1)
-
-
-def test_removing_ended_documents_leaves_the_others_context_alone() -> None:
-    model = tiny_model("llama")
-    # Many end tokens, so that documents leave the batch at different times.
-    model.config.eos_token_id = list(range(2, 24))
-    documents = generate_documents(
-        model, model.config, samples=8, max_length=40, seed=3, device=CPU, temperature=1e-4
-    )
-    # At this temperature each token is the likeliest one, so one forward over the document must agree.
-    assert len({len(document) for document in documents}) > 1
-    for document in documents:
-        ids = torch.tensor(document.tokens)
-        with torch.no_grad():
-            logits = model(input_ids=ids[None]).logits[0]
-        likeliest = logits[15:-1].argmax(-1)
-        assert torch.equal(likeliest, ids[16:])
-
-
-def test_a_model_that_breaks_while_writing_is_reported() -> None:
-    model = tiny_model("llama")
-    with torch.no_grad():
-        model.lm_head.weight[7] = float("nan")
-    with pytest.raises(NumericsError, match="logits are NaN"):
-        generate_documents(model, model.config, samples=1, max_length=20, seed=0, device=CPU)
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "open"])

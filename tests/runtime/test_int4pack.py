@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -174,13 +175,15 @@ def test_a_scale_that_overflows_is_an_error() -> None:
         OPERATORS["int4pack"].build(stored, None, ROUNDED)
 
 
-def fake_times(monkeypatch: pytest.MonkeyPatch, packed: float, dense: float) -> list[tuple[object, ...]]:
+def fake_times(
+    monkeypatch: pytest.MonkeyPatch, packed: float, dense: float, threads: int | None = None
+) -> list[tuple[object, ...]]:
     """Makes every measurement find these seconds; the problems that were measured."""
     asked: list[tuple[object, ...]] = []
 
-    def measure(*problem: object) -> tuple[float, float]:
+    def measure(*problem: object) -> int4pack.Measured:
         asked.append(problem)
-        return packed, dense
+        return int4pack.Measured(packed, dense, threads)
 
     monkeypatch.setattr(int4pack, "measure", measure)
     return asked
@@ -213,6 +216,34 @@ def test_it_has_to_gain_a_fifth(packed: float, chosen: str, monkeypatch: pytest.
     assert decide(stored, ROUNDED, operator="int4pack").operator == "int4pack"
 
 
+@pytest.mark.parametrize(("rows", "expected"), [(1, 1), (4, 1), (5, None)])
+def test_few_rows_take_the_threads_that_are_fastest(
+    rows: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_times(monkeypatch, 20e-6, 100e-6, threads=1)
+    stored = stored_weight(random_tuple(64, 64, group_size=32))
+    assert "20 us for 64 x 64 measured on one thread" in decide(stored, ROUNDED).reason
+    module = OPERATORS["int4pack"].build(stored, None, ROUNDED)
+    before = torch.get_num_threads()
+    seen: list[int] = []
+    product = int4pack._product
+
+    def counting(*operands: Any) -> Tensor:
+        seen.append(torch.get_num_threads())
+        return product(*operands)
+
+    monkeypatch.setattr(int4pack, "_product", counting)
+    torch.set_num_threads(3)
+    try:
+        alone = module(torch.ones(rows, 64))
+        assert torch.get_num_threads() == 3
+        module.threads = None
+        assert torch.equal(alone, module(torch.ones(rows, 64)))
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [expected or 3, 3]
+
+
 def test_other_devices_do_not_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = stored_weight(random_tuple(64, 64, group_size=32))
     elsewhere = Setting(torch.device("mps"), torch.bfloat16)
@@ -228,14 +259,20 @@ def test_a_shape_is_measured_once_a_process(monkeypatch: pytest.MonkeyPatch) -> 
         timed.append(len(candidates))
         for products in candidates:
             assert products[0]().shape == (1, 64)
-        return 1.0, 2.0
+        return (1.0, 2.0, 5.0)[-len(candidates) :] if len(candidates) == 2 else times
 
+    times = (1.0, 1.3, 5.0)
     monkeypatch.setattr(int4pack, "seconds_in_turn", alternated)
     int4pack.measure.cache_clear()
     try:
         for threads in (1, 1, 2):
-            assert int4pack.measure(1, 96, 64, 32, torch.float32, threads) == (1.0, 2.0)
-        assert timed == [2, 2]
+            expected = (2.0, 5.0, None) if threads == 1 else (1.0, 5.0, None)
+            assert int4pack.measure(1, 96, 64, 32, torch.float32, threads) == expected
+        assert timed == [2, 3]
+        # All threads have to gain a fifth.
+        int4pack.measure.cache_clear()
+        times = (1.0, 1.1, 5.0)
+        assert int4pack.measure(1, 96, 64, 32, torch.float32, 2) == (1.1, 5.0, 1)
     finally:
         int4pack.measure.cache_clear()
 

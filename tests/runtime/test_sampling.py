@@ -18,7 +18,18 @@ from transformers import (
 )
 
 from marlinq.core.errors import UsageError
-from marlinq.runtime.sampling import FAULT, GREEDY, RING, Sampler, Sampling, kept, noise, philox
+from marlinq.runtime.sampling import (
+    FAULT,
+    GREEDY,
+    RING,
+    Sampler,
+    Sampling,
+    choose,
+    choose_among_top,
+    kept,
+    noise,
+    philox,
+)
 
 VOCABULARY = 300
 
@@ -253,3 +264,47 @@ def test_the_ring_goes_round() -> None:
 def test_wrong_settings_are_named(options: dict[str, float], message: str) -> None:
     with pytest.raises(UsageError, match=message.replace("^", r"\^")):
         Sampling(**options)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0, top_k=1),
+        Sampling(temperature=0.7, top_k=50, seed=3),
+        Sampling(temperature=1.3, top_k=20, top_p=0.8, min_p=0.02, seed=2**40),
+        Sampling(temperature=0.9, top_k=30, repetition_penalty=1.8),
+    ],
+    ids=str,
+)
+def test_few_candidates_give_the_token_of_the_whole_vocabulary(sampling: Sampling) -> None:
+    batch, vocabulary = 16, 1000
+    sampler = Sampler(sampling.shape, batch, vocabulary, torch.device("cpu"))
+    sampler.begin(sampling, [[n, 3 * n] for n in range(batch)], range(5, 5 + batch))
+    generator = torch.Generator().manual_seed(1)
+    for step in range(20):
+        # Coarse logits, so that many are equal, also to the last that top-k leaves.
+        logits = torch.randn(batch, vocabulary, generator=generator) * 4
+        logits = (logits * 64).round() / 64 if step % 2 else logits
+        sampler.state.drawn.fill_(step)
+        found = choose_among_top(logits, sampling.shape, sampler.state)
+        expected = choose(logits, sampling.shape, sampler.state)
+        assert found is not None
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+        if sampling.shape.penalty:
+            sampler.state.seen[:, step] = 1
+
+
+def test_too_many_equals_are_left_to_the_whole_vocabulary() -> None:
+    sampling = Sampling(temperature=1.0, top_k=4)
+    sampler = Sampler(sampling.shape, 1, 1000, torch.device("cpu"))
+    sampler.begin(sampling, [[1]], [0])
+    logits = torch.zeros(1, 1000)
+    assert choose_among_top(logits, sampling.shape, sampler.state) is None
+    assert choose_among_top(logits[:, :100], sampling.shape, sampler.state) is None
+    logits[0, 7] = float("nan")
+    tokens, fault = choose_among_top(logits, sampling.shape, sampler.state) or choose(
+        logits, sampling.shape, sampler.state
+    )
+    assert bool(fault)
+    assert 0 <= int(tokens) < 1000

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from marlinq.calibration import Chat, check_tokens, generate_documents, read_passages, render_chat
+from marlinq.calibration import Chat, check_tokens, read_passages, render_chat
 from marlinq.core import boundaries
 from marlinq.core.errors import UsageError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.runtime import LoadedModel
+from marlinq.runtime.writing import TextWriter
 
 _SPLIT = "test"
 
@@ -77,18 +78,13 @@ def write_windows(
     progress: ReportProgress = no_progress,
 ) -> EvaluationText:
     """``windows`` texts of up to ``length`` tokens that the model samples from ``seed``."""
-    with boundaries.forward(loaded.path):
-        documents = generate_documents(
-            loaded.model,
-            loaded.model.config,
-            samples=windows,
-            max_length=length,
-            seed=seed,
-            device=loaded.device,
-            progress=progress,
-        )
+    writer = TextWriter(loaded, rows=windows, max_length=length, seed=seed, progress=progress)
+    try:
+        written = writer.write(tokens=windows * length, documents=windows)
+    finally:
+        writer.close()
     source = f"sampled from {loaded.path} with seed {seed}"
-    return EvaluationText(source, tuple(document.tokens for document in documents))
+    return EvaluationText(source, written.documents)
 
 
 def _begin_tokens(tokenizer: Any) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from marlinq.core.errors import CheckpointError, UsageError
 from marlinq.core.progress import ReportProgress
 from marlinq.formats import ModuleSpec
 from marlinq.formats.dialects import DIALECTS, is_head
-from marlinq.operations.inspect.eligibility import Whole, verdicts
+from marlinq.operations.inspect.eligibility import ServerVerdict, Whole, verdicts
 from marlinq.operations.inspect.parallel import Layer, experts, unknown_axes
 from marlinq.operations.inspect.report import Inspection, ModuleFacts
 from marlinq.operations.inspect.servers import servers
@@ -85,6 +85,24 @@ def inspect(
         servers=verdicts(layers, _whole(quantized, unquantized), tensor_parallel=tensor_parallel),
         notes=tuple(_notes(facts, layers, tensor_parallel, tied=says_tied(opened.config))),
         modules=tuple(facts) if modules else None,
+    )
+
+
+def planned_verdicts(planned: QuantizedCheckpoint, *, tensor_parallel: int = 1) -> tuple[ServerVerdict, ...]:
+    """Which servers would load a checkpoint of which config and headers are known, but no tensor yet.
+
+    Zero points are taken for what the schemes say, and every g_idx for one in order.
+
+    Args:
+        planned: its config and headers.
+        tensor_parallel: GPUs over which servers split each layer.
+    """
+    layers = {
+        name: _layer(planned, name, spec, StoredFacts(not spec.scheme.stores_zeros, True, True))
+        for name, spec in planned.modules.items()
+    }
+    return verdicts(
+        layers, _whole(planned, tuple(planned.unquantized_linears())), tensor_parallel=tensor_parallel
     )
 
 

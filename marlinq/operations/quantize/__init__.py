@@ -10,11 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from marlinq.operations.quantize.operation import quantize
+    from marlinq.operations.quantize.plan_report import PlanReport, plan_quantize
     from marlinq.operations.quantize.recipe import Recipe
     from marlinq.operations.quantize.report import ModuleReport, QuantizeReport
 
-_HOMES = {"ModuleReport": "report", "QuantizeReport": "report", "Recipe": "recipe", "quantize": "operation"}
-__all__ = ["ModuleReport", "QuantizeReport", "Recipe", "quantize"]
+_HOMES = {
+    "ModuleReport": "report",
+    "PlanReport": "plan_report",
+    "QuantizeReport": "report",
+    "Recipe": "recipe",
+    "plan_quantize": "plan_report",
+    "quantize": "operation",
+}
+__all__ = ["ModuleReport", "PlanReport", "QuantizeReport", "Recipe", "plan_quantize", "quantize"]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,6 +24,7 @@ from marlinq.operations.quantize.ranks import ALONE, Ranks
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.report import ModuleReport, module_report
 from marlinq.operations.quantize.solves import Solve, add_up, shared_solves, solves_in_turn
+from marlinq.operations.quantize.watch import stop_if_far_off
 
 # Of packed tensors that are handed to the writer together, but for a block's last ones.
 _LOT_BYTES = 1 << 29
@@ -338,6 +339,11 @@ class BlockQuantizer:
             members[0].options,
             names=[planned.projection.name for planned in members],
         )
+        if self._plan.method.calibrated:
+            stop_if_far_off(
+                (planned.projection.name, self._instance.weight(planned.projection)[part], quantized)
+                for planned, part, (quantized, _) in zip(members, rows, solved, strict=True)
+            )
         return solved
 
 

@@ -16,7 +16,6 @@ import torch
 import transformers
 
 from marlinq import __version__
-from marlinq.calibration import Document
 from marlinq.checkpoint import (
     DEFAULT_MAX_SHARD_BYTES,
     Checkpoint,
@@ -27,7 +26,7 @@ from marlinq.checkpoint import (
 from marlinq.core.devices import resolve_device
 from marlinq.core.dtypes import dtype_name, torch_dtype
 from marlinq.core.errors import MarlinqError
-from marlinq.core.progress import ReportProgress, no_progress
+from marlinq.core.progress import ReportMessage, ReportProgress, no_message, no_progress
 from marlinq.models import ModelInstance, build_blueprint
 from marlinq.operations.quantize.blocks import BlockQuantizer, module_reports
 from marlinq.operations.quantize.clock import StageClock
@@ -43,17 +42,17 @@ from marlinq.operations.quantize.ranks import (
 from marlinq.operations.quantize.recipe import UNQUANTIZED, Recipe
 from marlinq.operations.quantize.report import QuantizeReport
 from marlinq.operations.quantize.text import (
-    check_room,
+    TextGatherer,
     forget_written_text,
     longest,
     note_text,
-    text_by_the_model,
-    text_from_outside,
+    planned_text,
 )
+from marlinq.operations.quantize.watch import Watch
 from marlinq.operations.report import CARD, TimeFigures, hub_id, model_card, write_report
 
 # Places of a batch, padding included: enough to keep the device busy, little enough for its memory.
-_TOKEN_BUDGET = {"cpu": 2048, "cuda": 8192}
+TOKEN_BUDGET = {"cpu": 2048, "cuda": 8192}
 # Operations of a run's forward passes up to which a GPU computes in float32: 15 seconds of an H200.
 _FLOAT32_WORK = 6e14
 
@@ -69,6 +68,7 @@ def quantize(
     max_shard_size: int = DEFAULT_MAX_SHARD_BYTES,
     trust_remote_code: bool = False,
     progress: ReportProgress = no_progress,
+    message: ReportMessage = no_message,
 ) -> QuantizeReport:
     """Quantises a decoder-only language model, one decoder block at a time.
 
@@ -89,6 +89,7 @@ def quantize(
         max_shard_size: bytes of tensor data a file of weights holds at most.
         trust_remote_code: run model code that the checkpoint brings.
         progress: called with (what is being done, steps done, steps in all).
+        message: given a line before the model writes text, and now and then how the blocks come out.
 
     Raises:
         MarlinqError: one of its subclasses; see :mod:`marlinq.core.errors`.
@@ -106,6 +107,7 @@ def quantize(
             max_shard_size=max_shard_size,
             trust_remote_code=trust_remote_code,
             progress=progress if ranks.first else no_progress,
+            message=message if ranks.first else no_message,
         )
 
 
@@ -121,6 +123,7 @@ def _quantize(
     max_shard_size: int,
     trust_remote_code: bool,
     progress: ReportProgress,
+    message: ReportMessage,
 ) -> QuantizeReport:
     progress = clock = StageClock(progress)
     checkpoint = Checkpoint.open(model, revision=revision, progress=progress)
@@ -142,7 +145,8 @@ def _quantize(
         warnings.warn(note, stacklevel=2)
     heads = [] if plan.head is None else [plan.head]
     by_block = [members for block in blueprint.blocks if (members := plan.members(block))]
-    dtype = _compute_dtype(checkpoint, plan, chosen, recipe.samples * recipe.max_length)
+    texts = planned_text(recipe, checkpoint, blueprint, chosen) if plan.method.calibrated else []
+    dtype = compute_dtype(checkpoint, plan, chosen, sum(text.tokens for text in texts))
     if chosen.type == "cuda":
         # A process that has not used the GPU has no statistics to reset.
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -152,14 +156,18 @@ def _quantize(
     instance = ModelInstance(blueprint, checkpoint, device=chosen, dtype=dtype)
     config = blueprint.config
     calibrated = plan.method.calibrated
-    max_length = longest(config, recipe) if calibrated else 0
-    documents: list[Document] | None = None
-    if calibrated and recipe.calibration != "self" and ranks.first:
-        documents = text_from_outside(
-            checkpoint, config, recipe, max_length=max_length, trust_remote_code=trust_remote_code
-        )
-    elif calibrated and not resume and ranks.first:
-        check_room(instance)
+    gatherer = TextGatherer(
+        checkpoint,
+        blueprint,
+        recipe,
+        chosen,
+        max_length=longest(config, recipe) if calibrated else 0,
+        trust_remote_code=trust_remote_code,
+        progress=progress,
+        message=message,
+    )
+    if calibrated and ranks.first:
+        gatherer.prepare(resume=resume)
     writer: CheckpointWriter | None = None
     if ranks.first:
         writer = CheckpointWriter(
@@ -180,16 +188,15 @@ def _quantize(
         if resumed < len(by_block) or not _all_written(plan, heads, writer):
             batches = []
             if calibrated:
-                if documents is None and ranks.first:
-                    documents = text_by_the_model(
-                        instance, writer, recipe, max_length=max_length, progress=progress
-                    )
-                documents = share_documents(documents, ranks)
-                note_text(writer, recipe, documents)
+                text = gatherer.gather(writer) if ranks.first else None
+                documents = share_documents(None if text is None else text.documents, ranks)
+                if text is not None:
+                    note_text(writer, recipe, text)
                 batches = own_batches(
-                    documents, ranks, token_budget=_TOKEN_BUDGET[chosen.type], pad=not blueprint.routed
+                    documents, ranks, token_budget=TOKEN_BUDGET[chosen.type], pad=not blueprint.routed
                 )
-            BlockQuantizer(instance, plan, writer, batches, recipe, progress, ranks).run()
+            watch = Watch(progress, message, writer)
+            BlockQuantizer(instance, plan, writer, batches, recipe, watch, ranks).run()
         copying.finish()
         checkpoint.check_unchanged()
         forget_written_text(writer)
@@ -224,10 +231,8 @@ def _quantize(
     )
 
 
-def _compute_dtype(
-    checkpoint: Checkpoint, plan: OutputPlan, device: torch.device, tokens: int
-) -> torch.dtype:
-    """The dtype that blocks run in.
+def compute_dtype(checkpoint: Checkpoint, plan: OutputPlan, device: torch.device, tokens: int) -> torch.dtype:
+    """The dtype that blocks run in on a calibration of so many tokens.
 
     float32 on the CPU, where 16-bit matrix products are slow. On a GPU too while that takes seconds, so that
     both lead to the same result; a larger model runs in the checkpoint's own dtype there.

@@ -22,10 +22,13 @@ from marlinq.core.patterns import MAX_CHARACTERS, Pattern, Patterns
 from marlinq.core.rules import Keep, ModuleRules, Rule
 from marlinq.core.scheme import CHANNEL, ELEMENTS, Element, Scheme, integer_element
 from marlinq.core.settings import (
+    AUTO,
+    Automatic,
     Choice,
     Flag,
     Kind,
     Text,
+    Texts,
     WholeNumber,
     check_settings,
     kinds,
@@ -35,12 +38,12 @@ from marlinq.formats import LAYOUTS, Layout
 from marlinq.methods import METHODS, MethodOptions
 
 BITS = (4, 8)
-AUTO = "auto"
 AUTO_GROUP_SIZES = (128, 64, 32)
 GROUP_SIZES = (32, 64, 128, CHANNEL, AUTO)
 UNQUANTIZED = "none"
 EXPERTS = ("routed", "all")
 EXPERT_FALLBACKS = ("blend", "all", "shared")
+NO_TEMPLATE = "none"
 HEADS = (UNQUANTIZED, "int4", "int8")
 """What the output head may become: the elements by name, or nothing else than it is."""
 
@@ -201,9 +204,15 @@ class Recipe:
         symmetric: zero point fixed in the middle of the codes.
         quantize_head: element of the output head, or "none" to leave it alone; group size, symmetry and the
             options of the method are those of the other modules, or of an override that its name matches.
-        calibration: "self", a file, or the name of a dataset; of no use to a method without calibration.
-        samples: calibration documents.
+        calibration: "self", a file, or the name of a dataset; or several of them, each with ``=WEIGHT``
+            behind it or not. Of no use to a method without calibration.
+        samples: calibration documents; "auto" is 128, or with ``tokens`` as many as they take.
+        tokens: of all calibration documents together, at most; "auto" is no bound for text from outside, and
+            what suits the device for text that the model writes
+            (:mod:`marlinq.operations.quantize.budget`), unless ``samples`` is given.
         max_length: tokens that a document is cut to.
+        chat_template: "model" puts every text into the model's chat template, as a user's message, and lets
+            the model write conversations; a file holds another template; "none" leaves text as it is.
         seed: of the calibration's random choices.
         experts: fused experts are calibrated on the tokens that are routed to them, or on all tokens.
         expert_tokens: an expert with fewer routed tokens gets the fallback.
@@ -232,9 +241,23 @@ class Recipe:
     quantize_head: str = setting(
         UNQUANTIZED, Choice(HEADS), "Quantise the output head too, also one that is tied to the embedding."
     )
-    calibration: str = setting("self", Text(), "Text to calibrate on.")
-    samples: int = setting(128, WholeNumber(1), "Calibration documents.")
+    calibration: str | tuple[str, ...] = setting("self", Texts(), "Text to calibrate on.")
+    samples: int | str = setting(
+        AUTO, Automatic(WholeNumber(1)), "Calibration documents; auto is 128, or as many as --tokens take."
+    )
+    tokens: int | str = setting(
+        AUTO,
+        Automatic(WholeNumber(16)),
+        "Tokens of all calibration documents together; auto is no bound for text from outside, and what "
+        "suits the device for text that the model writes.",
+    )
     max_length: int = setting(2048, WholeNumber(1), "Tokens a document is cut to.")
+    chat_template: str = setting(
+        NO_TEMPLATE,
+        Text(),
+        "Calibrate on conversations: model for its own chat template, or a file with one. Text becomes a "
+        "user's message, and what the model writes itself a question and its answer.",
+    )
     seed: int = setting(0, WholeNumber(0), "Seed of every random choice.")
     experts: str = setting(
         "routed",
@@ -376,7 +399,12 @@ class Recipe:
                 raise UsageError(f"recipe: unknown key {key!r}; expected one of {known} with method {method}")
         kept = recipe.options if recipe and recipe.method == method else options()
         chosen = {key: value for key, value in changes.items() if key in names}
-        rest = {key: value for key, value in changes.items() if key in own}
+        # A list is how YAML and JSON write a tuple.
+        rest: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in changes.items()
+            if key in own
+        }
         rest["options"] = replace(kept, **chosen)
         return replace(recipe, **rest) if recipe else cls(**rest)
 

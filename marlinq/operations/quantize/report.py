@@ -108,6 +108,26 @@ class QuantizeReport(Shown):
         reasons = Counter(report.reason for report in self.modules.values())
         return [] if set(reasons) == {"recipe"} else list(reasons.items())
 
+    def _seen(self) -> list[tuple[str, str]]:
+        """Sources and duplicates of the text, and the tokens that modules saw where not all saw the same."""
+        text = self.calibration
+        if text is None:
+            return []
+        rows = [
+            ("", f"{each['documents']} documents, {each['tokens']} tokens from {each['source']}")
+            for each in text.get("sources", ())
+        ]
+        if text.get("duplicates"):
+            rows.append(("", f"{text['duplicates']} documents that were there before were passed over"))
+        tokens = {name: report.tokens for name, report in self.modules.items()}
+        least = min(tokens, key=lambda name: tokens[name])
+        most = max(tokens.values())
+        if tokens[least] < most:
+            middle = sorted(tokens.values())[len(tokens) // 2]
+            seen = f"{middle} tokens in the middle, {most} at most, {tokens[least]} at least in {least}"
+            rows.append(("modules saw", seen))
+        return rows
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         kept = {name: keep.reason for name, keep in self.kept.items()}
@@ -132,6 +152,7 @@ class QuantizeReport(Shown):
             *(("", f"{count} as {scheme}") for scheme, count in self.schemes.items()),
             *(("", f"{count} by {reason}") for reason, count in self._reasons()),
             ("calibration", used),
+            *self._seen(),
             (
                 "weight error" if text is None else "output error",
                 f"relative, squared: median {middle:.2e}, largest {errors[-1]:.2e} in {worst}",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -11,19 +13,123 @@ import torch
 
 from marlinq.calibration import (
     Document,
+    Duplicates,
+    Part,
     documents_hash,
-    generate_documents,
     load_tokenizer,
     read_documents,
+    read_part,
+    shares,
 )
-from marlinq.checkpoint import Checkpoint, CheckpointWriter
-from marlinq.core import boundaries
-from marlinq.core.errors import EnvironmentProblem, OutputError
-from marlinq.core.progress import ReportProgress
-from marlinq.models import ModelInstance
-from marlinq.operations.quantize.recipe import Recipe
+from marlinq.checkpoint import Checkpoint, CheckpointWriter, ReadAhead
+from marlinq.core.dtypes import torch_dtype
+from marlinq.core.errors import EnvironmentProblem, OutputError, UsageError
+from marlinq.core.files import read_regular
+from marlinq.core.progress import ReportMessage, ReportProgress
+from marlinq.core.settings import AUTO
+from marlinq.models import Blueprint, ModelInstance, TensorNames
+from marlinq.operations.quantize.budget import SAMPLES, TextBudget, Work, text_budget, writing_dtype
+from marlinq.operations.quantize.recipe import NO_TEMPLATE, Recipe
+from marlinq.runtime import LoadedModel
+from marlinq.runtime.loading import read_generation_config
+from marlinq.runtime.writing import TextWriter
+
+SELF = "self"
+"""The source that stands for the model itself."""
+OWN_TEMPLATE = "model"
 
 _WRITTEN_TEXT = "calibration.json"
+_MOST_TEMPLATE_BYTES = 1_000_000
+_AHEAD_BYTES = 512 << 20
+
+
+@dataclass
+class CalibrationText:
+    """The documents of a run and where they come from.
+
+    Attributes:
+        documents: of all sources that have been read, in their order.
+        sources: for each, what it is called, and its documents and tokens.
+        duplicates: what is known of earlier documents.
+    """
+
+    documents: list[Document] = field(default_factory=list)
+    sources: list[dict[str, Any]] = field(default_factory=list)
+    duplicates: Duplicates = field(default_factory=Duplicates)
+
+    def add(self, source: str, documents: Sequence[Document]) -> None:
+        """Take over what ``source`` gave."""
+        self.documents += documents
+        self.sources.append(
+            {"source": source, "documents": len(documents), "tokens": sum(map(len, documents))}
+        )
+
+
+def parts_of(recipe: Recipe) -> tuple[Part, ...]:
+    """The recipe's sources with their weights.
+
+    Raises:
+        UsageError: a weight is 0, or a source is named twice.
+    """
+    spellings = recipe.calibration if isinstance(recipe.calibration, tuple) else (recipe.calibration,)
+    parts = tuple(map(read_part, spellings))
+    names = [part.source for part in parts]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UsageError(f"calibration: {twice[0]!r} is named twice; give it one weight")
+    return parts
+
+
+def recipes_of_parts(recipe: Recipe) -> list[tuple[str, Recipe]]:
+    """Each source with the recipe's text settings for its share, by its weight."""
+    parts = parts_of(recipe)
+    if len(parts) == 1:
+        return [(parts[0].source, recipe)]
+    weights = [part.weight for part in parts]
+    changes: list[dict[str, Any]] = [{} for _ in parts]
+    if isinstance(recipe.tokens, int):
+        for change, share in zip(changes, shares(recipe.tokens, weights), strict=True):
+            change["tokens"] = share
+    if isinstance(recipe.samples, int) or recipe.tokens == AUTO:
+        samples = recipe.samples if isinstance(recipe.samples, int) else SAMPLES
+        for change, share in zip(changes, shares(samples, weights), strict=True):
+            change["samples"] = share
+    for part, change in zip(parts, changes, strict=True):
+        if change.get("samples") == 0 or change.get("tokens", _SMALLEST_SHARE) < _SMALLEST_SHARE:
+            raise UsageError(
+                f"calibration {part.source!r}: its weight leaves it no document; raise it, --samples or "
+                "--tokens"
+            )
+    return [(part.source, recipe.replace(**change)) for part, change in zip(parts, changes, strict=True)]
+
+
+_SMALLEST_SHARE = 16
+
+
+@dataclass(frozen=True)
+class PlannedText:
+    """What a source is to give: tokens at most, and the budget where the model itself writes them."""
+
+    source: str
+    tokens: int
+    budget: TextBudget | None = None
+
+
+def planned_text(
+    recipe: Recipe, checkpoint: Checkpoint, blueprint: Blueprint, device: torch.device
+) -> list[PlannedText]:
+    """What every source of ``recipe`` is to give."""
+    work = Work.of(blueprint)
+    found = []
+    for source, part in recipes_of_parts(recipe):
+        if source == SELF:
+            dtype = writing_dtype(device, stored_dtype(checkpoint, blueprint))
+            budget = text_budget(part, work, device, dtype)
+            found.append(PlannedText(source, budget.tokens, budget))
+            continue
+        samples = part.samples if isinstance(part.samples, int) else SAMPLES
+        tokens = samples * min(part.max_length, work.positions or part.max_length)
+        found.append(PlannedText(source, part.tokens if isinstance(part.tokens, int) else tokens))
+    return found
 
 
 def longest(config: Any, recipe: Recipe) -> int:
@@ -38,32 +144,170 @@ def longest(config: Any, recipe: Recipe) -> int:
     return int(positions)
 
 
+def own_tokenizer(folder: Path, recipe: Recipe, *, trust_remote_code: bool) -> Any:
+    """The model's tokenizer, with the recipe's chat template where that is a file.
+
+    Raises:
+        CheckpointError: there is none, or it can't be read.
+        UsageError: the template's file can't be read.
+    """
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    template = read_template(recipe)
+    if template is not None:
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def read_template(recipe: Recipe) -> str | None:
+    """The content of the recipe's template file, or None where it names none.
+
+    Raises:
+        UsageError: it can't be read.
+    """
+    if recipe.chat_template in (NO_TEMPLATE, OWN_TEMPLATE):
+        return None
+    path = Path(recipe.chat_template)
+    try:
+        return read_regular(path, _MOST_TEMPLATE_BYTES).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"--chat-template {path}: can't be read ({error}); expected {NO_TEMPLATE}, {OWN_TEMPLATE} or a "
+            "file with a Jinja template"
+        ) from None
+
+
 def text_from_outside(
-    checkpoint: Checkpoint, config: Any, recipe: Recipe, *, max_length: int, trust_remote_code: bool
+    source: str,
+    folder: Path,
+    config: Any,
+    recipe: Recipe,
+    *,
+    max_length: int,
+    duplicates: Duplicates,
+    trust_remote_code: bool,
 ) -> list[Document]:
-    """The documents of a file or dataset."""
+    """The documents of a file or dataset.
+
+    Args:
+        source: its spelling.
+        folder: of the checkpoint, for the tokenizer.
+        config: the model's.
+        recipe: with the samples and tokens of this source.
+        max_length: tokens that a document is cut to.
+        duplicates: of all sources.
+        trust_remote_code: run code that the tokenizer brings.
+    """
+    tokens = recipe.tokens if isinstance(recipe.tokens, int) else None
+    samples = recipe.samples if isinstance(recipe.samples, int) else None
     return read_documents(
-        recipe.calibration,
-        tokenizer=lambda: load_tokenizer(checkpoint.path, trust_remote_code=trust_remote_code),
-        samples=recipe.samples,
+        source,
+        tokenizer=lambda: own_tokenizer(folder, recipe, trust_remote_code=trust_remote_code),
+        samples=SAMPLES if samples is None and tokens is None else samples,
+        tokens=tokens,
         max_length=max_length,
         seed=recipe.seed,
         vocabulary=config.get_text_config().vocab_size,
+        as_messages=recipe.chat_template != NO_TEMPLATE,
+        duplicates=duplicates,
     )
 
 
-def note_text(writer: CheckpointWriter, recipe: Recipe, documents: Sequence[Document]) -> None:
+class TextGatherer:
+    """The calibration documents of a run, source by source.
+
+    Args:
+        checkpoint, blueprint: the model.
+        recipe: what text it wants, and how much.
+        device: where the model writes what it writes itself.
+        max_length: tokens that a document is cut to.
+        trust_remote_code: run code that model or tokenizer bring.
+        progress, message: of the run.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        blueprint: Blueprint,
+        recipe: Recipe,
+        device: torch.device,
+        *,
+        max_length: int,
+        trust_remote_code: bool,
+        progress: ReportProgress,
+        message: ReportMessage,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._blueprint = blueprint
+        self._recipe = recipe
+        self._device = device
+        self._max_length = max_length
+        self._trust_remote_code = trust_remote_code
+        self._progress = progress
+        self._message = message
+        self._text = CalibrationText()
+        self._own: Recipe | None = None
+
+    def prepare(self, *, resume: bool) -> None:
+        """Reads what comes from outside, so that all that can be wrong with it is found before the output
+        folder is begun; makes sure that the model can write the rest.
+
+        Args:
+            resume: what the model wrote is probably there already.
+        """
+        read_template(self._recipe)
+        for source, part in recipes_of_parts(self._recipe):
+            if source == SELF:
+                self._own = part
+                continue
+            found = text_from_outside(
+                source,
+                self._checkpoint.path,
+                self._blueprint.config,
+                part,
+                max_length=self._max_length,
+                duplicates=self._text.duplicates,
+                trust_remote_code=self._trust_remote_code,
+            )
+            self._text.add(source, found)
+        if self._own is not None and not resume:
+            check_room(self._checkpoint, self._blueprint, self._own, self._device)
+
+    def gather(self, writer: CheckpointWriter) -> CalibrationText:
+        """All of it; what the model writes last, unless the interrupted run has left it in the folder."""
+        if self._own is not None:
+            written = kept_text(writer)
+            if written is None:
+                written = text_by_the_model(
+                    self._checkpoint,
+                    self._blueprint,
+                    self._own,
+                    self._device,
+                    trust_remote_code=self._trust_remote_code,
+                    progress=self._progress,
+                    message=self._message,
+                )
+                keep_text(writer, written)
+            duplicates = self._text.duplicates
+            self._text.add(SELF, [found for found in written if duplicates.is_new(None, found.tokens)])
+        return self._text
+
+
+def note_text(writer: CheckpointWriter, recipe: Recipe, text: CalibrationText) -> None:
     """Notes the identity of the text in the writer's journal.
 
     Raises:
         OutputError: the run is resumed, and the interrupted one had other text.
     """
     identity = {
-        "source": recipe.calibration,
-        "documents": len(documents),
-        "tokens": sum(map(len, documents)),
-        "sha256": documents_hash(documents),
+        "source": ", ".join(part.source for part in parts_of(recipe)),
+        "documents": len(text.documents),
+        "tokens": sum(map(len, text.documents)),
+        "sha256": documents_hash(text.documents),
     }
+    if len(text.sources) > 1:
+        identity["sources"] = text.sources
+    if text.duplicates.found:
+        identity["duplicates"] = text.duplicates.found
     noted = writer.notes.get("calibration")
     if noted is None:
         writer.commit({"calibration": identity})
@@ -74,40 +318,27 @@ def note_text(writer: CheckpointWriter, recipe: Recipe, documents: Sequence[Docu
         )
 
 
-def text_by_the_model(
-    instance: ModelInstance,
-    writer: CheckpointWriter,
-    recipe: Recipe,
-    *,
-    max_length: int,
-    progress: ReportProgress,
-) -> list[Document]:
-    """The documents that the model writes, or wrote in the interrupted run that this one resumes."""
+def kept_text(writer: CheckpointWriter) -> list[Document] | None:
+    """What the model wrote in the interrupted run that this one resumes, or None.
+
+    Raises:
+        OutputError: it is damaged.
+    """
     kept = writer.read_json(_WRITTEN_TEXT)
-    if kept is not None:
-        try:
-            return [Document(tuple(map(int, tokens))) for tokens in kept]
-        except (TypeError, ValueError):
-            raise OutputError(
-                f"{writer.partial / _WRITTEN_TEXT}: is damaged; remove {writer.partial} and start over"
-            ) from None
-    model = instance.whole_model()
+    if kept is None:
+        return None
     try:
-        with boundaries.forward(instance.source):
-            documents = generate_documents(
-                model,
-                instance.blueprint.config,
-                samples=recipe.samples,
-                max_length=max_length,
-                seed=recipe.seed,
-                device=instance.device,
-                progress=progress,
-            )
-    finally:
-        instance.release("")
-    # Sampling takes minutes, and on a GPU nothing promises the same text again.
+        return [Document(tuple(map(int, tokens))) for tokens in kept]
+    except (TypeError, ValueError):
+        raise OutputError(
+            f"{writer.partial / _WRITTEN_TEXT}: is damaged; remove {writer.partial} and start over"
+        ) from None
+
+
+def keep_text(writer: CheckpointWriter, documents: Sequence[Document]) -> None:
+    """Keeps what the model wrote for a run that resumes this one: writing takes long, and on a GPU nothing
+    promises the same text again."""
     writer.write_json(_WRITTEN_TEXT, [document.tokens for document in documents])
-    return documents
 
 
 def forget_written_text(writer: CheckpointWriter) -> None:
@@ -115,22 +346,113 @@ def forget_written_text(writer: CheckpointWriter) -> None:
     writer.remove(_WRITTEN_TEXT)
 
 
-def check_room(instance: ModelInstance) -> None:
+def text_by_the_model(
+    checkpoint: Checkpoint,
+    blueprint: Blueprint,
+    recipe: Recipe,
+    device: torch.device,
+    *,
+    trust_remote_code: bool,
+    progress: ReportProgress,
+    message: ReportMessage,
+) -> list[Document]:
+    """The documents that the model writes.
+
+    The whole model is on the device for as long as it writes. How long it will write is measured by a few
+    steps and told to ``message`` before it begins.
+    """
+    dtype = writing_dtype(device, stored_dtype(checkpoint, blueprint))
+    budget = text_budget(recipe, Work.of(blueprint), device, dtype)
+    loaded = _loaded(checkpoint, blueprint, recipe, device, dtype, trust_remote_code)
+    writer = TextWriter(
+        loaded,
+        rows=budget.rows,
+        max_length=budget.max_length,
+        seed=recipe.seed,
+        chat=recipe.chat_template != NO_TEMPLATE,
+        progress=progress,
+    )
+    try:
+        message(announcement(budget, writer.seconds_a_step()))
+        written = writer.write(tokens=budget.tokens, documents=budget.documents)
+    finally:
+        writer.close()
+    message(
+        f"wrote {len(written.documents)} documents, {sum(map(len, written.documents))} tokens in "
+        f"{written.seconds:.0f} s; {written.how}"
+    )
+    return [Document(tokens) for tokens in written.documents]
+
+
+def announcement(budget: TextBudget, seconds_a_step: float) -> str:
+    """What is said before the model writes."""
+    steps = budget.tokens / budget.rows
+    return (
+        f"no calibration text was given, so the model writes it: {budget.tokens} tokens ({budget.reason}), "
+        f"{budget.rows} documents at once of up to {budget.max_length} tokens; about "
+        f"{max(steps * seconds_a_step, 1):.0f} s; --tokens N for another amount"
+    )
+
+
+def stored_dtype(checkpoint: Checkpoint, blueprint: Blueprint) -> torch.dtype:
+    """Of the first linear's weight."""
+    names = TensorNames(blueprint, checkpoint.tensors, source=str(checkpoint.path))
+    first = next(blueprint.projections())
+    return torch_dtype(checkpoint.tensors[names.require(first.parameter)].dtype)
+
+
+def _loaded(
+    checkpoint: Checkpoint,
+    blueprint: Blueprint,
+    recipe: Recipe,
+    device: torch.device,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+) -> LoadedModel:
+    with ReadAhead(checkpoint, device, budget=_AHEAD_BYTES) as reader:
+        instance = ModelInstance(blueprint, reader, device=device, dtype=dtype)
+        reader.expect(_in_order(blueprint, instance.names))
+        instance.whole_model()
+    generation_config = read_generation_config(checkpoint)
+    if generation_config is not None:
+        # Models that chat name the tokens that end an answer there alone.
+        instance.model.generation_config = generation_config
+    chat = recipe.chat_template != NO_TEMPLATE
+    return LoadedModel(
+        path=checkpoint.path,
+        model=instance.model,
+        tokenizer=own_tokenizer(checkpoint.path, recipe, trust_remote_code=trust_remote_code)
+        if chat
+        else None,
+        device=device,
+        dtype=dtype,
+        decisions={},
+        notes=(),
+    )
+
+
+def _in_order(blueprint: Blueprint, names: TensorNames) -> Iterable[str]:
+    return (names.require(name) for name in blueprint.parameters)
+
+
+def check_room(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe, device: torch.device) -> None:
     """Makes sure that the whole model fits on the device, so that it can write text.
 
     Raises:
         EnvironmentProblem: it does not.
     """
-    model = instance.model
-    needed = sum(parameter.numel() for parameter in model.parameters()) * instance.dtype.itemsize
-    if instance.device.type == "cuda":
-        free = torch.cuda.mem_get_info(instance.device)[0]
-    else:
-        free = psutil.virtual_memory().available
-    # A fifth on top for the key-value cache and activations.
-    if needed * 1.2 > free:
+    dtype = writing_dtype(device, stored_dtype(checkpoint, blueprint))
+    work = Work.of(blueprint)
+    budget = text_budget(recipe, work, device, dtype)
+    parameters = sum(torch.Size(shape).numel() for shape in blueprint.parameters.values())
+    # A tenth of the weights on top for activations.
+    cache = budget.rows * budget.max_length * work.cache_bytes * dtype.itemsize // 2
+    needed = parameters * dtype.itemsize * 1.1 + cache
+    on_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
+    if needed > free:
         raise EnvironmentProblem(
-            f"calibration 'self': to write text the whole model has to fit on {instance.device}: needs "
-            f"{needed * 1.2 / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; pass --calibration FILE, "
+            f"calibration 'self': to write text the whole model has to fit on {device}: needs "
+            f"{needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; pass --calibration FILE, "
             "which runs one block at a time"
         )

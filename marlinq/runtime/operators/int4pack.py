@@ -16,11 +16,18 @@ the same product runs scalar code, ten times slower than a dense one. So this op
 
 The operator therefore asks for a setting that is not exact, and is only taken where it is clearly faster than
 the dequantised weight, by a measurement on this machine.
+
+Small products run on one thread where more are measured to gain little: waking a thread that sleeps takes
+longer than the 20 us that a product of 576 x 576 computes, and waiting for one that another process has
+displaced takes milliseconds.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +39,7 @@ from marlinq.core.scheme import INT4
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.formats import StoredWeight
 from marlinq.runtime.operators.base import Estimate, Operator, Setting
-from marlinq.runtime.operators.cpu_timing import cold_copies, seconds_in_turn
+from marlinq.runtime.operators.cpu_timing import Product, cold_copies, seconds_in_turn
 
 GROUP_SIZES = (256, 128, 64, 32)
 """What torch's product takes."""
@@ -41,6 +48,12 @@ _COLUMNS = 16  # output channels of a block that torch packs
 _MIDPOINT = 8  # what the product takes off each code
 _DTYPES = (torch.float32, torch.bfloat16)
 _OPERATIONS = ("_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm_for_cpu")
+
+_FEW_ROWS = 4
+"""Rows up to which a product takes the threads that one row is fastest with."""
+
+_THREADS_GAIN = 1.2
+"""How many times faster all threads have to be than one: the others may be wanted elsewhere."""
 
 LEAST_GAIN = 1.2
 """How many times faster than the dequantised weight it has to be, since it rounds to BF16."""
@@ -55,6 +68,7 @@ class Int4PackLinear(nn.Module):
     Args:
         weight: one that :class:`Int4Pack` does not refuse.
         bias: [N] in the dtype of the activations, or None.
+        threads: that compute with up to four rows; None for all there are.
     """
 
     words: Tensor
@@ -62,8 +76,11 @@ class Int4PackLinear(nn.Module):
     order: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: QuantizedWeight, bias: Tensor | None = None, *, threads: int | None = None
+    ) -> None:
         super().__init__()
+        self.threads = threads
         self.in_features = weight.in_features
         self.out_features = weight.out_features
         self.group_size = product_group_size(weight.scheme.group_size, weight.in_features) or 0
@@ -90,9 +107,9 @@ class Int4PackLinear(nn.Module):
         rows = x.reshape(-1, self.in_features)
         if self.order is not None:
             rows = rows.index_select(1, self.order)
-        y = _product(
-            rows.to(torch.bfloat16).contiguous(), self.words, self.group_size, self.scales_and_offsets
-        )
+        narrow = rows.to(torch.bfloat16).contiguous()
+        with threads_at_most(self.threads if rows.shape[0] <= _FEW_ROWS else None):
+            y = _product(narrow, self.words, self.group_size, self.scales_and_offsets)
         y = y.to(x.dtype)
         if self.bias is not None:
             y = y + self.bias
@@ -136,16 +153,20 @@ class Int4Pack(Operator):
     def estimate(self, stored: StoredWeight, setting: Setting, rows: int) -> Estimate:
         k, n = stored.in_features, stored.out_features
         group_size = product_group_size(stored.scheme.group_size, k) or 0
-        packed, dense = measure(rows, k, n, group_size, setting.dtype, torch.get_num_threads())
-        times = f"{packed * 1e6:.0f} us for {k} x {n} measured, {dense * 1e6:.0f} us dequantised"
+        packed, dense, threads = measure(rows, k, n, group_size, setting.dtype, torch.get_num_threads())
+        alone = " on one thread" if threads == 1 else ""
+        times = f"{packed * 1e6:.0f} us for {k} x {n} measured{alone}, {dense * 1e6:.0f} us dequantised"
         if packed * LEAST_GAIN > dense:
             return Estimate(None, f"not {LEAST_GAIN:g} times faster: {times}")
         return Estimate(packed, f"torch's packed INT4 product, rounded to bfloat16: {times}")
 
     def build(self, stored: StoredWeight, bias: Tensor | None, setting: Setting) -> nn.Module:
         moved = None if bias is None else bias.to(setting.device, setting.dtype)
+        k, n = stored.in_features, stored.out_features
+        group_size = product_group_size(stored.scheme.group_size, k) or 0
+        threads = measure(1, k, n, group_size, setting.dtype, torch.get_num_threads()).threads
         try:
-            return Int4PackLinear(stored.weight(), moved)
+            return Int4PackLinear(stored.weight(), moved, threads=threads)
         except UnsupportedError as error:
             raise UnsupportedError(f"{stored.name}: {error}; load with --dtype float32") from None
 
@@ -156,11 +177,39 @@ def product_group_size(group_size: int, in_features: int) -> int | None:
     return next((size for size in GROUP_SIZES if whole % size == 0 and in_features % size == 0), None)
 
 
+@contextmanager
+def threads_at_most(threads: int | None) -> Iterator[None]:
+    """Compute with so many of torch's threads inside; None for all there are."""
+    before = torch.get_num_threads()
+    if threads is None or threads >= before:
+        yield
+        return
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Measured(NamedTuple):
+    """What products with a packed weight take on this machine.
+
+    Attributes:
+        packed: seconds of a packed product, on as many threads as are fastest.
+        dense: seconds of one with the dequantised weight.
+        threads: 1 where more are hardly faster; None for all there are.
+    """
+
+    packed: float
+    dense: float
+    threads: int | None
+
+
 @cache
 def measure(
     rows: int, in_features: int, out_features: int, group_size: int, dtype: torch.dtype, threads: int
-) -> tuple[float, float]:
-    """Seconds of a packed product and of one with the dequantised weight, once for each problem a process.
+) -> Measured:
+    """The times of packed products and of dequantised ones, once for each problem a process.
 
     Args:
         rows: of the activations.
@@ -174,17 +223,27 @@ def measure(
     x = torch.ones(rows, k, dtype=dtype)
     pairs = torch.ones(k // group_size, n, 2, dtype=torch.bfloat16)
     codes = torch.full((n, k), _MIDPOINT, dtype=torch.int32)
-    words = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    copies = cold_copies(torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1))
+
+    def packed_products(limit: int | None) -> list[Product]:
+        def product(words: Tensor) -> Tensor:
+            with threads_at_most(limit):
+                y = _product(x.to(torch.bfloat16), words, group_size, pairs)
+            return y.to(dtype)
+
+        return [partial(product, copy) for copy in copies]
+
     with torch.no_grad():
-        packed = [
-            lambda words=copy: _product(x.to(torch.bfloat16), words, group_size, pairs).to(dtype)
-            for copy in cold_copies(words)
-        ]
         dense = [
             lambda weight=copy: F.linear(x, weight) for copy in cold_copies(torch.ones(n, k, dtype=dtype))
         ]
-        packed_seconds, dense_seconds = seconds_in_turn(packed, dense)
-    return packed_seconds, dense_seconds
+        if threads == 1:
+            alone, dense_seconds = seconds_in_turn(packed_products(None), dense)
+            return Measured(alone, dense_seconds, None)
+        together, alone, dense_seconds = seconds_in_turn(packed_products(None), packed_products(1), dense)
+    if alone > _THREADS_GAIN * together:
+        return Measured(together, dense_seconds, None)
+    return Measured(alone, dense_seconds, 1)
 
 
 def _product(x: Tensor, words: Tensor, group_size: int, scales_and_offsets: Tensor) -> Tensor:

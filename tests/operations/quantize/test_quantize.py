@@ -22,7 +22,9 @@ from marlinq.core.errors import (
     UnsupportedError,
     UsageError,
 )
+from marlinq.core.progress import no_message, no_progress
 from marlinq.methods.rtn import round_to_nearest
+from marlinq.models import build_blueprint
 from marlinq.operations.quantize import QuantizeReport, quantize
 from marlinq.operations.quantize.recipe import Override, Recipe
 from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
@@ -126,16 +128,18 @@ def test_gptq_loses_less_than_rounding(tmp_path: Path) -> None:
 
 
 def calibration_tokens(source: Path) -> list[list[int]]:
-    from marlinq.calibration import generate_documents
+    from marlinq.operations.quantize.text import text_by_the_model
 
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    documents = generate_documents(
-        model,
-        model.config,
-        samples=RECIPE.samples,
-        max_length=RECIPE.max_length,
-        seed=RECIPE.seed,
-        device=torch.device("cpu"),
+    checkpoint = Checkpoint.open(source)
+    blueprint = build_blueprint(checkpoint.config, source=str(source), tensors=checkpoint.tensors)
+    documents = text_by_the_model(
+        checkpoint,
+        blueprint,
+        RECIPE,
+        torch.device("cpu"),
+        trust_remote_code=False,
+        progress=no_progress,
+        message=no_message,
     )
     return [list(document.tokens) for document in documents]
 

@@ -123,7 +123,7 @@ def test_blocks_that_are_there_are_not_solved_again(tmp_path: Path, monkeypatch:
         raise AssertionError("the text was written again")
 
     monkeypatch.setattr(METHODS["gptq"], "solve", noting)
-    monkeypatch.setattr(text, "generate_documents", unexpected)
+    monkeypatch.setattr(text, "TextWriter", unexpected)
     report = quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu", resume=True)
     assert {name.split(".")[2] for name in solved} == {"2"}
     assert report.resumed_blocks == 2

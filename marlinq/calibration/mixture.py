@@ -1,0 +1,44 @@
+"""Several sources of text with weights, and what of the whole each of them gives."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from marlinq.core.errors import UsageError
+
+_WEIGHTED = re.compile(r"(?P<source>.+)=(?P<weight>\d+(?:\.\d+)?)")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One source, as :mod:`marlinq.calibration.sources` spells it or ``self``, and its weight."""
+
+    source: str
+    weight: float = 1.0
+
+
+def read_part(spelling: str) -> Part:
+    """``SOURCE`` or ``SOURCE=WEIGHT``. A file of the whole name wins over a weight.
+
+    Raises:
+        UsageError: the weight is 0.
+    """
+    match = _WEIGHTED.fullmatch(spelling)
+    if match is None or Path(spelling).exists():
+        return Part(spelling)
+    if float(match["weight"]) == 0:
+        raise UsageError(f"calibration {spelling!r}: expected a weight above 0; leave the source out instead")
+    return Part(match["source"], float(match["weight"]))
+
+
+def shares(total: int, weights: Sequence[float]) -> list[int]:
+    """``total`` divided by weight into whole numbers with that sum; the largest remainders are rounded up."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    found = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda place: found[place] - exact[place])
+    for place in by_remainder[: total - sum(found)]:
+        found[place] += 1
+    return found

@@ -1,0 +1,161 @@
+"""How much calibration text the model writes itself, where nobody says.
+
+The amount is a function of the model, the kind of device and its number of threads, never of a measurement:
+the same command on the same machine gives the same bytes. What is measured, once the model can write, is how
+long it will take.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from marlinq.core.settings import AUTO
+from marlinq.kernels import device_numbers
+from marlinq.models import Blueprint
+from marlinq.operations.quantize.recipe import Recipe
+
+SAMPLES = 128
+"""Documents, where nobody says."""
+_FEWEST_TOKENS = 4096
+_STEP = 1024
+_SHORT = 256
+"""Tokens that a document may have at least, before more documents are written."""
+_FILLED = 0.75
+"""Of its longest length what a document has on average: some end before."""
+_MOST_ROWS = 128
+_MOST_TOKENS = int(SAMPLES * 2048 * _FILLED)
+
+# A CPU: tokens that take about 80 s in all at rates that a core of a current server reaches, operations a
+# second of a thread. Writing runs in bfloat16 where the CPU multiplies it (:func:`writing_dtype`).
+_CPU_SECONDS = 80.0
+_CPU_RATE = 45e9
+_CPU_NARROW_RATE = 90e9
+# A GPU: steps that take about 20 s. A step reads the weights and every row's cache once, at this share of the
+# memory's bandwidth.
+_GPU_SECONDS = 20.0
+_GPU_SHARE = 0.5
+_GPU_MEMORY_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class TextBudget:
+    """What the model is to write.
+
+    Attributes:
+        tokens: of all documents.
+        documents: how many, or None for as many as ``tokens`` take.
+        rows: documents that are written together.
+        max_length: tokens that a document has at most.
+        reason: why this much, in one clause.
+    """
+
+    tokens: int
+    documents: int | None
+    rows: int
+    max_length: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a token of calibration text costs a model.
+
+    Attributes:
+        linear_weights: of the decoder blocks.
+        all_weights: multiplied for a token, the output head among them.
+        hessian_products: multiplications of one token's outer products.
+        cache_bytes: of keys and values of a token.
+        positions: that the model has; None for no bound.
+    """
+
+    linear_weights: int
+    all_weights: int
+    hessian_products: int
+    cache_bytes: int
+    positions: int | None
+
+    @classmethod
+    def of(cls, blueprint: Blueprint) -> Work:
+        """The work of the model that ``blueprint`` describes."""
+        linears = sum(each.in_features * each.out_features for each in blueprint.projections())
+        config = blueprint.config.get_text_config()
+        head = config.hidden_size * config.vocab_size
+        # Linears of one parent and one K mostly read the same input: q, k and v, or gate and up.
+        inputs = {(each.module.rpartition(".")[0], each.in_features) for each in blueprint.projections()}
+        positions = getattr(config, "max_position_embeddings", None)
+        return cls(
+            linear_weights=linears,
+            all_weights=linears + head,
+            hessian_products=sum(k * k for _, k in inputs),
+            cache_bytes=len(blueprint.blocks) * _cache_width(config) * 2 * 2,
+            positions=positions if isinstance(positions, int) and positions > 0 else None,
+        )
+
+
+def _cache_width(config: Any) -> int:
+    heads = getattr(config, "num_attention_heads", None) or 1
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return int(kv_heads * head_dim)
+
+
+def writing_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
+    """In which dtype the model writes: the stored one on a GPU; on a CPU bfloat16 where it has instructions
+    for it, which are twice as fast and leave sampled text what it is, else float32."""
+    if device.type == "cuda":
+        return stored
+    narrow = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if narrow else torch.float32
+
+
+def text_budget(recipe: Recipe, work: Work, device: torch.device, dtype: torch.dtype) -> TextBudget:
+    """What the model is to write for ``recipe``.
+
+    Args:
+        recipe: samples, tokens and max_length, any of the first two ``auto``.
+        work: of the model.
+        device: where it writes.
+        dtype: in which it writes.
+    """
+    longest = min(recipe.max_length, work.positions or recipe.max_length)
+    if isinstance(recipe.samples, int):
+        documents = recipe.samples
+        tokens = documents * longest
+        if isinstance(recipe.tokens, int):
+            tokens = min(tokens, recipe.tokens)
+        return TextBudget(tokens, documents, min(documents, _MOST_ROWS), longest, "as asked for")
+    if recipe.tokens != AUTO:
+        return _rows_for(int(recipe.tokens), longest, "as asked for")
+    if device.type == "cuda":
+        return _for_gpu(work, longest, device, dtype)
+    threads = torch.get_num_threads()
+    rate = threads * (_CPU_NARROW_RATE if dtype == torch.bfloat16 else _CPU_RATE)
+    # Each block runs twice: for its inputs, and for its outputs once it is quantised.
+    quantising = 2 * (2 * work.linear_weights + work.hessian_products) / (threads * _CPU_RATE)
+    tokens = int(_CPU_SECONDS / (2 * work.all_weights / rate + quantising)) // _STEP * _STEP
+    tokens = min(max(tokens, _FEWEST_TOKENS), _MOST_TOKENS)
+    return _rows_for(tokens, longest, f"what suits {threads} CPU threads")
+
+
+def _for_gpu(work: Work, longest: int, device: torch.device, dtype: torch.dtype) -> TextBudget:
+    bandwidth = device_numbers(device.index or 0).bandwidth * _GPU_SHARE
+    weights = work.all_weights * dtype.itemsize
+    memory = torch.cuda.get_device_properties(device).total_memory * _GPU_MEMORY_SHARE - weights
+    rows = min(_MOST_ROWS, max(1, int(memory / (work.cache_bytes * _SHORT))))
+    length = min(longest, max(_SHORT, int(memory / (work.cache_bytes * rows))))
+    # Of a row's cache half is there on average: seconds = length * (weights + rows * cache * length / 2) / b.
+    a, b = rows * work.cache_bytes / 2, weights
+    steps = int(((b * b + 4 * a * _GPU_SECONDS * bandwidth) ** 0.5 - b) / (2 * a))
+    length = min(length, max(_SHORT, steps // 64 * 64))
+    tokens = max(int(rows * length * _FILLED) // _STEP * _STEP, _FEWEST_TOKENS)
+    return TextBudget(tokens, None, rows, length, "what this GPU writes in about 20 s")
+
+
+def _rows_for(tokens: int, longest: int, reason: str) -> TextBudget:
+    """Documents of up to 256 tokens, and longer ones where 128 of these are not enough."""
+    length = min(longest, max(_SHORT, -(-tokens // int(_MOST_ROWS * _FILLED))))
+    rows = min(_MOST_ROWS, -(-tokens // max(int(length * _FILLED), 1)))
+    return TextBudget(tokens, None, rows, length, reason)

@@ -1,0 +1,185 @@
+"""What a run will take: memory by counting, time by counting and two short measurements on the device.
+
+Times are rough, within a factor of two on an idle machine: rates are those of one product and one solve of
+the shapes at hand, and everything else is taken to scale with the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+import torch.nn.functional as F
+
+from marlinq.core.devices import read_clock
+from marlinq.kernels import device_numbers
+from marlinq.operations.quantize.budget import TextBudget, Work
+from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
+
+_PROBE_ROWS = 512
+_PROBE_K, _PROBE_N = 512, 512
+_PROBE_SECONDS = 0.2
+# Channels at which a solve's error feedback, which grows with K, takes as long as its search for scales.
+_EVEN_CHANNELS = 1024
+# A step of writing reads the weights from a GPU's memory at this share of its bandwidth.
+_WRITING_SHARE = 0.5
+# Copying, hashing and writing, bytes a second.
+_DISK_RATE = 1e9
+# The interpreter, torch and transformers.
+_PROCESS_BYTES = 600e6
+_SOLVE_COPIES = 6
+"""Copies of a weight in float32 that a solve has at a time: itself, its transpose, codes, losses."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run will take, seconds and bytes.
+
+    Attributes:
+        writing_seconds: for calibration text that the model writes.
+        block_seconds: for the forward passes and their statistics.
+        solve_seconds: for the method.
+        copy_seconds: for what is read and written.
+        text_bytes: on the device while the model writes.
+        block_bytes: on the device at the largest block.
+        host_bytes: beside the device's, hidden states included; on a CPU all of it.
+    """
+
+    writing_seconds: float
+    block_seconds: float
+    solve_seconds: float
+    copy_seconds: float
+    text_bytes: float
+    block_bytes: float
+    host_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole run."""
+        return self.writing_seconds + self.block_seconds + self.solve_seconds + self.copy_seconds
+
+
+def estimate(
+    plan: OutputPlan,
+    work: Work,
+    blocks: Sequence[Sequence[PlannedModule]],
+    *,
+    tokens: int,
+    writing: TextBudget | None,
+    parameters: int,
+    hidden_size: int,
+    batch_tokens: int,
+    source_bytes: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    writing_dtype: torch.dtype,
+) -> Estimate:
+    """Counts and measures.
+
+    Args:
+        plan: of the output.
+        work: of the model.
+        blocks: the quantised modules of each block.
+        tokens: of the calibration; 0 for a method without.
+        writing: what the model writes of it, if anything.
+        parameters: of the whole model.
+        hidden_size: of its hidden states.
+        batch_tokens: of a forward pass.
+        source_bytes: of the checkpoint.
+        device, dtype: where and in which dtype blocks run.
+        writing_dtype: in which dtype the model writes.
+    """
+    modules = list(plan.modules.values())
+    rate = _product_rate(modules, device, dtype)
+    # Once for the inputs of its linears, and once for what the next block sees of it.
+    operations = 2 * (2 * work.linear_weights + work.hessian_products) * tokens
+    output_bytes = sum(tensor.nbytes for tensor in plan.tensors)
+    largest = max((sum(_weights(each) for each in members) for members in blocks), default=0)
+    widest = max((_weights(each) for each in modules), default=0)
+    statistics = sum({each.spec.in_features: each.spec.in_features**2 for each in modules}.values()) * 4
+    activations = batch_tokens * max((each.spec.out_features for each in modules), default=0) * dtype.itemsize
+    block_bytes = largest * dtype.itemsize + widest * 4 * _SOLVE_COPIES + statistics * 2 + activations * 6
+    hidden = tokens * hidden_size * dtype.itemsize
+    text_bytes = 0.0
+    writing_seconds = 0.0
+    if writing is not None:
+        cache = writing.rows * writing.max_length * work.cache_bytes * writing_dtype.itemsize / 2
+        text_bytes = parameters * writing_dtype.itemsize + cache
+        writing_seconds = _writing_seconds(work, writing, modules, device, writing_dtype)
+    on_cpu = device.type == "cpu"
+    calibrated = plan.method.calibrated
+    return Estimate(
+        writing_seconds=writing_seconds,
+        block_seconds=operations / rate if calibrated else 0.0,
+        solve_seconds=_solve_seconds(plan, modules, device),
+        copy_seconds=(source_bytes + output_bytes) / _DISK_RATE,
+        text_bytes=text_bytes,
+        block_bytes=block_bytes,
+        host_bytes=_PROCESS_BYTES + hidden + (max(text_bytes, block_bytes) if on_cpu else 0.0),
+    )
+
+
+def _weights(planned: PlannedModule) -> int:
+    return planned.spec.in_features * planned.spec.out_features
+
+
+def _writing_seconds(
+    work: Work,
+    writing: TextBudget,
+    modules: Sequence[PlannedModule],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> float:
+    steps = ceil(writing.tokens / writing.rows)
+    if device.type == "cuda":
+        cache = writing.rows * writing.max_length / 2 * work.cache_bytes
+        moved = work.all_weights * dtype.itemsize + cache
+        return steps * moved / (device_numbers(device.index or 0).bandwidth * _WRITING_SHARE)
+    rate = _product_rate(modules, device, dtype, rows=writing.rows)
+    return steps * writing.rows * 2 * work.all_weights / rate
+
+
+def _product_rate(
+    modules: Sequence[PlannedModule], device: torch.device, dtype: torch.dtype, *, rows: int = _PROBE_ROWS
+) -> float:
+    """Operations a second of a product of the largest linear's shape, no larger than 4096 x 4096."""
+    largest = max(modules, key=_weights)
+    k, n = min(largest.spec.in_features, 4096), min(largest.spec.out_features, 4096)
+    x = torch.ones(rows, k, device=device, dtype=dtype)
+    weight = torch.ones(n, k, device=device, dtype=dtype)
+    F.linear(x, weight)
+    count, start = 0, read_clock(device)
+    while (seconds := read_clock(device) - start) < _PROBE_SECONDS or count < 3:
+        F.linear(x, weight)
+        count += 1
+    return 2 * rows * k * n * count / max(seconds, 1e-9)
+
+
+def _solve_seconds(plan: OutputPlan, modules: Sequence[PlannedModule], device: torch.device) -> float:
+    """From one solve of a random weight of 512 x 512 or less, by K * N * (1024 + K)."""
+    first = modules[0]
+    size = first.spec.scheme.channels_per_group(first.spec.in_features)
+    k = max(min(_PROBE_K, first.spec.in_features) // size, 1) * size
+    n = min(_PROBE_N, first.spec.out_features)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(n, k, generator=generator).to(device)
+    inputs = torch.randn(2 * k, k, generator=generator).to(device)
+    scheme = first.spec.scheme.for_channels(k)
+    seconds = []
+    for _ in range(2):
+        statistics = None
+        if plan.method.calibrated:
+            statistics = plan.method.statistics(k, first.options, device=device, name="probe")
+            statistics.add(inputs)
+        start = read_clock(device)
+        plan.method.solve([weight], statistics, scheme, first.options, names=["probe"])
+        seconds.append(read_clock(device) - start)
+
+    def cost(in_features: int, out_features: int) -> float:
+        growth = _EVEN_CHANNELS + in_features if plan.method.calibrated else _EVEN_CHANNELS
+        return float(in_features * out_features * growth)
+
+    total = sum(cost(each.spec.in_features, each.spec.out_features) for each in modules)
+    return min(seconds) * total / cost(k, n)

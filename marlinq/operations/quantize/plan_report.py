@@ -1,0 +1,354 @@
+"""What a quantise run will do, before anything is loaded: fates, sizes, times, kernels and servers."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, check_place
+from marlinq.checkpoint.header import TensorInfo
+from marlinq.core.devices import resolve_device
+from marlinq.core.display import Block, Facts, Shown, Table, lines
+from marlinq.core.scheme import INT4
+from marlinq.kernels import GROUP_SIZES, Device, Problem, decide, device_numbers
+from marlinq.kernels.decide.device import H200
+from marlinq.models import build_blueprint
+from marlinq.operations.inspect.eligibility import ServerVerdict
+from marlinq.operations.inspect.operation import planned_verdicts
+from marlinq.operations.quantize.budget import Work, writing_dtype
+from marlinq.operations.quantize.estimate import Estimate, estimate
+from marlinq.operations.quantize.operation import TOKEN_BUDGET, compute_dtype
+from marlinq.operations.quantize.planning import OutputPlan, PlannedModule, plan_output
+from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.text import PlannedText, planned_text, stored_dtype
+from marlinq.operations.quantize.watch import duration
+
+TENSOR_PARALLEL = (1, 2, 4, 8)
+"""GPUs that share each layer, in the servers' rules."""
+KERNEL_ROWS = (1, 16, 256)
+"""Rows of activations that marlinq's kernels are named for."""
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_PAD = 64
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What becomes of one module with a weight matrix.
+
+    Attributes:
+        name: as stored in the output.
+        in_features, out_features: K and N; None for what is kept.
+        becomes: the scheme in words, or ``kept``.
+        reason: where the scheme comes from, or why it is kept.
+        nbytes: of its tensors in the output; None for what is kept.
+    """
+
+    name: str
+    in_features: int | None
+    out_features: int | None
+    becomes: str
+    reason: str
+    nbytes: int | None
+
+
+@dataclass(frozen=True)
+class ShapeKernels:
+    """marlinq's kernels for one shape.
+
+    Attributes:
+        in_features, out_features, group_size: of the modules.
+        modules: how many have it.
+        kernels: by rows of activations; why there is none, under 0.
+    """
+
+    in_features: int
+    out_features: int
+    group_size: int
+    modules: int
+    kernels: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class PlanReport(Shown):
+    """The outcome of :func:`plan_quantize`.
+
+    Attributes:
+        model, out: folders.
+        architecture, format, method: what is quantised, into what, how.
+        fates: of every module with a weight matrix, in order.
+        source_bytes, output_bytes: tensor data before and after.
+        calibration: where the text will come from, in words; None for a method without.
+        tokens: of it, at most.
+        estimate: seconds and bytes.
+        device, dtype: where and in which dtype blocks run.
+        gpu: the GPU that the kernels are named for.
+        kernels: marlinq's, for every shape.
+        servers: verdicts by the number of GPUs that share each layer.
+    """
+
+    model: str
+    out: str
+    architecture: str
+    format: str
+    method: str
+    fates: tuple[Fate, ...]
+    source_bytes: int
+    output_bytes: int
+    calibration: str | None
+    tokens: int
+    estimate: Estimate
+    device: str
+    dtype: str
+    gpu: str
+    kernels: tuple[ShapeKernels, ...]
+    servers: Mapping[int, tuple[ServerVerdict, ...]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        values = asdict(self)
+        values["estimate"]["seconds"] = self.estimate.seconds
+        return values
+
+    def display(self) -> list[Block]:
+        """What is made of what, every module's fate, what it takes, and who runs it."""
+        quantised = [fate for fate in self.fates if fate.nbytes is not None]
+        guess = self.estimate
+        parts = [
+            ("writing text", guess.writing_seconds),
+            ("forward passes and statistics", guess.block_seconds),
+            (f"solving with {self.method}", guess.solve_seconds),
+            ("copying", guess.copy_seconds),
+        ]
+        split = ", ".join(f"{what} {duration(seconds)}" for what, seconds in parts if seconds >= 0.5)
+        device = max(guess.text_bytes, guess.block_bytes)
+        on_device = "" if self.device == "cpu" else f"{_size(device)} on {self.device}, "
+        rows = [
+            ("plan", f"{self.model} -> {self.out}, {self.format}; nothing was loaded, nothing is written"),
+            ("quantised", f"{len(quantised)} linears of {self.architecture} with {self.method}"),
+            ("size", f"{_size(self.source_bytes)} -> {_size(self.output_bytes)}"),
+            ("calibration", self.calibration or "none: the method needs no text"),
+            (
+                "time",
+                f"about {duration(guess.seconds)} on {self.device} in {self.dtype}: {split}",
+            ),
+            ("memory", f"about {on_device}{_size(guess.host_bytes)} of the host"),
+        ]
+        return [
+            Facts(tuple(rows)),
+            _fate_table(self.fates),
+            _kernel_table(self.kernels, self.gpu),
+            _server_table(self.servers),
+            lines(*_server_reasons(self.servers)),
+        ]
+
+
+def plan_quantize(
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    recipe: Recipe | None = None,
+    device: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> PlanReport:
+    """What :func:`~marlinq.operations.quantize.quantize` would do with the same arguments.
+
+    Reads config and headers; no weight is loaded and nothing is written. Two products and a small solve are
+    timed on the device.
+
+    Raises:
+        MarlinqError: as the run itself would before it begins.
+    """
+    recipe = recipe or Recipe()
+    chosen = resolve_device(device)
+    checkpoint = Checkpoint.open(model, revision=revision)
+    check_place(Path(out), resume=True, source=checkpoint.path)
+    blueprint = build_blueprint(
+        checkpoint.config,
+        source=str(checkpoint.path),
+        tensors=checkpoint.tensors,
+        trust_remote_code=trust_remote_code,
+    )
+    plan = plan_output(checkpoint, blueprint, recipe)
+    texts = planned_text(recipe, checkpoint, blueprint, chosen) if plan.method.calibrated else []
+    tokens = sum(text.tokens for text in texts)
+    stored = stored_dtype(checkpoint, blueprint)
+    dtype = compute_dtype(checkpoint, plan, chosen, tokens)
+    guess = estimate(
+        plan,
+        Work.of(blueprint),
+        [plan.members(block) for block in blueprint.blocks],
+        tokens=tokens,
+        writing=next((text.budget for text in texts if text.budget is not None), None),
+        parameters=sum(torch.Size(shape).numel() for shape in blueprint.parameters.values()),
+        hidden_size=blueprint.config.get_text_config().hidden_size,
+        batch_tokens=TOKEN_BUDGET[chosen.type],
+        source_bytes=checkpoint.nbytes,
+        device=chosen,
+        dtype=dtype,
+        writing_dtype=writing_dtype(chosen, stored),
+    )
+    quantized = _planned_checkpoint(checkpoint, plan)
+    gpu = device_numbers(chosen.index or 0) if chosen.type == "cuda" else H200
+    return PlanReport(
+        model=str(checkpoint.path),
+        out=str(out),
+        architecture=blueprint.architecture,
+        format=plan.layout.name,
+        method=plan.method.name,
+        fates=_fates(plan),
+        source_bytes=checkpoint.nbytes,
+        output_bytes=sum(tensor.nbytes for tensor in plan.tensors),
+        calibration=", ".join(map(_described, texts)) or None,
+        tokens=tokens,
+        estimate=guess,
+        device=str(chosen),
+        dtype=str(dtype).removeprefix("torch."),
+        gpu=gpu.name or gpu.architecture,
+        kernels=_kernels(plan.modules.values(), gpu, bfloat16=stored == torch.bfloat16),
+        servers={parts: planned_verdicts(quantized, tensor_parallel=parts) for parts in TENSOR_PARALLEL},
+    )
+
+
+def _described(text: PlannedText) -> str:
+    if text.budget is None:
+        return f"at most {text.tokens} tokens of {text.source}"
+    return f"{text.tokens} tokens that the model writes itself ({text.budget.reason})"
+
+
+def _fates(plan: OutputPlan) -> tuple[Fate, ...]:
+    sizes = {tensor.name: tensor.nbytes for tensor in plan.tensors}
+    quantised = [
+        Fate(
+            name=each.stored,
+            in_features=each.spec.in_features,
+            out_features=each.spec.out_features,
+            becomes=each.spec.scheme.describe(),
+            reason=each.reason,
+            nbytes=sum(sizes[name] for name in plan.tensor_names(each).values()),
+        )
+        for each in plan.modules.values()
+    ]
+    kept = [Fate(name, None, None, "kept", keep.reason, None) for name, keep in plan.kept.items()]
+    return (*quantised, *kept)
+
+
+def _planned_checkpoint(checkpoint: Checkpoint, plan: OutputPlan) -> QuantizedCheckpoint:
+    """The output as those who load it will see it: its config and its headers."""
+    tensors = {
+        each.name: TensorInfo(each.name, each.dtype, each.shape, "", 0, each.nbytes) for each in plan.tensors
+    }
+    planned = QuantizedCheckpoint.of(replace(checkpoint, config=dict(plan.config), tensors=tensors))
+    if planned is None:
+        raise ValueError("the plan's config names no quantisation")
+    return planned
+
+
+def _kernels(modules: Iterable[PlannedModule], gpu: Device, *, bfloat16: bool) -> tuple[ShapeKernels, ...]:
+    counts: dict[tuple[int, int, int], list[PlannedModule]] = {}
+    for each in modules:
+        key = each.spec.in_features, each.spec.out_features, each.spec.scheme.group_size
+        counts.setdefault(key, []).append(each)
+    return tuple(
+        ShapeKernels(k, n, size, len(members), _kernels_of(members[0], gpu, bfloat16=bfloat16))
+        for (k, n, size), members in counts.items()
+    )
+
+
+def _kernels_of(planned: PlannedModule, gpu: Device, *, bfloat16: bool) -> dict[int, str]:
+    scheme, k, n = planned.spec.scheme, planned.spec.in_features, planned.spec.out_features
+    if scheme.element != INT4:
+        return {0: f"dense product: {scheme.element.name} weights; the kernel multiplies {INT4.name}"}
+    size = scheme.group_size
+    if size not in GROUP_SIZES:
+        return {0: f"dense product: no kernel for groups of {size}"}
+    unit = max(_PAD, size)
+    padded = -(-k // unit) * unit, -(-n // _PAD) * _PAD
+    found = {}
+    for rows in KERNEL_ROWS:
+        problem = Problem(rows, padded[1], padded[0], size, scheme.stores_zeros, bfloat16)
+        found[rows] = decide(problem, gpu).kernel
+    return found
+
+
+def _fate_table(fates: Sequence[Fate]) -> Table:
+    """One row for all modules that differ in the numbers of their names alone."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for fate in fates:
+        k, n = ("-" if size is None else str(size) for size in (fate.in_features, fate.out_features))
+        key = (_NUMBER.sub("*", fate.name), k, n, fate.becomes, fate.reason)
+        groups.setdefault(key, []).append(fate.name)
+    rows = []
+    for (pattern, *cells), names in groups.items():
+        # Experts have a second number; blocks alone are told.
+        blocks = [int(_NUMBER.findall(name)[0]) for name in names] if "*" in pattern else []
+        rows.append((pattern, _ranges(blocks), *cells))
+    return Table(("module", "block", "K", "N", "becomes", "why"), tuple(rows), numbers=(2, 3))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0-3, 5`` of 0, 1, 2, 3, 5."""
+    found: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if found and number == found[-1][-1] + 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    return ", ".join("-".join(map(str, ends)) for ends in found)
+
+
+def _kernel_table(kernels: Sequence[ShapeKernels], gpu: str) -> Table:
+    rows = []
+    for each in kernels:
+        chosen = [each.kernels.get(count, each.kernels.get(0, "-")) for count in KERNEL_ROWS]
+        sizes = (str(each.in_features), str(each.out_features), str(each.group_size), str(each.modules))
+        rows.append((*sizes, *chosen))
+    header = ("K", "N", "group", "linears", *(f"{count} row{'s'[: count > 1]}" for count in KERNEL_ROWS))
+    return Table(header, tuple(rows), numbers=(0, 1, 2, 3), title=f"marlinq's kernels on {gpu}")
+
+
+def _server_table(servers: Mapping[int, Sequence[ServerVerdict]]) -> Table:
+    by_name: dict[str, dict[int, ServerVerdict]] = {}
+    for parts, verdicts in servers.items():
+        for verdict in verdicts:
+            by_name.setdefault(f"{verdict.server} {verdict.version}", {})[parts] = verdict
+    rows = tuple(
+        (name, *(_verdict(found.get(parts)) for parts in servers)) for name, found in by_name.items()
+    )
+    header = ("server", *(f"{parts} GPU{'s'[: parts > 1]}" for parts in servers))
+    return Table(
+        header,
+        rows,
+        title="who loads it, and the kernel each takes first on Hopper, by GPUs that share each layer",
+    )
+
+
+def _verdict(verdict: ServerVerdict | None) -> str:
+    if verdict is None:
+        return "-"
+    if not verdict.loads:
+        return "no"
+    return ", ".join(f"{kernel} ({count})" for kernel, count in verdict.first) or "yes"
+
+
+def _server_reasons(servers: Mapping[int, Sequence[ServerVerdict]]) -> list[str]:
+    """Why not, once for each server and reason."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for parts, verdicts in servers.items():
+        for verdict in verdicts:
+            if not verdict.loads:
+                found.setdefault((verdict.server, verdict.reason), []).append(parts)
+    return [
+        f"{server} on {', '.join(map(str, parts))}: {reason}" for (server, reason), parts in found.items()
+    ]
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"

@@ -1,0 +1,138 @@
+"""Watching a long run: how good the blocks come out, how long the rest takes, and when to stop it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from marlinq.core.errors import NumericsError
+from marlinq.core.progress import ReportMessage, ReportProgress
+from marlinq.core.weight import QuantizedWeight
+from marlinq.methods.rtn import round_to_nearest
+from marlinq.operations.quantize.clock import BLOCKS
+
+FAR_ABOVE_RTN = 5.0
+"""How many times round-to-nearest's a module's weight error may be: what ``verify`` fails a module for."""
+
+_RECENT_BLOCKS = 8
+_SECONDS_BETWEEN = 15.0
+
+
+class Noted(Protocol):
+    """The part of a writer that a watch needs."""
+
+    notes: dict[str, Any]
+
+
+class Watch:
+    """A progress report that says after a block how things stand: at the first, then every 15 s.
+
+    Args:
+        progress: told about every step.
+        message: given the lines.
+        writer: whose notes have a report under ``module NAME`` for everything that is quantised.
+        clock: seconds from anywhere.
+    """
+
+    def __init__(
+        self,
+        progress: ReportProgress,
+        message: ReportMessage,
+        writer: Noted,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._progress = progress
+        self._message = message
+        self._writer = writer
+        self._clock = clock
+        self._ends: deque[float] = deque(maxlen=_RECENT_BLOCKS + 1)
+        self._known: set[str] | None = None
+        self._said: float | None = None
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """As :data:`~marlinq.core.progress.ReportProgress`."""
+        self._progress(stage, done, total)
+        if stage != BLOCKS:
+            return
+        now = self._clock()
+        self._ends.append(now)
+        errors = {
+            name.removeprefix("module "): float(note["relative_error"])
+            for name, note in list(self._writer.notes.items())
+            if name.startswith("module ")
+        }
+        before, self._known = self._known, set(errors)
+        if before is None or done == total:
+            return
+        new = {name: error for name, error in errors.items() if name not in before}
+        if new and (self._said is None or now - self._said >= _SECONDS_BETWEEN):
+            self._said = now
+            self._message(self._line(done, total, errors, new))
+
+    def _line(self, done: int, total: int, errors: Mapping[str, float], new: Mapping[str, float]) -> str:
+        seconds = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        worst = max(new, key=lambda name: new[name])
+        return (
+            f"block {done} of {total}: output error {median(errors.values()):.2e} in the middle so far, "
+            f"{new[worst]:.2e} in {worst}; {seconds:.1f} s a block, {duration(seconds * (total - done))} left"
+        )
+
+
+def duration(seconds: float) -> str:
+    """For people: ``40 s``, ``12 min``, ``3.5 h``."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def stop_if_far_off(solved: Iterable[tuple[str, Tensor, QuantizedWeight]]) -> None:
+    """Ends the run at a module that round-to-nearest would have served far better.
+
+    A calibrated method gives up closeness of the weights for closeness of the outputs: 0.9 to 2.8 times
+    round-to-nearest's error is what sound runs show. Beyond :data:`FAR_ABOVE_RTN` the statistics can't be
+    trusted: too few tokens, or inputs that overflow.
+
+    Args:
+        solved: names of modules, each with its weight, float [N, K], and what became of it.
+
+    Raises:
+        NumericsError: an error is beyond that, or no number.
+    """
+    names, errors = [], []
+    for name, weight, quantized in solved:
+        names.append(name)
+        errors.append(torch.stack(_errors(name, weight, quantized)))
+    # One look at the device for all of them.
+    for name, (mine, theirs, norm) in zip(names, torch.stack(errors).tolist(), strict=True):
+        # A weight that its grid holds exactly has an error of rounding alone.
+        limit = max(theirs, torch.finfo(torch.float16).eps * norm)
+        if not mine <= FAR_ABOVE_RTN * limit:
+            times = mine / (limit or 1.0)
+            raise NumericsError(
+                f"{name}: its quantised weights are {times:.1f} times as far from the original as "
+                f"round-to-nearest's, at most {FAR_ABOVE_RTN:g} expected; calibrate on more text (--tokens), "
+                f"raise --damp, or keep it unquantised with --override '{_pattern(name)}=skip'"
+            )
+
+
+def _errors(name: str, weight: Tensor, quantized: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
+    """The norms of the module's error, of round-to-nearest's, and of the weight."""
+    wide = weight.to(torch.float32)
+    # Groups along an activation order are round-to-nearest's groups of the reordered weight.
+    ordered = wide if quantized.has_trivial_g_idx else wide[:, torch.argsort(quantized.g_idx, stable=True)]
+    rounded = round_to_nearest(ordered, quantized.scheme, name=name)
+    return (
+        (wide - quantized.dequantize()).norm(),
+        (ordered - rounded.dequantize()).norm(),
+        wide.norm(),
+    )
+
+
+def _pattern(name: str) -> str:
+    return "^" + name.replace(".", r"\.") + "$"

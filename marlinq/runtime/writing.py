@@ -1,0 +1,311 @@
+"""Text that a model writes itself, so that calibration and evaluation need none from outside.
+
+Two ways to begin a document:
+
+* **plain**, the data-free recipe of LLM-QAT (Liu et al. 2023): a random token, which the model continues;
+* **chat**, that of Magpie (Xu et al. 2024): the chat template up to where a user's message begins. The model
+  writes the message, the template closes it, and the model answers.
+
+Documents are written in rounds of equal batches, decoded together over one cache and, on a GPU, one captured
+step. A round ends early when few of its rows are still going: what they have written by then counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from marlinq.calibration.documents import MIN_TOKENS
+from marlinq.core import boundaries
+from marlinq.core.errors import UnsupportedError
+from marlinq.core.progress import ReportProgress, no_progress
+from marlinq.runtime.decoding import Decoder
+from marlinq.runtime.generation import end_tokens
+from marlinq.runtime.loading import LoadedModel
+from marlinq.runtime.sampling import Sampling
+from marlinq.runtime.step.choose import take_decoder
+
+STAGE = "writing text"
+
+_TEMPERATURE, _TOP_K = 1.0, 50
+_MOST_ROWS = 128
+_MESSAGE_TOKENS = 64
+_FEW = 4
+"""A round ends when less than one in so many of its rows is still going."""
+_MOST_ROUNDS = 64
+_PROBE_STEPS = 3
+_MARK = "marlinq-message"
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a model wrote.
+
+    Attributes:
+        documents: token ids of each, with what they were begun with.
+        rounds: batches that were decoded.
+        seconds: of all of it, compiling and capturing included.
+        how: which forward decoded, and why.
+    """
+
+    documents: tuple[tuple[int, ...], ...]
+    rounds: int
+    seconds: float
+    how: str
+
+
+class TextWriter:
+    """Writes documents with one decoder.
+
+    Args:
+        loaded: an unquantised or quantised model.
+        rows: documents that are written together; at most 128.
+        max_length: tokens that a document has at most.
+        seed: of every random choice.
+        chat: begin documents as conversations, instead of with a random token.
+        progress: called with ("writing text", tokens written, tokens in all).
+
+    Raises:
+        UnsupportedError: ``chat`` is asked for, and the tokenizer has no chat template.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        rows: int,
+        max_length: int,
+        seed: int,
+        chat: bool = False,
+        progress: ReportProgress = no_progress,
+    ) -> None:
+        self._loaded = loaded
+        self._rows = min(rows, _MOST_ROWS)
+        self._max_length = max_length
+        self._generator = torch.Generator().manual_seed(seed)
+        self._sampling = Sampling(temperature=_TEMPERATURE, top_k=_TOP_K, seed=seed)
+        self._ends = end_tokens(loaded.model)
+        self._template = _Template(loaded) if chat else None
+        self._progress = progress
+        self._round = 0
+        with boundaries.forward(loaded.path), loaded.decoders.lock:
+            self._decoder = take_decoder(
+                loaded,
+                batch=self._rows,
+                tokens=max_length,
+                shape=self._sampling.shape,
+                graphs=max_length > _PROBE_STEPS,
+                progress=progress,
+            )
+            self._decoder.in_use = True
+
+    @property
+    def how(self) -> str:
+        """Which forward decodes, and why."""
+        decision = self._decoder.decision
+        return f"{decision.mode}: {decision.reason}"
+
+    def close(self) -> None:
+        """Let others have the decoder."""
+        self._decoder.stop()
+
+    def seconds_a_step(self) -> float:
+        """How long one more token of every row takes: a short probe, which changes nothing."""
+        prompts = [(0, 0)] * self._rows
+        with boundaries.forward(self._loaded.path):
+            for warm in (True, False):
+                self._decoder.begin(prompts, self._sampling)
+                self._decoder.read()
+                start = time.perf_counter()
+                self._decoder.advance(_PROBE_STEPS)
+                self._decoder.read()
+                if not warm:
+                    return (time.perf_counter() - start) / _PROBE_STEPS
+        raise AssertionError
+
+    def write(self, *, tokens: int, documents: int | None = None) -> Written:
+        """Writes until there are ``tokens`` tokens or ``documents`` documents.
+
+        The last document is cut where the tokens are reached.
+
+        Raises:
+            NumericsError: the model's logits are NaN or infinite.
+            UnsupportedError: the model ends nearly all of its documents at once.
+        """
+        start = time.perf_counter()
+        found: list[tuple[int, ...]] = []
+        total = 0
+        first_round = self._round
+        self._progress(STAGE, 0, tokens)
+        while total < tokens and (documents is None or len(found) < documents):
+            if self._round - first_round == _MOST_ROUNDS:
+                raise UnsupportedError(
+                    f"{self._loaded.path}: the model ends its documents at once: {total} tokens in "
+                    f"{_MOST_ROUNDS * self._rows} of them; pass text with --calibration FILE"
+                )
+            for document in self._write_round(tokens, total):
+                room = tokens - total
+                cut = document[:room]
+                if len(cut) < min(MIN_TOKENS, self._max_length, tokens):
+                    continue
+                found.append(cut)
+                total += len(cut)
+                if total >= tokens or len(found) == documents:
+                    break
+            if 0 < tokens - total < MIN_TOKENS:
+                break
+        self._progress(STAGE, tokens, tokens)
+        return Written(tuple(found), self._round - first_round, time.perf_counter() - start, self.how)
+
+    def _write_round(self, tokens: int, total: int) -> list[tuple[int, ...]]:
+        """As many documents as there are rows."""
+        prompts = self._plain_beginnings() if self._template is None else self._questions(self._template)
+
+        def tick(written: int) -> None:
+            self._progress(STAGE, min(total + written, tokens), tokens)
+
+        return self._continue(prompts, self._max_length, enough=tokens - total, tick=tick)
+
+    def _continue(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        max_length: int,
+        *,
+        enough: int,
+        shortest: int = MIN_TOKENS,
+        tick: Callable[[int], None] = lambda written: None,
+    ) -> list[tuple[int, ...]]:
+        """The prompts, each with what the model adds until an end token or until it has ``max_length``.
+
+        It stops for all of them when few are left, or when there are ``enough`` tokens. An end token among
+        the first ``shortest`` is one like any other: text that ends there holds no context worth measuring.
+        """
+        rows = [_Row(list(prompt)) for prompt in prompts]
+        # The decoder's rows take their steps together.
+        steps = max_length - max(map(len, prompts))
+        written = sum(map(len, prompts))
+        if steps > 0:
+            streams = range(self._round * self._rows, (self._round + 1) * self._rows)
+            for step in self._steps(prompts, streams, steps):
+                for row, token in zip(rows, step, strict=True):
+                    if row.going:
+                        row.tokens.append(token)
+                        row.going = token not in self._ends or len(row.tokens) < shortest
+                        written += 1
+                tick(written)
+                if written >= enough or sum(row.going for row in rows) * _FEW < len(rows):
+                    break
+        self._round += 1
+        return [tuple(row.tokens) for row in rows]
+
+    def _steps(
+        self, prompts: Sequence[tuple[int, ...]], streams: Sequence[int], limit: int
+    ) -> Iterator[list[int]]:
+        """The tokens of every row, step after step."""
+        decoder: Decoder = self._decoder
+        with boundaries.forward(self._loaded.path):
+            decoder.begin(prompts, self._sampling, streams)
+        queued = 1
+        while True:
+            while queued < limit and decoder.pending < decoder.visits_at_once:
+                steps = min(decoder.steps_a_visit, limit - queued)
+                with boundaries.forward(self._loaded.path):
+                    decoder.advance(steps)
+                queued += steps
+            if not decoder.pending:
+                return
+            with boundaries.forward(self._loaded.path):
+                tokens = decoder.read()
+            yield from tokens
+
+    def _plain_beginnings(self) -> list[tuple[int, ...]]:
+        """The beginning token, where the model has one, and a random ordinary token, for each row."""
+        config = self._loaded.model.config.get_text_config()
+        vocabulary, begin, padding = config.vocab_size, config.bos_token_id, config.pad_token_id
+        allowed = torch.ones(vocabulary)
+        for token in {begin, padding, *self._ends}:
+            if isinstance(token, int) and 0 <= token < vocabulary:
+                allowed[token] = 0
+        drawn = torch.multinomial(allowed, self._rows, replacement=True, generator=self._generator)
+        known = isinstance(begin, int) and 0 <= begin < vocabulary
+        first = (begin,) if known else ()
+        return [(*first, token)[: self._max_length] for token in drawn.tolist()]
+
+    def _questions(self, template: _Template) -> list[tuple[int, ...]]:
+        """Conversations up to where the answer begins, for each row."""
+        beginning = template.beginning
+        written = self._continue(
+            [beginning] * self._rows,
+            min(len(beginning) + _MESSAGE_TOKENS, self._max_length),
+            enough=self._rows * self._max_length,
+            shortest=0,
+        )
+        messages = [template.message(tokens[len(beginning) :]) for tokens in written]
+        prompts = [template.question(message) for message in messages if message]
+        usable = [prompt for prompt in prompts if len(prompt) < self._max_length]
+        if not usable:
+            raise UnsupportedError(
+                f"{self._loaded.path}: asked for a user's message by its chat template, the model writes "
+                f"none that leaves room for an answer in {self._max_length} tokens; leave out "
+                "--chat-template, or raise --max-length"
+            )
+        # The same question twice gets two answers: rows draw from streams of their own.
+        return [usable[row % len(usable)] for row in range(self._rows)]
+
+
+@dataclass
+class _Row:
+    tokens: list[int] = field(default_factory=list)
+    going: bool = True
+
+
+class _Template:
+    """The model's chat template, taken apart around a user's message."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._tokenizer: Any = loaded.tokenizer
+        if self._tokenizer is None or not self._tokenizer.chat_template:
+            raise UnsupportedError(
+                f"{loaded.path}: --chat-template: the model's tokenizer has no chat template; leave the "
+                "option out, or name a file with a template"
+            )
+        before, mark, after = self._render(_MARK, answer=False).partition(_MARK)
+        if not mark:
+            raise UnsupportedError(
+                f"{loaded.path}: --chat-template: the template leaves out a user's message; leave the option "
+                "out, or name a file with another template"
+            )
+        self.beginning = self._encode(before)
+        """Token ids of what stands before a user's message."""
+        self._closing = after.strip().splitlines()[0].strip() if after.strip() else ""
+
+    def message(self, tokens: Sequence[int]) -> str:
+        """A user's message as the model wrote it, without what closes it."""
+        with boundaries.tokenizer(self._loaded.path):
+            # With the special tokens, since templates close a message with one.
+            text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+            plain: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        if self._closing and self._closing in text:
+            return text.partition(self._closing)[0].strip()
+        return plain.strip()
+
+    def question(self, message: str) -> tuple[int, ...]:
+        """Token ids of a conversation up to where the answer begins."""
+        return self._encode(self._render(message, answer=True))
+
+    def _render(self, message: str, *, answer: bool) -> str:
+        with boundaries.chat_template(self._loaded.path):
+            text: str = self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=answer
+            )
+        return text
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        with boundaries.tokenizer(self._loaded.path):
+            # The template has written the special tokens.
+            return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])

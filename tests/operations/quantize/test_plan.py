@@ -1,0 +1,115 @@
+"""What ``--plan`` says is what the run does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from marlinq.checkpoint import Checkpoint, ReadAhead
+from marlinq.core.errors import UnsupportedError
+from marlinq.operations.inspect import inspect
+from marlinq.operations.quantize import plan_quantize, quantize
+from marlinq.operations.quantize.budget import TextBudget, Work, text_budget
+from marlinq.operations.quantize.plan_report import TENSOR_PARALLEL
+from marlinq.operations.quantize.recipe import Override
+from tests.testing.original_folders import RECIPE, save_tiny
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("layout", ["gptq", "gptq-v2", "compressed-tensors"])
+def test_the_plan_is_what_the_run_does(tmp_path: Path, layout: str) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    recipe = RECIPE.replace(
+        format=layout, overrides=(Override.parse("layers.1.=skip"), Override.parse("up_proj=group_size=64"))
+    )
+    plan = plan_quantize(source, tmp_path / "out", recipe=recipe, device="cpu")
+    report = quantize(source, tmp_path / "out", recipe=recipe, device="cpu")
+    quantised = {fate.name: fate for fate in plan.fates if fate.nbytes is not None}
+    assert {name: fate.becomes for name, fate in quantised.items()} == {
+        name: module.scheme for name, module in report.modules.items()
+    }
+    assert {name: fate.reason for name, fate in quantised.items()} == {
+        name: module.reason for name, module in report.modules.items()
+    }
+    kept = {fate.name: fate.reason for fate in plan.fates if fate.nbytes is None}
+    assert kept == {name: keep.reason for name, keep in report.kept.items()}
+    assert (plan.source_bytes, plan.output_bytes) == (report.source_bytes, report.output_bytes)
+    # Servers are judged as ``inspect`` judges the finished folder.
+    for parts in TENSOR_PARALLEL:
+        assert plan.servers[parts] == inspect(tmp_path / "out", tensor_parallel=parts).servers
+    sizes = {module.name: module.nbytes for module in inspect(tmp_path / "out", modules=True).modules or ()}
+    assert {name: fate.nbytes for name, fate in quantised.items()} == sizes
+
+
+def test_no_weight_is_read_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save_tiny("llama-tied", tmp_path / "model")
+    before = sorted(tmp_path.rglob("*"))
+
+    def forbidden(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a tensor was read")
+
+    monkeypatch.setattr(Checkpoint, "tensor", forbidden)
+    monkeypatch.setattr(ReadAhead, "tensor", forbidden)
+    plan = plan_quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu")
+    assert sorted(tmp_path.rglob("*")) == before
+    text = plan.render()
+    assert "model.layers.*.self_attn.q_proj 0-1 64 64 int4, groups of 32" in " ".join(text.split())
+    assert "embedding: a table that is looked up" in text
+    assert "320 tokens that the model writes itself (as asked for)" in text
+    assert "1 GPU" in text
+    assert "8 GPUs" in text
+    values = json.loads(json.dumps(plan.to_dict()))
+    assert len(values["fates"]) == len(plan.fates)
+    assert set(values["servers"]) == {"1", "2", "4", "8"}
+    assert values["estimate"]["seconds"] > 0
+
+
+def test_a_method_without_text_plans_none(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    plan = plan_quantize(source, tmp_path / "out", recipe=RECIPE.replace(method="rtn"), device="cpu")
+    assert (plan.calibration, plan.tokens) == (None, 0)
+    assert plan.estimate.writing_seconds == plan.estimate.block_seconds == plan.estimate.text_bytes == 0
+    assert "none: the method needs no text" in plan.render()
+
+
+def test_a_plan_refuses_what_the_run_would(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    with pytest.raises(UnsupportedError, match="marlin: "):
+        plan_quantize(source, tmp_path / "out", recipe=RECIPE.replace(format="marlin"), device="cpu")
+
+
+def test_a_cpu_gets_a_budget_of_its_own() -> None:
+    smollm2 = Work(106_168_320, 134_479_872, 30 * 3_354_624, 30 * 192 * 4, 8192)
+    llama_8b = Work(6_979_321_856, 7_504_658_432, 32 * 239_075_328, 131_072, 131_072)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        small = text_budget(RECIPE.replace(samples="auto", max_length=2048), smollm2, CPU, torch.bfloat16)
+        large = text_budget(RECIPE.replace(samples="auto", max_length=2048), llama_8b, CPU, torch.bfloat16)
+        torch.set_num_threads(64)
+        server = text_budget(RECIPE.replace(samples="auto", max_length=2048), smollm2, CPU, torch.bfloat16)
+    finally:
+        torch.set_num_threads(before)
+    assert 8192 <= small.tokens <= 16384
+    assert large.tokens == 4096
+    assert server.tokens == 128 * 2048 * 3 // 4
+    for budget in (small, large, server):
+        # What one round of the rows yields when documents end at three quarters of their length.
+        assert budget.rows * budget.max_length * 0.75 >= 0.98 * budget.tokens
+        assert budget.rows <= 128
+        assert 256 <= budget.max_length <= 2048
+
+
+def test_what_is_asked_for_is_what_is_written() -> None:
+    work = Work(10**8, 10**8, 10**6, 10**4, 512)
+    recipe = RECIPE.replace(samples="auto", max_length=2048)
+    assert text_budget(recipe.replace(samples=200), work, CPU, torch.float32) == TextBudget(
+        200 * 512, 200, 128, 512, "as asked for"
+    )
+    assert text_budget(recipe.replace(samples=200, tokens=5000), work, CPU, torch.float32).tokens == 5000
+    found = text_budget(recipe.replace(tokens=5000), work, CPU, torch.float32)
+    assert (found.tokens, found.documents, found.max_length) == (5000, None, 256)

@@ -1,0 +1,205 @@
+"""Text that models write themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from marlinq.core.errors import NumericsError, UnsupportedError
+from marlinq.runtime import LoadedModel
+from marlinq.runtime.writing import STAGE, TextWriter, Written
+from tests.testing.tiny_models import tiny_model
+
+CPU = torch.device("cpu")
+BEGIN, END, USER, CLOSE, ANSWER = 1, 2, 3, 4, 5
+
+
+def loaded(model: PreTrainedModel, tokenizer: Any = None) -> LoadedModel:
+    return LoadedModel(Path("tiny"), model, tokenizer, CPU, torch.float32, {}, ())
+
+
+def write(
+    model: PreTrainedModel,
+    *,
+    seed: int = 0,
+    documents: int | None = 70,
+    tokens: int = 10**6,
+    max_length: int = 24,
+    rows: int = 70,
+    **options: Any,
+) -> Written:
+    writer = TextWriter(loaded(model, **options), rows=rows, max_length=max_length, seed=seed)
+    try:
+        return writer.write(tokens=tokens, documents=documents)
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "falcon"])
+def test_a_model_writes_documents_of_natural_lengths(name: str) -> None:
+    documents = write(tiny_model(name)).documents
+    assert len(documents) == 70
+    assert all(document[0] == BEGIN for document in documents)
+    assert len({document[1] for document in documents}) > 20
+    for document in documents:
+        assert 16 <= len(document) <= 24
+        assert document[-1] == END or len(document) == 24
+        # An end token before the sixteenth does not end a document.
+        assert END not in document[15:-1]
+    assert documents == write(tiny_model(name)).documents
+    assert documents != write(tiny_model(name), seed=1).documents
+
+
+def test_rows_that_end_leave_the_others_alone() -> None:
+    model = tiny_model("llama")
+    alone = write(model, documents=8, rows=8, max_length=40).documents
+    # With many end tokens rows end at different times; what the others draw stays the same.
+    model.config.eos_token_id = list(range(2, 8))
+    model.generation_config.eos_token_id = list(range(2, 8))
+    ended = write(model, documents=8, rows=8, max_length=40).documents
+    assert len({len(document) for document in ended}) > 1
+    for document in ended:
+        if document[1] in {other[1] for other in alone}:
+            assert any(other[: len(document)] == document for other in alone)
+
+
+def test_every_token_is_one_of_the_fifty_likeliest() -> None:
+    model = tiny_model("gemma3")
+    for document in write(model, documents=5, rows=5).documents:
+        ids = torch.tensor(document)
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0]
+        # A forward over the whole document rounds otherwise than steps do, by far less than this.
+        least = logits[1:-1].topk(50).values[:, -1] - 1e-3
+        assert bool((logits[1:-1].gather(1, ids[2:, None])[:, 0] >= least).all())
+
+
+def test_tokens_bound_what_is_written() -> None:
+    written = write(tiny_model("llama"), documents=None, tokens=200, rows=4)
+    # What is left for a last document of fewer than 16 tokens is left.
+    assert 200 - 16 < sum(map(len, written.documents)) <= 200
+    assert written.rounds > 1
+    whole = write(tiny_model("llama"), documents=None, tokens=10**3, rows=4)
+    assert whole.documents[: len(written.documents) - 1] == written.documents[:-1]
+
+
+def test_a_round_ends_when_few_rows_are_left() -> None:
+    model = tiny_model("llama")
+    # Half of all tokens end a document that has sixteen of them.
+    ends = list(range(2, 66))
+    model.config.eos_token_id = ends
+    model.generation_config.eos_token_id = ends
+    steps: list[int] = []
+    writer = TextWriter(
+        loaded(model), rows=32, max_length=128, seed=0, progress=lambda stage, done, total: steps.append(done)
+    )
+    written = writer.write(tokens=10**5, documents=32)
+    writer.close()
+    # Of 126 steps a few are enough; a message a step, one at the beginning and one at the end.
+    assert len(steps) < 30
+    assert written.rounds == 1
+    assert max(map(len, written.documents)) < 30
+
+
+def test_progress_counts_tokens_up_to_the_end() -> None:
+    seen: list[tuple[str, int, int]] = []
+    writer = TextWriter(
+        loaded(tiny_model("phi")),
+        rows=3,
+        max_length=30,
+        seed=0,
+        progress=lambda *step: seen.append(step),
+    )
+    writer.write(tokens=150)
+    writer.close()
+    assert {(stage, total) for stage, _, total in seen} == {(STAGE, 150)}
+    assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
+    assert seen[-1][1] == 150
+
+
+def test_a_probe_leaves_the_text_as_it_is() -> None:
+    writer = TextWriter(loaded(tiny_model("llama")), rows=4, max_length=24, seed=0)
+    assert 0 < writer.seconds_a_step() < 10
+    documents = writer.write(tokens=10**6, documents=4).documents
+    writer.close()
+    assert documents == write(tiny_model("llama"), documents=4, rows=4).documents
+
+
+def test_a_model_that_breaks_while_writing_is_reported() -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight[7] = float("nan")
+    with pytest.raises(NumericsError, match="logits are NaN"):
+        write(model, documents=1, rows=1)
+
+
+class Chatty:
+    """A tokenizer of one token a character, whose chat template is written with single characters."""
+
+    name_or_path = "chatty"
+    chat_template: str | None = "a template"
+    _MARKS: ClassVar = {BEGIN: "<", END: ">", USER: "U", CLOSE: "C", ANSWER: "A"}
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        (message,) = messages
+        return f"<U{message['content']}C" + ("A" if add_generation_prompt else "")
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert not add_special_tokens
+        marks = {mark: token for token, mark in self._MARKS.items()}
+        return {"input_ids": [marks.get(letter, ord(letter) - 0x4E00) for letter in text]}
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        kept = [t for t in tokens if not (skip_special_tokens and t in self._MARKS)]
+        return "".join(self._MARKS.get(token, chr(0x4E00 + token)) for token in kept)
+
+
+def chat_model() -> PreTrainedModel:
+    model = tiny_model("llama")
+    # The message's end is an end token, as in most templates; what it answers ends with another one.
+    model.config.eos_token_id = [END, CLOSE]
+    model.generation_config.eos_token_id = [END, CLOSE]
+    return model
+
+
+def test_conversations_follow_the_models_template() -> None:
+    writer = TextWriter(loaded(chat_model(), Chatty()), rows=6, max_length=60, seed=0, chat=True)
+    documents = writer.write(tokens=10**6, documents=12).documents
+    writer.close()
+    assert len(documents) == 12
+    for document in documents:
+        assert document[:2] == (BEGIN, USER)
+        asked = document.index(CLOSE)
+        assert 2 < asked < 2 + 64
+        assert document[asked + 1] == ANSWER
+        assert len(document) > asked + 2
+        assert not {END, CLOSE} & set(document[max(asked + 2, 15) : -1])
+    assert len({document[: document.index(CLOSE)] for document in documents}) > 6
+
+
+def test_a_tokenizer_without_a_template_can_t_chat() -> None:
+    tokenizer = Chatty()
+    tokenizer.chat_template = None
+    for each in (None, tokenizer):
+        with pytest.raises(UnsupportedError, match="has no chat template; leave the option out"):
+            TextWriter(loaded(chat_model(), each), rows=2, max_length=60, seed=0, chat=True)
+
+
+def test_a_template_that_drops_the_message_is_refused() -> None:
+    tokenizer = Chatty()
+    tokenizer.apply_chat_template = lambda *args, **options: "<U"  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedError, match="leaves out a user's message"):
+        TextWriter(loaded(chat_model(), tokenizer), rows=2, max_length=60, seed=0, chat=True)
+
+
+def test_questions_that_fill_the_length_are_refused() -> None:
+    writer = TextWriter(loaded(chat_model(), Chatty()), rows=2, max_length=3, seed=0, chat=True)
+    with pytest.raises(UnsupportedError, match="raise --max-length"):
+        writer.write(tokens=100)
+    writer.close()
