@@ -28,6 +28,7 @@ LEAST_SPREAD = 1.0
 _FLOOR = 3.0
 _CONTROLS = (1, 2)
 _CHUNK_ELEMENTS = 1 << 22
+_GAIN_ELEMENTS = 1 << 18
 _SAMPLED_TILES = 32
 _LARGEST_TILE = 1 << 12
 
@@ -213,23 +214,30 @@ class _Chunk:
     def gains(self, one: Tensor, other: Tensor, pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         """L of exchanging slot i of ``one`` with slot j of ``other``, for each pair, [P, words], and the sum
         over the pairs that share a byte, [words]."""
-        places = self._r[one] + self._codes[one]
-        codes, sigma, lacks = self._codes[one], self._sigma[one], self._lacks[one]
-        if one is other:
-            places_b, codes_b, sigma_b, lacks_b = places, codes, sigma, lacks
-        else:
-            places_b = self._r[other] + self._codes[other]
-            codes_b, sigma_b, lacks_b = self._codes[other], self._sigma[other], self._lacks[other]
+        places, codes, sigma, lacks = self._slots(one)
+        both = (places, codes, sigma, lacks) if one is other else self._slots(other)
+        places_b, codes_b, sigma_b, lacks_b = both
         every = torch.empty((len(pairs), len(one)), device=places.device)
         by_byte = torch.zeros(len(one), device=places.device)
-        for index, (i, j) in enumerate(pairs):
-            gain = log_density(places[:, i] - codes_b[:, j], sigma[:, i])
-            gain += log_density(places_b[:, j] - codes[:, i], sigma_b[:, j])
-            gain += lacks[:, i] + lacks_b[:, j]
-            every[index] = gain
-            if (i, j) in self._module.tile.bytes:
-                by_byte += gain
+        first, second = torch.tensor(pairs, device=places.device).t()
+        # Many pairs at once: where there are few words an operation takes longer to start than to compute.
+        step = max(1, _GAIN_ELEMENTS // max(len(one), 1))
+        for start in range(0, len(pairs), step):
+            i, j = first[start : start + step], second[start : start + step]
+            gain = log_density(places[i] - codes_b[j], sigma[i])
+            gain += log_density(places_b[j] - codes[i], sigma_b[j])
+            gain += lacks[i] + lacks_b[j]
+            every[start : start + step] = gain
+        for index, pair in enumerate(pairs):
+            if pair in self._module.tile.bytes:
+                by_byte += every[index]
         return every, by_byte
+
+    def _slots(self, words: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Places in code units, codes, sigmas and negative densities, [slots, words]."""
+        codes = self._codes[words].t().contiguous()
+        places = self._r[words].t().contiguous() + codes
+        return places, codes, self._sigma[words].t().contiguous(), self._lacks[words].t().contiguous()
 
     def own(self, words: Tensor) -> Tensor:
         """The gain of every alternative, [A, words]."""
