@@ -142,7 +142,7 @@ class BlockQuantizer:
                     [(*batch.ids.shape, width) for batch in self._batches],
                     dtype=hidden.dtype,
                     device=self._instance.device,
-                    limit_bytes=psutil.virtual_memory().available // 4,
+                    limit_bytes=psutil.virtual_memory().available // 4 // self._ranks.on_host,
                     folder=self._writer.partial,
                     device_bytes=self._states_on_device(),
                 )

@@ -63,7 +63,7 @@ def model_card(
     lines = [
         f"# {_inline(name)} in {recipe.get('bits', 4)} bits",
         "",
-        f"{original}, quantised with {_inline(tool)}: {_bytes(source.nbytes)} became {_bytes(nbytes)}.",
+        f"Made from {original} by {_inline(tool)}: {_bytes(source.nbytes)} became {_bytes(nbytes)}.",
         "",
         "| | |",
         "| --- | --- |",
@@ -84,7 +84,7 @@ def model_card(
         "",
         "## Recipe",
         "",
-        *_fenced(yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True), "yaml"),
+        *_fenced(yaml.safe_dump(_public(recipe), sort_keys=False, allow_unicode=True), "yaml"),
         "",
         "`marlinq quantize MODEL OUT --recipe recipe.yaml` repeats the run.",
     ]
@@ -173,6 +173,14 @@ class _PlainLoader(yaml.SafeLoader):
         if self.check_event(yaml.events.AliasEvent):
             raise CheckpointError("a model card with aliases")
         return super().compose_node(parent, index)
+
+
+def _public(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe without the folders of whoever made it: cards are published."""
+    text = recipe.get("calibration")
+    if isinstance(text, str) and Path(text).expanduser().is_absolute():
+        return {**recipe, "calibration": Path(text).name}
+    return dict(recipe)
 
 
 def _calibration(calibration: Mapping[str, Any] | None) -> list[str]:

@@ -11,8 +11,10 @@ from marlinq.operations.report.markup import Element, tag
 STEPS = 9
 """Steps of a colour ramp, the classes ``s0`` to ``s8`` or ``d0`` to ``d8``."""
 
-_LABEL, _ROW, _GAP = 132, 22, 1
+_ROW, _GAP = 22, 1
 _MAP_WIDTH = 1020
+# Pixels of a character of a label, and the most characters that one has.
+_CHARACTER, _LONGEST = 6.3, 32
 _CELL = (9, 34)
 
 
@@ -71,11 +73,12 @@ def heat_map(
         ramp: the colours.
         title: for those who can't see it.
     """
-    width = min(_CELL[1], max(_CELL[0], (_MAP_WIDTH - _LABEL) // max(1, len(columns))))
+    left = round(_CHARACTER * max((len(_cut(row)) for row in rows), default=0)) + 16
+    width = min(_CELL[1], max(_CELL[0], (_MAP_WIDTH - left) // max(1, len(columns))))
     marks = []
     for y, row in enumerate(rows):
         top = 4 + y * _ROW
-        marks.append(tag("text", _cut(row), x=_LABEL - 8, y=top + 15, class_="label end"))
+        marks.append(tag("text", _cut(row), x=left - 8, y=top + 15, class_="label end"))
         for x, column in enumerate(columns):
             if (row, column) not in cells:
                 continue
@@ -84,7 +87,7 @@ def heat_map(
                 tag(
                     "rect",
                     tag("title", hint),
-                    x=_LABEL + x * width,
+                    x=left + x * width,
                     y=top,
                     width=width - _GAP,
                     height=_ROW - _GAP,
@@ -95,12 +98,12 @@ def heat_map(
     bottom = 4 + len(rows) * _ROW
     every = next(step for step in (1, 2, 4, 5, 10, 20, 50, 100, 10**9) if step * width >= 26)
     marks += [
-        tag("text", str(column), x=_LABEL + x * width + width / 2, y=bottom + 15, class_="label middle")
+        tag("text", str(column), x=left + x * width + width / 2, y=bottom + 15, class_="label middle")
         for x, column in enumerate(columns)
         if x % every == 0
     ]
-    marks.append(tag("text", "block", x=_LABEL - 8, y=bottom + 15, class_="label end faint"))
-    return _drawing(marks, _LABEL + len(columns) * width + 8, bottom + 22, title)
+    marks.append(tag("text", "block", x=left - 8, y=bottom + 15, class_="label end faint"))
+    return _drawing(marks, left + len(columns) * width + 8, bottom + 22, title)
 
 
 def legend(ramp: Ramp, low: str, high: str, middle: str = "") -> Element:
@@ -205,4 +208,5 @@ def _drawing(marks: Sequence[Element], width: float, height: float, title: str) 
 
 
 def _cut(name: str) -> str:
-    return name if len(name) <= 21 else f"{name[:9]}…{name[-11:]}"
+    half = _LONGEST // 2
+    return name if len(name) <= _LONGEST else f"{name[: half - 1]}…{name[-half:]}"

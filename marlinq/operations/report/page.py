@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from marlinq import __version__
 from marlinq.operations.report.charts import Ramp, heat_map, legend, stack
 from marlinq.operations.report.distributions import codes_section, scales_section
-from marlinq.operations.report.figures import CheckpointFigures, TimeFigures, cell_error
+from marlinq.operations.report.figures import CheckpointFigures, ModuleFigures, TimeFigures, cell_error
 from marlinq.operations.report.markup import Element, style_sheet, tag
 from marlinq.operations.report.style import style_rules
 
@@ -65,7 +65,8 @@ def _heading(figures: CheckpointFigures) -> Element:
     quality = figures.recipe.get("quality")
     recipe = f", recipe {quality}" if quality else ""
     kinds = sorted({module.scheme for module in figures.modules})
-    more = f" and {len(kinds) - 1} more kinds" if len(kinds) > 1 else ""
+    others = len(kinds) - 1
+    more = f" and {others} other kind{'s' if others > 1 else ''}" if others else ""
     return tag(
         "header",
         tag("h1", figures.name),
@@ -96,10 +97,14 @@ def _tiles(figures: CheckpointFigures) -> Element:
 
 def _notes(figures: CheckpointFigures) -> Element | None:
     lines = list(figures.notes)
-    fallbacks = [module for module in figures.modules if module.fallback]
-    lines += [f"{module.name}: {module.fallback}" for module in fallbacks[:_WORST]]
-    if len(fallbacks) > _WORST:
-        lines.append(f"{len(fallbacks) - _WORST} more modules fell back; report.csv lists them.")
+    fallbacks: dict[str, list[ModuleFigures]] = {}
+    for module in figures.modules:
+        if module.fallback:
+            # The end of the text says what was done; what comes before differs from module to module.
+            fallbacks.setdefault(module.fallback.rpartition(": ")[2], []).append(module)
+    for what, found in list(fallbacks.items())[:_WORST]:
+        more = f" and {len(found) - 1} more modules" if len(found) > 1 else ""
+        lines.append(f"Fallback in {found[0].name}{more}: {found[0].fallback if not more else what}")
     bad = [module for module in figures.modules if module.scales.bad]
     lines += [f"{module.name}: {module.scales.bad} scales are NaN or infinite" for module in bad[:_WORST]]
     if not lines:
@@ -154,7 +159,7 @@ def _worst_section(figures: CheckpointFigures) -> Element | None:
             tag(
                 "tr",
                 tag("td", tag("span", class_="meter", style=f"width:{100 * error / top:.0f}px"), class_="m"),
-                tag("td", module.name),
+                tag("td", module.name, class_="w"),
                 tag("td", percent(error), class_="n"),
                 tag("td", f"{error / usual:.1f}×" if usual > 0 else "", class_="n"),
                 tag("td", f"{module.in_features} × {module.out_features}", class_="n"),

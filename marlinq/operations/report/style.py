@@ -38,7 +38,7 @@ p{margin:0 0 10px}
 .warn{color:var(--warn)}
 section{background:var(--card);border:1px solid var(--rule);border-radius:10px;
 padding:18px 20px;margin:16px 0}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(165px,1fr));gap:12px;margin:0}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(140px,1fr));gap:12px;margin:0}
 .tile{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:12px 14px}
 .tile b{display:block;font-size:21px;line-height:1.3;font-weight:600}
 .tile span{color:var(--faint);font-size:13px}
@@ -56,7 +56,7 @@ th,td{padding:5px 14px 5px 0;border-bottom:1px solid var(--rule);vertical-align:
 tr:last-child>td,tr:last-child>th{border-bottom:0}
 td{overflow-wrap:anywhere}
 td.n,th.n{text-align:right;white-space:nowrap}
-td.m{min-width:180px}
+td.m{width:120px}td.w{white-space:nowrap}
 tr.other td{color:var(--accent)}
 ul.parts{list-style:none;display:flex;flex-wrap:wrap;gap:4px 22px;padding:0;margin:10px 0 0;font-size:14px}
 .legend{display:flex;align-items:center;gap:2px;font-size:12.5px;color:var(--faint);margin:8px 0 0}

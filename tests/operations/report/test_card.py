@@ -72,6 +72,13 @@ def test_the_recipe_in_the_card_repeats_the_run(tmp_path: Path) -> None:
     assert isinstance(RECIPE, Recipe)
 
 
+def test_the_folders_of_whoever_made_it_stay_unknown(tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text('{"input_ids": [' + ", ".join(map(str, range(3, 40))) + "]}\n")
+    _, text = made(tmp_path, None, calibration=str(tmp_path / "text.jsonl"), samples=1)
+    assert "calibration: text.jsonl\n" in text
+    assert str(tmp_path) not in text
+
+
 @pytest.mark.parametrize(
     "card",
     [
