@@ -95,14 +95,18 @@ def main() -> None:
     parser.add_argument("--recipe", type=json.loads, default={}, help="changes of the recipe, as JSON")
     arguments = parser.parse_args()
     model, text = arguments.folder / f"original-{arguments.layers}", arguments.folder / "text.txt"
-    if not model.exists():
+    rank, size = rank_and_size()
+    if not model.exists() and rank == 0:
         start = time.monotonic()
-        nbytes = write_original(model, layers=arguments.layers)
+        unfinished = model.with_suffix(".unfinished")
+        nbytes = write_original(unfinished, layers=arguments.layers)
+        unfinished.rename(model)
         print(f"wrote {nbytes / 1e9:.2f} GB in {time.monotonic() - start:.1f} s", flush=True)
-    if not text.exists():
+    if not text.exists() and rank == 0:
         # A word and its blank are nine bytes, a token at most three.
         write_text(text, max(128, arguments.samples), arguments.max_length // 2)
-    rank, size = rank_and_size()
+    while not (model.exists() and text.exists()):
+        time.sleep(0.2)
     out = arguments.folder / f"quantized-{size}"
     if rank == 0:
         shutil.rmtree(out, ignore_errors=True)
