@@ -67,9 +67,9 @@ def start(size: int, *arguments: str, dies: int | None = None, **more: str) -> l
     killing = (
         "import os, signal\nfrom marlinq.operations.quantize.blocks import BlockQuantizer\n"
         "before = BlockQuantizer._quantize\n"
-        "def quantize(self, index, *rest):\n"
+        "def quantize(self, index, *rest, **named):\n"
         "    if index == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return before(self, index, *rest)\n"
+        "    return before(self, index, *rest, **named)\n"
         "BlockQuantizer._quantize = quantize\n"
     )
     return [
