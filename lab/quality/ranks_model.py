@@ -2,9 +2,9 @@
 
     python lab/quality/ranks_model.py
 
-What one GPU computes comes from rates that were measured on an H200 at the 8B shape (RATES); the rest from
-what a block moves. A stage that runs beside another one counts where it is the longest. Nothing here was
-measured at these sizes.
+What a GPU computes in a second was measured on an H200 at the 8B shape (docs/lab-notes, time of a quantise
+run); what links, network and disks carry is assumed. Reading and writing run beside the computing, so the
+longest of the three counts. Nothing here was measured at the sizes it is about.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RATES = {
-    "forward": 330e12,
-    "hessian": 420e12,
-    "factor": 20e12,
-    "rows": 20e12,
+    "forward": 546e12,
+    "hessian": 700e12,
+    "factor": 62e12,
+    "rows": 18e12,
     "links": 300e9,
     "network": 40e9,
-    "disk": 8e9,
-    "write": 1.5e9,
+    "disk": 5e9,
+    "write": 0.9e9,
 }
-"""Operations a second: forward passes, Hessians, factorisations, channels of a solve. Bytes a second: between
-GPUs of a host, of a GPU's network adapter, of a host's disk, and of rank 0's writer, which hashes too."""
+"""Measured, operations a second: forward passes, Hessians, factorisations, channels of a solve; bytes a second
+of rank 0's writer, which hashes what it writes. Assumed, bytes a second: between GPUs of a host, of a GPU's
+network adapter, of a host's disk."""
 TOKENS = 128 * 2048
 GPUS_OF_A_HOST = 8
 
@@ -96,32 +97,31 @@ MODELS = (
 
 
 def block_seconds(model: Model, gpus: int) -> dict[str, float]:
-    """Seconds of the stages of a block."""
+    """Seconds of the stages of a block; reading and writing run beside the others."""
     hosts = max(1, gpus // GPUS_OF_A_HOST)
     inside = min(gpus, GPUS_OF_A_HOST)
-    work = sum(solve.weights * solve.tokens / TOKENS * TOKENS for solve in model.solves)
-    hessians = sum(4.0 * solve.k**2 * solve.count for solve in model.solves)
     weights = sum(solve.weights for solve in model.solves)
-    # The widest single solve is cut over all ranks, each of which factorises; many equal ones are dealt out.
-    single = [solve for solve in model.solves if solve.count == 1]
-    many = [solve for solve in model.solves if solve.count > 1]
-    widest = max(single, key=lambda solve: solve.factor)
-    dealt = sum((solve.factor + 0.0) * solve.count for solve in (*single, *many) if solve is not widest)
-    rows = sum(solve.rows * solve.count for solve in model.solves)
-    reduce = 0.0
+    solves = [
+        (solve.factor / RATES["factor"] + solve.rows / RATES["rows"], solve.count) for solve in model.solves
+    ]
+    # Solves are dealt out whole, as the default's correction for drift asks for.
+    longest = max(each for each, _ in solves)
+    dealt = max(longest, sum(each * count for each, count in solves) / gpus)
+    exchange = 0.0
     if gpus > 1:
-        reduce = 2 * hessians * (inside - 1) / inside / RATES["links"]
-    if hosts > 1:
-        reduce += 2 * hessians / inside / RATES["network"]
-    share = weights / RATES["links"] if gpus > 1 else 0.0
-    if hosts > 1:
-        share += weights / inside / RATES["network"]
+        hessians = sum(4.0 * solve.k**2 * solve.count for solve in model.solves)
+        # A sum over all ranks moves everything twice; codes go out once, a byte each.
+        moved = 2 * hessians + weights
+        exchange = moved * (inside - 1) / inside / RATES["links"]
+        if hosts > 1:
+            exchange += moved / inside / RATES["network"]
+    # Two forward passes of two operations a weight and token.
+    forward = sum(4.0 * solve.weights * solve.tokens for solve in model.solves)
     return {
-        "forward": 4.0 * work / RATES["forward"] / gpus,
+        "forward": forward / RATES["forward"] / gpus,
         "Hessians": sum(solve.hessian for solve in model.solves) / RATES["hessian"] / gpus,
-        "factor": (widest.factor + dealt / gpus) / RATES["factor"],
-        "channels": rows / RATES["rows"] / gpus,
-        "exchange": reduce + share,
+        "solve": dealt,
+        "exchange": exchange,
         "read": 2.0 * weights / RATES["disk"],
         "write": 0.53 * weights / RATES["write"],
     }
@@ -129,21 +129,18 @@ def block_seconds(model: Model, gpus: int) -> dict[str, float]:
 
 def main() -> None:
     """Print a table for the documentation."""
-    print("| model | GPUs | computing and exchange, s a block | all blocks | reading | writing | bound by |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| model | GPUs | a block | forward | Hessians | solve | exchange | all blocks | bound by |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for model in MODELS:
         for gpus in (1, 2, 8, 64):
             parts = block_seconds(model, gpus)
             reading, writing = parts.pop("read"), parts.pop("write")
             computing = sum(parts.values())
-            longest = max((computing, "computing"), (reading, "reading"), (writing, "writing"))
-            split = ", ".join(f"{name} {value:.2f}" for name, value in parts.items())
-            total = {name: model.blocks * value / 60 for name, value in (("r", reading), ("w", writing))}
-            print(
-                f"| {model.name} | {gpus} | {computing:.2f} ({split}) "
-                f"| {model.blocks * longest[0] / 60:.1f} min "
-                f"| {total['r']:.1f} min | {total['w']:.1f} min | {longest[1]} |"
-            )
+            longest, bound = max((computing, "computing"), (reading, "reading"), (writing, "writing"))
+            shown = " | ".join(f"{value:.2f} s" for value in parts.values())
+            total = model.blocks * longest
+            time = f"{total:.0f} s" if total < 120 else f"{total / 60:.1f} min"
+            print(f"| {model.name} | {gpus} | {longest:.2f} s | {shown} | {time} | {bound} |")
 
 
 if __name__ == "__main__":
