@@ -21,9 +21,9 @@ RATES = {
     "disk": 5e9,
     "write": 0.9e9,
 }
-"""Measured, operations a second: forward passes, Hessians, factorisations, channels of a solve; bytes a second
-of rank 0's writer, which hashes what it writes. Assumed, bytes a second: between GPUs of a host, of a GPU's
-network adapter, of a host's disk."""
+"""Measured, operations a second: forward passes, Hessians, factorisations, channels of a solve. Measured,
+bytes a second: rank 0's writer, which hashes what it writes. Assumed, bytes a second: between GPUs of a host,
+of a GPU's network adapter, of a host's disk."""
 TOKENS = 128 * 2048
 GPUS_OF_A_HOST = 8
 

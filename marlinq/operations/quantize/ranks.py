@@ -169,6 +169,9 @@ def joined_ranks(device: torch.device) -> Iterator[Ranks]:
             f"WORLD_SIZE={count}, but {missing[0]} is not set; start several ranks with torchrun"
         )
     ranks = Ranks(int(os.environ["RANK"]), int(count), device)
+    if device.type == "cuda":
+        # Page-locked memory and kernels of other libraries go to the current device.
+        torch.cuda.set_device(device)
     # A rank that waits in vain raises an error instead of being killed by a watchdog thread.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     seconds = _timeout()
