@@ -319,6 +319,16 @@ class CheckpointWriter:
         with writing(self.partial):
             self._folder.write(name, text.encode("utf-8", "backslashreplace"))
 
+    def write_bytes(self, name: str, data: bytes) -> None:
+        """Put a file into the unfinished folder, durably, whole or not at all."""
+        with writing(self.partial):
+            self._folder.write(name, data)
+
+    def read_bytes(self, name: str) -> bytes | None:
+        """What an interrupted run put there with :meth:`write_bytes`; None where it did not."""
+        with writing(self.partial):
+            return self._folder.read(name)
+
     def read_json(self, name: str) -> Any:
         """What an interrupted run put there with :meth:`write_json`; None where it did not.
 
@@ -335,7 +345,8 @@ class CheckpointWriter:
             raise self._damaged(name) from None
 
     def remove(self, name: str) -> None:
-        """Remove what :meth:`write_json` put into the unfinished folder, whole or not, if it is there."""
+        """Remove what :meth:`write_json` or :meth:`write_bytes` put into the unfinished folder, whole or not,
+        if it is there."""
         with writing(self.partial):
             self._folder.remove(name)
             self._folder.remove(name + TEMPORARY)

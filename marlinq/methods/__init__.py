@@ -10,6 +10,7 @@ from typing import Any
 
 from marlinq.methods.base import Method, MethodOptions, SolveReport, Statistics
 from marlinq.methods.gptq import GPTQ, GPTQOptions
+from marlinq.methods.imatrix import Imatrix, ImatrixOptions
 from marlinq.methods.rtn import RTN, RTNOptions
 
 METHODS: dict[str, Method[Any, Any]] = {}
@@ -22,12 +23,13 @@ def register_method(method: Method[Any, Any]) -> Method[Any, Any]:
     return method
 
 
-for _method in (GPTQ(), RTN()):
+for _method in (GPTQ(), Imatrix(), RTN()):
     register_method(_method)
 
 __all__ = [
     "METHODS",
     "GPTQOptions",
+    "ImatrixOptions",
     "Method",
     "MethodOptions",
     "RTNOptions",

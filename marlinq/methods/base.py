@@ -131,6 +131,11 @@ class Method(ABC, Generic[OptionsT, StatisticsT]):
         """
         raise NotImplementedError(f"{self.name} gathers no statistics")
 
+    def paired(self, options: OptionsT) -> bool:
+        """Whether the method compares inputs with the original's: statistics then have ``add_pair``, which is
+        called with both where both are known."""
+        return False
+
     def transform(self, block: nn.Module, options: OptionsT) -> None:
         """Change weights of a materialised decoder block, in place, before statistics are gathered.
 
@@ -165,6 +170,28 @@ class Method(ABC, Generic[OptionsT, StatisticsT]):
             NumericsError: a weight or the statistics hold NaN or infinity.
             UnsupportedError: K is not a multiple of the group size, or the shapes don't fit together.
         """
+
+
+def real_rows(x: Tensor, mask: Tensor | None, name: str) -> Tensor:
+    """The inputs [tokens, K] of one call that belong to real tokens.
+
+    Args:
+        x: float [..., K].
+        mask: bool [B, T] with true at real tokens, None when all are; x then is [B, T, K] or [B * T, K].
+        name: what the error message calls the layer.
+
+    Raises:
+        UnsupportedError: there is a mask, but the rows of x are not the batch's tokens in order.
+    """
+    rows = x.detach().reshape(-1, x.shape[-1])
+    if mask is None:
+        return rows
+    if rows.shape[0] != mask.numel():
+        raise UnsupportedError(
+            f"{name}: expected inputs of {list(mask.shape)} tokens, found {list(x.shape)}; it "
+            "does not see every token once, so padding can't be told apart; skip it with an override"
+        )
+    return rows[mask.to(rows.device).flatten()]
 
 
 def whole_groups(scheme: Scheme, in_features: int, name: str) -> int:

@@ -17,21 +17,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import EnvironmentProblem, NumericsError, UnsupportedError
 from marlinq.core.scheme import Scheme
-from marlinq.core.settings import Choice, Flag, Fraction, setting
+from marlinq.core.settings import Choice, Flag, Fraction, Share, setting
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.kernels.solve import check_panels
 from marlinq.methods.base import Method, MethodOptions, SolveReport, check_weight, whole_groups
+from marlinq.methods.drift import PairedHessian, make_up_for_drift
 from marlinq.methods.factor import Factor, channel_order, factorise
 from marlinq.methods.grid import search_factors
 from marlinq.methods.hessian import HessianAccumulator
 from marlinq.methods.panels import solve_panels
+from marlinq.methods.rtn import round_to_nearest
 from marlinq.methods.slices import solve_slices
 
 if TYPE_CHECKING:
@@ -51,6 +53,8 @@ class GPTQOptions(MethodOptions):
             factorised.
         act_order: ``none``, or ``static``: groups by falling mean of H's diagonal, and channels by falling
             diagonal within their group. Groups keep their channels, so g_idx stays trivial.
+        drift_correction: share of what quantised blocks before did to the inputs that is made up for
+            (:mod:`marlinq.methods.drift`). It takes a forward pass of the original beside the other.
     """
 
     clip_search: bool = setting(True, Flag(), "Search each group's scale for the least output error.")
@@ -59,6 +63,9 @@ class GPTQOptions(MethodOptions):
         "static",
         Choice(("none", "static")),
         "static quantises the channels of the largest activations first; groups keep their channels.",
+    )
+    drift_correction: float = setting(
+        0.25, Share(), "Share of the errors of earlier blocks that a layer's weights make up for."
     )
 
 
@@ -76,7 +83,11 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
     def statistics(
         self, in_features: int, options: GPTQOptions, *, device: torch.device, name: str
     ) -> HessianAccumulator:
-        return HessianAccumulator(in_features, device=device, name=name)
+        kind = PairedHessian if self.paired(options) else HessianAccumulator
+        return kind(in_features, device=device, name=name)
+
+    def paired(self, options: GPTQOptions) -> bool:
+        return options.drift_correction > 0
 
     def solve(
         self,
@@ -89,7 +100,29 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
     ) -> list[tuple[QuantizedWeight, SolveReport]]:
         if statistics is None:
             raise ValueError("GPTQ needs the Hessian of the weights' input")
-        return solve_gptq_shared(weights, statistics.hessian(), scheme, options, names=names)
+        hessian = statistics.hessian()
+        drift = statistics.drift() if isinstance(statistics, PairedHessian) else None
+        if drift is None:
+            return solve_gptq_shared(weights, hessian, scheme, options, names=names)
+        corrected = make_up_for_drift(
+            weights,
+            hessian,
+            drift,
+            damp=options.damp,
+            share=options.drift_correction,
+            limits=[
+                float((weight - round_to_nearest(weight, scheme, name=name).dequantize()).norm())
+                for weight, name in zip(weights, names, strict=True)
+            ],
+        )
+        solved = solve_gptq_shared(corrected or weights, hessian, scheme, options, names=names)
+        if corrected is not None:
+            return solved
+        reason = "no drift correction: the damped Hessian is not positive definite"
+        return [
+            (weight, report if report.fallback else replace(report, fallback=reason))
+            for weight, report in solved
+        ]
 
 
 def solve_gptq(

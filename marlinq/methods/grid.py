@@ -66,7 +66,8 @@ def search_grid(weight: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Ten
 
     Args:
         weight: float32 [g, N], finite.
-        importance: float32 [g], not negative: what a squared error of each channel costs.
+        importance: float32 [g] or [g, N], not negative: what a squared error of each channel, or of each
+            weight, costs.
         scheme: as in :func:`minmax_grid`.
 
     Returns:
@@ -74,7 +75,11 @@ def search_grid(weight: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Ten
     """
     g, n = weight.shape
     width = max(1, _SLICE.get(weight.device.type, _LARGE_SLICE) // g)
-    parts = [_search(weight[:, start : start + width], importance, scheme) for start in range(0, n, width)]
+    parts = []
+    for start in range(0, n, width):
+        part = slice(start, start + width)
+        own = importance if importance.dim() == 1 else importance[:, part]
+        parts.append(_search(weight[:, part], own, scheme))
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
@@ -136,7 +141,7 @@ def _search(weight: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Tensor,
                 torch.round(errors, out=codes).clamp_(0, top)
             else:
                 codes = element.decode(element.nearest(errors))
-            cost = (importance @ errors.sub_(codes).square_()).mul_(scales.square())
+            cost = _weighed(importance, errors.sub_(codes).square_()).mul_(scales.square())
             if sign == 1:
                 found_cost, found_scales, found_zeros = cost, scales, zeros
                 continue
@@ -149,3 +154,8 @@ def _search(weight: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Tensor,
         best_scales = torch.where(better, found_scales, best_scales)
         best_zeros = torch.where(better, found_zeros, best_zeros)
     return best_scales, best_zeros
+
+
+def _weighed(importance: Tensor, squares: Tensor) -> Tensor:
+    """The weighted sums [N] of squares [g, N], which are overwritten."""
+    return importance @ squares if importance.dim() == 1 else squares.mul_(importance).sum(dim=0)

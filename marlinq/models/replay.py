@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from marlinq.core import boundaries
 from marlinq.core.errors import UnsupportedError
@@ -89,14 +90,48 @@ class BlockReplay:
 
     def run(self, block: int, batch: int, hidden: Tensor) -> Tensor:
         """What materialised block ``block`` makes of its input ``hidden``, both [B, T, hidden]."""
+        with torch.no_grad():
+            return self.call(block, batch, hidden, {})
+
+    def call(self, block: int, batch: int, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        """As :meth:`run`, differentiable, with ``parameters`` (by full name) in place of the block's own."""
         call = self._calls[batch][block]
         args = tuple(_restore(value, hidden, self._place) for value in call.args)
         kwargs = {key: _restore(value, hidden, self._place) for key, value in call.kwargs.items()}
-        module = self._instance.model.get_submodule(self._instance.blueprint.blocks[block].name)
-        with torch.no_grad(), boundaries.forward(self._instance.source):
-            output = module(*args, **kwargs)
+        name = self._instance.blueprint.blocks[block].name
+        module = self._instance.model.get_submodule(name)
+        inside = {key.removeprefix(f"{name}."): tensor for key, tensor in parameters.items()}
+        with boundaries.forward(self._instance.source):
+            output = functional_call(module, inside, args, kwargs)
         result: Tensor = output if isinstance(output, Tensor) else output[0]
         return result
+
+    def logits(self, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        """What the model predicts after the last block, differentiable.
+
+        Args:
+            hidden: [R, H], what the last block made of R tokens, no more than the model has positions.
+            parameters: by full name, in place of the model's own. All others outside the blocks are
+                materialised (:meth:`ModelInstance.outer`).
+
+        Returns:
+            [R, vocabulary]
+        """
+        result = self._wrap(hidden[None])
+
+        def stub(*args: Any, **kwargs: Any) -> Any:
+            return result
+
+        blocks = [self._instance.model.get_submodule(block.name) for block in self._instance.blueprint.blocks]
+        # The stubs don't look at what is embedded; padding would make transformers warn of a missing mask.
+        padding = self._instance.blueprint.config.get_text_config().pad_token_id
+        ids = torch.full((1, len(hidden)), int(padding == 0), device=self._instance.device)
+        with _replaced(blocks, [stub] * len(blocks)), boundaries.forward(self._instance.source):
+            output = functional_call(
+                self._instance.model, dict(parameters), kwargs={"input_ids": ids, "use_cache": False}
+            )
+        logits: Tensor = output.logits[0]
+        return logits
 
     def inputs(
         self,

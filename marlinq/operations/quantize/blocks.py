@@ -16,9 +16,10 @@ from marlinq.core.errors import NumericsError
 from marlinq.core.progress import ReportProgress
 from marlinq.core.weight import QuantizedWeight
 from marlinq.methods import SolveReport, Statistics
-from marlinq.models import BlockReplay, Experts, ModelInstance, shared_inputs
+from marlinq.models import BlockReplay, Experts, ModelInstance, Projection, shared_inputs
 from marlinq.operations.quantize.experts import ExpertCalibration
 from marlinq.operations.quantize.head import solve_head
+from marlinq.operations.quantize.original import OriginalStates
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
 from marlinq.operations.quantize.ranks import ALONE, Ranks
 from marlinq.operations.quantize.recipe import Recipe
@@ -69,6 +70,7 @@ class BlockQuantizer:
             instance, self._replay, recipe, len(batches), self._empty_statistics, ranks
         )
         self._lot: dict[str, Tensor] = {}
+        self._original: OriginalStates | None = None
         self._masks = [batch.mask().to(instance.device) if batch.padded else None for batch in batches]
 
     def run(self) -> None:
@@ -100,6 +102,8 @@ class BlockQuantizer:
         needed = [index for index in range(count) if onward[index] or not is_written[index]]
         with self._instance.reading_ahead(needed):
             states = self._first_states() if calibrated else None
+            if states is not None and self._is_paired():
+                self._original = OriginalStates(self._instance, self._replay, self._copy(states))
             self._progress("quantising blocks", 0, count)
             for index in range(count):
                 if index in needed:
@@ -122,6 +126,7 @@ class BlockQuantizer:
         module = self._instance.block(index)
         _check_weights(self._blocks[index].name, module)
         if is_written:
+            self._advance_original(index)
             for planned in members:
                 self._install(planned, self._read_back(planned))
         else:
@@ -130,6 +135,17 @@ class BlockQuantizer:
             self._advance(index, states)
         self._instance.release_block(index)
 
+    def _is_paired(self) -> bool:
+        """Whether any module is solved by comparison with the original's inputs."""
+        method = self._plan.method
+        return any(method.paired(planned.options) for planned in self._plan.modules.values())
+
+    def _advance_original(self, index: int) -> None:
+        """Runs a block of the original whose inputs nobody wants."""
+        if self._original is not None:
+            for number in range(len(self._batches)):
+                self._original.advance(index, number)
+
     def _first_states(self) -> HiddenStates:
         recorded = self._replay.record(batch.ids for batch in self._batches)
         states: HiddenStates | None = None
@@ -137,15 +153,7 @@ class BlockQuantizer:
             if not bool(torch.isfinite(hidden).all()):
                 raise NumericsError("the embeddings hold NaN or infinity; check the source checkpoint")
             if states is None:
-                width = hidden.shape[-1]
-                states = HiddenStates(
-                    [(*batch.ids.shape, width) for batch in self._batches],
-                    dtype=hidden.dtype,
-                    device=self._instance.device,
-                    limit_bytes=psutil.virtual_memory().available // 4 // self._ranks.on_host,
-                    folder=self._writer.partial,
-                    device_bytes=self._states_on_device(),
-                )
+                states = self._empty_states(hidden)
             states.store(number, hidden)
         if states is None:
             raise ValueError("calibration needs at least one batch")
@@ -155,6 +163,22 @@ class BlockQuantizer:
         """Bytes of hidden states that may stay on a GPU, where they need no way to the host and back."""
         device = self._instance.device
         return min(_STATES_BYTES, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else 0
+
+    def _empty_states(self, like: Tensor) -> HiddenStates:
+        return HiddenStates(
+            [(*batch.ids.shape, like.shape[-1]) for batch in self._batches],
+            dtype=like.dtype,
+            device=self._instance.device,
+            limit_bytes=psutil.virtual_memory().available // 4,
+            folder=self._writer.partial,
+            device_bytes=self._states_on_device(),
+        )
+
+    def _copy(self, states: HiddenStates) -> HiddenStates:
+        copy = self._empty_states(states.load(0))
+        for number in range(len(states)):
+            copy.store(number, states.load(number))
+        return copy
 
     def _read_back(self, planned: PlannedModule) -> QuantizedWeight:
         stored = self._stored(planned) if self._ranks.first else None
@@ -196,6 +220,8 @@ class BlockQuantizer:
         module = self._instance.model.get_submodule(self._blocks[index].name)
         for options in dict.fromkeys(planned.options for planned in (*members, *fused.values())):
             self._plan.method.transform(module, options)
+        if not members:
+            self._advance_original(index)
         if states is None or not members:
             groups: list[tuple[str, ...]] = [(name,) for name in by_name]
             statistics: dict[str, Statistics] = {}
@@ -284,14 +310,24 @@ class BlockQuantizer:
         """Names of the block's projections by shared input, and the statistics of each group under its
         first name."""
         by_name = {planned.projection.name: planned for planned in members}
-        statistics: dict[str, Statistics] = {}
+        method = self._plan.method
+        statistics: dict[str, Any] = {}
         number = 0
+
+        def originals(projections: Sequence[Projection]) -> dict[str, Tensor]:
+            return {} if self._original is None else self._original.advance(index, number, projections)
 
         def receive(name: str, x: Tensor) -> None:
             if name not in statistics:
                 statistics[name] = self._empty_statistics(by_name[name])
-            statistics[name].add(x, self._masks[number])
+            other = others.pop(name, None)
+            if other is not None and self._is_pair(x, other, number) and method.paired(by_name[name].options):
+                statistics[name].add_pair(x, other, self._masks[number])
+            else:
+                statistics[name].add(x, self._masks[number])
 
+        # Which projections share an input is known after the first run, so all of them are listened to there.
+        others = originals([planned.projection for planned in members])
         groups = shared_inputs(
             self._instance.model,
             [planned.projection for planned in members],
@@ -308,12 +344,20 @@ class BlockQuantizer:
         # Experts run in whatever order the tokens ask for, so there is no last one to stop at.
         last = None if self._instance.blueprint.routed else first[-1].name
         for number in range(start, len(self._batches)):
+            # A first batch that is seen again has no pairs: the original's block has run on it.
+            others = originals(first) if number else {}
             self._replay.inputs(index, number, states.load(number), first, receive, last=last)
         for projection in first:
             if projection.name not in statistics:
                 # An expert that no token chose.
                 statistics[projection.name] = self._empty_statistics(by_name[projection.name])
         return groups, statistics
+
+    def _is_pair(self, x: Tensor, original: Tensor, batch: int) -> bool:
+        """Whether two inputs of a projection are of the same tokens: all of the batch, where there are
+        experts, since each model sends them tokens of its own choice."""
+        places = tuple(self._batches[batch].ids.shape)
+        return x.shape == original.shape and (not self._instance.blueprint.routed or x.shape[:-1] == places)
 
     def _empty_statistics(self, planned: PlannedModule) -> Statistics:
         projection = planned.projection

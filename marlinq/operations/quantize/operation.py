@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from marlinq import __version__
+from marlinq.calibration import Document
 from marlinq.checkpoint import (
     DEFAULT_MAX_SHARD_BYTES,
     Checkpoint,
@@ -25,7 +26,7 @@ from marlinq.checkpoint import (
 )
 from marlinq.core.devices import resolve_device
 from marlinq.core.dtypes import dtype_name, torch_dtype
-from marlinq.core.errors import MarlinqError
+from marlinq.core.errors import MarlinqError, UsageError
 from marlinq.core.progress import ReportMessage, ReportProgress, no_message, no_progress
 from marlinq.models import ModelInstance, build_blueprint
 from marlinq.operations.quantize.blocks import BlockQuantizer, module_reports
@@ -48,6 +49,7 @@ from marlinq.operations.quantize.text import (
     note_text,
     planned_text,
 )
+from marlinq.operations.quantize.tuning import NOTE, TuningSettings, forget_tuning, tune
 from marlinq.operations.quantize.watch import Watch
 from marlinq.operations.report import CARD, TimeFigures, hub_id, model_card, write_report
 
@@ -155,13 +157,19 @@ def _quantize(
     # All that can be wrong with the text is found before the output folder is begun.
     instance = ModelInstance(blueprint, checkpoint, device=chosen, dtype=dtype)
     config = blueprint.config
-    calibrated = plan.method.calibrated
+    if recipe.tune_steps and ranks.size > 1:
+        raise UsageError(
+            f"tuning runs in one process, found {ranks.size} ranks; start it without torchrun, or pass "
+            "--tune-steps 0"
+        )
+    calibrated = plan.method.calibrated or recipe.tune_steps > 0
+    max_length = longest(config, recipe) if calibrated else 0
     gatherer = TextGatherer(
         checkpoint,
         blueprint,
         recipe,
         chosen,
-        max_length=longest(config, recipe) if calibrated else 0,
+        max_length=max_length,
         trust_remote_code=trust_remote_code,
         progress=progress,
         message=message,
@@ -185,21 +193,38 @@ def _quantize(
             warnings.warn(f"{writer.partial}: no unfinished run to resume; starting afresh", stacklevel=2)
         resumed = sum(1 for members in by_block if _all_written(plan, members, writer))
         clock.mark("preparing")
-        if resumed < len(by_block) or not _all_written(plan, heads, writer):
+        unsolved = resumed < len(by_block) or not _all_written(plan, heads, writer)
+        untuned = recipe.tune_steps > 0 and NOTE not in writer.notes
+        documents: list[Document] | None = None
+        if calibrated and (unsolved or untuned):
+            text = gatherer.gather(writer) if ranks.first else None
+            documents = share_documents(None if text is None else text.documents, ranks)
+            if text is not None:
+                note_text(writer, recipe, text)
+        if unsolved:
             batches = []
-            if calibrated:
-                text = gatherer.gather(writer) if ranks.first else None
-                documents = share_documents(None if text is None else text.documents, ranks)
-                if text is not None:
-                    note_text(writer, recipe, text)
+            if plan.method.calibrated and documents is not None:
                 batches = own_batches(
                     documents, ranks, token_budget=TOKEN_BUDGET[chosen.type], pad=not blueprint.routed
                 )
             watch = Watch(progress, message, writer)
             BlockQuantizer(instance, plan, writer, batches, recipe, watch, ranks).run()
         copying.finish()
+        if untuned and documents is not None:
+            tune(
+                checkpoint,
+                blueprint,
+                plan,
+                writer,
+                documents,
+                TuningSettings.of(recipe),
+                max_length=max_length,
+                device=chosen,
+                progress=progress,
+            )
         checkpoint.check_unchanged()
         forget_written_text(writer)
+        forget_tuning(writer)
         manifest = _manifest(checkpoint, recipe, plan, environment)
         folder = writer.finish(
             config=plan.config,
@@ -219,6 +244,8 @@ def _quantize(
         kept=plan.kept,
         head=None if plan.head is None else plan.head.stored,
         calibration=writer.notes.get("calibration"),
+        quality=recipe.quality_record(),
+        tuning=writer.notes.get(NOTE),
         device=str(chosen),
         dtype=environment["dtype"],
         blocks=len(by_block),
@@ -277,6 +304,7 @@ def _manifest(
         "operation": "quantize",
         "source": {"name": checkpoint.path.name, "identity": checkpoint.identity()},
         "recipe": recipe.to_dict(),
+        "quality": recipe.quality_record(),
         "environment": environment,
         "kept": {name: keep.reason for name, keep in plan.kept.items()},
         **head,

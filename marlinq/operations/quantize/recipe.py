@@ -26,6 +26,7 @@ from marlinq.core.settings import (
     Automatic,
     Choice,
     Flag,
+    Fraction,
     Kind,
     Text,
     Texts,
@@ -36,6 +37,7 @@ from marlinq.core.settings import (
 )
 from marlinq.formats import LAYOUTS, Layout
 from marlinq.methods import METHODS, MethodOptions
+from marlinq.operations.quantize.quality import DEFAULT, QUALITIES
 
 BITS = (4, 8)
 AUTO_GROUP_SIZES = (128, 64, 32)
@@ -196,6 +198,8 @@ class Recipe:
     """Everything that decides the bytes of a quantised checkpoint, besides the model and the machine.
 
     Attributes:
+        quality: a name in :data:`marlinq.operations.quantize.quality.QUALITIES`, where some of the settings
+            below come from. :meth:`from_dict` and :meth:`replace` apply it before the settings beside it.
         format: the output layout, a name in :data:`marlinq.formats.LAYOUTS`.
         method: a name in :data:`marlinq.methods.METHODS`.
         bits: per code; selects the layout's first element of that width.
@@ -213,12 +217,14 @@ class Recipe:
         max_length: tokens that a document is cut to.
         chat_template: "model" puts every text into the model's chat template, as a user's message, and lets
             the model write conversations; a file holds another template; "none" leaves text as it is.
-        seed: of the calibration's random choices.
+        seed: of the calibration's random choices, and of the order in which tuning sees the text.
         experts: fused experts are calibrated on the tokens that are routed to them, or on all tokens.
         expert_tokens: an expert with fewer routed tokens gets the fallback.
         expert_fallback: ``blend``, its own inputs, weighted by how many of the tokens it has, with all inputs
             of the layer; ``all``, those alone; ``shared``, those for gate and up, and for down what all
             experts of the layer are given.
+        tune_steps, tune_tokens, tune_rate, tune_codes, tune_norms: how the quantised model is tuned end to
+            end (:mod:`marlinq.operations.quantize.tuning`).
         options: of the method; a plain ``MethodOptions()`` becomes its defaults. In files, their keys stand
             among the recipe's own.
         overrides: the first rule whose pattern is found in a module's name decides what differs there.
@@ -228,6 +234,13 @@ class Recipe:
             asked.
     """
 
+    quality: str = setting(
+        DEFAULT,
+        Choice(QUALITIES),
+        "How much is done for quality, as settings by name: "
+        + "; ".join(f"{quality.name}: {quality.meaning}" for quality in QUALITIES.values())
+        + ".",
+    )
     format: str = setting("gptq", Choice(LAYOUTS), "Output layout.")
     method: str = setting("gptq", Choice(METHODS), "How weights are quantised.")
     bits: int = setting(4, Choice(BITS), "Bits of a weight.")
@@ -272,6 +285,15 @@ class Recipe:
         Choice(EXPERT_FALLBACKS),
         "What an expert with too few tokens is calibrated on: its own blended with all tokens of the layer, "
         "all of them, or what the layer's experts share.",
+    )
+    tune_steps: int = setting(
+        0, WholeNumber(0), "Steps of end-to-end tuning towards the original's predictions; 0 leaves it out."
+    )
+    tune_tokens: int = setting(8192, WholeNumber(1), "Tokens of a tuning step.")
+    tune_rate: float = setting(0.002, Fraction(), "Highest relative change of a scale in a tuning step.")
+    tune_codes: bool = setting(False, Flag(), "Tune the codes too, not the scales alone.")
+    tune_norms: bool = setting(
+        True, Flag(), "Tune norms and biases too, which stay unquantised and differ from the original's then."
     )
     options: MethodOptions = field(default_factory=MethodOptions)
     overrides: tuple[Override, ...] = ()
@@ -376,6 +398,13 @@ class Recipe:
         changes = dict(values) | {"overrides": tuple(_override_of(rule) for rule in rules)}
         return cls._changed(None, changes)
 
+    def quality_record(self) -> dict[str, Any]:
+        """The quality's name and version, and which of its settings have other values here."""
+        quality = QUALITIES[self.quality]
+        own = self.to_dict()
+        changed = sorted(key for key, value in quality.settings.items() if own.get(key) != value)
+        return {"name": quality.name, "version": quality.version, "changed": changed}
+
     def replace(self, **changes: Any) -> Recipe:
         """A copy with some settings changed, the method's options among them, checked again.
 
@@ -388,6 +417,9 @@ class Recipe:
 
     @classmethod
     def _changed(cls, recipe: Recipe | None, changes: Mapping[str, Any]) -> Recipe:
+        if "quality" in changes:
+            kinds(cls)["quality"].check("quality", changes["quality"])
+            changes = {**QUALITIES[changes["quality"]].settings, **changes}
         own = [f.name for f in fields(cls) if f.name != "options"]
         method = changes.get("method", recipe.method if recipe else Recipe.method)
         kinds(cls)["method"].check("method", method)

@@ -66,6 +66,8 @@ class QuantizeReport(Shown):
         modules: quantised linears by stored name.
         kept: modules with a weight matrix that stay as they were, with reasons.
         calibration: source, documents, tokens and a hash of the token ids; None for a method without.
+        quality: name and version of the recipe's quality, and which of its settings were changed.
+        tuning: what tuning did (:class:`~marlinq.operations.quantize.tuning.TuningReport`), None without.
         device, dtype: where and in which dtype the blocks ran.
         head: stored name of the output head, if it was quantised.
         blocks: decoder blocks with quantised linears.
@@ -83,6 +85,8 @@ class QuantizeReport(Shown):
     kept: Mapping[str, Keep]
     head: str | None
     calibration: Mapping[str, Any] | None
+    quality: Mapping[str, Any]
+    tuning: Mapping[str, Any] | None
     device: str
     dtype: str
     blocks: int
@@ -148,6 +152,7 @@ class QuantizeReport(Shown):
         linears = f"{inside} linears in {self.blocks} blocks{head} with {self.method}"
         rows = [
             ("made", f"{self.out}, {self.format}, {sizes}"),
+            ("quality", _quality(self.quality)),
             ("quantised", linears),
             *(("", f"{count} as {scheme}") for scheme, count in self.schemes.items()),
             *(("", f"{count} by {reason}") for reason, count in self._reasons()),
@@ -158,6 +163,8 @@ class QuantizeReport(Shown):
                 f"relative, squared: median {middle:.2e}, largest {errors[-1]:.2e} in {worst}",
             ),
         ]
+        if self.tuning is not None:
+            rows += _tuning_rows(self.tuning)
         reasons: dict[str, list[str]] = {}
         for name, keep in self.kept.items():
             reasons.setdefault(keep.reason, []).append(name)
@@ -208,6 +215,30 @@ def expert_of(module: str) -> str | None:
     """``model.layers.3.mlp.experts.7`` for the name of one of its linears, else None."""
     layer = expert_layer(module)
     return None if layer is None else module.rpartition(".")[0]
+
+
+def _quality(quality: Mapping[str, Any]) -> str:
+    changed = f", with other {', '.join(quality['changed'])}" if quality["changed"] else ""
+    return f"{quality['name']} (version {quality['version']}){changed}"
+
+
+def _tuning_rows(tuning: Mapping[str, Any]) -> list[tuple[str, str]]:
+    text = f"{tuning['steps']} steps, {tuning['tokens']} tokens of {tuning['documents']} documents"
+    if tuning["changed_codes"]:
+        text += f"; {100 * tuning['changed_codes']:.2f} % of the codes changed"
+    if tuning["kl_before"] is None:
+        return [
+            ("tuned", text),
+            ("", "too few documents to hold any out, so nothing watched for overfitting"),
+        ]
+    watched = f"mean KL on {tuning['held_out']} held-out documents"
+    if tuning["kept_step"] == 0:
+        return [
+            ("tuned", text),
+            ("", f"{watched} got no better than {tuning['kl_before']:.4f}: all left as it was"),
+        ]
+    found = f"{tuning['kl_before']:.4f} -> {tuning['kl_after']:.4f} nats, after step {tuning['kept_step']}"
+    return [("tuned", text), ("", f"{watched}: {found}")]
 
 
 def _size(count: int) -> str:

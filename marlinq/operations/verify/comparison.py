@@ -34,6 +34,7 @@ from marlinq.operations.verify.evidence import Evidence, find_faults
 from marlinq.operations.verify.finding import Finding, RunSize
 from marlinq.operations.verify.noise import not_modelled
 from marlinq.operations.verify.report import Check, Findings
+from marlinq.operations.verify.tuned import too_far, tuned_vectors
 
 FAR_ABOVE_RTN = 5.0
 ABOVE_RTN = 3.0
@@ -75,6 +76,8 @@ class Comparison:
         self._weights = Findings("weights")
         self._places = Findings("words and groups")
         self._cast = ""
+        self._may_be_tuned = tuned_vectors(view.checkpoint.path)
+        self._tuned = 0
         self._dequantized: dict[str, Scheme] = {}
         try:
             self._dequantized = dequantized_modules(view.checkpoint.path)
@@ -112,6 +115,10 @@ class Comparison:
                 )
             elif self._other is None and name.removesuffix(".weight") in self._dequantized:
                 self._judge_dequantized(name.removesuffix(".weight"), mine, theirs)
+            elif name in self._may_be_tuned and not _same_bits(mine, theirs):
+                self._tuned += 1
+                if (reason := too_far(mine, theirs)) is not None:
+                    self._unquantized.failures.append(f"{name}: {reason}")
             elif not _same_bits(mine, theirs):
                 self._unquantized.failures.append(f"{name}: differs from the original")
         self._cast = "".join(f"; {count} after a cast from {kinds}" for kinds, count in cast.items())
@@ -280,12 +287,13 @@ class Comparison:
         """The rows; one fewer when the original is quantised itself."""
         names = {name.removesuffix(".weight") for name in self._view.passthrough}
         dequantized = len(names & set(self._dequantized)) if self._other is None else 0
-        count = len(self._view.passthrough) - dequantized
+        count = len(self._view.passthrough) - dequantized - self._tuned
         kept = (
             f"; {dequantized} dequantised by a conversion, no farther off than quantised"
             if dequantized
             else ""
         )
+        kept += f"; {self._tuned} tuned, near the original's" if self._tuned else ""
         rows = [self._unquantized.result(f"{count} equal the original's bit for bit{self._cast}{kept}")]
         if self._other is not None:
             modules = len(self._view.modules)

@@ -177,7 +177,7 @@ def test_first_matching_override_decides():
         ({"calibration": ""}, "calibration"),
         ({"groupsize": 64}, "unknown key 'groupsize'"),
         ({"bits": 3}, "bits: expected one of 4, 8, found 3"),
-        ({"method": "awq"}, "method: expected one of gptq, rtn, found 'awq'"),
+        ({"method": "awq"}, "method: expected one of gptq, imatrix, rtn, found 'awq'"),
         ({"method": ["rtn"]}, "method: expected one of"),
         ({"method": "rtn", "damp": 0.1}, "unknown key 'damp'"),
         ({"options": {"damp": 0.1}}, "unknown key 'options'"),

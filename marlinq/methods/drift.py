@@ -1,0 +1,116 @@
+"""Asymmetric calibration: weights that make up for what quantised blocks before them did to their inputs.
+
+GPTQ keeps W x for the inputs x that the quantised model gives a layer. What should be kept is W o for the
+inputs o that the original gives it. With the Hessian H, the mean of 2 x x^T, and the drift C, the mean of
+2 (o - x) x^T, the least-squares solution of W' x = W o over the calibration is
+
+    W' = W + W C (H + shift * I)^-1
+
+and any solver that goes on from W' instead of W quantises for the original's outputs (Li et al. 2025, GPTAQ,
+solve the same problem column by column). All of it overfits: W' makes up for noise of the calibration too.
+So only a share of the way is gone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from marlinq.methods.base import real_rows
+from marlinq.methods.hessian import HessianAccumulator
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from marlinq.core.lazy import torch
+
+_CHUNK_ROWS = 8192
+
+
+class PairedHessian(HessianAccumulator):
+    """The Hessian of a layer's inputs, and their drift from the original's.
+
+    Args: as for :class:`HessianAccumulator`.
+    """
+
+    def __init__(self, in_features: int, *, device: torch.device, name: str) -> None:
+        super().__init__(in_features, device=device, name=name)
+        self._drift = torch.zeros(in_features, in_features, dtype=torch.float32, device=device)
+        self._layer = name
+
+    def add_pair(self, x: Tensor, original: Tensor, mask: Tensor | None = None) -> None:
+        """Counts the inputs of one call.
+
+        Args:
+            x: float [..., K], of the quantised model.
+            original: float, of the same shape, of the original for the same tokens.
+            mask: as for :meth:`add`.
+        """
+        before = self.tokens
+        self.add(x, mask)
+        if self.tokens == before:
+            return
+        rows, others = real_rows(x, mask, self._layer), real_rows(original, mask, self._layer)
+        total = self.tokens
+        self._drift.mul_(before / total)
+        for own, other in zip(torch.split(rows, _CHUNK_ROWS), torch.split(others, _CHUNK_ROWS), strict=True):
+            wide = own.to(torch.float32)
+            self._drift.addmm_((other.to(torch.float32) - wide).t(), wide, alpha=2.0 / total)
+
+    def merge(self, other: HessianAccumulator) -> None:
+        mine, theirs = self.tokens, other.tokens
+        super().merge(other)
+        if isinstance(other, PairedHessian) and self.tokens:
+            self._drift.mul_(mine / self.tokens)
+            self._drift.add_(other._drift.to(self._drift.device), alpha=theirs / self.tokens)
+
+    def as_share(self, tokens: int) -> list[Tensor]:
+        self._drift.mul_(self.tokens / tokens if tokens else 0.0)
+        return [*super().as_share(tokens), self._drift]
+
+    def drift(self) -> Tensor | None:
+        """float32 [K, K], the mean of 2 (o - x) x^T over all tokens, to which those that came without the
+        original's add nothing; None where nothing drifted."""
+        return self._drift if bool(self._drift.any()) else None
+
+
+def make_up_for_drift(
+    weights: Sequence[Tensor],
+    hessian: Tensor,
+    drift: Tensor,
+    *,
+    damp: float,
+    share: float,
+    limits: Sequence[float],
+) -> list[Tensor] | None:
+    """The weights that give the original's outputs on the quantised model's inputs.
+
+    Args:
+        weights: float32 [N_i, K] each.
+        hessian: float32 [K, K], not damped.
+        drift: float32 [K, K].
+        damp: share of the mean of the Hessian's diagonal that is added to it.
+        share: of the correction, 0 to 1.
+        limits: what the norm of each weight's correction is held to. One that is larger than what rounding
+            does to the weight fits the calibration, not the drift.
+
+    Returns:
+        New weights; None where the damped Hessian is not positive definite or the correction is not finite.
+    """
+    shift = damp * float(hessian.diagonal().mean())
+    damped = hessian.clone()
+    damped.diagonal().add_(shift)
+    root, info = torch.linalg.cholesky_ex(damped)
+    del damped
+    if int(info) != 0:
+        return None
+    corrected = []
+    for weight, limit in zip(weights, limits, strict=True):
+        correction = torch.cholesky_solve((weight @ drift).t(), root).t().mul_(share)
+        norm = float(correction.norm())
+        if not math.isfinite(norm):
+            return None
+        corrected.append(weight + correction * min(1.0, limit / norm if norm else 1.0))
+    return corrected

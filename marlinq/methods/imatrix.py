@@ -1,0 +1,160 @@
+"""Round-to-nearest on scales that mind the inputs: an importance matrix, as llama.cpp calls it.
+
+A squared error of a weight counts as much as its input channel is strong: the mean square of the channel over
+the calibration, the diagonal of the Hessian that GPTQ uses. Weights don't make up for each other's errors, so
+one pass over the text with a vector per input is all that is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from marlinq.core.dtypes import torch_dtype
+from marlinq.core.errors import NumericsError
+from marlinq.core.scheme import Scheme
+from marlinq.core.weight import QuantizedWeight, trivial_g_idx
+from marlinq.methods.base import Method, MethodOptions, SolveReport, check_weight, real_rows, whole_groups
+from marlinq.methods.grid import search_grid, storable_scales
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from marlinq.core.lazy import torch
+
+
+@dataclass(frozen=True)
+class ImatrixOptions(MethodOptions):
+    """There is nothing to choose."""
+
+
+class InputPower:
+    """The mean square of each input channel over the calibration.
+
+    Args:
+        in_features: K.
+        device: where it is kept, in float32.
+        name: what error messages call the layer.
+    """
+
+    def __init__(self, in_features: int, *, device: torch.device, name: str) -> None:
+        self._mean = torch.zeros(in_features, dtype=torch.float32, device=device)
+        self._name = name
+        self.tokens = 0
+
+    def add(self, x: Tensor, mask: Tensor | None = None) -> None:
+        """Counts the inputs of one call, float [..., K]; ``mask`` bool [B, T] is true at real tokens.
+
+        Raises:
+            UnsupportedError: there is a mask, but the rows of x are not the batch's tokens in order.
+        """
+        rows = real_rows(x, mask, self._name)
+        if len(rows) == 0:
+            return
+        total = self.tokens + len(rows)
+        power = torch.linalg.vector_norm(rows, dim=0, dtype=torch.float32).square_()
+        self._mean.mul_(self.tokens / total).add_(power, alpha=1 / total)
+        self.tokens = total
+
+    def merge(self, other: InputPower) -> None:
+        """Counts what ``other`` has seen: another shard of the calibration, of the same layer."""
+        total = self.tokens + other.tokens
+        if total:
+            self._mean.mul_(self.tokens / total).add_(
+                other._mean.to(self._mean.device), alpha=other.tokens / total
+            )
+            self.tokens = total
+
+    def blend(self, other: InputPower, share: float) -> None:
+        """Makes ``share`` of the mean ``other``'s, whatever the tokens of both; :attr:`tokens` stays."""
+        if other.tokens:
+            self._mean.lerp_(other._mean.to(self._mean.device), share if self.tokens else 1.0)
+
+    def as_share(self, tokens: int) -> list[Tensor]:
+        """Weighs what was seen as a share of ``tokens`` in all; all shards' tensors add up to the whole's."""
+        self._mean.mul_(self.tokens / tokens if tokens else 0.0)
+        self.tokens = tokens
+        return [self._mean]
+
+    def importance(self) -> Tensor:
+        """float32 [K]; ones when nothing was added.
+
+        Raises:
+            NumericsError: the inputs held NaN or infinity, or overflowed float32.
+        """
+        if not bool(torch.isfinite(self._mean).all()):
+            bad = int((~torch.isfinite(self._mean)).sum())
+            raise NumericsError(
+                f"{self._name}: {bad} of {len(self._mean)} input channels are NaN or infinite in the "
+                "calibration; check the source checkpoint, and its dtype's range"
+            )
+        return self._mean if self.tokens else torch.ones_like(self._mean)
+
+
+class Imatrix(Method[ImatrixOptions, InputPower]):
+    """Every weight goes to the nearest value of a grid that was chosen for strong inputs."""
+
+    name = "imatrix"
+    options = ImatrixOptions
+
+    def statistics(
+        self, in_features: int, options: ImatrixOptions, *, device: torch.device, name: str
+    ) -> InputPower:
+        return InputPower(in_features, device=device, name=name)
+
+    def solve(
+        self,
+        weights: Sequence[Tensor],
+        statistics: InputPower | None,
+        scheme: Scheme,
+        options: ImatrixOptions,
+        *,
+        names: Sequence[str],
+    ) -> list[tuple[QuantizedWeight, SolveReport]]:
+        if statistics is None:
+            raise ValueError("imatrix needs the power of the weights' input")
+        importance = statistics.importance()
+        reason = None if statistics.tokens else "no importance: the calibration never reached this layer"
+        return [
+            _solve(weight, importance, scheme, reason, name)
+            for weight, name in zip(weights, names, strict=True)
+        ]
+
+
+def _solve(
+    weight: Tensor, importance: Tensor, scheme: Scheme, fallback: str | None, name: str
+) -> tuple[QuantizedWeight, SolveReport]:
+    check_weight(weight, scheme, name)
+    n, k = weight.shape
+    g = whole_groups(scheme, k, name)
+    groups = k // g
+    # A dead channel still has to store something near its weight: other text may reach it.
+    floor = importance.mean() * 1e-6
+    power = importance.clamp(min=float(floor) or 1.0).reshape(groups, g).t()
+    # Groups stand beside each other, as further output channels.
+    w = weight.t().to(torch.float32).reshape(groups, g, n).transpose(0, 1).reshape(g, groups * n)
+    costs = power.repeat_interleave(n, dim=1)
+    scales, zeros = search_grid(w, costs, scheme)
+    codes = scheme.element.nearest(w / scales + zeros)
+    levels = scheme.element.decode(codes) - zeros
+    # With the codes known, the best scale is a weighted least-squares fit.
+    overlap, norm = (costs * levels * w).sum(dim=0), (costs * levels.square()).sum(dim=0)
+    fitted = storable_scales(overlap / norm.clamp(min=torch.finfo(torch.float32).tiny), _dtype(scheme))
+    scales = torch.where((norm > 0) & (overlap != 0), fitted, scales)
+    loss = float((costs * (w - levels * scales).square()).sum(dtype=torch.float64))
+    size = float((costs * w.square()).sum(dtype=torch.float64))
+    quantized = QuantizedWeight(
+        codes=codes.reshape(g, groups, n).transpose(0, 1).reshape(k, n).contiguous(),
+        scales=scales.reshape(groups, n).to(_dtype(scheme)),
+        zeros=zeros.reshape(groups, n).to(torch.uint8),
+        g_idx=trivial_g_idx(k, g).to(weight.device),
+        group_size=g,
+        element=scheme.element,
+    )
+    return quantized, SolveReport(loss / size if size > 0 else 0.0, fallback, norm=size)
+
+
+def _dtype(scheme: Scheme) -> torch.dtype:
+    return torch_dtype(scheme.scale_dtype)

@@ -1,0 +1,194 @@
+"""Quantised weights that follow a gradient: scales, and codes through a straight-through estimate.
+
+Tuning changes numbers and nothing else: the element, the groups, the zero points and the dtypes stay, so the
+result fits wherever the weight that it began with did. What a forward pass computes with is always what would
+be stored: scales rounded to their dtype, codes rounded to integers. Gradients pass the rounding unchanged
+(Bengio et al. 2013).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from marlinq.core.errors import UnsupportedError
+from marlinq.core.weight import QuantizedWeight
+from marlinq.methods.grid import storable_scales
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# A latent code begins at most so far from its code: half a step would be a coin's toss which code it means.
+_LARGEST_REMAINDER = 0.45
+
+
+class TunableWeight:
+    """A quantised weight with parameters for an optimiser.
+
+    ``change`` [G, N] is the relative change of each scale. ``latent`` [K, N] rounds to the codes; it begins
+    at the code, moved towards the original weight by at most 0.45 of a step, so that codes which the
+    quantiser rounded away from the nearest value change first. Without ``original`` there is none, and the
+    codes stay.
+
+    Args:
+        quantized: what to begin with; its groups are runs of neighbouring channels.
+        original: float [N, K], the weight that was quantised; None to leave the codes alone.
+        name: what error messages call the weight.
+
+    Raises:
+        UnsupportedError: the groups are not runs of channels, or codes of a table are to follow.
+    """
+
+    def __init__(
+        self, quantized: QuantizedWeight, original: Tensor | None = None, *, name: str = "weight"
+    ) -> None:
+        if not quantized.has_trivial_g_idx:
+            raise UnsupportedError(
+                f"{name}: tuning needs groups of neighbouring channels; choose no act order"
+            )
+        if original is not None and quantized.element.table is not None:
+            raise UnsupportedError(
+                f"{name}: codes of {quantized.element.name} can't be tuned, only its scales"
+            )
+        self._quantized = quantized
+        self._scales = quantized.scales.to(torch.float32)
+        self._zeros = quantized.zeros.to(torch.float32).unsqueeze(1)
+        self.change = torch.zeros_like(self._scales, requires_grad=True)
+        self.latent: Tensor | None = None
+        if original is not None:
+            self.latent = self._latent(original).requires_grad_()
+
+    def _latent(self, original: Tensor) -> Tensor:
+        codes = self._grouped(self._quantized.codes).to(torch.float32)
+        exact = self._grouped(original.t().to(torch.float32)) / self._scales.unsqueeze(1) + self._zeros
+        remainder = (exact - codes).clamp_(-_LARGEST_REMAINDER, _LARGEST_REMAINDER)
+        return (codes + remainder).reshape(self._quantized.codes.shape)
+
+    def _grouped(self, tensor: Tensor) -> Tensor:
+        """[K, N] as [G, g, N]."""
+        return tensor.reshape(self._quantized.groups, -1, tensor.shape[-1])
+
+    def parameters(self) -> dict[str, Tensor]:
+        """What an optimiser changes, by name."""
+        return (
+            {"change": self.change} if self.latent is None else {"change": self.change, "latent": self.latent}
+        )
+
+    def scales(self) -> Tensor:
+        """float32 [G, N], as they would be stored; differentiable."""
+        wanted = self._scales * (1 + self.change)
+        stored = storable_scales(wanted.detach(), self._quantized.scales.dtype)
+        return wanted + (stored - wanted).detach()
+
+    def _levels(self) -> Tensor:
+        """Codes less zero points, float32 [G, g, N]; differentiable where codes follow."""
+        if self.latent is None:
+            decoded = self._quantized.element.decode(self._quantized.codes).to(torch.float32)
+            return self._grouped(decoded) - self._zeros
+        # Beyond the last code nothing is gained by going on, and the gradient ends.
+        bounded = self.latent.clamp(-_LARGEST_REMAINDER, self._top + _LARGEST_REMAINDER)
+        codes = bounded + (bounded.detach().round() - bounded).detach()
+        return self._grouped(codes) - self._zeros
+
+    @property
+    def _top(self) -> int:
+        return self._quantized.element.codes - 1
+
+    def dense(self) -> Tensor:
+        """float32 [N, K], what the weight would be loaded as; differentiable."""
+        product = self._levels() * self.scales().unsqueeze(1)
+        return product.reshape(self._quantized.codes.shape).t()
+
+    def quantized(self) -> QuantizedWeight:
+        """The weight as it is now."""
+        with torch.no_grad():
+            scales = self.scales().to(self._quantized.scales.dtype)
+            codes = self._quantized.codes
+            if self.latent is not None:
+                codes = self.latent.round().clamp(0, self._top).to(torch.uint8)
+        return replace(self._quantized, scales=scales, codes=codes)
+
+
+class TunableVector:
+    """A parameter of one dimension (a norm's weight, a bias) that follows a gradient.
+
+    ``change`` is relative to the vector's root mean square, so that one rate suits vectors of any size, and
+    elements that are zero can move.
+
+    Args:
+        stored: float [n], as the checkpoint holds it; the result has its dtype.
+    """
+
+    def __init__(self, stored: Tensor) -> None:
+        self._stored = stored
+        self._wide = stored.to(torch.float32)
+        self._unit = float(self._wide.square().mean().sqrt()) or 1.0
+        self.change = torch.zeros_like(self._wide, requires_grad=True)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """What an optimiser changes, by name."""
+        return {"change": self.change}
+
+    def dense(self) -> Tensor:
+        """float32 [n], as it would be stored; differentiable."""
+        wanted = self._wide + self._unit * self.change
+        stored = wanted.detach().to(self._stored.dtype).to(torch.float32)
+        return wanted + (stored - wanted).detach()
+
+    def tensor(self) -> Tensor:
+        """The vector as it is now, in the dtype that it is stored in."""
+        with torch.no_grad():
+            return self.dense().to(self._stored.dtype)
+
+
+def divergence(
+    student: Callable[[Tensor], Tensor],
+    teacher: Callable[[Tensor], Tensor],
+    rows: Tensor,
+    expected: Tensor,
+    *,
+    chunk: int,
+    weight: float,
+    parameters: Sequence[Tensor] = (),
+    gradient: bool = True,
+) -> tuple[float, Tensor | None]:
+    """The sum of KL(teacher || student) over positions, and its gradient, a few rows of logits at a time.
+
+    Args:
+        student: hidden states [rows, H] to logits [rows, vocabulary], differentiable.
+        teacher: the same for the original.
+        rows: float32 [R, H], the student's last hidden states.
+        expected: float [R, H], the teacher's.
+        chunk: rows whose logits are held at once.
+        weight: the gradient is that of ``weight`` times the sum.
+        parameters: leaves that ``student`` computes with; their gradients are accumulated.
+        gradient: False computes the sum alone.
+
+    Returns:
+        The sum in nats, and the gradient [R, H] with respect to ``rows``, None where none was asked for.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=rows.device)
+    result = torch.empty_like(rows) if gradient else None
+    for start in range(0, len(rows), chunk):
+        part = slice(start, start + chunk)
+        with torch.no_grad():
+            log_p = F.log_softmax(teacher(expected[part]).float(), dim=-1)
+        if result is None:
+            with torch.no_grad():
+                log_q = F.log_softmax(student(rows[part]).float(), dim=-1)
+                total += F.kl_div(log_q, log_p, reduction="sum", log_target=True).double()
+            continue
+        with torch.enable_grad():
+            leaf = rows[part].detach().requires_grad_()
+            log_q = F.log_softmax(student(leaf).float(), dim=-1)
+            loss = F.kl_div(log_q, log_p, reduction="sum", log_target=True)
+            torch.autograd.backward(loss * weight, inputs=[leaf, *parameters])
+        total += loss.detach().double()
+        assert leaf.grad is not None
+        result[part] = leaf.grad
+    return float(total), result

@@ -1,0 +1,300 @@
+"""The optimisation: Adam on the divergence from the original's predictions, watched on held-out text."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from marlinq.core.errors import NumericsError
+from marlinq.core.progress import ReportProgress
+from marlinq.methods.tuning import divergence
+from marlinq.models import BlockReplay
+from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.tuning.student import Student
+from marlinq.operations.quantize.tuning.teacher import Lesson
+
+# Steps over which the rate grows from zero: Adam's first steps are as large as later ones, but know less.
+_WARMUP = 5
+# Looks at the held-out text in a run, and how many of them in turn may find it worse than the best.
+_LOOKS = 12
+_PATIENCE = 4
+# Steps of a code that a latent moves by while a scale changes by its own share.
+_CODE_RATE = 2.5
+# Logits held at once, of which there are some six copies in float32 for a moment.
+_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}
+
+
+@dataclass(frozen=True)
+class TuningSettings:
+    """How long and how fast.
+
+    Attributes:
+        steps: of the optimiser.
+        tokens: a step's, at least; whole micro-batches are taken.
+        rate: of the relative change of scales and vectors a step, at its highest.
+        code_rate: of latent codes, in steps of a code; 0 leaves codes alone.
+        vectors: norms and biases follow too.
+        seed: of the order of batches.
+    """
+
+    steps: int
+    tokens: int
+    rate: float
+    code_rate: float
+    vectors: bool
+    seed: int
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> TuningSettings:
+        """What a recipe asks for."""
+        return cls(
+            steps=recipe.tune_steps,
+            tokens=recipe.tune_tokens,
+            rate=recipe.tune_rate,
+            code_rate=_CODE_RATE * recipe.tune_rate if recipe.tune_codes else 0.0,
+            vectors=recipe.tune_norms,
+            seed=recipe.seed,
+        )
+
+
+@dataclass(frozen=True)
+class TuningReport:
+    """What tuning did.
+
+    Attributes:
+        steps: that were taken; fewer than asked for when the held-out text got worse.
+        tokens: seen in all of them, repetitions included.
+        documents, held_out: to learn from, and to watch.
+        kl_before, kl_after: mean KL on the held-out text in nats; None without such text.
+        kept_step: the step whose values were kept; 0 leaves everything as it was.
+        changed_codes: share of the codes that are others than before.
+        vectors: names of the unquantised tensors that changed.
+    """
+
+    steps: int
+    tokens: int
+    documents: int
+    held_out: int
+    kl_before: float | None
+    kl_after: float | None
+    kept_step: int
+    changed_codes: float
+    vectors: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {**asdict(self), "vectors": list(self.vectors)}
+
+
+@dataclass
+class Progress:
+    """Where a run stands besides its tensors; JSON values."""
+
+    step: int = 0
+    tokens: int = 0
+    before: float | None = None
+    best: float | None = None
+    best_step: int = 0
+    worse: int = 0
+    finished: bool = False
+
+
+class Loop:
+    """Optimises a student; its state can be taken out and put back at the end of any step.
+
+    Args:
+        student: the quantised model.
+        replay: of its instance; the parts outside the blocks are materialised.
+        lesson: the text, first the batches to learn from, then those that are held out.
+        learning: how many batches are to learn from.
+        settings: how long and how fast.
+        original: parameters that the original's logits are computed with, by full name; the head's, if tied.
+        head: the same for the student.
+        vocabulary: tokens that the model knows.
+        positions: that the model has at most; None where there is no limit.
+    """
+
+    def __init__(
+        self,
+        student: Student,
+        replay: BlockReplay,
+        lesson: Lesson,
+        learning: int,
+        settings: TuningSettings,
+        *,
+        original: Mapping[str, Tensor],
+        head: Mapping[str, Tensor],
+        vocabulary: int,
+        positions: int | None,
+    ) -> None:
+        self._student, self._replay, self._lesson = student, replay, lesson
+        self._settings, self._original, self._head = settings, original, head
+        rows = max(1, _LOGITS[lesson.device.type] // vocabulary)
+        self._rows = min(rows, positions or rows)
+        self._tokens = [sum(batch.lengths) for batch in lesson.batches]
+        self._held_out = range(learning, len(lesson.batches))
+        self._order = _order(self._tokens[:learning], settings)
+        self.now = Progress()
+        slow = {f"{name}.change": weight.change for name, weight in student.weights.items()}
+        slow |= {f"{name}.change": vector.change for name, vector in student.vectors.items()}
+        codes = {f"{name}.latent": w.latent for name, w in student.weights.items() if w.latent is not None}
+        self._leaves: dict[str, Tensor] = {**slow, **codes}
+        self._best = {name: leaf.detach().clone() for name, leaf in self._leaves.items()}
+        groups = [{"params": list(slow.values()), "lr": settings.rate, "highest": settings.rate}]
+        if codes:
+            rate = settings.code_rate
+            groups.append({"params": list(codes.values()), "lr": rate, "highest": rate})
+        self._optimizer = torch.optim.Adam(groups, foreach=True)
+
+    def run(self, progress: ReportProgress, save: Callable[[], None]) -> None:
+        """Takes all steps that are left and goes back to the best values.
+
+        Args:
+            progress: told about every step.
+            save: called after every step.
+
+        Raises:
+            NumericsError: the divergence is not finite.
+        """
+        settings = self._settings
+        interval = max(1, settings.steps // _LOOKS)
+        if self.now.step == 0 and self._held_out:
+            self.now.before = self.now.best = self._look()
+        while self.now.step < settings.steps and not self.now.finished:
+            self._step()
+            progress("tuning", self.now.step, settings.steps)
+            if self.now.step % interval == 0 or self.now.step == settings.steps:
+                self._judge()
+            save()
+        self.now.finished = True
+        with torch.no_grad():
+            for name, leaf in self._leaves.items():
+                leaf.copy_(self._best[name])
+
+    def _judge(self) -> None:
+        """Looks at the held-out text and keeps the values if they are the best so far."""
+        if self._held_out:
+            found = self._look()
+            if self.now.best is not None and found >= self.now.best:
+                self.now.worse += 1
+                self.now.finished = self.now.worse >= _PATIENCE
+                return
+            self.now.best = found
+        self.now.best_step, self.now.worse = self.now.step, 0
+        for name, leaf in self._leaves.items():
+            self._best[name].copy_(leaf.detach())
+
+    def _step(self) -> None:
+        settings, step = self._settings, self.now.step
+        share = 0.5 * (1 + math.cos(math.pi * step / settings.steps)) * min(1.0, (step + 1) / _WARMUP)
+        for group in self._optimizer.param_groups:
+            group["lr"] = group["highest"] * share
+        numbers = self._order[step]
+        tokens = sum(self._tokens[number] for number in numbers)
+        self._optimizer.zero_grad(set_to_none=True)
+        total = sum(self._learn(number, 1 / tokens) for number in numbers)
+        if not math.isfinite(total):
+            raise NumericsError(
+                f"tuning: the divergence is not finite at step {step + 1}; "
+                "lower --tune-rate, or pass --tune-steps 0"
+            )
+        self._optimizer.step()
+        self.now.step += 1
+        self.now.tokens += tokens
+
+    def _learn(self, number: int, weight: float) -> float:
+        """Adds the gradient of ``weight`` times the divergence over a batch; returns the divergence."""
+        inputs, hidden = self._student.forward(number, self._lesson.first.load(number))
+        total, rows = divergence(
+            lambda x: self._replay.logits(x, {**self._head, **self._student.outer_parameters()}),
+            lambda x: self._replay.logits(x, self._original),
+            self._real(number, hidden).float(),
+            self._real(number, self._lesson.last.load(number)),
+            chunk=self._rows,
+            weight=weight,
+            parameters=self._student.outer_leaves(),
+        )
+        assert rows is not None
+        gradient = torch.zeros_like(hidden)
+        self._real(number, gradient).copy_(rows)
+        self._student.backward(number, inputs, gradient)
+        return total
+
+    def _look(self) -> float:
+        """The mean divergence over the held-out text."""
+        total = 0.0
+        for number in self._held_out:
+            _, hidden = self._student.forward(number, self._lesson.first.load(number))
+            parameters = {**self._head, **self._student.outer_parameters()}
+            found, _ = divergence(
+                lambda x: self._replay.logits(x, parameters),  # noqa: B023 - called before the next turn
+                lambda x: self._replay.logits(x, self._original),
+                self._real(number, hidden).float(),
+                self._real(number, self._lesson.last.load(number)),
+                chunk=self._rows,
+                weight=0.0,
+                gradient=False,
+            )
+            total += found
+        return total / sum(self._tokens[number] for number in self._held_out)
+
+    def _real(self, number: int, hidden: Tensor) -> Tensor:
+        """The rows [tokens, H] of a batch's hidden states [B, T, H] that belong to real tokens; of a batch
+        without padding, as the batches to learn from are, a view."""
+        batch = self._lesson.batches[number]
+        return hidden[batch.mask().to(hidden.device)] if batch.padded else hidden.flatten(0, 1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors of the state by name."""
+        state = dict(self._leaves)
+        state |= {f"best {name}": tensor for name, tensor in self._best.items()}
+        for name, leaf in self._leaves.items():
+            for key, value in self._optimizer.state.get(leaf, {}).items():
+                state[f"{key} {name}"] = value
+        return state
+
+    def expected(self) -> dict[str, Tensor]:
+        """Tensors of the shapes and dtypes that :meth:`tensors` has once a step was taken."""
+        state = self.tensors()
+        for name, leaf in self._leaves.items():
+            state |= {f"exp_avg {name}": leaf, f"exp_avg_sq {name}": leaf, f"step {name}": torch.zeros(())}
+        return state
+
+    def restore(self, tensors: Mapping[str, Tensor], now: Progress) -> None:
+        """Goes on where a state was taken out."""
+        self.now = now
+        with torch.no_grad():
+            for name, leaf in self._leaves.items():
+                leaf.copy_(tensors[name])
+                self._best[name].copy_(tensors[f"best {name}"])
+                moments = {key: tensors.get(f"{key} {name}") for key in ("step", "exp_avg", "exp_avg_sq")}
+                if moments["exp_avg"] is not None:
+                    self._optimizer.state[leaf] = {
+                        key: value if key == "step" or value is None else value.to(leaf.device)
+                        for key, value in moments.items()
+                    }
+
+
+def _order(tokens: Sequence[int], settings: TuningSettings) -> list[list[int]]:
+    """The batches of each step: every batch once in random order, and again, until the steps are full."""
+    generator = random.Random(settings.seed)
+    waiting: list[int] = []
+    steps = []
+    for _ in range(settings.steps):
+        step: list[int] = []
+        while sum(tokens[number] for number in step) < settings.tokens:
+            if not waiting:
+                if step and len(step) >= len(tokens):
+                    # The text is smaller than a step; seeing it twice in one teaches nothing.
+                    break
+                waiting = list(range(len(tokens)))
+                generator.shuffle(waiting)
+            step.append(waiting.pop())
+        steps.append(step)
+    return steps

@@ -1,0 +1,310 @@
+"""Tuning as a stage of a quantise run: between the last quantised module and the finished folder."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from marlinq.calibration import Document, make_batches
+from marlinq.checkpoint import Checkpoint, CheckpointWriter
+from marlinq.core.dtypes import dtype_name
+from marlinq.core.errors import EnvironmentProblem, UnsupportedError
+from marlinq.core.progress import ReportProgress
+from marlinq.core.weight import QuantizedWeight
+from marlinq.models import BlockReplay, Blueprint, ModelInstance
+from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
+from marlinq.operations.quantize.tuning.files import RESULT, STATE, keep, kept
+from marlinq.operations.quantize.tuning.loop import Loop, Progress, TuningReport, TuningSettings
+from marlinq.operations.quantize.tuning.student import Student
+from marlinq.operations.quantize.tuning.teacher import learn
+
+NOTE = "tuning"
+"""The writer's note that holds the report, once all tuned tensors are written."""
+
+# Places of a micro-batch, padding included; a step takes as many as its tokens need.
+_PLACES = {"cpu": 1024, "cuda": 8192}
+# Tokens of a row of text, and of all rows together: what the original makes of them is kept in host memory.
+_ROW = 512
+_MOST_TOKENS = 1 << 18
+# A row is put together from pieces of documents of at least so many tokens.
+_PIECE = 32
+# One document of so many is held out, at least one; of fewer than _FEWEST, none.
+_HELD_OUT = 16
+_FEWEST = 8
+_SAVE_SECONDS = 60.0
+
+
+def tune(
+    checkpoint: Checkpoint,
+    blueprint: Blueprint,
+    plan: OutputPlan,
+    writer: CheckpointWriter,
+    documents: Sequence[Document],
+    settings: TuningSettings,
+    *,
+    max_length: int,
+    device: torch.device,
+    progress: ReportProgress,
+) -> None:
+    """Tunes what ``writer`` holds, and writes it again; its notes then have the :class:`TuningReport`.
+
+    The state is kept in the unfinished folder about once a minute, and the result before any tensor is
+    overwritten, so a run that is interrupted at any moment continues to the same values.
+
+    Args:
+        checkpoint: the original.
+        blueprint: of the original.
+        plan: what is stored where.
+        writer: holds every quantised module.
+        documents: the text.
+        settings: how.
+        max_length: tokens that a row of text may have.
+        device: where.
+        progress: told about every block of the original, then about every step.
+
+    Raises:
+        UnsupportedError: the model has no output head of its own, or a weight can't be tuned.
+        NumericsError: the original's or the student's values are not finite.
+        OutputError: what an interrupted run left is damaged.
+    """
+    if NOTE in writer.notes:
+        return
+
+    def result(tensors: dict[str, Tensor], facts: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        for name, tensor in tensors.items():
+            info = writer.tensors[name]
+            if (dtype_name(tensor.dtype), tuple(tensor.shape)) != (info.dtype, info.shape):
+                raise ValueError(name)
+        return tensors, facts
+
+    found = kept(writer, RESULT, result)
+    if found is None:
+        with _reproducible(device):
+            run = _Run(checkpoint, blueprint, plan, writer, documents, settings, max_length, device, progress)
+            found = run.result()
+        keep(writer, RESULT, *found)
+    tensors, report = found
+    for name, tensor in tensors.items():
+        writer.write(name, tensor.cpu())
+    writer.commit({NOTE: report})
+
+
+def forget_tuning(writer: CheckpointWriter) -> None:
+    """Removes what only a resumed run would need."""
+    writer.remove(STATE)
+    writer.remove(RESULT)
+
+
+class _Run:
+    """One tuning run, from the stored tensors to the tuned ones; arguments as for :func:`tune`."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        blueprint: Blueprint,
+        plan: OutputPlan,
+        writer: CheckpointWriter,
+        documents: Sequence[Document],
+        settings: TuningSettings,
+        max_length: int,
+        device: torch.device,
+        progress: ReportProgress,
+    ) -> None:
+        self._blueprint, self._plan, self._writer = blueprint, plan, writer
+        self._settings, self._progress = settings, progress
+        if blueprint.head is None:
+            raise UnsupportedError(
+                f"{checkpoint.path}: tuning needs an output head, {blueprint.architecture} has none; "
+                "pass --tune-steps 0"
+            )
+        self._instance = ModelInstance(blueprint, checkpoint, device=device, dtype=torch.float32)
+        _check_room(plan, settings, device)
+        learning, held_out = _split(documents)
+        self._learning, self._held_out = len(learning), len(held_out)
+        places = _PLACES[device.type]
+        rows = _rows(learning, min(_ROW, max_length), settings)
+        own = make_batches(rows, token_budget=places)
+        watched = make_batches(held_out, token_budget=places, pad=not blueprint.routed) if held_out else []
+        self._batches = own + watched
+        self._own = len(own)
+
+    def result(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What is to be written, by stored name, and the report as JSON values."""
+        instance, settings, writer = self._instance, self._settings, self._writer
+        replay = BlockReplay(instance)
+        folder = writer.partial
+        lesson = learn(instance, replay, self._batches, folder=folder, progress=self._progress)
+        before = {
+            planned.projection.name: self._read(planned)
+            for block in self._blueprint.blocks
+            for planned in self._plan.members(block)
+        }
+        student = Student(
+            instance, replay, self._plan, before, codes=settings.code_rate > 0, vectors=settings.vectors
+        )
+        with instance.outer(whole=True):
+            original = self._head()
+            text = self._blueprint.config.get_text_config()
+            loop = Loop(
+                student,
+                replay,
+                lesson,
+                self._own,
+                settings,
+                original=original,
+                head=self._own_head(original),
+                vocabulary=text.vocab_size,
+                positions=getattr(text, "max_position_embeddings", None),
+            )
+            self._optimise(loop)
+        return self._outcome(loop, student, before)
+
+    def _optimise(self, loop: Loop) -> None:
+        writer = self._writer
+        last = time.monotonic()
+
+        def save() -> None:
+            nonlocal last
+            if time.monotonic() - last >= _SAVE_SECONDS:
+                keep(writer, STATE, loop.tensors(), asdict(loop.now))
+                last = time.monotonic()
+
+        def restore(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+            loop.restore(tensors, Progress(**facts))
+
+        kept(writer, STATE, restore)
+        loop.run(self._progress, save)
+
+    def _outcome(
+        self, loop: Loop, student: Student, before: Mapping[str, QuantizedWeight]
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors: dict[str, Tensor] = {}
+        changed = count = 0
+        for block in self._blueprint.blocks:
+            for planned in self._plan.members(block):
+                name = planned.projection.name
+                after = student.weights[name].quantized()
+                changed += int((after.codes != before[name].codes.to(after.codes.device)).sum())
+                count += after.codes.numel()
+                packed = self._plan.layout.pack(after, planned.spec.scheme)
+                tensors |= {f"{planned.stored}.{suffix}": tensor for suffix, tensor in packed.items()}
+        vectors = {}
+        for name, vector in student.vectors.items():
+            if bool(vector.change.any()):
+                vectors[self._instance.names.require(name)] = vector.tensor()
+        report = TuningReport(
+            steps=loop.now.step,
+            tokens=loop.now.tokens,
+            documents=self._learning,
+            held_out=self._held_out,
+            kl_before=loop.now.before,
+            kl_after=loop.now.best,
+            kept_step=loop.now.best_step,
+            changed_codes=changed / count,
+            vectors=tuple(sorted(vectors)),
+        )
+        return tensors | vectors, report.to_dict()
+
+    def _read(self, planned: PlannedModule) -> QuantizedWeight:
+        names = self._plan.tensor_names(planned)
+        tensors = {suffix: self._writer.read_back(name) for suffix, name in names.items()}
+        return self._plan.layout.unpack(tensors, planned.spec)
+
+    def _head(self) -> dict[str, Tensor]:
+        """The original's head, by the name of its parameter; called while the outer modules are there."""
+        head = self._blueprint.by_name[self._blueprint.head or ""]
+        tied = self._blueprint.tied.get(head.parameter)
+        model = self._instance.model
+        if tied is not None:
+            weight: Tensor = model.get_parameter(tied)
+            self._instance.materialise(head.module, skip={head.parameter})
+        else:
+            self._instance.materialise(head.module)
+            weight = model.get_parameter(head.parameter)
+        return {head.parameter: weight}
+
+    def _own_head(self, original: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The head that will be stored: the original's, or what it was quantised to."""
+        if self._plan.head is None:
+            return original
+        projection = self._plan.head.projection
+        weight = self._read(self._plan.head).to(self._instance.device).dequantize()
+        return {projection.parameter: projection.as_parameter(weight)}
+
+
+def _check_room(plan: OutputPlan, settings: TuningSettings, device: torch.device) -> None:
+    """Makes sure that what stays on the device fits there.
+
+    Raises:
+        EnvironmentProblem: it does not.
+    """
+    if device.type != "cuda":
+        return
+    weights = sum(found.spec.in_features * found.spec.out_features for found in plan.modules.values())
+    # Codes take a byte; a latent, its gradient, two moments and the best value so far 4 bytes each.
+    needed = weights * (1 + (20 if settings.code_rate > 0 else 0))
+    free = torch.cuda.mem_get_info(device)[0]
+    # The rest is for scales, embeddings, one block and its activations.
+    if needed * 1.2 > free:
+        advice = "--no-tune-codes, or " if settings.code_rate > 0 else ""
+        raise EnvironmentProblem(
+            f"tuning needs {needed * 1.2 / 1e9:.0f} GB on {device}, {free / 1e9:.0f} GB are free; pass "
+            f"{advice}--tune-steps 0"
+        )
+
+
+def _split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
+    """Documents to learn from, and those that are held out: every sixteenth, as they were drawn at random."""
+    if len(documents) < _FEWEST:
+        return list(documents), []
+    chosen = range(_FEWEST - 1, len(documents), _HELD_OUT)
+    return [d for i, d in enumerate(documents) if i not in chosen], [documents[i] for i in chosen]
+
+
+def _rows(documents: Sequence[Document], length: int, settings: TuningSettings) -> list[Document]:
+    """Rows of ``length`` tokens, each of random pieces of documents.
+
+    Few documents would be learnt by heart. In ever new neighbourhoods their tokens mean something else, so
+    the same text teaches more; and equal rows need no padding.
+    """
+    generator = random.Random(settings.seed)
+    lengths = [len(document) for document in documents]
+    rows = []
+    for _ in range(max(1, min(settings.steps * settings.tokens, _MOST_TOKENS) // length)):
+        row: list[int] = []
+        while len(row) < length:
+            [document] = generator.choices(documents, lengths)
+            start = generator.randrange(max(1, len(document) - _PIECE + 1))
+            row += document.tokens[start : start + generator.randint(_PIECE, max(_PIECE, length))]
+        rows.append(Document(tuple(row[:length])))
+    return rows
+
+
+@contextmanager
+def _reproducible(device: torch.device) -> Iterator[None]:
+    """The same bits each time, as far as torch can; float32 products on a GPU in TF32."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    # Typed as a plain module, which it only poses as.
+    deterministic: Any = torch.utils.deterministic
+    filled = deterministic.fill_uninitialized_memory
+    precision = torch.backends.cuda.matmul.allow_tf32
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Memory that is read before it is written would be a mistake, not a source of chance.
+    deterministic.fill_uninitialized_memory = False
+    torch.backends.cuda.matmul.allow_tf32 = device.type == "cuda"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = precision
+        deterministic.fill_uninitialized_memory = filled
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

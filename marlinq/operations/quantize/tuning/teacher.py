@@ -1,0 +1,84 @@
+"""What the original model makes of the tuning text, computed once, a decoder block at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from marlinq.calibration import Batch, HiddenStates
+from marlinq.core.errors import NumericsError
+from marlinq.core.progress import ReportProgress
+from marlinq.models import BlockReplay, ModelInstance
+
+
+@dataclass(frozen=True, eq=False)
+class Lesson:
+    """The text and what the original makes of it.
+
+    Attributes:
+        batches: the text.
+        first: what enters the first block; the same for the quantised model, whose embeddings are the
+            original's.
+        last: what leaves the original's last block.
+        device: where they are loaded to.
+    """
+
+    batches: Sequence[Batch]
+    first: HiddenStates
+    last: HiddenStates
+    device: torch.device
+
+
+def learn(
+    instance: ModelInstance,
+    replay: BlockReplay,
+    batches: Sequence[Batch],
+    *,
+    folder: Path,
+    progress: ReportProgress,
+) -> Lesson:
+    """Runs the original's blocks over ``batches``.
+
+    Args:
+        instance: the original, nothing materialised; nothing is afterwards.
+        replay: of the instance; it records the batches.
+        batches: the text.
+        folder: where hidden states go that host memory has no room for.
+        progress: told about every block.
+
+    Raises:
+        NumericsError: the original's hidden states hold NaN or infinity.
+    """
+    first: HiddenStates | None = None
+    for number, hidden in enumerate(replay.record(batch.ids for batch in batches)):
+        first = first or _states(batches, hidden, folder)
+        first.store(number, hidden)
+    if first is None:
+        raise ValueError("tuning needs at least one batch")
+    last = _states(batches, hidden, folder)
+    blocks = instance.blueprint.blocks
+    for index, block in enumerate(blocks):
+        instance.block(index)
+        for number in range(len(batches)):
+            hidden = replay.run(index, number, (last if index else first).load(number))
+            if not bool(torch.isfinite(hidden).all()):
+                raise NumericsError(f"{block.name}: its output holds NaN or infinity in the original model")
+            last.store(number, hidden)
+        instance.release_block(index)
+        progress("running the original", index + 1, len(blocks))
+    return Lesson(batches, first, last, instance.device)
+
+
+def _states(batches: Sequence[Batch], like: Tensor, folder: Path) -> HiddenStates:
+    return HiddenStates(
+        [(*batch.ids.shape, like.shape[-1]) for batch in batches],
+        dtype=like.dtype,
+        device=like.device,
+        limit_bytes=psutil.virtual_memory().available // 4,
+        folder=folder,
+    )

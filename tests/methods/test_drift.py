@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from marlinq.core.errors import UsageError
+from marlinq.methods.drift import PairedHessian, make_up_for_drift
+from marlinq.methods.gptq import GPTQ, GPTQOptions
+from tests.testing.schemes import scheme
+
+K, N, T = 64, 24, 400
+CPU = torch.device("cpu")
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A weight, the original's inputs, and the quantised model's: with errors that the inputs predict."""
+    generator = torch.Generator().manual_seed(8)
+    mix = torch.randn(K, K, generator=generator) / K**0.5
+    original = torch.randn(T, K, generator=generator) @ (torch.eye(K) + mix)
+    lost = torch.randn(K, K, generator=generator) * 0.02
+    seen = original + original @ lost + 0.02 * torch.randn(T, K, generator=generator)
+    return torch.randn(N, K, generator=generator), original, seen
+
+
+def paired(seen: torch.Tensor, original: torch.Tensor) -> PairedHessian:
+    statistics = PairedHessian(K, device=CPU, name="o_proj")
+    statistics.add_pair(seen, original)
+    return statistics
+
+
+def test_the_whole_correction_is_the_least_squares_solution() -> None:
+    weight, original, seen = inputs()
+    statistics = paired(seen, original)
+    drift = statistics.drift()
+    assert drift is not None
+    [found] = make_up_for_drift(
+        [weight], statistics.hessian(), drift, damp=1e-6, share=1.0, limits=[math.inf]
+    ) or [weight]
+    solved = torch.linalg.lstsq(seen.double(), (original @ weight.t()).double()).solution.t()
+    # The damping moves it by about 1e-6, float32 by K roundings times the condition of the Hessian (3e2).
+    assert float((found - solved).norm() / solved.norm()) < 64 * 2**-24 * 300
+    half = make_up_for_drift([weight], statistics.hessian(), drift, damp=1e-6, share=0.5, limits=[math.inf])
+    assert half is not None
+    torch.testing.assert_close(half[0], (weight + found) / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_a_correction_is_no_larger_than_its_limit() -> None:
+    weight, original, seen = inputs()
+    statistics = paired(seen, original)
+    drift = statistics.drift()
+    assert drift is not None
+    hessian = statistics.hessian()
+    far, near = (
+        make_up_for_drift([weight], hessian, drift, damp=0.01, share=1.0, limits=[at_most])
+        for at_most in (math.inf, 0.5)
+    )
+    assert far is not None
+    assert near is not None
+    assert float((far[0] - weight).norm()) > 1
+    direction = (far[0] - weight) / (far[0] - weight).norm()
+    torch.testing.assert_close(near[0] - weight, direction * 0.5, rtol=1e-3, atol=1e-5)
+
+
+def test_outputs_come_closer_to_the_originals() -> None:
+    weight, original, seen = inputs()
+    wanted = original @ weight.t()
+
+    def loss(share: float) -> float:
+        options = GPTQOptions(drift_correction=share)
+        [(found, report)] = GPTQ().solve(
+            [weight], paired(seen, original), scheme(32), options, names=["o_proj"]
+        )
+        assert report.fallback is None
+        return float((seen @ found.dequantize().t() - wanted).square().sum())
+
+    assert loss(1.0) < loss(0.25) < loss(0.0)
+
+
+def test_nothing_drifted_is_plain_gptq() -> None:
+    weight, original, _ = inputs()
+    statistics = paired(original, original)
+    assert statistics.drift() is None
+    found = GPTQ().solve([weight], statistics, scheme(32), GPTQOptions(), names=["a"])
+    plain = GPTQ().solve([weight], statistics, scheme(32), GPTQOptions(drift_correction=0.0), names=["a"])
+    assert found[0][0].difference(plain[0][0]) is None
+
+
+def test_pairs_in_parts_masked_and_merged() -> None:
+    _, original, seen = inputs()
+    whole = paired(seen, original)
+    mask = torch.ones(4, 50, dtype=torch.bool)
+    mask[1:, 30:] = False
+    first, second = (PairedHessian(K, device=CPU, name="a") for _ in range(2))
+    padded = [torch.zeros(4, 50, K), torch.zeros(4, 50, K)]
+    for place, source in zip(padded, (seen, original), strict=True):
+        place[mask] = source[: int(mask.sum())]
+    first.add_pair(*padded, mask)
+    first.add_pair(seen[140:200], original[140:200])
+    second.add_pair(seen[200:], original[200:])
+    first.merge(second)
+    assert first.tokens == T
+    expected, found = whole.drift(), first.drift()
+    assert expected is not None
+    assert found is not None
+    # Means of 400 products in other orders: 400 roundings of 2**-24 of terms as large as the largest.
+    largest = float(2 * (original - seen).abs().max() * seen.abs().max())
+    torch.testing.assert_close(found, expected, rtol=0, atol=400 * 2**-24 * largest)
+
+
+def test_a_hessian_that_cannot_be_factorised_leaves_the_correction_out() -> None:
+    weight, original, seen = inputs()
+    statistics = paired(seen, original)
+    drift = statistics.drift()
+    assert drift is not None
+    broken = statistics.hessian()
+    broken[0, 1] = broken[1, 0] = 1e6
+    assert make_up_for_drift([weight], broken, drift, damp=0.01, share=0.25, limits=[math.inf]) is None
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, True, "a quarter"])
+def test_a_share_is_from_0_to_1(share: object) -> None:
+    with pytest.raises(UsageError, match="drift_correction: expected a number from 0 to 1"):
+        GPTQOptions(drift_correction=share)  # type: ignore[arg-type]

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import marlinq
+from marlinq.checkpoint import Checkpoint, CheckpointWriter, QuantizedCheckpoint
+from marlinq.core.errors import OutputError
+from marlinq.core.weight import QuantizedWeight
+from marlinq.operations.quantize import quantize
+from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.tuning import loop, run
+from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
+
+TUNED = RECIPE.replace(samples=64, tune_steps=12, tune_tokens=512, tune_rate=0.002)
+
+
+def tuned(source: Path, out: Path, **changes: Any) -> dict[str, Any]:
+    """Quantises and returns the report that the manifest holds."""
+    quantize(source, out, recipe=TUNED.replace(**changes), device="cpu")
+    report: dict[str, Any] = json.loads((out / "marlinq.json").read_text())["run"]["tuning"]
+    return report
+
+
+def weights(folder: Path) -> dict[str, QuantizedWeight]:
+    quantized = QuantizedCheckpoint.of(Checkpoint.open(folder))
+    assert quantized is not None
+    return {name: quantized.load(name) for name in quantized.modules}
+
+
+def kept(folder: Path) -> dict[str, torch.Tensor]:
+    quantized = QuantizedCheckpoint.of(Checkpoint.open(folder))
+    assert quantized is not None
+    return {name: quantized.checkpoint.tensor(name) for name in quantized.passthrough}
+
+
+def kl(folder: Path, source: Path) -> float:
+    found = marlinq.evaluate(folder, against=source, windows=48, length=40, device="cpu", dtype="float32").kl
+    assert found is not None
+    return found
+
+
+def test_predictions_come_closer_to_the_originals(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    more = {"samples": 256, "tune_steps": 24}
+    quantize(source, tmp_path / "plain", recipe=TUNED.replace(**more | {"tune_steps": 0}), device="cpu")
+    report = tuned(source, tmp_path / "tuned", **more)
+    assert report["kl_after"] < 0.95 * report["kl_before"]
+    assert (report["documents"], report["held_out"]) == (240, 16)
+    assert report["steps"] <= 24
+    # On text of another seed than both the learnt and the held-out text, which is the same for both folders.
+    assert kl(tmp_path / "tuned", source) < 0.97 * kl(tmp_path / "plain", source)
+
+
+def test_codes_stay_unless_they_are_to_follow(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    # Of so few documents none is held out, so the last values are kept, better or not.
+    few = {"samples": 7, "tune_rate": 0.05, "tune_steps": 6}
+    quantize(source, tmp_path / "plain", recipe=TUNED.replace(**few | {"tune_steps": 0}), device="cpu")
+    assert tuned(source, tmp_path / "scales", **few)["changed_codes"] == 0
+    share = tuned(source, tmp_path / "codes", tune_codes=True, **few)["changed_codes"]
+    plain, scales, codes = (weights(tmp_path / name) for name in ("plain", "scales", "codes"))
+    assert all(torch.equal(plain[name].codes, scales[name].codes) for name in plain)
+    assert any(not torch.equal(plain[name].scales, scales[name].scales) for name in plain)
+    assert all(torch.equal(plain[name].zeros, codes[name].zeros) for name in plain)
+    changed = sum(int((plain[name].codes != codes[name].codes).sum()) for name in plain)
+    assert share == changed / sum(weight.codes.numel() for weight in plain.values())
+    assert share > 0
+
+
+def test_norms_are_tuned_or_left_alone(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    report = tuned(source, tmp_path / "with")
+    assert tuned(source, tmp_path / "without", tune_norms=False)["vectors"] == []
+    original = {name: Checkpoint.open(source).tensor(name) for name in Checkpoint.open(source).tensors}
+    differing = [
+        name for name, tensor in kept(tmp_path / "with").items() if not torch.equal(tensor, original[name])
+    ]
+    assert sorted(differing) == report["vectors"] != []
+    assert all(name.endswith("norm.weight") for name in differing)
+    assert all(torch.equal(tensor, original[name]) for name, tensor in kept(tmp_path / "without").items())
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq", "compressed-tensors"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_every_format_holds_a_tuned_model(tmp_path: Path, layout: str, symmetric: bool) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    tuned(source, tmp_path / "out", format=layout, symmetric=symmetric, tune_codes=True, tune_steps=2)
+    marlinq.convert(tmp_path / "out", tmp_path / "other", target_format="gptq-v2")
+    # The converted folder knows from its source which vectors are no copies.
+    for folder in ("out", "other"):
+        checked = marlinq.verify(tmp_path / folder, against=source, device="cpu")
+        assert checked.ok, checked.render()
+        assert "7 tuned, near the original's" in checked.render()
+    here, there = weights(tmp_path / "out"), weights(tmp_path / "other")
+    assert all(here[name].difference(there[name]) is None for name in here)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2", "opt", "gemma3", "bloom", "phi"])
+def test_other_architectures(tmp_path: Path, name: str) -> None:
+    source = save_tiny(name, tmp_path / "model")
+    report = tuned(source, tmp_path / "out", tune_codes=True)
+    assert report["kl_after"] < report["kl_before"]
+
+
+def test_a_quantised_head_stays_as_it_was(tmp_path: Path) -> None:
+    source = save_tiny("llama-tied", tmp_path / "model")
+    quantize(
+        source, tmp_path / "plain", recipe=TUNED.replace(tune_steps=0, quantize_head="int4"), device="cpu"
+    )
+    report = tuned(source, tmp_path / "out", quantize_head="int4")
+    assert report["kl_after"] < report["kl_before"]
+    assert weights(tmp_path / "out")["lm_head"].difference(weights(tmp_path / "plain")["lm_head"]) is None
+
+
+def test_few_documents_are_all_learnt_from(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    report = tuned(source, tmp_path / "out", samples=7, tune_steps=3)
+    assert (report["documents"], report["held_out"]) == (7, 0)
+    assert (report["kl_before"], report["kl_after"], report["kept_step"]) == (None, None, 3)
+
+
+def test_what_gets_worse_is_undone(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    quantize(source, tmp_path / "plain", recipe=TUNED.replace(tune_steps=0), device="cpu")
+    # Steps as large as the scales themselves.
+    result = quantize(source, tmp_path / "out", recipe=TUNED.replace(tune_rate=0.9), device="cpu")
+    report = result.tuning
+    assert report is not None
+    assert (report["kept_step"], report["kl_after"]) == (0, report["kl_before"])
+    assert list(report["vectors"]) == []
+    assert f"got no better than {report['kl_before']:.4f}: all left as it was" in result.render()
+    plain, after = weights(tmp_path / "plain"), weights(tmp_path / "out")
+    assert all(plain[name].difference(after[name]) is None for name in plain)
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize(
+    "moment", ["between steps", "before the result", "between tensors", "before the end"]
+)
+def test_an_interrupted_run_ends_with_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    monkeypatch.setattr(run, "_SAVE_SECONDS", 0.0)
+    recipe = TUNED.replace(tune_codes=True, tune_steps=6)
+    quantize(source, tmp_path / "whole", recipe=recipe, device="cpu")
+    seen: list[int] = []
+    taken = loop.Loop._step
+
+    def counted(self: loop.Loop) -> None:
+        seen.append(self.now.step)
+        if moment == "between steps" and len(seen) == 4:
+            raise Killed
+        taken(self)
+
+    def dies(*args: Any, **kwargs: Any) -> Any:
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Loop, "_step", counted)
+        if moment == "before the result":
+            patch.setattr(run._Run, "_outcome", dies)
+        if moment == "between tensors":
+            write, done = CheckpointWriter.write, []
+
+            def few(self: CheckpointWriter, name: str, tensor: torch.Tensor) -> None:
+                done.append(name)
+                # The third that is written a second time.
+                if len(done) - len(set(done)) == 3:
+                    raise Killed
+                write(self, name, tensor)
+
+            patch.setattr(CheckpointWriter, "write", few)
+        if moment == "before the end":
+            patch.setattr(CheckpointWriter, "finish", dies)
+        with pytest.raises(Killed):
+            quantize(source, tmp_path / "out", recipe=recipe, device="cpu")
+    assert not (tmp_path / "out").exists()
+    seen.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Loop, "_step", counted)
+        moment = "undisturbed"
+        quantize(source, tmp_path / "out", recipe=recipe, device="cpu", resume=True)
+    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
+    # Steps that were taken are not taken again.
+    assert seen in ([3, 4, 5], [])
+
+
+def test_a_damaged_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    monkeypatch.setattr(run, "_SAVE_SECONDS", 0.0)
+
+    def dies(*args: Any, **kwargs: Any) -> Any:
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run._Run, "_outcome", dies)
+        with pytest.raises(Killed):
+            quantize(source, tmp_path / "out", recipe=TUNED.replace(tune_steps=2), device="cpu")
+    state = tmp_path / "out.partial" / "tuning.safetensors"
+    state.write_bytes(state.read_bytes()[:-100])
+    with pytest.raises(OutputError, match=r"tuning.safetensors: is damaged; remove"):
+        quantize(source, tmp_path / "out", recipe=TUNED.replace(tune_steps=2), device="cpu", resume=True)
+
+
+def test_qualities_are_settings_by_name(tmp_path: Path) -> None:
+    best = Recipe().replace(quality="best", tune_steps=7)
+    assert (best.tune_steps, best.tune_codes) == (7, True)
+    assert best.quality_record() == {"name": "best", "version": 1, "changed": ["tune_steps"]}
+    assert Recipe.from_dict(best.to_dict()) == best
+    assert best.replace(quality="fast") == Recipe().replace(quality="fast")
+    source = save_tiny("llama", tmp_path / "model")
+    small = {"samples": 8, "max_length": 40, "group_size": 32}
+    quantize(source, tmp_path / "out", recipe=Recipe.from_dict({"quality": "fast", **small}), device="cpu")
+    manifest = json.loads((tmp_path / "out" / "marlinq.json").read_text())
+    assert manifest["quality"] == {"name": "fast", "version": 1, "changed": []}
+    assert manifest["recipe"]["method"] == "imatrix"
