@@ -49,7 +49,7 @@ from marlinq.operations.quantize.text import (
     note_text,
     planned_text,
 )
-from marlinq.operations.quantize.tuning import NOTE, TuningSettings, forget_tuning, tune
+from marlinq.operations.quantize.tuning import NOTE, TuningSettings, forget_tuning, settings_that_fit, tune
 from marlinq.operations.quantize.watch import Watch
 from marlinq.operations.report import CARD, TimeFigures, hub_id, model_card, write_report
 
@@ -154,6 +154,7 @@ def _quantize(
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.reset_peak_memory_stats(chosen)
     environment = _environment(chosen, dtype)
+    tuning = settings_that_fit(plan, TuningSettings.of(recipe), chosen) if recipe.tune_steps else None
     # All that can be wrong with the text is found before the output folder is begun.
     instance = ModelInstance(blueprint, checkpoint, device=chosen, dtype=dtype)
     config = blueprint.config
@@ -210,14 +211,14 @@ def _quantize(
             watch = Watch(progress, message, writer)
             BlockQuantizer(instance, plan, writer, batches, recipe, watch, ranks).run()
         copying.finish()
-        if untuned and documents is not None:
+        if tuning is not None and untuned and documents is not None:
             tune(
                 checkpoint,
                 blueprint,
                 plan,
                 writer,
                 documents,
-                TuningSettings.of(recipe),
+                tuning,
                 max_length=max_length,
                 device=chosen,
                 progress=progress,

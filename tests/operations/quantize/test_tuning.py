@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +11,11 @@ import torch
 
 import marlinq
 from marlinq.checkpoint import Checkpoint, CheckpointWriter, QuantizedCheckpoint
-from marlinq.core.errors import OutputError
+from marlinq.core.errors import EnvironmentProblem, OutputError
 from marlinq.core.weight import QuantizedWeight
+from marlinq.models import build_blueprint
 from marlinq.operations.quantize import quantize
+from marlinq.operations.quantize.planning import plan_output
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.tuning import loop, run
 from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
@@ -223,3 +227,31 @@ def test_qualities_are_settings_by_name(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "out" / "marlinq.json").read_text())
     assert manifest["quality"] == {"name": "fast", "version": 1, "changed": []}
     assert manifest["recipe"]["method"] == "imatrix"
+
+
+@pytest.mark.parametrize(
+    ("memory", "rate", "expected"),
+    [(10**9, 0.1, 0.1), (2 * 10**6, 0.1, 0.0), (2 * 10**6, 0.0, 0.0), (10**5, 0.1, None)],
+)
+def test_codes_are_tuned_where_they_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, rate: float, expected: float | None
+) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    checkpoint = Checkpoint.open(source)
+    blueprint = build_blueprint(checkpoint.config, source="model", tensors=checkpoint.tensors)
+    # 110,592 weights, of which the tuning of codes would take 2.3 MB.
+    plan = plan_output(checkpoint, blueprint, TUNED)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory)
+    )
+    settings = loop.TuningSettings(1, 1, 0.1, rate, True, 0)
+    cuda = torch.device("cuda:0")
+    if expected is None:
+        with (
+            pytest.warns(UserWarning, match="codes would take"),
+            pytest.raises(EnvironmentProblem, match="keeps all"),
+        ):
+            run.settings_that_fit(plan, settings, cuda)
+        return
+    with pytest.warns(UserWarning, match="they stay as they are") if rate != expected else nullcontext():
+        assert run.settings_that_fit(plan, settings, cuda).code_rate == expected

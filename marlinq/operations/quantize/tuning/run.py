@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -39,6 +40,10 @@ _PIECE = 32
 _HELD_OUT = 16
 _FEWEST = 8
 _SAVE_SECONDS = 60.0
+# What a weight takes whose code is tuned: the code a byte; a latent, its gradient, two moments and the best
+# value so far 4 bytes each. The rest of the memory is for scales, embeddings, a block and its activations.
+_LATENT_BYTES = 21
+_SHARE_OF_MEMORY = 0.7
 
 
 def tune(
@@ -125,7 +130,6 @@ class _Run:
                 "pass --tune-steps 0"
             )
         self._instance = ModelInstance(blueprint, checkpoint, device=device, dtype=torch.float32)
-        _check_room(plan, settings, device)
         learning, held_out = _split(documents)
         self._learning, self._held_out = len(learning), len(held_out)
         places = _PLACES[device.type]
@@ -239,25 +243,31 @@ class _Run:
         return {projection.parameter: projection.as_parameter(weight)}
 
 
-def _check_room(plan: OutputPlan, settings: TuningSettings, device: torch.device) -> None:
-    """Makes sure that what stays on the device fits there.
+def settings_that_fit(plan: OutputPlan, settings: TuningSettings, device: torch.device) -> TuningSettings:
+    """``settings``, without the tuning of codes where a GPU has too little memory for it, which is warned of.
 
     Raises:
-        EnvironmentProblem: it does not.
+        EnvironmentProblem: there is too little memory for the scales alone.
     """
     if device.type != "cuda":
-        return
+        return settings
     weights = sum(found.spec.in_features * found.spec.out_features for found in plan.modules.values())
-    # Codes take a byte; a latent, its gradient, two moments and the best value so far 4 bytes each.
-    needed = weights * (1 + (20 if settings.code_rate > 0 else 0))
-    free = torch.cuda.mem_get_info(device)[0]
-    # The rest is for scales, embeddings, one block and its activations.
-    if needed * 1.2 > free:
-        advice = "--no-tune-codes, or " if settings.code_rate > 0 else ""
-        raise EnvironmentProblem(
-            f"tuning needs {needed * 1.2 / 1e9:.0f} GB on {device}, {free / 1e9:.0f} GB are free; pass "
-            f"{advice}--tune-steps 0"
+    # Of all there is, not of what is free now: the same command has to do the same.
+    memory = torch.cuda.get_device_properties(device).total_memory
+    room = memory * _SHARE_OF_MEMORY
+    if settings.code_rate > 0 and weights * _LATENT_BYTES > room:
+        warnings.warn(
+            f"tuning: codes would take {weights * _LATENT_BYTES / 1e9:.0f} GB, {device} has "
+            f"{memory / 1e9:.0f} GB; they stay as they are, scales are tuned",
+            stacklevel=3,
         )
+        settings = replace(settings, code_rate=0.0)
+    if settings.code_rate == 0 and weights > room:
+        raise EnvironmentProblem(
+            f"tuning keeps all codes on {device}: {weights / 1e9:.0f} GB, it has {memory / 1e9:.0f} GB; "
+            "pass --tune-steps 0"
+        )
+    return settings
 
 
 def _split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
