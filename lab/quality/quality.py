@@ -1,11 +1,11 @@
-"""What 4 bits cost: round-to-nearest, GPTQ, and GPTQ with clip search against the original in FP32.
+"""What 4 bits cost: round-to-nearest, GPTQ step by step, and the named qualities, against FP32.
 
-    python lab/quality/quality.py MODEL --calibration FILE --text FILE [--work FOLDER] [--json OUT]
+    python lab/quality/quality.py MODEL --calibration FILE --text FILE [--text FILE] [--json OUT]
 
-Quantises MODEL three times, symmetric and with one group size, then measures perplexity, mean KL divergence
-and top-1 agreement on windows of the text. Everything but the named options is the product's default. All
-models compute in float32, so nothing but the weights differs. Folders that are finished are used again,
-interrupted ones continued.
+Quantises MODEL once a row, with one group size, then measures perplexity, mean KL divergence and top-1
+agreement on windows of each text. Everything but the named options is the product's default. All models are
+evaluated in float32, so nothing but the weights differs. Folders that are finished are used again,
+interrupted ones continued. ``--row`` chooses rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,19 @@ from marlinq.checkpoint import Checkpoint
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.quantize.recipe import Recipe
 
-RTN, PLAIN, CLIP = "round-to-nearest", "GPTQ, no clip search", "GPTQ, clip search"
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "rtn": ("round-to-nearest", {"method": "rtn"}),
+    "gptq-plain": (
+        "GPTQ, no clip search, no drift correction",
+        {"clip_search": False, "drift_correction": 0},
+    ),
+    "gptq-clip": ("GPTQ, no drift correction", {"drift_correction": 0}),
+    "fast": ("`--quality fast`", {"quality": "fast"}),
+    "default": ("`--quality default`", {"quality": "default"}),
+    "scales": ("the default and `--tune-steps 60`", {"quality": "default", "tune_steps": 60}),
+    "best": ("`--quality best`", {"quality": "best"}),
+}
+"""By folder: what a row is called, and what differs in its recipe."""
 
 
 def main() -> None:
@@ -29,6 +41,7 @@ def main() -> None:
     options = _options()
     recipe = Recipe(
         group_size=options.group_size,
+        symmetric=not options.asym,
         calibration=str(options.calibration),
         samples=options.samples,
         max_length=options.max_length,
@@ -36,12 +49,12 @@ def main() -> None:
     )
     if options.act_order is not None:
         recipe = recipe.replace(act_order=options.act_order)
-    recipes = {RTN: recipe.replace(method="rtn"), PLAIN: recipe.replace(clip_search=False), CLIP: recipe}
-    folders = {RTN: "rtn", PLAIN: "gptq-plain", CLIP: "gptq-clip"}
+    wanted = options.rows or list(ROWS)
+    recipes = {name: recipe.replace(**ROWS[name][1]) for name in wanted}
     options.work.mkdir(parents=True, exist_ok=True)
 
     for name, asked in recipes.items():
-        folder = options.work / folders[name]
+        folder = options.work / name
         if folder.exists():
             _check_same(folder, options.model, asked)
             print(f"{name}: {folder} is finished", file=sys.stderr)
@@ -58,37 +71,40 @@ def main() -> None:
 
     original = load(options.model, device=options.device, dtype="float32")
     rows: list[dict[str, Any]] = []
-    for name, folder in folders.items():
-        measured = evaluate(
-            options.work / folder,
-            against=original,
-            text=str(options.text),
-            windows=options.windows,
-            length=options.length,
-            device=options.device,
-            dtype="float32",
-            progress=_report_progress,
-        )
-        if not rows:
-            rows.append({"name": "FP32", "perplexity": measured.against_perplexity})
-        rows.append(
-            {
-                "name": name,
-                "perplexity": measured.perplexity,
-                "kl": measured.kl,
-                "top1_agreement": measured.top1_agreement,
-            }
-        )
-        print(measured.render(), file=sys.stderr)
+    for text in options.text:
+        for name in wanted:
+            measured = evaluate(
+                options.work / name,
+                against=original,
+                text=str(text),
+                windows=options.windows,
+                length=options.length,
+                device=options.device,
+                dtype="float32",
+                progress=_report_progress,
+            )
+            shared = {"text": text.name, "windows": measured.windows}
+            if name == wanted[0]:
+                rows.append({"name": "FP32", **shared, "perplexity": measured.against_perplexity})
+            rows.append(
+                {
+                    "name": ROWS[name][0],
+                    **shared,
+                    "perplexity": measured.perplexity,
+                    "kl": measured.kl,
+                    "top1_agreement": measured.top1_agreement,
+                }
+            )
+            print(measured.render(), file=sys.stderr)
 
     order = recipe.to_dict()["act_order"]
-    text = f"{measured.windows} windows of {options.length} tokens"
+    symmetry = "symmetric" if recipe.symmetric else "asymmetric"
     calibration = f"{recipe.samples} documents of up to {recipe.max_length} tokens, seed {recipe.seed}"
     lines = [
         hardware_line(original.device),
-        f"{options.model.name}: symmetric, group size {recipe.group_size}, act order {order}",
+        f"{options.model.name}: {symmetry}, group size {recipe.group_size}, act order {order}",
         f"calibrated on {options.calibration.name}: {calibration}",
-        f"evaluated on {options.text.name}: {text}",
+        f"evaluated on windows of {options.length} tokens",
     ]
     print("\n".join(lines))
     print(_table(rows))
@@ -107,11 +123,12 @@ def _check_same(folder: Path, model: Path, recipe: Recipe) -> None:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| weights | perplexity | mean KL, nats | same likeliest token |", "| --- | --- | --- | --- |"]
+    lines = ["| text | weights | perplexity | mean KL, nats | same likeliest token |", "| --- " * 5 + "|"]
     for row in rows:
         kl = f"{row['kl']:.4f}" if "kl" in row else ""
         agreed = f"{100 * row['top1_agreement']:.2f} %" if "kl" in row else ""
-        lines.append(f"| {row['name']} | {row['perplexity']:.3f} | {kl} | {agreed} |")
+        text = f"{row['text']}, {row['windows']} windows"
+        lines.append(f"| {text} | {row['name']} | {row['perplexity']:.3f} | {kl} | {agreed} |")
     return "\n".join(lines)
 
 
@@ -124,7 +141,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--calibration", type=Path, required=True, help="text to calibrate on")
-    parser.add_argument("--text", type=Path, required=True, help="text to evaluate on")
+    parser.add_argument("--text", type=Path, required=True, action="append", help="text to evaluate on")
+    parser.add_argument("--row", dest="rows", action="append", choices=ROWS, help="default: all of them")
+    parser.add_argument("--asym", action="store_true", help="with zero points")
     parser.add_argument("--work", type=Path, default=Path("build/quality"), help="where checkpoints go")
     parser.add_argument("--json", type=Path, help="also write the result here")
     parser.add_argument("--group-size", type=int, default=64)
