@@ -76,6 +76,12 @@ class PairedHessian(HessianAccumulator):
         return self._drift if bool(self._drift.any()) else None
 
 
+def trusted_share(share: float, tokens: int, in_features: int) -> float:
+    """What is left of ``share`` where few tokens were seen: a least-squares fit of K unknowns to T tokens
+    explains K / T of them by chance."""
+    return share * max(0.0, 1 - in_features / tokens) if tokens else 0.0
+
+
 def make_up_for_drift(
     weights: Sequence[Tensor],
     hessian: Tensor,

@@ -28,7 +28,7 @@ from marlinq.core.settings import Choice, Flag, Fraction, Share, setting
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.kernels.solve import check_panels
 from marlinq.methods.base import Method, MethodOptions, SolveReport, check_weight, whole_groups
-from marlinq.methods.drift import PairedHessian, make_up_for_drift
+from marlinq.methods.drift import PairedHessian, make_up_for_drift, trusted_share
 from marlinq.methods.factor import Factor, channel_order, factorise
 from marlinq.methods.grid import search_factors
 from marlinq.methods.hessian import HessianAccumulator
@@ -109,7 +109,7 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
             hessian,
             drift,
             damp=options.damp,
-            share=options.drift_correction,
+            share=trusted_share(options.drift_correction, statistics.tokens, len(hessian)),
             limits=[
                 float((weight - round_to_nearest(weight, scheme, name=name).dequantize()).norm())
                 for weight, name in zip(weights, names, strict=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from marlinq.core.errors import UsageError
-from marlinq.methods.drift import PairedHessian, make_up_for_drift
+from marlinq.methods.drift import PairedHessian, make_up_for_drift, trusted_share
 from marlinq.methods.gptq import GPTQ, GPTQOptions
 from tests.testing.schemes import scheme
 
@@ -123,3 +123,10 @@ def test_a_hessian_that_cannot_be_factorised_leaves_the_correction_out() -> None
 def test_a_share_is_from_0_to_1(share: object) -> None:
     with pytest.raises(UsageError, match="drift_correction: expected a number from 0 to 1"):
         GPTQOptions(drift_correction=share)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(0, 0.0), (64, 0.0), (32, 0.0), (128, 0.125), (6400, 0.2475)]
+)
+def test_few_tokens_are_trusted_less(tokens: int, expected: float) -> None:
+    assert trusted_share(0.25, tokens, 64) == expected
