@@ -176,7 +176,7 @@ def test_padding_does_not_reach_the_result(tmp_path: Path, monkeypatch: pytest.M
         shapes.extend(batch.padded for batch in batches)
         return batches
 
-    monkeypatch.setattr("marlinq.operations.quantize.operation.make_batches", unpadded)
+    monkeypatch.setattr("marlinq.operations.quantize.ranks.make_batches", unpadded)
     alone = run(source, tmp_path / "alone", calibration=str(text), samples=6)
     assert len(shapes) == 5
     assert not any(shapes)
