@@ -45,7 +45,7 @@ QUALITIES: dict[str, Quality] = {
             "best",
             1,
             "the default, then codes, scales and norms tuned towards the original's predictions",
-            {"method": "gptq", "tune_steps": 200, "tune_codes": True},
+            {"method": "gptq", "tune_steps": 120, "tune_codes": True},
         ),
     )
 }

@@ -21,9 +21,11 @@ from marlinq.operations.quantize.tuning.teacher import Lesson
 
 # Steps over which the rate grows from zero: Adam's first steps are as large as later ones, but know less.
 _WARMUP = 5
-# Looks at the held-out text in a run, and how many of them in turn may find it worse than the best.
+# Looks at the held-out text in a run.
 _LOOKS = 12
-_PATIENCE = 4
+# Times the divergence before tuning at which a run has gone astray. Below it nothing stops it: at full rate
+# the held-out text is often worse than a few steps into the run, and best when the rate has come down.
+_ASTRAY = 1.5
 # Steps of a code that a latent moves by while a scale changes by its own share.
 _CODE_RATE = 2.5
 # Logits held at once, of which there are some six copies in float32 for a moment.
@@ -68,7 +70,7 @@ class TuningReport:
     """What tuning did.
 
     Attributes:
-        steps: that were taken; fewer than asked for when the held-out text got worse.
+        steps: that were taken; fewer than asked for when the run went astray.
         tokens: seen in all of them, repetitions included.
         documents, held_out: to learn from, and to watch.
         kl_before, kl_after: mean KL on the held-out text in nats; None without such text.
@@ -101,7 +103,6 @@ class Progress:
     before: float | None = None
     best: float | None = None
     best_step: int = 0
-    worse: int = 0
     finished: bool = False
 
 
@@ -182,11 +183,10 @@ class Loop:
         if self._held_out:
             found = self._look()
             if self.now.best is not None and found >= self.now.best:
-                self.now.worse += 1
-                self.now.finished = self.now.worse >= _PATIENCE
+                self.now.finished = self.now.before is not None and found > _ASTRAY * self.now.before
                 return
             self.now.best = found
-        self.now.best_step, self.now.worse = self.now.step, 0
+        self.now.best_step = self.now.step
         for name, leaf in self._leaves.items():
             self._best[name].copy_(leaf.detach())
 
