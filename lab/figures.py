@@ -215,25 +215,35 @@ def floors_table() -> str:
 
 
 def experts_table() -> str:
-    """Microseconds of whole routed layers by model and batch, ours over the floor and over Humming."""
+    """Microseconds and rates of whole routed layers by model and batch."""
     found = result("experts-h200")
     rows = [["layer", "", *map(str, found["batches"])]]
-    for layer, cells in found["layers"].items():
-        floors, ours = cells["floor"], cells[_OURS]
-        rates = [rate / 1e12 for rate in cells["rate"]]
-        peer = cells.get("humming", [None] * len(ours))
-        rows += [
-            [f"{layer}, us", "marlinq", *(f"{value:.1f}" for value in ours)],
-            ["", "Humming", *("" if value is None else f"{value:.1f}" for value in peer)],
-            ["", "floor", *(f"{value:.1f}" for value in floors)],
-            ["", "ours over the floor", *(f"{a / b:.2f}" for a, b in zip(ours, floors, strict=True))],
-            [
-                *("", "ours over Humming"),
-                *("" if b is None else f"{a / b:.2f}" for a, b in zip(ours, peer, strict=True)),
-            ],
-            ["", "TFLOP/s", *(f"{rate:.0f}" for rate in rates)],
+    for layer, times in found["alone"]["microseconds"].items():
+        shape = found["alone"]["shapes"][layer]
+        operations = 6 * shape["top"] * shape["hidden"] * shape["inner"]
+        rates = [
+            None if time is None else m * operations / time / 1e6
+            for m, time in zip(found["batches"], times, strict=True)
         ]
+        rows.append([layer, "us", *("" if time is None else f"{time:.1f}" for time in times)])
+        rows.append(["", "TFLOP/s", *("" if rate is None else f"{rate:.0f}" for rate in rates)])
     return _table(rows)
+
+
+def experts_beside_table() -> str:
+    """Our routed layer beside Humming's in one process."""
+    found = result("experts-h200")
+    beside = found["beside"]
+    ours, theirs, floor = beside["marlinq"], beside["humming"], beside["floor"]
+    return _table(
+        [
+            [beside["layer"], *map(str, found["batches"])],
+            ["marlinq, us", *(f"{time:.1f}" for time in ours)],
+            ["Humming, us", *(f"{time:.1f}" for time in theirs)],
+            ["ours over Humming", *(f"{a / b:.2f}" for a, b in zip(ours, theirs, strict=True))],
+            ["ours over the floor", *(f"{a / b:.2f}" for a, b in zip(ours, floor, strict=True))],
+        ]
+    )
 
 
 def quality_table() -> str:
@@ -352,6 +362,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernels": kernels_table,
     "floors": floors_table,
     "experts": experts_table,
+    "experts-beside": experts_beside_table,
     "quality": quality_table,
     "head": head_table,
     "chain": chain_table,
