@@ -109,8 +109,9 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
             }
     };
     const int first_tile = part.first + TILE * warp;
-    // With norms, registers for heads of 128 channels would not do for both.
-    constexpr bool EARLY = D != 128 || (C::QUERY_NORM == Norm::NONE && C::KEY_NORM == Norm::NONE);
+    // Only where launches overlap. With norms, registers for heads of 128 channels would not do for both.
+    constexpr bool NORMS = C::QUERY_NORM != Norm::NONE || C::KEY_NORM != Norm::NONE;
+    constexpr bool EARLY = __CUDA_ARCH__ >= 900 && !(D == 128 && NORMS);
     if (EARLY) load_keys(first_tile);
     const typename Head<C>::Angles angles(given, min(length, capacity - 1), lane);
     wait_for_previous_kernel();
