@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -377,6 +378,11 @@ def text_by_the_model(
         written = writer.write(tokens=budget.tokens, documents=budget.documents)
     finally:
         writer.close()
+        # Blocks ask the device what is free, and a cycle may hold the model's memory.
+        del writer, loaded
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     message(
         f"wrote {len(written.documents)} documents, {sum(map(len, written.documents))} tokens in "
         f"{written.seconds:.0f} s; {written.how}"
