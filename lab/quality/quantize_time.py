@@ -7,7 +7,7 @@ Writes a random checkpoint and a text into FOLDER unless they are there, quantis
 start to end, per block, and the peaks of memory. Blocks are alike, so the seconds of 32 follow from those of
 a few: whole run less blocks, plus 32 times a block.
 
-The peak of the host's memory is that of the process, which is the checkpoint's making where it is made: run it
+The peak of host memory is that of the process, which is the checkpoint's making where it is made: run it
 twice.
 
 With --split the parts of a block are timed, and the device is waited for at the end of each, which takes a
