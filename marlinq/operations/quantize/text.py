@@ -404,7 +404,8 @@ def stored_dtype(checkpoint: Checkpoint, blueprint: Blueprint) -> torch.dtype:
     """Of the first linear's weight."""
     names = TensorNames(blueprint, checkpoint.tensors, source=str(checkpoint.path))
     first = next(blueprint.projections())
-    return torch_dtype(checkpoint.tensors[names.require(first.parameter)].dtype)
+    stored, _ = names.places(first.parameter, blueprint.parameters.get(first.parameter, ()))[0]
+    return torch_dtype(checkpoint.tensors[stored].dtype)
 
 
 def _loaded(
@@ -438,7 +439,7 @@ def _loaded(
 
 
 def _in_order(blueprint: Blueprint, names: TensorNames) -> Iterable[str]:
-    return (names.require(name) for name in blueprint.parameters)
+    return (stored for name, shape in blueprint.parameters.items() for stored, _ in names.places(name, shape))
 
 
 def check_room(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe, device: torch.device) -> None:
