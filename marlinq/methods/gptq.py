@@ -15,8 +15,7 @@ channels can't make up for. Once the group's codes are known, its scales are fit
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -31,7 +30,7 @@ from marlinq.methods.base import Method, MethodOptions, SolveReport, check_weigh
 from marlinq.methods.drift import PairedHessian, make_up_for_drift, trusted_share
 from marlinq.methods.factor import Factor, channel_order, factorise
 from marlinq.methods.grid import search_factors
-from marlinq.methods.hessian import HessianAccumulator
+from marlinq.methods.hessian import HessianAccumulator, tensor_cores
 from marlinq.methods.panels import solve_panels
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.methods.slices import solve_slices
@@ -244,19 +243,8 @@ def _norms(w: Tensor, hessian: Tensor, factor: Factor) -> Tensor:
     if factor.diagonal is not None:
         product = factor.diagonal.unsqueeze(1) * w
     elif hessian.is_cuda:
-        with _tensor_cores():
+        with tensor_cores():
             product = hessian @ w
     else:
         product = hessian @ w
     return product.mul_(w).sum(dim=0).to(torch.float64)
-
-
-@contextmanager
-def _tensor_cores() -> Iterator[None]:
-    """Lets a GPU round the operands of float32 products to TF32: enough for a figure of a report."""
-    products = torch.backends.cuda.matmul
-    before, products.fp32_precision = products.fp32_precision, "tf32"
-    try:
-        yield
-    finally:
-        products.fp32_precision = before

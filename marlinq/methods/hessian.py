@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from marlinq.core.errors import NumericsError, UnsupportedError
@@ -163,3 +165,14 @@ def add_products(
             alpha=weight,
             out=panel,
         )
+
+
+@contextmanager
+def tensor_cores() -> Iterator[None]:
+    """Lets a GPU round the operands of float32 products to TF32: enough for a report and for corrections."""
+    products = torch.backends.cuda.matmul
+    before, products.fp32_precision = products.fp32_precision, "tf32"
+    try:
+        yield
+    finally:
+        products.fp32_precision = before

@@ -153,7 +153,7 @@ class BlockQuantizer:
             if not bool(torch.isfinite(hidden).all()):
                 raise NumericsError("the embeddings hold NaN or infinity; check the source checkpoint")
             if states is None:
-                states = self._empty_states(hidden)
+                states = self._empty_states(hidden, self._states_on_device())
             states.store(number, hidden)
         if states is None:
             raise ValueError("calibration needs at least one batch")
@@ -164,18 +164,19 @@ class BlockQuantizer:
         device = self._instance.device
         return min(_STATES_BYTES, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else 0
 
-    def _empty_states(self, like: Tensor) -> HiddenStates:
+    def _empty_states(self, like: Tensor, device_bytes: int) -> HiddenStates:
         return HiddenStates(
             [(*batch.ids.shape, like.shape[-1]) for batch in self._batches],
             dtype=like.dtype,
             device=self._instance.device,
             limit_bytes=psutil.virtual_memory().available // 4,
             folder=self._writer.partial,
-            device_bytes=self._states_on_device(),
+            device_bytes=device_bytes,
         )
 
     def _copy(self, states: HiddenStates) -> HiddenStates:
-        copy = self._empty_states(states.load(0))
+        # One large set of states is as much as a GPU should hold.
+        copy = self._empty_states(states.load(0), self._states_on_device() // 2)
         for number in range(len(states)):
             copy.store(number, states.load(number))
         return copy
