@@ -25,13 +25,11 @@ from marlinq.core.errors import EnvironmentProblem, NumericsError, UnsupportedEr
 from marlinq.core.scheme import Scheme
 from marlinq.core.settings import Choice, Flag, Fraction, Share, setting
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
-from marlinq.kernels.solve import check_panels
 from marlinq.methods.base import Method, MethodOptions, SolveReport, check_weight, whole_groups
 from marlinq.methods.drift import PairedHessian, make_up_for_drift, trusted_share
 from marlinq.methods.factor import Factor, channel_order, factorise
 from marlinq.methods.grid import search_factors
 from marlinq.methods.hessian import HessianAccumulator, tensor_cores
-from marlinq.methods.panels import solve_panels
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.methods.slices import solve_slices
 
@@ -186,7 +184,12 @@ def solve_gptq_shared(
     factor = factorise(hessian, order, options.damp)
     w = torch.cat([weight.t().to(torch.float32) for weight in weights], dim=1)
     norms = _norms(w, hessian, factor)
-    solve = solve_panels if _has_kernel(w.device) else solve_slices
+    solve = solve_slices
+    if _has_kernel(w.device):
+        # The kernels' room imports torch, which reading a recipe must not wait for.
+        from marlinq.methods.panels import solve_panels
+
+        solve = solve_panels
     solution = solve(w[order], factor, g, scheme, clip_search=options.clip_search)
     solution.loss.clamp_(min=0)
 
@@ -227,6 +230,8 @@ def _has_kernel(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     try:
+        from marlinq.kernels.solve import check_panels
+
         check_panels(device.index, len(search_factors()))
     except EnvironmentProblem as problem:
         warnings.warn(

