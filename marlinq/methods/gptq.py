@@ -229,9 +229,9 @@ def _has_kernel(device: torch.device) -> bool:
     """Whether the kernel for panels runs on a device; says, once, why it does not on a GPU."""
     if device.type != "cuda":
         return False
-    try:
-        from marlinq.kernels.solve import check_panels
+    from marlinq.kernels.solve import check_panels
 
+    try:
         check_panels(device.index, len(search_factors()))
     except EnvironmentProblem as problem:
         warnings.warn(

@@ -235,7 +235,9 @@ class BlockQuantizer:
         ]
         quantized: dict[str, QuantizedWeight] = {}
         notes: dict[str, Any] = {}
-        for planned, solved, report in shared_solves(solves, statistics, self._solve, self._ranks):
+        # A correction for drift is held to a norm of the whole weight.
+        cut = not self._is_paired()
+        for planned, solved, report in shared_solves(solves, statistics, self._solve, self._ranks, cut=cut):
             if keep:
                 quantized[planned.projection.name] = solved
             notes |= self._write(planned, solved, report)

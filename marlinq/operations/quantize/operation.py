@@ -211,7 +211,8 @@ def _quantize(
             watch = Watch(progress, message, writer)
             BlockQuantizer(instance, plan, writer, batches, recipe, watch, ranks).run()
         copying.finish()
-        if tuning is not None and untuned and documents is not None:
+        if tuning is not None and untuned and documents is not None and ranks.first:
+            # The whole model on one device; the other ranks wait for the folder to be finished.
             tune(
                 checkpoint,
                 blueprint,

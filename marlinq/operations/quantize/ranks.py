@@ -246,7 +246,7 @@ class Share:
         return slice(out_features * place // count, out_features * (place + 1) // count)
 
 
-def share_out(shapes: Sequence[tuple[int, int]], size: int) -> list[Share]:
+def share_out(shapes: Sequence[tuple[int, int]], size: int, *, cut: bool = True) -> list[Share]:
     """Who solves what, so that all are done at about the same time.
 
     A solve of N output channels and K input channels factorises a Hessian, K**3 / 3 products that each of its
@@ -255,6 +255,7 @@ def share_out(shapes: Sequence[tuple[int, int]], size: int) -> list[Share]:
     Args:
         shapes: N and K of each solve.
         size: number of ranks.
+        cut: whether a solve may be cut between output channels.
 
     Returns:
         The share of each solve, in order. Every rank finds the same.
@@ -273,7 +274,8 @@ def share_out(shapes: Sequence[tuple[int, int]], size: int) -> list[Share]:
             after = loads[order[count - 1]] + factor + rows / count  # noqa: B023  # called in this turn only
             return max(after, loads[order[-1]], target)  # noqa: B023
 
-        best = min(range(1, min(size, shapes[index][0]) + 1), key=lambda count: (longest(count), count))
+        most = min(size, shapes[index][0]) if cut else 1
+        best = min(range(1, most + 1), key=lambda count: (longest(count), count))
         owners = sorted(order[:best])
         for rank in owners:
             loads[rank] += factor + rows / best

@@ -48,7 +48,12 @@ SolveRows = Callable[
 
 
 def shared_solves(
-    solves: Sequence[Solve], statistics: dict[str, Statistics], solve: SolveRows, ranks: Ranks
+    solves: Sequence[Solve],
+    statistics: dict[str, Statistics],
+    solve: SolveRows,
+    ranks: Ranks,
+    *,
+    cut: bool = True,
 ) -> Iterator[tuple[PlannedModule, QuantizedWeight, ModuleReport]]:
     """Solves everything of a block; every rank gets all results.
 
@@ -58,6 +63,7 @@ def shared_solves(
             up.
         solve: does the work.
         ranks: this process and those it shares the work with.
+        cut: whether output channels of a module may be solved apart.
 
     Yields:
         Each module with its weight, on the device, and its report.
@@ -70,7 +76,7 @@ def shared_solves(
     if ranks.size == 1:
         yield from _solved_here(solves, statistics, solve)
         return
-    shares = share_out([job.shape for job in solves], ranks.size)
+    shares = share_out([job.shape for job in solves], ranks.size, cut=cut)
     owners: dict[str, tuple[int, ...]] = {}
     for job, share in zip(solves, shares, strict=True):
         owners[job.statistics] = tuple(sorted({*owners.get(job.statistics, ()), *share.owners}))
