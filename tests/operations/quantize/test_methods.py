@@ -107,7 +107,7 @@ def test_rounding_reads_no_text_and_runs_no_block(
     def forbidden(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a forward pass, or a text")
 
-    for place in ("text_from_outside", "text_by_the_model", "note_text", "own_batches", "check_room"):
+    for place in ("planned_text", "share_documents", "note_text", "own_batches"):
         monkeypatch.setattr(f"marlinq.operations.quantize.operation.{place}", forbidden)
     for place in ("record", "run", "inputs"):
         monkeypatch.setattr(f"marlinq.models.BlockReplay.{place}", forbidden)
