@@ -116,7 +116,7 @@ def test_convert_pairs(marlinq: Callable, operation: Callable, source: str, targ
         assert "nothing to convert" in outcome.err
         return
     assert outcome.code == 0
-    assert convert.arguments == (Path("a"), Path("b"))
+    assert convert.arguments == ("a", Path("b"))
     assert (convert.options["source_format"], convert.options["target_format"]) == (source, target)
 
 
@@ -139,7 +139,7 @@ def test_convert_spellings(
     convert = operation("marlinq.operations.convert", "convert")
     outcome = marlinq("convert", *arguments.split(), "--skip-unsupported")
     assert (outcome.code, outcome.err) == (0, "")
-    assert convert.arguments == (Path("a"), Path("b"))
+    assert convert.arguments == ("a", Path("b"))
     assert (convert.options["source_format"], convert.options["target_format"]) == (source, target)
     assert (convert.options["skip_unsupported"], convert.options["strict_marlin"]) == (True, False)
 
