@@ -221,7 +221,7 @@ def test_a_method_needs_no_more_than_its_registration(
 ) -> None:
     source = save_tiny("llama", tmp_path / "model")
     recipe = RECIPE.replace(
-        method="halving", share=0.25, overrides=(Override.parse("up_proj=share=0.75,bits=8"),)
+        method="halving", share=0.75, overrides=(Override.parse("up_proj=share=0.99,bits=8"),)
     )
     write_recipe(recipe, tmp_path / "recipe.yaml")
     asked = ["--recipe", str(tmp_path / "recipe.yaml"), "--device", "cpu", "--json"]
@@ -233,8 +233,8 @@ def test_a_method_needs_no_more_than_its_registration(
     assert halving.blocks == ["LlamaDecoderLayer"] * 6
     assert report["method"] == "halving"
     up = report["modules"]["model.layers.0.mlp.up_proj"]
-    assert (up["bits"], up["figures"], up["relative_error"]) == (8, {"share": 0.75}, 0.25)
+    assert (up["bits"], up["figures"], up["relative_error"]) == (8, {"share": 0.99}, 0.25)
     assert up["tokens"] == report["calibration"]["tokens"]
     weight = load_file(source / "model.safetensors")["model.layers.0.mlp.gate_proj.weight"]
     gate = opened(tmp_path / "out").load("model.layers.0.mlp.gate_proj")
-    assert gate.difference(round_to_nearest(weight * 0.25, scheme())) is None
+    assert gate.difference(round_to_nearest(weight * 0.75, scheme())) is None
