@@ -48,13 +48,11 @@ def stream_variant() -> Variant:
     )
 
 
-@pytest.mark.xdist_group("compiled")
 def test_no_variant_spills_on_any_architecture(measured: list[Measured]) -> None:
     wrong = [found for variant, compiled in measured if (found := trouble(variant, compiled))]
     assert not wrong
 
 
-@pytest.mark.xdist_group("compiled")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_variant_with_an_activation_spills(architecture: str) -> None:
     device = DEVICES[architecture]
@@ -89,7 +87,6 @@ def test_no_variant_that_deals_tiles_out_spills() -> None:
     assert not wrong
 
 
-@pytest.mark.xdist_group("compiled")
 def test_the_table_of_resources_is_up_to_date(measured: list[Measured]) -> None:
     written = PAGE.read_text(encoding="utf-8")
     if f"NVRTC {nvrtc_version()}.\n" not in written:
