@@ -133,6 +133,7 @@ def test_two_ranks_find_what_one_process_finds(source: Path, tmp_path: Path, hea
     assert report["time"]["ranks"] == 2
 
 
+@pytest.mark.slow
 def test_experts_are_shared_too(tmp_path: Path) -> None:
     save_mixture(tmp_path / "model", "qwen3-moe", num_experts_per_tok=1)
     path = tmp_path / "model" / "model.safetensors"
@@ -154,6 +155,7 @@ def test_experts_are_shared_too(tmp_path: Path) -> None:
     assert starved["fallback"].startswith("0 tokens, fewer than 40: Hessian blended")
 
 
+@pytest.mark.slow
 def test_only_the_first_rank_speaks(source: Path, tmp_path: Path) -> None:
     recipe = recipe_file(tmp_path, method="rtn")
     asked = ("quantize", str(source), str(tmp_path / "two"), "--recipe", str(recipe), "--device", "cpu")
@@ -193,6 +195,7 @@ def test_a_dead_rank_ends_the_job_and_another_number_of_ranks_resumes_it(
     assert_agree(tmp_path / "one", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_torchrun_starts_it(source: Path, tmp_path: Path) -> None:
     recipe = recipe_file(tmp_path)
     command = [
