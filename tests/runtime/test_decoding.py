@@ -285,7 +285,8 @@ def test_ten_thousand_tokens_need_constant_memory(tmp_path: Path) -> None:
     result = generate(loaded, [65, 66], max_new_tokens=10_000, sampling=sampling, on_text=measure)
     assert len(result.tokens) == 10_000
     assert len(sizes) == 3
-    assert sizes[0] == sizes[1] == sizes[2]
+    # Nothing grows; what an earlier test's thread still holds may go meanwhile.
+    assert sizes[0] >= sizes[1] >= sizes[2]
     # Kibibytes; a cache that grows by a copy for each token would take megabytes for this model too.
     assert peaks[2] - peaks[0] < 4096
 
