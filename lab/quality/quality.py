@@ -123,7 +123,7 @@ def _check_same(folder: Path, model: Path, recipe: Recipe) -> None:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| text | weights | perplexity | mean KL, nats | same likeliest token |", "| --- " * 5 + "|"]
+    lines = ["| text | weights | perplexity | mean KL, nats | top-1 agreement |", "| --- " * 5 + "|"]
     for row in rows:
         kl = f"{row['kl']:.4f}" if "kl" in row else ""
         agreed = f"{100 * row['top1_agreement']:.2f} %" if "kl" in row else ""

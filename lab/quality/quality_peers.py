@@ -206,7 +206,7 @@ def evaluate(options: argparse.Namespace) -> None:
 
     original = marlinq.load(options.model, device="cpu", dtype="float32")
     _remember(original.model)
-    print("| weights | made by | options | perplexity | mean KL, nats | same likeliest token | seconds |")
+    print("| weights | made by | options | perplexity | mean KL, nats | top-1 agreement | seconds |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for folder in options.folders:
         measured = marlinq.evaluate(

@@ -104,7 +104,7 @@ def block_seconds(model: Model, gpus: int) -> dict[str, float]:
     solves = [
         (solve.factor / RATES["factor"] + solve.rows / RATES["rows"], solve.count) for solve in model.solves
     ]
-    # Solves are dealt out whole, as the default's correction for drift asks for.
+    # A rank solves whole modules: drift correction is bounded by a norm of the whole weight.
     longest = max(each for each, _ in solves)
     dealt = max(longest, sum(each * count for each, count in solves) / gpus)
     exchange = 0.0

@@ -27,7 +27,7 @@ class HiddenStates:
         shapes: [B, T, hidden] of each batch.
         dtype: of the states.
         device: where they are used; memory is pinned when that is a GPU.
-        device_bytes: up to so many they stay on the device.
+        device_bytes: states of at most this many bytes stay on the device.
         limit_bytes: above it a file is used.
         folder: where that file lies; it has no name and vanishes with the process.
 

@@ -35,7 +35,7 @@ def read_part(spelling: str) -> Part:
 
 
 def shares(total: int, weights: Sequence[float]) -> list[int]:
-    """``total`` divided by weight into whole numbers with that sum; the largest remainders are rounded up."""
+    """Integers in proportion to the weights whose sum is ``total``, by the largest remainder method."""
     exact = [total * weight / sum(weights) for weight in weights]
     found = [int(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda place: found[place] - exact[place])

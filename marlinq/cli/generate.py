@@ -34,24 +34,24 @@ if TYPE_CHECKING:
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=1), default=128, help="Tokens to generate for each, at most."
 )
-@click.option("--greedy", is_flag=True, help="Take the likeliest token every time.")
+@click.option("--greedy", is_flag=True, help="Take the most likely token every time.")
 @click.option(
     "--temperature",
     type=click.FloatRange(1e-3, 1e3),
     help="Sample with this temperature. [default: 1.0]",
 )
 @click.option(
-    "--top-k", type=click.IntRange(0, 2**31 - 1), help="Draw from the K likeliest tokens; 0 for all."
+    "--top-k", type=click.IntRange(0, 2**31 - 1), help="Draw from the K most likely tokens; 0 for all."
 )
 @click.option(
     "--top-p",
     type=click.FloatRange(0, 1, min_open=True),
-    help="Draw from the fewest likeliest tokens whose probabilities add up to this.",
+    help="Draw from the fewest most likely tokens whose probabilities add up to this.",
 )
 @click.option(
     "--min-p",
     type=click.FloatRange(0, 1),
-    help="Draw from tokens only that are at least so likely as this times the likeliest.",
+    help="Draw from tokens only that are at least this times as likely as the most likely one.",
 )
 @click.option(
     "--repetition-penalty",

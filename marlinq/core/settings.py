@@ -71,36 +71,32 @@ class Choice(Kind):
         return value
 
 
-class Fraction(Kind):
+class _Real(Kind):
+    """A number, within what ``check`` allows."""
+
+    def parse(self, where: str, text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise UsageError(f"{where}: expected a number, found {text!r}") from None
+        self.check(where, value)
+        return value
+
+
+class Fraction(_Real):
     """A number above 0 and below 1."""
 
     def check(self, where: str, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
             raise UsageError(f"{where}: expected a number above 0 and below 1, found {value!r}")
 
-    def parse(self, where: str, text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise UsageError(f"{where}: expected a number, found {text!r}") from None
-        self.check(where, value)
-        return value
 
-
-class Share(Kind):
+class Share(_Real):
     """A number from 0 to 1."""
 
     def check(self, where: str, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
             raise UsageError(f"{where}: expected a number from 0 to 1, found {value!r}")
-
-    def parse(self, where: str, text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise UsageError(f"{where}: expected a number, found {text!r}") from None
-        self.check(where, value)
-        return value
 
 
 class WholeNumber(Kind):

@@ -93,7 +93,7 @@ def shared_bytes(rows: int) -> int:
 
 
 def instantiation(scheme: Scheme, factors: int) -> Instantiation:
-    """The kernel for a scheme and so many factors; without factors for given scales."""
+    """The kernel for a scheme and a number of scale factors to search; 0 factors: the scales are given."""
     parameters = (
         ("Scale", _SCALES[scheme.scale_dtype]),
         ("SEARCH", factors > 0),

@@ -75,11 +75,8 @@ def inputs_of_the_layer(folder: Path) -> tuple[Tensor, Any]:
     return torch.cat(seen), layer
 
 
-def test_an_expert_is_calibrated_on_the_tokens_that_choose_it(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hidden, layer = inputs_of_the_layer(folder)
-    chosen = (hidden @ layer.gate.weight.t()).argmax(-1)
+def hessians_of_solves(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """Filled, by module, while a run solves."""
     hessians: dict[str, Tensor] = {}
     method = METHODS["gptq"]
     solve = method.solve
@@ -89,6 +86,15 @@ def test_an_expert_is_calibrated_on_the_tokens_that_choose_it(
         return solve(weights, statistics, scheme, options, names=names)
 
     monkeypatch.setattr(method, "solve", watch)
+    return hessians
+
+
+def test_an_expert_is_calibrated_on_the_tokens_that_choose_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, layer = inputs_of_the_layer(folder)
+    chosen = (hidden @ layer.gate.weight.t()).argmax(-1)
+    hessians = hessians_of_solves(monkeypatch)
     report = run(folder, tmp_path / "out", expert_tokens=0)
     counts = [int((chosen == expert).sum()) for expert in range(4)]
     assert counts[NOBODYS] == 0
@@ -112,15 +118,7 @@ def test_a_starved_expert_gets_the_named_fallback(
 ) -> None:
     hidden, layer = inputs_of_the_layer(folder)
     chosen = (hidden @ layer.gate.weight.t()).argmax(-1)
-    hessians: dict[str, Tensor] = {}
-    method = METHODS["gptq"]
-    solve = method.solve
-
-    def watch(weights, statistics, scheme, options, *, names):
-        hessians.update(dict.fromkeys(names, statistics.hessian()))
-        return solve(weights, statistics, scheme, options, names=names)
-
-    monkeypatch.setattr(method, "solve", watch)
+    hessians = hessians_of_solves(monkeypatch)
     counts = [int((chosen == expert).sum()) for expert in range(4)]
     least = sorted(counts)[1] + 1  # the two rarest experts have fewer
     report = run(folder, tmp_path / "out", expert_tokens=least, expert_fallback=way)
