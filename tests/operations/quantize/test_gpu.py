@@ -28,9 +28,11 @@ def test_the_gpu_finds_what_the_cpu_finds(source: Path, tmp_path: Path) -> None:
     here = quantize(source, tmp_path / "cpu", recipe=recipe, device="cpu")
     assert there.peak_device_bytes is not None
     assert there.peak_device_bytes > 0
-    assert there.dtype == "bfloat16"
+    # So small a model takes no time, so the GPU computes as the CPU does.
+    assert there.dtype == here.dtype == "float32"
     for name, report in here.modules.items():
-        # bfloat16 activations against float32 ones: statistics agree to about 2**-8, losses to a few of it.
+        # Sums in another order: statistics agree to some 2**-20, but a weight that lies between two codes may
+        # go the other way, and the weights behind it follow.
         assert there.modules[name].relative_error == pytest.approx(report.relative_error, rel=0.1)
 
 
