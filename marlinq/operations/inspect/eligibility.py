@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from marlinq import __version__
-from marlinq.core.scheme import INT4, Scheme
+from marlinq.core.scheme import CHANNEL, INT4, Scheme
 from marlinq.formats import LAYOUTS
 from marlinq.formats.dialects import is_head
 from marlinq.operations.inspect.parallel import Layer, Split, experts, fused, split, split_head
@@ -169,11 +169,13 @@ def _experts_refusal(server: Server, loading: Loading, layers: Mapping[str, Laye
     for parent, members in experts(layers).items():
         if not loading.experts:
             return f"{parent}: {server.name} does not load quantised experts in this layout"
-        first_name, first = next(iter(members.items()))
+        # One that is a single group does not tell how many channels others have in theirs.
+        several = {name: each for name, each in members.items() if each.group_size != CHANNEL}
+        first_name, first = next(iter((several or members).items()))
         sizes = loading.expert_group_sizes
         if sizes is not None and first.group_size not in sizes:
             return f"{parent}: group size {first.group_size} of experts is not one of {_listed(sizes)}"
-        other = next((name for name, each in members.items() if each.scheme != first.scheme), None)
+        other = next((name for name, each in members.items() if not each.agrees_with(first)), None)
         if server.fused and other is not None:
             return f"{other}: is quantised in another way than {first_name}; experts of a layer are fused"
     return None

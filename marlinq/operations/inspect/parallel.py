@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from marlinq.core.scheme import Element, group_count
+from marlinq.core.scheme import CHANNEL, Element, group_count
 from marlinq.formats.dialects import is_head
 from marlinq.operations.inspect.servers import Vocabulary, axes
 
@@ -61,6 +61,15 @@ class Layer:
     def scheme(self) -> tuple[object, ...]:
         """What members of a fused layer must have in common."""
         return self.element, self.group_size, self.declared_symmetric, self.declared_act_order
+
+    def agrees_with(self, other: Layer) -> bool:
+        """Whether one scheme describes both. A layer whose channels are one group has the scheme of layers
+        in groups of as many channels."""
+        if self.group_size == CHANNEL and self.in_features == other.group_size:
+            return replace(self, group_size=other.group_size).scheme == other.scheme
+        if other.group_size == CHANNEL and other.in_features == self.group_size:
+            return other.agrees_with(self)
+        return self.scheme == other.scheme
 
 
 @dataclass(frozen=True)

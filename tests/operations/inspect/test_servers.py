@@ -217,6 +217,22 @@ def test_experts_of_a_layer_are_quantised_alike() -> None:
     assert judge_experts(PLAIN, replace(PLAIN, group_size=64))["GPTQModel"].loads
 
 
+def test_an_expert_of_as_many_channels_as_a_group_is_quantised_like_the_others() -> None:
+    """Its one group is stored as -1 is, whatever the config calls it."""
+    down = replace(CT, in_features=CT.group_size, group_size=-1)
+    for odd in (down, replace(down, element=INT8), replace(down, in_features=2 * CT.group_size)):
+        layers = {}
+        for expert in range(2):
+            stem = f"model.layers.0.mlp.experts.{expert}"
+            layers[f"{stem}.down_proj"] = odd  # perhaps the first of all
+            layers |= dict.fromkeys((f"{stem}.gate_proj", f"{stem}.up_proj"), CT)
+        found = verdicts(layers, Whole(CT.layout, False, (), None, None))
+        for verdict in found:
+            if verdict.server in ("vLLM", "SGLang"):
+                assert verdict.loads == (odd is down), (verdict.server, verdict.reason)
+                assert odd is down or "experts.0.down_proj: is quantised in another way" in verdict.reason
+
+
 def test_experts_that_are_not_loaded() -> None:
     for layer in (PLAIN, AWQ):
         assert "does not load quantised experts" in judge_experts(layer)["transformers"].reason
