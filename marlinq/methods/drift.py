@@ -37,8 +37,15 @@ class PairedHessian(HessianAccumulator):
 
     def __init__(self, in_features: int, *, device: torch.device, name: str) -> None:
         super().__init__(in_features, device=device, name=name)
-        self._drift = torch.zeros(in_features, in_features, dtype=torch.float32, device=device)
+        # Of inputs that come without the original's, such as an expert's, there is none.
+        self._drift: Tensor | None = None
         self._layer = name
+
+    def add(self, x: Tensor, mask: Tensor | None = None) -> None:
+        before = self.tokens
+        super().add(x, mask)
+        if self._drift is not None and self.tokens > before:
+            self._drift.mul_(before / self.tokens)
 
     def add_pair(self, x: Tensor, original: Tensor, mask: Tensor | None = None) -> None:
         """Counts the inputs of one call.
@@ -54,27 +61,35 @@ class PairedHessian(HessianAccumulator):
             return
         rows, others = real_rows(x, mask, self._layer), real_rows(original, mask, self._layer)
         total = self.tokens
-        self._drift.mul_(before / total)
+        drift = self._sum()
         for own, other in zip(torch.split(rows, _CHUNK_ROWS), torch.split(others, _CHUNK_ROWS), strict=True):
             # Rounded to 16 bits where inputs have no more: a share of 2**-9 of what is a small correction.
             difference = (other.to(torch.float32) - own.to(torch.float32)).to(own.dtype)
-            add_products(self._drift, difference, own, 1.0, 2.0 / total)
+            add_products(drift, difference, own, 1.0, 2.0 / total)
 
     def merge(self, other: HessianAccumulator) -> None:
         mine, theirs = self.tokens, other.tokens
         super().merge(other)
-        if isinstance(other, PairedHessian) and self.tokens:
+        if self.tokens and self._drift is not None:
             self._drift.mul_(mine / self.tokens)
-            self._drift.add_(other._drift.to(self._drift.device), alpha=theirs / self.tokens)
+        if self.tokens and isinstance(other, PairedHessian) and other._drift is not None:
+            total = self._sum()
+            total.add_(other._drift.to(total.device), alpha=theirs / self.tokens)
 
     def as_share(self, tokens: int) -> list[Tensor]:
-        self._drift.mul_(self.tokens / tokens if tokens else 0.0)
-        return [*super().as_share(tokens), self._drift]
+        # Another shard may have one: all of them add up the same tensors.
+        total = self._sum().mul_(self.tokens / tokens if tokens else 0.0)
+        return [*super().as_share(tokens), total]
 
     def drift(self) -> Tensor | None:
         """float32 [K, K], the mean of 2 (o - x) x^T over all tokens, to which those that came without the
         original's add nothing; None where nothing drifted."""
-        return self._drift if bool(self._drift.any()) else None
+        return None if self._drift is None or not bool(self._drift.any()) else self._drift
+
+    def _sum(self) -> Tensor:
+        if self._drift is None:
+            self._drift = torch.zeros_like(self._mean)
+        return self._drift
 
 
 def trusted_share(share: float, tokens: int, in_features: int) -> float:

@@ -61,6 +61,8 @@ class HessianAccumulator:
                     "does not see every token once, so padding can't be told apart; skip it with an override"
                 )
             rows = rows[mask.to(rows.device).flatten()]
+        if not rows.shape[0]:
+            return
         for chunk in torch.split(rows, _CHUNK_ROWS):
             total = self.tokens + chunk.shape[0]
             add_products(self._mean, chunk, chunk, self.tokens / total, 2.0 / total, upper=True)

@@ -130,3 +130,20 @@ def test_a_share_is_from_0_to_1(share: object) -> None:
 )
 def test_few_tokens_are_trusted_less(tokens: int, expected: float) -> None:
     assert trusted_share(0.25, tokens, 64) == expected
+
+
+def test_shards_without_the_originals_inputs_add_no_drift() -> None:
+    _, original, seen = inputs()
+    whole, left, right = (PairedHessian(K, device=CPU, name="o_proj") for _ in range(3))
+    assert whole.drift() is None
+    whole.add_pair(seen[:100], original[:100])
+    whole.add(seen[100:])
+    left.add_pair(seen[:100], original[:100])
+    right.add(seen[100:])
+    right.merge(left)
+    expected, found = whole.drift(), right.drift()
+    assert expected is not None
+    assert found is not None
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    difference = (original - seen)[:100]
+    torch.testing.assert_close(found, 2 * difference.t() @ seen[:100] / T, rtol=1e-4, atol=1e-6)

@@ -29,6 +29,19 @@ def test_the_hessian_is_twice_the_mean_outer_product_of_real_tokens() -> None:
     assert ((found.double() - expected).abs() <= bound).all()
 
 
+def test_an_input_without_rows_counts_for_nothing() -> None:
+    accumulator = HessianAccumulator(8, device=CPU, name="layer")
+    accumulator.add(torch.empty(0, 8))
+    assert accumulator.tokens == 0
+    assert not accumulator.hessian().any()
+    x = torch.randn(5, 8)
+    accumulator.add(x)
+    before = accumulator.hessian().clone()
+    accumulator.add(x[None], torch.zeros(1, 5, dtype=torch.bool))
+    assert accumulator.tokens == 5
+    assert torch.equal(accumulator.hessian(), before)
+
+
 def test_flattened_inputs_take_the_same_mask() -> None:
     x = torch.randn(2, 4, 8)
     mask = torch.tensor([[True, True, True, True], [True, True, False, False]])
