@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from marlinq.models.blueprint import Block, Blueprint, build_blueprint, describe
-from marlinq.models.experts import Experts, tapped_experts
+from marlinq.models.experts import Experts, ExpertTokens, expert_inputs, tapped_layer
 from marlinq.models.instance import ModelInstance, TensorSource
 from marlinq.models.names import TensorNames
 from marlinq.models.projection import Projection, fused_experts, shared_inputs, tapped
@@ -13,6 +13,7 @@ __all__ = [
     "Block",
     "BlockReplay",
     "Blueprint",
+    "ExpertTokens",
     "Experts",
     "ModelInstance",
     "Projection",
@@ -20,8 +21,9 @@ __all__ = [
     "TensorSource",
     "build_blueprint",
     "describe",
+    "expert_inputs",
     "fused_experts",
     "shared_inputs",
     "tapped",
-    "tapped_experts",
+    "tapped_layer",
 ]

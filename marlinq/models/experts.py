@@ -297,53 +297,104 @@ class Reached(BaseException):
     error."""
 
 
+@dataclass(frozen=True)
+class ExpertTokens:
+    """What the experts of a layer are given.
+
+    Attributes:
+        hidden: [T, H], or [E, T, H] where the layer is not ``routed``: zero for the experts that a token did
+            not choose.
+        index: [T, top-k], each token's experts; None where not ``routed``.
+    """
+
+    hidden: Tensor
+    index: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Of both."""
+        return self.hidden.nbytes + (0 if self.index is None else self.index.nbytes)
+
+    @classmethod
+    def joined(cls, parts: Sequence[ExpertTokens]) -> ExpertTokens:
+        """The tokens of all ``parts``, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        index = [part.index for part in parts if part.index is not None]
+        return cls(torch.cat([part.hidden for part in parts], dim=-2), torch.cat(index) if index else None)
+
+
 @contextmanager
-def tapped_experts(
-    model: nn.Module,
-    experts: Experts,
-    wanted: Collection[int],
-    receive: Callable[[int, int, Tensor], None],
-    *,
-    all_tokens: bool = False,
+def tapped_layer(
+    model: nn.Module, experts: Experts, receive: Callable[[ExpertTokens], None]
 ) -> Iterator[None]:
-    """Calls ``receive(expert, product, x)`` with the inputs of the ``wanted`` experts when the layer runs.
+    """Calls ``receive`` with what the experts are given when their layer runs.
 
     The layer's forward ends with :class:`Reached`: only the inputs are of interest.
 
     Args:
-        model: what the experts' names are relative to; their parameters are materialised.
+        model: what the experts' names are relative to.
         experts: of one layer.
-        wanted: numbers of experts.
-        receive: told of each product's input [T, K]: the tokens that are routed to the expert. An expert
-            without tokens is not told of.
-        all_tokens: each of them gets every token of the layer instead. Where tokens come weighted (not
-            ``routed``), with the weight of the experts that they chose.
+        receive: told of the input once a forward.
     """
     module = model.get_submodule(experts.name)
-    activate, multiply = experts.activation(module), dense_products(experts, module)
 
     def inputs(hidden: Tensor, index: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
-        for expert, x in _tokens(experts, hidden, index, wanted, all_tokens):
-            receive(expert, FIRST, x)
-            receive(expert, SECOND, activate(multiply(expert, FIRST, x)))
+        receive(
+            ExpertTokens(hidden if experts.routed else hidden.view(experts.count, -1, experts.hidden), index)
+        )
         raise Reached
 
     with forward_replaced(module, inputs):
         yield
 
 
+# Rows that an expert multiplies at once, so that what is between its products stays small.
+_ROWS = 1 << 15
+
+
+def expert_inputs(
+    model: nn.Module,
+    experts: Experts,
+    given: ExpertTokens,
+    wanted: Collection[int],
+    *,
+    all_tokens: bool = False,
+) -> Iterator[tuple[int, int, Tensor]]:
+    """The inputs of both products of the ``wanted`` experts.
+
+    Args:
+        model: what the experts' names are relative to; their parameters are materialised.
+        experts: of one layer.
+        given: to the layer.
+        wanted: numbers of experts.
+        all_tokens: each of them gets every token of the layer instead of those that chose it. Where tokens
+            come weighted (not ``routed``), with the weight of the experts that they chose.
+
+    Yields:
+        (expert, product, x [T, K]): the tokens that are routed to the expert, in their order, perhaps in
+        several parts. An expert without tokens is left out.
+    """
+    module = model.get_submodule(experts.name)
+    activate, multiply = experts.activation(module), dense_products(experts, module)
+    for expert, rows in _tokens(experts, given, wanted, all_tokens):
+        for x in torch.split(rows, _ROWS):
+            yield expert, FIRST, x
+            yield expert, SECOND, activate(multiply(expert, FIRST, x))
+
+
 def _tokens(
-    experts: Experts, hidden: Tensor, index: Tensor | None, wanted: Collection[int], all_tokens: bool
+    experts: Experts, given: ExpertTokens, wanted: Collection[int], all_tokens: bool
 ) -> Iterator[tuple[int, Tensor]]:
+    hidden, index = given.hidden, given.index
     if index is None:
-        batched = hidden.view(experts.count, -1, experts.hidden)
         if all_tokens:
             # A token is zero for the experts that it did not choose.
-            whole = batched.sum(dim=0)
+            whole = hidden.sum(dim=0)
             yield from ((expert, whole) for expert in wanted)
             return
         for expert in wanted:
-            x = batched[expert]
+            x = hidden[expert]
             rows = x[(x != 0).any(dim=-1)]
             if rows.shape[0]:
                 yield expert, rows

@@ -119,7 +119,7 @@ def tapped(model: nn.Module, projections: Iterable[Projection], receive: Receive
         projections: modules of their own, to listen to.
         receive: told about each input.
 
-    One expert of a fused parameter is no module: :func:`marlinq.models.experts.tapped_experts` listens to it.
+    One expert of a fused parameter is no module: :func:`marlinq.models.experts.expert_inputs` has its inputs.
     """
     with ExitStack() as stack:
         for projection in projections:

@@ -13,7 +13,16 @@ from torch.nn import functional
 from marlinq.checkpoint import Checkpoint
 from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.models import Experts, ModelInstance, build_blueprint, describe
-from marlinq.models.experts import FIRST, SECOND, Reached, find_experts, run_experts, tapped_experts
+from marlinq.models.experts import (
+    FIRST,
+    SECOND,
+    ExpertTokens,
+    Reached,
+    expert_inputs,
+    find_experts,
+    run_experts,
+    tapped_layer,
+)
 from tests.testing.mixtures import MIXTURES, random_mixture, save_mixture
 
 E, H, INNER, TOKENS = 4, 12, 6, 9
@@ -156,19 +165,19 @@ def test_taps_give_what_the_products_are_given(name: str, all_tokens: bool) -> N
         batched = torch.zeros(experts.count, TOKENS, experts.hidden)
         batched[index[:, 0], torch.arange(TOKENS)] = x
         arguments = (batched.view(-1, experts.hidden),)
-    seen: dict[tuple[int, int], Tensor] = {}
-
-    def receive(expert: int, product: int, value: Tensor) -> None:
-        assert (expert, product) not in seen
-        seen[expert, product] = value
-
+    given: list[ExpertTokens] = []
+    with torch.no_grad(), tapped_layer(model, experts, given.append):
+        for _ in range(2):
+            with pytest.raises(Reached):
+                model.get_submodule(experts.name)(*arguments)
+    twice = ExpertTokens.joined(given)
+    assert twice.nbytes == 2 * given[0].nbytes
+    x, index = torch.cat((x, x)), torch.cat((index, index))
     wanted = {1, 3}
-    with (
-        torch.no_grad(),
-        tapped_experts(model, experts, wanted, receive, all_tokens=all_tokens),
-        pytest.raises(Reached),
-    ):
-        model.get_submodule(experts.name)(*arguments)
+    with torch.no_grad():
+        found = list(expert_inputs(model, experts, twice, wanted, all_tokens=all_tokens))
+    seen = {(expert, product): value for expert, product, value in found}
+    assert len(seen) == len(found)
     assert {expert for expert, _ in seen} == (wanted if all_tokens else {1})
     for expert in {expert for expert, _ in seen}:
         tokens = slice(None) if all_tokens else index[:, 0] == expert

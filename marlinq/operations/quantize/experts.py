@@ -19,7 +19,14 @@ from torch import Tensor
 
 from marlinq.calibration import HiddenStates
 from marlinq.methods import SolveReport, Statistics
-from marlinq.models import BlockReplay, Experts, ModelInstance, tapped_experts
+from marlinq.models import (
+    BlockReplay,
+    Experts,
+    ExpertTokens,
+    ModelInstance,
+    expert_inputs,
+    tapped_layer,
+)
 from marlinq.models.experts import FIRST, SECOND, Reached
 from marlinq.operations.quantize.planning import PlannedModule
 from marlinq.operations.quantize.ranks import ALONE, Ranks
@@ -87,6 +94,7 @@ class ExpertCalibration:
         self._new = new
         self._ranks = ranks
         self._limit = limit_bytes
+        self._whole: ExpertTokens | None = None
 
     def groups(
         self,
@@ -114,6 +122,18 @@ class ExpertCalibration:
             for first, second in members:
                 yield from (ExpertGroup((found,), None, 0, None) for found in (*first, second))
             return
+        try:
+            yield from self._calibrated(index, experts, members, states)
+        finally:
+            self._whole = None
+
+    def _calibrated(
+        self,
+        index: int,
+        experts: Experts,
+        members: Sequence[tuple[tuple[PlannedModule, ...], PlannedModule]],
+        states: HiddenStates,
+    ) -> Iterator[ExpertGroup]:
         every = self._recipe.experts == ALL
         pooled: _Statistics = {}
         for part in _slices(experts.count, self._slice(experts, every)):
@@ -273,10 +293,35 @@ class ExpertCalibration:
         all_tokens: bool,
     ) -> None:
         model = self._instance.model
-        with torch.no_grad(), tapped_experts(model, experts, set(part), receive, all_tokens=all_tokens):
+        with torch.no_grad():
+            for given in self._given(index, experts, states):
+                for expert, product, x in expert_inputs(
+                    model, experts, given, set(part), all_tokens=all_tokens
+                ):
+                    receive(expert, product, x)
+
+    def _given(self, index: int, experts: Experts, states: HiddenStates) -> Iterator[ExpertTokens]:
+        """What the layer is given in all batches, in as few portions as memory allows: an expert's tokens of
+        many batches make one product. A portion that holds everything is kept for the next pass."""
+        if self._whole is not None:
+            yield self._whole
+            return
+        limit = _PORTION_BYTES[self._instance.device.type]
+        found: list[ExpertTokens] = []
+        first = True
+        with tapped_layer(self._instance.model, experts, found.append):
             for number in range(self._batches):
                 with suppress(Reached):
                     self._replay.run(index, number, states.load(number))
+                last = number + 1 == self._batches
+                if not last and sum(given.nbytes for given in found) < limit:
+                    continue
+                portion = ExpertTokens.joined(found)
+                found.clear()
+                if first and last:
+                    self._whole = portion
+                first = False
+                yield portion
 
     def _slice(self, experts: Experts, every: bool) -> int:
         """Experts whose statistics, a float32 [K, K] for each product, fit the limit. First products that
@@ -288,6 +333,9 @@ class ExpertCalibration:
 
 
 _SOLVE_COPIES = 4
+# Of a layer's inputs that are held at a time: 131,072 tokens of 4096 channels and 16 bits. The same on every
+# machine, since it decides in which order sums are taken.
+_PORTION_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 
 _EVERY, _POOL = -1, -2
 """In the place of an expert's number: all tokens of the layer, and all experts' own inputs."""
