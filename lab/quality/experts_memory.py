@@ -1,11 +1,16 @@
 """Memory and time of quantising a mixture of experts, block by block, on random weights of a real shape.
 
-    python lab/quality/experts_memory.py WORK --tokenizer FOLDER --calibration FILE [--layers N] [--json OUT]
+    python lab/quality/experts_memory.py WORK --tokenizer FOLDER [--calibration FILE] [--layers N]
 
 Writes a random Qwen3-30B-A3B of N layers (128 experts, 8 a token, 2048 and 768 channels) into WORK, quantises
 it through the product's own operation, and prints after every block: seconds, resident memory of the process,
 its peak so far, and memory allocated on the GPU with its peak so far. Random routers choose experts evenly,
-so no expert is short of tokens.
+so no expert is short of tokens. Without a calibration file the text is random words, every document of the
+longest length.
+
+With --split the parts of a block are timed, and the device is waited for at the end of each, which takes a
+little longer altogether. With --profile a thread looks at the main thread's stack every few milliseconds and
+tells in which lines it was found.
 """
 
 from __future__ import annotations
@@ -14,7 +19,10 @@ import argparse
 import json
 import resource
 import shutil
+import sys
+import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +31,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig
 
+sys.path.insert(0, str(Path(__file__).parent))
+from quantize_time import PARTS, split_into, write_text
+
 from marlinq import quantize
+from marlinq.operations.quantize.experts import ExpertCalibration
 from marlinq.operations.quantize.recipe import Recipe
 
 EXPERTS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD = 128, 2048, 768, 32, 4, 128
@@ -41,19 +53,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("work", type=Path)
     parser.add_argument("--tokenizer", type=Path, required=True)
-    parser.add_argument("--calibration", type=Path, required=True)
+    parser.add_argument("--calibration", type=Path)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--experts", type=int, default=EXPERTS)
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--max-length", type=int, default=2048)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--split", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--recipe", type=json.loads, default={}, help="changes of the recipe, as JSON")
     options = parser.parse_args()
     model = options.work / "model"
     if not model.exists():
         start = time.monotonic()
         write(model, options.layers, options.experts, options.tokenizer)
         print(f"written in {time.monotonic() - start:.1f} s", flush=True)
+    if options.calibration is None:
+        options.calibration = options.work / "text.txt"
+        # A word and its blank are nine bytes, a token at most three.
+        write_text(options.calibration, options.samples, options.max_length // 2)
     shutil.rmtree(options.work / "int4", ignore_errors=True)
     shutil.rmtree(options.work / "int4.partial", ignore_errors=True)
     curve: list[dict[str, Any]] = []
@@ -72,12 +91,61 @@ def main() -> None:
         calibration=str(options.calibration),
         samples=options.samples,
         max_length=options.max_length,
-    )
+    ).replace(**options.recipe)
+    parts: dict[str, float] = {}
+    if options.split:
+        PARTS["experts' inputs and Hessians"] = (ExpertCalibration, "_gather")
+        split_into(parts)
+    samples = Samples()
+    if options.profile:
+        samples.start()
     report = quantize(model, options.work / "int4", recipe=recipe, device=options.device, progress=note)
+    samples.end()
+    for part, took in parts.items():
+        print(f"{part:34s} {took:7.2f} s, {took / options.layers:.3f} a block")
+    samples.print()
+    print(f"{time.monotonic() - start:.2f} s, {report.dtype}, {report.calibration}")
     for label, value in report.display()[0].rows:
         print(f"{label:14}{value}")
     if options.json:
         options.json.write_text(json.dumps({"layers": options.layers, "curve": curve}, indent=1))
+
+
+class Samples:
+    """Where the main thread is, looked at every few milliseconds from another."""
+
+    def __init__(self) -> None:
+        self._main = threading.main_thread().ident
+        self._done = threading.Event()
+        self._lines: Counter[str] = Counter()
+        self._leaves: Counter[str] = Counter()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Look no longer."""
+        self._done.set()
+
+    def print(self) -> None:
+        """Shares of the lines on the stack, and of its last line."""
+        total = sum(self._leaves.values())
+        for title, found in (("on the stack", self._lines), ("last", self._leaves)):
+            for line, count in found.most_common(40) if total else ():
+                print(f"{title}: {count / total:6.1%} {line}")
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.004):
+            frame = sys._current_frames().get(self._main or 0)
+            lines = []
+            while frame is not None:
+                code = frame.f_code
+                lines.append(f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}")
+                frame = frame.f_back
+            self._lines.update(set(lines))
+            self._leaves.update(lines[:1])
 
 
 def memory(gpu: bool) -> dict[str, float]:

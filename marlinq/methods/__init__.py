@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from marlinq.methods.base import Method, MethodOptions, SolveReport, Statistics
+from marlinq.methods.base import Inputs, Method, MethodOptions, SolveReport, Statistics
 from marlinq.methods.gptq import GPTQ, GPTQOptions
 from marlinq.methods.imatrix import Imatrix, ImatrixOptions
 from marlinq.methods.rtn import RTN, RTNOptions
@@ -30,6 +30,7 @@ __all__ = [
     "METHODS",
     "GPTQOptions",
     "ImatrixOptions",
+    "Inputs",
     "Method",
     "MethodOptions",
     "RTNOptions",

@@ -81,6 +81,11 @@ class PairedHessian(HessianAccumulator):
         total = self._sum().mul_(self.tokens / tokens if tokens else 0.0)
         return [*super().as_share(tokens), total]
 
+    @property
+    def paired(self) -> bool:
+        """Whether any inputs came with the original's."""
+        return self._drift is not None
+
     def drift(self) -> Tensor | None:
         """float32 [K, K], the mean of 2 (o - x) x^T over all tokens, to which those that came without the
         original's add nothing; None where nothing drifted."""

@@ -25,7 +25,7 @@ from marlinq.core.errors import EnvironmentProblem, NumericsError, UnsupportedEr
 from marlinq.core.scheme import Scheme
 from marlinq.core.settings import Choice, Flag, Fraction, Share, setting
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
-from marlinq.methods.base import Method, MethodOptions, SolveReport, check_weight, whole_groups
+from marlinq.methods.base import Inputs, Method, MethodOptions, SolveReport, check_weight, whole_groups
 from marlinq.methods.drift import PairedHessian, make_up_for_drift, trusted_share
 from marlinq.methods.factor import Factor, channel_order, factorise
 from marlinq.methods.grid import search_factors
@@ -95,9 +95,7 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
         *,
         names: Sequence[str],
     ) -> list[tuple[QuantizedWeight, SolveReport]]:
-        if statistics is None:
-            raise ValueError("GPTQ needs the Hessian of the weights' input")
-        hessian = statistics.hessian()
+        hessian = _hessian(statistics)
         drift = statistics.drift() if isinstance(statistics, PairedHessian) else None
         if drift is None:
             return solve_gptq_shared(weights, hessian, scheme, options, names=names)
@@ -120,6 +118,35 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
             (weight, report if report.fallback else replace(report, fallback=reason))
             for weight, report in solved
         ]
+
+    def solve_many(
+        self, inputs: Sequence[Inputs[HessianAccumulator]], scheme: Scheme, options: GPTQOptions
+    ) -> list[list[tuple[QuantizedWeight, SolveReport]]]:
+        device, k = inputs[0].weights[0].device, inputs[0].weights[0].shape[1]
+        g = whole_groups(scheme, k, inputs[0].names[0])
+        together = _together(inputs[0].weights)
+        drifts = any(isinstance(each.statistics, PairedHessian) and each.statistics.paired for each in inputs)
+        if together == 1 or len(inputs) == 1 or drifts or not _has_kernel(device):
+            return super().solve_many(inputs, scheme, options)
+        from marlinq.methods.many import Layer, solve_many
+        from marlinq.methods.panels import PANEL_ROWS
+
+        if g > PANEL_ROWS:
+            return super().solve_many(inputs, scheme, options)
+        results: list[list[tuple[QuantizedWeight, SolveReport]]] = []
+        for start in range(0, len(inputs), together):
+            part = inputs[start : start + together]
+            found = solve_many(
+                [Layer(each.weights, _hessian(each.statistics)) for each in part],
+                g,
+                scheme,
+                damp=options.damp,
+                act_order=options.act_order == "static",
+                clip_search=options.clip_search,
+            )
+            for each, mine in zip(part, found, strict=True):
+                results += [mine] if mine else super().solve_many([each], scheme, options)
+        return results
 
 
 def solve_gptq(
@@ -222,6 +249,24 @@ def solve_gptq_shared(
         )
         results.append((quantized, report))
     return results
+
+
+# Of what a solve in batches holds: weights, what is carried, codes and results, and a Hessian's copies.
+_TOGETHER_BYTES = 1 << 31
+_OF_WEIGHTS, _OF_HESSIANS = 16, 8
+
+
+def _together(weights: Sequence[Tensor]) -> int:
+    """How many inputs are solved at once whose weights have these shapes. Depends on nothing else, since
+    products of batches of another size may round otherwise."""
+    n, k = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    return max(1, _TOGETHER_BYTES // (_OF_WEIGHTS * n * k + _OF_HESSIANS * k * k))
+
+
+def _hessian(statistics: HessianAccumulator | None) -> Tensor:
+    if statistics is None:
+        raise ValueError("GPTQ needs the Hessian of the weights' input")
+    return statistics.hessian()
 
 
 @lru_cache(maxsize=16)

@@ -15,9 +15,9 @@ from marlinq.checkpoint import CheckpointWriter, WriteBehind
 from marlinq.core.errors import NumericsError
 from marlinq.core.progress import ReportProgress
 from marlinq.core.weight import QuantizedWeight
-from marlinq.methods import SolveReport, Statistics
+from marlinq.methods import Inputs, SolveReport, Statistics
 from marlinq.models import BlockReplay, Experts, ModelInstance, Projection, shared_inputs
-from marlinq.operations.quantize.experts import ExpertCalibration
+from marlinq.operations.quantize.experts import ExpertCalibration, ExpertGroup
 from marlinq.operations.quantize.head import solve_head
 from marlinq.operations.quantize.original import OriginalStates
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
@@ -93,8 +93,9 @@ class BlockQuantizer:
         to_the_end = head is not None and calibrated
         if to_the_end:
             count = len(self._blocks)
+        written = self._writer.written  # a new set each time, of thousands of experts
         is_written = [
-            all(self._plan.is_written(planned, self._writer.written) for planned in members)
+            all(self._plan.is_written(planned, written) for planned in members)
             for members in members_of[:count]
         ]
         onward = [calibrated and (to_the_end or index + 1 < count) for index in range(count)]
@@ -260,7 +261,7 @@ class BlockQuantizer:
         """Quantises fused experts and writes them, each as soon as it is solved; returns their notes."""
         notes: dict[str, Any] = {}
         groups = self._experts.groups(index, experts, planned, states)
-        for group, found, solved, report in solves_in_turn(groups, self._solve, self._ranks):
+        for group, found, solved, report in solves_in_turn(groups, self._solve_groups, self._ranks):
             if keep:
                 self._install(found, solved)
             written = module_report(found, group.statistics, group.noted(report))
@@ -368,6 +369,35 @@ class BlockQuantizer:
             projection.in_features, planned.options, device=self._instance.device, name=projection.name
         )
         return found
+
+    def _solve_groups(self, groups: Sequence[ExpertGroup]) -> list[list[tuple[QuantizedWeight, SolveReport]]]:
+        """Solves groups of experts, those of equal shapes and settings together."""
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for number, group in enumerate(groups):
+            shapes = tuple(
+                (each.projection.out_features, each.projection.in_features) for each in group.members
+            )
+            first = group.members[0]
+            alike.setdefault((shapes, first.spec.scheme, first.options), []).append(number)
+        results: dict[int, list[tuple[QuantizedWeight, SolveReport]]] = {}
+        for numbers in alike.values():
+            first = groups[numbers[0]].members[0]
+            solved = self._plan.method.solve_many(
+                [self._inputs(groups[number]) for number in numbers], first.spec.scheme, first.options
+            )
+            results |= dict(zip(numbers, solved, strict=True))
+        if self._plan.method.calibrated:
+            stop_if_far_off(
+                (each.projection.name, self._instance.weight(each.projection), quantized)
+                for number, group in enumerate(groups)
+                for each, (quantized, _) in zip(group.members, results[number], strict=True)
+            )
+        return [results[number] for number in range(len(groups))]
+
+    def _inputs(self, group: ExpertGroup) -> Inputs[Any]:
+        # Widened where they are solved: those of all experts in float32 would be twice the block.
+        weights = [self._instance.weight(each.projection) for each in group.members]
+        return Inputs(weights, group.statistics, [each.projection.name for each in group.members])
 
     def _solve(
         self,

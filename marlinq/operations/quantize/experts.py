@@ -102,11 +102,11 @@ class ExpertCalibration:
         experts: Experts,
         planned: Mapping[str, PlannedModule],
         states: HiddenStates | None,
-    ) -> Iterator[ExpertGroup]:
-        """What has to be solved for the experts of block ``index``, in their order.
+    ) -> Iterator[list[ExpertGroup]]:
+        """What has to be solved for the experts of block ``index``, in their order, some at a time.
 
-        A group's statistics are gone when the next is asked for. The block's other weights have to be those
-        that experts see in the calibration; experts that were given may be replaced meanwhile.
+        A group's statistics are gone when the next ones are asked for. The block's other weights have to be
+        those that experts see in the calibration; experts that were given may be replaced meanwhile.
 
         Args:
             index: of the block, which is materialised.
@@ -120,7 +120,7 @@ class ExpertCalibration:
         ]
         if states is None:
             for first, second in members:
-                yield from (ExpertGroup((found,), None, 0, None) for found in (*first, second))
+                yield [ExpertGroup((found,), None, 0, None) for found in (*first, second)]
             return
         try:
             yield from self._calibrated(index, experts, members, states)
@@ -133,28 +133,33 @@ class ExpertCalibration:
         experts: Experts,
         members: Sequence[tuple[tuple[PlannedModule, ...], PlannedModule]],
         states: HiddenStates,
-    ) -> Iterator[ExpertGroup]:
+    ) -> Iterator[list[ExpertGroup]]:
         every = self._recipe.experts == ALL
         pooled: _Statistics = {}
         for part in _slices(experts.count, self._slice(experts, every)):
             found = self._gather(index, experts, members, part, states, pooled, all_tokens=every)
             if every:
-                yield ExpertGroup(
+                group = ExpertGroup(
                     tuple(each for expert in part for each in members[expert][0]),
                     found[_EVERY, FIRST],
                     found[_EVERY, FIRST].tokens,
                     None,
                 )
+                yield [group]
             starved = [] if every else self._starved(part, found)
             notes = self._relieve(index, experts, members, starved, states, pooled, found)
-            for expert in part:
-                first, second = members[expert]
-                tokens, note = notes.get(expert, (None, None))
-                groups = (((second,), SECOND),) if every else ((first, FIRST), ((second,), SECOND))
-                for each, product in groups:
-                    statistics = found.pop((expert, product))
-                    counted = statistics.tokens if tokens is None else tokens
-                    yield ExpertGroup(each, statistics, counted, note)
+            for some in _cut(part, _TOGETHER * self._ranks.size):
+                turn = []
+                for expert in some:
+                    first, second = members[expert]
+                    tokens, note = notes.get(expert, (None, None))
+                    groups = (((second,), SECOND),) if every else ((first, FIRST), ((second,), SECOND))
+                    for each, product in groups:
+                        statistics = found.pop((expert, product))
+                        counted = statistics.tokens if tokens is None else tokens
+                        turn.append(ExpertGroup(each, statistics, counted, note))
+                yield turn
+                turn.clear()
 
     def _starved(self, part: Sequence[int], found: _Statistics) -> list[int]:
         least = self._recipe.expert_tokens
@@ -333,6 +338,8 @@ class ExpertCalibration:
 
 
 _SOLVE_COPIES = 4
+# Experts that a rank is given to solve at a time.
+_TOGETHER = 64
 # Of a layer's inputs that are held at a time: 131,072 tokens of 4096 channels and 16 bits. The same on every
 # machine, since it decides in which order sums are taken.
 _PORTION_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
@@ -345,6 +352,10 @@ _MEANINGS = {
     ALL: "Hessian of all tokens of the layer",
     SHARED: "Hessians of all tokens of the layer and of all its experts",
 }
+
+
+def _cut(part: range, size: int) -> Iterator[range]:
+    return (part[start : start + size] for start in range(0, len(part), size))
 
 
 def _slices(count: int, size: int) -> Iterator[range]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from typing import Protocol, TypeVar
 
 import torch
@@ -117,29 +116,33 @@ GroupT = TypeVar("GroupT", bound=Group)
 
 
 def solves_in_turn(
-    groups: Iterable[GroupT], solve: SolveRows, ranks: Ranks
+    turns: Iterable[Sequence[GroupT]],
+    solve: Callable[[Sequence[GroupT]], list[list[tuple[QuantizedWeight, SolveReport]]]],
+    ranks: Ranks,
 ) -> Iterator[tuple[GroupT, PlannedModule, QuantizedWeight, SolveReport]]:
-    """Solves groups whose statistics every rank has, as many at a time as there are ranks, each by one.
+    """Solves groups whose statistics every rank has, each by one.
 
     Args:
-        groups: the same on every rank; the next are asked for when the results of these were taken.
-        solve, ranks: as in :func:`shared_solves`.
+        turns: groups that are solved at a time, the same on every rank; the next are asked for when the
+            results of these were taken.
+        solve: some groups: for each the weight and the report of each of its modules.
+        ranks: as in :func:`shared_solves`.
 
     Yields:
         The group, and each of its modules with weight and report.
     """
-    remaining = iter(groups)
-    while turn := list(islice(remaining, ranks.size)):
-        mine: list[tuple[QuantizedWeight, SolveReport]] = []
-        if ranks.rank < len(turn):
-            own = turn[ranks.rank]
-            mine = solve(own.members, own.statistics, [slice(None)] * len(own.members))
-        for owner, group in enumerate(turn):
-            here = owner == ranks.rank
-            reports = ranks.share_json([asdict(report) for _, report in mine] if here else None, owner)
-            for place, planned in enumerate(group.members):
-                weight = ranks.share_weight(mine[place][0] if here else None, planned.spec, owner)
-                yield group, planned, weight, SolveReport(**reports[place])
+    size = ranks.size
+    for turn in turns:
+        own = turn[ranks.rank :: size]
+        mine = solve(own) if own else []
+        told = [[asdict(report) for _, report in solved] for solved in mine]
+        reports = [ranks.share_json(told, owner) for owner in range(min(size, len(turn)))]
+        for place, group in enumerate(turn):
+            owner, at = place % size, place // size
+            for number, planned in enumerate(group.members):
+                given = mine[at][number][0] if owner == ranks.rank else None
+                weight = ranks.share_weight(given, planned.spec, owner)
+                yield group, planned, weight, SolveReport(**reports[owner][at][number])
 
 
 def add_up(

@@ -1,0 +1,275 @@
+"""GPTQ for many layers of one shape at once, such as a mixture's experts.
+
+One small layer keeps a GPU busy for microseconds at a time, and the host that launches its hundreds of steps
+is slower than they are. So each step is one operation for all layers, and the host waits for the GPU a
+few times a batch:
+
+    finite? which channels are dead? means of the diagonals     one wait
+    order, damped Hessians, roots                               one wait
+    panels, each for all layers
+    losses                                                      one wait
+
+A layer whose Hessian can't be factorised at the first attempt, or that no token reached, is solved on its own
+(:func:`marlinq.methods.gptq.solve_gptq_shared`), and so is named what is done instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from marlinq.core.dtypes import torch_dtype
+from marlinq.core.scheme import Scheme
+from marlinq.core.weight import QuantizedWeight, trivial_g_idx
+from marlinq.kernels.solve import PANEL_ROWS, PanelTensors, round_panel
+from marlinq.methods.base import SolveReport
+from marlinq.methods.grid import minmax_grid, search_factors
+from marlinq.methods.hessian import tensor_cores
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from marlinq.core.lazy import torch
+
+RoundPanel = Callable[[PanelTensors, Scheme, float], None]
+Solved = list[tuple[QuantizedWeight, SolveReport]]
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """Weights that read one input.
+
+    Attributes:
+        weights: float [N_i, K] each.
+        hessian: float32 [K, K], symmetric.
+    """
+
+    weights: Sequence[Tensor]
+    hessian: Tensor
+
+
+def solve_many(
+    layers: Sequence[Layer],
+    g: int,
+    scheme: Scheme,
+    *,
+    damp: float,
+    act_order: bool,
+    clip_search: bool,
+    launch: RoundPanel = round_panel,
+) -> list[Solved | None]:
+    """GPTQ of layers of one shape, on their GPU.
+
+    Args:
+        layers: with equal shapes of their weights, in the same order.
+        g: channels of a group, at most 128, a divisor of K.
+        scheme: of the results.
+        damp: share of the mean of a Hessian's diagonal that is added to it.
+        act_order: groups by falling mean of the diagonal, and channels by falling diagonal within.
+        clip_search: search the scales and fit them to the codes, instead of spanning each group's range.
+        launch: rounds a panel; tests put the emulated kernel here.
+
+    Returns:
+        For each layer what :func:`marlinq.methods.gptq.solve_gptq_shared` returns, up to the rounding of
+        matrix products; None for one that needs a solve of its own: values that are not finite, a Hessian
+        that is zero or can't be factorised with this damping.
+    """
+    if not 1 <= g <= PANEL_ROWS:
+        raise ValueError(f"expected groups of 1 to {PANEL_ROWS} channels, found {g}")
+    diagonal = torch.stack([layer.hessian.diagonal() for layer in layers])
+    sound, shift = _soundness(layers, diagonal, damp, scheme)
+    chosen = [number for number, good in enumerate(sound) if good]
+    results: list[Solved | None] = [None] * len(layers)
+    if not chosen:
+        return results
+    layers = [layers[number] for number in chosen]
+    diagonal, shift = diagonal[chosen], [shift[number] for number in chosen]
+    order = _orders(diagonal, g, act_order)
+    w, norms, root, factorised = _prepared(layers, order, torch.tensor(shift, device=diagonal.device))
+    solution = _solve(w, root, shift, g, scheme, clip_search=clip_search, launch=launch)
+    del root, w
+    dead = (diagonal <= 0).sum(dim=1)
+    widths = [weight.shape[0] for weight in layers[0].weights]
+    sums = [part.split(widths, dim=1) for part in (solution.loss.clamp(min=0), norms)]
+    figures = torch.cat(
+        [part.sum(dim=1, keepdim=True) for parts in sums for part in parts]
+        + [factorised.unsqueeze(1).double(), dead.unsqueeze(1).double()],
+        dim=1,
+    ).tolist()
+    back = torch.argsort(order, dim=1)
+    for place, (number, row) in enumerate(zip(chosen, figures, strict=True)):
+        losses, powers = row[: len(widths)], row[len(widths) : -2]
+        if row[-2]:
+            results[number] = _result(
+                solution, place, back[place], widths, g, scheme, losses, powers, damp, int(row[-1])
+            )
+    return results
+
+
+@dataclass(frozen=True, eq=False)
+class _Solution:
+    """Codes uint8 [B, K, N], scales and zeros float32 [B, G, N] in processing order; loss float64 [B, N]."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+    loss: Tensor
+
+
+def _soundness(
+    layers: Sequence[Layer], diagonal: Tensor, damp: float, scheme: Scheme
+) -> tuple[list[bool], list[float]]:
+    """Whether a layer has only finite values and a live channel; what is added to its diagonal."""
+    limit = torch.finfo(torch_dtype(scheme.scale_dtype)).max
+    alive = diagonal > 0
+    mean = diagonal.where(alive, 0).sum(dim=1) / alive.sum(dim=1)
+    good = torch.stack(
+        [
+            torch.stack(
+                [torch.isfinite(layer.hessian.sum())]
+                # NaN is not at most the limit either.
+                + [weight.abs().amax() <= limit for weight in layer.weights]
+            ).all()
+            for layer in layers
+        ]
+    )
+    found = torch.stack((good & alive.any(dim=1), mean)).tolist()
+    return [bool(each) for each in found[0]], [damp * each for each in found[1]]
+
+
+def _orders(diagonal: Tensor, g: int, act_order: bool) -> Tensor:
+    """int64 [B, K]: as :func:`marlinq.methods.factor.channel_order`."""
+    count, k = diagonal.shape
+    if not act_order:
+        return torch.arange(k, device=diagonal.device).expand(count, k)
+    grouped = diagonal.reshape(count, k // g, g)
+    groups = torch.argsort(grouped.mean(dim=2), dim=1, descending=True, stable=True)
+    within = torch.argsort(grouped, dim=2, descending=True, stable=True)
+    within = within.gather(1, groups.unsqueeze(2).expand_as(within))
+    return (groups.unsqueeze(2) * g + within).reshape(count, k)
+
+
+def _prepared(layers: Sequence[Layer], order: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Weights float32 [B, K, N] in processing order, their norms w^T H w, float64 [B, N], upper roots
+    [B, K, K], and whether a root is one, bool [B]."""
+    count, k = order.shape
+    n = sum(weight.shape[0] for weight in layers[0].weights)
+    w = torch.empty(count, k, n, device=order.device)
+    root = torch.empty(count, k, k, device=order.device)
+    norms = torch.empty(count, n, dtype=torch.float64, device=order.device)
+    done = []
+    for place, layer in enumerate(layers):
+        mine = order[place]
+        start = 0
+        for weight in layer.weights:
+            w[place, :, start : start + weight.shape[0]] = weight.t()[mine]
+            start += weight.shape[0]
+        # The upper root of a matrix is the lower root of the matrix turned around, turned around once more.
+        turned = mine.flip(0)
+        damped = layer.hessian.index_select(0, turned).index_select(1, turned)
+        with tensor_cores():
+            product = damped @ w[place].flip(0)
+        norms[place] = product.flip(0).mul_(w[place]).sum(dim=0)
+        damped.diagonal().add_(shift[place])
+        lower, info = torch.linalg.cholesky_ex(damped)
+        root[place] = lower.flip(0, 1)
+        done.append((info == 0) & torch.isfinite(lower.diagonal()).all())
+    return w, norms, root, torch.stack(done)
+
+
+def _solve(
+    w: Tensor,
+    root: Tensor,
+    shift: Sequence[float],
+    g: int,
+    scheme: Scheme,
+    *,
+    clip_search: bool,
+    launch: RoundPanel,
+) -> _Solution:
+    """:func:`marlinq.methods.panels.solve_panels` for w [B, K, N] and roots [B, K, K]."""
+    count, k, n = w.shape
+    device = w.device
+    scales = torch.empty(count, k // g, n, device=device)
+    solution = _Solution(
+        torch.empty(count, k, n, dtype=torch.uint8, device=device),
+        scales,
+        torch.empty_like(scales),
+        torch.zeros(count, n, dtype=torch.float64, device=device),
+    )
+    carried = torch.zeros_like(w)
+    factors = torch.tensor(search_factors(), device=device) if clip_search else None
+    own = root.unfold(1, g, g).unfold(2, g, g).diagonal(dim1=1, dim2=2).permute(0, 3, 1, 2).contiguous()
+    diagonals = own.diagonal(dim1=2, dim2=3).contiguous()
+    inverses = torch.linalg.solve_triangular(own, torch.eye(g, device=device), upper=True)
+    feedback = (inverses * diagonals.unsqueeze(3)).transpose(2, 3).contiguous()
+    width = PANEL_ROWS // g * g
+    difference = torch.empty(count, min(width, k), n, device=device)
+    for start in range(0, k, width):
+        stop = min(start + width, k)
+        for at in range(start, stop, g):
+            part, group = slice(at, at + g), at // g
+            updated, base = w[:, part], None
+            if at:
+                updated = torch.baddbmm(updated, inverses[:, group].transpose(1, 2), carried[:, part])
+            if factors is None:
+                solution.scales[:, group], solution.zeros[:, group] = minmax_grid(updated, scheme)
+            else:
+                base = torch.baddbmm(carried[:, part], own[:, group].transpose(1, 2), w[:, part])
+            mine = slice(at - start, at - start + g)
+            for each in range(count):
+                tensors = PanelTensors(
+                    updated[each],
+                    None if base is None else base[each],
+                    w[each, part],
+                    feedback[each, group],
+                    diagonals[each, group],
+                    factors,
+                    solution.scales[each, group],
+                    solution.zeros[each, group],
+                    solution.codes[each, part],
+                    difference[each, mine],
+                    loss=solution.loss[each],
+                )
+                launch(tensors, scheme, shift[each])
+            if part.stop < stop:
+                rest = slice(part.stop, stop)
+                carried[:, rest].baddbmm_(root[:, part, rest].transpose(1, 2), difference[:, mine])
+        if stop < k:
+            known = difference[:, : stop - start]
+            carried[:, stop:].baddbmm_(root[:, start:stop, stop:].transpose(1, 2), known)
+    return solution
+
+
+def _result(
+    solution: _Solution,
+    place: int,
+    back: Tensor,
+    widths: Sequence[int],
+    g: int,
+    scheme: Scheme,
+    losses: Sequence[float],
+    powers: Sequence[float],
+    damp: float,
+    dead: int,
+) -> Solved:
+    """The weights of one layer, in their channels' own order."""
+    group_back = back[::g] // g
+    codes = solution.codes[place][back]
+    scales = solution.scales[place][group_back].to(torch_dtype(scheme.scale_dtype))
+    zeros = solution.zeros[place][group_back].to(torch.uint8)
+    g_idx = trivial_g_idx(len(back), g, codes.device)
+    parts = zip(*(part.split(list(widths), dim=1) for part in (codes, scales, zeros)), strict=True)
+    return [
+        (
+            QuantizedWeight(*(part.contiguous() for part in three), g_idx, g, scheme.element),
+            SolveReport(
+                relative_error=loss / power if power > 0 else 0.0,
+                figures={"damp": damp, "dead_channels": dead},
+                norm=power,
+            ),
+        )
+        for three, loss, power in zip(parts, losses, powers, strict=True)
+    ]
