@@ -95,7 +95,8 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
         *,
         names: Sequence[str],
     ) -> list[tuple[QuantizedWeight, SolveReport]]:
-        hessian = _hessian(statistics)
+        statistics = _known(statistics)
+        hessian = statistics.hessian()
         drift = statistics.drift() if isinstance(statistics, PairedHessian) else None
         if drift is None:
             return solve_gptq_shared(weights, hessian, scheme, options, names=names)
@@ -128,8 +129,8 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
         drifts = any(isinstance(each.statistics, PairedHessian) and each.statistics.paired for each in inputs)
         if together == 1 or len(inputs) == 1 or drifts or not _has_kernel(device):
             return super().solve_many(inputs, scheme, options)
+        from marlinq.kernels.solve import PANEL_ROWS
         from marlinq.methods.many import Layer, solve_many
-        from marlinq.methods.panels import PANEL_ROWS
 
         if g > PANEL_ROWS:
             return super().solve_many(inputs, scheme, options)
@@ -137,7 +138,7 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
         for start in range(0, len(inputs), together):
             part = inputs[start : start + together]
             found = solve_many(
-                [Layer(each.weights, _hessian(each.statistics)) for each in part],
+                [Layer(each.weights, _known(each.statistics).hessian()) for each in part],
                 g,
                 scheme,
                 damp=options.damp,
@@ -263,10 +264,10 @@ def _together(weights: Sequence[Tensor]) -> int:
     return max(1, _TOGETHER_BYTES // (_OF_WEIGHTS * n * k + _OF_HESSIANS * k * k))
 
 
-def _hessian(statistics: HessianAccumulator | None) -> Tensor:
+def _known(statistics: HessianAccumulator | None) -> HessianAccumulator:
     if statistics is None:
         raise ValueError("GPTQ needs the Hessian of the weights' input")
-    return statistics.hessian()
+    return statistics
 
 
 @lru_cache(maxsize=16)

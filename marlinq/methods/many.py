@@ -92,12 +92,13 @@ def solve_many(
     del root, w
     dead = (diagonal <= 0).sum(dim=1)
     widths = [weight.shape[0] for weight in layers[0].weights]
-    sums = [part.split(widths, dim=1) for part in (solution.loss.clamp(min=0), norms)]
-    figures = torch.cat(
-        [part.sum(dim=1, keepdim=True) for parts in sums for part in parts]
-        + [factorised.unsqueeze(1).double(), dead.unsqueeze(1).double()],
-        dim=1,
-    ).tolist()
+    sums = [
+        part.sum(dim=1, keepdim=True)
+        for each in (solution.loss.clamp(min=0), norms)
+        for part in torch.split(each, widths, dim=1)
+    ]
+    last = (factorised.unsqueeze(1).double(), dead.unsqueeze(1).double())
+    figures = torch.cat((*sums, *last), dim=1).tolist()
     back = torch.argsort(order, dim=1)
     for place, (number, row) in enumerate(zip(chosen, figures, strict=True)):
         losses, powers = row[: len(widths)], row[len(widths) : -2]
@@ -261,15 +262,20 @@ def _result(
     scales = solution.scales[place][group_back].to(torch_dtype(scheme.scale_dtype))
     zeros = solution.zeros[place][group_back].to(torch.uint8)
     g_idx = trivial_g_idx(len(back), g, codes.device)
-    parts = zip(*(part.split(list(widths), dim=1) for part in (codes, scales, zeros)), strict=True)
-    return [
-        (
-            QuantizedWeight(*(part.contiguous() for part in three), g_idx, g, scheme.element),
-            SolveReport(
-                relative_error=loss / power if power > 0 else 0.0,
-                figures={"damp": damp, "dead_channels": dead},
-                norm=power,
-            ),
+    results = []
+    stop = 0
+    for width, loss, power in zip(widths, losses, powers, strict=True):
+        part = slice(stop, stop + width)
+        stop = part.stop
+        quantized = QuantizedWeight(
+            codes=codes[:, part].contiguous(),
+            scales=scales[:, part].contiguous(),
+            zeros=zeros[:, part].contiguous(),
+            g_idx=g_idx,
+            group_size=g,
+            element=scheme.element,
         )
-        for three, loss, power in zip(parts, losses, powers, strict=True)
-    ]
+        relative = loss / power if power > 0 else 0.0
+        figures = {"damp": damp, "dead_channels": dead}
+        results.append((quantized, SolveReport(relative, figures=figures, norm=power)))
+    return results
