@@ -252,9 +252,9 @@ def solve_gptq_shared(
     return results
 
 
-# Of what a solve in batches holds: weights, what is carried, codes and results, and a Hessian's copies.
-_TOGETHER_BYTES = 1 << 31
-_OF_WEIGHTS, _OF_HESSIANS = 16, 8
+# Of what a solve in batches holds: weights, what is carried, codes and results, and a Hessian's three copies.
+_TOGETHER_BYTES = 1 << 30
+_OF_WEIGHTS, _OF_HESSIANS = 16, 12
 
 
 def _together(weights: Sequence[Tensor]) -> int:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from marlinq.core.dtypes import torch_dtype
 from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
-from marlinq.kernels.solve import PANEL_ROWS, PanelTensors, round_panel
+from marlinq.kernels.solve import PANEL_ROWS, PanelTensors, round_panels
 from marlinq.methods.base import SolveReport
 from marlinq.methods.grid import minmax_grid, search_factors
 from marlinq.methods.hessian import tensor_cores
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 else:
     from marlinq.core.lazy import torch
 
-RoundPanel = Callable[[PanelTensors, Scheme, float], None]
+RoundPanels = Callable[[PanelTensors, Scheme, "Tensor"], None]
 Solved = list[tuple[QuantizedWeight, SolveReport]]
 
 
@@ -58,7 +58,7 @@ def solve_many(
     damp: float,
     act_order: bool,
     clip_search: bool,
-    launch: RoundPanel = round_panel,
+    launch: RoundPanels = round_panels,
 ) -> list[Solved | None]:
     """GPTQ of layers of one shape, on their GPU.
 
@@ -69,7 +69,7 @@ def solve_many(
         damp: share of the mean of a Hessian's diagonal that is added to it.
         act_order: groups by falling mean of the diagonal, and channels by falling diagonal within.
         clip_search: search the scales and fit them to the codes, instead of spanning each group's range.
-        launch: rounds a panel; tests put the emulated kernel here.
+        launch: rounds a panel of each layer; tests put the emulated kernel here.
 
     Returns:
         For each layer what :func:`marlinq.methods.gptq.solve_gptq_shared` returns, up to the rounding of
@@ -79,15 +79,16 @@ def solve_many(
     if not 1 <= g <= PANEL_ROWS:
         raise ValueError(f"expected groups of 1 to {PANEL_ROWS} channels, found {g}")
     diagonal = torch.stack([layer.hessian.diagonal() for layer in layers])
-    sound, shift = _soundness(layers, diagonal, damp, scheme)
+    sound, shifts = _soundness(layers, diagonal, damp, scheme)
     chosen = [number for number, good in enumerate(sound) if good]
     results: list[Solved | None] = [None] * len(layers)
     if not chosen:
         return results
     layers = [layers[number] for number in chosen]
-    diagonal, shift = diagonal[chosen], [shift[number] for number in chosen]
+    diagonal = diagonal[chosen]
+    shift = torch.tensor([shifts[number] for number in chosen], device=diagonal.device)
     order = _orders(diagonal, g, act_order)
-    w, norms, root, factorised = _prepared(layers, order, torch.tensor(shift, device=diagonal.device))
+    w, norms, root, factorised = _prepared(layers, order, shift)
     solution = _solve(w, root, shift, g, scheme, clip_search=clip_search, launch=launch)
     del root, w
     dead = (diagonal <= 0).sum(dim=1)
@@ -158,9 +159,8 @@ def _prepared(layers: Sequence[Layer], order: Tensor, shift: Tensor) -> tuple[Te
     count, k = order.shape
     n = sum(weight.shape[0] for weight in layers[0].weights)
     w = torch.empty(count, k, n, device=order.device)
-    root = torch.empty(count, k, k, device=order.device)
+    damped = torch.empty(count, k, k, device=order.device)
     norms = torch.empty(count, n, dtype=torch.float64, device=order.device)
-    done = []
     for place, layer in enumerate(layers):
         mine = order[place]
         start = 0
@@ -169,26 +169,26 @@ def _prepared(layers: Sequence[Layer], order: Tensor, shift: Tensor) -> tuple[Te
             start += weight.shape[0]
         # The upper root of a matrix is the lower root of the matrix turned around, turned around once more.
         turned = mine.flip(0)
-        damped = layer.hessian.index_select(0, turned).index_select(1, turned)
+        damped[place] = layer.hessian.index_select(0, turned).index_select(1, turned)
         with tensor_cores():
-            product = damped @ w[place].flip(0)
+            product = damped[place] @ w[place].flip(0)
         norms[place] = product.flip(0).mul_(w[place]).sum(dim=0)
-        damped.diagonal().add_(shift[place])
-        lower, info = torch.linalg.cholesky_ex(damped)
-        root[place] = lower.flip(0, 1)
-        done.append((info == 0) & torch.isfinite(lower.diagonal()).all())
-    return w, norms, root, torch.stack(done)
+    damped.diagonal(dim1=1, dim2=2).add_(shift.unsqueeze(1))
+    lower, info = torch.linalg.cholesky_ex(damped)
+    del damped
+    done = (info == 0) & torch.isfinite(lower.diagonal(dim1=1, dim2=2)).all(dim=1)
+    return w, norms, lower.flip(1, 2), done
 
 
 def _solve(
     w: Tensor,
     root: Tensor,
-    shift: Sequence[float],
+    shift: Tensor,
     g: int,
     scheme: Scheme,
     *,
     clip_search: bool,
-    launch: RoundPanel,
+    launch: RoundPanels,
 ) -> _Solution:
     """:func:`marlinq.methods.panels.solve_panels` for w [B, K, N] and roots [B, K, K]."""
     count, k, n = w.shape
@@ -220,21 +220,20 @@ def _solve(
             else:
                 base = torch.baddbmm(carried[:, part], own[:, group].transpose(1, 2), w[:, part])
             mine = slice(at - start, at - start + g)
-            for each in range(count):
-                tensors = PanelTensors(
-                    updated[each],
-                    None if base is None else base[each],
-                    w[each, part],
-                    feedback[each, group],
-                    diagonals[each, group],
-                    factors,
-                    solution.scales[each, group],
-                    solution.zeros[each, group],
-                    solution.codes[each, part],
-                    difference[each, mine],
-                    loss=solution.loss[each],
-                )
-                launch(tensors, scheme, shift[each])
+            tensors = PanelTensors(
+                updated,
+                base,
+                w[:, part],
+                feedback[:, group],
+                diagonals[:, group],
+                factors,
+                solution.scales[:, group],
+                solution.zeros[:, group],
+                solution.codes[:, part],
+                difference[:, mine],
+                loss=solution.loss,
+            )
+            launch(tensors, scheme, shift)
             if part.stop < stop:
                 rest = slice(part.stop, stop)
                 carried[:, rest].baddbmm_(root[:, part, rest].transpose(1, 2), difference[:, mine])

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from torch import Tensor
+
 from marlinq.core.scheme import Scheme
-from marlinq.kernels.solve import PanelTensors, prepare_panel
-from marlinq.kernels.solve.panel import THREADS
+from marlinq.kernels.solve import PanelTensors, prepare_panel, prepare_panels
+from marlinq.kernels.solve.many import PreparedPanels
+from marlinq.kernels.solve.panel import THREADS, PreparedPanel
 from tests.emulation.build import Builder
 from tests.emulation.gemm import SOURCES
 from tests.emulation.launching import EmulatedKernel, Memory, apart
@@ -23,26 +26,51 @@ def emulated_panel(
 
     def launch(given: PanelTensors, scheme: Scheme, shift: float) -> None:
         tensors = PanelTensors(*(None if tensor is None else apart(tensor) for tensor in given))
-        searched = given.factors is not None
-        memory = [Memory(name, tensor) for name in _READ if (tensor := getattr(tensors, name)) is not None]
-        memory += [
-            Memory(name, tensor, writable=True)
-            for name in _WRITTEN
-            if (tensor := getattr(tensors, name)) is not None
-        ]
-        # The emulation tracks pairs of bytes, which two lanes share here.
-        memory.append(Memory("codes", tensors.codes, writable=True, untracked=True))
-        memory += [Memory(name, getattr(tensors, name), writable=searched) for name in ("scales", "zeros")]
-        if tensors.loss is not None:
-            memory.append(Memory("loss", tensors.loss, writable=True, holds_values=True))
-        prepared = prepare_panel(tensors, scheme, shift)
-        function = prepared.instantiation.function
-        library = builder.kernel(prepared.instantiation.text(), function, sources)
-        EmulatedKernel(library).launch(
-            prepared.grid, THREADS, prepared.shared_bytes, prepared.arguments, memory, seed=seed
-        )
-        for mine, theirs in zip(given, tensors, strict=True):
-            if mine is not None:
-                mine.copy_(theirs)
+        _run(builder, prepare_panel(tensors, scheme, shift), given, tensors, [], seed, sources)
 
     return launch
+
+
+def emulated_panels(
+    builder: Builder, *, seed: int = 0, sources: Path = SOURCES
+) -> Callable[[PanelTensors, Scheme, Tensor], None]:
+    """A stand-in for :func:`marlinq.kernels.solve.round_panels` on the CPU."""
+
+    def launch(given: PanelTensors, scheme: Scheme, shifts: Tensor) -> None:
+        tensors = PanelTensors(*(None if tensor is None else apart(tensor) for tensor in given))
+        shifts = apart(shifts)
+        more = [Memory("shifts", shifts)]
+        _run(builder, prepare_panels(tensors, scheme, shifts), given, tensors, more, seed, sources)
+
+    return launch
+
+
+def _run(
+    builder: Builder,
+    prepared: PreparedPanel | PreparedPanels,
+    given: PanelTensors,
+    tensors: PanelTensors,
+    memory: list[Memory],
+    seed: int,
+    sources: Path,
+) -> None:
+    """Runs a launch on ``tensors``, and puts what becomes of them into ``given``."""
+    searched = given.factors is not None
+    memory += [Memory(name, tensor) for name in _READ if (tensor := getattr(tensors, name)) is not None]
+    memory += [
+        Memory(name, tensor, writable=True)
+        for name in _WRITTEN
+        if (tensor := getattr(tensors, name)) is not None
+    ]
+    # The emulation tracks pairs of bytes, which two lanes share here.
+    memory.append(Memory("codes", tensors.codes, writable=True, untracked=True))
+    memory += [Memory(name, getattr(tensors, name), writable=searched) for name in ("scales", "zeros")]
+    if tensors.loss is not None:
+        memory.append(Memory("loss", tensors.loss, writable=True, holds_values=True))
+    library = builder.kernel(prepared.instantiation.text(), prepared.instantiation.function, sources)
+    EmulatedKernel(library).launch(
+        prepared.grid, THREADS, prepared.shared_bytes, prepared.arguments, memory, seed=seed
+    )
+    for mine, theirs in zip(given, tensors, strict=True):
+        if mine is not None:
+            mine.copy_(theirs)

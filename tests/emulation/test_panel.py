@@ -20,7 +20,7 @@ from marlinq.methods.solution import Solution
 from tests.emulation.build import Builder
 from tests.emulation.gemm import SOURCES
 from tests.emulation.launching import KernelFault
-from tests.emulation.panel import emulated_panel
+from tests.emulation.panel import emulated_panel, emulated_panels
 from tests.methods.textbook import searched_gptq, textbook_gptq
 from tests.testing.layers import make_layer
 from tests.testing.schemes import scheme
@@ -162,7 +162,7 @@ def test_layers_solved_together_are_solved_alike(
     indefinite[0, 1] = indefinite[1, 0] = 10 * indefinite.max()
     layers.append(Layer(layers[0].weights, indefinite))
     wanted = scheme(group_size)
-    launch = emulated_panel(builder)
+    launch = emulated_panels(builder)
     found = solve_many(
         layers, group_size, wanted, damp=0.01, act_order=True, clip_search=clip_search, launch=launch
     )

@@ -8,7 +8,9 @@ import torch
 
 from marlinq.core.errors import NumericsError, UnsupportedError, UsageError
 from marlinq.core.scheme import INT8
-from marlinq.methods.gptq import GPTQOptions, solve_gptq, solve_gptq_shared
+from marlinq.methods import METHODS, Inputs
+from marlinq.methods.gptq import GPTQ, GPTQOptions, solve_gptq, solve_gptq_shared
+from marlinq.methods.hessian import HessianAccumulator
 from marlinq.methods.rtn import round_to_nearest
 from tests.testing.schemes import scheme
 
@@ -251,3 +253,58 @@ def test_gpu_agrees_with_the_cpu(make_layer):
         assert gpu.codes.is_cuda
         assert float((gpu.codes.cpu() != cpu.codes).float().mean()) < 0.02
         assert gpu_report.relative_error == pytest.approx(report.relative_error, rel=0.01)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_many_inputs_are_solved_like_one(name: str) -> None:
+    method = METHODS[name]
+    generator = torch.Generator().manual_seed(6)
+    options, inputs = method.options(), []
+    for number in range(3):
+        statistics = None
+        if method.calibrated:
+            statistics = method.statistics(64, options, device=torch.device("cpu"), name="x")
+            statistics.add(torch.randn(200, 64, generator=generator))
+        weights = [torch.randn(n, 64, generator=generator).to(torch.bfloat16) for n in (8, 24)]
+        inputs.append(Inputs(weights, statistics, [f"{number}.gate", f"{number}.up"]))
+    together = method.solve_many(inputs, scheme(32), options)
+    for each, found in zip(inputs, together, strict=True):
+        wide = [weight.float() for weight in each.weights]
+        alone = method.solve(wide, each.statistics, scheme(32), options, names=each.names)
+        for (mine, report), (other, expected) in zip(found, alone, strict=True):
+            assert mine.difference(other) is None
+            assert report == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drift", [0.0, 0.25])
+def test_gpu_solves_many_inputs_like_one(drift):
+    method, options = GPTQ(), GPTQOptions(drift_correction=drift)
+    generator = torch.Generator().manual_seed(5)
+    mixing = torch.randn(512, 512, generator=generator) / 512**0.5 + torch.eye(512)
+
+    def statistics(tokens: int) -> HessianAccumulator:
+        found = method.statistics(512, options, device=torch.device("cuda"), name="x")
+        found.add((torch.randn(tokens, 512, generator=generator) @ mixing).cuda())
+        return found
+
+    inputs = [
+        Inputs(
+            [torch.randn(n, 512, generator=generator).cuda() * 0.05 for n in (96, 64)],
+            statistics(tokens),
+            [f"{number}.gate", f"{number}.up"],
+        )
+        for number, tokens in enumerate((2000, 0, 700, 1500))
+    ]
+    together = method.solve_many(inputs, scheme(128), options)
+    for each, found in zip(inputs, together, strict=True):
+        alone = method.solve(each.weights, each.statistics, scheme(128), options, names=each.names)
+        for (mine, report), (other, expected) in zip(found, alone, strict=True):
+            assert float((mine.codes != other.codes).float().mean()) < 0.02
+            assert report.relative_error == pytest.approx(expected.relative_error, rel=0.01)
+            assert (report.fallback, report.figures) == (expected.fallback, expected.figures)
+    assert "never reached" in str(together[1][0][1].fallback)
+    bad = Inputs([inputs[0].weights[0] * float("nan")], inputs[0].statistics, ["7.down"])
+    good = Inputs([inputs[0].weights[0]], inputs[0].statistics, ["0.down"])
+    with pytest.raises(NumericsError, match=r"7\.down"):
+        method.solve_many([good, bad], scheme(128), options)

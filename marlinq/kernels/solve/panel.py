@@ -160,7 +160,7 @@ def round_panel(tensors: PanelTensors, scheme: Scheme, shift: float) -> None:
     """
     prepared = prepare_panel(tensors, scheme, shift)
     index = tensors.updated.get_device()
-    function = _function(prepared.instantiation, prepared.shared_bytes, index)
+    function = loaded(prepared.instantiation, prepared.shared_bytes, index)
     with on_device(index):
         Launches(function, prepared.grid, THREADS, prepared.shared_bytes, prepared.arguments).take().start()
 
@@ -171,11 +171,12 @@ def check_panels(device_index: int, factors: int) -> None:
     Raises:
         EnvironmentProblem: the GPU is too old, or CuPy or NVRTC is missing, or the cache can't be written.
     """
-    _function(instantiation(Scheme(), factors), shared_bytes(PANEL_ROWS), device_index)
+    loaded(instantiation(Scheme(), factors), shared_bytes(PANEL_ROWS), device_index)
 
 
 @lru_cache(maxsize=64)
-def _function(instantiation: Instantiation, shared: int, device_index: int) -> Function:
+def loaded(instantiation: Instantiation, shared: int, device_index: int) -> Function:
+    """The kernel on a GPU, with as much shared memory for a block as its largest panel takes."""
     # The largest panel's memory is asked for once; the driver then allows every smaller one.
     architecture = device_numbers(device_index).architecture
     return load_kernel(instantiation, architecture, device_index, max(shared, shared_bytes(PANEL_ROWS)))

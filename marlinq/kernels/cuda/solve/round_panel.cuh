@@ -219,7 +219,7 @@ __device__ __forceinline__ void round_rows(const Shared& at, int padded, float t
 }
 
 template <typename C>
-__device__ __forceinline__ void round_panel(const float* u, const float* base, const float* w, const float* feedback,
+__device__ __forceinline__ void round_panel(int block, const float* u, const float* base, const float* w, const float* feedback,
                                             const float* diagonal, const float* factors, float* scales, float* zeros,
                                             unsigned char* codes, float* terms, float* difference, double* loss, int rows,
                                             int N, float top, float middle, float shift) {
@@ -232,7 +232,7 @@ __device__ __forceinline__ void round_panel(const float* u, const float* base, c
     at.exchange = reinterpret_cast<float (*)[COLUMNS]>(at.diagonal + padded);
     at.chosen = reinterpret_cast<int (*)[COLUMNS]>(at.exchange + 2 * WARPS);
     at.codes = reinterpret_cast<u32 (*)[COLUMNS]>(at.chosen + WARPS);
-    const int n = blockIdx.x * COLUMNS + lane;
+    const int n = block * COLUMNS + lane;
     const bool inside = n < N;
     Grid used = {1.f, 0.f};
     if (!C::SEARCH && inside) used = {scales[n], zeros[n]};
@@ -304,6 +304,6 @@ __device__ __forceinline__ void round_panel(const float* u, const float* base, c
     NAME(const float* u, const float* base, const float* w, const float* feedback, const float* diagonal,                \
          const float* factors, float* scales, float* zeros, unsigned char* codes, float* terms, float* difference,       \
          double* loss, int rows, int N, float top, float middle, float shift) {                                          \
-        panel::round_panel<CONFIGURATION>(u, base, w, feedback, diagonal, factors, scales, zeros, codes, terms,          \
+        panel::round_panel<CONFIGURATION>(blockIdx.x, u, base, w, feedback, diagonal, factors, scales, zeros, codes, terms,          \
                                           difference, loss, rows, N, top, middle, shift);                                \
     }
