@@ -19,6 +19,7 @@ from marlinq.methods import Inputs, SolveReport, Statistics
 from marlinq.models import BlockReplay, Experts, ModelInstance, Projection, shared_inputs
 from marlinq.operations.quantize.experts import ExpertCalibration, ExpertGroup
 from marlinq.operations.quantize.head import solve_head
+from marlinq.operations.quantize.lots import LOT_WEIGHTS, in_lots
 from marlinq.operations.quantize.original import OriginalStates
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
 from marlinq.operations.quantize.ranks import ALONE, Ranks
@@ -196,6 +197,13 @@ class BlockQuantizer:
         weight = quantized.to(self._instance.device).dequantize(self._instance.dtype)
         self._instance.replace(planned.projection, weight)
 
+    def _install_all(self, solved: Sequence[tuple[PlannedModule, QuantizedWeight]]) -> None:
+        """:meth:`_install` for many weights, those of one shape together."""
+        for lot in in_lots(solved):
+            dense = lot.weight.to(self._instance.device).dequantize(self._instance.dtype)
+            for planned, weight in zip(lot.items, dense.chunk(len(lot.items)), strict=True):
+                self._instance.replace(planned.projection, weight)
+
     def _advance(self, index: int, states: HiddenStates) -> None:
         # Looked at when all batches are under way: each look waits for the device.
         finite = []
@@ -260,12 +268,17 @@ class BlockQuantizer:
     ) -> dict[str, Any]:
         """Quantises fused experts and writes them, each as soon as it is solved; returns their notes."""
         notes: dict[str, Any] = {}
+        fresh: list[tuple[PlannedModule, QuantizedWeight]] = []
         groups = self._experts.groups(index, experts, planned, states)
         for group, found, solved, report in solves_in_turn(groups, self._solve_groups, self._ranks):
             if keep:
-                self._install(found, solved)
+                fresh.append((found, solved))
+                if sum(weight.codes.numel() for _, weight in fresh) > LOT_WEIGHTS:
+                    self._install_all(fresh)
+                    fresh.clear()
             written = module_report(found, group.statistics, group.noted(report))
             notes |= self._write(found, solved, replace(written, tokens=group.tokens))
+        self._install_all(fresh)
         return notes
 
     def _write(self, planned: PlannedModule, solved: QuantizedWeight, report: ModuleReport) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from marlinq.core.progress import ReportMessage, ReportProgress
 from marlinq.core.weight import QuantizedWeight
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.quantize.clock import BLOCKS
+from marlinq.operations.quantize.lots import in_lots
 
 FAR_ABOVE_RTN = 5.0
 """How many times round-to-nearest's a module's weight error may be: what ``verify`` fails a module for."""
@@ -105,11 +106,11 @@ def stop_if_far_off(solved: Iterable[tuple[str, Tensor, QuantizedWeight]]) -> No
         NumericsError: an error is beyond that, or no number.
     """
     names, errors = [], []
-    for name, weight, quantized in solved:
-        names.append(name)
-        errors.append(torch.stack(_errors(name, weight, quantized)))
+    for lot in in_lots(((name, weight), quantized) for name, weight, quantized in solved):
+        names += [name for name, _ in lot.items]
+        errors.append(_errors([weight for _, weight in lot.items], lot.weight))
     # One look at the device for all of them.
-    for name, (mine, theirs, norm) in zip(names, torch.stack(errors).tolist(), strict=True):
+    for name, (mine, theirs, norm) in zip(names, torch.cat(errors).tolist(), strict=True):
         # A weight that its grid holds exactly has an error of rounding alone.
         limit = max(theirs, torch.finfo(torch.float16).eps * norm)
         if not mine <= FAR_ABOVE_RTN * limit:
@@ -121,17 +122,14 @@ def stop_if_far_off(solved: Iterable[tuple[str, Tensor, QuantizedWeight]]) -> No
             )
 
 
-def _errors(name: str, weight: Tensor, quantized: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
-    """The norms of the module's error, of round-to-nearest's, and of the weight."""
-    wide = weight.to(torch.float32)
+def _errors(weights: Sequence[Tensor], quantized: QuantizedWeight) -> Tensor:
+    """The norms [weights, 3] of each one's error, of round-to-nearest's, and of the weight, [N, K] each."""
+    wide = torch.cat([weight.to(torch.float32) for weight in weights])
     # Groups along an activation order are round-to-nearest's groups of the reordered weight.
     ordered = wide if quantized.has_trivial_g_idx else wide[:, torch.argsort(quantized.g_idx, stable=True)]
-    rounded = round_to_nearest(ordered, quantized.scheme, name=name)
-    return (
-        (wide - quantized.dequantize()).norm(),
-        (ordered - rounded.dequantize()).norm(),
-        wide.norm(),
-    )
+    rounded = round_to_nearest(ordered, quantized.scheme, name="weight")
+    differences = (wide - quantized.dequantize(), ordered - rounded.dequantize(), wide)
+    return torch.stack([each.reshape(len(weights), -1).norm(dim=1) for each in differences], dim=1)
 
 
 def _pattern(name: str) -> str:

@@ -81,6 +81,19 @@ def test_rounding_is_never_far_off_and_nonsense_is() -> None:
         stop_if_far_off([("layers.0.up", weight.roll(1, 0), rounded)])
 
 
+def test_one_module_among_many_of_its_shape_is_named() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(n, 128, generator=generator) for n in (64, 32, 64, 64, 32)]
+    solved = [
+        (f"experts.{i}", weight, round_to_nearest(weight, scheme())) for i, weight in enumerate(weights)
+    ]
+    stop_if_far_off(solved)
+    for number, (name, weight, rounded) in enumerate(solved):
+        wrong = (name, weight.roll(1, 0), rounded)
+        with pytest.raises(NumericsError, match=rf"^{name}: "):
+            stop_if_far_off([*solved[:number], wrong, *solved[number + 1 :]])
+
+
 def test_a_weight_on_its_grid_is_not_far_off() -> None:
     weight = round_to_nearest(torch.randn(64, 128), scheme()).dequantize()
     stop_if_far_off([("layers.0.up", weight, round_to_nearest(weight, scheme()))])

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import torch
+
+from marlinq.core.weight import QuantizedWeight
+from marlinq.methods.rtn import round_to_nearest
+from marlinq.operations.quantize.lots import in_lots
+from tests.testing.schemes import scheme
+
+
+def made(n: int, k: int, symmetric: bool = True) -> QuantizedWeight:
+    return round_to_nearest(torch.randn(n, k) + 0.5, scheme(32, symmetric=symmetric))
+
+
+def test_lots_hold_what_is_alike_in_order() -> None:
+    torch.manual_seed(0)
+    weights = {
+        "a": made(8, 64),
+        "b": made(16, 64),
+        "c": made(8, 64),
+        "d": made(8, 64, symmetric=False),
+        "e": made(8, 128),
+        "f": made(8, 64),
+    }
+    lots = list(in_lots(weights.items(), limit=2 * 8 * 64))
+    assert sorted(lot.items for lot in lots) == [["a", "c"], ["b"], ["d"], ["e"], ["f"]]
+    for lot in lots:
+        dense = lot.weight.dequantize().chunk(len(lot.items))
+        assert all(
+            torch.equal(part, weights[name].dequantize()) for name, part in zip(lot.items, dense, strict=True)
+        )
+
+
+def test_a_weight_in_activation_order_is_a_lot_of_its_own() -> None:
+    usual = made(8, 64)
+    mixed = QuantizedWeight(
+        usual.codes, usual.scales, usual.zeros, usual.g_idx.flip(0), usual.group_size, usual.element
+    )
+    assert [lot.items for lot in in_lots([(0, mixed), (1, mixed), (2, usual)])] == [[0], [1], [2]]
