@@ -127,7 +127,7 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
         g = whole_groups(scheme, k, inputs[0].names[0])
         together = _together(inputs[0].weights)
         drifts = any(isinstance(each.statistics, PairedHessian) and each.statistics.paired for each in inputs)
-        if together == 1 or len(inputs) == 1 or drifts or not _has_kernel(device):
+        if together == 1 or drifts or not _has_kernel(device):
             return super().solve_many(inputs, scheme, options)
         from marlinq.kernels.solve import PANEL_ROWS
         from marlinq.methods.many import Layer, solve_many
@@ -139,6 +139,7 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
             part = inputs[start : start + together]
             found = solve_many(
                 [Layer(each.weights, _known(each.statistics).hessian()) for each in part],
+                together,
                 g,
                 scheme,
                 damp=options.damp,
@@ -255,13 +256,15 @@ def solve_gptq_shared(
 # Of what a solve in batches holds: weights, what is carried, codes and results, and a Hessian's three copies.
 _TOGETHER_BYTES = 1 << 30
 _OF_WEIGHTS, _OF_HESSIANS = 16, 12
+_MOST_TOGETHER = 5  # as a power
 
 
 def _together(weights: Sequence[Tensor]) -> int:
-    """How many inputs are solved at once whose weights have these shapes. Depends on nothing else, since
-    products of batches of another size may round otherwise."""
+    """How many inputs are solved at once whose weights have these shapes: a power of two, of which experts
+    are multiples. Depends on nothing else, since products of batches of another size may round otherwise."""
     n, k = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-    return max(1, _TOGETHER_BYTES // (_OF_WEIGHTS * n * k + _OF_HESSIANS * k * k))
+    most = _TOGETHER_BYTES // (_OF_WEIGHTS * n * k + _OF_HESSIANS * k * k)
+    return 1 << min(most.bit_length() - 1, _MOST_TOGETHER) if most else 1
 
 
 def _known(statistics: HessianAccumulator | None) -> HessianAccumulator:

@@ -52,6 +52,7 @@ class Layer:
 
 def solve_many(
     layers: Sequence[Layer],
+    size: int,
     g: int,
     scheme: Scheme,
     *,
@@ -63,7 +64,9 @@ def solve_many(
     """GPTQ of layers of one shape, on their GPU.
 
     Args:
-        layers: with equal shapes of their weights, in the same order.
+        layers: with equal shapes of their weights, in the same order; at most ``size``.
+        size: layers of a batch. Fewer are filled up with repetitions: products of another number may round
+            otherwise, and a layer's result shall not depend on how many come with it.
         g: channels of a group, at most 128, a divisor of K.
         scheme: of the results.
         damp: share of the mean of a Hessian's diagonal that is added to it.
@@ -84,9 +87,10 @@ def solve_many(
     results: list[Solved | None] = [None] * len(layers)
     if not chosen:
         return results
-    layers = [layers[number] for number in chosen]
-    diagonal = diagonal[chosen]
-    shift = torch.tensor([shifts[number] for number in chosen], device=diagonal.device)
+    filled = chosen + chosen[-1:] * (size - len(chosen))
+    layers = [layers[number] for number in filled]
+    diagonal = diagonal[filled]
+    shift = torch.tensor([shifts[number] for number in filled], device=diagonal.device)
     order = _orders(diagonal, g, act_order)
     w, norms, root, factorised = _prepared(layers, order, shift)
     solution = _solve(w, root, shift, g, scheme, clip_search=clip_search, launch=launch)
@@ -101,7 +105,7 @@ def solve_many(
     last = (factorised.unsqueeze(1).double(), dead.unsqueeze(1).double())
     figures = torch.cat((*sums, *last), dim=1).tolist()
     back = torch.argsort(order, dim=1)
-    for place, (number, row) in enumerate(zip(chosen, figures, strict=True)):
+    for place, (number, row) in enumerate(zip(chosen, figures, strict=False)):
         losses, powers = row[: len(widths)], row[len(widths) : -2]
         if row[-2]:
             results[number] = _result(

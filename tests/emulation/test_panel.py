@@ -164,12 +164,18 @@ def test_layers_solved_together_are_solved_alike(
     wanted = scheme(group_size)
     launch = emulated_panels(builder)
     found = solve_many(
-        layers, group_size, wanted, damp=0.01, act_order=True, clip_search=clip_search, launch=launch
+        layers, 5, group_size, wanted, damp=0.01, act_order=True, clip_search=clip_search, launch=launch
     )
     assert found[3:] == [None, None]
     assert solve_many(
-        layers[3:4], group_size, wanted, damp=0.01, act_order=True, clip_search=clip_search, launch=launch
+        layers[3:4], 5, group_size, wanted, damp=0.01, act_order=True, clip_search=clip_search, launch=launch
     ) == [None]
+    (one,) = solve_many(
+        layers[:1], 5, group_size, wanted, damp=0.01, act_order=True, clip_search=clip_search, launch=launch
+    )
+    for mine, other in zip(one or [], found[0] or [], strict=True):
+        assert mine[0].difference(other[0]) is None
+        assert mine[1] == other[1]
     options = GPTQOptions(clip_search=clip_search)
     for layer, together in zip(layers[:3], found, strict=False):
         assert together is not None

@@ -15,6 +15,7 @@ from marlinq.operations.quantize import plan_quantize, quantize
 from marlinq.operations.quantize.budget import TextBudget, Work, text_budget
 from marlinq.operations.quantize.plan_report import TENSOR_PARALLEL
 from marlinq.operations.quantize.recipe import Override
+from tests.testing.mixtures import save_mixture
 from tests.testing.original_folders import RECIPE, save_tiny
 
 CPU = torch.device("cpu")
@@ -113,3 +114,15 @@ def test_what_is_asked_for_is_what_is_written() -> None:
     assert text_budget(recipe.replace(samples=200, tokens=5000), work, CPU, torch.float32).tokens == 5000
     found = text_budget(recipe.replace(tokens=5000), work, CPU, torch.float32)
     assert (found.tokens, found.documents, found.max_length) == (5000, None, 256)
+
+
+def test_experts_of_as_many_channels_as_a_group_are_one_kind(tmp_path: Path) -> None:
+    """Stored, their second product is one group, and gate and up are several."""
+    save_mixture(tmp_path / "model", "qwen3-moe", moe_intermediate_size=32)
+    recipe = RECIPE.replace(method="rtn", format="compressed-tensors", group_size=32)
+    plan = plan_quantize(tmp_path / "model", tmp_path / "out", recipe=recipe, device="cpu")
+    quantize(tmp_path / "model", tmp_path / "out", recipe=recipe, device="cpu")
+    for verdicts in (plan.servers[1], inspect(tmp_path / "out").servers):
+        reasons = {verdict.server: verdict.reason for verdict in verdicts}
+        assert "vLLM" in reasons
+        assert not any("quantised in another way" in reason for reason in reasons.values()), reasons
