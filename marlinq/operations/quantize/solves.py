@@ -143,6 +143,8 @@ def solves_in_turn(
                 given = mine[at][number][0] if owner == ranks.rank else None
                 weight = ranks.share_weight(given, planned.spec, owner)
                 yield group, planned, weight, SolveReport(**reports[owner][at][number])
+        # The next ones' statistics take the place of these.
+        del own, mine
 
 
 def add_up(
