@@ -4,8 +4,8 @@
 
 Writes a random Qwen3-30B-A3B of N layers (128 experts, 8 a token, 2048 and 768 channels) into WORK, quantises
 it through the product's own operation, and prints after every block: seconds, resident memory of the process,
-its peak so far, and memory allocated on the GPU with its peak so far. Random routers choose experts evenly,
-so no expert is short of tokens. Without a calibration file the text is random words, every document of the
+its peak so far, and memory allocated on the GPU with its peak so far. Random routers choose unevenly, so
+some experts are short of tokens. Without a calibration file the text is random words, every document of the
 longest length.
 
 With --split the parts of a block are timed, and the device is waited for at the end of each, which takes a
