@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from marlinq.kernels.decide.stream import StreamConfig
 from marlinq.kernels.jit.compiler import compile_text, nvrtc_version
 from marlinq.kernels.jit.instantiation import Instantiation, unit
 from marlinq.kernels.jit.resources import DEVICES, Measured, Variant, compile_all, page, trouble, variants
+from marlinq.kernels.launch.rows import row_instantiation
 from tests.kernels.problems import even_splits
 from tests.kernels.test_arguments import section
 
@@ -70,6 +73,26 @@ def test_no_variant_with_an_activation_spills(architecture: str) -> None:
         found for variant, compiled in compile_all(chosen.values()) if (found := trouble(variant, compiled))
     ]
     assert not wrong
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_variant_with_work_on_rows_spills(architecture: str) -> None:
+    device = DEVICES[architecture]
+    features = ((128, False, False), (32, True, True)) if device.has_warpgroups else ((32, True, False),)
+    chosen: dict[Instantiation, None] = {}
+    for m, (group, zeros, bfloat16) in itertools.product((1, 8), features):
+        problem = Problem(m, 4096, 4096, group, zeros, bfloat16)
+        with forced_kernel("stream"):
+            config = decide(problem, device).config
+        assert isinstance(config, StreamConfig)
+        assert config.blocks_m == 1
+        plain = config.instantiation(problem)
+        chosen |= dict.fromkeys(
+            row_instantiation(plain, normed=normed, adds=not normed) for normed in (False, True)
+        )
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiled = pool.map(lambda instantiation: compile_kernel(instantiation, architecture), chosen)
+    assert [found.spill_bytes for found in compiled] == [0] * len(chosen)
 
 
 @pytest.mark.slow

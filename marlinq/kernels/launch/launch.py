@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from marlinq.core.errors import EnvironmentProblem
+from marlinq.core.errors import EnvironmentProblem, UnsupportedError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels.decide.decision import (
     DEQUANTIZE,
@@ -33,7 +33,8 @@ from marlinq.kernels.launch.dense import dequantized_gemm
 from marlinq.kernels.launch.driver import Function, Launches, active_clusters, gpu_properties, on_device
 from marlinq.kernels.launch.handover import Handover
 from marlinq.kernels.launch.loading import load_kernel
-from marlinq.kernels.launch.operands import Operands, activation_maps
+from marlinq.kernels.launch.operands import Arguments, Operands, PlainArguments, activation_maps
+from marlinq.kernels.launch.rows import RowArguments, RowWork
 from marlinq.kernels.weights import INT4, WeightFormat
 
 
@@ -157,6 +158,7 @@ def prepare(
     weight_format: WeightFormat = INT4,
     behind_own: bool = False,
     activation: str | None = None,
+    work: RowWork | None = None,
 ) -> Call:
     """Decide, compile or load, and pack what does not change from call to call.
 
@@ -170,6 +172,10 @@ def prepare(
             :func:`marlinq.kernels.launch.gather.gather_channels` and wrote ``x``: the launch then overlaps
             with it.
         activation: of :attr:`marlinq.kernels.decide.problem.Problem.activation`.
+        work: on whole rows, where the decision is for the stream kernel.
+
+    Raises:
+        UnsupportedError: the decision is for a kernel that does no such work.
     """
     x = operands.x
     index = x.device.index
@@ -192,14 +198,20 @@ def prepare(
         # Blocks are started where the previous kernel's have ended: without this too many would crowd on the
         # multiprocessors that are free first, and everybody would wait for those.
         shared = max(shared, device.shared_bytes // (together + 1) + 1)
-    function = _load(chosen.instantiation(problem), shared, index)
+    instantiation = chosen.instantiation(problem)
+    arguments: Arguments | RowArguments = chosen.arguments(operands, dependent)
+    if work is not None:
+        if not isinstance(arguments, PlainArguments):
+            raise UnsupportedError(f"{chosen}: no work on whole rows")
+        instantiation, arguments = work.instantiation(instantiation), work.arguments(arguments)
+    function = _load(instantiation, shared, index)
     return Call(
         Launches(
             function,
             chosen.grid(problem),
             chosen.threads,
             shared,
-            chosen.arguments(operands, dependent),
+            arguments,
             dependent=dependent,
         ),
         None if isinstance(chosen, StreamConfig) else (problem.m, problem.k, x.stride(0), chosen.tile_m),
@@ -320,6 +332,13 @@ def _instantiations(problems: Iterable[Problem], device: Device) -> list[Instant
     return list(
         dict.fromkeys(config.instantiation(problem) for problem, config in decisions if config is not None)
     )
+
+
+def precompile_instantiations(
+    wanted: Iterable[Instantiation], device_index: int = 0, progress: ReportProgress = no_progress
+) -> int:
+    """As :func:`precompile`, for kernels as they are compiled."""
+    return compile_missing(device_numbers(device_index).architecture, list(dict.fromkeys(wanted)), progress)
 
 
 def precompile_variants(variants: Iterable[tuple[Problem, KernelConfig]], device_index: int = 0) -> int:

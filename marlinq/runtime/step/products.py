@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from marlinq.core.errors import UnsupportedError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels import LayerShape, Problem, decide, device_numbers, precompile_model
+from marlinq.kernels.decide.stream import StreamConfig
+from marlinq.kernels.jit.instantiation import Instantiation
 from marlinq.kernels.launch.dense import dequantized_gemm
 from marlinq.kernels.launch.gather import Gathered, gathering
 from marlinq.kernels.launch.launch import Call, dequantizes, prepare
 from marlinq.kernels.launch.operands import Operands
+from marlinq.kernels.launch.rows import RowWork
 from marlinq.kernels.weights import INT4
 from marlinq.models.anatomy import Slices
 from marlinq.runtime.linear import QuantLinear
@@ -125,6 +128,32 @@ class Product:
         assert isinstance(module, QuantLinear)
         return _bind_packed(module, x, out, activation)
 
+    def stream_instantiation(self, problem: Problem, device_index: int) -> Instantiation | None:
+        """Of the stream kernel where that multiplies, alone and with channels in their order, in tiles of up
+        to eight rows: with larger ones it has no registers for work on rows. Else None."""
+        module = self.modules[0]
+        if len(self.modules) > 1 or not isinstance(module, QuantLinear) or module.order is not None:
+            return None
+        if not module.words.is_cuda:
+            return None
+        config = decide(problem, device_numbers(device_index)).config
+        if not isinstance(config, StreamConfig) or config.blocks_m > 1:
+            return None
+        return config.instantiation(problem)
+
+    def bind_rows(self, x: Tensor, out: Tensor, work: RowWork, activation: str | None = None) -> Start:
+        """As :meth:`bind` or :meth:`bind_activated`, with ``work`` on whole rows.
+
+        Args:
+            x: [M, inner].
+            out: [M, columns], or half as many behind an activation.
+            work: for which there is a :meth:`stream_instantiation`.
+            activation: for which there is an :meth:`activated_problem`.
+        """
+        module = self.modules[0]
+        assert isinstance(module, QuantLinear)
+        return _bind_packed(module, x, out, activation, work)
+
     def run(self, x: Tensor) -> Tensor:
         """The result for any number of rows, in memory of its own: x [M, K] to [M, columns without padding].
 
@@ -193,7 +222,13 @@ def precompile_prompts(
     return precompile_model(sorted(shapes), dtype, device_index, most_rows=most_rows, progress=progress)
 
 
-def _bind_packed(linear: QuantLinear, x: Tensor, out: Tensor, activation: str | None = None) -> Start:
+def _bind_packed(
+    linear: QuantLinear,
+    x: Tensor,
+    out: Tensor,
+    activation: str | None = None,
+    work: RowWork | None = None,
+) -> Start:
     k, n = linear.padded_shape
     rows = x.shape[0]
     index = x.get_device()
@@ -204,11 +239,12 @@ def _bind_packed(linear: QuantLinear, x: Tensor, out: Tensor, activation: str | 
     taken = x[:, :k] if order is None else x.new_empty((rows, k))
     operands = Operands(taken, linear.words, linear.scales, linear.zeros, bias, out)
     group_size = _group_size(linear)
-    if activation is None and dequantizes((rows, n, k), group_size, linear.zeros, x.dtype, index, INT4):
+    plain = activation is None and work is None
+    if plain and dequantizes((rows, n, k), group_size, linear.zeros, x.dtype, index, INT4):
         if order is None:
             return lambda: dequantized_gemm(operands, INT4)
         return _bind_module(linear, x, out)
-    call = prepare(operands, group_size, behind_own=order is not None, activation=activation)
+    call = prepare(operands, group_size, behind_own=order is not None, activation=activation, work=work)
     if order is not None:
         gathered = Gathered(gathering(x, order), order.data_ptr(), rows, k, x.dtype, call)
         return partial(_start, gathered, operands, x.data_ptr())

@@ -11,8 +11,10 @@ from torch import Tensor
 from marlinq.core.progress import ReportProgress
 from marlinq.kernels import Problem, precompile
 from marlinq.kernels import step as kernels
+from marlinq.kernels.launch.rows import Normed, RowWork
 from marlinq.kernels.step import Gather, Prepared, RowNorm
 from marlinq.runtime.step.bound import BoundLayer
+from marlinq.runtime.step.links import RowLinks
 from marlinq.runtime.step.products import Product, Start
 from marlinq.runtime.step.reference import causal_attention
 
@@ -244,6 +246,18 @@ class Recording(Walk):
         self._buffers: dict[tuple[str, int, int], Tensor] = {}
         self._turns: dict[str, int] = {}
         self._recorded: list[Prepared | Start] = []
+        self._links = RowLinks(
+            forward.layers,
+            forward.hidden,
+            forward.batch,
+            forward.dtype,
+            forward.device_index,
+            self._activated,
+        )
+        self._links.precompile(progress)
+        # What a product in front of such a norm multiplies, and the norm that one behind has to take.
+        self._held: tuple[Product, Tensor] | None = None
+        self._normed: dict[int, Normed] = {}
         x, pending = self.recorded_layers()
         _, normed = self.add(x, pending, forward.final_norm, counter=forward.lengths)
         logits = self.multiply("logits", forward.head, normed)
@@ -303,10 +317,42 @@ class Recording(Walk):
     def launch(self, prepared: Prepared) -> None:
         self._recorded.append(prepared)
 
+    def add(
+        self,
+        source: Tensor | Gather,
+        pending: Pending | None,
+        norm: RowNorm | None,
+        counter: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        link = self._links.found(norm)
+        if link is None or pending is None or self._held is None or not isinstance(source, Tensor):
+            return super().add(source, pending, norm, counter)
+        # The product in front adds what it gives itself, and the one behind takes the norm.
+        product, x = self._held
+        self._held = None
+        stored = self.empty("residual", source.shape[0], self.forward.hidden)
+        out = self.empty("normed", source.shape[0], self.forward.hidden)
+        added, self._normed[out.data_ptr()] = self._links.work(link, source, stored, pending.factor)
+        self._recorded.append(product.bind_rows(self._padded(x, product), out, RowWork(added=added)))
+        return stored, out
+
     def multiply(self, name: str, product: Product, x: Tensor) -> Tensor:
         out = self.empty(name, x.shape[0], product.columns)
-        self._recorded += product.bind(self._padded(x, product), out)
+        if product in self._links.before:
+            self._held = product, x
+            return out
+        self._recorded += self._bind(product, x, out)
         return out
+
+    def _bind(self, product: Product, x: Tensor, out: Tensor, activation: str | None = None) -> list[Start]:
+        """``out = x @ W``, or behind an activation, with the norm that ``x`` still lacks."""
+        normed = self._normed.pop(x.data_ptr(), None)
+        x = self._padded(x, product)
+        if normed is not None:
+            return [product.bind_rows(x, out, RowWork(normed), activation)]
+        if activation is not None:
+            return [product.bind_activated(x, out, activation)]
+        return product.bind(x, out)
 
     def _padded(self, x: Tensor, product: Product) -> Tensor:
         """``x`` with the zeros behind its rows that a padded product reads."""
@@ -318,8 +364,7 @@ class Recording(Walk):
         if layer.inputs not in self._activated:
             return super().activated(layer, normed)
         active = self.empty("active", normed.shape[0], layer.inputs.columns // 2)
-        x = self._padded(normed, layer.inputs)
-        self._recorded.append(layer.inputs.bind_activated(x, active, layer.anatomy.mlp.activation))
+        self._recorded += self._bind(layer.inputs, normed, active, layer.anatomy.mlp.activation)
         return active
 
     def observed(self, index: int, x: Tensor) -> None:

@@ -45,6 +45,11 @@
 #include "reduce/dsmem_pull.cuh"
 #include "scale/stored_order.cuh"
 
+// What is done between the requests for the first chunks and the product (kernels/stream_rows.cuh).
+struct NothingFirst {
+    __device__ __forceinline__ void operator()(int, int, u32, int) const {}
+};
+
 // How parts share K: evenly, one run of chunks behind the other. Another way may send a part elsewhere first
 // (kernels/experts_stream.cuh).
 template <int PARTS>
@@ -127,11 +132,11 @@ struct StreamGemm {
     }
 
     // The sums of block `block`, whose parts are in `parts`, of a tile that begins at row m0 and column n0, in shared memory:
-    // store(buffer, m0, n0, rank) takes them, float [part][m][PITCH].
-    template <typename Parts, typename Store>
+    // store(buffer, m0, n0, rank) takes them, float [part][m][PITCH]. begin(m0, n0, rank, rows) comes before the product.
+    template <typename Parts, typename Store, typename Begin = NothingFirst>
     static __device__ __forceinline__ void run(const u16* x, const uint4* words, const u16* scales, const u16* zeros, int M,
                                                int N, int K, i64 x_stride, int dependent, u32 block, const Parts& parts,
-                                               Store store) {
+                                               Store store, Begin begin = Begin()) {
         extern __shared__ __align__(128) unsigned char shared[];
 
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -207,6 +212,7 @@ struct StreamGemm {
             fetch_activations(s);
             copy_async_commit();
         }
+        begin(m0, n0, rank, rows_m);
 
         Sums total;
         total.clear();

@@ -5,6 +5,7 @@
 // columns, from pairs of tiles that one block has.
 #pragma once
 #include "epilogue/activation.cuh"
+#include "epilogue/rows.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/memory.cuh"
 
@@ -30,10 +31,11 @@ __device__ __forceinline__ float4 add_parts(const float* buffer, int m, int n) {
 // Every block of the cluster has the sums of its parts, float [Parts][TileM][Pitch], in its own shared memory. Adds them,
 // always in the same order, adds the bias, narrows and stores rows m0.. and columns n0.. of `out` [M, N] ([M, N / 2] behind an
 // activation). A block's first `Threads` threads do the work. They wait for the sums first: at the cluster's barrier, or without
-// a cluster in `meet`.
-template <typename E, Activation ACTIVATION, int TileM, int TileN, int Pitch, int Parts, int Cluster, int Threads, typename Meet>
+// a cluster in `meet`. `work` is what is done with whole rows (epilogue/rows.cuh).
+template <typename E, Activation ACTIVATION, int TileM, int TileN, int Pitch, int Parts, int Cluster, int Threads, typename Meet,
+          typename RowWork = PlainRows>
 __device__ __forceinline__ void reduce_and_store(const float* buffer, const u16* bias, u16* out, i64 out_stride, int m0,
-                                                 int n0, int M, int N, u32 rank, Meet meet) {
+                                                 int n0, int M, int N, u32 rank, Meet meet, RowWork work = RowWork()) {
     if constexpr (Cluster > 1) {
         cluster_arrive();
         cluster_wait();
@@ -48,25 +50,34 @@ __device__ __forceinline__ void reduce_and_store(const float* buffer, const u16*
     constexpr int STORED = GATED ? TileN / 2 : TileN;
     const auto added = [&](int m, int n) {
         float4 sum = add_parts<TileM, Pitch, Parts, Cluster>(buffer, m, n);
+        work.scale(sum, m);
         if (bias != nullptr) {
             sum.x += E::widen(bias[n0 + n]), sum.y += E::widen(bias[n0 + n + 1]);
             sum.z += E::widen(bias[n0 + n + 2]), sum.w += E::widen(bias[n0 + n + 3]);
         }
         return sum;
     };
-    for (int four = rank * Threads + threadIdx.x; four < rows * (STORED / 4); four += Cluster * Threads) {
+    // Lanes that have nothing to store help a warp to add up its rows.
+    constexpr bool WHOLE_WARPS = RowWork::WHOLE_WARPS;
+    static_assert(!GATED || !WHOLE_WARPS, "rows are added up without an activation");
+    const int first = rank * Threads + threadIdx.x, fours = rows * (STORED / 4);
+    for (int four = first; four < (WHOLE_WARPS ? (fours + 31) / 32 * 32 : fours); four += Cluster * Threads) {
         const int m = four / (STORED / 4), stored = four % (STORED / 4) * 4;
         const int n = GATED ? stored / 64 * 128 + stored % 64 : stored;
         // Columns past N are not stored, so nothing would wait for their loads before the relaxed arrival below.
-        if (n >= columns) continue;
-        float4 sum = added(m, n);
+        const bool mine = n < columns && (!WHOLE_WARPS || four < fours);
+        if (!WHOLE_WARPS && !mine) continue;
+        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (mine) sum = added(m, n);
         if constexpr (GATED) {
             const float4 up = added(m, n + 64);
             sum.x = activation<ACTIVATION>(sum.x) * up.x, sum.y = activation<ACTIVATION>(sum.y) * up.y;
             sum.z = activation<ACTIVATION>(sum.z) * up.z, sum.w = activation<ACTIVATION>(sum.w) * up.w;
         }
-        store_global(out + (m0 + m) * out_stride + (GATED ? n0 / 2 : n0) + stored,
-                     make_uint2(E::narrow(sum.x, sum.y), E::narrow(sum.z, sum.w)));
+        work.template add<E>(sum, m0 + m, n0 + n, four == first, mine);
+        if (mine)
+            store_global(out + (m0 + m) * out_stride + (GATED ? n0 / 2 : n0) + stored,
+                         make_uint2(E::narrow(sum.x, sum.y), E::narrow(sum.z, sum.w)));
     }
     // A block stays until its shared memory has been read. Every loaded value has gone into a store by now, so the barrier
     // need not order memory, which would wait for the stores to complete.

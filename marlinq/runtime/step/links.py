@@ -1,0 +1,139 @@
+"""Where the residual stream and its norm need no kernel between two products.
+
+The product in front adds its results to the residual stream, and leaves the norm's weight times the sum
+together with sums of squares; the one behind multiplies its results by the reciprocal root
+(``cuda/epilogue/rows.cuh``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from marlinq.core.progress import ReportProgress
+from marlinq.kernels import Problem
+from marlinq.kernels.jit.instantiation import Instantiation
+from marlinq.kernels.launch.launch import precompile_instantiations
+from marlinq.kernels.launch.rows import SQUARED_COLUMNS, Added, Normed, row_instantiation
+from marlinq.kernels.step import RowNorm
+from marlinq.runtime.step.bound import BoundLayer
+from marlinq.runtime.step.products import Product
+
+
+@dataclass(frozen=True, eq=False)
+class Link:
+    """A norm between two products.
+
+    Attributes:
+        before, behind: the products.
+        weight: float32 [hidden], the norm's, divided by ``unit``.
+        unit: a power of two, with which no weight is greater than one: 16 bits then hold ``weight * x``
+            wherever they hold x.
+        eps: the norm's.
+        kernels: both products' variants.
+    """
+
+    before: Product
+    behind: Product
+    weight: Tensor
+    unit: float
+    eps: float
+    kernels: tuple[Instantiation, Instantiation]
+
+
+class RowLinks:
+    """The norms of a step that have no kernel of their own.
+
+    Args:
+        layers: of the forward.
+        hidden: channels of the residual stream.
+        rows: of a step.
+        dtype: of activations.
+        device_index: of the GPU.
+        activated: products whose epilogue has the activation, and their problems.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[BoundLayer],
+        hidden: int,
+        rows: int,
+        dtype: torch.dtype,
+        device_index: int,
+        activated: Mapping[Product, Problem],
+    ) -> None:
+        self._hidden, self._rows, self._dtype, self._index = hidden, rows, dtype, device_index
+        self._activated = activated
+        self._links: dict[int, Link] = {}
+        for before, norm, behind in _pairs(layers):
+            link = self._link(before, norm, behind)
+            if link is not None:
+                # Of equal norms each has its own products.
+                self._links[id(norm)] = link
+        self.before = frozenset(link.before for link in self._links.values())
+        self._squares: list[Tensor] = []
+
+    def found(self, norm: RowNorm | None) -> Link | None:
+        """The link that takes the place of this norm's kernel."""
+        return None if norm is None else self._links.get(id(norm))
+
+    def precompile(self, progress: ReportProgress) -> int:
+        """Compile, in parallel, what the cache lacks; returns how many kernels those were."""
+        if not self._links:
+            return 0
+        wanted = (kernel for link in self._links.values() for kernel in link.kernels)
+        return precompile_instantiations(wanted, self._index, progress)
+
+    def work(self, link: Link, residual: Tensor, stored: Tensor, factor: float) -> tuple[Added, Normed]:
+        """What the products in front and behind do: ``stored = residual + factor * result``."""
+        if len(self._squares) < 2:
+            shape = (self._rows, self._hidden // SQUARED_COLUMNS)
+            squares = torch.zeros(shape, dtype=torch.float32, device=residual.device)
+        else:
+            # The product before the one in front has read these.
+            squares = self._squares.pop(0)
+        self._squares.append(squares)
+        added = Added(residual, link.weight, stored, squares, factor)
+        return added, Normed(squares, self._hidden, link.eps, link.unit)
+
+    def _link(self, before: Product, norm: RowNorm, behind: Product) -> Link | None:
+        fits = before.columns == before.features == self._hidden == behind.inner
+        if norm.kind == "LAYER" or norm.weight is None or norm.bias is not None:
+            return None
+        if self._hidden % SQUARED_COLUMNS or not fits:
+            return None
+        front = self._instantiation(before)
+        back = self._instantiation(behind)
+        if front is None or back is None or before in self._activated:
+            return None
+        weight = norm.weight.float() + norm.offset
+        largest = float(weight.abs().amax())
+        unit = 2.0 ** math.ceil(math.log2(largest)) if largest > 0 else 1.0
+        kernels = (
+            row_instantiation(front, normed=False, adds=True),
+            row_instantiation(back, normed=True, adds=False),
+        )
+        return Link(before, behind, weight / unit, unit, norm.eps, kernels)
+
+    def _instantiation(self, product: Product) -> Instantiation | None:
+        problem = self._activated.get(product)
+        problems = product.problems(self._rows, self._dtype) if problem is None else [problem]
+        return product.stream_instantiation(problems[0], self._index) if len(problems) == 1 else None
+
+
+def _pairs(layers: Sequence[BoundLayer]) -> Iterable[tuple[Product, RowNorm, Product]]:
+    """Norms of sums that a single product adds to and a single product reads."""
+    for layer, following in itertools.zip_longest(layers, layers[1:]):
+        if layer.anatomy.parallel:
+            continue
+        if layer.post_attention_norm is None and layer.mlp_norm is not None:
+            yield layer.output, layer.mlp_norm, layer.inputs
+        if following is None or following.anatomy.parallel:
+            continue
+        if layer.post_mlp_norm is None and following.attention_norm is not None:
+            yield layer.down, following.attention_norm, following.qkv

@@ -1,0 +1,100 @@
+"""Norms without a kernel of their own: which they are, and a step whose products do their work, in torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from marlinq.kernels import Problem
+from marlinq.kernels.jit.instantiation import Instantiation
+from marlinq.kernels.launch.rows import SQUARED_COLUMNS, RowWork
+from marlinq.runtime.step import links, walk
+from marlinq.runtime.step.chain import ChainForward
+from marlinq.runtime.step.products import Product, Start
+from marlinq.runtime.step.reference import ReferenceForward
+from tests.runtime.step import torch_kernels
+from tests.runtime.step.test_chain import TOLERANCE, differences, halved, quantized, recognised
+from tests.testing.tiny_models import tiny_model
+
+
+class Products:
+    """Products with work on rows, in torch, which count themselves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, streams: bool = True) -> None:
+        self.started: Counter[str] = Counter()
+        self.streams = streams
+        monkeypatch.setattr(walk, "kernels", torch_kernels)
+        monkeypatch.setattr(links, "precompile_instantiations", lambda *_: 0)
+        found = self
+
+        def instantiation(_: Product, __: Problem, ___: int) -> Instantiation | None:
+            return Instantiation("kernels/stream.cuh", "w4a16_stream", ()) if found.streams else None
+
+        def bind_rows(
+            product: Product, x: Tensor, out: Tensor, work: RowWork, activation: str | None = None
+        ) -> Start:
+            assert activation is None
+            return lambda: found.run(product, x, out, work)
+
+        monkeypatch.setattr(Product, "stream_instantiation", instantiation)
+        monkeypatch.setattr(Product, "bind_rows", bind_rows)
+
+    def run(self, product: Product, x: Tensor, out: Tensor, work: RowWork) -> None:
+        result = product.run(x)[:, : out.shape[1]].double()
+        normed, added = work.normed, work.added
+        if normed is not None:
+            self.started["behind a norm"] += 1
+            squares = normed.squares.double().sum(1, keepdim=True)
+            result = result * normed.unit * torch.rsqrt(squares / normed.width + normed.eps)
+        if added is not None:
+            self.started["added"] += 1
+            added.stored.copy_(added.residual.double() + added.factor * result)
+            kept = added.stored.double()
+            added.squares.copy_(kept.square().view(len(kept), -1, SQUARED_COLUMNS).sum(-1))
+            result = kept * added.weight.double()
+        out.copy_(result)
+
+
+# Norms of a model of so many layers that have no kernel: all but the first and the last; with norms behind
+# the parts of a block none, and in a parallel block none.
+@pytest.mark.parametrize(
+    ("name", "linked"),
+    [
+        ("llama", "all"),
+        ("qwen3", "all"),
+        ("gemma", "all"),
+        ("gemma2", "none"),
+        ("cohere", "none"),
+        ("phi", "none"),
+    ],
+)
+def test_products_take_over_the_residual_stream_and_its_norms(
+    name: str, linked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products = Products(monkeypatch)
+    # Keys and values fill whole tiles, so that q, k and v are one product.
+    model = tiny_model(name, head_dim=64) if linked == "all" else tiny_model(name)
+    anatomy = recognised(model)
+    quantized(model)
+    half, wide = halved(model)
+    own = ChainForward(half, anatomy, batch=3, capacity=24)
+    reference = ReferenceForward(wide, anatomy, batch=3, capacity=24)
+    found = differences(own, reference, model.config.vocab_size)
+    assert max(found) < TOLERANCE, found
+    steps, norms = 4, 2 * len(anatomy.layers) - 1 if linked == "all" else 0
+    assert products.started == Counter({"added": steps * norms, "behind a norm": steps * norms})
+
+
+def test_other_kernels_leave_norms_to_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = Products(monkeypatch, streams=False)
+    model = tiny_model("llama")
+    anatomy = recognised(model)
+    quantized(model)
+    half, wide = halved(model)
+    own = ChainForward(half, anatomy, batch=3, capacity=24)
+    found = differences(own, ReferenceForward(wide, anatomy, batch=3, capacity=24), model.config.vocab_size)
+    assert max(found) < TOLERANCE, found
+    assert not products.started.total()
