@@ -21,7 +21,8 @@ from marlinq.models.anatomy import Anatomy, Attention, Layer, Rotary
 from marlinq.runtime.step.bound import BoundLayer, chain_refusal, head_norm, rotation_table, row_norm
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.products import find_product, precompile_prompts, single_product
-from marlinq.runtime.step.walk import MOST_ROWS, Recording, Walk
+from marlinq.runtime.step.prompts import MOST_ROWS, read_prompts
+from marlinq.runtime.step.walk import Recording, Walk
 
 # Up to this batch products overlap with their neighbours, which at 16 rows saves 9 % of a step of
 # Llama-3-8B's shape on an H200, and at 64 rows costs 2 %.
@@ -112,7 +113,7 @@ class ChainForward(Forward):
             ValueError: ``ids`` is of another batch or longer than the capacity, a length is not 1..T, or an
                 id is not of the vocabulary.
         """
-        self.check_prompts(ids, lengths)
+        counts = self.check_prompts(ids, lengths)
         batch, width = ids.shape
         # The kernel that embeds tokens reads wherever they point.
         lowest, highest = (int(found) for found in ids.aminmax())
@@ -124,8 +125,10 @@ class ChainForward(Forward):
         with self.on_device():
             for begin in range(0, batch, each):
                 part = slice(begin, min(begin + each, batch))
-                last = lengths[part].to(ids.device, torch.int64) - 1
-                logits.append(self._read(ids[part].contiguous(), part, last))
+                x, pending = read_prompts(self, ids[part].contiguous(), part, counts[part])
+                few = Walk(self, ids[part, 0].contiguous(), part, 1)
+                _, normed = few.add(x, pending, self.final_norm)
+                logits.append(self.finished(self.head.run(normed)))
             self.lengths.copy_(lengths)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
@@ -139,16 +142,6 @@ class ChainForward(Forward):
                 _, normed = walk.add(x, pending, self.final_norm, counter=self.lengths)
                 return self.finished(self.head.run(normed))
             return self.recording.start(tokens)
-
-    def _read(self, ids: Tensor, part: slice, last: Tensor) -> Tensor:
-        """Logits behind token ``last[b]`` of every prompt in ``ids`` [b, T], the batch's rows ``part``."""
-        rows, width = ids.shape
-        walk = Walk(self, ids.view(-1), part, width)
-        x, pending = walk.layers()
-        chosen = torch.arange(rows, device=ids.device) * width + last
-        few = Walk(self, ids.view(-1), part, 1)
-        _, normed = few.add(x.index_select(0, chosen), pending.select(chosen), self.final_norm)
-        return self.finished(self.head.run(normed))
 
     def finished(self, logits: Tensor) -> Tensor:
         """Logits behind the head's scale and cap, in place."""

@@ -16,13 +16,9 @@ from marlinq.kernels.step import Gather, Prepared, RowNorm
 from marlinq.runtime.step.bound import BoundLayer
 from marlinq.runtime.step.links import RowLinks
 from marlinq.runtime.step.products import Product, Start
-from marlinq.runtime.step.reference import causal_attention
 
 if TYPE_CHECKING:
     from marlinq.runtime.step.chain import ChainForward
-
-MOST_ROWS = 8192
-"""Rows of a prompt that are read at a time, which bounds the memory between products."""
 
 
 @dataclass(frozen=True)
@@ -40,22 +36,34 @@ class Pending:
 
 
 class Walk:
-    """The layers over a number of rows, done at once.
+    """The layers over a number of rows, done at once. From one attention to the next a walk holds nothing but
+    the residual stream, as far as the model allows.
 
     Args:
         forward: whose layers.
         tokens: int64 [M]; M = b * T.
         part: the b sequences of the batch.
         tokens_each: T.
+        lengths: int32 [b], tokens in front of these; those in the cache if None.
     """
 
-    def __init__(self, forward: ChainForward, tokens: Tensor, part: slice, tokens_each: int) -> None:
+    def __init__(
+        self,
+        forward: ChainForward,
+        tokens: Tensor,
+        part: slice,
+        tokens_each: int,
+        lengths: Tensor | None = None,
+    ) -> None:
         self.forward = forward
         self.tokens = tokens
         self.part = part
         self.tokens_each = tokens_each
-        self.lengths = forward.lengths[part]
+        self.lengths = forward.lengths[part] if lengths is None else lengths
         self._begun = False
+        self._x: Tensor | Gather = self.embedded()
+        self._pending: Pending | None = None
+        self._normed: Tensor | None = None
 
     # What a recording does otherwise.
 
@@ -102,30 +110,49 @@ class Walk:
         )
 
     def layers(self) -> tuple[Tensor, Pending]:
+        """The residual stream behind the last layer, and what is still to be added to it; T is 1."""
+        for index in range(len(self.forward.layers)):
+            self.after_attention(index, self._attend(index, self.before_attention(index)))
+        return self.end()
+
+    def before_attention(self, index: int) -> Tensor:
+        """Queries, keys and values of a layer: [M, columns of the product]."""
+        forward, layer = self.forward, self.forward.layers[index]
+        if not index and forward.embedding_norm is not None:
+            _, self._x = self.add(self._x, None, forward.embedding_norm)
+        x, normed = self.add(self._x, self._pending, layer.attention_norm)
+        self._x, self._pending = x, None
+        if index:
+            self.observed(index - 1, x)
+        anatomy = layer.anatomy
+        if anatomy.parallel and anatomy.mlp_norm == anatomy.attention_norm:
+            self._normed = normed
+        return self.multiply("qkv", layer.qkv, normed)
+
+    def after_attention(self, index: int, attended: Tensor) -> None:
+        """The rest of the layer, from what attention has made: [M, H * D]."""
+        layer = self.forward.layers[index]
+        factor = layer.anatomy.residual_scale
+        mixed = self.multiply("output", layer.output, attended)
+        if layer.anatomy.parallel:
+            normed = self._normed
+            if normed is None:
+                _, normed = self.add(self._x, None, layer.mlp_norm)
+            self._normed = None
+            self._pending = Pending(mixed, self._mlp(layer, normed), None, factor)
+            return
+        pending = Pending(mixed, None, layer.post_attention_norm, factor)
+        self._x, normed = self.add(self._x, pending, layer.mlp_norm)
+        del mixed, pending  # the widest tensors come now
+        self._pending = Pending(self._mlp(layer, normed), None, layer.post_mlp_norm, factor)
+
+    def end(self) -> tuple[Tensor, Pending]:
         """The residual stream behind the last layer, and what is still to be added to it."""
-        forward = self.forward
-        x: Tensor | Gather = self.embedded()
-        pending: Pending | None = None
-        if forward.embedding_norm is not None:
-            _, x = self.add(x, None, forward.embedding_norm)
-        for index, layer in enumerate(forward.layers):
-            x, normed = self.add(x, pending, layer.attention_norm)
-            if index:
-                self.observed(index - 1, x)
-            mixed = self._attention(index, layer, normed)
-            factor = layer.anatomy.residual_scale
-            if layer.anatomy.parallel:
-                if layer.anatomy.mlp_norm != layer.anatomy.attention_norm:
-                    _, normed = self.add(x, None, layer.mlp_norm)
-                pending = Pending(mixed, self._mlp(layer, normed), None, factor)
-                continue
-            pending = Pending(mixed, None, layer.post_attention_norm, factor)
-            x, normed = self.add(x, pending, layer.mlp_norm)
-            pending = Pending(self._mlp(layer, normed), None, layer.post_mlp_norm, factor)
+        x, pending = self._x, self._pending
         if isinstance(x, Gather) or pending is None:
             raise ValueError("a model without layers")
-        if forward.observe is not None:
-            self.observed(len(forward.layers) - 1, self.add(x, pending, None)[0])
+        if self.forward.observe is not None:
+            self.observed(len(self.forward.layers) - 1, self.add(x, pending, None)[0])
         return x, pending
 
     def add(
@@ -164,12 +191,7 @@ class Walk:
         assert isinstance(x, Tensor)
         return x, x if out is None else out
 
-    def _attention(self, index: int, layer: BoundLayer, normed: Tensor) -> Tensor:
-        joined = self.multiply("qkv", layer.qkv, normed)
-        attend = self._attend_one if self.tokens_each == 1 else self._attend_prompt
-        return self.multiply("output", layer.output, attend(index, joined))
-
-    def _attend_one(self, index: int, joined: Tensor) -> Tensor:
+    def _attend(self, index: int, joined: Tensor) -> Tensor:
         """The new tokens appended, and their attention: [M, columns of the product] to [M, H * D]."""
         forward, layer = self.forward, self.forward.layers[index]
         attention = layer.attention
@@ -191,28 +213,19 @@ class Walk:
         )
         return out
 
-    def _attend_prompt(self, index: int, joined: Tensor) -> Tensor:
-        """The same for prompts, whose attention is torch's."""
-        layer, attention = self.forward.layers[index], self.forward.layers[index].attention
-        rows = joined.shape[0]
-        q = self.empty("queries", rows, attention.heads * attention.head_dim)
-        q = q.view(rows, attention.heads, attention.head_dim)
+    def append(self, index: int, joined: Tensor, q: Tensor) -> None:
+        """The new tokens' keys and values put into the cache, and their queries into ``q`` [M, H * D]."""
+        layer = self.forward.layers[index]
+        attention = layer.attention
+        queries = q.view(-1, attention.heads, attention.head_dim)
         keys, values = layer.keys[self.part], layer.values[self.part]
         self.launch(
-            kernels.append(joined, q, keys, values, self.lengths, layer.heads, tokens_each=self.tokens_each)
+            kernels.append(
+                joined, queries, keys, values, self.lengths, layer.heads, tokens_each=self.tokens_each
+            )
         )
-        queries = q.view(-1, self.tokens_each, *q.shape[1:]).transpose(1, 2)
-        new = slice(0, self.tokens_each)
-        mixed = causal_attention(queries, keys[:, :, new], values[:, :, new], attention)
-        return mixed.transpose(1, 2).reshape(rows, -1)
 
     def _mlp(self, layer: BoundLayer, normed: Tensor) -> Tensor:
-        rows = normed.shape[0]
-        if rows <= MOST_ROWS:
-            return self._mlp_of(layer, normed)
-        return torch.cat([self._mlp_of(layer, part) for part in torch.split(normed, MOST_ROWS)])
-
-    def _mlp_of(self, layer: BoundLayer, normed: Tensor) -> Tensor:
         return self.multiply("down", layer.down, self.activated(layer, normed))
 
 

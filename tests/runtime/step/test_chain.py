@@ -7,13 +7,14 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
 from marlinq.kernels.step import AttentionShape, Division, Workspace
 from marlinq.models.anatomy import Anatomy, Unrecognised
 from marlinq.models.recognise import recognise
 from marlinq.runtime import QuantLinear, marlin_operand
-from marlinq.runtime.step import chain, walk
+from marlinq.runtime.step import chain, prompts, walk
 from marlinq.runtime.step.bound import chain_refusal
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.join import JoinedSlice
@@ -143,16 +144,58 @@ def test_packed_weights_joined_and_apart(name: str, act_order: str, apart: str, 
     assert max(differences(own, reference, wide.config.vocab_size)) < TOLERANCE
 
 
-def test_prompts_in_pieces_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    half, wide = halved(tiny_model("llama"))
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi", "opt", "cohere"])
+def test_prompts_in_pieces_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    half, wide = halved(tiny(name))
     anatomy = recognised(wide)
     reference = ReferenceForward(wide, anatomy, batch=3, capacity=24)
-    # Two sequences at a time, and an MLP of less than one.
-    for most in (22, 5):
-        for module in (chain, walk):
+    # Two sequences at a time, and pieces of one sequence, of which the last is shorter.
+    for most in (22, 4):
+        for module in (chain, prompts):
             monkeypatch.setattr(module, "MOST_ROWS", most)
+        monkeypatch.setattr(prompts, "_TILE", 2)
         own = ChainForward(half, anatomy, batch=3, capacity=24)
         assert max(differences(own, reference, wide.config.vocab_size)) < TOLERANCE
+
+
+def test_pieces_are_equal_and_bounded() -> None:
+    assert [prompts.piece_rows(total) for total in (1, 2048, 2049, 4096, 4097, 10_000)] == [
+        *(128, 2048, 1152, 2048, 1408, 2048)
+    ]
+    assert all(prompts.piece_rows(total) <= prompts.MOST_ROWS for total in range(1, 9000))
+
+
+def test_memory_of_a_prompt_is_its_rows_and_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all rows there are the residual stream, queries and attention's result; the rest is a piece's."""
+    length, piece = 256, 16
+    for module in (chain, prompts):
+        monkeypatch.setattr(module, "MOST_ROWS", piece)
+    monkeypatch.setattr(prompts, "_TILE", piece)
+    half, wide = halved(tiny_model("llama", max_position_embeddings=length))
+    own = ChainForward(half, recognised(wide), batch=1, capacity=length)
+    live: list[tuple[StorageWeakRef, int]] = []
+    peak = 0
+
+    def note(tensor: Tensor) -> Tensor:
+        nonlocal peak
+        storage = tensor.untyped_storage()
+        live[:] = [(kept, nbytes) for kept, nbytes in live if not kept.expired()]
+        live.append((StorageWeakRef(storage), storage.nbytes()))
+        peak = max(peak, sum(nbytes for _, nbytes in live))
+        return tensor
+
+    empty, multiply, attention = walk.Walk.empty, walk.Walk.multiply, prompts.causal_attention
+    monkeypatch.setattr(walk.Walk, "empty", lambda *given: note(empty(*given)))
+    monkeypatch.setattr(walk.Walk, "multiply", lambda *given: note(multiply(*given)))
+    monkeypatch.setattr(prompts, "causal_attention", lambda *given: note(attention(*given)))
+    own.prefill(torch.arange(length)[None] % 100, torch.tensor([length], dtype=torch.int32))
+    config = wide.config
+    hidden = config.hidden_size * 2
+    heads = config.num_attention_heads * own.anatomy.layers[0].attention.head_dim * 2
+    rows_of_all = length * (hidden + 2 * heads)
+    # Inside an MLP: gate and up with their activation; around it at most the sum, its norm and two products.
+    of_a_piece = piece * (3 * config.intermediate_size * 2 + 4 * hidden)
+    assert rows_of_all < peak <= rows_of_all + of_a_piece
 
 
 @torch.no_grad()
