@@ -22,7 +22,7 @@ from marlinq.runtime.step.bound import BoundLayer, chain_refusal, head_norm, rot
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.products import find_product, precompile_prompts, single_product
 from marlinq.runtime.step.prompts import MOST_ROWS, read_prompts
-from marlinq.runtime.step.walk import Recording, Walk
+from marlinq.runtime.step.walk import Recording, Walk, finish
 
 # Up to this batch products overlap with their neighbours, which at 16 rows saves 9 % of a step of
 # Llama-3-8B's shape on an H200, and at 64 rows costs 2 %.
@@ -128,7 +128,7 @@ class ChainForward(Forward):
                 x, pending = read_prompts(self, ids[part].contiguous(), part, counts[part])
                 few = Walk(self, ids[part, 0].contiguous(), part, 1)
                 _, normed = few.add(x, pending, self.final_norm)
-                logits.append(self.finished(self.head.run(normed)))
+                logits.append(finish(self.head.run(normed), self.anatomy))
             self.lengths.copy_(lengths)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
@@ -140,16 +140,8 @@ class ChainForward(Forward):
                 walk = Walk(self, tokens, slice(0, self.batch), 1)
                 x, pending = walk.layers()
                 _, normed = walk.add(x, pending, self.final_norm, counter=self.lengths)
-                return self.finished(self.head.run(normed))
+                return finish(self.head.run(normed), self.anatomy)
             return self.recording.start(tokens)
-
-    def finished(self, logits: Tensor) -> Tensor:
-        """Logits behind the head's scale and cap, in place."""
-        if self.anatomy.logit_scale != 1:
-            logits.mul_(self.anatomy.logit_scale)
-        if self.anatomy.logit_softcap is not None:
-            logits.div_(self.anatomy.logit_softcap).tanh_().mul_(self.anatomy.logit_softcap)
-        return logits
 
     def on_device(self) -> AbstractContextManager[object]:
         """Launches go to the device of the cache."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from marlinq.kernels import Problem, precompile
 from marlinq.kernels import step as kernels
 from marlinq.kernels.launch.rows import Normed, RowWork
 from marlinq.kernels.step import Gather, Prepared, RowNorm
+from marlinq.models.anatomy import Anatomy
 from marlinq.runtime.step.bound import BoundLayer
 from marlinq.runtime.step.links import RowLinks
 from marlinq.runtime.step.products import Product, Start
@@ -33,6 +35,15 @@ class Pending:
     def select(self, rows: Tensor) -> Pending:
         second = None if self.second is None else self.second.index_select(0, rows)
         return Pending(self.first.index_select(0, rows), second, self.post, self.factor)
+
+
+def finish(logits: Tensor, anatomy: Anatomy) -> Tensor:
+    """Logits behind the head's scale and cap, in place."""
+    if anatomy.logit_scale != 1:
+        logits.mul_(anatomy.logit_scale)
+    if anatomy.logit_softcap is not None:
+        logits.div_(anatomy.logit_softcap).tanh_().mul_(anatomy.logit_softcap)
+    return logits
 
 
 class Walk:
@@ -276,7 +287,7 @@ class Recording(Walk):
         logits = self.multiply("logits", forward.head, normed)
         self.logits = logits[:, : forward.head.features]
         if forward.anatomy.logit_scale != 1 or forward.anatomy.logit_softcap is not None:
-            self._recorded.append(lambda: forward.finished(self.logits))
+            self._recorded.append(partial(finish, self.logits, forward.anatomy))
         prepared = [item for item in self._recorded if isinstance(item, kernels.Prepared)]
         kernels.precompile_prepared(prepared, forward.device_index, progress)
         self.starts: list[Start] = []
@@ -289,6 +300,8 @@ class Recording(Walk):
                 self.starts.append(launch.start)
             else:
                 self.starts.append(item)
+        # Its owner: a ring of references would keep the cache in memory until the collector finds it.
+        del self.forward, self._recorded
 
     def _activated_products(self) -> dict[Product, Problem]:
         """Products of gate and up that have the activation in their epilogue."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -247,3 +248,21 @@ def test_a_workspace_serves_the_largest_attention() -> None:
     made = Workspace.of(shapes, torch.device("cpu"))
     assert made.partials.numel() == max(2 * 2 * 3 * 8 * 66, 4 * 2 * 8 * 258)
     assert made.counters.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_forward_nobody_uses_gives_its_cache_back_at_once(name: str) -> None:
+    """A new decoder asks for its memory right after the one that it replaces."""
+    half, wide = halved(tiny(name))
+    anatomy = recognised(wide)
+    gc.disable()
+    try:
+        own = ChainForward(half, anatomy, batch=1, capacity=24)
+        own.prefill(torch.ones(1, 4, dtype=torch.int64), torch.tensor([4], dtype=torch.int32))
+        own.step(torch.ones(1, dtype=torch.int64))
+        cache = StorageWeakRef(own.layers[0].keys.untyped_storage())
+        assert not cache.expired()
+        del own
+        assert cache.expired()
+    finally:
+        gc.enable()
