@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib.metadata
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 from marlinq.core.devices import check_device_name
 
-UNUSED_BY_TEXT = ("sklearn", "scipy", "torchvision")
-"""Packages that transformers imports where they are installed, for training losses, images and assisted
-decoding: a thousand modules, a second on some machines."""
+UNUSED_BY_TEXT = ("sklearn", "scipy", "torchvision", "torchaudio")
+"""Packages that transformers imports where they are installed, for training losses, images, sound and
+assisted decoding: a thousand modules, a second on some machines."""
 
 
 @contextmanager
 def many_imports(without: Collection[str] = ()) -> Iterator[None]:
     """Import large libraries inside: the garbage collector, which would look at all their objects again and
-    again, rests, and leaves them alone afterwards.
+    again, rests, and leaves them alone afterwards. Whoever wants to know which distribution a package is of,
+    as transformers does, is not told by reading the file lists of all of them, as long as names agree.
 
     Args:
         without: packages that seem not to be installed, inside. Libraries remember what they found, so this
@@ -30,9 +32,11 @@ def many_imports(without: Collection[str] = ()) -> Iterator[None]:
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     enabled = gc.isenabled()
     gc.disable()
+    importlib.metadata.packages_distributions = _PackagesByName
     try:
         yield
     finally:
+        importlib.metadata.packages_distributions = _packages_distributions
         for name in hidden:
             del sys.modules[name]
         gc.freeze()
@@ -69,3 +73,35 @@ def _open_gpu(index: int) -> None:
         and driver.cuDeviceGet(ctypes.byref(handle), index) == 0
         and driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)
     )
+
+
+_packages_distributions = importlib.metadata.packages_distributions
+
+
+class _PackagesByName(Mapping[str, list[str]]):
+    """:func:`importlib.metadata.packages_distributions`, which reads the list of every distribution's files,
+    where a package is not found under its own name first."""
+
+    def __init__(self) -> None:
+        self._all: Mapping[str, list[str]] | None = None
+
+    def __getitem__(self, package: str) -> list[str]:
+        if self._all is None:
+            name = package.replace("_", "-")
+            try:
+                return [importlib.metadata.distribution(name).metadata["Name"]]
+            except importlib.metadata.PackageNotFoundError:
+                pass
+        return self._whole[package]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._whole)
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    @property
+    def _whole(self) -> Mapping[str, list[str]]:
+        if self._all is None:
+            self._all = _packages_distributions()
+        return self._all

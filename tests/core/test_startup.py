@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import importlib.metadata
 import importlib.util
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -89,3 +91,28 @@ def test_without_a_driver_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> No
     assert open_gpu_early("cpu") is None
     with pytest.raises(UsageError):
         open_gpu_early("abacus")
+
+
+def test_a_package_of_its_distributions_name_is_found_without_reading_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    every = importlib.metadata.packages_distributions()
+    read: list[int] = []
+
+    def counted() -> Mapping[str, list[str]]:
+        read.append(1)
+        return every
+
+    monkeypatch.setattr(startup, "_packages_distributions", counted)
+    with many_imports():
+        found = importlib.metadata.packages_distributions()
+        assert found["torch"] == every["torch"] == ["torch"]
+        assert found.get("huggingface_hub") == every["huggingface_hub"]
+        assert not read
+        # PyYAML's package has another name.
+        assert found["yaml"] == every["yaml"]
+        assert found.get("no_such_package", []) == []
+        assert dict(found) == dict(every)
+        assert read == [1]
+    assert importlib.metadata.packages_distributions is counted
+    gc.unfreeze()
