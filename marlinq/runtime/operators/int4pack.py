@@ -24,8 +24,6 @@ displaced takes milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -40,6 +38,7 @@ from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.formats import StoredWeight
 from marlinq.runtime.operators.base import Estimate, Operator, Setting
 from marlinq.runtime.operators.cpu_timing import Product, cold_copies, seconds_in_turn
+from marlinq.runtime.threads import threads_at_most
 
 GROUP_SIZES = (256, 128, 64, 32)
 """What torch's product takes."""
@@ -175,20 +174,6 @@ def product_group_size(group_size: int, in_features: int) -> int | None:
     """The largest group of torch's product into which groups of ``group_size`` (-1: all K) can be split."""
     whole = in_features if group_size <= 0 else group_size
     return next((size for size in GROUP_SIZES if whole % size == 0 and in_features % size == 0), None)
-
-
-@contextmanager
-def threads_at_most(threads: int | None) -> Iterator[None]:
-    """Compute with so many of torch's threads inside; None for all there are."""
-    before = torch.get_num_threads()
-    if threads is None or threads >= before:
-        yield
-        return
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class Measured(NamedTuple):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -15,6 +17,7 @@ from marlinq.models.anatomy import Anatomy, Layer, Norm, Unrecognised
 from marlinq.models.recognise import anatomy_of
 from marlinq.runtime import QuantLinear, load, marlin_operand
 from marlinq.runtime.step import passed, probe
+from marlinq.runtime.step import reference as reference_module
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.join import join_modules
 from marlinq.runtime.step.probe import capacity_limit, compare, own_forward_refusal
@@ -340,3 +343,36 @@ def test_joining_products_asks_for_no_second_probe() -> None:
     assert not isinstance(join_modules(parts, ("q", "k", "v"), interleave=False), str)
     assert probe._kinds_of_modules(parts) == before == ("Module", "QuantLinear")
     assert probe._kinds_of_modules(nn.Linear(2, 2)) == ("Linear",)
+
+
+def test_small_attention_of_a_step_runs_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, anatomy = recognised("llama")
+    own = ReferenceForward(model, anatomy, batch=1, capacity=12)
+    seen: list[int] = []
+    fused = F.scaled_dot_product_attention
+
+    def counted(*given: Any, **named: Any) -> Tensor:
+        seen.append(torch.get_num_threads())
+        return fused(*given, **named)
+
+    attention = anatomy.layers[0].attention
+    of_a_token = attention.kv_heads * attention.head_dim
+    monkeypatch.setattr(reference_module, "_ALONE", 8 * of_a_token)
+    own.prefill(torch.ones(1, 6, dtype=torch.int64), torch.tensor([6], dtype=torch.int32))
+    monkeypatch.setattr(reference_module.F, "scaled_dot_product_attention", counted)
+    with all_threads(2):
+        for _ in range(3):  # behind 6, 7 and 8 tokens
+            own.step(torch.ones(1, dtype=torch.int64))
+        assert torch.get_num_threads() == 2
+    layers = len(anatomy.layers)
+    assert seen == [1] * 2 * layers + [2] * layers
+
+
+@contextmanager
+def all_threads(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
