@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import click
 
-from marlinq.cli.options import device_option, dtype_option, json_option, trust_remote_code_option
+from marlinq.cli.options import (
+    device_option,
+    dtype_option,
+    json_option,
+    revision_option,
+    trust_remote_code_option,
+)
 from marlinq.cli.output import print_report, progress_bar
 from marlinq.cli.types import SOURCE, TEXT
 
@@ -31,6 +37,7 @@ from marlinq.cli.types import SOURCE, TEXT
     "--windows", type=click.IntRange(min=1), default=32, help="Windows of text to evaluate, at most."
 )
 @click.option("--length", type=click.IntRange(min=2), default=1024, help="Tokens a window.")
+@revision_option
 @device_option
 @dtype_option
 @trust_remote_code_option
@@ -41,12 +48,16 @@ def command(
     text: str | None,
     windows: int,
     length: int,
+    revision: str | None,
     device: str,
     dtype: str,
     trust_remote_code: bool,
     as_json: bool,
 ) -> None:
-    """Measure the perplexity of MODEL, quantised or not, and how far it is from an original."""
+    """Measure the perplexity of MODEL, quantised or not, and how far it is from an original.
+
+    --revision is MODEL's; an original on the Hub is read from its main branch.
+    """
     from marlinq.operations.evaluate import evaluate
 
     with progress_bar() as progress:
@@ -56,6 +67,7 @@ def command(
             text=text,
             windows=windows,
             length=length,
+            revision=revision,
             device=device,
             dtype=dtype,
             trust_remote_code=trust_remote_code,

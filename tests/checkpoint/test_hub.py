@@ -15,6 +15,7 @@ import pytest
 from tests.testing.hub_server import Hub, Repository, hub_server
 from tests.testing.original_folders import save_tiny
 from tests.testing.quantized_folders import model_tuples, write
+from tests.testing.tiny_models import tiny_model
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = ("consolidated.00.safetensors", "original/params.json", "model.bin")
@@ -206,3 +207,21 @@ def test_quantize_takes_a_hub_id_and_names_it_in_the_card(hub: Hub, tmp_path: Pa
     card = (tmp_path / "out" / "README.md").read_text()
     assert "base_model: org/llama\nbase_model_relation: quantized\nlicense: mit\n" in card
     shutil.rmtree(tmp_path / "out")
+
+
+def test_eval_reads_its_model_at_a_revision(hub: Hub, tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path / "first")
+    second = tiny_model("llama")
+    second.lm_head.weight.data *= 2
+    second.save_pretrained(tmp_path / "second")
+    revisions = {"main": content(tmp_path / "first"), "v2": content(tmp_path / "second")}
+    hub.repositories["org/llama"] = Repository(revisions)
+    settings = ["--against", str(tmp_path / "second"), "--windows", "1", "--length", "8", "--device", "cpu"]
+    kl = {}
+    for revision in ("main", "v2"):
+        arguments = ["eval", "org/llama", "--revision", revision, *settings, "--json"]
+        finished = marlinq(hub, tmp_path / "home", *arguments)
+        assert finished.returncode == 0, finished.stderr
+        kl[revision] = json.loads(finished.stdout)["kl"]
+    assert kl["main"] > 0
+    assert kl["v2"] == 0

@@ -51,7 +51,7 @@ class Evaluation(Shown):
         perplexity: of the model.
         against_perplexity: of the original.
         kl: mean KL(original || model) in nats.
-        top1_agreement: part of the positions where both find the same token likeliest.
+        top1_agreement: share of the positions where both predict the same next token.
         seconds: for the evaluation, without loading.
         device: where it ran.
         notes: how the models were run.
@@ -91,7 +91,7 @@ class Evaluation(Shown):
                     f"{self.kl:.6f}",
                     "distance of the predictions, in nats; 0 is the same",
                 ),
-                ("top-1 agreement", "100 %", agreed, "positions where both find the same token likeliest"),
+                ("top-1 agreement", "100 %", agreed, "positions where both predict the same next token"),
             ]
             facts.append(("original", str(self.against)))
         facts += [
@@ -138,6 +138,7 @@ def evaluate(
     text: str | None = None,
     windows: int = 32,
     length: int = 1024,
+    revision: str | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     seed: int = DEFAULT_SEED,
@@ -155,6 +156,7 @@ def evaluate(
             evaluates on text that the original, or else the model itself, samples from ``seed``.
         windows: at most this many.
         length: tokens a window.
+        revision: branch, tag or commit of ``model``, where that is a Hub id; its main branch when None.
         device: as in :func:`marlinq.runtime.load`.
         dtype: as in :func:`marlinq.runtime.load`, for both models.
         seed: of the sampling when there is no text.
@@ -162,19 +164,23 @@ def evaluate(
         progress: called with (what is being done, steps done, steps in all).
 
     Raises:
-        UsageError: the text can't be read or is too short, or the two models' vocabularies differ.
+        UsageError: the text can't be read or is too short, the two models' vocabularies differ, or a
+            revision is given for a model that is loaded already.
         CheckpointError: a checkpoint can't be loaded, or has no tokenizer for the text.
         NumericsError: a model's logits are NaN or infinite.
     """
     if windows < 1 or length < 2:
         raise UsageError(f"expected at least 1 window of 2 tokens, found {windows} of {length}")
 
-    def opened(source: Source) -> LoadedModel:
+    def opened(source: Source, revision: str | None = None) -> LoadedModel:
         if isinstance(source, LoadedModel):
+            if revision is not None:
+                raise UsageError(f"revision: {source.path} is loaded already; leave it out")
             return source
         # What is measured is what the checkpoint's weights cost, not a product that rounds for speed.
         return load(
             source,
+            revision=revision,
             device=device,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
@@ -182,7 +188,7 @@ def evaluate(
             progress=progress,
         )
 
-    loaded = opened(model)
+    loaded = opened(model, revision)
     original = None if against is None else opened(against)
     _check_pair(loaded, original, length)
     evaluated = _text(loaded, original, text, windows, length, seed, progress)

@@ -187,3 +187,8 @@ def test_nan_logits_are_named(original: Path, text: Path) -> None:
     loaded.model.lm_head.weight.data[7, 7] = float("nan")
     with pytest.raises(NumericsError, match="window 0"):
         evaluate(loaded, text=str(text), windows=1, length=32)
+
+
+def test_a_loaded_model_has_no_revision(original: Path, text: Path) -> None:
+    with pytest.raises(UsageError, match=r"revision: .* is loaded already"):
+        evaluate(load(original, device="cpu"), text=str(text), revision="v2")
