@@ -29,7 +29,7 @@ _SHRINK = tuple(1.06 - 0.04 * step for step in range(13))
 # of float32 sums, far less than matters.
 _TIE = 1e-4
 
-# N is searched in slices of so many weights: few enough for a CPU's cache to hold the temporaries, many
+# N is searched in slices of this many weights: few enough for a CPU's cache to hold the temporaries, many
 # enough for a GPU to be busy.
 _SLICE = {"cpu": 1 << 19}
 _LARGE_SLICE = 1 << 24

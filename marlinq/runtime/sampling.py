@@ -1,4 +1,4 @@
-"""The next token of every row of a batch: the likeliest one, or one drawn from what the filters leave.
+"""The next token of every row of a batch: the most likely one, or one drawn from what the filters leave.
 
 The order is that of transformers: repetition penalty, temperature, top-k, top-p, min-p. All of it is
 computed in float32 on the distance of a logit from the row's largest, in units of 2^-19: logits closer than
@@ -43,7 +43,7 @@ class SamplerShape(NamedTuple):
     """What a sampler's kernel is compiled for, and a graph captured with.
 
     Attributes:
-        draws: tokens are drawn, instead of the likeliest taken.
+        draws: tokens are drawn; else the most likely one is taken.
         filters: top-k, top-p or min-p is on.
         penalty: tokens of the prompt and of the text so far are penalised.
     """
@@ -58,11 +58,12 @@ class Sampling:
     """How tokens are chosen.
 
     Attributes:
-        temperature: logits are divided by it; None takes the likeliest token every time.
-        top_k: number of likeliest tokens that are drawn from; None or 0 for all.
-        top_p: only the likeliest tokens are drawn from whose probabilities reach this sum; None or 1 for all.
-        min_p: only tokens are drawn from that are at least so likely as this times the likeliest; None or 0
+        temperature: logits are divided by it; None takes the most likely token every time.
+        top_k: only this many most likely tokens are drawn from; None or 0 for all.
+        top_p: only the fewest most likely tokens whose probabilities add up to this are drawn from; None or 1
             for all.
+        min_p: only tokens with at least this share of the largest probability are drawn from; None or 0 for
+            all.
         repetition_penalty: logits of tokens that the row has already are divided by it if positive, else
             multiplied; None or 1 for none.
         seed: of the draws, 0 to 2^64 - 1.
@@ -84,7 +85,7 @@ class Sampling:
                 raise UsageError(f"{name}: expected {expected}, found {getattr(self, name)}")
 
         temperature, penalty = self.temperature, self.repetition_penalty
-        # Below 1e-3 nothing but the likeliest token is ever drawn, and its reciprocal would overflow.
+        # Below 1e-3 nothing but the most likely token is ever drawn, and its reciprocal would overflow.
         check(
             "temperature",
             temperature is None or 1e-3 <= temperature <= 1e3,
@@ -108,7 +109,7 @@ class Sampling:
 
 
 GREEDY = Sampling()
-"""The likeliest token every time."""
+"""The most likely token every time."""
 
 
 class SamplerState(NamedTuple):
@@ -239,8 +240,8 @@ def choose_among_top(
     """As :func:`choose`, from the logits that top-k leaves: no vocabulary is sorted, and few draws are made.
 
     Returns:
-        None where not every row has a top-k far below the vocabulary, or so many logits equal the last one
-        that it leaves that they may not all have been found.
+        None where not every row has a top-k far below the vocabulary, or more logits than were looked at
+        equal the last one that it leaves.
     """
     if not (shape.draws and shape.filters):
         return None

@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def threads_at_most(threads: int | None) -> Iterator[None]:
-    """Compute with so many of torch's threads inside; None for all there are."""
+    """Compute with at most this many of torch's threads inside; None for all there are."""
     before = torch.get_num_threads()
     if threads is None or threads >= before:
         yield

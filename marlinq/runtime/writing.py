@@ -35,7 +35,7 @@ _TEMPERATURE, _TOP_K = 1.0, 50
 _MOST_ROWS = 128
 _MESSAGE_TOKENS = 64
 _FEW = 4
-"""A round ends when less than one in so many of its rows is still going."""
+"""A round ends when less than one in this many of its rows is still going."""
 _MOST_ROUNDS = 64
 _PROBE_STEPS = 3
 _MARK = "marlinq-message"

@@ -52,7 +52,7 @@ def test_options_reach_the_sampler(folder: str, capsys: pytest.CaptureFixture[st
     tokens = [json.loads(out)["tokens"] for out in drawn]
     assert tokens[0] == tokens[1] != tokens[2]
     penalised = run(capsys, folder, "--greedy", "--repetition-penalty", "3", "--prompt", "abc", "--json")[1]
-    # The likeliest token comes again and again, but under a penalty none does.
+    # The most likely token comes again and again, but under a penalty none does.
     said = json.loads(greedy)["tokens"], json.loads(penalised)["tokens"]
     assert len(set(said[0])) < len(said[0])
     assert len(set(said[1])) == len(said[1])

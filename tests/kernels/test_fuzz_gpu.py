@@ -86,7 +86,7 @@ class Call:
         batch_invariant: summed in an order that does not depend on M.
         captured: replayed from a graph, with other activations than at capture.
         even: by the fastest variant of the warpgroup kernel that deals tiles out in chunks, if there is one.
-        blocks: then, unless 0, rather by some variant of which only so many blocks take tile after tile.
+        blocks: unless 0, rather by a variant of which only this many blocks take tile after tile.
     """
 
     weight: Weight

@@ -212,7 +212,7 @@ def test_greedy_takes_the_first_of_equals_and_penalties_count_the_text() -> None
         # A token that was taken falls behind; when all three have, the first leads again.
         penalised.sample(logits)
         assert int(penalised.state.tokens) == expected
-    # Prompt tokens 3, 4 and 7 are the likeliest, but penalised: positive logits shrink, negative ones sink.
+    # Prompt tokens 3, 4 and 7 are the most likely, but penalised: positive logits shrink, negative ones sink.
     logits = torch.full((1, VOCABULARY), -3.0)
     logits[0, [3, 11]] = torch.tensor([1.2, 1.0])
     penalised = made(Sampling(repetition_penalty=1.5))

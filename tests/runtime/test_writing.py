@@ -67,7 +67,7 @@ def test_rows_that_end_leave_the_others_alone() -> None:
             assert any(other[: len(document)] == document for other in alone)
 
 
-def test_every_token_is_one_of_the_fifty_likeliest() -> None:
+def test_every_token_is_one_of_the_fifty_most_likely() -> None:
     model = tiny_model("gemma3")
     for document in write(model, documents=5, rows=5).documents:
         ids = torch.tensor(document)

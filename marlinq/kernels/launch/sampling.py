@@ -29,7 +29,7 @@ class SampleConfig(NamedTuple):
         element: the CUDA type of the logits.
         element_bytes: its size.
         ring: tokens of a row that the ring holds.
-        draws: tokens are drawn, instead of the likeliest taken.
+        draws: tokens are drawn; else the most likely one is taken.
         filters: top-k, top-p or min-p is on.
         penalty: tokens that were there already are penalised.
         aligned: four neighbours of every row can be loaded at once.

@@ -261,7 +261,7 @@ def _quantize(
 
 
 def compute_dtype(checkpoint: Checkpoint, plan: OutputPlan, device: torch.device, tokens: int) -> torch.dtype:
-    """The dtype that blocks run in on a calibration of so many tokens.
+    """The dtype that blocks run in on a calibration of ``tokens`` tokens.
 
     float32 on the CPU, where 16-bit matrix products are slow. On a GPU too while that takes seconds, so that
     both lead to the same result; a larger model runs in the checkpoint's own dtype there.

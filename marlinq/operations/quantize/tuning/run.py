@@ -34,9 +34,9 @@ _PLACES = {"cpu": 1024, "cuda": 8192}
 # Tokens of a row of text, and of all rows together: what the original makes of them is kept in host memory.
 _ROW = 512
 _MOST_TOKENS = 1 << 18
-# A row is put together from pieces of documents of at least so many tokens.
+# A row is put together from pieces of documents of at least this many tokens.
 _PIECE = 32
-# One document of so many is held out, at least one; of fewer than _FEWEST, none.
+# One document in this many is held out, at least one; of fewer than _FEWEST, none.
 _HELD_OUT = 16
 _FEWEST = 8
 _SAVE_SECONDS = 60.0
