@@ -28,6 +28,7 @@ from marlinq.checkpoint.header import (
     read_tensor,
     tensor_bytes,
 )
+from marlinq.checkpoint.journal import JOURNAL, Journal, damaged
 from marlinq.checkpoint.partial import TEMPORARY, PartialFolder, writing
 from marlinq.checkpoint.reader import CONFIG, INDEX, MANIFEST, SINGLE, Checkpoint
 from marlinq.checkpoint.source import OpenFile, SourceFile, reading
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     import torch
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
-_JOURNAL = "journal.jsonl"
 _COPY_BYTES = 1 << 24
 # What copy_file_range says of files or systems that it does not know.
 _CANNOT_COPY = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -115,6 +115,7 @@ class CheckpointWriter:
 
     Attributes:
         resumed: an unfinished run was found and taken up.
+        notes: what was given to :meth:`commit`, in this run and those that it continues.
 
     Raises:
         OutputError: ``out`` exists, an unfinished run is in the way, another process writes it, or the disk
@@ -140,12 +141,11 @@ class CheckpointWriter:
         for shard, members in self._shards:
             self._headers[shard], infos = encode_header(shard, members)
             self.tensors.update((info.name, info) for info in infos)
-        self.notes: dict[str, Any] = {}
-        self._hashes: dict[str, str] = {}
         self._pending: dict[str, str] = {}
         self._committing, self._noting = threading.Lock(), threading.Lock()
         self._files: dict[str, int] = {}
         self.resumed = False
+        self.notes: dict[str, Any] = {}
         self._open()
 
     def __enter__(self) -> CheckpointWriter:
@@ -159,7 +159,7 @@ class CheckpointWriter:
     @property
     def written(self) -> set[str]:
         """Names of the tensors that the journal holds: a resumed run need not compute them again."""
-        return set(self._hashes)
+        return set(self._journal.hashes)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Put ``tensor`` into its planned place; it counts as written after the next :meth:`commit`.
@@ -207,7 +207,7 @@ class CheckpointWriter:
         """
         info = self.tensors[name]
         tensor = read_tensor(OpenFile(self.partial / info.shard, self._files[info.shard]), info)
-        if hashlib.sha256(tensor_bytes(tensor)).hexdigest() != (self._hashes | self._pending)[name]:
+        if hashlib.sha256(tensor_bytes(tensor)).hexdigest() != (self._journal.hashes | self._pending)[name]:
             raise CheckpointError(
                 f"{self.partial / info.shard}: tensor {name} was changed since it was written; start over"
             )
@@ -230,14 +230,12 @@ class CheckpointWriter:
                 with writing(self.partial):
                     for shard in {self.tensors[name].shard for name in pending}:
                         os.fsync(self._files[shard])
-                    self._append({"written": pending, "notes": notes or {}})
+                    self._journal.append(pending, notes or {})
+                    self.notes = self._journal.notes
             except BaseException:
                 with self._noting:
                     self._pending = pending | self._pending
                 raise
-            # New values, since other threads may be looking at the old ones.
-            self._hashes = self._hashes | pending
-            self.notes = self.notes | dict(notes or {})
 
     def _note(self, name: str, digest: str) -> None:
         with self._noting:
@@ -265,7 +263,7 @@ class CheckpointWriter:
             ``out``.
         """
         self.commit()
-        missing = sorted(set(self.tensors) - set(self._hashes))
+        missing = sorted(set(self.tensors) - self.written)
         if missing:
             raise ValueError(f"{missing[0]} and {len(missing) - 1} more planned tensors were never written")
         texts = extra_text or {}
@@ -279,7 +277,7 @@ class CheckpointWriter:
                 self.write_json(name, value)
             for name, text in texts.items():
                 self._write_text(name, text)
-            hashes = dict(sorted(self._hashes.items()))
+            hashes = dict(sorted(self._journal.hashes.items()))
             run = {"run": self.notes} if self.notes else {}
             headers = {name: header_text(self.tensors[name]) for name in hashes}
             record = {
@@ -297,9 +295,9 @@ class CheckpointWriter:
             own = {*(shard for shard, _ in self._shards), *side_files, *(extra_json or ()), *texts}
             own |= {MANIFEST, *index}
             # Stopped as it wrote the config, an earlier run left a temporary file, which is written over now.
-            self._refuse_foreign({*own, CONFIG, CONFIG + TEMPORARY, _JOURNAL})
+            self._refuse_foreign({*own, CONFIG, CONFIG + TEMPORARY, JOURNAL})
             self.write_json(CONFIG, config)
-            self._folder.remove(_JOURNAL)
+            self._folder.remove(JOURNAL)
             self._folder.sync()
             if os.path.lexists(self.out):
                 raise OutputError(
@@ -342,7 +340,7 @@ class CheckpointWriter:
         try:
             return json.loads(data)
         except (ValueError, RecursionError):
-            raise self._damaged(name) from None
+            raise damaged(self.partial / name) from None
 
     def remove(self, name: str) -> None:
         """Remove what :meth:`write_json` or :meth:`write_bytes` put into the unfinished folder, whole or not,
@@ -364,9 +362,11 @@ class CheckpointWriter:
         if not os.path.lexists(self.partial):
             self._check_room()
         self._folder = PartialFolder(self.partial)
+        self._journal = Journal(self._folder, self._fingerprint)
         try:
             with writing(self.partial):
-                self.resumed = self._folder.existed and self._take_up()
+                self.resumed = self._folder.existed and self._journal.take_up()
+                self.notes = self._journal.notes
                 if not self.resumed:
                     self._start()
                 for shard, members in self._shards:
@@ -381,10 +381,7 @@ class CheckpointWriter:
         size = len(header) + sum(member.nbytes for member in members)
         descriptor = self._files[shard]
         if os.fstat(descriptor).st_size != size or os.pread(descriptor, len(header), 0) != header:
-            raise self._damaged(shard)
-
-    def _damaged(self, name: str) -> OutputError:
-        return OutputError(f"{self.partial / name}: is damaged; remove {self.partial} and start over")
+            raise damaged(self.partial / shard)
 
     def _copy(self, source: Path, name: str) -> None:
         with reading(source):
@@ -417,8 +414,8 @@ class CheckpointWriter:
 
     def _start(self) -> None:
         # A journal without a whole line, or shards without a journal: a run that was stopped right here.
-        self._refuse_foreign({_JOURNAL, *(shard for shard, _ in self._shards)})
-        self._folder.remove(_JOURNAL)
+        self._refuse_foreign({JOURNAL, *(shard for shard, _ in self._shards)})
+        self._folder.remove(JOURNAL)
         for shard, members in self._shards:
             descriptor = self._folder.create(shard)
             try:
@@ -427,54 +424,8 @@ class CheckpointWriter:
             finally:
                 os.close(descriptor)
         # The journal's first line is written when all shards stand: without it there is nothing to resume.
-        self._append({"fingerprint": self._fingerprint})
+        self._journal.begin()
         self._folder.sync()
-
-    def _take_up(self) -> bool:
-        """Take up the journal of an unfinished run; False when that run did not start one."""
-        data = self._folder.read(_JOURNAL)
-        if data is None:
-            return self._take_up_manifest()
-        whole = data[: data.rfind(b"\n") + 1]
-        if not whole:
-            return False
-        try:
-            first, *rest = [_journal_entry(line) for line in whole.splitlines()]
-            self._check_fingerprint(first["fingerprint"])
-            for line in rest:
-                self._hashes.update(line["written"])
-                self.notes.update(line["notes"])
-        except (ValueError, LookupError, TypeError, RecursionError):
-            raise self._damaged(_JOURNAL) from None
-        if len(whole) < len(data):
-            # A line torn by a kill: cut it off so that the next one starts clean.
-            self._folder.truncate(_JOURNAL, len(whole))
-        return True
-
-    def _take_up_manifest(self) -> bool:
-        """Take up a run that was stopped between removing its journal and renaming its folder."""
-        data = self._folder.read(MANIFEST)
-        if data is None or self._folder.read(CONFIG) is None:
-            return False
-        try:
-            manifest = json.loads(data)
-            self._check_fingerprint(manifest["fingerprint"])
-            self._hashes = dict(manifest["tensors"])
-            self.notes = dict(manifest.get("run", {}))
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise self._damaged(MANIFEST) from None
-        return True
-
-    def _check_fingerprint(self, found: object) -> None:
-        if found != self._fingerprint:
-            raise OutputError(
-                f"{self.partial}: belongs to a run with another recipe, source or version; "
-                "repeat that command to resume it, or remove the folder"
-            )
-
-    def _append(self, line: Mapping[str, Any]) -> None:
-        entry = json.dumps(line, separators=(",", ":")).encode()
-        self._folder.append(_JOURNAL, _check_sum(entry) + b" " + entry + b"\n")
 
 
 def _transfer(source: int, source_offset: int, target: int, target_offset: int, data: memoryview) -> None:
@@ -494,20 +445,3 @@ def _transfer(source: int, source_offset: int, target: int, target_offset: int, 
     # The rest is at hand.
     while done < len(data):
         done += os.pwrite(target, data[done:], target_offset + done)
-
-
-def _journal_entry(line: bytes) -> dict[str, Any]:
-    """The value of one line of the journal.
-
-    Raises:
-        ValueError: it is not what was written.
-    """
-    check, _, entry = line.partition(b" ")
-    if check != _check_sum(entry):
-        raise ValueError("another check sum")
-    value: dict[str, Any] = json.loads(entry)
-    return value
-
-
-def _check_sum(entry: bytes) -> bytes:
-    return hashlib.sha256(entry).hexdigest()[:16].encode()
