@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from copy import deepcopy
 from typing import Any
@@ -37,7 +38,7 @@ def build_on_meta(
     """
     from accelerate import init_empty_weights
 
-    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    plain = {key: _plain(value) for key, value in config.items() if key != "quantization_config"}
     if not plain.get("model_type"):
         raise CheckpointError(
             f"{source}/config.json: no model_type; expected a transformers causal language model"
@@ -73,6 +74,22 @@ def build_on_meta(
         model.requires_grad_(False)
     result: PreTrainedModel = model
     return result
+
+
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+def _plain(value: Any) -> Any:
+    """A value of a config with the numbers for what JSON has none for: transformers writes them as
+    ``{"__float__": "Infinity"}``, Nemotron-H's limit of time steps for one."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = value.get("__float__")
+    if len(value) == 1 and isinstance(tag, str) and tag in _FLOATS:
+        return _FLOATS[tag]
+    return {key: _plain(item) for key, item in value.items()}
 
 
 def _known_model_types() -> Collection[str]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import math
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from safetensors import safe_open
 from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.core.rules import Keep
 from marlinq.models import ModelInstance, TensorNames, build_blueprint, describe
+from tests.testing.mixtures import save_mixture
 from tests.testing.tiny_models import CONFIGS, InMemory, in_memory, tiny_model
 
 
@@ -141,3 +144,25 @@ def test_the_whole_model_equals_the_original(name: str) -> None:
         assert torch.equal(whole(input_ids=ids).logits, model(input_ids=ids).logits)
     for tied, owner in blueprint.tied.items():
         assert whole.get_parameter(tied) is whole.get_parameter(owner)
+
+
+def test_numbers_that_json_lacks_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
+    save_mixture(tmp_path, "nemotron-h")
+    text = (tmp_path / "config.json").read_text()
+    config = json.loads(text)
+    assert config["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    for written in (config, config | {"time_step_limit": [0.0, math.inf]}):
+        built = build_blueprint(written, source="nemotron-h").build().config
+        assert built.time_step_limit == [0.0, math.inf]
+
+
+def test_only_the_tags_of_such_numbers_are_replaced() -> None:
+    config = tiny_model("llama").config.to_dict()
+    given = {
+        "one": {"__float__": "-Infinity"},
+        "other": {"__float__": "a word"},
+        "two": {"__float__": "NaN", "x": 1},
+    }
+    built = build_blueprint(config | given, source="llama").build().config
+    assert built.one == -math.inf
+    assert (built.other, built.two) == (given["other"], given["two"])

@@ -150,7 +150,6 @@ MIXTURES: dict[str, Mixture] = {
             "mamba_head_dim": 16,
             "n_groups": 1,
             "ssm_state_size": 16,
-            "time_step_limit": [0.0, 1e9],
             "moe_shared_expert_intermediate_size": 32,
         },
         experts="backbone.layers.1.mixer.experts",
