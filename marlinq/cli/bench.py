@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 import click
 
@@ -11,12 +12,55 @@ from marlinq.cli.output import print_report, progress_bar
 from marlinq.cli.types import SOURCE, OneOf
 from marlinq.core.errors import UsageError
 
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
 
 def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
     parts = [part.strip() for part in value.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise click.BadParameter(f"expected integers such as 1,8,64, found {value!r}")
     return tuple(int(part) for part in parts)
+
+
+def _rows_option(default: str) -> Callable[[_Command], _Command]:
+    """``--batch`` of a bench of kernels."""
+    return click.option(
+        "--batch",
+        "batches",
+        metavar="M,M,...",
+        callback=_numbers,
+        default=default,
+        help="Rows of activations to measure.",
+    )
+
+
+_group_size_choice = click.Choice(("32", "64", "128", "-1"))
+
+
+def _weight_options(command: _Command) -> _Command:
+    """What kind of weights and activations a bench of kernels makes up, and ``--explain``."""
+    for option in (
+        click.option("--explain", is_flag=True, help="Give the reason of every kernel decision."),
+        click.option("--asymmetric", is_flag=True, help="Measure weights with zero points."),
+        click.option(
+            "--group-size",
+            type=_group_size_choice,
+            default="128",
+            help="Channels that share a scale; -1 is all of them.",
+        ),
+        click.option(
+            "--dtype",
+            type=OneOf(("float16", "bfloat16"), {"fp16": "float16", "bf16": "bfloat16"}),
+            default="float16",
+            help="Type of activations and scales.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _names(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:
+    return [name.strip() for name in value.split(",") if name.strip()]
 
 
 @click.group("bench", short_help="Measure speed: kernels or decoding.")
@@ -31,35 +75,16 @@ def command() -> None:
 @click.option(
     "--shape", "shapes", multiple=True, metavar="[NAME=]NxK", help="One more layer to measure; repeatable."
 )
-@click.option(
-    "--batch",
-    "batches",
-    metavar="M,M,...",
-    callback=_numbers,
-    default="1,4,8,16,32,64,128,256,512,1024,2048,4096",
-    help="Rows of activations to measure.",
-)
+@_rows_option("1,4,8,16,32,64,128,256,512,1024,2048,4096")
 @click.option(
     "--against",
     metavar="PEER,PEER,...",
+    callback=_names,
     default="cublas,humming",
     help="Peers to measure alongside: cublas, humming, tinygemm; one that is not installed is noted. "
     "batch-invariant and act-order are the same kernel under those demands.",
 )
-@click.option(
-    "--dtype",
-    type=OneOf(("float16", "bfloat16"), {"fp16": "float16", "bf16": "bfloat16"}),
-    default="float16",
-    help="Type of activations and scales.",
-)
-@click.option(
-    "--group-size",
-    type=click.Choice(("32", "64", "128", "-1")),
-    default="128",
-    help="Channels that share a scale; -1 is all of them.",
-)
-@click.option("--asymmetric", is_flag=True, help="Measure weights with zero points.")
-@click.option("--explain", is_flag=True, help="Give the reason of every kernel decision.")
+@_weight_options
 @click.option(
     "--sustained",
     is_flag=True,
@@ -71,7 +96,7 @@ def kernels(
     models: tuple[str, ...],
     shapes: tuple[str, ...],
     batches: tuple[int, ...],
-    against: str,
+    against: list[str],
     dtype: str,
     group_size: str,
     asymmetric: bool,
@@ -92,7 +117,7 @@ def kernels(
             models or (() if shapes else ("llama-3-8b",)),
             batches=batches,
             device=device,
-            against=[name.strip() for name in against.split(",") if name.strip()],
+            against=against,
             dtype=dtype,
             group_size=int(group_size),
             asymmetric=asymmetric,
@@ -106,40 +131,21 @@ def kernels(
 
 @command.command("experts", short_help="Time layers of experts.", context_settings={"show_default": True})
 @click.option("--model", "models", multiple=True, help="Model whose layer to measure; repeatable.")
-@click.option(
-    "--batch",
-    "batches",
-    metavar="M,M,...",
-    callback=_numbers,
-    default="1,4,16,64,256,1024,4096,16384",
-    help="Rows of activations to measure.",
-)
+@_rows_option("1,4,16,64,256,1024,4096,16384")
 @click.option(
     "--against",
     metavar="PEER,PEER,...",
+    callback=_names,
     default="humming",
     help="Peers to measure alongside: humming; one that is not installed is noted.",
 )
-@click.option(
-    "--dtype",
-    type=OneOf(("float16", "bfloat16"), {"fp16": "float16", "bf16": "bfloat16"}),
-    default="float16",
-    help="Type of activations and scales.",
-)
-@click.option(
-    "--group-size",
-    type=click.Choice(("32", "64", "128", "-1")),
-    default="128",
-    help="Channels that share a scale; -1 is all of them.",
-)
-@click.option("--asymmetric", is_flag=True, help="Measure weights with zero points.")
-@click.option("--explain", is_flag=True, help="Give the reason of every kernel decision.")
+@_weight_options
 @device_option
 @json_option
 def experts(
     models: tuple[str, ...],
     batches: tuple[int, ...],
-    against: str,
+    against: list[str],
     dtype: str,
     group_size: str,
     asymmetric: bool,
@@ -159,7 +165,7 @@ def experts(
             models or ("qwen3-30b-a3b",),
             batches=batches,
             device=device,
-            against=[name.strip() for name in against.split(",") if name.strip()],
+            against=against,
             dtype=dtype,
             group_size=int(group_size),
             asymmetric=asymmetric,
@@ -175,7 +181,7 @@ def experts(
 @click.option("--layers", type=click.IntRange(min=1), help="Decoder blocks of the synthetic model.")
 @click.option(
     "--group-size",
-    type=click.Choice(("32", "64", "128", "-1")),
+    type=_group_size_choice,
     default="128",
     help="Of the synthetic model's weights, at most.",
 )

@@ -17,7 +17,7 @@ from marlinq.cli.output import progress_bar
 from marlinq.core import errors
 
 HEAVY = ("torch", "transformers", "datasets", "cupy", "gguf", "accelerate")
-HELPS = [[], *([name] for name in COMMANDS), ["bench", "kernels"], ["bench", "decode"]]
+HELPS = [[], *([name] for name in COMMANDS), *(["bench", name] for name in ("kernels", "experts", "decode"))]
 ERRORS = [value for value in vars(errors).values() if isinstance(value, type)]
 
 
