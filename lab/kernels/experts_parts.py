@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 
 from marlinq.kernels.experts import ExpertWeights
-from marlinq.kernels.experts.choose import ExpertsDecision, ExpertsShape, decide_experts, decisions
+from marlinq.kernels.experts.choose import (
+    DirectDecision,
+    ExpertsDecision,
+    ExpertsShape,
+    decide_experts,
+    decisions,
+)
 from marlinq.kernels.experts.launch import Workspace, instantiations, layer_steps, shape_of, start
 from marlinq.kernels.jit.cache import compile_missing
 from marlinq.kernels.launch.driver import on_device
@@ -76,7 +82,13 @@ class Batch:
         """Whole layers, by variant."""
         listed = decisions(self.shape, device_numbers(0))
         self.compile(listed)
-        found = time_in_turn({decision.reason: self.graph(decision, 9) for decision in listed}, 1e-4)
+        graphs = {decision.reason: self.graph(decision, 9) for decision in listed}
+        graphs |= {
+            f"first launch: {decision.reason}": self.graph(decision, 1)
+            for decision in listed
+            if isinstance(decision, DirectDecision)
+        }
+        found = time_in_turn(graphs, 1e-4)
         for reason in sorted(found, key=lambda reason: found[reason]):
             print(f"  {1e6 * found[reason]:8.1f}  {reason}")
 
@@ -107,7 +119,8 @@ def main() -> None:
         for m in (int(text) for text in arguments.batch.split(",")):
             batch = Batch.of(layer, weights, m)
             chosen = decide_experts(batch.shape, device_numbers(0))
-            print(f"{name} M={m}: {chosen.reason}", flush=True)
+            touched = len(batch.routings[0].ids.unique())
+            print(f"{name} M={m}, {touched} experts: {chosen.reason}", flush=True)
             if arguments.variants:
                 batch.variants()
             else:

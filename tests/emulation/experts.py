@@ -118,10 +118,10 @@ def _touched(function: str, parameters: dict[str, object], given: dict[str, Tens
             written.remove("counts")
         if parameters["STEP"] == "RouteStep::COUNT":
             written = ["counts"]
-    elif function == "experts_stream" and parameters["GATED"]:
+    elif function in ("experts_stream", "experts_shared") and parameters["GATED"]:
         constant = ["gate_up words", "gate_up scales", "gate_up zeros", "map"]
         previous, written = ["x", "ids", "weights"], ["inner"]
-    elif function == "experts_stream":
+    elif function in ("experts_stream", "experts_shared"):
         # Ids are older than the previous kernel.
         constant = ["down words", "down scales", "down zeros", "map", "ids"]
         previous, written = ["inner"], ["out"]

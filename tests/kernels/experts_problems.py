@@ -43,32 +43,29 @@ class Layer:
         activation: str = "silu",
         expert_map: Tensor | None = None,
     ) -> Tensor:
-        """The float64 result, computed pair by pair from the dense weights."""
+        """The float64 result, computed expert by expert from the dense weights."""
         local = local_experts(ids, self.shape.experts, expert_map)
         out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-        for m in range(x.shape[0]):
-            for s in range(ids.shape[1]):
-                expert = int(local[m, s])
-                if expert < 0:
-                    continue
-                row = x[m].double()
-                inner = activated(row @ self.gate[expert], activation) * (row @ self.up[expert])
-                out[m] += weights[m, s].double() * (inner @ self.down[expert])
+        for expert in sorted(set(local.flatten().tolist()) - {-1}):
+            m, s = (local == expert).nonzero(as_tuple=True)
+            rows = x[m].double()
+            inner = activated(rows @ self.gate[expert], activation) * (rows @ self.up[expert])
+            out.index_add_(0, m, weights[m, s, None].double() * (inner @ self.down[expert]))
         return out
 
 
 def _product(shape: Shape, k: int, n: int, device: str) -> tuple[StoredExperts, Tensor]:
-    made = [
-        random_operands(k, n, shape.group_size, shape.dtype, zeros=shape.zeros, device=device)
-        for _ in range(shape.experts)
-    ]
-    zeros = [one.zeros for one in made if one.zeros is not None]
-    stored = StoredExperts(
-        torch.stack([one.words for one in made]),
-        torch.stack([one.scales for one in made]),
-        torch.stack(zeros) if zeros else None,
+    # All experts side by side are one weight, whose columns are dealt out in whole tiles.
+    made = random_operands(
+        k, n * shape.experts, shape.group_size, shape.dtype, zeros=shape.zeros, device=device
     )
-    return stored, torch.stack([one.weight for one in made])
+
+    def of_experts(value: Tensor) -> Tensor:
+        return value.view(len(value), shape.experts, -1).transpose(0, 1).contiguous()
+
+    zeros = None if made.zeros is None else of_experts(made.zeros)
+    stored = StoredExperts(of_experts(made.words), of_experts(made.scales), zeros)
+    return stored, of_experts(made.weight)
 
 
 def random_layer(shape: Shape, device: str = "cpu") -> Layer:

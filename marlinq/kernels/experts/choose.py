@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -80,10 +81,14 @@ class Costs:
 
 COSTS = Costs()
 _UNLIMITED = 1 << 30
-# More pairs than these read experts again and again.
+# More pairs than these read experts again and again, and are more than a block compares.
 _DIRECT_PAIRS = 256
-# What an expert costs a further row whose pairs are neighbours in the grid: its words come from L2.
-_SHARED = 0.25
+# Pairs of an expert that are columns of one product, and rows whose experts are segments of one.
+_COLUMNS = 8
+# What an expert costs again, of what it costs the first time: its words come from L2.
+_AGAIN = 0.8
+# Experts whose numbers leave room for a mark (cuda/kernels/experts_shared.cuh).
+_NAMED_EXPERTS = 65535
 # Bytes that a warpgroup takes to transpose 16 columns a warp, beyond those for 32: the former come as 16
 # rows.
 _SINGLE_COLUMNS_MORE = 1024
@@ -163,37 +168,58 @@ class GroupedConfig:
 
 @dataclass(frozen=True)
 class DirectConfig:
-    """A variant of ``cuda/kernels/experts_stream.cuh``.
+    """A variant of ``cuda/kernels/experts_stream.cuh``, or of ``cuda/kernels/experts_shared.cuh``.
 
     Attributes:
         tile: of the dense kernel that it is built on.
         gated: whether columns are gate and up.
         slots: experts of a row.
+        shared: whether pairs of an expert are columns of one product; otherwise each is a product alone.
     """
 
     tile: StreamConfig
     gated: bool
     slots: int
+    shared: bool = False
 
     def instantiation(self, problem: Problem, activation: str, *, wide: bool) -> Instantiation:
         """What is compiled for ``problem``, the product of one expert; ``wide``: ids have 64 bits."""
         parameters: Parameters = (
-            *self.tile.instantiation(replace(problem, m=1)).parameters,
+            *self.tile.instantiation(self._columns(problem)).parameters,
             ("GATED", self.gated),
             ("ACTIVATION", f"Activation::{activation.upper()}"),
             ("WIDE", wide),
             ("SLOTS", self.slots),
         )
-        return Instantiation("kernels/experts_stream.cuh", "experts_stream", parameters)
+        if not self.shared:
+            return Instantiation("kernels/experts_stream.cuh", "experts_stream", parameters)
+        more: Parameters = (("SEGMENT_BYTES", self._segment_bytes),)
+        return Instantiation("kernels/experts_shared.cuh", "experts_shared", (*parameters, *more))
 
     def shared_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory of a block."""
-        return self.tile.shared_bytes(replace(problem, m=1))
+        return self.tile.shared_bytes(self._columns(problem)) + self._segment_bytes
 
-    def grid(self, problem: Problem, m: int) -> int:
-        """Blocks of a launch for ``m`` rows of the batch."""
-        units = m * self.slots if self.gated else m
+    def grid(self, problem: Problem, m: int, experts: int) -> int:
+        """Blocks of a launch for ``m`` rows of the batch and ``experts`` experts."""
+        pairs = m * self.slots
+        if not self.shared:
+            units = pairs if self.gated else m
+        elif self.gated:
+            # As many groups as there may be.
+            units = min(pairs, experts + pairs // _COLUMNS)
+        else:
+            units = -(-m // _COLUMNS)
         return -(-problem.n // self.tile.tile_n) * units * self.tile.cluster
+
+    def _columns(self, problem: Problem) -> Problem:
+        return replace(problem, m=_COLUMNS if self.shared else 1)
+
+    @property
+    def _segment_bytes(self) -> int:
+        """Of an expert's number and the pairs of eight columns, for each segment."""
+        segments = 1 if self.gated else _COLUMNS * self.slots
+        return segments * (4 + 2 * _COLUMNS) if self.shared else 0
 
 
 @dataclass(frozen=True)
@@ -256,40 +282,93 @@ def decide_experts(shape: ExpertsShape, device: Device) -> ExpertsDecision:
 
 
 def direct(shape: ExpertsShape, device: Device) -> tuple[DirectDecision, float] | None:
-    """The two launches without sorting and how long they should take, in seconds; None where none fits.
-
-    The products are estimated as dense ones of a row: as wide as all pairs together, and as long as all
-    experts of a row. What several rows share costs each but the first
-    a part (:data:`_SHARED`).
+    """The fastest two launches without sorting and their seconds, as far as is expected; None where none fits.
 
     GPUs without ``wgmma`` have no other way, however slow it is for many rows.
     """
     if device.has_warpgroups and shape.pairs > _DIRECT_PAIRS:
         return None
-    gate_up, down = (shape.product(gated=gated) for gated in (True, False))
-    wide = replace(gate_up, m=1, n=gate_up.n * shape.pairs)
-    long = replace(down, m=1, n=down.n * shape.m, k=down.k * shape.top)
-    best: list[tuple[float, StreamConfig]] = []
-    for problem, slots in ((wide, 1), (long, shape.top)):
-        timed = [
-            (stream.estimate(problem, device, config)[0], config)
-            for config in stream.candidates(problem, device)
-            if config.parts % slots == 0
-        ]
-        if not timed:
-            return None
-        best.append(min(timed, key=lambda pair: pair[0]))
-    touched, _ = _expected_tiles(shape.pairs / shape.experts, 1)
-    alone = shape.experts * touched / shape.pairs
-    seconds = (best[0][0] + best[1][0]) * (alone + _SHARED * (1 - alone))
-    reason = (
-        f"{shape.pairs} pairs as they come: {best[0][1].tile_n} columns, K in {best[0][1].parts} parts; "
-        f"{best[1][1].tile_n} columns, K in {best[1][1].parts} parts; {1e6 * seconds:.1f} us expected"
-    )
-    configs = [
-        DirectConfig(config, gated, shape.top) for (_, config), gated in zip(best, (True, False), strict=True)
+    best = [
+        min(found, key=lambda timed: timed[0])
+        for gated in (True, False)
+        if (found := [*_alone(shape, device, gated=gated), *_shared(shape, device, gated=gated)])
     ]
-    return DirectDecision(configs[0], configs[1], reason), seconds
+    return _direct_decision(shape, best) if len(best) == 2 else None
+
+
+def direct_variants(shape: ExpertsShape, device: Device) -> list[tuple[float, DirectDecision]]:
+    """The fastest of every way without sorting, with the seconds that it should take."""
+    if device.has_warpgroups and shape.pairs > _DIRECT_PAIRS:
+        return []
+    ways = []
+    for way in (_alone, _shared):
+        found = [list(way(shape, device, gated=gated)) for gated in (True, False)]
+        if all(found):
+            ways.append([min(timed, key=lambda one: one[0]) for timed in found])
+    return [(seconds, decision) for decision, seconds in (_direct_decision(shape, best) for best in ways)]
+
+
+def _direct_decision(
+    shape: ExpertsShape, best: list[tuple[float, DirectConfig]]
+) -> tuple[DirectDecision, float]:
+    seconds = sum(time for time, _ in best)
+    ways = "; ".join(
+        f"{'shared' if config.shared else 'alone'}, {config.tile.tile_n} columns, "
+        f"K in {config.tile.parts} parts, {config.tile.min_blocks} blocks a multiprocessor"
+        for _, config in best
+    )
+    reason = f"{shape.pairs} pairs as they come: {ways}; {1e6 * seconds:.1f} us expected"
+    return DirectDecision(best[0][1], best[1][1], reason), seconds
+
+
+def _alone(shape: ExpertsShape, device: Device, *, gated: bool) -> Iterator[tuple[float, DirectConfig]]:
+    """Every pair with its expert, and every row with its experts.
+
+    Estimated as a dense product of a row: as wide as all pairs together, or as long as all experts of a row.
+    What several rows share costs each but the first a part (:data:`_AGAIN`).
+    """
+    one = shape.product(gated=gated)
+    wide, slots = replace(one, m=1, n=one.n * shape.pairs), 1
+    if not gated:
+        wide, slots = replace(one, m=1, n=one.n * shape.m, k=one.k * shape.top), shape.top
+    share = _touched(shape, shape.m) / shape.pairs
+    for config in stream.candidates(wide, device):
+        if config.parts % slots == 0:
+            seconds, _ = stream.estimate(wide, device, config)
+            yield seconds * (share + _AGAIN * (1 - share)), DirectConfig(config, gated, shape.top)
+
+
+def _shared(shape: ExpertsShape, device: Device, *, gated: bool) -> Iterator[tuple[float, DirectConfig]]:
+    """Pairs of an expert together.
+
+    Estimated as a dense product of a few rows: as wide as all experts that are expected, or as long as all of
+    eight rows. What tiles of eight rows share comes from L2 (:data:`_AGAIN`).
+    """
+    rows = min(shape.m, _COLUMNS)
+    if shape.m == 1 or shape.experts > _NAMED_EXPERTS or shape.top > _DIRECT_PAIRS // _COLUMNS:
+        return
+    one = shape.product(gated=gated)
+    touched = _touched(shape, shape.m)
+    if gated:
+        groups = shape.experts * _expected_tiles(shape.pairs / shape.experts, _COLUMNS)[1]
+        m = min(_COLUMNS, max(2, round(shape.pairs / groups)))
+        wide, share = replace(one, m=m, n=one.n * max(1, round(groups))), touched / groups
+    else:
+        tiles, of_tile = -(-shape.m // _COLUMNS), _touched(shape, rows)
+        wide = replace(one, m=rows, n=one.n * tiles, k=one.k * max(1, round(of_tile)))
+        share = touched / (tiles * of_tile)
+    share = min(1.0, share)
+    for config in stream.candidates(wide, device):
+        found = DirectConfig(config, gated, shape.top, shared=True)
+        room = config.min_blocks * (found.shared_bytes(one) + 1024) <= device.shared_bytes + 1024
+        if room and config.blocks_m == 1 and config.scale_sums and not config.digits:
+            seconds, _ = stream.estimate(wide, device, config)
+            yield seconds * (share + _AGAIN * (1 - share)), found
+
+
+def _touched(shape: ExpertsShape, rows: int) -> float:
+    """Experts here that so many rows choose, where all are alike."""
+    return shape.experts * (1 - (1 - min(1.0, shape.top / shape.experts)) ** rows)
 
 
 def sorted_variants(shape: ExpertsShape, device: Device) -> list[tuple[float, SortedDecision]]:
@@ -336,11 +415,8 @@ def sorted_seconds(
 
 
 def decisions(shape: ExpertsShape, device: Device) -> list[ExpertsDecision]:
-    """Every variant worth measuring: without sorting, and those with it that may be the fastest."""
-    found: list[ExpertsDecision] = []
-    without = direct(shape, device)
-    if without is not None:
-        found.append(without[0])
+    """Every variant worth measuring: both without sorting, and those with it that may be the fastest."""
+    found: list[ExpertsDecision] = [decision for _, decision in direct_variants(shape, device)]
     variants = sorted_variants(shape, device)
     return [
         *found,

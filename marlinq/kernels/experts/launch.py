@@ -61,7 +61,7 @@ class _GroupedArguments(ctypes.Structure):
 
 
 class _DirectArguments(ctypes.Structure):
-    """The parameters of ``cuda/kernels/experts_stream.cuh``."""
+    """The parameters of ``cuda/kernels/experts_stream.cuh`` and ``experts_shared.cuh``."""
 
     _fields_ = (
         *(
@@ -290,7 +290,7 @@ def direct_step(
     )
     return Step(
         config.instantiation(problem, activation, wide=ids.dtype == torch.int64),
-        config.grid(problem, shape.m),
+        config.grid(problem, shape.m, shape.experts),
         config.tile.threads,
         config.shared_bytes(problem),
         arguments,

@@ -42,6 +42,7 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 _PEER_SLACK = 4.0
 _CHECKED = 2
+_DRAWS = 20
 # Bytes of an H200's L2 that routings in a row must leave behind before experts come again.
 _COLD_BYTES = 3 * 60 * 2**20
 
@@ -170,8 +171,19 @@ def _load(
 
 
 def even_routings(layer: ExpertsLayer, m: int, device: torch.device, expert_bytes: int) -> list[Routing]:
-    """Random routings whose experts differ from one to the next as far as there are enough."""
-    scores = torch.randn(m, layer.experts, device=device)
+    """Random routings whose experts differ from one to the next as far as there are enough.
+
+    Of a few draws it takes the one that touches about as many experts as is expected, and the same in every
+    run: with few experts a single draw may touch half as many as the next.
+    """
+    expected = layer.experts * (1 - (1 - layer.top / layer.experts) ** m)
+    generator = torch.Generator().manual_seed(0)
+    drawn: list[tuple[float, Tensor]] = []
+    while len(drawn) < _DRAWS and (not drawn or drawn[-1][0] > 0.5):
+        scores = torch.randn(m, layer.experts, generator=generator)
+        touched = len(scores.topk(layer.top, 1).indices.unique())
+        drawn.append((abs(touched - expected), scores))
+    scores = min(drawn, key=lambda draw: draw[0])[1].to(device)
     values, ids = torch.softmax(scores, 1).topk(layer.top, 1)
     weights = (values / values.sum(1, keepdim=True)).contiguous()
     chosen = torch.tensor(sorted(set(ids.flatten().tolist())), device=device)
