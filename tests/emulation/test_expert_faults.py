@@ -38,6 +38,7 @@ class Fault(NamedTuple):
 
 ROUTE, WGMMA, SUM = "experts/route.cuh", "kernels/experts_warpgroup.cuh", "experts/sum.cuh"
 STREAM, RECORDS = "kernels/experts_stream.cuh", "experts/records.cuh"
+SHARED = "kernels/experts_shared.cuh"
 FAULTS = {
     "ids too early": Fault("experts_route", ROUTE, "        wait_for_previous_kernel();\n", "", EARLY),
     "counts before zeros": Fault(
@@ -73,14 +74,46 @@ FAULTS = {
     ),
     "another slot's activations": Fault("experts_stream", STREAM, "x += slot * weights.K;", "", WRONG),
     "no routing weight": Fault("experts_stream", STREAM, "up.x * weight", "up.x", WRONG),
+    "a shared choice too early": Fault(
+        "experts_shared", SHARED, "if (dependent) wait_for_previous_kernel();", "", EARLY
+    ),
+    "activations of shared experts too early": Fault(
+        "experts_shared",
+        SHARED,
+        "fetch_weights(0);\n            wait_for_previous_kernel();",
+        "fetch_weights(0);",
+        EARLY,
+    ),
+    "groups before their pairs are compared": Fault(
+        "experts_shared",
+        SHARED,
+        "        __syncthreads();\n        int groups = 0;",
+        "        int groups = 0;",
+        "without waiting for it|may still be reading",
+    ),
+    "an expert twice in one column": Fault(
+        "experts_shared",
+        SHARED,
+        "again && expert >= 0 ? -2 - t : expert",
+        "expert",
+        WRONG + "|second time|without",
+    ),
+    "a segment's weights for the next": Fault(
+        "experts_shared",
+        SHARED,
+        "if (++at.chunk == of_segment) at.chunk = 0, ++at.segment;",
+        "++at.chunk;",
+        WRONG + "|out of bounds",
+    ),
+    "a row's pairs in other rows' columns": Fault(
+        "experts_shared", SHARED, "pair >= 0 && k < K", "k < K", WRONG + "|out of bounds"
+    ),
 }
 
 
-def _direct() -> ExpertsDecision:
-    configs = [
-        DirectConfig(StreamConfig(1, 2, 1, 8, True, 1, 3, 1, True), gated, SHAPE.top)
-        for gated in (True, False)
-    ]
+def _direct(*, shared: bool) -> ExpertsDecision:
+    tile = StreamConfig(1, 2, 1, 8, True, 1, 3, 1, digits=not shared)
+    configs = [DirectConfig(tile, gated, SHAPE.top, shared) for gated in (True, False)]
     return DirectDecision(configs[0], configs[1], "a test's")
 
 
@@ -88,10 +121,16 @@ def report(builder: Builder, planted: tuple[str, Path] | None, function: str) ->
     """What the emulation says of a layer with a pair that is elsewhere, and experts with several tiles."""
     torch.manual_seed(0)
     layer = random_layer(SHAPE)
-    direct = function == "experts_stream"
+    direct = function in ("experts_stream", "experts_shared")
     x, ids, weights = random_routing(SHAPE, 3 if direct else 40)
     ids[1, 0] = 9
-    chosen = _direct() if direct else decision(shape_of(x, ids, layer.weights), 16)
+    if function == "experts_shared":
+        ids[2, 1] = ids[2, 0]
+    chosen = (
+        _direct(shared=function == "experts_shared")
+        if direct
+        else decision(shape_of(x, ids, layer.weights), 16)
+    )
     try:
         routed = run_layer(builder, chosen, x, ids, weights, layer.weights, planted=planted)
     except KernelFault as fault:
@@ -112,6 +151,6 @@ def test_a_planted_fault_is_reported(builder: Builder, tmp_path: Path, fault: Fa
     assert re.search(fault.reported, found, re.DOTALL), found
 
 
-@pytest.mark.parametrize("function", ["experts_wgmma", "experts_stream"])
+@pytest.mark.parametrize("function", ["experts_wgmma", "experts_stream", "experts_shared"])
 def test_without_a_fault_there_is_nothing_to_report(builder: Builder, function: str) -> None:
     assert report(builder, None, function) == "nothing"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,14 +12,17 @@ import torch
 from marlinq.core.errors import UnsupportedError
 from marlinq.kernels import ARCHITECTURES
 from marlinq.kernels.decide.device import Device
+from marlinq.kernels.decide.stream import StreamConfig
 from marlinq.kernels.experts.choose import (
     Columns,
+    DirectConfig,
     DirectDecision,
     ExpertsShape,
     GroupedConfig,
     SortedDecision,
     decide_experts,
     decisions,
+    direct_variants,
     grouped,
     sorted_variants,
 )
@@ -34,8 +38,7 @@ GROUPS = ((128, False, False), (32, True, True), (-1, False, True), (64, True, F
 
 def test_few_rows_are_not_sorted_and_many_are() -> None:
     assert isinstance(decide_experts(QWEN, H200), DirectDecision)
-    # Measured on an H200, as they come and sorted: 69 and 62 us; 39 and 50; and of Mixtral 95 and 131.
-    assert isinstance(decide_experts(replace(QWEN, m=16), H200), SortedDecision)
+    assert isinstance(decide_experts(replace(QWEN, m=32), H200), SortedDecision)
     assert isinstance(decide_experts(replace(QWEN, m=8), H200), DirectDecision)
     assert isinstance(decide_experts(replace(MIXTRAL, m=2), H200), DirectDecision)
     heights = []
@@ -96,11 +99,50 @@ def test_kernels_for_few_rows_spill_nowhere(architecture: str) -> None:
 def small_kernels(device: Device) -> list[Instantiation]:
     found: list[Instantiation] = []
     for group, zeros, bfloat16 in GROUPS:
-        shape = replace(QWEN, top=2, group_size=group, zeros=zeros, bfloat16=bfloat16)
-        decision = decide_experts(shape, device)
+        shape = replace(QWEN, m=4, top=2, group_size=group, zeros=zeros, bfloat16=bfloat16)
         dtype = torch.bfloat16 if bfloat16 else torch.float16
-        found += instantiations(shape, decision, "silu", dtype, wide=zeros)
+        listed = [decision for _, decision in direct_variants(shape, device)]
+        assert [decision.down.shared for decision in listed] == [False, True]
+        for decision in listed:
+            found += instantiations(shape, decision, "silu", dtype, wide=zeros)
     return found
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("group", [32, 64, 128, -1])
+def test_shared_experts_spill_nowhere(group: int, zeros: bool) -> None:
+    """With as few registers as a variant may have, and with as many warps side by side."""
+    found: list[Instantiation] = []
+    for bfloat16, gated in itertools.product((False, True), repeat=2):
+        shape = replace(MIXTRAL, m=4, group_size=group, zeros=zeros, bfloat16=bfloat16)
+        problem = shape.product(gated=gated)
+        for warps_n, warps_k, cluster, blocks in ((2, 2, 1, 3), (3, 4, 2, 1)):
+            tile = StreamConfig(warps_n, warps_k, 1, 8, True, cluster, 3, blocks)
+            config = DirectConfig(tile, gated, shape.top, shared=True)
+            found.append(config.instantiation(problem, "gelu_tanh", wide=zeros))
+    spills(found, "sm_90a")
+
+
+def test_rows_that_share_experts_read_them_once() -> None:
+    for base in (QWEN, MIXTRAL):
+        alone = decide_experts(base, H200)
+        assert isinstance(alone, DirectDecision)
+        assert not alone.gate_up.shared
+        assert not alone.down.shared
+    found = decide_experts(replace(MIXTRAL, m=4), H200)
+    assert isinstance(found, DirectDecision)
+    assert found.gate_up.shared
+    assert found.down.shared
+    # Groups of eight pairs: at most one an expert more than all would fill.
+    pairs, tiles = 48, -(-2 * 14336 // found.gate_up.tile.tile_n)
+    grid = found.gate_up.grid(MIXTRAL.product(gated=True), 24, 8)
+    assert grid == (8 + pairs // 8) * tiles * found.gate_up.tile.cluster
+    assert found.down.grid(MIXTRAL.product(gated=False), 17, 8) % 3 == 0
+
+
+def test_rows_of_many_experts_are_not_compared() -> None:
+    many = replace(MIXTRAL, m=4, top=33, experts=64)
+    assert not any(decision.gate_up.shared for _, decision in direct_variants(many, H200))
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, -1])

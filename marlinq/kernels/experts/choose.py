@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from marlinq.core.errors import UnsupportedError
 from marlinq.kernels.decide import stream
-from marlinq.kernels.decide.device import Device
+from marlinq.kernels.decide.device import Device, registers_of_a_thread
 from marlinq.kernels.decide.problem import Problem
 from marlinq.kernels.decide.stages import stage_bytes
 from marlinq.kernels.decide.stream import StreamConfig
@@ -87,6 +87,8 @@ _DIRECT_PAIRS = 256
 _COLUMNS = 8
 # What an expert costs again, of what it costs the first time: its words come from L2.
 _AGAIN = 0.8
+# Registers of a thread without which pairs that share experts spill (tests/kernels/test_experts_choose.py).
+_SHARED_REGISTERS = 168
 # Experts whose numbers leave room for a mark (cuda/kernels/experts_shared.cuh).
 _NAMED_EXPERTS = 65535
 # Bytes that a warpgroup takes to transpose 16 columns a warp, beyond those for 32: the former come as 16
@@ -282,7 +284,7 @@ def decide_experts(shape: ExpertsShape, device: Device) -> ExpertsDecision:
 
 
 def direct(shape: ExpertsShape, device: Device) -> tuple[DirectDecision, float] | None:
-    """The fastest two launches without sorting and their seconds, as far as is expected; None where none fits.
+    """The two launches without sorting and the seconds that they should take; None where none fits.
 
     GPUs without ``wgmma`` have no other way, however slow it is for many rows.
     """
@@ -361,7 +363,8 @@ def _shared(shape: ExpertsShape, device: Device, *, gated: bool) -> Iterator[tup
     for config in stream.candidates(wide, device):
         found = DirectConfig(config, gated, shape.top, shared=True)
         room = config.min_blocks * (found.shared_bytes(one) + 1024) <= device.shared_bytes + 1024
-        if room and config.blocks_m == 1 and config.scale_sums and not config.digits:
+        registers = registers_of_a_thread(config.threads // 32, config.min_blocks)
+        if room and registers >= _SHARED_REGISTERS:
             seconds, _ = stream.estimate(wide, device, config)
             yield seconds * (share + _AGAIN * (1 - share)), found
 
