@@ -3,15 +3,20 @@
     python lab/kernels/experts_parts.py --model qwen3-30b-a3b --batch 1,16,64,256,1024
     python lab/kernels/experts_parts.py --model qwen3-30b-a3b --batch 16,64 --variants
 
+    python lab/kernels/experts_parts.py --model qwen3-30b-a3b --batch 4,16 --direct 20 --json sweep.json
+
 Times of the first n launches of the layer, in microseconds, as graphs with other experts every launch; the
 difference from one line to the next is what a launch adds. With --variants every variant that fits, fastest
-first.
+first. With --direct as many variants of each of the two launches without sorting, by what is expected;
+the JSON is for fitting what is expected.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +27,8 @@ from marlinq.kernels.experts.choose import (
     DirectDecision,
     ExpertsDecision,
     ExpertsShape,
+    _alone,
+    _shared,
     decide_experts,
     decisions,
 )
@@ -54,8 +61,8 @@ class Batch:
         routings = even_routings(layer, m, device, expert_bytes)
         return cls(weights, x, routings, shape_of(x, routings[0].ids, weights))
 
-    def graph(self, decision: ExpertsDecision, most: int) -> tuple[torch.cuda.CUDAGraph, int]:
-        """The first ``most`` launches, captured over and over."""
+    def graph(self, decision: ExpertsDecision, most: int, first: int = 0) -> tuple[torch.cuda.CUDAGraph, int]:
+        """Launches ``first`` to ``most - 1``, captured over and over."""
         workspace = Workspace.of(self.shape, decision, self.x.dtype, self.x.device)
         out = torch.empty_like(self.x)
         self.kept += [workspace, out]
@@ -64,7 +71,7 @@ class Batch:
             routing = self.routings[index % len(self.routings)]
             given = (self.x, routing.ids, routing.weights, self.weights, "silu", None, out, workspace)
             with on_device(0):
-                start(layer_steps(self.shape, decision, *given, dependent=True)[:most], 0)
+                start(layer_steps(self.shape, decision, *given, dependent=True)[first:most], 0)
 
         launch(0)
         count = launches_for(5e-5 if self.shape.m < 256 else 5e-4)
@@ -92,6 +99,38 @@ class Batch:
         for reason in sorted(found, key=lambda reason: found[reason]):
             print(f"  {1e6 * found[reason]:8.1f}  {reason}")
 
+    def direct(self, most: int) -> list[dict[str, Any]]:
+        """Each launch without sorting alone, by variant; the first few of every way by what is expected."""
+        listed = []
+        for gated in (True, False):
+            for way in (_alone, _shared):
+                found = sorted(way(self.shape, device_numbers(0), gated=gated), key=lambda timed: timed[0])
+                listed += found[: most if way is _shared else 2]
+        decisions = [DirectDecision(config, config, "") for _, config in listed]
+        self.compile(decisions)
+        graphs = {}
+        for number, ((_, config), decision) in enumerate(zip(listed, decisions, strict=True)):
+            graphs[str(number)] = self.graph(decision, 1 if config.gated else 2, 0 if config.gated else 1)
+        times = time_in_turn(graphs, 3e-5)
+        rows = []
+        for number, (expected, config) in enumerate(listed):
+            tile, row = config.tile, {"m": self.shape.m, "gated": config.gated, "columns": config.columns}
+            row |= {"warps_n": tile.warps_n, "warps_k": tile.warps_k, "cluster": tile.cluster}
+            row |= {"stages": tile.stages, "blocks": tile.min_blocks}
+            row |= {"seconds": times[str(number)], "expected": expected}
+            rows.append(row)
+        rows.sort(key=lambda row: (row["gated"], row["seconds"]))
+        for row in rows:
+            print(
+                "  ",
+                {
+                    **row,
+                    "seconds": round(1e6 * row["seconds"], 1),
+                    "expected": round(1e6 * row["expected"], 1),
+                },
+            )
+        return rows
+
     def parts(self, chosen: ExpertsDecision) -> None:
         """The decision's launches, one more a line."""
         self.compile([chosen])
@@ -112,7 +151,10 @@ def main() -> None:
     parser.add_argument("--model", action="append", choices=sorted(EXPERT_LAYERS), required=True)
     parser.add_argument("--batch", default="1,16,64,256,1024,4096")
     parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--direct", type=int, metavar="N")
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
     for name in arguments.model:
         layer, device = EXPERT_LAYERS[name], torch.device("cuda", 0)
         weights = random_experts(layer, 128, asymmetric=False, dtype=torch.float16, device=device)
@@ -121,10 +163,15 @@ def main() -> None:
             chosen = decide_experts(batch.shape, device_numbers(0))
             touched = len(batch.routings[0].ids.unique())
             print(f"{name} M={m}, {touched} experts: {chosen.reason}", flush=True)
-            if arguments.variants:
+            if arguments.direct:
+                touched = {"model": name, "touched": touched}
+                rows += [touched | row for row in batch.direct(arguments.direct)]
+            elif arguments.variants:
                 batch.variants()
             else:
                 batch.parts(chosen)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from marlinq.kernels.experts import (
     interleave_gate_up,
     w4a16_experts,
 )
-from marlinq.kernels.experts.reference import activated
+from marlinq.kernels.experts.reference import gated_product
 from marlinq.runtime.linear import QuantLinear
 
 # Wide enough to tell every activation from the others; those nearest to each other are 5e-4 apart there.
@@ -130,6 +130,6 @@ def activation_name(gate: Callable[[Tensor], Tensor]) -> str | None:
     up = _PROBED.flip(1) + 0.5
     found = gate(torch.cat((_PROBED, up), dim=1))
     for name in ACTIVATIONS:
-        if torch.allclose(found, activated(_PROBED, name) * up, rtol=1e-5, atol=2e-5):
+        if torch.allclose(found, gated_product(_PROBED, up, name), rtol=1e-5, atol=2e-5):
             return name
     return None

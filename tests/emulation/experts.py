@@ -31,7 +31,8 @@ class Routed:
 
 def _apart(stored: StoredExperts) -> StoredExperts:
     zeros = None if stored.zeros is None else apart(stored.zeros)
-    return StoredExperts(apart(stored.words), apart(stored.scales), zeros)
+    bias = None if stored.bias is None else apart(stored.bias)
+    return StoredExperts(apart(stored.words), apart(stored.scales), zeros, bias)
 
 
 def run_layer(
@@ -119,18 +120,18 @@ def _touched(function: str, parameters: dict[str, object], given: dict[str, Tens
         if parameters["STEP"] == "RouteStep::COUNT":
             written = ["counts"]
     elif function in ("experts_stream", "experts_shared") and parameters["GATED"]:
-        constant = ["gate_up words", "gate_up scales", "gate_up zeros", "map"]
+        constant = ["gate_up words", "gate_up scales", "gate_up zeros", "gate_up bias", "map"]
         previous, written = ["x", "ids", "weights"], ["inner"]
     elif function in ("experts_stream", "experts_shared"):
         # Ids are older than the previous kernel.
-        constant = ["down words", "down scales", "down zeros", "map", "ids"]
+        constant = ["down words", "down scales", "down zeros", "down bias", "map", "ids", "weights"]
         previous, written = ["inner"], ["out"]
     elif function == "experts_wgmma" and parameters["GATED"]:
-        constant = ["gate_up words", "gate_up scales", "gate_up zeros"]
+        constant = ["gate_up words", "gate_up scales", "gate_up zeros", "gate_up bias"]
         previous, written = ["records", "tiles", "rows"], ["inner"]
     elif function == "experts_wgmma":
         # Records are older than the previous kernel, and so is the last reader of the rows' memory.
-        constant = ["down words", "down scales", "down zeros", "records", "tiles"]
+        constant = ["down words", "down scales", "down zeros", "down bias", "records", "tiles"]
         previous, written = ["inner"], ["rows"]
     else:
         constant, previous, written = [], ["rows", "places", "weights"], ["out"]

@@ -113,7 +113,7 @@ FAULTS = {
 
 def _direct(*, shared: bool) -> ExpertsDecision:
     tile = StreamConfig(1, 2, 1, 8, True, 1, 3, 1, digits=not shared)
-    configs = [DirectConfig(tile, gated, SHAPE.top, shared) for gated in (True, False)]
+    configs = [DirectConfig(tile, gated, SHAPE.top, 4 if shared else 0) for gated in (True, False)]
     return DirectDecision(configs[0], configs[1], "a test's")
 
 

@@ -120,20 +120,22 @@ def test_pairs_as_they_come(builder: Builder, values: tuple[Any, ...]) -> None:
     assert error < 2 * BOUND[shape.dtype]
 
 
-# (M, shape, (columns, parts of a block, cluster) of gate and up, and of down)
+# (M, columns of a product, shape, (columns, parts of a block, cluster) of gate and up, and of down)
 SHARED = {
-    "two rows": (2, Shape(5, 3, 256, 192, 64), (1, 4, 1), (1, 4, 1)),
-    "more rows of an expert than columns": (20, Shape(2, 1, 256, 128, 32, True), (1, 2, 2), (1, 2, 2)),
-    "two tiles of rows": (11, Shape(6, 3, 576, 320, 64), (2, 2, 1), (3, 4, 1)),
-    "bfloat16": (5, Shape(3, 2, 384, 256, 128, False, torch.bfloat16), (5, 1, 3), (1, 1, 6)),
-    "one group": (9, Shape(3, 1, 192, 128, -1, True), (1, 6, 1), (2, 2, 1)),
-    "more pairs than threads": (21, Shape(9, 8, 128, 64, 64), (1, 4, 1), (1, 4, 1)),
+    "two rows": (2, 2, Shape(5, 3, 256, 192, 64), (1, 4, 1), (1, 4, 1)),
+    "more rows of an expert than columns": (20, 8, Shape(2, 1, 256, 128, 32, True), (1, 2, 2), (1, 2, 2)),
+    "tiles of rows": (11, 4, Shape(6, 3, 576, 320, 64), (2, 2, 1), (3, 4, 1)),
+    "bfloat16": (5, 8, Shape(3, 2, 384, 256, 128, False, torch.bfloat16), (5, 1, 3), (1, 1, 6)),
+    "one group": (9, 4, Shape(3, 1, 192, 128, -1, True), (1, 6, 1), (2, 2, 1)),
+    "more pairs than threads": (21, 8, Shape(9, 8, 128, 64, 64), (1, 4, 1), (1, 4, 1)),
 }
 
 
-def shared_decision(top: int, splits: list[tuple[int, int, int]]) -> DirectDecision:
+def shared_decision(
+    top: int, columns: int, splits: list[tuple[int, int, int]], *, biased: bool = False
+) -> DirectDecision:
     configs = [
-        DirectConfig(StreamConfig(warps_n, warps_k, 1, 8, True, cluster, 3, 1), gated, top, shared=True)
+        DirectConfig(StreamConfig(warps_n, warps_k, 1, 8, True, cluster, 3, 1), gated, top, columns, biased)
         for (warps_n, warps_k, cluster), gated in zip(splits, (True, False), strict=True)
     ]
     return DirectDecision(configs[0], configs[1], "a test's")
@@ -141,17 +143,43 @@ def shared_decision(top: int, splits: list[tuple[int, int, int]]) -> DirectDecis
 
 @pytest.mark.parametrize("values", SHARED.values(), ids=SHARED)
 def test_pairs_that_share_experts(builder: Builder, values: tuple[Any, ...]) -> None:
-    m, shape, *splits = values
+    m, columns, shape, *splits = values
     torch.manual_seed(m)
     layer = random_layer(shape)
     x, ids, weights = random_routing(replace(shape, experts=shape.experts + 1), m)
     # A router names no expert twice in a row, but the operator takes it.
     if shape.top > 1:
         ids[1, 1] = ids[1, 0]
-    chosen = shared_decision(shape.top, splits)
+    chosen = shared_decision(shape.top, columns, splits)
     routed = run_layer(builder, chosen, x, ids.long() if m == 2 else ids, weights, layer.weights, seed=m)
     error = relative_error(routed.out, layer.reference(x, ids, weights))
     assert error < 2 * BOUND[shape.dtype]
+
+
+@pytest.mark.parametrize("way", ["alone", "together", "sorted"])
+@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
+def test_biases(builder: Builder, way: str, activation: str) -> None:
+    """Of GPT-OSS: with the gate's clamp, which activations of this size reach."""
+    shape = Shape(4, 2, 256, 192, 64, False, torch.bfloat16, True)
+    layer = random_layer(shape)
+    x, ids, weights = random_routing(replace(shape, experts=shape.experts + 1), 9)
+    x *= 3
+    direct = {
+        "alone": DirectDecision(
+            *(
+                DirectConfig(
+                    StreamConfig(1, 2, 1, 8, True, cluster, 3, 1, True), gated, shape.top, biased=True
+                )
+                for gated, cluster in ((True, 1), (False, 2))
+            ),
+            "a test's",
+        ),
+        "together": shared_decision(2, 8, [(2, 2, 2), (1, 4, 1)], biased=True),
+    }
+    chosen = direct.get(way) or decision(shape_of(x, ids, layer.weights), 16)
+    routed = run_layer(builder, chosen, x, ids, weights, layer.weights, activation)
+    expected = layer.reference(x, ids, weights, activation)
+    assert relative_error(routed.out, expected) < 2 * BOUND[shape.dtype]
 
 
 @pytest.mark.parametrize("here", [0, 1])
@@ -162,7 +190,7 @@ def test_shared_experts_that_are_elsewhere(builder: Builder, here: int) -> None:
     ids[0] = torch.tensor([-1, 99], dtype=torch.int32)
     expert_map = torch.full((8,), -1, dtype=torch.int32)
     expert_map[[3, 5][: here * 2]] = torch.tensor([1, 0], dtype=torch.int32)[: here * 2]
-    chosen = shared_decision(2, [(1, 2, 2), (1, 4, 1)])
+    chosen = shared_decision(2, 8, [(1, 2, 2), (1, 4, 1)])
     routed = run_layer(builder, chosen, x, ids, weights, layer.weights, expert_map=expert_map)
     assert not routed.out[0].any()
     expected = layer.reference(x, ids, weights, expert_map=expert_map)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from marlinq.kernels.experts import ExpertWeights, StoredExperts, interleave_gate_up
-from marlinq.kernels.experts.reference import activated, local_experts
+from marlinq.kernels.experts.reference import gated_product, local_experts
 from tests.kernels.problems import random_operands
 
 
@@ -23,17 +23,19 @@ class Shape:
     group_size: int = 128
     zeros: bool = False
     dtype: torch.dtype = torch.float16
+    biased: bool = False
 
 
 @dataclass
 class Layer:
-    """Operands, and dense weights in float64: gate and up [E, H, I], down [E, I, H]."""
+    """Operands; dense weights in float64, gate and up [E, H, I], down [E, I, H]; their biases."""
 
     shape: Shape
     weights: ExpertWeights
     gate: Tensor
     up: Tensor
     down: Tensor
+    biases: tuple[Tensor, Tensor, Tensor] | None
 
     def reference(
         self,
@@ -44,13 +46,22 @@ class Layer:
         expert_map: Tensor | None = None,
     ) -> Tensor:
         """The float64 result, computed expert by expert from the dense weights."""
-        local = local_experts(ids, self.shape.experts, expert_map)
+        local = local_experts(ids, self.shape.experts, expert_map).flatten()
+        sorted_pairs = local.argsort(stable=True)
+        counts = torch.bincount(local + 1, minlength=self.shape.experts + 1).tolist()
         out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-        for expert in sorted(set(local.flatten().tolist()) - {-1}):
-            m, s = (local == expert).nonzero(as_tuple=True)
+        # Those that are elsewhere are the first.
+        for expert, pairs in enumerate(sorted_pairs.split(counts), -1):
+            if expert < 0 or not len(pairs):
+                continue
+            m = pairs // ids.shape[1]
             rows = x[m].double()
-            inner = activated(rows @ self.gate[expert], activation) * (rows @ self.up[expert])
-            out.index_add_(0, m, weights[m, s, None].double() * (inner @ self.down[expert]))
+            of_gate, of_up, of_down = (
+                (0.0, 0.0, 0.0) if self.biases is None else (bias[expert].double() for bias in self.biases)
+            )
+            gate, up = rows @ self.gate[expert] + of_gate, rows @ self.up[expert] + of_up
+            product = gated_product(gate, up, activation) @ self.down[expert] + of_down
+            out.index_add_(0, m, weights.flatten()[pairs, None].double() * product)
         return out
 
 
@@ -64,7 +75,8 @@ def _product(shape: Shape, k: int, n: int, device: str) -> tuple[StoredExperts, 
         return value.view(len(value), shape.experts, -1).transpose(0, 1).contiguous()
 
     zeros = None if made.zeros is None else of_experts(made.zeros)
-    stored = StoredExperts(of_experts(made.words), of_experts(made.scales), zeros)
+    bias = torch.randn(shape.experts, n, device=device).to(shape.dtype) if shape.biased else None
+    stored = StoredExperts(of_experts(made.words), of_experts(made.scales), zeros, bias)
     return stored, of_experts(made.weight)
 
 
@@ -74,7 +86,10 @@ def random_layer(shape: Shape, device: str = "cpu") -> Layer:
     up, dense_up = _product(shape, shape.hidden, shape.inner, device)
     down, dense_down = _product(shape, shape.inner, shape.hidden, device)
     weights = ExpertWeights(interleave_gate_up(gate, up), down, shape.group_size)
-    return Layer(shape, weights, dense_gate, dense_up, dense_down)
+    biases = None
+    if gate.bias is not None and up.bias is not None and down.bias is not None:
+        biases = gate.bias, up.bias, down.bias
+    return Layer(shape, weights, dense_gate, dense_up, dense_down, biases)
 
 
 def random_routing(

@@ -24,15 +24,17 @@ from tests.kernels.problems import BOUND, relative_error
 LAYERS = (
     (1, Shape(5, 2, 192, 320, 64, True)),
     (3, Shape(4, 2, 256, 128, 32, False, torch.bfloat16)),
+    (9, Shape(4, 3, 192, 320, -1, True, torch.float16, True)),
     (40, Shape(6, 3, 320, 192, 64, True, torch.bfloat16)),
     (70, Shape(3, 1, 128, 256, -1)),
-    (530, Shape(3, 2, 128, 128, 128)),
+    (530, Shape(3, 2, 128, 128, 128, False, torch.bfloat16, True)),
 )
 
 
 def _on_gpu(stored: StoredExperts) -> StoredExperts:
     zeros = None if stored.zeros is None else stored.zeros.cuda()
-    return StoredExperts(stored.words.cuda(), stored.scales.cuda(), zeros)
+    bias = None if stored.bias is None else stored.bias.cuda()
+    return StoredExperts(stored.words.cuda(), stored.scales.cuda(), zeros, bias)
 
 
 def wrong_variants(m: int, layer: Layer) -> tuple[int, int]:

@@ -102,7 +102,7 @@ def small_kernels(device: Device) -> list[Instantiation]:
         shape = replace(QWEN, m=4, top=2, group_size=group, zeros=zeros, bfloat16=bfloat16)
         dtype = torch.bfloat16 if bfloat16 else torch.float16
         listed = [decision for _, decision in direct_variants(shape, device)]
-        assert [decision.down.shared for decision in listed] == [False, True]
+        assert [decision.down.columns for decision in listed] == [0, 4]
         for decision in listed:
             found += instantiations(shape, decision, "silu", dtype, wide=zeros)
     return found
@@ -118,7 +118,7 @@ def test_shared_experts_spill_nowhere(group: int, zeros: bool) -> None:
         problem = shape.product(gated=gated)
         for warps_n, warps_k, cluster, blocks in ((2, 2, 1, 3), (3, 4, 2, 1)):
             tile = StreamConfig(warps_n, warps_k, 1, 8, True, cluster, 3, blocks)
-            config = DirectConfig(tile, gated, shape.top, shared=True)
+            config = DirectConfig(tile, gated, shape.top, 8)
             found.append(config.instantiation(problem, "gelu_tanh", wide=zeros))
     spills(found, "sm_90a")
 
@@ -127,22 +127,22 @@ def test_rows_that_share_experts_read_them_once() -> None:
     for base in (QWEN, MIXTRAL):
         alone = decide_experts(base, H200)
         assert isinstance(alone, DirectDecision)
-        assert not alone.gate_up.shared
-        assert not alone.down.shared
+        assert not alone.gate_up.columns
+        assert not alone.down.columns
     found = decide_experts(replace(MIXTRAL, m=4), H200)
     assert isinstance(found, DirectDecision)
-    assert found.gate_up.shared
-    assert found.down.shared
-    # Groups of eight pairs: at most one an expert more than all would fill.
+    assert found.gate_up.columns == 4
+    assert found.down.columns == 4
+    # Groups of four pairs: at most one an expert more than all would fill.
     pairs, tiles = 48, -(-2 * 14336 // found.gate_up.tile.tile_n)
     grid = found.gate_up.grid(MIXTRAL.product(gated=True), 24, 8)
-    assert grid == (8 + pairs // 8) * tiles * found.gate_up.tile.cluster
-    assert found.down.grid(MIXTRAL.product(gated=False), 17, 8) % 3 == 0
+    assert grid == (8 + pairs // 4) * tiles * found.gate_up.tile.cluster
+    assert found.down.grid(MIXTRAL.product(gated=False), 17, 8) % 5 == 0
 
 
 def test_rows_of_many_experts_are_not_compared() -> None:
     many = replace(MIXTRAL, m=4, top=33, experts=64)
-    assert not any(decision.gate_up.shared for _, decision in direct_variants(many, H200))
+    assert not any(decision.gate_up.columns for _, decision in direct_variants(many, H200))
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, -1])

@@ -45,6 +45,7 @@ class Call:
         return ExpertsShape(
             *(self.m, shape.top, shape.experts, shape.hidden, shape.inner, shape.group_size, shape.zeros),
             bfloat16,
+            shape.biased,
         )
 
     def decision(self) -> ExpertsDecision:
@@ -64,22 +65,32 @@ def draw_shape(rng: random.Random) -> Shape:
     group = rng.choice([g for g in (32, 64, 128, -1) if g < 0 or not (hidden % g or inner % g)])
     top = min(rng.choice((1, 2, 6, 8)), experts)
     dtype = rng.choice((torch.float16, torch.bfloat16))
-    return Shape(experts, top, hidden, inner, group, rng.random() < 0.5, dtype)
+    return Shape(experts, top, hidden, inner, group, rng.random() < 0.5, dtype, rng.random() < 0.3)
 
 
-def draw(rng: random.Random, shape: Shape) -> Call:
+def draw(rng: random.Random, shape: Shape, activation: str, wide: bool) -> Call:
     """Any batch; often few rows, whose variants are the most."""
     few = rng.random() < 0.5
     return Call(
         shape,
         rng.randint(1, 40) if few else rng.choice((31, 64, 100, 129, 200, 513, 1030, 3000)),
-        rng.choice(("silu", "silu", *ACTIVATIONS)),
+        activation,
         rng.choice((0.0, 0.0, 0.05, 2.0)),
         rng.random() < 0.3,
-        rng.random() < 0.3,
-        rng.choice((None, rng.randrange(100))),
+        wide,
+        # The two ways without sorting, or the fastest with it, more often than others.
+        rng.choice((None, rng.randrange(4), rng.randrange(4), rng.randrange(100))),
         rng.getrandbits(31),
     )
+
+
+def draw_calls(rng: random.Random, count: int) -> list[Call]:
+    """Layers one after the other, as ``_LAYERS`` calls each: kernels and experts are shared by them."""
+    calls: list[Call] = []
+    while len(calls) < count:
+        layer = draw_shape(rng), rng.choice(("silu", "silu", *ACTIVATIONS)), rng.random() < 0.3
+        calls += [draw(rng, *layer) for _ in range(_LAYERS)]
+    return calls[:count]
 
 
 def operands(call: Call, layer: Layer) -> tuple[Tensor, Tensor, Tensor, ExpertWeights, Tensor | None]:
@@ -121,8 +132,7 @@ def test_random_layers() -> None:
     seed = int(os.environ.get("MARLINQ_FUZZ_SEED") or 0)
     count = int(os.environ.get("MARLINQ_FUZZ_PROBLEMS") or 60)
     rng = random.Random(seed)
-    shapes = [draw_shape(rng) for _ in range(-(-count // _LAYERS))]
-    calls = [draw(rng, shapes[number // _LAYERS]) for number in range(count)]
+    calls = draw_calls(rng, count)
     device = device_numbers(0)
     wanted = [
         one
@@ -132,6 +142,7 @@ def test_random_layers() -> None:
         )
     ]
     compile_missing(device.architecture, list(dict.fromkeys(wanted)))
+    print(f"{len(set(wanted))} kernels")
     failures = []
     for number, call in enumerate(calls):
         if number % _LAYERS == 0:

@@ -87,6 +87,10 @@ _DIRECT_PAIRS = 256
 _COLUMNS = 8
 # What an expert costs again, of what it costs the first time: its words come from L2.
 _AGAIN = 0.8
+# Warps of a block that shares experts: side by side, and parts of K.
+_SHARED_SHAPES = ((1, 4), (1, 8), (2, 2), (2, 4), (3, 2), (4, 1), (4, 2), (6, 1), (7, 1))
+# Bytes that a multiprocessor requests ahead.
+_IN_FLIGHT = 100_000
 # Registers of a thread without which pairs that share experts spill (tests/kernels/test_experts_choose.py).
 _SHARED_REGISTERS = 168
 # Experts whose numbers leave room for a mark (cuda/kernels/experts_shared.cuh).
@@ -111,6 +115,7 @@ class ExpertsShape:
         group_size: 32, 64, 128 or -1.
         zeros: whether zero points are stored.
         bfloat16: the type of activations and scales; float16 otherwise.
+        biased: whether both products have biases.
     """
 
     m: int
@@ -121,6 +126,7 @@ class ExpertsShape:
     group_size: int
     zeros: bool
     bfloat16: bool
+    biased: bool = False
 
     @property
     def pairs(self) -> int:
@@ -141,11 +147,13 @@ class GroupedConfig:
     Attributes:
         tile: of the dense kernel, whose parts it is made of.
         gated: whether columns are gate and up.
+        biased: whether biases are added.
         blocks: of the persistent grid at most.
     """
 
     tile: WarpgroupConfig
     gated: bool
+    biased: bool
     blocks: int
 
     def instantiation(self, problem: Problem, activation: str) -> Instantiation:
@@ -153,6 +161,7 @@ class GroupedConfig:
         parameters: Parameters = (
             *self.tile.instantiation(problem).parameters,
             ("GATED", self.gated),
+            ("BIASED", self.biased),
             ("GROUPED_SHARED_BYTES", self.shared_bytes(problem)),
             ("ACTIVATION", f"Activation::{activation.upper()}"),
         )
@@ -176,52 +185,64 @@ class DirectConfig:
         tile: of the dense kernel that it is built on.
         gated: whether columns are gate and up.
         slots: experts of a row.
-        shared: whether pairs of an expert are columns of one product; otherwise each is a product alone.
+        columns: pairs of an expert, or rows, that are columns of one product; 0: each is a product alone.
+        biased: whether biases are added.
     """
 
     tile: StreamConfig
     gated: bool
     slots: int
-    shared: bool = False
+    columns: int = 0
+    biased: bool = False
 
     def instantiation(self, problem: Problem, activation: str, *, wide: bool) -> Instantiation:
         """What is compiled for ``problem``, the product of one expert; ``wide``: ids have 64 bits."""
         parameters: Parameters = (
             *self.tile.instantiation(self._columns(problem)).parameters,
             ("GATED", self.gated),
+            ("BIASED", self.biased),
             ("ACTIVATION", f"Activation::{activation.upper()}"),
             ("WIDE", wide),
             ("SLOTS", self.slots),
         )
-        if not self.shared:
+        if not self.columns:
             return Instantiation("kernels/experts_stream.cuh", "experts_stream", parameters)
-        more: Parameters = (("SEGMENT_BYTES", self._segment_bytes),)
+        more: Parameters = (
+            ("COLUMNS", self.columns),
+            ("GROUPED_SHARED_BYTES", self.shared_bytes(problem)),
+        )
         return Instantiation("kernels/experts_shared.cuh", "experts_shared", (*parameters, *more))
 
     def shared_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory of a block."""
-        return self.tile.shared_bytes(self._columns(problem)) + self._segment_bytes
+        if not self.columns:
+            return self.tile.shared_bytes(replace(problem, m=1))
+        tile = self.tile
+        reduction = tile.warps_k * self.columns * (tile.tile_n + 4) * 4
+        segments = 1 if self.gated else self.columns * self.slots
+        return max(tile.stages * self.stage_bytes(problem), reduction) + segments * (4 + 2 * self.columns)
+
+    def stage_bytes(self, problem: Problem) -> int:
+        """Of the ring, where pairs share experts."""
+        tile = self.tile
+        groups = 1 if problem.quant_group == 0 else max(1, tile.chunk // problem.quant_group)
+        of_warp = tile.rows * 64 * problem.format.row_bytes + groups * (2 if problem.zeros else 1) * 128
+        return tile.warps_n * tile.warps_k * of_warp + tile.warps_k * self.columns * tile.chunk * 2
 
     def grid(self, problem: Problem, m: int, experts: int) -> int:
         """Blocks of a launch for ``m`` rows of the batch and ``experts`` experts."""
         pairs = m * self.slots
-        if not self.shared:
+        if not self.columns:
             units = pairs if self.gated else m
         elif self.gated:
             # As many groups as there may be.
-            units = min(pairs, experts + pairs // _COLUMNS)
+            units = min(pairs, experts + pairs // self.columns)
         else:
-            units = -(-m // _COLUMNS)
+            units = -(-m // self.columns)
         return -(-problem.n // self.tile.tile_n) * units * self.tile.cluster
 
     def _columns(self, problem: Problem) -> Problem:
-        return replace(problem, m=_COLUMNS if self.shared else 1)
-
-    @property
-    def _segment_bytes(self) -> int:
-        """Of an expert's number and the pairs of eight columns, for each segment."""
-        segments = 1 if self.gated else _COLUMNS * self.slots
-        return segments * (4 + 2 * _COLUMNS) if self.shared else 0
+        return replace(problem, m=self.columns or 1)
 
 
 @dataclass(frozen=True)
@@ -315,7 +336,7 @@ def _direct_decision(
 ) -> tuple[DirectDecision, float]:
     seconds = sum(time for time, _ in best)
     ways = "; ".join(
-        f"{'shared' if config.shared else 'alone'}, {config.tile.tile_n} columns, "
+        f"{f'{config.columns} together' if config.columns else 'alone'}, {config.tile.tile_n} columns, "
         f"K in {config.tile.parts} parts, {config.tile.min_blocks} blocks a multiprocessor"
         for _, config in best
     )
@@ -337,7 +358,8 @@ def _alone(shape: ExpertsShape, device: Device, *, gated: bool) -> Iterator[tupl
     for config in stream.candidates(wide, device):
         if config.parts % slots == 0:
             seconds, _ = stream.estimate(wide, device, config)
-            yield seconds * (share + _AGAIN * (1 - share)), DirectConfig(config, gated, shape.top)
+            found = DirectConfig(config, gated, shape.top, biased=shape.biased)
+            yield seconds * (share + _AGAIN * (1 - share)), found
 
 
 def _shared(shape: ExpertsShape, device: Device, *, gated: bool) -> Iterator[tuple[float, DirectConfig]]:
@@ -346,26 +368,37 @@ def _shared(shape: ExpertsShape, device: Device, *, gated: bool) -> Iterator[tup
     Estimated as a dense product of a few rows: as wide as all experts that are expected, or as long as all of
     eight rows. What tiles of eight rows share comes from L2 (:data:`_AGAIN`).
     """
-    rows = min(shape.m, _COLUMNS)
     if shape.m == 1 or shape.experts > _NAMED_EXPERTS or shape.top > _DIRECT_PAIRS // _COLUMNS:
         return
+    columns = next(count for count in (2, 4, _COLUMNS) if count >= min(shape.m, _COLUMNS))
     one = shape.product(gated=gated)
     touched = _touched(shape, shape.m)
     if gated:
-        groups = shape.experts * _expected_tiles(shape.pairs / shape.experts, _COLUMNS)[1]
-        m = min(_COLUMNS, max(2, round(shape.pairs / groups)))
-        wide, share = replace(one, m=m, n=one.n * max(1, round(groups))), touched / groups
+        groups = shape.experts * _expected_tiles(shape.pairs / shape.experts, columns)[1]
+        wide, share = replace(one, m=2, n=one.n * max(1, round(groups))), touched / groups
     else:
-        tiles, of_tile = -(-shape.m // _COLUMNS), _touched(shape, rows)
-        wide = replace(one, m=rows, n=one.n * tiles, k=one.k * max(1, round(of_tile)))
+        tiles, of_tile = -(-shape.m // columns), _touched(shape, min(shape.m, columns))
+        wide = replace(one, m=2, n=one.n * tiles, k=one.k * max(1, round(of_tile)))
         share = touched / (tiles * of_tile)
     share = min(1.0, share)
-    for config in stream.candidates(wide, device):
-        found = DirectConfig(config, gated, shape.top, shared=True)
-        room = config.min_blocks * (found.shared_bytes(one) + 1024) <= device.shared_bytes + 1024
-        registers = registers_of_a_thread(config.threads // 32, config.min_blocks)
-        if room and registers >= _SHARED_REGISTERS:
-            seconds, _ = stream.estimate(wide, device, config)
+    chunks = wide.k // 128
+    for (warps_n, warps_k), blocks in itertools.product(_SHARED_SHAPES, (1, 2, 3)):
+        if registers_of_a_thread(warps_n * warps_k, blocks) < _SHARED_REGISTERS:
+            continue
+        for cluster in device.cluster_sizes:
+            if cluster * warps_k > max(chunks, 4):
+                continue
+            tile = StreamConfig(warps_n, warps_k, 1, 8, True, cluster, 0, blocks)
+            config = DirectConfig(tile, gated, shape.top, columns, shape.biased)
+            # As deep a ring as there is room for, and as is of use.
+            room = (device.shared_bytes + 1024) // blocks - 1024
+            fitting = (room - config.shared_bytes(one)) // config.stage_bytes(one)
+            useful = -(-_IN_FLIGHT // (blocks * config.stage_bytes(one))) + 1
+            stages = min(fitting, max(3, useful), 8)
+            if stages < 3:
+                continue
+            found = replace(config, tile=replace(tile, stages=stages))
+            seconds, _ = stream.estimate(wide, device, found.tile)
             yield seconds * (share + _AGAIN * (1 - share)), found
 
 
@@ -441,7 +474,7 @@ def grouped(
         return None
     tile = WarpgroupConfig(tile_m, words, side_by_side, 1, _ROWS, 1, 0, blocks, _UNLIMITED)
     # Without stages it has the rest of a block's memory.
-    config = GroupedConfig(tile, gated, device.multiprocessors * blocks)
+    config = GroupedConfig(tile, gated, shape.biased, device.multiprocessors * blocks)
     room = device.shared_bytes // blocks - _RESERVED - config.shared_bytes(problem)
     stages = min(_STAGES_MOST, room // stage_bytes(problem, tile_m, tile.tile_n, _ROWS))
     return replace(config, tile=replace(tile, stages=stages)) if stages > 1 else None

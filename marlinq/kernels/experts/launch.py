@@ -55,7 +55,7 @@ class _GroupedArguments(ctypes.Structure):
     _fields_ = (
         ("x", ctypes.c_ubyte * TENSOR_MAP_BYTES),
         ("weight", ctypes.c_ubyte * (3 * TENSOR_MAP_BYTES)),
-        *((name, ctypes.c_void_p) for name in ("scales", "zeros", "out", "records", "tiles")),
+        *((name, ctypes.c_void_p) for name in ("scales", "zeros", "bias", "out", "records", "tiles")),
         *((name, ctypes.c_int) for name in ("n", "k", "dependent", "behind_route")),
     )
 
@@ -66,7 +66,7 @@ class _DirectArguments(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
-            for name in ("x", "words", "scales", "zeros", "ids", "map", "routing", "out")
+            for name in ("x", "words", "scales", "zeros", "bias", "ids", "map", "routing", "out")
         ),
         *((name, ctypes.c_int) for name in ("m", "n", "k", "experts", "map_size")),
         ("x_stride", ctypes.c_longlong),
@@ -239,6 +239,7 @@ def grouped_step(
         ),
         stored.scales.data_ptr(),
         address(stored.zeros),
+        address(stored.bias),
         target.data_ptr(),
         workspace.records.data_ptr(),
         workspace.tiles.data_ptr(),
@@ -276,6 +277,7 @@ def direct_step(
         stored.words.data_ptr(),
         stored.scales.data_ptr(),
         address(stored.zeros),
+        address(stored.bias),
         ids.data_ptr(),
         address(expert_map),
         weights.data_ptr(),
@@ -359,6 +361,7 @@ def shape_of(x: Tensor, ids: Tensor, experts: ExpertWeights) -> ExpertsShape:
         experts.group_size,
         experts.down.zeros is not None,
         x.dtype == torch.bfloat16,
+        experts.down.bias is not None,
     )
 
 

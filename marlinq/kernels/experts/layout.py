@@ -19,11 +19,13 @@ class StoredExperts(NamedTuple):
         words: int32 [E, K/16, 2N].
         scales: [E, G, N] in the activations' dtype, stored order.
         zeros: None for symmetric weights, else zero points [E, G, N] like ``scales``.
+        bias: None or [E, N] in the activations' dtype, in the order of the columns.
     """
 
     words: Tensor
     scales: Tensor
     zeros: Tensor | None
+    bias: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -33,8 +35,8 @@ class StoredExperts(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of words, scales and zero points."""
-        return self.words.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+        """Bytes of words, scales, zero points and biases."""
+        return sum(value.nbytes for value in self if value is not None)
 
 
 class ExpertWeights(NamedTuple):
@@ -58,7 +60,7 @@ def interleave_gate_up(gate: StoredExperts, up: StoredExperts) -> StoredExperts:
     so nothing is unpacked.
 
     Raises:
-        ValueError: shapes, dtypes or zero points of the two differ, or I is no multiple of 64.
+        ValueError: shapes or dtypes differ, one alone has zero points or biases, or I is no multiple of 64.
     """
     if gate.shape != up.shape or gate.scales.shape != up.scales.shape or gate.shape[2] % TILE_N:
         raise ValueError(
@@ -69,8 +71,13 @@ def interleave_gate_up(gate: StoredExperts, up: StoredExperts) -> StoredExperts:
     if (gate.zeros is None) != (up.zeros is None) or gate.scales.dtype != up.scales.dtype:
         raise ValueError("gate and up: expected zero points of both or of none, and scales of one dtype")
     zeros = None if gate.zeros is None or up.zeros is None else _interleave_scales(gate.zeros, up.zeros)
+    if (gate.bias is None) != (up.bias is None):
+        raise ValueError("gate and up: expected biases of both or of none")
+    bias = None
+    if gate.bias is not None and up.bias is not None:
+        bias = torch.stack([value.unflatten(1, (-1, 16)) for value in (gate.bias, up.bias)], dim=2).flatten(1)
     words = _take_turns(gate.words, up.words, lanes=32, width=1)
-    return StoredExperts(words, _interleave_scales(gate.scales, up.scales), zeros)
+    return StoredExperts(words, _interleave_scales(gate.scales, up.scales), zeros, bias)
 
 
 def _take_turns(first: Tensor, second: Tensor, lanes: int, width: int) -> Tensor:

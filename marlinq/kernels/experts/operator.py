@@ -16,7 +16,8 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
     f"{_NAME}(Tensor x, Tensor ids, Tensor weights, "
     "Tensor gate_up_words, Tensor gate_up_scales, Tensor? gate_up_zeros, "
     "Tensor down_words, Tensor down_scales, Tensor? down_zeros, "
-    "int group_size, str activation, Tensor? expert_map=None) -> Tensor",
+    "int group_size, str activation, Tensor? expert_map=None, "
+    "Tensor? gate_up_bias=None, Tensor? down_bias=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -50,7 +51,8 @@ def w4a16_experts(
     """
     gate_up, down = experts.gate_up, experts.down
     found: Tensor = torch.ops.marlinq.w4a16_experts.default(
-        x, ids, weights, *gate_up, *down, experts.group_size, activation, expert_map
+        *(x, ids, weights, *gate_up[:3], *down[:3], experts.group_size, activation, expert_map),
+        *(gate_up.bias, down.bias),
     )
     return found
 
@@ -86,6 +88,11 @@ def check_experts(
                     f"{name} {kind}: expected {x.dtype} [{count}, {groups}, {n}] with group size "
                     f"{experts.group_size}, found {value.dtype} {list(value.shape)}"
                 )
+        if stored.bias is not None and (stored.bias.shape != (count, n) or stored.bias.dtype != x.dtype):
+            raise ValueError(
+                f"{name} bias: expected {x.dtype} [{count}, {n}], found {stored.bias.dtype} "
+                f"{list(stored.bias.shape)}"
+            )
         if k % 64 or (experts.group_size > 0 and k % experts.group_size):
             raise ValueError(f"{name}: {k} channels are no multiple of 64 and of groups")
     count, k, n = experts.gate_up.shape
@@ -96,6 +103,8 @@ def check_experts(
         )
     if (experts.gate_up.zeros is None) != (experts.down.zeros is None):
         raise ValueError("zeros: expected zero points of gate_up and down or of none")
+    if (experts.gate_up.bias is None) != (experts.down.bias is None):
+        raise ValueError("bias: expected biases of gate_up and down or of none")
     m = x.shape[0]
     if x.dim() != 2 or x.shape[1] != k:
         raise ValueError(f"x: expected [M, {k}], found {list(x.shape)}")
@@ -137,9 +146,11 @@ def _cpu(
     group_size: int,
     activation: str,
     expert_map: Tensor | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
-    gate_up = StoredExperts(gate_up_words, gate_up_scales, gate_up_zeros)
-    down = StoredExperts(down_words, down_scales, down_zeros)
+    gate_up = StoredExperts(gate_up_words, gate_up_scales, gate_up_zeros, gate_up_bias)
+    down = StoredExperts(down_words, down_scales, down_zeros, down_bias)
     experts = ExpertWeights(gate_up, down, group_size)
     check_experts(x, ids, weights, experts, activation, expert_map)
     return reference_experts(x, ids, weights, experts, activation, expert_map)
@@ -158,9 +169,11 @@ def _cuda(
     group_size: int,
     activation: str,
     expert_map: Tensor | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
-    gate_up = StoredExperts(gate_up_words, gate_up_scales, gate_up_zeros)
-    down = StoredExperts(down_words, down_scales, down_zeros)
+    gate_up = StoredExperts(gate_up_words, gate_up_scales, gate_up_zeros, gate_up_bias)
+    down = StoredExperts(down_words, down_scales, down_zeros, down_bias)
     experts = ExpertWeights(gate_up, down, group_size)
     check_experts(x, ids, weights, experts, activation, expert_map)
     if x.dtype not in (torch.float16, torch.bfloat16):
@@ -183,6 +196,8 @@ def _meta(
     group_size: int,
     activation: str,
     expert_map: Tensor | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 

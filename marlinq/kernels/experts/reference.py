@@ -25,7 +25,19 @@ def activated(gate: Tensor, activation: str) -> Tensor:
     raise ValueError(f"activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
 
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """What stands between the products: ``activation(gate) * up``.
+
+    ``clamped_swiglu`` is that of GPT-OSS, ``(up + 1) * gate * sigmoid(1.702 gate)`` with gate at most 7 and
+    up between -7 and 7.
+    """
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    return activated(gate, activation) * up
+
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")
 """What may stand between the products."""
 
 
@@ -33,6 +45,10 @@ def expert_matrix(stored: StoredExperts, expert: int) -> Tensor:
     """The dense weight [K, N] of one expert in float32."""
     zeros = None if stored.zeros is None else stored.zeros[expert]
     return dequantize_operands(stored.words[expert], stored.scales[expert], zeros)
+
+
+def _biased(product: Tensor, stored: StoredExperts, expert: int) -> Tensor:
+    return product if stored.bias is None else product + stored.bias[expert].float()
 
 
 def local_experts(ids: Tensor, experts: int, expert_map: Tensor | None) -> Tensor:
@@ -57,8 +73,9 @@ def reference_experts(
     out = torch.zeros(x.shape[0], experts.down.shape[2], dtype=torch.float32, device=x.device)
     for expert in sorted(set(local.flatten().tolist()) - {-1}):
         rows, slots = (local == expert).nonzero(as_tuple=True)
-        both = (x[rows].float() @ expert_matrix(experts.gate_up, expert)).view(len(rows), -1, 2, 16)
-        inner = (activated(both[:, :, 0], activation) * both[:, :, 1]).flatten(1)
-        product = inner @ expert_matrix(experts.down, expert)
+        both = _biased(x[rows].float() @ expert_matrix(experts.gate_up, expert), experts.gate_up, expert)
+        both = both.view(len(rows), -1, 2, 16)
+        inner = gated_product(both[:, :, 0], both[:, :, 1], activation).flatten(1)
+        product = _biased(inner @ expert_matrix(experts.down, expert), experts.down, expert)
         out.index_add_(0, rows, product * weights[rows, slots, None].float())
     return out.to(x.dtype)

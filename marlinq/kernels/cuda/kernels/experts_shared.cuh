@@ -1,9 +1,9 @@
-// A routed layer for a few rows in two launches, as kernels/experts_stream.cuh, where rows share experts: up to eight pairs of
-// an expert take its weights together, as the columns of one product.
+// A routed layer for a few rows in two launches, as kernels/experts_stream.cuh, where rows share experts: up to COLUMNS
+// pairs of an expert take its weights together, as the columns of one product.
 //
-//   GATED   a group is up to eight pairs of one expert; every group is a product of its own, with gate and up:
+//   GATED   a group is up to COLUMNS pairs of one expert; every group is a product of its own, with gate and up:
 //           inner[pair, j] = weights[pair] * activation(gate[j]) * up[j]
-//   else    eight rows of the batch are a product with the down weights of all experts that any of them chose, one below the
+//   else    COLUMNS rows of the batch are a product with the down weights of all experts that any of them chose, one below the
 //           other; a row's activations are zeros where it did not choose the expert:
 //           out[m, n] = sum_e sum_j inner[pair(m, e), j] * down[e][j, n]
 //           So an expert is read once, and the sum over the experts is the one over K.
@@ -11,13 +11,13 @@
 // Which pairs belong together every block finds out by itself, comparing all pairs' experts: no sorting, and no launch for it.
 // Groups are numbered in the order of their first pairs, so the result has the same bits every time.
 //
-//   pairs' experts -> groups of up to eight -> segments: an expert, and the pair of each of eight columns (or none)
+//   pairs' experts -> groups -> segments: an expert, and the pair of each column (or none)
 //
 // K of a block's product is that of its segments, one behind the other, in chunks; parts of K share the chunks evenly. The loop
 // over them is that of kernels/stream.cuh with scaled sums, whose parts it is made of.
 //
-// Configuration: that of kernels/stream.cuh (one block of batch rows, SCALE_SUMS, no DIGITS), GATED, ACTIVATION, WIDE (64-bit
-// ids), SLOTS (T), SEGMENT_BYTES (the host's count of the segments' bytes).
+// Configuration: that of kernels/stream.cuh (one block of batch rows, SCALE_SUMS, no DIGITS), COLUMNS (2, 4 or 8), GATED, BIASED, ACTIVATION, WIDE
+// (64-bit ids), SLOTS (T), GROUPED_SHARED_BYTES (the host's count).
 #pragma once
 #include "kernels/experts_stream.cuh"
 #include "ptx/vote.cuh"
@@ -26,25 +26,34 @@ template <typename C>
 struct ExpertsShared {
     typedef StreamGemm<C> Gemm;
     typedef typename Gemm::E E;
-    typedef typename ExpertsStream<C>::Router Router;
-    typedef typename ExpertsStream<C>::Weights Weights;
+    typedef ExpertsStream<C> Alone;  // whose operands and ends these are, too
+    typedef typename Alone::Router Router;
+    typedef typename Alone::Weights Weights;
     static constexpr int CLUSTER = Gemm::CLUSTER, WARPS_N = Gemm::WARPS_N, WARPS_K = Gemm::WARPS_K, PARTS = CLUSTER * WARPS_K;
     static constexpr int WARPS = Gemm::WARPS, THREADS = Gemm::THREADS, TILE_N = Gemm::TILE_N, PITCH = Gemm::PITCH;
     static constexpr int ROWS = Gemm::ROWS, CHUNK = Gemm::CHUNK, PIECES = Gemm::PIECES, STAGES = Gemm::STAGES;
     static constexpr int QUANT_GROUP = Gemm::QUANT_GROUP, QUANT_GROUPS = Gemm::QUANT_GROUPS, KINDS = Gemm::KINDS;
-    static constexpr int SLOTS = C::SLOTS, COLUMNS = 8, PAIRS = 256;
+    static constexpr int SLOTS = C::SLOTS, COLUMNS = C::COLUMNS, PAIRS = 256;
     static constexpr bool GATED = C::GATED, ZEROS = Gemm::ZEROS;
-    static_assert(Gemm::TILE_M == COLUMNS && Gemm::SCALE_SUMS && !Gemm::DIGITS, "eight pairs are a product's columns");
+    static_assert(Gemm::BLOCKS_M == 1 && Gemm::SCALE_SUMS && !Gemm::DIGITS, "columns are those of one mma");
+    static_assert(COLUMNS <= 8 && 8 % COLUMNS == 0 && CHUNK == 128, "rows of activations are 16 pieces");
+
+    // Bytes of a stage, by warp or part; as in kernels/stream.cuh, but for fewer rows of activations.
+    static constexpr int ACTIVATION_BYTES = COLUMNS * CHUNK * 2;
+    static constexpr int SCALES_AT = Gemm::ACTIVATIONS_AT + WARPS_K * ACTIVATION_BYTES;
+    static constexpr int STAGE_BYTES = SCALES_AT + WARPS * Gemm::SCALE_BYTES;
+    static constexpr int REDUCTION_BYTES = WARPS_K * COLUMNS * PITCH * 4;
+    static constexpr int RING_BYTES = STAGES * STAGE_BYTES > REDUCTION_BYTES ? STAGES * STAGE_BYTES : REDUCTION_BYTES;
 
     static constexpr int SEGMENTS = GATED ? 1 : COLUMNS * SLOTS;
-    static_assert(SEGMENTS <= PAIRS, "the host sorts more pairs");
+    static_assert(SEGMENTS <= PAIRS, "pairs of all rows are compared");
 
     // In shared memory behind the ring.
     struct Segments {
         int expert[SEGMENTS];
         short pair[SEGMENTS][COLUMNS];  // -1: none
     };
-    static_assert(C::SEGMENT_BYTES == sizeof(Segments), "host and kernel count different bytes of segments");
+    static_assert(C::GROUPED_SHARED_BYTES == RING_BYTES + sizeof(Segments), "host and kernel count different bytes of shared memory");
 
     // What finds them, in the ring's memory before anything else is there.
     struct Scratch {
@@ -53,7 +62,7 @@ struct ExpertsShared {
         int leader[PAIRS];  // the first pair of the group, and the pair's number in it from bit 16 on
         u32 leads[PAIRS / 32];
     };
-    static_assert(sizeof(Scratch) <= Gemm::RING_BYTES, "pairs are compared in the ring's memory");
+    static_assert(sizeof(Scratch) <= RING_BYTES, "pairs are compared in the ring's memory");
 
     // Finds the groups of pairs first .. first + count - 1 and returns how many there are. GATED keeps group unit % groups,
     // otherwise all are kept, in which a pair's column is that of its row.
@@ -124,55 +133,67 @@ struct ExpertsShared {
         const int steps = (chunks + PARTS - 1) / PARTS;
         const u32 ring = shared_address(shared);
 
-        struct Place {
-            int segment, chunk;
+        // What the next chunk's operands are. A segment's pointers are found when it begins.
+        const int last_group = QUANT_GROUP == 0 ? 0 : K / (QUANT_GROUP == 0 ? 1 : QUANT_GROUP) - 1;
+        const uint4* row = nullptr;
+        const u16 *scales = nullptr, *zeros = nullptr;
+        int weights_segment = first / of_segment, weights_chunk = first % of_segment;
+        const auto enter_weights = [&]() {
+            const i64 expert = segments.expert[weights_segment];
+            row = weights.words + expert * weights.vectors() + (i64)(weights_chunk * ROWS) * (N / 2) + n_tile * 32 + lane;
+            scales = weights.scales + expert * weights.numbers() + n_tile * 64 + lane % 8 * 8;
+            zeros = weights.zeros + expert * weights.numbers() + n_tile * 64 + lane % 8 * 8;
         };
-        const auto advance = [&](Place& at) {
-            if (++at.chunk == of_segment) at.chunk = 0, ++at.segment;
-        };
-        Place next_weights{first / of_segment, first % of_segment}, next_activations = next_weights;
-
         const auto fetch_weights = [&](int step) {
             if (step >= my_steps) return;
-            const Place at = next_weights;
-            const int expert = segments.expert[at.segment], rows = K / 16 - at.chunk * ROWS;
-            const u32 stage = ring + step % STAGES * Gemm::STAGE_BYTES, mine = stage + warp * Gemm::WEIGHT_BYTES + lane * 16;
-            const uint4* row = weights.words + expert * weights.vectors() + (i64)(at.chunk * ROWS) * (N / 2) + n_tile * 32 + lane;
+            const u32 stage = ring + step % STAGES * STAGE_BYTES, mine = stage + warp * Gemm::WEIGHT_BYTES + lane * 16;
+            const int rows = K / 16 - weights_chunk * ROWS;
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
                 copy_async_16(mine + i * 512, row, rows > i ? 16u : 0u);
                 if (rows > i + 1) row += N / 2;
             }
-            const int first_group = QUANT_GROUP == 0 ? 0 : at.chunk * CHUNK / (QUANT_GROUP == 0 ? 1 : QUANT_GROUP);
-            const int last_group = QUANT_GROUP == 0 ? 0 : K / (QUANT_GROUP == 0 ? 1 : QUANT_GROUP) - 1;
+            const int first_group = QUANT_GROUP == 0 ? 0 : weights_chunk * CHUNK / (QUANT_GROUP == 0 ? 1 : QUANT_GROUP);
 #pragma unroll
             for (int base = 0; base < QUANT_GROUPS * KINDS * 8; base += 32) {
                 const int index = base + lane, kind = index / 8 % KINDS;
                 const int group = min(first_group + index / 8 / KINDS, last_group);
-                const u16* source = (kind == 0 ? weights.scales : weights.zeros) + expert * weights.numbers() + (i64)group * N +
-                                    n_tile * 64 + index % 8 * 8;
                 if (index < QUANT_GROUPS * KINDS * 8)
-                    copy_async_16(stage + Gemm::SCALES_AT + warp * Gemm::SCALE_BYTES + index * 16, source, 16u);
+                    copy_async_16(stage + SCALES_AT + warp * Gemm::SCALE_BYTES + index * 16,
+                                  (kind == 0 ? scales : zeros) + (i64)group * N, 16u);
             }
-            advance(next_weights);
+            if (++weights_chunk == of_segment && step + 1 < my_steps) weights_chunk = 0, ++weights_segment, enter_weights();
+        };
+
+        // A lane copies the same 16 bytes of every row that it has.
+        constexpr int AT_ONCE = 32 * WARPS_N / PIECES, TURNS = (COLUMNS + AT_ONCE - 1) / AT_ONCE;
+        const int piece = lane % PIECES, my_column = (wn * 32 + lane) / PIECES;
+        i64 rows_of_x[TURNS];  // where they begin; -1: zeros
+        int x_segment = weights_segment, x_chunk = weights_chunk;
+        const auto enter_activations = [&]() {
+#pragma unroll
+            for (int i = 0; i < TURNS; ++i) {
+                const int column = my_column + i * AT_ONCE, pair = column < COLUMNS ? segments.pair[x_segment][column] : -1;
+                rows_of_x[i] = pair < 0 ? -1 : (GATED ? pair / SLOTS : pair) * x_stride;
+            }
         };
         const auto fetch_activations = [&](int step) {
             if (step >= my_steps) return;
-            const Place at = next_activations;
-            const u32 mine = ring + step % STAGES * Gemm::STAGE_BYTES + Gemm::ACTIVATIONS_AT + wk * Gemm::ACTIVATION_BYTES;
+            const u32 mine = ring + step % STAGES * STAGE_BYTES + Gemm::ACTIVATIONS_AT + wk * ACTIVATION_BYTES;
+            const int k = x_chunk * CHUNK + piece * 8;
 #pragma unroll
-            for (int base = 0; base < COLUMNS * PIECES; base += 32 * WARPS_N) {
-                const int index = base + wn * 32 + lane, m = index / PIECES, piece = index % PIECES;
-                if (COLUMNS * PIECES % (32 * WARPS_N) != 0 && m >= COLUMNS) continue;
-                const int pair = segments.pair[at.segment][m], k = at.chunk * CHUNK + piece * 8;
+            for (int i = 0; i < TURNS; ++i) {
+                const int column = my_column + i * AT_ONCE;
                 // Columns without a pair, and channels past K, are zeros: they must add nothing.
-                const bool exists = pair >= 0 && k < K;
-                const u16* source = exists ? x + (GATED ? pair / SLOTS : pair) * x_stride + k : x;
-                copy_async_16(mine + m * (CHUNK * 2) + ((piece ^ (m % 8)) * 16), source, exists ? 16u : 0u);
+                const bool exists = rows_of_x[i] >= 0 && k < K;
+                if (column < COLUMNS)
+                    copy_async_16(mine + column * (CHUNK * 2) + ((piece ^ column) * 16), exists ? x + rows_of_x[i] + k : x,
+                                  exists ? 16u : 0u);
             }
-            advance(next_activations);
+            if (++x_chunk == of_segment && step + 1 < my_steps) x_chunk = 0, ++x_segment, enter_activations();
         };
 
+        if (my_steps > 0) enter_weights(), enter_activations();
         if (dependent) {
             fetch_weights(0);
             wait_for_previous_kernel();
@@ -198,17 +219,21 @@ struct ExpertsShared {
             if (step == max(0, steps - STAGES)) launch_dependents();
             if (step >= my_steps) continue;
 
-            const u32 stage = step % STAGES * Gemm::STAGE_BYTES;
+            const u32 stage = step % STAGES * STAGE_BYTES;
             const uint4* my_weights = reinterpret_cast<const uint4*>(shared + stage + warp * Gemm::WEIGHT_BYTES) + lane;
-            const u32 activations = ring + stage + Gemm::ACTIVATIONS_AT + wk * Gemm::ACTIVATION_BYTES;
-            const u16* scales =
-                reinterpret_cast<const u16*>(shared + stage + Gemm::SCALES_AT + warp * Gemm::SCALE_BYTES);
+            const u32 activations = ring + stage + Gemm::ACTIVATIONS_AT + wk * ACTIVATION_BYTES;
+            const u16* my_scales = reinterpret_cast<const u16*>(shared + stage + SCALES_AT + warp * Gemm::SCALE_BYTES);
             // A single group ends with every chunk, for the next may be another expert's.
 #pragma unroll
             for (int i = 0; i < ROWS; i += 2) {
                 u32 fragments[1][2][2];
-                Gemm::load_activations(fragments, activations, i, lane);
-                const u16* of_group = scales + i / Gemm::QUANT_GROUP_ROWS * KINDS * 64;
+                // Columns that are not there are those that are, again; nobody stores them.
+                const int column = lane % COLUMNS, at = 2 * i + Gemm::GroupSums::piece(lane);
+                u32 matrices[4];
+                load_matrix_x4(matrices, activations + column * (CHUNK * 2) + ((at ^ column) * 16));
+                fragments[0][0][0] = matrices[0], fragments[0][0][1] = matrices[1];
+                fragments[0][1][0] = matrices[2], fragments[0][1][1] = matrices[3];
+                const u16* of_group = my_scales + i / Gemm::QUANT_GROUP_ROWS * KINDS * 64;
                 if (i % Gemm::QUANT_GROUP_ROWS == 0) {
                     group_sums.clear();
                     group_sums.begin(Gemm::load_scales(of_group, lane), Gemm::load_zeros(of_group, lane));
@@ -227,7 +252,7 @@ struct ExpertsShared {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int m = 2 * (lane % 4) + i % 2, n = 64 * wn + 16 * q + lane / 4 + 8 * (i / 2);
-                buffer[(wk * COLUMNS + m) * PITCH + n] = total.value[q][0][i];
+                if (m < COLUMNS) buffer[(wk * COLUMNS + m) * PITCH + n] = total.value[q][0][i];
             }
         return buffer;
     }
@@ -235,7 +260,7 @@ struct ExpertsShared {
     static __device__ __forceinline__ void gate_up(const u16* x, const Weights& weights, const Router& router,
                                                    const float* routing, u16* inner, int M, i64 x_stride, int dependent) {
         extern __shared__ __align__(128) unsigned char shared[];
-        Segments& segments = *reinterpret_cast<Segments*>(shared + Gemm::SHARED_BYTES);
+        Segments& segments = *reinterpret_cast<Segments*>(shared + RING_BYTES);
         Scratch& scratch = *reinterpret_cast<Scratch*>(shared);
         if (dependent) wait_for_previous_kernel();
         const int unit = blockIdx.x / CLUSTER, groups = find(segments, scratch, router, 0, M * SLOTS, unit);
@@ -245,38 +270,22 @@ struct ExpertsShared {
         if (n0 >= weights.N) return;
         const u32 rank = blockIdx.x % CLUSTER;
         const float* buffer = multiply(segments, 1, x, x_stride, weights, tile, rank, 0);
-        if constexpr (CLUSTER > 1) {
-            cluster_arrive();
-            cluster_wait();
-        } else {
-            __syncthreads();
-        }
-        // Blocks of 16 columns take turns: gate, up.
-        for (int four = rank * THREADS + threadIdx.x; four < COLUMNS * (TILE_N / 8); four += CLUSTER * THREADS) {
-            const int m = four / (TILE_N / 8), j = four % (TILE_N / 8) * 4, n = j / 16 * 32 + j % 16;
-            const int pair = segments.pair[0][m];
-            if (pair < 0 || n0 + n >= weights.N) continue;
-            const float4 gate = add_parts<COLUMNS, PITCH, WARPS_K, CLUSTER>(buffer, m, n);
-            const float4 up = add_parts<COLUMNS, PITCH, WARPS_K, CLUSTER>(buffer, m, n + 16);
-            const float weight = routing[pair];
-            store_global(inner + (i64)pair * (weights.N / 2) + n0 / 2 + j,
-                         make_uint2(E::narrow(activation<C::ACTIVATION>(gate.x) * up.x * weight,
-                                              activation<C::ACTIVATION>(gate.y) * up.y * weight),
-                                    E::narrow(activation<C::ACTIVATION>(gate.z) * up.z * weight,
-                                              activation<C::ACTIVATION>(gate.w) * up.w * weight)));
-        }
-        // A block stays until its shared memory has been read.
-        if constexpr (CLUSTER > 1) {
-            cluster_arrive_relaxed();
-            cluster_wait();
-        }
+        Alone::template store_inner<COLUMNS>(
+            buffer, weights,
+            [&](int column, i64& pair, int& expert, float& weight) {
+                pair = segments.pair[0][column], expert = segments.expert[0];
+                if (pair < 0) return false;
+                weight = routing[pair];
+                return true;
+            },
+            inner, n0, rank);
     }
 
     // Ids are older than the previous kernel, which waited for them, so weights are requested before that has ended.
-    static __device__ __forceinline__ void down(const u16* inner, const Weights& weights, const Router& router, u16* out, int M,
-                                                int dependent) {
+    static __device__ __forceinline__ void down(const u16* inner, const Weights& weights, const Router& router,
+                                                const float* routing, u16* out, int M, int dependent) {
         extern __shared__ __align__(128) unsigned char shared[];
-        Segments& segments = *reinterpret_cast<Segments*>(shared + Gemm::SHARED_BYTES);
+        Segments& segments = *reinterpret_cast<Segments*>(shared + RING_BYTES);
         Scratch& scratch = *reinterpret_cast<Scratch*>(shared);
         const int tiles_m = (M + COLUMNS - 1) / COLUMNS, unit = blockIdx.x / CLUSTER, tile = unit / tiles_m;
         const int m0 = (unit - tile * tiles_m) * COLUMNS, rows = min(COLUMNS, M - m0);
@@ -284,21 +293,21 @@ struct ExpertsShared {
         const int groups = find(segments, scratch, router, first, rows * SLOTS, 0);
         const u32 rank = blockIdx.x % CLUSTER;
         const float* buffer = multiply(segments, groups, inner + first * weights.K, weights.K, weights, tile, rank, dependent);
-        reduce_and_store<E, Activation::NONE, COLUMNS, TILE_N, PITCH, WARPS_K, CLUSTER, THREADS>(
-            buffer, nullptr, out, weights.N, m0, tile * TILE_N, M, weights.N, rank, [] { __syncthreads(); });
+        Alone::template store_rows<COLUMNS>(buffer, weights, router, routing, first, out, m0, rows, tile * TILE_N, rank);
     }
 };
 
 #define INSTANTIATE_EXPERTS_SHARED(NAME, CONFIGURATION)                                                                      \
     extern "C" __global__ void __launch_bounds__(StreamGemm<CONFIGURATION>::THREADS, CONFIGURATION::MIN_BLOCKS)              \
     CLUSTER_OF(CONFIGURATION::CLUSTER)                                                                                       \
-    NAME(const u16* x, const uint4* words, const u16* scales, const u16* zeros, const int* ids, const int* map,              \
-         const float* routing, u16* out, int M, int N, int K, int experts, int map_size, i64 x_stride, int dependent) {      \
+    NAME(const u16* x, const uint4* words, const u16* scales, const u16* zeros, const u16* bias, const int* ids,             \
+         const int* map, const float* routing, u16* out, int M, int N, int K, int experts, int map_size, i64 x_stride,       \
+         int dependent) {                                                                                                    \
         typedef ExpertsShared<CONFIGURATION> Layer;                                                                          \
-        const typename Layer::Weights weights{words, scales, zeros, N, K};                                                   \
+        const typename Layer::Weights weights{words, scales, zeros, bias, N, K};                                             \
         const typename Layer::Router router{ids, map, map_size, experts};                                                    \
         if constexpr (CONFIGURATION::GATED)                                                                                  \
             Layer::gate_up(x, weights, router, routing, out, M, x_stride, dependent);                                        \
         else                                                                                                                 \
-            Layer::down(x, weights, router, out, M, dependent);                                                              \
+            Layer::down(x, weights, router, routing, out, M, dependent);                                                     \
     }

@@ -3,15 +3,17 @@
 //
 //   GATED   every pair (row of the batch, slot) is a product of its own, of one row with the gate and up of its expert:
 //           inner[pair, j] = weights[pair] * activation(gate[j]) * up[j]
+//           BIASED adds biases to gate and up.
 //   else    every row of the batch is a product with the down weights of its T experts, one below the other:
 //           out[m, n] = sum_s sum_j inner[m T + s, j] * down[ids[m, s]][j, n]
 //           The parts of K, warps and blocks of a cluster, are dealt to the slots. So the sum over the slots is the
-//           reduction of split-K, in a fixed order.
+//           reduction of split-K, in a fixed order. BIASED adds weights[m, s] * bias[ids[m, s]].
 //
 // Pairs, or rows, that share columns are neighbours in the grid: weights that they share come from L2 after the first.
 // A pair whose expert is elsewhere is left out.
 //
-// Configuration: that of kernels/stream.cuh, GATED, ACTIVATION, WIDE (64-bit ids), SLOTS (T; parts are a multiple of it).
+// Configuration: that of kernels/stream.cuh, GATED, BIASED, ACTIVATION, WIDE (64-bit ids), SLOTS (T; parts are a
+// multiple of it).
 #pragma once
 #include "experts/records.cuh"
 #include "kernels/stream.cuh"
@@ -34,7 +36,7 @@ struct ExpertsStream {
     // Where an expert's weights begin.
     struct Weights {
         const uint4* words;
-        const u16 *scales, *zeros;
+        const u16 *scales, *zeros, *bias;  // bias [E, N]
         int N, K;
 
         __device__ __forceinline__ i64 vectors() const { return (i64)(K / 16) * (N / 2); }
@@ -77,28 +79,49 @@ struct ExpertsStream {
         Gemm::run(row, weights.words + expert * weights.vectors(), scales, weights.zeros + expert * weights.numbers(), 1,
                   weights.N, weights.K, x_stride, 0, tile * CLUSTER + blockIdx.x % CLUSTER, EvenParts<PARTS>(),
                   [&](const float* buffer, int, int n0, u32 rank) {
-                      store_inner(buffer, weight, inner + (i64)pair * (weights.N / 2), n0, weights.N, rank);
+                      store_inner<TILE_M>(buffer, weights, [&](int, i64& of, int& chosen, float& by) {
+                          of = pair, chosen = expert, by = weight;
+                          return true;
+                      }, inner, n0, rank);
                   });
     }
 
-    // Blocks of 16 columns take turns: gate, up.
-    static __device__ __forceinline__ void store_inner(const float* buffer, float weight, u16* inner, int n0, int N, u32 rank) {
+    // Four biases of an expert from column n on.
+    static __device__ __forceinline__ float4 bias_of(const Weights& weights, int expert, int n) {
+        const uint2 v = *reinterpret_cast<const uint2*>(weights.bias + (i64)expert * weights.N + n);
+        return make_float4(widen_half<E, 0>(v.x), widen_half<E, 1>(v.x), widen_half<E, 0>(v.y), widen_half<E, 1>(v.y));
+    }
+
+    // What is between the products, of every column of the product that is a pair: find(column, pair, expert, weight) says which.
+    // Blocks of 16 columns of the weights take turns: gate, up.
+    template <int COLUMNS, typename Find>
+    static __device__ __forceinline__ void store_inner(const float* buffer, const Weights& weights, Find find, u16* inner, int n0,
+                                                       u32 rank) {
         if constexpr (CLUSTER > 1) {
             cluster_arrive();
             cluster_wait();
         } else {
             __syncthreads();
         }
-        for (int four = rank * THREADS + threadIdx.x; four < TILE_N / 8; four += CLUSTER * THREADS) {
-            const int j = 4 * four, n = j / 16 * 32 + j % 16;
-            if (n0 + n >= N) continue;
-            const float4 gate = add_parts<TILE_M, PITCH, WARPS_K, CLUSTER>(buffer, 0, n);
-            const float4 up = add_parts<TILE_M, PITCH, WARPS_K, CLUSTER>(buffer, 0, n + 16);
-            store_global(inner + n0 / 2 + j,
-                         make_uint2(E::narrow(activation<C::ACTIVATION>(gate.x) * up.x * weight,
-                                              activation<C::ACTIVATION>(gate.y) * up.y * weight),
-                                    E::narrow(activation<C::ACTIVATION>(gate.z) * up.z * weight,
-                                              activation<C::ACTIVATION>(gate.w) * up.w * weight)));
+        constexpr int FOURS = TILE_N / 8;  // of a column's results
+        for (int four = rank * THREADS + threadIdx.x; four < COLUMNS * FOURS; four += CLUSTER * THREADS) {
+            const int column = COLUMNS == 1 ? 0 : four / FOURS, j = 4 * (four - column * FOURS), n = j / 16 * 32 + j % 16;
+            i64 pair;
+            int expert;
+            float weight;
+            if (n0 + n >= weights.N || !find(column, pair, expert, weight)) continue;
+            float4 gate = add_parts<COLUMNS, PITCH, WARPS_K, CLUSTER>(buffer, column, n);
+            float4 up = add_parts<COLUMNS, PITCH, WARPS_K, CLUSTER>(buffer, column, n + 16);
+            if constexpr (C::BIASED) {
+                const float4 of_gate = bias_of(weights, expert, n0 + n), of_up = bias_of(weights, expert, n0 + n + 16);
+                gate.x += of_gate.x, gate.y += of_gate.y, gate.z += of_gate.z, gate.w += of_gate.w;
+                up.x += of_up.x, up.y += of_up.y, up.z += of_up.z, up.w += of_up.w;
+            }
+            store_global(inner + pair * (weights.N / 2) + n0 / 2 + j,
+                         make_uint2(E::narrow(gated<C::ACTIVATION>(gate.x, up.x) * weight,
+                                              gated<C::ACTIVATION>(gate.y, up.y) * weight),
+                                    E::narrow(gated<C::ACTIVATION>(gate.z, up.z) * weight,
+                                              gated<C::ACTIVATION>(gate.w, up.w) * weight)));
         }
         // A block stays until its shared memory has been read.
         if constexpr (CLUSTER > 1) {
@@ -107,17 +130,53 @@ struct ExpertsStream {
         }
     }
 
+    // Rows m0 .. m0 + rows - 1 of the layer's result, of which `pair` is the first pair.
+    template <int COLUMNS>
+    static __device__ __forceinline__ void store_rows(const float* buffer, const Weights& weights, const Router& router,
+                                                      const float* routing, i64 pair, u16* out, int m0, int rows, int n0,
+                                                      u32 rank) {
+        if constexpr (!C::BIASED) {
+            reduce_and_store<E, Activation::NONE, COLUMNS, TILE_N, PITCH, WARPS_K, CLUSTER, THREADS>(
+                buffer, nullptr, out, weights.N, m0, n0, m0 + rows, weights.N, rank, [] { __syncthreads(); });
+        } else {
+            if constexpr (CLUSTER > 1) {
+                cluster_arrive();
+                cluster_wait();
+            } else {
+                __syncthreads();
+            }
+            constexpr int FOURS = TILE_N / 4;
+            for (int four = rank * THREADS + threadIdx.x; four < rows * FOURS; four += CLUSTER * THREADS) {
+                const int m = four / FOURS, n = 4 * (four - m * FOURS);
+                if (n0 + n >= weights.N) continue;
+                float4 sum = add_parts<COLUMNS, PITCH, WARPS_K, CLUSTER>(buffer, m, n);
+                for (int s = 0; s < SLOTS; ++s) {
+                    const int expert = router.expert(pair + m * SLOTS + s);
+                    if (expert < 0) continue;
+                    const float weight = routing[pair + m * SLOTS + s];
+                    const float4 bias = bias_of(weights, expert, n0 + n);
+                    sum.x = fmaf(weight, bias.x, sum.x), sum.y = fmaf(weight, bias.y, sum.y);
+                    sum.z = fmaf(weight, bias.z, sum.z), sum.w = fmaf(weight, bias.w, sum.w);
+                }
+                store_global(out + (i64)(m0 + m) * weights.N + n0 + n,
+                             make_uint2(E::narrow(sum.x, sum.y), E::narrow(sum.z, sum.w)));
+            }
+            if constexpr (CLUSTER > 1) {
+                cluster_arrive_relaxed();
+                cluster_wait();
+            }
+        }
+    }
+
     // Ids are older than the previous kernel, which waited for them, so weights are requested before that has ended.
-    static __device__ __forceinline__ void down(const u16* inner, const Weights& weights, const Router& router, u16* out, int M,
-                                                int dependent) {
+    static __device__ __forceinline__ void down(const u16* inner, const Weights& weights, const Router& router,
+                                                const float* routing, u16* out, int M, int dependent) {
         const int unit = blockIdx.x / CLUSTER, tile = unit / M, m = unit - tile * M;
         const SlotParts parts{router, weights, (i64)m * SLOTS};
-        u16* row = out + (i64)m * weights.N;
         Gemm::run(inner + (i64)m * SLOTS * weights.K, weights.words, weights.scales, weights.zeros, 1, weights.N, weights.K, 0,
                   dependent, tile * CLUSTER + blockIdx.x % CLUSTER, parts,
                   [&](const float* buffer, int, int n0, u32 rank) {
-                      reduce_and_store<E, Activation::NONE, TILE_M, TILE_N, PITCH, WARPS_K, CLUSTER, THREADS>(
-                          buffer, nullptr, row, weights.N, 0, n0, 1, weights.N, rank, [] { __syncthreads(); });
+                      store_rows<TILE_M>(buffer, weights, router, routing, (i64)m * SLOTS, out, m, 1, n0, rank);
                   });
     }
 };
@@ -125,13 +184,14 @@ struct ExpertsStream {
 #define INSTANTIATE_EXPERTS_STREAM(NAME, CONFIGURATION)                                                                      \
     extern "C" __global__ void __launch_bounds__(StreamGemm<CONFIGURATION>::THREADS, CONFIGURATION::MIN_BLOCKS)              \
     CLUSTER_OF(CONFIGURATION::CLUSTER)                                                                                       \
-    NAME(const u16* x, const uint4* words, const u16* scales, const u16* zeros, const int* ids, const int* map,              \
-         const float* routing, u16* out, int M, int N, int K, int experts, int map_size, i64 x_stride, int dependent) {      \
+    NAME(const u16* x, const uint4* words, const u16* scales, const u16* zeros, const u16* bias, const int* ids,             \
+         const int* map, const float* routing, u16* out, int M, int N, int K, int experts, int map_size, i64 x_stride,       \
+         int dependent) {                                                                                                    \
         typedef ExpertsStream<CONFIGURATION> Layer;                                                                          \
-        const typename Layer::Weights weights{words, scales, zeros, N, K};                                                   \
+        const typename Layer::Weights weights{words, scales, zeros, bias, N, K};                                             \
         const typename Layer::Router router{ids, map, map_size, experts};                                                    \
         if constexpr (CONFIGURATION::GATED)                                                                                  \
             Layer::gate_up(x, weights, router, routing, out, M, x_stride, dependent);                                        \
         else                                                                                                                 \
-            Layer::down(x, weights, router, out, M, dependent);                                                              \
+            Layer::down(x, weights, router, routing, out, M, dependent);                                                     \
     }

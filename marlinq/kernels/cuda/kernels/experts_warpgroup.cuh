@@ -3,6 +3,8 @@
 //   out[r, n] = sum_k x[r, k] * weight[expert(r)][k, n]                     down
 //   out[r, j] = activation(gate[r, j]) * up[r, j]                           gate and up, GATED
 //
+// and with BIASED a bias of the expert's: bias[expert(r)][n], or those of gate and up.
+//
 // The main loop, the ring and the fragments are those of kernels/warpgroup.cuh. The grid is persistent: a block takes tile after
 // tile of all experts (experts/records.cuh), how many there are is known on the GPU only. The words of all experts are one
 // tensor [E * K/16, N/64, 128], so a tile of expert e begins e * K/16 planes later. A tile's rows may end before TILE_M: those
@@ -13,7 +15,7 @@
 // A block's last chunk of an expert may reach into the next expert's weights where K is no multiple of a chunk. Activations past
 // K are zeros, and weights are finite.
 //
-// Configuration: that of kernels/warpgroup.cuh (no split of K, one warpgroup or more side by side), GATED, ACTIVATION,
+// Configuration: that of kernels/warpgroup.cuh (no split of K, one warpgroup or more side by side), GATED, BIASED, ACTIVATION,
 // GROUPED_SHARED_BYTES.
 #pragma once
 #include "experts/records.cuh"
@@ -104,8 +106,8 @@ struct ExpertsWarpgroup {
     }
 
     static __device__ __forceinline__ void run(const TensorMap& x, const WeightMaps& maps, const u16* __restrict__ scales,
-                                               const u16* __restrict__ zeros, u16* __restrict__ out,
-                                               const ExpertRecord* records, const int* tile_count, int N, int K, int dependent,
+                                               const u16* __restrict__ zeros, const u16* __restrict__ bias,
+                                               u16* __restrict__ out, const ExpertRecord* records, const int* tile_count, int N, int K, int dependent,
                                                int behind_route) {
         extern __shared__ __align__(1024) unsigned char shared[];
         __shared__ __align__(8) u64 barriers[2 * STAGES];
@@ -139,6 +141,8 @@ struct ExpertsWarpgroup {
                 const int n = at.n0 + first_column;
                 if (n >= N) continue;
                 u16* to = out + (i64)at.m0 * stored_columns + (GATED ? n / 2 : n);
+                const PerColumn<PRODUCTS> shifts = TransposedStore<typename Shape::E, PRODUCTS, TILE_M>::load_bias(
+                    C::BIASED ? bias + (i64)at.expert * N + n : nullptr, lane);
                 if constexpr (GATED) {
                     float inner[STORED][TILE_M / 2];
                     PerColumn<STORED> ones, nothing;
@@ -147,13 +151,12 @@ struct ExpertsWarpgroup {
                     for (int q = 0; q < STORED; ++q)
 #pragma unroll
                         for (int i = 0; i < TILE_M / 2; ++i)
-                            inner[q][i] = activation<C::ACTIVATION>(sums[2 * q][i] * units.of[2 * q][i / 2 % 2]) *
-                                          (sums[2 * q + 1][i] * units.of[2 * q + 1][i / 2 % 2]);
+                            inner[q][i] = gated<C::ACTIVATION>(
+                                fmaf(sums[2 * q][i], units.of[2 * q][i / 2 % 2], shifts.of[2 * q][i / 2 % 2]),
+                                fmaf(sums[2 * q + 1][i], units.of[2 * q + 1][i / 2 % 2], shifts.of[2 * q + 1][i / 2 % 2]));
                     Transposed::store(inner, ones, nothing, scratch, to, stored_columns, at.rows, lane);
                 } else {
-                    PerColumn<STORED> nothing;
-                    nothing.set(0.f);
-                    Transposed::store(sums, units, nothing, scratch, to, stored_columns, at.rows, lane);
+                    Transposed::store(sums, units, shifts, scratch, to, stored_columns, at.rows, lane);
                 }
                 // The next tile is transposed in the same memory.
                 __syncwarp();
@@ -165,8 +168,8 @@ struct ExpertsWarpgroup {
 #define INSTANTIATE_EXPERTS_WGMMA(NAME, CONFIGURATION)                                                                    \
     extern "C" __global__ void __launch_bounds__(ExpertsWarpgroup<CONFIGURATION>::THREADS, CONFIGURATION::MIN_BLOCKS)     \
     NAME(const __grid_constant__ TensorMap x, const __grid_constant__ WeightMaps maps, const u16* __restrict__ scales,    \
-         const u16* __restrict__ zeros, u16* __restrict__ out, const ExpertRecord* records, const int* tile_count, int N, \
-         int K, int dependent, int behind_route) {                                                                        \
-        ExpertsWarpgroup<CONFIGURATION>::run(x, maps, scales, zeros, out, records, tile_count, N, K, dependent,           \
+         const u16* __restrict__ zeros, const u16* __restrict__ bias, u16* __restrict__ out, const ExpertRecord* records, \
+         const int* tile_count, int N, int K, int dependent, int behind_route) {                                          \
+        ExpertsWarpgroup<CONFIGURATION>::run(x, maps, scales, zeros, bias, out, records, tile_count, N, K, dependent,     \
                                              behind_route);                                                               \
     }
