@@ -106,28 +106,30 @@ class Batch:
             for way in (_alone, _shared):
                 found = sorted(way(self.shape, device_numbers(0), gated=gated), key=lambda timed: timed[0])
                 listed += found[: most if way is _shared else 2]
-        decisions = [DirectDecision(config, config, "") for _, config in listed]
-        self.compile(decisions)
+        both: list[ExpertsDecision] = [DirectDecision(config, config, "") for _, config in listed]
+        self.compile(both)
         graphs = {}
-        for number, ((_, config), decision) in enumerate(zip(listed, decisions, strict=True)):
+        for number, ((_, config), decision) in enumerate(zip(listed, both, strict=True)):
             graphs[str(number)] = self.graph(decision, 1 if config.gated else 2, 0 if config.gated else 1)
         times = time_in_turn(graphs, 3e-5)
         rows = []
         for number, (expected, config) in enumerate(listed):
-            tile, row = config.tile, {"m": self.shape.m, "gated": config.gated, "columns": config.columns}
-            row |= {"warps_n": tile.warps_n, "warps_k": tile.warps_k, "cluster": tile.cluster}
+            tile, row = config.tile, dict[str, Any](m=self.shape.m, gated=config.gated)
+            row |= {
+                "columns": config.columns,
+                "warps_n": tile.warps_n,
+                "warps_k": tile.warps_k,
+                "cluster": tile.cluster,
+            }
             row |= {"stages": tile.stages, "blocks": tile.min_blocks}
             row |= {"seconds": times[str(number)], "expected": expected}
             rows.append(row)
         rows.sort(key=lambda row: (row["gated"], row["seconds"]))
         for row in rows:
+            tile = " x ".join(str(row[key]) for key in ("warps_n", "warps_k", "cluster", "stages", "blocks"))
             print(
-                "  ",
-                {
-                    **row,
-                    "seconds": round(1e6 * row["seconds"], 1),
-                    "expected": round(1e6 * row["expected"], 1),
-                },
+                f"  {'first' if row['gated'] else 'second':6s} {1e6 * row['seconds']:7.1f} "
+                f"({1e6 * row['expected']:.1f} expected)  {row['columns']} together, {tile}"
             )
         return rows
 
@@ -161,11 +163,11 @@ def main() -> None:
         for m in (int(text) for text in arguments.batch.split(",")):
             batch = Batch.of(layer, weights, m)
             chosen = decide_experts(batch.shape, device_numbers(0))
-            touched = len(batch.routings[0].ids.unique())
+            touched = len(set(batch.routings[0].ids.flatten().tolist()))
             print(f"{name} M={m}, {touched} experts: {chosen.reason}", flush=True)
             if arguments.direct:
-                touched = {"model": name, "touched": touched}
-                rows += [touched | row for row in batch.direct(arguments.direct)]
+                cell = {"model": name, "touched": touched}
+                rows += [cell | row for row in batch.direct(arguments.direct)]
             elif arguments.variants:
                 batch.variants()
             else:

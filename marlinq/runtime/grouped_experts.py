@@ -67,8 +67,6 @@ def grouping_refusal(
     for linear in (*gate, *up, *down):
         if not isinstance(linear, QuantLinear):
             return f"an expert is multiplied by {type(linear).__name__}"
-        if linear.bias is not None:
-            return "an expert has a bias"
         if linear.order is not None:
             return "an expert has an activation order"
     for name, linears in (("gate", gate), ("up", up), ("down", down)):
@@ -107,17 +105,27 @@ def group_experts(
 ) -> ExpertWeights:
     """The experts' operands stacked, gate's and up's columns in turns; :func:`grouping_refusal` has none.
 
-    Columns that pad gate and up are zeros, and so what they give is; down's padding multiplies it.
+    Columns that pad gate and up are zeros, and so what they give is; down's padding multiplies it. Where one
+    linear has a bias, the others' are zeros.
     """
-    return ExpertWeights(interleave_gate_up(_stacked(gate), _stacked(up)), _stacked(down), gate[0].group_size)
+    biased = any(linear.bias is not None for linear in (*gate, *up, *down))
+    stored = [_stacked(linears, biased=biased) for linears in (gate, up, down)]
+    return ExpertWeights(interleave_gate_up(*stored[:2]), stored[2], gate[0].group_size)
 
 
-def _stacked(linears: Sequence[QuantLinear]) -> StoredExperts:
+def _stacked(linears: Sequence[QuantLinear], *, biased: bool) -> StoredExperts:
+    bias = None
+    if biased:
+        bias = linears[0].scales.new_zeros(len(linears), linears[0].padded_shape[1])
+        for row, linear in zip(bias, linears, strict=True):
+            if linear.bias is not None:
+                row[: len(linear.bias)] = linear.bias
     zeros = [linear.zeros for linear in linears if linear.zeros is not None]
     return StoredExperts(
         torch.stack([linear.words for linear in linears]),
         torch.stack([linear.scales for linear in linears]),
         torch.stack(zeros) if zeros else None,
+        bias,
     )
 
 

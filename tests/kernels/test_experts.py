@@ -28,7 +28,7 @@ def test_gate_and_up_take_turns_in_blocks_of_16_columns(group: int, zeros: bool)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_operator_on_the_cpu(activation: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    shape = Shape(6, 3, 128, 64, 32, True, dtype)
+    shape = Shape(6, 3, 128, 64, 32, True, dtype, biased=activation == "clamped_swiglu")
     layer = random_layer(shape)
     x, ids, weights = random_routing(shape, 9)
     found = w4a16_experts(x, ids, weights, layer.weights, activation)
@@ -51,6 +51,7 @@ def test_what_does_not_fit_is_named() -> None:
     shape = Shape(4, 2, 64, 64, 64)
     layer = random_layer(shape)
     x, ids, weights = random_routing(shape, 3)
+    biased = layer.weights.down._replace(bias=torch.zeros(4, 64).half())
     for given, words in (
         ((x[:, :32], ids, weights, layer.weights), "x: expected"),
         ((x, ids.short(), weights, layer.weights), "ids: expected"),
@@ -58,6 +59,11 @@ def test_what_does_not_fit_is_named() -> None:
         ((x.bfloat16(), ids, weights, layer.weights), "gate_up scales: expected"),
         ((x, ids, weights, layer.weights._replace(down=layer.weights.gate_up)), "down: expected"),
         ((x, ids, weights, layer.weights._replace(group_size=48)), "group_size: expected"),
+        ((x, ids, weights, layer.weights._replace(down=biased)), "bias: expected biases of gate_up and down"),
+        (
+            (x, ids, weights, layer.weights._replace(down=biased._replace(bias=x))),
+            "down bias: expected",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             w4a16_experts(*given)  # type: ignore[arg-type]
@@ -65,10 +71,12 @@ def test_what_does_not_fit_is_named() -> None:
         w4a16_experts(x, ids, weights, layer.weights, "tanh")
 
 
-def test_the_operator_passes_torchs_own_checks() -> None:
-    shape = Shape(4, 2, 64, 64, 64)
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_operator_passes_torchs_own_checks(biased: bool) -> None:
+    shape = Shape(4, 2, 64, 64, 64, biased=biased)
     layer = random_layer(shape)
     x, ids, weights = random_routing(shape, 3)
-    given = (x, ids, weights, *layer.weights.gate_up, *layer.weights.down, 64, "silu")
+    gate_up, down = layer.weights.gate_up, layer.weights.down
+    given = (x, ids, weights, *gate_up[:3], *down[:3], 64, "silu", None, gate_up.bias, down.bias)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.marlinq.w4a16_experts.default, given, test_utils=tests)

@@ -75,7 +75,8 @@ def interleave_gate_up(gate: StoredExperts, up: StoredExperts) -> StoredExperts:
         raise ValueError("gate and up: expected biases of both or of none")
     bias = None
     if gate.bias is not None and up.bias is not None:
-        bias = torch.stack([value.unflatten(1, (-1, 16)) for value in (gate.bias, up.bias)], dim=2).flatten(1)
+        blocks = [value.reshape(len(value), -1, 16) for value in (gate.bias, up.bias)]
+        bias = torch.stack(blocks, dim=2).flatten(1)
     words = _take_turns(gate.words, up.words, lanes=32, width=1)
     return StoredExperts(words, _interleave_scales(gate.scales, up.scales), zeros, bias)
 

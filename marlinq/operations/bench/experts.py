@@ -181,7 +181,7 @@ def even_routings(layer: ExpertsLayer, m: int, device: torch.device, expert_byte
     drawn: list[tuple[float, Tensor]] = []
     while len(drawn) < _DRAWS and (not drawn or drawn[-1][0] > 0.5):
         scores = torch.randn(m, layer.experts, generator=generator)
-        touched = len(scores.topk(layer.top, 1).indices.unique())
+        touched = len(set(scores.topk(layer.top, 1).indices.flatten().tolist()))
         drawn.append((abs(touched - expected), scores))
     scores = min(drawn, key=lambda draw: draw[0])[1].to(device)
     values, ids = torch.softmax(scores, 1).topk(layer.top, 1)
