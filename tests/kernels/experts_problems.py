@@ -51,7 +51,7 @@ class Layer:
         counts = torch.bincount(local + 1, minlength=self.shape.experts + 1).tolist()
         out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
         # Those that are elsewhere are the first.
-        for expert, pairs in enumerate(sorted_pairs.split(counts), -1):
+        for expert, pairs in enumerate(torch.split(sorted_pairs, counts), -1):
             if expert < 0 or not len(pairs):
                 continue
             m = pairs // ids.shape[1]

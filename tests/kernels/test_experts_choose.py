@@ -61,7 +61,11 @@ def test_parts_are_dealt_to_all_slots() -> None:
 
 def test_gpus_without_wgmma_never_sort() -> None:
     large = replace(AMPERE, architecture="sm_80", shared_bytes=166_912)
-    assert isinstance(decide_experts(replace(QWEN, m=300), large), DirectDecision)
+    many = decide_experts(replace(QWEN, m=300), large)
+    assert isinstance(many, DirectDecision)
+    # Not more pairs than a block compares.
+    assert many.gate_up.columns == 0
+    assert many.down.columns == 8
     # Eight slots a block, whose rings don't fit; there are no clusters.
     with pytest.raises(UnsupportedError, match="8 experts a row with groups of 128: no variant fits sm_86"):
         decide_experts(QWEN, AMPERE)

@@ -93,8 +93,6 @@ _SHARED_SHAPES = ((1, 4), (1, 8), (2, 2), (2, 4), (3, 2), (4, 1), (4, 2), (6, 1)
 _IN_FLIGHT = 100_000
 # Registers of a thread without which pairs that share experts spill (tests/kernels/test_experts_choose.py).
 _SHARED_REGISTERS = 168
-# Experts whose numbers leave room for a mark (cuda/kernels/experts_shared.cuh).
-_NAMED_EXPERTS = 65535
 # Bytes that a warpgroup takes to transpose 16 columns a warp, beyond those for 32: the former come as 16
 # rows.
 _SINGLE_COLUMNS_MORE = 1024
@@ -368,7 +366,8 @@ def _shared(shape: ExpertsShape, device: Device, *, gated: bool) -> Iterator[tup
     Estimated as a dense product of a few rows: as wide as all experts that are expected, or as long as all of
     eight rows. What tiles of eight rows share comes from L2 (:data:`_AGAIN`).
     """
-    if shape.m == 1 or shape.experts > _NAMED_EXPERTS or shape.top > _DIRECT_PAIRS // _COLUMNS:
+    compared = shape.pairs if gated else _COLUMNS * shape.top
+    if shape.m == 1 or compared > _DIRECT_PAIRS:
         return
     columns = next(count for count in (2, 4, _COLUMNS) if count >= min(shape.m, _COLUMNS))
     one = shape.product(gated=gated)
