@@ -215,35 +215,18 @@ def floors_table() -> str:
 
 
 def experts_table() -> str:
-    """Microseconds and rates of whole routed layers by model and batch."""
+    """Times of whole routed layers by model and batch, beside Humming and the hardware's limit."""
     found = result("experts-h200")
     rows = [["layer", "", *map(str, found["batches"])]]
-    for layer, times in found["alone"]["microseconds"].items():
-        shape = found["alone"]["shapes"][layer]
-        operations = 6 * shape["top"] * shape["hidden"] * shape["inner"]
-        rates = [
-            None if time is None else m * operations / time / 1e6
-            for m, time in zip(found["batches"], times, strict=True)
-        ]
-        rows.append([layer, "us", *("" if time is None else f"{time:.1f}" for time in times)])
-        rows.append(["", "TFLOP/s", *("" if rate is None else f"{rate:.0f}" for rate in rates)])
+    for layer, cell in found["layers"].items():
+        operations = 6 * cell["top"] * cell["hidden"] * cell["inner"]
+        ours = cell["marlinq"]
+        rates = [m * operations / time / 1e6 for m, time in zip(found["batches"], ours, strict=True)]
+        rows.append([layer, "us", *(f"{time:.1f}" for time in ours)])
+        for words, others in (("over Humming", cell["humming"]), ("over the floor", cell["floor"])):
+            rows.append(["", words, *(f"{a / b:.2f}" for a, b in zip(ours, others, strict=True))])
+        rows.append(["", "TFLOP/s", *(f"{rate:.0f}" for rate in rates)])
     return _table(rows)
-
-
-def experts_beside_table() -> str:
-    """Our routed layer beside Humming's in one process."""
-    found = result("experts-h200")
-    beside = found["beside"]
-    ours, theirs, floor = beside["marlinq"], beside["humming"], beside["floor"]
-    return _table(
-        [
-            [beside["layer"], *map(str, found["batches"])],
-            ["marlinq, us", *(f"{time:.1f}" for time in ours)],
-            ["Humming, us", *(f"{time:.1f}" for time in theirs)],
-            ["ours over Humming", *(f"{a / b:.2f}" for a, b in zip(ours, theirs, strict=True))],
-            ["ours over the floor", *(f"{a / b:.2f}" for a, b in zip(ours, floor, strict=True))],
-        ]
-    )
 
 
 def quality_table() -> str:
@@ -362,7 +345,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernels": kernels_table,
     "floors": floors_table,
     "experts": experts_table,
-    "experts-beside": experts_beside_table,
     "quality": quality_table,
     "head": head_table,
     "chain": chain_table,

@@ -85,8 +85,9 @@ _UNLIMITED = 1 << 30
 _DIRECT_PAIRS = 256
 # Pairs of an expert that are columns of one product, and rows whose experts are segments of one.
 _COLUMNS = 8
-# What an expert costs again, of what it costs the first time: its words come from L2.
-_AGAIN = 0.8
+# What an expert costs again, of what it costs the first time: its words come from L2. But instructions take a
+# share of the time in any case.
+_AGAIN, _INSTRUCTIONS = 0.25, 0.82
 # Warps of a block that shares experts: side by side, and parts of K.
 _SHARED_SHAPES = ((1, 4), (1, 8), (2, 2), (2, 4), (3, 2), (4, 1), (4, 2), (6, 1), (7, 1))
 # Bytes that a multiprocessor requests ahead.
@@ -346,7 +347,8 @@ def _alone(shape: ExpertsShape, device: Device, *, gated: bool) -> Iterator[tupl
     """Every pair with its expert, and every row with its experts.
 
     Estimated as a dense product of a row: as wide as all pairs together, or as long as all experts of a row.
-    What several rows share costs each but the first a part (:data:`_AGAIN`).
+    What several rows share costs each but the first a part (:data:`_AGAIN`), as far as that is less than the
+    instructions take.
     """
     one = shape.product(gated=gated)
     wide, slots = replace(one, m=1, n=one.n * shape.pairs), 1
@@ -357,7 +359,7 @@ def _alone(shape: ExpertsShape, device: Device, *, gated: bool) -> Iterator[tupl
         if config.parts % slots == 0:
             seconds, _ = stream.estimate(wide, device, config)
             found = DirectConfig(config, gated, shape.top, biased=shape.biased)
-            yield seconds * (share + _AGAIN * (1 - share)), found
+            yield seconds * max(_INSTRUCTIONS, share + _AGAIN * (1 - share)), found
 
 
 def _shared(shape: ExpertsShape, device: Device, *, gated: bool) -> Iterator[tuple[float, DirectConfig]]:
