@@ -58,9 +58,11 @@ struct ExpertsShared {
     // What finds them, in the ring's memory before anything else is there.
     struct Scratch {
         int expert[PAIRS];
-        int key[PAIRS];     // the same for pairs that may share a group; -1: none
-        int leader[PAIRS];  // the first pair of the group, and the pair's number in it from bit 16 on
-        u32 leads[PAIRS / 32];
+        int key[PAIRS];   // the same for pairs that may share a group; -1: none
+        int rank[PAIRS];  // how many pairs before have the same; -1: none
+        int first[PAIRS];  // the first that has it
+        u32 leads[PAIRS / 32];  // which are the first of a group
+        int base;               // rank of the first of the group that is kept
     };
     static_assert(sizeof(Scratch) <= RING_BYTES, "pairs are compared in the ring's memory");
 
@@ -68,54 +70,71 @@ struct ExpertsShared {
     // otherwise all are kept, in which a pair's column is that of its row.
     static __device__ __forceinline__ int find(Segments& segments, Scratch& scratch, const Router& router, i64 first, int count,
                                                int unit) {
-        const int thread = threadIdx.x, lane = thread % 32;
-        for (int t = thread; t < PAIRS && t < (count + 3) / 4 * 4; t += THREADS)
-            scratch.expert[t] = t < count ? router.expert(first + t) : -1;
+        const int thread = threadIdx.x, lane = thread % 32, padded = (count + 3) / 4 * 4;
+        int* const keys = GATED ? scratch.expert : scratch.key;
+        for (int t = thread; t < padded; t += THREADS) scratch.expert[t] = t < count ? router.expert(first + t) : -1;
         for (int i = thread; i < SEGMENTS * COLUMNS; i += THREADS) segments.pair[i / COLUMNS][i % COLUMNS] = -1;
         __syncthreads();
-        // A row that names an expert twice has it in two groups: columns are rows.
-        for (int t = thread; t < (count + 3) / 4 * 4; t += THREADS) {
-            const int expert = scratch.expert[t];
-            bool again = false;
-            if (!GATED)
+        if constexpr (!GATED) {
+            // A row that names an expert twice has it in two groups: columns are rows.
+            for (int t = thread; t < padded; t += THREADS) {
+                const int expert = scratch.expert[t];
+                bool again = false;
                 for (int s = t % SLOTS; s > 0; --s) again |= scratch.expert[t - s] == expert;
-            scratch.key[t] = again && expert >= 0 ? -2 - t : expert;
+                keys[t] = again && expert >= 0 ? -2 - t : expert;
+            }
+            __syncthreads();
         }
-        __syncthreads();
         const int runs = (count + 31) / 32;
         for (int run = thread / 32; run < runs; run += WARPS) {
-            const int t = 32 * run + lane, mine = t < count ? scratch.key[t] : -1;
-            int same = 0, leader = t;
-            for (int j = 0; j < t && j < count; j += 4) {
-                const int4 four = *reinterpret_cast<const int4*>(scratch.key + j);
-                const int keys[4] = {four.x, four.y, four.z, four.w};
+            const int t = 32 * run + lane, mine = t < count ? keys[t] : -1, before = min(padded, 32 * run + 32);
+            int same[4] = {0, 0, 0, 0}, earliest = t;
+#pragma unroll 4
+            for (int j = 0; j < before; j += 4) {
+                const int4 four = *reinterpret_cast<const int4*>(keys + j);
+                const int theirs[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    if (j + i < t && keys[i] == mine) {
-                        if (same % COLUMNS == 0) leader = j + i;
-                        ++same;
-                    }
+                for (int i = 0; i < 4; ++i) {
+                    const bool equal = theirs[i] == mine && j + i < t;
+                    same[i] += equal;
+                    if (!GATED && equal) earliest = min(earliest, j + i);
+                }
             }
-            if (same % COLUMNS == 0) leader = t;
-            const bool leads = mine != -1 && leader == t;
+            const int rank = same[0] + same[1] + same[2] + same[3];
+            const bool leads = mine != -1 && rank % COLUMNS == 0;
             const u32 alike = lanes_with_same(leads);
             if (lane == 0) scratch.leads[run] = leads ? alike : ~alike;
-            scratch.leader[t] = mine == -1 ? -1 : leader | same % COLUMNS << 16;
+            scratch.rank[t] = mine == -1 ? -1 : rank;
+            if (!GATED) scratch.first[t] = earliest;
         }
         __syncthreads();
         int groups = 0;
         for (int run = 0; run < runs; ++run) groups += count_bits(scratch.leads[run]);
-        const int wanted = GATED ? unit % max(groups, 1) : 0;
-        for (int t = thread; t < count; t += THREADS) {
-            const int found = scratch.leader[t];
-            if (found < 0) continue;
-            const int leader = found % 65536;
-            int group = count_bits(scratch.leads[leader / 32] & ((1u << leader % 32) - 1));
-            for (int run = 0; run < leader / 32; ++run) group += count_bits(scratch.leads[run]);
-            if (GATED && group != wanted) continue;
-            const int segment = GATED ? 0 : group;
-            segments.pair[segment][GATED ? found / 65536 : t / SLOTS] = (short)t;
-            if (leader == t) segments.expert[segment] = scratch.expert[t];
+        if (groups == 0) return 0;
+        const auto number = [&](int t) {
+            int group = count_bits(scratch.leads[t / 32] & ((1u << t % 32) - 1));
+            for (int run = 0; run < t / 32; ++run) group += count_bits(scratch.leads[run]);
+            return group;
+        };
+        if constexpr (GATED) {
+            const int wanted = unit % groups;
+            for (int t = thread; t < count; t += THREADS) {
+                const int rank = scratch.rank[t];
+                if (rank < 0 || rank % COLUMNS != 0 || number(t) != wanted) continue;
+                segments.expert[0] = keys[t], scratch.base = rank;
+            }
+            __syncthreads();
+            for (int t = thread; t < count; t += THREADS) {
+                const int column = scratch.rank[t] - scratch.base;
+                if (keys[t] == segments.expert[0] && column >= 0 && column < COLUMNS) segments.pair[0][column] = (short)t;
+            }
+        } else {
+            for (int t = thread; t < count; t += THREADS) {
+                if (scratch.rank[t] < 0) continue;
+                const int leader = scratch.first[t], segment = number(leader);
+                segments.pair[segment][t / SLOTS] = (short)t;
+                if (leader == t) segments.expert[segment] = scratch.expert[t];
+            }
         }
         __syncthreads();
         return groups;
