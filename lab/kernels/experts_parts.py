@@ -126,7 +126,8 @@ class Batch:
             rows.append(row)
         rows.sort(key=lambda row: (row["gated"], row["seconds"]))
         for row in rows:
-            variant = " x ".join(str(row[key]) for key in ("warps_n", "warps_k", "cluster", "stages", "blocks"))
+            sizes = ("warps_n", "warps_k", "cluster", "stages", "blocks")
+            variant = " x ".join(str(row[key]) for key in sizes)
             print(
                 f"  {'first' if row['gated'] else 'second':6s} {1e6 * row['seconds']:7.1f} "
                 f"({1e6 * row['expected']:.1f} expected)  {row['columns']} together, {variant}"

@@ -88,6 +88,8 @@ _COLUMNS = 8
 # What an expert costs again, of what it costs the first time: its words come from L2. But instructions take a
 # share of the time in any case.
 _AGAIN, _INSTRUCTIONS = 0.25, 0.82
+# How much longer pairs together take than a dense product: their experts are compared first.
+_TOGETHER = 1.2
 # Warps of a block that shares experts: side by side, and parts of K.
 _SHARED_SHAPES = ((1, 4), (1, 8), (2, 2), (2, 4), (3, 2), (4, 1), (4, 2), (6, 1), (7, 1))
 # Bytes that a multiprocessor requests ahead.
@@ -400,7 +402,7 @@ def _shared(shape: ExpertsShape, device: Device, *, gated: bool) -> Iterator[tup
                 continue
             found = replace(config, tile=replace(tile, stages=stages))
             seconds, _ = stream.estimate(wide, device, found.tile)
-            yield seconds * (share + _AGAIN * (1 - share)), found
+            yield _TOGETHER * seconds * (share + _AGAIN * (1 - share)), found
 
 
 def _touched(shape: ExpertsShape, rows: int) -> float:
