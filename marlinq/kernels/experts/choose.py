@@ -90,6 +90,8 @@ _COLUMNS = 8
 _AGAIN, _INSTRUCTIONS = 0.25, 0.82
 # How much longer pairs together take than a dense product: their experts are compared first.
 _TOGETHER = 1.2
+# Seconds that every expert of the rows takes besides, where they lie one below the other.
+_SEGMENT = 1.5e-7
 # Warps of a block that shares experts: side by side, and parts of K.
 _SHARED_SHAPES = ((1, 4), (1, 8), (2, 2), (2, 4), (3, 2), (4, 1), (4, 2), (6, 1), (7, 1))
 # Bytes that a multiprocessor requests ahead.
@@ -379,10 +381,11 @@ def _shared(shape: ExpertsShape, device: Device, *, gated: bool) -> Iterator[tup
     if gated:
         groups = shape.experts * _expected_tiles(shape.pairs / shape.experts, columns)[1]
         wide, share = replace(one, m=2, n=one.n * max(1, round(groups))), touched / groups
+        segments = 0.0
     else:
         tiles, of_tile = -(-shape.m // columns), _touched(shape, min(shape.m, columns))
         wide = replace(one, m=2, n=one.n * tiles, k=one.k * max(1, round(of_tile)))
-        share = touched / (tiles * of_tile)
+        share, segments = touched / (tiles * of_tile), of_tile
     share = min(1.0, share)
     chunks = wide.k // 128
     for (warps_n, warps_k), blocks in itertools.product(_SHARED_SHAPES, (1, 2, 3)):
@@ -402,7 +405,7 @@ def _shared(shape: ExpertsShape, device: Device, *, gated: bool) -> Iterator[tup
                 continue
             found = replace(config, tile=replace(tile, stages=stages))
             seconds, _ = stream.estimate(wide, device, found.tile)
-            yield _TOGETHER * seconds * (share + _AGAIN * (1 - share)), found
+            yield _TOGETHER * seconds * (share + _AGAIN * (1 - share)) + segments * _SEGMENT, found
 
 
 def _touched(shape: ExpertsShape, rows: int) -> float:
