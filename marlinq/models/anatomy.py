@@ -129,6 +129,51 @@ class MLP:
 
 
 @dataclass(frozen=True)
+class Router:
+    """Which experts a token goes to, and how much each counts.
+
+    With ``logits = W x`` and their ``scores``, the ``top`` experts of the highest scores are taken; their
+    weights are ``scale * score``, or ``scale * score / (sum of the scores taken)`` where ``normalised``.
+    A softmax over the logits that were taken is the same as a normalised one over all.
+
+    Attributes:
+        module: full name of the module whose ``weight`` [experts, hidden] makes the logits, in its dtype.
+        experts: rows of that weight.
+        top: experts of a token.
+        scoring: ``softmax`` over all experts, or ``sigmoid`` of each.
+        normalised, scale: as above.
+    """
+
+    module: str
+    experts: int
+    top: int
+    scoring: Literal["softmax", "sigmoid"]
+    normalised: bool
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A routed MLP: ``sum_s weight_s * expert_s(x)``, and what every token gets beside it.
+
+    Attributes:
+        router: chooses.
+        experts: full name of the module of the gated experts. It takes hidden states [T, hidden], the chosen
+            experts' numbers [T, top] and their weights.
+        activation: between the products of an expert.
+        shared: an MLP that every token passes, whose result is added; None without one.
+        shared_gate: full name of a linear with one column, whose sigmoid multiplies what ``shared`` gives;
+            None for a factor of 1.
+    """
+
+    router: Router
+    experts: str
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+    shared: MLP | None = None
+    shared_gate: str | None = None
+
+
+@dataclass(frozen=True)
 class Layer:
     """One decoder block.
 
@@ -149,7 +194,7 @@ class Layer:
 
     name: str
     attention: Attention
-    mlp: MLP
+    mlp: MLP | Mixture
     attention_norm: Norm | None
     mlp_norm: Norm | None
     post_attention_norm: Norm | None = None

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from accelerate import init_empty_weights
@@ -20,11 +21,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from marlinq.core.errors import UnsupportedError
-from marlinq.models.anatomy import MLP, Anatomy, Layer, Norm, Slices, Unrecognised
+from marlinq.models.anatomy import MLP, Anatomy, Layer, Mixture, Norm, Router, Slices, Unrecognised
 from marlinq.models.blueprint import decoder_blocks, is_linear
-from marlinq.models.candidates import ACTIVATIONS, NormFormula, close, factor, norm_formula, tidy
+from marlinq.models.candidates import (
+    ACTIVATIONS,
+    Activation,
+    NormFormula,
+    close,
+    factor,
+    norm_formula,
+    tidy,
+)
+from marlinq.models.experts import find_experts
 from marlinq.models.recognise_attention import RotaryModules, attention_part
-from marlinq.models.recording import TOKENS, AttentionCall, Call, Recording, Refusal, record
+from marlinq.models.recording import TOKENS, AttentionCall, Call, ExpertsCall, Recording, Refusal, record
 
 _ANY_WIDTH = 64
 # What a model's own forward pass may raise when it meets random numbers where it expects something else.
@@ -51,13 +61,15 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
     names = [f"{blocks_name}.{index}" for index in range(len(blocks))]
     try:
         norms = _find_norms(model)
+        experts: dict[str, _RoutedExperts] = {}
         for name, block in zip(names, blocks, strict=True):
-            _check_parameters(name, block, norms)
+            experts |= _find_routed(name, block)
+            _check_parameters(name, block, norms, experts)
         rotary = RotaryModules(model)
         far = _far(model, rotary)
         try:
-            anatomy = _anatomy(model, names, norms, rotary, 0)
-            if far is not None and anatomy != _anatomy(model, names, norms, rotary, far):
+            anatomy = _anatomy(model, names, norms, rotary, experts, 0)
+            if far is not None and anatomy != _anatomy(model, names, norms, rotary, experts, far):
                 reason = f"its forward pass is another one at position {far} than at 0"
                 raise Refusal(type(model).__name__, reason)
         except _FORWARD_ERRORS as error:
@@ -118,12 +130,78 @@ def _declared_width(module: nn.Module) -> int:
     return int(shape[-1]) if isinstance(shape, (tuple, list)) and shape else 0
 
 
-def _check_parameters(name: str, block: nn.Module, norms: dict[str, Norm]) -> None:
+@dataclass(frozen=True)
+class _RoutedExperts:
+    """A module of gated experts.
+
+    Attributes:
+        count: how many.
+        hidden: channels that come in and go out.
+        activation: between their products.
+        routers: full names of the modules beside it that may make its router's logits.
+    """
+
+    count: int
+    hidden: int
+    activation: Activation
+    routers: tuple[str, ...]
+
+
+def _find_routed(name: str, block: nn.Module) -> dict[str, _RoutedExperts]:
+    """Full names of the modules of experts in ``block``, proved by running them on random weights."""
+    found: dict[str, _RoutedExperts] = {}
+    for inner, module in block.named_modules():
+        if not any(value.dim() == 3 for value in module.parameters(recurse=False)):
+            continue
+        full = f"{name}.{inner}"
+        try:
+            experts = find_experts(full, module, (), _proved_experts)
+        except UnsupportedError as error:
+            raise Refusal(full, str(error).removeprefix(f"{full}: ")) from error
+        if experts is None or not experts.gated or not experts.routed or experts.biases is not None:
+            continue
+        activation = _expert_activation(experts.activation(module))
+        if activation is None:
+            raise Refusal(full, "what stands between its products is no known activation")
+        parent = inner.rpartition(".")[0]
+        around = block.get_submodule(parent) if parent else block
+        buffers = [key for key, _ in around.named_buffers()]
+        if buffers:
+            raise Refusal(f"{name}.{parent}.{buffers[0]}", "a buffer beside routed experts")
+        routers = []
+        for beside, other in around.named_modules():
+            shapes = [tuple(value.shape) for value in other.parameters(recurse=False)]
+            if not is_linear(other) and shapes == [(experts.count, experts.hidden)]:
+                routers.append(".".join(part for part in (name, parent, beside) if part))
+        found[full] = _RoutedExperts(experts.count, experts.hidden, activation, tuple(routers))
+    return found
+
+
+# Classes and layouts of experts that were run already.
+_proved_experts: set[tuple[object, ...]] = set()
+
+
+def _expert_activation(gate: Callable[[Tensor], Tensor]) -> Activation | None:
+    """Which activation ``gate`` applies to its first half; [T, 2I] to [T, I]."""
+    first = torch.linspace(-9.0, 9.0, 96).view(3, 32)
+    second = first.flip(1) + 0.5
+    with torch.no_grad():
+        given = gate(torch.cat((first, second), -1))
+    for activation, function in ACTIVATIONS.items():
+        if close(given, function(first) * second):
+            return activation
+    return None
+
+
+def _check_parameters(
+    name: str, block: nn.Module, norms: dict[str, Norm], experts: dict[str, _RoutedExperts]
+) -> None:
     """Refuses a block with parameters of no known use; the largest of them names the part."""
+    used = {*experts, *(router for found in experts.values() for router in found.routers)}
     strange: dict[str, tuple[int, ...]] = {}
     for inner, module in block.named_modules():
         full = f"{name}.{inner}" if inner else name
-        if not is_linear(module) and full not in norms:
+        if not is_linear(module) and full not in norms and full not in used:
             parameters = module.named_parameters(recurse=False)
             strange |= {f"{full}.{key}": tuple(value.shape) for key, value in parameters}
     if strange:
@@ -147,11 +225,18 @@ def _anatomy(
     names: Sequence[str],
     norms: dict[str, Norm],
     rotary: RotaryModules,
+    experts: dict[str, _RoutedExperts],
     start: int,
 ) -> Anatomy:
     """What one recording says, of tokens from position ``start`` on."""
     blocks = [model.get_submodule(name) for name in names]
-    recording = record(model, blocks, {name: norm.width for name, norm in norms.items()}, start)
+    recording = record(
+        model,
+        blocks,
+        {name: norm.width for name, norm in norms.items()},
+        start,
+        {name: found.count for name, found in experts.items()},
+    )
     called = {call.name: call.input.shape[-1] for call in recording.calls if call.kind == "norm"}
     norms = {name: replace(norms[name], width=width) for name, width in called.items()}
     if len(recording.outputs) != len(names):
@@ -165,7 +250,9 @@ def _anatomy(
             raise Refusal(name, "does not get the hidden states of the block before it as they are")
         calls = [call for call in recording.calls if call.block == index]
         layers.append(
-            _Block(name, calls, norms, rotary, entered, recording.outputs[index]).layer(recording.positions)
+            _Block(name, calls, norms, rotary, experts, entered, recording.outputs[index]).layer(
+                recording.positions
+            )
         )
     final_norm, head, scale, softcap = _exit(model, after, recording, norms)
     return Anatomy(
@@ -266,6 +353,7 @@ class _Block:
         calls: list[Call],
         norms: dict[str, Norm],
         rotary: RotaryModules,
+        experts: dict[str, _RoutedExperts],
         entered: Tensor,
         left: Tensor,
     ) -> None:
@@ -273,6 +361,7 @@ class _Block:
         self.calls = calls
         self.norms = norms
         self.rotary = rotary
+        self.experts = experts
         self.entered = entered
         self.left = left
         self.unexplained = list(calls)
@@ -296,12 +385,16 @@ class _Block:
         attention_norm, attention_reads = self._source(attention_input, used[0].name)
         if not torch.equal(attention_reads, self.entered):
             raise Refusal(used[0].name, "attention does not read what enters the block, nor a norm of it")
-        mlp, mlp_input, m = self._mlp()
+        routed = [call for call in self.unexplained if isinstance(call, ExpertsCall)]
+        mlp: MLP | Mixture
+        mlp, mlp_input, m = self._mixture(routed) if routed else self._mlp()
+        reader = mlp.experts if isinstance(mlp, Mixture) else mlp.inputs.modules[0]
+        writer = mlp.experts if isinstance(mlp, Mixture) else mlp.down
         m, post_mlp = self._post_norm(m)
-        mlp_norm, mlp_reads = self._source(mlp_input, mlp.inputs.modules[0], shared=attention_norm)
+        mlp_norm, mlp_reads = self._source(mlp_input, reader, shared=attention_norm)
         if self.unexplained:
             raise Refusal(self.unexplained[0].name, "its part in the block is not understood")
-        for part, x in ((attention.output, a), (mlp.down, m), (mlp.inputs.modules[0], mlp_reads)):
+        for part, x in ((attention.output, a), (writer, m), (reader, mlp_reads)):
             if x.shape != self.entered.shape:
                 raise Refusal(part, f"{list(x.shape)} where the block has {list(self.entered.shape)}")
         parallel = torch.equal(mlp_reads, self.entered)
@@ -350,6 +443,57 @@ class _Block:
                     raise Refusal(reader, f"reads {call.name}, which has another part in the block")
                 return self.norms[call.name], call.input
         return None, x
+
+    def _mixture(self, routed: Sequence[ExpertsCall]) -> tuple[Mixture, Tensor, Tensor]:
+        """The routed MLP, its input and its output."""
+        if len(routed) != 1:
+            raise Refusal(routed[1].name, "experts run twice in a block")
+        call = routed[0]
+        self.unexplained.remove(call)
+        found = self.experts[call.name]
+        router, logits = self._router(call, found.count)
+        self.unexplained.remove(logits)
+        if not torch.equal(logits.input, call.input):
+            raise Refusal(call.name, f"does not read what {logits.name} reads")
+        m, shared, shared_gate = call.output, None, None
+        gates = [each for each in self.unexplained if each.kind == "linear" and each.output.shape[-1] == 1]
+        for gate in gates[:1]:
+            self.unexplained.remove(gate)
+            if not torch.equal(gate.input, call.input):
+                raise Refusal(gate.name, f"does not read what {call.name} reads")
+            shared_gate = gate.name
+        if any(each.kind == "linear" for each in self.unexplained):
+            shared, shared_input, always = self._mlp()
+            if not torch.equal(shared_input, call.input):
+                raise Refusal(shared.inputs.modules[0], f"does not read what {call.name} reads")
+            m = m + (always if shared_gate is None else torch.sigmoid(gates[0].output) * always)
+        elif shared_gate is not None:
+            raise Refusal(shared_gate, "its part in the block is not understood")
+        return Mixture(router, call.name, found.activation, shared, shared_gate), call.input, m
+
+    def _router(self, routed: ExpertsCall, count: int) -> tuple[Router, Call]:
+        """What made the experts' numbers and weights, and the product of its logits."""
+        top = routed.index.shape[-1]
+        for call in self.unexplained:
+            if call.kind != "linear" or call.output.shape[-1] != count:
+                continue
+            logits = call.output.reshape(-1, count).float()
+            if logits.shape[0] != routed.index.shape[0]:
+                continue
+            for scoring, scores in (("softmax", logits.softmax(-1)), ("sigmoid", logits.sigmoid())):
+                taken = scores.gather(1, routed.index)
+                highest = scores.topk(top, -1).values
+                if not torch.equal(taken.sort(-1, descending=True).values, highest):
+                    continue
+                for normalised in (True, False):
+                    share = taken / taken.sum(-1, keepdim=True) if normalised else taken
+                    scale = factor(routed.weights.float(), share)
+                    if scale is not None:
+                        kind: Literal["softmax", "sigmoid"] = "softmax" if scoring == "softmax" else "sigmoid"
+                        return Router(call.name, count, top, kind, normalised, scale), call
+        raise Refusal(
+            routed.name, "its numbers and weights are no top-k of a softmax or sigmoid of known logits"
+        )
 
     def _mlp(self) -> tuple[MLP, Tensor, Tensor]:
         """The MLP, its input and its output."""

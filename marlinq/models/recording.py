@@ -41,6 +41,7 @@ _HARMLESS = {
     "cache_position",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
     "return_dict",
     "use_cache",
     "logits_to_keep",
@@ -73,7 +74,7 @@ class Call:
         output: the random numbers that it returned.
     """
 
-    kind: Literal["linear", "norm", "embedding", "attention"]
+    kind: Literal["linear", "norm", "embedding", "attention", "experts"]
     name: str
     block: int
     input: Tensor
@@ -97,6 +98,19 @@ class AttentionCall(Call):
     mask: MaskFunction
 
 
+@dataclass(frozen=True, eq=False)
+class ExpertsCall(Call):
+    """A module of experts: besides the hidden states, where they go.
+
+    Attributes:
+        index: the chosen experts' numbers [T, top].
+        weights: what each counts, [T, top].
+    """
+
+    index: Tensor
+    weights: Tensor
+
+
 @dataclass(eq=False)
 class Recording:
     """What one forward pass did.
@@ -118,7 +132,11 @@ class Recording:
 
 
 def record(
-    model: PreTrainedModel, blocks: list[nn.Module], norms: Mapping[str, int], start: int = 0
+    model: PreTrainedModel,
+    blocks: list[nn.Module],
+    norms: Mapping[str, int],
+    start: int = 0,
+    experts: Mapping[str, int] | None = None,
 ) -> Recording:
     """Runs ``model`` once, as described above, and leaves it as it was.
 
@@ -127,11 +145,13 @@ def record(
         blocks: the decoder blocks in order.
         norms: full names of the modules that normalise -> channels.
         start: position of the first token; the model takes ``position_ids`` where it is not 0.
+        experts: full names of the modules of routed experts -> how many they are. A weight of as many rows
+            that is multiplied outside of linears makes a router's logits.
 
     Raises:
         Refusal: a parameter is used in another way, or attention is computed in another way.
     """
-    recorder = _Recorder(model, blocks, start)
+    recorder = _Recorder(model, blocks, start, experts or {})
     positions = {"position_ids": recorder.recording.positions[None]} if start else {}
     with ExitStack() as stack:
         stack.enter_context(recorder.stubs(norms))
@@ -145,8 +165,12 @@ def record(
 
 
 class _Recorder:
-    def __init__(self, model: PreTrainedModel, blocks: list[nn.Module], start: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, blocks: list[nn.Module], start: int, experts: Mapping[str, int]
+    ) -> None:
         self.model = model
+        self.experts = experts
+        self.routed = set(experts.values())
         self.blocks = blocks
         self.names = {id(module): name for name, module in model.named_modules()}
         self.parameters = {id(value): name for name, value in model.named_parameters()}
@@ -186,6 +210,8 @@ class _Recorder:
                     module.forward = self._stub("linear", name, *linear_shape(module))
                 elif name in norms:
                     module.forward = self._stub("norm", name, norms[name], norms[name])
+                elif name in self.experts:
+                    module.forward = self._routed_stub(name)
                 else:
                     continue
                 replaced.append((module, before))
@@ -206,6 +232,38 @@ class _Recorder:
             return self.call(kind, name, x, width or x.shape[-1])
 
         return stub
+
+    def _routed_stub(self, name: str) -> Callable[..., Tensor]:
+        def stub(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            if hidden.dim() != 2 or index.dim() != 2 or weights.shape != index.shape:
+                raise Refusal(name, "is not called with hidden states [T, H], numbers and weights [T, top]")
+            output = self.random(tuple(hidden.shape))
+            self.recording.calls.append(
+                ExpertsCall(
+                    "experts",
+                    name,
+                    self._block,
+                    hidden.detach().clone()[None],
+                    output.clone()[None],
+                    index=index.detach().clone(),
+                    weights=weights.detach().clone(),
+                )
+            )
+            return output
+
+        return stub
+
+    def logits(self, name: str, x: Tensor, experts: int) -> Tensor:
+        """A router's: no two of a token are equal, and a softmax leaves something for each."""
+        order = torch.stack([self.random((experts,)).argsort(stable=True) for _ in range(x[..., 0].numel())])
+        # Rows of different size: else the scores taken would have the same sum everywhere.
+        sizes = torch.linspace(0.6, 1.4, len(order))[:, None]
+        values = (sizes * torch.linspace(-2.0, 2.0, experts)[order]).reshape(*x.shape[:-1], experts)
+        given, kept = x.detach().clone(), values.clone()
+        if x.dim() == 2:
+            given, kept = given[None], kept[None]
+        self.recording.calls.append(Call("linear", name, self._block, given, kept))
+        return values
 
     @contextmanager
     def watched_blocks(self) -> Iterator[None]:
@@ -319,4 +377,9 @@ class _Parameters(TorchFunctionMode):
         if func is F.embedding and parameters[0].dim() == 2:
             module = name.rpartition(".")[0]
             return self._recorder.call("embedding", module, args[0], int(parameters[0].shape[1]))
+        rows = int(parameters[0].shape[0])
+        if func is F.linear and len(args) == 2 and not kwargs and rows in self._recorder.routed:
+            module, _, key = name.rpartition(".")
+            if key == "weight" and parameters[0].dim() == 2:
+                return self._recorder.logits(module, args[0], rows)
         raise Refusal(name, "is used by neither a linear, a norm nor an embedding")

@@ -12,6 +12,7 @@ from marlinq.kernels.step.attend import AttentionShape, Division, Workspace, att
 from marlinq.kernels.step.heads import HeadNorm, HeadWork
 from marlinq.kernels.step.prepared import Prepared, bind, precompile_prepared
 from marlinq.kernels.step.residual import Gather, RowNorm, residual
+from marlinq.kernels.step.router import router
 
 __all__ = [
     "Arrangement",
@@ -30,4 +31,5 @@ __all__ = [
     "divide",
     "precompile_prepared",
     "residual",
+    "router",
 ]

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from marlinq.kernels.step import Arrangement, HeadNorm, HeadWork, RowNorm
 from marlinq.kernels.step.prepared import ELEMENTS, VECTOR
 from marlinq.kernels.step.residual import WIDEST
-from marlinq.models.anatomy import Anatomy, Attention, Layer, Norm, Rotary, Unrecognised
+from marlinq.kernels.step.router import MOST_CHOSEN, MOST_EXPERTS
+from marlinq.models.anatomy import MLP, Anatomy, Attention, Layer, Mixture, Norm, Rotary, Router, Unrecognised
+from marlinq.runtime.grouped_experts import GroupedExperts
 from marlinq.runtime.step.products import Product, single_product
 
 
@@ -49,8 +51,11 @@ def _layer_refusal(model: nn.Module, layer: Layer, dtype: torch.dtype) -> Unreco
         )
     if layer.parallel and (layer.post_attention_norm or layer.post_mlp_norm):
         return Unrecognised(layer.name, "a parallel block with norms behind its parts")
-    if mlp.inputs.turns != 1 or any(width % VECTOR for width in mlp.inputs.widths):
-        return Unrecognised(mlp.inputs.modules[0], "gate and up are mixed, or no multiple of 8 columns")
+    refused = _mixture_refusal(model, mlp, dtype) if isinstance(mlp, Mixture) else _mlp_refusal(mlp)
+    if refused is not None:
+        return refused
+    if isinstance(mlp, Mixture) and mlp.shared is not None and (layer.parallel or layer.post_mlp_norm):
+        return Unrecognised(mlp.shared.down, "a shared expert in a parallel block, or before a norm")
     head_norms = [norm for norm in (attention.query_norm, attention.key_norm) if norm is not None]
     wide = [norm.width != size for norm in head_norms]
     if any(wide) and (
@@ -67,11 +72,75 @@ def _layer_refusal(model: nn.Module, layer: Layer, dtype: torch.dtype) -> Unreco
     return None
 
 
+def _mlp_refusal(mlp: MLP) -> Unrecognised | None:
+    if mlp.inputs.turns != 1 or any(width % VECTOR for width in mlp.inputs.widths):
+        return Unrecognised(mlp.inputs.modules[0], "gate and up are mixed, or no multiple of 8 columns")
+    return None
+
+
+def _mixture_refusal(model: nn.Module, mixture: Mixture, dtype: torch.dtype) -> Unrecognised | None:
+    router = mixture.router
+    experts = model.get_submodule(mixture.experts)
+    if not isinstance(experts, GroupedExperts):
+        return Unrecognised(mixture.experts, f"experts in a {type(experts).__name__}, not packed together")
+    weight = model.get_submodule(router.module).get_parameter("weight")
+    if weight.dtype != dtype:
+        return Unrecognised(router.module, f"its weight is in {weight.dtype}, activations in {dtype}")
+    if router.experts > MOST_EXPERTS or router.top > MOST_CHOSEN:
+        return Unrecognised(
+            router.module,
+            f"{router.top} of {router.experts} experts; the kernel takes {MOST_CHOSEN} of {MOST_EXPERTS}",
+        )
+    if mixture.shared_gate is not None:
+        return Unrecognised(mixture.shared_gate, "a gate of a shared expert")
+    return None if mixture.shared is None else _mlp_refusal(mixture.shared)
+
+
 def _norm_refusal(model: nn.Module, norm: Norm, dtype: torch.dtype) -> str | None:
     for name, value in model.get_submodule(norm.module).named_parameters():
         if value.dtype != dtype and not torch.equal(value.to(dtype).float(), value.float()):
             return f"its {name} in {value.dtype} has values that {dtype} does not hold"
     return None
+
+
+@dataclass(frozen=True, eq=False)
+class BoundMLP:
+    """An MLP with its products."""
+
+    anatomy: MLP
+    inputs: Product
+    down: Product
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """How gate and up lie in the product."""
+        if not self.anatomy.gated:
+            return "plain"
+        return "tiles" if self.inputs.tiles else "halves"
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self.inputs, self.down
+
+
+@dataclass(frozen=True, eq=False)
+class BoundMixture:
+    """A routed MLP with its weights.
+
+    Attributes:
+        router: what chooses, with its weight [E, H].
+        experts: the packed experts.
+        shared: what every token passes.
+    """
+
+    router: Router
+    weight: Tensor
+    experts: GroupedExperts
+    shared: BoundMLP | None
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return () if self.shared is None else self.shared.products
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +150,7 @@ class BoundLayer:
     anatomy: Layer
     qkv: Product
     output: Product
-    inputs: Product
-    down: Product
+    mlp: BoundMLP | BoundMixture
     attention_norm: RowNorm | None
     mlp_norm: RowNorm | None
     post_attention_norm: RowNorm | None
@@ -96,15 +164,8 @@ class BoundLayer:
         return self.anatomy.attention
 
     @property
-    def arrangement(self) -> Arrangement:
-        """How gate and up lie in the product."""
-        if not self.anatomy.mlp.gated:
-            return "plain"
-        return "tiles" if self.inputs.tiles else "halves"
-
-    @property
     def products(self) -> tuple[Product, ...]:
-        return self.qkv, self.output, self.inputs, self.down
+        return self.qkv, self.output, *self.mlp.products
 
 
 def row_norm(model: nn.Module, norm: Norm | None, dtype: torch.dtype) -> RowNorm | None:

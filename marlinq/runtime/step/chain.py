@@ -17,8 +17,17 @@ from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels import dependent_launches, device_numbers
 from marlinq.kernels.launch.driver import on_device
 from marlinq.kernels.step import AttentionShape, Division, HeadWork, Workspace, divide
-from marlinq.models.anatomy import Anatomy, Attention, Layer, Rotary
-from marlinq.runtime.step.bound import BoundLayer, chain_refusal, head_norm, rotation_table, row_norm
+from marlinq.models.anatomy import MLP, Anatomy, Attention, Layer, Mixture, Rotary
+from marlinq.runtime.grouped_experts import GroupedExperts
+from marlinq.runtime.step.bound import (
+    BoundLayer,
+    BoundMixture,
+    BoundMLP,
+    chain_refusal,
+    head_norm,
+    rotation_table,
+    row_norm,
+)
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.products import find_product, precompile_prompts, single_product
 from marlinq.runtime.step.prompts import MOST_ROWS, read_prompts
@@ -96,6 +105,11 @@ class ChainForward(Forward):
             self.reason += f"; multiplied apart: {'; '.join(apart)}"
 
     @property
+    def has_clusters(self) -> bool:
+        """Whether the GPU has clusters of blocks."""
+        return self.lengths.is_cuda and device_numbers(self.device_index).has_clusters
+
+    @property
     def vocabulary(self) -> int:
         """Tokens that can be embedded."""
         return self.embedding.shape[0]
@@ -148,12 +162,10 @@ class ChainForward(Forward):
         return on_device(self.device_index) if self.lengths.is_cuda else nullcontext()
 
     def _layer(self, model: nn.Module, layer: Layer, apart: dict[str, None]) -> BoundLayer:
-        attention, mlp = layer.attention, layer.mlp
+        attention = layer.attention
         qkv, reason = find_product(model, attention.qkv, interleave=False)
-        inputs, other_reason = find_product(model, mlp.inputs, interleave=mlp.gated)
-        for found in (reason, other_reason):
-            if found is not None:
-                apart[found] = None
+        if reason is not None:
+            apart[reason] = None
         rotary = attention.rotary
         if rotary is not None and rotary not in self._tables:
             self._tables[rotary] = rotation_table(model, rotary, self.capacity)
@@ -163,8 +175,7 @@ class ChainForward(Forward):
             anatomy=layer,
             qkv=qkv,
             output=single_product(model, attention.output),
-            inputs=inputs,
-            down=single_product(model, mlp.down),
+            mlp=_bound(model, layer.mlp, apart),
             attention_norm=row_norm(model, layer.attention_norm, self.dtype),
             mlp_norm=row_norm(model, layer.mlp_norm, self.dtype),
             post_attention_norm=row_norm(model, layer.post_attention_norm, self.dtype),
@@ -190,3 +201,20 @@ class ChainForward(Forward):
         processors = device_numbers(self.device_index).multiprocessors if self.lengths.is_cuda else 1
         shape = self._shape(attention)._replace(capacity=seen)
         return divide(shape, processors)
+
+
+def _bound(model: nn.Module, mlp: MLP | Mixture, apart: dict[str, None]) -> BoundMLP | BoundMixture:
+    if isinstance(mlp, Mixture):
+        experts = model.get_submodule(mlp.experts)
+        assert isinstance(experts, GroupedExperts)
+        weight = model.get_submodule(mlp.router.module).get_parameter("weight").detach().contiguous()
+        shared = None if mlp.shared is None else _bound_mlp(model, mlp.shared, apart)
+        return BoundMixture(mlp.router, weight, experts, shared)
+    return _bound_mlp(model, mlp, apart)
+
+
+def _bound_mlp(model: nn.Module, mlp: MLP, apart: dict[str, None]) -> BoundMLP:
+    inputs, reason = find_product(model, mlp.inputs, interleave=mlp.gated)
+    if reason is not None:
+        apart[reason] = None
+    return BoundMLP(mlp, inputs, single_product(model, mlp.down))

@@ -23,6 +23,8 @@ class Forward(ABC):
         observe: where set, it is called with the index of each layer and the hidden states behind it, in
             order; [B, T, hidden] of a prefill, [B, 1, hidden] of a step. An executor that keeps them to
             itself calls nothing. Never set while a step is captured.
+        observe_routing: where set, it is called with the index of each routed layer and the experts' numbers
+            and weights, both [B, T, top], before they are multiplied.
     """
 
     batch: int
@@ -31,6 +33,7 @@ class Forward(ABC):
     reason: str
     capturable: bool
     observe: Callable[[int, Tensor], None] | None = None
+    observe_routing: Callable[[int, Tensor, Tensor], None] | None = None
 
     @abstractmethod
     def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:

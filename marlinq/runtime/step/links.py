@@ -21,7 +21,7 @@ from marlinq.kernels.jit.instantiation import Instantiation
 from marlinq.kernels.launch.launch import precompile_instantiations
 from marlinq.kernels.launch.rows import SQUARED_COLUMNS, Added, Normed, row_instantiation
 from marlinq.kernels.step import RowNorm
-from marlinq.runtime.step.bound import BoundLayer
+from marlinq.runtime.step.bound import BoundLayer, BoundMLP
 from marlinq.runtime.step.products import Product
 
 
@@ -131,9 +131,12 @@ def _pairs(layers: Sequence[BoundLayer]) -> Iterable[tuple[Product, RowNorm, Pro
     for layer, following in itertools.zip_longest(layers, layers[1:]):
         if layer.anatomy.parallel:
             continue
+        if not isinstance(layer.mlp, BoundMLP):
+            # A router reads that norm, and experts add to the stream behind.
+            continue
         if layer.post_attention_norm is None and layer.mlp_norm is not None:
-            yield layer.output, layer.mlp_norm, layer.inputs
+            yield layer.output, layer.mlp_norm, layer.mlp.inputs
         if following is None or following.anatomy.parallel:
             continue
         if layer.post_mlp_norm is None and following.attention_norm is not None:
-            yield layer.down, following.attention_norm, following.qkv
+            yield layer.mlp.down, following.attention_norm, following.qkv

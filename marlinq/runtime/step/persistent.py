@@ -26,7 +26,7 @@ from marlinq.kernels.launch.persistent import (
 )
 from marlinq.kernels.step import HeadNorm, RowNorm
 from marlinq.runtime.linear import QuantLinear
-from marlinq.runtime.step.bound import BoundLayer
+from marlinq.runtime.step.bound import BoundLayer, BoundMLP
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.products import Product
 from marlinq.runtime.step.walk import Pending, Recording
@@ -139,11 +139,14 @@ def _halves(table: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _model(layer: BoundLayer) -> Model:
-    anatomy, attention, mlp = layer.anatomy, layer.attention, layer.anatomy.mlp
+    anatomy, attention = layer.anatomy, layer.attention
+    if not isinstance(layer.mlp, BoundMLP):
+        raise _UnknownPartError("experts")
+    mlp = layer.mlp.anatomy
     if anatomy.parallel or anatomy.residual_scale != 1:
         raise _UnknownPartError("parallel blocks, or a factor on what is added")
     activation = _ACTIVATIONS.get(mlp.activation)
-    if activation is None or layer.arrangement != "tiles":
+    if activation is None or layer.mlp.arrangement != "tiles":
         raise _UnknownPartError(f"{mlp.activation} without a gate in turns of tiles")
     rotary = attention.rotary
     if rotary is None or rotary.interleaved or rotary.channels != attention.head_dim:

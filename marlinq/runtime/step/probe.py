@@ -7,7 +7,7 @@ first use, prompts of different length and a few steps go through our forward an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from marlinq.models.anatomy import Anatomy, Unrecognised
+from marlinq.models.anatomy import Anatomy, Mixture, Unrecognised
 from marlinq.runtime.linear import QuantLinear
 from marlinq.runtime.operators.int4pack import Int4PackLinear
 from marlinq.runtime.step.forward import Forward
@@ -36,6 +36,13 @@ Build = Callable[[int, int], Forward]
 # it as well; there it is three times as much.
 _ALLOWED = 3.0
 _ALLOWED_FLOAT32 = 9.0
+
+Routes = tuple[Tensor, Tensor]
+"""Numbers and weights of the experts that tokens chose, both [T, top]."""
+
+# Of a random choice far fewer agree; rounding exchanges one of hundreds.
+_SAME_EXPERTS = 0.8
+_LOGIT_SIZE = 4.0
 
 # Of models that passed. Who fails may have broken weights, which says nothing about the next model.
 _passed: set[tuple[object, ...]] = set()
@@ -150,6 +157,10 @@ def compare(
     Transformers computes each row on its own, without padding and without a cache, with its ``eager``
     attention: the others leave out soft caps.
 
+    Experts whose scores are nearly equal change places by rounding alone, after which everything behind
+    them differs. So transformers' experts get the numbers and weights that ours chose, and its own choice is
+    compared with them (:func:`_same_routes`).
+
     Args:
         model: with its weights, on its device.
         anatomy: names its blocks.
@@ -162,25 +173,29 @@ def compare(
     shape = (len(lengths), max(lengths) + steps)
     ids = torch.randint(vocabulary, shape, generator=generator).to(model.device)
     forward = build(len(lengths), shape[1])
-    ours = _ours(forward, layers, ids, lengths, steps)
+    dtype = _rounded_to(model)
+    eps = torch.finfo(dtype).eps
+    allowed = eps * (_ALLOWED_FLOAT32 if dtype == torch.float32 else _ALLOWED)
+    ours, routing = _ours(forward, layers, ids, lengths, steps)
     squares: dict[int, list[Tensor]] = {}
     for row, length in enumerate(lengths):
-        theirs = _theirs(model, anatomy, ids[row : row + 1, : length + steps], length)
+        routed = {index: (found[0][row], found[1][row]) for index, found in routing.items()}
+        theirs, routes = _theirs(model, anatomy, ids[row : row + 1, : length + steps], length, routed)
+        for index, expected_routes in routes.items():
+            if not _same_routes(routed[index], expected_routes, allowed * math.sqrt(index + 1)):
+                squares.setdefault(index, []).append(torch.full((1,), math.inf, device=ids.device))
         for index, expected in theirs.items():
             found = ours.get(index)
             if found is None:
                 continue
             both = found[row].double(), expected[: len(found[row])].double()
             squares.setdefault(index, []).append(_relative(*both).square())
-    dtype = _rounded_to(model)
-    eps = torch.finfo(dtype).eps
-    allowed = eps * (_ALLOWED_FLOAT32 if dtype == torch.float32 else _ALLOWED)
     names = [*(layer.name for layer in anatomy.layers), "logits"]
     return [
         Difference(
             layer=index,
             name=names[index],
-            found=float(torch.cat(found).mean().sqrt()),
+            found=float(torch.cat([each.double() for each in found]).mean().sqrt()),
             allowed=allowed * math.sqrt(index + 1 + (index == layers)),
         )
         for index, found in sorted(squares.items())
@@ -201,19 +216,43 @@ def _relative(found: Tensor, expected: Tensor) -> Tensor:
     return relative
 
 
+def _same_routes(ours: Routes, theirs: Routes, allowed: float) -> bool:
+    """Whether two routers agree but for experts that rounding exchanges.
+
+    Those have nearly equal weights, so weights in falling order agree however the choice fell; and they are
+    few. A logit is as far off as what it is a product of, times its own size.
+    """
+    (index, weights), (other_index, other_weights) = ours, theirs
+    same = (index[:, :, None] == other_index[:, None]).any(-1).float().mean()
+    falling = (each.float().sort(-1, descending=True).values for each in (weights, other_weights))
+    distance = float(_relative(*falling).square().mean().sqrt())
+    return float(same) >= _SAME_EXPERTS and distance <= _LOGIT_SIZE * allowed
+
+
 def _ours(
     forward: Forward, layers: int, ids: Tensor, lengths: Sequence[int], steps: int
-) -> dict[int, list[Tensor]]:
-    """Index of a layer -> for each row its hidden states [tokens, hidden], without the last step's; behind
-    the layers the logits of all steps."""
+) -> tuple[dict[int, list[Tensor]], dict[int, tuple[list[Tensor], list[Tensor]]]]:
+    """Index of a layer -> for each row its hidden states [tokens, hidden]; behind the layers the logits of all
+    steps. And of routed layers: for each row the experts' numbers and weights [tokens, top].
+
+    Without experts the last step is made as it decodes, so its hidden states are missing: a forward may take
+    other kernels for a step that nobody observes. With experts transformers has to be told all choices."""
     rows = range(len(lengths))
     seen: dict[int, list[list[Tensor]]] = {}
+    chosen: dict[int, tuple[list[list[Tensor]], list[list[Tensor]]]] = {}
 
     def observe(valid: Sequence[int]) -> Callable[[int, Tensor], None]:
         def keep(index: int, x: Tensor) -> None:
             for row in rows:
                 seen.setdefault(index, [[] for _ in rows])[row].append(x[row, : valid[row]].clone())
 
+        def keep_routing(index: int, numbers: Tensor, weights: Tensor) -> None:
+            kept = chosen.setdefault(index, ([[] for _ in rows], [[] for _ in rows]))
+            for place, value in enumerate((numbers, weights)):
+                for row in rows:
+                    kept[place][row].append(value[row, : valid[row]].clone())
+
+        forward.observe_routing = keep_routing
         return keep
 
     forward.observe = observe(lengths)
@@ -221,19 +260,35 @@ def _ours(
     logits = [forward.prefill(prompts, torch.tensor(lengths, dtype=torch.int32)).clone()]
     forward.observe = observe([1] * len(lengths))
     for step in range(steps):
-        if step == steps - 1:
-            # As it decodes: a forward may take other kernels for a step that nobody observes.
+        if step == steps - 1 and not chosen:
             forward.observe = None
         places = torch.tensor([length + step for length in lengths], device=ids.device)
         logits.append(forward.step(ids.gather(1, places[:, None])[:, 0]).clone())
+    forward.observe = forward.observe_routing = None
     result = {index: [torch.cat(parts) for parts in by_row] for index, by_row in seen.items()}
     result[layers] = [torch.stack([each[row] for each in logits]) for row in rows]
-    return result
+    routing = {
+        index: ([torch.cat(parts) for parts in numbers], [torch.cat(parts) for parts in weights])
+        for index, (numbers, weights) in chosen.items()
+    }
+    return result, routing
 
 
-def _theirs(model: PreTrainedModel, anatomy: Anatomy, ids: Tensor, length: int) -> dict[int, Tensor]:
-    """The same of one row [1, tokens] from transformers."""
+def _theirs(
+    model: PreTrainedModel, anatomy: Anatomy, ids: Tensor, length: int, routed: Mapping[int, Routes]
+) -> tuple[dict[int, Tensor], dict[int, Routes]]:
+    """The same of one row [1, tokens] from transformers, whose experts get what ``routed`` says."""
     seen: dict[int, Tensor] = {}
+    routes: dict[int, Routes] = {}
+
+    def reroute(index: int) -> Callable[..., Any]:
+        def give(module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+            hidden, numbers, weights = args
+            routes[index] = numbers.clone(), weights.clone()
+            ours = routed[index]
+            return hidden, ours[0].to(numbers.dtype), ours[1].to(weights.dtype)
+
+        return give
 
     def hook(index: int) -> Callable[..., None]:
         def keep(module: nn.Module, args: Any, output: Any) -> None:
@@ -245,13 +300,18 @@ def _theirs(model: PreTrainedModel, anatomy: Anatomy, ids: Tensor, length: int) 
         model.get_submodule(layer.name).register_forward_hook(hook(index))
         for index, layer in enumerate(anatomy.layers)
     ]
+    handles += [
+        model.get_submodule(layer.mlp.experts).register_forward_pre_hook(reroute(index))
+        for index, layer in enumerate(anatomy.layers)
+        if isinstance(layer.mlp, Mixture) and index in routed
+    ]
     try:
         with eager_attention(model):
             logits = model(input_ids=ids, use_cache=False).logits[0]
     finally:
         for handle in handles:
             handle.remove()
-    return {**seen, len(anatomy.layers): logits[length - 1 :]}
+    return {**seen, len(anatomy.layers): logits[length - 1 :]}, routes
 
 
 @contextmanager

@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from marlinq.models.anatomy import Anatomy, Attention, Layer, Norm, Rotary, Slices
+from marlinq.models.anatomy import MLP, Anatomy, Attention, Layer, Mixture, Norm, Rotary, Router, Slices
 from marlinq.models.candidates import ACTIVATIONS
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.threads import threads_at_most
 
 Function = Callable[[Tensor], Tensor]
+Chosen = Callable[[Tensor, Tensor], None]
 
 _ROW_BLOCK = 512
 """Queries whose products with all keys exist at a time, where torch's fused attention can't be used."""
@@ -52,13 +53,18 @@ class ReferenceForward(Forward):
         self._final_norm = _norm(model, anatomy.final_norm, self._dtype)
         self._head = _linear(model, anatomy.head)
         self._rotations = _Rotations(model, anatomy)
-        self._layers = [_LayerParts.of(model, layer, self._dtype) for layer in anatomy.layers]
+        self._layers = [_LayerParts.of(model, layer, self._dtype, self._chosen) for layer in anatomy.layers]
         self._keys = [self._cache(layer.attention, device) for layer in anatomy.layers]
         self._values = [torch.zeros_like(keys) for keys in self._keys]
         self._rows = torch.arange(batch, device=device)
         self._places = torch.arange(capacity, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._shortest = self._longest = 0
+        self._routing = 0
+
+    def _chosen(self, index: Tensor, weights: Tensor) -> None:
+        if self.observe_routing is not None:
+            self.observe_routing(self._routing, index, weights)
 
     def _cache(self, attention: Attention, device: torch.device) -> Tensor:
         shape = (self.batch, attention.kv_heads, self.capacity, attention.head_dim)
@@ -83,6 +89,7 @@ class ReferenceForward(Forward):
         x = self._embed(ids, positions)
         turns = self._rotations.at(positions)
         for index, parts in enumerate(self._layers):
+            self._routing = index
             x = parts.forward(x, self._prompt_attention(index, parts, turns))
             if self.observe is not None:
                 self.observe(index, x)
@@ -111,6 +118,7 @@ class ReferenceForward(Forward):
             window = parts.attention.window
             if window not in masks:
                 masks[window] = self._visible(positions, window)
+            self._routing = index
             x = parts.forward(x, self._step_attention(index, parts, turns, positions, *masks[window]))
             if self.observe is not None:
                 self.observe(index, x)
@@ -253,13 +261,11 @@ class _LayerParts:
     key_norm: Function | None
     qkv: Callable[[Tensor], Sequence[Tensor]]
     output: Function
-    inputs: Callable[[Tensor], Sequence[Tensor]]
-    activation: Function
-    down: Function
+    mlp: Function
 
     @classmethod
-    def of(cls, model: nn.Module, layer: Layer, dtype: torch.dtype) -> _LayerParts:
-        attention, mlp = layer.attention, layer.mlp
+    def of(cls, model: nn.Module, layer: Layer, dtype: torch.dtype, chosen: Chosen) -> _LayerParts:
+        attention = layer.attention
         return cls(
             layer=layer,
             attention=attention,
@@ -271,9 +277,9 @@ class _LayerParts:
             key_norm=_norm(model, attention.key_norm, dtype),
             qkv=_parts(model, attention.qkv),
             output=_linear(model, attention.output),
-            inputs=_parts(model, mlp.inputs),
-            activation=ACTIVATIONS[mlp.activation],
-            down=_linear(model, mlp.down),
+            mlp=_mixture(model, layer.mlp, chosen)
+            if isinstance(layer.mlp, Mixture)
+            else _mlp(model, layer.mlp),
         )
 
     def forward(self, x: Tensor, attend: Function) -> Tensor:
@@ -291,9 +297,7 @@ class _LayerParts:
         return x.add(self._mlp(x if self.mlp_norm is None else self.mlp_norm(x)), alpha=layer.residual_scale)
 
     def _mlp(self, x: Tensor) -> Tensor:
-        first, *rest = self.inputs(x)
-        result = self.activation(first)
-        m = self.down(result * rest[0] if rest else result)
+        m = self.mlp(x)
         return m if self.post_mlp_norm is None else self.post_mlp_norm(m)
 
     def heads(self, x: Tensor, turns: _Turns) -> tuple[Tensor, Tensor, Tensor]:
@@ -387,6 +391,48 @@ def _linear(model: nn.Module, name: str) -> Function:
     weight = module.weight.detach()
     bias: Tensor | None = module.bias
     return lambda x: F.linear(x, weight, bias)
+
+
+def _mlp(model: nn.Module, mlp: MLP) -> Function:
+    inputs, down = _parts(model, mlp.inputs), _linear(model, mlp.down)
+    activation = ACTIVATIONS[mlp.activation]
+
+    def run(x: Tensor) -> Tensor:
+        first, *rest = inputs(x)
+        result = activation(first)
+        return down(result * rest[0] if rest else result)
+
+    return run
+
+
+def route(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+    """Numbers, int64, and weights, float32, of the experts that logits [T, experts] choose: both [T, top]."""
+    wide = logits.float()
+    scores = wide.softmax(-1) if router.scoring == "softmax" else wide.sigmoid()
+    weights, index = scores.topk(router.top, -1)
+    if router.normalised:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return index, weights * router.scale
+
+
+def _mixture(model: nn.Module, mixture: Mixture, chosen: Chosen) -> Function:
+    """``chosen`` is told the experts' numbers and weights, [B, T, top]."""
+    experts = model.get_submodule(mixture.experts)
+    weight = _weight(model, mixture.router.module)
+    shared = None if mixture.shared is None else _mlp(model, mixture.shared)
+    gate = None if mixture.shared_gate is None else _linear(model, mixture.shared_gate)
+
+    def run(x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        index, counts = route(F.linear(rows, weight), mixture.router)
+        chosen(index.view(*x.shape[:-1], -1), counts.view(*x.shape[:-1], -1))
+        m: Tensor = experts(rows, index, counts).view(x.shape)
+        if shared is not None:
+            always = shared(x)
+            m = m + (always if gate is None else torch.sigmoid(gate(x)) * always)
+        return m
+
+    return run
 
 
 def _parts(model: nn.Module, slices: Slices) -> Callable[[Tensor], Sequence[Tensor]]:

@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 from marlinq.core.progress import ReportProgress
-from marlinq.kernels import Problem, precompile
+from marlinq.kernels import Problem, device_numbers, precompile
 from marlinq.kernels import step as kernels
+from marlinq.kernels.experts import w4a16_experts
+from marlinq.kernels.experts.choose import ExpertsShape, decide_experts
+from marlinq.kernels.experts.launch import Workspace as ExpertsWorkspace
+from marlinq.kernels.experts.launch import layer_steps, shape_of
 from marlinq.kernels.launch.rows import Normed, RowWork
 from marlinq.kernels.step import Gather, Prepared, RowNorm
 from marlinq.models.anatomy import Anatomy
-from marlinq.runtime.step.bound import BoundLayer
+from marlinq.runtime.step.bound import BoundLayer, BoundMixture, BoundMLP
 from marlinq.runtime.step.links import RowLinks
 from marlinq.runtime.step.products import Product, Start
 
@@ -74,7 +78,8 @@ class Walk:
         self._begun = False
         self._x: Tensor | Gather = self.embedded()
         self._pending: Pending | None = None
-        self._normed: Tensor | None = None
+        # What attention and MLP of a parallel block both read.
+        self._both: Tensor | None = None
 
     # What a recording does otherwise.
 
@@ -92,14 +97,23 @@ class Walk:
         """[M, columns of the product]."""
         return product.run(x)
 
-    def activated(self, layer: BoundLayer, normed: Tensor) -> Tensor:
+    def activated(self, mlp: BoundMLP, normed: Tensor) -> Tensor:
         """What an MLP's second product reads: [M, inner columns], padded where gate and up take turns."""
-        x = self.multiply("inputs", layer.inputs, normed)
+        x = self.multiply("inputs", mlp.inputs, normed)
         # Whole tiles, or what the parts have.
-        columns = x.shape[1] // 2 if layer.arrangement == "tiles" else layer.anatomy.mlp.inputs.widths[0]
+        columns = x.shape[1] // 2 if mlp.arrangement == "tiles" else mlp.anatomy.inputs.widths[0]
         active = self.empty("active", x.shape[0], columns)
-        self.launch(kernels.activate(x, active, layer.anatomy.mlp.activation, layer.arrangement))
+        self.launch(kernels.activate(x, active, mlp.anatomy.activation, mlp.arrangement))
         return active
+
+    def whole(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """As :meth:`empty`, of any dtype and contiguous."""
+        return torch.empty((rows, columns), dtype=dtype, device=self.lengths.device)
+
+    def experts(self, mixture: BoundMixture, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """What the chosen experts give, summed for each row."""
+        grouped = mixture.experts
+        return w4a16_experts(x, ids, weights, grouped.weights, grouped.activation)
 
     def observed(self, index: int, x: Tensor) -> None:
         """The hidden states behind a layer."""
@@ -137,7 +151,7 @@ class Walk:
             self.observed(index - 1, x)
         anatomy = layer.anatomy
         if anatomy.parallel and anatomy.mlp_norm == anatomy.attention_norm:
-            self._normed = normed
+            self._both = normed
         return self.multiply("qkv", layer.qkv, normed)
 
     def after_attention(self, index: int, attended: Tensor) -> None:
@@ -146,16 +160,17 @@ class Walk:
         factor = layer.anatomy.residual_scale
         mixed = self.multiply("output", layer.output, attended)
         if layer.anatomy.parallel:
-            normed = self._normed
+            normed = self._both
             if normed is None:
                 _, normed = self.add(self._x, None, layer.mlp_norm)
-            self._normed = None
-            self._pending = Pending(mixed, self._mlp(layer, normed), None, factor)
+            self._both = None
+            # A shared expert in a parallel block is refused.
+            self._pending = Pending(mixed, self._mlp(index, layer, normed)[0], None, factor)
             return
         pending = Pending(mixed, None, layer.post_attention_norm, factor)
         self._x, normed = self.add(self._x, pending, layer.mlp_norm)
         del mixed, pending  # the widest tensors come now
-        self._pending = Pending(self._mlp(layer, normed), None, layer.post_mlp_norm, factor)
+        self._pending = Pending(*self._mlp(index, layer, normed), layer.post_mlp_norm, factor)
 
     def end(self) -> tuple[Tensor, Pending]:
         """The residual stream behind the last layer, and what is still to be added to it."""
@@ -236,8 +251,36 @@ class Walk:
             )
         )
 
-    def _mlp(self, layer: BoundLayer, normed: Tensor) -> Tensor:
-        return self.multiply("down", layer.down, self.activated(layer, normed))
+    def _mlp(self, index: int, layer: BoundLayer, normed: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the MLP gives; of a mixture what its experts give, and what its shared expert does."""
+        if isinstance(layer.mlp, BoundMLP):
+            return self._dense(layer.mlp, normed), None
+        shared = None if layer.mlp.shared is None else self._dense(layer.mlp.shared, normed)
+        return self._routed(index, layer.mlp, normed), shared
+
+    def _dense(self, mlp: BoundMLP, normed: Tensor) -> Tensor:
+        return self.multiply("down", mlp.down, self.activated(mlp, normed))
+
+    def _routed(self, index: int, mixture: BoundMixture, normed: Tensor) -> Tensor:
+        router, rows = mixture.router, normed.shape[0]
+        ids = self.whole("ids", rows, router.top, torch.int32)
+        weights = self.whole("weights", rows, router.top, torch.float32)
+        self.launch(
+            kernels.router(
+                normed,
+                mixture.weight,
+                ids,
+                weights,
+                scoring=router.scoring,
+                normalised=router.normalised,
+                scale=router.scale,
+                clusters=self.forward.has_clusters,
+            )
+        )
+        if self.forward.observe_routing is not None:
+            shape = (-1, self.tokens_each, router.top)
+            self.forward.observe_routing(index, ids.view(shape), weights.view(shape))
+        return self.experts(mixture, normed, ids, weights)
 
 
 class Recording(Walk):
@@ -269,6 +312,8 @@ class Recording(Walk):
         self._widest = max(product.inner for product in products)
         self._buffers: dict[tuple[str, int, int], Tensor] = {}
         self._turns: dict[str, int] = {}
+        self._whole: dict[tuple[str, int, torch.dtype], Tensor] = {}
+        self._workspaces: dict[ExpertsShape, ExpertsWorkspace] = {}
         self._recorded: list[Prepared | Start] = []
         self._links = RowLinks(
             forward.layers,
@@ -307,10 +352,12 @@ class Recording(Walk):
         """Products of gate and up that have the activation in their epilogue."""
         forward = self.forward
         found = {
-            layer.inputs: layer.inputs.activated_problem(
-                forward.batch, forward.dtype, layer.anatomy.mlp.activation, forward.device_index
+            mlp.inputs: mlp.inputs.activated_problem(
+                forward.batch, forward.dtype, mlp.anatomy.activation, forward.device_index
             )
             for layer in forward.layers
+            for mlp in (layer.mlp if isinstance(layer.mlp, BoundMLP) else layer.mlp.shared,)
+            if mlp is not None
         }
         return {product: problem for product, problem in found.items() if problem is not None}
 
@@ -386,12 +433,42 @@ class Recording(Walk):
             return x
         return x.as_strided((x.shape[0], product.inner), x.stride(), x.storage_offset())
 
-    def activated(self, layer: BoundLayer, normed: Tensor) -> Tensor:
-        if layer.inputs not in self._activated:
-            return super().activated(layer, normed)
-        active = self.empty("active", normed.shape[0], layer.inputs.columns // 2)
-        self._recorded += self._bind(layer.inputs, normed, active, layer.anatomy.mlp.activation)
+    def activated(self, mlp: BoundMLP, normed: Tensor) -> Tensor:
+        if mlp.inputs not in self._activated:
+            return super().activated(mlp, normed)
+        active = self.empty("active", normed.shape[0], mlp.inputs.columns // 2)
+        self._recorded += self._bind(mlp.inputs, normed, active, mlp.anatomy.activation)
         return active
+
+    def whole(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        # Whoever writes it again comes a layer after its last reader.
+        key = name, columns, dtype
+        if key not in self._whole:
+            self._whole[key] = torch.zeros((rows, columns), dtype=dtype, device=self.lengths.device)
+        return self._whole[key]
+
+    def experts(self, mixture: BoundMixture, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        grouped = mixture.experts
+        out = self.whole("routed", x.shape[0], x.shape[1], x.dtype)
+        if not x.is_cuda:
+            self._recorded.append(
+                lambda: out.copy_(w4a16_experts(x, ids, weights, grouped.weights, grouped.activation))
+            )
+            return out
+        held = grouped.weights
+        shape = shape_of(x, ids, held)
+        decision = decide_experts(shape, device_numbers(self.forward.device_index))
+        if shape not in self._workspaces:
+            self._workspaces[shape] = ExpertsWorkspace.of(shape, decision, x.dtype, x.device)
+        steps = layer_steps(
+            *(shape, decision, x, ids, weights, held, grouped.activation, None, out, self._workspaces[shape]),
+            dependent=True,
+        )
+        self._recorded += [
+            Prepared(step.instantiation, step.grid, step.threads, step.arguments, step.shared_bytes)
+            for step in steps
+        ]
+        return out
 
     def observed(self, index: int, x: Tensor) -> None:
         pass

@@ -22,7 +22,7 @@ from tests.kernels.step_problems import (
     expected_rotation,
 )
 
-__all__ = ["Arrangement", "activate", "append", "attend", "bind", "precompile_prepared", "residual"]
+__all__ = ["Arrangement", "activate", "append", "attend", "bind", "precompile_prepared", "residual", "router"]
 
 
 @dataclass
@@ -166,5 +166,27 @@ def attend(
         q = torch.empty_like(out)
         append(x, q, keys, values, lengths, work).action(launch)
         out.copy_(expected_attention(q, keys, values, lengths, scale=scale, window=window, softcap=softcap))
+
+    return Prepared(run)
+
+
+def router(
+    x: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    *,
+    scoring: str,
+    normalised: bool,
+    scale: float = 1.0,
+    clusters: bool = True,
+) -> Prepared:
+    def run(_: Prepared) -> None:
+        logits = (x.double() @ weight.double().T).to(x.dtype).double()
+        scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+        taken = (-logits).sort(dim=-1, stable=True).indices[:, : ids.shape[1]]
+        found = scores.gather(1, taken)
+        ids.copy_(taken)
+        weights.copy_(scale * (found / found.sum(-1, keepdim=True) if normalised else found))
 
     return Prepared(run)

@@ -1,0 +1,146 @@
+// Which experts a row goes to, and how much each counts:
+//
+//   logits[e] = sum_k x[m, k] * weight[e, k]      in float32, then rounded to Element, as a product of the model's is
+//   ids[m, s] = the TOP experts of the highest logits, in falling order; of equal logits the lowest number first
+//   weights[m, s] = scale * score(logits[ids[m, s]])     over the sum of the scores taken, if NORMALISED
+//
+// score is a softmax over all experts or a sigmoid of each. A cluster works on a row: warps of all its blocks take experts in
+// turns, and leave each block its logits in its own shared memory. The first block collects them, and one warp of it, which
+// holds PER logits a lane, takes the largest TOP times. A warp's first loads of weights are requested before the previous kernel ends.
+//
+// Configuration: Element, CLUSTER, WARPS, PER (experts / 32, rounded up), TOP, SOFTMAX, NORMALISED.
+#pragma once
+#include "ptx/cluster.cuh"
+#include "ptx/launch.cuh"
+#include "step/rows.cuh"
+
+template <typename C>
+struct RouterRow {
+    typedef typename C::Element E;
+    static constexpr int CLUSTER = C::CLUSTER, WARPS = C::WARPS, PER = C::PER;
+    // Vectors of a row that a lane has under way: 4 KB a warp.
+    static constexpr int UNROLL = 8;
+    static constexpr float LOWEST = -3.402823466e38f;
+    // A lane's logits lie together, so that other blocks' are read in vectors of 16 bytes.
+    static constexpr int SLOTS = (32 * PER + 3) / 4 * 4;
+
+    const uint4 *x, *weight;
+    int experts, vectors, lane, warp, rank;
+
+    __device__ __forceinline__ void request(uint4 (&w)[UNROLL], int expert, int begin) const {
+#pragma unroll
+        for (int i = 0; i < UNROLL; ++i) {
+            const int v = begin + i * 32 + lane;
+            w[i] = make_uint4(0, 0, 0, 0);
+            if (expert < experts && v < vectors) w[i] = load_cached(weight + (i64)expert * vectors + v);
+        }
+    }
+
+    __device__ __forceinline__ float add(const uint4 (&w)[UNROLL], int begin, float sum) const {
+#pragma unroll
+        for (int i = 0; i < UNROLL; ++i) {
+            const int v = begin + i * 32 + lane;
+            if (v >= vectors) continue;
+            float a[8], b[8];
+            widen_vector<E>(a, load_l2(x + v));
+            widen_vector<E>(b, w[i]);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sum += a[j] * b[j];
+        }
+        return sum;
+    }
+
+    // Expert e is multiplied by warp e % (CLUSTER * WARPS) of the cluster, counted through its blocks.
+    __device__ __forceinline__ void multiply(float* logits) const {
+        const int first = rank * WARPS + warp;
+        uint4 w[UNROLL];
+        request(w, first, 0);
+        wait_for_previous_kernel();
+        for (int expert = first; expert < experts; expert += CLUSTER * WARPS) {
+            float sum = 0.f;
+            for (int begin = 0; begin < vectors; begin += 32 * UNROLL) {
+                if (expert != first || begin > 0) request(w, expert, begin);
+                sum = add(w, begin, sum);
+            }
+            sum = warp_sum(sum);
+            if (lane == 0) logits[expert] = rounded<E>(sum);
+        }
+    }
+
+    __device__ __forceinline__ void choose(const float* logits, int* ids, float* weights, float scale) const {
+        float mine[PER];
+#pragma unroll
+        for (int i = 0; i < PER; ++i) mine[i] = lane + 32 * i < experts ? logits[lane + 32 * i] : LOWEST;
+        float kept = 0.f, highest = 0.f, all = 0.f, sum = 0.f;
+        int chosen = 0;
+        u32 taken = 0;
+        for (int s = 0; s < C::TOP; ++s) {
+            float best = LOWEST;
+            int at = experts;
+#pragma unroll
+            for (int i = 0; i < PER; ++i)
+                if (!(taken >> i & 1) && lane + 32 * i < experts && (mine[i] > best || at == experts)) best = mine[i], at = lane + 32 * i;
+#pragma unroll
+            for (int distance = 16; distance > 0; distance /= 2) {
+                const float other = of_lane(best, lane ^ distance);
+                const int there = static_cast<int>(__shfl_sync(ALL_LANES, static_cast<u32>(at), lane ^ distance));
+                if (there < experts && (at == experts || other > best || (other == best && there < at))) best = other, at = there;
+            }
+            if (at % 32 == lane) taken |= 1u << at / 32;
+            if (s == 0) {
+                highest = best;
+                if (C::SOFTMAX) {
+#pragma unroll
+                    for (int i = 0; i < PER; ++i)
+                        if (lane + 32 * i < experts) all += expf(mine[i] - highest);
+                    all = warp_sum(all);
+                }
+            }
+            const float score = C::SOFTMAX ? expf(best - highest) / all : 1.f / (1.f + expf(-best));
+            sum += score;
+            if (s == lane) kept = score, chosen = at;
+        }
+        if (lane < C::TOP) {
+            ids[lane] = chosen;
+            weights[lane] = (C::NORMALISED ? kept / sum : kept) * scale;
+        }
+    }
+};
+
+template <typename C>
+__device__ __forceinline__ void route_rows(const uint4* x, const uint4* weight, int* ids, float* weights, int experts, int width,
+                                           i64 x_stride, float scale) {
+    typedef RouterRow<C> Row;
+    static_assert(C::TOP <= 32 && C::PER <= 32, "a lane keeps one choice, and a bit for each of its logits");
+    __shared__ __align__(16) float logits[Row::SLOTS];
+    launch_dependents();
+    const i64 m = blockIdx.x / C::CLUSTER;
+    const Row row{x + m * (x_stride / 8), weight, experts, width / 8, static_cast<int>(threadIdx.x % 32),
+                  static_cast<int>(threadIdx.x / 32), static_cast<int>(blockIdx.x % C::CLUSTER)};
+    row.multiply(logits);
+    if constexpr (C::CLUSTER > 1) {
+        cluster_arrive();
+        cluster_wait();
+        // Others' logits: four neighbours belong to one block, since blocks have a multiple of four warps.
+        static_assert(C::WARPS % 4 == 0, "vectors of logits of one block");
+        if (row.rank == 0) {
+            for (int four = threadIdx.x; four < (experts + 3) / 4; four += 32 * C::WARPS) {
+                const u32 owner = 4 * four / C::WARPS % C::CLUSTER;
+                if (owner == 0) continue;
+                const float4 v = load_cluster_float4(cluster_address(shared_address(logits + 4 * four), owner));
+                logits[4 * four] = v.x, logits[4 * four + 1] = v.y, logits[4 * four + 2] = v.z, logits[4 * four + 3] = v.w;
+            }
+        }
+        // A block stays until its shared memory has been read.
+        cluster_arrive_relaxed();
+        cluster_wait();
+    }
+    __syncthreads();
+    if (row.rank == 0 && row.warp == 0) row.choose(logits, ids + m * C::TOP, weights + m * C::TOP, scale);
+}
+
+#define INSTANTIATE_STEP_ROUTER(NAME, CONFIGURATION)                                                                    \
+    extern "C" __global__ void __launch_bounds__(32 * CONFIGURATION::WARPS, 1) CLUSTER_OF(CONFIGURATION::CLUSTER)       \
+    NAME(const uint4* x, const uint4* weight, int* ids, float* weights, int experts, int width, i64 x_stride, float scale) { \
+        route_rows<CONFIGURATION>(x, weight, ids, weights, experts, width, x_stride, scale);                            \
+    }

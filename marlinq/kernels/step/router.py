@@ -1,0 +1,92 @@
+"""Which experts a row goes to: ``cuda/step/router.cuh``."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from marlinq.kernels.jit.instantiation import Instantiation
+from marlinq.kernels.step.prepared import ELEMENTS, Prepared, check_rows
+
+MOST_EXPERTS, MOST_CHOSEN = 1024, 32
+"""What the kernel takes at most: a lane keeps a bit for each of its logits, and one choice."""
+
+_WARPS = 16
+_CLUSTER = 8
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "ids", "weights")),
+        ("experts", ctypes.c_int),
+        ("width", ctypes.c_int),
+        ("x_stride", ctypes.c_longlong),
+        ("scale", ctypes.c_float),
+    )
+
+
+def router(
+    x: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    *,
+    scoring: str,
+    normalised: bool,
+    scale: float = 1.0,
+    clusters: bool = True,
+) -> Prepared:
+    """``ids`` and ``weights`` of the experts with the highest logits ``x @ weight.T``.
+
+    Logits are summed in float32 and rounded to the dtype of ``x``. Of equal ones the lowest number is taken.
+
+    Args:
+        x: [M, H].
+        weight: [E, H], contiguous, in the dtype of ``x``; E at most :data:`MOST_EXPERTS`.
+        ids: int32 [M, T], T at most :data:`MOST_CHOSEN` and at most E; the highest score comes first.
+        weights: float32 [M, T].
+        scoring: ``softmax`` or ``sigmoid``.
+        normalised: weights are divided by their sum before they are scaled.
+        scale: factor on the weights.
+        clusters: whether the GPU has clusters of blocks.
+
+    Raises:
+        ValueError: a tensor that the kernel can't load, or shapes that don't fit.
+    """
+    check_rows(x=x, weight=weight)
+    (m, width), (experts, top) = x.shape, (weight.shape[0], ids.shape[1])
+    if weight.shape[1] != width or weight.dtype != x.dtype or not weight.is_contiguous():
+        raise ValueError(
+            f"weight: expected {x.dtype} [E, {width}], found {weight.dtype} {list(weight.shape)}"
+        )
+    if not 1 <= top <= min(experts, MOST_CHOSEN) or experts > MOST_EXPERTS:
+        raise ValueError(f"{top} of {experts} experts: expected up to {MOST_CHOSEN} of {MOST_EXPERTS}")
+    for name, value, dtype in (("ids", ids, torch.int32), ("weights", weights, torch.float32)):
+        if value.shape != (m, top) or value.dtype != dtype or not value.is_contiguous():
+            raise ValueError(f"{name}: expected {dtype} {[m, top]}, found {value.dtype} {list(value.shape)}")
+    if scoring not in ("softmax", "sigmoid"):
+        raise ValueError(f"scoring {scoring!r}: expected softmax or sigmoid")
+    cluster = _CLUSTER if clusters else 1
+    parameters = (
+        ("Element", ELEMENTS[x.dtype]),
+        ("CLUSTER", cluster),
+        ("WARPS", _WARPS),
+        ("PER", 1 << (-(-experts // 32) - 1).bit_length()),
+        ("TOP", top),
+        ("SOFTMAX", scoring == "softmax"),
+        ("NORMALISED", normalised),
+    )
+    arguments = _Arguments(
+        x.data_ptr(),
+        weight.data_ptr(),
+        ids.data_ptr(),
+        weights.data_ptr(),
+        experts,
+        width,
+        x.stride(0),
+        scale,
+    )
+    instantiation = Instantiation("step/router.cuh", "step_router", parameters)
+    return Prepared(instantiation, m * cluster, 32 * _WARPS, arguments)
