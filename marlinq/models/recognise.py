@@ -156,8 +156,8 @@ def _find_routed(name: str, block: nn.Module) -> dict[str, _RoutedExperts]:
         full = f"{name}.{inner}"
         try:
             experts = find_experts(full, module, (), _proved_experts)
-        except UnsupportedError as error:
-            raise Refusal(full, str(error).removeprefix(f"{full}: ")) from error
+        except UnsupportedError:
+            continue  # refused as parameters of no known use
         if experts is None or not experts.gated or not experts.routed or experts.biases is not None:
             continue
         activation = _expert_activation(experts.activation(module))

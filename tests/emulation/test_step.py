@@ -24,6 +24,7 @@ from marlinq.kernels.step import (
     append,
     attend,
     residual,
+    router,
 )
 from tests.emulation.build import Builder
 from tests.emulation.gemm import SOURCES
@@ -228,6 +229,110 @@ def test_activations(builder: Builder, name: str, arrangement: Any, dtype: torch
     if arrangement != "plain":
         expected = expected * up
     assert relative_error(out, expected) < BOUND[dtype]
+
+
+def route(
+    builder: Builder,
+    x: Tensor,
+    weight: Tensor,
+    top: int,
+    scoring: str,
+    *,
+    normalised: bool,
+    scale: float = 1.0,
+    clusters: bool = True,
+    sources: Path = SOURCES,
+) -> tuple[Tensor, Tensor]:
+    """The kernel's numbers and weights."""
+    m = x.shape[0]
+    ids = apart(torch.full((m, top), -1, dtype=torch.int32))
+    weights = poisoned(m, top, dtype=torch.float32)
+    prepared = router(
+        *(x, weight, ids, weights),
+        scoring=scoring,
+        normalised=normalised,
+        scale=scale,
+        clusters=clusters,
+    )
+    memory = [*given(x=x), *constants(weight=weight), *results(ids=ids, weights=weights)]
+    start(builder, prepared, memory, capability=90 if clusters else 80, sources=sources)
+    return ids, weights
+
+
+@pytest.mark.parametrize("clusters", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("experts", "width", "top", "scoring", "normalised", "scale"),
+    [
+        (4, 64, 2, "softmax", False, 1.0),
+        (128, 320, 8, "softmax", True, 1.0),
+        (60, 2056, 4, "sigmoid", True, 2.5),
+        (512, 128, 10, "sigmoid", False, 1.0),
+    ],
+)
+def test_routers(
+    builder: Builder,
+    experts: int,
+    width: int,
+    top: int,
+    scoring: str,
+    normalised: bool,
+    scale: float,
+    dtype: torch.dtype,
+    clusters: bool,
+) -> None:
+    torch.manual_seed(3)
+    # Eighths, of which sums are exact, so that rounding exchanges nothing and many logits are equal.
+    x = apart((2 * torch.randn(3, width + 8)).round().clamp(-3, 3).to(dtype)[:, :width])
+    weight = apart((2 * torch.randn(experts, width)).round().clamp(-3, 3).div(64).to(dtype))
+    ids, weights = route(
+        builder, x, weight, top, scoring, normalised=normalised, scale=scale, clusters=clusters
+    )
+    logits = (x.double() @ weight.double().T).to(dtype).double()
+    scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+    taken = (-logits).sort(dim=-1, stable=True).indices[:, :top]
+    expected = scores.gather(1, taken)
+    if normalised:
+        expected = expected / expected.sum(-1, keepdim=True)
+    assert torch.equal(ids.long(), taken)
+    # A few hundred terms of float32 and an exponential of 2 ulp.
+    assert relative_error(weights, scale * expected) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("other == best && there < at", "other == best && there > at"),
+        ("C::NORMALISED ? kept / sum : kept", "kept"),
+        (" : kept) * scale", " : kept)"),
+        ("taken |= 1u << at / 32", "taken |= 0u"),
+        ("                if (owner == 0) continue;\n", "                continue;\n"),
+    ],
+)
+def test_faults_of_routers_are_found(builder: Builder, tmp_path: Path, right: str, wrong: str) -> None:
+    sources = tmp_path / "cuda"
+    shutil.copytree(SOURCES, sources)
+    path = sources / "step" / "router.cuh"
+    text = path.read_text()
+    assert right in text
+    path.write_text(text.replace(right, wrong))
+    with pytest.raises((AssertionError, KernelFault)):
+        check_equal_logits(builder, sources)
+
+
+def check_equal_logits(builder: Builder, sources: Path = SOURCES) -> None:
+    """Logits 1, 2, 3, 3, ... of 64 experts, of which four are equal."""
+    x = apart(torch.eye(1, 64, dtype=torch.float16))
+    weight = torch.zeros(64, 64, dtype=torch.float16)
+    weight[:, 0] = torch.linspace(0, 1, 64)
+    weight[[3, 20, 40, 63], 0] = 3.0
+    ids, weights = route(builder, x, apart(weight), 3, "softmax", normalised=True, scale=2.5, sources=sources)
+    assert ids.tolist() == [[3, 20, 40]]
+    assert torch.allclose(weights, torch.full((1, 3), 2.5 / 3))
+
+
+def test_equal_logits_go_to_the_lowest_numbers(builder: Builder) -> None:
+    check_equal_logits(builder)
 
 
 # (heads, kv_heads, D, rotated channels, interleaved, norm, wide)

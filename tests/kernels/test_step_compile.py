@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 
 import pytest
@@ -25,6 +26,7 @@ from marlinq.kernels.step import (
     append,
     attend,
     residual,
+    router,
 )
 
 HALF, BFLOAT16 = torch.float16, torch.bfloat16
@@ -116,11 +118,35 @@ def activations() -> list[Prepared]:
     ]
 
 
+def routers(*, clusters: bool = False) -> list[Prepared]:
+    return [
+        router(
+            *(empty(1, 2048, dtype=dtype), empty(experts, 2048, dtype=dtype)),
+            torch.empty(1, top, dtype=torch.int32),
+            torch.empty(1, top),
+            scoring=scoring,
+            normalised=True,
+            clusters=clusters,
+        )
+        for experts, top, dtype, scoring in (
+            (128, 8, HALF, "softmax"),
+            (256, 8, BFLOAT16, "sigmoid"),
+            (512, 16, BFLOAT16, "softmax"),
+        )
+    ]
+
+
+def cluster_routers() -> list[Prepared]:
+    return routers(clusters=True)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("kernel", [residuals, appends, attentions, activations])
+@pytest.mark.parametrize("kernel", [residuals, appends, attentions, activations, routers, cluster_routers])
 def test_no_kernel_spills_on_any_architecture(
     kernel: Callable[[], list[Prepared]], architecture: str
 ) -> None:
+    if kernel is cluster_routers and int(re.sub(r"\D", "", architecture)) < 90:
+        pytest.skip("no clusters of blocks")
     chosen = list(dict.fromkeys(prepared.instantiation for prepared in kernel()))
     named = tuple((f"kernel_{number}", instantiation) for number, instantiation in enumerate(chosen))
     compiled = compile_text(unit(named), kernel.__name__, architecture)

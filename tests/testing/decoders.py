@@ -182,7 +182,6 @@ KNOWN: dict[str, Decoder] = {
 """Architectures that are recognised."""
 
 UNKNOWN: dict[str, tuple[Decoder, str, str]] = {
-    "mixtral": (Decoder("mixtral", {**_BASE, "num_local_experts": 4}), r"0\.mlp\.experts", "no linear"),
     "gpt-oss": (Decoder("gpt_oss", {**_HEADS, "num_local_experts": 4}), r"0\.mlp\.experts", "no linear"),
     "mamba": (
         Decoder("mamba", {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2}),
