@@ -167,18 +167,50 @@ def grouped(model: PreTrainedModel) -> None:
             model.set_submodule(name, GroupedExperts(weights, "silu"))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "olmoe"])
-def test_chain_computes_what_the_reference_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walk, "kernels", torch_kernels)
+def grouped_mixture(name: str) -> tuple[PreTrainedModel, Anatomy]:
+    """A tiny mixture in float32 with packed experts, and its anatomy."""
     size = {"intermediate_size": 64} if name != "qwen3-moe" else {"moe_intermediate_size": 64}
     model = tiny(name, **size)
     anatomy = found_in(model)
     assert isinstance(anatomy, Anatomy)
-    assert chain_refusal(model.half(), anatomy) is not None
-    model.float()
     grouped(model)
+    return model, anatomy
+
+
+def test_experts_that_are_not_packed_are_refused() -> None:
+    model = tiny("qwen3-moe").half()
+    anatomy = found_in(model)
+    assert isinstance(anatomy, Anatomy)
+    refused = chain_refusal(model, anatomy)
+    assert refused is not None
+    assert refused.part == "model.layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "olmoe"])
+def test_chain_computes_what_the_reference_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walk, "kernels", torch_kernels)
+    model, anatomy = grouped_mixture(name)
     half, wide = halved(model)
     own = ChainForward(half, anatomy, batch=3, capacity=24)
     reference = ReferenceForward(wide, anatomy, batch=3, capacity=24)
     # Rounding may exchange experts of nearly equal weight; seeds are such that it does not.
+    assert max(differences(own, reference, wide.config.vocab_size)) < TOLERANCE
+
+
+def test_chain_adds_a_shared_expert_and_refuses_its_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walk, "kernels", torch_kernels)
+    model = tiny("qwen2-moe", moe_intermediate_size=64)
+    anatomy = found_in(model)
+    assert isinstance(anatomy, Anatomy)
+    grouped(model)
+    half, wide = halved(model)
+    refused = chain_refusal(half, anatomy)
+    assert refused is not None
+    assert refused.part == "model.layers.1.mlp.shared_expert_gate"
+    last = anatomy.layers[-1]
+    assert isinstance(last.mlp, Mixture)
+    ungated = replace(last, mlp=replace(last.mlp, shared_gate=None))
+    anatomy = replace(anatomy, layers=(*anatomy.layers[:-1], ungated))
+    own = ChainForward(half, anatomy, batch=3, capacity=24)
+    reference = ReferenceForward(wide, anatomy, batch=3, capacity=24)
     assert max(differences(own, reference, wide.config.vocab_size)) < TOLERANCE
