@@ -232,8 +232,8 @@ def _same_routes(ours: Routes, theirs: Routes, allowed: float) -> bool:
 def _ours(
     forward: Forward, layers: int, ids: Tensor, lengths: Sequence[int], steps: int
 ) -> tuple[dict[int, list[Tensor]], dict[int, tuple[list[Tensor], list[Tensor]]]]:
-    """Index of a layer -> for each row its hidden states [tokens, hidden]; behind the layers the logits of all
-    steps. And of routed layers: for each row the experts' numbers and weights [tokens, top].
+    """Index of a layer -> for each row its hidden states [tokens, hidden]; behind the layers the logits of
+    all steps. And of routed layers: for each row the experts' numbers and weights [tokens, top].
 
     Without experts the last step is made as it decodes, so its hidden states are missing: a forward may take
     other kernels for a step that nobody observes. With experts transformers has to be told all choices."""
