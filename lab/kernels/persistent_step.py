@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import MarlinqError
+from marlinq.kernels.jit.cache import compile_missing
 from marlinq.kernels.launch import persistent
-from marlinq.kernels.launch.persistent import LayerOperands, Model, PersistentLayers
+from marlinq.kernels.launch.persistent import LayerOperands, Model, PersistentLayers, StepConfig
 from tests.kernels.persistent_problems import LLAMA_3_8B, Features, Reference, random_layer
 
 _VARIANTS = Path(__file__).parent.resolve() / "persistent_variants"
@@ -57,12 +58,11 @@ class Setup:
             for layer in self._layers[:count]
         ]
 
-    def build(self, hidden: Tensor, context: int, count: int, variant: str | None = None) -> PersistentLayers:
-        """``count`` layers as one launch."""
-        arguments, batch = self._arguments, hidden.shape[0]
-        layers = self._of_rows(batch, count)
+    def config(self, batch: int, variant: str | None) -> StepConfig:
+        """Of a variant, ``name@window``."""
+        arguments = self._arguments
         config = persistent.choose(
-            [operand.channels for operand in layers[0].operands],
+            [operand.channels for operand in self._layers[0].operands],
             batch,
             self._model,
             self._sizes.head_dim,
@@ -75,10 +75,18 @@ class Setup:
         )
         if config is None:
             raise SystemExit(f"no variant of {batch} rows and {arguments.teams} teams fits")
-        if arguments.window:
-            config = replace(config, window=min(arguments.window, config.stages))
+        variant, _, window = (variant or "").partition("@")
+        wanted = int(window) if window else arguments.window
+        if wanted:
+            config = replace(config, window=min(wanted, config.stages))
         if variant:
             config = replace(config, header=str(_VARIANTS / f"{variant}.cuh"))
+        return config
+
+    def build(self, hidden: Tensor, context: int, count: int, variant: str | None = None) -> PersistentLayers:
+        """``count`` layers as one launch."""
+        batch = hidden.shape[0]
+        layers, config = self._of_rows(batch, count), self.config(batch, variant)
         lengths = torch.tensor(self.lengths(batch, context), dtype=torch.int32, device=self._device)
         return PersistentLayers(layers, self._model, hidden, lengths, config=config)
 
@@ -171,6 +179,8 @@ def main() -> int:
     torch.manual_seed(0)
     setup = Setup(arguments)
     for batch in arguments.batch:
+        variants = [setup.config(batch, variant).instantiation for variant in arguments.variant or [None]]
+        compile_missing("sm_90a", variants)
         for context in arguments.context or [512]:
             if arguments.check and not arguments.variant:
                 print(f"M={batch} context={context} {setup.check(batch, context)}", flush=True)

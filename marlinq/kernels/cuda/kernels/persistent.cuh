@@ -29,6 +29,7 @@ struct PersistentStep {
         __shared__ BlockPlan plan;
         __shared__ float roots[S::ROWS];
         __shared__ float slot_roots[S::SLOTS];
+        __shared__ volatile int block_waits;
 
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const u32 first_barrier = shared_address(barriers), slot_barriers = first_barrier + 16 * S::STAGES;
@@ -36,6 +37,7 @@ struct PersistentStep {
         unsigned char* shared = dynamic + (ring.stages - shared_address(dynamic));
         Ring<Slots<S>> slots(dynamic, slot_barriers, false);
         if (threadIdx.x == 0) {
+            block_waits = 1;
             ring.init(0, S::STAGES, S::TEAM);
             for (int slot = 0; slot < S::SLOTS; ++slot) {
                 barrier_init(slots.full + 8 * slot, S::WARPS);
@@ -48,9 +50,16 @@ struct PersistentStep {
 
         if (warp == S::PRODUCER) {
             if (elected()) {
-                StepProducer<S> producer(step, plan, ring);
+                StepProducer<S> producer(step, plan, ring, &block_waits);
                 producer.run();
             }
+        } else if (LAB_BARE) {
+            if (warp >= S::WARPS) return;
+            Multiplier<S, Codec> walk(shared, ring, slots, warp, lane);
+#pragma unroll 1
+            for (int l = 0; l < step.layer_count; ++l)
+#pragma unroll 1
+                for (int product = QKV; product < PRODUCTS; ++product) walk.discard(plan, step.layers[l], product);
         } else if (warp >= S::WARPS) {
             Epilogue<S, Codec> epilogue(step, plan, shared, slot_roots, slots, warp - S::WARPS, lane);
             epilogue.run();
@@ -65,6 +74,7 @@ struct PersistentStep {
                 for (int product = QKV; product < PRODUCTS; ++product) {
                     if (warp == 0) MARK(0, 8 * product)
                     const Share<S>& share = plan.shares[product];
+                    if (LAB_WIDE > 0 && threadIdx.x == 0) block_waits = 1;
                     if (product == QKV || product == GATE_UP) {
                         // Even where the block has no columns of the product, since it keeps the stream.
                         const bool first = product == QKV;
@@ -85,11 +95,13 @@ struct PersistentStep {
                     if (warp == 0) MARK(0, 8 * product + 2)
                     meet<S>();
                     if (warp == 0) MARK(0, 8 * product + 3)
+                    if (LAB_WIDE > 0 && threadIdx.x == 0) block_waits = 0;
                     if (product == GATE_UP && threadIdx.x == 0) send(step.arrivals + blockIdx.x, 0.f, round);
                     walk.multiply(share, step.rows, expected(step, share, product, round), slot_roots);
                     if (warp == 0) MARK(0, 8 * product + 4)
                     if (product == QKV) {
                         // Opaque, so that addresses are not kept in registers during the other products.
+                        if (LAB_WIDE > 0 && threadIdx.x == 0) block_waits = 1;
                         const Attention<S, Codec> attention{step, plan, shared, opaque(warp), opaque(lane)};
                         attention.run(walk, layer, l);
                     }
@@ -108,7 +120,7 @@ private:
     // sums are sent, all blocks have got as far as gate_up, and with it have read all sums before.
     static __device__ __forceinline__ Expected expected(const StepArguments& step, const Share<S>& share, int product, u32 round) {
         if (product == DOWN) return {step.arrivals, (int)gridDim.x, round, 0, 0.f};
-        if (product == OUTPUT || S::ROWS > 1) return {nullptr, 0, round, 0, 0.f};
+        if (product == OUTPUT || (LAB_LATE_ROOT && product == QKV) || S::ROWS > 1) return {nullptr, 0, round, 0, 0.f};
         return {squares_of(step, step.squares[product == GATE_UP], share.group, 0), square_units(step), round, step.hidden, step.eps};
     }
     template <typename Source>

@@ -66,7 +66,7 @@ struct AttentionSource {
     template <int N, int COUNT>
     struct Pending {
         static_assert(COUNT == 1, "one place");
-        static constexpr int AT_ONCE = S::ROWS == 1 ? 4 : 2;  // parts whose trips overlap
+        static constexpr int AT_ONCE = S::ROWS == 1 ? LAB_PARTS_AT_ONCE : 2;  // parts whose trips overlap
         Letters<AT_ONCE, 1> weights;
         Letters<2 * AT_ONCE, N> outputs;
         int row, first, second, splits;

@@ -20,8 +20,9 @@ struct StepLayer {
     const u16* bias[PRODUCTS];  // [N], or null
     u16* key_cache;             // [B, KV, L, D]
     u16* value_cache;
+    const unsigned char* words_at[PRODUCTS];  // of the lab
     int window;  // positions that a query sees at most, its own included; 0: all
-    int padding[3];
+    int padding[11];
 };
 
 // Sizes of a product, the same in all layers.

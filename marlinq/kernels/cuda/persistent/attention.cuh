@@ -7,6 +7,7 @@
 // normalizer calculation for softmax", 2018). The new position's share is added apart, since its key is not in the cache yet.
 #pragma once
 #include "persistent/products.cuh"
+#include "persistent/residual.cuh"
 
 constexpr float LOG2_E = 1.44269504f;
 
@@ -14,6 +15,7 @@ template <typename S, typename Codec>
 struct Attention {
     typedef typename Codec::Element E;
     static constexpr int D = S::HEAD_DIM, PAIRS = D / 64;
+    static constexpr int SQUARES = 2;  // of a row that are requested at once, 32 each
     static constexpr int BLOCKS = S::CHUNK / 16;  // of positions
     static constexpr int SLICE = D / 16 / S::TEAM;  // 16-channel blocks that a warp of a team brings
 
@@ -75,6 +77,17 @@ private:
 #pragma unroll
             for (int half = 0; half < 2; ++half)
                 letters.request(p * 2 + half, step.parts[QKV] + ((i64)p * step.rows + unit.row) * N + head * D + channel(half, 0));
+        // A single row's sums are not yet normalised; the squares have been on their way for longer.
+        constexpr bool ROOT = S::DIGITS && LAB_LATE_ROOT;
+        Letters<SQUARES, 1> square_letters;
+        const float* squares = squares_of(step, step.squares[0], plan.shares[QKV].group, 0);
+        const int square_count = square_units(step);
+#pragma unroll
+        for (int i = 0; i < SQUARES; ++i)
+            if (ROOT && 32 * i < square_count)
+                square_letters.request(i, squares + min(32 * i + lane, square_count - 1));
+            else
+                square_letters.omit(i, round);
         float shift[2][PAIRS] = {}, c[PAIRS], s[PAIRS], x[2][PAIRS];
         const auto load_tables = [&] {
 #pragma unroll
@@ -86,8 +99,17 @@ private:
         };
         // Large heads' registers are too few for both.
         if (D <= 128) load_tables();
-        await(round, letters);
+        await(round, letters, square_letters);
         if (D > 128) load_tables();
+        float root_of_sums = 1.f;
+        if (ROOT) {
+            float sum = 0.f;
+#pragma unroll
+            for (int i = 0; i < SQUARES; ++i)
+                if (32 * i + lane < square_count) sum += square_letters.value(i, 0);
+            root_of_sums = fast_reciprocal_root(warp_sum(sum) * fast_reciprocal((float)step.hidden) + step.eps);
+            if (square_count > 32 * SQUARES) root_of_sums = root_of_row(step, squares, round, lane);
+        }
         if (!met) meet<S>();  // memory is free
         met = true;
 #pragma unroll
@@ -97,7 +119,7 @@ private:
                 float sum = 0.f;
 #pragma unroll
                 for (int p = 0; p < PARTS; ++p) sum += letters.value(p * 2 + half, i);
-                x[half][i] = rounded<E>(sum + shift[half][i]);
+                x[half][i] = rounded<E>(ROOT ? fmaf(sum, root_of_sums, shift[half][i]) : sum + shift[half][i]);
             }
         const float* gamma = value ? nullptr : key ? layer.key_gamma : layer.query_gamma;
         if (gamma != nullptr) {

@@ -10,7 +10,7 @@ template <typename S, typename Codec>
 struct Epilogue {
     typedef typename Codec::Element E;
     static constexpr int ROWS = S::ROWS;
-    static constexpr int PAIRS = S::WIDEST;  // of tiles in a set; lane l has columns 4 l .. 4 l + 3 of each
+    static constexpr int PAIRS = S::TURNS ? S::TEAM : S::WIDEST;  // of tiles in a set; lane l has columns 4 l .. 4 l + 3 of each
 
     const StepArguments& step;
     const Plan<S>& plan;
@@ -40,7 +40,7 @@ private:
         const Share<S>& share = plan.shares[P];
         TileSet<S> set;
 #pragma unroll 1
-        for (int at = 0; at < share.tiles; at += 1 << set.log) {
+        for (int at = 0; at < share.tiles; at += set.tiles()) {
             set = share.set(at);
             if (turn-- > 0) continue;
             turn = S::SLOTS - 1;
@@ -58,7 +58,7 @@ private:
         for (int n = 0; n < 4; ++n) sum[n] = 0.f;
 #pragma unroll(ROWS == 1 ? 4 : 2)
         for (int c = 0; c < contributions; ++c) {
-            const float4 four = *reinterpret_cast<const float4*>(left + (((c << set.log) + tile) * ROWS + m) * S::PITCH);
+            const float4 four = *reinterpret_cast<const float4*>(left + (((c << set.all_log()) + tile) * ROWS + m) * S::PITCH);
             sum[0] += four.x, sum[1] += four.y, sum[2] += four.z, sum[3] += four.w;
         }
 #pragma unroll
@@ -81,7 +81,7 @@ private:
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {
             const int tile = tile_of_pair(i);
-            if (tile >> set.log != 0 || (gated && owns())) continue;
+            if (tile >> set.all_log() != 0 || (gated && owns())) continue;
 #pragma unroll(ROWS == 1 ? 1 : 2)
             for (int m = 0; m < step.rows; ++m) {
                 float sum[4];
@@ -106,7 +106,7 @@ private:
             float own[PAIRS][4];
 #pragma unroll
             for (int i = 0; i < PAIRS; ++i) {
-                const bool exists = 2 * i >> set.log == 0;
+                const bool exists = 2 * i >> set.all_log() == 0;
 #pragma unroll
                 for (int p = 0; p < PARTS - 1; ++p) {
                     const int at = i * (PARTS - 1) + p;
@@ -122,7 +122,7 @@ private:
 #pragma unroll
             for (int i = 0; i < PAIRS; ++i) {
                 const int tile = tile_of_pair(i);
-                const bool exists = tile >> set.log == 0;
+                const bool exists = tile >> set.all_log() == 0;
                 float result[4];
 #pragma unroll
                 for (int n = 0; n < 4; ++n) {

@@ -1,7 +1,7 @@
 // The TMA producer of the persistent kernel: one lane that requests the weights of all layers, and the cache, in the order in
 // which they are used. It waits for nothing but room, so memory stays busy while activations are on their way.
 #pragma once
-#include "persistent/shape.cuh"
+#include "persistent/lab_source.cuh"
 #include "tma/ring.cuh"
 
 // A tensor map into the cache of the copying unit.
@@ -16,9 +16,10 @@ struct StepProducer {
     Ring<S> ring;
     Window<S> window;
     u32 scales;  // address
+    const volatile int* block_waits;  // in the lab: a narrower window while the block waits for messages
 
-    __device__ __forceinline__ StepProducer(const StepArguments& arguments, const Plan<S>& attention, const Ring<S>& empty)
-        : step(arguments), plan(attention), ring(empty), window(empty), scales(empty.stages + S::SCALES_AT) {}
+    __device__ __forceinline__ StepProducer(const StepArguments& arguments, const Plan<S>& attention, const Ring<S>& empty, const volatile int* waits)
+        : step(arguments), plan(attention), ring(empty), window(empty), scales(empty.stages + S::SCALES_AT), block_waits(waits) {}
 
     __device__ __forceinline__ void run() {
         prefetch(step.layers, QKV);
@@ -53,7 +54,17 @@ private:
         if (S::ZEROS) prefetch_map(&layer->zeros[product][log]);
     }
     __device__ __forceinline__ u32 begin(u32 bytes) {
-        window.admit();
+        if (LAB_WIDE > 0) {
+            const int limit = *block_waits ? S::WINDOW : LAB_WIDE;
+            while (window.chunks >= limit) {
+                window.first.wait_full();
+                window.first.advance();
+                --window.chunks;
+            }
+            ++window.chunks;
+        } else {
+            window.admit();
+        }
         ring.wait_empty();
         const u32 barrier = ring.full + 8 * ring.stage;
         barrier_expect(barrier, LAB_NO_COPIES ? 0 : bytes);
@@ -64,21 +75,25 @@ private:
         const Share<S> share = plan.shares[product];
         TileSet<S> set;
 #pragma unroll 1
-        for (int at = 0; at < share.tiles; at += 1 << set.log) {
+        for (int at = 0; at < share.tiles; at += set.tiles()) {
             set = share.set(at);
             const int boxed = shape.box_units[set.log];
             const TensorMap *weight_map = &layer->words[product][set.log], *scale_map = &layer->scales[product][set.log];
 #pragma unroll 1
             for (int stage = 0; stage < set.stages; ++stage) {
-                const int unit = stage << set.slices, units = min(1 << set.slices, share.units - unit);
-                const u32 barrier = begin((units << set.log) * S::UNIT_COPIED_BYTES), words = ring.address();
+                const int unit = set.unit_of(stage), units = min(1 << set.slices, share.units - unit);
+                const u32 barrier = begin((units << set.log) * (LAB_HAS_SCALES ? S::UNIT_COPIED_BYTES : S::UNIT_BYTES)), words = ring.address();
                 const u32 stage_scales = scales + ring.stage * S::SCALE_BYTES;
+                if (LAB_SOURCE >= 2 && copy_from_elsewhere<S>(layer, product, shape, share, at, set, stage, {words, stage_scales, barrier})) {
+                    ring.advance();
+                    continue;
+                }
 #pragma unroll 1
                 for (int u = 0; u < units && !LAB_NO_COPIES; u += boxed) {
-                    const int channel_unit = share.first + unit + u, tile = share.first_tile + at;
+                    const int channel_unit = share.first + unit + u, tile = share.first_tile + at + set.tile_of(stage);
                     const u32 scales_at = stage_scales + (u << set.log) * S::UNIT_SCALE_BYTES;
                     copy_box_once(words + (u << set.log) * S::UNIT_BYTES, weight_map, 0, tile, channel_unit * S::UNIT_ROWS, barrier);
-                    copy_box_once(scales_at, scale_map, 0, tile, channel_unit * S::UNIT_GROUPS, barrier);
+                    if (LAB_HAS_SCALES) copy_box_once(scales_at, scale_map, 0, tile, channel_unit * S::UNIT_GROUPS, barrier);
                     if (S::ZEROS)
                         copy_box_once(scales_at + S::ZEROS_AT, &layer->zeros[product][set.log], 0, tile, channel_unit * S::UNIT_GROUPS, barrier);
                 }

@@ -75,19 +75,20 @@ struct Multiplier {
         TileSet<S> set;
         const int units = share.units;
 #pragma unroll 1
-        for (int at = 0; at < share.tiles; at += 1 << set.log) {
+        for (int at = 0; at < share.tiles; at += set.tiles()) {
             set = share.set(at);
             const int tile = member & ((1 << set.log) - 1), slice = member >> set.log;
             int stage = team - next;
             if (stage < 0) stage += S::TEAMS;
             next = (next + set.stages) % S::TEAMS;
             // Teams without a stage of the set have nothing to leave.
-            const int contribution = stage < set.stages ? (stage << set.slices) + slice : -1;
+            const int contribution = stage >= set.stages ? -1 : set.turns ? 0 : (stage << set.slices) + slice;
+            const int place = set.tile_of(stage) + tile;
             typename Sums<S::DIGITS>::Type sums;
             sums.clear();
 #pragma unroll 1
             for (; stage < set.stages; stage += S::TEAMS) {
-                const int unit = (stage << set.slices) + slice;
+                const int unit = set.unit_of(stage) + slice;
                 ring.wait_full();
                 if (unit < units && !LAB_NO_PRODUCTS) add_unit(sums, unit, tile, slice, set.log);
                 release_stage();
@@ -100,7 +101,7 @@ struct Multiplier {
             }
             if (contribution >= 0) {
                 float* out = reinterpret_cast<float*>(shared + S::SLOTS_AT + slots.stage * S::SLOT_BYTES);
-                leave(sums, out + ((contribution << set.log) + tile) * (S::ROWS * S::PITCH), rows);
+                leave(sums, out + ((contribution << set.all_log()) + place) * (S::ROWS * S::PITCH), rows);
             }
             __syncwarp();
             if (lane == 0) barrier_arrive(slots.full + 8 * slots.stage);
@@ -108,7 +109,34 @@ struct Multiplier {
         }
     }
 
+    // All stages of a product, unread.
+    __device__ __forceinline__ void discard(const Plan<S>& plan, const StepLayer& layer, int product) {
+        const Share<S>& share = plan.shares[product];
+        TileSet<S> set;
+#pragma unroll 1
+        for (int at = 0; at < share.tiles; at += set.tiles()) {
+            set = share.set(at);
+            discard(set.stages);
+        }
+        if (product != QKV) return;
+#pragma unroll 1
+        for (int index = blockIdx.x; index < plan.units; index += gridDim.x) {
+            const AttentionUnit unit = plan.unit(index);
+            discard(Chunks<S>(unit, plan.length[unit.row], layer.window).count);
+        }
+    }
+
 private:
+    __device__ __forceinline__ void discard(int stages) {
+        int stage = team - next;
+        if (stage < 0) stage += S::TEAMS;
+        next = (next + stages) % S::TEAMS;
+#pragma unroll 1
+        for (; stage < stages; stage += S::TEAMS) {
+            ring.wait_full();
+            release_stage();
+        }
+    }
     template <bool DIGITS, int = 0>
     struct Sums {
         typedef DigitSums<Codec> Type;

@@ -14,7 +14,7 @@
 
 constexpr int PARTS = 4;
 constexpr int MAX_SPLITS = 16;   // of a context
-constexpr int LEAST_CHUNKS = 2;  // of the cache that are worth a part
+constexpr int LEAST_CHUNKS = LAB_LEAST_CHUNKS;  // of the cache that are worth a part
 
 template <typename C>
 struct StepShape {
@@ -36,6 +36,8 @@ struct StepShape {
 
     static constexpr int LOG_TEAM = TEAM == 4 ? 2 : 1, WIDEST = LOG_TEAM;  // the latter a set's tiles, as a logarithm
     static_assert(TEAM == 2 || TEAM == 4, "sets of tiles divide a team");
+    // Two teams may have neighbouring tiles, so that what is read at a time lies together and each leaves the sums of a tile once.
+    static constexpr bool TURNS = LAB_TURNS && TEAMS == 2 && ROWS == 1;
 
     // Sums of a set of tiles: [contribution][tile][row][64 columns].
     static constexpr int PITCH = DIGITS ? 64 : 68;  // floats; the latter avoids bank conflicts
@@ -68,12 +70,18 @@ struct StepShape {
 // Tiles that are worked off together.
 template <typename S>
 struct TileSet {
-    int log;     // of their number
+    int log;     // logarithm of the tiles in a stage
     int slices;  // logarithm of the units of K in a stage
+    int turns;   // 1: each of two teams has tiles of its own, whose stages take turns; else 0
     int stages;
 
+    __device__ __forceinline__ int all_log() const { return log + turns; }
+    __device__ __forceinline__ int tiles() const { return 1 << all_log(); }
+    // Of stage s: its first tile and its first unit of K.
+    __device__ __forceinline__ int tile_of(int s) const { return (s & turns) << log; }
+    __device__ __forceinline__ int unit_of(int s) const { return s >> turns << slices; }
     // Units of sums that teams leave for each tile.
-    __device__ __forceinline__ int contributions() const { return min(S::TEAMS, stages) << slices; }
+    __device__ __forceinline__ int contributions() const { return turns ? 1 : min(S::TEAMS, stages) << slices; }
 };
 
 // A block's share of a product.
@@ -97,7 +105,8 @@ struct Share {
     // The set of tiles that begins at the block's tile `at`.
     __device__ __forceinline__ TileSet<S> set(int at) const {
         const int left = tiles - at, log = S::WIDEST == 2 && left >= 4 ? 2 : left >= 2 ? 1 : 0, slices = S::LOG_TEAM - log;
-        return {log, slices, (units + (1 << slices) - 1) >> slices};
+        const int turns = S::TURNS && left >= 2 * S::TEAM ? 1 : 0;
+        return {log, slices, turns, (units + (1 << slices) - 1) >> slices << turns};
     }
 };
 

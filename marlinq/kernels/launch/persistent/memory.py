@@ -42,8 +42,9 @@ class _Layer(ctypes.Structure):
         ("bias", ctypes.c_void_p * _PRODUCTS),
         ("key_cache", ctypes.c_void_p),
         ("value_cache", ctypes.c_void_p),
+        ("words_at", ctypes.c_void_p * _PRODUCTS),
         ("window", ctypes.c_int),
-        ("padding", ctypes.c_int * 3),
+        ("padding", ctypes.c_int * 11),
     )
 
 
@@ -218,6 +219,7 @@ def _layer(layer: LayerOperands, config: StepConfig) -> _Layer:
     made = _Layer()
     for index, operand in enumerate(layer.operands):
         n, k = operand.columns, operand.channels
+        made.words_at[index] = operand.words.data_ptr()
         for place, width in enumerate(_WIDTHS):
             if width > min(config.team, n // 64):
                 continue

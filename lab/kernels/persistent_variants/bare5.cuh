@@ -1,0 +1,3 @@
+#define LAB_BARE 1
+#define LAB_SOURCE 5
+#include "kernels/persistent.cuh"

@@ -1,0 +1,2 @@
+#define LAB_PARTS_AT_ONCE 8
+#include "kernels/persistent.cuh"

@@ -1,0 +1,2 @@
+#define LAB_POLL 1
+#include "kernels/persistent.cuh"

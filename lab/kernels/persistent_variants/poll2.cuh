@@ -1,0 +1,2 @@
+#define LAB_POLL 2
+#include "kernels/persistent.cuh"

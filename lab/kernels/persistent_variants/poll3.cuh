@@ -1,0 +1,2 @@
+#define LAB_POLL 3
+#include "kernels/persistent.cuh"

@@ -1,0 +1,2 @@
+#define LAB_SOURCE 2
+#include "kernels/persistent.cuh"

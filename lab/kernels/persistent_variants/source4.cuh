@@ -1,0 +1,2 @@
+#define LAB_SOURCE 4
+#include "kernels/persistent.cuh"

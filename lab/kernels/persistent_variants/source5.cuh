@@ -1,0 +1,2 @@
+#define LAB_SOURCE 5
+#include "kernels/persistent.cuh"

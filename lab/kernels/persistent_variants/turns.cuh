@@ -1,0 +1,2 @@
+#define LAB_TURNS 1
+#include "kernels/persistent.cuh"

@@ -1,0 +1,2 @@
+#define LAB_WIDE 3
+#include "kernels/persistent.cuh"

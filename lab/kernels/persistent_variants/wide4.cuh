@@ -1,0 +1,2 @@
+#define LAB_WIDE 4
+#include "kernels/persistent.cuh"
