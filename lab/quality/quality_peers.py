@@ -5,7 +5,7 @@
     python lab/quality/quality_peers.py evaluate MODEL FOLDER... --text FILE
 
 ``tokens`` writes the token ids of the documents that marlinq calibrates on. ``quantize`` runs in an
-environment that holds the peer and needs no marlinq: the peer's own code writes WORK/NAME, on the CPU.
+environment that holds the peer and needs no marlinq: the peer's own code writes WORK/NAME-SETTING.
 ``evaluate`` reads every folder through marlinq and computes in float32, so nothing but the weights differs.
 """
 
@@ -20,59 +20,85 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 # Of this script's own process alone: whoever imports the file may want the GPU.
 if __name__ == "__main__":
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # its thread pool needs two workers even on two cores
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    if "cuda" not in sys.argv:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-BITS, GROUP_SIZE = 4, 64
+BITS = 4
 ROW = 512
 PEER_NOTE = "peer.json"
 
 Options = dict[str, Any]
-Writer = Callable[[Path, Path, list[list[int]], Options], None]
 
 
-def write_gptqmodel(model: Path, out: Path, documents: list[list[int]], options: Options) -> None:
+@dataclass(frozen=True)
+class Task:
+    """What every peer is asked for.
+
+    Attributes:
+        model: the folder of the original.
+        out: the folder to write.
+        documents: token ids of the calibration's documents.
+        group_size: input channels that share a scale; -1 is one scale an output channel.
+        symmetric: no zero points.
+        device: of torch.
+    """
+
+    model: Path
+    out: Path
+    documents: list[list[int]]
+    group_size: int
+    symmetric: bool
+    device: str
+
+
+Writer = Callable[[Task, Options], None]
+
+
+def write_gptqmodel(task: Task, options: Options) -> None:
     """GPTQModel; ``options`` are ``QuantizeConfig`` arguments."""
     from gptqmodel import GPTQModel, QuantizeConfig
 
     config = QuantizeConfig(
-        bits=BITS, group_size=GROUP_SIZE, sym=True, offload_to_disk=False, **_objects(options)
+        bits=BITS,
+        group_size=task.group_size,
+        sym=task.symmetric,
+        offload_to_disk=False,
+        **_objects(options),
     )
-    loaded = GPTQModel.load(str(model), config, trust_remote_code=False, dtype=torch.float32)
-    loaded.quantize(_examples(documents), batch_size=1)
-    loaded.save(str(out))
+    loaded = GPTQModel.load(str(task.model), config, trust_remote_code=False, dtype=torch.float32)
+    loaded.quantize(_examples(task.documents), batch_size=1)
+    loaded.save(str(task.out))
 
 
-def write_llmcompressor(model: Path, out: Path, documents: list[list[int]], options: Options) -> None:
+def write_llmcompressor(task: Task, options: Options) -> None:
     """llm-compressor.
 
     ``options``: "weights" are ``QuantizationArgs``, "gptq" and "awq" arguments of the two modifiers. Without
     "gptq" the weights are rounded to nearest.
     """
-    from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
+    from torch.utils.data import DataLoader
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    plain = {
-        "num_bits": BITS,
-        "type": "int",
-        "strategy": "group",
-        "group_size": GROUP_SIZE,
-        "symmetric": True,
-    }
+    loaded = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(task.model)
+    strategy = "channel" if task.group_size == -1 else "group"
+    plain: Options = {"num_bits": BITS, "type": "int", "strategy": strategy, "symmetric": task.symmetric}
+    if strategy == "group":
+        plain["group_size"] = task.group_size
     scheme = {"targets": ["Linear"], "weights": plain | options.get("weights", {})}
     common = {"ignore": ["lm_head"], "config_groups": {"group_0": scheme}}
     recipe: list[Any] = []
@@ -85,21 +111,27 @@ def write_llmcompressor(model: Path, out: Path, documents: list[list[int]], opti
         recipe.append(GPTQModifier(**common, **options["gptq"]))
     else:
         recipe.append(QuantizationModifier(**common))
+    # Batches as they are, so that nothing cuts, pads or shuffles them.
+    batches = [
+        {
+            "input_ids": torch.tensor([document]),
+            "attention_mask": torch.ones(1, len(document), dtype=torch.int64),
+        }
+        for document in task.documents
+    ]
     oneshot(
         model=loaded,
         processor=tokenizer,
-        dataset=Dataset.from_list(_examples(documents)),
+        dataset=DataLoader(batches, batch_size=None),  # type: ignore[arg-type]
         recipe=recipe,
-        max_seq_length=max(map(len, documents)),
-        num_calibration_samples=len(documents),
-        shuffle_calibration_samples=False,
+        num_calibration_samples=len(batches),
     )
     # As the others store them. The codes are computed while saving, and survive that rounding.
-    loaded.to(torch.float16).save_pretrained(out, save_compressed=True)
-    tokenizer.save_pretrained(out)
+    loaded.to(torch.float16).save_pretrained(task.out, save_compressed=True)
+    tokenizer.save_pretrained(task.out)
 
 
-def write_autoround(model: Path, out: Path, documents: list[list[int]], options: Options) -> None:
+def write_autoround(task: Task, options: Options) -> None:
     """AutoRound; ``options`` are its arguments.
 
     It drops documents shorter than its row, so it is given their tokens end to end in rows of 512.
@@ -107,23 +139,23 @@ def write_autoround(model: Path, out: Path, documents: list[list[int]], options:
     from auto_round import AutoRound
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokens = [token for document in documents for token in document]
+    tokens = [token for document in task.documents for token in document]
     rows = [tokens[start : start + ROW] for start in range(0, len(tokens) - ROW + 1, ROW)]
     mask = torch.ones(1, ROW, dtype=torch.int64)
     batches = [{"input_ids": torch.tensor([row]), "attention_mask": mask} for row in rows]
     quantizer = AutoRound(
-        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        AutoTokenizer.from_pretrained(model),
+        AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32),
+        AutoTokenizer.from_pretrained(task.model),
         bits=BITS,
-        group_size=GROUP_SIZE,
-        sym=True,
+        group_size=task.group_size,
+        sym=task.symmetric,
         dataset=batches,
         seqlen=ROW,
         nsamples=len(rows),
-        device_map="cpu",
+        device_map=task.device,
         **options,
     )
-    quantizer.quantize_and_save(str(out), format="auto_gptq")
+    quantizer.quantize_and_save(str(task.out), format="auto_gptq")
 
 
 METHODS: dict[str, tuple[str, Writer, Options]] = {
@@ -178,14 +210,16 @@ def tokens(options: argparse.Namespace) -> None:
 
 
 def quantize(options: argparse.Namespace) -> None:
-    """Write WORK/METHOD with the peer's code, and a note of versions, options and seconds."""
+    """Write WORK/METHOD-SETTING with the peer's code, and a note of versions, options and seconds."""
     package, write, arguments = METHODS[options.method]
     documents = json.loads(options.tokens.read_text(encoding="utf-8"))[: options.documents]
-    out = options.work / options.method
+    setting = f"g{options.group_size}-{'asym' if options.asym else 'sym'}"
+    out = options.work / f"{options.method}-{setting}"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     start = time.perf_counter()
-    write(options.model, out, documents, arguments)
+    task = Task(options.model, out, documents, options.group_size, not options.asym, options.device)
+    write(task, arguments)
     note = {
         "package": f"{package} {importlib.metadata.version(package)}",
         "torch": torch.__version__,
@@ -193,6 +227,9 @@ def quantize(options: argparse.Namespace) -> None:
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
         "options": arguments,
+        "group_size": options.group_size,
+        "symmetric": not options.asym,
+        "device": options.device,
         "documents": len(documents),
         "seconds": time.perf_counter() - start,
     }
@@ -276,6 +313,9 @@ def _options() -> argparse.Namespace:
     making.add_argument("tokens", type=Path)
     making.add_argument("work", type=Path)
     making.add_argument("--method", choices=list(METHODS), required=True)
+    making.add_argument("--group-size", type=int, default=64)
+    making.add_argument("--asym", action="store_true", help="with zero points")
+    making.add_argument("--device", default="cpu")
     making.add_argument("--documents", type=int, help="only the first ones")
     making.set_defaults(run=quantize)
     measuring = commands.add_parser("evaluate")
