@@ -247,6 +247,34 @@ def quality_table() -> str:
     return _table(rows)
 
 
+def quality_settings_table() -> str:
+    """KL divergence and top-1 agreement of each kind of groups, beside a published quantiser."""
+    rows = [["groups", "zero points", "package", "method", "mean KL (nats)", "top-1 agreement"]]
+    rows += [
+        [
+            "whole channel" if row["group_size"] == -1 else str(row["group_size"]),
+            "no" if row["symmetric"] else "yes",
+            row["package"],
+            row["method"],
+            f"{row['kl']:.4f}",
+            f"{row['top1']:.2f} %",
+        ]
+        for row in result("quality-smollm2")["settings"]
+    ]
+    return _table(rows)
+
+
+def quality_texts_table() -> str:
+    """KL divergence and top-1 agreement on four kinds of text."""
+    found = result("quality-smollm2")["texts"]
+    rows = [["package", "method", *found["names"]]]
+    rows += [
+        [row["package"], row["method"], *(f"{kl:.4f} / {top1:.1f} %" for kl, top1 in row["measured"])]
+        for row in found["rows"]
+    ]
+    return _table(rows)
+
+
 def head_table() -> str:
     """Perplexity, KL divergence and top-1 agreement by bits of blocks and output head."""
     bits = {"none": "16-bit", "int8": "8-bit", "int4": "4-bit"}
@@ -346,6 +374,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "floors": floors_table,
     "experts": experts_table,
     "quality": quality_table,
+    "quality-settings": quality_settings_table,
+    "quality-texts": quality_texts_table,
     "head": head_table,
     "chain": chain_table,
     "decode": decode_table,
