@@ -39,16 +39,13 @@ class PairedHessian(HessianAccumulator):
         super().__init__(in_features, device=device, name=name)
         # Of inputs that come without the original's, such as an expert's, there is none.
         self._drift: Tensor | None = None
+        self._pairs = 0
+        # While shards are added up, the drift is a sum, and this is the tokens it is of.
+        self._shared: Tensor | None = None
         self._layer = name
 
-    def add(self, x: Tensor, mask: Tensor | None = None) -> None:
-        before = self.tokens
-        super().add(x, mask)
-        if self._drift is not None and self.tokens > before:
-            self._drift.mul_(before / self.tokens)
-
     def add_pair(self, x: Tensor, original: Tensor, mask: Tensor | None = None) -> None:
-        """Counts the inputs of one call.
+        """Counts the inputs of one call. Tokens that only :meth:`add` sees have no part in the drift.
 
         Args:
             x: float [..., K], of the quantised model.
@@ -60,36 +57,44 @@ class PairedHessian(HessianAccumulator):
         if self.tokens == before:
             return
         rows, others = real_rows(x, mask, self._layer), real_rows(original, mask, self._layer)
-        total = self.tokens
         drift = self._sum()
         for own, other in zip(torch.split(rows, _CHUNK_ROWS), torch.split(others, _CHUNK_ROWS), strict=True):
             # Rounded to 16 bits where inputs have no more: a share of 2**-9 of what is a small correction.
             difference = (other.to(torch.float32) - own.to(torch.float32)).to(own.dtype)
-            add_products(drift, difference, own, 1.0, 2.0 / total)
+            total = self._pairs + len(own)
+            add_products(drift, difference, own, self._pairs / total, 2.0 / total)
+            self._pairs = total
 
     def merge(self, other: HessianAccumulator) -> None:
-        mine, theirs = self.tokens, other.tokens
         super().merge(other)
-        if self.tokens and self._drift is not None:
-            self._drift.mul_(mine / self.tokens)
-        if self.tokens and isinstance(other, PairedHessian) and other._drift is not None:
-            total = self._sum()
-            total.add_(other._drift.to(total.device), alpha=theirs / self.tokens)
+        if isinstance(other, PairedHessian) and other._drift is not None:
+            total = self._pairs + other._pairs
+            mine = self._sum().mul_(self._pairs / total)
+            mine.add_(other._drift.to(mine.device), alpha=other._pairs / total)
+            self._pairs = total
 
     def as_share(self, tokens: int) -> list[Tensor]:
-        # Another shard may have one: all of them add up the same tensors.
-        total = self._sum().mul_(self.tokens / tokens if tokens else 0.0)
-        return [*super().as_share(tokens), total]
+        # Another shard may have a drift: all of them add up the same tensors.
+        total = self._sum().mul_(self._pairs)
+        self._shared = torch.tensor([self._pairs], device=total.device)
+        return [*super().as_share(tokens), total, self._shared]
 
     @property
-    def paired(self) -> bool:
-        """Whether any inputs came with the original's."""
-        return self._drift is not None
+    def pairs(self) -> int:
+        """Tokens whose inputs came with the original's."""
+        self._end_sharing()
+        return self._pairs
 
     def drift(self) -> Tensor | None:
-        """float32 [K, K], the mean of 2 (o - x) x^T over all tokens, to which those that came without the
-        original's add nothing; None where nothing drifted."""
+        """float32 [K, K], the mean of 2 (o - x) x^T over the tokens that came with the original's, the
+        accumulator's own; None where nothing drifted."""
+        self._end_sharing()
         return None if self._drift is None or not bool(self._drift.any()) else self._drift
+
+    def _end_sharing(self) -> None:
+        if self._shared is not None:
+            self._pairs, self._shared = int(self._shared), None
+            self._sum().div_(max(self._pairs, 1))
 
     def _sum(self) -> Tensor:
         if self._drift is None:

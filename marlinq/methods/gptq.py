@@ -105,7 +105,7 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
             hessian,
             drift,
             damp=options.damp,
-            share=trusted_share(options.drift_correction, statistics.tokens, len(hessian)),
+            share=trusted_share(options.drift_correction, statistics.pairs, len(hessian)),
             limits=[
                 float((weight - round_to_nearest(weight, scheme, name=name).dequantize()).norm())
                 for weight, name in zip(weights, names, strict=True)
@@ -126,7 +126,7 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
         device, k = inputs[0].weights[0].device, inputs[0].weights[0].shape[1]
         g = whole_groups(scheme, k, inputs[0].names[0])
         together = _together(inputs[0].weights)
-        drifts = any(isinstance(each.statistics, PairedHessian) and each.statistics.paired for each in inputs)
+        drifts = any(isinstance(each.statistics, PairedHessian) and each.statistics.pairs for each in inputs)
         if together == 1 or drifts or not _has_kernel(device):
             return super().solve_many(inputs, scheme, options)
         from marlinq.kernels.solve import PANEL_ROWS

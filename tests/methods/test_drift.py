@@ -146,4 +146,28 @@ def test_shards_without_the_originals_inputs_add_no_drift() -> None:
     assert found is not None
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
     difference = (original - seen)[:100]
-    torch.testing.assert_close(found, 2 * difference.t() @ seen[:100] / T, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found, 2 * difference.t() @ seen[:100] / 100, rtol=1e-4, atol=1e-6)
+    assert whole.pairs == right.pairs == 100
+    assert whole.tokens == T
+
+
+def test_shares_of_ranks_add_up_to_the_drift_of_all_pairs() -> None:
+    _, original, seen = inputs()
+    whole, first, second, third = (PairedHessian(K, device=CPU, name="o_proj") for _ in range(4))
+    whole.add_pair(seen[:200], original[:200])
+    whole.add(seen[200:])
+    first.add_pair(seen[:150], original[:150])
+    second.add_pair(seen[150:200], original[150:200])
+    second.add(seen[200:300])
+    third.add(seen[300:])
+    shares = [rank.as_share(T) for rank in (first, second, third)]
+    for tensors in zip(*shares, strict=True):
+        tensors[0].copy_(sum(tensors))
+    expected, found = whole.drift(), first.drift()
+    assert expected is not None
+    assert found is not None
+    assert first.pairs == whole.pairs == 200
+    # Means of 200 products in another order, as large as the largest.
+    largest = float(2 * (original - seen).abs().max() * seen.abs().max())
+    torch.testing.assert_close(found, expected, rtol=0, atol=200 * 2**-24 * largest)
+    torch.testing.assert_close(first.hessian(), whole.hessian(), rtol=1e-5, atol=1e-5)

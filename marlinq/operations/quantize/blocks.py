@@ -20,7 +20,7 @@ from marlinq.models import BlockReplay, Experts, ModelInstance, Projection, shar
 from marlinq.operations.quantize.experts import ExpertCalibration, ExpertGroup
 from marlinq.operations.quantize.head import solve_head
 from marlinq.operations.quantize.lots import LOT_WEIGHTS, in_lots
-from marlinq.operations.quantize.original import OriginalStates
+from marlinq.operations.quantize.original import OriginalStates, compared_batches
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
 from marlinq.operations.quantize.ranks import ALONE, Ranks
 from marlinq.operations.quantize.recipe import Recipe
@@ -105,7 +105,9 @@ class BlockQuantizer:
         with self._instance.reading_ahead(needed):
             states = self._first_states() if calibrated else None
             if states is not None and self._is_paired():
-                self._original = OriginalStates(self._instance, self._replay, self._copy(states))
+                compared = compared_batches(self._batches, self._ranks.size)
+                copy = self._copy(states, compared)
+                self._original = OriginalStates(self._instance, self._replay, copy, compared)
             self._progress("quantising blocks", 0, count)
             for index in range(count):
                 if index in needed:
@@ -155,7 +157,7 @@ class BlockQuantizer:
             if not bool(torch.isfinite(hidden).all()):
                 raise NumericsError("the embeddings hold NaN or infinity; check the source checkpoint")
             if states is None:
-                states = self._empty_states(hidden, self._states_on_device())
+                states = self._empty_states(hidden, self._batches, self._states_on_device())
             states.store(number, hidden)
         if states is None:
             raise ValueError("calibration needs at least one batch")
@@ -166,9 +168,9 @@ class BlockQuantizer:
         device = self._instance.device
         return min(_STATES_BYTES, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else 0
 
-    def _empty_states(self, like: Tensor, device_bytes: int) -> HiddenStates:
+    def _empty_states(self, like: Tensor, batches: Sequence[Batch], device_bytes: int) -> HiddenStates:
         return HiddenStates(
-            [(*batch.ids.shape, like.shape[-1]) for batch in self._batches],
+            [(*batch.ids.shape, like.shape[-1]) for batch in batches],
             dtype=like.dtype,
             device=self._instance.device,
             limit_bytes=psutil.virtual_memory().available // 4,
@@ -176,11 +178,12 @@ class BlockQuantizer:
             device_bytes=device_bytes,
         )
 
-    def _copy(self, states: HiddenStates) -> HiddenStates:
+    def _copy(self, states: HiddenStates, numbers: Sequence[int]) -> HiddenStates:
         # One large set of states is as much as a GPU should hold.
-        copy = self._empty_states(states.load(0), self._states_on_device() // 2)
-        for number in range(len(states)):
-            copy.store(number, states.load(number))
+        room = self._states_on_device() // 2
+        copy = self._empty_states(states.load(0), [self._batches[number] for number in numbers], room)
+        for place, number in enumerate(numbers):
+            copy.store(place, states.load(number))
         return copy
 
     def _read_back(self, planned: PlannedModule) -> QuantizedWeight:

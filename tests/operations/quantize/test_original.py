@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from marlinq.calibration import Batch
+from marlinq.operations.quantize.original import compared_batches
+
+
+def batches(count: int, tokens: int) -> list[Batch]:
+    return [Batch(torch.zeros(2, tokens, dtype=torch.int64), (tokens, tokens // 2)) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("count", "tokens", "shards", "expected"),
+    [
+        (3, 512, 1, [0, 1, 2]),
+        (42, 2048, 1, list(range(42))),  # 129,024 tokens: less than twice as many as are enough
+        (43, 2048, 1, list(range(0, 43, 2))),
+        (86, 2048, 1, list(range(0, 86, 4))),
+        (43, 2048, 2, list(range(0, 43, 4))),
+        (1, 1 << 20, 1, [0]),
+    ],
+)
+def test_of_a_long_text_some_batches_are_compared(
+    count: int, tokens: int, shards: int, expected: list[int]
+) -> None:
+    assert compared_batches(batches(count, tokens), shards) == expected
