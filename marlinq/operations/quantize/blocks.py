@@ -180,7 +180,7 @@ class BlockQuantizer:
 
     def _copy(self, states: HiddenStates, numbers: Sequence[int]) -> HiddenStates:
         # One large set of states is as much as a GPU should hold.
-        room = self._states_on_device() // 2
+        room = self._states_on_device() // 8
         copy = self._empty_states(states.load(0), [self._batches[number] for number in numbers], room)
         for place, number in enumerate(numbers):
             copy.store(place, states.load(number))
