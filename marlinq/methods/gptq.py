@@ -97,8 +97,7 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
     ) -> list[tuple[QuantizedWeight, SolveReport]]:
         statistics = _known(statistics)
         hessian = statistics.hessian()
-        drift = statistics.drift() if isinstance(statistics, PairedHessian) else None
-        if drift is None:
+        if not isinstance(statistics, PairedHessian) or (drift := statistics.drift()) is None:
             return solve_gptq_shared(weights, hessian, scheme, options, names=names)
         corrected = make_up_for_drift(
             weights,
