@@ -243,8 +243,8 @@ FAULTS = [
         [
             (
                 "columns of the next row",
-                "if (n >= columns) continue;",
-                "",
+                "const bool mine = n < columns && (",
+                "const bool mine = (",
                 "out of bounds of global memory: .* out|a second time",
             ),
         ],

@@ -73,7 +73,7 @@ FAULTS = {
         "experts_stream", STREAM, "if (dependent) wait_for_previous_kernel();", "", EARLY
     ),
     "another slot's activations": Fault("experts_stream", STREAM, "x += slot * weights.K;", "", WRONG),
-    "no routing weight": Fault("experts_stream", STREAM, "up.x * weight", "up.x", WRONG),
+    "no routing weight": Fault("experts_stream", STREAM, "(gate.x, up.x) * weight", "(gate.x, up.x)", WRONG),
     "a shared choice too early": Fault(
         "experts_shared", SHARED, "if (dependent) wait_for_previous_kernel();", "", EARLY
     ),
@@ -101,12 +101,13 @@ FAULTS = {
     "a segment's weights for the next": Fault(
         "experts_shared",
         SHARED,
-        "if (++at.chunk == of_segment) at.chunk = 0, ++at.segment;",
-        "++at.chunk;",
+        "if (++weights_chunk == of_segment && step + 1 < my_steps) weights_chunk = 0, ++weights_segment,"
+        " enter_weights();",
+        "++weights_chunk;",
         WRONG + "|out of bounds",
     ),
     "a row's pairs in other rows' columns": Fault(
-        "experts_shared", SHARED, "pair >= 0 && k < K", "k < K", WRONG + "|out of bounds"
+        "experts_shared", SHARED, "pair < 0 ? -1 : (GATED", "pair < 0 ? 0 : (GATED", WRONG
     ),
 }
 
