@@ -22,7 +22,7 @@
 
 // What it does otherwise, with the same results.
 #ifndef LAB_POLL
-#define LAB_POLL 0  // who waits asks again for: 0: one word, 1: all that is missing, 2: a word a lane, 3: one of each vector
+#define LAB_POLL 1  // who waits asks again for: 0: one word, 1: all that is missing, 2: a word a lane, 3: one of each vector
 #endif
 #ifndef LAB_LEAST_CHUNKS
 #define LAB_LEAST_CHUNKS 2  // of the cache that are worth a part
