@@ -128,6 +128,9 @@ class Method(ABC, Generic[OptionsT, StatisticsT]):
     """Its options."""
     calibrated: bool = True
     """Whether it needs statistics of the inputs. Without them no text is read and no block is run."""
+    sequential: bool = True
+    """Whether statistics are of what the quantised blocks before make of the text. Otherwise they are of what
+    the original makes of it, and a block runs once."""
 
     def scheme_refusal(self, scheme: Scheme) -> str | None:
         """Why the method can't make weights of this scheme, or None."""

@@ -14,21 +14,19 @@ channels can't make up for. Once the group's codes are known, its scales are fit
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from marlinq.core.dtypes import torch_dtype
-from marlinq.core.errors import EnvironmentProblem, NumericsError, UnsupportedError
+from marlinq.core.errors import NumericsError, UnsupportedError
 from marlinq.core.scheme import Scheme
 from marlinq.core.settings import Choice, Flag, Fraction, Share, setting
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.methods.base import Inputs, Method, MethodOptions, SolveReport, check_weight, whole_groups
 from marlinq.methods.drift import PairedHessian, make_up_for_drift, trusted_share
 from marlinq.methods.factor import Factor, channel_order, factorise
-from marlinq.methods.grid import search_factors
+from marlinq.methods.gpu import has_panel_kernel
 from marlinq.methods.hessian import HessianAccumulator, tensor_cores
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.methods.slices import solve_slices
@@ -126,7 +124,7 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
         g = whole_groups(scheme, k, inputs[0].names[0])
         together = _together(inputs[0].weights)
         drifts = any(isinstance(each.statistics, PairedHessian) and each.statistics.pairs for each in inputs)
-        if together == 1 or drifts or not _has_kernel(device):
+        if together == 1 or drifts or not has_panel_kernel(device):
             return super().solve_many(inputs, scheme, options)
         from marlinq.kernels.solve import PANEL_ROWS
         from marlinq.methods.many import Layer, solve_many
@@ -213,7 +211,7 @@ def solve_gptq_shared(
     w = torch.cat([weight.t().to(torch.float32) for weight in weights], dim=1)
     norms = _norms(w, hessian, factor)
     solve = solve_slices
-    if _has_kernel(w.device):
+    if has_panel_kernel(w.device):
         # The kernels' room imports torch, which reading a recipe must not wait for.
         from marlinq.methods.panels import solve_panels
 
@@ -270,25 +268,6 @@ def _known(statistics: HessianAccumulator | None) -> HessianAccumulator:
     if statistics is None:
         raise ValueError("GPTQ needs the Hessian of the weights' input")
     return statistics
-
-
-@lru_cache(maxsize=16)
-def _has_kernel(device: torch.device) -> bool:
-    """Whether the kernel for panels runs on a device; says, once, why it does not on a GPU."""
-    if device.type != "cuda":
-        return False
-    from marlinq.kernels.solve import check_panels
-
-    try:
-        check_panels(device.index, len(search_factors()))
-    except EnvironmentProblem as problem:
-        warnings.warn(
-            f"{device}: GPTQ's kernel can't be used ({problem}); torch's operations solve instead, some ten "
-            "times slower",
-            stacklevel=4,
-        )
-        return False
-    return True
 
 
 def _norms(w: Tensor, hessian: Tensor, factor: Factor) -> Tensor:

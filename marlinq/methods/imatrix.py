@@ -2,12 +2,12 @@
 
 A squared error of a weight counts as much as its input channel is strong: the mean square of the channel over
 the calibration, the diagonal of the Hessian that GPTQ uses. Weights don't make up for each other's errors, so
-one pass over the text with a vector per input is all that is gathered.
+one pass over the text, of the original, with a vector per input is all that is gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,13 +16,19 @@ from marlinq.core.errors import NumericsError
 from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.methods.base import Method, MethodOptions, SolveReport, check_weight, real_rows, whole_groups
-from marlinq.methods.grid import search_grid, storable_scales
+from marlinq.methods.gpu import has_panel_kernel
+from marlinq.methods.grid import search_factors, search_grid, storable_scales
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from marlinq.kernels.solve import PanelTensors
 else:
     from marlinq.core.lazy import torch
+
+
+RoundPanels = Callable[["PanelTensors", Scheme, "Tensor"], None]
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,7 @@ class Imatrix(Method[ImatrixOptions, InputPower]):
 
     name = "imatrix"
     options = ImatrixOptions
+    sequential = False
 
     def statistics(
         self, in_features: int, options: ImatrixOptions, *, device: torch.device, name: str
@@ -132,28 +139,77 @@ def _solve(
     groups = k // g
     # A dead channel still has to store something near its weight: other text may reach it.
     floor = importance.mean() * 1e-6
-    power = importance.clamp(min=float(floor) or 1.0).reshape(groups, g).t()
-    # Groups stand beside each other, as further output channels.
-    w = weight.t().to(torch.float32).reshape(groups, g, n).transpose(0, 1).reshape(g, groups * n)
-    costs = power.repeat_interleave(n, dim=1)
-    scales, zeros = search_grid(w, costs, scheme)
-    codes = scheme.element.nearest(w / scales + zeros)
-    levels = scheme.element.decode(codes) - zeros
-    # With the codes known, the best scale is a weighted least-squares fit.
-    overlap, norm = (costs * levels * w).sum(dim=0), (costs * levels.square()).sum(dim=0)
-    fitted = storable_scales(overlap / norm.clamp(min=torch.finfo(torch.float32).tiny), _dtype(scheme))
-    scales = torch.where((norm > 0) & (overlap != 0), fitted, scales)
-    loss = float((costs * (w - levels * scales).square()).sum(dtype=torch.float64))
-    size = float((costs * w.square()).sum(dtype=torch.float64))
+    power = importance.clamp(min=float(floor) or 1.0).reshape(groups, g)
+    w = weight.t().to(torch.float32, memory_format=torch.contiguous_format).reshape(groups, g, n)
+    found = round_groups_on_gpu if _takes_the_kernel(weight.device, g, scheme) else round_groups
+    codes, scales, zeros, loss = found(w, power, scheme)
+    size = float(torch.einsum("gkn,gkn,gk->g", w, w, power).sum(dtype=torch.float64))
     quantized = QuantizedWeight(
-        codes=codes.reshape(g, groups, n).transpose(0, 1).reshape(k, n).contiguous(),
-        scales=scales.reshape(groups, n).to(_dtype(scheme)),
-        zeros=zeros.reshape(groups, n).to(torch.uint8),
+        codes=codes.reshape(k, n),
+        scales=scales.to(_dtype(scheme)),
+        zeros=zeros.to(torch.uint8),
         g_idx=trivial_g_idx(k, g).to(weight.device),
         group_size=g,
         element=scheme.element,
     )
     return quantized, SolveReport(loss / size if size > 0 else 0.0, fallback, norm=size)
+
+
+def _takes_the_kernel(device: torch.device, g: int, scheme: Scheme) -> bool:
+    if scheme.element.table is not None or not has_panel_kernel(device):
+        return False
+    from marlinq.kernels.solve import PANEL_ROWS
+
+    return g <= PANEL_ROWS
+
+
+def round_groups(w: Tensor, power: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Codes [G, g, N], scales and zeros [G, N] in float32, and the weighted squared error of w [G, g, N]
+    whose channels count ``power`` [G, g]."""
+    groups, g, n = w.shape
+    # Groups stand beside each other, as further output channels.
+    beside = w.transpose(0, 1).reshape(g, groups * n)
+    costs = power.t().repeat_interleave(n, dim=1)
+    scales, zeros = search_grid(beside, costs, scheme)
+    codes = scheme.element.nearest(beside / scales + zeros)
+    levels = scheme.element.decode(codes) - zeros
+    # With the codes known, the best scale is a weighted least-squares fit.
+    overlap, norm = (costs * levels * beside).sum(dim=0), (costs * levels.square()).sum(dim=0)
+    fitted = storable_scales(overlap / norm.clamp(min=torch.finfo(torch.float32).tiny), _dtype(scheme))
+    scales = torch.where((norm > 0) & (overlap != 0), fitted, scales)
+    loss = float((costs * (beside - levels * scales).square()).sum(dtype=torch.float64))
+    found = codes.reshape(g, groups, n).transpose(0, 1).contiguous()
+    return found, scales.reshape(groups, n), zeros.reshape(groups, n), loss
+
+
+def round_groups_on_gpu(
+    w: Tensor, power: Tensor, scheme: Scheme, launch: RoundPanels | None = None
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """:func:`round_groups` in one launch: a panel of GPTQ's for each group.
+
+    No channel makes up for another: R is diagonal, so its feedback is zero, and what an error costs is the
+    square of its diagonal.
+    """
+    from marlinq.kernels.solve import PanelTensors, round_panels
+
+    groups, g, n = w.shape
+    root = power.sqrt()
+    tensors = PanelTensors(
+        updated=w,
+        base=w * root.unsqueeze(2),
+        weight=w,
+        feedback=torch.zeros(groups, g, g, device=w.device),
+        diagonal=root,
+        factors=torch.tensor(search_factors(), device=w.device),
+        scales=torch.empty(groups, n, device=w.device),
+        zeros=torch.empty(groups, n, device=w.device),
+        codes=torch.empty(groups, g, n, dtype=torch.uint8, device=w.device),
+        difference=torch.empty_like(w),
+        loss=torch.zeros(groups, n, dtype=torch.float64, device=w.device),
+    )
+    (launch or round_panels)(tensors, scheme, torch.zeros(groups, device=w.device))
+    assert tensors.loss is not None
+    return tensors.codes, tensors.scales, tensors.zeros, float(tensors.loss.sum())
 
 
 def _dtype(scheme: Scheme) -> torch.dtype:

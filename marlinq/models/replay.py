@@ -142,7 +142,7 @@ class BlockReplay:
         receive: Receive,
         *,
         last: str | None = None,
-    ) -> None:
+    ) -> Tensor | None:
         """Runs a block for the inputs of some of its projections.
 
         Args:
@@ -151,6 +151,9 @@ class BlockReplay:
             receive: called with the name and the input of each.
             last: the block may stop when the projection of this name has been reached: nothing after it is of
                 interest.
+
+        Returns:
+            What the block makes of ``hidden``; None where it stopped.
         """
 
         def until_last(name: str, x: Tensor) -> None:
@@ -159,7 +162,8 @@ class BlockReplay:
                 raise _StopForward
 
         with tapped(self._instance.model, projections, until_last), suppress(_StopForward):
-            self.run(block, batch, hidden)
+            return self.run(block, batch, hidden)
+        return None
 
     def after_blocks(
         self, batches: Iterable[tuple[Tensor, Tensor]], head: Projection, receive: Receive

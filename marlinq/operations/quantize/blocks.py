@@ -37,7 +37,8 @@ _STATES_BYTES = 1 << 31
 class BlockQuantizer:
     """Quantises block after block, each on what the blocks before it, already quantised, make of the text.
 
-    A method without calibration sees the weights alone: no block is run.
+    A method that is not sequential sees what the original makes of it; a method without calibration sees the
+    weights alone: no block is run.
 
     Args:
         instance: the live model.
@@ -129,13 +130,17 @@ class BlockQuantizer:
         """Quantises a block that is not written yet; where it goes onward, runs it on the text."""
         module = self._instance.block(index)
         _check_weights(self._blocks[index].name, module)
+        keep = onward and self._plan.method.sequential
+        # Experts read their inputs again, as often as their statistics need slices.
+        once = onward and not (keep or is_written or self._blocks[index].experts)
+        once = once and bool(members) and not self._instance.blueprint.routed
         if is_written:
             self._advance_original(index)
-            for planned in members:
+            for planned in members if keep else ():
                 self._install(planned, self._read_back(planned))
         else:
-            self._quantize(index, members, states, keep=onward)
-        if states is not None and onward:
+            self._quantize(index, members, states, keep=keep, once=once)
+        if states is not None and onward and not once:
             self._advance(index, states)
         self._instance.release_block(index)
 
@@ -208,22 +213,32 @@ class BlockQuantizer:
                 self._instance.replace(planned.projection, weight)
 
     def _advance(self, index: int, states: HiddenStates) -> None:
-        # Looked at when all batches are under way: each look waits for the device.
-        finite = []
+        outputs = _Outputs(states)
         for number in range(len(self._batches)):
-            output = self._replay.run(index, number, states.load(number))
-            finite.append(torch.isfinite(output).all())
-            states.store(number, output)
-        if not bool(torch.stack(finite).all()):
+            outputs.keep(number, self._replay.run(index, number, states.load(number)))
+        self._check(index, outputs)
+
+    def _check(self, index: int, outputs: _Outputs) -> None:
+        if not outputs.finite():
             raise NumericsError(
                 f"{self._blocks[index].name}: its output holds NaN or infinity in "
                 f"{str(self._instance.dtype).removeprefix('torch.')}; check the source checkpoint"
             )
 
     def _quantize(
-        self, index: int, members: Sequence[PlannedModule], states: HiddenStates | None, *, keep: bool
+        self,
+        index: int,
+        members: Sequence[PlannedModule],
+        states: HiddenStates | None,
+        *,
+        keep: bool,
+        once: bool,
     ) -> None:
-        """Quantises a block and writes it; with ``keep`` the block is left with the new weights."""
+        """Quantises a block and writes it.
+
+        With ``keep`` the block is left with the new weights; with ``once`` its output takes the place of its
+        input in ``states``.
+        """
         of_experts = {name for each in self._blocks[index].experts for name in each.parameters}
         fused = {
             found.projection.name: found for found in members if found.projection.parameter in of_experts
@@ -239,7 +254,7 @@ class BlockQuantizer:
             groups: list[tuple[str, ...]] = [(name,) for name in by_name]
             statistics: dict[str, Statistics] = {}
         else:
-            groups, statistics = self._statistics(index, members, states)
+            groups, statistics = self._statistics(index, members, states, once=once)
         solves = [
             Solve(tuple(members), group[0])
             for group in groups
@@ -325,10 +340,10 @@ class BlockQuantizer:
         return statistics
 
     def _statistics(
-        self, index: int, members: Sequence[PlannedModule], states: HiddenStates
+        self, index: int, members: Sequence[PlannedModule], states: HiddenStates, *, once: bool
     ) -> tuple[list[tuple[str, ...]], dict[str, Statistics]]:
         """Names of the block's projections by shared input, and the statistics of each group under its
-        first name."""
+        first name; with ``once`` the block's output takes the place of its input."""
         by_name = {planned.projection.name: planned for planned in members}
         method = self._plan.method
         statistics: dict[str, Any] = {}
@@ -346,13 +361,17 @@ class BlockQuantizer:
             else:
                 statistics[name].add(x, self._masks[number])
 
+        outputs = _Outputs(states)
+
+        def run_first() -> None:
+            output = self._replay.run(index, 0, states.load(0))
+            if once:
+                outputs.keep(0, output)
+
         # Which projections share an input is known after the first run, so all of them are listened to there.
         others = originals([planned.projection for planned in members])
         groups = shared_inputs(
-            self._instance.model,
-            [planned.projection for planned in members],
-            lambda: self._replay.run(index, 0, states.load(0)),
-            receive,
+            self._instance.model, [planned.projection for planned in members], run_first, receive
         )
         start = 1
         agreed = [tuple(group) for group in self._ranks.share_json(groups)]
@@ -362,11 +381,15 @@ class BlockQuantizer:
             statistics.clear()
         first = [by_name[group[0]].projection for group in groups]
         # Experts run in whatever order the tokens ask for, so there is no last one to stop at.
-        last = None if self._instance.blueprint.routed else first[-1].name
+        last = None if once or self._instance.blueprint.routed else first[-1].name
         for number in range(start, len(self._batches)):
             # A first batch that is seen again has no pairs: the original's block has run on it.
             others = originals(first) if number else {}
-            self._replay.inputs(index, number, states.load(number), first, receive, last=last)
+            output = self._replay.inputs(index, number, states.load(number), first, receive, last=last)
+            if once and output is not None:
+                outputs.keep(number, output)
+        if once:
+            self._check(index, outputs)
         for projection in first:
             if projection.name not in statistics:
                 # An expert that no token chose.
@@ -438,6 +461,27 @@ class BlockQuantizer:
                 for planned, part, (quantized, _) in zip(members, rows, solved, strict=True)
             )
         return solved
+
+
+class _Outputs:
+    """What a block makes of its input, in whose place it goes.
+
+    Args:
+        states: the input of every batch.
+    """
+
+    def __init__(self, states: HiddenStates) -> None:
+        self._states = states
+        self._finite: list[Tensor] = []
+
+    def keep(self, batch: int, output: Tensor) -> None:
+        """Puts ``output`` in the place of the input of ``batch``."""
+        self._finite.append(torch.isfinite(output).all())
+        self._states.store(batch, output)
+
+    def finite(self) -> bool:
+        """Whether all were; asked when all batches are under way, for it waits for the device."""
+        return bool(torch.stack(self._finite).all())
 
 
 def module_reports(notes: Mapping[str, Any]) -> dict[str, ModuleReport]:

@@ -93,8 +93,9 @@ def estimate(
     """
     modules = list(plan.modules.values())
     rate = _product_rate(modules, device, dtype)
-    # Once for the inputs of its linears, and once for what the next block sees of it.
-    operations = 2 * (2 * work.linear_weights + work.hessian_products) * tokens
+    # Once for the inputs of its linears, and once for what the next block sees of it, unless both are one.
+    passes = 2 if plan.method.sequential else 1
+    operations = passes * (2 * work.linear_weights + work.hessian_products) * tokens
     output_bytes = sum(tensor.nbytes for tensor in plan.tensors)
     largest = max((sum(_weights(each) for each in members) for members in blocks), default=0)
     widest = max((_weights(each) for each in modules), default=0)

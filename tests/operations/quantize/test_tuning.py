@@ -225,7 +225,7 @@ def test_qualities_are_settings_by_name(tmp_path: Path) -> None:
     small = {"samples": 8, "max_length": 40, "group_size": 32}
     quantize(source, tmp_path / "out", recipe=Recipe.from_dict({"quality": "fast", **small}), device="cpu")
     manifest = json.loads((tmp_path / "out" / "marlinq.json").read_text())
-    assert manifest["quality"] == {"name": "fast", "version": 1, "changed": []}
+    assert manifest["quality"] == {"name": "fast", "version": 2, "changed": []}
     assert manifest["recipe"]["method"] == "imatrix"
 
 

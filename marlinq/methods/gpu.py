@@ -1,0 +1,33 @@
+"""Whether a GPU takes the kernel for panels of channels (``kernels/cuda/solve``)."""
+
+from __future__ import annotations
+
+import warnings
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from marlinq.core.errors import EnvironmentProblem
+from marlinq.methods.grid import search_factors
+
+if TYPE_CHECKING:
+    import torch
+
+
+@lru_cache(maxsize=16)
+def has_panel_kernel(device: torch.device) -> bool:
+    """Whether the kernel for panels runs on a device; says, once, why it does not on a GPU."""
+    if device.type != "cuda":
+        return False
+    # The kernels' room imports torch, which reading a recipe must not wait for.
+    from marlinq.kernels.solve import check_panels
+
+    try:
+        check_panels(device.index, len(search_factors()))
+    except EnvironmentProblem as problem:
+        warnings.warn(
+            f"{device}: the solvers' kernel can't be used ({problem}); torch's operations solve instead, "
+            "some ten times slower",
+            stacklevel=4,
+        )
+        return False
+    return True
