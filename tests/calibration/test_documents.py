@@ -18,10 +18,10 @@ class Bytes:
     """A tokenizer of one token a byte."""
 
     def __call__(
-        self, text: str, truncation: bool, max_length: int, add_special_tokens: bool
-    ) -> dict[str, list[int]]:
-        ids = list(text.encode())
-        return {"input_ids": ids[:max_length] if truncation else ids}
+        self, texts: list[str], truncation: bool, max_length: int, add_special_tokens: bool
+    ) -> dict[str, list[list[int]]]:
+        ids = [list(text.encode()) for text in texts]
+        return {"input_ids": [each[:max_length] for each in ids] if truncation else ids}
 
 
 def read(source: object, **changes: Any) -> list[Document]:
