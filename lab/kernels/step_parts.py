@@ -42,11 +42,11 @@ def random_linear(k: int, n: int) -> QuantLinear:
     return QuantLinear(MarlinOperand(words, scales.to(DTYPE), None, None, GROUP, k, n))
 
 
-def random_model(depth: int) -> tuple[nn.Module, Anatomy]:
-    """A Llama of Llama-3-8B's shape, with packed linears and a dense head."""
+def random_model(depth: int, inner: int = INNER) -> tuple[nn.Module, Anatomy]:
+    """A Llama of Llama-3-8B's shape, or with another inner width; packed linears, a dense head."""
     config = LlamaConfig(
         hidden_size=HIDDEN,
-        intermediate_size=INNER,
+        intermediate_size=inner,
         num_hidden_layers=1,
         num_attention_heads=HEADS,
         num_key_value_heads=KV,
@@ -70,9 +70,9 @@ def random_model(depth: int) -> tuple[nn.Module, Anatomy]:
             "k": (HIDDEN, KV * D),
             "v": (HIDDEN, KV * D),
             "o": (HEADS * D, HIDDEN),
-            "gate": (HIDDEN, INNER),
-            "up": (HIDDEN, INNER),
-            "down": (INNER, HIDDEN),
+            "gate": (HIDDEN, inner),
+            "up": (HIDDEN, inner),
+            "down": (inner, HIDDEN),
         }
         for name, (k, n) in sizes.items():
             setattr(block, name, random_linear(k, n))
@@ -89,7 +89,7 @@ def random_model(depth: int) -> tuple[nn.Module, Anatomy]:
             scale=D**-0.5,
             rotary=Rotary("rotary", "frequencies", D),
         )
-        mlp = MLP(Slices((names["gate"], names["up"]), (INNER, INNER)), True, names["down"], "silu")
+        mlp = MLP(Slices((names["gate"], names["up"]), (inner, inner)), True, names["down"], "silu")
         norms = [Norm(names[name], "rms", 1e-5, width=HIDDEN) for name in ("first", "second")]
         layers.append(Layer(f"layers.{index}", attention, mlp, *norms))
     final = Norm("norm", "rms", 1e-5, width=HIDDEN)

@@ -1,20 +1,25 @@
 """Time a decode step's layers with other variants of one product at a time.
 
-    python lab/kernels/step_variants.py --batch 4 --context 512 --variants 8
+    python lab/kernels/step_variants.py --batch 4 --context 512 --variants 8 --json chain.json
 
 A product's variant is chosen by a model of its own time (``marlinq.kernels.decide``); in a chain it also
-matters how it begins and ends beside its neighbours. For each product of Llama-3-8B's shape, the variants
-that the model expects to be fastest take the place of the chosen one in all layers. us a layer, without the
-head.
+matters how it begins and ends beside its neighbours. For each product of Llama-3-8B's shape, or of one with
+another ``--inner`` width, the variants that the model expects to be fastest take the place of the chosen one
+in all layers. us a layer, without the head. The best ``--finalists`` of them are timed ``--repeat`` times
+more, in turn with the chosen one; those times alone are written, for ``lab/kernels/tune.py``.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 import sys
+from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,12 +36,6 @@ from marlinq.operations.bench.hardware import hardware_line
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.walk import Recording
 
-PRODUCTS = {
-    "qkv": ((HEADS + 2 * KV) * D, HIDDEN, None),
-    "o": (HIDDEN, HEADS * D, None),
-    "gate_up": (2 * INNER, HIDDEN, "silu"),
-    "down": (HIDDEN, INNER, None),
-}
 # Rows up to which a chain's products are launched dependently.
 _OVERLAPPING_ROWS = 32
 _chosen_by_model = decision.model_choice
@@ -57,10 +56,23 @@ def force(problem: Problem | None = None, config: KernelConfig | None = None) ->
 
 
 def listed(problem: Problem, demanded: Demands, count: int) -> list[tuple[float, KernelConfig]]:
-    """The ``count`` variants that the model expects to be fastest, two at most that differ in stages only."""
+    """The ``count`` variants that the model expects to be fastest, two at most that differ in stages only.
+
+    And half as many of the bulk kernel, which the model leaves out of chains; not for up to eight rows, where
+    products have the norms between them in their epilogues.
+    """
+    device = device_numbers(0)
+    found = _fastest(decision._all_estimates(problem, device, demanded), count)
+    if demanded.dependent and 8 < problem.m <= 16 and not problem.activation:
+        found += _fastest(decision.estimates(problem, device, "bulk"), count // 2)
+    return found
+
+
+def _fastest(
+    estimates: Iterable[tuple[float, str, KernelConfig]], count: int
+) -> list[tuple[float, KernelConfig]]:
     found: list[tuple[float, KernelConfig]] = []
     alike: dict[KernelConfig, int] = {}
-    estimates = decision._all_estimates(problem, device_numbers(0), demanded)
     for seconds, _, config in sorted(estimates, key=lambda one: one[0]):
         key = replace(config, stages=0, min_blocks=1)
         alike[key] = alike.get(key, 0) + 1
@@ -71,31 +83,51 @@ def listed(problem: Problem, demanded: Demands, count: int) -> list[tuple[float,
     return found
 
 
+def products(inner: int) -> dict[str, tuple[int, int, str | None]]:
+    """N, K and activation of a layer's products."""
+    return {
+        "qkv": ((HEADS + 2 * KV) * D, HIDDEN, None),
+        "o": (HIDDEN, HEADS * D, None),
+        "gate_up": (2 * inner, HIDDEN, "silu"),
+        "down": (HIDDEN, inner, None),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--batch", type=int, action="append")
     parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--inner", type=int, default=INNER)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--variants", type=int, default=8, help="a product")
+    parser.add_argument("--finalists", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("error: the step needs a GPU", file=sys.stderr)
         return 1
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-    print(hardware_line(torch.device("cuda", 0)))
+    hardware = hardware_line(torch.device("cuda", 0))
+    print(hardware)
     decision.model_choice = _choice  # type: ignore[assignment]
-    model, anatomy = random_model(arguments.layers)
+    model, anatomy = random_model(arguments.layers, arguments.inner)
+    rows: list[dict[str, Any]] = []
     for batch in arguments.batch or [4, 16, 64]:
-        _sweep(model, anatomy, batch, arguments)
+        rows += _sweep(model, anatomy, batch, arguments)
+        if arguments.json:
+            arguments.json.write_text(json.dumps({"hardware": hardware, "rows": rows}), encoding="utf-8")
     return 0
 
 
-def _sweep(model: torch.nn.Module, anatomy: object, batch: int, arguments: argparse.Namespace) -> None:
+def _sweep(
+    model: torch.nn.Module, anatomy: object, batch: int, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
     overlapping = batch <= _OVERLAPPING_ROWS
     demanded = Demands(dependent=overlapping)
     plans = {}
-    for name, (n, k, activation) in PRODUCTS.items():
+    for name, (n, k, activation) in products(arguments.inner).items():
         problem = Problem(batch, n, k, 128, False, False, activation=activation)
         plans[name] = problem, listed(problem, demanded, arguments.variants)
     precompile_variants((problem, config) for problem, plan in plans.values() for _, config in plan)
@@ -108,16 +140,43 @@ def _sweep(model: torch.nn.Module, anatomy: object, batch: int, arguments: argpa
 
     base = microseconds()
     print(f"batch {batch}, context {arguments.context}: {base:.2f} us a layer")
+    measured = []
     for name, (problem, plan) in plans.items():
         chosen = _chosen_by_model(problem, device_numbers(0), demanded)[2]
         rows = []
         for seconds, config in plan:
             force(problem, config)
             rows.append((microseconds() - base, seconds, config))
+        rows.sort(key=lambda row: row[0])
+        finalists = [config for _, _, config in rows if config != chosen][: arguments.finalists]
+        times: dict[KernelConfig, list[float]] = {config: [] for config in (chosen, *finalists)}
+        for _ in range(arguments.repeat):
+            for config, taken in times.items():
+                force(problem, config)
+                taken.append(microseconds())
         force()
-        for gained, seconds, config in sorted(rows, key=lambda row: row[0]):
+        for gained, seconds, config in rows:
             mark = "  (chosen)" if config == chosen else ""
+            if config in times:
+                mark += f"  again {statistics.fmean(times[config]) - statistics.fmean(times[chosen]):+.2f}"
             print(f"  {name:8s} {gained:+6.2f} us, expected {1e6 * seconds:5.2f}: {config}{mark}")
+        measured.append(_row(problem, overlapping, times))
+    return measured
+
+
+def _row(problem: Problem, dependent: bool, times: dict[KernelConfig, list[float]]) -> dict[str, Any]:
+    """What ``tune.py`` reads: seconds of a layer with each variant."""
+    candidates = [
+        {
+            "kernel": decision._kernel_of(config),
+            "config": asdict(config),
+            "seconds": 1e-6 * statistics.fmean(taken),
+            "standard_error": 1e-6 * statistics.stdev(taken) / len(taken) ** 0.5,
+        }
+        for config, taken in times.items()
+    ]
+    key = {"m": problem.m, "n": problem.n, "k": problem.k, "group_size": problem.group_size}
+    return {**key, "activation": problem.activation, "dependent": dependent, "candidates": candidates}
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
 """Write what sweeps measured to be fastest, where the model would choose otherwise, to ``tuned/<gpu>.json``.
 
     python lab/kernels/kernel_sweep.py --model llama-3-8b --batch 1,4,8,16,32,64,128 --json sweep.json
-    python lab/kernels/tune.py sweep.json ...
+    python lab/kernels/step_variants.py --json chain.json
+    python lab/kernels/tune.py sweep.json chain.json ...
 
 Needs no GPU. All sweeps have to be of the same GPU. A variant is taken where the model's own choice was
 measured beside it and took longer by ``--gain`` or more: less is what two runs of the same variant differ by.
+In a chain the layer has to be faster by ``--chain-gain`` seconds, and by three standard errors of both.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -25,13 +28,19 @@ DEVICES: dict[str, Device] = {H200.name: H200}
 """GPUs whose decisions can be made here, without asking the driver."""
 
 
-def choices(sweep: dict[str, Any], device: Device, gain: float) -> tuple[list[dict[str, Any]], int]:
+_KEY = ("dependent", "n", "k", "m", "group_size", "zeros")
+
+
+def choices(
+    sweep: dict[str, Any], device: Device, gain: float, chain_gain: float
+) -> tuple[list[dict[str, Any]], int]:
     """Rows of the file, and how many cells of the sweep say nothing: of a batch that decides for no bucket,
     of variants with other fields, or without the model's own choice."""
     found, skipped = [], 0
     for row in sweep["rows"]:
         group, zeros = row.get("group_size", 128), row.get("asymmetric", False)
-        problem = Problem(row["m"], row["n"], row["k"], group, zeros, bfloat16=False)
+        dependent, activation = row.get("dependent", False), row.get("activation")
+        problem = Problem(row["m"], row["n"], row["k"], group, zeros, False, activation=activation)
         try:
             timed = [
                 (one["seconds"], tuned.config_of(one["kernel"], one["config"]), one)
@@ -39,16 +48,24 @@ def choices(sweep: dict[str, Any], device: Device, gain: float) -> tuple[list[di
             ]
         except ValueError:
             timed = []
-        own = model_choice(problem, device, Demands())[2]
-        measured = [seconds for seconds, config, _ in timed if config == own]
+        estimate, _, own = model_choice(problem, device, Demands(dependent=dependent))
+        measured = [(seconds, one) for seconds, config, one in timed if config == own]
         if not measured or bucket(problem.m) != problem.m:
             skipped += 1
             continue
         seconds, _, best = min(timed, key=lambda one: one[0])
-        if measured[0] < (1 + gain) * seconds:
+        before, standing = measured[0]
+        if dependent:
+            noise = math.hypot(best["standard_error"], standing["standard_error"])
+            if before - seconds < max(chain_gain, 3 * noise):
+                continue
+            # Those were seconds of a layer.
+            seconds = max(estimate - (before - seconds), 0.0)
+        elif before < (1 + gain) * seconds:
             continue
         key = {field.name: getattr(problem, field.name) for field in fields(problem)}
         key["format"] = problem.format.name
+        key["dependent"] = dependent
         found.append({**key, "kernel": best["kernel"], "config": best["config"], "seconds": seconds})
     return found, skipped
 
@@ -59,6 +76,9 @@ def main() -> int:
     )
     parser.add_argument("sweeps", nargs="+", type=Path, help="JSON files of kernel_sweep.py")
     parser.add_argument("--gain", type=float, default=0.02, help="least gain over the model's own choice")
+    parser.add_argument(
+        "--chain-gain", type=float, default=0.2e-6, help="least gain of a layer in a chain, in seconds"
+    )
     parser.add_argument("--out", type=Path, default=tuned.FOLDER, help="folder to write to")
     options = parser.parse_args()
     sweeps = [json.loads(path.read_text(encoding="utf-8")) for path in options.sweeps]
@@ -68,13 +88,13 @@ def main() -> int:
         print(f"error: the sweeps are of {sorted(names)}; expected one of {sorted(DEVICES)}", file=sys.stderr)
         return 1
     (name,) = names
-    rows: dict[tuple[object, ...], dict[str, Any]] = {}
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     skipped = 0
     for sweep in sweeps:
-        found, left_out = choices(sweep, DEVICES[name], options.gain)
+        found, left_out = choices(sweep, DEVICES[name], options.gain, options.chain_gain)
         skipped += left_out
         # A later sweep of the same cell replaces an earlier one.
-        rows.update({(row["n"], row["k"], row["m"], row["group_size"], row["zeros"]): row for row in found})
+        rows.update({(*(row[name] for name in _KEY), row["activation"] or ""): row for row in found})
     options.out.mkdir(exist_ok=True)
     path = options.out / f"{name}.json"
     listed = ",\n".join(f"  {json.dumps(row)}" for _, row in sorted(rows.items()))

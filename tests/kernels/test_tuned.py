@@ -13,7 +13,7 @@ import pytest
 from lab.kernels import tune
 from marlinq.kernels import Device, Problem, batch_invariant, decide, dependent_launches
 from marlinq.kernels.decide import decision, tuned
-from marlinq.kernels.decide.decision import Demands, estimates, model_choice
+from marlinq.kernels.decide.decision import Demands, activates, estimates, model_choice
 from marlinq.kernels.decide.device import H200
 
 CELL = Problem(64, 4096, 4096, 128, zeros=False, bfloat16=False)
@@ -108,3 +108,33 @@ def test_a_file_that_does_not_fit_the_package_is_an_error(folder: Path) -> None:
         tuned._choices.cache_clear()
         with pytest.raises(ValueError, match=message):
             decide(CELL, H200)
+
+
+def test_what_was_measured_in_a_chain_holds_there_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = replace(CELL, m=4, n=8192, activation="silu")
+    with dependent_launches():
+        own = decide(cell, H200)
+    listed = sorted(estimates(cell, H200, "stream"), key=lambda one: one[0])
+    other = next(config for _, _, config in listed if config != own.config and activates(cell, config))
+    for gain, noise, taken in ((1e-6, 1e-7, True), (1e-7, 1e-9, False), (1e-6, 3e-7, False)):
+        candidates = [
+            {"kernel": "stream", "config": asdict(config), "seconds": seconds, "standard_error": noise}
+            for config, seconds in ((own.config, 5e-5), (other, 5e-5 - gain))
+            if config is not None
+        ]
+        row = {"n": cell.n, "k": cell.k, "m": cell.m, "group_size": 128, "activation": "silu"}
+        row |= {"dependent": True, "candidates": candidates}
+        path = folder / "chain.json"
+        path.write_text(json.dumps({"hardware": "NVIDIA H200", "rows": [row]}), encoding="utf-8")
+        assert run_tune(monkeypatch, folder, path) == 0
+        decision._decide.cache_clear()
+        tuned._choices.cache_clear()
+        with dependent_launches():
+            found = decide(replace(cell, m=3), H200)
+            assert (found.config == other) == taken == ("measured on" in found.reason)
+            assert "measured on" not in decide(replace(cell, activation=None), H200).reason
+            with batch_invariant():
+                assert "measured on" not in decide(cell, H200).reason
+        assert "measured on" not in decide(cell, H200).reason

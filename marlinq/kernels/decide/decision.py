@@ -145,7 +145,8 @@ def _decide(problem: Problem, device: Device, demanded: Demands) -> KernelDecisi
             "expected 32, 64, 128 or -1, dividing K"
         )
     standing = replace(problem, m=bucket(problem.m))
-    measured = tuned(standing, device) if demanded == Demands() else None
+    for_speed = demanded._replace(dependent=False) == Demands()
+    measured = tuned(standing, device, demanded.dependent) if for_speed else None
     if measured is not None:
         config, seconds, bound = measured.config, measured.seconds, "measured on this GPU"
     else:

@@ -6,8 +6,10 @@
         {"n": 6144, "k": 4096, "m": 16, "group_size": 128, "zeros": false, "bfloat16": false,
          "format": "int4", "kernel": "bulk", "config": {"warps_n": 4, ...}, "seconds": 7.4e-06}, ...]}
 
-``m`` is the batch that decides for its bucket (:func:`marlinq.kernels.decide.decision.bucket`). Nothing is
-looked up where a context demands more than speed, since the sweeps measured nothing else.
+``m`` is the batch that decides for its bucket (:func:`marlinq.kernels.decide.decision.bucket`). A row with
+``"dependent": true`` was measured in all layers of a decode step, whose launches overlap
+(``lab/kernels/step_variants.py``), and holds for such chains alone; ``"activation"`` is that of the problem.
+Nothing is looked up where a context demands more than speed, since the sweeps measured nothing else.
 """
 
 from __future__ import annotations
@@ -42,13 +44,14 @@ class Choice(NamedTuple):
     seconds: float
 
 
-def tuned(problem: Problem, device: Device) -> Choice | None:
-    """What was measured for ``problem`` on this GPU; None where the model decides.
+def tuned(problem: Problem, device: Device, dependent: bool = False) -> Choice | None:
+    """What was measured for ``problem`` on this GPU, alone or among dependent launches; None where the model
+    decides.
 
     Raises:
         ValueError: the GPU's file names a variant that does not fit the GPU.
     """
-    choice = _choices(device.name).get(problem) if device.name else None
+    choice = _choices(device.name).get((problem, dependent)) if device.name else None
     if choice is not None:
         shared = choice.config.shared_bytes(problem) * choice.config.min_blocks
         if shared > device.shared_bytes:
@@ -60,14 +63,14 @@ def tuned(problem: Problem, device: Device) -> Choice | None:
 
 
 @lru_cache(maxsize=16)
-def _choices(gpu: str) -> dict[Problem, Choice]:
+def _choices(gpu: str) -> dict[tuple[Problem, bool], Choice]:
     path = FOLDER / f"{gpu}.json"
     if not path.is_file():
         return {}
     return dict(map(_choice, json.loads(path.read_text(encoding="utf-8"))["choices"]))
 
 
-def _choice(row: dict[str, Any]) -> tuple[Problem, Choice]:
+def _choice(row: dict[str, Any]) -> tuple[tuple[Problem, bool], Choice]:
     problem = Problem(
         row["m"],
         row["n"],
@@ -76,8 +79,10 @@ def _choice(row: dict[str, Any]) -> tuple[Problem, Choice]:
         row["zeros"],
         row["bfloat16"],
         WEIGHT_FORMATS[row["format"]],
+        row.get("activation"),
     )
-    return problem, Choice(config_of(row["kernel"], row["config"]), row["seconds"])
+    choice = Choice(config_of(row["kernel"], row["config"]), row["seconds"])
+    return (problem, row.get("dependent", False)), choice
 
 
 def config_of(kernel: str, values: dict[str, Any]) -> _Config:
