@@ -25,6 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import step_parts
 from step_parts import HEADS, HIDDEN, INNER, KV, D, random_model, step_milliseconds
 
 from marlinq.core.progress import no_progress
@@ -99,6 +100,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--inner", type=int, default=INNER)
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--bfloat16", action="store_true", help="activations and scales")
     parser.add_argument("--variants", type=int, default=8, help="a product")
     parser.add_argument("--finalists", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=7)
@@ -112,6 +114,7 @@ def main() -> int:
     hardware = hardware_line(torch.device("cuda", 0))
     print(hardware)
     decision.model_choice = _choice  # type: ignore[assignment]
+    step_parts.DTYPE = torch.bfloat16 if arguments.bfloat16 else torch.float16
     model, anatomy = random_model(arguments.layers, arguments.inner)
     rows: list[dict[str, Any]] = []
     for batch in arguments.batch or [4, 16, 64]:
@@ -128,7 +131,7 @@ def _sweep(
     demanded = Demands(dependent=overlapping)
     plans = {}
     for name, (n, k, activation) in products(arguments.inner).items():
-        problem = Problem(batch, n, k, 128, False, False, activation=activation)
+        problem = Problem(batch, n, k, 128, False, arguments.bfloat16, activation=activation)
         plans[name] = problem, listed(problem, demanded, arguments.variants)
     precompile_variants((problem, config) for problem, plan in plans.values() for _, config in plan)
     own = ChainForward(model, anatomy, batch=batch, capacity=arguments.context + 64)  # type: ignore[arg-type]
@@ -176,6 +179,7 @@ def _row(problem: Problem, dependent: bool, times: dict[KernelConfig, list[float
         for config, taken in times.items()
     ]
     key = {"m": problem.m, "n": problem.n, "k": problem.k, "group_size": problem.group_size}
+    key["bfloat16"] = problem.bfloat16
     return {**key, "activation": problem.activation, "dependent": dependent, "candidates": candidates}
 
 

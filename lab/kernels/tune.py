@@ -7,6 +7,7 @@
 Needs no GPU. All sweeps have to be of the same GPU. A variant is taken where the model's own choice was
 measured beside it and took longer by ``--gain`` or more: less is what two runs of the same variant differ by.
 In a chain the layer has to be faster by ``--chain-gain`` seconds, and by three standard errors of both.
+What the file holds of other problems stays.
 """
 
 from __future__ import annotations
@@ -28,19 +29,27 @@ DEVICES: dict[str, Device] = {H200.name: H200}
 """GPUs whose decisions can be made here, without asking the driver."""
 
 
-_KEY = ("dependent", "n", "k", "m", "group_size", "zeros")
+_Row = dict[str, Any]
+_Key = tuple[Any, ...]
+
+
+def _key(row: _Row) -> _Key:
+    names = ("dependent", "bfloat16", "n", "k", "m", "group_size", "zeros")
+    return (*(row[name] for name in names), row["activation"] or "")
 
 
 def choices(
     sweep: dict[str, Any], device: Device, gain: float, chain_gain: float
-) -> tuple[list[dict[str, Any]], int]:
-    """Rows of the file, and how many cells of the sweep say nothing: of a batch that decides for no bucket,
-    of variants with other fields, or without the model's own choice."""
-    found, skipped = [], 0
+) -> tuple[dict[_Key, _Row | None], int]:
+    """Rows of the file by cell, None where the model's choice stands, and how many cells of the sweep say
+    nothing: of a batch that decides for no bucket, of variants with other fields, or without that choice."""
+    found: dict[_Key, _Row | None] = {}
+    skipped = 0
     for row in sweep["rows"]:
         group, zeros = row.get("group_size", 128), row.get("asymmetric", False)
         dependent, activation = row.get("dependent", False), row.get("activation")
-        problem = Problem(row["m"], row["n"], row["k"], group, zeros, False, activation=activation)
+        shape, bfloat16 = (row["m"], row["n"], row["k"]), row.get("bfloat16", False)
+        problem = Problem(*shape, group, zeros, bfloat16, activation=activation)
         try:
             timed = [
                 (one["seconds"], tuned.config_of(one["kernel"], one["config"]), one)
@@ -55,6 +64,9 @@ def choices(
             continue
         seconds, _, best = min(timed, key=lambda one: one[0])
         before, standing = measured[0]
+        cell = {each.name: getattr(problem, each.name) for each in fields(problem)}
+        cell |= {"format": problem.format.name, "dependent": dependent}
+        found[_key(cell)] = None
         if dependent:
             noise = math.hypot(best["standard_error"], standing["standard_error"])
             if before - seconds < max(chain_gain, 3 * noise):
@@ -63,10 +75,12 @@ def choices(
             seconds = max(estimate - (before - seconds), 0.0)
         elif before < (1 + gain) * seconds:
             continue
-        key = {field.name: getattr(problem, field.name) for field in fields(problem)}
-        key["format"] = problem.format.name
-        key["dependent"] = dependent
-        found.append({**key, "kernel": best["kernel"], "config": best["config"], "seconds": seconds})
+        found[_key(cell)] = {
+            **cell,
+            "kernel": best["kernel"],
+            "config": best["config"],
+            "seconds": seconds,
+        }
     return found, skipped
 
 
@@ -88,21 +102,26 @@ def main() -> int:
         print(f"error: the sweeps are of {sorted(names)}; expected one of {sorted(DEVICES)}", file=sys.stderr)
         return 1
     (name,) = names
-    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    options.out.mkdir(exist_ok=True)
+    path = options.out / f"{name}.json"
+    rows: dict[_Key, _Row | None] = {}
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        lines.update(before["hardware"].split("; "))
+        rows = {_key(row): row for row in before["choices"]}
     skipped = 0
     for sweep in sweeps:
         found, left_out = choices(sweep, DEVICES[name], options.gain, options.chain_gain)
         skipped += left_out
         # A later sweep of the same cell replaces an earlier one.
-        rows.update({(*(row[name] for name in _KEY), row["activation"] or ""): row for row in found})
-    options.out.mkdir(exist_ok=True)
-    path = options.out / f"{name}.json"
-    listed = ",\n".join(f"  {json.dumps(row)}" for _, row in sorted(rows.items()))
+        rows |= found
+    kept = [row for _, row in sorted(rows.items(), key=lambda item: item[0]) if row]
+    listed = ",\n".join(f"  {json.dumps(row)}" for row in kept)
     hardware = json.dumps("; ".join(sorted(lines)))
     path.write_text(
         f'{{"gpu": "{name}", "hardware": {hardware}, "choices": [\n{listed}\n]}}\n', encoding="utf-8"
     )
-    print(f"{path}: {len(rows)} choices; {skipped} cells left out")
+    print(f"{path}: {len(kept)} choices; {skipped} cells left out")
     return 0
 
 

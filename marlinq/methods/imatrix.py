@@ -140,7 +140,7 @@ def _solve(
     # A dead channel still has to store something near its weight: other text may reach it.
     floor = importance.mean() * 1e-6
     power = importance.clamp(min=float(floor) or 1.0).reshape(groups, g)
-    w = weight.t().to(torch.float32, memory_format=torch.contiguous_format).reshape(groups, g, n)
+    w = weight.t().to(torch.float32).contiguous().reshape(groups, g, n)
     found = round_groups_on_gpu if _takes_the_kernel(weight.device, g, scheme) else round_groups
     codes, scales, zeros, loss = found(w, power, scheme)
     size = float(torch.einsum("gkn,gkn,gk->g", w, w, power).sum(dtype=torch.float64))

@@ -85,6 +85,10 @@ def test_a_later_sweep_replaces_an_earlier_one(folder: Path, monkeypatch: pytest
     assert run_tune(monkeypatch, folder, first, second, other, no_bucket) == 0
     written = json.loads((folder / "nvidia-h200.json").read_text())
     assert [row["m"] for row in written["choices"]] == [64, 128]
+    # What was measured before stays; what the model is right about goes.
+    right = sweep(folder / "right.json", CELL, factor=1.1)
+    assert run_tune(monkeypatch, folder, right) == 0
+    assert [row["m"] for row in json.loads((folder / "nvidia-h200.json").read_text())["choices"]] == [128]
     best = model_choice(CELL, H200, Demands())[0]
     assert written["choices"][0]["seconds"] == pytest.approx(0.8 * best)
     assert written["hardware"] == "NVIDIA H200, CUDA 13.0"
@@ -101,7 +105,8 @@ def test_sweeps_of_another_gpu_are_refused(
 def test_a_file_that_does_not_fit_the_package_is_an_error(folder: Path) -> None:
     config = asdict(model_choice(CELL, H200, Demands())[2])
     row = {"n": 4096, "k": 4096, "m": 64, "group_size": 128, "zeros": False, "bfloat16": False}
-    row |= {"format": "int4", "kernel": "warpgroup", "seconds": 1e-5}
+    row |= {"format": "int4", "activation": None, "dependent": False}
+    row |= {"kernel": "warpgroup", "seconds": 1e-5}
     for wrong, message in (({**config, "former": 1}, "former"), ({**config, "stages": 99}, "shared memory")):
         path = folder / "nvidia-h200.json"
         path.write_text(json.dumps({"gpu": "nvidia-h200", "choices": [{**row, "config": wrong}]}))

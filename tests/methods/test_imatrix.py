@@ -94,3 +94,22 @@ def test_inputs_that_are_not_finite_are_named() -> None:
         Imatrix().solve([weight], gathered(x), scheme(group_size=G), ImatrixOptions(), names=["q_proj"])
     with pytest.raises(UnsupportedError, match="does not see every token once"):
         InputPower(K, device=CPU, name="q_proj").add(x[:6], mask=torch.ones(2, 2, dtype=torch.bool))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gpu_agrees_with_the_cpu(symmetric: bool, dtype: torch.dtype) -> None:
+    weight, x = weight_and_inputs()
+    weight, wanted = weight.to(dtype), scheme(group_size=G, symmetric=symmetric)
+    power = gathered(x)
+    [(expected, report)] = Imatrix().solve([weight], power, wanted, ImatrixOptions(), names=["q_proj"])
+    on_gpu = InputPower(K, device=torch.device("cuda", 0), name="q_proj")
+    on_gpu.merge(power)
+    [(found, mine)] = Imatrix().solve([weight.cuda()], on_gpu, wanted, ImatrixOptions(), names=["q_proj"])
+    assert found.scheme == wanted
+    dense = found.to(CPU).dequantize()
+    # A tie between two scales, or of a weight between two codes: one output channel of 40 is allowed for.
+    differs = (dense - expected.dequantize()).abs() > 2**-10 * expected.dequantize().abs()
+    assert int(differs.any(dim=1).sum()) <= 1
+    assert mine.relative_error == pytest.approx(report.relative_error, rel=2**-10)

@@ -4,11 +4,12 @@
 
     {"gpu": "nvidia-h200", "hardware": "...", "choices": [
         {"n": 6144, "k": 4096, "m": 16, "group_size": 128, "zeros": false, "bfloat16": false,
-         "format": "int4", "kernel": "bulk", "config": {"warps_n": 4, ...}, "seconds": 7.4e-06}, ...]}
+         "format": "int4", "activation": null, "dependent": false, "kernel": "bulk",
+         "config": {"warps_n": 4, ...}, "seconds": 7.4e-06}, ...]}
 
-``m`` is the batch that decides for its bucket (:func:`marlinq.kernels.decide.decision.bucket`). A row with
-``"dependent": true`` was measured in all layers of a decode step, whose launches overlap
-(``lab/kernels/step_variants.py``), and holds for such chains alone; ``"activation"`` is that of the problem.
+``m`` is the batch that decides for its bucket (:func:`marlinq.kernels.decide.decision.bucket`). A row that
+is ``dependent`` was measured in all layers of a decode step, whose launches overlap
+(``lab/kernels/step_variants.py``), and holds for such chains alone.
 Nothing is looked up where a context demands more than speed, since the sweeps measured nothing else.
 """
 
@@ -79,10 +80,10 @@ def _choice(row: dict[str, Any]) -> tuple[tuple[Problem, bool], Choice]:
         row["zeros"],
         row["bfloat16"],
         WEIGHT_FORMATS[row["format"]],
-        row.get("activation"),
+        row["activation"],
     )
     choice = Choice(config_of(row["kernel"], row["config"]), row["seconds"])
-    return (problem, row.get("dependent", False)), choice
+    return (problem, row["dependent"]), choice
 
 
 def config_of(kernel: str, values: dict[str, Any]) -> _Config:
