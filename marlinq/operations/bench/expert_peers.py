@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from marlinq.core.errors import UnsupportedError
 from marlinq.formats.layouts.marlin import permute_scales
 from marlinq.kernels import dequantize_operands
 from marlinq.kernels.experts import ExpertWeights, StoredExperts, w4a16_experts
 from marlinq.kernels.experts.launch import Workspace, shape_of, start, sum_step
 from marlinq.kernels.experts.layout import permute_single
+from marlinq.kernels.experts.reference import expert_matrix
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.peers import _pack_rows
 
@@ -186,6 +190,95 @@ class HummingExperts:
         return run
 
 
+class _DenseExperts(ABC):
+    """Dense experts of 16 bits over pairs that are sorted before the time that is measured.
+
+    Rows are gathered, multiplied expert by expert, activated, multiplied again, gathered back and summed with
+    their weights; sizes are known to the host.
+    """
+
+    def __init__(self) -> None:
+        self._gate_up = self._down = torch.empty(0)
+        self._layer: ExpertsLayer | None = None
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def load(self, layer: ExpertsLayer, weights: ExpertWeights) -> None:
+        self._layer = layer
+        # Gate's columns, then up's. [E, N, K], as linears have them.
+        blocks = torch.arange(2 * layer.inner, device=weights.down.words.device).view(-1, 2, 16)
+        order = blocks.transpose(0, 1).reshape(-1)
+        self._gate_up = _dense(weights.gate_up, order)
+        self._down = _dense(weights.down, None)
+
+    def prepare(self, m: int, routings: Sequence[Routing]) -> RunLayer:
+        layer = self._layer
+        assert layer is not None
+        sorted_pairs = []
+        for routing in routings:
+            ids = routing.ids.flatten().long()
+            order = torch.argsort(ids, stable=True)
+            counts = torch.bincount(ids, minlength=layer.experts)
+            sorted_pairs.append((order // layer.top, torch.argsort(order), counts))
+        counted = [[int(count) for count in counts] for _, _, counts in sorted_pairs]
+        ends = [counts.cumsum(0).to(torch.int32) for _, _, counts in sorted_pairs]
+
+        def run(number: int, x: Tensor) -> Tensor:
+            rows, back, _ = sorted_pairs[number]
+            both = self._product(x[rows], self._gate_up, counted[number], ends[number])
+            gate, up = both.chunk(2, dim=1)
+            result = self._product(functional.silu(gate) * up, self._down, counted[number], ends[number])
+            weights = routings[number].weights.to(x.dtype).unsqueeze(1)
+            return torch.bmm(weights, result[back].view(m, layer.top, -1)).squeeze(1)
+
+        return run
+
+    @abstractmethod
+    def _product(self, rows: Tensor, weights: Tensor, counts: Sequence[int], ends: Tensor) -> Tensor:
+        """Sorted rows [P, K] times their expert's weight of [E, N, K]: [P, N]. ``counts`` and ``ends`` are the
+        rows of each expert, and where they end."""
+
+
+class CublasExperts(_DenseExperts):
+    """cuBLAS, one product for each expert that a row chose."""
+
+    name = "cublas"
+
+    def _product(self, rows: Tensor, weights: Tensor, counts: Sequence[int], ends: Tensor) -> Tensor:
+        result = rows.new_empty(len(rows), weights.shape[1])
+        start = 0
+        for weight, count in zip(weights, counts, strict=True):
+            if count:
+                torch.mm(rows[start : start + count], weight.t(), out=result[start : start + count])
+            start += count
+        return result
+
+
+class GroupedExperts(_DenseExperts):
+    """torch's grouped product (CUTLASS), one launch for all experts; of bfloat16 alone."""
+
+    name = "grouped_mm"
+
+    def load(self, layer: ExpertsLayer, weights: ExpertWeights) -> None:
+        if weights.down.scales.dtype != torch.bfloat16:
+            raise UnsupportedError("torch's grouped product multiplies bfloat16 alone; add --dtype bfloat16")
+        super().load(layer, weights)
+
+    def _product(self, rows: Tensor, weights: Tensor, counts: Sequence[int], ends: Tensor) -> Tensor:
+        return functional.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+
+
+def _dense(stored: StoredExperts, columns: Tensor | None) -> Tensor:
+    """[E, N, K] of the scales' dtype, columns reordered."""
+    experts, k, n = stored.shape
+    dense = torch.empty(experts, n, k, dtype=stored.scales.dtype, device=stored.words.device)
+    for expert in range(experts):
+        matrix = expert_matrix(stored, expert)
+        dense[expert] = (matrix if columns is None else matrix[:, columns]).t()
+    return dense
+
+
 def _natural(
     stored: StoredExperts, expert: int, columns: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -201,5 +294,7 @@ def _natural(
     return codes if columns is None else codes[:, columns], ordered(scales), zeros
 
 
-EXPERT_PEERS: dict[str, Callable[[], ExpertsContender]] = {"humming": HummingExperts}
+EXPERT_PEERS: dict[str, Callable[[], ExpertsContender]] = {
+    contender.name: contender for contender in (HummingExperts, CublasExperts, GroupedExperts)
+}
 """Peers by name."""
