@@ -236,8 +236,10 @@ class _DenseExperts(ABC):
 
     @abstractmethod
     def _product(self, rows: Tensor, weights: Tensor, counts: Sequence[int], ends: Tensor) -> Tensor:
-        """Sorted rows [P, K] times their expert's weight of [E, N, K]: [P, N]. ``counts`` and ``ends`` are the
-        rows of each expert, and where they end."""
+        """Sorted rows [P, K] times their expert's weight of [E, N, K]: [P, N].
+
+        ``counts`` and ``ends`` are the rows of each expert, and where they end.
+        """
 
 
 class CublasExperts(_DenseExperts):
