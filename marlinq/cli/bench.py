@@ -137,7 +137,7 @@ def kernels(
     metavar="PEER,PEER,...",
     callback=_names,
     default="humming",
-    help="Peers to measure alongside: humming; one that is not installed is noted.",
+    help="Peers to measure alongside: cublas, grouped_mm, humming; one that can not run is noted.",
 )
 @_weight_options
 @device_option
