@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from marlinq.kernels.step import (
+    Addition,
     AttentionShape,
     Division,
     Gather,
     HeadNorm,
     HeadWork,
+    RoutedRows,
     RowNorm,
     Workspace,
     activate,
@@ -209,6 +211,67 @@ def test_lengths_grow_at_the_end(builder: Builder) -> None:
     assert lengths.tolist() == list(range(1, 71))
 
 
+def check_routed_rows(builder: Builder, dtype: torch.dtype = torch.float16, sources: Path = SOURCES) -> None:
+    """Experts' rows of two tokens, added to the residual stream; two pairs have no expert here."""
+    torch.manual_seed(3)
+    m, top, width = 2, 5, 136
+    x, rows = strided(m, width, width + 8, dtype), strided(m * top, width, width + 24, dtype)
+    second = strided(m, width, width + 8, dtype)
+    places = torch.randperm(m * top).view(m, top).to(torch.int32)
+    places[0, 3] = places[1, 0] = -1
+    places, routing = apart(places), apart(torch.rand(m, top))
+    stored, out = poisoned(m, width + 8, dtype=dtype)[:, :width], poisoned(m, width, dtype=dtype)
+    norm, routed = RowNorm("RMS", None, None, 1e-6), RoutedRows(rows, places, routing)
+    prepared = residual(x, stored=stored, out=out, norm=norm, first=routed, second=second, factor=0.5)
+    memory = [
+        *given(residual=x, first=rows, second=second, places=places, routing=routing),
+        *results(stored=stored, out=out),
+    ]
+    start(builder, prepared, memory, sources=sources)
+    taken = rows.double()[places.clamp(min=0).long()] * (places >= 0).unsqueeze(2)
+    summed = torch.einsum("mtw,mt->mw", taken, routing.double()).to(dtype).double()
+    expected = x.double() + 0.5 * summed + 0.5 * second.double()
+    assert relative_error(stored, expected) < BOUND[dtype]
+    assert relative_error(out, expected_norm(stored.double(), norm)) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_experts_are_summed(builder: Builder, dtype: torch.dtype) -> None:
+    check_routed_rows(builder, dtype)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("        if (places[s] < 0) continue;\n", ""),
+        ("fmaf(routing[s], row[j], sum[j])", "fmaf(routing[0], row[j], sum[j])"),
+        ("load_scalar(places + m * C::EXPERTS + s)", "load_scalar(places + s)"),
+    ],
+)
+def test_faults_of_sums_are_found(builder: Builder, tmp_path: Path, right: str, wrong: str) -> None:
+    sources = tmp_path / "cuda"
+    shutil.copytree(SOURCES, sources)
+    path = sources / "step" / "residual.cuh"
+    text = path.read_text()
+    assert text.count(right) == 1
+    path.write_text(text.replace(right, wrong))
+    with pytest.raises((AssertionError, KernelFault)):
+        check_routed_rows(builder, sources=sources)
+
+
+def test_rows_of_experts_that_do_not_fit_are_refused() -> None:
+    x = torch.zeros(2, 64, dtype=torch.float16)
+    places, routing = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, 4)
+    for wrong in (
+        RoutedRows(x, places[:1], routing),
+        RoutedRows(x, places.long(), routing),
+        RoutedRows(x, places, routing.half()),
+        RoutedRows(x, places, torch.zeros(4, 2).t()),
+    ):
+        with pytest.raises(ValueError, match="routed rows"):
+            residual(x, stored=x, first=wrong)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("arrangement", ["tiles", "halves", "plain"])
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
@@ -297,6 +360,72 @@ def test_routers(
     assert torch.equal(ids.long(), taken)
     # A few hundred terms of float32 and an exponential of 2 ulp.
     assert relative_error(weights, scale * expected) < 1e-6
+
+
+def check_addition(
+    builder: Builder,
+    kind: Any = "RMS",
+    dtype: torch.dtype = torch.float16,
+    *,
+    width: int = 320,
+    clusters: bool = True,
+    sources: Path = SOURCES,
+) -> None:
+    """A router that makes its own input; what it chooses is what it would choose of the rows that it made."""
+    torch.manual_seed(4)
+    m, top, experts = 3, 8, 128
+    source, first = strided(m, width, width + 8, dtype), strided(m, width, width + 16, dtype)
+    stored = poisoned(m, width + 8, dtype=dtype)[:, :width]
+    x = poisoned(m, width + 24, dtype=dtype)[:, :width]
+    norm_weight, bias = apart(random(width, dtype=dtype)), apart(random(width, dtype=dtype))
+    norm = RowNorm(kind, norm_weight, bias if kind == "LAYER" else None, 1e-6, 0.25)
+    weight = apart(random(experts, width, dtype=dtype))
+    ids, weights = apart(torch.full((m, top), -1, dtype=torch.int32)), poisoned(m, top, dtype=torch.float32)
+    prepared = router(
+        *(x, weight, ids, weights),
+        scoring="softmax",
+        normalised=True,
+        clusters=clusters,
+        addition=Addition(source, first, stored, norm, 0.5),
+    )
+    memory = [
+        *given(source=source, first=first),
+        *constants(weight=weight, norm_weight=norm_weight, norm_bias=norm.bias),
+        *results(stored=stored, x=x, ids=ids, weights=weights),
+    ]
+    start(builder, prepared, memory, capability=90 if clusters else 80, sources=sources)
+    assert relative_error(stored, source.double() + 0.5 * first.double()) < BOUND[dtype]
+    assert relative_error(x, expected_norm(stored.double(), norm)) < BOUND[dtype]
+    alone = route(builder, apart(x.clone()), weight, top, "softmax", normalised=True, clusters=clusters)
+    assert torch.equal(ids, alone[0])
+    assert torch.equal(weights, alone[1])
+
+
+@pytest.mark.parametrize("clusters", [True, False])
+@pytest.mark.parametrize(("kind", "width"), [("RMS", 320), ("RMS_WIDE", 4160), ("LAYER", 64)])
+def test_a_router_makes_its_own_input(builder: Builder, kind: str, width: int, clusters: bool) -> None:
+    dtype = torch.bfloat16 if kind == "LAYER" else torch.float16
+    check_addition(builder, kind, dtype, width=width, clusters=clusters)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("values[i][j] += given.factor * addend[j]", "values[i][j] += addend[j]"),
+        ("            if (rank == 0) x[v] = row[v];\n", ""),
+        ("= row[v];\n        }\n        __syncthreads();\n", "= row[v];\n        }\n"),
+        ("        wait_for_previous_kernel();\n", ""),
+    ],
+)
+def test_faults_of_additions_are_found(builder: Builder, tmp_path: Path, right: str, wrong: str) -> None:
+    sources = tmp_path / "cuda"
+    shutil.copytree(SOURCES, sources)
+    path = sources / "step" / "router.cuh"
+    text = path.read_text()
+    assert text.count(right) == 1
+    path.write_text(text.replace(right, wrong))
+    with pytest.raises((AssertionError, KernelFault)):
+        check_addition(builder, sources=sources)
 
 
 @pytest.mark.parametrize(

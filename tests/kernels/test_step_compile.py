@@ -14,12 +14,15 @@ from marlinq.kernels import ARCHITECTURES
 from marlinq.kernels.jit.compiler import compile_text
 from marlinq.kernels.jit.instantiation import Instantiation, unit
 from marlinq.kernels.step import (
+    ROUTER_WIDEST,
+    Addition,
     AttentionShape,
     Division,
     Gather,
     HeadNorm,
     HeadWork,
     Prepared,
+    RoutedRows,
     RowNorm,
     Workspace,
     activate,
@@ -49,6 +52,10 @@ def residuals() -> list[Prepared]:
             residual(x, stored=x, out=x, norm=norms[2], first=x, second=x),
             residual(gather, stored=x, out=x, norm=norms[2]),
         ]
+        for top in (8, 32):
+            places, routing = torch.zeros(2, top, dtype=torch.int32), torch.zeros(2, top)
+            routed = RoutedRows(x, places, routing)
+            prepared.append(residual(x, stored=x, out=x, norm=norms[0], first=routed, second=x))
     return prepared
 
 
@@ -119,20 +126,25 @@ def activations() -> list[Prepared]:
 
 
 def routers(*, clusters: bool = False) -> list[Prepared]:
+    """Of given rows, and of rows that they make, up to the widest."""
     return [
         router(
-            *(empty(1, 2048, dtype=dtype), empty(experts, 2048, dtype=dtype)),
+            *(x, empty(experts, width, dtype=dtype)),
             torch.empty(1, top, dtype=torch.int32),
             torch.empty(1, top),
             scoring=scoring,
             normalised=True,
             clusters=clusters,
+            addition=None if norm is None else Addition(x, x, x, norm, 1.0),
         )
-        for experts, top, dtype, scoring in (
-            (128, 8, HALF, "softmax"),
-            (256, 8, BFLOAT16, "sigmoid"),
-            (512, 16, BFLOAT16, "softmax"),
+        for experts, width, top, dtype, scoring, norm in (
+            (128, 2048, 8, HALF, "softmax", None),
+            (256, 2048, 8, BFLOAT16, "sigmoid", None),
+            (512, 2048, 16, BFLOAT16, "softmax", None),
+            (128, 2048, 8, HALF, "softmax", RowNorm("RMS", None, None, 1e-5)),
+            (512, ROUTER_WIDEST, 16, BFLOAT16, "sigmoid", RowNorm("LAYER", None, None, 1e-5)),
         )
+        for x in (empty(1, width, dtype=dtype),)
     ]
 
 

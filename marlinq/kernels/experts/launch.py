@@ -328,8 +328,12 @@ def layer_steps(
     workspace: Workspace,
     *,
     dependent: bool,
+    summed: bool = True,
 ) -> list[Step]:
-    """All launches of a layer, in order; each may begin before the one before has ended."""
+    """All launches of a layer, in order; each may begin before the one before has ended.
+
+    Without ``summed`` the rows of sorted pairs stay in the workspace, in their places.
+    """
     if isinstance(decision, DirectDecision):
         routed = activation, x, ids, expert_map, weights
         inner = workspace.inner
@@ -345,7 +349,7 @@ def layer_steps(
             grouped_step(shape, config, stored, activation, workspace, dependent=dependent)
             for config, stored in ((decision.gate_up, experts.gate_up), (decision.down, experts.down))
         ),
-        sum_step(shape, weights, out, workspace),
+        *([sum_step(shape, weights, out, workspace)] if summed else []),
     ]
 
 

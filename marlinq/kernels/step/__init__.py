@@ -11,10 +11,12 @@ from marlinq.kernels.step.append import append
 from marlinq.kernels.step.attend import AttentionShape, Division, Workspace, attend, divide
 from marlinq.kernels.step.heads import HeadNorm, HeadWork
 from marlinq.kernels.step.prepared import Prepared, bind, precompile_prepared
-from marlinq.kernels.step.residual import Gather, RowNorm, residual
-from marlinq.kernels.step.router import router
+from marlinq.kernels.step.residual import Gather, RoutedRows, RowNorm, residual
+from marlinq.kernels.step.router import ROUTER_WIDEST, Addition, router
 
 __all__ = [
+    "ROUTER_WIDEST",
+    "Addition",
     "Arrangement",
     "AttentionShape",
     "Division",
@@ -22,6 +24,7 @@ __all__ = [
     "HeadNorm",
     "HeadWork",
     "Prepared",
+    "RoutedRows",
     "RowNorm",
     "Workspace",
     "activate",

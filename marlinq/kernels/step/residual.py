@@ -6,6 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from marlinq.kernels.jit.instantiation import Instantiation
@@ -55,12 +56,28 @@ class Gather:
     positions_offset: int = 0
 
 
+@dataclass(frozen=True)
+class RoutedRows:
+    """What experts gave, before it is summed: row m is ``sum_s routing[m, s] * rows[places[m, s]]``, rounded.
+
+    Attributes:
+        rows: [pairs, width].
+        places: int32 [M, T] or [M * T, 1]; -1 for what no expert here gave.
+        routing: float32 [M, T].
+    """
+
+    rows: Tensor
+    places: Tensor
+    routing: Tensor
+
+
 class _Arguments(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
             for name in (
                 *("tokens", "embedding", "positions", "lengths", "residual", "first", "second"),
+                *("places", "routing"),
                 *("post_weight", "post_bias", "weight", "bias", "stored", "out", "counter"),
             )
         ),
@@ -82,7 +99,7 @@ def residual(
     stored: Tensor | None = None,
     out: Tensor | None = None,
     norm: RowNorm | None = None,
-    first: Tensor | None = None,
+    first: Tensor | RoutedRows | None = None,
     second: Tensor | None = None,
     post: RowNorm | None = None,
     factor: float = 1.0,
@@ -99,7 +116,7 @@ def residual(
         stored: [M, width] with the strides of ``source``, other memory; None where nobody reads the sum.
         out: [M, width] with any row stride; None without ``norm``.
         norm: of the sum.
-        first, second: [M, width] with any row stride: results of products.
+        first, second: [M, width] with any row stride: results of products; the first may be of experts.
         post: of ``first``.
         factor: on what is added.
         lengths: int32 [B], tokens in front of each sequence's new ones; needed for positions.
@@ -111,6 +128,8 @@ def residual(
     """
     gather = source if isinstance(source, Gather) else None
     rows = source if isinstance(source, Tensor) else source.embedding
+    routed = first if isinstance(first, RoutedRows) else None
+    first = first.rows if isinstance(first, RoutedRows) else first
     check_rows(source=rows, stored=stored, out=out, first=first, second=second)
     width = rows.shape[-1]
     if width > WIDEST:
@@ -122,6 +141,18 @@ def residual(
     strides = {tensor.stride(0) for tensor in (stored, None if gather else rows) if tensor is not None}
     if len(strides) > 1 or (second is not None and first is None):
         raise ValueError("source and stored: expected equal strides; second: expected first")
+    if routed:
+        shape = routed.routing.shape
+        fits = shape[0] == m and routed.places.numel() == routed.routing.numel()
+        plain = routed.places.is_contiguous() and routed.routing.is_contiguous()
+        if (
+            not fits
+            or not plain
+            or (routed.places.dtype, routed.routing.dtype) != (torch.int32, torch.float32)
+        ):
+            raise ValueError(
+                f"routed rows: expected contiguous int32 and float32 [{m}, T], found {list(shape)}"
+            )
     positions = None if gather is None else gather.positions
     parameters = (
         ("Element", ELEMENTS[rows.dtype]),
@@ -130,6 +161,7 @@ def residual(
         ("GATHER", gather is not None),
         ("POSITIONS", positions is not None),
         ("ADDENDS", (first is not None) + (second is not None)),
+        ("EXPERTS", routed.routing.shape[1] if routed else 0),
         ("POST", _kind(post)),
         ("NORM", _kind(norm)),
     )
@@ -141,6 +173,8 @@ def residual(
         residual=0 if gather else rows.data_ptr(),
         first=address(first),
         second=address(second),
+        places=routed.places.data_ptr() if routed else 0,
+        routing=routed.routing.data_ptr() if routed else 0,
         post_weight=address(post.weight) if post else 0,
         post_bias=address(post.bias) if post else 0,
         weight=address(norm.weight) if norm else 0,

@@ -3,27 +3,52 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from marlinq.kernels.jit.instantiation import Instantiation
-from marlinq.kernels.step.prepared import ELEMENTS, Prepared, check_rows
+from marlinq.kernels.step.prepared import ELEMENTS, VECTOR, Prepared, address, check_rows
+from marlinq.kernels.step.residual import RowNorm
 
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32
 """What the kernel takes at most: a lane keeps a bit for each of its logits, and one choice."""
+
+ROUTER_WIDEST = 8192
+"""Channels of a row that the kernel makes itself, which a block keeps in its shared memory."""
 
 _WARPS = 16
 _CLUSTER = 8
 
 
+@dataclass(frozen=True)
+class Addition:
+    """What makes a router's input: ``x = norm(stored)``, ``stored = source + factor * first``, rounded.
+
+    Attributes:
+        source: [M, H], the residual stream.
+        first: [M, H] with any row stride.
+        stored: [M, H] with the strides of ``source``, other memory; written.
+        norm: of the sum.
+        factor: on what is added.
+    """
+
+    source: Tensor
+    first: Tensor
+    stored: Tensor
+    norm: RowNorm
+    factor: float
+
+
 class _Arguments(ctypes.Structure):
     _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("source", "first", "norm_weight", "norm_bias", "stored")),
         *((name, ctypes.c_void_p) for name in ("x", "weight", "ids", "weights")),
         ("experts", ctypes.c_int),
         ("width", ctypes.c_int),
-        ("x_stride", ctypes.c_longlong),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_longlong) for name in ("source_stride", "first_stride", "x_stride")),
+        *((name, ctypes.c_float) for name in ("factor", "eps", "offset", "scale")),
     )
 
 
@@ -37,13 +62,14 @@ def router(
     normalised: bool,
     scale: float = 1.0,
     clusters: bool = True,
+    addition: Addition | None = None,
 ) -> Prepared:
     """``ids`` and ``weights`` of the experts with the highest logits ``x @ weight.T``.
 
     Logits are summed in float32 and rounded to the dtype of ``x``. Of equal ones the lowest number is taken.
 
     Args:
-        x: [M, H].
+        x: [M, H]; written where there is an addition.
         weight: [E, H], contiguous, in the dtype of ``x``; E at most :data:`MOST_EXPERTS`.
         ids: int32 [M, T], T at most :data:`MOST_CHOSEN` and at most E; the highest score comes first.
         weights: float32 [M, T].
@@ -51,6 +77,7 @@ def router(
         normalised: weights are divided by their sum before they are scaled.
         scale: factor on the weights.
         clusters: whether the GPU has clusters of blocks.
+        addition: what makes ``x``, first.
 
     Raises:
         ValueError: a tensor that the kernel can't load, or shapes that don't fit.
@@ -68,6 +95,12 @@ def router(
             raise ValueError(f"{name}: expected {dtype} {[m, top]}, found {value.dtype} {list(value.shape)}")
     if scoring not in ("softmax", "sigmoid"):
         raise ValueError(f"scoring {scoring!r}: expected softmax or sigmoid")
+    if addition is not None:
+        check_rows(source=addition.source, first=addition.first, stored=addition.stored)
+        if width > ROUTER_WIDEST or addition.source.stride(0) != addition.stored.stride(0):
+            raise ValueError(
+                f"an addition: expected equal strides and at most {ROUTER_WIDEST} channels, found {width}"
+            )
     cluster = _CLUSTER if clusters else 1
     parameters = (
         ("Element", ELEMENTS[x.dtype]),
@@ -77,15 +110,28 @@ def router(
         ("TOP", top),
         ("SOFTMAX", scoring == "softmax"),
         ("NORMALISED", normalised),
+        ("NORM", f"Norm::{addition.norm.kind if addition else 'NONE'}"),
+        ("VECTORS", -(-width // (VECTOR * 32 * _WARPS)) if addition else 1),
     )
+    norm = addition.norm if addition else None
     arguments = _Arguments(
+        addition.source.data_ptr() if addition else 0,
+        addition.first.data_ptr() if addition else 0,
+        address(norm.weight) if norm else 0,
+        address(norm.bias) if norm else 0,
+        addition.stored.data_ptr() if addition else 0,
         x.data_ptr(),
         weight.data_ptr(),
         ids.data_ptr(),
         weights.data_ptr(),
         experts,
         width,
+        addition.source.stride(0) if addition else 0,
+        addition.first.stride(0) if addition else 0,
         x.stride(0),
+        addition.factor if addition else 0.0,
+        norm.eps if norm else 0.0,
+        norm.offset if norm else 0.0,
         scale,
     )
     instantiation = Instantiation("step/router.cuh", "step_router", parameters)

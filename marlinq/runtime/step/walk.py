@@ -13,11 +13,11 @@ from marlinq.core.progress import ReportProgress
 from marlinq.kernels import Problem, device_numbers, precompile
 from marlinq.kernels import step as kernels
 from marlinq.kernels.experts import w4a16_experts
-from marlinq.kernels.experts.choose import ExpertsShape, decide_experts
+from marlinq.kernels.experts.choose import DirectDecision, ExpertsShape, decide_experts
 from marlinq.kernels.experts.launch import Workspace as ExpertsWorkspace
 from marlinq.kernels.experts.launch import layer_steps, shape_of
 from marlinq.kernels.launch.rows import Normed, RowWork
-from marlinq.kernels.step import Gather, Prepared, RowNorm
+from marlinq.kernels.step import ROUTER_WIDEST, Addition, Gather, Prepared, RoutedRows, RowNorm
 from marlinq.models.anatomy import Anatomy
 from marlinq.runtime.step.bound import BoundLayer, BoundMixture, BoundMLP
 from marlinq.runtime.step.links import RowLinks
@@ -27,16 +27,22 @@ if TYPE_CHECKING:
     from marlinq.runtime.step.chain import ChainForward
 
 
+# Rows up to which the router makes its input itself: every block of a row does it again.
+_JOINED_ROWS = 64
+
+
 @dataclass(frozen=True)
 class Pending:
     """What products have left for the residual stream, to be added by the next kernel."""
 
-    first: Tensor
+    first: Tensor | RoutedRows
     second: Tensor | None
     post: RowNorm | None
     factor: float
 
     def select(self, rows: Tensor) -> Pending:
+        if isinstance(self.first, RoutedRows):
+            raise TypeError("rows of experts are summed by the next kernel, all of them")
         second = None if self.second is None else self.second.index_select(0, rows)
         return Pending(self.first.index_select(0, rows), second, self.post, self.factor)
 
@@ -110,8 +116,8 @@ class Walk:
         """As :meth:`empty`, of any dtype and contiguous."""
         return torch.empty((rows, columns), dtype=dtype, device=self.lengths.device)
 
-    def experts(self, mixture: BoundMixture, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """What the chosen experts give, summed for each row."""
+    def experts(self, mixture: BoundMixture, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor | RoutedRows:
+        """What the chosen experts give, for each row."""
         grouped = mixture.experts
         return w4a16_experts(x, ids, weights, grouped.weights, grouped.activation)
 
@@ -165,9 +171,17 @@ class Walk:
                 _, normed = self.add(self._x, None, layer.mlp_norm)
             self._both = None
             # A shared expert in a parallel block is refused.
-            self._pending = Pending(mixed, self._mlp(index, layer, normed)[0], None, factor)
+            given = self._mlp(index, layer, normed)[0]
+            assert isinstance(given, Tensor)
+            self._pending = Pending(mixed, given, None, factor)
             return
         pending = Pending(mixed, None, layer.post_attention_norm, factor)
+        if isinstance(layer.mlp, BoundMixture) and self._router_adds(pending, layer.mlp_norm):
+            normed = self.empty("normed", mixed.shape[0], self.forward.hidden)
+            chosen = self._choose(index, layer.mlp, normed, pending, layer.mlp_norm)
+            given, shared = self._mixture(layer.mlp, normed, *chosen)
+            self._pending = Pending(given, shared, layer.post_mlp_norm, factor)
+            return
         self._x, normed = self.add(self._x, pending, layer.mlp_norm)
         del mixed, pending  # the widest tensors come now
         self._pending = Pending(*self._mlp(index, layer, normed), layer.post_mlp_norm, factor)
@@ -251,20 +265,53 @@ class Walk:
             )
         )
 
-    def _mlp(self, index: int, layer: BoundLayer, normed: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _mlp(
+        self, index: int, layer: BoundLayer, normed: Tensor
+    ) -> tuple[Tensor | RoutedRows, Tensor | None]:
         """What the MLP gives; of a mixture what its experts give, and what its shared expert does."""
         if isinstance(layer.mlp, BoundMLP):
             return self._dense(layer.mlp, normed), None
-        shared = None if layer.mlp.shared is None else self._dense(layer.mlp.shared, normed)
-        return self._routed(index, layer.mlp, normed), shared
+        return self._mixture(layer.mlp, normed, *self._choose(index, layer.mlp, normed))
 
     def _dense(self, mlp: BoundMLP, normed: Tensor) -> Tensor:
         return self.multiply("down", mlp.down, self.activated(mlp, normed))
 
-    def _routed(self, index: int, mixture: BoundMixture, normed: Tensor) -> Tensor:
+    def _mixture(
+        self, mixture: BoundMixture, normed: Tensor, ids: Tensor, weights: Tensor
+    ) -> tuple[Tensor | RoutedRows, Tensor | None]:
+        shared = None if mixture.shared is None else self._dense(mixture.shared, normed)
+        return self.experts(mixture, normed, ids, weights), shared
+
+    def _router_adds(self, pending: Pending, norm: RowNorm | None) -> bool:
+        """Whether the router's kernel can take the place of the one in front of it."""
+        rows = self.tokens.shape[0]
+        return (
+            norm is not None
+            and pending.post is None
+            and rows <= _JOINED_ROWS
+            and self.forward.hidden <= ROUTER_WIDEST
+            and isinstance(self._x, Tensor)
+        )
+
+    def _choose(
+        self,
+        index: int,
+        mixture: BoundMixture,
+        normed: Tensor,
+        pending: Pending | None = None,
+        norm: RowNorm | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The experts' numbers and weights of each row; what is ``pending`` makes ``normed`` first."""
         router, rows = mixture.router, normed.shape[0]
         ids = self.whole("ids", rows, router.top, torch.int32)
         weights = self.whole("weights", rows, router.top, torch.float32)
+        addition = None
+        if pending is not None and norm is not None:
+            assert isinstance(self._x, Tensor)
+            assert isinstance(pending.first, Tensor)
+            stored = self.empty("residual", rows, self.forward.hidden)
+            addition = Addition(self._x, pending.first, stored, norm, pending.factor)
+            self._x = stored
         self.launch(
             kernels.router(
                 normed,
@@ -275,12 +322,13 @@ class Walk:
                 normalised=router.normalised,
                 scale=router.scale,
                 clusters=self.forward.has_clusters,
+                addition=addition,
             )
         )
         if self.forward.observe_routing is not None:
             shape = (-1, self.tokens_each, router.top)
             self.forward.observe_routing(index, ids.view(shape), weights.view(shape))
-        return self.experts(mixture, normed, ids, weights)
+        return ids, weights
 
 
 class Recording(Walk):
@@ -447,7 +495,7 @@ class Recording(Walk):
             self._whole[key] = torch.zeros((rows, columns), dtype=dtype, device=self.lengths.device)
         return self._whole[key]
 
-    def experts(self, mixture: BoundMixture, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def experts(self, mixture: BoundMixture, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor | RoutedRows:
         grouped = mixture.experts
         out = self.whole("routed", x.shape[0], x.shape[1], x.dtype)
         if not x.is_cuda:
@@ -460,15 +508,19 @@ class Recording(Walk):
         decision = decide_experts(shape, device_numbers(self.forward.device_index))
         if shape not in self._workspaces:
             self._workspaces[shape] = ExpertsWorkspace.of(shape, decision, x.dtype, x.device)
+        workspace = self._workspaces[shape]
         steps = layer_steps(
-            *(shape, decision, x, ids, weights, held, grouped.activation, None, out, self._workspaces[shape]),
+            *(shape, decision, x, ids, weights, held, grouped.activation, None, out, workspace),
             dependent=True,
+            summed=False,
         )
         self._recorded += [
             Prepared(step.instantiation, step.grid, step.threads, step.arguments, step.shared_bytes)
             for step in steps
         ]
-        return out
+        if isinstance(decision, DirectDecision):
+            return out
+        return RoutedRows(workspace.rows, workspace.places, weights)
 
     def observed(self, index: int, x: Tensor) -> None:
         pass

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from marlinq.core.progress import ReportProgress, no_progress
-from marlinq.kernels.step import Arrangement, Division, Gather, HeadWork, RowNorm, Workspace
+from marlinq.kernels.step import (
+    Addition,
+    Arrangement,
+    Division,
+    Gather,
+    HeadWork,
+    RoutedRows,
+    RowNorm,
+    Workspace,
+)
 from tests.kernels.step_problems import (
     expected_activation,
     expected_attention,
@@ -52,7 +61,7 @@ def residual(
     stored: Tensor | None = None,
     out: Tensor | None = None,
     norm: RowNorm | None = None,
-    first: Tensor | None = None,
+    first: Tensor | RoutedRows | None = None,
     second: Tensor | None = None,
     post: RowNorm | None = None,
     factor: float = 1.0,
@@ -75,6 +84,7 @@ def residual(
         else:
             x, dtype = source.double(), source.dtype
         if first is not None:
+            assert isinstance(first, Tensor)
             wide = first.double()[:, : x.shape[1]]
             x = x + factor * (wide if post is None else expected_norm(wide, post))
         if second is not None:
@@ -180,8 +190,18 @@ def router(
     normalised: bool,
     scale: float = 1.0,
     clusters: bool = True,
+    addition: Addition | None = None,
 ) -> Prepared:
-    def run(_: Prepared) -> None:
+    def run(launch: Prepared) -> None:
+        if addition is not None:
+            residual(
+                addition.source,
+                stored=addition.stored,
+                out=x,
+                norm=addition.norm,
+                first=addition.first,
+                factor=addition.factor,
+            ).action(launch)
         logits = (x.double() @ weight.double().T).to(x.dtype).double()
         scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
         taken = (-logits).sort(dim=-1, stable=True).indices[:, : ids.shape[1]]

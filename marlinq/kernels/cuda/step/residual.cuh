@@ -5,10 +5,13 @@
 //   stored[m] = x                                                        unless it is null
 //   out[m] = norm(x)                                                     unless NORM is NONE
 //
+// With EXPERTS, first[m] is what that many experts gave, sum_s routing[m, s] * first[places[m, s]], slots in order, in float32, then
+// rounded; a place of -1 adds nothing.
+//
 // p is the row's position: lengths[m / T] + m % T + positions_offset. post is a normalisation too. One block a row, whose
 // elements stay in registers. With a counter, the last thing that is done is counter[b] += 1 for the first `counted` rows.
 //
-// Configuration: Element, THREADS, VECTORS (of eight elements, a thread), GATHER, POSITIONS, ADDENDS, POST, NORM.
+// Configuration: Element, THREADS, VECTORS (of eight elements, a thread), GATHER, POSITIONS, ADDENDS, EXPERTS, POST, NORM.
 #pragma once
 #include "ptx/launch.cuh"
 #include "step/rows.cuh"
@@ -59,10 +62,29 @@ __device__ __forceinline__ void normalize(float (&x)[VECTORS][8], const uint4* w
     }
 }
 
+// A vector of what a row's experts gave.
+template <typename E, int EXPERTS>
+__device__ __forceinline__ uint4 sum_of_experts(const uint4* rows, const int (&places)[EXPERTS], const float (&routing)[EXPERTS],
+                                                i64 stride, int v) {
+    float sum[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sum[j] = 0.f;
+#pragma unroll 8
+    for (int s = 0; s < EXPERTS; ++s) {
+        if (places[s] < 0) continue;
+        float row[8];
+        widen_vector<E>(row, load_l2(rows + places[s] * (stride / 8) + v));
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum[j] = fmaf(routing[s], row[j], sum[j]);
+    }
+    return narrow_vector<E>(sum);
+}
+
 template <typename C>
 __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4* embedding, const uint4* positions,
                                                  const int* lengths, const uint4* residual, const uint4* first,
-                                                 const uint4* second, const uint4* post_weight, const uint4* post_bias,
+                                                 const uint4* second, const int* places, const float* routing,
+                                                 const uint4* post_weight, const uint4* post_bias,
                                                  const uint4* weight, const uint4* bias, uint4* stored, uint4* out,
                                                  int* counter, int counted, int width, int T, int positions_offset,
                                                  i64 residual_stride, i64 first_stride, i64 second_stride, i64 out_stride, float embedding_scale,
@@ -80,6 +102,15 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
     if (C::POSITIONS) position = load_scalar(lengths + m / T) + m % T + positions_offset;
     // Rows of the residual stream may lie further apart than their elements reach, vectors of 8 apart.
     uint4 a[VECTORS], d[VECTORS], e[VECTORS];
+    int from[C::EXPERTS > 0 ? C::EXPERTS : 1];
+    float counts[C::EXPERTS > 0 ? C::EXPERTS : 1];
+    if constexpr (C::EXPERTS > 0) {
+#pragma unroll
+        for (int s = 0; s < C::EXPERTS; ++s) {
+            from[s] = load_scalar(places + m * C::EXPERTS + s);
+            counts[s] = load_scalar(routing + m * C::EXPERTS + s);
+        }
+    }
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         const int v = threadIdx.x + i * THREADS;
@@ -87,7 +118,8 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
         if (v >= vectors) continue;
         a[i] = C::GATHER ? embedding[token * vectors + v] : load_l2(residual + m * (residual_stride / 8) + v);
         if (C::POSITIONS) d[i] = positions[position * vectors + v];
-        if (C::ADDENDS > 0) d[i] = load_l2(first + m * (first_stride / 8) + v);
+        if constexpr (C::EXPERTS > 0) d[i] = sum_of_experts<E>(first, from, counts, first_stride, v);
+        else if (C::ADDENDS > 0) d[i] = load_l2(first + m * (first_stride / 8) + v);
         if (C::ADDENDS > 1) e[i] = load_l2(second + m * (second_stride / 8) + v);
     }
     static_assert(!C::POSITIONS || (C::GATHER && C::ADDENDS == 0), "positions are added to embeddings");
@@ -134,11 +166,12 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
 #define INSTANTIATE_STEP_RESIDUAL(NAME, CONFIGURATION)                                                                   \
     extern "C" __global__ void __launch_bounds__(CONFIGURATION::THREADS)                                                 \
     NAME(const i64* tokens, const uint4* embedding, const uint4* positions, const int* lengths, const uint4* residual,   \
-         const uint4* first, const uint4* second, const uint4* post_weight, const uint4* post_bias, const uint4* weight, \
+         const uint4* first, const uint4* second, const int* places, const float* routing, const uint4* post_weight,     \
+         const uint4* post_bias, const uint4* weight,                                                                    \
          const uint4* bias, uint4* stored, uint4* out, int* counter, int counted, int width, int T, int positions_offset, \
          i64 residual_stride, i64 first_stride, i64 second_stride, i64 out_stride, float embedding_scale, float factor,  \
          float post_eps, float post_offset, float eps, float offset) { \
-        advance_residual<CONFIGURATION>(tokens, embedding, positions, lengths, residual, first, second, post_weight,     \
+        advance_residual<CONFIGURATION>(tokens, embedding, positions, lengths, residual, first, second, places, routing, post_weight, \
                                         post_bias, weight, bias, stored, out, counter, counted, width, T,                \
                                         positions_offset, residual_stride, first_stride, second_stride, out_stride, embedding_scale,   \
                                         factor, post_eps, post_offset, eps, offset);                                     \

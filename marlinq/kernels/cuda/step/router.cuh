@@ -4,15 +4,30 @@
 //   ids[m, s] = the TOP experts of the highest logits, in falling order; of equal logits the lowest number first
 //   weights[m, s] = scale * score(logits[ids[m, s]])     over the sum of the scores taken, if NORMALISED
 //
+// Unless NORM is NONE, x is made here of what stands before it (step/residual.cuh with one addend):
+//
+//   stored[m] = residual[m] + factor * first[m]
+//   x[m] = norm(stored[m])
+//
+// by every block of the row for itself, which keeps x[m] in shared memory; the first one writes both.
+//
 // score is a softmax over all experts or a sigmoid of each. A cluster works on a row: warps of all its blocks take experts in
 // turns, and leave each block its logits in its own shared memory. The first block collects them, and one warp of it, which
 // holds PER logits a lane, takes the largest TOP times. A warp's first loads of weights are requested before the previous kernel ends.
 //
-// Configuration: Element, CLUSTER, WARPS, PER (experts / 32, rounded up), TOP, SOFTMAX, NORMALISED.
+// Configuration: Element, CLUSTER, WARPS, PER (experts / 32, rounded up), TOP, SOFTMAX, NORMALISED, NORM, VECTORS (of a row, a thread).
 #pragma once
 #include "ptx/cluster.cuh"
 #include "ptx/launch.cuh"
-#include "step/rows.cuh"
+#include "step/residual.cuh"
+
+// What stands before a router, and where it goes. Rows are `*_stride` elements apart.
+struct RouterAddition {
+    const uint4 *residual, *first, *weight, *bias;
+    uint4* stored;
+    i64 residual_stride, first_stride;
+    float factor, eps, offset;
+};
 
 template <typename C>
 struct RouterRow {
@@ -24,7 +39,10 @@ struct RouterRow {
     // A lane's logits lie together, so that other blocks' are read in vectors of 16 bytes.
     static constexpr int SLOTS = (32 * PER + 3) / 4 * 4;
 
-    const uint4 *x, *weight;
+    static constexpr bool ADDS = C::NORM != Norm::NONE;
+
+    uint4* x;
+    const uint4* weight;
     int experts, vectors, lane, warp, rank;
 
     __device__ __forceinline__ void request(uint4 (&w)[UNROLL], int expert, int begin) const {
@@ -36,13 +54,50 @@ struct RouterRow {
         }
     }
 
-    __device__ __forceinline__ float add(const uint4 (&w)[UNROLL], int begin, float sum) const {
+    // The row, in shared memory behind an addition.
+    __device__ __forceinline__ uint4 element(const uint4* row, int v) const { return ADDS ? row[v] : load_l2(x + v); }
+
+    // Leaves norm(residual + factor * first) in `row`.
+    __device__ __forceinline__ void make(const RouterAddition& given, i64 m, uint4* row) const {
+        constexpr int THREADS = 32 * WARPS;
+        __shared__ float sums[2][WARPS];
+        float values[C::VECTORS][8];
+#pragma unroll
+        for (int i = 0; i < C::VECTORS; ++i) {
+            const int v = threadIdx.x + i * THREADS;
+            uint4 a = make_uint4(0, 0, 0, 0), d = a;
+            if (v < vectors) {
+                a = load_l2(given.residual + m * (given.residual_stride / 8) + v);
+                d = load_l2(given.first + m * (given.first_stride / 8) + v);
+            }
+            float addend[8];
+            widen_vector<E>(values[i], a);
+            widen_vector<E>(addend, d);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) values[i][j] += given.factor * addend[j];
+            const uint4 sum = narrow_vector<E>(values[i]);
+            if (v < vectors && rank == 0) given.stored[m * (given.residual_stride / 8) + v] = sum;
+            widen_vector<E>(values[i], sum);
+        }
+        normalize<E, C::NORM, C::VECTORS, THREADS>(values, given.weight, given.bias, vectors * 8, given.eps, given.offset, sums[0],
+                                                   sums[1]);
+#pragma unroll
+        for (int i = 0; i < C::VECTORS; ++i) {
+            const int v = threadIdx.x + i * THREADS;
+            if (v >= vectors) continue;
+            row[v] = narrow_vector<E>(values[i]);
+            if (rank == 0) x[v] = row[v];
+        }
+        __syncthreads();
+    }
+
+    __device__ __forceinline__ float add(const uint4* row, const uint4 (&w)[UNROLL], int begin, float sum) const {
 #pragma unroll
         for (int i = 0; i < UNROLL; ++i) {
             const int v = begin + i * 32 + lane;
             if (v >= vectors) continue;
             float a[8], b[8];
-            widen_vector<E>(a, load_l2(x + v));
+            widen_vector<E>(a, element(row, v));
             widen_vector<E>(b, w[i]);
 #pragma unroll
             for (int j = 0; j < 8; ++j) sum += a[j] * b[j];
@@ -51,16 +106,17 @@ struct RouterRow {
     }
 
     // Expert e is multiplied by warp e % (CLUSTER * WARPS) of the cluster, counted through its blocks.
-    __device__ __forceinline__ void multiply(float* logits) const {
+    __device__ __forceinline__ void multiply(const RouterAddition& given, i64 m, uint4* row, float* logits) const {
         const int first = rank * WARPS + warp;
         uint4 w[UNROLL];
         request(w, first, 0);
         wait_for_previous_kernel();
+        if constexpr (ADDS) make(given, m, row);
         for (int expert = first; expert < experts; expert += CLUSTER * WARPS) {
             float sum = 0.f;
             for (int begin = 0; begin < vectors; begin += 32 * UNROLL) {
                 if (expert != first || begin > 0) request(w, expert, begin);
-                sum = add(w, begin, sum);
+                sum = add(row, w, begin, sum);
             }
             sum = warp_sum(sum);
             if (lane == 0) logits[expert] = rounded<E>(sum);
@@ -108,16 +164,17 @@ struct RouterRow {
 };
 
 template <typename C>
-__device__ __forceinline__ void route_rows(const uint4* x, const uint4* weight, int* ids, float* weights, int experts, int width,
-                                           i64 x_stride, float scale) {
+__device__ __forceinline__ void route_rows(const RouterAddition& given, uint4* x, const uint4* weight, int* ids, float* weights,
+                                           int experts, int width, i64 x_stride, float scale) {
     typedef RouterRow<C> Row;
     static_assert(C::TOP <= 32 && C::PER <= 32, "a lane keeps one choice, and a bit for each of its logits");
     __shared__ __align__(16) float logits[Row::SLOTS];
+    __shared__ uint4 made[Row::ADDS ? C::VECTORS * 32 * C::WARPS : 1];
     launch_dependents();
     const i64 m = blockIdx.x / C::CLUSTER;
     const Row row{x + m * (x_stride / 8), weight, experts, width / 8, static_cast<int>(threadIdx.x % 32),
                   static_cast<int>(threadIdx.x / 32), static_cast<int>(blockIdx.x % C::CLUSTER)};
-    row.multiply(logits);
+    row.multiply(given, m, made, logits);
     if constexpr (C::CLUSTER > 1) {
         cluster_arrive();
         cluster_wait();
@@ -141,6 +198,9 @@ __device__ __forceinline__ void route_rows(const uint4* x, const uint4* weight, 
 
 #define INSTANTIATE_STEP_ROUTER(NAME, CONFIGURATION)                                                                    \
     extern "C" __global__ void __launch_bounds__(32 * CONFIGURATION::WARPS, 1) CLUSTER_OF(CONFIGURATION::CLUSTER)       \
-    NAME(const uint4* x, const uint4* weight, int* ids, float* weights, int experts, int width, i64 x_stride, float scale) { \
-        route_rows<CONFIGURATION>(x, weight, ids, weights, experts, width, x_stride, scale);                            \
+    NAME(const uint4* residual, const uint4* first, const uint4* norm_weight, const uint4* norm_bias, uint4* stored, uint4* x,      \
+         const uint4* weight, int* ids, float* weights, int experts, int width, i64 residual_stride, i64 first_stride,  \
+         i64 x_stride, float factor, float eps, float offset, float scale) {                                            \
+        const RouterAddition given = {residual, first, norm_weight, norm_bias, stored, residual_stride, first_stride, factor, eps, offset}; \
+        route_rows<CONFIGURATION>(given, x, weight, ids, weights, experts, width, x_stride, scale);                     \
     }
