@@ -245,7 +245,7 @@ def test_rows_of_experts_are_summed(builder: Builder, dtype: torch.dtype) -> Non
     [
         ("        if (places[s] < 0) continue;\n", ""),
         ("fmaf(routing[s], row[j], sum[j])", "fmaf(routing[0], row[j], sum[j])"),
-        ("load_scalar(places + m * C::EXPERTS + s)", "load_scalar(places + s)"),
+        ("load_scalar(places + m * C::EXPERTS + threadIdx.x)", "load_scalar(places + threadIdx.x)"),
     ],
 )
 def test_faults_of_sums_are_found(builder: Builder, tmp_path: Path, right: str, wrong: str) -> None:

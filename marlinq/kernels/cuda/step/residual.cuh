@@ -64,8 +64,7 @@ __device__ __forceinline__ void normalize(float (&x)[VECTORS][8], const uint4* w
 
 // A vector of what a row's experts gave.
 template <typename E, int EXPERTS>
-__device__ __forceinline__ uint4 sum_of_experts(const uint4* rows, const int (&places)[EXPERTS], const float (&routing)[EXPERTS],
-                                                i64 stride, int v) {
+__device__ __forceinline__ uint4 sum_of_experts(const uint4* rows, const int* places, const float* routing, i64 stride, int v) {
     float sum[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) sum[j] = 0.f;
@@ -102,14 +101,15 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
     if (C::POSITIONS) position = load_scalar(lengths + m / T) + m % T + positions_offset;
     // Rows of the residual stream may lie further apart than their elements reach, vectors of 8 apart.
     uint4 a[VECTORS], d[VECTORS], e[VECTORS];
-    int from[C::EXPERTS > 0 ? C::EXPERTS : 1];
-    float counts[C::EXPERTS > 0 ? C::EXPERTS : 1];
+    __shared__ int from[C::EXPERTS > 0 ? C::EXPERTS : 1];
+    __shared__ float counts[C::EXPERTS > 0 ? C::EXPERTS : 1];
     if constexpr (C::EXPERTS > 0) {
-#pragma unroll
-        for (int s = 0; s < C::EXPERTS; ++s) {
-            from[s] = load_scalar(places + m * C::EXPERTS + s);
-            counts[s] = load_scalar(routing + m * C::EXPERTS + s);
+        static_assert(C::EXPERTS <= THREADS, "a thread a slot");
+        if (threadIdx.x < C::EXPERTS) {
+            from[threadIdx.x] = load_scalar(places + m * C::EXPERTS + threadIdx.x);
+            counts[threadIdx.x] = load_scalar(routing + m * C::EXPERTS + threadIdx.x);
         }
+        __syncthreads();
     }
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
         if (v >= vectors) continue;
         a[i] = C::GATHER ? embedding[token * vectors + v] : load_l2(residual + m * (residual_stride / 8) + v);
         if (C::POSITIONS) d[i] = positions[position * vectors + v];
-        if constexpr (C::EXPERTS > 0) d[i] = sum_of_experts<E>(first, from, counts, first_stride, v);
+        if constexpr (C::EXPERTS > 0) d[i] = sum_of_experts<E, C::EXPERTS>(first, from, counts, first_stride, v);
         else if (C::ADDENDS > 0) d[i] = load_l2(first + m * (first_stride / 8) + v);
         if (C::ADDENDS > 1) e[i] = load_l2(second + m * (second_stride / 8) + v);
     }
