@@ -77,6 +77,8 @@ def test_shared_memory_is_enough_for_what_is_chosen(rows: int) -> None:
             assert config.stages % config.teams == 0
 
 
+# With another NVRTC than the pinned one several rows may spill. Decoding joins the layers of one row alone.
+@pytest.mark.filterwarnings("default::marlinq.kernels.jit.cache.KernelSpills")
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("lengths", [[500], [0], [600, 3, 64], [1, 2, 3, 31, 32, 33, 639, 0]])
