@@ -214,14 +214,23 @@ class QuantizedWeight:
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The dense weight W, [N, K], computed in float32 and cast to ``dtype`` (default float32)."""
-        groups = self.g_idx.long()
         zeros = self.zeros.to(torch.float32)
         scales = self.scales.to(torch.float32)
         weight = torch.empty(
             self.out_features, self.in_features, dtype=dtype or torch.float32, device=self.codes.device
         )
+        # A slab at a time: the float32 intermediates are several times the size of the codes.
+        g = self.group_size
+        if self.has_trivial_g_idx and self.in_features == g * len(scales):
+            whole = max(_SLAB // g, 1)
+            for first in range(0, len(scales), whole):
+                part, slab = slice(first, first + whole), slice(first * g, (first + whole) * g)
+                values = self.element.decode(self.codes[slab]).view(-1, g, self.out_features)
+                values = (values - zeros[part].unsqueeze(1)).mul_(scales[part].unsqueeze(1))
+                weight[:, slab] = values.view(-1, self.out_features).t()
+            return weight
+        groups = self.g_idx.long()
         for start in range(0, self.in_features, _SLAB):
-            # A slab at a time: the float32 intermediates are several times the size of the codes.
             slab = slice(start, start + _SLAB)
             centred = self.element.decode(self.codes[slab]) - zeros[groups[slab]]
             weight[:, slab] = (centred * scales[groups[slab]]).t()
