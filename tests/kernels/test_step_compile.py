@@ -98,7 +98,11 @@ def attentions() -> list[Prepared]:
         shape = AttentionShape(1, 8, 8, size, 32)
         cache = empty(1, 8, 32, size, dtype=dtype)
         x, out = empty(1, 24 * size, dtype=dtype), empty(1, 8, size, dtype=dtype)
-        for number, (work, warps) in enumerate(itertools.product(head_works(size, dtype), (4, 8))):
+        # Heads of 128 channels with every number of warps, the others with one and the other in turn.
+        pairs = itertools.product(head_works(size, dtype), (4, 8))
+        for number, (work, warps) in enumerate(pairs):
+            if size != 128 and number % 4 in (1, 2):
+                continue
             division = Division(2, warps)
             workspace = Workspace.of([(shape, division)], torch.device("cpu"))
             prepared.append(
