@@ -18,11 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import NumericsError, UnsupportedError
 from marlinq.core.scheme import Scheme
 from marlinq.core.settings import Choice, Flag, Fraction, Share, setting
-from marlinq.core.weight import QuantizedWeight, trivial_g_idx
+from marlinq.core.weight import QuantizedWeight
 from marlinq.methods.base import Inputs, Method, MethodOptions, SolveReport, check_weight, whole_groups
 from marlinq.methods.drift import PairedHessian, make_up_for_drift, trusted_share
 from marlinq.methods.factor import Factor, channel_order, factorise
@@ -219,34 +218,20 @@ def solve_gptq_shared(
     solution = solve(w[order], factor, g, scheme, clip_search=options.clip_search)
     solution.loss.clamp_(min=0)
 
-    back = torch.argsort(order)
-    # Groups stay whole in the channel order, so the first channel of each tells where the group went.
-    group_back = back[::g] // g
-    codes = solution.codes[back]
-    scales = solution.scales[group_back].to(torch_dtype(scheme.scale_dtype))
-    zeros = solution.zeros[group_back].to(torch.uint8)
-    g_idx = trivial_g_idx(k, g).to(w.device)
+    widths = [weight.shape[0] for weight in weights]
+    quantized = solution.weights(order, widths, g, scheme)
     results = []
-    start = 0
-    for weight in weights:
-        part = slice(start, start + weight.shape[0])
-        start = part.stop
-        quantized = QuantizedWeight(
-            codes=codes[:, part].contiguous(),
-            scales=scales[:, part].contiguous(),
-            zeros=zeros[:, part].contiguous(),
-            g_idx=g_idx,
-            group_size=g,
-            element=scheme.element,
-        )
-        loss, power = float(solution.loss[part].sum()), float(norms[part].sum())
+    for found, loss, norm in zip(
+        quantized, torch.split(solution.loss, widths), torch.split(norms, widths), strict=True
+    ):
+        error, power = float(loss.sum()), float(norm.sum())
         report = SolveReport(
-            relative_error=loss / power if power > 0 else 0.0,
+            relative_error=error / power if power > 0 else 0.0,
             fallback=factor.fallback,
             figures={"damp": factor.damp, "dead_channels": factor.dead_channels},
             norm=power,
         )
-        results.append((quantized, report))
+        results.append((found, report))
     return results
 
 

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING
 
 from marlinq.core.dtypes import torch_dtype
 from marlinq.core.scheme import Scheme
-from marlinq.core.weight import QuantizedWeight, trivial_g_idx
+from marlinq.core.weight import QuantizedWeight
 from marlinq.kernels.solve import PANEL_ROWS, PanelTensors, round_panels
 from marlinq.methods.base import SolveReport
 from marlinq.methods.grid import minmax_grid, search_factors
 from marlinq.methods.hessian import tensor_cores
+from marlinq.methods.solution import Solution
 
 if TYPE_CHECKING:
     import torch
@@ -104,13 +105,15 @@ def solve_many(
     ]
     last = (factorised.unsqueeze(1).double(), dead.unsqueeze(1).double())
     figures = torch.cat((*sums, *last), dim=1).tolist()
-    back = torch.argsort(order, dim=1)
     for place, (number, row) in enumerate(zip(chosen, figures, strict=False)):
         losses, powers = row[: len(widths)], row[len(widths) : -2]
         if row[-2]:
-            results[number] = _result(
-                solution, place, back[place], widths, g, scheme, losses, powers, damp, int(row[-1])
-            )
+            quantized = solution.layer(place).weights(order[place], widths, g, scheme)
+            told = {"damp": damp, "dead_channels": int(row[-1])}
+            results[number] = [
+                (found, SolveReport(loss / power if power > 0 else 0.0, figures=told, norm=power))
+                for found, loss, power in zip(quantized, losses, powers, strict=True)
+            ]
     return results
 
 
@@ -122,6 +125,10 @@ class _Solution:
     scales: Tensor
     zeros: Tensor
     loss: Tensor
+
+    def layer(self, place: int) -> Solution:
+        """That of one layer."""
+        return Solution(self.codes[place], self.scales[place], self.zeros[place], self.loss[place])
 
 
 def _soundness(
@@ -245,40 +252,3 @@ def _solve(
             known = difference[:, : stop - start]
             carried[:, stop:].baddbmm_(root[:, start:stop, stop:].transpose(1, 2), known)
     return solution
-
-
-def _result(
-    solution: _Solution,
-    place: int,
-    back: Tensor,
-    widths: Sequence[int],
-    g: int,
-    scheme: Scheme,
-    losses: Sequence[float],
-    powers: Sequence[float],
-    damp: float,
-    dead: int,
-) -> Solved:
-    """The weights of one layer, in their channels' own order."""
-    group_back = back[::g] // g
-    codes = solution.codes[place][back]
-    scales = solution.scales[place][group_back].to(torch_dtype(scheme.scale_dtype))
-    zeros = solution.zeros[place][group_back].to(torch.uint8)
-    g_idx = trivial_g_idx(len(back), g, codes.device)
-    results = []
-    stop = 0
-    for width, loss, power in zip(widths, losses, powers, strict=True):
-        part = slice(stop, stop + width)
-        stop = part.stop
-        quantized = QuantizedWeight(
-            codes=codes[:, part].contiguous(),
-            scales=scales[:, part].contiguous(),
-            zeros=zeros[:, part].contiguous(),
-            g_idx=g_idx,
-            group_size=g,
-            element=scheme.element,
-        )
-        relative = loss / power if power > 0 else 0.0
-        figures = {"damp": damp, "dead_channels": dead}
-        results.append((quantized, SolveReport(relative, figures=figures, norm=power)))
-    return results

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from marlinq.core.dtypes import torch_dtype
+from marlinq.core.scheme import Scheme
+from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.methods.grid import storable_scales
 
 if TYPE_CHECKING:
@@ -31,6 +35,35 @@ class Solution:
         scales = torch.empty((k // g, n), device=w.device)
         loss = torch.zeros(n, dtype=torch.float64, device=w.device)
         return cls(codes, scales, torch.empty_like(scales), loss)
+
+    def weights(self, order: Tensor, widths: Sequence[int], g: int, scheme: Scheme) -> list[QuantizedWeight]:
+        """The weights that lie side by side, in their channels' own order.
+
+        Args:
+            order: int64 [K], the channels in processing order, whose groups stay whole.
+            widths: output channels of each weight.
+            g: channels of a group.
+            scheme: of the weights.
+        """
+        back = torch.argsort(order)
+        # The first channel of each group tells where the group went.
+        group_back = back[::g] // g
+        codes = self.codes[back]
+        scales = self.scales[group_back].to(torch_dtype(scheme.scale_dtype))
+        zeros = self.zeros[group_back].to(torch.uint8)
+        g_idx = trivial_g_idx(len(back), g, codes.device)
+        parts = (torch.split(part, list(widths), dim=1) for part in (codes, scales, zeros))
+        return [
+            QuantizedWeight(
+                codes=c.contiguous(),
+                scales=s.contiguous(),
+                zeros=z.contiguous(),
+                g_idx=g_idx,
+                group_size=g,
+                element=scheme.element,
+            )
+            for c, s, z in zip(*parts, strict=True)
+        ]
 
 
 def refit(scales: Tensor, reached: Tensor, terms: Tensor, dtype: torch.dtype) -> Tensor:
