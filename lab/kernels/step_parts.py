@@ -33,6 +33,8 @@ from marlinq.runtime.step.walk import Recording
 HIDDEN, HEADS, KV, D, INNER, VOCABULARY = 4096, 32, 8, 128, 14336, 128256
 GROUP = 128
 DTYPE = torch.float16
+# What an H200's memory delivers to a kernel that only reads, in bytes a second.
+BANDWIDTH = 4.58e12
 
 
 def random_linear(k: int, n: int) -> QuantLinear:
@@ -147,7 +149,8 @@ def parts(batch: int, context: int, depth: int, *, dependent: bool) -> None:
     work = HeadWork(table=rotations(capacity).to(device))
     shape = AttentionShape(batch, HEADS, KV, D, capacity)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    chosen = divide(shape, processors)
+    clusters = torch.cuda.get_device_capability() >= (9, 0)
+    chosen = divide(shape, processors, clusters=clusters)
     workspace = Workspace.of([(shape, Division(64))], device)
     attended = torch.empty(batch, HEADS, D, dtype=DTYPE, device=device)
     mixed = torch.randn(batch, 2 * INNER, dtype=DTYPE, device=device)
@@ -203,7 +206,7 @@ def parts(batch: int, context: int, depth: int, *, dependent: bool) -> None:
         for cache in caches
     ]
     found["torch SDPA, nothing appended"] = microseconds(lambda: [one() for one in flash]) / depth
-    floor = 2e6 * batch * KV * context * D * 2 / 4.58e12
+    floor = 2e6 * batch * KV * context * D * 2 / BANDWIDTH
     for name, time in found.items():
         wrong = f"  error {errors[name]:.1e}" if name in errors else ""
         read = f"  ({floor:.2f} us to read the cache)" if "attention" in name else ""
@@ -258,20 +261,48 @@ def whole(model: nn.Module, anatomy: Anatomy, batch: int, context: int, *, share
     )
     if not shares:
         return
-    kinds = [
-        "products" if not isinstance(item, kernels.Prepared) else item.instantiation.function
-        for item in own.recording._recorded
-    ]
-    kinds[-1] = "head"
-    for kind in sorted(set(kinds)):
+    layers = len(anatomy.layers)
+    kinds, bytes_read = kinds_of(len(starts), layers), bytes_of(batch, context)
+    for kind in dict.fromkeys(kinds):
         rest = [start for start, other in zip(starts, kinds, strict=True) if other != kind]
         alone = [start for start, other in zip(starts, kinds, strict=True) if other == kind]
+        each = 1e3 / (1 if kind == "head" else layers)
+        less = each * (milliseconds(starts) - milliseconds(rest))
         print(
-            f"    {kind:<14s} {milliseconds(starts) - milliseconds(rest):7.3f} ms less without, "
-            f"{milliseconds(alone):7.3f} ms alone"
+            f"    {kind:<10s} {len(alone):4d} launches, {less:6.2f} us less without, "
+            f"{each * milliseconds(alone):6.2f} alone ({1e6 * bytes_read[kind] / BANDWIDTH:5.2f} to read its "
+            f"bytes){'' if kind == 'head' else ' a layer'}"
         )
     # Outside of the context that the forward prepares its step in.
     print(f"    products launched ordinarily: {milliseconds(Recording(own, no_progress).starts):7.3f} ms")
+
+
+def kinds_of(launches: int, layers: int) -> list[str]:
+    """What each launch of a step is, by their number: norms have kernels of their own, or only at the ends.
+
+    Raises:
+        ValueError: neither is so.
+    """
+    if launches == 7 * layers + 2:
+        each = ["qkv", "attention", "o", "norm", "gate_up", "down", "norm"]
+        return ["norm", *each * layers, "head"]
+    if launches == 5 * layers + 3:
+        return ["norm", *["qkv", "attention", "o", "gate_up", "down"] * layers, "norm", "head"]
+    raise ValueError(f"{launches} launches of {layers} layers are no known walk")
+
+
+def bytes_of(batch: int, context: int) -> dict[str, float]:
+    """What each kind of kernel reads from memory, of a layer or of the head."""
+    word = 0.5 + 2 / GROUP
+    return {
+        "qkv": word * HIDDEN * (HEADS + 2 * KV) * D,
+        "attention": 4.0 * batch * KV * D * context,
+        "o": word * HEADS * D * HIDDEN,
+        "gate_up": word * HIDDEN * 2 * INNER,
+        "down": word * INNER * HIDDEN,
+        "norm": 0.0,
+        "head": 2.0 * HIDDEN * VOCABULARY,
+    }
 
 
 def step_milliseconds(own: ChainForward, context: int, starts: list[Callable[[], object]]) -> float:

@@ -574,18 +574,23 @@ def test_attention(
             cache[b, :, length:] = torch.nan
     counted = apart(torch.tensor(lengths, dtype=torch.int32))
     shape = AttentionShape(batch, heads, kv, size, capacity)
-    divided = Division(splits, warps)
+    # Here the first sequence would be split.
+    alone = 128 if heads == 12 else 0
+    divided = Division(splits, warps, alone=alone)
     made = Workspace.of([(shape, divided)], torch.device("cpu"))
     counters = apart(made.counters)
     found = []
-    for resident in (1, 4):
+    runs = [(divided, 1), (divided, 4)]
+    if splits > 1:
+        runs.append((divided._replace(meets=True), 1))
+    for division, resident in runs:
         keys, values = (apart(cache) for cache in filled)
         out = poisoned(batch, heads, size, dtype=dtype)
         workspace = Workspace(apart(made.partials.fill_(torch.nan)), counters)
         prepared = attend(
             *(x, keys, values, out, counted, work, workspace),
             scale=size**-0.5,
-            division=divided,
+            division=division,
             window=window,
             softcap=softcap,
         )
@@ -602,6 +607,11 @@ def test_attention(
         ]
         start(builder, prepared, memory, seed=size + resident, resident=resident)
         assert not counters.any()
+        left = workspace.partials.isnan()
+        if alone:
+            assert left.view(batch, -1)[0].all(), "one block was to take the first sequence"
+        if division.meets:
+            assert left.all(), "splits that are a cluster leave nothing in memory"
         found.append(out)
     q, new_keys, new_values = expected_heads(x, heads, kv, size, counted.long(), work)
     for cache, filling, new in ((keys, filled[0], new_keys), (values, filled[1], new_values)):
@@ -615,14 +625,31 @@ def test_attention(
         q.to(dtype), *filled, counted, scale=size**-0.5, window=window, softcap=softcap
     )
     assert relative_error(found[0], expected) < BOUND[dtype]
-    assert torch.equal(*found), "the order in which blocks ran shows in the bits"
+    assert all(torch.equal(out, found[0]) for out in found), "how splits meet, or when, shows in the bits"
 
 
 # What attention may not leave out: a name, text of the source, what stands there instead, what is reported.
 ATTENTION_FAULTS = [
     ("no wait for the product", "    wait_for_previous_kernel();\n", "", "griddepcontrol.wait"),
-    ("heads not waited for", "    }\n    __syncthreads();\n", "    }\n", "without waiting for it"),
+    (
+        "heads not waited for",
+        "    }\n    __syncthreads();\n",
+        "    }\n",
+        "without waiting for it|still be reading",
+    ),
     ("the newest token not attended to", "newest_here = tile <= newest", "newest_here = tile < 0", "wrong"),
+    (
+        "a cluster that does not meet",
+        "        cluster_arrive();\n        cluster_wait();\n",
+        "",
+        "without waiting",
+    ),
+    (
+        "a block that leaves before it has been read",
+        "        cluster_arrive_relaxed();\n        cluster_wait();\n        return;\n",
+        "        return;\n",
+        "which has ended",
+    ),
 ]
 
 
@@ -644,7 +671,7 @@ def test_faults_planted_into_attention_are_reported(
     for cache in (keys, values):
         cache[:, :, length] = torch.nan
     lengths = apart(torch.tensor([length], dtype=torch.int32))
-    division = Division(1)
+    division = Division(3, meets=True)
     made = Workspace.of([(AttentionShape(1, 2, 1, size, length + 1), division)], torch.device("cpu"))
     workspace = Workspace(apart(made.partials), apart(made.counters))
     prepared = attend(x, keys, values, out, lengths, HeadWork(), workspace, scale=0.125, division=division)

@@ -122,7 +122,7 @@ def test_attention(batch: int, heads: int, kv: int, size: int, dtype: torch.dtyp
     lengths[0] = capacity - 1
     x = made(batch, (heads + 2 * kv) * size, dtype=dtype, size=1.5)
     filled = [made(batch, kv, capacity, size, dtype=dtype) for _ in range(2)]
-    norm = HeadNorm("RMS_WIDE", made(size, dtype=dtype), None, 1e-6, 1.0) if size == 256 else None
+    norm = HeadNorm("RMS_WIDE", made(size, dtype=dtype), None, 1e-6, 1.0) if kv in (1, 4) else None
     table = rotation_table(capacity, size).cuda()
     work = HeadWork(table=table, query_norm=norm, key_norm=norm)
     places = torch.arange(batch, device="cuda"), slice(None), lengths.long()
@@ -130,8 +130,11 @@ def test_attention(batch: int, heads: int, kv: int, size: int, dtype: torch.dtyp
         cache[places] = torch.nan
     q, new_keys, new_values = expected_heads(x, heads, kv, size, lengths.long(), work)
     shape = AttentionShape(batch, heads, kv, size, capacity)
-    chosen = divide(shape, torch.cuda.get_device_properties(0).multi_processor_count)
+    clusters = torch.cuda.get_device_capability() >= (9, 0)
+    chosen = divide(shape, torch.cuda.get_device_properties(0).multi_processor_count, clusters=clusters)
     divisions = {chosen, Division(3), Division(11, warps=8)}
+    if clusters:
+        divisions |= {Division(3, meets=True), Division(5, warps=8, meets=True, alone=256)}
     whole = [cache.clone() for cache in filled]
     for cache, new in zip(whole, (new_keys, new_values), strict=True):
         cache[places] = new.to(dtype)

@@ -17,7 +17,8 @@ from marlinq.kernels.step.prepared import ELEMENTS, Prepared, address, check_row
 # Mirrored in the kernel.
 _HEADS, _TILE = 8, 16
 _NO_WINDOW = (1 << 31) - 1
-_MOST_SPLITS = 64
+_MANY_SPLITS, _MOST_SPLITS = 16, 64
+_LARGEST_CLUSTER = 5
 _REGISTERS = 65536
 
 
@@ -46,12 +47,16 @@ class Division(NamedTuple):
     """How attention is divided.
 
     Attributes:
-        splits: parts of the positions of each sequence.
+        splits: parts of the positions of each sequence, at most.
         warps: of a block, which take tiles of 16 positions in turns.
+        meets: splits are a cluster of blocks and are added up in distributed shared memory.
+        alone: positions up to which one block takes them all.
     """
 
     splits: int
     warps: int = 4
+    meets: bool = False
+    alone: int = 0
 
     def shared_bytes(self, head_dim: int) -> int:
         """Dynamic shared memory of a block."""
@@ -64,17 +69,25 @@ class Division(NamedTuple):
         return max(1, _REGISTERS // (32 * self.warps * registers))
 
 
-def divide(shape: AttentionShape, multiprocessors: int) -> Division:
-    """The division for a GPU.
+def divide(shape: AttentionShape, multiprocessors: int, *, clusters: bool = False) -> Division:
+    """The division for a GPU, with ``clusters`` for one that has clusters of blocks.
 
-    A few sequences are split so that every multiprocessor has a block, many until their blocks fill all
-    places at once; never shorter than what the warps of a block take in one turn.
+    Sequences are split until their blocks fill all places at once; never shorter than what the warps of a
+    block take in one turn. Figures are in docs/lab-notes/decode-step.md, "Attention in even splits".
     """
     plain = Division(1, warps=8 if shape.units <= multiprocessors else 4)
-    few = shape.units < multiprocessors // 2
-    places = multiprocessors * (1 if few else plain.blocks_each(shape.head_dim))
+    places = multiprocessors * plain.blocks_each(shape.head_dim)
     turns = -(-shape.capacity // (_TILE * plain.warps))
-    return plain._replace(splits=max(1, min(turns, places // shape.units, _MOST_SPLITS)))
+    # The last block of a sequence reads what all leave: more only to occupy every multiprocessor.
+    most = min(_MOST_SPLITS, max(_MANY_SPLITS, multiprocessors // shape.units))
+    splits = max(1, min(turns, places // shape.units, most))
+    # Where most multiprocessors idle, a second turn costs less than another block that has to be waited for.
+    few = splits > 1 and shape.units < multiprocessors // 2
+    alone = 2 * _TILE * plain.warps if few else 0
+    # All blocks of a cluster begin at once. Larger ones, or many, wait for each other's places.
+    crowded = splits > 2 and 4 * shape.units * splits > 3 * places
+    meets = clusters and 1 < splits <= _LARGEST_CLUSTER and not crowded
+    return Division(splits, plain.warps, meets, alone)
 
 
 class Workspace(NamedTuple):
@@ -107,7 +120,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         ("given", NewHeads),
         *((name, ctypes.c_void_p) for name in ("keys", "values", "out", "partials", "counters", "lengths")),
-        *((name, ctypes.c_int) for name in ("group", "chunks", "splits", "capacity", "window")),
+        *((name, ctypes.c_int) for name in ("group", "chunks", "splits", "alone", "capacity", "window")),
         ("out_stride", ctypes.c_longlong),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
@@ -170,6 +183,7 @@ def attend(
         group=group,
         chunks=-(-group // _HEADS),
         splits=division.splits,
+        alone=division.alone,
         capacity=capacity,
         window=_NO_WINDOW if window is None else window,
         out_stride=out.stride(0),
@@ -182,6 +196,7 @@ def attend(
         ("D", size),
         ("WARPS", division.warps),
         ("MIN_BLOCKS", division.blocks_each(size)),
+        ("CLUSTER", division.splits if division.meets else 1),
         ("SOFTCAP", softcap is not None),
         *head_parameters(work),
         ("SHARED_BYTES", shared),

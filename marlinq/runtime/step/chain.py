@@ -200,7 +200,7 @@ class ChainForward(Forward):
         seen = min(self.capacity, attention.window or self.capacity)
         processors = device_numbers(self.device_index).multiprocessors if self.lengths.is_cuda else 1
         shape = self._shape(attention)._replace(capacity=seen)
-        return divide(shape, processors)
+        return divide(shape, processors, clusters=self.has_clusters)
 
 
 def _bound(model: nn.Module, mlp: MLP | Mixture, apart: dict[str, None]) -> BoundMLP | BoundMixture:

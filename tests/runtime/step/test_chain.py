@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
-from marlinq.kernels.step import AttentionShape, Division, Workspace
+from marlinq.kernels.step import AttentionShape, Division, Workspace, divide
 from marlinq.models.anatomy import Anatomy, Unrecognised
 from marlinq.models.recognise import recognise
 from marlinq.runtime import QuantLinear, marlin_operand
@@ -266,3 +266,22 @@ def test_a_forward_nobody_uses_gives_its_cache_back_at_once(name: str) -> None:
         assert cache.expired()
     finally:
         gc.enable()
+
+
+# Llama-3-8B's attention on 132 multiprocessors: batch, capacity, how it is divided.
+DIVISIONS = [
+    (1, 4096, Division(16, warps=8, alone=256)),
+    (4, 256, Division(2, warps=8, meets=True, alone=256)),
+    (4, 640, Division(5, warps=8, meets=True, alone=256)),
+    (4, 4096, Division(8, warps=8, alone=256)),
+    (8, 640, Division(4, warps=8, alone=256)),
+    (16, 640, Division(2, warps=8, meets=True)),
+    (64, 640, Division(1)),
+]
+
+
+@pytest.mark.parametrize(("batch", "capacity", "expected"), DIVISIONS)
+def test_attention_is_divided_for_a_gpu(batch: int, capacity: int, expected: Division) -> None:
+    shape = AttentionShape(batch, 32, 8, 128, capacity)
+    assert divide(shape, 132, clusters=True) == expected
+    assert divide(shape, 132) == expected._replace(meets=False)

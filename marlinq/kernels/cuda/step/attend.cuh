@@ -15,18 +15,19 @@
 // split that ends with the newest position its key and value, which the block of the first query heads puts into the cache.
 //
 // A tile's keys and values go straight to registers, one after the other, which they share: many warps hide each other's waits,
-// and more than 64 KB on their way to a multiprocessor arrive later (docs/lab-notes/decode-step.md). The first keys are requested
-// before the previous kernel has ended, as the lengths are: a step's first kernel begins when all of the step before is done, so
-// both are there.
+// and more than 64 KB on their way to a multiprocessor arrive later (docs/lab-notes/decode-step.md). The first ones are
+// requested before the previous kernel has ended, as the lengths are: a step's first kernel begins when all of the step before
+// is done, so both are there.
 //
-// Warps merge in shared memory, splits through `partials`: the block that finishes last of its splits adds them up, in order,
-// and resets their counter. Splits that have no positions end at once. A split is chosen on the device, so a captured launch
-// serves every length.
+// Warps merge in shared memory. Splits that are a cluster (CLUSTER > 1) merge in that of the first one, through DSMEM. Others
+// merge through `partials`: the block that finishes last of its splits adds them up, in order, and resets their counter. Splits
+// that have no positions end at once. Splits are chosen on the device, so a captured launch serves every length.
 //
-// Configuration: Element, D, WARPS, MIN_BLOCKS, SOFTCAP, and those of step/heads.cuh; SHARED_BYTES, the host's count of
-// dynamic shared memory.
+// Configuration: Element, D, WARPS, MIN_BLOCKS, CLUSTER (1, or the splits), SOFTCAP, and those of step/heads.cuh; SHARED_BYTES,
+// the host's count of dynamic shared memory.
 #pragma once
 #include "ptx/bits.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/flags.cuh"
 #include "ptx/launch.cuh"
 #include "ptx/matrix.cuh"
@@ -34,22 +35,30 @@
 
 constexpr int ATTEND_HEADS = 8, ATTEND_TILE = 16;
 
+// A truth that is known when code is generated, as an argument.
+template <bool VALUE>
+struct Flag {
+    static constexpr bool value = VALUE;
+};
+
 // What a split covers: positions [first, last), of splits that are not empty `active`.
 struct Split {
     int first, last, active;
 };
 template <typename C>
-__device__ __forceinline__ Split split_of(int tokens, int window, int splits, int split) {
+__device__ __forceinline__ Split split_of(int tokens, int window, int splits, int alone, int split) {
     constexpr int STEP = ATTEND_TILE * C::WARPS;
     const int begin = tokens > window ? tokens - window : 0, count = tokens - begin;
-    const int each = ((count + splits - 1) / splits + STEP - 1) / STEP * STEP;
+    // As many as have a turn for all warps; equal ones, but for a tile.
+    const int active = count <= alone ? 1 : min(splits, (count + STEP - 1) / STEP);
+    const int each = ((count + active - 1) / active + ATTEND_TILE - 1) / ATTEND_TILE * ATTEND_TILE;
     const int first = begin + split * each;
     return {first, min(first + each, tokens), (count + each - 1) / each};
 }
 
 template <typename C>
 __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* values, u16* out, float* partials, u32* counters,
-                                       const int* lengths, int group, int chunks, int splits, int capacity, int window,
+                                       const int* lengths, int group, int chunks, int splits, int alone, int capacity, int window,
                                        i64 out_stride, float scale, float softcap) {
     typedef typename C::Element E;
     constexpr int D = C::D, WARPS = C::WARPS, TILE = ATTEND_TILE, HEADS = ATTEND_HEADS;
@@ -67,15 +76,26 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     __shared__ float squares[2][WARPS];
     __shared__ float maxima[WARPS][HEADS];
     __shared__ float totals[WARPS][HEADS];
+    constexpr bool MEETS = C::CLUSTER > 1;
     __shared__ u32 arrived;
+    __shared__ float4 merged[MEETS ? HEADS : 1];  // a block's maximum and total of each head
     launch_dependents();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, u = lane / 4, v = lane % 4;
     const int split = blockIdx.x % splits, work = blockIdx.x / splits;
     const int chunk = work % chunks, pair = work / chunks, kv_head = pair % given.kv_heads, sequence = pair / given.kv_heads;
     const i64 row = (i64)pair * capacity;
     const int length = load_scalar(lengths + sequence), tokens = min(length + 1, capacity);
-    const Split part = split_of<C>(tokens, window, splits, split);
-    if (split >= part.active) return;
+    const Split part = split_of<C>(tokens, window, splits, alone, split);
+    if (split >= part.active) {
+        if constexpr (MEETS) {
+            // The barriers of those that have positions wait for everybody.
+            for (int barrier = 0; barrier < 2 && part.active > 1; ++barrier) {
+                cluster_arrive_relaxed();
+                cluster_wait();
+            }
+        }
+        return;
+    }
     const int last = part.last, heads = min(HEADS, group - chunk * HEADS);
     const int first_head = kv_head * group + chunk * HEADS;
     u16* target = out + sequence * out_stride + first_head * D;
@@ -109,10 +129,11 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
             }
     };
     const int first_tile = part.first + TILE * warp;
-    // Only where launches overlap. With norms, registers for heads of 128 channels would not do for both.
-    constexpr bool NORMS = C::QUERY_NORM != Norm::NONE || C::KEY_NORM != Norm::NONE;
-    constexpr bool EARLY = __CUDA_ARCH__ >= 900 && !(D == 128 && NORMS);
+    // Only where launches overlap. The first tile has code of its own there, in which sums need no registers before its scores are
+    // there. For later GPUs the compiler finds too few registers for its values all the same.
+    constexpr bool EARLY = __CUDA_ARCH__ >= 900, VALUES_EARLY = __CUDA_ARCH__ == 900;
     if (EARLY) load_keys(first_tile);
+    if (VALUES_EARLY) load_values(first_tile);
     const typename Head<C>::Angles angles(given, min(length, capacity - 1), lane);
     wait_for_previous_kernel();
     const u32* new_row = given.row(sequence);
@@ -142,9 +163,9 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
         for (int i = 0; i < 4; ++i)
 #pragma unroll
             for (int r = 0; r < 4; ++r) o[g][i][r] = 0.f;
-#pragma unroll 1
-    for (int tile = first_tile; tile < last; tile += STEP) {
-        if (!EARLY || tile > first_tile) load_keys(tile);
+    const auto take = [&](int tile, auto is_first) {
+        constexpr bool FIRST = decltype(is_first)::value;
+        if (!FIRST) load_keys(tile);
         const bool newest_here = tile <= newest && newest < tile + TILE;
         if (newest_here) {
 #pragma unroll
@@ -164,7 +185,7 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
             E::multiply_accumulate(s, low, queries.x, queries.y);
             E::multiply_accumulate(s, high, queries.z, queries.w);
         }
-        load_values(tile);
+        if (!FIRST || !VALUES_EARLY) load_values(tile);
         float p[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -181,11 +202,12 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
                 most = other > most ? other : most;
             }
             most = most > maximum[j] ? most : maximum[j];
-            const float shrink = exp2f(maximum[j] - most);
+            const float shrink = FIRST ? 0.f : exp2f(maximum[j] - most);
             maximum[j] = most;
             p[j] = exp2f(p[j] - most);
             p[j + 2] = exp2f(p[j + 2] - most);
-            total[j] = total[j] * shrink + p[j] + p[j + 2];
+            total[j] = FIRST ? p[j] + p[j + 2] : total[j] * shrink + p[j] + p[j + 2];
+            if (!FIRST)
 #pragma unroll
             for (int g = 0; g < VALUE_GROUPS; ++g)
 #pragma unroll
@@ -218,7 +240,14 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
                 E::multiply_accumulate(o[g][i], a, b0, b1);
             }
         }
+    };
+    int tile = first_tile;
+    if (EARLY && tile < last) {
+        take(tile, Flag<true>{});
+        tile += STEP;
     }
+#pragma unroll 1
+    for (; tile < last; tile += STEP) take(tile, Flag<false>{});
     const auto sums = [&](int of_warp, int head, int channel) {
         return reinterpret_cast<float4*>(shared) + (of_warp * SUMS + head * D + channel) / 4;
     };
@@ -255,6 +284,10 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
         if (part.active == 1) {
             store_global(target + head * D + channel,
                          make_uint2(E::narrow(x[0] / whole, x[1] / whole), E::narrow(x[2] / whole, x[3] / whole)));
+        } else if constexpr (MEETS) {
+            // Nobody else of the block reads these.
+            *sums(0, head, channel) = make_float4(x[0], x[1], x[2], x[3]);
+            if (channel == 0) merged[head] = make_float4(most, whole, 0.f, 0.f);
         } else {
             float* slot = slots + split * SLOT;
             *reinterpret_cast<float4*>(slot + head * D + channel) = make_float4(x[0], x[1], x[2], x[3]);
@@ -265,6 +298,43 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
         }
     }
     if (part.active == 1) return;
+    // Adds up the splits, in order: load(i, head, channel, most, whole) gives four sums of split i, and
+    // the maximum and total of its head.
+    const auto add_splits = [&](auto load) {
+        for (int index = threadIdx.x; index < heads * (D / 4); index += 32 * WARPS) {
+            const int head = index / (D / 4), channel = index % (D / 4) * 4;
+            float most = LOWEST, whole = 0.f, x[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 4
+            for (int i = 0; i < part.active; ++i) {
+                float their, their_total;
+                const float4 found = load(i, head, channel, their, their_total);
+                const float higher = their > most ? their : most;
+                const float shrink = exp2f(most - higher), share = exp2f(their - higher);
+                most = higher;
+                whole = whole * shrink + their_total * share;
+                x[0] = x[0] * shrink + share * found.x;
+                x[1] = x[1] * shrink + share * found.y;
+                x[2] = x[2] * shrink + share * found.z;
+                x[3] = x[3] * shrink + share * found.w;
+            }
+            store_global(target + head * D + channel,
+                         make_uint2(E::narrow(x[0] / whole, x[1] / whole), E::narrow(x[2] / whole, x[3] / whole)));
+        }
+    };
+    if constexpr (MEETS) {
+        cluster_arrive();
+        cluster_wait();
+        if (split == 0)
+            add_splits([&](int i, int head, int channel, float& most, float& whole) {
+                const float4 numbers = load_cluster_float4(cluster_address(shared_address(merged + head), i));
+                most = numbers.x, whole = numbers.y;
+                return load_cluster_float4(cluster_address(shared_address(sums(0, head, channel)), i));
+            });
+        // A block stays until its shared memory has been read.
+        cluster_arrive_relaxed();
+        cluster_wait();
+        return;
+    }
     __syncthreads();
     if (threadIdx.x == 0) {
         arrived = add_acquire_release(counters + work, 1);
@@ -272,33 +342,21 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     }
     __syncthreads();
     if (arrived != part.active - 1) return;
-    for (int index = threadIdx.x; index < heads * (D / 4); index += 32 * WARPS) {
-        const int head = index / (D / 4), channel = index % (D / 4) * 4;
-        float most = LOWEST, whole = 0.f, x[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 4
-        for (int i = 0; i < part.active; ++i) {
-            const float* slot = slots + i * SLOT;
-            const u32* numbers = reinterpret_cast<const u32*>(slot) + HEADS * D + 2 * head;
-            const uint4 found = load_l2(slot + head * D + channel);
-            const float their = __uint_as_float(load_l2_word(numbers)), their_total = __uint_as_float(load_l2_word(numbers + 1));
-            const float higher = their > most ? their : most;
-            const float shrink = exp2f(most - higher), share = exp2f(their - higher);
-            most = higher;
-            whole = whole * shrink + their_total * share;
-            x[0] = x[0] * shrink + share * __uint_as_float(found.x);
-            x[1] = x[1] * shrink + share * __uint_as_float(found.y);
-            x[2] = x[2] * shrink + share * __uint_as_float(found.z);
-            x[3] = x[3] * shrink + share * __uint_as_float(found.w);
-        }
-        store_global(target + head * D + channel,
-                     make_uint2(E::narrow(x[0] / whole, x[1] / whole), E::narrow(x[2] / whole, x[3] / whole)));
-    }
+    add_splits([&](int i, int head, int channel, float& most, float& whole) {
+        const float* slot = slots + i * SLOT;
+        const u32* numbers = reinterpret_cast<const u32*>(slot) + HEADS * D + 2 * head;
+        const uint4 found = load_l2(slot + head * D + channel);
+        most = __uint_as_float(load_l2_word(numbers)), whole = __uint_as_float(load_l2_word(numbers + 1));
+        return make_float4(__uint_as_float(found.x), __uint_as_float(found.y), __uint_as_float(found.z),
+                           __uint_as_float(found.w));
+    });
 }
 
 #define INSTANTIATE_STEP_ATTEND(NAME, CONFIGURATION)                                                                      \
     extern "C" __global__ void __launch_bounds__(32 * CONFIGURATION::WARPS, CONFIGURATION::MIN_BLOCKS)                    \
+    CLUSTER_OF(CONFIGURATION::CLUSTER)                                                                                    \
     NAME(NewHeads given, u16* keys, u16* values, u16* out, float* partials, u32* counters, const int* lengths, int group, \
-         int chunks, int splits, int capacity, int window, i64 out_stride, float scale, float softcap) { \
-        attend<CONFIGURATION>(given, keys, values, out, partials, counters, lengths, group, chunks, splits, capacity,     \
-                              window, out_stride, scale, softcap);                                                        \
+         int chunks, int splits, int alone, int capacity, int window, i64 out_stride, float scale, float softcap) {       \
+        attend<CONFIGURATION>(given, keys, values, out, partials, counters, lengths, group, chunks, splits, alone,         \
+                              capacity, window, out_stride, scale, softcap);                                              \
     }
