@@ -431,7 +431,11 @@ def test_faults_of_additions_are_found(builder: Builder, tmp_path: Path, right: 
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("other == best && there < at", "other == best && there > at"),
+        (
+            "~warp_max(key == most ? ~static_cast<u32>(at) : 0u)",
+            "warp_max(key == most ? static_cast<u32>(at) : 0u)",
+        ),
+        ("logits[lane + 32 * i] + 0.f", "logits[lane + 32 * i]"),
         ("C::NORMALISED ? kept / sum : kept", "kept"),
         (" : kept) * scale", " : kept)"),
         ("taken |= 1u << at / 32", "taken |= 0u"),
@@ -450,7 +454,7 @@ def test_faults_of_routers_are_found(builder: Builder, tmp_path: Path, right: st
 
 
 def check_equal_logits(builder: Builder, sources: Path = SOURCES) -> None:
-    """Logits 1, 2, 3, 3, ... of 64 experts, of which four are equal."""
+    """Logits 1, 2, 3, 3, ... of 64 experts, of which four are equal; then -0 and 0, which are."""
     x = apart(torch.eye(1, 64, dtype=torch.float16))
     weight = torch.zeros(64, 64, dtype=torch.float16)
     weight[:, 0] = torch.linspace(0, 1, 64)
@@ -458,6 +462,12 @@ def check_equal_logits(builder: Builder, sources: Path = SOURCES) -> None:
     ids, weights = route(builder, x, apart(weight), 3, "softmax", normalised=True, scale=2.5, sources=sources)
     assert ids.tolist() == [[3, 20, 40]]
     assert torch.allclose(weights, torch.full((1, 3), 2.5 / 3))
+    x = apart(torch.full((1, 64), 0.125, dtype=torch.float16))
+    weight = torch.full((64, 64), -1.0, dtype=torch.float16)
+    # The logit of 3 is a quarter of the smallest number below 0.
+    weight[[3, 5]], weight[3, 0] = 0.0, -(2.0**-23)
+    ids, _ = route(builder, x, apart(weight), 2, "softmax", normalised=True, sources=sources)
+    assert ids.tolist() == [[3, 5]]
 
 
 def test_equal_logits_go_to_the_lowest_numbers(builder: Builder) -> None:

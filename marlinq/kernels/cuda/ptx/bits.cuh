@@ -41,6 +41,16 @@ __device__ __forceinline__ u32 warp_add(u32 number) {
     return result;
 }
 
+// Integers in the order of the floats, NaN above all.
+__device__ __forceinline__ u32 ordered(float x) {
+    const u32 bits = __float_as_uint(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0xffffffffu;
+    return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
+}
+__device__ __forceinline__ float from_ordered(u32 key) {
+    return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xffffffffu));
+}
+
 // The sum of the products of four signed bytes each.
 __device__ __forceinline__ u32 dot_bytes(u32 a, u32 b) {
     u32 result;

@@ -17,6 +17,7 @@
 //
 // Configuration: Element, CLUSTER, WARPS, PER (experts / 32, rounded up), TOP, SOFTMAX, NORMALISED, NORM, VECTORS (of a row, a thread).
 #pragma once
+#include "ptx/bits.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/launch.cuh"
 #include "step/residual.cuh"
@@ -124,24 +125,24 @@ struct RouterRow {
     }
 
     __device__ __forceinline__ void choose(const float* logits, int* ids, float* weights, float scale) const {
+        // Not -0, which is equal to 0, but before it in order.
         float mine[PER];
 #pragma unroll
-        for (int i = 0; i < PER; ++i) mine[i] = lane + 32 * i < experts ? logits[lane + 32 * i] : LOWEST;
+        for (int i = 0; i < PER; ++i) mine[i] = lane + 32 * i < experts ? logits[lane + 32 * i] + 0.f : LOWEST;
         float kept = 0.f, highest = 0.f, all = 0.f, sum = 0.f;
         int chosen = 0;
         u32 taken = 0;
         for (int s = 0; s < C::TOP; ++s) {
-            float best = LOWEST;
+            // Two instructions of the whole warp find the largest and of its equals the lowest number; exchanges between pairs
+            // of lanes take ten.
+            u32 key = 0;
             int at = experts;
 #pragma unroll
             for (int i = 0; i < PER; ++i)
-                if (!(taken >> i & 1) && lane + 32 * i < experts && (mine[i] > best || at == experts)) best = mine[i], at = lane + 32 * i;
-#pragma unroll
-            for (int distance = 16; distance > 0; distance /= 2) {
-                const float other = of_lane(best, lane ^ distance);
-                const int there = static_cast<int>(__shfl_sync(ALL_LANES, static_cast<u32>(at), lane ^ distance));
-                if (there < experts && (at == experts || other > best || (other == best && there < at))) best = other, at = there;
-            }
+                if (!(taken >> i & 1) && lane + 32 * i < experts && ordered(mine[i]) > key) key = ordered(mine[i]), at = lane + 32 * i;
+            const u32 most = warp_max(key);
+            at = static_cast<int>(~warp_max(key == most ? ~static_cast<u32>(at) : 0u));
+            const float best = logits[at];
             if (at % 32 == lane) taken |= 1u << at / 32;
             if (s == 0) {
                 highest = best;

@@ -46,15 +46,6 @@ __device__ __forceinline__ float load_one<Float32>(const void* row, int index) {
 }
 }  // namespace logits
 
-// Integers in the order of the floats, NaN above all.
-__device__ __forceinline__ u32 ordered(float x) {
-    const u32 bits = __float_as_uint(x);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0xffffffffu;
-    return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
-}
-__device__ __forceinline__ float from_ordered(u32 key) {
-    return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xffffffffu));
-}
 constexpr u32 ORDERED_INFINITY = 0xff800000u, ORDERED_MINUS_INFINITY = 0x007fffffu;
 
 struct SampleArguments {
