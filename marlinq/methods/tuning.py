@@ -63,6 +63,11 @@ class TunableWeight:
         if original is not None:
             self.latent = self._latent(original).requires_grad_()
 
+    @property
+    def count(self) -> int:
+        """How many weights there are."""
+        return self._quantized.codes.numel()
+
     def _latent(self, original: Tensor) -> Tensor:
         codes = self._grouped(self._quantized.codes).to(torch.float32)
         exact = self._grouped(original.t().to(torch.float32)) / self._scales.unsqueeze(1) + self._zeros

@@ -106,6 +106,18 @@ class BlockReplay:
         result: Tensor = output if isinstance(output, Tensor) else output[0]
         return result
 
+    @property
+    def routed(self) -> bool:
+        """Tokens choose experts in some block."""
+        return self._instance.blueprint.routed
+
+    def alike(self, batch: int, other: int) -> bool:
+        """Every block is called for both batches with the same arguments, hidden states aside."""
+        return all(
+            _same((a.args, a.kwargs), (b.args, b.kwargs))
+            for a, b in zip(self._calls[batch], self._calls[other], strict=True)
+        )
+
     def logits(self, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
         """What the model predicts after the last block, differentiable.
 
@@ -312,6 +324,17 @@ class _Recorder:
             f"{where}: blocks of this model exchange a {type(value).__name__}; expected tensors and plain "
             "values, so the model can't run block by block"
         )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Kept arguments are equal; equal tensors are one."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor) or one is _HIDDEN:
+        return one is other
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return bool(one == other)
 
 
 @contextmanager

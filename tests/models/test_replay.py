@@ -39,6 +39,18 @@ def block_outputs(model: torch.nn.Module, names: list[str], ids: Tensor) -> list
     return [seen[name] for name in names]
 
 
+def test_batches_are_alike_where_blocks_are_called_alike() -> None:
+    model = tiny_model("llama")
+    blueprint = build_blueprint(model.config.to_dict(), source="llama")
+    instance = ModelInstance(blueprint, in_memory(model), device=torch.device("cpu"), dtype=torch.float32)
+    replay = BlockReplay(instance)
+    first, longer = batches()
+    list(replay.record([first, longer, first.flip(0)]))
+    assert replay.alike(0, 0)
+    assert replay.alike(0, 2)
+    assert not replay.alike(0, 1)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_replayed_blocks_equal_the_whole_model_on_each_document_alone(name: str) -> None:
     model = tiny_model(name)

@@ -1,4 +1,4 @@
-"""How much calibration text the model writes itself, where nobody says.
+"""How much calibration text the model writes itself, and how long it is tuned, where nobody says.
 
 The amount is a function of the model, the kind of device and its number of threads, never of a measurement:
 the same command on the same machine gives the same bytes. What is measured, once the model can write, is how
@@ -38,6 +38,15 @@ _CPU_NARROW_RATE = 90e9
 _GPU_SECONDS = 20.0
 _GPU_SHARE = 0.5
 _GPU_MEMORY_SHARE = 0.8
+
+# Tuning: steps and tokens of a step at most, and operations of all of it: 200 s of a GPU that does 4e14 of
+# them a second, an hour of two CPU threads at the rate above.
+_TUNE_STEPS = 120
+_TUNE_TOKENS = 8192
+_TUNE_WORK = {"cpu": 3e14, "cuda": 8e16}
+# Multiplications and additions of a weight for a token: the original's pass, the student's, the same again
+# for the backward pass, and that, which is two.
+_TUNE_PRODUCTS = 10
 
 
 @dataclass(frozen=True)
@@ -138,6 +147,26 @@ def text_budget(recipe: Recipe, work: Work, device: torch.device, dtype: torch.d
     tokens = int(_CPU_SECONDS / (2 * work.all_weights / rate + quantising)) // _STEP * _STEP
     tokens = min(max(tokens, _FEWEST_TOKENS), _MOST_TOKENS)
     return _rows_for(tokens, longest, f"what suits {threads} CPU threads")
+
+
+def tuning_budget(recipe: Recipe, work: Work, device: torch.device) -> tuple[int, int]:
+    """Steps of tuning and tokens of a step.
+
+    Where both are automatic, steps and tokens shrink alike until the operations are within the budget.
+
+    Args:
+        recipe: with its ``tune_steps`` and ``tune_tokens``.
+        work: of the model.
+        device: where it is tuned.
+    """
+    most = _TUNE_WORK[device.type] / (_TUNE_PRODUCTS * work.all_weights)
+    if isinstance(recipe.tune_steps, int):
+        tokens = _TUNE_TOKENS if recipe.tune_tokens == AUTO else int(recipe.tune_tokens)
+        return recipe.tune_steps, tokens
+    if isinstance(recipe.tune_tokens, int):
+        return max(1, min(_TUNE_STEPS, int(most / recipe.tune_tokens))), recipe.tune_tokens
+    share = min(1.0, (most / (_TUNE_STEPS * _TUNE_TOKENS)) ** 0.5)
+    return max(1, round(_TUNE_STEPS * share)), max(1, round(_TUNE_TOKENS * share))
 
 
 def _for_gpu(work: Work, longest: int, device: torch.device, dtype: torch.dtype) -> TextBudget:

@@ -30,6 +30,7 @@ from marlinq.core.errors import MarlinqError, UsageError
 from marlinq.core.progress import ReportMessage, ReportProgress, no_message, no_progress
 from marlinq.models import ModelInstance, build_blueprint
 from marlinq.operations.quantize.blocks import BlockQuantizer, module_reports
+from marlinq.operations.quantize.budget import Work
 from marlinq.operations.quantize.clock import StageClock
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule, plan_output, split_notes
 from marlinq.operations.quantize.ranks import (
@@ -154,7 +155,11 @@ def _quantize(
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.reset_peak_memory_stats(chosen)
     environment = _environment(chosen, dtype)
-    tuning = settings_that_fit(plan, TuningSettings.of(recipe), chosen) if recipe.tune_steps else None
+    tuning = (
+        settings_that_fit(plan, TuningSettings.of(recipe, Work.of(blueprint), chosen), chosen)
+        if recipe.tune_steps
+        else None
+    )
     # All that can be wrong with the text is found before the output folder is begun.
     instance = ModelInstance(blueprint, checkpoint, device=chosen, dtype=dtype)
     config = blueprint.config
@@ -163,7 +168,7 @@ def _quantize(
             f"tuning runs in one process, found {ranks.size} ranks; start it without torchrun, or pass "
             "--tune-steps 0"
         )
-    calibrated = plan.method.calibrated or recipe.tune_steps > 0
+    calibrated = plan.method.calibrated or bool(recipe.tune_steps)
     max_length = longest(config, recipe) if calibrated else 0
     gatherer = TextGatherer(
         checkpoint,
@@ -195,7 +200,7 @@ def _quantize(
         resumed = sum(1 for members in by_block if _all_written(plan, members, writer))
         clock.mark("preparing")
         unsolved = resumed < len(by_block) or not _all_written(plan, heads, writer)
-        untuned = recipe.tune_steps > 0 and NOTE not in writer.notes
+        untuned = tuning is not None and NOTE not in writer.notes
         documents: list[Document] | None = None
         if calibrated and (unsolved or untuned):
             text = gatherer.gather(writer) if ranks.first else None

@@ -43,9 +43,9 @@ QUALITIES: dict[str, Quality] = {
         ),
         Quality(
             "best",
-            1,
+            2,
             "the default, then codes, scales and norms tuned towards the original's predictions",
-            {"method": "gptq", "tune_steps": 120, "tune_codes": True},
+            {"method": "gptq", "tune_steps": "auto", "tune_codes": True},
         ),
     )
 }

@@ -224,7 +224,8 @@ class Recipe:
             of the layer; ``all``, those alone; ``shared``, those for gate and up, and for down what all
             experts of the layer are given.
         tune_steps, tune_tokens, tune_rate, tune_codes, tune_norms: how the quantised model is tuned end to
-            end (:mod:`marlinq.operations.quantize.tuning`).
+            end (:mod:`marlinq.operations.quantize.tuning`). Automatic steps and tokens follow a budget
+            (:mod:`marlinq.operations.quantize.budget`).
         options: of the method; a plain ``MethodOptions()`` becomes its defaults. In files, their keys stand
             among the recipe's own.
         overrides: the first rule whose pattern is found in a module's name decides what differs there.
@@ -286,10 +287,17 @@ class Recipe:
         "What an expert with too few tokens is calibrated on: its own blended with all tokens of the layer, "
         "all of them, or what the layer's experts share.",
     )
-    tune_steps: int = setting(
-        0, WholeNumber(0), "Steps of end-to-end tuning towards the original's predictions; 0 leaves it out."
+    tune_steps: int | str = setting(
+        0,
+        Automatic(WholeNumber(0)),
+        "Steps of end-to-end tuning towards the original's predictions; 0 leaves it out, auto is what a "
+        "budget of compute allows.",
     )
-    tune_tokens: int = setting(8192, WholeNumber(1), "Tokens of a tuning step.")
+    tune_tokens: int | str = setting(
+        AUTO,
+        Automatic(WholeNumber(1)),
+        "Tokens of a tuning step; auto is what the same budget allows, and 8192 beside a number of steps.",
+    )
     tune_rate: float = setting(0.002, Fraction(), "Highest relative change of a scale in a tuning step.")
     tune_codes: bool = setting(False, Flag(), "Tune the codes too, not the scales alone.")
     tune_norms: bool = setting(

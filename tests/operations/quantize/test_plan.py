@@ -12,7 +12,7 @@ from marlinq.checkpoint import Checkpoint, ReadAhead
 from marlinq.core.errors import UnsupportedError
 from marlinq.operations.inspect import inspect
 from marlinq.operations.quantize import plan_quantize, quantize
-from marlinq.operations.quantize.budget import TextBudget, Work, text_budget
+from marlinq.operations.quantize.budget import TextBudget, Work, text_budget, tuning_budget
 from marlinq.operations.quantize.plan_report import TENSOR_PARALLEL
 from marlinq.operations.quantize.recipe import Override
 from tests.testing.mixtures import save_mixture
@@ -103,6 +103,28 @@ def test_a_cpu_gets_a_budget_of_its_own() -> None:
         assert budget.rows * budget.max_length * 0.75 >= 0.98 * budget.tokens
         assert budget.rows <= 128
         assert 256 <= budget.max_length <= 2048
+
+
+def test_tuning_takes_what_was_asked_for_or_what_a_budget_allows() -> None:
+    small, large = (
+        Work(10**8, 134 * 10**6, 10**6, 10**4, None),
+        Work(29 * 10**9, 30 * 10**9, 10**9, 10**5, None),
+    )
+    cuda = torch.device("cuda")
+    asked = RECIPE.replace(tune_steps=60)
+    assert tuning_budget(asked, large, cuda) == (60, 8192)
+    assert tuning_budget(asked.replace(tune_tokens=100), large, cuda) == (60, 100)
+    best = RECIPE.replace(quality="best")
+    assert tuning_budget(best, small, cuda) == (120, 8192)
+    steps, tokens = tuning_budget(best, large, cuda)
+    # Ten operations for each weight and token, 8e16 in all; steps and tokens keep their proportion.
+    assert steps * tokens * 10 * 30e9 == pytest.approx(8e16, rel=0.01)
+    assert tokens / steps == pytest.approx(8192 / 120, rel=0.02)
+    steps, tokens = tuning_budget(best.replace(tune_tokens=8192), large, cuda)
+    assert tokens == 8192
+    assert steps * tokens * 10 * 30e9 == pytest.approx(8e16, rel=0.03)
+    on_cpu = tuning_budget(best, small, CPU)
+    assert on_cpu[0] * on_cpu[1] * 10 * 134e6 == pytest.approx(3e14, rel=0.01)
 
 
 def test_what_is_asked_for_is_what_is_written() -> None:

@@ -142,6 +142,27 @@ def test_what_gets_worse_is_undone(tmp_path: Path) -> None:
     assert all(plain[name].difference(after[name]) is None for name in plain)
 
 
+@pytest.mark.parametrize(
+    ("looks", "kept_step"),
+    [
+        ((1.0, 0.5, 0.9), 2),  # worse than in between, better than before
+        ((1.0, 0.5, 1.0), 1),
+        ((1.0, 1.2, 0.9), 2),
+        ((1.0, 1.2, 1.1), 0),
+        ((1.0, 1.6, 0.5), 0),  # gone astray: there is no third look
+    ],
+)
+def test_the_last_values_are_kept_where_they_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: tuple[float, ...], kept_step: int
+) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    found = iter(looks)
+    monkeypatch.setattr(loop.Loop, "_look", lambda self: next(found))
+    report = tuned(source, tmp_path / "out", samples=8, tune_steps=2)
+    assert report["kept_step"] == kept_step
+    assert report["kl_after"] == looks[kept_step]
+
+
 class Killed(BaseException):
     """Stands for the end of the process."""
 
@@ -218,7 +239,7 @@ def test_a_damaged_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_qualities_are_settings_by_name(tmp_path: Path) -> None:
     best = Recipe().replace(quality="best", tune_steps=7)
     assert (best.tune_steps, best.tune_codes) == (7, True)
-    assert best.quality_record() == {"name": "best", "version": 1, "changed": ["tune_steps"]}
+    assert best.quality_record() == {"name": "best", "version": 2, "changed": ["tune_steps"]}
     assert Recipe.from_dict(best.to_dict()) == best
     assert best.replace(quality="fast") == Recipe().replace(quality="fast")
     source = save_tiny("llama", tmp_path / "model")

@@ -15,7 +15,9 @@ from marlinq.core.errors import NumericsError
 from marlinq.core.progress import ReportProgress
 from marlinq.methods.tuning import divergence
 from marlinq.models import BlockReplay
+from marlinq.operations.quantize.budget import Work, tuning_budget
 from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.tuning.recording import Direct, Passes, Recorded
 from marlinq.operations.quantize.tuning.student import Student
 from marlinq.operations.quantize.tuning.teacher import Lesson
 
@@ -28,6 +30,8 @@ _LOOKS = 12
 _ASTRAY = 1.5
 # Steps of a code that a latent moves by while a scale changes by its own share.
 _CODE_RATE = 2.5
+# Weights up to which kernels are so small that the host launches them more slowly than a GPU runs them.
+_SMALL = 1 << 30
 # Logits held at once, of which there are some six copies in float32 for a moment.
 _LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}
 
@@ -53,11 +57,12 @@ class TuningSettings:
     seed: int
 
     @classmethod
-    def of(cls, recipe: Recipe) -> TuningSettings:
-        """What a recipe asks for."""
+    def of(cls, recipe: Recipe, work: Work, device: torch.device) -> TuningSettings:
+        """What a recipe asks for, for a model of this much work on this device."""
+        steps, tokens = tuning_budget(recipe, work, device)
         return cls(
-            steps=recipe.tune_steps,
-            tokens=recipe.tune_tokens,
+            steps=steps,
+            tokens=tokens,
             rate=recipe.tune_rate,
             code_rate=_CODE_RATE * recipe.tune_rate if recipe.tune_codes else 0.0,
             vectors=recipe.tune_norms,
@@ -73,8 +78,9 @@ class TuningReport:
         steps: that were taken; fewer than asked for when the run went astray.
         tokens: seen in all of them, repetitions included.
         documents, held_out: to learn from, and to watch.
-        kl_before, kl_after: mean KL on the held-out text in nats; None without such text.
-        kept_step: the step whose values were kept; 0 leaves everything as it was.
+        kl_before, kl_after: mean KL on the held-out text in nats, before and with the kept values; None
+            without such text.
+        kept_step: the step whose values were kept, the last where that helped; 0 leaves everything as it was.
         changed_codes: share of the codes that are others than before.
         vectors: names of the unquantised tensors that changed.
     """
@@ -151,10 +157,31 @@ class Loop:
         if codes:
             rate = settings.code_rate
             groups.append({"params": list(codes.values()), "lr": rate, "highest": rate})
-        self._optimizer = torch.optim.Adam(groups, foreach=True)
+        # Fused: one kernel reads and writes each value once, where loops over lists do so some ten times.
+        self._fused = lesson.device.type == "cuda"
+        self._optimizer = torch.optim.Adam(groups, fused=self._fused, foreach=not self._fused)
+        self._passes: Passes = self._recorded(learning) or Direct(student)
+
+    def _recorded(self, learning: int) -> Recorded | None:
+        """The passes over the micro-batches to learn from as CUDA graphs, where those are of use.
+
+        A layer's router decides on the host which experts run, and nothing that the host decides can be
+        recorded.
+        """
+        lesson = self._lesson
+        weights = sum(weight.count for weight in self._student.weights.values())
+        if lesson.device.type != "cuda" or self._replay.routed or weights > _SMALL:
+            return None
+        first = lesson.batches[0]
+        alike = [
+            number
+            for number in range(learning)
+            if lesson.batches[number].ids.shape == first.ids.shape and self._replay.alike(0, number)
+        ]
+        return Recorded(self._student, alike, lesson.first.load(0), list(self._leaves.values()))
 
     def run(self, progress: ReportProgress, save: Callable[[], None]) -> None:
-        """Takes all steps that are left and goes back to the best values.
+        """Takes all steps that are left and goes back to the values that are kept.
 
         Args:
             progress: told about every step.
@@ -179,14 +206,23 @@ class Loop:
                 leaf.copy_(self._best[name])
 
     def _judge(self) -> None:
-        """Looks at the held-out text and keeps the values if they are the best so far."""
+        """Looks at the held-out text, and keeps the values if they are the best so far or the last.
+
+        A few held-out documents tell a run that helps from one that does harm, but not good values from
+        better ones: where they are the judge of that, a run may end up with its first steps. So the last
+        values need only be better than none.
+        """
+        now = self.now
         if self._held_out:
             found = self._look()
-            if self.now.best is not None and found >= self.now.best:
-                self.now.finished = self.now.before is not None and found > _ASTRAY * self.now.before
+            assert now.best is not None
+            assert now.before is not None
+            helped = now.step == self._settings.steps and found < now.before
+            if found >= now.best and not helped:
+                now.finished = found > _ASTRAY * now.before
                 return
-            self.now.best = found
-        self.now.best_step = self.now.step
+            now.best = found
+        now.best_step = now.step
         for name, leaf in self._leaves.items():
             self._best[name].copy_(leaf.detach())
 
@@ -197,7 +233,7 @@ class Loop:
             group["lr"] = group["highest"] * share
         numbers = self._order[step]
         tokens = sum(self._tokens[number] for number in numbers)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad(set_to_none=not self._passes.keeps_gradients)
         total = sum(self._learn(number, 1 / tokens) for number in numbers)
         if not math.isfinite(total):
             raise NumericsError(
@@ -210,7 +246,7 @@ class Loop:
 
     def _learn(self, number: int, weight: float) -> float:
         """Adds the gradient of ``weight`` times the divergence over a batch; returns the divergence."""
-        inputs, hidden = self._student.forward(number, self._lesson.first.load(number))
+        inputs, hidden = self._passes.forward(number, self._lesson.first.load(number))
         total, rows = divergence(
             lambda x: self._replay.logits(x, {**self._head, **self._student.outer_parameters()}),
             lambda x: self._replay.logits(x, self._original),
@@ -223,7 +259,7 @@ class Loop:
         assert rows is not None
         gradient = torch.zeros_like(hidden)
         self._real(number, gradient).copy_(rows)
-        self._student.backward(number, inputs, gradient)
+        self._passes.backward(number, inputs, gradient)
         return total
 
     def _look(self) -> float:
@@ -266,6 +302,10 @@ class Loop:
             state |= {f"exp_avg {name}": leaf, f"exp_avg_sq {name}": leaf, f"step {name}": torch.zeros(())}
         return state
 
+    def _place(self, key: str, leaf: Tensor) -> torch.device:
+        """Where the optimiser has a tensor of its state."""
+        return torch.device("cpu") if key == "step" and not self._fused else leaf.device
+
     def restore(self, tensors: Mapping[str, Tensor], now: Progress) -> None:
         """Goes on where a state was taken out."""
         self.now = now
@@ -276,7 +316,7 @@ class Loop:
                 moments = {key: tensors.get(f"{key} {name}") for key in ("step", "exp_avg", "exp_avg_sq")}
                 if moments["exp_avg"] is not None:
                     self._optimizer.state[leaf] = {
-                        key: value if key == "step" or value is None else value.to(leaf.device)
+                        key: value if value is None else value.to(self._place(key, leaf))
                         for key, value in moments.items()
                     }
 

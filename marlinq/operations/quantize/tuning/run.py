@@ -313,7 +313,10 @@ def _reproducible(device: torch.device) -> Iterator[None]:
     deterministic.fill_uninitialized_memory = False
     torch.backends.cuda.matmul.allow_tf32 = device.type == "cuda"
     try:
-        yield
+        with warnings.catch_warnings():
+            # Warned of for every kind of attention, whether or not its sums are in a fixed order.
+            warnings.filterwarnings("ignore", ".*ttention defaults to a non-deterministic algorithm")
+            yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = precision
         deterministic.fill_uninitialized_memory = filled

@@ -1,0 +1,218 @@
+"""Settings of end-to-end tuning beside each other: one start, one text, one table.
+
+    python lab/quality/tuning_settings.py MODEL START --text FILE --learn FILE --try 'steps=300 rate=2e-3'
+
+START is a folder that ``marlinq quantize`` wrote from MODEL without tuning; its recipe is used again. Every
+``--try`` begins there, tunes with the package's own loop, and is measured in float32 on every ``--text``.
+Keys of a try: steps, tokens, rate, codes (times the rate), rows (how many rows of text), row (tokens of
+one), whole (rows are documents one after the other, not random pieces), vectors, seed, rem (how far from its
+code a latent may begin), graph (0 records no CUDA graphs), start (1 measures what the try begins with, too).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from marlinq import load
+from marlinq.calibration import Document, make_batches
+from marlinq.checkpoint import Checkpoint
+from marlinq.methods import tuning as tuning_module
+from marlinq.models import BlockReplay, ModelInstance, build_blueprint
+from marlinq.operations.evaluate.text import read_windows
+from marlinq.operations.quantize.planning import plan_output
+from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.tuning import TuningSettings, run
+from marlinq.operations.quantize.tuning import loop as loop_module
+from marlinq.operations.quantize.tuning.loop import Loop
+from marlinq.operations.quantize.tuning.student import Student
+from marlinq.operations.quantize.tuning.teacher import learn
+
+
+class Bench:
+    """The original, the start, and what is measured."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.device = torch.device(options.device)
+        self.checkpoint = Checkpoint.open(options.model)
+        self.blueprint = build_blueprint(
+            self.checkpoint.config, source=str(options.model), tensors=self.checkpoint.tensors
+        )
+        self.start = load_file(options.start / "model.safetensors")
+        manifest = json.loads((options.start / "marlinq.json").read_text(encoding="utf-8"))
+        self.plan = plan_output(self.checkpoint, self.blueprint, Recipe.from_dict(manifest["recipe"]))
+        self.original = load(options.model, device=str(self.device), dtype="float32")
+        self.copy = load(options.model, device=str(self.device), dtype="float32").model
+        self.texts: dict[str, Tensor] = {}
+        for spelling in options.text:
+            name, _, windows = spelling.partition(":")
+            found = read_windows(
+                name,
+                self.original.tokenizer,
+                windows=int(windows or 8),
+                length=1024,
+                vocabulary=self.blueprint.config.get_text_config().vocab_size,
+            ).windows
+            self.texts[Path(name).name] = torch.tensor(found, device=self.device)
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, tuple[float, float]]:
+        """Mean KL and top-1 agreement of the copy on every text."""
+        found = {}
+        for name, windows in self.texts.items():
+            kl = agreed = count = 0.0
+            for window in windows:
+                p = self.original.model(input_ids=window[None]).logits[0, :-1].float()
+                q = self.copy(input_ids=window[None]).logits[0, :-1].float()
+                log_p, log_q = F.log_softmax(p, -1), F.log_softmax(q, -1)
+                kl += float(F.kl_div(log_q, log_p, reduction="sum", log_target=True).double())
+                agreed += float((p.argmax(-1) == q.argmax(-1)).sum())
+                count += len(p)
+            found[name] = (kl / count, 100 * agreed / count)
+        return found
+
+    def put(self, student: Student) -> None:
+        """The student's values as they would be stored, into the copy."""
+        with torch.no_grad():
+            for name, weight in student.weights.items():
+                parameter = self.copy.get_parameter(self.plan.modules[name].projection.parameter)
+                parameter.copy_(weight.quantized().dequantize())
+            for name, vector in student.vectors.items():
+                self.copy.get_parameter(name).copy_(vector.tensor())
+
+
+def main() -> None:
+    """Tune and measure every try."""
+    options = _options()
+    bench = Bench(options)
+    documents = [
+        Document(tuple(d)) for path in options.learn for d in json.loads(path.read_text(encoding="utf-8"))
+    ]
+    print(f"{len(documents)} documents, {sum(map(len, documents))} tokens", flush=True)
+    lessons: dict[str, Any] = {}
+    instance = ModelInstance(bench.blueprint, bench.checkpoint, device=bench.device, dtype=torch.float32)
+    for text in options.tries:
+        start = time.perf_counter()
+        asked = dict(part.split("=") for part in text.split())
+        settings = TuningSettings(
+            steps=int(asked.get("steps", 120)),
+            tokens=int(asked.get("tokens", 8192)),
+            rate=float(asked.get("rate", 2e-3)),
+            code_rate=float(asked.get("codes", 2.5)) * float(asked.get("rate", 2e-3)),
+            vectors=bool(int(asked.get("vectors", 1))),
+            seed=int(asked.get("seed", 0)),
+        )
+        loop_module._SMALL = int(asked.get("graph", 1)) << 30
+        tuning_module._LARGEST_REMAINDER = float(asked.get("rem", 0.45))
+        with run._reproducible(bench.device):
+            lines = _try(bench, instance, documents, settings, asked, lessons)
+        lines["seconds"] = time.perf_counter() - start
+        print(text, "|", json.dumps(lines), flush=True)
+        if options.json is not None:
+            with options.json.open("a", encoding="utf-8") as out:
+                out.write(json.dumps({"try": text, **lines}) + "\n")
+
+
+def _try(bench: Bench, instance: Any, documents: Any, settings: Any, asked: Any, lessons: Any) -> Any:
+    learning, held_out = run._split(documents)
+    length, count = int(asked.get("row", 512)), int(asked.get("rows", 512))
+    key = f"{length} {count} {asked.get('whole')} {settings.seed}"
+    if key not in lessons:
+        for old in list(lessons):
+            del lessons[old]
+        if int(asked.get("whole", 0)):
+            flat = [token for document in learning for token in document.tokens]
+            rows = [Document(tuple(flat[at : at + length])) for at in range(0, len(flat) - length, length)][
+                :count
+            ]
+        else:
+            run._MOST_TOKENS = length * count
+            rows = run._rows(learning, length, replace(settings, steps=count, tokens=length))
+        places = run._PLACES[bench.device.type]
+        own = make_batches(rows, token_budget=places)
+        watched = make_batches(held_out[:16], token_budget=places, pad=True)
+        replay = BlockReplay(instance)
+        begun = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            lesson = learn(instance, replay, own + watched, folder=Path(folder), progress=lambda *_: None)
+        lessons[key] = (replay, lesson, len(own), time.perf_counter() - begun)
+        print(f"{len(rows)} rows of {length}, lesson in {lessons[key][3]:.1f} s", flush=True)
+    replay, lesson, own_count, _ = lessons[key]
+    before = {}
+    for planned in bench.plan.modules.values():
+        names = bench.plan.tensor_names(planned)
+        tensors = {suffix: bench.start[name] for suffix, name in names.items()}
+        before[planned.projection.name] = bench.plan.layout.unpack(tensors, planned.spec)
+    student = Student(
+        instance, replay, bench.plan, before, codes=settings.code_rate > 0, vectors=settings.vectors
+    )
+    bench.put(student)
+    at_start = bench.measure() if int(asked.get("start", 0)) else {}
+    with instance.outer(whole=True):
+        fake = SimpleNamespace(_blueprint=bench.blueprint, _instance=instance)
+        head = run._Run._head(fake)
+        text = bench.blueprint.config.get_text_config()
+        loop = Loop(
+            student,
+            replay,
+            lesson,
+            own_count,
+            settings,
+            original=head,
+            head=head,
+            vocabulary=text.vocab_size,
+            positions=8192,
+        )
+        begun = time.perf_counter()
+        loop.run(lambda *_: None, lambda: None)
+        torch.cuda.synchronize() if bench.device.type == "cuda" else None
+        took = time.perf_counter() - begun
+    bench.put(student)
+    changed = sum(
+        int((w.quantized().codes != before[n].codes.to(bench.device)).sum())
+        for n, w in student.weights.items()
+    )
+    total = sum(w.codes.numel() for w in before.values())
+    for block in range(len(bench.blueprint.blocks)):
+        instance.release_block(block)
+    return {
+        "start": at_start,
+        "measured": bench.measure(),
+        "tuning": round(took, 1),
+        "step": round(took / max(1, loop.now.step), 4),
+        "before": loop.now.before,
+        "best": loop.now.best,
+        "best_step": loop.now.best_step,
+        "steps": loop.now.step,
+        "changed": round(changed / total, 5),
+        "peak": torch.cuda.max_memory_allocated() if bench.device.type == "cuda" else 0,
+    }
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("start", type=Path)
+    parser.add_argument("--text", action="append", required=True, help="FILE or FILE:WINDOWS")
+    parser.add_argument(
+        "--learn", type=Path, required=True, action="append", help="a JSON list of documents of token ids"
+    )
+    parser.add_argument("--try", dest="tries", action="append", required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
