@@ -8,6 +8,7 @@ group, the same output channel where the pair has one output channel.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +21,7 @@ from marlinq.core.scheme import CHANNEL, Element, Scheme
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.formats import Layout, ModuleSpec
 from marlinq.operations.verify.finding import MOST_SAY
-from marlinq.operations.verify.noise import Noise, log_density
+from marlinq.operations.verify.noise import DEGREES, Noise, log_density
 from marlinq.operations.verify.tails import Tail
 
 LEAST_SPREAD = 1.0
@@ -28,7 +29,7 @@ LEAST_SPREAD = 1.0
 _FLOOR = 3.0
 _CONTROLS = (1, 2)
 _CHUNK_ELEMENTS = 1 << 22
-_GAIN_ELEMENTS = 1 << 18
+_GAIN_ELEMENTS = 1 << 17
 _SAMPLED_TILES = 32
 _LARGEST_TILE = 1 << 12
 
@@ -197,7 +198,7 @@ class _Module:
 
 
 class _Chunk:
-    """Words as rows of tensors [words, slots]."""
+    """Words as columns of tensors [slots, words]."""
 
     def __init__(self, module: _Module, first: int, r: Tensor, sigma: Tensor, codes: Tensor) -> None:
         tile = module.tile
@@ -205,44 +206,55 @@ class _Chunk:
         self.first = first
         split = tile.split(r)
         self.shape = split.shape[:3]
-        self._r = split.flatten(0, 2)
-        self._sigma = tile.split(sigma).flatten(0, 2)
-        self._codes = tile.split(codes).flatten(0, 2).float()
-        self._lacks = log_density(self._r, self._sigma).neg_()
-        self.total = self._lacks.sum(dim=1)
+        places = _by_slot(split)
+        widths = _by_slot(tile.split(sigma))
+        lacks = log_density(places, widths).neg_()
+        codes = _by_slot(tile.split(codes)).float()
+        self.total = lacks.sum(dim=0)
+        self._slots = _Slots(codes, places.add_(codes), widths.mul_(math.sqrt(DEGREES)).reciprocal_(), lacks)
 
-    def gains(self, one: Tensor, other: Tensor, pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    def own(self, words: Tensor | None = None) -> Tensor:
+        """The gain of every alternative, [A, words]; of all words if None."""
+        slots = self._slots if words is None else self._slots.of(words)
+        every, by_byte = self._gains(slots, slots, self._module.pairs)
+        return torch.cat((every, by_byte.unsqueeze(0))) if self._module.tile.bytes else every
+
+    def best(self, words: Tensor, others: Tensor, pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """The largest gain of exchanging slots i and j of ``words`` and of ``others``, [words], and the sum
+        over the pairs that share a byte, [words].
+
+        Gains of single pairs are exact above the floor; below it they may be minus infinity.
+        """
+        one = self._slots.of(words)
+        other = one if words is others else self._slots.of(others)
+        best = torch.full_like(one.lacks[0], -torch.inf)
+        for i, j in _runs(pairs):
+            # An exchange can't gain more than what its two codes lack, and few lack so much.
+            few, which = (one.lacks[i] + other.lacks[j] > _FLOOR).nonzero().unbind(1)
+            gain = _gain(one.at(i, which), other.at(few + j.start, which))
+            best.scatter_reduce_(0, which, gain, "amax")
+        in_bytes = [pair for pair in pairs if pair in self._module.tile.bytes]
+        return best, self._gains(one, other, in_bytes)[1]
+
+    def _gains(self, one: _Slots, other: _Slots, pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         """L of exchanging slot i of ``one`` with slot j of ``other``, for each pair, [P, words], and the sum
         over the pairs that share a byte, [words]."""
-        places, codes, sigma, lacks = self._slots(one)
-        both = (places, codes, sigma, lacks) if one is other else self._slots(other)
-        places_b, codes_b, sigma_b, lacks_b = both
-        every = torch.empty((len(pairs), len(one)), device=places.device)
-        by_byte = torch.zeros(len(one), device=places.device)
-        first, second = torch.tensor(pairs, device=places.device).t()
-        # Many pairs at once: where there are few words an operation takes longer to start than to compute.
-        step = max(1, _GAIN_ELEMENTS // max(len(one), 1))
-        for start in range(0, len(pairs), step):
-            i, j = first[start : start + step], second[start : start + step]
-            gain = log_density(places[i] - codes_b[j], sigma[i])
-            gain += log_density(places_b[j] - codes[i], sigma_b[j])
-            gain += lacks[i] + lacks_b[j]
-            every[start : start + step] = gain
+        words = one.lacks.shape[1]
+        every = torch.empty((len(pairs), words), device=one.lacks.device)
+        # Few words at once, so that what is computed of a run stays in a core's cache.
+        step = max(1, _GAIN_ELEMENTS // self._module.tile.slots)
+        for start in range(0, words, step):
+            part = slice(start, start + step)
+            begin = 0
+            for i, j in _runs(pairs):
+                end = begin + j.stop - j.start
+                every[begin:end, part] = _gain(one.at(i, part), other.at(j, part))
+                begin = end
+        by_byte = torch.zeros(words, device=every.device)
         for index, pair in enumerate(pairs):
             if pair in self._module.tile.bytes:
                 by_byte += every[index]
         return every, by_byte
-
-    def _slots(self, words: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Places in code units, codes, sigmas and negative densities, [slots, words]."""
-        codes = self._codes[words].t().contiguous()
-        places = self._r[words].t().contiguous() + codes
-        return places, codes, self._sigma[words].t().contiguous(), self._lacks[words].t().contiguous()
-
-    def own(self, words: Tensor) -> Tensor:
-        """The gain of every alternative, [A, words]."""
-        every, by_byte = self.gains(words, words, self._module.pairs)
-        return torch.cat((every, by_byte.unsqueeze(0))) if self._module.tile.bytes else every
 
     def controls(self, step: int) -> tuple[Tensor, int]:
         """The largest gain of the control pairs of each word, where it is above the floor, and how many
@@ -268,13 +280,66 @@ class _Chunk:
             neighbour = torch.where(there, numbers + shift * inside, numbers)
             compared |= there
             some = (there & (self.total + self.total[neighbour] > _FLOOR)).nonzero()[:, 0]
-            gains, in_bytes = self.gains(some, neighbour[some], pairs)
-            best[some] = torch.maximum(best[some], gains.max(dim=0).values)
+            gains, in_bytes = self.best(some, neighbour[some], pairs)
+            best[some] = torch.maximum(best[some], gains)
             by_byte[some] += in_bytes
             every[some] = True
         if module.tile.bytes:
             best = torch.where(every, torch.maximum(best, by_byte), best)
         return best[best > _FLOOR], int(compared.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class _Slots:
+    """Codes of words, float32 tensors of one shape: [slots, words] or a part of it.
+
+    Attributes:
+        codes: as they are stored.
+        places: where their weights lie on the grid, in code units.
+        narrowness: 1 / (sigma * sqrt(degrees)).
+        lacks: the negative logarithm of each code's density.
+    """
+
+    codes: Tensor
+    places: Tensor
+    narrowness: Tensor
+    lacks: Tensor
+
+    def of(self, words: Tensor) -> _Slots:
+        """Of some words."""
+        return _Slots(*(getattr(self, name).index_select(1, words) for name in _SLOT_FIELDS))
+
+    def at(self, slots: int | slice | Tensor, words: slice | Tensor) -> _Slots:
+        """A part, indexed as tensors are."""
+        return _Slots(*(getattr(self, name)[slots, words] for name in _SLOT_FIELDS))
+
+
+_SLOT_FIELDS = ("codes", "places", "narrowness", "lacks")
+
+
+def _by_slot(split: Tensor) -> Tensor:
+    """[tile rows, tile columns, words, slots] to [slots, words of all tiles]."""
+    return split.flatten(0, 2).t().contiguous()
+
+
+def _gain(one: _Slots, other: _Slots) -> Tensor:
+    """L of an exchange of the codes of ``one`` and ``other``, whose shapes broadcast.
+
+    Both logarithms of :func:`log_density` are taken at once: log (1 + a) (1 + b) = log1p(a + b + a b).
+    """
+    a = (one.places - other.codes).mul_(one.narrowness).square_()
+    b = (other.places - one.codes).mul_(other.narrowness).square_()
+    gain = b.addcmul_(a, b).add_(a).log1p_().mul_(-(DEGREES + 1) / 2)
+    return gain.add_(one.lacks).add_(other.lacks)
+
+
+def _runs(pairs: list[tuple[int, int]]) -> Iterator[tuple[int, slice]]:
+    """The pairs in their order, those of one first slot and consecutive second ones together."""
+    start = 0
+    for index, (i, j) in enumerate(pairs):
+        if index + 1 == len(pairs) or pairs[index + 1] != (i, j + 1):
+            yield i, slice(pairs[start][1], j + 1)
+            start = index + 1
 
 
 def find_exchanges(q: QuantizedWeight, layout: Layout, noise: Noise, *, most: int) -> Exchanges | None:
@@ -313,9 +378,15 @@ def _suspects(module: _Module, chunk: _Chunk, most: int) -> list[Suspect]:
     some = (chunk.total > _FLOOR).nonzero()[:, 0]
     if not len(some):
         return []
+    count = min(most, len(some))
+    best, by_byte = chunk.best(some, some, module.pairs)
+    if module.tile.bytes:
+        best = torch.maximum(best, by_byte)
+    if int((best > _FLOOR).sum()) >= count:
+        some = some[best.topk(count).indices]
     best, which = chunk.own(some).max(dim=0)
     found = []
-    for index in best.topk(min(most, len(best))).indices.tolist():
+    for index in best.topk(count).indices.tolist():
         rest, word = divmod(int(some[index]), chunk.shape[2])
         row, column = divmod(rest, chunk.shape[1])
         k, n = module.tile.place(chunk.first + row, column, word)
@@ -366,8 +437,7 @@ def _sums(module: _Module) -> Iterator[tuple[str, str, float]]:
 
 
 def _limited(chunk: _Chunk) -> Tensor:
-    words = torch.arange(len(chunk.total), device=chunk.total.device)
-    return chunk.own(words).clamp_(max=MOST_SAY).reshape(-1, *chunk.shape)
+    return chunk.own().clamp_(max=MOST_SAY).reshape(-1, *chunk.shape)
 
 
 def _spaced(count: int, device: torch.device) -> Tensor:
