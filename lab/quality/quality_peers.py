@@ -156,6 +156,11 @@ def write_autoround(task: Task, options: Options) -> None:
         **options,
     )
     quantizer.quantize_and_save(str(task.out), format="auto_gptq")
+    # It makes a folder of its own, named after the model and the bits.
+    for config in list(task.out.glob("*/config.json")):
+        for file in config.parent.iterdir():
+            file.rename(task.out / file.name)
+        config.parent.rmdir()
 
 
 METHODS: dict[str, tuple[str, Writer, Options]] = {
@@ -241,7 +246,7 @@ def evaluate(options: argparse.Namespace) -> None:
     """Measure every checkpoint that is finished, print a table."""
     import marlinq
 
-    original = marlinq.load(options.model, device="cpu", dtype="float32")
+    original = marlinq.load(options.model, device=options.device, dtype="float32")
     _remember(original.model)
     print("| weights | made by | options | perplexity | mean KL, nats | top-1 agreement | seconds |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
@@ -252,7 +257,7 @@ def evaluate(options: argparse.Namespace) -> None:
             text=str(options.text),
             windows=options.windows,
             length=options.length,
-            device="cpu",
+            device=options.device,
             dtype="float32",
         )
         written = folder / PEER_NOTE
@@ -324,6 +329,7 @@ def _options() -> argparse.Namespace:
     measuring.add_argument("--text", type=Path, required=True)
     measuring.add_argument("--windows", type=int, default=32)
     measuring.add_argument("--length", type=int, default=1024)
+    measuring.add_argument("--device", default="cpu")
     measuring.add_argument("--json", type=Path, help="append one line a checkpoint here")
     measuring.set_defaults(run=evaluate)
     return parser.parse_args()

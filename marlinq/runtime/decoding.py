@@ -139,6 +139,12 @@ class Decoder:
                     self._sampler.sample(self.forward.step(self._sampler.state.tokens))
             self._leave(steps)
 
+    def assume(self, length: int) -> None:
+        """Let further steps take the time that they take behind ``length`` tokens; their tokens mean nothing
+        until the next :meth:`begin`. See :meth:`marlinq.runtime.step.forward.Forward.assume`."""
+        with self._here():
+            self.forward.assume(length)
+
     def read(self) -> list[list[int]]:
         """The oldest tokens that have not been read: for each step, a token of every row.
 

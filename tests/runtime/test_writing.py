@@ -124,9 +124,49 @@ def test_progress_counts_tokens_up_to_the_end() -> None:
 def test_a_probe_leaves_the_text_as_it_is() -> None:
     writer = TextWriter(loaded(tiny_model("llama")), rows=4, max_length=24, seed=0)
     assert 0 < writer.seconds_a_step() < 10
+    assert 0 < writer.seconds_a_step(behind=20) < 10
     documents = writer.write(tokens=10**6, documents=4).documents
     writer.close()
     assert documents == write(tiny_model("llama"), documents=4, rows=4).documents
+
+
+def test_a_step_is_probed_behind_as_many_tokens_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = loaded(tiny_model("llama"))
+    writer = TextWriter(found, rows=2, max_length=64, seed=0)
+    forward = writer._decoder.forward
+    step, seen = forward.step, []
+
+    def noted(tokens: torch.Tensor) -> torch.Tensor:
+        seen.append(forward.lengths.tolist())
+        return step(tokens)
+
+    monkeypatch.setattr(forward, "step", noted)
+    writer.seconds_a_step(behind=40)
+    writer.close()
+    assert seen == 2 * [[40, 40], [41, 41], [42, 42]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_length", "ends", "expected"),
+    [
+        # One round that no document leaves, of 1152 steps behind 576 tokens on average.
+        (147_456, 1536, False, 1152 * (6 + 6 * 576 / 1532)),
+        # 62.5 % of the rows go on, on average, and rounds end at 1200 tokens.
+        (393_216, 2048, True, 3072 / 0.625 * (6 + 6 * 600 / 2044)),
+        # Short documents: 92 % of the rows go on.
+        (16_384, 256, True, 128 / 0.92 * (6 + 6 * 64 / 0.92 / 252)),
+    ],
+)
+def test_the_time_of_writing_is_foretold(
+    tokens: int, max_length: int, ends: bool, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama", max_position_embeddings=2048)
+    model.generation_config.eos_token_id = 2 if ends else None
+    model.config.eos_token_id = 2 if ends else None
+    writer = TextWriter(loaded(model), rows=128, max_length=max_length, seed=0)
+    monkeypatch.setattr(writer, "seconds_a_step", lambda behind=2: 6.0 if behind == 2 else 12.0)
+    assert writer.seconds_for(tokens) == pytest.approx(expected)
+    writer.close()
 
 
 def test_a_model_that_breaks_while_writing_is_reported() -> None:

@@ -374,7 +374,7 @@ def text_by_the_model(
         progress=progress,
     )
     try:
-        message(announcement(budget, writer.seconds_a_step()))
+        message(announcement(budget, writer.seconds_for(budget.tokens)))
         written = writer.write(tokens=budget.tokens, documents=budget.documents)
     finally:
         writer.close()
@@ -390,13 +390,12 @@ def text_by_the_model(
     return [Document(tokens) for tokens in written.documents]
 
 
-def announcement(budget: TextBudget, seconds_a_step: float) -> str:
-    """What is said before the model writes."""
-    steps = budget.tokens / budget.rows
+def announcement(budget: TextBudget, seconds: float) -> str:
+    """What is said before the model writes, which will take about ``seconds``."""
     return (
         f"no calibration text was given, so the model writes it: {budget.tokens} tokens ({budget.reason}), "
         f"{budget.rows} documents at once of up to {budget.max_length} tokens; about "
-        f"{max(steps * seconds_a_step, 1):.0f} s; --tokens N for another amount"
+        f"{max(seconds, 1):.0f} s; --tokens N for another amount"
     )
 
 

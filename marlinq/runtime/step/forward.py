@@ -55,6 +55,14 @@ class Forward(ABC):
             logits [B, vocabulary]; on a GPU the same memory every time, valid until the next step.
         """
 
+    def assume(self, length: int) -> None:
+        """Let every row's cache count as holding ``length`` tokens, whatever lies there.
+
+        Steps then take the time that they take behind so many tokens, which is all that their results are
+        good for; :meth:`prefill` ends it. A cache that can't be set so leaves things as they are.
+        """
+        self.lengths.fill_(length)
+
     def check_prompts(self, ids: Tensor, lengths: Tensor) -> list[int]:
         """The lengths as numbers, where :meth:`prefill` can read the prompts.
 

@@ -96,6 +96,11 @@ class ReferenceForward(Forward):
         last = x[self._rows, self.lengths.long() - 1]
         return self._logits(last)
 
+    def assume(self, length: int) -> None:
+        """As in :class:`Forward`."""
+        super().assume(length)
+        self._shortest = self._longest = length
+
     def step(self, tokens: Tensor) -> Tensor:
         """As in :class:`Forward`.
 

@@ -86,6 +86,10 @@ class TransformersForward(Forward):
         self.lengths.copy_(lengths)
         return logits
 
+    def assume(self, length: int) -> None:
+        """As :meth:`Forward.assume`: nothing, since the library's caches count by themselves. One of fixed
+        size is read whole by every step."""
+
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """As :meth:`Forward.step`."""
