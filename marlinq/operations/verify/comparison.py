@@ -29,6 +29,7 @@ from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import ModuleSpec
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.models import Blueprint, Projection, TensorNames
+from marlinq.operations.verify.aside import Aside
 from marlinq.operations.verify.dequantized import dequantized_modules, off_grid
 from marlinq.operations.verify.evidence import Evidence, find_faults
 from marlinq.operations.verify.finding import Finding, RunSize
@@ -40,6 +41,9 @@ FAR_ABOVE_RTN = 5.0
 ABOVE_RTN = 3.0
 
 _SHOWN_FAULTS = 5
+
+# Of modules that are judged at a time: each takes up to 90 bytes an element.
+_ELEMENTS_AT_ONCE = 1 << 25
 
 
 class Comparison:
@@ -84,6 +88,10 @@ class Comparison:
         except CheckpointError as error:
             self._unquantized.failures.append(str(error))
         self._judged: list[Evidence] = []
+        sizes = [spec.in_features * spec.out_features for spec in view.modules.values()]
+        at_once = min(torch.get_num_threads(), _ELEMENTS_AT_ONCE // max(sizes, default=1))
+        self.aside = Aside(at_once if device.type == "cpu" else 1)
+        """Judges modules; as a context, several at a time on a CPU."""
         self.errors: dict[str, tuple[float, float | None]] = {}
         """Per module: relative error, and round-to-nearest's where it could be computed."""
 
@@ -148,12 +156,16 @@ class Comparison:
         if reason is not None:
             self._places.warnings.append(f"{name}: words and groups were not judged: {reason}")
             return
-        evidence = find_faults(weight, q, self._view.layout, spec, stored, self._run)
-        self._judged.append(evidence)
-        self._report(name, [finding for finding in evidence.findings if finding.fails], self._places.failures)
-        self._report(
-            name, [finding for finding in evidence.findings if not finding.fails], self._places.warnings
-        )
+
+        def take(evidence: Evidence) -> None:
+            self._judged.append(evidence)
+            fails = [finding for finding in evidence.findings if finding.fails]
+            self._report(name, fails, self._places.failures)
+            others = [finding for finding in evidence.findings if not finding.fails]
+            self._report(name, others, self._places.warnings)
+
+        layout = self._view.layout
+        self.aside.do(lambda: find_faults(weight, q, layout, spec, stored, self._run), take)
 
     @staticmethod
     def _report(name: str, findings: list[Finding], lines: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -44,7 +45,7 @@ def verify(
     """Check a quantised checkpoint: structure, manifest, round trips, numbers, the original, kernels, logits.
 
     Damage is reported, never raised: what can't be opened becomes a failed row. Modules are read one at a
-    time.
+    time; on a CPU small ones are judged side by side, one a thread.
 
     Args:
         checkpoint: the folder, or a Hub id.
@@ -141,21 +142,23 @@ class _Run:
 
     def _module_checks(self, view: QuantizedCheckpoint) -> Iterable[Check]:
         round_trip, values, unreadable = RoundTrip(view), Values(), []
-        for done, (name, spec) in enumerate(view.modules.items()):
-            self._progress("check modules", done, len(view.modules))
-            try:
-                q = view.load(name)
-            except MarlinqError as error:
-                unreadable.append(str(error))
-                continue
-            names = view.tensor_names(name)
-            stored = {suffix: view.checkpoint.tensor(full) for suffix, full in names.items()}
-            declared = view.config.rules.scheme(name)
-            round_trip.module(name, spec, stored, q)
-            if declared is not None:
-                values.module(name, q, declared)
-            if self._comparison is not None:
-                self._comparison.module(name, spec, stored, q)
+        aside = nullcontext() if self._comparison is None else self._comparison.aside
+        with aside:
+            for done, (name, spec) in enumerate(view.modules.items()):
+                self._progress("check modules", done, len(view.modules))
+                try:
+                    q = view.load(name)
+                except MarlinqError as error:
+                    unreadable.append(str(error))
+                    continue
+                names = view.tensor_names(name)
+                stored = {suffix: view.checkpoint.tensor(full) for suffix, full in names.items()}
+                declared = view.config.rules.scheme(name)
+                round_trip.module(name, spec, stored, q)
+                if declared is not None:
+                    values.module(name, q, declared)
+                if self._comparison is not None:
+                    self._comparison.module(name, spec, stored, q)
         self._progress("check modules", len(view.modules), len(view.modules))
         if unreadable:
             detail = unreadable[0] if len(unreadable) == 1 else f"{len(unreadable)}; first: {unreadable[0]}"

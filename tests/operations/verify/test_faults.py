@@ -161,6 +161,22 @@ def test_without_the_manifest(original, quantized, tmp_path, name, layout):
     assert blamed <= {VICTIM}
 
 
+def test_modules_that_are_judged_side_by_side_are_judged_the_same(original, quantized, tmp_path):
+    folder = damaged(quantized, tmp_path, "swapped nibbles", "gptq", manifest=False)
+    before = torch.get_num_threads()
+    reports = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            reports.append(verify(folder, against=original, device="cpu"))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    one, several = reports
+    assert not one.ok
+    assert several == one
+
+
 @pytest.mark.parametrize("name", sorted(NEEDS_ORIGINAL))
 def test_what_is_said_to_need_the_original_does(quantized, tmp_path, name):
     layout = FAULTS[name].layouts[-1]
