@@ -126,6 +126,13 @@ def _touched(function: str, parameters: dict[str, object], given: dict[str, Tens
         # Ids are older than the previous kernel.
         constant = ["down words", "down scales", "down zeros", "down bias", "map", "ids", "weights"]
         previous, written = ["inner"], ["out"]
+    elif function == "experts_wgmma" and parameters["GATED"] and parameters["HERE"]:
+        constant = ["gate_up words", "gate_up scales", "gate_up zeros", "gate_up bias", "map"]
+        previous, written = ["x", "ids"], ["inner", "places"]
+    elif function == "experts_wgmma" and parameters["HERE"]:
+        # Ids are older than the previous kernel.
+        constant = ["down words", "down scales", "down zeros", "down bias", "map", "ids"]
+        previous, written = ["inner"], ["rows"]
     elif function == "experts_wgmma" and parameters["GATED"]:
         constant = ["gate_up words", "gate_up scales", "gate_up zeros", "gate_up bias"]
         previous, written = ["records", "tiles", "rows"], ["inner"]

@@ -27,18 +27,20 @@ SHAPE = Shape(4, 2, 192, 128, 64)
 
 
 class Fault(NamedTuple):
-    """A fault: in which kernel and file, what becomes what, and what has to be said of it."""
+    """A fault: in which kernel and file, what becomes what, and what has to be said of it; ``here`` where
+    blocks sort pairs themselves."""
 
     function: str
     file: str
     old: str
     new: str
     reported: str
+    here: bool = False
 
 
 ROUTE, WGMMA, SUM = "experts/route.cuh", "kernels/experts_warpgroup.cuh", "experts/sum.cuh"
 STREAM, RECORDS = "kernels/experts_stream.cuh", "experts/records.cuh"
-SHARED = "kernels/experts_shared.cuh"
+SHARED, FEW = "kernels/experts_shared.cuh", "experts/few_pairs.cuh"
 FAULTS = {
     "ids too early": Fault("experts_route", ROUTE, "        wait_for_previous_kernel();\n", "", EARLY),
     "counts before zeros": Fault(
@@ -52,7 +54,11 @@ FAULTS = {
         "experts_route", ROUTE, " + rank;\n        own_places", ";\n        own_places", "second time"
     ),
     "records too early": Fault(
-        "experts_wgmma", WGMMA, "if (behind_route) wait_for_previous_kernel();", "", EARLY
+        "experts_wgmma",
+        WGMMA,
+        "();\n            if (behind_route) wait_for_previous_kernel();\n            const StoredRecords",
+        "();\n            const StoredRecords",
+        EARLY,
     ),
     "activations too early": Fault(
         "experts_wgmma",
@@ -109,6 +115,44 @@ FAULTS = {
     "a row's pairs in other rows' columns": Fault(
         "experts_shared", SHARED, "pair < 0 ? -1 : (GATED", "pair < 0 ? 0 : (GATED", WRONG
     ),
+    "ids too early for blocks that sort": Fault(
+        "experts_wgmma",
+        WGMMA,
+        "pairs.clear();\n            if (behind_route) wait_for_previous_kernel();",
+        "pairs.clear();",
+        EARLY,
+        here=True,
+    ),
+    "experts compared before all are there": Fault(
+        "experts_wgmma",
+        FEW,
+        "        __syncthreads();\n\n        // Rows in",
+        "        // Rows in",
+        "without waiting for it|may still be reading",
+        here=True,
+    ),
+    "equal pairs at the first one's place": Fault(
+        "experts_wgmma",
+        FEW,
+        "first_rows[mine] + of_warps[warp * Experts + mine] + rank",
+        "first_rows[mine]",
+        "overwrites",
+        here=True,
+    ),
+    "another row's activations": Fault(
+        "experts_wgmma", FEW, "(u16)(thread / given.top)", "(u16)(thread % given.top)", WRONG, here=True
+    ),
+    "rows in another order than their pairs": Fault(
+        "experts_wgmma",
+        WGMMA,
+        "Layout::SLAB_BYTES + lane * 128",
+        "Layout::SLAB_BYTES + (7 - lane) * 128",
+        WRONG,
+        here=True,
+    ),
+    "bytes of rows that never come": Fault(
+        "experts_wgmma", WGMMA, "Layout::SLABS * 128 * (TILE_M - rows)", "0", "wait", here=True
+    ),
 }
 
 
@@ -118,7 +162,7 @@ def _direct(*, shared: bool) -> ExpertsDecision:
     return DirectDecision(configs[0], configs[1], "a test's")
 
 
-def report(builder: Builder, planted: tuple[str, Path] | None, function: str) -> str:
+def report(builder: Builder, planted: tuple[str, Path] | None, function: str, *, here: bool = False) -> str:
     """What the emulation says of a layer with a pair that is elsewhere, and experts with several tiles."""
     torch.manual_seed(0)
     layer = random_layer(SHAPE)
@@ -130,7 +174,7 @@ def report(builder: Builder, planted: tuple[str, Path] | None, function: str) ->
     chosen = (
         _direct(shared=function == "experts_shared")
         if direct
-        else decision(shape_of(x, ids, layer.weights), 16)
+        else decision(shape_of(x, ids, layer.weights), *((8, 4) if here else (16,)), here=here)
     )
     try:
         routed = run_layer(builder, chosen, x, ids, weights, layer.weights, planted=planted)
@@ -148,10 +192,13 @@ def test_a_planted_fault_is_reported(builder: Builder, tmp_path: Path, fault: Fa
     text = (sources / fault.file).read_text(encoding="utf-8")
     assert text.count(fault.old) == 1
     (sources / fault.file).write_text(text.replace(fault.old, fault.new), encoding="utf-8")
-    found = report(builder, (fault.function, sources), fault.function)
+    found = report(builder, (fault.function, sources), fault.function, here=fault.here)
     assert re.search(fault.reported, found, re.DOTALL), found
 
 
-@pytest.mark.parametrize("function", ["experts_wgmma", "experts_stream", "experts_shared"])
-def test_without_a_fault_there_is_nothing_to_report(builder: Builder, function: str) -> None:
-    assert report(builder, None, function) == "nothing"
+@pytest.mark.parametrize(
+    ("function", "here"),
+    [("experts_wgmma", False), ("experts_wgmma", True), ("experts_stream", False), ("experts_shared", False)],
+)
+def test_without_a_fault_there_is_nothing_to_report(builder: Builder, function: str, here: bool) -> None:
+    assert report(builder, None, function, here=here) == "nothing"

@@ -29,23 +29,33 @@ from tests.kernels.problems import BOUND, relative_error
 SMALL = replace(H200, multiprocessors=3)
 
 
-def decision(shape: ExpertsShape, tile_m: int, words: int = 2, warpgroups: int = 1) -> SortedDecision:
+def decision(
+    shape: ExpertsShape, tile_m: int, words: int = 2, warpgroups: int = 1, *, here: bool = False
+) -> SortedDecision:
     """Tiles of ``tile_m`` rows on three multiprocessors, so that blocks take several."""
     columns = Columns(words, warpgroups, 2 if warpgroups == 1 else 1)
-    gate_up, down = (grouped(shape, SMALL, tile_m, columns, gated=gated) for gated in (True, False))
+    gate_up, down = (
+        grouped(shape, SMALL, tile_m, columns, gated=gated, here=here) for gated in (True, False)
+    )
     assert gate_up is not None
     assert down is not None
     return SortedDecision(gate_up, down, "a test's")
 
 
-def check_sorted(routed: Routed, local: torch.Tensor, tile_m: int) -> None:
-    """Records and places are those of a stable sort by expert."""
+def check_places(routed: Routed, local: torch.Tensor) -> None:
+    """Places are those of a stable sort by expert."""
     flat = local.flatten()
     order = torch.argsort(torch.where(flat < 0, 1 << 20, flat), stable=True)
     expected = torch.full_like(flat, -1)
     here = int((flat >= 0).sum())
     expected[order[:here]] = torch.arange(here)
     assert torch.equal(routed.workspace.places.flatten().long(), expected)
+
+
+def check_sorted(routed: Routed, local: torch.Tensor, tile_m: int) -> None:
+    """And records are those of its tiles."""
+    check_places(routed, local)
+    flat = local.flatten()
     records, first_row = [], 0
     for expert in range(int(flat.max()) + 1):
         rows = int((flat == expert).sum())
@@ -81,6 +91,36 @@ def test_layers(builder: Builder, values: tuple[int, Shape, int, int, int, float
     check_sorted(routed, local_experts(ids, shape.experts, None), tile_m)
     # Between the products numbers are rounded to 16 bits once more, and the sums of a row's experts once.
     error = relative_error(routed.out, layer.reference(x, ids, weights))
+    assert error < 2 * BOUND[shape.dtype]
+
+
+# (M, shape, words, warpgroups, experts of the router, whether ids have 64 bits)
+HERE = {
+    "one row": (1, Shape(5, 3, 320, 192, 64), 4, 1, 5, False),
+    "empty experts": (5, Shape(40, 4, 128, 192, 32, True), 4, 1, 40, True),
+    "several tiles an expert": (45, Shape(3, 2, 192, 128, 64), 4, 1, 3, False),
+    "experts elsewhere": (16, Shape(33, 8, 192, 128, 64), 4, 1, 50, False),
+    "side by side": (30, Shape(6, 2, 128, 192, -1, False, torch.bfloat16), 4, 2, 9, False),
+}
+
+
+@pytest.mark.parametrize("values", HERE.values(), ids=HERE)
+def test_blocks_sort_few_pairs(builder: Builder, values: tuple[int, Shape, int, int, int, bool]) -> None:
+    m, shape, words, warpgroups, known, wide = values
+    torch.manual_seed(m)
+    layer = random_layer(shape)
+    x, ids, weights = random_routing(replace(shape, experts=known), m, skew=0.5)
+    expert_map = None
+    if known > shape.experts:
+        expert_map = torch.full((known,), -1, dtype=torch.int32)
+        expert_map[torch.randperm(known)[: shape.experts]] = torch.arange(shape.experts, dtype=torch.int32)
+    # Rows that are further apart than their channels, as a decode step's are.
+    x = torch.nn.functional.pad(x, (0, 64))[:, : shape.hidden]
+    given = x, ids.long() if wide else ids, weights
+    chosen = decision(shape_of(x, ids, layer.weights), 8, words, warpgroups, here=True)
+    routed = run_layer(builder, chosen, *given, layer.weights, "silu", expert_map, seed=m)
+    check_places(routed, local_experts(ids, shape.experts, expert_map))
+    error = relative_error(routed.out, layer.reference(x, ids, weights, "silu", expert_map))
     assert error < 2 * BOUND[shape.dtype]
 
 

@@ -66,6 +66,7 @@ class Costs:
         issue: cycles that the schedulers of a multiprocessor take for a word's instructions.
         end: cycles of a tile's end, with the tile's size in 64 rows and words.
         quantised: how far the last wave of tiles counts as a whole one.
+        here: of ``fixed``, what blocks save that sort pairs for themselves.
     """
 
     fixed: float = 1.38e-05
@@ -77,10 +78,14 @@ class Costs:
     issue: float = 16.0
     end: float = 335.0
     quantised: float = 0.71
+    here: float = 1.2e-06
 
 
 COSTS = Costs()
 _UNLIMITED = 1 << 30
+# Pairs that blocks of the grouped products sort for themselves: with 256 nothing is gained. Experts have a
+# thread each. Rows of a tile, which are loaded one by one.
+_HERE_PAIRS, _HERE_EXPERTS, _HERE_TILE = 128, 256, 8
 # More pairs than these read experts again and again, and are more than a block compares.
 _DIRECT_PAIRS = 256
 # Pairs of an expert that are columns of one product, and rows whose experts are segments of one.
@@ -152,21 +157,29 @@ class GroupedConfig:
         gated: whether columns are gate and up.
         biased: whether biases are added.
         blocks: of the persistent grid at most.
+        here: pairs at most that every block sorts for itself; 0: another kernel has sorted them.
+        experts: whose pairs blocks sort at most.
     """
 
     tile: WarpgroupConfig
     gated: bool
     biased: bool
     blocks: int
+    here: int = 0
+    experts: int = 0
 
-    def instantiation(self, problem: Problem, activation: str) -> Instantiation:
-        """What is compiled for ``problem``, the product of one expert."""
+    def instantiation(self, problem: Problem, activation: str, *, wide: bool) -> Instantiation:
+        """What is compiled for ``problem``, the product of one expert; ``wide``: ids have 64 bits."""
         parameters: Parameters = (
             *self.tile.instantiation(problem).parameters,
             ("GATED", self.gated),
             ("BIASED", self.biased),
             ("GROUPED_SHARED_BYTES", self.shared_bytes(problem)),
             ("ACTIVATION", f"Activation::{activation.upper()}"),
+            ("HERE", self.here),
+            ("EXPERTS", self.experts),
+            ("WIDE", wide and self.here > 0),
+            ("SORTING_BYTES", self.sorting_bytes),
         )
         return Instantiation("kernels/experts_warpgroup.cuh", "experts_wgmma", parameters)
 
@@ -174,6 +187,15 @@ class GroupedConfig:
         """Dynamic shared memory of a block."""
         more = _SINGLE_COLUMNS_MORE * self.tile.multiplying if self.gated and self.tile.words == 2 else 0
         return self.tile.shared_bytes(problem) + more
+
+    @property
+    def sorting_bytes(self) -> int:
+        """Static shared memory of a block that sorts (``cuda/experts/few_pairs.cuh``)."""
+        if not self.here:
+            return 0
+        tiles = self.here // self.tile.tile_m + min(self.here, self.experts)
+        counted = self.here // 16 * self.experts + 2 * (self.here + self.experts) + self.experts // 8
+        return -(-(counted + 8 * tiles) // 8) * 8
 
     def grid(self, problem: Problem, tiles: int) -> int:
         """Blocks of a launch with at most ``tiles`` tiles of sorted rows."""
@@ -266,6 +288,11 @@ class SortedDecision:
     def tile_m(self) -> int:
         """Sorted rows of a tile."""
         return self.gate_up.tile.tile_m
+
+    @property
+    def here(self) -> bool:
+        """Whether no launch sorts: the products' blocks do."""
+        return self.gate_up.here > 0
 
 
 @dataclass(frozen=True)
@@ -418,12 +445,18 @@ def sorted_variants(shape: ExpertsShape, device: Device) -> list[tuple[float, So
     if not device.has_warpgroups or shape.experts > MOST_EXPERTS:
         return []
     found = []
-    for columns, tile_m in itertools.product(_ROWS_MOST, _TILES_M):
-        gate_up, down = (grouped(shape, device, tile_m, columns, gated=gated) for gated in (True, False))
+    for columns, tile_m, here in itertools.product(_ROWS_MOST, _TILES_M, (False, True)):
+        few = shape.pairs <= _HERE_PAIRS and shape.experts <= _HERE_EXPERTS
+        if here and (tile_m > _HERE_TILE or not few):
+            continue
+        gate_up, down = (
+            grouped(shape, device, tile_m, columns, gated=gated, here=here) for gated in (True, False)
+        )
         if gate_up is None or down is None:
             continue
-        seconds = sorted_seconds(shape, device, tile_m, columns)
+        seconds = sorted_seconds(shape, device, tile_m, columns) - (COSTS.here if here else 0.0)
         reason = (
+            f"{'sorted by every block, ' if here else ''}"
             f"tiles of {tile_m} rows for {shape.pairs / shape.experts:.1f} rows an expert, "
             f"{columns.warpgroups} x {64 * columns.words} columns, {columns.blocks} blocks a multiprocessor; "
             f"{1e6 * seconds:.1f} us expected"
@@ -467,9 +500,13 @@ def decisions(shape: ExpertsShape, device: Device) -> list[ExpertsDecision]:
 
 
 def grouped(
-    shape: ExpertsShape, device: Device, tile_m: int, columns: Columns, *, gated: bool
+    shape: ExpertsShape, device: Device, tile_m: int, columns: Columns, *, gated: bool, here: bool = False
 ) -> GroupedConfig | None:
-    """The variant with tiles of ``tile_m`` rows and as deep a ring as fits; None where registers don't."""
+    """The variant with tiles of ``tile_m`` rows and as deep a ring as fits; None where registers don't.
+
+    ``here``: blocks sort pairs themselves; there are at most 256 of them, and as many experts, which is what
+    has room in a block's threads.
+    """
     problem = shape.product(gated=gated)
     words, side_by_side, blocks = columns
     # Single blocks of columns are transposed 16 rows at a time; and four words with zero points and scales of
@@ -481,9 +518,16 @@ def grouped(
     tile = WarpgroupConfig(tile_m, words, side_by_side, 1, _ROWS, 1, 0, blocks, _UNLIMITED)
     # Without stages it has the rest of a block's memory.
     config = GroupedConfig(tile, gated, shape.biased, device.multiprocessors * blocks)
-    room = device.shared_bytes // blocks - _RESERVED - config.shared_bytes(problem)
+    if here:
+        config = replace(config, here=at_least(shape.pairs), experts=at_least(shape.experts))
+    room = device.shared_bytes // blocks - _RESERVED - config.shared_bytes(problem) - config.sorting_bytes
     stages = min(_STAGES_MOST, room // stage_bytes(problem, tile_m, tile.tile_n, _ROWS))
     return replace(config, tile=replace(tile, stages=stages)) if stages > 1 else None
+
+
+def at_least(count: int) -> int:
+    """The power of two from 32 on that ``count`` things fit into, so that models share kernels."""
+    return max(32, 1 << (count - 1).bit_length())
 
 
 def _expected_tiles(mean: float, tile_m: int) -> tuple[float, float]:

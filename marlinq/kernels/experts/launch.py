@@ -18,6 +18,8 @@ from marlinq.kernels.experts.choose import (
     ExpertsDecision,
     ExpertsShape,
     GroupedConfig,
+    SortedDecision,
+    at_least,
     decide_experts,
 )
 from marlinq.kernels.experts.layout import ExpertWeights, StoredExperts
@@ -49,6 +51,15 @@ class _RouteArguments(ctypes.Structure):
     )
 
 
+class _PairsGiven(ctypes.Structure):
+    """What blocks sort that have to (``cuda/experts/few_pairs.cuh``)."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("ids", "map", "places")),
+        *((name, ctypes.c_int) for name in ("pairs", "top", "experts", "map_size")),
+    )
+
+
 class _GroupedArguments(ctypes.Structure):
     """The parameters of ``cuda/kernels/experts_warpgroup.cuh``."""
 
@@ -56,6 +67,7 @@ class _GroupedArguments(ctypes.Structure):
         ("x", ctypes.c_ubyte * TENSOR_MAP_BYTES),
         ("weight", ctypes.c_ubyte * (3 * TENSOR_MAP_BYTES)),
         *((name, ctypes.c_void_p) for name in ("scales", "zeros", "bias", "out", "records", "tiles")),
+        ("given", _PairsGiven),
         *((name, ctypes.c_int) for name in ("n", "k", "dependent", "behind_route")),
     )
 
@@ -128,12 +140,13 @@ class Workspace(NamedTuple):
     ) -> Workspace:
         """Uninitialised memory, one allocation; without sorting nothing but ``inner``."""
         sorts = not isinstance(decision, DirectDecision)
-        tiles = 0 if isinstance(decision, DirectDecision) else most_tiles(shape, decision.tile_m)
+        routes = isinstance(decision, SortedDecision) and not decision.here
+        tiles = most_tiles(shape, decision.tile_m) if isinstance(decision, SortedDecision) and routes else 0
         blocks = -(-shape.pairs // _ROUTE_THREADS)
         extents = (
-            (torch.int32, (blocks if sorts and blocks > 1 else 0, _scanned(shape.experts))),
+            (torch.int32, (blocks if routes and blocks > 1 else 0, at_least(shape.experts))),
             (torch.int32, (tiles, 4)),
-            (torch.int32, (int(sorts), 1)),
+            (torch.int32, (int(routes), 1)),
             (torch.int32, (shape.pairs if sorts else 0, 1)),
             (dtype, (shape.pairs if sorts else 0, shape.hidden)),
             (dtype, (shape.pairs, shape.inner)),
@@ -154,11 +167,6 @@ class Workspace(NamedTuple):
 def most_tiles(shape: ExpertsShape, tile_m: int) -> int:
     """How many tiles of sorted rows there can be."""
     return shape.pairs // tile_m + min(shape.pairs, shape.experts)
-
-
-def _scanned(experts: int) -> int:
-    """The experts that a block counts: a power of two, so that models share kernels."""
-    return max(32, 1 << (experts - 1).bit_length())
 
 
 def route_steps(
@@ -198,7 +206,7 @@ def route_steps(
     def step(name: str, grid: int) -> Step:
         parameters = (
             ("THREADS", _ROUTE_THREADS),
-            ("EXPERTS", _scanned(shape.experts)),
+            ("EXPERTS", at_least(shape.experts)),
             ("TILE_M", tile_m),
             ("STEP", f"RouteStep::{name}"),
             ("WIDE", ids.dtype == torch.int64),
@@ -216,6 +224,9 @@ def grouped_step(
     config: GroupedConfig,
     stored: StoredExperts,
     activation: str,
+    x: Tensor,
+    ids: Tensor,
+    expert_map: Tensor | None,
     workspace: Workspace,
     *,
     dependent: bool,
@@ -225,8 +236,23 @@ def grouped_step(
     experts, k, n = stored.shape
     source, target = (workspace.rows, workspace.inner) if config.gated else (workspace.inner, workspace.rows)
     tile = config.tile
+    if config.here and config.gated:
+        # Rows of the batch, one by one.
+        rows = sorted_rows_map(x.data_ptr(), shape.m, k, 1, x.stride(0) if shape.m > 1 else k)
+    else:
+        rows = sorted_rows_map(source.data_ptr(), shape.pairs, k, tile.tile_m, k)
+    # The second product sorts them again, while the first still runs.
+    given = _PairsGiven(
+        ids.data_ptr(),
+        address(expert_map),
+        workspace.places.data_ptr() if config.gated else 0,
+        shape.pairs,
+        shape.top,
+        shape.experts,
+        0 if expert_map is None else expert_map.shape[0],
+    )
     arguments = _GroupedArguments(
-        sorted_rows_map(source.data_ptr(), shape.pairs, k, tile.tile_m),
+        rows,
         weight_maps(
             stored.words.data_ptr(),
             stored.scales.data_ptr(),
@@ -243,13 +269,14 @@ def grouped_step(
         target.data_ptr(),
         workspace.records.data_ptr(),
         workspace.tiles.data_ptr(),
+        given if config.here else _PairsGiven(),
         n,
         k,
         dependent,
         dependent and config.gated,
     )
     return Step(
-        config.instantiation(problem, activation),
+        config.instantiation(problem, activation, wide=ids.dtype == torch.int64),
         config.grid(problem, most_tiles(shape, tile.tile_m)),
         tile.threads,
         config.shared_bytes(problem),
@@ -344,9 +371,11 @@ def layer_steps(
             ),
         ]
     return [
-        *route_steps(shape, decision.tile_m, x, ids, expert_map, workspace),
+        *([] if decision.here else route_steps(shape, decision.tile_m, x, ids, expert_map, workspace)),
         *(
-            grouped_step(shape, config, stored, activation, workspace, dependent=dependent)
+            grouped_step(
+                *(shape, config, stored, activation, x, ids, expert_map, workspace), dependent=dependent
+            )
             for config, stored in ((decision.gate_up, experts.gate_up), (decision.down, experts.down))
         ),
         *([sum_step(shape, weights, out, workspace)] if summed else []),
@@ -387,10 +416,11 @@ def instantiations(
     x = torch.empty(shape.m, shape.hidden, dtype=dtype, device=device)
     ids = torch.empty(shape.m, shape.top, dtype=torch.int64 if wide else torch.int32, device=device)
     workspace = Workspace.of(shape, decision, dtype, device)
+    routing = [] if decision.here else route_steps(shape, decision.tile_m, x, ids, None, workspace)
     return [
-        *(step.instantiation for step in route_steps(shape, decision.tile_m, x, ids, None, workspace)),
+        *(step.instantiation for step in routing),
         *(
-            config.instantiation(shape.product(gated=config.gated), activation)
+            config.instantiation(shape.product(gated=config.gated), activation, wide=wide)
             for config in (decision.gate_up, decision.down)
         ),
         sum_step(shape, ids, x, workspace).instantiation,

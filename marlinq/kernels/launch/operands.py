@@ -149,11 +149,16 @@ def activation_maps(address: int, m: int, k: int, stride: int, tile_m: int) -> c
 
 
 @lru_cache(maxsize=4096)
-def sorted_rows_map(address: int, rows: int, k: int, tile_m: int) -> ctypes.Array[ctypes.c_ubyte]:
-    """Activations [rows, K] in boxes of 64 columns and ``tile_m`` rows, which may begin at any row."""
+def sorted_rows_map(
+    address: int, rows: int, k: int, tile_m: int, stride: int
+) -> ctypes.Array[ctypes.c_ubyte]:
+    """Activations [rows, K] in boxes of 64 columns and ``tile_m`` rows, which may begin at any row.
+
+    ``stride``: elements from one row to the next, a multiple of 8.
+    """
     box = (64, tile_m)
     return _ActivationMap.from_buffer_copy(
-        encode_tensor_map(address, 2, (k, rows), (2 * k,), box, swizzled=True)
+        encode_tensor_map(address, 2, (k, rows), (2 * stride,), box, swizzled=True)
     )
 
 

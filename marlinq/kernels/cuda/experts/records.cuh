@@ -11,10 +11,15 @@ struct __align__(16) ExpertRecord {
     int expert, first_tile, first_row, rows;
 };
 
-__device__ __forceinline__ ExpertRecord load_record(const ExpertRecord* record) {
-    const uint4 v = load_l2(record);
-    return {(int)v.x, (int)v.y, (int)v.z, (int)v.w};
-}
+// The records that the kernel before has left in memory.
+struct StoredRecords {
+    const ExpertRecord* records;
+
+    __device__ __forceinline__ ExpertRecord operator[](int tile) const {
+        const uint4 v = load_l2(records + tile);
+        return {(int)v.x, (int)v.y, (int)v.z, (int)v.w};
+    }
+};
 
 // The place of an expert of the router among those here; -1 if it is elsewhere.
 template <bool WIDE>
@@ -33,18 +38,19 @@ struct ExpertTile {
     int expert, m0, rows, n0;  // m0: first sorted row; rows: as many of the tile exist
 };
 
-// The tiles of a grouped product: experts one after the other, each in bands of rows (schedule/tile_order.cuh).
-template <int TileM, int TileN>
+// The tiles of a grouped product: experts one after the other, each in bands of rows (schedule/tile_order.cuh). Records are
+// StoredRecords, or those that the block has made itself (experts/few_pairs.cuh).
+template <int TileM, int TileN, typename Records>
 struct ExpertTiles {
-    const ExpertRecord* records;
+    const Records& records;
     int tiles_n, N;
 
-    __device__ __forceinline__ ExpertTiles(const ExpertRecord* all, int columns)
+    __device__ __forceinline__ ExpertTiles(const Records& all, int columns)
         : records(all), tiles_n((columns + TileN - 1) / TileN), N(columns) {}
 
     __device__ __forceinline__ ExpertTile find(int tile) const {
         // An expert's tiles begin at first_tile * tiles_n, so this is a record of the right expert.
-        const ExpertRecord record = load_record(records + tile / tiles_n);
+        const ExpertRecord record = records[tile / tiles_n];
         const TileOrder<TileM, TileN> order(record.rows, N);
         const TilePlace at = order.place(tile - record.first_tile * tiles_n);
         return {record.expert, record.first_row + at.m0, min(TileM, record.rows - at.m0), at.n0};

@@ -17,22 +17,11 @@
 // Configuration: THREADS (1024), EXPERTS (a multiple of 32, at most 512), TILE_M, STEP, WIDE (64-bit ids).
 #pragma once
 #include "experts/records.cuh"
+#include "experts/scan.cuh"
 #include "ptx/launch.cuh"
 #include "ptx/vote.cuh"
 
 enum class RouteStep { ALL, COUNT, PLACE };
-
-// The sum of `value` over lower lanes; `all` becomes that over the warp.
-__device__ __forceinline__ int scan_warp(int value, int lane, int& all) {
-    int sum = value;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int other = __shfl_sync(0xffffffffu, sum, max(lane - distance, 0));
-        if (lane >= distance) sum += other;
-    }
-    all = __shfl_sync(0xffffffffu, sum, 31);
-    return sum - value;
-}
 
 template <typename C>
 struct Route {

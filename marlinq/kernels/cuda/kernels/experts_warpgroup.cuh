@@ -12,12 +12,17 @@
 //
 // GATED: columns are gate's and up's in turns of 16, so that neighbouring products of a lane hold gate and up of one channel.
 //
+// HERE: few pairs, which every block sorts for itself (experts/few_pairs.cuh), HERE at most. Then gate and up load the rows of the
+// batch one by one, into the rows of a tile; rows of a stage that no pair has keep what they held, and are not stored. Warps of
+// their own do that: lanes whose operands differ copy one after the other, 80 cycles each, for which words would wait.
+//
 // A block's last chunk of an expert may reach into the next expert's weights where K is no multiple of a chunk. Activations past
 // K are zeros, and weights are finite.
 //
 // Configuration: that of kernels/warpgroup.cuh (no split of K, one warpgroup or more side by side), GATED, BIASED, ACTIVATION,
-// GROUPED_SHARED_BYTES.
+// GROUPED_SHARED_BYTES, HERE; where pairs are sorted here, EXPERTS (a multiple of 32), WIDE (64-bit ids), SORTING_BYTES.
 #pragma once
+#include "experts/few_pairs.cuh"
 #include "experts/records.cuh"
 #include "kernels/warpgroup_shape.cuh"
 #include "mma/warpgroup_loop.cuh"
@@ -32,7 +37,9 @@ struct ExpertsWarpgroup {
     static constexpr int CONSUMERS = Shape::CONSUMERS, STAGES = Shape::STAGES, THREADS = Shape::THREADS;
     static constexpr int QUANT_GROUP = Shape::QUANT_GROUP;
     static constexpr bool GATED = C::GATED;
+    static constexpr bool HERE = C::HERE > 0, GATHERS = HERE && GATED;
     static_assert(!Shape::SPLIT && !Shape::STREAM_K && !Shape::STORE_WARPS, "a block takes whole tiles and stores them");
+    static_assert(!GATHERS || (Layout::SLABS < 4 && TILE_M <= 32), "a warp gathers for each slab, a lane a row");
     static_assert(!GATED || WORDS % 2 == 0, "gate and up of a channel are products of one lane");
 
     static constexpr int STORED = GATED ? PRODUCTS / 2 : PRODUCTS;  // 16-column blocks that a warp stores
@@ -47,25 +54,27 @@ struct ExpertsWarpgroup {
     struct Copies {
         const TensorMap& x;
         const WeightMaps& maps;
-        int row, tile, plane, group;  // sorted row, 64-column tile, first plane of words, first quantisation group
+        int row, rows, tile, plane, group;  // sorted row, 64-column tile, first plane of words, first quantisation group
 
         __device__ __forceinline__ Copies(const TensorMap& activations, const WeightMaps& weights, const ExpertTile& at, int K)
             : x(activations),
               maps(weights),
               row(at.m0),
+              rows(at.rows),
               tile(at.n0 / 64),
               plane(at.expert * (K / 16)),
               group(QUANT_GROUP == 0 ? 0 : at.expert * (K / (QUANT_GROUP == 0 ? 1 : QUANT_GROUP))) {}
 
         __device__ __forceinline__ void weights(const Ring<Layout>& ring, int chunk) const {
             const u32 at = ring.address(), barrier = ring.full + 8 * ring.stage;
-            barrier_expect(barrier, Layout::COPIED_BYTES);
+            barrier_expect(barrier, Layout::COPIED_BYTES - (GATHERS ? Layout::SLABS * 128 * (TILE_M - rows) : 0));
             copy_box_once(at + Layout::WEIGHTS_AT, &maps.words, 0, tile, plane + chunk * Layout::ROWS, barrier);
             const int from = group + Producer<Layout>::first_quant_group(chunk);
             if (QUANT_GROUP != 0) copy_box_once(at + Layout::SCALES_AT, &maps.scales, 0, tile, from, barrier);
             if (QUANT_GROUP != 0 && Layout::ZEROS) copy_box_once(at + Layout::ZEROS_AT, &maps.zeros, 0, tile, from, barrier);
         }
         __device__ __forceinline__ void activations(const Ring<Layout>& ring, int chunk) const {
+            if constexpr (GATHERS) return;
             const u32 at = ring.address(), barrier = ring.full + 8 * ring.stage;
 #pragma unroll
             for (int slab = 0; slab < Layout::SLABS; ++slab)
@@ -73,10 +82,30 @@ struct ExpertsWarpgroup {
         }
     };
 
+    // A warp that gathers the rows of all tiles for one slab, a lane a row. The swizzle is that of the address, so boxes of a row
+    // land as rows of a box do. Bytes may arrive before the producer's warp expects them: its arrival ends the phase.
+    template <typename Order>
+    static __device__ __forceinline__ void gather(Ring<Layout> ring, const TensorMap& x, const u16* sources, const Order& order,
+                                                  int tiles, int chunks, int slab, int lane) {
+        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+            const ExpertTile at = order.find(tile);
+            const int row = lane < at.rows ? sources[at.m0 + lane] : 0;
+#pragma unroll 1
+            for (int chunk = 0; chunk < chunks; ++chunk, ring.advance()) {
+                ring.wait_empty();
+                if (lane < at.rows)
+                    copy_box(ring.address() + slab * Layout::SLAB_BYTES + lane * 128, &x, chunk * Layout::CHUNK + slab * 64, row,
+                             ring.full + 8 * ring.stage);
+                // Nobody waits for lanes without a row, which could miss a phase of the barrier.
+                __syncwarp();
+            }
+        }
+    }
+
     // The TMA producer. The first chunks' weights need nothing of the previous kernel if the records are there already.
+    template <typename Order>
     static __device__ __forceinline__ void produce(Ring<Layout> ring, const TensorMap& x, const WeightMaps& maps,
-                                                   const ExpertTiles<TILE_M, TILE_N>& order, int tiles, int chunks, int K,
-                                                   int dependent) {
+                                                   const Order& order, int tiles, int chunks, int K, int dependent) {
         ring.stages = opaque(ring.stages);
         Window<Layout> window(ring);
         int tile = blockIdx.x, ahead = 0;
@@ -107,24 +136,46 @@ struct ExpertsWarpgroup {
 
     static __device__ __forceinline__ void run(const TensorMap& x, const WeightMaps& maps, const u16* __restrict__ scales,
                                                const u16* __restrict__ zeros, const u16* __restrict__ bias,
-                                               u16* __restrict__ out, const ExpertRecord* records, const int* tile_count, int N, int K, int dependent,
-                                               int behind_route) {
+                                               u16* __restrict__ out, const ExpertRecord* records, const int* tile_count,
+                                               const PairsGiven& given, int N, int K, int dependent, int behind_route) {
         extern __shared__ __align__(1024) unsigned char shared[];
         __shared__ __align__(8) u64 barriers[2 * STAGES];
 
-        const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32 % 4), warpgroup = uniform(threadIdx.x / 128);
-        const int chunks = (K + Shape::CHUNK - 1) / Shape::CHUNK;
+        const int warp = uniform(threadIdx.x / 32 % 4), warpgroup = uniform(threadIdx.x / 128);
         Ring<Layout> ring(shared, shared_address(barriers), warpgroup == CONSUMERS);
         if (warpgroup == CONSUMERS && warp == 0 && elected()) ring.init(0, STAGES, CONSUMERS * 4);
-        __syncthreads();
-        // Behind the kernel that sorts nothing is known before it has ended.
-        if (behind_route) wait_for_previous_kernel();
-        const ExpertTiles<TILE_M, TILE_N> order(records, N);
-        const int tiles = (int)load_l2_word(reinterpret_cast<const u32*>(tile_count)) * order.tiles_n;
+        // Behind the kernel that sorts, or chooses, nothing is known before it has ended.
+        if constexpr (HERE) {
+            typedef FewPairs<THREADS, C::EXPERTS, C::HERE, TILE_M, C::WIDE> Pairs;
+            static_assert(C::SORTING_BYTES == sizeof(Pairs), "host and kernel count different bytes of static shared memory");
+            __shared__ Pairs pairs;
+            pairs.clear();
+            if (behind_route) wait_for_previous_kernel();
+            const int tiles = pairs.sort(given);
+            const ExpertTiles<TILE_M, TILE_N, Pairs> order(pairs, N);
+            work(ring, shared, x, maps, scales, zeros, bias, out, pairs.sources, order, tiles * order.tiles_n, K, dependent,
+                 behind_route);
+        } else {
+            __syncthreads();
+            if (behind_route) wait_for_previous_kernel();
+            const StoredRecords stored{records};
+            const ExpertTiles<TILE_M, TILE_N, StoredRecords> order(stored, N);
+            const int tiles = (int)load_l2_word(reinterpret_cast<const u32*>(tile_count));
+            work(ring, shared, x, maps, scales, zeros, bias, out, nullptr, order, tiles * order.tiles_n, K, dependent, behind_route);
+        }
+    }
 
+    template <typename Order>
+    static __device__ __forceinline__ void work(Ring<Layout>& ring, unsigned char* shared, const TensorMap& x, const WeightMaps& maps,
+                                                const u16* __restrict__ scales, const u16* __restrict__ zeros,
+                                                const u16* __restrict__ bias, u16* __restrict__ out, const u16* sources,
+                                                const Order& order, int tiles, int K, int dependent, int behind_route) {
+        const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32 % 4), warpgroup = uniform(threadIdx.x / 128);
+        const int chunks = (K + Shape::CHUNK - 1) / Shape::CHUNK, N = order.N;
         if (warpgroup == CONSUMERS) {
             if constexpr (Shape::PRODUCER_REGISTERS > 0) registers_shrink<Shape::PRODUCER_REGISTERS>();
             if (warp == 0 && elected()) produce(ring, x, maps, order, tiles, chunks, K, dependent && !behind_route);
+            if (GATHERS && warp > 0 && warp <= Layout::SLABS) gather(ring, x, sources, order, tiles, chunks, warp - 1, lane);
         } else {
             if constexpr (Shape::CONSUMER_REGISTERS > 0) registers_grow<Shape::CONSUMER_REGISTERS>();
             const int my_tile = warpgroup * WORDS + warp * WORDS / 4, word = warp * WORDS % 4;
@@ -169,7 +220,7 @@ struct ExpertsWarpgroup {
     extern "C" __global__ void __launch_bounds__(ExpertsWarpgroup<CONFIGURATION>::THREADS, CONFIGURATION::MIN_BLOCKS)     \
     NAME(const __grid_constant__ TensorMap x, const __grid_constant__ WeightMaps maps, const u16* __restrict__ scales,    \
          const u16* __restrict__ zeros, const u16* __restrict__ bias, u16* __restrict__ out, const ExpertRecord* records, \
-         const int* tile_count, int N, int K, int dependent, int behind_route) {                                          \
-        ExpertsWarpgroup<CONFIGURATION>::run(x, maps, scales, zeros, bias, out, records, tile_count, N, K, dependent,     \
+         const int* tile_count, PairsGiven given, int N, int K, int dependent, int behind_route) {                        \
+        ExpertsWarpgroup<CONFIGURATION>::run(x, maps, scales, zeros, bias, out, records, tile_count, given, N, K, dependent, \
                                              behind_route);                                                               \
     }
