@@ -92,8 +92,8 @@ def random_model(depth: int, inner: int = INNER) -> tuple[nn.Module, Anatomy]:
             rotary=Rotary("rotary", "frequencies", D),
         )
         mlp = MLP(Slices((names["gate"], names["up"]), (inner, inner)), True, names["down"], "silu")
-        norms = [Norm(names[name], "rms", 1e-5, width=HIDDEN) for name in ("first", "second")]
-        layers.append(Layer(f"layers.{index}", attention, mlp, *norms))
+        first, second = (Norm(names[name], "rms", 1e-5, width=HIDDEN) for name in ("first", "second"))
+        layers.append(Layer(f"layers.{index}", attention, mlp, first, second))
     final = Norm("norm", "rms", 1e-5, width=HIDDEN)
     return model, Anatomy("embedding", tuple(layers), final, "head")
 

@@ -72,7 +72,7 @@ def tuples(folder: Path) -> dict[str, str]:
     found = {}
     for name in quantized.modules:
         q = quantized.load(name)
-        digest = hashlib.sha256(f"{q.bits} {q.group_size}".encode())
+        digest = hashlib.sha256(f"{q.element.name} {q.group_size}".encode())
         for part in (q.codes, q.scales.to(torch.float32), q.zeros, q.g_idx):
             digest.update(repr(tuple(part.shape)).encode())
             digest.update(part.contiguous().numpy().tobytes())
@@ -103,7 +103,7 @@ def main() -> int:
     """Measure, and print the table as it grows."""
     arguments = _arguments()
     source = arguments.checkpoint.resolve()
-    first = _quantized(source).format.name
+    first = _quantized(source).layout.name
     expected = tuples(source)
     megabytes = sum(path.stat().st_size for path in source.rglob("*") if path.is_file()) / 1e6
     print(f"{source.name}: {first}, {len(expected)} modules, {megabytes:.1f} MB\n")

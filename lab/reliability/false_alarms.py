@@ -206,8 +206,8 @@ def measure_all(source: Source, table: dict[tuple[str, str, int, bool], Row], la
 
 def print_table(table: dict[tuple[str, str, int, bool], Row]) -> None:
     """One line a model, layout, group size and kind of zero points."""
-    columns = ("model", "layout", "group", "zero points", "runs", "words", "groups", "largest L")
-    columns += ("widest tail", "odd groups", "warnings", "failures")
+    columns = ["model", "layout", "group", "zero points", "runs", "words", "groups", "largest L"]
+    columns += ["widest tail", "odd groups", "warnings", "failures"]
     print("| " + " | ".join(columns) + " |")
     print("| --- | --- " + "| ---: " * (len(columns) - 2) + "|")
     for (model, layout, group_size, symmetric), row in sorted(table.items()):
