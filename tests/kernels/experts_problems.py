@@ -66,7 +66,8 @@ class Layer:
 
 
 def _product(shape: Shape, k: int, n: int, device: str) -> tuple[StoredExperts, Tensor]:
-    # All experts side by side are one weight, whose columns are dealt out in whole tiles.
+    # The experts' weights are made as one, side by side: n is a multiple of a tile's columns, so that none
+    # of its tiles belongs to two experts.
     made = random_operands(
         k, n * shape.experts, shape.group_size, shape.dtype, zeros=shape.zeros, device=device
     )

@@ -436,7 +436,7 @@ def _shared(shape: ExpertsShape, device: Device, *, gated: bool) -> Iterator[tup
 
 
 def _touched(shape: ExpertsShape, rows: int) -> float:
-    """Experts here that so many rows choose, where all are alike."""
+    """How many of the experts held here ``rows`` rows choose, on average, where every expert is as likely."""
     return shape.experts * (1 - (1 - min(1.0, shape.top / shape.experts)) ** rows)
 
 

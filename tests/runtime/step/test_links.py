@@ -58,8 +58,8 @@ class Products:
         out.copy_(result)
 
 
-# Norms of a model of so many layers that have no kernel: all but the first and the last; with norms behind
-# the parts of a block none, and in a parallel block none.
+# Which norms the products compute instead of a kernel: all but a model's first and last, but none where
+# a block has norms behind its attention and MLP, and none in a parallel block.
 @pytest.mark.parametrize(
     ("name", "linked"),
     [
