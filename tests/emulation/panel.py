@@ -9,7 +9,6 @@ from torch import Tensor
 
 from marlinq.core.scheme import Scheme
 from marlinq.kernels.solve import PanelTensors, prepare_panel, prepare_panels
-from marlinq.kernels.solve.many import PreparedPanels
 from marlinq.kernels.solve.panel import THREADS, PreparedPanel
 from tests.emulation.build import Builder
 from tests.emulation.gemm import SOURCES
@@ -47,7 +46,7 @@ def emulated_panels(
 
 def _run(
     builder: Builder,
-    prepared: PreparedPanel | PreparedPanels,
+    prepared: PreparedPanel,
     given: PanelTensors,
     tensors: PanelTensors,
     memory: list[Memory],

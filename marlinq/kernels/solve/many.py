@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
-from typing import NamedTuple
 
 from torch import Tensor
 
 from marlinq.core.scheme import Scheme
-from marlinq.kernels.jit.instantiation import Instantiation
-from marlinq.kernels.launch.driver import Launches, on_device
 from marlinq.kernels.solve.panel import (
     PANEL_ROWS,
-    THREADS,
     PanelTensors,
+    PreparedPanel,
     instantiation,
-    loaded,
+    launch,
     shared_bytes,
 )
 
@@ -37,16 +34,7 @@ class PanelsArguments(ctypes.Structure):
     )
 
 
-class PreparedPanels(NamedTuple):
-    """One launch; as :class:`marlinq.kernels.solve.panel.PreparedPanel`."""
-
-    instantiation: Instantiation
-    grid: int
-    shared_bytes: int
-    arguments: PanelsArguments
-
-
-def prepare_panels(tensors: PanelTensors, scheme: Scheme, shifts: Tensor) -> PreparedPanels:
+def prepare_panels(tensors: PanelTensors, scheme: Scheme, shifts: Tensor) -> PreparedPanel:
     """The launch for a panel of each layer; :func:`round_panels` says what it does.
 
     Raises:
@@ -91,7 +79,7 @@ def prepare_panels(tensors: PanelTensors, scheme: Scheme, shifts: Tensor) -> Pre
     factors = 0 if tensors.factors is None else tensors.factors.numel()
     one = instantiation(scheme, factors)
     many = replace(one, header="solve/round_panels.cuh", function="round_panels")
-    return PreparedPanels(many, count * blocks, shared_bytes(rows), arguments)
+    return PreparedPanel(many, count * blocks, shared_bytes(rows), arguments)
 
 
 def round_panels(tensors: PanelTensors, scheme: Scheme, shifts: Tensor) -> None:
@@ -107,11 +95,7 @@ def round_panels(tensors: PanelTensors, scheme: Scheme, shifts: Tensor) -> None:
         ValueError: tensors that the kernel can't read.
         EnvironmentProblem: the kernel can't be compiled or loaded.
     """
-    prepared = prepare_panels(tensors, scheme, shifts)
-    index = tensors.updated.get_device()
-    function = loaded(prepared.instantiation, prepared.shared_bytes, index)
-    with on_device(index):
-        Launches(function, prepared.grid, THREADS, prepared.shared_bytes, prepared.arguments).take().start()
+    launch(prepare_panels(tensors, scheme, shifts), tensors.updated.get_device())
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -73,13 +73,13 @@ class PreparedPanel(NamedTuple):
         instantiation: the kernel.
         grid: blocks, of 128 threads.
         shared_bytes: of a block.
-        arguments: the kernel's parameters, which keep no tensor alive.
+        arguments: the kernel's parameters, in its own structure; they keep no tensor alive.
     """
 
     instantiation: Instantiation
     grid: int
     shared_bytes: int
-    arguments: PanelArguments
+    arguments: ctypes.Structure
 
 
 THREADS = 32 * _WARPS
@@ -158,10 +158,17 @@ def round_panel(tensors: PanelTensors, scheme: Scheme, shift: float) -> None:
         ValueError: tensors that the kernel can't read.
         EnvironmentProblem: the kernel can't be compiled or loaded.
     """
-    prepared = prepare_panel(tensors, scheme, shift)
-    index = tensors.updated.get_device()
-    function = loaded(prepared.instantiation, prepared.shared_bytes, index)
-    with on_device(index):
+    launch(prepare_panel(tensors, scheme, shift), tensors.updated.get_device())
+
+
+def launch(prepared: PreparedPanel, device_index: int) -> None:
+    """Start a prepared launch on the current stream of the GPU that holds its tensors.
+
+    Raises:
+        EnvironmentProblem: the kernel can't be compiled or loaded.
+    """
+    function = loaded(prepared.instantiation, prepared.shared_bytes, device_index)
+    with on_device(device_index):
         Launches(function, prepared.grid, THREADS, prepared.shared_bytes, prepared.arguments).take().start()
 
 
