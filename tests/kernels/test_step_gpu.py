@@ -134,7 +134,7 @@ def test_attention(batch: int, heads: int, kv: int, size: int, dtype: torch.dtyp
     chosen = divide(shape, torch.cuda.get_device_properties(0).multi_processor_count, clusters=clusters)
     divisions = {chosen, Division(3), Division(11, warps=8)}
     if clusters:
-        divisions |= {Division(3, meets=True), Division(5, warps=8, meets=True, alone=256)}
+        divisions |= {Division(3, meets=True), Division(5, warps=8, meets=True)}
     whole = [cache.clone() for cache in filled]
     for cache, new in zip(whole, (new_keys, new_values), strict=True):
         cache[places] = new.to(dtype)

@@ -50,13 +50,11 @@ class Division(NamedTuple):
         splits: parts of the positions of each sequence, at most.
         warps: of a block, which take tiles of 16 positions in turns.
         meets: splits are a cluster of blocks and are added up in distributed shared memory.
-        alone: positions up to which one block takes them all.
     """
 
     splits: int
     warps: int = 4
     meets: bool = False
-    alone: int = 0
 
     def shared_bytes(self, head_dim: int) -> int:
         """Dynamic shared memory of a block."""
@@ -78,16 +76,18 @@ def divide(shape: AttentionShape, multiprocessors: int, *, clusters: bool = Fals
     plain = Division(1, warps=8 if shape.units <= multiprocessors else 4)
     places = multiprocessors * plain.blocks_each(shape.head_dim)
     turns = -(-shape.capacity // (_TILE * plain.warps))
+    # Where most multiprocessors idle, a second turn costs less than another block that has to be waited for.
+    short = turns <= 2
+    if short and 4 * shape.units <= multiprocessors:
+        return plain
     # The last block of a sequence reads what all leave: more only to occupy every multiprocessor.
     most = min(_MOST_SPLITS, max(_MANY_SPLITS, multiprocessors // shape.units))
     splits = max(1, min(turns, places // shape.units, most))
-    # Where most multiprocessors idle, a second turn costs less than another block that has to be waited for.
-    few = splits > 1 and shape.units < multiprocessors // 2
-    alone = 2 * _TILE * plain.warps if few else 0
     # All blocks of a cluster begin at once. Larger ones, or many, wait for each other's places.
     crowded = splits > 2 and 4 * shape.units * splits > 3 * places
-    meets = clusters and 1 < splits <= _LARGEST_CLUSTER and not crowded
-    return Division(splits, plain.warps, meets, alone)
+    return plain._replace(
+        splits=splits, meets=clusters and not short and not crowded and 1 < splits <= _LARGEST_CLUSTER
+    )
 
 
 class Workspace(NamedTuple):
@@ -120,7 +120,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         ("given", NewHeads),
         *((name, ctypes.c_void_p) for name in ("keys", "values", "out", "partials", "counters", "lengths")),
-        *((name, ctypes.c_int) for name in ("group", "chunks", "splits", "alone", "capacity", "window")),
+        *((name, ctypes.c_int) for name in ("group", "chunks", "splits", "capacity", "window")),
         ("out_stride", ctypes.c_longlong),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
@@ -183,7 +183,6 @@ def attend(
         group=group,
         chunks=-(-group // _HEADS),
         splits=division.splits,
-        alone=division.alone,
         capacity=capacity,
         window=_NO_WINDOW if window is None else window,
         out_stride=out.stride(0),

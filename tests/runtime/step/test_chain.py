@@ -270,11 +270,12 @@ def test_a_forward_nobody_uses_gives_its_cache_back_at_once(name: str) -> None:
 
 # Llama-3-8B's attention on 132 multiprocessors: batch, capacity, how it is divided.
 DIVISIONS = [
-    (1, 4096, Division(16, warps=8, alone=256)),
-    (4, 256, Division(2, warps=8, meets=True, alone=256)),
-    (4, 640, Division(5, warps=8, meets=True, alone=256)),
-    (4, 4096, Division(8, warps=8, alone=256)),
-    (8, 640, Division(4, warps=8, alone=256)),
+    (1, 4096, Division(16, warps=8)),
+    (4, 256, Division(1, warps=8)),
+    (4, 640, Division(5, warps=8, meets=True)),
+    (4, 4096, Division(8, warps=8)),
+    (8, 256, Division(2, warps=8)),
+    (8, 640, Division(4, warps=8)),
     (16, 640, Division(2, warps=8, meets=True)),
     (64, 640, Division(1)),
 ]

@@ -46,11 +46,11 @@ struct Split {
     int first, last, active;
 };
 template <typename C>
-__device__ __forceinline__ Split split_of(int tokens, int window, int splits, int alone, int split) {
+__device__ __forceinline__ Split split_of(int tokens, int window, int splits, int split) {
     constexpr int STEP = ATTEND_TILE * C::WARPS;
     const int begin = tokens > window ? tokens - window : 0, count = tokens - begin;
     // As many as have a turn for all warps; equal ones, but for a tile.
-    const int active = count <= alone ? 1 : min(splits, (count + STEP - 1) / STEP);
+    const int active = min(splits, (count + STEP - 1) / STEP);
     const int each = ((count + active - 1) / active + ATTEND_TILE - 1) / ATTEND_TILE * ATTEND_TILE;
     const int first = begin + split * each;
     return {first, min(first + each, tokens), (count + each - 1) / each};
@@ -58,7 +58,7 @@ __device__ __forceinline__ Split split_of(int tokens, int window, int splits, in
 
 template <typename C>
 __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* values, u16* out, float* partials, u32* counters,
-                                       const int* lengths, int group, int chunks, int splits, int alone, int capacity, int window,
+                                       const int* lengths, int group, int chunks, int splits, int capacity, int window,
                                        i64 out_stride, float scale, float softcap) {
     typedef typename C::Element E;
     constexpr int D = C::D, WARPS = C::WARPS, TILE = ATTEND_TILE, HEADS = ATTEND_HEADS;
@@ -85,7 +85,7 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     const int chunk = work % chunks, pair = work / chunks, kv_head = pair % given.kv_heads, sequence = pair / given.kv_heads;
     const i64 row = (i64)pair * capacity;
     const int length = load_scalar(lengths + sequence), tokens = min(length + 1, capacity);
-    const Split part = split_of<C>(tokens, window, splits, alone, split);
+    const Split part = split_of<C>(tokens, window, splits, split);
     if (split >= part.active) {
         if constexpr (MEETS) {
             // The barriers of those that have positions wait for everybody.
@@ -356,7 +356,7 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     extern "C" __global__ void __launch_bounds__(32 * CONFIGURATION::WARPS, CONFIGURATION::MIN_BLOCKS)                    \
     CLUSTER_OF(CONFIGURATION::CLUSTER)                                                                                    \
     NAME(NewHeads given, u16* keys, u16* values, u16* out, float* partials, u32* counters, const int* lengths, int group, \
-         int chunks, int splits, int alone, int capacity, int window, i64 out_stride, float scale, float softcap) {       \
-        attend<CONFIGURATION>(given, keys, values, out, partials, counters, lengths, group, chunks, splits, alone,         \
-                              capacity, window, out_stride, scale, softcap);                                              \
+         int chunks, int splits, int capacity, int window, i64 out_stride, float scale, float softcap) {                  \
+        attend<CONFIGURATION>(given, keys, values, out, partials, counters, lengths, group, chunks, splits, capacity,      \
+                              window, out_stride, scale, softcap);                                                        \
     }
