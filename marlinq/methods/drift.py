@@ -139,10 +139,14 @@ def make_up_for_drift(
     if int(info) != 0:
         return None
     corrected = []
+    # With more output channels than input channels the equations are solved for the drift, once.
+    shared = sum(map(len, weights)) > len(hessian)
+    if shared:
+        drift = torch.cholesky_solve(drift.t(), root).t()
     for weight, limit in zip(weights, limits, strict=True):
         with tensor_cores():
             asked = weight @ drift
-        correction = torch.cholesky_solve(asked.t(), root).t().mul_(share)
+        correction = (asked if shared else torch.cholesky_solve(asked.t(), root).t()).mul_(share)
         norm = float(correction.norm())
         if not math.isfinite(norm):
             return None

@@ -30,20 +30,24 @@ def paired(seen: torch.Tensor, original: torch.Tensor) -> PairedHessian:
     return statistics
 
 
-def test_the_whole_correction_is_the_least_squares_solution() -> None:
+@pytest.mark.parametrize("members", [1, 3])
+def test_the_whole_correction_is_the_least_squares_solution(members: int) -> None:
+    """Of few output channels and of more than K, which are solved for in another order."""
     weight, original, seen = inputs()
+    weights = [weight * (1 + member) for member in range(members)]
     statistics = paired(seen, original)
     drift = statistics.drift()
     assert drift is not None
-    [found] = make_up_for_drift(
-        [weight], statistics.hessian(), drift, damp=1e-6, share=1.0, limits=[math.inf]
-    ) or [weight]
-    solved = torch.linalg.lstsq(seen.double(), (original @ weight.t()).double()).solution.t()
-    # The damping moves it by about 1e-6, float32 by K roundings times the condition of the Hessian (3e2).
-    assert float((found - solved).norm() / solved.norm()) < 64 * 2**-24 * 300
-    half = make_up_for_drift([weight], statistics.hessian(), drift, damp=1e-6, share=0.5, limits=[math.inf])
+    limits = [math.inf] * members
+    found = make_up_for_drift(weights, statistics.hessian(), drift, damp=1e-6, share=1.0, limits=limits)
+    half = make_up_for_drift(weights, statistics.hessian(), drift, damp=1e-6, share=0.5, limits=limits)
+    assert found is not None
     assert half is not None
-    torch.testing.assert_close(half[0], (weight + found) / 2, rtol=1e-5, atol=1e-6)
+    for before, after, between in zip(weights, found, half, strict=True):
+        solved = torch.linalg.lstsq(seen.double(), (original @ before.t()).double()).solution.t()
+        # The damping moves it by about 1e-6, float32 by K roundings times the condition of the Hessian (3e2).
+        assert float((after - solved).norm() / solved.norm()) < 64 * 2**-24 * 300
+        torch.testing.assert_close(between, (before + after) / 2, rtol=1e-5, atol=1e-6)
 
 
 def test_a_correction_is_no_larger_than_its_limit() -> None:
