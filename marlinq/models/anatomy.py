@@ -134,7 +134,8 @@ class Router:
 
     With ``logits = W x`` and their ``scores``, the ``top`` experts of the highest scores are taken; their
     weights are ``scale * score``, or ``scale * score / (sum of the scores taken)`` where ``normalised``.
-    A softmax over the logits that were taken is the same as a normalised one over all.
+    A softmax over the logits that were taken is the same as a normalised one over all. With a ``correction``
+    those are taken whose ``score + correction`` is highest; weights are made of scores alone all the same.
 
     Attributes:
         module: full name of the module whose ``weight`` [experts, hidden] makes the logits, in its dtype.
@@ -142,6 +143,9 @@ class Router:
         top: experts of a token.
         scoring: ``softmax`` over all experts, or ``sigmoid`` of each.
         normalised, scale: as above.
+        correction: full name of the buffer [experts] that is added to scores where experts are chosen; None
+            without one.
+        wide: logits are a product in float32, of which none is rounded to the activations' dtype.
     """
 
     module: str
@@ -150,6 +154,8 @@ class Router:
     scoring: Literal["softmax", "sigmoid"]
     normalised: bool
     scale: float = 1.0
+    correction: str | None = None
+    wide: bool = False
 
 
 @dataclass(frozen=True)

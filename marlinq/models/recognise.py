@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 import torch
@@ -139,12 +140,14 @@ class _RoutedExperts:
         hidden: channels that come in and go out.
         activation: between their products.
         routers: full names of the modules beside it that may make its router's logits.
+        correction: full name of the buffer beside it with one number an expert; None without one.
     """
 
     count: int
     hidden: int
     activation: Activation
     routers: tuple[str, ...]
+    correction: str | None
 
 
 def _find_routed(name: str, block: nn.Module) -> dict[str, _RoutedExperts]:
@@ -165,15 +168,18 @@ def _find_routed(name: str, block: nn.Module) -> dict[str, _RoutedExperts]:
             raise Refusal(full, "what stands between its products is no known activation")
         parent = inner.rpartition(".")[0]
         around = block.get_submodule(parent) if parent else block
-        buffers = [key for key, _ in around.named_buffers()]
-        if buffers:
-            raise Refusal(f"{name}.{parent}.{buffers[0]}", "a buffer beside routed experts")
+        around_name = ".".join(part for part in (name, parent) if part)
+        buffers = [f"{around_name}.{key}" for key, _ in around.named_buffers()]
+        for key, buffer in around.named_buffers():
+            if tuple(buffer.shape) != (experts.count,) or not buffer.is_floating_point() or len(buffers) > 1:
+                raise Refusal(f"{around_name}.{key}", "a buffer beside routed experts")
         routers = []
         for beside, other in around.named_modules():
             shapes = [tuple(value.shape) for value in other.parameters(recurse=False)]
             if not is_linear(other) and shapes == [(experts.count, experts.hidden)]:
-                routers.append(".".join(part for part in (name, parent, beside) if part))
-        found[full] = _RoutedExperts(experts.count, experts.hidden, activation, tuple(routers))
+                routers.append(".".join(part for part in (around_name, beside) if part))
+        correction = buffers[0] if buffers else None
+        found[full] = _RoutedExperts(experts.count, experts.hidden, activation, tuple(routers), correction)
     return found
 
 
@@ -236,6 +242,7 @@ def _anatomy(
         {name: norm.width for name, norm in norms.items()},
         start,
         {name: found.count for name, found in experts.items()},
+        [found.correction for found in experts.values() if found.correction is not None],
     )
     called = {call.name: call.input.shape[-1] for call in recording.calls if call.kind == "norm"}
     norms = {name: replace(norms[name], width=width) for name, width in called.items()}
@@ -250,9 +257,9 @@ def _anatomy(
             raise Refusal(name, "does not get the hidden states of the block before it as they are")
         calls = [call for call in recording.calls if call.block == index]
         layers.append(
-            _Block(name, calls, norms, rotary, experts, entered, recording.outputs[index]).layer(
-                recording.positions
-            )
+            _Block(
+                name, calls, norms, rotary, experts, recording.corrections, entered, recording.outputs[index]
+            ).layer(recording.positions)
         )
     final_norm, head, scale, softcap = _exit(model, after, recording, norms)
     return Anatomy(
@@ -354,6 +361,7 @@ class _Block:
         norms: dict[str, Norm],
         rotary: RotaryModules,
         experts: dict[str, _RoutedExperts],
+        corrections: dict[str, Tensor],
         entered: Tensor,
         left: Tensor,
     ) -> None:
@@ -362,6 +370,7 @@ class _Block:
         self.norms = norms
         self.rotary = rotary
         self.experts = experts
+        self.corrections = corrections
         self.entered = entered
         self.left = left
         self.unexplained = list(calls)
@@ -451,7 +460,7 @@ class _Block:
         call = routed[0]
         self.unexplained.remove(call)
         found = self.experts[call.name]
-        router, logits = self._router(call, found.count)
+        router, logits = self._router(call, found)
         self.unexplained.remove(logits)
         if not torch.equal(logits.input, call.input):
             raise Refusal(call.name, f"does not read what {logits.name} reads")
@@ -471,26 +480,32 @@ class _Block:
             raise Refusal(shared_gate, "its part in the block is not understood")
         return Mixture(router, call.name, found.activation, shared, shared_gate), call.input, m
 
-    def _router(self, routed: ExpertsCall, count: int) -> tuple[Router, Call]:
+    def _router(self, routed: ExpertsCall, found: _RoutedExperts) -> tuple[Router, Call]:
         """What made the experts' numbers and weights, and the product of its logits."""
-        top = routed.index.shape[-1]
+        count, top = found.count, routed.index.shape[-1]
+        corrections = (None,) if found.correction is None else (found.correction, None)
         for call in self.unexplained:
             if call.kind != "linear" or call.output.shape[-1] != count:
                 continue
             logits = call.output.reshape(-1, count).float()
             if logits.shape[0] != routed.index.shape[0]:
                 continue
-            for scoring, scores in (("softmax", logits.softmax(-1)), ("sigmoid", logits.sigmoid())):
-                taken = scores.gather(1, routed.index)
-                highest = scores.topk(top, -1).values
-                if not torch.equal(taken.sort(-1, descending=True).values, highest):
+            scored = (("softmax", logits.softmax(-1)), ("sigmoid", logits.sigmoid()))
+            for (scoring, scores), correction in product(scored, corrections):
+                decisive = scores if correction is None else scores + self.corrections[correction]
+                highest = decisive.topk(top, -1).values
+                if not torch.equal(
+                    decisive.gather(1, routed.index).sort(-1, descending=True).values, highest
+                ):
                     continue
+                taken = scores.gather(1, routed.index)
                 for normalised in (True, False):
                     share = taken / taken.sum(-1, keepdim=True) if normalised else taken
                     scale = factor(routed.weights.float(), share)
                     if scale is not None:
                         kind: Literal["softmax", "sigmoid"] = "softmax" if scoring == "softmax" else "sigmoid"
-                        return Router(call.name, count, top, kind, normalised, scale), call
+                        router = Router(call.name, count, top, kind, normalised, scale, correction, call.wide)
+                        return router, call
         raise Refusal(
             routed.name, "its numbers and weights are no top-k of a softmax or sigmoid of known logits"
         )

@@ -8,7 +8,7 @@ tells the factor, the activation or the rotation on the way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -50,6 +50,13 @@ _HARMLESS = {
 # What older models call a term that is added to attention's dot products.
 _BIASES = {"alibi", "position_bias"}
 
+# How a weight is cast to float32: function -> what it is called with besides.
+_CASTS: dict[Any, tuple[Any, ...]] = {
+    Tensor.type: (torch.float32,),
+    Tensor.to: (torch.float32,),
+    Tensor.float: (),
+}
+
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -72,6 +79,7 @@ class Call:
         block: index of the decoder block that was running; -1 before the first and between blocks.
         input: what it was given; of attention the queries [1, H, T, D].
         output: the random numbers that it returned.
+        wide: of a router's product, that its weight was cast to float32 before.
     """
 
     kind: Literal["linear", "norm", "embedding", "attention", "experts"]
@@ -79,6 +87,7 @@ class Call:
     block: int
     input: Tensor
     output: Tensor
+    wide: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +130,7 @@ class Recording:
         calls: in order.
         inputs, outputs: of every block, [1, T, hidden].
         logits: [1, T, vocabulary].
+        corrections: full name of a buffer beside experts -> the numbers that it held meanwhile, [experts].
     """
 
     ids: Tensor
@@ -129,6 +139,7 @@ class Recording:
     inputs: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    corrections: dict[str, Tensor] = field(default_factory=dict)
 
 
 def record(
@@ -137,6 +148,7 @@ def record(
     norms: Mapping[str, int],
     start: int = 0,
     experts: Mapping[str, int] | None = None,
+    corrections: Sequence[str] = (),
 ) -> Recording:
     """Runs ``model`` once, as described above, and leaves it as it was.
 
@@ -147,6 +159,8 @@ def record(
         start: position of the first token; the model takes ``position_ids`` where it is not 0.
         experts: full names of the modules of routed experts -> how many they are. A weight of as many rows
             that is multiplied outside of linears makes a router's logits.
+        corrections: full names of buffers beside experts, each with one number an expert. They hold random
+            numbers meanwhile: those of a new model are all zero, and would show nothing.
 
     Raises:
         Refusal: a parameter is used in another way, or attention is computed in another way.
@@ -157,6 +171,7 @@ def record(
         stack.enter_context(recorder.stubs(norms))
         stack.enter_context(recorder.attention())
         stack.enter_context(recorder.watched_blocks())
+        stack.enter_context(recorder.corrected(corrections))
         stack.enter_context(_Parameters(recorder))
         stack.enter_context(torch.no_grad())
         output = model(input_ids=recorder.recording.ids, use_cache=False, **positions)
@@ -253,7 +268,7 @@ class _Recorder:
 
         return stub
 
-    def logits(self, name: str, x: Tensor, experts: int) -> Tensor:
+    def logits(self, name: str, x: Tensor, experts: int, *, wide: bool) -> Tensor:
         """A router's: no two of a token are equal, and a softmax leaves something for each."""
         order = torch.stack([self.random((experts,)).argsort(stable=True) for _ in range(x[..., 0].numel())])
         # Rows of different size: else the scores taken would have the same sum everywhere.
@@ -262,8 +277,24 @@ class _Recorder:
         given, kept = x.detach().clone(), values.clone()
         if x.dim() == 2:
             given, kept = given[None], kept[None]
-        self.recording.calls.append(Call("linear", name, self._block, given, kept))
+        self.recording.calls.append(Call("linear", name, self._block, given, kept, wide=wide))
         return values
+
+    @contextmanager
+    def corrected(self, names: Sequence[str]) -> Iterator[None]:
+        """As large as the differences of sigmoids of :meth:`logits`; exact in every dtype."""
+        before: list[tuple[Tensor, Tensor]] = []
+        try:
+            for name in names:
+                buffer = self.model.get_buffer(name)
+                before.append((buffer, buffer.clone()))
+                values = (self.random((buffer.numel(),)) * 8).remainder(64) / 64 - 0.5
+                buffer.copy_(values)
+                self.recording.corrections[name] = values
+            yield
+        finally:
+            for buffer, values in before:
+                buffer.copy_(values)
 
     @contextmanager
     def watched_blocks(self) -> Iterator[None]:
@@ -364,11 +395,16 @@ class _Parameters(TorchFunctionMode):
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
         self._recorder = recorder
+        # Of weights that were cast to float32: held, since an id is that of a living tensor.
+        self._casts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        wide = func is F.linear and len(args) == 2 and id(args[1]) in self._casts
+        if wide:
+            args = (args[0], self._casts[id(args[1])][1])
         parameters = [value for value in (*args, *kwargs.values()) if id(value) in self._recorder.parameters]
         # What reads an attribute (weight.dtype) is no use of its values.
         if not parameters or getattr(func, "__name__", "") == "__get__":
@@ -378,8 +414,12 @@ class _Parameters(TorchFunctionMode):
             module = name.rpartition(".")[0]
             return self._recorder.call("embedding", module, args[0], int(parameters[0].shape[1]))
         rows = int(parameters[0].shape[0])
+        if func in _CASTS and not kwargs and tuple(args[1:]) == _CASTS[func]:
+            cast = torch.empty_like(parameters[0], dtype=torch.float32, device="meta")
+            self._casts[id(cast)] = cast, parameters[0]
+            return cast
         if func is F.linear and len(args) == 2 and not kwargs and rows in self._recorder.routed:
             module, _, key = name.rpartition(".")
             if key == "weight" and parameters[0].dim() == 2:
-                return self._recorder.logits(module, args[0], rows)
+                return self._recorder.logits(module, args[0], rows, wide=wide)
         raise Refusal(name, "is used by neither a linear, a norm nor an embedding")

@@ -182,7 +182,10 @@ def compare(
         routed = {index: (found[0][row], found[1][row]) for index, found in routing.items()}
         theirs, routes = _theirs(model, anatomy, ids[row : row + 1, : length + steps], length, routed)
         for index, expected_routes in routes.items():
-            if not _same_routes(routed[index], expected_routes, allowed * math.sqrt(index + 1)):
+            mlp = anatomy.layers[index].mlp
+            corrected = isinstance(mlp, Mixture) and mlp.router.correction is not None
+            spread = allowed * math.sqrt(index + 1)
+            if not _same_routes(routed[index], expected_routes, spread, corrected=corrected):
                 squares.setdefault(index, []).append(torch.full((1,), math.inf, device=ids.device))
         for index, expected in theirs.items():
             found = ours.get(index)
@@ -216,16 +219,24 @@ def _relative(found: Tensor, expected: Tensor) -> Tensor:
     return relative
 
 
-def _same_routes(ours: Routes, theirs: Routes, allowed: float) -> bool:
+def _same_routes(ours: Routes, theirs: Routes, allowed: float, *, corrected: bool) -> bool:
     """Whether two routers agree but for experts that rounding exchanges.
 
     Those have nearly equal weights, so weights in falling order agree however the choice fell; and they are
     few. A logit is as far off as what it is a product of, times its own size.
+
+    Where a correction takes part in the choice, experts that rounding exchanges may have any weights. Then
+    the weights of tokens whose experts are all the same are compared; without such a token the routers
+    differ.
     """
     (index, weights), (other_index, other_weights) = ours, theirs
-    same = (index[:, :, None] == other_index[:, None]).any(-1).float().mean()
-    falling = (each.float().sort(-1, descending=True).values for each in (weights, other_weights))
-    distance = float(_relative(*falling).square().mean().sqrt())
+    shared = (index[:, :, None] == other_index[:, None]).any(-1)
+    same = shared.float().mean()
+    falling = [each.float().sort(-1, descending=True).values for each in (weights, other_weights)]
+    if corrected:
+        falling = [each[shared.all(-1)] for each in falling]
+    # Of no token at all it is NaN, which is not below anything.
+    distance = float(_relative(falling[0], falling[1]).square().mean().sqrt())
     return float(same) >= _SAME_EXPERTS and distance <= _LOGIT_SIZE * allowed
 
 

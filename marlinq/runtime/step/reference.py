@@ -410,11 +410,15 @@ def _mlp(model: nn.Module, mlp: MLP) -> Function:
     return run
 
 
-def route(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    """Numbers, int64, and weights, float32, of the experts that logits [T, experts] choose: both [T, top]."""
+def route(logits: Tensor, router: Router, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Numbers, int64, and weights, float32, of the experts that logits [T, experts] choose: both [T, top].
+
+    ``correction``, float32 [experts], takes part in the choice alone.
+    """
     wide = logits.float()
     scores = wide.softmax(-1) if router.scoring == "softmax" else wide.sigmoid()
-    weights, index = scores.topk(router.top, -1)
+    index = (scores if correction is None else scores + correction).topk(router.top, -1).indices
+    weights = scores.gather(-1, index)
     if router.normalised:
         weights = weights / weights.sum(-1, keepdim=True)
     return index, weights * router.scale
@@ -423,13 +427,16 @@ def route(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
 def _mixture(model: nn.Module, mixture: Mixture, chosen: Chosen) -> Function:
     """``chosen`` is told the experts' numbers and weights, [B, T, top]."""
     experts = model.get_submodule(mixture.experts)
-    weight = _weight(model, mixture.router.module)
+    router = mixture.router
+    weight = _weight(model, router.module)
+    correction = None if router.correction is None else model.get_buffer(router.correction).float()
     shared = None if mixture.shared is None else _mlp(model, mixture.shared)
     gate = None if mixture.shared_gate is None else _linear(model, mixture.shared_gate)
 
     def run(x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
-        index, counts = route(F.linear(rows, weight), mixture.router)
+        logits = F.linear(rows.float(), weight.float()) if router.wide else F.linear(rows, weight)
+        index, counts = route(logits, router, correction)
         chosen(index.view(*x.shape[:-1], -1), counts.view(*x.shape[:-1], -1))
         m: Tensor = experts(rows, index, counts).view(x.shape)
         if shared is not None:

@@ -18,7 +18,7 @@ from marlinq.models.recognise import recognise
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.synthetic_experts import random_experts
 from marlinq.runtime.grouped_experts import GroupedExperts
-from marlinq.runtime.step import walk
+from marlinq.runtime.step import reference, walk
 from marlinq.runtime.step.bound import chain_refusal
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.forward import Forward
@@ -32,6 +32,11 @@ from tests.testing.mixtures import random_mixture
 def tiny(name: str, **changes: object) -> PreTrainedModel:
     torch.manual_seed(5)
     model = random_mixture(name, dtype=torch.float32, **changes)
+    generator = torch.Generator().manual_seed(7)
+    for key, buffer in model.named_buffers():
+        if "correction" in key:
+            # transformers makes zeros. These move choices, since scores of small weights are nearly equal.
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model.eval()
 
 
@@ -47,7 +52,7 @@ def router_of(model: PreTrainedModel) -> Router:
     return mixture.router
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "minimax-m2", "glm-4.5"])
 def test_reference_computes_what_transformers_does(name: str) -> None:
     model = tiny(name)
     anatomy = found_in(model)
@@ -129,14 +134,108 @@ def test_other_routers_are_refused(forward: Callable[[Tensor], tuple[Tensor, Ten
     assert found.part == "model.layers.0.mlp.experts"
 
 
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [("minimax-m2", "correction_bias"), ("glm-4.5", "correction_bias"), ("gpt-oss", "experts")],
-)
-def test_correction_biases_and_other_experts_are_refused(name: str, part: str) -> None:
-    found = found_in(tiny(name))
+def test_experts_with_biases_are_refused() -> None:
+    found = found_in(tiny("gpt-oss"))
     assert isinstance(found, Unrecognised)
-    assert part in found.part, found
+    assert "experts" in found.part, found
+
+
+def test_a_correction_bias_is_found_and_left_as_it_was() -> None:
+    model = tiny("minimax-m2")
+    before = {key: value.clone() for key, value in model.named_buffers()}
+    found = router_of(model)
+    assert (found.scoring, found.normalised, found.scale) == ("sigmoid", True, 1.0)
+    assert found.correction is not None
+    assert found.correction.startswith("model.layers.1.mlp")
+    for key, value in model.named_buffers():
+        assert torch.equal(value, before[key]), key
+
+
+def test_a_scale_behind_a_correction_is_found() -> None:
+    found = router_of(tiny("glm-4.5", routed_scaling_factor=2.5))
+    assert (found.scoring, found.normalised, found.scale) == ("sigmoid", True, 2.5)
+    assert found.correction == "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert not router_of(tiny("glm-4.5", norm_topk_prob=False)).normalised
+
+
+def test_logits_of_a_cast_weight_are_not_rounded() -> None:
+    assert not router_of(tiny("minimax-m2").bfloat16()).wide
+    model = tiny("glm-4.5").bfloat16()
+    anatomy = found_in(model)
+    assert isinstance(anatomy, Anatomy)
+    mixture = anatomy.layers[-1].mlp
+    assert isinstance(mixture, Mixture)
+    assert mixture.router.wide
+    x = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    _, expected, _ = model.get_submodule(mixture.router.module)(x)
+
+    def error(router: Router) -> float:
+        found: list[Tensor] = []
+        run = reference._mixture(
+            model, replace(mixture, router=router), lambda _, each: found.append(each[0])
+        )
+        run(x)
+        return float((found[0].sort(-1).values - expected.sort(-1).values).abs().max())
+
+    # Float32's rounding in sums of 64 terms; a bfloat16 logit is off by up to 2**-9 of itself.
+    assert error(mixture.router) < 1e-6
+    assert error(replace(mixture.router, wide=False)) > 1e-6
+
+
+def test_groups_of_experts_are_refused() -> None:
+    found = found_in(tiny("glm-4.5", n_routed_experts=8, n_group=4))
+    assert isinstance(found, Unrecognised)
+    assert found.part == "model.layers.1.mlp.experts"
+
+
+def corrected_like_a_score(logits: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
+    values, index = (logits.sigmoid() + correction).topk(2, -1)
+    return values, index
+
+
+def test_a_correction_that_changes_weights_is_refused() -> None:
+    model = tiny("minimax-m2")
+    for layer in model.model.layers:
+        gate = layer.mlp.gate
+
+        def run(x: Tensor, correction: Tensor, gate: nn.Module = gate) -> tuple[Tensor, Tensor, Tensor]:
+            logits = F.linear(x, gate.weight)
+            return logits, *corrected_like_a_score(logits, correction)
+
+        gate.forward = run
+    found = found_in(model)
+    assert isinstance(found, Unrecognised)
+    assert found.part == "model.layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize("name", ["minimax-m2", "glm-4.5"])
+def test_a_forgotten_correction_is_found_by_the_probe(name: str) -> None:
+    model = tiny(name)
+    anatomy = found_in(model)
+    assert isinstance(anatomy, Anatomy)
+    last = anatomy.layers[-1]
+    assert isinstance(last.mlp, Mixture)
+    wrong = replace(last, mlp=replace(last.mlp, router=replace(last.mlp.router, correction=None)))
+    changed = replace(anatomy, layers=(*anatomy.layers[:-1], wrong))
+
+    def build(batch: int, capacity: int) -> Forward:
+        return ReferenceForward(model, changed, batch=batch, capacity=capacity)
+
+    found = [each.layer for each in compare(model, changed, build) if not each.holds]
+    assert found[0] == len(anatomy.layers) - 1
+
+
+@pytest.mark.parametrize("name", ["minimax-m2", "glm-4.5"])
+def test_chain_names_a_correction(name: str) -> None:
+    model = tiny(name, **({} if name == "minimax-m2" else {"moe_intermediate_size": 64}))
+    if name == "minimax-m2":
+        model = tiny(name, intermediate_size=64)
+    anatomy = found_in(model)
+    assert isinstance(anatomy, Anatomy)
+    grouped(model)
+    refused = chain_refusal(model.half(), anatomy)
+    assert refused is not None
+    assert refused.part.endswith("e_score_correction_bias")
 
 
 @pytest.mark.parametrize("fault", [{"normalised": True}, {"scale": 1.01}, {"scoring": "sigmoid"}])
