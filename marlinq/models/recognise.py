@@ -38,6 +38,8 @@ from marlinq.models.recognise_attention import RotaryModules, attention_part
 from marlinq.models.recording import TOKENS, AttentionCall, Call, ExpertsCall, Recording, Refusal, record
 
 _ANY_WIDTH = 64
+# Of corrected routers, by all layers together.
+_CHOICES = 256
 # What a model's own forward pass may raise when it meets random numbers where it expects something else.
 _FORWARD_ERRORS = (
     RuntimeError,
@@ -73,6 +75,12 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
             if far is not None and anatomy != _anatomy(model, names, norms, rotary, experts, far):
                 reason = f"its forward pass is another one at position {far} than at 0"
                 raise Refusal(type(model).__name__, reason)
+            # Groups of experts that are left out seldom change a choice, so many choices are looked at.
+            corrected = sum(found.correction is not None for found in experts.values())
+            again = 0 if corrected == 0 else -(-_CHOICES // (TOKENS * corrected))
+            for seed in range(again):
+                if anatomy != _anatomy(model, names, norms, rotary, experts, 0, seed):
+                    raise Refusal(type(model).__name__, "its forward pass is another one each time")
         except _FORWARD_ERRORS as error:
             first_line = (str(error).splitlines() or [type(error).__name__])[0][:120]
             raise Refusal(
@@ -233,6 +241,7 @@ def _anatomy(
     rotary: RotaryModules,
     experts: dict[str, _RoutedExperts],
     start: int,
+    seed: int = 17,
 ) -> Anatomy:
     """What one recording says, of tokens from position ``start`` on."""
     blocks = [model.get_submodule(name) for name in names]
@@ -243,6 +252,7 @@ def _anatomy(
         start,
         {name: found.count for name, found in experts.items()},
         [found.correction for found in experts.values() if found.correction is not None],
+        seed,
     )
     called = {call.name: call.input.shape[-1] for call in recording.calls if call.kind == "norm"}
     norms = {name: replace(norms[name], width=width) for name, width in called.items()}

@@ -149,6 +149,7 @@ def record(
     start: int = 0,
     experts: Mapping[str, int] | None = None,
     corrections: Sequence[str] = (),
+    seed: int = 17,
 ) -> Recording:
     """Runs ``model`` once, as described above, and leaves it as it was.
 
@@ -161,11 +162,12 @@ def record(
             that is multiplied outside of linears makes a router's logits.
         corrections: full names of buffers beside experts, each with one number an expert. They hold random
             numbers meanwhile: those of a new model are all zero, and would show nothing.
+        seed: of all random numbers.
 
     Raises:
         Refusal: a parameter is used in another way, or attention is computed in another way.
     """
-    recorder = _Recorder(model, blocks, start, experts or {})
+    recorder = _Recorder(model, blocks, start, experts or {}, seed)
     positions = {"position_ids": recorder.recording.positions[None]} if start else {}
     with ExitStack() as stack:
         stack.enter_context(recorder.stubs(norms))
@@ -181,7 +183,12 @@ def record(
 
 class _Recorder:
     def __init__(
-        self, model: PreTrainedModel, blocks: list[nn.Module], start: int, experts: Mapping[str, int]
+        self,
+        model: PreTrainedModel,
+        blocks: list[nn.Module],
+        start: int,
+        experts: Mapping[str, int],
+        seed: int,
     ) -> None:
         self.model = model
         self.experts = experts
@@ -190,7 +197,7 @@ class _Recorder:
         self.names = {id(module): name for name, module in model.named_modules()}
         self.parameters = {id(value): name for name, value in model.named_parameters()}
         self.recording = Recording(torch.arange(3, 3 + TOKENS)[None], torch.arange(start, start + TOKENS))
-        generator = torch.Generator().manual_seed(17)
+        generator = torch.Generator().manual_seed(seed)
         # Multiples of 1/8 with 8 significant bits: a cast to a narrow dtype on the way does not change them.
         numbers = _SIZE * torch.randn(_POOL, generator=generator)
         self._numbers = (8 * numbers).round().clamp(-255, 255) / 8

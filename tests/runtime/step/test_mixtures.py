@@ -182,8 +182,9 @@ def test_logits_of_a_cast_weight_are_not_rounded() -> None:
     assert error(replace(mixture.router, wide=False)) > 1e-6
 
 
-def test_groups_of_experts_are_refused() -> None:
-    found = found_in(tiny("glm-4.5", n_routed_experts=8, n_group=4))
+@pytest.mark.parametrize(("experts", "groups", "kept"), [(8, 4, 1), (16, 4, 2), (16, 4, 3)])
+def test_groups_of_experts_are_refused(experts: int, groups: int, kept: int) -> None:
+    found = found_in(tiny("glm-4.5", n_routed_experts=experts, n_group=groups, topk_group=kept))
     assert isinstance(found, Unrecognised)
     assert found.part == "model.layers.1.mlp.experts"
 
