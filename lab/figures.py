@@ -161,7 +161,8 @@ def decode_plot() -> str:
                 f'<text x="{left + long + 8:.1f}" y="{at + 15}">{1 / seconds:,.0f}{times}</text>'
             )
     bottom = top + len(cells) * step
-    parts.append(_text("small", bottom, "INT4: marlinq. FP16: transformers, compiled, static cache, of an earlier run."))
+    told = "INT4: marlinq. FP16: transformers, compiled, static cache, of an earlier run."
+    parts.append(_text("small", bottom, told))
     return _svg(680, bottom + 16, parts)
 
 
