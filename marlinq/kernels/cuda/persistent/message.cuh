@@ -75,8 +75,8 @@ __device__ __forceinline__ const float* missing_of_first(int which, u32 round, c
     return first.missing_one(which, round);
 }
 
-// Until all letters are of the round. One lane waits for one word; then all that is missing is requested at once. If every lane
-// asked for everything until it is there, what blocks ask for would take all of L2's bandwidth, from the weights too.
+// Until all letters are of the round: every lane asks again for what it misses, which with few letters a lane is less than L2
+// delivers, and a trip less than to wait for one word first (the lab's other ways).
 template <typename... SomeLetters>
 __device__ __forceinline__ void await(u32 round, SomeLetters&... letters) {
     if (LAB_NO_WAIT) return;

@@ -1,2 +1,2 @@
-#define LAB_POLL 1
+#define LAB_POLL 0
 #include "kernels/persistent.cuh"
