@@ -75,7 +75,8 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
             if far is not None and anatomy != _anatomy(model, names, norms, rotary, experts, far):
                 reason = f"its forward pass is another one at position {far} than at 0"
                 raise Refusal(type(model).__name__, reason)
-            # Groups of experts that are left out seldom change a choice, so many choices are looked at.
+            # A router that leaves out groups of experts mostly chooses what one without groups would, so few
+            # tokens don't tell them apart.
             corrected = sum(found.correction is not None for found in experts.values())
             again = 0 if corrected == 0 else -(-_CHOICES // (TOKENS * corrected))
             for seed in range(again):

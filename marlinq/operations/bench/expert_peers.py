@@ -102,9 +102,7 @@ class HummingExperts:
         from humming.layer import HummingLayer
 
         self._weights, self._layer = weights, layer
-        # Gate's columns, then up's, as it expects them.
-        blocks = torch.arange(2 * layer.inner, device=weights.down.words.device).view(-1, 2, 16)
-        order = blocks.transpose(0, 1).reshape(-1)
+        order = _gate_then_up(layer, weights)
         self._layers = []
         for stored, columns in ((weights.gate_up, order), (weights.down, None)):
             experts, k, n = stored.shape
@@ -206,10 +204,7 @@ class _DenseExperts(ABC):
 
     def load(self, layer: ExpertsLayer, weights: ExpertWeights) -> None:
         self._layer = layer
-        # Gate's columns, then up's. [E, N, K], as linears have them.
-        blocks = torch.arange(2 * layer.inner, device=weights.down.words.device).view(-1, 2, 16)
-        order = blocks.transpose(0, 1).reshape(-1)
-        self._gate_up = _dense(weights.gate_up, order)
+        self._gate_up = _dense(weights.gate_up, _gate_then_up(layer, weights))
         self._down = _dense(weights.down, None)
 
     def prepare(self, m: int, routings: Sequence[Routing]) -> RunLayer:
@@ -220,15 +215,13 @@ class _DenseExperts(ABC):
             ids = routing.ids.flatten().long()
             order = torch.argsort(ids, stable=True)
             counts = torch.bincount(ids, minlength=layer.experts)
-            sorted_pairs.append((order // layer.top, torch.argsort(order), counts))
-        counted = [[int(count) for count in counts] for _, _, counts in sorted_pairs]
-        ends = [counts.cumsum(0).to(torch.int32) for _, _, counts in sorted_pairs]
+            ends = counts.cumsum(0).to(torch.int32)
+            sorted_pairs.append((order // layer.top, torch.argsort(order), counts.tolist(), ends))
 
         def run(number: int, x: Tensor) -> Tensor:
-            rows, back, _ = sorted_pairs[number]
-            both = self._product(x[rows], self._gate_up, counted[number], ends[number])
-            gate, up = both.chunk(2, dim=1)
-            result = self._product(functional.silu(gate) * up, self._down, counted[number], ends[number])
+            rows, back, counts, ends = sorted_pairs[number]
+            gate, up = self._product(x[rows], self._gate_up, counts, ends).chunk(2, dim=1)
+            result = self._product(functional.silu(gate) * up, self._down, counts, ends)
             weights = routings[number].weights.to(x.dtype).unsqueeze(1)
             return torch.bmm(weights, result[back].view(m, layer.top, -1)).squeeze(1)
 
@@ -271,8 +264,14 @@ class GroupedExperts(_DenseExperts):
         return functional.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
 
 
+def _gate_then_up(layer: ExpertsLayer, weights: ExpertWeights) -> Tensor:
+    """The stored columns, of which gate and up take turns in blocks of 16, in the order gate, then up."""
+    blocks = torch.arange(2 * layer.inner, device=weights.down.words.device).view(-1, 2, 16)
+    return blocks.transpose(0, 1).reshape(-1)
+
+
 def _dense(stored: StoredExperts, columns: Tensor | None) -> Tensor:
-    """[E, N, K] of the scales' dtype, columns reordered."""
+    """[E, N, K], as linears have them, of the scales' dtype; columns reordered."""
     experts, k, n = stored.shape
     dense = torch.empty(experts, n, k, dtype=stored.scales.dtype, device=stored.words.device)
     for expert in range(experts):

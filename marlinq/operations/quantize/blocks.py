@@ -131,9 +131,9 @@ class BlockQuantizer:
         module = self._instance.block(index)
         _check_weights(self._blocks[index].name, module)
         keep = onward and self._plan.method.sequential
-        # Experts read their inputs again, as often as their statistics need slices.
-        once = onward and not (keep or is_written or self._blocks[index].experts)
-        once = once and bool(members) and not self._instance.blueprint.routed
+        # Where tokens choose experts, inputs are read again for each slice of statistics.
+        routed = self._instance.blueprint.routed or bool(self._blocks[index].experts)
+        once = onward and bool(members) and not (keep or is_written or routed)
         if is_written:
             self._advance_original(index)
             for planned in members if keep else ():
@@ -216,9 +216,9 @@ class BlockQuantizer:
         outputs = _Outputs(states)
         for number in range(len(self._batches)):
             outputs.keep(number, self._replay.run(index, number, states.load(number)))
-        self._check(index, outputs)
+        self._check_output(index, outputs)
 
-    def _check(self, index: int, outputs: _Outputs) -> None:
+    def _check_output(self, index: int, outputs: _Outputs) -> None:
         if not outputs.finite():
             raise NumericsError(
                 f"{self._blocks[index].name}: its output holds NaN or infinity in "
@@ -389,7 +389,7 @@ class BlockQuantizer:
             if once and output is not None:
                 outputs.keep(number, output)
         if once:
-            self._check(index, outputs)
+            self._check_output(index, outputs)
         for projection in first:
             if projection.name not in statistics:
                 # An expert that no token chose.

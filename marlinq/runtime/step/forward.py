@@ -58,8 +58,8 @@ class Forward(ABC):
     def assume(self, length: int) -> None:
         """Let every row's cache count as holding ``length`` tokens, whatever lies there.
 
-        Steps then take the time that they take behind so many tokens, which is all that their results are
-        good for; :meth:`prefill` ends it. A cache that can't be set so leaves things as they are.
+        For timing: steps take as long as they would behind so many tokens, and their results mean nothing
+        until the next :meth:`prefill`. A forward whose cache can't be set so ignores the call.
         """
         self.lengths.fill_(length)
 
