@@ -115,7 +115,11 @@ def pieces(checkpoint: Path | None) -> list[Piece]:
         _sanitizer("memcheck", 240),
         _sanitizer("racecheck", 240),
         _sanitizer("synccheck", 240),
-        *(_sanitizer(tool, 240, "small_experts") for tool in ("memcheck", "racecheck", "synccheck")),
+        *(
+            _sanitizer(tool, 240, problems)
+            for problems in ("small_experts", "small_steps")
+            for tool in ("memcheck", "racecheck", "synccheck")
+        ),
         *(_tests(f"tests-{room}", files, 180) for room, files in sorted(rooms.items())),
         Piece("host-cost", (str(_LAB / "host_cost.py"), "--json", "{json}"), 120, timed=True),
         Piece("chain", (chain, "--batch", "1", "--batch", "16", "--json"), 150, timed=True, prints_json=True),
