@@ -73,7 +73,8 @@ def test_embeddings_and_lengths() -> None:
     lengths = torch.tensor([3, 60], dtype=torch.int32, device="cuda")
     stored = poisoned(6, 4096, dtype=dtype)
     gather = Gather(tokens, table, 2.0, positions, positions_offset=2)
-    start(residual(gather, stored=stored, lengths=lengths, tokens_each=3, counter=lengths.clone()))
+    counter = lengths.clone()
+    start(residual(gather, stored=stored, lengths=lengths, tokens_each=3, counter=counter))
     places = torch.tensor([5, 6, 7, 62, 63, 64], device="cuda")
     assert relative_error(stored, 2.0 * table[tokens].double() + positions[places].double()) < BOUND[dtype]
 
