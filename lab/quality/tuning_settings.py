@@ -6,7 +6,8 @@ START is a folder that ``marlinq quantize`` wrote from MODEL without tuning; its
 ``--try`` begins there, tunes with the package's own loop, and is measured in float32 on every ``--text``.
 Keys of a try: steps, tokens, rate, codes (times the rate), rows (how many rows of text), row (tokens of
 one), whole (rows are documents one after the other, not random pieces), vectors, seed, rem (how far from its
-code a latent may begin), graph (0 records no CUDA graphs), start (1 measures what the try begins with, too).
+code a latent may begin), graph (0 records no CUDA graphs), fused (0 makes weights by torch's operations),
+start (1 measures what the try begins with, too).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor
 from marlinq import load
 from marlinq.calibration import Document, make_batches
 from marlinq.checkpoint import Checkpoint
+from marlinq.methods import gpu
 from marlinq.methods import tuning as tuning_module
 from marlinq.models import BlockReplay, ModelInstance, build_blueprint
 from marlinq.operations.evaluate.text import read_windows
@@ -114,6 +116,7 @@ def main() -> None:
             seed=int(asked.get("seed", 0)),
         )
         loop_module._SMALL = int(asked.get("graph", 1)) << 30
+        tuning_module.has_panel_kernel = gpu.has_panel_kernel if int(asked.get("fused", 1)) else _never
         tuning_module._LARGEST_REMAINDER = float(asked.get("rem", 0.45))
         with run._reproducible(bench.device):
             lines = _try(bench, instance, documents, settings, asked, lessons)
@@ -122,6 +125,10 @@ def main() -> None:
         if options.json is not None:
             with options.json.open("a", encoding="utf-8") as out:
                 out.write(json.dumps({"try": text, **lines}) + "\n")
+
+
+def _never(device: torch.device) -> bool:
+    return False
 
 
 def _try(bench: Bench, instance: Any, documents: Any, settings: Any, asked: Any, lessons: Any) -> Any:

@@ -8,9 +8,9 @@ be stored: scales rounded to their dtype, codes rounded to integers. Gradients p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from marlinq.core.errors import UnsupportedError
 from marlinq.core.weight import QuantizedWeight
+from marlinq.kernels.solve import TunedTensors, launch, prepare_gradients, prepare_weight
+from marlinq.kernels.solve.panel import PreparedPanel
+from marlinq.methods.gpu import has_panel_kernel
 from marlinq.methods.grid import storable_scales
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # A latent code begins at most so far from its code: half a step would be a coin's toss which code it means.
 _LARGEST_REMAINDER = 0.45
@@ -56,12 +56,15 @@ class TunableWeight:
                 f"{name}: codes of {quantized.element.name} can't be tuned, only its scales"
             )
         self._quantized = quantized
-        self._scales = quantized.scales.to(torch.float32)
-        self._zeros = quantized.zeros.to(torch.float32).unsqueeze(1)
+        self._codes = quantized.codes.contiguous()
+        self._scales = quantized.scales.to(torch.float32).contiguous()
+        self._zeros = quantized.zeros.to(torch.float32).contiguous().unsqueeze(1)
         self.change = torch.zeros_like(self._scales, requires_grad=True)
         self.latent: Tensor | None = None
         if original is not None:
             self.latent = self._latent(original).requires_grad_()
+        # The kernels know integers alone.
+        self._fused = quantized.element.table is None and has_panel_kernel(self.change.device)
 
     @property
     def count(self) -> int:
@@ -72,7 +75,7 @@ class TunableWeight:
         codes = self._grouped(self._quantized.codes).to(torch.float32)
         exact = self._grouped(original.t().to(torch.float32)) / self._scales.unsqueeze(1) + self._zeros
         remainder = (exact - codes).clamp_(-_LARGEST_REMAINDER, _LARGEST_REMAINDER)
-        return (codes + remainder).reshape(self._quantized.codes.shape)
+        return (codes + remainder).reshape(self._quantized.codes.shape).contiguous()
 
     def _grouped(self, tensor: Tensor) -> Tensor:
         """[K, N] as [G, g, N]."""
@@ -104,10 +107,24 @@ class TunableWeight:
     def _top(self) -> int:
         return self._quantized.element.codes - 1
 
-    def dense(self) -> Tensor:
-        """float32 [N, K], what the weight would be loaded as; differentiable."""
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[N, K], what the weight would be loaded as, in float32 or rounded to ``dtype``; differentiable."""
+        if self._fused:
+            return fused_dense(self.tensors(), dtype)
         product = self._levels() * self.scales().unsqueeze(1)
-        return product.reshape(self._quantized.codes.shape).t()
+        return product.reshape(self._quantized.codes.shape).t().to(dtype)
+
+    def tensors(self) -> TunedTensors:
+        """What the weight is made of, for the kernels."""
+        return TunedTensors(
+            self._codes if self.latent is None else self.latent,
+            self.change,
+            self._scales,
+            self._zeros.squeeze(1),
+            self._quantized.scales.dtype,
+            self._top,
+            _LARGEST_REMAINDER,
+        )
 
     def quantized(self) -> QuantizedWeight:
         """The weight as it is now."""
@@ -117,6 +134,48 @@ class TunableWeight:
             if self.latent is not None:
                 codes = self.latent.round().clamp(0, self._top).to(torch.uint8)
         return replace(self._quantized, scales=scales, codes=codes)
+
+
+Launch = Callable[[PreparedPanel, int], None]
+
+
+def fused_dense(tensors: TunedTensors, dtype: torch.dtype, launch: Launch = launch) -> Tensor:
+    """:meth:`TunableWeight.dense` in one kernel, and its gradients in another.
+
+    Args:
+        tensors: what the weight is made of.
+        dtype: float32 or bfloat16, of the result.
+        launch: starts a prepared kernel.
+
+    Raises:
+        ValueError: tensors that the kernels can't read.
+        EnvironmentProblem: a kernel can't be compiled or loaded.
+    """
+    dense: Tensor = _Dense.apply(tensors.given, tensors.change, tensors, dtype, launch)  # type: ignore[no-untyped-call]
+    return dense.t()
+
+
+class _Dense(torch.autograd.Function):
+    """[K, N]; both roundings pass gradients unchanged."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, given: Tensor, change: Tensor, tensors: TunedTensors, dtype: torch.dtype, launch: Launch
+    ) -> Tensor:
+        out = torch.empty(given.shape, dtype=dtype, device=given.device)
+        launch(prepare_weight(tensors, out), given.get_device())
+        ctx.save_for_backward(given, change)
+        ctx.tensors, ctx.launch = tensors, launch
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
+        given, change = ctx.saved_tensors
+        by_change = torch.empty_like(change)
+        by_latent = torch.empty_like(given) if ctx.tensors.latent else None
+        d_weight = gradients[0].contiguous()
+        ctx.launch(prepare_gradients(ctx.tensors, d_weight, by_change, by_latent), given.get_device())
+        return by_latent, by_change, None, None, None
 
 
 class TunableVector:

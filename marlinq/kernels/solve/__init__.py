@@ -1,20 +1,26 @@
-"""Kernels of quantisation methods: the panels of GPTQ."""
+"""Kernels of quantisation methods: the panels of GPTQ, and weights that follow a gradient."""
 
 from marlinq.kernels.solve.many import prepare_panels, round_panels
 from marlinq.kernels.solve.panel import (
     PANEL_ROWS,
     PanelTensors,
     check_panels,
+    launch,
     prepare_panel,
     round_panel,
 )
+from marlinq.kernels.solve.tuned import TunedTensors, prepare_gradients, prepare_weight
 
 __all__ = [
     "PANEL_ROWS",
     "PanelTensors",
+    "TunedTensors",
     "check_panels",
+    "launch",
+    "prepare_gradients",
     "prepare_panel",
     "prepare_panels",
+    "prepare_weight",
     "round_panel",
     "round_panels",
 ]

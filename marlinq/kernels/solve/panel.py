@@ -17,7 +17,9 @@ from marlinq.kernels.launch.loading import load_kernel
 PANEL_ROWS = 128
 """The most input channels of a panel: what it needs of shared memory then fits every supported GPU."""
 
-_SCALES = {"float16": "Half", "bfloat16": "Bfloat16", "float32": "Single"}
+SCALES = {"float16": "Half", "bfloat16": "Bfloat16", "float32": "Single"}
+"""What the kernels call the dtype of stored scales."""
+
 # Of the kernel: output channels of a block, its warps, and rows that are rounded before the others follow.
 _COLUMNS, _WARPS, _LEAF = 32, 4, 16
 
@@ -95,7 +97,7 @@ def shared_bytes(rows: int) -> int:
 def instantiation(scheme: Scheme, factors: int) -> Instantiation:
     """The kernel for a scheme and a number of scale factors to search; 0 factors: the scales are given."""
     parameters = (
-        ("Scale", _SCALES[scheme.scale_dtype]),
+        ("Scale", SCALES[scheme.scale_dtype]),
         ("SEARCH", factors > 0),
         ("SYMMETRIC", not scheme.stores_zeros),
         ("FACTORS", max(factors, 1)),

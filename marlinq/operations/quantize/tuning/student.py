@@ -50,6 +50,7 @@ class Student:
         vectors: bool,
     ) -> None:
         self._instance = instance
+        self._rounds = instance.device.type == "cuda"
         self._replay = replay
         self.weights: dict[str, TunableWeight] = {}
         self.vectors: dict[str, TunableVector] = {}
@@ -134,7 +135,9 @@ class Student:
         parameters = {name: self.vectors[name].dense() for name in self._inside[index]}
         for planned in self._members[index]:
             projection = planned.projection
-            weight = self.weights[projection.name].dense()
+            # Where products round to bfloat16 anyway, a weight of its own is made so at once.
+            dtype = torch.bfloat16 if projection.whole and self._rounds else torch.float32
+            weight = self.weights[projection.name].dense(dtype)
             if projection.whole:
                 parameters[projection.parameter] = weight.t() if projection.transposed else weight
                 continue
@@ -148,7 +151,7 @@ class Student:
     @contextmanager
     def _precision(self) -> Iterator[None]:
         """Products in bfloat16 on a GPU; sums, norms and the residual stream stay in float32."""
-        if self._instance.device.type != "cuda":
+        if not self._rounds:
             yield
             return
         with torch.autocast("cuda", torch.bfloat16), sdpa_kernel(_ATTENTION):
