@@ -7,6 +7,7 @@ START is a folder that ``marlinq quantize`` wrote from MODEL without tuning; its
 Keys of a try: steps, tokens, rate, codes (times the rate), rows (how many rows of text), row (tokens of
 one), whole (rows are documents one after the other, not random pieces), vectors, seed, rem (how far from its
 code a latent may begin), graph (0 records no CUDA graphs), fused (0 makes weights by torch's operations),
+shared (1 divides a latent's step by its tensor's gradients instead of its own), momentum (of latents then),
 start (1 measures what the try begins with, too).
 """
 
@@ -127,6 +128,41 @@ def main() -> None:
                 out.write(json.dumps({"try": text, **lines}) + "\n")
 
 
+class Shared:
+    """Adam for the first group; for the second, momentum over the RMS of a tensor's gradients."""
+
+    def __init__(self, adam: torch.optim.Optimizer, momentum: float) -> None:
+        slow, codes = adam.param_groups
+        self._adam = torch.optim.Adam([slow], fused=True)
+        self._momentum, self._steps = momentum, 0
+        self.param_groups = [self._adam.param_groups[0], codes]
+        self._leaves = codes["params"]
+        self._means = [torch.zeros_like(leaf) for leaf in self._leaves]
+        self._squares = [torch.zeros((), device=leaf.device) for leaf in self._leaves]
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """As of any optimiser."""
+        self._adam.zero_grad(set_to_none)
+        for leaf in self._leaves:
+            if set_to_none or leaf.grad is None:
+                leaf.grad = None
+            else:
+                leaf.grad.zero_()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """As of any optimiser."""
+        self._adam.step()
+        self._steps += 1
+        first, second = self._momentum, 0.99
+        rate = self.param_groups[1]["lr"] / (1 - first**self._steps)
+        for leaf, mean, square in zip(self._leaves, self._means, self._squares, strict=True):
+            mean.lerp_(leaf.grad, 1 - first)
+            square.lerp_(leaf.grad.square().mean(), 1 - second)
+            factor = rate / (square / (1 - second**self._steps)).sqrt_().clamp_(min=1e-30)
+            leaf.addcmul_(mean, factor, value=-1)
+
+
 def _never(device: torch.device) -> bool:
     return False
 
@@ -181,6 +217,8 @@ def _try(bench: Bench, instance: Any, documents: Any, settings: Any, asked: Any,
             vocabulary=text.vocab_size,
             positions=8192,
         )
+        if int(asked.get("shared", 0)):
+            loop._optimizer = Shared(loop._optimizer, float(asked.get("momentum", 0.9)))
         begun = time.perf_counter()
         loop.run(lambda *_: None, lambda: None)
         torch.cuda.synchronize() if bench.device.type == "cuda" else None

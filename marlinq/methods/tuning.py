@@ -23,15 +23,16 @@ from marlinq.kernels.solve.panel import PreparedPanel
 from marlinq.methods.gpu import has_panel_kernel
 from marlinq.methods.grid import storable_scales
 
-# A latent code begins at most so far from its code: half a step would be a coin's toss which code it means.
-_LARGEST_REMAINDER = 0.45
+# A latent code begins at most so far from its code, and counts as far beyond the ends: half a step would be a
+# coin's toss which code it means, and what is nearer is changed by chance more often than by the gradient.
+_LARGEST_REMAINDER = 0.3
 
 
 class TunableWeight:
     """A quantised weight with parameters for an optimiser.
 
     ``change`` [G, N] is the relative change of each scale. ``latent`` [K, N] rounds to the codes; it begins
-    at the code, moved towards the original weight by at most 0.45 of a step, so that codes which the
+    at the code, moved towards the original weight by at most 0.3 of a step, so that codes which the
     quantiser rounded away from the nearest value change first. Without ``original`` there is none, and the
     codes stay.
 

@@ -39,11 +39,18 @@ _GPU_SECONDS = 20.0
 _GPU_SHARE = 0.5
 _GPU_MEMORY_SHARE = 0.8
 
-# Tuning: steps and tokens of a step at most, and operations of all of it: 200 s of a GPU that does 4e14 of
-# them a second, an hour of two CPU threads at the rate above.
-_TUNE_STEPS = 120
+# Tuning: steps at most, steps below which a step's tokens are fewer too, tokens of a step at most, and operations
+# of all of it: 200 s of a GPU that does 4e14 of them a second, an hour of two CPU threads at the rate above.
+_TUNE_STEPS = 600
+_TUNE_FEW_STEPS = 120
 _TUNE_TOKENS = 8192
 _TUNE_WORK = {"cpu": 3e14, "cuda": 8e16}
+# The rate of a step at most, and of all steps together: more steps at a lower rate end nearer.
+_TUNE_RATE = 0.002
+_TUNE_RATES = 0.6
+# Tokens that a model writes to be tuned on at most, and the longest of its documents.
+_TUNE_TEXT = 380_000
+_TUNE_LENGTH = 512
 # Multiplications and additions of a weight for a token: the original's pass, the student's, the same again
 # for the backward pass, and that, which is two.
 _TUNE_PRODUCTS = 10
@@ -139,7 +146,7 @@ def text_budget(recipe: Recipe, work: Work, device: torch.device, dtype: torch.d
     if recipe.tokens != AUTO:
         return _rows_for(int(recipe.tokens), longest, "as asked for")
     if device.type == "cuda":
-        return _for_gpu(work, longest, device, dtype)
+        return _for_gpu(work, longest, device, dtype, tuned=recipe.tune_steps != 0)
     threads = torch.get_num_threads()
     rate = threads * (_CPU_NARROW_RATE if dtype == torch.bfloat16 else _CPU_RATE)
     # Each block runs twice: for its inputs, and for its outputs once it is quantised.
@@ -152,7 +159,8 @@ def text_budget(recipe: Recipe, work: Work, device: torch.device, dtype: torch.d
 def tuning_budget(recipe: Recipe, work: Work, device: torch.device) -> tuple[int, int]:
     """Steps of tuning and tokens of a step.
 
-    Where both are automatic, steps and tokens shrink alike until the operations are within the budget.
+    Where both are automatic, there are as many steps as the operations of the budget allow. Where these are
+    few, steps and tokens shrink alike.
 
     Args:
         recipe: with its ``tune_steps`` and ``tune_tokens``.
@@ -165,16 +173,39 @@ def tuning_budget(recipe: Recipe, work: Work, device: torch.device) -> tuple[int
         return recipe.tune_steps, tokens
     if isinstance(recipe.tune_tokens, int):
         return max(1, min(_TUNE_STEPS, int(most / recipe.tune_tokens))), recipe.tune_tokens
-    share = min(1.0, (most / (_TUNE_STEPS * _TUNE_TOKENS)) ** 0.5)
-    return max(1, round(_TUNE_STEPS * share)), max(1, round(_TUNE_TOKENS * share))
+    share = min(1.0, (most / (_TUNE_FEW_STEPS * _TUNE_TOKENS)) ** 0.5)
+    if share < 1:
+        return max(1, round(_TUNE_FEW_STEPS * share)), max(1, round(_TUNE_TOKENS * share))
+    return min(_TUNE_STEPS, int(most / _TUNE_TOKENS)), _TUNE_TOKENS
 
 
-def _for_gpu(work: Work, longest: int, device: torch.device, dtype: torch.dtype) -> TextBudget:
+def tuning_rate(recipe: Recipe, steps: int) -> float:
+    """The highest relative change of a scale in one of ``steps`` steps of tuning."""
+    if isinstance(recipe.tune_rate, float):
+        return recipe.tune_rate
+    return min(_TUNE_RATE, _TUNE_RATES / max(1, steps))
+
+
+def _for_gpu(
+    work: Work, longest: int, device: torch.device, dtype: torch.dtype, *, tuned: bool
+) -> TextBudget:
     bandwidth = device_numbers(device.index or 0).bandwidth * _GPU_SHARE
     weights = work.all_weights * dtype.itemsize
     memory = torch.cuda.get_device_properties(device).total_memory * _GPU_MEMORY_SHARE - weights
     rows = min(_MOST_ROWS, max(1, int(memory / (work.cache_bytes * _SHORT))))
     length = min(longest, max(_SHORT, int(memory / (work.cache_bytes * rows))))
+    if tuned:
+        # Tuning takes text in short rows, and more of it is worth more; rounds of short documents write more.
+        length = min(length, _TUNE_LENGTH)
+        steps = int(_GPU_SECONDS * bandwidth / (weights + rows * work.cache_bytes * length / 2))
+        tokens = min(_TUNE_TEXT, int(rows * steps * _FILLED)) // _STEP * _STEP
+        return TextBudget(
+            max(tokens, _FEWEST_TOKENS),
+            None,
+            rows,
+            length,
+            "what tuning has a use for, in about 20 s at most",
+        )
     # Of a row's cache half is there on average: seconds = length * (weights + rows * cache * length / 2) / b.
     a, b = rows * work.cache_bytes / 2, weights
     steps = int(((b * b + 4 * a * _GPU_SECONDS * bandwidth) ** 0.5 - b) / (2 * a))

@@ -43,7 +43,7 @@ QUALITIES: dict[str, Quality] = {
         ),
         Quality(
             "best",
-            2,
+            3,
             "the default, then codes, scales and norms tuned towards the original's predictions",
             {"method": "gptq", "tune_steps": "auto", "tune_codes": True},
         ),

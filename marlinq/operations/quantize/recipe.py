@@ -224,7 +224,7 @@ class Recipe:
             of the layer; ``all``, those alone; ``shared``, those for gate and up, and for down what all
             experts of the layer are given.
         tune_steps, tune_tokens, tune_rate, tune_codes, tune_norms: how the quantised model is tuned end to
-            end (:mod:`marlinq.operations.quantize.tuning`). Automatic steps and tokens follow a budget
+            end (:mod:`marlinq.operations.quantize.tuning`). Automatic steps, tokens and rates follow a budget
             (:mod:`marlinq.operations.quantize.budget`).
         options: of the method; a plain ``MethodOptions()`` becomes its defaults. In files, their keys stand
             among the recipe's own.
@@ -298,7 +298,12 @@ class Recipe:
         Automatic(WholeNumber(1)),
         "Tokens of a tuning step; auto is what the same budget allows, and 8192 beside a number of steps.",
     )
-    tune_rate: float = setting(0.002, Fraction(), "Highest relative change of a scale in a tuning step.")
+    tune_rate: float | str = setting(
+        AUTO,
+        Automatic(Fraction()),
+        "Highest relative change of a scale in a tuning step; auto is 0.6 shared among the steps, at most "
+        "0.002.",
+    )
     tune_codes: bool = setting(False, Flag(), "Tune the codes too, not the scales alone.")
     tune_norms: bool = setting(
         True, Flag(), "Tune norms and biases too, which stay unquantised and differ from the original's then."

@@ -33,7 +33,7 @@ NOTE = "tuning"
 _PLACES = {"cpu": 1024, "cuda": 8192}
 # Tokens of a row of text, and of all rows together: what the original makes of them is kept in host memory.
 _ROW = 512
-_MOST_TOKENS = 1 << 18
+_MOST_TOKENS = 3 << 17
 # A row is put together from pieces of documents of at least this many tokens.
 _PIECE = 32
 # One document in this many is held out, at least one; of fewer than _FEWEST, none.
