@@ -39,8 +39,8 @@ _GPU_SECONDS = 20.0
 _GPU_SHARE = 0.5
 _GPU_MEMORY_SHARE = 0.8
 
-# Tuning: steps at most, steps below which a step's tokens are fewer too, tokens of a step at most, and operations
-# of all of it: 200 s of a GPU that does 4e14 of them a second, an hour of two CPU threads at the rate above.
+# Tuning: steps at most, steps below which tokens of a step are fewer too, tokens of a step at most, and the
+# operations of it all: 200 s of a GPU that does 4e14 a second, an hour of two CPU threads at the rate above.
 _TUNE_STEPS = 600
 _TUNE_FEW_STEPS = 120
 _TUNE_TOKENS = 8192
