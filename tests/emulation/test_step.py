@@ -303,6 +303,8 @@ def route(
     *,
     normalised: bool,
     scale: float = 1.0,
+    correction: Tensor | None = None,
+    wide: bool = False,
     clusters: bool = True,
     sources: Path = SOURCES,
 ) -> tuple[Tensor, Tensor]:
@@ -315,9 +317,15 @@ def route(
         scoring=scoring,
         normalised=normalised,
         scale=scale,
+        correction=correction,
+        wide=wide,
         clusters=clusters,
     )
-    memory = [*given(x=x), *constants(weight=weight), *results(ids=ids, weights=weights)]
+    memory = [
+        *given(x=x),
+        *constants(weight=weight, correction=correction),
+        *results(ids=ids, weights=weights),
+    ]
     start(builder, prepared, memory, capability=90 if clusters else 80, sources=sources)
     return ids, weights
 
@@ -360,6 +368,76 @@ def test_routers(
     assert torch.equal(ids.long(), taken)
     # A few hundred terms of float32 and an exponential of 2 ulp.
     assert relative_error(weights, scale * expected) < 1e-6
+
+
+def check_correction(
+    builder: Builder,
+    scoring: str = "sigmoid",
+    *,
+    experts: int = 60,
+    normalised: bool = True,
+    clusters: bool = True,
+    sources: Path = SOURCES,
+) -> None:
+    """The choice is of corrected scores, the weights are of the scores; logits keep float32's digits."""
+    torch.manual_seed(6)
+    top, dtype = 4, torch.bfloat16
+    x = apart(torch.randn(3, 264).to(dtype)[:, :256])
+    weight = apart(torch.randn(experts, 256).div(16).to(dtype))
+    correction = apart(torch.randn(experts) / (2 if scoring == "sigmoid" else 30))
+    ids, weights = route(
+        *(builder, x, weight, top, scoring),
+        normalised=normalised,
+        scale=2.5,
+        correction=correction,
+        wide=True,
+        clusters=clusters,
+        sources=sources,
+    )
+    logits = x.double() @ weight.double().T
+    scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+    taken = (scores + correction.double()).sort(-1, descending=True).indices[:, :top]
+    assert torch.equal(ids.long(), taken)
+    assert not torch.equal(taken, logits.sort(-1, descending=True).indices[:, :top])
+    expected = scores.gather(1, taken)
+    if normalised:
+        expected = expected / expected.sum(-1, keepdim=True)
+    # Sums of 256 products in float32, and exponentials of 2 ulp.
+    assert relative_error(weights, 2.5 * expected) < 2e-6
+
+
+@pytest.mark.parametrize("clusters", [True, False])
+@pytest.mark.parametrize(("scoring", "experts"), [("sigmoid", 60), ("softmax", 300)])
+@pytest.mark.parametrize("normalised", [True, False])
+def test_corrected_routers(
+    builder: Builder, scoring: str, experts: int, normalised: bool, clusters: bool
+) -> None:
+    check_correction(builder, scoring, experts=experts, normalised=normalised, clusters=clusters)
+
+
+@pytest.mark.parametrize(
+    ("scoring", "right", "wrong"),
+    [
+        ("sigmoid", " + correction[lane + 32 * i]", ""),
+        ("sigmoid", "correction[lane + 32 * i]", "correction[lane]"),
+        ("sigmoid", "const float best = logits[at];", "const float best = mine[0];"),
+        ("sigmoid", "C::WIDE ? sum : rounded<E>(sum)", "rounded<E>(sum)"),
+        ("sigmoid", "mine[i] = score(mine[i], highest, all)", "mine[i] = mine[i]"),
+        ("softmax", "if (C::SOFTMAX && !C::CORRECTED && s == 0)", "if (C::SOFTMAX && s == 0)"),
+        ("softmax", "highest = from_ordered(warp_max(key))", "highest = mine[0]"),
+    ],
+)
+def test_faults_of_corrections_are_found(
+    builder: Builder, tmp_path: Path, scoring: str, right: str, wrong: str
+) -> None:
+    sources = tmp_path / "cuda"
+    shutil.copytree(SOURCES, sources)
+    path = sources / "step" / "router.cuh"
+    text = path.read_text()
+    assert text.count(right) == 1
+    path.write_text(text.replace(right, wrong))
+    with pytest.raises((AssertionError, KernelFault)):
+        check_correction(builder, scoring, experts=100, normalised=False, sources=sources)
 
 
 def check_addition(

@@ -140,6 +140,8 @@ def routers(*, clusters: bool = False) -> list[Prepared]:
             torch.empty(1, top),
             scoring=scoring,
             normalised=True,
+            correction=torch.empty(experts) if dtype == BFLOAT16 else None,
+            wide=scoring == "sigmoid",
             clusters=clusters,
             addition=None if norm is None else Addition(x, x, x, norm, 1.0),
         )

@@ -44,7 +44,7 @@ class Addition:
 class _Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("source", "first", "norm_weight", "norm_bias", "stored")),
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "ids", "weights")),
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "correction", "ids", "weights")),
         ("experts", ctypes.c_int),
         ("width", ctypes.c_int),
         *((name, ctypes.c_longlong) for name in ("source_stride", "first_stride", "x_stride")),
@@ -61,12 +61,14 @@ def router(
     scoring: str,
     normalised: bool,
     scale: float = 1.0,
+    correction: Tensor | None = None,
+    wide: bool = False,
     clusters: bool = True,
     addition: Addition | None = None,
 ) -> Prepared:
     """``ids`` and ``weights`` of the experts with the highest logits ``x @ weight.T``.
 
-    Logits are summed in float32 and rounded to the dtype of ``x``. Of equal ones the lowest number is taken.
+    Logits are summed in float32. Of equal ones the lowest number is taken.
 
     Args:
         x: [M, H]; written where there is an addition.
@@ -76,6 +78,9 @@ def router(
         scoring: ``softmax`` or ``sigmoid``.
         normalised: weights are divided by their sum before they are scaled.
         scale: factor on the weights.
+        correction: float32 [E]; the experts of the highest ``score + correction`` are taken then. Weights are
+            made of scores alone.
+        wide: logits are not rounded to the dtype of ``x``.
         clusters: whether the GPU has clusters of blocks.
         addition: what makes ``x``, first.
 
@@ -93,6 +98,12 @@ def router(
     for name, value, dtype in (("ids", ids, torch.int32), ("weights", weights, torch.float32)):
         if value.shape != (m, top) or value.dtype != dtype or not value.is_contiguous():
             raise ValueError(f"{name}: expected {dtype} {[m, top]}, found {value.dtype} {list(value.shape)}")
+    if correction is not None and (
+        correction.shape != (experts,) or correction.dtype != torch.float32 or not correction.is_contiguous()
+    ):
+        raise ValueError(
+            f"correction: expected float32 {[experts]}, found {correction.dtype} {list(correction.shape)}"
+        )
     if scoring not in ("softmax", "sigmoid"):
         raise ValueError(f"scoring {scoring!r}: expected softmax or sigmoid")
     if addition is not None:
@@ -110,6 +121,8 @@ def router(
         ("TOP", top),
         ("SOFTMAX", scoring == "softmax"),
         ("NORMALISED", normalised),
+        ("CORRECTED", correction is not None),
+        ("WIDE", wide),
         ("NORM", f"Norm::{addition.norm.kind if addition else 'NONE'}"),
         ("VECTORS", -(-width // (VECTOR * 32 * _WARPS)) if addition else 1),
     )
@@ -122,6 +135,7 @@ def router(
         addition.stored.data_ptr() if addition else 0,
         x.data_ptr(),
         weight.data_ptr(),
+        address(correction),
         ids.data_ptr(),
         weights.data_ptr(),
         experts,

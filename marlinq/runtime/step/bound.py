@@ -86,10 +86,6 @@ def _mixture_refusal(model: nn.Module, mixture: Mixture, dtype: torch.dtype) -> 
     weight = model.get_submodule(router.module).get_parameter("weight")
     if weight.dtype != dtype:
         return Unrecognised(router.module, f"its weight is in {weight.dtype}, activations in {dtype}")
-    if router.correction is not None:
-        return Unrecognised(router.correction, "a correction bias in the choice of experts")
-    if router.wide:
-        return Unrecognised(router.module, "a router whose logits are not rounded to the activations' dtype")
     if router.experts > MOST_EXPERTS or router.top > MOST_CHOSEN:
         return Unrecognised(
             router.module,
@@ -133,12 +129,14 @@ class BoundMixture:
 
     Attributes:
         router: what chooses, with its weight [E, H].
+        correction: float32 [E], where the choice has one.
         experts: the packed experts.
         shared: what every token passes.
     """
 
     router: Router
     weight: Tensor
+    correction: Tensor | None
     experts: GroupedExperts
     shared: BoundMLP | None
 

@@ -208,8 +208,11 @@ def _bound(model: nn.Module, mlp: MLP | Mixture, apart: dict[str, None]) -> Boun
         experts = model.get_submodule(mlp.experts)
         assert isinstance(experts, GroupedExperts)
         weight = model.get_submodule(mlp.router.module).get_parameter("weight").detach().contiguous()
+        correction = None
+        if mlp.router.correction is not None:
+            correction = model.get_buffer(mlp.router.correction).detach().float().contiguous()
         shared = None if mlp.shared is None else _bound_mlp(model, mlp.shared, apart)
-        return BoundMixture(mlp.router, weight, experts, shared)
+        return BoundMixture(mlp.router, weight, correction, experts, shared)
     return _bound_mlp(model, mlp, apart)
 
 

@@ -321,6 +321,8 @@ class Walk:
                 scoring=router.scoring,
                 normalised=router.normalised,
                 scale=router.scale,
+                correction=mixture.correction,
+                wide=router.wide,
                 clusters=self.forward.has_clusters,
                 addition=addition,
             )

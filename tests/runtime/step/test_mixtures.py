@@ -226,19 +226,6 @@ def test_a_forgotten_correction_is_found_by_the_probe(name: str) -> None:
     assert found[0] == len(anatomy.layers) - 1
 
 
-@pytest.mark.parametrize("name", ["minimax-m2", "glm-4.5"])
-def test_chain_names_a_correction(name: str) -> None:
-    model = tiny(name, **({} if name == "minimax-m2" else {"moe_intermediate_size": 64}))
-    if name == "minimax-m2":
-        model = tiny(name, intermediate_size=64)
-    anatomy = found_in(model)
-    assert isinstance(anatomy, Anatomy)
-    grouped(model)
-    refused = chain_refusal(model.half(), anatomy)
-    assert refused is not None
-    assert refused.part.endswith("e_score_correction_bias")
-
-
 @pytest.mark.parametrize("fault", [{"normalised": True}, {"scale": 1.01}, {"scoring": "sigmoid"}])
 def test_a_wrong_router_is_found_by_the_probe(fault: dict[str, Any]) -> None:
     model = tiny("qwen3-moe")
@@ -269,7 +256,7 @@ def grouped(model: PreTrainedModel) -> None:
 
 def grouped_mixture(name: str) -> tuple[PreTrainedModel, Anatomy]:
     """A tiny mixture in float32 with packed experts, and its anatomy."""
-    size = {"intermediate_size": 64} if name != "qwen3-moe" else {"moe_intermediate_size": 64}
+    size = {"moe_intermediate_size" if name in ("qwen3-moe", "glm-4.5") else "intermediate_size": 64}
     model = tiny(name, **size)
     anatomy = found_in(model)
     assert isinstance(anatomy, Anatomy)
@@ -286,7 +273,7 @@ def test_experts_that_are_not_packed_are_refused() -> None:
     assert refused.part == "model.layers.0.mlp.experts"
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "olmoe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "olmoe", "minimax-m2", "glm-4.5"])
 def test_chain_computes_what_the_reference_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(walk, "kernels", torch_kernels)
     model, anatomy = grouped_mixture(name)

@@ -189,6 +189,8 @@ def router(
     scoring: str,
     normalised: bool,
     scale: float = 1.0,
+    correction: Tensor | None = None,
+    wide: bool = False,
     clusters: bool = True,
     addition: Addition | None = None,
 ) -> Prepared:
@@ -202,9 +204,10 @@ def router(
                 first=addition.first,
                 factor=addition.factor,
             ).action(launch)
-        logits = (x.double() @ weight.double().T).to(x.dtype).double()
+        logits = (x.double() @ weight.double().T).to(torch.float32 if wide else x.dtype).double()
         scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
-        taken = (-logits).sort(dim=-1, stable=True).indices[:, : ids.shape[1]]
+        decisive = logits if correction is None else scores + correction
+        taken = (-decisive).sort(dim=-1, stable=True).indices[:, : ids.shape[1]]
         found = scores.gather(1, taken)
         ids.copy_(taken)
         weights.copy_(scale * (found / found.sum(-1, keepdim=True) if normalised else found))

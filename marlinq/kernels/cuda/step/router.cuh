@@ -1,7 +1,8 @@
 // Which experts a row goes to, and how much each counts:
 //
-//   logits[e] = sum_k x[m, k] * weight[e, k]      in float32, then rounded to Element, as a product of the model's is
-//   ids[m, s] = the TOP experts of the highest logits, in falling order; of equal logits the lowest number first
+//   logits[e] = sum_k x[m, k] * weight[e, k]      in float32, then, unless WIDE, rounded to Element, as a product of the model's is
+//   ids[m, s] = the TOP experts of the highest logits, in falling order; of equal logits the lowest number first.
+//               If CORRECTED, of the highest score(logits[e]) + correction[e]
 //   weights[m, s] = scale * score(logits[ids[m, s]])     over the sum of the scores taken, if NORMALISED
 //
 // Unless NORM is NONE, x is made here of what stands before it (step/residual.cuh with one addend):
@@ -15,7 +16,8 @@
 // turns, and leave each block its logits in its own shared memory. The first block collects them, and one warp of it, which
 // holds PER logits a lane, takes the largest TOP times. A warp's first loads of weights are requested before the previous kernel ends.
 //
-// Configuration: Element, CLUSTER, WARPS, PER (experts / 32, rounded up), TOP, SOFTMAX, NORMALISED, NORM, VECTORS (of a row, a thread).
+// Configuration: Element, CLUSTER, WARPS, PER (experts / 32, rounded up), TOP, SOFTMAX, NORMALISED, CORRECTED, WIDE, NORM, VECTORS
+// (of a row, a thread).
 #pragma once
 #include "ptx/bits.cuh"
 #include "ptx/cluster.cuh"
@@ -120,16 +122,41 @@ struct RouterRow {
                 sum = add(row, w, begin, sum);
             }
             sum = warp_sum(sum);
-            if (lane == 0) logits[expert] = rounded<E>(sum);
+            if (lane == 0) logits[expert] = C::WIDE ? sum : rounded<E>(sum);
         }
     }
 
-    __device__ __forceinline__ void choose(const float* logits, int* ids, float* weights, float scale) const {
-        // Not -0, which is equal to 0, but before it in order.
+    // Of a logit; `all` is the sum of exp(logit - highest).
+    __device__ __forceinline__ static float score(float logit, float highest, float all) {
+        return C::SOFTMAX ? expf(logit - highest) / all : 1.f / (1.f + expf(-logit));
+    }
+
+    __device__ __forceinline__ float sum_of_exponentials(const float (&mine)[PER], float highest) const {
+        float all = 0.f;
+#pragma unroll
+        for (int i = 0; i < PER; ++i)
+            if (lane + 32 * i < experts) all += expf(mine[i] - highest);
+        return warp_sum(all);
+    }
+
+    __device__ __forceinline__ void choose(const float* logits, const float* correction, int* ids, float* weights, float scale) const {
+        // What decides. Not -0, which is equal to 0, but before it in order.
         float mine[PER];
 #pragma unroll
         for (int i = 0; i < PER; ++i) mine[i] = lane + 32 * i < experts ? logits[lane + 32 * i] + 0.f : LOWEST;
         float kept = 0.f, highest = 0.f, all = 0.f, sum = 0.f;
+        if constexpr (C::CORRECTED) {
+            if (C::SOFTMAX) {
+                u32 key = 0;
+#pragma unroll
+                for (int i = 0; i < PER; ++i) key = max(key, ordered(mine[i]));
+                highest = from_ordered(warp_max(key));
+                all = sum_of_exponentials(mine, highest);
+            }
+#pragma unroll
+            for (int i = 0; i < PER; ++i)
+                if (lane + 32 * i < experts) mine[i] = score(mine[i], highest, all) + correction[lane + 32 * i] + 0.f;
+        }
         int chosen = 0;
         u32 taken = 0;
         for (int s = 0; s < C::TOP; ++s) {
@@ -144,18 +171,10 @@ struct RouterRow {
             at = static_cast<int>(~warp_max(key == most ? ~static_cast<u32>(at) : 0u));
             const float best = logits[at];
             if (at % 32 == lane) taken |= 1u << at / 32;
-            if (s == 0) {
-                highest = best;
-                if (C::SOFTMAX) {
-#pragma unroll
-                    for (int i = 0; i < PER; ++i)
-                        if (lane + 32 * i < experts) all += expf(mine[i] - highest);
-                    all = warp_sum(all);
-                }
-            }
-            const float score = C::SOFTMAX ? expf(best - highest) / all : 1.f / (1.f + expf(-best));
-            sum += score;
-            if (s == lane) kept = score, chosen = at;
+            if (C::SOFTMAX && !C::CORRECTED && s == 0) highest = best, all = sum_of_exponentials(mine, highest);
+            const float found = score(best, highest, all);
+            sum += found;
+            if (s == lane) kept = found, chosen = at;
         }
         if (lane < C::TOP) {
             ids[lane] = chosen;
@@ -165,8 +184,8 @@ struct RouterRow {
 };
 
 template <typename C>
-__device__ __forceinline__ void route_rows(const RouterAddition& given, uint4* x, const uint4* weight, int* ids, float* weights,
-                                           int experts, int width, i64 x_stride, float scale) {
+__device__ __forceinline__ void route_rows(const RouterAddition& given, uint4* x, const uint4* weight, const float* correction, int* ids,
+                                           float* weights, int experts, int width, i64 x_stride, float scale) {
     typedef RouterRow<C> Row;
     static_assert(C::TOP <= 32 && C::PER <= 32, "a lane keeps one choice, and a bit for each of its logits");
     __shared__ __align__(16) float logits[Row::SLOTS];
@@ -194,14 +213,14 @@ __device__ __forceinline__ void route_rows(const RouterAddition& given, uint4* x
         cluster_wait();
     }
     __syncthreads();
-    if (row.rank == 0 && row.warp == 0) row.choose(logits, ids + m * C::TOP, weights + m * C::TOP, scale);
+    if (row.rank == 0 && row.warp == 0) row.choose(logits, correction, ids + m * C::TOP, weights + m * C::TOP, scale);
 }
 
 #define INSTANTIATE_STEP_ROUTER(NAME, CONFIGURATION)                                                                    \
     extern "C" __global__ void __launch_bounds__(32 * CONFIGURATION::WARPS, 1) CLUSTER_OF(CONFIGURATION::CLUSTER)       \
     NAME(const uint4* residual, const uint4* first, const uint4* norm_weight, const uint4* norm_bias, uint4* stored, uint4* x,      \
-         const uint4* weight, int* ids, float* weights, int experts, int width, i64 residual_stride, i64 first_stride,  \
-         i64 x_stride, float factor, float eps, float offset, float scale) {                                            \
+         const uint4* weight, const float* correction, int* ids, float* weights, int experts, int width,                \
+         i64 residual_stride, i64 first_stride, i64 x_stride, float factor, float eps, float offset, float scale) {                                            \
         const RouterAddition given = {residual, first, norm_weight, norm_bias, stored, residual_stride, first_stride, factor, eps, offset}; \
-        route_rows<CONFIGURATION>(given, x, weight, ids, weights, experts, width, x_stride, scale);                     \
+        route_rows<CONFIGURATION>(given, x, weight, correction, ids, weights, experts, width, x_stride, scale);         \
     }
