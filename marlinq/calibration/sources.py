@@ -6,7 +6,8 @@ A source is spelled
     TABLE[#COLUMN]                      .jsonl, .json (a list of rows), .parquet or .csv
     NAME[:CONFIG][@SPLIT][#COLUMN]      a dataset: a folder of such files, or a name on the Hub
 
-and read by the ``datasets`` library as a stream, so that neither memory nor a cache holds it. Without
+and read as a stream, so that neither memory nor a cache holds it: a file called ``.txt`` by Python, all else
+by the ``datasets`` library, which also unpacks compressed files and takes a second to import. Without
 ``#COLUMN`` the column is ``input_ids`` (token ids), ``text``, ``messages`` or ``conversations`` (chats), or
 else the only one that holds strings.
 """
@@ -154,7 +155,21 @@ def _may_be_on_the_hub(name: str) -> bool:
 
 
 def _lines(source: Source) -> Iterator[str]:
+    """The lines of a plain text file, with their ends."""
+    path = Path(source.spelling)
+    if path.suffix == ".txt":
+        return _own_lines(path)
     return (row["text"] for row in _stream(source, None))
+
+
+def _own_lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            yield from file
+    except UnicodeDecodeError as error:
+        raise _not_utf8(str(path), error) from None
+    except OSError as error:
+        raise UsageError(f"text {path}: can't be read ({reason(error)})") from error
 
 
 def _paragraphs(lines: Iterator[str]) -> Iterator[str]:
@@ -218,12 +233,14 @@ def _stream(source: Source, seed: int | None) -> Iterator[dict[str, Any]]:
                 rows = rows.shuffle(seed=seed, buffer_size=_SHUFFLE_BUFFER).take(_SHUFFLE_BUFFER)
             yield from rows
         except UnicodeDecodeError as error:
-            raise UsageError(
-                f"text {source.spelling}: not UTF-8 ({error.reason} at byte {error.start})"
-            ) from None
+            raise _not_utf8(source.spelling, error) from None
         except Exception as error:
             # Readers of several libraries and a network raise all there is.
             raise UsageError(f"text {source.spelling}: can't be read ({reason(error)})") from error
+
+
+def _not_utf8(spelling: str, error: UnicodeDecodeError) -> UsageError:
+    return UsageError(f"text {spelling}: not UTF-8 ({error.reason} at byte {error.start})")
 
 
 def _is_on_the_hub(source: Source) -> bool:

@@ -1,17 +1,19 @@
 """Writing behind the work: tensors that it makes, and those that stay as they are, in threads of their own.
 
+                                              side by side, a tensor each
     work  --tensors, notes-->  queue of two  --copy engine--> page-locked memory --pwrite, SHA-256--> shard
                                                                                         commit --> journal
 
-What is in the queue reaches the disk in order, each lot with its notes in one commit. Tensors of a GPU are
-copied on a stream of their own, beside what the GPU computes.
+What is in the queue reaches the disk in order, each lot with its notes in one commit. The tensors of a lot go
+side by side, for a core hashes more slowly than a disk writes. Tensors of a GPU are copied on a stream of
+their own, beside what the GPU computes.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,8 @@ else:
     from marlinq.core.lazy import torch
 
 _LOTS = 2
+_WRITERS = 4
+"""Threads of a lot, each with a tensor in page-locked memory."""
 COPYING = "copying unquantised tensors"
 """What progress is reported of."""
 # SHA-256 of a core is slower than a disk.
@@ -44,7 +48,8 @@ class WriteBehind:
     def __init__(self, writer: CheckpointWriter, device: torch.device) -> None:
         self._writer = writer
         self._device = device
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="marlinq-write")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="marlinq-commit")
+        self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="marlinq-write")
         self._waiting: deque[Future[None]] = deque()
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -58,6 +63,7 @@ class WriteBehind:
     ) -> None:
         # After a failure too: what is complete is there for a resumed run.
         self._pool.shutdown(wait=True)
+        self._writers.shutdown(wait=True)
         if kind is None:
             self.wait()
 
@@ -89,9 +95,16 @@ class WriteBehind:
     def _write(
         self, tensors: dict[str, Tensor], notes: dict[str, Any], ready: torch.cuda.Event | None
     ) -> None:
-        for name in list(tensors):
+        def write(name: str) -> None:
             # Taken out of the lot, so that memory of a GPU is free again when its tensor is written.
             self._writer.write(name, self._on_host(tensors.pop(name), ready))
+
+        # The largest first: a thread that begins with it last would be waited for.
+        names = sorted(tensors, key=lambda name: tensors[name].nbytes, reverse=True)
+        under_way = [self._writers.submit(write, name) for name in names]
+        wait(under_way)
+        for each in under_way:
+            each.result()
         self._writer.commit(notes)
 
     def _on_host(self, tensor: Tensor, ready: torch.cuda.Event | None) -> Tensor:

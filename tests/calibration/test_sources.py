@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,11 +30,33 @@ def jsonl(path: Path, *rows: dict[str, object]) -> Path:
     return path
 
 
-def test_a_text_file_in_paragraphs_and_in_one_piece(tmp_path: Path) -> None:
-    path = tmp_path / "novel.md"
+@pytest.mark.parametrize("name", ["novel.md", "novel.txt"])
+def test_a_text_file_in_paragraphs_and_in_one_piece(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
     path.write_bytes("one\r\nline\n \n\ntwo\u2028é".encode())
     assert paragraphs(path) == ["one\nline", "two\u2028é"]
     assert passages(path) == ["one\nline\n \n\ntwo\u2028é"]
+
+
+@pytest.mark.parametrize("ends", [b"\n", b"\r\n", b"\r"])
+def test_text_is_read_as_the_library_would(ends: bytes, tmp_path: Path) -> None:
+    """A ``.txt`` has a reader of its own; under another name the library has the same file."""
+    content = "\ufeffone\x0b\x0c\x1c\x85line\u2029||two|||three |\t|four".encode().replace(b"|", ends)
+    pages = [tmp_path / "a.txt", tmp_path / "a.md"]
+    for page in pages:
+        page.write_bytes(content)
+    assert paragraphs(pages[0]) == paragraphs(pages[1])
+    assert passages(pages[0]) == passages(pages[1])
+    assert len(paragraphs(pages[0])) == 4
+
+
+def test_a_text_file_takes_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    path = tmp_path / "a.txt"
+    path.write_text("one\n\ntwo\n")
+    assert paragraphs(path) == ["one", "two"]
+    with pytest.raises(ImportError):
+        paragraphs(path.rename(tmp_path / "a.md"))
 
 
 def test_rows_are_the_same_for_both(tmp_path: Path) -> None:

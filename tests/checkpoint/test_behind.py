@@ -121,6 +121,40 @@ def test_lots_are_written_in_order_with_their_notes(writer: CheckpointWriter) ->
     check(writer.finish(config={}, manifest={}))
 
 
+def test_tensors_of_a_lot_are_written_side_by_side(
+    writer: CheckpointWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = threading.Barrier(len(TENSORS), timeout=30)
+    write = CheckpointWriter.write
+
+    def meeting(self: CheckpointWriter, name: str, tensor: torch.Tensor) -> None:
+        together.wait()
+        write(self, name, tensor)
+
+    monkeypatch.setattr(CheckpointWriter, "write", meeting)
+    with WriteBehind(writer, CPU) as behind:
+        behind.write(TENSORS, {"all": True})
+    assert writer.written == set(TENSORS)
+    check(writer.finish(config={}, manifest={}))
+
+
+def test_a_lot_of_which_a_part_fails_is_not_noted(
+    writer: CheckpointWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = CheckpointWriter.write
+
+    def failing(self: CheckpointWriter, name: str, tensor: torch.Tensor) -> None:
+        if name == "b":
+            raise OutputError("the disk is gone")
+        write(self, name, tensor)
+
+    monkeypatch.setattr(CheckpointWriter, "write", failing)
+    with pytest.raises(OutputError, match="the disk is gone"), WriteBehind(writer, CPU) as behind:
+        behind.write(TENSORS, {"all": True})
+    assert writer.notes == {}
+    assert "b" not in writer.written
+
+
 def test_work_waits_while_two_lots_are_under_way(
     writer: CheckpointWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,8 @@ REPORT_JSON = "report.json"
 _SAMPLE_BYTES = 256 << 20
 _LEAST_SAMPLE, _LARGEST_SAMPLE = 16 << 10, 1 << 20
 _PIECES = 16
+# That read and count; numpy lets others run meanwhile.
+_THREADS = min(8, os.cpu_count() or 1)
 _LONGEST_VALUE = 400
 _MOST_ENTRIES = 64
 
@@ -59,9 +63,14 @@ def read_figures(checkpoint: Checkpoint, name: str, progress: ReportProgress) ->
     run = _mapping(manifest.get("run"))
     sample = max(_LEAST_SAMPLE, min(_LARGEST_SAMPLE, _SAMPLE_BYTES // len(quantized.modules)))
     modules = []
-    for done, module in enumerate(quantized.modules):
-        progress("counting codes and scales", done, len(quantized.modules))
-        modules.append(_module(quantized, module, _mapping(run.get(f"module {module}")), sample))
+    with ThreadPoolExecutor(_THREADS) as threads:
+        counted_modules = threads.map(
+            lambda module: _module(quantized, module, _mapping(run.get(f"module {module}")), sample),
+            quantized.modules,
+        )
+        for done in range(len(quantized.modules)):
+            progress("counting codes and scales", done, len(quantized.modules))
+            modules.append(next(counted_modules))
     progress("counting codes and scales", len(modules), len(modules))
     fingerprint = manifest.get("fingerprint")
     fingerprint = fingerprint if isinstance(fingerprint, str) else ""
