@@ -120,7 +120,11 @@ def main() -> None:
     start = time.monotonic()
 
     def note(stage: str, done: int, total: int) -> None:
-        marks.append((time.monotonic() - start, stage, done))
+        at = time.monotonic() - start
+        if stage in ("tuning", "running the original") and (done in (1, total) or done % 20 == 0):
+            # At once: a run that is stopped has told how far it came.
+            print(f"{at:8.2f} s: {stage} {done} of {total}", flush=True)
+        marks.append((at, stage, done))
 
     parts: dict[str, float] = {}
     if arguments.split:
@@ -145,6 +149,12 @@ def main() -> None:
     )
     print("blocks", " ".join(f"{value:.3f}" for value in each))
     print(f"median block {steady:.3f} s; 32 of them and the rest: {around + 32 * steady:.1f} s")
+    for stage in dict.fromkeys(stage for _, stage, _ in marks):
+        ends = [at for at, name, _ in marks if name == stage]
+        if stage != "quantising blocks" and len(ends) > 1:
+            each = sorted(b - a for a, b in itertools.pairwise(ends))
+            middle, whole = each[len(each) // 2], ends[-1] - ends[0]
+            print(f"{stage}: {len(ends)}, median {middle:.3f} s, {whole:.1f} s in all")
     for part, took in parts.items():
         print(f"{part:34s} {took:7.2f} s, {took / arguments.layers:.3f} a block")
     if arguments.profile:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from marlinq.calibration.batches import Batch, make_batches
 from marlinq.calibration.chat import Chat, render_chat
 from marlinq.calibration.documents import (
+    MIN_TOKENS,
     Document,
     Duplicates,
     check_tokens,
@@ -17,6 +18,7 @@ from marlinq.calibration.mixture import Part, read_part, shares
 from marlinq.calibration.sources import read_passages
 
 __all__ = [
+    "MIN_TOKENS",
     "Batch",
     "Chat",
     "Document",

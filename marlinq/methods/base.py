@@ -131,6 +131,8 @@ class Method(ABC, Generic[OptionsT, StatisticsT]):
     sequential: bool = True
     """Whether statistics are of what the quantised blocks before make of the text. Otherwise they are of what
     the original makes of it, and a block runs once."""
+    enough_tokens: int | None = None
+    """Tokens of text that tell it as much as more would; None where more are of use."""
 
     def scheme_refusal(self, scheme: Scheme) -> str | None:
         """Why the method can't make weights of this scheme, or None."""

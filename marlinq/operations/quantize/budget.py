@@ -7,7 +7,7 @@ long it will take.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -127,7 +127,14 @@ def writing_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if narrow else torch.float32
 
 
-def text_budget(recipe: Recipe, work: Work, device: torch.device, dtype: torch.dtype) -> TextBudget:
+def enough(recipe: Recipe) -> str:
+    """The reason for a bound of the method's own, in one clause."""
+    return f"enough for {recipe.method}"
+
+
+def text_budget(
+    recipe: Recipe, work: Work, device: torch.device, dtype: torch.dtype, *, most: int | None = None
+) -> TextBudget:
     """What the model is to write for ``recipe``.
 
     Args:
@@ -135,8 +142,22 @@ def text_budget(recipe: Recipe, work: Work, device: torch.device, dtype: torch.d
         work: of the model.
         device: where it writes.
         dtype: in which it writes.
+        most: tokens that are enough for the method; None for no such bound.
     """
-    longest = min(recipe.max_length, work.positions or recipe.max_length)
+    budget = _unbounded(recipe, work, device, dtype)
+    if most is None or budget.tokens <= most:
+        return budget
+    if budget.documents is not None:
+        return replace(budget, tokens=most, reason=enough(recipe))
+    return _rows_for(most, _longest(recipe, work), enough(recipe))
+
+
+def _longest(recipe: Recipe, work: Work) -> int:
+    return min(recipe.max_length, work.positions or recipe.max_length)
+
+
+def _unbounded(recipe: Recipe, work: Work, device: torch.device, dtype: torch.dtype) -> TextBudget:
+    longest = _longest(recipe, work)
     if isinstance(recipe.samples, int):
         documents = recipe.samples
         tokens = documents * longest
@@ -184,6 +205,11 @@ def tuning_rate(recipe: Recipe, steps: int) -> float:
     if isinstance(recipe.tune_rate, float):
         return recipe.tune_rate
     return min(_TUNE_RATE, _TUNE_RATES / max(1, steps))
+
+
+def tuning_work(work: Work, steps: int, tokens: int) -> float:
+    """Operations of ``steps`` of tuning on ``tokens`` tokens each."""
+    return float(steps * tokens) * _TUNE_PRODUCTS * work.all_weights
 
 
 def _for_gpu(

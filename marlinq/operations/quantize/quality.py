@@ -31,7 +31,7 @@ QUALITIES: dict[str, Quality] = {
     for quality in (
         Quality(
             "fast",
-            2,
+            3,
             "round-to-nearest, on scales that mind how strong the inputs are",
             {"method": "imatrix", "tune_steps": 0, "tune_codes": False},
         ),

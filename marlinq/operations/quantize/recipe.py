@@ -213,7 +213,8 @@ class Recipe:
         samples: calibration documents; "auto" is 128, or with ``tokens`` as many as they take.
         tokens: of all calibration documents together, at most; "auto" is no bound for text from outside, and
             what suits the device for text that the model writes
-            (:mod:`marlinq.operations.quantize.budget`), unless ``samples`` is given.
+            (:mod:`marlinq.operations.quantize.budget`), unless ``samples`` is given; either way no more than
+            the method's :attr:`~marlinq.methods.Method.enough_tokens`, unless there is tuning.
         max_length: tokens that a document is cut to.
         chat_template: "model" puts every text into the model's chat template, as a user's message, and lets
             the model write conversations; a file holds another template; "none" leaves text as it is.
@@ -263,7 +264,7 @@ class Recipe:
         AUTO,
         Automatic(WholeNumber(16)),
         "Tokens of all calibration documents together; auto is no bound for text from outside, and what "
-        "suits the device for text that the model writes.",
+        "suits the device for text that the model writes, but no more than are enough for the method.",
     )
     max_length: int = setting(2048, WholeNumber(1), "Tokens a document is cut to.")
     chat_template: str = setting(

@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from marlinq.calibration import (
+    MIN_TOKENS,
     Document,
     Duplicates,
     Part,
@@ -28,8 +29,9 @@ from marlinq.core.errors import EnvironmentProblem, OutputError, UsageError
 from marlinq.core.files import read_regular
 from marlinq.core.progress import ReportMessage, ReportProgress
 from marlinq.core.settings import AUTO
+from marlinq.methods import METHODS
 from marlinq.models import Blueprint, ModelInstance, TensorNames
-from marlinq.operations.quantize.budget import SAMPLES, TextBudget, Work, text_budget, writing_dtype
+from marlinq.operations.quantize.budget import SAMPLES, TextBudget, Work, enough, text_budget, writing_dtype
 from marlinq.operations.quantize.recipe import NO_TEMPLATE, Recipe
 from marlinq.runtime import LoadedModel
 from marlinq.runtime.loading import read_generation_config
@@ -80,12 +82,52 @@ def parts_of(recipe: Recipe) -> tuple[Part, ...]:
     return parts
 
 
-def recipes_of_parts(recipe: Recipe) -> list[tuple[str, Recipe]]:
+@dataclass(frozen=True)
+class SourcePart:
+    """What a source is asked for.
+
+    Attributes:
+        source: its spelling.
+        recipe: with the text settings for its share.
+        most: tokens that are enough for the method, where the recipe leaves their number open; None for no
+            such bound.
+    """
+
+    source: str
+    recipe: Recipe
+    most: int | None
+
+    @property
+    def samples(self) -> int | None:
+        """Documents of text from outside; None for as many as the tokens take."""
+        if isinstance(self.recipe.samples, int):
+            return self.recipe.samples
+        return SAMPLES if self.recipe.tokens == AUTO else None
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of text from outside, at most; None for no bound."""
+        return self.recipe.tokens if isinstance(self.recipe.tokens, int) else self.most
+
+
+def tokens_looked_at(recipe: Recipe) -> int | None:
+    """How many tokens of a longer text are looked at where ``recipe`` does not say; None for all.
+
+    Tuning learns from every token, so it has no such bound.
+    """
+    if recipe.tokens != AUTO or recipe.tune_steps:
+        return None
+    return METHODS[recipe.method].enough_tokens
+
+
+def recipes_of_parts(recipe: Recipe) -> list[SourcePart]:
     """Each source with the recipe's text settings for its share, by its weight."""
     parts = parts_of(recipe)
+    most = tokens_looked_at(recipe)
     if len(parts) == 1:
-        return [(parts[0].source, recipe)]
+        return [SourcePart(parts[0].source, recipe, most)]
     weights = [part.weight for part in parts]
+    bounds = [None] * len(parts) if most is None else shares(most, weights)
     changes: list[dict[str, Any]] = [{} for _ in parts]
     if isinstance(recipe.tokens, int):
         for change, share in zip(changes, shares(recipe.tokens, weights), strict=True):
@@ -100,7 +142,10 @@ def recipes_of_parts(recipe: Recipe) -> list[tuple[str, Recipe]]:
                 f"calibration {part.source!r}: its weight leaves it no document; raise it, --samples or "
                 "--tokens"
             )
-    return [(part.source, recipe.replace(**change)) for part, change in zip(parts, changes, strict=True)]
+    return [
+        SourcePart(part.source, recipe.replace(**change), bound)
+        for part, change, bound in zip(parts, changes, bounds, strict=True)
+    ]
 
 
 _SMALLEST_SHARE = 16
@@ -121,15 +166,16 @@ def planned_text(
     """What every source of ``recipe`` is to give."""
     work = Work.of(blueprint)
     found = []
-    for source, part in recipes_of_parts(recipe):
-        if source == SELF:
+    longest = min(recipe.max_length, work.positions or recipe.max_length)
+    for part in recipes_of_parts(recipe):
+        if part.source == SELF:
             dtype = writing_dtype(device, stored_dtype(checkpoint, blueprint))
-            budget = text_budget(part, work, device, dtype)
-            found.append(PlannedText(source, budget.tokens, budget))
+            budget = text_budget(part.recipe, work, device, dtype, most=part.most)
+            found.append(PlannedText(part.source, budget.tokens, budget))
             continue
-        samples = part.samples if isinstance(part.samples, int) else SAMPLES
-        tokens = samples * min(part.max_length, work.positions or part.max_length)
-        found.append(PlannedText(source, part.tokens if isinstance(part.tokens, int) else tokens))
+        bounds = [part.tokens, None if part.samples is None else part.samples * longest]
+        tokens = min(bound for bound in bounds if bound is not None)
+        found.append(PlannedText(part.source, tokens))
     return found
 
 
@@ -178,10 +224,9 @@ def read_template(recipe: Recipe) -> str | None:
 
 
 def text_from_outside(
-    source: str,
+    part: SourcePart,
     folder: Path,
     config: Any,
-    recipe: Recipe,
     *,
     max_length: int,
     duplicates: Duplicates,
@@ -190,21 +235,19 @@ def text_from_outside(
     """The documents of a file or dataset.
 
     Args:
-        source: its spelling.
+        part: what is asked of it.
         folder: of the checkpoint, for the tokenizer.
         config: the model's.
-        recipe: with the samples and tokens of this source.
         max_length: tokens that a document is cut to.
         duplicates: of all sources.
         trust_remote_code: run code that the tokenizer brings.
     """
-    tokens = recipe.tokens if isinstance(recipe.tokens, int) else None
-    samples = recipe.samples if isinstance(recipe.samples, int) else None
+    recipe = part.recipe
     return read_documents(
-        source,
+        part.source,
         tokenizer=lambda: own_tokenizer(folder, recipe, trust_remote_code=trust_remote_code),
-        samples=SAMPLES if samples is None and tokens is None else samples,
-        tokens=tokens,
+        samples=part.samples,
+        tokens=part.tokens,
         max_length=max_length,
         seed=recipe.seed,
         vocabulary=config.get_text_config().vocab_size,
@@ -246,7 +289,7 @@ class TextGatherer:
         self._progress = progress
         self._message = message
         self._text = CalibrationText()
-        self._own: Recipe | None = None
+        self._own: SourcePart | None = None
 
     def prepare(self, *, resume: bool) -> None:
         """Reads what comes from outside, so that all that can be wrong with it is found before the output
@@ -256,20 +299,24 @@ class TextGatherer:
             resume: what the model wrote is probably there already.
         """
         read_template(self._recipe)
-        for source, part in recipes_of_parts(self._recipe):
-            if source == SELF:
+        for part in recipes_of_parts(self._recipe):
+            if part.source == SELF:
                 self._own = part
                 continue
             found = text_from_outside(
-                source,
+                part,
                 self._checkpoint.path,
                 self._blueprint.config,
-                part,
                 max_length=self._max_length,
                 duplicates=self._text.duplicates,
                 trust_remote_code=self._trust_remote_code,
             )
-            self._text.add(source, found)
+            self._text.add(part.source, found)
+            if part.most is not None and sum(map(len, found)) > part.most - MIN_TOKENS:
+                self._message(
+                    f"{part.source}: {part.most} tokens are looked at, {enough(self._recipe)}; "
+                    "--tokens N for another amount"
+                )
         if self._own is not None and not resume:
             check_room(self._checkpoint, self._blueprint, self._own, self._device)
 
@@ -350,7 +397,7 @@ def forget_written_text(writer: CheckpointWriter) -> None:
 def text_by_the_model(
     checkpoint: Checkpoint,
     blueprint: Blueprint,
-    recipe: Recipe,
+    part: SourcePart,
     device: torch.device,
     *,
     trust_remote_code: bool,
@@ -363,7 +410,8 @@ def text_by_the_model(
     steps and told to ``message`` before it begins.
     """
     dtype = writing_dtype(device, stored_dtype(checkpoint, blueprint))
-    budget = text_budget(recipe, Work.of(blueprint), device, dtype)
+    recipe = part.recipe
+    budget = text_budget(recipe, Work.of(blueprint), device, dtype, most=part.most)
     loaded = _loaded(checkpoint, blueprint, recipe, device, dtype, trust_remote_code)
     writer = TextWriter(
         loaded,
@@ -441,7 +489,7 @@ def _in_order(blueprint: Blueprint, names: TensorNames) -> Iterable[str]:
     return (stored for name, shape in blueprint.parameters.items() for stored, _ in names.places(name, shape))
 
 
-def check_room(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe, device: torch.device) -> None:
+def check_room(checkpoint: Checkpoint, blueprint: Blueprint, part: SourcePart, device: torch.device) -> None:
     """Makes sure that the whole model fits on the device, so that it can write text.
 
     Raises:
@@ -449,7 +497,7 @@ def check_room(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe, dev
     """
     dtype = writing_dtype(device, stored_dtype(checkpoint, blueprint))
     work = Work.of(blueprint)
-    budget = text_budget(recipe, work, device, dtype)
+    budget = text_budget(part.recipe, work, device, dtype, most=part.most)
     parameters = sum(torch.Size(shape).numel() for shape in blueprint.parameters.values())
     # A tenth of the weights on top for activations.
     cache = budget.rows * budget.max_length * work.cache_bytes * dtype.itemsize // 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from transformers import AutoModelForCausalLM
 from marlinq.calibration import Batch
 from marlinq.methods.imatrix import Imatrix, InputPower
 from marlinq.models import BlockReplay
-from marlinq.operations.quantize import quantize
+from marlinq.operations.quantize import plan_quantize, quantize
 from marlinq.operations.quantize.blocks import BlockQuantizer
+from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.text import recipes_of_parts, tokens_looked_at
 from tests.testing.mixtures import save_mixture
 from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
 
@@ -116,3 +119,36 @@ def test_an_interrupted_run_goes_on_from_the_original(
             quantize(source, tmp_path / "out", recipe=FAST, device="cpu")
     quantize(source, tmp_path / "out", recipe=FAST, device="cpu", resume=True)
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
+
+
+def test_no_more_text_is_looked_at_than_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    text = tmp_path / "ids.jsonl"
+    rows = [{"input_ids": [(7 * row + place) % 50 for place in range(40)]} for row in range(8)]
+    text.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(Imatrix, "enough_tokens", 200)
+    told = {"enough": "200 tokens are looked at, enough for imatrix; --tokens N", "asked": "", "self": ""}
+    for name, recipe, tokens in (
+        ("enough", FAST.replace(calibration=str(text)), 200),
+        ("asked", FAST.replace(calibration=str(text), tokens=320), 320),
+        ("self", FAST, 200),
+    ):
+        messages: list[str] = []
+        plan = plan_quantize(source, tmp_path / name, recipe=recipe, device="cpu")
+        report = quantize(source, tmp_path / name, recipe=recipe, device="cpu", message=messages.append)
+        assert report.calibration is not None
+        assert (plan.tokens, report.calibration["tokens"]) == (tokens, tokens), name
+        assert any("looked at" in line for line in messages) == bool(told[name]), name
+        assert any(told[name] in line for line in messages), name
+        if name == "self":
+            assert any("writes it: 200 tokens (enough for imatrix)" in line for line in messages)
+
+
+def test_the_bound_is_shared_and_gives_way() -> None:
+    recipe = Recipe.from_dict({"quality": "fast", "calibration": ["a.txt=3", "self=1"]})
+    assert Imatrix.enough_tokens == 65_536
+    assert [part.most for part in recipes_of_parts(recipe)] == [49_152, 16_384]
+    assert [part.most for part in recipes_of_parts(recipe.replace(tokens=100_000))] == [None, None]
+    # Tuning learns from every token, and GPTQ from more.
+    assert tokens_looked_at(recipe.replace(tune_steps=10)) is None
+    assert tokens_looked_at(Recipe()) is None
