@@ -41,24 +41,34 @@ class Estimate:
         writing_seconds: for calibration text that the model writes.
         block_seconds: for the forward passes and their statistics.
         solve_seconds: for the method.
+        tuning_seconds: for the steps of tuning.
         copy_seconds: for what is read and written.
         text_bytes: on the device while the model writes.
         block_bytes: on the device at the largest block.
+        tuning_bytes: on the device for codes, and for what a code that is tuned needs.
         host_bytes: beside the device's, hidden states included; on a CPU all of it.
     """
 
     writing_seconds: float
     block_seconds: float
     solve_seconds: float
+    tuning_seconds: float
     copy_seconds: float
     text_bytes: float
     block_bytes: float
+    tuning_bytes: float
     host_bytes: float
 
     @property
     def seconds(self) -> float:
         """Of the whole run."""
-        return self.writing_seconds + self.block_seconds + self.solve_seconds + self.copy_seconds
+        return (
+            self.writing_seconds
+            + self.block_seconds
+            + self.solve_seconds
+            + self.tuning_seconds
+            + self.copy_seconds
+        )
 
 
 def estimate(
@@ -75,6 +85,7 @@ def estimate(
     device: torch.device,
     dtype: torch.dtype,
     writing_dtype: torch.dtype,
+    tuning: tuple[float, float] = (0.0, 0.0),
 ) -> Estimate:
     """Counts and measures.
 
@@ -90,6 +101,7 @@ def estimate(
         source_bytes: of the checkpoint.
         device, dtype: where and in which dtype blocks run.
         writing_dtype: in which dtype the model writes.
+        tuning: operations and bytes on the device.
     """
     modules = list(plan.modules.values())
     rate = _product_rate(modules, device, dtype)
@@ -115,10 +127,12 @@ def estimate(
         writing_seconds=writing_seconds,
         block_seconds=operations / rate if calibrated else 0.0,
         solve_seconds=_solve_seconds(plan, modules, device),
+        tuning_seconds=_tuning_seconds(tuning[0], modules, device),
         copy_seconds=(source_bytes + output_bytes) / _DISK_RATE,
         text_bytes=text_bytes,
         block_bytes=block_bytes,
-        host_bytes=_PROCESS_BYTES + hidden + (max(text_bytes, block_bytes) if on_cpu else 0.0),
+        tuning_bytes=tuning[1],
+        host_bytes=_PROCESS_BYTES + hidden + (max(text_bytes, block_bytes, tuning[1]) if on_cpu else 0.0),
     )
 
 
@@ -140,6 +154,14 @@ def _writing_seconds(
         return steps * moved / (device_numbers(device.index or 0).bandwidth * _WRITING_SHARE)
     rate = _product_rate(modules, device, dtype, rows=writing.rows)
     return steps * writing.rows * 2 * work.all_weights / rate
+
+
+def _tuning_seconds(operations: float, modules: Sequence[PlannedModule], device: torch.device) -> float:
+    if not operations:
+        return 0.0
+    # Products round to bfloat16 on a GPU, whatever the model's dtype is.
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return operations / _product_rate(modules, device, dtype)
 
 
 def _product_rate(

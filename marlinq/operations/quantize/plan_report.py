@@ -21,12 +21,13 @@ from marlinq.kernels.decide.device import H200
 from marlinq.models import build_blueprint
 from marlinq.operations.inspect.eligibility import ServerVerdict
 from marlinq.operations.inspect.operation import planned_verdicts
-from marlinq.operations.quantize.budget import Work, writing_dtype
+from marlinq.operations.quantize.budget import Work, tuning_work, writing_dtype
 from marlinq.operations.quantize.estimate import Estimate, estimate
 from marlinq.operations.quantize.operation import TOKEN_BUDGET, compute_dtype
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule, plan_output
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.text import PlannedText, planned_text, stored_dtype
+from marlinq.operations.quantize.tuning import TuningSettings, settings_that_fit, tuning_bytes
 from marlinq.operations.quantize.watch import duration
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -124,10 +125,11 @@ class PlanReport(Shown):
             ("writing text", guess.writing_seconds),
             ("forward passes and statistics", guess.block_seconds),
             (f"solving with {self.method}", guess.solve_seconds),
+            ("tuning", guess.tuning_seconds),
             ("copying", guess.copy_seconds),
         ]
         split = ", ".join(f"{what} {duration(seconds)}" for what, seconds in parts if seconds >= 0.5)
-        device = max(guess.text_bytes, guess.block_bytes)
+        device = max(guess.text_bytes, guess.block_bytes, guess.tuning_bytes)
         on_device = "" if self.device == "cpu" else f"{_size(device)} on {self.device}, "
         rows = [
             ("plan", f"{self.model} -> {self.out}, {self.format}; nothing was loaded, nothing is written"),
@@ -181,9 +183,13 @@ def plan_quantize(
     tokens = sum(text.tokens for text in texts)
     stored = stored_dtype(checkpoint, blueprint)
     dtype = compute_dtype(checkpoint, plan, chosen, tokens)
+    work = Work.of(blueprint)
+    tuning = None
+    if recipe.tune_steps:
+        tuning = settings_that_fit(plan, TuningSettings.of(recipe, work, chosen), chosen)
     guess = estimate(
         plan,
-        Work.of(blueprint),
+        work,
         [plan.members(block) for block in blueprint.blocks],
         tokens=tokens,
         writing=next((text.budget for text in texts if text.budget is not None), None),
@@ -194,6 +200,9 @@ def plan_quantize(
         device=chosen,
         dtype=dtype,
         writing_dtype=writing_dtype(chosen, stored),
+        tuning=(0.0, 0.0)
+        if tuning is None
+        else (tuning_work(work, tuning.steps, tuning.tokens), tuning_bytes(plan, tuning, chosen)),
     )
     quantized = _planned_checkpoint(checkpoint, plan)
     gpu = device_numbers(chosen.index or 0) if chosen.type == "cuda" else H200

@@ -77,6 +77,21 @@ def test_a_method_without_text_plans_none(tmp_path: Path) -> None:
     assert "none: the method needs no text" in plan.render()
 
 
+def test_tuning_is_planned(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    plain, scales, codes = (
+        plan_quantize(source, tmp_path / "out", recipe=RECIPE.replace(**changes), device="cpu")
+        for changes in ({}, {"tune_steps": 900}, {"tune_steps": 9, "tune_codes": True, "tune_tokens": 1024})
+    )
+    assert (plain.estimate.tuning_seconds, plain.estimate.tuning_bytes) == (0, 0)
+    # 110,592 weights. Of a step of 8192 tokens gradients add up over micro-batches, but only codes have them.
+    assert (scales.estimate.tuning_bytes, codes.estimate.tuning_bytes) == (110_592, 14 * 110_592)
+    for plan in (scales, codes):
+        assert plan.estimate.tuning_seconds > 0
+        assert plan.estimate.seconds > plan.estimate.tuning_seconds
+    assert "tuning " in scales.render()
+
+
 def test_a_plan_refuses_what_the_run_would(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
     with pytest.raises(UnsupportedError, match="marlin: "):
@@ -140,6 +155,16 @@ def test_what_is_asked_for_is_what_is_written() -> None:
     assert text_budget(recipe.replace(samples=200, tokens=5000), work, CPU, torch.float32).tokens == 5000
     found = text_budget(recipe.replace(tokens=5000), work, CPU, torch.float32)
     assert (found.tokens, found.documents, found.max_length) == (5000, None, 256)
+    # What is enough for the method: of documents that were asked for, and of what the model would write.
+    assert text_budget(recipe.replace(samples=200), work, CPU, torch.float32, most=3000) == TextBudget(
+        3000, 200, 128, 512, "enough for gptq"
+    )
+    most = text_budget(recipe, work, CPU, torch.float32).tokens
+    assert text_budget(recipe, work, CPU, torch.float32, most=most).tokens == most
+    # At least 4096 tokens; documents of 256 end after three quarters.
+    assert text_budget(recipe, work, CPU, torch.float32, most=3000) == TextBudget(
+        3000, None, 16, 256, "enough for gptq"
+    )
 
 
 def test_experts_of_as_many_channels_as_a_group_are_one_kind(tmp_path: Path) -> None:

@@ -9,6 +9,14 @@ keeps state and result in the unfinished folder; :mod:`run` puts them together.
 from __future__ import annotations
 
 from marlinq.operations.quantize.tuning.loop import TuningReport, TuningSettings
-from marlinq.operations.quantize.tuning.run import NOTE, forget_tuning, settings_that_fit, tune
+from marlinq.operations.quantize.tuning.run import NOTE, forget_tuning, settings_that_fit, tune, tuning_bytes
 
-__all__ = ["NOTE", "TuningReport", "TuningSettings", "forget_tuning", "settings_that_fit", "tune"]
+__all__ = [
+    "NOTE",
+    "TuningReport",
+    "TuningSettings",
+    "forget_tuning",
+    "settings_that_fit",
+    "tune",
+    "tuning_bytes",
+]

@@ -153,7 +153,11 @@ class Loop:
         slow |= {f"{name}.change": vector.change for name, vector in student.vectors.items()}
         codes = {f"{name}.latent": w.latent for name, w in student.weights.items() if w.latent is not None}
         self._leaves: dict[str, Tensor] = {**slow, **codes}
-        self._best = {name: leaf.detach().clone() for name, leaf in self._leaves.items()}
+        # Of a code that follows, what would be stored is kept: a byte instead of four.
+        self._best = {
+            name: _codes(leaf) if name in codes else leaf.detach().clone()
+            for name, leaf in self._leaves.items()
+        }
         groups = [{"params": list(slow.values()), "lr": settings.rate, "highest": settings.rate}]
         if codes:
             rate = settings.code_rate
@@ -171,7 +175,7 @@ class Loop:
         """
         lesson = self._lesson
         weights = sum(weight.count for weight in self._student.weights.values())
-        if lesson.device.type != "cuda" or self._replay.routed or weights > _SMALL:
+        if lesson.device.type != "cuda" or self._replay.routed or not records(weights):
             return None
         first = lesson.batches[0]
         alike = [
@@ -225,7 +229,8 @@ class Loop:
             now.best = found
         now.best_step = now.step
         for name, leaf in self._leaves.items():
-            self._best[name].copy_(leaf.detach())
+            best = self._best[name]
+            best.copy_(_codes(leaf) if best.dtype == torch.uint8 else leaf.detach())
 
     def _step(self) -> None:
         settings, step = self._settings, self.now.step
@@ -234,19 +239,26 @@ class Loop:
             group["lr"] = group["highest"] * share
         numbers = self._order[step]
         tokens = sum(self._tokens[number] for number in numbers)
-        self._optimizer.zero_grad(set_to_none=not self._passes.keeps_gradients)
-        total = sum(self._learn(number, 1 / tokens) for number in numbers)
-        if not math.isfinite(total):
-            raise NumericsError(
-                f"tuning: the divergence is not finite at step {step + 1}; "
-                "lower --tune-rate, or pass --tune-steps 0"
-            )
-        self._optimizer.step()
+        # Where one micro-batch is the step, a block takes it as soon as it has its gradients, which are
+        # forgotten then: four bytes a weight that no memory is needed for.
+        at_once = len(numbers) == 1 and not self._passes.keeps_gradients
+        for number in numbers:
+            self._learn(number, 1 / tokens, self._take if at_once else None)
+        self._take()
         self.now.step += 1
         self.now.tokens += tokens
 
-    def _learn(self, number: int, weight: float) -> float:
-        """Adds the gradient of ``weight`` times the divergence over a batch; returns the divergence."""
+    def _take(self) -> None:
+        """Changes what has gradients; what has none, or has taken the step already, stays."""
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=not self._passes.keeps_gradients)
+
+    def _learn(self, number: int, weight: float, after_block: Callable[[], None] | None) -> None:
+        """Adds the gradient of ``weight`` times the divergence over a batch.
+
+        Raises:
+            NumericsError: the divergence is not finite.
+        """
         inputs, hidden = self._passes.forward(number, self._lesson.first.load(number))
         total, rows = divergence(
             lambda x: self._replay.logits(x, {**self._head, **self._student.outer_parameters()}),
@@ -257,11 +269,15 @@ class Loop:
             weight=weight,
             parameters=self._student.outer_leaves(),
         )
+        if not math.isfinite(total):
+            raise NumericsError(
+                f"tuning: the divergence is not finite at step {self.now.step + 1}; "
+                "lower --tune-rate, or pass --tune-steps 0"
+            )
         assert rows is not None
         gradient = torch.zeros_like(hidden)
         self._real(number, gradient).copy_(rows)
-        self._passes.backward(number, inputs, gradient)
-        return total
+        self._passes.backward(number, inputs, gradient, after_block)
 
     def _look(self) -> float:
         """The mean divergence over the held-out text."""
@@ -320,6 +336,16 @@ class Loop:
                         key: value if value is None else value.to(self._place(key, leaf))
                         for key, value in moments.items()
                     }
+
+
+def records(weights: int) -> bool:
+    """Whether a GPU's passes of a model of so many tuned weights are recorded, which keeps all gradients."""
+    return weights <= _SMALL
+
+
+def _codes(latent: Tensor) -> Tensor:
+    """uint8, what a latent would be stored as, or beyond that where its element ends before 255."""
+    return latent.detach().round().clamp_(0, 255).to(torch.uint8)
 
 
 def _order(tokens: Sequence[int], settings: TuningSettings) -> list[list[int]]:

@@ -6,7 +6,7 @@ GPU to run them, unless it launches them all at once, as CUDA graphs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -24,8 +24,14 @@ class Passes(Protocol):
     def forward(self, batch: int, hidden: Tensor) -> tuple[list[Tensor], Tensor]:
         """As :meth:`Student.forward`; what is returned stands until the next pass."""
 
-    def backward(self, batch: int, inputs: list[Tensor], gradient: Tensor) -> None:
-        """As :meth:`Student.backward`."""
+    def backward(
+        self,
+        batch: int,
+        inputs: list[Tensor],
+        gradient: Tensor,
+        after_block: Callable[[], None] | None = None,
+    ) -> None:
+        """As :meth:`Student.backward`; without ``after_block`` where gradients stay."""
 
 
 class Direct:
@@ -82,8 +88,16 @@ class Recorded:
         self._forward.replay()
         return self._inputs, self._leaving
 
-    def backward(self, batch: int, inputs: list[Tensor], gradient: Tensor) -> None:
+    def backward(
+        self,
+        batch: int,
+        inputs: list[Tensor],
+        gradient: Tensor,
+        after_block: Callable[[], None] | None = None,
+    ) -> None:
         """As :meth:`Passes.backward`; of a batch that was just run forward."""
+        if after_block is not None:
+            raise ValueError("a recorded pass can't be interrupted between two blocks")
         if batch not in self._alike:
             self._student.backward(batch, inputs, gradient)
             return

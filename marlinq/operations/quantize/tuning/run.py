@@ -6,10 +6,12 @@ import random
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ from marlinq.core.weight import QuantizedWeight
 from marlinq.models import BlockReplay, Blueprint, ModelInstance
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
 from marlinq.operations.quantize.tuning.files import RESULT, STATE, keep, kept
-from marlinq.operations.quantize.tuning.loop import Loop, Progress, TuningReport, TuningSettings
+from marlinq.operations.quantize.tuning.loop import Loop, Progress, TuningReport, TuningSettings, records
 from marlinq.operations.quantize.tuning.student import Student
 from marlinq.operations.quantize.tuning.teacher import learn
 
@@ -40,9 +42,18 @@ _PIECE = 32
 _HELD_OUT = 16
 _FEWEST = 8
 _SAVE_SECONDS = 60.0
-# What a weight takes whose code is tuned: the code a byte; a latent, its gradient, two moments and the best
-# value so far 4 bytes each. The rest of the memory is for scales, embeddings, a block and its activations.
-_LATENT_BYTES = 21
+# Saving may take this share of the time, at a rate of bytes a second that most disks reach, and this share of
+# the host's free memory. A state of codes is 13 bytes a weight.
+_SAVE_SHARE = 0.1
+_SAVE_RATE = 1e9
+_SAVE_MEMORY_SHARE = 0.25
+# Threads that read back and check what was written.
+_READERS = 4
+# What a weight takes whose code is tuned: the code and the best one so far a byte each; a latent and its two
+# moments 4 bytes each; its gradient as many, unless a block takes its step as soon as it has its gradients.
+# The rest of the memory is for scales, embeddings, a block and its activations.
+_LATENT_BYTES = 14
+_GRADIENT_BYTES = 4
 _SHARE_OF_MEMORY = 0.7
 
 
@@ -60,8 +71,9 @@ def tune(
 ) -> None:
     """Tunes what ``writer`` holds, and writes it again; its notes then have the :class:`TuningReport`.
 
-    The state is kept in the unfinished folder about once a minute, and the result before any tensor is
-    overwritten, so a run that is interrupted at any moment continues to the same values.
+    The state is kept in the unfinished folder about once a minute, a large one less often or not at all, and
+    the result before any tensor is overwritten, so a run that is interrupted at any moment continues to the
+    same values.
 
     Args:
         checkpoint: the original.
@@ -145,11 +157,7 @@ class _Run:
         replay = BlockReplay(instance)
         folder = writer.partial
         lesson = learn(instance, replay, self._batches, folder=folder, progress=self._progress)
-        before = {
-            planned.projection.name: self._read(planned)
-            for block in self._blueprint.blocks
-            for planned in self._plan.members(block)
-        }
+        before = self._read_blocks()
         student = Student(
             instance, replay, self._plan, before, codes=settings.code_rate > 0, vectors=settings.vectors
         )
@@ -176,8 +184,14 @@ class _Run:
 
         def save() -> None:
             nonlocal last
-            if time.monotonic() - last >= _SAVE_SECONDS:
-                keep(writer, STATE, loop.tensors(), asdict(loop.now))
+            passed = time.monotonic() - last
+            if passed < _SAVE_SECONDS:
+                return
+            tensors = loop.tensors()
+            nbytes = sum(tensor.nbytes for tensor in tensors.values())
+            room = psutil.virtual_memory().available * _SAVE_MEMORY_SHARE
+            if nbytes <= min(room, passed * _SAVE_SHARE * _SAVE_RATE):
+                keep(writer, STATE, tensors, asdict(loop.now))
                 last = time.monotonic()
 
         def restore(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -216,10 +230,26 @@ class _Run:
         )
         return tensors | vectors, report.to_dict()
 
+    def _read_blocks(self) -> dict[str, QuantizedWeight]:
+        """The written weights of all blocks on the device, by the projection's name."""
+        found = {}
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="marlinq-read") as readers:
+            for block in self._blueprint.blocks:
+                members = self._plan.members(block)
+                for planned, tensors in zip(members, readers.map(self._stored, members), strict=True):
+                    found[planned.projection.name] = self._unpacked(planned, tensors)
+        return found
+
     def _read(self, planned: PlannedModule) -> QuantizedWeight:
+        return self._unpacked(planned, self._stored(planned))
+
+    def _stored(self, planned: PlannedModule) -> dict[str, Tensor]:
         names = self._plan.tensor_names(planned)
-        tensors = {suffix: self._writer.read_back(name) for suffix, name in names.items()}
-        return self._plan.layout.unpack(tensors, planned.spec)
+        return {suffix: self._writer.read_back(name) for suffix, name in names.items()}
+
+    def _unpacked(self, planned: PlannedModule, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        there = {suffix: tensor.to(self._instance.device) for suffix, tensor in tensors.items()}
+        return self._plan.layout.unpack(there, planned.spec)
 
     def _head(self) -> dict[str, Tensor]:
         """The original's head, by the name of its parameter; called while the outer modules are there."""
@@ -239,7 +269,7 @@ class _Run:
         if self._plan.head is None:
             return original
         projection = self._plan.head.projection
-        weight = self._read(self._plan.head).to(self._instance.device).dequantize()
+        weight = self._read(self._plan.head).dequantize()
         return {projection.parameter: projection.as_parameter(weight)}
 
 
@@ -251,23 +281,34 @@ def settings_that_fit(plan: OutputPlan, settings: TuningSettings, device: torch.
     """
     if device.type != "cuda":
         return settings
-    weights = sum(found.spec.in_features * found.spec.out_features for found in plan.modules.values())
     # Of all there is, not of what is free now: the same command has to do the same.
     memory = torch.cuda.get_device_properties(device).total_memory
     room = memory * _SHARE_OF_MEMORY
-    if settings.code_rate > 0 and weights * _LATENT_BYTES > room:
+    needed = tuning_bytes(plan, settings, device)
+    if settings.code_rate > 0 and needed > room:
         warnings.warn(
-            f"tuning: codes would take {weights * _LATENT_BYTES / 1e9:.0f} GB, {device} has "
+            f"tuning: codes would take {needed / 1e9:.0f} GB, {device} has "
             f"{memory / 1e9:.0f} GB; they stay as they are, scales are tuned",
             stacklevel=3,
         )
         settings = replace(settings, code_rate=0.0)
-    if settings.code_rate == 0 and weights > room:
+        needed = tuning_bytes(plan, settings, device)
+    if needed > room:
         raise EnvironmentProblem(
-            f"tuning keeps all codes on {device}: {weights / 1e9:.0f} GB, it has {memory / 1e9:.0f} GB; "
+            f"tuning keeps all codes on {device}: {needed / 1e9:.0f} GB, it has {memory / 1e9:.0f} GB; "
             "pass --tune-steps 0"
         )
     return settings
+
+
+def tuning_bytes(plan: OutputPlan, settings: TuningSettings, device: torch.device) -> int:
+    """What the planned weights take on ``device`` while they are tuned, without what a block needs."""
+    weights = sum(found.spec.in_features * found.spec.out_features for found in plan.modules.values())
+    if settings.code_rate == 0:
+        return weights
+    recorded = device.type == "cuda" and records(weights)
+    at_once = settings.tokens <= _PLACES[device.type] and not recorded
+    return weights * (_LATENT_BYTES + (0 if at_once else _GRADIENT_BYTES))
 
 
 def _split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:

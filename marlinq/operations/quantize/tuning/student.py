@@ -6,7 +6,7 @@ forward pass is kept but what enters each block: the backward pass runs a block 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -56,22 +56,25 @@ class Student:
         self.vectors: dict[str, TunableVector] = {}
         self._members: list[list[PlannedModule]] = []
         self._inside: list[list[str]] = []
-        for block in instance.blueprint.blocks:
-            members = plan.members(block)
-            self._members.append(members)
-            for planned in members:
-                name = planned.projection.name
-                weight = quantized[name].to(instance.device)
-                self.weights[name] = TunableWeight(
-                    weight, self._original(planned) if codes else None, name=name
+        # Where the originals are of no interest, little is read.
+        blocks = range(len(instance.blueprint.blocks) if codes else 0)
+        with instance.reading_ahead(blocks):
+            for block in instance.blueprint.blocks:
+                members = plan.members(block)
+                self._members.append(members)
+                for planned in members:
+                    name = planned.projection.name
+                    weight = quantized[name].to(instance.device)
+                    self.weights[name] = TunableWeight(
+                        weight, self._original(planned) if codes else None, name=name
+                    )
+                replaced = {planned.projection.parameter for planned in members if planned.projection.whole}
+                module = instance.materialise(block.name, skip=replaced)
+                self._inside.append(
+                    [f"{block.name}.{key}" for key, value in module.named_parameters() if value.dim() == 1]
+                    if vectors
+                    else []
                 )
-            replaced = {planned.projection.parameter for planned in members if planned.projection.whole}
-            module = instance.materialise(block.name, skip=replaced)
-            self._inside.append(
-                [f"{block.name}.{key}" for key, value in module.named_parameters() if value.dim() == 1]
-                if vectors
-                else []
-            )
         self._outside = self._outer_vectors() if vectors else []
         for name in (*(name for names in self._inside for name in names), *self._outside):
             shape = instance.model.get_parameter(name).shape
@@ -112,13 +115,21 @@ class Student:
                 hidden = self._call(index, batch, hidden.clone())
         return inputs, hidden
 
-    def backward(self, batch: int, inputs: list[Tensor], gradient: Tensor) -> None:
+    def backward(
+        self,
+        batch: int,
+        inputs: list[Tensor],
+        gradient: Tensor,
+        after_block: Callable[[], None] | None = None,
+    ) -> None:
         """Adds to the gradients of all blocks' parameters.
 
         Args:
             batch: as for the forward pass.
             inputs: what :meth:`forward` returned; emptied.
             gradient: of the loss with respect to what left the last block.
+            after_block: called when a block's gradients are there, from the last block to the first. It may
+                change the block's parameters: the blocks before it are run without them.
         """
         for index in reversed(range(len(self._members))):
             # Of its own: whoever holds the input goes on writing to it.
@@ -127,6 +138,8 @@ class Student:
                 output = self._call(index, batch, leaf * 1)
             torch.autograd.backward(output, gradient)
             gradient = leaf.grad  # type: ignore[assignment]
+            if after_block is not None:
+                after_block()
 
     def _call(self, index: int, batch: int, hidden: Tensor) -> Tensor:
         return self._replay.call(index, batch, hidden, self._parameters(index))

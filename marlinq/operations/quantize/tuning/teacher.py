@@ -62,15 +62,18 @@ def learn(
         raise ValueError("tuning needs at least one batch")
     last = _states(batches, hidden, folder)
     blocks = instance.blueprint.blocks
-    for index, block in enumerate(blocks):
-        instance.block(index)
-        for number in range(len(batches)):
-            hidden = replay.run(index, number, (last if index else first).load(number))
-            if not bool(torch.isfinite(hidden).all()):
+    with instance.reading_ahead(range(len(blocks))):
+        for index, block in enumerate(blocks):
+            instance.block(index)
+            finite = []
+            for number in range(len(batches)):
+                hidden = replay.run(index, number, (last if index else first).load(number))
+                finite.append(torch.isfinite(hidden).all())
+                last.store(number, hidden)
+            if not bool(torch.stack(finite).all()):
                 raise NumericsError(f"{block.name}: its output holds NaN or infinity in the original model")
-            last.store(number, hidden)
-        instance.release_block(index)
-        progress("running the original", index + 1, len(blocks))
+            instance.release_block(index)
+            progress("running the original", index + 1, len(blocks))
     return Lesson(batches, first, last, instance.device)
 
 
