@@ -47,8 +47,8 @@ _SAVE_SECONDS = 60.0
 _SAVE_SHARE = 0.1
 _SAVE_RATE = 1e9
 _SAVE_MEMORY_SHARE = 0.25
-# Threads that read back and check what was written.
-_READERS = 4
+# That read back and check what was written, and hash and write what was tuned.
+_THREADS = 4
 # What a weight takes whose code is tuned: the code and the best one so far a byte each; a latent and its two
 # moments 4 bytes each; its gradient as many, unless a block takes its step as soon as it has its gradients.
 # The rest of the memory is for scales, embeddings, a block and its activations.
@@ -108,8 +108,9 @@ def tune(
             found = run.result()
         keep(writer, RESULT, *found)
     tensors, report = found
-    for name, tensor in tensors.items():
-        writer.write(name, tensor.cpu())
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="marlinq-write") as threads:
+        for _ in threads.map(lambda name: writer.write(name, tensors[name].cpu()), tensors):
+            pass
     writer.commit({NOTE: report})
 
 
@@ -233,7 +234,7 @@ class _Run:
     def _read_blocks(self) -> dict[str, QuantizedWeight]:
         """The written weights of all blocks on the device, by the projection's name."""
         found = {}
-        with ThreadPoolExecutor(_READERS, thread_name_prefix="marlinq-read") as readers:
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="marlinq-read") as readers:
             for block in self._blueprint.blocks:
                 members = self._plan.members(block)
                 for planned, tensors in zip(members, readers.map(self._stored, members), strict=True):
