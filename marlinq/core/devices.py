@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from marlinq.core.errors import EnvironmentProblem, UsageError
@@ -62,6 +63,26 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
             f"device {name}: torch sees {seen}; run `marlinq doctor`, or choose --device cpu"
         )
     return torch.device("cuda", index)
+
+
+def start_beside(device: torch.device) -> None:
+    """Lets a thread start a GPU and its library of products, which takes a second and more, beside the work
+    that needs no GPU; nothing on the CPU.
+
+    Whoever uses the GPU first waits for it. What goes wrong here goes wrong there too, and is said there.
+    """
+    if device.type != "cuda":
+        return
+
+    def start() -> None:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device):
+            square = torch.ones(16, 16, dtype=torch.float16, device=device)
+            square @ square
+
+    starter = ThreadPoolExecutor(1, thread_name_prefix="marlinq-start")
+    starter.submit(start)
+    starter.shutdown(wait=False)
 
 
 def read_clock(device: torch.device) -> float:

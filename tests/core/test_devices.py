@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
-from marlinq.core.devices import check_device_name, resolve_device
+from marlinq.core.devices import check_device_name, resolve_device, start_beside
 from marlinq.core.errors import EnvironmentProblem, UsageError
 
 
@@ -51,3 +53,18 @@ def test_what_names_no_device(name: str) -> None:
     for check in (check_device_name, resolve_device):
         with pytest.raises(UsageError, match="device: expected auto, cpu, cuda or cuda:N, found"):
             check(name)
+
+
+def test_a_gpu_is_started_beside_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = threading.Event()
+
+    def fails() -> None:
+        started.set()
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(torch.cuda, "init", fails)
+    start_beside(torch.device("cpu"))
+    assert not started.wait(0.05)
+    # What goes wrong is left to whoever uses the GPU first.
+    start_beside(torch.device("cuda", 1))
+    assert started.wait(30)

@@ -24,7 +24,7 @@ from marlinq.checkpoint import (
     CopyBehind,
     check_place,
 )
-from marlinq.core.devices import resolve_device
+from marlinq.core.devices import resolve_device, start_beside
 from marlinq.core.dtypes import dtype_name, torch_dtype
 from marlinq.core.errors import MarlinqError, UsageError
 from marlinq.core.progress import ReportMessage, ReportProgress, no_message, no_progress
@@ -131,6 +131,7 @@ def _quantize(
     message: ReportMessage,
 ) -> QuantizeReport:
     progress = clock = StageClock(progress)
+    start_beside(chosen)
     checkpoint = Checkpoint.open(model, revision=revision, progress=progress)
     if ranks.first:
         check_place(out, resume=resume, source=checkpoint.path)
@@ -153,7 +154,7 @@ def _quantize(
     texts = planned_text(recipe, checkpoint, blueprint, chosen) if plan.method.calibrated else []
     dtype = compute_dtype(checkpoint, plan, chosen, sum(text.tokens for text in texts))
     if chosen.type == "cuda":
-        # A process that has not used the GPU has no statistics to reset.
+        # A process that has not used the GPU has no statistics to reset; this waits for the start.
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.reset_peak_memory_stats(chosen)
     environment = _environment(chosen, dtype)
