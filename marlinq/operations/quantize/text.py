@@ -328,11 +328,12 @@ class TextGatherer:
                 written = text_by_the_model(
                     self._checkpoint,
                     self._blueprint,
-                    self._own,
+                    self._own.recipe,
                     self._device,
                     trust_remote_code=self._trust_remote_code,
                     progress=self._progress,
                     message=self._message,
+                    most=self._own.most,
                 )
                 keep_text(writer, written)
             duplicates = self._text.duplicates
@@ -397,21 +398,21 @@ def forget_written_text(writer: CheckpointWriter) -> None:
 def text_by_the_model(
     checkpoint: Checkpoint,
     blueprint: Blueprint,
-    part: SourcePart,
+    recipe: Recipe,
     device: torch.device,
     *,
     trust_remote_code: bool,
     progress: ReportProgress,
     message: ReportMessage,
+    most: int | None = None,
 ) -> list[Document]:
-    """The documents that the model writes.
+    """The documents that the model writes, of no more than ``most`` tokens.
 
     The whole model is on the device for as long as it writes. How long it will write is measured by a few
     steps and told to ``message`` before it begins.
     """
     dtype = writing_dtype(device, stored_dtype(checkpoint, blueprint))
-    recipe = part.recipe
-    budget = text_budget(recipe, Work.of(blueprint), device, dtype, most=part.most)
+    budget = text_budget(recipe, Work.of(blueprint), device, dtype, most=most)
     loaded = _loaded(checkpoint, blueprint, recipe, device, dtype, trust_remote_code)
     writer = TextWriter(
         loaded,
