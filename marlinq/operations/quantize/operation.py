@@ -302,7 +302,8 @@ def _fingerprint(
     if environment["device"] != "cpu":
         # How many threads there are decides how sums are split on a CPU; torchrun changes it.
         environment = {key: value for key, value in environment.items() if key != "threads"}
-    parts = [recipe.to_dict(), checkpoint.state(), environment, max_shard_size]
+    # A quality's version stands for what its settings mean, which is not all in the recipe.
+    parts = [recipe.to_dict(), recipe.quality_record(), checkpoint.state(), environment, max_shard_size]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from marlinq.core.weight import QuantizedWeight
 from marlinq.models import build_blueprint
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.planning import plan_output
+from marlinq.operations.quantize.quality import QUALITIES
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.tuning import loop, run
 from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
@@ -291,6 +293,24 @@ def test_a_damaged_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     state.write_bytes(state.read_bytes()[:-100])
     with pytest.raises(OutputError, match=r"tuning.safetensors: is damaged; remove"):
         quantize(source, tmp_path / "out", recipe=TUNED.replace(tune_steps=2), device="cpu", resume=True)
+
+
+def test_a_run_of_another_version_of_its_quality_is_not_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    recipe = TUNED.replace(quality="best", tune_steps=2)
+
+    def dies(*args: Any, **kwargs: Any) -> Any:
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run._Run, "_outcome", dies)
+        with pytest.raises(Killed):
+            quantize(source, tmp_path / "out", recipe=recipe, device="cpu")
+    monkeypatch.setitem(QUALITIES, "best", replace(QUALITIES["best"], version=10**6))
+    with pytest.raises(OutputError, match="belongs to a run with another recipe"):
+        quantize(source, tmp_path / "out", recipe=recipe, device="cpu", resume=True)
 
 
 def test_qualities_are_settings_by_name(tmp_path: Path) -> None:
