@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from marlinq.checkpoint.ahead import ReadAhead
+from marlinq.checkpoint.ahead import ReadAhead, lock_ring_early
 from marlinq.checkpoint.behind import CopyBehind, WriteBehind
 from marlinq.checkpoint.header import TensorInfo, TensorPlan
 from marlinq.checkpoint.quantization_config import (
@@ -28,6 +28,7 @@ __all__ = [
     "WriteBehind",
     "check_place",
     "floating_linears",
+    "lock_ring_early",
     "read_quantization_config",
     "replace_quantization_config",
     "says_tied",

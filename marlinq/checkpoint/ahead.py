@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from marlinq.checkpoint.header import TensorInfo
 from marlinq.checkpoint.reader import Checkpoint
+from marlinq.core.devices import check_device_name
 from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import CheckpointError, EnvironmentProblem
 
@@ -42,6 +44,37 @@ _MOST_THREADS = 8
 # A thread that comes back from a read needs the interpreter. Another thread that computes in Python gives
 # it up after 5 ms by default, in which a core reads tens of megabytes.
 _SWITCH_SECONDS = 2e-4
+
+
+def lock_ring_early(device: str) -> threading.Thread | None:
+    """Let a thread open torch's side of the GPU that ``device`` names and page-lock a ring's memory, which
+    torch keeps for the first :class:`ReadAhead` of the process. Imports torch before that.
+
+    Where there is no such GPU, or not so much memory, nothing happens, and whoever needs it says so.
+
+    Returns:
+        The thread, or None where no GPU is meant.
+    """
+    if check_device_name(device) == "cpu" or not torch.cuda.is_available():
+        return None
+    index = int(device.partition(":")[2] or 0)
+    thread = threading.Thread(target=_lock_ring, args=(index,), name="marlinq-lock-ring")
+    thread.start()
+    return thread
+
+
+def _lock_ring(index: int) -> None:
+    try:
+        _locked(torch.device("cuda", index))
+    except RuntimeError:
+        return
+
+
+def _locked(device: torch.device) -> Tensor:
+    """A ring's page-locked memory, uint8 [:data:`RING_BYTES`]."""
+    # It comes through the current device, which would be opened for it.
+    with torch.cuda.device(device):
+        return torch.empty(RING_BYTES, dtype=torch.uint8, pin_memory=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,9 +222,7 @@ class ReadAhead:
             return
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._ring = SimpleQueue()
-        # Page-locked memory comes through the current device, which would be opened for it.
-        with torch.cuda.device(self._device):
-            locked = torch.empty(RING_BYTES, dtype=torch.uint8, pin_memory=True)
+        locked = _locked(self._device)
         for start in range(0, RING_BYTES, PIECE_BYTES):
             buffer = locked[start : start + PIECE_BYTES]
             self._ring.put(_Slot(buffer, torch.cuda.Event()))  # type: ignore[no-untyped-call]

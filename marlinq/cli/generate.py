@@ -16,7 +16,7 @@ from marlinq.cli.options import (
 from marlinq.cli.output import print_piece, print_report, progress_bar
 from marlinq.cli.types import SOURCE
 from marlinq.core.errors import UsageError
-from marlinq.core.startup import UNUSED_BY_TEXT, many_imports, open_gpu_early
+from marlinq.core.startup import UNUSED_BY_TEXT, absent, import_transformers, many_imports, open_gpu_early
 
 if TYPE_CHECKING:
     from marlinq.runtime import Generation, Generations
@@ -94,27 +94,34 @@ def command(
             option = "--" + name.replace("_", "-")
             raise UsageError(f"--greedy and {option} contradict each other; keep one")
     open_gpu_early(device)
-    with many_imports(without=UNUSED_BY_TEXT):
-        from marlinq.runtime import Interrupted, Sampling, generate, generate_batch, load
+    # transformers imports a model's class, and what that needs, when it is loaded. Code that a checkpoint
+    # brings may need anything.
+    with absent(() if trust_remote_code else UNUSED_BY_TEXT):
+        with many_imports():
+            from marlinq.checkpoint import lock_ring_early
 
-    sampling = Sampling(
-        temperature=None if greedy else temperature or 1.0,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-    )
-    with progress_bar() as progress:
-        loaded = load(
-            checkpoint,
-            revision=revision,
-            device=device,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            only_decodes=True,
-            progress=progress,
+            lock_ring_early(device)
+            import_transformers()
+            from marlinq.runtime import Interrupted, Sampling, generate, generate_batch, load
+
+        sampling = Sampling(
+            temperature=None if greedy else temperature or 1.0,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
         )
+        with progress_bar() as progress:
+            loaded = load(
+                checkpoint,
+                revision=revision,
+                device=device,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                only_decodes=True,
+                progress=progress,
+            )
     streams = len(prompts) == 1 and not as_json
 
     def show(report: Generation | Generations) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules import module as hooks
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from marlinq.core import boundaries
@@ -36,8 +39,6 @@ def build_on_meta(
         CheckpointError: transformers does not know the architecture, or rejects the config.
         UnsupportedError: the model's code comes with the checkpoint and is not trusted.
     """
-    from accelerate import init_empty_weights
-
     plain = {key: _plain(value) for key, value in config.items() if key != "quantization_config"}
     if not plain.get("model_type"):
         raise CheckpointError(
@@ -66,14 +67,36 @@ def build_on_meta(
                 AutoModelForCausalLM.from_config(
                     deepcopy(parsed), dtype=dtype, trust_remote_code=trust_remote_code
                 )
-        with init_empty_weights(include_buffers=False):
+        with parameters_on_meta():
             model = AutoModelForCausalLM.from_config(parsed, dtype=dtype, trust_remote_code=trust_remote_code)
-        # accelerate moves each parameter to the meta device on its own, which unties shared ones.
-        model.tie_weights()
         model.eval()
         model.requires_grad_(False)
     result: PreTrainedModel = model
     return result
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Every parameter that a module gets inside goes to the meta device at once, buffers stay real.
+
+    The parameters carry the mark that transformers gives to those that are loaded: it draws no initial values
+    for them, which for parameters without memory takes longer than building the modules.
+    """
+
+    def to_meta(owner: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return parameter
+        moved = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        moved.__dict__.update(parameter.__dict__)
+        moved._is_hf_initialized = True  # type: ignore[attr-defined]
+        return moved
+
+    # What a hook returns takes the parameter's place; its type says nothing of that.
+    handle = hooks.register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}

@@ -17,13 +17,13 @@ from itertools import product
 from typing import Literal
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from marlinq.core.errors import UnsupportedError
 from marlinq.models.anatomy import MLP, Anatomy, Layer, Mixture, Norm, Router, Slices, Unrecognised
 from marlinq.models.blueprint import decoder_blocks, is_linear
+from marlinq.models.building import parameters_on_meta
 from marlinq.models.candidates import (
     ACTIVATIONS,
     Activation,
@@ -102,10 +102,8 @@ def anatomy_of(model: PreTrainedModel) -> Anatomy | Unrecognised:
     # A twin has the linears that transformers gives the architecture.
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
-    with init_empty_weights(include_buffers=False):
+    with parameters_on_meta():
         twin: PreTrainedModel = type(model)._from_config(config, dtype=model.dtype)
-    # Each parameter went to the meta device on its own, which unties shared ones.
-    twin.tie_weights()
     twin.eval()
     try:
         blocks_name, _ = decoder_blocks(twin, "model")

@@ -30,7 +30,9 @@ from marlinq.runtime.head import pack_head
 from marlinq.runtime.operand import KERNEL_LAYOUT
 from marlinq.runtime.operators import OPERATORS, Setting
 from marlinq.runtime.placement import place
+from marlinq.runtime.remembered import recognise_once
 from marlinq.runtime.timings import LoadTimings
+from marlinq.runtime.tokenizer import tokenizer_of
 
 # Files that tell a tokenizer is there; without any of them transformers would look for one on the Hub.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
@@ -140,6 +142,8 @@ def load(
     if exact is None:
         exact = dtype not in (None, "auto")
     setting = Setting(placement.device, placement.dtype, exact)
+    # As for the probe: what a start on a GPU found out, the next does not repeat.
+    keeps = only_decodes and placement.device.type == "cuda"
     with ReadAhead(checkpoint, placement.device, budget=_budget(quantized, setting)) as reader:
         with timings.stage("first reads"):
             # Packed words are needed whatever the blueprint says, so their reading begins before it is built.
@@ -159,9 +163,11 @@ def load(
         anatomy: Anatomy | Unrecognised | None = None
         if only_decodes:
             with timings.stage("recognition"), boundaries.forward(checkpoint.path):
-                anatomy = recognise(blueprint.build(), blueprint.blocks_name)
+                # Nothing in the instance has its weights yet.
+                find = recognise_once if keeps else recognise
+                anatomy = find(instance.model, blueprint.blocks_name)
         with timings.stage("tokenizer"):
-            tokenizer = read_tokenizer(checkpoint, trust_remote_code)
+            tokenizer = read_tokenizer(checkpoint, trust_remote_code, kept=keeps)
             generation_config = read_generation_config(checkpoint)
         decisions: dict[str, Decision] = {}
         notes = [placement.reason] if placement.reason else []
@@ -459,14 +465,12 @@ def read_generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
         return GenerationConfig.from_pretrained(checkpoint.path)
 
 
-def read_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any | None:
-    """The folder's tokenizer, or None where it has none.
+def read_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, *, kept: bool = False) -> Any | None:
+    """The folder's tokenizer, or None where it has none; ``kept`` as :func:`tokenizer_of` has it.
 
     Raises:
         CheckpointError: transformers can't read it.
     """
     if not any((checkpoint.path / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    from marlinq.calibration import load_tokenizer
-
-    return load_tokenizer(checkpoint.path, trust_remote_code=trust_remote_code)
+    return tokenizer_of(checkpoint.path, trust_remote_code=trust_remote_code, kept=kept)

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from marlinq.checkpoint import Checkpoint, ReadAhead, ahead
-from marlinq.core.errors import CheckpointError, EnvironmentProblem
+from marlinq.checkpoint import Checkpoint, ReadAhead, ahead, lock_ring_early
+from marlinq.core.errors import CheckpointError, EnvironmentProblem, UsageError
 from tests.checkpoint.test_source import removed, replaced, rewritten_with_its_time_kept, truncated
 
 CPU = torch.device("cpu")
@@ -137,3 +137,31 @@ def test_threads_end_with_an_error_and_settings_come_back(folder: Path) -> None:
         fail()
     assert sys.getswitchinterval() == interval
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("marlinq-read")]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_ring_is_locked_in_a_thread_for_the_device_that_is_named(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked: list[tuple[torch.device, str]] = []
+
+    def lock(device: torch.device) -> Tensor:
+        locked.append((device, threading.current_thread().name))
+        if fails:
+            raise torch.OutOfMemoryError("no memory")
+        return torch.empty(1)
+
+    monkeypatch.setattr(ahead, "_locked", lock)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("auto", "cuda:3"):
+        thread = lock_ring_early(name)
+        assert thread is not None
+        thread.join()
+    assert [device.index for device, _ in locked] == [0, 3]
+    assert {name for _, name in locked} == {"marlinq-lock-ring"}
+    assert lock_ring_early("cpu") is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert lock_ring_early("auto") is None
+    with pytest.raises(UsageError):
+        lock_ring_early("abacus")
+    assert len(locked) == 2

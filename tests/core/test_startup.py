@@ -7,6 +7,7 @@ import gc
 import importlib
 import importlib.metadata
 import importlib.util
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -116,3 +117,29 @@ def test_a_package_of_its_distributions_name_is_found_without_reading_all(
         assert read == [1]
     assert importlib.metadata.packages_distributions is counted
     gc.unfreeze()
+
+
+def test_transformers_finds_the_names_of_its_models_with_one_look() -> None:
+    code = """
+import pathlib, transformers
+from transformers.utils import import_utils
+from marlinq.core.startup import import_transformers
+look = import_utils.define_import_structure
+given = []
+class Lazy(import_utils._LazyModule):
+    def __init__(self, name, file, structure, **rest):
+        given.append((name, {key: dict(value) for key, value in structure.items()}))
+        super().__init__(name, file, structure, **rest)
+transformers.utils._LazyModule = Lazy
+misses = look.cache_info().misses
+import_transformers()
+assert look.cache_info().misses == misses
+assert import_utils.define_import_structure is look
+transformers.utils._LazyModule = import_utils._LazyModule
+(name, found), = given
+folder = pathlib.Path(transformers.__file__).parent / "models"
+assert name == "transformers.models" and found == look(str(folder / "__init__.py"))
+from transformers.models.llama import LlamaConfig
+import_transformers()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,157 @@
+"""A checkpoint's tokenizer for generation: made of its file at once, without transformers' work.
+
+transformers parses ``tokenizer.json``, copies the result, and goes through settings that change little or
+nothing; of a vocabulary of 128,000 tokens the parsing alone takes a third of the time. What it changes is
+found out once: the parsed file with these changes, written out, has to equal transformers' tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from marlinq.calibration import load_tokenizer
+from marlinq.core import boundaries
+from marlinq.runtime.remembered import entry_name, read_entry, write_entry
+
+_THIS = Path(__file__)
+_FILE = "tokenizer.json"
+_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+_EMPTY: dict[str, object] = {
+    **dict.fromkeys(("truncation", "padding", *_PARTS)),
+    "version": "1.0",
+    "added_tokens": [],
+    "model": {"type": "BPE", "vocab": {}, "merges": []},
+}
+# What transformers may read of a folder to make a tokenizer, its config included.
+_SUFFIXES = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
+# How text becomes tokens and back; a class with its own way is left to transformers.
+_METHODS = (
+    "__call__",
+    "_call_one",
+    "_encode_plus",
+    "_convert_encoding",
+    "set_truncation_and_padding",
+    "decode",
+    "_decode",
+)
+
+
+class FileTokenizer:
+    """transformers' tokenizer of a folder, as far as text becomes tokens and tokens text.
+
+    Anything else, a chat template for one, is asked of transformers' tokenizer, which is loaded then.
+
+    Args:
+        folder: of the checkpoint.
+        content: of its ``tokenizer.json``.
+        changes: what transformers has instead of the file's, by the file's keys.
+    """
+
+    def __init__(self, folder: Path, content: bytes, changes: Mapping[str, object]) -> None:
+        self.name_or_path = str(folder)
+        self._folder = folder
+        self._own = _parsed(content, changes)
+
+    def __call__(self, text: Any, **options: Any) -> Any:
+        if options or not isinstance(text, str):
+            return self._whole(text, **options)
+        return {"input_ids": self._own.encode(text).ids}
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False, **options: Any) -> Any:
+        """As transformers': the text of ``tokens``."""
+        if options != {"clean_up_tokenization_spaces": False} or not isinstance(tokens, list):
+            return self._whole.decode(tokens, skip_special_tokens=skip_special_tokens, **options)
+        return self._own.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_whole":
+            raise AttributeError(name)
+        return getattr(self._whole, name)
+
+    @cached_property
+    def _whole(self) -> Any:
+        return load_tokenizer(self._folder)
+
+
+def tokenizer_of(folder: Path, *, trust_remote_code: bool = False, kept: bool = False) -> Any:
+    """The tokenizer of a folder.
+
+    Args:
+        folder: of the checkpoint.
+        trust_remote_code: run code that the checkpoint brings.
+        kept: a :class:`FileTokenizer` may stand for it where it is known to do the same, which is remembered
+            in the cache of kernels (:mod:`marlinq.runtime.remembered`).
+
+    Raises:
+        CheckpointError: it can't be read.
+    """
+    path = folder / _FILE
+    if trust_remote_code or not kept or not path.is_file():
+        return load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    with boundaries.tokenizer(folder):
+        # What is parsed later is what was looked at here.
+        content = path.read_bytes()
+        others = [each for each in sorted(folder.iterdir()) if each.suffix in _SUFFIXES and each.is_file()]
+        digests = [(each.name, _digest(each)) for each in others if each != path]
+        premises = hashlib.sha256(content).hexdigest(), digests, tokenizers.__version__, _digest(_THIS)
+        name = entry_name("tokenizer", premises)
+        changes = read_entry(name, dict)
+        if changes is not None:
+            return FileTokenizer(folder, content, changes)
+    loaded = load_tokenizer(folder)
+    with boundaries.tokenizer(folder):
+        changes = _changes(content, loaded)
+    if changes is not None:
+        write_entry(name, changes)
+    return loaded
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _parsed(content: bytes, changes: Mapping[str, object]) -> Tokenizer:
+    own = Tokenizer.from_buffer(content)
+    # As for every call of transformers' tokenizer that asks for neither.
+    own.no_truncation()
+    own.no_padding()
+    if changes:
+        # The library has no other way from a part as it is written to the part.
+        made = Tokenizer.from_str(json.dumps({**_EMPTY, **changes}))
+        for key in changes:
+            setattr(own, key, getattr(made, key))
+    return own
+
+
+def _changes(content: bytes, loaded: Any) -> dict[str, object] | None:
+    """The parts that ``loaded``, transformers' tokenizer of its folder, has in place of the file's.
+
+    Returns:
+        None where the file with these parts would not do the same.
+    """
+    kind, known = type(loaded), PreTrainedTokenizerFast
+    if not isinstance(loaded, known) or not kind.__module__.startswith("transformers."):
+        return None
+    if any(getattr(kind, name, None) is not getattr(known, name, None) for name in _METHODS):
+        return None
+    if loaded.split_special_tokens:
+        return None
+    theirs, file = _written(loaded.backend_tokenizer), json.loads(content)
+    changes = {key: theirs[key] for key in _PARTS if theirs[key] != file.get(key)}
+    return changes if _written(_parsed(content, changes)) == theirs else None
+
+
+def _written(tokenizer: Tokenizer) -> dict[str, object]:
+    """All that a tokenizer does, but for what a call sets anew."""
+    value = json.loads(tokenizer.to_str())
+    return {key: each for key, each in value.items() if key not in ("truncation", "padding")}
