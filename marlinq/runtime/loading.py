@@ -142,8 +142,7 @@ def load(
     if exact is None:
         exact = dtype not in (None, "auto")
     setting = Setting(placement.device, placement.dtype, exact)
-    # As for the probe: what a start on a GPU found out, the next does not repeat.
-    keeps = only_decodes and placement.device.type == "cuda"
+    keeps = only_decodes and _keeps(placement.device)
     with ReadAhead(checkpoint, placement.device, budget=_budget(quantized, setting)) as reader:
         with timings.stage("first reads"):
             # Packed words are needed whatever the blueprint says, so their reading begins before it is built.
@@ -284,6 +283,11 @@ def _compile_kernels(new: Mapping[str, list[nn.Module]], setting: Setting, progr
         if modules:
             OPERATORS[name].compile(modules, setting, progress)
             modules.clear()
+
+
+def _keeps(device: torch.device) -> bool:
+    """Whether what a start finds out is left for the next: on a GPU alone, as for a passed probe."""
+    return device.type == "cuda"
 
 
 def _budget(quantized: QuantizedCheckpoint | None, setting: Setting) -> int:

@@ -19,7 +19,8 @@ from marlinq.core.errors import CheckpointError, UsageError
 from marlinq.formats import LAYOUTS
 from marlinq.models.anatomy import Anatomy
 from marlinq.models.recognise import anatomy_of
-from marlinq.runtime import OPERATORS, QuantLinear, load, loading, stored_operand
+from marlinq.runtime import OPERATORS, QuantLinear, generate, load, loading, remembered, stored_operand
+from marlinq.runtime.tokenizer import FileTokenizer
 from tests.checkpoint.test_source import At, removed, replaced, rewritten_with_its_time_kept, truncated
 from tests.testing.runnable_folders import (
     Quantizer,
@@ -326,3 +327,24 @@ def test_kernels_of_a_recognised_model_that_only_decodes_are_left_to_its_decoder
     whole = load(tmp_path, device="cpu", operator="w4a16")
     assert whole.anatomy is None
     assert sum(compiled) == len(loaded.decisions)
+
+
+def test_a_later_start_makes_the_same_model_of_what_was_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    save_quantized(folder, tiny_model("llama"), "gptq", random_quantizer())
+    save_tokenizer(folder)
+    monkeypatch.setenv("MARLINQ_CACHE", str(tmp_path / "cache"))
+    without = load(folder, device="cpu", only_decodes=True)
+    assert not (tmp_path / "cache").exists()
+    monkeypatch.setattr(loading, "_keeps", lambda device: True)
+    first = load(folder, device="cpu", only_decodes=True)
+    monkeypatch.setattr(remembered, "recognise", lambda *_: pytest.fail("recognised again"))
+    later = load(folder, device="cpu", only_decodes=True)
+    assert isinstance(later.tokenizer, FileTokenizer)
+    assert later.anatomy == first.anatomy == without.anatomy
+    texts = {generate(loaded, "typed", max_new_tokens=8).text for loaded in (without, first, later)}
+    assert len(texts) == 1
+    # Whoever loads a model for something else gets transformers' tokenizer.
+    assert not isinstance(load(folder, device="cpu").tokenizer, FileTokenizer)
