@@ -211,33 +211,41 @@ def test_lengths_grow_at_the_end(builder: Builder) -> None:
     assert lengths.tolist() == list(range(1, 71))
 
 
-def check_routed_rows(builder: Builder, dtype: torch.dtype = torch.float16, sources: Path = SOURCES) -> None:
-    """Experts' rows of two tokens, added to the residual stream; two pairs have no expert here."""
+def check_routed_rows(
+    builder: Builder, dtype: torch.dtype = torch.float16, *, gated: bool = True, sources: Path = SOURCES
+) -> None:
+    """Experts' rows of two tokens, added to the residual stream; two pairs have no expert here. A shared
+    expert's rows count as their gates say."""
     torch.manual_seed(3)
     m, top, width = 2, 5, 136
     x, rows = strided(m, width, width + 8, dtype), strided(m * top, width, width + 24, dtype)
     second = strided(m, width, width + 8, dtype)
+    gates = apart(torch.rand(m, 1)) if gated else None
     places = torch.randperm(m * top).view(m, top).to(torch.int32)
     places[0, 3] = places[1, 0] = -1
     places, routing = apart(places), apart(torch.rand(m, top))
     stored, out = poisoned(m, width + 8, dtype=dtype)[:, :width], poisoned(m, width, dtype=dtype)
     norm, routed = RowNorm("RMS", None, None, 1e-6), RoutedRows(rows, places, routing)
-    prepared = residual(x, stored=stored, out=out, norm=norm, first=routed, second=second, factor=0.5)
+    prepared = residual(
+        x, stored=stored, out=out, norm=norm, first=routed, second=second, gates=gates, factor=0.5
+    )
     memory = [
-        *given(residual=x, first=rows, second=second, places=places, routing=routing),
+        *given(residual=x, first=rows, second=second, places=places, routing=routing, gates=gates),
         *results(stored=stored, out=out),
     ]
     start(builder, prepared, memory, sources=sources)
     taken = rows.double()[places.clamp(min=0).long()] * (places >= 0).unsqueeze(2)
     summed = torch.einsum("mtw,mt->mw", taken, routing.double()).to(dtype).double()
-    expected = x.double() + 0.5 * summed + 0.5 * second.double()
+    count = 1.0 if gates is None else gates.double()
+    expected = x.double() + 0.5 * summed + 0.5 * count * second.double()
     assert relative_error(stored, expected) < BOUND[dtype]
     assert relative_error(out, expected_norm(stored.double(), norm)) < BOUND[dtype]
 
 
+@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_of_experts_are_summed(builder: Builder, dtype: torch.dtype) -> None:
-    check_routed_rows(builder, dtype)
+def test_rows_of_experts_are_summed(builder: Builder, dtype: torch.dtype, gated: bool) -> None:
+    check_routed_rows(builder, dtype, gated=gated)
 
 
 @pytest.mark.parametrize(
@@ -246,6 +254,8 @@ def test_rows_of_experts_are_summed(builder: Builder, dtype: torch.dtype) -> Non
         ("        if (places[s] < 0) continue;\n", ""),
         ("fmaf(routing[s], row[j], sum[j])", "fmaf(routing[0], row[j], sum[j])"),
         ("load_scalar(places + m * C::EXPERTS + threadIdx.x)", "load_scalar(places + threadIdx.x)"),
+        ("factor * load_scalar(gates + m)", "factor * load_scalar(gates)"),
+        ("x[i][j] += second_factor * z[j]", "x[i][j] += factor * z[j]"),
     ],
 )
 def test_faults_of_sums_are_found(builder: Builder, tmp_path: Path, right: str, wrong: str) -> None:
@@ -305,10 +315,12 @@ def route(
     scale: float = 1.0,
     correction: Tensor | None = None,
     wide: bool = False,
+    gate: Tensor | None = None,
+    gates: Tensor | None = None,
     clusters: bool = True,
     sources: Path = SOURCES,
 ) -> tuple[Tensor, Tensor]:
-    """The kernel's numbers and weights."""
+    """The kernel's numbers and weights; the shared expert's go to ``gates``."""
     m = x.shape[0]
     ids = apart(torch.full((m, top), -1, dtype=torch.int32))
     weights = poisoned(m, top, dtype=torch.float32)
@@ -319,12 +331,14 @@ def route(
         scale=scale,
         correction=correction,
         wide=wide,
+        gate=gate,
+        gates=gates,
         clusters=clusters,
     )
     memory = [
         *given(x=x),
-        *constants(weight=weight, correction=correction),
-        *results(ids=ids, weights=weights),
+        *constants(weight=weight, correction=correction, gate=gate),
+        *results(ids=ids, weights=weights, gates=gates),
     ]
     start(builder, prepared, memory, capability=90 if clusters else 80, sources=sources)
     return ids, weights
@@ -438,6 +452,87 @@ def test_faults_of_corrections_are_found(
     path.write_text(text.replace(right, wrong))
     with pytest.raises((AssertionError, KernelFault)):
         check_correction(builder, scoring, experts=100, normalised=False, sources=sources)
+
+
+def check_gate(
+    builder: Builder,
+    dtype: torch.dtype = torch.float16,
+    *,
+    experts: int = 60,
+    width: int = 320,
+    clusters: bool = True,
+    sources: Path = SOURCES,
+) -> None:
+    """A shared expert's gate beside a choice that it does not change."""
+    torch.manual_seed(8)
+    x = apart((2 * torch.randn(3, width + 8)).round().clamp(-3, 3).to(dtype)[:, :width])
+    weight, gate = (
+        apart((2 * torch.randn(*shape)).round().clamp(-3, 3).div(64).to(dtype))
+        for shape in ((experts, width), (width,))
+    )
+    gates = poisoned(3, 1, dtype=torch.float32)
+    ids, weights = route(
+        *(builder, x, weight, 4, "softmax"),
+        normalised=True,
+        gate=gate,
+        gates=gates,
+        clusters=clusters,
+        sources=sources,
+    )
+    # Eighths, of which sums are exact; then one exponential of 2 ulp.
+    logits = (x.double() @ gate.double()).to(dtype).double()
+    assert relative_error(gates, logits.sigmoid()[:, None]) < 1e-6
+    alone = route(builder, x, weight, 4, "softmax", normalised=True, clusters=clusters)
+    assert torch.equal(ids, alone[0])
+    assert torch.equal(weights, alone[1])
+
+
+@pytest.mark.parametrize("clusters", [True, False])
+# The gate's warp has experts too, or is a warp of its own, whose logit has four neighbours or none.
+@pytest.mark.parametrize(("experts", "width"), [(60, 320), (64, 4160), (130, 264), (8, 64)])
+def test_a_shared_experts_gate(builder: Builder, experts: int, width: int, clusters: bool) -> None:
+    dtype = torch.bfloat16 if experts == 64 else torch.float16
+    check_gate(builder, dtype, experts=experts, width=width, clusters=clusters)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("C::GATED && expert == experts ? gate : ", ""),
+        ("four < (row.products() + 3) / 4;", "four < (experts + 3) / 4;"),
+        ("gates[m] = 1.f / (1.f + expf(-logits[experts]))", "gates[m] = logits[experts]"),
+        ("expert < products(); expert += CLUSTER", "expert < experts; expert += CLUSTER"),
+        ("gates[m] = 1.f", "gates[0] = 1.f"),
+    ],
+)
+def test_faults_of_gates_are_found(builder: Builder, tmp_path: Path, right: str, wrong: str) -> None:
+    sources = tmp_path / "cuda"
+    shutil.copytree(SOURCES, sources)
+    path = sources / "step" / "router.cuh"
+    text = path.read_text()
+    assert text.count(right) == 1
+    path.write_text(text.replace(right, wrong))
+    with pytest.raises((AssertionError, KernelFault)):
+        check_gate(builder, sources=sources)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"gate": None},
+        {"gates": None},
+        {"gate": torch.zeros(72, dtype=torch.float16)},
+        {"gate": torch.zeros(64)},
+        {"gates": torch.zeros(2)},
+        {"gates": torch.zeros(2, 1, dtype=torch.float16)},
+    ],
+)
+def test_gates_that_do_not_fit_are_refused(wrong: dict[str, Tensor | None]) -> None:
+    x, weight = torch.zeros(2, 64, dtype=torch.float16), torch.zeros(4, 64, dtype=torch.float16)
+    ids, weights = torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, 2)
+    both: dict[str, Any] = {"gate": torch.zeros(64, dtype=torch.float16), "gates": torch.zeros(2, 1)}
+    with pytest.raises(ValueError, match="gate"):
+        router(x, weight, ids, weights, scoring="softmax", normalised=True, **{**both, **wrong})
 
 
 def check_addition(

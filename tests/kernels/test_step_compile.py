@@ -52,10 +52,10 @@ def residuals() -> list[Prepared]:
             residual(x, stored=x, out=x, norm=norms[2], first=x, second=x),
             residual(gather, stored=x, out=x, norm=norms[2]),
         ]
-        for top in (8, 32):
+        for top, gates in ((8, torch.zeros(2, 1)), (32, None)):
             places, routing = torch.zeros(2, top, dtype=torch.int32), torch.zeros(2, top)
             routed = RoutedRows(x, places, routing)
-            prepared.append(residual(x, stored=x, out=x, norm=norms[0], first=routed, second=x))
+            prepared.append(residual(x, stored=x, out=x, norm=norms[0], first=routed, second=x, gates=gates))
     return prepared
 
 
@@ -142,6 +142,8 @@ def routers(*, clusters: bool = False) -> list[Prepared]:
             normalised=True,
             correction=torch.empty(experts) if dtype == BFLOAT16 else None,
             wide=scoring == "sigmoid",
+            gate=empty(width, dtype=dtype) if scoring == "softmax" else None,
+            gates=torch.empty(1, 1) if scoring == "softmax" else None,
             clusters=clusters,
             addition=None if norm is None else Addition(x, x, x, norm, 1.0),
         )

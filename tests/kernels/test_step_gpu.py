@@ -24,6 +24,7 @@ from marlinq.kernels.step import (
     bind,
     divide,
     residual,
+    router,
 )
 from tests.kernels.step_problems import (
     BOUND,
@@ -77,6 +78,56 @@ def test_embeddings_and_lengths() -> None:
     start(residual(gather, stored=stored, lengths=lengths, tokens_each=3, counter=counter))
     places = torch.tensor([5, 6, 7, 62, 63, 64], device="cuda")
     assert relative_error(stored, 2.0 * table[tokens].double() + positions[places].double()) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 5, 300])
+@pytest.mark.parametrize(
+    ("experts", "width", "top", "scoring"),
+    [(60, 2048, 4, "softmax"), (128, 2048, 8, "sigmoid"), (512, 4096, 10, "softmax"), (8, 64, 2, "softmax")],
+)
+@pytest.mark.parametrize("corrected", [False, True])
+def test_routers(
+    corrected: bool, experts: int, width: int, top: int, scoring: str, m: int, dtype: torch.dtype
+) -> None:
+    # Eighths, of which sums are exact, so that rounding exchanges nothing.
+    x, weight, gate = (
+        (2 * torch.randn(*shape)).round().clamp(-3, 3).cuda()
+        for shape in ((m, width), (experts, width), (width,))
+    )
+    x, weight, gate = x.to(dtype), (weight / 128).to(dtype), (gate / 128).to(dtype)
+    correction = torch.rand(experts, device="cuda") / (1 if scoring == "sigmoid" else experts)
+    ids = torch.full((m, top), -1, dtype=torch.int32, device="cuda")
+    weights, gates = poisoned(m, top, dtype=torch.float32), poisoned(m, 1, dtype=torch.float32)
+    start(
+        router(
+            *(x, weight, ids, weights),
+            scoring=scoring,
+            normalised=True,
+            scale=2.5,
+            correction=correction if corrected else None,
+            wide=corrected,
+            gate=gate,
+            gates=gates,
+        )
+    )
+    rounding = torch.float32 if corrected else dtype
+    logits = (x.double() @ weight.double().T).to(rounding).double()
+    scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+    decisive = scores + correction.double() if corrected else logits
+    taken = (-decisive).sort(dim=-1, stable=True).indices[:, :top]
+    if corrected:
+        # Float32 may exchange experts whose decisive numbers it can't tell apart.
+        found = decisive.gather(1, ids.long())
+        assert float((found - decisive.gather(1, taken)).abs().max()) < 1e-6
+        assert (ids.long() == taken).float().mean() > 0.99
+        taken = ids.long()
+    assert torch.equal(ids.long(), taken)
+    expected = scores.gather(1, taken)
+    # A few hundred terms of float32 and exponentials of 2 ulp.
+    assert relative_error(weights, 2.5 * expected / expected.sum(-1, keepdim=True)) < 2e-6
+    expected_gates = (x.double() @ gate.double()).to(rounding).double().sigmoid()
+    assert relative_error(gates, expected_gates[:, None]) < 2e-6
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -76,7 +76,7 @@ class _Arguments(ctypes.Structure):
         *(
             (name, ctypes.c_void_p)
             for name in (
-                *("tokens", "embedding", "positions", "lengths", "residual", "first", "second"),
+                *("tokens", "embedding", "positions", "lengths", "residual", "first", "second", "gates"),
                 *("places", "routing"),
                 *("post_weight", "post_bias", "weight", "bias", "stored", "out", "counter"),
             )
@@ -101,6 +101,7 @@ def residual(
     norm: RowNorm | None = None,
     first: Tensor | RoutedRows | None = None,
     second: Tensor | None = None,
+    gates: Tensor | None = None,
     post: RowNorm | None = None,
     factor: float = 1.0,
     lengths: Tensor | None = None,
@@ -109,7 +110,8 @@ def residual(
 ) -> Prepared:
     """Add to the residual stream and normalise it.
 
-    ``x = source + factor * (post(first) + second)``, rounded, goes to ``stored``, and ``norm(x)`` to ``out``.
+    ``x = source + factor * (post(first) + gates * second)``, rounded, goes to ``stored``, and ``norm(x)`` to
+    ``out``.
 
     Args:
         source: [M, width], or embeddings.
@@ -117,6 +119,7 @@ def residual(
         out: [M, width] with any row stride; None without ``norm``.
         norm: of the sum.
         first, second: [M, width] with any row stride: results of products; the first may be of experts.
+        gates: float32 [M, 1], how much each row of ``second`` counts; None for 1.
         post: of ``first``.
         factor: on what is added.
         lengths: int32 [B], tokens in front of each sequence's new ones; needed for positions.
@@ -141,6 +144,12 @@ def residual(
     strides = {tensor.stride(0) for tensor in (stored, None if gather else rows) if tensor is not None}
     if len(strides) > 1 or (second is not None and first is None):
         raise ValueError("source and stored: expected equal strides; second: expected first")
+    if gates is not None and (
+        second is None or gates.shape != (m, 1) or gates.dtype != torch.float32 or not gates.is_contiguous()
+    ):
+        raise ValueError(
+            f"gates: expected float32 {[m, 1]} of a second addend, found {gates.dtype} {list(gates.shape)}"
+        )
     if routed:
         shape = routed.routing.shape
         fits = shape[0] == m and routed.places.numel() == routed.routing.numel()
@@ -162,6 +171,7 @@ def residual(
         ("POSITIONS", positions is not None),
         ("ADDENDS", (first is not None) + (second is not None)),
         ("EXPERTS", routed.routing.shape[1] if routed else 0),
+        ("GATED", gates is not None),
         ("POST", _kind(post)),
         ("NORM", _kind(norm)),
     )
@@ -173,6 +183,7 @@ def residual(
         residual=0 if gather else rows.data_ptr(),
         first=address(first),
         second=address(second),
+        gates=address(gates),
         places=routed.places.data_ptr() if routed else 0,
         routing=routed.routing.data_ptr() if routed else 0,
         post_weight=address(post.weight) if post else 0,

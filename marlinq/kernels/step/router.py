@@ -44,7 +44,8 @@ class Addition:
 class _Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("source", "first", "norm_weight", "norm_bias", "stored")),
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "correction", "ids", "weights")),
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "gate", "correction")),
+        *((name, ctypes.c_void_p) for name in ("ids", "weights", "gates")),
         ("experts", ctypes.c_int),
         ("width", ctypes.c_int),
         *((name, ctypes.c_longlong) for name in ("source_stride", "first_stride", "x_stride")),
@@ -63,6 +64,8 @@ def router(
     scale: float = 1.0,
     correction: Tensor | None = None,
     wide: bool = False,
+    gate: Tensor | None = None,
+    gates: Tensor | None = None,
     clusters: bool = True,
     addition: Addition | None = None,
 ) -> Prepared:
@@ -81,6 +84,8 @@ def router(
         correction: float32 [E]; the experts of the highest ``score + correction`` are taken then. Weights are
             made of scores alone.
         wide: logits are not rounded to the dtype of ``x``.
+        gate: of a shared expert, [H] of the dtype of ``x``.
+        gates: float32 [M, 1], written: ``sigmoid(x @ gate)``. Both or None.
         clusters: whether the GPU has clusters of blocks.
         addition: what makes ``x``, first.
 
@@ -104,6 +109,13 @@ def router(
         raise ValueError(
             f"correction: expected float32 {[experts]}, found {correction.dtype} {list(correction.shape)}"
         )
+    if (gate is None) != (gates is None):
+        raise ValueError("gate and gates: expected both or none")
+    if gate is not None and gates is not None:
+        if gate.shape != (width,) or gate.dtype != x.dtype or not gate.is_contiguous():
+            raise ValueError(f"gate: expected {x.dtype} {[width]}, found {gate.dtype} {list(gate.shape)}")
+        if gates.shape != (m, 1) or gates.dtype != torch.float32 or not gates.is_contiguous():
+            raise ValueError(f"gates: expected float32 {[m, 1]}, found {gates.dtype} {list(gates.shape)}")
     if scoring not in ("softmax", "sigmoid"):
         raise ValueError(f"scoring {scoring!r}: expected softmax or sigmoid")
     if addition is not None:
@@ -123,6 +135,7 @@ def router(
         ("NORMALISED", normalised),
         ("CORRECTED", correction is not None),
         ("WIDE", wide),
+        ("GATED", gate is not None),
         ("NORM", f"Norm::{addition.norm.kind if addition else 'NONE'}"),
         ("VECTORS", -(-width // (VECTOR * 32 * _WARPS)) if addition else 1),
     )
@@ -135,9 +148,11 @@ def router(
         addition.stored.data_ptr() if addition else 0,
         x.data_ptr(),
         weight.data_ptr(),
+        address(gate),
         address(correction),
         ids.data_ptr(),
         weights.data_ptr(),
+        address(gates),
         experts,
         width,
         addition.source.stride(0) if addition else 0,

@@ -92,7 +92,12 @@ def _mixture_refusal(model: nn.Module, mixture: Mixture, dtype: torch.dtype) -> 
             f"{router.top} of {router.experts} experts; the kernel takes {MOST_CHOSEN} of {MOST_EXPERTS}",
         )
     if mixture.shared_gate is not None:
-        return Unrecognised(mixture.shared_gate, "a gate of a shared expert")
+        held = dict(model.get_submodule(mixture.shared_gate).named_parameters())
+        if set(held) != {"weight"} or held["weight"].dtype != dtype:
+            found = ", ".join(f"{name} in {value.dtype}" for name, value in held.items())
+            return Unrecognised(
+                mixture.shared_gate, f"a gate of {found or 'no weight'}; the kernel takes a weight in {dtype}"
+            )
     return None if mixture.shared is None else _mlp_refusal(mixture.shared)
 
 
@@ -132,6 +137,7 @@ class BoundMixture:
         correction: float32 [E], where the choice has one.
         experts: the packed experts.
         shared: what every token passes.
+        shared_gate: [H], whose product's sigmoid says how much that counts; None for 1.
     """
 
     router: Router
@@ -139,6 +145,7 @@ class BoundMixture:
     correction: Tensor | None
     experts: GroupedExperts
     shared: BoundMLP | None
+    shared_gate: Tensor | None
 
     @property
     def products(self) -> tuple[Product, ...]:

@@ -212,7 +212,11 @@ def _bound(model: nn.Module, mlp: MLP | Mixture, apart: dict[str, None]) -> Boun
         if mlp.router.correction is not None:
             correction = model.get_buffer(mlp.router.correction).detach().float().contiguous()
         shared = None if mlp.shared is None else _bound_mlp(model, mlp.shared, apart)
-        return BoundMixture(mlp.router, weight, correction, experts, shared)
+        gate = None
+        if mlp.shared_gate is not None:
+            column = model.get_submodule(mlp.shared_gate).get_parameter("weight")
+            gate = column.detach().reshape(-1).contiguous()
+        return BoundMixture(mlp.router, weight, correction, experts, shared, gate)
     return _bound_mlp(model, mlp, apart)
 
 

@@ -33,18 +33,39 @@ _JOINED_ROWS = 64
 
 @dataclass(frozen=True)
 class Pending:
-    """What products have left for the residual stream, to be added by the next kernel."""
+    """What products have left for the residual stream, to be added by the next kernel.
+
+    Attributes:
+        first, second, post, factor, gates: as in :func:`marlinq.kernels.step.residual`.
+    """
 
     first: Tensor | RoutedRows
     second: Tensor | None
     post: RowNorm | None
     factor: float
+    gates: Tensor | None = None
 
     def select(self, rows: Tensor) -> Pending:
         if isinstance(self.first, RoutedRows):
             raise TypeError("rows of experts are summed by the next kernel, all of them")
         second = None if self.second is None else self.second.index_select(0, rows)
-        return Pending(self.first.index_select(0, rows), second, self.post, self.factor)
+        gates = None if self.gates is None else self.gates.index_select(0, rows)
+        return Pending(self.first.index_select(0, rows), second, self.post, self.factor, gates)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a router says of each row.
+
+    Attributes:
+        ids: the experts' numbers, int32 [M, top].
+        weights: how much each counts, float32 [M, top].
+        gates: how much a shared expert counts, float32 [M, 1]; None for 1.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    gates: Tensor | None
 
 
 def finish(logits: Tensor, anatomy: Anatomy) -> Tensor:
@@ -179,12 +200,13 @@ class Walk:
         if isinstance(layer.mlp, BoundMixture) and self._router_adds(pending, layer.mlp_norm):
             normed = self.empty("normed", mixed.shape[0], self.forward.hidden)
             chosen = self._choose(index, layer.mlp, normed, pending, layer.mlp_norm)
-            given, shared = self._mixture(layer.mlp, normed, *chosen)
-            self._pending = Pending(given, shared, layer.post_mlp_norm, factor)
+            given, shared = self._mixture(layer.mlp, normed, chosen)
+            self._pending = Pending(given, shared, layer.post_mlp_norm, factor, chosen.gates)
             return
         self._x, normed = self.add(self._x, pending, layer.mlp_norm)
         del mixed, pending  # the widest tensors come now
-        self._pending = Pending(*self._mlp(index, layer, normed), layer.post_mlp_norm, factor)
+        given, shared, gates = self._mlp(index, layer, normed)
+        self._pending = Pending(given, shared, layer.post_mlp_norm, factor, gates)
 
     def end(self) -> tuple[Tensor, Pending]:
         """The residual stream behind the last layer, and what is still to be added to it."""
@@ -220,6 +242,7 @@ class Walk:
                 norm=norm,
                 first=None if pending is None else pending.first,
                 second=None if pending is None else pending.second,
+                gates=None if pending is None else pending.gates,
                 post=None if pending is None else pending.post,
                 factor=1.0 if pending is None else pending.factor,
                 lengths=self.lengths,
@@ -267,20 +290,22 @@ class Walk:
 
     def _mlp(
         self, index: int, layer: BoundLayer, normed: Tensor
-    ) -> tuple[Tensor | RoutedRows, Tensor | None]:
-        """What the MLP gives; of a mixture what its experts give, and what its shared expert does."""
+    ) -> tuple[Tensor | RoutedRows, Tensor | None, Tensor | None]:
+        """What the MLP gives; of a mixture what its experts give, what its shared expert does, and how much
+        that counts in each row."""
         if isinstance(layer.mlp, BoundMLP):
-            return self._dense(layer.mlp, normed), None
-        return self._mixture(layer.mlp, normed, *self._choose(index, layer.mlp, normed))
+            return self._dense(layer.mlp, normed), None, None
+        chosen = self._choose(index, layer.mlp, normed)
+        return *self._mixture(layer.mlp, normed, chosen), chosen.gates
 
     def _dense(self, mlp: BoundMLP, normed: Tensor) -> Tensor:
         return self.multiply("down", mlp.down, self.activated(mlp, normed))
 
     def _mixture(
-        self, mixture: BoundMixture, normed: Tensor, ids: Tensor, weights: Tensor
+        self, mixture: BoundMixture, normed: Tensor, chosen: Chosen
     ) -> tuple[Tensor | RoutedRows, Tensor | None]:
         shared = None if mixture.shared is None else self._dense(mixture.shared, normed)
-        return self.experts(mixture, normed, ids, weights), shared
+        return self.experts(mixture, normed, chosen.ids, chosen.weights), shared
 
     def _router_adds(self, pending: Pending, norm: RowNorm | None) -> bool:
         """Whether the router's kernel can take the place of the one in front of it."""
@@ -300,11 +325,12 @@ class Walk:
         normed: Tensor,
         pending: Pending | None = None,
         norm: RowNorm | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The experts' numbers and weights of each row; what is ``pending`` makes ``normed`` first."""
+    ) -> Chosen:
+        """The experts of each row; what is ``pending`` makes ``normed`` first."""
         router, rows = mixture.router, normed.shape[0]
         ids = self.whole("ids", rows, router.top, torch.int32)
         weights = self.whole("weights", rows, router.top, torch.float32)
+        gates = None if mixture.shared_gate is None else self.whole("gates", rows, 1, torch.float32)
         addition = None
         if pending is not None and norm is not None:
             assert isinstance(self._x, Tensor)
@@ -323,6 +349,8 @@ class Walk:
                 scale=router.scale,
                 correction=mixture.correction,
                 wide=router.wide,
+                gate=mixture.shared_gate,
+                gates=gates,
                 clusters=self.forward.has_clusters,
                 addition=addition,
             )
@@ -330,7 +358,7 @@ class Walk:
         if self.forward.observe_routing is not None:
             shape = (-1, self.tokens_each, router.top)
             self.forward.observe_routing(index, ids.view(shape), weights.view(shape))
-        return ids, weights
+        return Chosen(ids, weights, gates)
 
 
 class Recording(Walk):

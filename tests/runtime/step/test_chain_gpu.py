@@ -93,7 +93,7 @@ def dequantized(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "olmoe", "minimax-m2", "glm-4.5"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "minimax-m2", "glm-4.5"])
 @torch.no_grad()
 def test_mixtures(name: str, dtype: torch.dtype) -> None:
     model, anatomy = grouped_mixture(name)

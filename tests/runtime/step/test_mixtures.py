@@ -254,9 +254,13 @@ def grouped(model: PreTrainedModel) -> None:
             model.set_submodule(name, GroupedExperts(weights, "silu"))
 
 
+# Whose experts have a size of their own, beside that of dense layers.
+_OWN_SIZE = ("qwen2-moe", "qwen3-moe", "glm-4.5")
+
+
 def grouped_mixture(name: str) -> tuple[PreTrainedModel, Anatomy]:
     """A tiny mixture in float32 with packed experts, and its anatomy."""
-    size = {"moe_intermediate_size" if name in ("qwen3-moe", "glm-4.5") else "intermediate_size": 64}
+    size = {"moe_intermediate_size" if name in _OWN_SIZE else "intermediate_size": 64}
     model = tiny(name, **size)
     anatomy = found_in(model)
     assert isinstance(anatomy, Anatomy)
@@ -273,7 +277,7 @@ def test_experts_that_are_not_packed_are_refused() -> None:
     assert refused.part == "model.layers.0.mlp.experts"
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "olmoe", "minimax-m2", "glm-4.5"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "minimax-m2", "glm-4.5"])
 def test_chain_computes_what_the_reference_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(walk, "kernels", torch_kernels)
     model, anatomy = grouped_mixture(name)
@@ -284,16 +288,10 @@ def test_chain_computes_what_the_reference_does(name: str, monkeypatch: pytest.M
     assert max(differences(own, reference, wide.config.vocab_size)) < TOLERANCE
 
 
-def test_chain_adds_a_shared_expert_and_refuses_its_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chain_adds_a_shared_expert_without_a_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(walk, "kernels", torch_kernels)
-    model = tiny("qwen2-moe", moe_intermediate_size=64)
-    anatomy = found_in(model)
-    assert isinstance(anatomy, Anatomy)
-    grouped(model)
+    model, anatomy = grouped_mixture("qwen2-moe")
     half, wide = halved(model)
-    refused = chain_refusal(half, anatomy)
-    assert refused is not None
-    assert refused.part == "model.layers.1.mlp.shared_expert_gate"
     last = anatomy.layers[-1]
     assert isinstance(last.mlp, Mixture)
     ungated = replace(last, mlp=replace(last.mlp, shared_gate=None))
@@ -301,3 +299,30 @@ def test_chain_adds_a_shared_expert_and_refuses_its_gate(monkeypatch: pytest.Mon
     own = ChainForward(half, anatomy, batch=3, capacity=24)
     reference = ReferenceForward(wide, anatomy, batch=3, capacity=24)
     assert max(differences(own, reference, wide.config.vocab_size)) < TOLERANCE
+
+
+@pytest.mark.parametrize("gate", [nn.Linear(64, 1).half(), nn.Linear(64, 1, bias=False)])
+def test_chain_names_a_gate_that_the_kernel_does_not_take(gate: nn.Linear) -> None:
+    model, anatomy = grouped_mixture("qwen2-moe")
+    half, _ = halved(model)
+    assert chain_refusal(half, anatomy) is None
+    half.set_submodule("model.layers.1.mlp.shared_expert_gate", gate)
+    refused = chain_refusal(half, anatomy)
+    assert refused is not None
+    assert refused.part == "model.layers.1.mlp.shared_expert_gate"
+
+
+def test_a_forgotten_gate_is_found_by_the_probe() -> None:
+    model = tiny("qwen2-moe")
+    anatomy = found_in(model)
+    assert isinstance(anatomy, Anatomy)
+    last = anatomy.layers[-1]
+    assert isinstance(last.mlp, Mixture)
+    wrong = replace(last, mlp=replace(last.mlp, shared_gate=None))
+    changed = replace(anatomy, layers=(*anatomy.layers[:-1], wrong))
+
+    def build(batch: int, capacity: int) -> Forward:
+        return ReferenceForward(model, changed, batch=batch, capacity=capacity)
+
+    found = [each.layer for each in compare(model, changed, build) if not each.holds]
+    assert found[0] == len(anatomy.layers) - 1

@@ -63,6 +63,7 @@ def residual(
     norm: RowNorm | None = None,
     first: Tensor | RoutedRows | None = None,
     second: Tensor | None = None,
+    gates: Tensor | None = None,
     post: RowNorm | None = None,
     factor: float = 1.0,
     lengths: Tensor | None = None,
@@ -88,7 +89,8 @@ def residual(
             wide = first.double()[:, : x.shape[1]]
             x = x + factor * (wide if post is None else expected_norm(wide, post))
         if second is not None:
-            x = x + factor * second.double()[:, : x.shape[1]]
+            count = 1.0 if gates is None else gates.double()
+            x = x + factor * count * second.double()[:, : x.shape[1]]
         x = x.to(dtype)
         if stored is not None:
             stored.copy_(x)
@@ -191,6 +193,8 @@ def router(
     scale: float = 1.0,
     correction: Tensor | None = None,
     wide: bool = False,
+    gate: Tensor | None = None,
+    gates: Tensor | None = None,
     clusters: bool = True,
     addition: Addition | None = None,
 ) -> Prepared:
@@ -211,5 +215,7 @@ def router(
         found = scores.gather(1, taken)
         ids.copy_(taken)
         weights.copy_(scale * (found / found.sum(-1, keepdim=True) if normalised else found))
+        if gate is not None and gates is not None:
+            gates.copy_((x.double() @ gate.double()[:, None]).to(x.dtype).double().sigmoid())
 
     return Prepared(run)

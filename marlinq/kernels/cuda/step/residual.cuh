@@ -8,10 +8,12 @@
 // With EXPERTS, first[m] is what that many experts gave, sum_s routing[m, s] * first[places[m, s]], slots in order, in float32, then
 // rounded; a place of -1 adds nothing.
 //
+// With GATED, second[m] counts gates[m] times.
+//
 // p is the row's position: lengths[m / T] + m % T + positions_offset. post is a normalisation too. One block a row, whose
 // elements stay in registers. With a counter, the last thing that is done is counter[b] += 1 for the first `counted` rows.
 //
-// Configuration: Element, THREADS, VECTORS (of eight elements, a thread), GATHER, POSITIONS, ADDENDS, EXPERTS, POST, NORM.
+// Configuration: Element, THREADS, VECTORS (of eight elements, a thread), GATHER, POSITIONS, ADDENDS, EXPERTS, GATED, POST, NORM.
 #pragma once
 #include "ptx/launch.cuh"
 #include "step/rows.cuh"
@@ -82,8 +84,8 @@ __device__ __forceinline__ uint4 sum_of_experts(const uint4* rows, const int* pl
 template <typename C>
 __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4* embedding, const uint4* positions,
                                                  const int* lengths, const uint4* residual, const uint4* first,
-                                                 const uint4* second, const int* places, const float* routing,
-                                                 const uint4* post_weight, const uint4* post_bias,
+                                                 const uint4* second, const float* gates, const int* places,
+                                                 const float* routing, const uint4* post_weight, const uint4* post_bias,
                                                  const uint4* weight, const uint4* bias, uint4* stored, uint4* out,
                                                  int* counter, int counted, int width, int T, int positions_offset,
                                                  i64 residual_stride, i64 first_stride, i64 second_stride, i64 out_stride, float embedding_scale,
@@ -122,6 +124,8 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
         else if (C::ADDENDS > 0) d[i] = load_l2(first + m * (first_stride / 8) + v);
         if (C::ADDENDS > 1) e[i] = load_l2(second + m * (second_stride / 8) + v);
     }
+    static_assert(!C::GATED || C::ADDENDS > 1, "a gate is the second addend's");
+    const float second_factor = C::GATED ? factor * load_scalar(gates + m) : factor;
     static_assert(!C::POSITIONS || (C::GATHER && C::ADDENDS == 0), "positions are added to embeddings");
     float y[VECTORS][8];
 #pragma unroll
@@ -141,7 +145,7 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
             if (C::GATHER) x[i][j] = rounded<E>(x[i][j] * embedding_scale);
             if (C::POSITIONS) x[i][j] += y[i][j];
             if (C::ADDENDS > 0) x[i][j] += factor * y[i][j];
-            if (C::ADDENDS > 1) x[i][j] += factor * z[j];
+            if (C::ADDENDS > 1) x[i][j] += second_factor * z[j];
         }
         const int v = threadIdx.x + i * THREADS;
         const uint4 sum = narrow_vector<E>(x[i]);
@@ -166,12 +170,12 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
 #define INSTANTIATE_STEP_RESIDUAL(NAME, CONFIGURATION)                                                                   \
     extern "C" __global__ void __launch_bounds__(CONFIGURATION::THREADS)                                                 \
     NAME(const i64* tokens, const uint4* embedding, const uint4* positions, const int* lengths, const uint4* residual,   \
-         const uint4* first, const uint4* second, const int* places, const float* routing, const uint4* post_weight,     \
+         const uint4* first, const uint4* second, const float* gates, const int* places, const float* routing, const uint4* post_weight, \
          const uint4* post_bias, const uint4* weight,                                                                    \
          const uint4* bias, uint4* stored, uint4* out, int* counter, int counted, int width, int T, int positions_offset, \
          i64 residual_stride, i64 first_stride, i64 second_stride, i64 out_stride, float embedding_scale, float factor,  \
          float post_eps, float post_offset, float eps, float offset) { \
-        advance_residual<CONFIGURATION>(tokens, embedding, positions, lengths, residual, first, second, places, routing, post_weight, \
+        advance_residual<CONFIGURATION>(tokens, embedding, positions, lengths, residual, first, second, gates, places, routing, post_weight, \
                                         post_bias, weight, bias, stored, out, counter, counted, width, T,                \
                                         positions_offset, residual_stride, first_stride, second_stride, out_stride, embedding_scale,   \
                                         factor, post_eps, post_offset, eps, offset);                                     \

@@ -4,6 +4,7 @@
 //   ids[m, s] = the TOP experts of the highest logits, in falling order; of equal logits the lowest number first.
 //               If CORRECTED, of the highest score(logits[e]) + correction[e]
 //   weights[m, s] = scale * score(logits[ids[m, s]])     over the sum of the scores taken, if NORMALISED
+//   gates[m] = sigmoid(sum_k x[m, k] * gate[k])          if GATED: how much a shared expert counts; rounded as logits are
 //
 // Unless NORM is NONE, x is made here of what stands before it (step/residual.cuh with one addend):
 //
@@ -16,7 +17,7 @@
 // turns, and leave each block its logits in its own shared memory. The first block collects them, and one warp of it, which
 // holds PER logits a lane, takes the largest TOP times. A warp's first loads of weights are requested before the previous kernel ends.
 //
-// Configuration: Element, CLUSTER, WARPS, PER (experts / 32, rounded up), TOP, SOFTMAX, NORMALISED, CORRECTED, WIDE, NORM, VECTORS
+// Configuration: Element, CLUSTER, WARPS, PER (experts / 32, rounded up), TOP, SOFTMAX, NORMALISED, CORRECTED, WIDE, GATED, NORM, VECTORS
 // (of a row, a thread).
 #pragma once
 #include "ptx/bits.cuh"
@@ -40,20 +41,24 @@ struct RouterRow {
     static constexpr int UNROLL = 8;
     static constexpr float LOWEST = -3.402823466e38f;
     // A lane's logits lie together, so that other blocks' are read in vectors of 16 bytes.
-    static constexpr int SLOTS = (32 * PER + 3) / 4 * 4;
+    // A gate is a row behind the experts'.
+    static constexpr int SLOTS = (32 * PER + C::GATED + 3) / 4 * 4;
 
     static constexpr bool ADDS = C::NORM != Norm::NONE;
 
     uint4* x;
-    const uint4* weight;
+    const uint4 *weight, *gate;
     int experts, vectors, lane, warp, rank;
+
+    __device__ __forceinline__ int products() const { return experts + C::GATED; }
 
     __device__ __forceinline__ void request(uint4 (&w)[UNROLL], int expert, int begin) const {
 #pragma unroll
         for (int i = 0; i < UNROLL; ++i) {
             const int v = begin + i * 32 + lane;
             w[i] = make_uint4(0, 0, 0, 0);
-            if (expert < experts && v < vectors) w[i] = load_cached(weight + (i64)expert * vectors + v);
+            const uint4* from = C::GATED && expert == experts ? gate : weight + (i64)expert * vectors;
+            if (expert < products() && v < vectors) w[i] = load_cached(from + v);
         }
     }
 
@@ -108,14 +113,14 @@ struct RouterRow {
         return sum;
     }
 
-    // Expert e is multiplied by warp e % (CLUSTER * WARPS) of the cluster, counted through its blocks.
+    // Expert e, and behind the last the gate, is multiplied by warp e % (CLUSTER * WARPS) of the cluster, counted through its blocks.
     __device__ __forceinline__ void multiply(const RouterAddition& given, i64 m, uint4* row, float* logits) const {
         const int first = rank * WARPS + warp;
         uint4 w[UNROLL];
         request(w, first, 0);
         wait_for_previous_kernel();
         if constexpr (ADDS) make(given, m, row);
-        for (int expert = first; expert < experts; expert += CLUSTER * WARPS) {
+        for (int expert = first; expert < products(); expert += CLUSTER * WARPS) {
             float sum = 0.f;
             for (int begin = 0; begin < vectors; begin += 32 * UNROLL) {
                 if (expert != first || begin > 0) request(w, expert, begin);
@@ -184,15 +189,15 @@ struct RouterRow {
 };
 
 template <typename C>
-__device__ __forceinline__ void route_rows(const RouterAddition& given, uint4* x, const uint4* weight, const float* correction, int* ids,
-                                           float* weights, int experts, int width, i64 x_stride, float scale) {
+__device__ __forceinline__ void route_rows(const RouterAddition& given, uint4* x, const uint4* weight, const uint4* gate,
+                                           const float* correction, int* ids, float* weights, float* gates, int experts, int width, i64 x_stride, float scale) {
     typedef RouterRow<C> Row;
     static_assert(C::TOP <= 32 && C::PER <= 32, "a lane keeps one choice, and a bit for each of its logits");
     __shared__ __align__(16) float logits[Row::SLOTS];
     __shared__ uint4 made[Row::ADDS ? C::VECTORS * 32 * C::WARPS : 1];
     launch_dependents();
     const i64 m = blockIdx.x / C::CLUSTER;
-    const Row row{x + m * (x_stride / 8), weight, experts, width / 8, static_cast<int>(threadIdx.x % 32),
+    const Row row{x + m * (x_stride / 8), weight, gate, experts, width / 8, static_cast<int>(threadIdx.x % 32),
                   static_cast<int>(threadIdx.x / 32), static_cast<int>(blockIdx.x % C::CLUSTER)};
     row.multiply(given, m, made, logits);
     if constexpr (C::CLUSTER > 1) {
@@ -201,7 +206,7 @@ __device__ __forceinline__ void route_rows(const RouterAddition& given, uint4* x
         // Others' logits: four neighbours belong to one block, since blocks have a multiple of four warps.
         static_assert(C::WARPS % 4 == 0, "vectors of logits of one block");
         if (row.rank == 0) {
-            for (int four = threadIdx.x; four < (experts + 3) / 4; four += 32 * C::WARPS) {
+            for (int four = threadIdx.x; four < (row.products() + 3) / 4; four += 32 * C::WARPS) {
                 const u32 owner = 4 * four / C::WARPS % C::CLUSTER;
                 if (owner == 0) continue;
                 const float4 v = load_cluster_float4(cluster_address(shared_address(logits + 4 * four), owner));
@@ -214,13 +219,15 @@ __device__ __forceinline__ void route_rows(const RouterAddition& given, uint4* x
     }
     __syncthreads();
     if (row.rank == 0 && row.warp == 0) row.choose(logits, correction, ids + m * C::TOP, weights + m * C::TOP, scale);
+    if (C::GATED && row.rank == 0 && threadIdx.x == 32 * C::WARPS - 1) gates[m] = 1.f / (1.f + expf(-logits[experts]));
 }
 
 #define INSTANTIATE_STEP_ROUTER(NAME, CONFIGURATION)                                                                    \
     extern "C" __global__ void __launch_bounds__(32 * CONFIGURATION::WARPS, 1) CLUSTER_OF(CONFIGURATION::CLUSTER)       \
     NAME(const uint4* residual, const uint4* first, const uint4* norm_weight, const uint4* norm_bias, uint4* stored, uint4* x,      \
-         const uint4* weight, const float* correction, int* ids, float* weights, int experts, int width,                \
-         i64 residual_stride, i64 first_stride, i64 x_stride, float factor, float eps, float offset, float scale) {                                            \
+         const uint4* weight, const uint4* gate, const float* correction, int* ids, float* weights, float* gates,       \
+         int experts, int width, i64 residual_stride, i64 first_stride, i64 x_stride, float factor, float eps,          \
+         float offset, float scale) {                                                                                   \
         const RouterAddition given = {residual, first, norm_weight, norm_bias, stored, residual_stride, first_stride, factor, eps, offset}; \
-        route_rows<CONFIGURATION>(given, x, weight, correction, ids, weights, experts, width, x_stride, scale);         \
+        route_rows<CONFIGURATION>(given, x, weight, gate, correction, ids, weights, gates, experts, width, x_stride, scale); \
     }
