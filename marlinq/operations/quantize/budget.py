@@ -110,6 +110,10 @@ class Work:
             positions=positions if isinstance(positions, int) and positions > 0 else None,
         )
 
+    def longest(self, recipe: Recipe) -> int:
+        """Tokens that a document may have."""
+        return min(recipe.max_length, self.positions or recipe.max_length)
+
 
 def _cache_width(config: Any) -> int:
     heads = getattr(config, "num_attention_heads", None) or 1
@@ -149,15 +153,11 @@ def text_budget(
         return budget
     if budget.documents is not None:
         return replace(budget, tokens=most, reason=enough(recipe))
-    return _rows_for(most, _longest(recipe, work), enough(recipe))
-
-
-def _longest(recipe: Recipe, work: Work) -> int:
-    return min(recipe.max_length, work.positions or recipe.max_length)
+    return _rows_for(most, work.longest(recipe), enough(recipe))
 
 
 def _unbounded(recipe: Recipe, work: Work, device: torch.device, dtype: torch.dtype) -> TextBudget:
-    longest = _longest(recipe, work)
+    longest = work.longest(recipe)
     if isinstance(recipe.samples, int):
         documents = recipe.samples
         tokens = documents * longest

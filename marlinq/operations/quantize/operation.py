@@ -158,8 +158,9 @@ def _quantize(
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.reset_peak_memory_stats(chosen)
     environment = _environment(chosen, dtype)
+    work = Work.of(blueprint)
     tuning = (
-        settings_that_fit(plan, TuningSettings.of(recipe, Work.of(blueprint), chosen), chosen)
+        settings_that_fit(plan, TuningSettings.of(recipe, work, chosen), chosen, work.longest(recipe))
         if recipe.tune_steps
         else None
     )

@@ -186,7 +186,9 @@ def plan_quantize(
     work = Work.of(blueprint)
     tuning = None
     if recipe.tune_steps:
-        tuning = settings_that_fit(plan, TuningSettings.of(recipe, work, chosen), chosen)
+        tuning = settings_that_fit(
+            plan, TuningSettings.of(recipe, work, chosen), chosen, work.longest(recipe)
+        )
     guess = estimate(
         plan,
         work,
@@ -202,7 +204,10 @@ def plan_quantize(
         writing_dtype=writing_dtype(chosen, stored),
         tuning=(0.0, 0.0)
         if tuning is None
-        else (tuning_work(work, tuning.steps, tuning.tokens), tuning_bytes(plan, tuning, chosen)),
+        else (
+            tuning_work(work, tuning.steps, tuning.tokens),
+            tuning_bytes(plan, tuning, chosen, work.longest(recipe)),
+        ),
     )
     quantized = _planned_checkpoint(checkpoint, plan)
     gpu = device_numbers(chosen.index or 0) if chosen.type == "cuda" else H200

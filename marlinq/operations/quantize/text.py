@@ -166,7 +166,7 @@ def planned_text(
     """What every source of ``recipe`` is to give."""
     work = Work.of(blueprint)
     found = []
-    longest = min(recipe.max_length, work.positions or recipe.max_length)
+    longest = work.longest(recipe)
     for part in recipes_of_parts(recipe):
         if part.source == SELF:
             dtype = writing_dtype(device, stored_dtype(checkpoint, blueprint))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import marlinq
+from marlinq.calibration import Document
 from marlinq.checkpoint import Checkpoint, CheckpointWriter, QuantizedCheckpoint
 from marlinq.core.errors import EnvironmentProblem, OutputError
 from marlinq.core.weight import QuantizedWeight
@@ -106,6 +107,14 @@ def test_a_block_takes_its_step_before_the_next_has_gradients(
     quantize(source, tmp_path / "together", recipe=recipe, device="cpu")
     assert taken == [{"0", "1", "2"}] * 3
     assert folder_bytes(tmp_path / "at once") == folder_bytes(tmp_path / "together")
+
+
+def test_rows_fill_their_micro_batches() -> None:
+    documents = [Document(tuple(range(60)))] * 3
+    for steps, expected in ((1, 5), (2, 6), (3, 12), (4, 18)):
+        settings = loop.TuningSettings(steps, 250, 0.1, 0.1, True, 0)
+        rows = run._rows(documents, 50, 300, settings)
+        assert [len(row) for row in rows] == [50] * expected
 
 
 def test_a_state_is_saved_where_that_takes_little_of_the_time(
@@ -349,10 +358,10 @@ def test_codes_are_tuned_where_they_fit(
             pytest.warns(UserWarning, match="codes would take"),
             pytest.raises(EnvironmentProblem, match="keeps all"),
         ):
-            run.settings_that_fit(plan, settings, cuda)
+            run.settings_that_fit(plan, settings, cuda, 40)
         return
     with pytest.warns(UserWarning, match="they stay as they are") if rate != expected else nullcontext():
-        assert run.settings_that_fit(plan, settings, cuda).code_rate == expected
+        assert run.settings_that_fit(plan, settings, cuda, 40).code_rate == expected
 
 
 def test_gradients_count_where_they_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,8 +374,9 @@ def test_gradients_count_where_they_are_kept(tmp_path: Path, monkeypatch: pytest
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1.7e6 / 0.7)
     )
     cuda = torch.device("cuda:0")
-    for small, tokens, expected in ((0, 8192, 0.1), (1 << 30, 8192, 0.0), (0, 8193, 0.0)):
+    # A micro-batch of 8192 places has 204 rows of 40 tokens: 8160.
+    for small, tokens, expected in ((0, 8160, 0.1), (1 << 30, 8160, 0.0), (0, 8161, 0.0)):
         monkeypatch.setattr(loop, "_SMALL", small)
         settings = loop.TuningSettings(1, tokens, 0.1, 0.1, True, 0)
         with pytest.warns(UserWarning, match="they stay") if not expected else nullcontext():
-            assert run.settings_that_fit(plan, settings, cuda).code_rate == expected
+            assert run.settings_that_fit(plan, settings, cuda, 40).code_rate == expected

@@ -146,7 +146,7 @@ class _Run:
         learning, held_out = _split(documents)
         self._learning, self._held_out = len(learning), len(held_out)
         places = _PLACES[device.type]
-        rows = _rows(learning, min(_ROW, max_length), settings)
+        rows = _rows(learning, min(_ROW, max_length), places, settings)
         own = make_batches(rows, token_budget=places)
         watched = make_batches(held_out, token_budget=places, pad=not blueprint.routed) if held_out else []
         self._batches = own + watched
@@ -274,8 +274,16 @@ class _Run:
         return {projection.parameter: projection.as_parameter(weight)}
 
 
-def settings_that_fit(plan: OutputPlan, settings: TuningSettings, device: torch.device) -> TuningSettings:
+def settings_that_fit(
+    plan: OutputPlan, settings: TuningSettings, device: torch.device, max_length: int
+) -> TuningSettings:
     """``settings``, without the tuning of codes where a GPU has too little memory for it, which is warned of.
+
+    Args:
+        plan: which weights are tuned.
+        settings: what was asked for.
+        device: where.
+        max_length: tokens that a row of text may have.
 
     Raises:
         EnvironmentProblem: there is too little memory for the scales alone.
@@ -285,7 +293,7 @@ def settings_that_fit(plan: OutputPlan, settings: TuningSettings, device: torch.
     # Of all there is, not of what is free now: the same command has to do the same.
     memory = torch.cuda.get_device_properties(device).total_memory
     room = memory * _SHARE_OF_MEMORY
-    needed = tuning_bytes(plan, settings, device)
+    needed = tuning_bytes(plan, settings, device, max_length)
     if settings.code_rate > 0 and needed > room:
         warnings.warn(
             f"tuning: codes would take {needed / 1e9:.0f} GB, {device} has "
@@ -293,7 +301,7 @@ def settings_that_fit(plan: OutputPlan, settings: TuningSettings, device: torch.
             stacklevel=3,
         )
         settings = replace(settings, code_rate=0.0)
-        needed = tuning_bytes(plan, settings, device)
+        needed = tuning_bytes(plan, settings, device, max_length)
     if needed > room:
         raise EnvironmentProblem(
             f"tuning keeps all codes on {device}: {needed / 1e9:.0f} GB, it has {memory / 1e9:.0f} GB; "
@@ -302,13 +310,14 @@ def settings_that_fit(plan: OutputPlan, settings: TuningSettings, device: torch.
     return settings
 
 
-def tuning_bytes(plan: OutputPlan, settings: TuningSettings, device: torch.device) -> int:
+def tuning_bytes(plan: OutputPlan, settings: TuningSettings, device: torch.device, max_length: int) -> int:
     """What the planned weights take on ``device`` while they are tuned, without what a block needs."""
     weights = sum(found.spec.in_features * found.spec.out_features for found in plan.modules.values())
     if settings.code_rate == 0:
         return weights
     recorded = device.type == "cuda" and records(weights)
-    at_once = settings.tokens <= _PLACES[device.type] and not recorded
+    length = min(_ROW, max_length)
+    at_once = settings.tokens <= _PLACES[device.type] // length * length and not recorded
     return weights * (_LATENT_BYTES + (0 if at_once else _GRADIENT_BYTES))
 
 
@@ -320,16 +329,21 @@ def _split(documents: Sequence[Document]) -> tuple[list[Document], list[Document
     return [d for i, d in enumerate(documents) if i not in chosen], [documents[i] for i in chosen]
 
 
-def _rows(documents: Sequence[Document], length: int, settings: TuningSettings) -> list[Document]:
+def _rows(
+    documents: Sequence[Document], length: int, places: int, settings: TuningSettings
+) -> list[Document]:
     """Rows of ``length`` tokens, each of random pieces of documents.
 
     Few documents would be learnt by heart. In ever new neighbourhoods their tokens mean something else, so
-    the same text teaches more; and equal rows need no padding.
+    the same text teaches more; and equal rows need no padding. They fill their micro-batches of ``places``,
+    if there are more than one, so that no step takes two where one holds enough.
     """
     generator = random.Random(settings.seed)
     lengths = [len(document) for document in documents]
     rows = []
-    for _ in range(max(1, min(settings.steps * settings.tokens, _MOST_TOKENS) // length)):
+    count = max(1, min(settings.steps * settings.tokens, _MOST_TOKENS) // length)
+    full = max(1, places // length)
+    for _ in range(count - count % full if count > full else count):
         row: list[int] = []
         while len(row) < length:
             [document] = generator.choices(documents, lengths)
