@@ -59,8 +59,8 @@ def force(problem: Problem | None = None, config: KernelConfig | None = None) ->
 def listed(problem: Problem, demanded: Demands, count: int) -> list[tuple[float, KernelConfig]]:
     """The ``count`` variants that the model expects to be fastest, two at most that differ in stages only.
 
-    And half as many of the bulk kernel, which the model leaves out of chains; not for up to eight rows, where
-    products have the norms between them in their epilogues.
+    And half as many of the bulk kernel, which the model leaves out of chains; not for up to eight rows.
+    Behind a norm it needs a kernel for that norm, which then counts.
     """
     device = device_numbers(0)
     found = _fastest(decision._all_estimates(problem, device, demanded), count)

@@ -1,7 +1,9 @@
-"""The stream kernel's work on rows on the emulation: residual stream behind a product, norm before one."""
+"""Products' work on rows on the emulation: residual stream behind a product, norm before one."""
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,16 +14,20 @@ import torch
 from torch import Tensor
 
 from marlinq.kernels import Problem
-from marlinq.kernels.decide.decision import estimates
+from marlinq.kernels.decide.bulk import BulkConfig
+from marlinq.kernels.decide.decision import KernelConfig, estimates
 from marlinq.kernels.decide.stream import StreamConfig
+from marlinq.kernels.decide.warpgroup import WarpgroupConfig
 from marlinq.kernels.launch.operands import Operands
-from marlinq.kernels.launch.rows import SQUARED_COLUMNS, Added, Normed, RowWork
+from marlinq.kernels.launch.rows import Added, Normed, RowWork, row_variant
 from tests.emulation.build import Builder
+from tests.emulation.faults import WRONG
 from tests.emulation.gemm import ACTIVATIONS, H200, SOURCES, bound
-from tests.emulation.launching import EmulatedKernel, KernelFault, Memory, apart
+from tests.emulation.launching import EmulatedKernel, KernelFault, Memory, apart, emulated_tensor_maps
 from tests.kernels.problems import random_operands, relative_error
 
 EPS, UNIT, FACTOR = 0.25, 4.0, 0.5
+Choice = Callable[[Problem], KernelConfig]
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ def given(problem: Problem) -> Given:
 
 
 def config(problem: Problem, *, tile_n: int, cluster: int, parts: int) -> StreamConfig:
-    """The fastest variant with this tile and split."""
+    """The fastest variant with this tile and split, in tiles of eight rows, which alone have work on rows."""
     found = [
         candidate
         for _, _, candidate in sorted(estimates(problem, H200, "stream"), key=lambda one: one[0])
@@ -69,53 +75,91 @@ def config(problem: Problem, *, tile_n: int, cluster: int, parts: int) -> Stream
     return replace(
         next(one for one in found if (one.tile_n, one.parts // one.cluster) == (tile_n, parts)),
         cluster=cluster,
+        blocks_m=1,
     )
 
 
 def launch(
     builder: Builder,
     problem: Problem,
-    variant: StreamConfig,
+    variant: KernelConfig,
     operands: Operands,
     work: RowWork,
     memory: list[Memory],
     sources: Path = SOURCES,
 ) -> None:
-    instantiation = work.instantiation(variant.instantiation(problem))
-    library = builder.kernel(instantiation.text(), instantiation.function, sources, 90)
+    found = work.variant(variant, problem)
+    assert found is not None
+    library = builder.kernel(found.instantiation.text(), found.instantiation.function, sources, 90)
+    with emulated_tensor_maps():
+        plain = variant.arguments(operands, dependent=True)
     EmulatedKernel(library).launch(
         variant.grid(problem),
         variant.threads,
         variant.shared_bytes(problem),
-        work.arguments(operands.plain_arguments(dependent=True)),
+        work.arguments(plain),
         memory,
+        registers=variant.launch_registers if isinstance(variant, WarpgroupConfig) else 255,
         dependent=True,
         seed=problem.m,
     )
 
 
-# (M, N, K, bfloat16, tile, blocks of a cluster, parts of a block)
+def streaming(tile_n: int, cluster: int, parts: int) -> Choice:
+    return lambda problem: config(problem, tile_n=tile_n, cluster=cluster, parts=parts)
+
+
+def fixed(chosen: KernelConfig) -> Choice:
+    return lambda _: chosen
+
+
+# Sums that are pushed, of warps with one word and two a lane, and sums that meet in a block and in a cluster.
+PUSHED = fixed(WarpgroupConfig(16, 1, 1, 3, 8, 2, 6, 1, 132))
+PUSHED_WIDELY = fixed(WarpgroupConfig(16, 2, 1, 2, 8, 3, 4, 1, 132))
+MEETING = fixed(WarpgroupConfig(16, 2, 1, 2, 8, 1, 4, 1, 132))
+PULLED = fixed(WarpgroupConfig(48, 1, 1, 2, 8, 2, 4, 1, 132))
+BULK = fixed(BulkConfig(1, 4, 2, 8, 2, 8, 1))
+
+# (M, N, K, bfloat16, variant)
 SUMS = [
-    (1, 192, 512, False, 64, 1, 4),
-    (3, 192, 768, False, 64, 2, 4),
-    (4, 320, 512, True, 128, 1, 2),
-    (8, 192, 1024, False, 128, 3, 2),
-    (11, 192, 512, False, 64, 2, 4),
+    (1, 192, 512, False, streaming(64, 1, 4)),
+    (3, 192, 768, False, streaming(64, 2, 4)),
+    (4, 320, 512, True, streaming(128, 1, 2)),
+    (8, 192, 1024, False, streaming(128, 3, 2)),
+    (11, 192, 512, False, streaming(64, 2, 4)),
+    (11, 192, 1024, False, PUSHED),
+    (16, 320, 1024, True, PUSHED_WIDELY),
+    # Two tiles of the batch, the second with five rows.
+    (21, 192, 1024, False, PUSHED),
+    (13, 320, 512, False, MEETING),
+    (40, 192, 1024, False, PULLED),
+    (9, 192, 1024, False, BULK),
+    (21, 128, 1024, True, BULK),
 ]
 
 
-@pytest.mark.parametrize(("m", "n", "k", "bfloat16", "tile", "cluster", "parts"), SUMS)
+@pytest.mark.parametrize(("m", "n", "k", "bfloat16", "choose"), SUMS)
 def test_results_go_to_the_residual_stream(
-    builder: Builder, m: int, n: int, k: int, bfloat16: bool, tile: int, cluster: int, parts: int
+    builder: Builder, m: int, n: int, k: int, bfloat16: bool, choose: Choice
 ) -> None:
     problem = Problem(m, n, k, 128, False, bfloat16)
+    adds(builder, problem, choose(problem))
+
+
+def adds(
+    builder: Builder, problem: Problem, variant: KernelConfig, _: int = 0, sources: Path = SOURCES
+) -> None:
+    """Compare a product that adds to the residual stream with float64."""
+    m, n = problem.m, problem.n
     made = given(problem)
     operands = made.operands
     dtype = operands.out.dtype
     residual = apart(torch.randn(m, n + 8).to(dtype)[:, :n])
     stored = apart(torch.full((m, n + 8), torch.nan, dtype=dtype)[:, :n])
     weight = apart(torch.rand(n))
-    squares = apart(torch.full((m, n // SQUARED_COLUMNS), torch.nan))
+    found = row_variant(variant, problem, normed=False, adds=True)
+    assert found is not None
+    squares = apart(torch.full((m, n // found.squared_columns), torch.nan))
     work = RowWork(added=Added(residual, weight, stored, squares, FACTOR))
     memory = made.memory(
         residual=Memory("residual", residual, after_previous=True),
@@ -123,30 +167,34 @@ def test_results_go_to_the_residual_stream(
         stored=Memory("stored", stored, writable=True, after_previous=True),
         squares=Memory("squares", squares, writable=True, after_previous=True),
     )
-    launch(
-        builder, problem, config(problem, tile_n=tile, cluster=cluster, parts=parts), operands, work, memory
-    )
+    launch(builder, problem, variant, operands, work, memory, sources)
     assert operands.bias is not None
     product = operands.x.double() @ made.weight + operands.bias.double()
     assert relative_error(stored, residual.double() + FACTOR * product) < bound(problem)
     # What follows is exact but for float32 and one rounding.
     kept = stored.double()
     assert relative_error(operands.out, kept * weight.double()) < bound(problem)
-    expected = kept.square().view(m, -1, SQUARED_COLUMNS).sum(-1)
+    expected = kept.square().view(m, -1, found.squared_columns).sum(-1)
     assert float(((squares.double() - expected) / expected).abs().max()) < 1e-6
 
 
-# (M, N, K, bfloat16, activation, tile, blocks of a cluster, parts of a block)
+# (M, N, K, bfloat16, activation, columns that were squared together, variant)
 NORMED = [
-    (1, 192, 512, False, None, 64, 2, 4),
-    (3, 192, 1024, False, None, 64, 1, 8),
-    (4, 256, 512, True, "silu", 128, 1, 2),
-    (8, 256, 4096, False, "gelu", 128, 2, 2),
-    (11, 192, 512, False, None, 64, 1, 4),
+    (1, 192, 512, False, None, 64, streaming(64, 2, 4)),
+    (3, 192, 1024, False, None, 64, streaming(64, 1, 8)),
+    (4, 256, 512, True, "silu", 64, streaming(128, 1, 2)),
+    (8, 256, 4096, False, "gelu", 16, streaming(128, 2, 2)),
+    (11, 192, 512, False, None, 64, streaming(64, 1, 4)),
+    (11, 192, 1024, False, None, 16, PUSHED),
+    (16, 320, 4096, True, None, 16, PUSHED_WIDELY),
+    (21, 192, 1024, False, None, 64, PUSHED),
+    (13, 256, 1024, False, "silu", 16, MEETING),
+    (40, 192, 1024, False, None, 16, PULLED),
+    (9, 256, 512, True, "gelu", 64, fixed(WarpgroupConfig(16, 2, 1, 1, 8, 1, 4, 1, 132))),
 ]
 
 
-@pytest.mark.parametrize(("m", "n", "k", "bfloat16", "activation", "tile", "cluster", "parts"), NORMED)
+@pytest.mark.parametrize(("m", "n", "k", "bfloat16", "activation", "squared", "choose"), NORMED)
 def test_activations_are_normalised_behind_the_product(
     builder: Builder,
     m: int,
@@ -154,19 +202,24 @@ def test_activations_are_normalised_behind_the_product(
     k: int,
     bfloat16: bool,
     activation: str | None,
-    tile: int,
-    cluster: int,
-    parts: int,
+    squared: int,
+    choose: Choice,
 ) -> None:
     problem = Problem(m, n, k, 128, False, bfloat16, activation=activation)
+    normalises(builder, problem, choose(problem), squared)
+
+
+def normalises(
+    builder: Builder, problem: Problem, variant: KernelConfig, squared: int, sources: Path = SOURCES
+) -> None:
+    """Compare a product whose activations lack their norm with float64; ``squared`` columns a sum."""
+    m, k, activation = problem.m, problem.k, problem.activation
     made = given(problem)
     operands = made.operands
-    squares = apart(torch.rand(m, k // SQUARED_COLUMNS) * 100)
+    squares = apart(torch.rand(m, k // squared) * 100 * squared / 64)
     work = RowWork(normed=Normed(squares, k, EPS, UNIT))
     memory = made.memory(squares=Memory("squares", squares, after_previous=True))
-    launch(
-        builder, problem, config(problem, tile_n=tile, cluster=cluster, parts=parts), operands, work, memory
-    )
+    launch(builder, problem, variant, operands, work, memory, sources)
     assert operands.bias is not None
     factor = UNIT * torch.rsqrt(squares.double().sum(1, keepdim=True) / k + EPS)
     expected = operands.x.double() * factor @ made.weight + operands.bias.double()
@@ -176,33 +229,102 @@ def test_activations_are_normalised_behind_the_product(
     assert relative_error(operands.out, expected) < bound(problem)
 
 
-def test_squares_are_not_read_before_the_previous_kernel_has_ended(builder: Builder, tmp_path: Path) -> None:
+# (file, variant, whether activations are normalised, text, what replaces it, report)
+FAULTS = {
+    "squares read before the wait": (
+        "kernels/stream.cuh",
+        streaming(64, 1, 8),
+        True,
+        "            wait_for_previous_kernel();\n        }",
+        "            begin(m0, n0, rank, rows_m);\n            wait_for_previous_kernel();\n        }",
+        "touches squares without waiting",
+    ),
+    "squares read by others before the wait": (
+        "kernels/warpgroup.cuh",
+        PUSHED,
+        True,
+        "if (dependent) wait_for_previous_kernel();\n                    const int m0",
+        "const int m0",
+        "touches squares without waiting",
+    ),
+    "pushed sums scaled before factors are there": (
+        "kernels/warpgroup.cuh",
+        PUSHED,
+        True,
+        "if (NORMED) barrier_wait(factors_there, 0);\n                    push",
+        "push",
+        "without waiting for it",
+    ),
+    "sums that met scaled before factors are there": (
+        "kernels/warpgroup.cuh",
+        MEETING,
+        True,
+        "if (NORMED) barrier_wait(factors_there, 0);\n                },",
+        "},",
+        "without waiting for it",
+    ),
+    "a warp's factors forgotten": (
+        "kernels/warpgroup.cuh",
+        PUSHED,
+        True,
+        "barrier_init(factors_there, 3)",
+        "barrier_init(factors_there, 2)",
+        "without waiting for it|all the phase's arrivals",
+    ),
+    "the residual stream read before the wait": (
+        "kernels/warpgroup.cuh",
+        PUSHED,
+        False,
+        "if (dependent) wait_for_previous_kernel();\n            const TilePlace at",
+        "const TilePlace at",
+        "touches residual without waiting",
+    ),
+    "the bulk kernel's residual stream read before the wait": (
+        "kernels/bulk.cuh",
+        BULK,
+        False,
+        "if (RowWork::ADDS && dependent) wait_for_previous_kernel();",
+        "",
+        "touches residual without waiting",
+    ),
+    "another block's columns requested": (
+        "reduce/dsmem_push.cuh",
+        PUSHED,
+        False,
+        "n = n0 + 16 * (slot * Cluster + rank);",
+        "n = n0 + 16 * slot;",
+        WRONG,
+    ),
+    "rows of a lane exchanged": (
+        "epilogue/rows.cuh",
+        BULK,
+        False,
+        "return addend;",
+        "addend.residual[0] = addend.residual[0] >> 16 | addend.residual[0] << 16; return addend;",
+        WRONG,
+    ),
+    "squares of half the columns": (
+        "epilogue/rows.cuh",
+        PUSHED,
+        False,
+        "distance > 3; distance /= 2) squares[j]",
+        "distance > 4; distance /= 2) squares[j]",
+        WRONG,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_reported(builder: Builder, tmp_path: Path, name: str) -> None:
+    file, choose, normed, old, new, reported = FAULTS[name]
     sources = tmp_path / "cuda"
-    sources.mkdir()
-    for path in SOURCES.rglob("*.cuh"):
-        target = sources / path.relative_to(SOURCES)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        text = path.read_text()
-        if path.name == "stream.cuh":
-            text = text.replace("        begin(m0, n0, rank, rows_m);\n", "")
-            text = text.replace(
-                "        if (dependent) {\n",
-                "        begin(m0, n0, rank, rows_m);\n        if (dependent) {\n",
-            )
-            assert text.count("begin(m0, n0, rank, rows_m);") == 1
-        target.write_text(text)
-    problem = Problem(3, 192, 1024, 128, False, False)
-    made = given(problem)
-    squares = apart(torch.rand(3, 16))
-    work = RowWork(normed=Normed(squares, 1024, EPS, UNIT))
-    memory = made.memory(squares=Memory("squares", squares, after_previous=True))
-    with pytest.raises(KernelFault, match="squares"):
-        launch(
-            builder,
-            problem,
-            config(problem, tile_n=64, cluster=1, parts=8),
-            made.operands,
-            work,
-            memory,
-            sources,
-        )
+    shutil.copytree(SOURCES, sources)
+    text = (sources / file).read_text(encoding="utf-8")
+    assert text.count(old) == 1, f"{file} no longer has {old!r}; plant the fault in what replaced it"
+    (sources / file).write_text(text.replace(old, new), encoding="utf-8")
+    check = normalises if normed else adds
+    problem = Problem(11, 256, 1024, 128, False, False)
+    with pytest.raises((KernelFault, AssertionError)) as caught:
+        check(builder, problem, choose(problem), 16, sources)
+    found = str(caught.value) if isinstance(caught.value, KernelFault) else WRONG
+    assert re.search(reported, found), found

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from dataclasses import replace
 
 import pytest
 
 from marlinq.kernels import Device, Problem, compile_kernel, decide, forced_kernel
-from marlinq.kernels.decide.decision import KERNELS, Kernel
+from marlinq.kernels.decide.bulk import BulkConfig
+from marlinq.kernels.decide.decision import KERNELS, Kernel, KernelConfig
+from marlinq.kernels.decide.stream import StreamConfig
+from marlinq.kernels.decide.warpgroup import WarpgroupConfig
 from marlinq.kernels.launch.operands import MappedArguments, PlainArguments, WarpgroupArguments
+from marlinq.kernels.launch.rows import MappedRowArguments, PlainRowArguments, row_variant
 
 H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
 LAYOUTS: dict[Kernel, type[ctypes.Structure]] = {
@@ -58,3 +63,52 @@ def test_parameters_are_those_of_the_compiled_kernel(kernel: Kernel) -> None:
     layout = LAYOUTS[kernel]
     expected = [getattr(layout, field[0]).size for field in layout._fields_]
     assert parameter_sizes(compiled.cubin, config.function) == expected
+
+
+ROW_LAYOUTS: dict[Kernel, type[ctypes.Structure]] = {
+    "stream": PlainRowArguments,
+    "bulk": MappedRowArguments,
+    "warpgroup": MappedRowArguments,
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_parameters_of_work_on_rows_are_those_of_the_compiled_kernel(kernel: Kernel) -> None:
+    problem = Problem(8, 4096, 4096, 128, zeros=False, bfloat16=False)
+    with forced_kernel(kernel):
+        config = decide(problem, H200).config
+    assert config is not None
+    variant = row_variant(config, problem, normed=False, adds=True)
+    assert variant is not None
+    compiled = compile_kernel(variant.instantiation, H200.architecture)
+    layout = ROW_LAYOUTS[kernel]
+    expected = [getattr(layout, field[0]).size for field in layout._fields_]
+    assert parameter_sizes(compiled.cubin, variant.instantiation.function) == expected
+
+
+# (variant, activation, columns of a sum of squares in front of a norm, and of results behind one)
+STREAM = StreamConfig(2, 2, 1, 8, True, 1, 3, 1)
+PUSHED = WarpgroupConfig(16, 1, 1, 3, 8, 2, 6, 1, 132)
+MEETING = WarpgroupConfig(16, 2, 1, 2, 8, 1, 4, 1, 132)
+ALONE = WarpgroupConfig(16, 2, 1, 1, 8, 1, 4, 1, 132)
+ROW_WORK: list[tuple[KernelConfig, str | None, int | None, int | None]] = [
+    (STREAM, None, 64, 64),
+    (STREAM, "silu", None, 64),
+    (replace(STREAM, blocks_m=2), None, None, None),
+    (BulkConfig(1, 4, 2, 8, 2, 8, 1), None, 16, None),
+    (PUSHED, None, 16, 16),
+    (MEETING, None, 64, 64),
+    # Whole tiles are stored without meeting; before an activation they meet.
+    (ALONE, None, None, None),
+    (ALONE, "silu", None, 64),
+    (replace(ALONE, stream_k=True), None, None, None),
+]
+
+
+@pytest.mark.parametrize(("config", "activation", "adds", "normed"), ROW_WORK)
+def test_which_variants_work_on_rows(
+    config: KernelConfig, activation: str | None, adds: int | None, normed: int | None
+) -> None:
+    problem = Problem(16, 4096, 4096, 128, False, False, activation=activation)
+    found = [row_variant(config, problem, normed=not adding, adds=adding) for adding in (True, False)]
+    assert [one and one.squared_columns for one in found] == [adds, normed]

@@ -19,15 +19,17 @@ from marlinq.kernels import (
     Problem,
     compile_kernel,
     decide,
+    dependent_launches,
     forced_kernel,
 )
-from marlinq.kernels.decide.decision import KERNELS, Kernel
+from marlinq.kernels.decide import device as known
+from marlinq.kernels.decide.decision import KERNELS, Kernel, KernelConfig
 from marlinq.kernels.decide.device import registers_of_a_thread
 from marlinq.kernels.decide.stream import StreamConfig
 from marlinq.kernels.jit.compiler import compile_text, nvrtc_version
 from marlinq.kernels.jit.instantiation import Instantiation, unit
 from marlinq.kernels.jit.resources import DEVICES, Measured, Variant, compile_all, page, trouble, variants
-from marlinq.kernels.launch.rows import row_instantiation
+from marlinq.kernels.launch.rows import row_variant
 from tests.kernels.problems import even_splits
 from tests.kernels.test_arguments import section
 
@@ -75,6 +77,13 @@ def test_no_variant_with_an_activation_spills(architecture: str) -> None:
     assert not wrong
 
 
+def work_on_rows(config: KernelConfig, problem: Problem) -> list[Instantiation]:
+    """A norm before the product, the residual stream behind it: what the variant can do of it."""
+    found = [row_variant(config, problem, normed=normed, adds=not normed) for normed in (False, True)]
+    assert any(found)
+    return [one.instantiation for one in found if one is not None]
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_variant_with_work_on_rows_spills(architecture: str) -> None:
     device = DEVICES[architecture]
@@ -86,10 +95,20 @@ def test_no_variant_with_work_on_rows_spills(architecture: str) -> None:
             config = decide(problem, device).config
         assert isinstance(config, StreamConfig)
         assert config.blocks_m == 1
-        plain = config.instantiation(problem)
-        chosen |= dict.fromkeys(
-            row_instantiation(plain, normed=normed, adds=not normed) for normed in (False, True)
-        )
+        chosen |= dict.fromkeys(work_on_rows(config, problem))
+    wide: list[tuple[Kernel, int, str | None]] = [
+        ("warpgroup", 4096, None),
+        ("warpgroup", 28672, "gelu_tanh"),
+        ("bulk", 4096, None),
+    ]
+    for (kernel, n, activation), (group, zeros, bfloat16) in itertools.product(wide, features):
+        if not device.has_warpgroups:
+            continue
+        problem = Problem(16, n, 4096, group, zeros, bfloat16, activation=activation)
+        with forced_kernel(kernel), dependent_launches():
+            config = decide(problem, known.H200).config
+        assert config is not None
+        chosen |= dict.fromkeys(work_on_rows(config, problem))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         compiled = pool.map(lambda instantiation: compile_kernel(instantiation, architecture), chosen)
     assert [found.spill_bytes for found in compiled] == [0] * len(chosen)

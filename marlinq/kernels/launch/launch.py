@@ -33,7 +33,7 @@ from marlinq.kernels.launch.dense import dequantized_gemm
 from marlinq.kernels.launch.driver import Function, Launches, active_clusters, gpu_properties, on_device
 from marlinq.kernels.launch.handover import Handover
 from marlinq.kernels.launch.loading import load_kernel
-from marlinq.kernels.launch.operands import Arguments, Operands, PlainArguments, activation_maps
+from marlinq.kernels.launch.operands import Arguments, Operands, activation_maps
 from marlinq.kernels.launch.rows import RowArguments, RowWork
 from marlinq.kernels.weights import INT4, WeightFormat
 
@@ -172,10 +172,10 @@ def prepare(
             :func:`marlinq.kernels.launch.gather.gather_channels` and wrote ``x``: the launch then overlaps
             with it.
         activation: of :attr:`marlinq.kernels.decide.problem.Problem.activation`.
-        work: on whole rows, where the decision is for the stream kernel.
+        work: on whole rows.
 
     Raises:
-        UnsupportedError: the decision is for a kernel that does no such work.
+        UnsupportedError: the decision is for a variant that does no such work.
     """
     x = operands.x
     index = x.device.index
@@ -199,11 +199,13 @@ def prepare(
         # multiprocessors that are free first, and everybody would wait for those.
         shared = max(shared, device.shared_bytes // (together + 1) + 1)
     instantiation = chosen.instantiation(problem)
-    arguments: Arguments | RowArguments = chosen.arguments(operands, dependent)
+    plain = chosen.arguments(operands, dependent)
+    arguments: Arguments | RowArguments = plain
     if work is not None:
-        if not isinstance(arguments, PlainArguments):
-            raise UnsupportedError(f"{chosen}: no work on whole rows")
-        instantiation, arguments = work.instantiation(instantiation), work.arguments(arguments)
+        variant = work.variant(chosen, problem)
+        if variant is None:
+            raise UnsupportedError(f"{chosen}: no such work on whole rows")
+        instantiation, arguments = variant.instantiation, work.arguments(plain)
     function = _load(instantiation, shared, index)
     return Call(
         Launches(

@@ -19,7 +19,7 @@ from marlinq.core.progress import ReportProgress
 from marlinq.kernels import Problem
 from marlinq.kernels.jit.instantiation import Instantiation
 from marlinq.kernels.launch.launch import precompile_instantiations
-from marlinq.kernels.launch.rows import SQUARED_COLUMNS, Added, Normed, row_instantiation
+from marlinq.kernels.launch.rows import Added, Normed, RowVariant
 from marlinq.kernels.step import RowNorm
 from marlinq.runtime.step.bound import BoundLayer, BoundMLP
 from marlinq.runtime.step.products import Product
@@ -36,6 +36,7 @@ class Link:
             wherever they hold x.
         eps: the norm's.
         kernels: both products' variants.
+        squared_columns: columns that a sum of squares is of, which the one leaves and the other takes.
     """
 
     before: Product
@@ -44,6 +45,7 @@ class Link:
     unit: float
     eps: float
     kernels: tuple[Instantiation, Instantiation]
+    squared_columns: int
 
 
 class RowLinks:
@@ -77,6 +79,7 @@ class RowLinks:
                 self._links[id(norm)] = link
         self.before = frozenset(link.before for link in self._links.values())
         self._squares: list[Tensor] = []
+        self._parts = hidden // min((link.squared_columns for link in self._links.values()), default=1)
 
     def found(self, norm: RowNorm | None) -> Link | None:
         """The link that takes the place of this norm's kernel."""
@@ -91,13 +94,14 @@ class RowLinks:
 
     def work(self, link: Link, residual: Tensor, stored: Tensor, factor: float) -> tuple[Added, Normed]:
         """What the products in front and behind do: ``stored = residual + factor * result``."""
+        parts = self._hidden // link.squared_columns
         if len(self._squares) < 2:
-            shape = (self._rows, self._hidden // SQUARED_COLUMNS)
-            squares = torch.zeros(shape, dtype=torch.float32, device=residual.device)
+            squares = torch.zeros(self._rows * self._parts, dtype=torch.float32, device=residual.device)
         else:
             # The product before the one in front has read these.
             squares = self._squares.pop(0)
         self._squares.append(squares)
+        squares = squares[: self._rows * parts].view(self._rows, parts)
         added = Added(residual, link.weight, stored, squares, factor)
         return added, Normed(squares, self._hidden, link.eps, link.unit)
 
@@ -105,25 +109,24 @@ class RowLinks:
         fits = before.columns == before.features == self._hidden == behind.inner
         if norm.kind == "LAYER" or norm.weight is None or norm.bias is not None:
             return None
-        if self._hidden % SQUARED_COLUMNS or not fits:
+        if not fits or before in self._activated:
             return None
-        front = self._instantiation(before)
-        back = self._instantiation(behind)
-        if front is None or back is None or before in self._activated:
+        front = self._variant(before, normed=False, adds=True)
+        back = self._variant(behind, normed=True, adds=False)
+        if front is None or back is None or self._hidden % front.squared_columns:
             return None
         weight = norm.weight.float() + norm.offset
         largest = float(weight.abs().amax())
         unit = 2.0 ** math.ceil(math.log2(largest)) if largest > 0 else 1.0
-        kernels = (
-            row_instantiation(front, normed=False, adds=True),
-            row_instantiation(back, normed=True, adds=False),
-        )
-        return Link(before, behind, weight / unit, unit, norm.eps, kernels)
+        kernels = (front.instantiation, back.instantiation)
+        return Link(before, behind, weight / unit, unit, norm.eps, kernels, front.squared_columns)
 
-    def _instantiation(self, product: Product) -> Instantiation | None:
+    def _variant(self, product: Product, *, normed: bool, adds: bool) -> RowVariant | None:
         problem = self._activated.get(product)
         problems = product.problems(self._rows, self._dtype) if problem is None else [problem]
-        return product.stream_instantiation(problems[0], self._index) if len(problems) == 1 else None
+        if len(problems) != 1:
+            return None
+        return product.row_variant(problems[0], self._index, normed=normed, adds=adds)
 
 
 def _pairs(layers: Sequence[BoundLayer]) -> Iterable[tuple[Product, RowNorm, Product]]:

@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from marlinq.core.errors import UnsupportedError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels import LayerShape, Problem, decide, device_numbers, precompile_model
-from marlinq.kernels.decide.stream import StreamConfig
-from marlinq.kernels.jit.instantiation import Instantiation
 from marlinq.kernels.launch.dense import dequantized_gemm
 from marlinq.kernels.launch.gather import Gathered, gathering
 from marlinq.kernels.launch.launch import Call, dequantizes, prepare
 from marlinq.kernels.launch.operands import Operands
-from marlinq.kernels.launch.rows import RowWork
+from marlinq.kernels.launch.rows import RowVariant, RowWork, row_variant
 from marlinq.kernels.weights import INT4
 from marlinq.models.anatomy import Slices
 from marlinq.runtime.linear import QuantLinear
@@ -128,18 +126,18 @@ class Product:
         assert isinstance(module, QuantLinear)
         return _bind_packed(module, x, out, activation)
 
-    def stream_instantiation(self, problem: Problem, device_index: int) -> Instantiation | None:
-        """Of the stream kernel where that multiplies, alone and with channels in their order, in tiles of up
-        to eight rows: with larger ones it has no registers for work on rows. Else None."""
+    def row_variant(
+        self, problem: Problem, device_index: int, *, normed: bool, adds: bool
+    ) -> RowVariant | None:
+        """The kernel that multiplies and works on whole rows (:mod:`marlinq.kernels.launch.rows`), where one
+        multiplies alone, with channels in their order, and can; else None."""
         module = self.modules[0]
         if len(self.modules) > 1 or not isinstance(module, QuantLinear) or module.order is not None:
             return None
         if not module.words.is_cuda:
             return None
         config = decide(problem, device_numbers(device_index)).config
-        if not isinstance(config, StreamConfig) or config.blocks_m > 1:
-            return None
-        return config.instantiation(problem)
+        return None if config is None else row_variant(config, problem, normed=normed, adds=adds)
 
     def bind_rows(self, x: Tensor, out: Tensor, work: RowWork, activation: str | None = None) -> Start:
         """As :meth:`bind` or :meth:`bind_activated`, with ``work`` on whole rows.
@@ -147,7 +145,7 @@ class Product:
         Args:
             x: [M, inner].
             out: [M, columns], or half as many behind an activation.
-            work: for which there is a :meth:`stream_instantiation`.
+            work: for which there is a :meth:`row_variant`.
             activation: for which there is an :meth:`activated_problem`.
         """
         module = self.modules[0]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from marlinq.kernels import dequantize_operands
+from marlinq.kernels import dequantize_operands, device_numbers
+from marlinq.models.anatomy import Anatomy
 from marlinq.runtime import QuantLinear
 from marlinq.runtime.step.bound import chain_refusal
 from marlinq.runtime.step.chain import ChainForward
@@ -14,6 +15,7 @@ from marlinq.runtime.step.probe import compare
 from marlinq.runtime.step.reference import ReferenceForward
 from tests.runtime.step.test_chain import error, halved, quantized, recognised, tiny
 from tests.runtime.step.test_mixtures import grouped_mixture
+from tests.testing.tiny_models import tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +29,7 @@ def run(
     """Relative errors of logits behind ragged prompts and steps, and the steps' logits."""
     torch.manual_seed(1)
     ids = torch.randint(0, vocabulary, (own.batch, 70), device="cuda")
-    lengths = torch.tensor([70, 1, 33], dtype=torch.int32)
+    lengths = torch.tensor([70, 1, 33], dtype=torch.int32).repeat(-(-own.batch // 3))[: own.batch]
     errors = [error(own.prefill(ids, lengths), reference.prefill(ids, lengths))]
     tokens = torch.zeros(own.batch, dtype=torch.int64, device="cuda")
     graph = torch.cuda.CUDAGraph()
@@ -63,10 +65,35 @@ def test_steps_eager_and_captured(name: str, dtype: torch.dtype) -> None:
     refused = chain_refusal(half, anatomy)
     if refused is not None:
         pytest.skip(f"refused: {refused.part}: {refused.reason}")
+    compare_steps(half, wide, anatomy, dtype, batch=3)
+
+
+# The stream kernel multiplies five rows, the warpgroup kernel the others: 11 with sums that meet in a block
+# (attention's output) or are pushed through a cluster (down), 40 with sums that are read through clusters.
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("batch", [5, 11, 40])
+@torch.no_grad()
+def test_norms_between_products(batch: int, dtype: torch.dtype) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    model = tiny_model("llama", num_hidden_layers=2, **sizes, **heads)
+    anatomy = recognised(model)
+    quantized(model)
+    half, wide = halved(model, dtype)
+    own = compare_steps(half.cuda(), wide.cuda(), anatomy, dtype, batch=batch)
+    # All norms but the first and the last are in products, on a GPU with the warpgroup kernel.
+    if batch <= 8 or device_numbers(0).has_warpgroups:
+        assert len(own.recording.starts) == 5 * len(anatomy.layers) + 3
+
+
+def compare_steps(
+    half: torch.nn.Module, wide: torch.nn.Module, anatomy: Anatomy, dtype: torch.dtype, *, batch: int
+) -> ChainForward:
+    """A chain whose steps, eager and captured, have given the reference's logits and bits of their own."""
     dense = dequantized(wide)
-    own = ChainForward(half, anatomy, batch=3, capacity=128)
-    reference = ReferenceForward(dense, anatomy, batch=3, capacity=128)
-    vocabulary = wide.config.vocab_size
+    own = ChainForward(half, anatomy, batch=batch, capacity=128)
+    reference = ReferenceForward(dense, anatomy, batch=batch, capacity=128)
+    vocabulary = int(half.config.vocab_size)  # type: ignore[arg-type, union-attr]
     eager, first = run(own, reference, vocabulary, captured=False)
     replayed, second = run(own, reference, vocabulary, captured=True)
     # The bound is of what is usual; a step in forty may be twice as far off.
@@ -75,6 +102,7 @@ def test_steps_eager_and_captured(name: str, dtype: torch.dtype) -> None:
     assert errors.max() < 2 * TOLERANCE[dtype], errors
     for before, after in zip(first, second, strict=True):
         assert torch.equal(before, after), "a replay gives other bits"
+    return own
 
 
 def dequantized(model: torch.nn.Module) -> torch.nn.Module:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from marlinq.kernels import Problem
 from marlinq.kernels.jit.instantiation import Instantiation
-from marlinq.kernels.launch.rows import SQUARED_COLUMNS, RowWork
+from marlinq.kernels.launch.rows import RowVariant, RowWork
 from marlinq.runtime.step import links, walk
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.products import Product, Start
@@ -21,17 +21,20 @@ from tests.testing.tiny_models import tiny_model
 
 
 class Products:
-    """Products with work on rows, in torch, which count themselves."""
+    """Products with work on rows, in torch, which count themselves.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, streams: bool = True) -> None:
+    ``columns`` are squared together; with none of them no product does such work.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, columns: int) -> None:
         self.started: Counter[str] = Counter()
-        self.streams = streams
         monkeypatch.setattr(walk, "kernels", torch_kernels)
         monkeypatch.setattr(links, "precompile_instantiations", lambda *_: 0)
         found = self
 
-        def instantiation(_: Product, __: Problem, ___: int) -> Instantiation | None:
-            return Instantiation("kernels/stream.cuh", "w4a16_stream", ()) if found.streams else None
+        def variant(_: Product, __: Problem, ___: int, *, normed: bool, adds: bool) -> RowVariant | None:
+            assert normed != adds
+            return RowVariant(Instantiation("rows.cuh", "rows", ()), columns) if columns else None
 
         def bind_rows(
             product: Product, x: Tensor, out: Tensor, work: RowWork, activation: str | None = None
@@ -39,7 +42,7 @@ class Products:
             assert activation is None
             return lambda: found.run(product, x, out, work)
 
-        monkeypatch.setattr(Product, "stream_instantiation", instantiation)
+        monkeypatch.setattr(Product, "row_variant", variant)
         monkeypatch.setattr(Product, "bind_rows", bind_rows)
 
     def run(self, product: Product, x: Tensor, out: Tensor, work: RowWork) -> None:
@@ -53,7 +56,8 @@ class Products:
             self.started["added"] += 1
             added.stored.copy_(added.residual.double() + added.factor * result)
             kept = added.stored.double()
-            added.squares.copy_(kept.square().view(len(kept), -1, SQUARED_COLUMNS).sum(-1))
+            parts = added.squares.shape[1]
+            added.squares.copy_(kept.square().view(len(kept), parts, -1).sum(-1))
             result = kept * added.weight.double()
         out.copy_(result)
 
@@ -61,20 +65,21 @@ class Products:
 # Which norms the products compute instead of a kernel: all but a model's first and last, but none where
 # a block has norms behind its attention and MLP, and none in a parallel block.
 @pytest.mark.parametrize(
-    ("name", "linked"),
+    ("name", "linked", "columns"),
     [
-        ("llama", "all"),
-        ("qwen3", "all"),
-        ("gemma", "all"),
-        ("gemma2", "none"),
-        ("cohere", "none"),
-        ("phi", "none"),
+        ("llama", "all", 64),
+        ("llama", "all", 16),
+        ("qwen3", "all", 64),
+        ("gemma", "all", 64),
+        ("gemma2", "none", 64),
+        ("cohere", "none", 64),
+        ("phi", "none", 64),
     ],
 )
 def test_products_take_over_the_residual_stream_and_its_norms(
-    name: str, linked: str, monkeypatch: pytest.MonkeyPatch
+    name: str, linked: str, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    products = Products(monkeypatch)
+    products = Products(monkeypatch, columns=columns)
     # Keys and values fill whole tiles, so that q, k and v are one product.
     model = tiny_model(name, head_dim=64) if linked == "all" else tiny_model(name)
     anatomy = recognised(model)
@@ -89,7 +94,7 @@ def test_products_take_over_the_residual_stream_and_its_norms(
 
 
 def test_other_kernels_leave_norms_to_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    products = Products(monkeypatch, streams=False)
+    products = Products(monkeypatch, columns=0)
     model = tiny_model("llama")
     anatomy = recognised(model)
     quantized(model)

@@ -61,10 +61,13 @@ struct BulkGemm {
         }
     }
 
+    // `rows`: what is done with whole rows (epilogue/rows.cuh).
+    template <typename RowWork = PlainRows>
     static __device__ __forceinline__ void run(const ActivationMaps& x, const WeightMaps& maps,
                                                const u16* __restrict__ scales, const u16* __restrict__ zeros,
                                                const u16* __restrict__ bias, u16* __restrict__ out, int M, int N, int K,
-                                               i64 out_stride, int dependent) {
+                                               i64 out_stride, int dependent, const RowWork& rows = RowWork()) {
+        static_assert(!RowWork::NORMED, "no warp has time for the factors of rows");
         extern __shared__ __align__(1024) unsigned char shared[];
         __shared__ __align__(8) u64 barriers[2 * STAGES + 1];
 
@@ -103,6 +106,8 @@ struct BulkGemm {
             return;
         }
 
+        if (RowWork::ADDS && dependent) wait_for_previous_kernel();
+        const typename RowWork::Addend addend = reduction.request(rows, m0, n0, M, N, warp, lane);
         const int wn = warp % WARPS_N, wk = warp / WARPS_N;
         Sums total;
         total.clear();
@@ -150,7 +155,7 @@ struct BulkGemm {
 #pragma unroll
             for (int c = 0; c < BLOCKS_M; ++c) reduction.send(total.value[q][c], rank * WARPS_K + wk, 4 * wn + q, c, lane);
         reduction.template add_and_store<WARPS>(bias == nullptr ? nullptr : bias + n0, out + m0 * out_stride + n0, out_stride, rows_m,
-                                      N - n0, dependent, warp, lane);
+                                      N - n0, dependent, warp, lane, rows, m0, n0, addend);
     }
 };
 

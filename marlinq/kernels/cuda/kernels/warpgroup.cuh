@@ -36,6 +36,9 @@
 //
 // With a PAIR_ACTIVATION, a block has one tile, whose sums meet in shared memory even if K is not split.
 //
+// Where activations still lack their norm (kernels/warpgroup_rows.cuh), warps 1 to 3 of the last warpgroup make the rows' factors
+// during the product.
+//
 // Configuration: Codec, PAIR_ACTIVATION (reduce/dsmem_pull.cuh), TILE_M, WORDS, WARPGROUPS_N, PARTS_K, ROWS (of 16 channels, a chunk), QUANT_GROUP (channels; 0: all of
 // K), ZEROS (stored zero points), SCALING, CLUSTER, STAGES, WINDOW, MIN_BLOCKS, STREAM_K, STORE_WARPS, PUSH_SUMS,
 // CONSUMER_REGISTERS and PRODUCER_REGISTERS (setmaxnreg; 0: as launched), and SHARED_BYTES, the host's count of dynamic shared
@@ -66,12 +69,17 @@ struct WarpgroupGemm {
     static constexpr int STAGES = Shape::STAGES, WORDS = Shape::WORDS, THREADS = Shape::THREADS;
     static constexpr bool STREAM_K = Shape::STREAM_K, STORE_WARPS = Shape::STORE_WARPS, PUSH_SUMS = Shape::PUSH_SUMS;
 
+    // `rows`: what is done with whole rows (epilogue/rows.cuh), whose factors, if it takes any, are in `factors`.
+    template <typename RowWork = PlainRows>
     static __device__ __forceinline__ void run(const ActivationMaps& x, const WeightMaps& maps,
                                                const u16* __restrict__ scales, const u16* __restrict__ zeros,
                                                const u16* __restrict__ bias, u16* __restrict__ out, int M, int N, int K,
-                                               i64 out_stride, int dependent, float* partials, u32* flags) {
+                                               i64 out_stride, int dependent, float* partials, u32* flags,
+                                               RowWork rows = RowWork(), float* factors = nullptr) {
+        constexpr bool NORMED = RowWork::NORMED, ADDS = RowWork::ADDS;
+        static_assert(Shape::SPLIT || !(NORMED || ADDS), "rows are worked on where sums meet");
         extern __shared__ __align__(1024) unsigned char shared[];
-        __shared__ __align__(8) u64 barriers[2 * STAGES + 2 + 2 * WARPGROUPS_N * STORE_WARPS];
+        __shared__ __align__(8) u64 barriers[2 * STAGES + 2 + 2 * WARPGROUPS_N * STORE_WARPS + NORMED];
 
         const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32 % 4);
         const int warpgroup = uniform(threadIdx.x / 128);
@@ -87,6 +95,7 @@ struct WarpgroupGemm {
         // Of warpgroup g with STORE_WARPS: its results are in shared memory, and out of it again.
         const auto staged = [&](int g) { return all_there + 8 + 16 * g; };
         const auto drained = [&](int g) { return all_there + 16 + 16 * g; };
+        const u32 factors_there = all_there + 8;
         const auto scratch_of = [&](int g) { return ring.stages + Layout::RING_BYTES + g * Shape::EPILOGUE_BYTES; };
         const typename Shape::Push push(ring.stages + Layout::RING_BYTES, extra_barriers, rank);
         if (warpgroup == CONSUMERS && warp == 0 && elected()) {
@@ -95,6 +104,7 @@ struct WarpgroupGemm {
                 barrier_init(all_there, 1);
             }
             if (PUSH_SUMS) push.init();
+            if (NORMED) barrier_init(factors_there, 3);
             for (int g = 0; g < WARPGROUPS_N * STORE_WARPS; ++g)
                 barrier_init(staged(g), 4), barrier_init(drained(g), Stored::WARPS);
             ring.init(0, STAGES, WARPGROUPS_N * 4);
@@ -110,7 +120,21 @@ struct WarpgroupGemm {
         const auto reduce = [&](auto threads) {
             const TilePlace at = order.place(blockIdx.x / CLUSTER);
             reduce_and_store<typename Shape::E, C::PAIR_ACTIVATION, TILE_M, TILE_N, Shape::PITCH, PARTS_K, CLUSTER, decltype(threads)::value>(
-                buffer, bias, out, out_stride, at.m0, at.n0, M, N, rank, [] { barrier_sync(1, CONSUMERS * 128); });
+                buffer, bias, out, out_stride, at.m0, at.n0, M, N, rank,
+                [&] {
+                    barrier_sync(1, CONSUMERS * 128);
+                    if (NORMED) barrier_wait(factors_there, 0);
+                },
+                rows);
+        };
+        // By threads that will add up what their sums are added to.
+        const auto request = [&] {
+            if (dependent) wait_for_previous_kernel();
+            const TilePlace at = order.place(blockIdx.x / CLUSTER);
+            if constexpr (PUSH_SUMS)
+                return push.request(rows, at.m0, at.n0, M, N, warpgroup * 4 + warp, lane);
+            else
+                return rows.request(at.m0, at.n0, rank, min(TILE_M, M - at.m0));
         };
         if (warpgroup == CONSUMERS) {
             if constexpr (Shape::PRODUCER_REGISTERS > 0) registers_shrink<Shape::PRODUCER_REGISTERS>();
@@ -129,6 +153,15 @@ struct WarpgroupGemm {
                     begun = false;
                 }
                 launch_dependents();
+            }
+            if constexpr (NORMED) {
+                if (warp > 0) {
+                    if (dependent) wait_for_previous_kernel();
+                    const int m0 = order.place(blockIdx.x / CLUSTER).m0;
+                    share_factors<TILE_M, 3>(rows.given, m0, min(TILE_M, M - m0), factors, warp - 1);
+                    __syncwarp();
+                    if (lane == 0) barrier_arrive(factors_there);
+                }
             }
             if (STREAM_K && warp == 1 && lane == 0)
                 exchange_flags(Work(order.tiles(), chunks), flags, all_left, all_there, dependent);
@@ -151,6 +184,7 @@ struct WarpgroupGemm {
             }
             // The barriers at the end want whole warps.
             __syncwarp();
+            if constexpr (ADDS && CLUSTER > 1 && !PUSH_SUMS) request();
         } else {
             if constexpr (Shape::CONSUMER_REGISTERS > 0) registers_grow<Shape::CONSUMER_REGISTERS>();
             const int part = PARTS_K == 1 ? 0 : warpgroup / WARPGROUPS_N, column_group = warpgroup % WARPGROUPS_N;
@@ -158,6 +192,9 @@ struct WarpgroupGemm {
             const int word = warp * WORDS % 4;
             const int first_column = my_tile * 64 + 16 * word;
             WarpgroupLoop<Shape> loop(ring, shared, part, my_tile, word, lane);
+
+            typename RowWork::Addend addend = {};
+            if constexpr (ADDS) addend = request();
 
             u32 drained_parity = 0;
             for (Work work(order.tiles(), chunks); work.left(); work.next()) {
@@ -176,9 +213,11 @@ struct WarpgroupGemm {
                             const float four[4] = {v[0] * unit[0], v[1] * unit[0], v[2] * unit[1], v[3] * unit[1]};
                             push.send(four, rank * PARTS_K + part, first_column / 16 + q, c, lane);
                         }
+                    if (NORMED) barrier_wait(factors_there, 0);
                     push.template add_and_store<CONSUMERS * 4>(bias == nullptr ? nullptr : bias + at.n0,
                                                                out + at.m0 * out_stride + at.n0, out_stride, M - at.m0,
-                                                               N - at.n0, dependent, warpgroup * 4 + warp, lane);
+                                                               N - at.n0, dependent, warpgroup * 4 + warp, lane, rows, at.m0,
+                                                               at.n0, addend);
                 } else if constexpr (Shape::SPLIT) {
                     // When all consumers are here all stages are read; their memory becomes the buffer [part][m][n].
                     barrier_sync(1, CONSUMERS * 128);

@@ -4,6 +4,7 @@
 // own, float4 [part][slot][8 rows of the batch][lane], a slot being a 16-column block, counted by an mbarrier. So no block waits
 // for a ring to drain, and none reads another's memory. The owner adds the parts, always in the same order, and stores.
 #pragma once
+#include "epilogue/rows.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/launch.cuh"
@@ -41,10 +42,24 @@ struct PushedSums {
         else
             store_shared(at, v);
     }
-    // By the `Warps` warps of the block that send; this is number `warp`. `out` and `bias` begin at the tile.
-    template <int Warps>
+    // What warp `warp` adds its first sums to, requested ahead: of the tile at m0, n0, behind the wait for the previous kernel.
+    template <typename RowWork>
+    __device__ __forceinline__ typename RowWork::Addend request(const RowWork& work, int m0, int n0, int M, int N, int warp,
+                                                                int lane) const {
+        typename RowWork::Addend addend = {};
+        if constexpr (RowWork::ADDS) {
+            const int slot = warp / (TileM / 8), m = m0 + 8 * (warp % (TileM / 8)), n = n0 + 16 * (slot * Cluster + rank);
+            if (slot < slots && m < M && n < N) addend = work.request(m, n, M, lane);
+        }
+        return addend;
+    }
+    // By the `Warps` warps of the block that send; this is number `warp`. `out` and `bias` begin at the tile. `work` is what is
+    // done with whole rows (epilogue/rows.cuh) of the tile at m0, n0, whose factors are there; `first` has been requested.
+    template <int Warps, typename RowWork = PlainRows>
     __device__ __forceinline__ void add_and_store(const u16* bias, u16* out, i64 out_stride, int rows_m, int columns,
-                                                  bool dependent, int warp, int lane) const {
+                                                  bool dependent, int warp, int lane, const RowWork& work = RowWork(),
+                                                  int m0 = 0, int n0 = 0,
+                                                  const typename RowWork::Addend& first = {}) const {
         if (slots == 0) return;
         if constexpr (Cluster > 1)
             barrier_wait_cluster(arrived, 0);
@@ -58,12 +73,20 @@ struct PushedSums {
 #pragma unroll 1
         for (int from = 0; from < MINE; from += AT_ONCE) {
             float sum[AT_ONCE][4];
+            typename RowWork::Addend addend[AT_ONCE];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
                 const int item = (from + i) * Warps + warp, slot = item / BLOCKS, c = item % BLOCKS;
 #pragma unroll
                 for (int j = 0; j < 4; ++j) sum[i][j] = 0.f;
                 if (slot >= slots || 8 * c >= rows_m) continue;
+                if constexpr (RowWork::ADDS) {
+                    const int n = 16 * (slot * Cluster + rank);
+                    if (from + i == 0)
+                        addend[i] = first;
+                    else if (n < columns)
+                        addend[i] = work.request(m0 + 8 * c, n0 + n, m0 + rows_m, lane);
+                }
 #pragma unroll
                 for (int p = 0; p < Parts; ++p) {
                     const uint4 v = load_shared(memory + (p * SLOTS + slot) * SLOT_BYTES + c * 512 + lane * 16);
@@ -76,17 +99,29 @@ struct PushedSums {
                 const int item = (from + i) * Warps + warp, slot = item / BLOCKS, c = item % BLOCKS;
                 const int n = 16 * (slot * Cluster + rank), m = 8 * c + lane / 4;
                 if (slot >= slots || 8 * c >= rows_m || n >= columns) continue;
-                u32 pair[2];
+                work.scale(sum[i], c, lane);
+                u32 pair[2], kept[2];
+                float squares[2] = {0.f, 0.f};
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     const float shift = bias == nullptr ? 0.f : E::widen(load_u16(bias + n + 8 * h + lane / 4));
-                    pair[h] = transpose_matrix(E::narrow(sum[i][2 * h] + shift, sum[i][2 * h + 1] + shift));
+                    float low = sum[i][2 * h] + shift, high = sum[i][2 * h + 1] + shift;
+                    if constexpr (RowWork::ADDS)
+                        kept[h] = transpose_matrix(work.template add<E>(low, high, addend[i], h, squares));
+                    pair[h] = transpose_matrix(E::narrow(low, high));
                 }
                 // Now of row m, columns 2 (lane % 4) + {0, 1} and 8 more. Neighbours swap one, to have four in a row.
                 const bool odd = lane % 2;
-                const u32 theirs = __shfl_sync(0xffffffffu, odd ? pair[0] : pair[1], lane ^ 1);
-                const uint2 four = odd ? make_uint2(theirs, pair[1]) : make_uint2(pair[0], theirs);
-                if (m < rows_m) store_global(out + m * out_stride + n + 8 * odd + lane % 4 / 2 * 4, four);
+                const auto store_row = [&](const u32 (&halves)[2], u16* to) {
+                    const u32 theirs = __shfl_sync(0xffffffffu, odd ? halves[0] : halves[1], lane ^ 1);
+                    const uint2 four = odd ? make_uint2(theirs, halves[1]) : make_uint2(halves[0], theirs);
+                    if (m < rows_m) store_global(to + n + 8 * odd + lane % 4 / 2 * 4, four);
+                };
+                store_row(pair, out + m * out_stride);
+                if constexpr (RowWork::ADDS) {
+                    store_row(kept, work.given.stored + (m0 + m) * work.given.residual_stride + n0);
+                    work.store_squares(squares, m0 + 8 * c, n0 + n, m0 + rows_m, lane);
+                }
             }
         }
     }
