@@ -51,7 +51,8 @@ class LoadedModel:
     Attributes:
         path: the checkpoint folder.
         model: a transformers causal language model in evaluation mode, all on ``device``.
-        tokenizer: the folder's tokenizer, or None when it has none.
+        tokenizer: the folder's tokenizer, or None when it has none. It is transformers', or where the model
+            only decodes, one that does the same (:class:`marlinq.runtime.tokenizer.FileTokenizer`).
         device: where the model is.
         dtype: of activations and unquantised weights.
         decisions: quantised module name -> what multiplies it, and why.
@@ -123,7 +124,8 @@ def load(
         compile_kernels: compile what the model's products need on a GPU now, instead of at their first use.
         only_decodes: the model is for :func:`marlinq.runtime.generate` alone. It is then recognised while its
             tensors are read; the kernels of a model that is, on a GPU, are left to the first decoder, because
-            it joins products and the shapes that are loaded would be compiled in vain.
+            it joins products and the shapes that are loaded would be compiled in vain. What a start on a GPU
+            finds out of model and tokenizer is remembered (:mod:`marlinq.runtime.remembered`).
         progress: called after each module, and while kernels are compiled.
 
     Raises:
