@@ -5,18 +5,23 @@
 START is a folder that ``marlinq quantize`` wrote from MODEL without tuning; its recipe is used again. Every
 ``--try`` begins there, tunes with the package's own loop, and is measured in float32 on every ``--text``.
 Keys of a try: steps, tokens, rate, codes (times the rate), rows (how many rows of text), row (tokens of
-one), whole (rows are documents one after the other, not random pieces), vectors, seed, rem (how far from its
-code a latent may begin), graph (0 records no CUDA graphs), fused (0 makes weights by torch's operations),
-shared (1 divides a latent's step by its tensor's gradients instead of its own), momentum (of latents then),
-start (1 measures what the try begins with, too).
+one), whole (rows are documents one after the other, not random pieces), once (no piece comes again before all
+have come), vectors, seed, rem (how far from its code a latent may begin), graph (0 records no CUDA graphs),
+fused (0 makes weights by torch's operations), tilt (a latent's step minds how strong its gradients are, see
+:class:`Tilted`), freeze (share of the steps after which codes stay), start (1 measures what the try begins
+with, too). ``learnt`` is the mean divergence over the last tenth of the steps, on the text that is learnt.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import random
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,17 +133,25 @@ def main() -> None:
                 out.write(json.dumps({"try": text, **lines}) + "\n")
 
 
-class Shared:
-    """Adam for the first group; for the second, momentum over the RMS of a tensor's gradients."""
+class Tilted:
+    """Adam for the first group; for the second, Adam's steps times a power of their gradients' RMS.
 
-    def __init__(self, adam: torch.optim.Optimizer, momentum: float) -> None:
+    A code whose gradients are small counts for less, and so does a mistake in it: Adam moves all codes alike,
+    Newton's method this one farther. A step is multiplied by (g / r)^tilt, at most 4 and at least 1/4, where
+    r is the RMS of a code's gradients and g the geometric mean of r over its tensor. A tilt of -1 is a step
+    of the gradient itself.
+    """
+
+    def __init__(self, adam: torch.optim.Optimizer, tilt: float) -> None:
         slow, codes = adam.param_groups
-        self._adam = torch.optim.Adam([slow], fused=True)
-        self._momentum, self._steps = momentum, 0
+        fused = bool(slow["fused"])
+        self._adam = torch.optim.Adam([slow], fused=fused, foreach=not fused)
+        self._tilt = tilt
         self.param_groups = [self._adam.param_groups[0], codes]
         self._leaves = codes["params"]
         self._means = [torch.zeros_like(leaf) for leaf in self._leaves]
-        self._squares = [torch.zeros((), device=leaf.device) for leaf in self._leaves]
+        self._squares = [torch.zeros_like(leaf) for leaf in self._leaves]
+        self._steps = [0 for _ in self._leaves]
 
     def zero_grad(self, set_to_none: bool) -> None:
         """As of any optimiser."""
@@ -153,14 +166,84 @@ class Shared:
     def step(self) -> None:
         """As of any optimiser."""
         self._adam.step()
-        self._steps += 1
-        first, second = self._momentum, 0.99
-        rate = self.param_groups[1]["lr"] / (1 - first**self._steps)
-        for leaf, mean, square in zip(self._leaves, self._means, self._squares, strict=True):
+        first, second = 0.9, 0.999
+        for index, leaf in enumerate(self._leaves):
+            if leaf.grad is None:
+                # Of a block whose turn is another: blocks take their steps as soon as they have gradients.
+                continue
+            self._steps[index] += 1
+            steps, mean, square = self._steps[index], self._means[index], self._squares[index]
+            rate = self.param_groups[1]["lr"] / (1 - first**steps)
             mean.lerp_(leaf.grad, 1 - first)
-            square.lerp_(leaf.grad.square().mean(), 1 - second)
-            factor = rate / (square / (1 - second**self._steps)).sqrt_().clamp_(min=1e-30)
-            leaf.addcmul_(mean, factor, value=-1)
+            square.lerp_(leaf.grad.square(), 1 - second)
+            root = (square / (1 - second**steps)).sqrt_()
+            # Inputs that are always zero have no gradients, and would move the mean of logarithms at will.
+            log = root.clamp_(min=max(1e-20, 1e-3 * float(root.mean()))).log()
+            factor = (log.mean() - log).mul_(self._tilt).exp_().clamp_(0.25, 4.0)
+            leaf.addcmul_(mean, factor.div_(root), value=-rate)
+
+
+def rows_once(documents: Sequence[Document], length: int, count: int, seed: int) -> list[Document]:
+    """Rows of random pieces of documents, of which none comes again before all have come."""
+    generator = random.Random(seed)
+    text: list[int] = []
+    while len(text) < length * count:
+        pieces = [piece for document in documents for piece in _pieces(document, length, generator)]
+        generator.shuffle(pieces)
+        for piece in pieces:
+            text += piece
+    return [Document(tuple(text[start : start + length])) for start in range(0, length * count, length)]
+
+
+def _pieces(document: Document, length: int, generator: random.Random) -> list[tuple[int, ...]]:
+    """A document cut at random into pieces of up to ``length`` tokens and a short rest."""
+    pieces, start = [], 0
+    while start < len(document):
+        end = start + generator.randint(run._PIECE, max(run._PIECE, length))
+        if len(document) - end < run._PIECE:
+            end = len(document)
+        pieces.append(tuple(document.tokens[start:end]))
+        start = end
+    return pieces
+
+
+def freeze_codes(loop: Loop, share: float) -> None:
+    """Lets the rate of codes fall to zero within this share of the steps, that of the rest as before."""
+    optimizer, steps = loop._optimizer, loop._settings.steps * share
+    take_step = optimizer.step
+
+    def step() -> None:
+        codes = optimizer.param_groups[1]
+        now = loop.now.step
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, now / steps)))
+        codes["lr"] = codes["highest"] * cosine * min(1.0, (now + 1) / loop_module._WARMUP)
+        take_step()
+
+    optimizer.step = step  # type: ignore[method-assign, assignment]
+
+
+@contextmanager
+def kept_divergences(found: list[float]) -> Iterator[None]:
+    """Appends what every micro-batch that is learnt from adds to the mean divergence of its step."""
+    divergence = loop_module.divergence
+
+    def kept(*args: Any, **kwargs: Any) -> tuple[float, Tensor | None]:
+        total, rows = divergence(*args, **kwargs)
+        if rows is not None:
+            found.append(total * kwargs["weight"])
+        return total, rows
+
+    loop_module.divergence = kept
+    try:
+        yield
+    finally:
+        loop_module.divergence = divergence
+
+
+def last_tenth(found: Sequence[float], steps: int) -> float:
+    """The mean over the last tenth of the steps, each with as many values as any other."""
+    each, tenth = len(found) // steps, max(1, steps // 10)
+    return sum(found[-each * tenth :]) / tenth
 
 
 def _never(device: torch.device) -> bool:
@@ -170,7 +253,7 @@ def _never(device: torch.device) -> bool:
 def _try(bench: Bench, instance: Any, documents: Any, settings: Any, asked: Any, lessons: Any) -> Any:
     learning, held_out = run._split(documents)
     length, count = int(asked.get("row", 512)), int(asked.get("rows", 512))
-    key = f"{length} {count} {asked.get('whole')} {settings.seed}"
+    key = f"{length} {count} {asked.get('whole')} {asked.get('once')} {settings.seed}"
     if key not in lessons:
         for old in list(lessons):
             del lessons[old]
@@ -179,6 +262,8 @@ def _try(bench: Bench, instance: Any, documents: Any, settings: Any, asked: Any,
             rows = [Document(tuple(flat[at : at + length])) for at in range(0, len(flat) - length, length)][
                 :count
             ]
+        elif int(asked.get("once", 0)):
+            rows = rows_once(learning, length, count, settings.seed)
         else:
             run._MOST_TOKENS = length * count
             rows = run._rows(learning, length, replace(settings, steps=count, tokens=length))
@@ -217,10 +302,14 @@ def _try(bench: Bench, instance: Any, documents: Any, settings: Any, asked: Any,
             vocabulary=text.vocab_size,
             positions=8192,
         )
-        if int(asked.get("shared", 0)):
-            loop._optimizer = Shared(loop._optimizer, float(asked.get("momentum", 0.9)))
+        if "tilt" in asked:
+            loop._optimizer = Tilted(loop._optimizer, float(asked["tilt"]))  # type: ignore[assignment]
+        if "freeze" in asked:
+            freeze_codes(loop, float(asked["freeze"]))
+        learnt: list[float] = []
         begun = time.perf_counter()
-        loop.run(lambda *_: None, lambda: None)
+        with kept_divergences(learnt):
+            loop.run(lambda *_: None, lambda: None)
         torch.cuda.synchronize() if bench.device.type == "cuda" else None
         took = time.perf_counter() - begun
     bench.put(student)
@@ -237,6 +326,7 @@ def _try(bench: Bench, instance: Any, documents: Any, settings: Any, asked: Any,
         "tuning": round(took, 1),
         "step": round(took / max(1, loop.now.step), 4),
         "before": loop.now.before,
+        "learnt": last_tenth(learnt, loop.now.step),
         "best": loop.now.best,
         "best_step": loop.now.best_step,
         "steps": loop.now.step,
