@@ -255,6 +255,7 @@ def _try(bench: Bench, instance: Any, documents: Any, settings: Any, asked: Any,
     length, count = int(asked.get("row", 512)), int(asked.get("rows", 512))
     key = f"{length} {count} {asked.get('whole')} {asked.get('once')} {settings.seed}"
     if key not in lessons:
+        places = run._PLACES[bench.device.type]
         for old in list(lessons):
             del lessons[old]
         if int(asked.get("whole", 0)):
@@ -266,8 +267,10 @@ def _try(bench: Bench, instance: Any, documents: Any, settings: Any, asked: Any,
             rows = rows_once(learning, length, count, settings.seed)
         else:
             run._MOST_TOKENS = length * count
-            rows = run._rows(learning, length, replace(settings, steps=count, tokens=length))
-        places = run._PLACES[bench.device.type]
+            rows = run._rows(learning, length, places, replace(settings, steps=count, tokens=length))
+        # As the package does: no micro-batch is left with fewer rows than the others.
+        full = max(1, places // length)
+        rows = rows[: len(rows) - len(rows) % full] if len(rows) > full else rows
         own = make_batches(rows, token_budget=places)
         watched = make_batches(held_out[:16], token_budget=places, pad=True)
         replay = BlockReplay(instance)
