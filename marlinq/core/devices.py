@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from marlinq.core.errors import EnvironmentProblem, UsageError
@@ -65,24 +65,27 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     return torch.device("cuda", index)
 
 
-def start_beside(device: torch.device) -> None:
+def start_beside(device: torch.device) -> Future[None]:
     """Lets a thread start a GPU and its library of products, which takes a second and more, beside the work
     that needs no GPU; nothing on the CPU.
 
-    Whoever uses the GPU first waits for it. What goes wrong here goes wrong there too, and is said there.
+    Returns:
+        What to wait for before the GPU is used. What goes wrong in the thread goes wrong there too, and is
+        said there.
     """
-    if device.type != "cuda":
-        return
 
     def start() -> None:
+        if device.type != "cuda":
+            return
         torch.cuda.init()  # type: ignore[no-untyped-call]
         with torch.cuda.device(device):
             square = torch.ones(16, 16, dtype=torch.float16, device=device)
             square @ square
 
     starter = ThreadPoolExecutor(1, thread_name_prefix="marlinq-start")
-    starter.submit(start)
+    started = starter.submit(start)
     starter.shutdown(wait=False)
+    return started
 
 
 def read_clock(device: torch.device) -> float:

@@ -63,8 +63,9 @@ def test_a_gpu_is_started_beside_the_work(monkeypatch: pytest.MonkeyPatch) -> No
         raise RuntimeError("no driver")
 
     monkeypatch.setattr(torch.cuda, "init", fails)
-    start_beside(torch.device("cpu"))
-    assert not started.wait(0.05)
+    assert start_beside(torch.device("cpu")).result(30) is None
+    assert not started.is_set()
     # What goes wrong is left to whoever uses the GPU first.
-    start_beside(torch.device("cuda", 1))
+    future = start_beside(torch.device("cuda", 1))
     assert started.wait(30)
+    assert isinstance(future.exception(30), RuntimeError)

@@ -9,6 +9,7 @@ import resource
 import sys
 import warnings
 from collections import Counter
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def _quantize(
     message: ReportMessage,
 ) -> QuantizeReport:
     progress = clock = StageClock(progress)
-    start_beside(chosen)
+    starting = start_beside(chosen)
     checkpoint = Checkpoint.open(model, revision=revision, progress=progress)
     if ranks.first:
         check_place(out, resume=resume, source=checkpoint.path)
@@ -153,11 +154,6 @@ def _quantize(
     by_block = [members for block in blueprint.blocks if (members := plan.members(block))]
     texts = planned_text(recipe, checkpoint, blueprint, chosen) if plan.method.calibrated else []
     dtype = compute_dtype(checkpoint, plan, chosen, sum(text.tokens for text in texts))
-    if chosen.type == "cuda":
-        # A process that has not used the GPU has no statistics to reset; this waits for the start.
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        torch.cuda.reset_peak_memory_stats(chosen)
-    environment = _environment(chosen, dtype)
     work = Work.of(blueprint)
     tuning = (
         settings_that_fit(plan, TuningSettings.of(recipe, work, chosen), chosen, work.longest(recipe))
@@ -186,6 +182,12 @@ def _quantize(
     )
     if calibrated and ranks.first:
         gatherer.prepare(resume=resume)
+    if chosen.type == "cuda":
+        wait([starting])
+        # A process that has not used the GPU has no statistics to reset.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.reset_peak_memory_stats(chosen)
+    environment = _environment(chosen, dtype)
     writer: CheckpointWriter | None = None
     if ranks.first:
         writer = CheckpointWriter(
