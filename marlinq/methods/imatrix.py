@@ -105,7 +105,7 @@ class Imatrix(Method[ImatrixOptions, InputPower]):
     name = "imatrix"
     options = ImatrixOptions
     sequential = False
-    # A mean of squares needs no more: with 8,192 to 262,144 tokens of C4 a model is quantised equally well.
+    # A mean of squares needs no more: with 8,192 to 65,536 tokens of C4 a model is quantised equally well.
     enough_tokens = 65_536
 
     def statistics(
