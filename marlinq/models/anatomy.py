@@ -129,6 +129,31 @@ class MLP:
 
 
 @dataclass(frozen=True)
+class Groups:
+    """Groups of neighbouring experts, of which a token first chooses some.
+
+    A group counts as much as the two highest ``score + correction`` in it together.
+
+    Attributes:
+        count: groups, all of one size.
+        kept: those that count most; a token's experts are chosen in them.
+        zeroed: experts of the other groups take part with 0 instead of ``score + correction``. It makes a
+            difference where all that is left is negative.
+    """
+
+    count: int
+    kept: int
+    zeroed: bool = False
+
+    def limited(self, decisive: Tensor) -> Tensor:
+        """``decisive``, the ``score + correction`` [..., experts], with -inf or 0 for what is left out."""
+        apart = decisive.view(*decisive.shape[:-1], self.count, -1)
+        kept = apart.topk(2, -1).values.sum(-1).topk(self.kept, -1).indices
+        left_out = torch.ones_like(apart[..., 0], dtype=torch.bool).scatter_(-1, kept, False)
+        return apart.masked_fill(left_out[..., None], 0.0 if self.zeroed else -torch.inf).flatten(-2)
+
+
+@dataclass(frozen=True)
 class Router:
     """Which experts a token goes to, and how much each counts.
 
@@ -145,6 +170,7 @@ class Router:
         normalised, scale: as above.
         correction: full name of the buffer [experts] that is added to scores where experts are chosen; None
             without one.
+        groups: limit the choice; only with a correction. None without groups.
         wide: logits are a product in float32, of which none is rounded to the activations' dtype.
     """
 
@@ -155,6 +181,7 @@ class Router:
     normalised: bool
     scale: float = 1.0
     correction: str | None = None
+    groups: Groups | None = None
     wide: bool = False
 
 

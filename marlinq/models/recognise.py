@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from marlinq.core.errors import UnsupportedError
-from marlinq.models.anatomy import MLP, Anatomy, Layer, Mixture, Norm, Router, Slices, Unrecognised
+from marlinq.models.anatomy import MLP, Anatomy, Groups, Layer, Mixture, Norm, Router, Slices, Unrecognised
 from marlinq.models.blueprint import decoder_blocks, is_linear
 from marlinq.models.building import parameters_on_meta
 from marlinq.models.candidates import (
@@ -35,11 +35,13 @@ from marlinq.models.candidates import (
 )
 from marlinq.models.experts import find_experts
 from marlinq.models.recognise_attention import RotaryModules, attention_part
+from marlinq.models.recognise_groups import chosen_by, find_groups
 from marlinq.models.recording import TOKENS, AttentionCall, Call, ExpertsCall, Recording, Refusal, record
 
 _ANY_WIDTH = 64
 # Of corrected routers, by all layers together.
 _CHOICES = 256
+_SEED = 17
 # What a model's own forward pass may raise when it meets random numbers where it expects something else.
 _FORWARD_ERRORS = (
     RuntimeError,
@@ -70,18 +72,31 @@ def recognise(model: PreTrainedModel, blocks_name: str) -> Anatomy | Unrecognise
             _check_parameters(name, block, norms, experts)
         rotary = RotaryModules(model)
         far = _far(model, rotary)
+        corrections = {
+            name: found.correction for name, found in experts.items() if found.correction is not None
+        }
+
+        def recorded(start: int, seed: int = _SEED) -> Recording:
+            blocks = [model.get_submodule(name) for name in names]
+            widths = {name: norm.width for name, norm in norms.items()}
+            counts = {name: found.count for name, found in experts.items()}
+            return record(model, blocks, widths, start, counts, list(corrections.values()), seed)
+
+        def anatomy_in(recording: Recording) -> Anatomy:
+            return _anatomy(model, names, norms, rotary, experts, groups, recording)
+
         try:
-            anatomy = _anatomy(model, names, norms, rotary, experts, 0)
-            if far is not None and anatomy != _anatomy(model, names, norms, rotary, experts, far):
-                reason = f"its forward pass is another one at position {far} than at 0"
-                raise Refusal(type(model).__name__, reason)
             # A router that leaves out groups of experts mostly chooses what one without groups would, so few
             # tokens don't tell them apart.
-            corrected = sum(found.correction is not None for found in experts.values())
-            again = 0 if corrected == 0 else -(-_CHOICES // (TOKENS * corrected))
-            for seed in range(again):
-                if anatomy != _anatomy(model, names, norms, rotary, experts, 0, seed):
-                    raise Refusal(type(model).__name__, "its forward pass is another one each time")
+            again = 0 if not corrections else -(-_CHOICES // (TOKENS * len(corrections)))
+            recordings = [recorded(0), *(recorded(0, seed) for seed in range(again))]
+            groups = find_groups(recordings, corrections)
+            anatomy = anatomy_in(recordings[0])
+            if far is not None and anatomy != anatomy_in(recorded(far)):
+                reason = f"its forward pass is another one at position {far} than at 0"
+                raise Refusal(type(model).__name__, reason)
+            if any(anatomy != anatomy_in(recording) for recording in recordings[1:]):
+                raise Refusal(type(model).__name__, "its forward pass is another one each time")
         except _FORWARD_ERRORS as error:
             first_line = (str(error).splitlines() or [type(error).__name__])[0][:120]
             raise Refusal(
@@ -239,20 +254,10 @@ def _anatomy(
     norms: dict[str, Norm],
     rotary: RotaryModules,
     experts: dict[str, _RoutedExperts],
-    start: int,
-    seed: int = 17,
+    groups: Groups | None,
+    recording: Recording,
 ) -> Anatomy:
-    """What one recording says, of tokens from position ``start`` on."""
-    blocks = [model.get_submodule(name) for name in names]
-    recording = record(
-        model,
-        blocks,
-        {name: norm.width for name, norm in norms.items()},
-        start,
-        {name: found.count for name, found in experts.items()},
-        [found.correction for found in experts.values() if found.correction is not None],
-        seed,
-    )
+    """What one recording says; choices with a correction are among ``groups``."""
     called = {call.name: call.input.shape[-1] for call in recording.calls if call.kind == "norm"}
     norms = {name: replace(norms[name], width=width) for name, width in called.items()}
     if len(recording.outputs) != len(names):
@@ -267,7 +272,8 @@ def _anatomy(
         calls = [call for call in recording.calls if call.block == index]
         layers.append(
             _Block(
-                name, calls, norms, rotary, experts, recording.corrections, entered, recording.outputs[index]
+                *(name, calls, norms, rotary, experts, recording.corrections, groups),
+                *(entered, recording.outputs[index]),
             ).layer(recording.positions)
         )
     final_norm, head, scale, softcap = _exit(model, after, recording, norms)
@@ -371,6 +377,7 @@ class _Block:
         rotary: RotaryModules,
         experts: dict[str, _RoutedExperts],
         corrections: dict[str, Tensor],
+        groups: Groups | None,
         entered: Tensor,
         left: Tensor,
     ) -> None:
@@ -380,6 +387,7 @@ class _Block:
         self.rotary = rotary
         self.experts = experts
         self.corrections = corrections
+        self.groups = groups
         self.entered = entered
         self.left = left
         self.unexplained = list(calls)
@@ -501,11 +509,10 @@ class _Block:
                 continue
             scored = (("softmax", logits.softmax(-1)), ("sigmoid", logits.sigmoid()))
             for (scoring, scores), correction in product(scored, corrections):
-                decisive = scores if correction is None else scores + self.corrections[correction]
-                highest = decisive.topk(top, -1).values
-                if not torch.equal(
-                    decisive.gather(1, routed.index).sort(-1, descending=True).values, highest
-                ):
+                decisive, groups = scores, None
+                if correction is not None:
+                    decisive, groups = scores + self.corrections[correction], self.groups
+                if not chosen_by(decisive if groups is None else groups.limited(decisive), routed.index):
                     continue
                 taken = scores.gather(1, routed.index)
                 for normalised in (True, False):
@@ -513,7 +520,9 @@ class _Block:
                     scale = factor(routed.weights.float(), share)
                     if scale is not None:
                         kind: Literal["softmax", "sigmoid"] = "softmax" if scoring == "softmax" else "sigmoid"
-                        router = Router(call.name, count, top, kind, normalised, scale, correction, call.wide)
+                        router = Router(
+                            *(call.name, count, top, kind, normalised, scale, correction, groups, call.wide)
+                        )
                         return router, call
         raise Refusal(
             routed.name, "its numbers and weights are no top-k of a softmax or sigmoid of known logits"

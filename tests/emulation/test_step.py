@@ -36,6 +36,7 @@ from tests.kernels.step_problems import (
     BOUND,
     expected_activation,
     expected_attention,
+    expected_groups,
     expected_heads,
     expected_norm,
     random,
@@ -314,6 +315,7 @@ def route(
     normalised: bool,
     scale: float = 1.0,
     correction: Tensor | None = None,
+    groups: tuple[int, int, bool] = (1, 1, False),
     wide: bool = False,
     gate: Tensor | None = None,
     gates: Tensor | None = None,
@@ -330,6 +332,9 @@ def route(
         normalised=normalised,
         scale=scale,
         correction=correction,
+        groups=groups[0],
+        kept=groups[1],
+        zeroed=groups[2],
         wide=wide,
         gate=gate,
         gates=gates,
@@ -389,29 +394,41 @@ def check_correction(
     scoring: str = "sigmoid",
     *,
     experts: int = 60,
+    rows: int = 3,
+    top: int = 4,
+    groups: tuple[int, int, bool] = (1, 1, False),
+    shift: float = 0.0,
     normalised: bool = True,
     clusters: bool = True,
     sources: Path = SOURCES,
 ) -> None:
     """The choice is of corrected scores, the weights are of the scores; logits keep float32's digits."""
     torch.manual_seed(6)
-    top, dtype = 4, torch.bfloat16
-    x = apart(torch.randn(3, 264).to(dtype)[:, :256])
+    dtype = torch.bfloat16
+    x = apart(torch.randn(rows, 264).to(dtype)[:, :256])
     weight = apart(torch.randn(experts, 256).div(16).to(dtype))
-    correction = apart(torch.randn(experts) / (2 if scoring == "sigmoid" else 30))
+    correction = apart(torch.randn(experts) / (2 if scoring == "sigmoid" else 30) + shift)
     ids, weights = route(
         *(builder, x, weight, top, scoring),
         normalised=normalised,
         scale=2.5,
         correction=correction,
+        groups=groups,
         wide=True,
         clusters=clusters,
         sources=sources,
     )
     logits = x.double() @ weight.double().T
     scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
-    taken = (scores + correction.double()).sort(-1, descending=True).indices[:, :top]
+    decisive = scores + correction.double()
+    count, kept, zeroed = groups
+    if count > 1:
+        decisive = expected_groups(decisive, count, kept, zeroed=zeroed)
+    taken = (-decisive).sort(dim=-1, stable=True).indices[:, :top]
     assert torch.equal(ids.long(), taken)
+    if count > 1:
+        plain = (scores + correction.double()).sort(-1, descending=True).indices[:, :top]
+        assert not torch.equal(taken, plain)
     assert not torch.equal(taken, logits.sort(-1, descending=True).indices[:, :top])
     expected = scores.gather(1, taken)
     if normalised:
@@ -452,6 +469,75 @@ def test_faults_of_corrections_are_found(
     path.write_text(text.replace(right, wrong))
     with pytest.raises((AssertionError, KernelFault)):
         check_correction(builder, scoring, experts=100, normalised=False, sources=sources)
+
+
+# Groups of more and of fewer experts than lanes, as many as lanes, and all but one or one of them kept.
+GROUPS = [
+    (256, 8, (8, 4, False), 0.0),
+    (256, 8, (8, 4, True), 0.0),
+    # All sums are negative, so what counts as zero comes first.
+    (256, 8, (8, 4, True), -4.0),
+    (64, 2, (32, 1, False), 0.0),
+    (100, 16, (4, 3, False), 0.0),
+    (96, 3, (2, 1, False), -4.0),
+]
+
+
+@pytest.mark.parametrize("clusters", [True, False])
+@pytest.mark.parametrize(("experts", "top", "groups", "shift"), GROUPS)
+def test_groups_of_experts(
+    builder: Builder,
+    experts: int,
+    top: int,
+    groups: tuple[int, int, bool],
+    shift: float,
+    clusters: bool,
+) -> None:
+    check_correction(builder, experts=experts, top=top, groups=groups, shift=shift, clusters=clusters)
+
+
+@pytest.mark.parametrize(
+    ("zeroed", "right", "wrong"),
+    [
+        (False, "second = fmaxf(second, fminf(best, value))", "second = fminf(second, fminf(best, value))"),
+        (False, "ordered(best + second)", "ordered(best)"),
+        (False, "decisive[lane * size + at]", "decisive[at]"),
+        (False, "before < C::KEPT", "before <= C::KEPT"),
+        (False, "groups >> expert / size & 1", "groups >> expert % C::GROUPS & 1"),
+        (False, "        __syncwarp();\n", ""),
+        (True, "if (C::ZEROED) mine[i] = 0.f;\n                else taken", "taken"),
+        (False, "if (C::ZEROED) mine[i]", "if (true) mine[i]"),
+    ],
+)
+def test_faults_of_groups_are_found(
+    builder: Builder, tmp_path: Path, zeroed: bool, right: str, wrong: str
+) -> None:
+    sources = tmp_path / "cuda"
+    shutil.copytree(SOURCES, sources)
+    path = sources / "step" / "router.cuh"
+    text = path.read_text()
+    assert text.count(right) == 1
+    path.write_text(text.replace(right, wrong))
+    with pytest.raises((AssertionError, KernelFault)):
+        check_correction(builder, experts=128, rows=8, groups=(4, 2, zeroed), shift=-4.0, sources=sources)
+
+
+@pytest.mark.parametrize(
+    ("groups", "kept", "corrected"),
+    [(3, 1, True), (8, 4, True), (4, 5, True), (4, 1, True), (4, 2, False)],
+)
+def test_groups_that_do_not_fit_are_refused(groups: int, kept: int, corrected: bool) -> None:
+    x, weight = torch.zeros(2, 64, dtype=torch.float16), torch.zeros(8, 64, dtype=torch.float16)
+    ids, weights = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=f"{kept} of {groups} groups"):
+        router(
+            *(x, weight, ids, weights),
+            scoring="sigmoid",
+            normalised=True,
+            correction=torch.zeros(8) if corrected else None,
+            groups=groups,
+            kept=kept,
+        )
 
 
 def check_gate(

@@ -26,8 +26,13 @@ def checks(*, single_launch: bool) -> Iterator[Callable[[], None]]:
     for dtype in test_step_gpu.DTYPES:
         for kind, width in (("RMS", 576), ("RMS_WIDE", 64), ("LAYER", 4096)):
             yield partial(test_step_gpu.test_residual_stream_and_norm, kind, width, 3, dtype)
-        for corrected, experts, scoring in ((False, 60, "softmax"), (True, 130, "sigmoid")):
-            yield partial(test_step_gpu.test_routers, corrected, experts, 320, 4, scoring, 3, dtype)
+        for correction, experts, scoring in (
+            ("none", 60, "softmax"),
+            ("plain", 130, "sigmoid"),
+            ("groups", 256, "sigmoid"),
+            ("zeroed", 64, "softmax"),
+        ):
+            yield partial(test_step_gpu.test_routers, correction, experts, 320, 4, scoring, 3, dtype)
         yield partial(test_step_gpu.test_activations, 5, "silu", dtype)
         yield partial(test_step_gpu.test_rotation_and_cache, 7, 9, 3, 64, dtype)
         for heads, kv, size in test_step_gpu.SHAPES[:4]:

@@ -30,6 +30,7 @@ from tests.kernels.step_problems import (
     BOUND,
     expected_activation,
     expected_attention,
+    expected_groups,
     expected_heads,
     expected_norm,
     random,
@@ -86,9 +87,9 @@ def test_embeddings_and_lengths() -> None:
     ("experts", "width", "top", "scoring"),
     [(60, 2048, 4, "softmax"), (128, 2048, 8, "sigmoid"), (512, 4096, 10, "softmax"), (8, 64, 2, "softmax")],
 )
-@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("correction", ["none", "plain", "groups", "zeroed"])
 def test_routers(
-    corrected: bool, experts: int, width: int, top: int, scoring: str, m: int, dtype: torch.dtype
+    correction: str, experts: int, width: int, top: int, scoring: str, m: int, dtype: torch.dtype
 ) -> None:
     # Eighths, of which sums are exact, so that rounding exchanges nothing.
     x, weight, gate = (
@@ -96,7 +97,11 @@ def test_routers(
         for shape in ((m, width), (experts, width), (width,))
     )
     x, weight, gate = x.to(dtype), (weight / 128).to(dtype), (gate / 128).to(dtype)
-    correction = torch.rand(experts, device="cuda") / (1 if scoring == "sigmoid" else experts)
+    corrected, grouped = correction != "none", correction in ("groups", "zeroed")
+    groups, kept = (4, 2) if grouped else (1, 1)
+    # What is left out with zero comes first where all the others are negative.
+    low = 2.0 if correction == "zeroed" else 0.0
+    added = torch.rand(experts, device="cuda") / (1 if scoring == "sigmoid" else experts) - low
     ids = torch.full((m, top), -1, dtype=torch.int32, device="cuda")
     weights, gates = poisoned(m, top, dtype=torch.float32), poisoned(m, 1, dtype=torch.float32)
     start(
@@ -105,7 +110,10 @@ def test_routers(
             scoring=scoring,
             normalised=True,
             scale=2.5,
-            correction=correction if corrected else None,
+            correction=added if corrected else None,
+            groups=groups,
+            kept=kept,
+            zeroed=correction == "zeroed",
             wide=corrected,
             gate=gate,
             gates=gates,
@@ -114,7 +122,9 @@ def test_routers(
     rounding = torch.float32 if corrected else dtype
     logits = (x.double() @ weight.double().T).to(rounding).double()
     scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
-    decisive = scores + correction.double() if corrected else logits
+    decisive = scores + added.double() if corrected else logits
+    if grouped:
+        decisive = expected_groups(decisive, groups, kept, zeroed=correction == "zeroed")
     taken = (-decisive).sort(dim=-1, stable=True).indices[:, :top]
     if corrected:
         # Float32 may exchange experts whose decisive numbers it can't tell apart.

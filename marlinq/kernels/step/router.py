@@ -12,8 +12,8 @@ from marlinq.kernels.jit.instantiation import Instantiation
 from marlinq.kernels.step.prepared import ELEMENTS, VECTOR, Prepared, address, check_rows
 from marlinq.kernels.step.residual import RowNorm
 
-MOST_EXPERTS, MOST_CHOSEN = 1024, 32
-"""What the kernel takes at most: a lane keeps a bit for each of its logits, and one choice."""
+MOST_EXPERTS, MOST_CHOSEN, MOST_GROUPS = 1024, 32, 32
+"""What the kernel takes at most: a lane keeps a bit for each of its logits, one choice and one group."""
 
 ROUTER_WIDEST = 8192
 """Channels of a row that the kernel makes itself, which a block keeps in its shared memory."""
@@ -63,6 +63,9 @@ def router(
     normalised: bool,
     scale: float = 1.0,
     correction: Tensor | None = None,
+    groups: int = 1,
+    kept: int = 1,
+    zeroed: bool = False,
     wide: bool = False,
     gate: Tensor | None = None,
     gates: Tensor | None = None,
@@ -83,6 +86,10 @@ def router(
         scale: factor on the weights.
         correction: float32 [E]; the experts of the highest ``score + correction`` are taken then. Weights are
             made of scores alone.
+        groups: of neighbouring experts, all of one size, at least two. Only those ``kept`` take part in the
+            choice whose two highest ``score + correction`` are together greatest. 1 without groups.
+        kept: at most ``groups``, with ``top`` experts in them.
+        zeroed: experts of the other groups take part with 0, instead of not at all.
         wide: logits are not rounded to the dtype of ``x``.
         gate: of a shared expert, [H] of the dtype of ``x``.
         gates: float32 [M, 1], written: ``sigmoid(x @ gate)``. Both or None.
@@ -109,6 +116,17 @@ def router(
         raise ValueError(
             f"correction: expected float32 {[experts]}, found {correction.dtype} {list(correction.shape)}"
         )
+    if groups > 1 and (
+        correction is None
+        or experts % groups
+        or experts // groups < 2
+        or groups > MOST_GROUPS
+        or not top * groups <= kept * experts <= groups * experts
+    ):
+        raise ValueError(
+            f"{kept} of {groups} groups, {top} of {experts} experts: expected a correction, up to "
+            f"{MOST_GROUPS} groups of two or more experts, and as many in those kept as are chosen"
+        )
     if (gate is None) != (gates is None):
         raise ValueError("gate and gates: expected both or none")
     if gate is not None and gates is not None:
@@ -134,6 +152,9 @@ def router(
         ("SOFTMAX", scoring == "softmax"),
         ("NORMALISED", normalised),
         ("CORRECTED", correction is not None),
+        ("GROUPS", groups),
+        ("KEPT", kept),
+        ("ZEROED", zeroed),
         ("WIDE", wide),
         ("GATED", gate is not None),
         ("NORM", f"Norm::{addition.norm.kind if addition else 'NONE'}"),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from marlinq.kernels.step import Arrangement, HeadNorm, HeadWork, RowNorm
 from marlinq.kernels.step.prepared import ELEMENTS, VECTOR
 from marlinq.kernels.step.residual import WIDEST
-from marlinq.kernels.step.router import MOST_CHOSEN, MOST_EXPERTS
+from marlinq.kernels.step.router import MOST_CHOSEN, MOST_EXPERTS, MOST_GROUPS
 from marlinq.models.anatomy import MLP, Anatomy, Attention, Layer, Mixture, Norm, Rotary, Router, Unrecognised
 from marlinq.runtime.grouped_experts import GroupedExperts
 from marlinq.runtime.step.products import Product, single_product
@@ -90,6 +90,10 @@ def _mixture_refusal(model: nn.Module, mixture: Mixture, dtype: torch.dtype) -> 
         return Unrecognised(
             router.module,
             f"{router.top} of {router.experts} experts; the kernel takes {MOST_CHOSEN} of {MOST_EXPERTS}",
+        )
+    if router.groups is not None and router.groups.count > MOST_GROUPS:
+        return Unrecognised(
+            router.module, f"{router.groups.count} groups of experts; the kernel takes {MOST_GROUPS}"
         )
     if mixture.shared_gate is not None:
         held = dict(model.get_submodule(mixture.shared_gate).named_parameters())

@@ -417,7 +417,10 @@ def route(logits: Tensor, router: Router, correction: Tensor | None = None) -> t
     """
     wide = logits.float()
     scores = wide.softmax(-1) if router.scoring == "softmax" else wide.sigmoid()
-    index = (scores if correction is None else scores + correction).topk(router.top, -1).indices
+    decisive = scores if correction is None else scores + correction
+    if router.groups is not None:
+        decisive = router.groups.limited(decisive)
+    index = decisive.topk(router.top, -1).indices
     weights = scores.gather(-1, index)
     if router.normalised:
         weights = weights / weights.sum(-1, keepdim=True)

@@ -18,7 +18,7 @@ from marlinq.kernels.experts.launch import Workspace as ExpertsWorkspace
 from marlinq.kernels.experts.launch import layer_steps, shape_of
 from marlinq.kernels.launch.rows import Normed, RowWork
 from marlinq.kernels.step import ROUTER_WIDEST, Addition, Gather, Prepared, RoutedRows, RowNorm
-from marlinq.models.anatomy import Anatomy
+from marlinq.models.anatomy import Anatomy, Groups
 from marlinq.runtime.step.bound import BoundLayer, BoundMixture, BoundMLP
 from marlinq.runtime.step.links import RowLinks
 from marlinq.runtime.step.products import Product, Start
@@ -331,6 +331,7 @@ class Walk:
         ids = self.whole("ids", rows, router.top, torch.int32)
         weights = self.whole("weights", rows, router.top, torch.float32)
         gates = None if mixture.shared_gate is None else self.whole("gates", rows, 1, torch.float32)
+        groups = Groups(1, 1) if router.groups is None else router.groups
         addition = None
         if pending is not None and norm is not None:
             assert isinstance(self._x, Tensor)
@@ -348,6 +349,9 @@ class Walk:
                 normalised=router.normalised,
                 scale=router.scale,
                 correction=mixture.correction,
+                groups=groups.count,
+                kept=groups.kept,
+                zeroed=groups.zeroed,
                 wide=router.wide,
                 gate=mixture.shared_gate,
                 gates=gates,

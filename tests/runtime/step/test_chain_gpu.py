@@ -14,7 +14,7 @@ from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.probe import compare
 from marlinq.runtime.step.reference import ReferenceForward
 from tests.runtime.step.test_chain import error, halved, quantized, recognised, tiny
-from tests.runtime.step.test_mixtures import grouped_mixture
+from tests.runtime.step.test_mixtures import PACKED, grouped_mixture
 from tests.testing.tiny_models import tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -121,7 +121,7 @@ def dequantized(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "minimax-m2", "glm-4.5"])
+@pytest.mark.parametrize("name", PACKED)
 @torch.no_grad()
 def test_mixtures(name: str, dtype: torch.dtype) -> None:
     model, anatomy = grouped_mixture(name)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from marlinq.models.anatomy import Anatomy, Mixture, Router, Unrecognised
+from marlinq.models.anatomy import Anatomy, Groups, Mixture, Router, Unrecognised
 from marlinq.models.experts import find_experts
 from marlinq.models.recognise import recognise
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
@@ -57,12 +57,7 @@ def test_reference_computes_what_transformers_does(name: str) -> None:
     model = tiny(name)
     anatomy = found_in(model)
     assert isinstance(anatomy, Anatomy), anatomy
-
-    def build(batch: int, capacity: int) -> Forward:
-        return ReferenceForward(model, anatomy, batch=batch, capacity=capacity)
-
-    wrong = [each.reason() for each in compare(model, anatomy, build) if not each.holds]
-    assert not wrong
+    assert not differing(model, anatomy)
 
 
 @pytest.mark.parametrize("normalised", [True, False])
@@ -183,10 +178,95 @@ def test_logits_of_a_cast_weight_are_not_rounded() -> None:
 
 
 @pytest.mark.parametrize(("experts", "groups", "kept"), [(8, 4, 1), (16, 4, 2), (16, 4, 3)])
-def test_groups_of_experts_are_refused(experts: int, groups: int, kept: int) -> None:
-    found = found_in(tiny("glm-4.5", n_routed_experts=experts, n_group=groups, topk_group=kept))
+def test_groups_of_experts_are_found(experts: int, groups: int, kept: int) -> None:
+    found = router_of(tiny("glm-4.5", n_routed_experts=experts, n_group=groups, topk_group=kept)).groups
+    assert found is not None
+    assert (found.count, found.kept) == (groups, kept)
+
+
+def grouped_router(
+    model: PreTrainedModel, choose: Callable[[Tensor, Tensor], Tensor], *, corrected_weights: bool = False
+) -> None:
+    """Every corrected router of ``model`` takes the numbers [T, top] that ``choose`` makes of what decides
+    [T, experts] and of the scores."""
+    for module in model.modules():
+        if not hasattr(module, "e_score_correction_bias"):
+            continue
+
+        def run(x: Tensor, gate: nn.Module = module) -> tuple[Tensor, Tensor, Tensor]:
+            logits = F.linear(x.flatten(0, -2).float(), gate.weight.float())
+            scores = logits.sigmoid()
+            decisive = scores + gate.e_score_correction_bias
+            index = choose(decisive, scores)
+            weights = (decisive if corrected_weights else scores).gather(1, index)
+            return logits, weights, index
+
+        module.forward = run
+
+
+@pytest.mark.parametrize("groups", [Groups(4, 2), Groups(4, 2, zeroed=True), None])
+def test_what_becomes_of_other_groups_is_found(groups: Groups | None) -> None:
+    model = tiny("glm-4.5", n_routed_experts=16)
+    grouped_router(
+        model,
+        lambda decisive, _: (decisive if groups is None else groups.limited(decisive)).topk(2, -1).indices,
+    )
+    assert router_of(model).groups == groups
+
+
+def best_of_highest(decisive: Tensor, _: Tensor) -> Tensor:
+    """Groups count as much as their best expert alone. Of two groups it would be a choice without them."""
+    kept = decisive.unflatten(-1, (4, -1)).amax(-1).topk(1, -1).indices
+    out = torch.ones(len(decisive), 4, dtype=torch.bool).scatter_(1, kept, False)
+    return decisive.masked_fill(out.repeat_interleave(4, 1), -torch.inf).topk(2, -1).indices
+
+
+def best_of_scores(decisive: Tensor, scores: Tensor) -> Tensor:
+    """Groups are compared without the correction."""
+    left = Groups(4, 2).limited(scores).isinf()
+    return decisive.masked_fill(left, -torch.inf).topk(2, -1).indices
+
+
+@pytest.mark.parametrize("choose", [best_of_highest, best_of_scores])
+def test_groups_of_another_kind_are_refused(choose: Callable[[Tensor, Tensor], Tensor]) -> None:
+    model = tiny("glm-4.5", n_routed_experts=16)
+    grouped_router(model, choose)
+    found = found_in(model)
+    assert isinstance(found, Unrecognised)
+    assert found.part in ("model.layers.1.mlp.experts", "Glm4MoeForCausalLM")
+
+
+def test_a_correction_in_weights_behind_groups_is_refused() -> None:
+    model = tiny("glm-4.5", n_routed_experts=16)
+    grouped_router(
+        model,
+        lambda decisive, _: Groups(4, 2).limited(decisive).topk(2, -1).indices,
+        corrected_weights=True,
+    )
+    found = found_in(model)
     assert isinstance(found, Unrecognised)
     assert found.part == "model.layers.1.mlp.experts"
+
+
+def test_reference_chooses_in_groups_as_transformers_does() -> None:
+    model = tiny("glm-4.5", n_routed_experts=16, n_group=4, topk_group=2, num_experts_per_tok=4)
+    anatomy = found_in(model)
+    assert isinstance(anatomy, Anatomy), anatomy
+    assert not differing(model, anatomy)
+    last = anatomy.layers[-1]
+    assert isinstance(last.mlp, Mixture)
+    assert last.mlp.router.groups is not None
+    without = replace(last, mlp=replace(last.mlp, router=replace(last.mlp.router, groups=None)))
+    assert differing(model, replace(anatomy, layers=(*anatomy.layers[:-1], without)))
+
+
+def differing(model: PreTrainedModel, anatomy: Anatomy) -> list[str]:
+    """What differs between transformers and the reference."""
+
+    def build(batch: int, capacity: int) -> Forward:
+        return ReferenceForward(model, anatomy, batch=batch, capacity=capacity)
+
+    return [each.reason() for each in compare(model, anatomy, build) if not each.holds]
 
 
 def corrected_like_a_score(logits: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,10 +338,20 @@ def grouped(model: PreTrainedModel) -> None:
 _OWN_SIZE = ("qwen2-moe", "qwen3-moe", "glm-4.5")
 
 
+# A tiny model's name, where it is not another mixture's: that one's, and what is changed in its config.
+_VARIANTS: dict[str, tuple[str, dict[str, int]]] = {
+    "glm-4.5 in groups": ("glm-4.5", {"n_routed_experts": 16, "n_group": 4, "topk_group": 2}),
+}
+
+
+PACKED = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "minimax-m2", "glm-4.5", "glm-4.5 in groups")
+
+
 def grouped_mixture(name: str) -> tuple[PreTrainedModel, Anatomy]:
     """A tiny mixture in float32 with packed experts, and its anatomy."""
+    name, changes = _VARIANTS.get(name, (name, {}))
     size = {"moe_intermediate_size" if name in _OWN_SIZE else "intermediate_size": 64}
-    model = tiny(name, **size)
+    model = tiny(name, **size, **changes)
     anatomy = found_in(model)
     assert isinstance(anatomy, Anatomy)
     grouped(model)
@@ -277,7 +367,7 @@ def test_experts_that_are_not_packed_are_refused() -> None:
     assert refused.part == "model.layers.0.mlp.experts"
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "minimax-m2", "glm-4.5"])
+@pytest.mark.parametrize("name", PACKED)
 def test_chain_computes_what_the_reference_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(walk, "kernels", torch_kernels)
     model, anatomy = grouped_mixture(name)

@@ -27,6 +27,7 @@ from marlinq.kernels.step import (
 from tests.kernels.step_problems import (
     expected_activation,
     expected_attention,
+    expected_groups,
     expected_norm,
     expected_rotation,
 )
@@ -192,6 +193,9 @@ def router(
     normalised: bool,
     scale: float = 1.0,
     correction: Tensor | None = None,
+    groups: int = 1,
+    kept: int = 1,
+    zeroed: bool = False,
     wide: bool = False,
     gate: Tensor | None = None,
     gates: Tensor | None = None,
@@ -208,14 +212,17 @@ def router(
                 first=addition.first,
                 factor=addition.factor,
             ).action(launch)
-        logits = (x.double() @ weight.double().T).to(torch.float32 if wide else x.dtype).double()
+        rounding = torch.float32 if wide else x.dtype
+        logits = (x.double() @ weight.double().T).to(rounding).double()
         scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
         decisive = logits if correction is None else scores + correction
+        if groups > 1:
+            decisive = expected_groups(decisive, groups, kept, zeroed=zeroed)
         taken = (-decisive).sort(dim=-1, stable=True).indices[:, : ids.shape[1]]
         found = scores.gather(1, taken)
         ids.copy_(taken)
         weights.copy_(scale * (found / found.sum(-1, keepdim=True) if normalised else found))
         if gate is not None and gates is not None:
-            gates.copy_((x.double() @ gate.double()[:, None]).to(x.dtype).double().sigmoid())
+            gates.copy_((x.double() @ gate.double()[:, None]).to(rounding).double().sigmoid())
 
     return Prepared(run)

@@ -2,7 +2,9 @@
 //
 //   logits[e] = sum_k x[m, k] * weight[e, k]      in float32, then, unless WIDE, rounded to Element, as a product of the model's is
 //   ids[m, s] = the TOP experts of the highest logits, in falling order; of equal logits the lowest number first.
-//               If CORRECTED, of the highest score(logits[e]) + correction[e]
+//               If CORRECTED, of the highest score(logits[e]) + correction[e]. Of GROUPS of as many neighbours then only the KEPT
+//               take part whose two highest such sums are together greatest; experts of the others are left out, or, if ZEROED,
+//               take part with 0
 //   weights[m, s] = scale * score(logits[ids[m, s]])     over the sum of the scores taken, if NORMALISED
 //   gates[m] = sigmoid(sum_k x[m, k] * gate[k])          if GATED: how much a shared expert counts; rounded as logits are
 //
@@ -17,8 +19,8 @@
 // turns, and leave each block its logits in its own shared memory. The first block collects them, and one warp of it, which
 // holds PER logits a lane, takes the largest TOP times. A warp's first loads of weights are requested before the previous kernel ends.
 //
-// Configuration: Element, CLUSTER, WARPS, PER (experts / 32, rounded up), TOP, SOFTMAX, NORMALISED, CORRECTED, WIDE, GATED, NORM, VECTORS
-// (of a row, a thread).
+// Configuration: Element, CLUSTER, WARPS, PER (experts / 32, rounded up), TOP, SOFTMAX, NORMALISED, CORRECTED, GROUPS,
+// KEPT, ZEROED, WIDE, GATED, NORM, VECTORS (of a row, a thread).
 #pragma once
 #include "ptx/bits.cuh"
 #include "ptx/cluster.cuh"
@@ -144,12 +146,41 @@ struct RouterRow {
         return warp_sum(all);
     }
 
+    // Bit g says whether group g takes part; of equal groups the first do. A lane looks at a group.
+    __device__ __forceinline__ u32 kept_groups(const float (&mine)[PER]) const {
+        __shared__ float decisive[32 * PER];
+#pragma unroll
+        for (int i = 0; i < PER; ++i) decisive[lane + 32 * i] = mine[i];
+        __syncwarp();
+        const int size = experts / C::GROUPS;
+        float best = LOWEST, second = LOWEST;
+        if (lane < C::GROUPS) {
+            // Lanes begin at different places: groups of 32 would all be in one bank.
+            int at = lane % size;
+            for (int j = 0; j < size; ++j) {
+                const float value = decisive[lane * size + at];
+                second = fmaxf(second, fminf(best, value));
+                best = fmaxf(best, value);
+                at = at + 1 < size ? at + 1 : 0;
+            }
+        }
+        const u32 key = lane < C::GROUPS ? ordered(best + second) : 0u;
+        int before = 0;
+#pragma unroll
+        for (int g = 0; g < C::GROUPS; ++g) {
+            const u32 other = __shfl_sync(0xffffffffu, key, g);
+            before += other > key || (other == key && g < lane);
+        }
+        return warp_add(lane < C::GROUPS && before < C::KEPT ? 1u << lane : 0u);
+    }
+
     __device__ __forceinline__ void choose(const float* logits, const float* correction, int* ids, float* weights, float scale) const {
         // What decides. Not -0, which is equal to 0, but before it in order.
         float mine[PER];
 #pragma unroll
         for (int i = 0; i < PER; ++i) mine[i] = lane + 32 * i < experts ? logits[lane + 32 * i] + 0.f : LOWEST;
         float kept = 0.f, highest = 0.f, all = 0.f, sum = 0.f;
+        u32 taken = 0;
         if constexpr (C::CORRECTED) {
             if (C::SOFTMAX) {
                 u32 key = 0;
@@ -162,8 +193,19 @@ struct RouterRow {
             for (int i = 0; i < PER; ++i)
                 if (lane + 32 * i < experts) mine[i] = score(mine[i], highest, all) + correction[lane + 32 * i] + 0.f;
         }
+        static_assert(C::GROUPS == 1 || C::CORRECTED, "groups are compared by corrected scores");
+        if constexpr (C::GROUPS > 1) {
+            const u32 groups = kept_groups(mine);
+            const int size = experts / C::GROUPS;
+#pragma unroll
+            for (int i = 0; i < PER; ++i) {
+                const int expert = lane + 32 * i;
+                if (expert >= experts || groups >> expert / size & 1) continue;
+                if (C::ZEROED) mine[i] = 0.f;
+                else taken |= 1u << i;
+            }
+        }
         int chosen = 0;
-        u32 taken = 0;
         for (int s = 0; s < C::TOP; ++s) {
             // Two instructions of the whole warp find the largest and of its equals the lowest number; exchanges between pairs
             // of lanes take ten.
@@ -193,6 +235,7 @@ __device__ __forceinline__ void route_rows(const RouterAddition& given, uint4* x
                                            const float* correction, int* ids, float* weights, float* gates, int experts, int width, i64 x_stride, float scale) {
     typedef RouterRow<C> Row;
     static_assert(C::TOP <= 32 && C::PER <= 32, "a lane keeps one choice, and a bit for each of its logits");
+    static_assert(C::GROUPS <= 32, "a lane looks at a group");
     __shared__ __align__(16) float logits[Row::SLOTS];
     __shared__ uint4 made[Row::ADDS ? C::VECTORS * 32 * C::WARPS : 1];
     launch_dependents();

@@ -1,0 +1,79 @@
+"""Which groups of experts a corrected router chooses first: those that explain every recorded choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from marlinq.models.anatomy import Groups
+from marlinq.models.recording import Call, ExpertsCall, Recording
+
+_MOST_GROUPS = 64
+
+
+def chosen_by(decisive: Tensor, index: Tensor) -> bool:
+    """Whether the experts ``index`` [T, top] have the highest numbers of ``decisive`` [T, experts]."""
+    found = decisive.gather(1, index).sort(-1, descending=True).values
+    return torch.equal(found, decisive.topk(index.shape[-1], -1).values)
+
+
+def find_groups(recordings: Sequence[Recording], corrections: Mapping[str, str]) -> Groups | None:
+    """The groups with which all choices of all recordings are explained; None if none are needed, or if
+    nothing explains them.
+
+    Args:
+        recordings: of one model.
+        corrections: full name of the module of experts -> that of the buffer that corrects their choice.
+    """
+    choices = [each for recording in recordings for each in _choices(recording, corrections)]
+    sizes = {(scores[0].shape[-1], index.shape[-1]) for scores, index in choices}
+    if len(sizes) != 1:
+        return None
+    for groups in (None, *_possible(*sizes.pop())):
+        if all(_explains(groups, *each) for each in choices):
+            return groups
+    return None
+
+
+def _choices(
+    recording: Recording, corrections: Mapping[str, str]
+) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+    """Of every call of corrected experts: what may have decided, [T, experts] each, and the experts."""
+    for call in recording.calls:
+        if not isinstance(call, ExpertsCall) or call.name not in corrections:
+            continue
+        correction = recording.corrections[corrections[call.name]]
+        logits = [
+            each.output.reshape(-1, correction.numel()).float()
+            for each in recording.calls
+            if _may_route(each, call, correction)
+        ]
+        scores = (function(each) for each in logits for function in (_softmax, torch.sigmoid))
+        yield tuple(each + correction for each in scores), call.index
+
+
+def _may_route(call: Call, experts: ExpertsCall, correction: Tensor) -> bool:
+    output = call.output
+    return (
+        (call.kind, call.block) == ("linear", experts.block)
+        and output.shape[-1] == correction.numel()
+        and output.numel() == len(experts.index) * correction.numel()
+    )
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return logits.softmax(-1)
+
+
+def _possible(experts: int, top: int) -> Iterator[Groups]:
+    for count in range(2, min(experts // 2, _MOST_GROUPS) + 1):
+        if experts % count:
+            continue
+        for kept in range(-(-top * count // experts), count):
+            yield from (Groups(count, kept, zeroed) for zeroed in (False, True))
+
+
+def _explains(groups: Groups | None, decisive: tuple[Tensor, ...], index: Tensor) -> bool:
+    return any(chosen_by(each if groups is None else groups.limited(each), index) for each in decisive)
