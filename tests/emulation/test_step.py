@@ -473,18 +473,17 @@ def test_faults_of_corrections_are_found(
 
 # Groups of more and of fewer experts than lanes, as many as lanes, and all but one or one of them kept.
 GROUPS = [
-    (256, 8, (8, 4, False), 0.0),
-    (256, 8, (8, 4, True), 0.0),
+    (256, 8, (8, 4, False), 0.0, True),
+    (256, 8, (8, 4, True), 0.0, False),
     # All sums are negative, so what counts as zero comes first.
-    (256, 8, (8, 4, True), -4.0),
-    (64, 2, (32, 1, False), 0.0),
-    (100, 16, (4, 3, False), 0.0),
-    (96, 3, (2, 1, False), -4.0),
+    (256, 8, (8, 4, True), -4.0, True),
+    (64, 2, (32, 1, False), 0.0, True),
+    (100, 16, (4, 3, False), 0.0, False),
+    (96, 3, (2, 1, False), -4.0, True),
 ]
 
 
-@pytest.mark.parametrize("clusters", [True, False])
-@pytest.mark.parametrize(("experts", "top", "groups", "shift"), GROUPS)
+@pytest.mark.parametrize(("experts", "top", "groups", "shift", "clusters"), GROUPS)
 def test_groups_of_experts(
     builder: Builder,
     experts: int,
@@ -573,9 +572,11 @@ def check_gate(
     assert torch.equal(weights, alone[1])
 
 
-@pytest.mark.parametrize("clusters", [True, False])
 # The gate's warp has experts too, or is a warp of its own, whose logit has four neighbours or none.
-@pytest.mark.parametrize(("experts", "width"), [(60, 320), (64, 4160), (130, 264), (8, 64)])
+@pytest.mark.parametrize(
+    ("experts", "width", "clusters"),
+    [(60, 320, True), (60, 320, False), (64, 4160, False), (130, 264, True), (8, 64, True)],
+)
 def test_a_shared_experts_gate(builder: Builder, experts: int, width: int, clusters: bool) -> None:
     dtype = torch.bfloat16 if experts == 64 else torch.float16
     check_gate(builder, dtype, experts=experts, width=width, clusters=clusters)
