@@ -43,7 +43,10 @@ def draw(rng: random.Random) -> Case:
             config = rng.choice(configs)
             if isinstance(config, WarpgroupConfig):
                 # Fewer blocks than any GPU has room for, so that they take tile after tile.
-                config = replace(config, most_blocks=rng.choice((1, 2, 3, 5, config.most_blocks)))
+                fewer = replace(config, most_blocks=rng.choice((1, 2, 3, 5, config.most_blocks)))
+                # Warps that store then need memory for results, which a ring cut to measure may lack.
+                if fewer.shared_bytes(problem) <= device.shared_bytes - 1024:
+                    config = fewer
             return Case(
                 problem,
                 config,
