@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ from marlinq.runtime import QuantLinear
 from marlinq.runtime.step.bound import chain_refusal
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.probe import compare
+from marlinq.runtime.step.products import Product
 from marlinq.runtime.step.reference import ReferenceForward
 from tests.runtime.step.test_chain import error, halved, quantized, recognised, tiny
 from tests.runtime.step.test_mixtures import PACKED, grouped_mixture
@@ -21,6 +25,10 @@ pytestmark = pytest.mark.gpu
 
 # As in test_chain, where the bound is derived; bfloat16 rounds eight times as coarsely.
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
+# Random weights of 512 inputs make attention sharp, which magnifies what its queries and keys are off by: in
+# torch (torch_kernels) the step's roundings come to 3.8e-3 in float16. Half as much again allows for what
+# kernels round besides, and for sums in another order.
+SHARP = {torch.float16: 5.7e-3, torch.bfloat16: 4.6e-2}
 
 
 def run(
@@ -73,23 +81,38 @@ def test_steps_eager_and_captured(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("batch", [5, 11, 40])
 @torch.no_grad()
-def test_norms_between_products(batch: int, dtype: torch.dtype) -> None:
+def test_norms_between_products(batch: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
     model = tiny_model("llama", num_hidden_layers=2, **sizes, **heads)
     anatomy = recognised(model)
     quantized(model)
     half, wide = halved(model, dtype)
-    own = compare_steps(half.cuda(), wide.cuda(), anatomy, dtype, batch=batch)
+    half, wide = half.cuda(), wide.cuda()
+    own, errors = compare_steps(copy.deepcopy(half), wide, anatomy, dtype, batch=batch, tolerance=SHARP)
     # All norms but the first and the last are in products, on a GPU with the warpgroup kernel.
-    if batch <= 8 or device_numbers(0).has_warpgroups:
-        assert len(own.recording.starts) == 5 * len(anatomy.layers) + 3
+    linked = batch <= 8 or device_numbers(0).has_warpgroups
+    norms = 2 * len(anatomy.layers) - 1
+    starts = len(own.recording.starts)
+    assert starts == 5 * len(anatomy.layers) + 3 + (0 if linked else norms)
+    monkeypatch.setattr(Product, "row_variant", lambda *_, **__: None)
+    apart, others = compare_steps(half, wide, anatomy, dtype, batch=batch, tolerance=SHARP)
+    assert len(apart.recording.starts) == starts + (norms if linked else 0)
+    # Both round as often; their errors were within 2 % of each other at these sizes.
+    assert errors < 1.1 * others
 
 
 def compare_steps(
-    half: torch.nn.Module, wide: torch.nn.Module, anatomy: Anatomy, dtype: torch.dtype, *, batch: int
-) -> ChainForward:
-    """A chain whose steps, eager and captured, have given the reference's logits and bits of their own."""
+    half: torch.nn.Module,
+    wide: torch.nn.Module,
+    anatomy: Anatomy,
+    dtype: torch.dtype,
+    *,
+    batch: int,
+    tolerance: Mapping[torch.dtype, float] = TOLERANCE,
+) -> tuple[ChainForward, float]:
+    """A chain whose steps, eager and captured, have given the reference's logits and bits of their own, and
+    the root of its mean squared relative error."""
     dense = dequantized(wide)
     own = ChainForward(half, anatomy, batch=batch, capacity=128)
     reference = ReferenceForward(dense, anatomy, batch=batch, capacity=128)
@@ -98,11 +121,12 @@ def compare_steps(
     replayed, second = run(own, reference, vocabulary, captured=True)
     # The bound is of what is usual; a step in forty may be twice as far off.
     errors = torch.tensor(eager + replayed)
-    assert errors.square().mean().sqrt() < TOLERANCE[dtype], errors
-    assert errors.max() < 2 * TOLERANCE[dtype], errors
+    usual = float(errors.square().mean().sqrt())
+    assert usual < tolerance[dtype], errors
+    assert errors.max() < 2 * tolerance[dtype], errors
     for before, after in zip(first, second, strict=True):
         assert torch.equal(before, after), "a replay gives other bits"
-    return own
+    return own, usual
 
 
 def dequantized(model: torch.nn.Module) -> torch.nn.Module:
