@@ -18,6 +18,9 @@
 //
 // All sums have a fixed order: the same input gives the same bits, however many blocks run at once.
 //
+// Six blocks of a multiprocessor leave 80 registers a thread: with no bound NVRTC takes 72 and spills what a search
+// keeps of 12 trials.
+//
 // Configuration: Scale (the dtype of the scales), SEARCH, SYMMETRIC, FACTORS.
 #pragma once
 #include "solve/storable.cuh"
@@ -89,7 +92,8 @@ __device__ __forceinline__ Grid search(const Shared& at, const float* factors, i
     __syncthreads();
     // The sign that is tried first puts the code without a counterpart on the longer side.
     const float range = fmaxf(high, -low) * (2.f / top) * (high > -low ? -1.f : 1.f);
-    float inverse[EACH][TRIALS], zero[EACH][TRIALS], cost[EACH][TRIALS];
+    // Trials of a factor have scales of one size.
+    float inverse[EACH], zero[EACH][TRIALS], cost[EACH][TRIALS];
 #pragma unroll
     for (int c = 0; c < EACH; ++c) {
         // The last ones of some warps are tried twice.
@@ -97,7 +101,8 @@ __device__ __forceinline__ Grid search(const Shared& at, const float* factors, i
 #pragma unroll
         for (int trial = 0; trial < TRIALS; ++trial) {
             const Grid tried = grid<C>(factor, trial, range, low, high, top, middle);
-            inverse[c][trial] = 1.f / tried.scale, zero[c][trial] = tried.zero, cost[c][trial] = 0.f;
+            if (trial == 0) inverse[c] = 1.f / tried.scale;
+            zero[c][trial] = tried.zero, cost[c][trial] = 0.f;
         }
     }
     for (int k = 0; k < rows; ++k) {
@@ -106,7 +111,8 @@ __device__ __forceinline__ Grid search(const Shared& at, const float* factors, i
         for (int c = 0; c < EACH; ++c)
 #pragma unroll
             for (int trial = 0; trial < TRIALS; ++trial) {
-                const float v = u * inverse[c][trial] + zero[c][trial], error = v - nearest(v, top);
+                const float way = C::SYMMETRIC && trial ? -inverse[c] : inverse[c];
+                const float v = u * way + zero[c][trial], error = v - nearest(v, top);
                 cost[c][trial] += importance * (error * error);
             }
     }
@@ -115,7 +121,6 @@ __device__ __forceinline__ Grid search(const Shared& at, const float* factors, i
 #pragma unroll
     for (int c = 0; c < EACH; ++c) {
         const int place = min(c * WARPS + warp, C::FACTORS - 1);
-        // Trials of a factor have scales of one size.
         const float scale = grid<C>(factors[place], 0, range, low, high, top, middle).scale;
         float found = cost[c][0] * (scale * scale);
         int candidate = TRIALS * place;
@@ -267,7 +272,7 @@ __device__ __forceinline__ void round_panel(int block, const float* u, const flo
 }  // namespace panel
 
 #define INSTANTIATE_ROUND_PANEL(NAME, CONFIGURATION)                                                                     \
-    extern "C" __global__ void __launch_bounds__(128)                                                                    \
+    extern "C" __global__ void __launch_bounds__(128, 6)                                                                 \
     NAME(const float* u, const float* base, const float* w, const float* feedback, const float* diagonal,                \
          const float* factors, float* scales, float* zeros, unsigned char* codes, float* terms, float* difference,       \
          double* loss, int rows, int N, float top, float middle, float shift) {                                          \
