@@ -5,11 +5,11 @@
 START is a folder that ``marlinq quantize`` wrote from MODEL without tuning; its recipe is used again. Every
 ``--try`` begins there, tunes with the package's own loop, and is measured in float32 on every ``--text``.
 Keys of a try: steps, tokens, rate, codes (times the rate), rows (how many rows of text), row (tokens of
-one), whole (rows are documents one after the other, not random pieces), once (no piece comes again before all
-have come), vectors, seed, rem (how far from its code a latent may begin), graph (0 records no CUDA graphs),
-fused (0 makes weights by torch's operations), tilt (a latent's step minds how strong its gradients are, see
-:class:`Tilted`), freeze (share of the steps after which codes stay), start (1 measures what the try begins
-with, too). ``learnt`` is the mean divergence over the last tenth of the steps, on the text that is learnt.
+one), whole (rows are documents one after the other, not random pieces), vectors, seed, rem (how far from
+its code a latent may begin), graph (0 records no CUDA graphs), fused (0 makes weights by torch's
+operations), tilt (a latent's step minds how strong its gradients are, see :class:`Tilted`), freeze (share
+of the steps after which codes stay), start (1 measures what the try begins with, too). ``learnt`` is the
+mean divergence over the last tenth of the steps, on the text that is learnt.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,30 +181,6 @@ class Tilted:
             leaf.addcmul_(mean, factor.div_(root), value=-rate)
 
 
-def rows_once(documents: Sequence[Document], length: int, count: int, seed: int) -> list[Document]:
-    """Rows of random pieces of documents, of which none comes again before all have come."""
-    generator = random.Random(seed)
-    text: list[int] = []
-    while len(text) < length * count:
-        pieces = [piece for document in documents for piece in _pieces(document, length, generator)]
-        generator.shuffle(pieces)
-        for piece in pieces:
-            text += piece
-    return [Document(tuple(text[start : start + length])) for start in range(0, length * count, length)]
-
-
-def _pieces(document: Document, length: int, generator: random.Random) -> list[tuple[int, ...]]:
-    """A document cut at random into pieces of up to ``length`` tokens and a short rest."""
-    pieces, start = [], 0
-    while start < len(document):
-        end = start + generator.randint(run._PIECE, max(run._PIECE, length))
-        if len(document) - end < run._PIECE:
-            end = len(document)
-        pieces.append(tuple(document.tokens[start:end]))
-        start = end
-    return pieces
-
-
 def freeze_codes(loop: Loop, share: float) -> None:
     """Lets the rate of codes fall to zero within this share of the steps, that of the rest as before."""
     optimizer, steps = loop._optimizer, loop._settings.steps * share
@@ -253,7 +227,7 @@ def _never(device: torch.device) -> bool:
 def _try(bench: Bench, instance: Any, documents: Any, settings: Any, asked: Any, lessons: Any) -> Any:
     learning, held_out = run._split(documents)
     length, count = int(asked.get("row", 512)), int(asked.get("rows", 512))
-    key = f"{length} {count} {asked.get('whole')} {asked.get('once')} {settings.seed}"
+    key = f"{length} {count} {asked.get('whole')} {settings.seed}"
     if key not in lessons:
         places = run._PLACES[bench.device.type]
         for old in list(lessons):
@@ -263,11 +237,8 @@ def _try(bench: Bench, instance: Any, documents: Any, settings: Any, asked: Any,
             rows = [Document(tuple(flat[at : at + length])) for at in range(0, len(flat) - length, length)][
                 :count
             ]
-        elif int(asked.get("once", 0)):
-            rows = rows_once(learning, length, count, settings.seed)
         else:
-            run._MOST_TOKENS = length * count
-            rows = run._rows(learning, length, places, replace(settings, steps=count, tokens=length))
+            rows = run._rows(learning, length, places, length * count, settings.seed)
         # As the package does: no micro-batch is left with fewer rows than the others.
         full = max(1, places // length)
         rows = rows[: len(rows) - len(rows) % full] if len(rows) > full else rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -10,28 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lab.quality.tuning_settings import Tilted, freeze_codes, kept_divergences, last_tenth, rows_once
-from marlinq.calibration import Document
+from lab.quality.tuning_settings import Tilted, freeze_codes, kept_divergences, last_tenth
 from marlinq.operations.quantize.tuning import loop
-
-
-def test_rows_hold_every_token_equally_often() -> None:
-    # Tokens that name their document and place, so that pieces can be told.
-    documents = [Document(tuple(range(1000 * i, 1000 * i + 20 * i + 5))) for i in range(1, 30)]
-    tokens = sum(map(len, documents))
-    count = 3 * tokens // 64
-    rows = rows_once(documents, 64, count, 3)
-    assert [len(row) for row in rows] == [64] * count
-    seen = Counter(token for row in rows for token in row.tokens)
-    assert set(seen) == {token for document in documents for token in document.tokens}
-    # The last of three passes lacks the tokens that fill no row.
-    assert set(seen.values()) <= {2, 3}
-    # Neighbours of a document stay neighbours within a piece, of 32 to 96 tokens; pieces are in random order.
-    pairs = [(a, b) for row in rows for a, b in pairwise(row.tokens)]
-    apart = sum(b != a + 1 for a, b in pairs)
-    assert len(pairs) / 96 < apart < len(pairs) / 32
-    assert rows == rows_once(documents, 64, count, 3)
-    assert rows != rows_once(documents, 64, count, 4)
 
 
 def optimiser(slow: torch.Tensor, codes: torch.Tensor) -> torch.optim.Adam:

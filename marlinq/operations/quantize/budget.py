@@ -41,7 +41,7 @@ _GPU_MEMORY_SHARE = 0.8
 
 # Tuning: steps at most, steps below which tokens of a step are fewer too, tokens of a step at most, and the
 # operations of it all: 200 s of a GPU that does 4e14 a second, an hour of two CPU threads at the rate above.
-_TUNE_STEPS = 600
+_TUNE_STEPS = 1000
 _TUNE_FEW_STEPS = 120
 _TUNE_TOKENS = 8192
 _TUNE_WORK = {"cpu": 3e14, "cuda": 8e16}
@@ -49,7 +49,7 @@ _TUNE_WORK = {"cpu": 3e14, "cuda": 8e16}
 _TUNE_RATE = 0.002
 _TUNE_RATES = 0.6
 # Tokens that a model writes to be tuned on at most, and the longest of its documents.
-_TUNE_TEXT = 380_000
+_TUNE_TEXT = 1_200_000
 _TUNE_LENGTH = 512
 # Multiplications and additions of a weight for a token: the original's pass, the student's, the same again
 # for the backward pass, and that, which is two.
@@ -167,7 +167,8 @@ def _unbounded(recipe: Recipe, work: Work, device: torch.device, dtype: torch.dt
     if recipe.tokens != AUTO:
         return _rows_for(int(recipe.tokens), longest, "as asked for")
     if device.type == "cuda":
-        return _for_gpu(work, longest, device, dtype, tuned=recipe.tune_steps != 0)
+        steps, tokens = tuning_budget(recipe, work, device)
+        return _for_gpu(work, longest, device, dtype, learnt=steps * tokens if recipe.tune_steps else 0)
     threads = torch.get_num_threads()
     rate = threads * (_CPU_NARROW_RATE if dtype == torch.bfloat16 else _CPU_RATE)
     # Each block runs twice: for its inputs, and for its outputs once it is quantised.
@@ -213,18 +214,19 @@ def tuning_work(work: Work, steps: int, tokens: int) -> float:
 
 
 def _for_gpu(
-    work: Work, longest: int, device: torch.device, dtype: torch.dtype, *, tuned: bool
+    work: Work, longest: int, device: torch.device, dtype: torch.dtype, *, learnt: int
 ) -> TextBudget:
+    """What a GPU writes in about 20 s, and no more than the tokens that tuning learns from, if any."""
     bandwidth = device_numbers(device.index or 0).bandwidth * _GPU_SHARE
     weights = work.all_weights * dtype.itemsize
     memory = torch.cuda.get_device_properties(device).total_memory * _GPU_MEMORY_SHARE - weights
     rows = min(_MOST_ROWS, max(1, int(memory / (work.cache_bytes * _SHORT))))
     length = min(longest, max(_SHORT, int(memory / (work.cache_bytes * rows))))
-    if tuned:
+    if learnt:
         # Tuning takes text in short rows, and more of it is worth more; rounds of short documents write more.
         length = min(length, _TUNE_LENGTH)
         steps = int(_GPU_SECONDS * bandwidth / (weights + rows * work.cache_bytes * length / 2))
-        tokens = min(_TUNE_TEXT, int(rows * steps * _FILLED)) // _STEP * _STEP
+        tokens = min(_TUNE_TEXT, learnt, int(rows * steps * _FILLED)) // _STEP * _STEP
         return TextBudget(
             max(tokens, _FEWEST_TOKENS),
             None,

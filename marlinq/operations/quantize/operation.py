@@ -208,8 +208,10 @@ def _quantize(
         unsolved = resumed < len(by_block) or not _all_written(plan, heads, writer)
         untuned = tuning is not None and NOTE not in writer.notes
         documents: list[Document] | None = None
+        to_tune: list[Document] = []
         if calibrated and (unsolved or untuned):
             text = gatherer.gather(writer) if ranks.first else None
+            to_tune = [] if text is None else text.tuned
             documents = share_documents(None if text is None else text.documents, ranks)
             if text is not None:
                 note_text(writer, recipe, text)
@@ -229,7 +231,7 @@ def _quantize(
                 blueprint,
                 plan,
                 writer,
-                documents,
+                [*documents, *to_tune],
                 tuning,
                 max_length=max_length,
                 device=chosen,

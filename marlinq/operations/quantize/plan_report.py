@@ -26,7 +26,12 @@ from marlinq.operations.quantize.estimate import Estimate, estimate
 from marlinq.operations.quantize.operation import TOKEN_BUDGET, compute_dtype
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule, plan_output
 from marlinq.operations.quantize.recipe import Recipe
-from marlinq.operations.quantize.text import PlannedText, planned_text, stored_dtype
+from marlinq.operations.quantize.text import (
+    PlannedText,
+    planned_text,
+    planned_tuning_text,
+    stored_dtype,
+)
 from marlinq.operations.quantize.tuning import TuningSettings, settings_that_fit, tuning_bytes
 from marlinq.operations.quantize.watch import duration
 
@@ -87,6 +92,7 @@ class PlanReport(Shown):
         source_bytes, output_bytes: tensor data before and after.
         calibration: where the text will come from, in words; None for a method without.
         tokens: of it, at most.
+        tuning_text: what the model will write to be tuned on beside it, in words; None for nothing.
         estimate: seconds and bytes.
         device, dtype: where and in which dtype blocks run.
         gpu: the GPU that the kernels are named for.
@@ -104,6 +110,7 @@ class PlanReport(Shown):
     output_bytes: int
     calibration: str | None
     tokens: int
+    tuning_text: str | None
     estimate: Estimate
     device: str
     dtype: str
@@ -136,6 +143,7 @@ class PlanReport(Shown):
             ("quantised", f"{len(quantised)} linears of {self.architecture} with {self.method}"),
             ("size", f"{_size(self.source_bytes)} -> {_size(self.output_bytes)}"),
             ("calibration", self.calibration or "none: the method needs no text"),
+            *([] if self.tuning_text is None else [("tuned on", f"the same and {self.tuning_text}")]),
             (
                 "time",
                 f"about {duration(guess.seconds)} on {self.device} in {self.dtype}: {split}",
@@ -181,6 +189,8 @@ def plan_quantize(
     plan = plan_output(checkpoint, blueprint, recipe)
     texts = planned_text(recipe, checkpoint, blueprint, chosen) if plan.method.calibrated else []
     tokens = sum(text.tokens for text in texts)
+    own = planned_tuning_text(recipe, checkpoint, blueprint, chosen)
+    written = [text for text in (*texts, own) if text is not None and text.budget is not None]
     stored = stored_dtype(checkpoint, blueprint)
     dtype = compute_dtype(checkpoint, plan, chosen, tokens)
     work = Work.of(blueprint)
@@ -194,7 +204,7 @@ def plan_quantize(
         work,
         [plan.members(block) for block in blueprint.blocks],
         tokens=tokens,
-        writing=next((text.budget for text in texts if text.budget is not None), None),
+        writing=next((text.budget for text in written), None),
         parameters=sum(torch.Size(shape).numel() for shape in blueprint.parameters.values()),
         hidden_size=blueprint.config.get_text_config().hidden_size,
         batch_tokens=TOKEN_BUDGET[chosen.type],
@@ -221,6 +231,7 @@ def plan_quantize(
         source_bytes=checkpoint.nbytes,
         output_bytes=sum(tensor.nbytes for tensor in plan.tensors),
         calibration=", ".join(map(_described, texts)) or None,
+        tuning_text=None if own is None else _described(own),
         tokens=tokens,
         estimate=guess,
         device=str(chosen),
@@ -234,7 +245,8 @@ def plan_quantize(
 def _described(text: PlannedText) -> str:
     if text.budget is None:
         return f"at most {text.tokens} tokens of {text.source}"
-    return f"{text.tokens} tokens that the model writes itself ({text.budget.reason})"
+    first = f", the first {text.tokens} to calibrate on" if text.tokens < text.budget.tokens else ""
+    return f"{text.budget.tokens} tokens that the model writes itself ({text.budget.reason}){first}"
 
 
 def _fates(plan: OutputPlan) -> tuple[Fate, ...]:

@@ -33,19 +33,20 @@ QUALITIES: dict[str, Quality] = {
             "fast",
             3,
             "round-to-nearest, on scales that mind how strong the inputs are",
-            {"method": "imatrix", "tune_steps": 0, "tune_codes": False},
+            {"method": "imatrix", "tune_steps": 0, "tune_codes": False, "tune_own_text": False},
         ),
         Quality(
             DEFAULT,
             1,
             "GPTQ",
-            {"method": "gptq", "tune_steps": 0, "tune_codes": False},
+            {"method": "gptq", "tune_steps": 0, "tune_codes": False, "tune_own_text": False},
         ),
         Quality(
             "best",
-            3,
-            "the default, then codes, scales and norms tuned towards the original's predictions",
-            {"method": "gptq", "tune_steps": "auto", "tune_codes": True},
+            4,
+            "the default, then codes, scales and norms tuned towards the original's predictions, on text "
+            "that the model writes as well",
+            {"method": "gptq", "tune_steps": "auto", "tune_codes": True, "tune_own_text": True},
         ),
     )
 }

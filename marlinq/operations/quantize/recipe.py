@@ -224,9 +224,10 @@ class Recipe:
         expert_fallback: ``blend``, its own inputs, weighted by how many of the tokens it has, with all inputs
             of the layer; ``all``, those alone; ``shared``, those for gate and up, and for down what all
             experts of the layer are given.
-        tune_steps, tune_tokens, tune_rate, tune_codes, tune_norms: how the quantised model is tuned end to
-            end (:mod:`marlinq.operations.quantize.tuning`). Automatic steps, tokens and rates follow a budget
-            (:mod:`marlinq.operations.quantize.budget`).
+        tune_steps, tune_tokens, tune_rate, tune_codes, tune_norms, tune_own_text: how the quantised model is
+            tuned end to end (:mod:`marlinq.operations.quantize.tuning`), and whether text that the model
+            writes is learnt from beside a calibration from outside. Automatic steps, tokens and rates follow
+            a budget (:mod:`marlinq.operations.quantize.budget`).
         options: of the method; a plain ``MethodOptions()`` becomes its defaults. In files, their keys stand
             among the recipe's own.
         overrides: the first rule whose pattern is found in a module's name decides what differs there.
@@ -308,6 +309,12 @@ class Recipe:
     tune_codes: bool = setting(False, Flag(), "Tune the codes too, not the scales alone.")
     tune_norms: bool = setting(
         True, Flag(), "Tune norms and biases too, which stay unquantised and differ from the original's then."
+    )
+    tune_own_text: bool = setting(
+        False,
+        Flag(),
+        "Tune on text that the model writes, too, where the calibration comes from outside: a few documents "
+        "are soon learnt by heart.",
     )
     options: MethodOptions = field(default_factory=MethodOptions)
     overrides: tuple[Override, ...] = ()

@@ -121,6 +121,9 @@ class QuantizeReport(Shown):
             ("", f"{each['documents']} documents, {each['tokens']} tokens from {each['source']}")
             for each in text.get("sources", ())
         ]
+        if tuned := text.get("tuned"):
+            own = f"{tuned['documents']} documents, {tuned['tokens']} tokens it wrote itself"
+            rows.append(("tuned on", f"these, and {own}"))
         if text.get("duplicates"):
             rows.append(("", f"{text['duplicates']} documents that were there before were passed over"))
         tokens = {name: report.tokens for name, report in self.modules.items()}

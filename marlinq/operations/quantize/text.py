@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -54,9 +56,11 @@ class CalibrationText:
         documents: of all sources that have been read, in their order.
         sources: for each, what it is called, and its documents and tokens.
         duplicates: what is known of earlier documents.
+        tuned: what the model wrote to be tuned on beside them.
     """
 
     documents: list[Document] = field(default_factory=list)
+    tuned: list[Document] = field(default_factory=list)
     sources: list[dict[str, Any]] = field(default_factory=list)
     duplicates: Duplicates = field(default_factory=Duplicates)
 
@@ -149,15 +153,39 @@ def recipes_of_parts(recipe: Recipe) -> list[SourcePart]:
 
 
 _SMALLEST_SHARE = 16
+# Tokens that are calibrated on of what the model writes to be tuned on; the rest would move a Hessian little.
+_CALIBRATED = 3 << 17
 
 
 @dataclass(frozen=True)
 class PlannedText:
-    """What a source is to give: tokens at most, and the budget where the model itself writes them."""
+    """What a source is to give: tokens to calibrate on at most, and the budget where the model itself writes
+    them, maybe more of them to be tuned on."""
 
     source: str
     tokens: int
     budget: TextBudget | None = None
+
+
+def tuning_part(recipe: Recipe) -> SourcePart | None:
+    """What the model is to write to be tuned on, beside a calibration from outside; None for nothing."""
+    if not (recipe.tune_steps and recipe.tune_own_text):
+        return None
+    if any(part.source == SELF for part in parts_of(recipe)):
+        return None
+    return SourcePart(SELF, recipe.replace(calibration=SELF, samples=AUTO, tokens=AUTO), None)
+
+
+def planned_tuning_text(
+    recipe: Recipe, checkpoint: Checkpoint, blueprint: Blueprint, device: torch.device
+) -> PlannedText | None:
+    """What the model is to write for :func:`tuning_part`."""
+    part = tuning_part(recipe)
+    if part is None:
+        return None
+    dtype = writing_dtype(device, stored_dtype(checkpoint, blueprint))
+    budget = text_budget(part.recipe, Work.of(blueprint), device, dtype)
+    return PlannedText(part.source, budget.tokens, budget)
 
 
 def planned_text(
@@ -171,7 +199,7 @@ def planned_text(
         if part.source == SELF:
             dtype = writing_dtype(device, stored_dtype(checkpoint, blueprint))
             budget = text_budget(part.recipe, work, device, dtype, most=part.most)
-            found.append(PlannedText(part.source, budget.tokens, budget))
+            found.append(PlannedText(part.source, min(budget.tokens, _calibrated(recipe)), budget))
             continue
         bounds = [part.tokens, None if part.samples is None else part.samples * longest]
         tokens = min(bound for bound in bounds if bound is not None)
@@ -290,6 +318,7 @@ class TextGatherer:
         self._message = message
         self._text = CalibrationText()
         self._own: SourcePart | None = None
+        self._to_tune = tuning_part(recipe)
 
     def prepare(self, *, resume: bool) -> None:
         """Reads what comes from outside, so that all that can be wrong with it is found before the output
@@ -317,28 +346,52 @@ class TextGatherer:
                     f"{part.source}: {part.most} tokens are looked at, {enough(self._recipe)}; "
                     "--tokens N for another amount"
                 )
-        if self._own is not None and not resume:
-            check_room(self._checkpoint, self._blueprint, self._own, self._device)
+        written = self._own or self._to_tune
+        if written is not None and not resume:
+            check_room(self._checkpoint, self._blueprint, written, self._device, to_tune=self._own is None)
 
     def gather(self, writer: CheckpointWriter) -> CalibrationText:
         """All of it; what the model writes last, unless the interrupted run has left it in the folder."""
-        if self._own is not None:
-            written = kept_text(writer)
-            if written is None:
-                written = text_by_the_model(
-                    self._checkpoint,
-                    self._blueprint,
-                    self._own.recipe,
-                    self._device,
-                    trust_remote_code=self._trust_remote_code,
-                    progress=self._progress,
-                    message=self._message,
-                    most=self._own.most,
-                )
-                keep_text(writer, written)
-            duplicates = self._text.duplicates
-            self._text.add(SELF, [found for found in written if duplicates.is_new(None, found.tokens)])
+        part = self._own or self._to_tune
+        if part is None:
+            return self._text
+        written = kept_text(writer)
+        if written is None:
+            written = text_by_the_model(
+                self._checkpoint,
+                self._blueprint,
+                part.recipe,
+                self._device,
+                trust_remote_code=self._trust_remote_code,
+                progress=self._progress,
+                message=self._message,
+                most=part.most,
+                to_tune=self._own is None,
+            )
+            keep_text(writer, written)
+        duplicates = self._text.duplicates
+        new = [found for found in written if duplicates.is_new(None, found.tokens)]
+        if self._own is None:
+            self._text.tuned = new
+        else:
+            calibrated = _first(new, _calibrated(self._recipe))
+            self._text.add(SELF, new[:calibrated])
+            self._text.tuned = new[calibrated:]
         return self._text
+
+
+def _calibrated(recipe: Recipe) -> int:
+    """Tokens that are calibrated on, at most, of what the model writes."""
+    asked = recipe.samples != AUTO or recipe.tokens != AUTO
+    return sys.maxsize if asked or not recipe.tune_steps else _CALIBRATED
+
+
+def _first(documents: Sequence[Document], tokens: int) -> int:
+    """How many documents it takes for so many tokens."""
+    for count, total in enumerate(itertools.accumulate(map(len, documents)), 1):
+        if total >= tokens:
+            return count
+    return len(documents)
 
 
 def note_text(writer: CheckpointWriter, recipe: Recipe, text: CalibrationText) -> None:
@@ -355,6 +408,13 @@ def note_text(writer: CheckpointWriter, recipe: Recipe, text: CalibrationText) -
     }
     if len(text.sources) > 1:
         identity["sources"] = text.sources
+    if text.tuned:
+        identity["tuned"] = {
+            "source": SELF,
+            "documents": len(text.tuned),
+            "tokens": sum(map(len, text.tuned)),
+            "sha256": documents_hash(text.tuned),
+        }
     if text.duplicates.found:
         identity["duplicates"] = text.duplicates.found
     noted = writer.notes.get("calibration")
@@ -405,8 +465,9 @@ def text_by_the_model(
     progress: ReportProgress,
     message: ReportMessage,
     most: int | None = None,
+    to_tune: bool = False,
 ) -> list[Document]:
-    """The documents that the model writes, of no more than ``most`` tokens.
+    """The documents that the model writes, of no more than ``most`` tokens; ``to_tune`` says what for.
 
     The whole model is on the device for as long as it writes. How long it will write is measured by a few
     steps and told to ``message`` before it begins.
@@ -423,7 +484,7 @@ def text_by_the_model(
         progress=progress,
     )
     try:
-        message(announcement(budget, writer.seconds_for(budget.tokens)))
+        message(announcement(budget, writer.seconds_for(budget.tokens), to_tune=to_tune))
         written = writer.write(tokens=budget.tokens, documents=budget.documents)
     finally:
         writer.close()
@@ -439,12 +500,17 @@ def text_by_the_model(
     return [Document(tokens) for tokens in written.documents]
 
 
-def announcement(budget: TextBudget, seconds: float) -> str:
+def announcement(budget: TextBudget, seconds: float, *, to_tune: bool = False) -> str:
     """What is said before the model writes, which will take about ``seconds``."""
+    if to_tune:
+        why = "the model writes text to be tuned on, too"
+        otherwise = "--no-tune-own-text to leave it out"
+    else:
+        why = "no calibration text was given, so the model writes it"
+        otherwise = "--tokens N for another amount"
     return (
-        f"no calibration text was given, so the model writes it: {budget.tokens} tokens ({budget.reason}), "
-        f"{budget.rows} documents at once of up to {budget.max_length} tokens; about "
-        f"{max(seconds, 1):.0f} s; --tokens N for another amount"
+        f"{why}: {budget.tokens} tokens ({budget.reason}), {budget.rows} documents at once of up to "
+        f"{budget.max_length} tokens; about {max(seconds, 1):.0f} s; {otherwise}"
     )
 
 
@@ -490,8 +556,16 @@ def _in_order(blueprint: Blueprint, names: TensorNames) -> Iterable[str]:
     return (stored for name, shape in blueprint.parameters.items() for stored, _ in names.places(name, shape))
 
 
-def check_room(checkpoint: Checkpoint, blueprint: Blueprint, part: SourcePart, device: torch.device) -> None:
-    """Makes sure that the whole model fits on the device, so that it can write text.
+def check_room(
+    checkpoint: Checkpoint,
+    blueprint: Blueprint,
+    part: SourcePart,
+    device: torch.device,
+    *,
+    to_tune: bool = False,
+) -> None:
+    """Makes sure that the whole model fits on the device, so that it can write text, ``to_tune`` or to
+    calibrate on.
 
     Raises:
         EnvironmentProblem: it does not.
@@ -506,8 +580,12 @@ def check_room(checkpoint: Checkpoint, blueprint: Blueprint, part: SourcePart, d
     on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
     if needed > free:
+        asked, otherwise = (
+            ("text to be tuned on", "--no-tune-own-text, which tunes on the calibration's alone")
+            if to_tune
+            else ("calibration 'self'", "--calibration FILE, which runs one block at a time")
+        )
         raise EnvironmentProblem(
-            f"calibration 'self': to write text the whole model has to fit on {device}: needs "
-            f"{needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; pass --calibration FILE, "
-            "which runs one block at a time"
+            f"{asked}: to write text the whole model has to fit on {device}: needs {needed / 1e9:.1f} GB, "
+            f"{free / 1e9:.1f} GB are free; pass {otherwise}"
         )

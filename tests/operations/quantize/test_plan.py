@@ -131,7 +131,7 @@ def test_tuning_takes_what_was_asked_for_or_what_a_budget_allows() -> None:
     assert tuning_budget(asked, large, cuda) == (60, 8192)
     assert tuning_budget(asked.replace(tune_tokens=100), large, cuda) == (60, 100)
     best = RECIPE.replace(quality="best")
-    assert tuning_budget(best, small, cuda) == (600, 8192)
+    assert tuning_budget(best, small, cuda) == (1000, 8192)
     assert tuning_budget(best, middle, cuda) == (int(8e16 / (10 * 4e9 * 8192)), 8192)
     assert [tuning_rate(best, steps) for steps in (60, 300, 600, 1200)] == [0.002, 0.002, 0.001, 0.0005]
     assert tuning_rate(best.replace(tune_rate=0.05), 600) == 0.05

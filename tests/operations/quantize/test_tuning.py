@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ from marlinq.checkpoint import Checkpoint, CheckpointWriter, QuantizedCheckpoint
 from marlinq.core.errors import EnvironmentProblem, OutputError
 from marlinq.core.weight import QuantizedWeight
 from marlinq.models import build_blueprint
-from marlinq.operations.quantize import quantize
+from marlinq.operations.quantize import plan_quantize, quantize
 from marlinq.operations.quantize.planning import plan_output
 from marlinq.operations.quantize.quality import QUALITIES
 from marlinq.operations.quantize.recipe import Recipe
@@ -109,12 +111,72 @@ def test_a_block_takes_its_step_before_the_next_has_gradients(
     assert folder_bytes(tmp_path / "at once") == folder_bytes(tmp_path / "together")
 
 
+def test_own_text_is_learnt_from_beside_a_file(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    text = tmp_path / "text.jsonl"
+    rows = torch.randint(3, 120, (9, 40), generator=torch.Generator().manual_seed(0)).tolist()
+    text.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    recipe = TUNED.replace(calibration=str(text), samples=9, tune_steps=2)
+    plain = quantize(source, tmp_path / "plain", recipe=recipe, device="cpu")
+    said: list[str] = []
+    own = recipe.replace(tune_own_text=True)
+    with pytest.MonkeyPatch.context() as patch:
+        # The original's predictions are what tuning begins with.
+        patch.setattr(run, "learn", _dies)
+        with pytest.raises(Killed):
+            quantize(source, tmp_path / "out", recipe=own, device="cpu", message=said.append)
+    report = quantize(source, tmp_path / "out", recipe=own, device="cpu", resume=True, message=said.append)
+    assert plain.calibration is not None
+    assert report.calibration is not None
+    assert plain.tuning is not None
+    assert report.tuning is not None
+    written = report.calibration["tuned"]
+    # Quantised on the file alone; tuned on the documents of both, of which every sixteenth is held out.
+    assert {key: report.calibration[key] for key in plain.calibration} == dict(plain.calibration)
+    assert plain.tuning["documents"] + plain.tuning["held_out"] == 9
+    assert report.tuning["documents"] + report.tuning["held_out"] == 9 + written["documents"]
+    assert written["source"] == "self"
+    assert written["tokens"] >= 4096
+    # The resumed run found the text in the unfinished folder.
+    assert sum("the model writes text to be tuned on, too" in line for line in said) == 1
+    assert f"{written['tokens']} tokens it wrote itself" in report.render()
+    plan = plan_quantize(source, tmp_path / "planned", recipe=own, device="cpu")
+    assert "tokens that the model writes itself" in (plan.tuning_text or "")
+    assert plan.estimate.writing_seconds > 0
+    assert "tuned on" in plan.render()
+    # Text that the model writes anyway is not written twice.
+    itself = own.replace(calibration="self")
+    assert plan_quantize(source, tmp_path / "planned", recipe=itself, device="cpu").tuning_text is None
+
+
+def _dies(*args: Any, **kwargs: Any) -> Any:
+    raise Killed
+
+
 def test_rows_fill_their_micro_batches() -> None:
     documents = [Document(tuple(range(60)))] * 3
     for steps, expected in ((1, 5), (2, 6), (3, 12), (4, 18)):
-        settings = loop.TuningSettings(steps, 250, 0.1, 0.1, True, 0)
-        rows = run._rows(documents, 50, 300, settings)
+        rows = run._rows(documents, 50, 300, 250 * steps, 0)
         assert [len(row) for row in rows] == [50] * expected
+
+
+def test_rows_hold_every_token_equally_often() -> None:
+    # Tokens that name their document and place, so that pieces can be told.
+    documents = [Document(tuple(range(1000 * i, 1000 * i + 20 * i + 5))) for i in range(1, 30)]
+    tokens = sum(map(len, documents))
+    count = 3 * tokens // 64
+    rows = run._rows(documents, 64, 64, 64 * count, 3)
+    assert [len(row) for row in rows] == [64] * count
+    seen = Counter(token for row in rows for token in row.tokens)
+    assert set(seen) == {token for document in documents for token in document.tokens}
+    # The last of three passes lacks the tokens that fill no row.
+    assert set(seen.values()) <= {2, 3}
+    # Neighbours of a document stay neighbours within a piece, of 32 to 96 tokens; pieces are in random order.
+    pairs = [(a, b) for row in rows for a, b in pairwise(row.tokens)]
+    apart = sum(b != a + 1 for a, b in pairs)
+    assert len(pairs) / 96 < apart < len(pairs) / 32
+    assert rows == run._rows(documents, 64, 64, 64 * count, 3)
+    assert rows != run._rows(documents, 64, 64, 64 * count, 4)
 
 
 def test_a_state_is_saved_where_that_takes_little_of_the_time(
@@ -310,11 +372,8 @@ def test_a_run_of_another_version_of_its_quality_is_not_resumed(
     source = save_tiny("llama", tmp_path / "model")
     recipe = TUNED.replace(quality="best", tune_steps=2)
 
-    def dies(*args: Any, **kwargs: Any) -> Any:
-        raise Killed
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run._Run, "_outcome", dies)
+        patch.setattr(run._Run, "_outcome", _dies)
         with pytest.raises(Killed):
             quantize(source, tmp_path / "out", recipe=recipe, device="cpu")
     monkeypatch.setitem(QUALITIES, "best", replace(QUALITIES["best"], version=10**6))
@@ -325,7 +384,7 @@ def test_a_run_of_another_version_of_its_quality_is_not_resumed(
 def test_qualities_are_settings_by_name(tmp_path: Path) -> None:
     best = Recipe().replace(quality="best", tune_steps=7)
     assert (best.tune_steps, best.tune_codes) == (7, True)
-    assert best.quality_record() == {"name": "best", "version": 3, "changed": ["tune_steps"]}
+    assert best.quality_record() == {"name": "best", "version": 4, "changed": ["tune_steps"]}
     assert Recipe.from_dict(best.to_dict()) == best
     assert best.replace(quality="fast") == Recipe().replace(quality="fast")
     source = save_tiny("llama", tmp_path / "model")

@@ -29,7 +29,7 @@ _LOOKS = 12
 # the held-out text is often worse than a few steps into the run, and best when the rate has come down.
 _ASTRAY = 1.5
 # Steps of a code that a latent moves by while a scale changes by its own share.
-_CODE_RATE = 5.0
+_CODE_RATE = 6.0
 # Weights up to which kernels are so small that the host launches them more slowly than a GPU runs them.
 _SMALL = 1 << 30
 # Logits held at once, of which there are some six copies in float32 for a moment.

@@ -33,9 +33,11 @@ NOTE = "tuning"
 
 # Places of a micro-batch, padding included; a step takes as many as its tokens need.
 _PLACES = {"cpu": 1024, "cuda": 8192}
-# Tokens of a row of text, and of all rows together: what the original makes of them is kept in host memory.
+# Tokens of a row of text, and of all rows together. What enters and what leaves the original's blocks is kept
+# in host memory, in float32, which may come to so many bytes.
 _ROW = 512
-_MOST_TOKENS = 3 << 17
+_MOST_TOKENS = 5 << 18
+_MOST_BYTES = 13_000_000_000
 # A row is put together from pieces of documents of at least this many tokens.
 _PIECE = 32
 # One document in this many is held out, at least one; of fewer than _FEWEST, none.
@@ -146,7 +148,9 @@ class _Run:
         learning, held_out = _split(documents)
         self._learning, self._held_out = len(learning), len(held_out)
         places = _PLACES[device.type]
-        rows = _rows(learning, min(_ROW, max_length), places, settings)
+        width = blueprint.config.get_text_config().hidden_size
+        most = min(_MOST_TOKENS, _MOST_BYTES // (2 * 4 * width), settings.steps * settings.tokens)
+        rows = _rows(learning, min(_ROW, max_length), places, most, settings.seed)
         own = make_batches(rows, token_budget=places)
         watched = make_batches(held_out, token_budget=places, pad=not blueprint.routed) if held_out else []
         self._batches = own + watched
@@ -329,28 +333,38 @@ def _split(documents: Sequence[Document]) -> tuple[list[Document], list[Document
     return [d for i, d in enumerate(documents) if i not in chosen], [documents[i] for i in chosen]
 
 
-def _rows(
-    documents: Sequence[Document], length: int, places: int, settings: TuningSettings
-) -> list[Document]:
-    """Rows of ``length`` tokens, each of random pieces of documents.
+def _rows(documents: Sequence[Document], length: int, places: int, tokens: int, seed: int) -> list[Document]:
+    """Rows of ``length`` tokens, ``tokens`` in all, of random pieces of documents.
 
     Few documents would be learnt by heart. In ever new neighbourhoods their tokens mean something else, so
-    the same text teaches more; and equal rows need no padding. They fill their micro-batches of ``places``,
-    if there are more than one, so that no step takes two where one holds enough.
+    the same text teaches more; and equal rows need no padding. All of the text comes before any of it comes
+    again, cut and mixed anew. Rows fill their micro-batches of ``places``, if there are more than one, so
+    that no step takes two where one holds enough.
     """
-    generator = random.Random(settings.seed)
-    lengths = [len(document) for document in documents]
-    rows = []
-    count = max(1, min(settings.steps * settings.tokens, _MOST_TOKENS) // length)
+    generator = random.Random(seed)
+    count = max(1, tokens // length)
     full = max(1, places // length)
-    for _ in range(count - count % full if count > full else count):
-        row: list[int] = []
-        while len(row) < length:
-            [document] = generator.choices(documents, lengths)
-            start = generator.randrange(max(1, len(document) - _PIECE + 1))
-            row += document.tokens[start : start + generator.randint(_PIECE, max(_PIECE, length))]
-        rows.append(Document(tuple(row[:length])))
-    return rows
+    total = (count - count % full if count > full else count) * length
+    text: list[int] = []
+    while len(text) < total:
+        pieces = [piece for document in documents for piece in _pieces(document, length, generator)]
+        generator.shuffle(pieces)
+        for piece in pieces:
+            text += piece
+    return [Document(tuple(text[start : start + length])) for start in range(0, total, length)]
+
+
+def _pieces(document: Document, length: int, generator: random.Random) -> list[tuple[int, ...]]:
+    """A document cut at random into pieces of at most ``length`` tokens, but for a rest too short to stand
+    alone."""
+    pieces, start = [], 0
+    while start < len(document):
+        end = start + generator.randint(_PIECE, max(_PIECE, length))
+        if len(document) - end < _PIECE:
+            end = len(document)
+        pieces.append(tuple(document.tokens[start:end]))
+        start = end
+    return pieces
 
 
 @contextmanager
