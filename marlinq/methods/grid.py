@@ -25,8 +25,8 @@ else:
 # the code -8 reaches absmax only with a scale of absmax/8, while GPTQ's convention counts from absmax/7.5.
 _SHRINK = tuple(1.06 - 0.04 * step for step in range(13))
 
-# Two trials of a factor whose costs differ by less than this share are equally good: far more than the
-# rounding of float32 sums, far less than matters.
+# Two signs of a scale whose costs differ by less than this share are equally good: far more than the rounding
+# of float32 sums, far less than matters.
 _TIE = 1e-4
 
 # N is searched in slices of this many weights: few enough for a CPU's cache to hold the temporaries, many
@@ -60,11 +60,9 @@ def minmax_grid(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
 def search_grid(weight: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     """The grid with the least importance-weighted rounding error, sum_k importance[k] * (w[k] - q[k])**2.
 
-    Each output channel of the group tries a list of shrunken ranges. A symmetric one is tried with both signs
-    of the scale: with a negative scale the code -8 lies on the positive side. Of signs that cost the same it
-    takes the one that has the code -8 on the side of the largest weight. An asymmetric one is tried with the
-    zero point where the range puts it, and a step up and down: shrinking both ends by one factor clips the
-    shorter side as much as the longer one.
+    Each output channel of the group tries a list of shrunken ranges, a symmetric one both signs of the
+    scale: with a negative scale the code -8 lies on the positive side. Of signs that cost the same it takes
+    the one that has the code -8 on the side of the largest weight.
 
     Args:
         weight: float32 [g, N], finite.
@@ -132,29 +130,25 @@ def _search(weight: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Tensor,
             full = torch.where(high > -low, -full, full)
     codes, errors = torch.empty_like(weight), torch.empty_like(weight)
     for factor in _SHRINK:
-        if scheme.stores_zeros:
-            scales, middle = _asymmetric_grid(low * factor, high * factor, top, dtype)
-            trials = [(scales, middle), *((scales, (middle + step).clamp(1, top)) for step in (1, -1))]
-        else:
-            zeros = torch.full_like(full, element.midpoint)
-            trials = [(storable_scales(full * (factor * sign), dtype), zeros) for sign in (1, -1)]
-        found_cost = None
-        for scales, zeros in trials:
+        for sign in (1,) if scheme.stores_zeros else (1, -1):
+            if scheme.stores_zeros:
+                scales, zeros = _asymmetric_grid(low * factor, high * factor, top, dtype)
+            else:
+                scales = storable_scales(full * (factor * sign), dtype)
+                zeros = torch.full_like(scales, element.midpoint)
             torch.mul(weight, scales.reciprocal(), out=errors).add_(zeros)
             if element.table is None:
                 torch.round(errors, out=codes).clamp_(0, top)
             else:
                 codes = element.decode(element.nearest(errors))
             cost = _weighed(importance, errors.sub_(codes).square_()).mul_(scales.square())
-            if found_cost is None:
+            if sign == 1:
                 found_cost, found_scales, found_zeros = cost, scales, zeros
                 continue
-            # Where no weight is clipped the trials cost nearly the same, and rounding must not choose.
+            # Where no weight is clipped both signs cost the same, and rounding must not choose.
             other = cost < found_cost * (1 - _TIE)
             found_cost = torch.where(other, cost, found_cost)
             found_scales = torch.where(other, scales, found_scales)
-            found_zeros = torch.where(other, zeros, found_zeros)
-        assert found_cost is not None
         better = found_cost < best_cost
         best_cost = torch.where(better, found_cost, best_cost)
         best_scales = torch.where(better, found_scales, best_scales)

@@ -94,14 +94,13 @@ def _least(group: Tensor, importance: Tensor, shares: list[float], symmetric: bo
     """Scales and zeros [N] with the least weighed error for a group [N, g]."""
     best = torch.full((len(group),), torch.inf, dtype=torch.float64)
     scales, zeros = torch.zeros_like(best), torch.zeros_like(best)
-    # Of signs that cost the same, that which has the code -8 on the side of the largest weight; of zero
-    # points, that which follows from the range.
+    # Of signs that cost the same, that which has the code -8 on the side of the largest weight.
     first = torch.where(group.amax(dim=1) > -group.amin(dim=1), -1.0, 1.0)
     for share in shares:
         found = torch.full_like(best, torch.inf)
-        for trial in (1, -1) if symmetric else (0, 1, -1):
+        for sign in (1, -1) if symmetric else (1,):
             if symmetric:
-                s = (2 * group.abs().amax(dim=1) / 15 * share * trial * first).half().double()
+                s = (2 * group.abs().amax(dim=1) / 15 * share * sign * first).half().double()
                 z = torch.full_like(s, 8)
             else:
                 high = group.amax(dim=1).clamp(min=0) * share
@@ -109,7 +108,7 @@ def _least(group: Tensor, importance: Tensor, shares: list[float], symmetric: bo
                 s = ((high - low) / 15).half().double()
                 z = torch.round(-low / s)
                 s = torch.where(z < 1, (high / 14).half().double(), s)
-                z = (z.clamp(1, 15) + trial).clamp(1, 15)
+                z = z.clamp(1, 15)
             q = (torch.clamp(torch.round(group / s[:, None]) + z[:, None], 0, 15) - z[:, None]) * s[:, None]
             cost = ((group - q).square() * importance).sum(dim=1)
             other = cost < found * (1 - 1e-4)

@@ -11,15 +11,11 @@
 //
 // Output channels don't influence each other. A block has 32 of them, one a lane; its four warps share the rows:
 //
-//   search   warp w tries factors w, w + 4, ... on all rows: with both signs where the grid is symmetric, otherwise
-//            with the zero point where the range puts it and a step to either side
+//   search   warp w tries factors w, w + 4, ... on all rows, with both signs where the grid is symmetric
 //   round    16 rows at a time: warp 0 rounds them one after the other, then all warps update the rows below,
 //            row j by warp j % 4. Rows of `feedback` are those that are updated, so a thread reads them in vectors.
 //
 // All sums have a fixed order: the same input gives the same bits, however many blocks run at once.
-//
-// Six blocks of a multiprocessor leave 80 registers a thread: with no bound NVRTC takes 72 and spills what a search
-// keeps of 12 trials.
 //
 // Configuration: Scale (the dtype of the scales), SEARCH, SYMMETRIC, FACTORS.
 #pragma once
@@ -34,17 +30,16 @@ struct Grid {
     float scale, zero;
 };
 
-// `range` is the full scale of a symmetric grid; an asymmetric one spans low to high. Trials of a factor: a symmetric
-// grid and its negative; an asymmetric one, and its zero point a step up and a step down.
+// `range` is the full scale of a symmetric grid; an asymmetric one spans low to high.
 template <typename C>
-__device__ __forceinline__ Grid grid(float factor, int trial, float range, float low, float high, float top, float middle) {
+__device__ __forceinline__ Grid grid(float factor, float range, float low, float high, float top, float middle) {
     typedef typename C::Scale E;
-    if (C::SYMMETRIC) return {storable<E>(range * (trial ? -factor : factor)), middle};
+    if (C::SYMMETRIC) return {storable<E>(range * factor), middle};
     low *= factor, high *= factor;
     float scale = storable<E>((high - low) / top);
     const float zero = rintf(-low / scale);
     if (zero < 1.f) scale = storable<E>(high / (top - 1.f));
-    return {scale, fminf(fmaxf(fminf(fmaxf(zero, 1.f), top) + (trial == 2 ? -1 : trial), 1.f), top)};
+    return {scale, fminf(fmaxf(zero, 1.f), top)};
 }
 
 __device__ __forceinline__ float nearest(float v, float top) { return fminf(fmaxf(rintf(v), 0.f), top); }
@@ -70,11 +65,11 @@ __device__ __forceinline__ float code_at(const Shared& at, int k) {
     return static_cast<float>(static_cast<int>(at.codes[k / 4][threadIdx.x % 32] >> 8 * (k % 4) & 0xffu));
 }
 
-// Least cost among the candidates; the earliest of equals, and the full range where every cost overflows. Candidate
-// TRIALS f + t is trial t of factor f.
+// Least cost among the candidates; the earliest of equals, and the full range where every cost overflows. Candidate 2 f is
+// factor f, 2 f + 1 the same with the other sign.
 template <typename C>
 __device__ __forceinline__ Grid search(const Shared& at, const float* factors, int rows, float top, float middle) {
-    constexpr int EACH = (C::FACTORS + WARPS - 1) / WARPS, TRIALS = C::SYMMETRIC ? 2 : 3, NONE = TRIALS * C::FACTORS;
+    constexpr int EACH = (C::FACTORS + WARPS - 1) / WARPS, SIGNS = C::SYMMETRIC ? 2 : 1, NONE = 2 * C::FACTORS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float low = 0.f, high = 0.f;
     for (int k = warp; k < rows; k += WARPS) {
@@ -92,17 +87,15 @@ __device__ __forceinline__ Grid search(const Shared& at, const float* factors, i
     __syncthreads();
     // The sign that is tried first puts the code without a counterpart on the longer side.
     const float range = fmaxf(high, -low) * (2.f / top) * (high > -low ? -1.f : 1.f);
-    // Trials of a factor have scales of one size.
-    float inverse[EACH], zero[EACH][TRIALS], cost[EACH][TRIALS];
+    float inverse[EACH][SIGNS], zero[EACH], cost[EACH][SIGNS];
 #pragma unroll
     for (int c = 0; c < EACH; ++c) {
         // The last ones of some warps are tried twice.
         const float factor = factors[min(c * WARPS + warp, C::FACTORS - 1)];
 #pragma unroll
-        for (int trial = 0; trial < TRIALS; ++trial) {
-            const Grid tried = grid<C>(factor, trial, range, low, high, top, middle);
-            if (trial == 0) inverse[c] = 1.f / tried.scale;
-            zero[c][trial] = tried.zero, cost[c][trial] = 0.f;
+        for (int sign = 0; sign < SIGNS; ++sign) {
+            const Grid tried = grid<C>(sign ? -factor : factor, range, low, high, top, middle);
+            inverse[c][sign] = 1.f / tried.scale, zero[c] = tried.zero, cost[c][sign] = 0.f;
         }
     }
     for (int k = 0; k < rows; ++k) {
@@ -110,10 +103,9 @@ __device__ __forceinline__ Grid search(const Shared& at, const float* factors, i
 #pragma unroll
         for (int c = 0; c < EACH; ++c)
 #pragma unroll
-            for (int trial = 0; trial < TRIALS; ++trial) {
-                const float way = C::SYMMETRIC && trial ? -inverse[c] : inverse[c];
-                const float v = u * way + zero[c][trial], error = v - nearest(v, top);
-                cost[c][trial] += importance * (error * error);
+            for (int sign = 0; sign < SIGNS; ++sign) {
+                const float v = u * inverse[c][sign] + zero[c], error = v - nearest(v, top);
+                cost[c][sign] += importance * (error * error);
             }
     }
     float best = __uint_as_float(0x7f800000u);
@@ -121,14 +113,13 @@ __device__ __forceinline__ Grid search(const Shared& at, const float* factors, i
 #pragma unroll
     for (int c = 0; c < EACH; ++c) {
         const int place = min(c * WARPS + warp, C::FACTORS - 1);
-        const float scale = grid<C>(factors[place], 0, range, low, high, top, middle).scale;
+        const float scale = grid<C>(factors[place], range, low, high, top, middle).scale;
         float found = cost[c][0] * (scale * scale);
-        int candidate = TRIALS * place;
-#pragma unroll
-        for (int trial = 1; trial < TRIALS; ++trial) {
-            // Where no weight is clipped the trials cost nearly the same, and rounding must not choose.
-            const float other = cost[c][trial] * (scale * scale);
-            if (other < found * (1.f - TIE)) found = other, candidate = TRIALS * place + trial;
+        int candidate = 2 * place;
+        if (SIGNS == 2) {
+            // Where no weight is clipped both signs cost the same, and rounding must not choose.
+            const float other = cost[c][SIGNS - 1] * (scale * scale);
+            if (other < found * (1.f - TIE)) found = other, ++candidate;
         }
         if (found < best) best = found, chosen = candidate;
     }
@@ -143,8 +134,9 @@ __device__ __forceinline__ Grid search(const Shared& at, const float* factors, i
     }
     __syncthreads();
     // The full range is symmetric with a positive scale.
-    if (chosen == NONE) return grid<C>(1.f, 0, fabsf(range), low, high, top, middle);
-    return grid<C>(factors[chosen / TRIALS], chosen % TRIALS, range, low, high, top, middle);
+    if (chosen == NONE) return grid<C>(1.f, fabsf(range), low, high, top, middle);
+    const float factor = factors[chosen / 2];
+    return grid<C>(chosen % 2 ? -factor : factor, range, low, high, top, middle);
 }
 
 // The rows' errors replace their values; the codes are kept.
@@ -272,7 +264,7 @@ __device__ __forceinline__ void round_panel(int block, const float* u, const flo
 }  // namespace panel
 
 #define INSTANTIATE_ROUND_PANEL(NAME, CONFIGURATION)                                                                     \
-    extern "C" __global__ void __launch_bounds__(128, 6)                                                                 \
+    extern "C" __global__ void __launch_bounds__(128)                                                                    \
     NAME(const float* u, const float* base, const float* w, const float* feedback, const float* diagonal,                \
          const float* factors, float* scales, float* zeros, unsigned char* codes, float* terms, float* difference,       \
          double* loss, int rows, int N, float top, float middle, float shift) {                                          \

@@ -5,7 +5,7 @@
 #include "solve/round_panel.cuh"
 
 #define INSTANTIATE_ROUND_PANELS(NAME, CONFIGURATION)                                                                    \
-    extern "C" __global__ void __launch_bounds__(128, 6)                                                                 \
+    extern "C" __global__ void __launch_bounds__(128)                                                                    \
     NAME(const float* u, const float* base, const float* w, const float* feedback, const float* diagonal,                \
          const float* factors, float* scales, float* zeros, unsigned char* codes, float* difference, double* loss,       \
          const float* shifts, i64 u_step, i64 base_step, i64 w_step, i64 feedback_step, i64 diagonal_step,               \
