@@ -7,7 +7,8 @@
 Needs no GPU. All sweeps have to be of the same GPU. A variant is taken where the model's own choice was
 measured beside it and took longer by ``--gain`` or more: less is what two runs of the same variant differ by.
 In a chain the layer has to be faster by ``--chain-gain`` seconds, and by three standard errors of both.
-What the file holds of other problems stays.
+What the file holds stays, if it gains as much over the model's choice and the fastest does not over it, or if
+it is of other problems.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -39,42 +41,49 @@ def _key(row: _Row) -> _Key:
 
 
 def choices(
-    sweep: dict[str, Any], device: Device, gain: float, chain_gain: float
+    sweep: dict[str, Any], device: Device, gain: float, chain_gain: float, before: Mapping[_Key, _Row | None]
 ) -> tuple[dict[_Key, _Row | None], int]:
     """Rows of the file by cell, None where the model's choice stands, and how many cells of the sweep say
-    nothing: of a batch that decides for no bucket, of variants with other fields, or without that choice."""
+    nothing: of a batch that decides for no bucket, of variants with other fields, or without that choice.
+
+    ``before`` is what the file holds.
+    """
     found: dict[_Key, _Row | None] = {}
     skipped = 0
+
+    def gains(one: _Row, other: _Row, *, dependent: bool) -> bool:
+        saved = other["seconds"] - one["seconds"]
+        if not dependent:
+            return bool(saved >= gain * one["seconds"])
+        return bool(saved >= max(chain_gain, 3 * math.hypot(one["standard_error"], other["standard_error"])))
+
     for row in sweep["rows"]:
         group, zeros = row.get("group_size", 128), row.get("asymmetric", False)
         dependent, activation = row.get("dependent", False), row.get("activation")
         shape, bfloat16 = (row["m"], row["n"], row["k"]), row.get("bfloat16", False)
         problem = Problem(*shape, group, zeros, bfloat16, activation=activation)
         try:
-            timed = [
-                (one["seconds"], tuned.config_of(one["kernel"], one["config"]), one)
-                for one in row["candidates"]
-            ]
+            timed = {tuned.config_of(one["kernel"], one["config"]): one for one in row["candidates"]}
         except ValueError:
-            timed = []
+            timed = {}
         estimate, _, own = model_choice(problem, device, Demands(dependent=dependent))
-        measured = [(seconds, one) for seconds, config, one in timed if config == own]
-        if not measured or bucket(problem.m) != problem.m:
+        if own not in timed or bucket(problem.m) != problem.m:
             skipped += 1
             continue
-        seconds, _, best = min(timed, key=lambda one: one[0])
-        before, standing = measured[0]
+        best = min(timed.values(), key=lambda one: one["seconds"])
         cell = {each.name: getattr(problem, each.name) for each in fields(problem)}
         cell |= {"format": problem.format.name, "dependent": dependent}
         found[_key(cell)] = None
-        if dependent:
-            noise = math.hypot(best["standard_error"], standing["standard_error"])
-            if before - seconds < max(chain_gain, 3 * noise):
-                continue
-            # Those were seconds of a layer.
-            seconds = max(estimate - (before - seconds), 0.0)
-        elif before < (1 + gain) * seconds:
+        recorded = before.get(_key(cell))
+        held = recorded and timed.get(tuned.config_of(recorded["kernel"], recorded["config"]))
+        if held and gains(held, timed[own], dependent=dependent):
+            best = best if gains(best, held, dependent=dependent) else held
+        elif not gains(best, timed[own], dependent=dependent):
             continue
+        seconds = best["seconds"]
+        if dependent:
+            # Those were seconds of a layer.
+            seconds = max(estimate - (timed[own]["seconds"] - seconds), 0.0)
         found[_key(cell)] = {
             **cell,
             "kernel": best["kernel"],
@@ -111,7 +120,7 @@ def main() -> int:
         rows = {_key(row): row for row in before["choices"]}
     skipped = 0
     for sweep in sweeps:
-        found, left_out = choices(sweep, DEVICES[name], options.gain, options.chain_gain)
+        found, left_out = choices(sweep, DEVICES[name], options.gain, options.chain_gain, rows)
         skipped += left_out
         # A later sweep of the same cell replaces an earlier one.
         rows |= found

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from lab.kernels import tune
+from lab.kernels.step_variants import Rows, listed
 from marlinq.kernels import Device, Problem, batch_invariant, decide, dependent_launches
 from marlinq.kernels.decide import decision, tuned
-from marlinq.kernels.decide.decision import Demands, activates, estimates, model_choice
+from marlinq.kernels.decide.bulk import BulkConfig
+from marlinq.kernels.decide.decision import Demands, KernelConfig, activates, estimates, model_choice
 from marlinq.kernels.decide.device import H200
+from marlinq.kernels.decide.stream import StreamConfig
+from marlinq.kernels.decide.warpgroup import WarpgroupConfig
+from marlinq.kernels.launch.rows import row_variant
 
 CELL = Problem(64, 4096, 4096, 128, zeros=False, bfloat16=False)
 
@@ -94,6 +100,27 @@ def test_a_later_sweep_replaces_an_earlier_one(folder: Path, monkeypatch: pytest
     assert written["hardware"] == "NVIDIA H200, CUDA 13.0"
 
 
+def test_a_recorded_choice_stays_beside_one_that_is_hardly_faster(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = sweep(folder / "sweep.json", CELL, factor=0.9)
+    content = json.loads(path.read_text())
+    candidates = content["rows"][0]["candidates"]
+    other = candidates[2]
+    # Of both, the recorded one's time and the other's over the model's choice; then which is recorded.
+    for recorded, faster, kept in ((0.9, 0.89, True), (0.9, 0.8, False), (0.999, 0.99, None)):
+        tuned._choices.cache_clear()
+        assert run_tune(monkeypatch, folder, sweep(folder / "first.json", CELL, factor=0.9)) == 0
+        best = candidates[0]["seconds"]
+        candidates[1]["seconds"], other["seconds"] = recorded * best, faster * best
+        path.write_text(json.dumps(content))
+        assert run_tune(monkeypatch, folder, path) == 0
+        written = json.loads((folder / "nvidia-h200.json").read_text())["choices"]
+        expected = {True: [candidates[1]["config"]], False: [other["config"]], None: []}[kept]
+        assert [row["config"] for row in written] == expected
+        (folder / "nvidia-h200.json").unlink()
+
+
 def test_sweeps_of_another_gpu_are_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,3 +170,69 @@ def test_what_was_measured_in_a_chain_holds_there_alone(
             with batch_invariant():
                 assert "measured on" not in decide(cell, H200).reason
         assert "measured on" not in decide(cell, H200).reason
+
+
+def recorded() -> Iterator[tuple[Device, Problem, bool, KernelConfig]]:
+    """Device, problem, whether among dependent launches, and variant of all that the package's files hold."""
+    for path in sorted(tuned.FOLDER.glob("*.json")):
+        device = tune.DEVICES[path.stem]
+        for (problem, dependent), choice in tuned._choices(path.stem).items():
+            yield device, problem, dependent, choice.config
+
+
+def test_recorded_choices_suit_the_package() -> None:
+    found = list(recorded())
+    assert found
+    for device, problem, dependent, config in found:
+        with dependent_launches() if dependent else nullcontext():
+            decided = decide(problem, device)
+        assert decided.config == config
+        assert "measured on" in decided.reason
+        assert activates(problem, config), problem
+        # What the model would choose anyway needs no record.
+        assert config != model_choice(problem, device, Demands(dependent=dependent))[2], problem
+
+
+def test_recorded_choices_of_a_chain_keep_norms_in_products() -> None:
+    # In Llama-3-8B's and Qwen3-8B's layers the products from 4096 channels follow a norm, those to 4096 are
+    # in front of one.
+    hidden = 4096
+    found = [(problem, config) for _, problem, dependent, config in recorded() if dependent]
+    wide = [(problem, config) for problem, config in found if hidden in (problem.n, problem.k)]
+    assert any(problem.n == hidden for problem, _ in wide)
+    for problem, config in wide:
+        if problem.k == hidden != problem.n:
+            assert row_variant(config, problem, normed=True, adds=False), problem
+        if problem.n == hidden and problem.k > hidden:
+            assert row_variant(config, problem, normed=False, adds=True), problem
+
+
+@pytest.mark.parametrize(
+    ("problem", "work"),
+    [
+        (Problem(16, 28672, 4096, 128, False, False, activation="silu"), Rows(normed=True)),
+        (Problem(16, 4096, 14336, 128, False, False), Rows(adds=True)),
+        (Problem(1, 5120, 2048, 128, False, False), Rows()),
+    ],
+)
+def test_a_chains_sweep_tries_what_does_the_same_work(problem: Problem, work: Rows) -> None:
+    demanded = Demands(dependent=True)
+    with dependent_launches():
+        present = decide(problem, H200).config
+        found = listed(problem, H200, demanded, 3, work)
+    assert found[0] == present
+    assert model_choice(problem, H200, demanded)[2] in found
+    assert len(set(found)) == len(found) > 2
+    for config in found:
+        assert activates(problem, config)
+        assert config.shared_bytes(problem) <= H200.shared_bytes
+        if any(work):
+            assert row_variant(config, problem, normed=work.normed, adds=work.adds)
+        assert config.cluster <= 2
+    kernels = {type(config) for config in found}
+    assert (BulkConfig in kernels) == (not work.normed)
+    assert (WarpgroupConfig in kernels) == (problem.m > 8)
+    # One row: integer digits and products of several rows.
+    assert {config.digits for config in found if isinstance(config, StreamConfig)} == (
+        {True, False} if problem.m == 1 else set() if any(work) else {False}
+    )
