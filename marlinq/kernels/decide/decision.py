@@ -282,7 +282,8 @@ def considered(problem: Problem, device: Device, demanded: Demands) -> tuple[Ker
     if problem.m <= _STREAM_MOST or not device.has_warpgroups:
         found.append("stream")
     # The bulk kernel would run on later GPUs too, where nobody has measured it. In chains it lost in every
-    # place (docs/lab-notes/kernels.md, "Dependent chain").
+    # place with as many stages as fit (docs/lab-notes/kernels.md, "Dependent chain"); where it wins with
+    # fewer, that is recorded.
     if problem.m <= _BULK_MOST and device.has_warpgroups and not demanded.dependent:
         found.append("bulk")
     if problem.m >= _WARPGROUP_LEAST and device.has_warpgroups:
