@@ -21,7 +21,7 @@ from marlinq.operations.quantize.experts import ExpertCalibration, ExpertGroup
 from marlinq.operations.quantize.head import solve_head
 from marlinq.operations.quantize.lots import LOT_WEIGHTS, in_lots
 from marlinq.operations.quantize.original import OriginalStates, compared_batches
-from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
+from marlinq.operations.quantize.planning import OutputPlan, PlannedModule, module_note
 from marlinq.operations.quantize.ranks import ALONE, Ranks
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.report import ModuleReport, module_report
@@ -87,7 +87,7 @@ class BlockQuantizer:
     def _run(self) -> None:
         members_of = [self._plan.members(block) for block in self._blocks]
         head = self._plan.head
-        if head is not None and self._plan.is_written(head, self._writer.written):
+        if head is not None and self._plan.is_written(head, self._writer.written, self._writer.notes):
             head = None
         # Nothing after the last block with work to do is of interest, but to the head.
         count = max((index for index, members in enumerate(members_of) if members), default=-1) + 1
@@ -97,7 +97,7 @@ class BlockQuantizer:
             count = len(self._blocks)
         written = self._writer.written  # a new set each time, of thousands of experts
         is_written = [
-            all(self._plan.is_written(planned, written) for planned in members)
+            all(self._plan.is_written(planned, written, self._writer.notes) for planned in members)
             for members in members_of[:count]
         ]
         onward = [calibrated and (to_the_end or index + 1 < count) for index in range(count)]
@@ -303,12 +303,12 @@ class BlockQuantizer:
         """Puts the tensors of a module into the next lot to be written, on the first rank; returns the note
         that goes with them."""
         if not self._ranks.first:
-            return {f"module {planned.stored}": asdict(report)}
+            return {module_note(planned): asdict(report)}
         for suffix, tensor in self._plan.layout.pack(solved, planned.spec.scheme).items():
             self._lot[f"{planned.stored}.{suffix}"] = tensor
         if sum(tensor.nbytes for tensor in self._lot.values()) > _LOT_BYTES:
             self._commit({})
-        return {f"module {planned.stored}": asdict(report)}
+        return {module_note(planned): asdict(report)}
 
     def _commit(self, notes: Mapping[str, Any]) -> None:
         self._behind.write(self._lot, notes)

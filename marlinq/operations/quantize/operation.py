@@ -359,7 +359,7 @@ def _write_report(folder: Path, clock: StageClock, device: str, ranks: int) -> N
 
 def _all_written(plan: OutputPlan, members: list[PlannedModule], writer: CheckpointWriter) -> bool:
     written = writer.written
-    return all(plan.is_written(planned, written) for planned in members)
+    return all(plan.is_written(planned, written, writer.notes) for planned in members)
 
 
 def _peak_host_bytes() -> int:

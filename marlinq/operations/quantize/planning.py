@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,9 +80,17 @@ class OutputPlan:
         """The output tensors of a quantised module by suffix."""
         return {suffix: f"{planned.stored}.{suffix}" for suffix in self.layout.expected(planned.spec)}
 
-    def is_written(self, planned: PlannedModule, written: set[str]) -> bool:
-        """True when ``written`` holds all output tensors of a quantised module."""
-        return written.issuperset(self.tensor_names(planned).values())
+    def is_written(self, planned: PlannedModule, written: set[str], notes: Container[str]) -> bool:
+        """True when a quantised module is there: all its tensors in ``written``, and its note in ``notes``.
+
+        Tensors are durable before their note where another thread commits in between.
+        """
+        return module_note(planned) in notes and written.issuperset(self.tensor_names(planned).values())
+
+
+def module_note(planned: PlannedModule) -> str:
+    """The name of the writer's note about a quantised module."""
+    return f"module {planned.stored}"
 
 
 def plan_output(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) -> OutputPlan:

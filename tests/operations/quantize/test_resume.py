@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,31 @@ def test_a_run_that_died_just_before_the_rename_is_finished(tmp_path: Path) -> N
     report = quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu", resume=True)
     assert report.modules == whole.modules
     assert report.calibration == whole.calibration
+    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
+
+
+def test_a_block_whose_notes_are_missing_is_solved_again(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    whole = quantize(source, tmp_path / "whole", recipe=RECIPE, device="cpu")
+    commit = CheckpointWriter.commit
+    dead = False
+
+    def copier_comes_first(self: CheckpointWriter, notes: Mapping[str, Any] | None = None) -> None:
+        nonlocal dead
+        if not dead:
+            commit(self)
+        dead = dead or any("layers.1." in note for note in notes or ())
+        if dead:
+            raise Killed
+        commit(self, notes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointWriter, "commit", copier_comes_first)
+        with pytest.raises(Killed):
+            quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu")
+    report = quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu", resume=True)
+    assert report.resumed_blocks == 1
+    assert report.modules == whole.modules
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
 
 
