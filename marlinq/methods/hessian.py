@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from marlinq.core.devices import multiplies_bfloat16
 from marlinq.core.errors import NumericsError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -19,6 +20,12 @@ _CHUNK_ROWS = 8192
 # Panels of rows in which a wide Hessian is summed on a GPU: of each only what is right of the diagonal, 5/8
 # of the whole. Narrower ones would keep the GPU less busy than that saves.
 _PANELS, _WIDE = 4, 8192
+
+# Rows of a panel on a CPU, whose products are no slower for being narrow.
+_CPU_PANEL = 256
+
+# From here on bfloat16 products on a CPU save more than rounding the operands to it takes.
+_NARROW = 256
 
 # What is mirrored at once.
 _TILE = 2048
@@ -150,10 +157,15 @@ def add_products(
         kept, weight: factors.
         upper: what lies below the diagonal is not wanted, and may be left as it is.
     """
-    if not (left.is_cuda and left.dtype == right.dtype and left.dtype in (torch.float16, torch.bfloat16)):
-        total.addmm_(left.to(torch.float32).t(), right.to(torch.float32), beta=kept, alpha=weight)
-        return
     k = left.shape[1]
+    if not (left.is_cuda and left.dtype == right.dtype and left.dtype in (torch.float16, torch.bfloat16)):
+        left, right = left.to(torch.float32), right.to(torch.float32)
+        width = k if left.is_cuda or not upper else _CPU_PANEL
+        for start in range(0, k, width):
+            first = start if upper else 0
+            own = left[:, start : start + width].t()
+            total[start : start + width, first:].addmm_(own, right[:, first:], beta=kept, alpha=weight)
+        return
     width = -(-k // _PANELS) if upper and k >= _WIDE else k
     for start in range(0, k, width):
         first = start if upper else 0
@@ -167,6 +179,16 @@ def add_products(
             alpha=weight,
             out=panel,
         )
+
+
+def add_rounded_products(total: Tensor, left: Tensor, right: Tensor, kept: float, weight: float) -> None:
+    """:func:`add_products` of a small correction: where a CPU multiplies bfloat16, wide operands and their
+    product are rounded to it, each by at most a share of 2**-9; ``total`` stays float32."""
+    if not (multiplies_bfloat16(left.device) and left.shape[1] >= _NARROW):
+        add_products(total, left, right, kept, weight)
+        return
+    product = left.to(torch.bfloat16).t() @ right.to(torch.bfloat16)
+    total.mul_(kept).add_(product, alpha=weight)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.func import functional_call
 from marlinq.core import boundaries
 from marlinq.core.errors import UnsupportedError
 from marlinq.models.instance import ModelInstance
+from marlinq.models.narrow import NarrowLinears
 from marlinq.models.projection import Projection, Receive, tapped
 
 _PLACED_BYTES = 256 << 20
@@ -51,10 +52,13 @@ class BlockReplay:
 
     Args:
         instance: the live model.
+        products: what :meth:`run` and :meth:`inputs` round the products of float32 linear layers to
+            (:class:`~marlinq.models.narrow.NarrowLinears`); nothing when None.
     """
 
-    def __init__(self, instance: ModelInstance) -> None:
+    def __init__(self, instance: ModelInstance, products: torch.dtype | None = None) -> None:
         self._instance = instance
+        self._products = products
         self._calls: list[list[_Call]] = []
         self._interned: dict[tuple[object, ...], Tensor] = {}
         self._placed: dict[int, Tensor] = {}
@@ -90,7 +94,8 @@ class BlockReplay:
 
     def run(self, block: int, batch: int, hidden: Tensor) -> Tensor:
         """What materialised block ``block`` makes of its input ``hidden``, both [B, T, hidden]."""
-        with torch.no_grad():
+        narrow = nullcontext() if self._products is None else NarrowLinears(self._products)
+        with torch.no_grad(), narrow:
             return self.call(block, batch, hidden, {})
 
     def call(self, block: int, batch: int, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from marlinq.core.errors import NumericsError, UnsupportedError
-from marlinq.methods.hessian import HessianAccumulator
+from marlinq.methods import hessian as module
+from marlinq.methods.hessian import HessianAccumulator, add_products, add_rounded_products
 
 CPU = torch.device("cpu")
 
@@ -27,6 +28,43 @@ def test_the_hessian_is_twice_the_mean_outer_product_of_real_tokens() -> None:
     # A float32 sum of n products is within about n roundings of 2**-24, relative to the sum of magnitudes.
     bound = len(tokens) * 2**-24 * (2 * tokens.abs().t() @ tokens.abs() / len(tokens))
     assert ((found.double() - expected).abs() <= bound).all()
+
+
+def test_a_wide_hessian_is_summed_above_its_diagonal_alone() -> None:
+    k, rows = 600, 40
+    x = torch.randn(rows, k, generator=torch.Generator().manual_seed(0))
+    total = torch.full((k, k), torch.nan)
+    for start in range(0, k, 256):
+        # What is not asked for stays as it is.
+        total[start : start + 256, start:] = 0
+    add_products(total, x, x, 0.5, 2.0, upper=True)
+    expected = 2 * x.double().t() @ x.double()
+    # As above: sums of n products, and the factor.
+    bound = (rows + 1) * 2**-24 * 2 * x.double().abs().t() @ x.double().abs()
+    above = torch.ones(k, k, dtype=torch.bool).triu()
+    assert ((total.double() - expected).abs() <= bound)[above].all()
+    assert total.isnan().any()
+    accumulator = HessianAccumulator(k, device=CPU, name="layer")
+    accumulator.add(x)
+    assert torch.equal(accumulator.hessian(), accumulator.hessian().t())
+    assert ((accumulator.hessian().double() - expected / rows).abs() <= bound / rows).all()
+
+
+def test_corrections_are_rounded_where_a_cpu_multiplies_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = 40
+    for k, able, rounded in ((256, True, True), (256, False, False), (64, True, False)):
+        monkeypatch.setattr(module, "multiplies_bfloat16", lambda device, able=able: able)
+        generator = torch.Generator().manual_seed(k)
+        left, right, before = (torch.randn(n, k, generator=generator) for n in (rows, rows, k))
+        exact = 0.25 * before.double() + 0.5 * left.double().t() @ right.double()
+        magnitude = 0.5 * left.double().abs().t() @ right.double().abs()
+        found = before.clone()
+        add_rounded_products(found, left, right, 0.25, 0.5)
+        missed = (found.double() - exact).abs()
+        # Two operands and the product, each rounded by a share of 2**-9 at most; and float32's sums.
+        sums = (rows + 3) * 2**-24 * (magnitude + before.abs())
+        assert (missed <= sums + 3.01 * 2**-9 * magnitude).all()
+        assert bool((missed > sums).any()) == rounded
 
 
 def test_an_input_without_rows_counts_for_nothing() -> None:

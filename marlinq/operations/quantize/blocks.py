@@ -48,6 +48,8 @@ class BlockQuantizer:
         recipe: how experts are calibrated.
         progress: told about every finished block.
         ranks: processes that share the work; ``batches`` are this one's.
+        products: what the products of linear layers are rounded to while text goes through a float32 model;
+            None for float32.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class BlockQuantizer:
         recipe: Recipe,
         progress: ReportProgress,
         ranks: Ranks = ALONE,
+        products: torch.dtype | None = None,
     ) -> None:
         self._ranks = ranks
         self._instance = instance
@@ -67,7 +70,7 @@ class BlockQuantizer:
         self._writer = writer
         self._batches = batches
         self._progress = progress
-        self._replay = BlockReplay(instance)
+        self._replay = BlockReplay(instance, products)
         self._experts = ExpertCalibration(
             instance, self._replay, recipe, len(batches), self._empty_statistics, ranks
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from marlinq.core.devices import multiplies_bfloat16
 from marlinq.core.settings import AUTO
 from marlinq.kernels import device_numbers
 from marlinq.models import Blueprint
@@ -127,8 +128,7 @@ def writing_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
     for it, which are twice as fast and leave sampled text what it is, else float32."""
     if device.type == "cuda":
         return stored
-    narrow = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if narrow else torch.float32
+    return torch.bfloat16 if multiplies_bfloat16(device) else torch.float32
 
 
 def enough(recipe: Recipe) -> str:

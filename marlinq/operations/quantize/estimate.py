@@ -84,6 +84,7 @@ def estimate(
     source_bytes: int,
     device: torch.device,
     dtype: torch.dtype,
+    products: torch.dtype,
     writing_dtype: torch.dtype,
     tuning: tuple[float, float] = (0.0, 0.0),
 ) -> Estimate:
@@ -100,14 +101,16 @@ def estimate(
         batch_tokens: of a forward pass.
         source_bytes: of the checkpoint.
         device, dtype: where and in which dtype blocks run.
+        products: in which dtype linear layers multiply.
         writing_dtype: in which dtype the model writes.
         tuning: operations and bytes on the device.
     """
     modules = list(plan.modules.values())
     rate = _product_rate(modules, device, dtype)
+    narrow = rate if products == dtype else _product_rate(modules, device, products)
     # Once for the inputs of its linears, and once for what the next block sees of it, unless both are one.
     passes = 2 if plan.method.sequential else 1
-    operations = passes * (2 * work.linear_weights + work.hessian_products) * tokens
+    seconds = passes * (2 * work.linear_weights / narrow + work.hessian_products / rate) * tokens
     output_bytes = sum(tensor.nbytes for tensor in plan.tensors)
     largest = max((sum(_weights(each) for each in members) for members in blocks), default=0)
     widest = max((_weights(each) for each in modules), default=0)
@@ -125,7 +128,7 @@ def estimate(
     calibrated = plan.method.calibrated
     return Estimate(
         writing_seconds=writing_seconds,
-        block_seconds=operations / rate if calibrated else 0.0,
+        block_seconds=seconds if calibrated else 0.0,
         solve_seconds=_solve_seconds(plan, modules, device),
         tuning_seconds=_tuning_seconds(tuning[0], modules, device),
         copy_seconds=(source_bytes + output_bytes) / _DISK_RATE,

@@ -25,11 +25,11 @@ from marlinq.checkpoint import (
     CopyBehind,
     check_place,
 )
-from marlinq.core.devices import resolve_device, start_beside
+from marlinq.core.devices import multiplies_bfloat16, resolve_device, start_beside
 from marlinq.core.dtypes import dtype_name, torch_dtype
 from marlinq.core.errors import MarlinqError, UsageError
 from marlinq.core.progress import ReportMessage, ReportProgress, no_message, no_progress
-from marlinq.models import ModelInstance, build_blueprint
+from marlinq.models import Blueprint, ModelInstance, build_blueprint
 from marlinq.operations.quantize.blocks import BlockQuantizer, module_reports
 from marlinq.operations.quantize.budget import Work
 from marlinq.operations.quantize.clock import StageClock
@@ -61,6 +61,8 @@ TOKEN_BUDGET = {"cpu": 2048, "cuda": 8192}
 # quarter of that for a method that is chosen for its speed.
 _FLOAT32_WORK = 6e14
 _QUICK_SHARE = 0.25
+# The same for products on a CPU: ten seconds of two cores.
+_CPU_FLOAT32_WORK = 1e12
 
 
 def quantize(
@@ -81,8 +83,9 @@ def quantize(
     Memory follows the largest decoder block, the statistics of its inputs and the calibration's hidden
     states, never the model; only calibration text that the model writes itself needs the whole model for a
     while. Blocks run in float32 on the CPU, and on a GPU unless that took long; a larger model runs in the
-    checkpoint's own dtype there. The solve is float32. A method without calibration (round-to-nearest) reads
-    no text and runs no block.
+    checkpoint's own dtype there, and a CPU that multiplies bfloat16 faster rounds products of linear layers
+    to it. The solve is float32. A method without calibration (round-to-nearest) reads no text and runs no
+    block.
 
     Args:
         model: a local folder with safetensors weights, or a Hub id.
@@ -153,7 +156,9 @@ def _quantize(
     heads = [] if plan.head is None else [plan.head]
     by_block = [members for block in blueprint.blocks if (members := plan.members(block))]
     texts = planned_text(recipe, checkpoint, blueprint, chosen) if plan.method.calibrated else []
-    dtype = compute_dtype(checkpoint, plan, chosen, sum(text.tokens for text in texts))
+    tokens = sum(text.tokens for text in texts)
+    dtype = compute_dtype(checkpoint, plan, chosen, tokens)
+    products = compute_products(plan, blueprint, chosen, tokens)
     work = Work.of(blueprint)
     tuning = (
         settings_that_fit(plan, TuningSettings.of(recipe, work, chosen), chosen, work.longest(recipe))
@@ -187,7 +192,7 @@ def _quantize(
         # A process that has not used the GPU has no statistics to reset.
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.reset_peak_memory_stats(chosen)
-    environment = _environment(chosen, dtype)
+    environment = _environment(chosen, dtype, products)
     writer: CheckpointWriter | None = None
     if ranks.first:
         writer = CheckpointWriter(
@@ -222,7 +227,7 @@ def _quantize(
                     documents, ranks, token_budget=TOKEN_BUDGET[chosen.type], pad=not blueprint.routed
                 )
             watch = Watch(progress, message, writer)
-            BlockQuantizer(instance, plan, writer, batches, recipe, watch, ranks).run()
+            BlockQuantizer(instance, plan, writer, batches, recipe, watch, ranks, products).run()
         copying.finish()
         if tuning is not None and untuned and documents is not None and ranks.first:
             # The whole model on one device; the other ranks wait for the folder to be finished.
@@ -262,7 +267,7 @@ def _quantize(
         quality=recipe.quality_record(),
         tuning=writer.notes.get(NOTE),
         device=str(chosen),
-        dtype=environment["dtype"],
+        dtype=described_dtype(dtype, products),
         blocks=len(by_block),
         resumed_blocks=resumed,
         source_bytes=checkpoint.nbytes,
@@ -276,27 +281,49 @@ def _quantize(
 def compute_dtype(checkpoint: Checkpoint, plan: OutputPlan, device: torch.device, tokens: int) -> torch.dtype:
     """The dtype that blocks run in on a calibration of ``tokens`` tokens.
 
-    float32 on the CPU, where 16-bit matrix products are slow. On a GPU too while that takes seconds, so that
-    both lead to the same result; a larger model runs in the checkpoint's own dtype there.
+    float32 on the CPU, where other operations than products are slow in 16 bits. On a GPU too while that
+    takes seconds, so that both lead to the same result; a larger model runs in the checkpoint's own dtype
+    there.
     """
-    projections = [planned.projection for planned in plan.modules.values()]
-    # Two forward passes, a multiplication and an addition for each weight and token.
-    work = 4 * tokens * sum(each.in_features * each.out_features for each in projections)
     share = 1.0 if plan.method.sequential else _QUICK_SHARE
-    if device.type == "cpu" or work <= share * _FLOAT32_WORK:
+    if device.type == "cpu" or _forward_work(plan, tokens) <= share * _FLOAT32_WORK:
         return torch.float32
     first = next(iter(plan.modules.values()))
     return torch_dtype(checkpoint.tensors[first.source].dtype)
 
 
-def _environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def compute_products(
+    plan: OutputPlan, blueprint: Blueprint, device: torch.device, tokens: int
+) -> torch.dtype | None:
+    """What the products of linear layers are rounded to where blocks run in float32; None for nothing.
+
+    bfloat16 on a CPU that has instructions for it, unless float32 takes seconds only. Not where tokens choose
+    experts: rounding would send some of them to others.
+    """
+    if _forward_work(plan, tokens) <= _CPU_FLOAT32_WORK or blueprint.routed:
+        return None
+    return torch.bfloat16 if multiplies_bfloat16(device) else None
+
+
+def described_dtype(dtype: torch.dtype, products: torch.dtype | None) -> str:
+    """``float32``, or ``float32 with products in bfloat16``."""
+    return dtype_name(dtype) + ("" if products is None else f" with products in {dtype_name(products)}")
+
+
+def _forward_work(plan: OutputPlan, tokens: int) -> int:
+    """Two forward passes, a multiplication and an addition for each weight and token."""
+    projections = [planned.projection for planned in plan.modules.values()]
+    return 4 * tokens * sum(each.in_features * each.out_features for each in projections)
+
+
+def _environment(device: torch.device, dtype: torch.dtype, products: torch.dtype | None) -> dict[str, Any]:
     """What besides the recipe and the model can change a bit of the result."""
     return {
         "marlinq": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "dtype": dtype_name(dtype),
+        "dtype": described_dtype(dtype, products),
         "threads": torch.get_num_threads(),
     }
 

@@ -23,7 +23,12 @@ from marlinq.operations.inspect.eligibility import ServerVerdict
 from marlinq.operations.inspect.operation import planned_verdicts
 from marlinq.operations.quantize.budget import Work, tuning_work, writing_dtype
 from marlinq.operations.quantize.estimate import Estimate, estimate
-from marlinq.operations.quantize.operation import TOKEN_BUDGET, compute_dtype
+from marlinq.operations.quantize.operation import (
+    TOKEN_BUDGET,
+    compute_dtype,
+    compute_products,
+    described_dtype,
+)
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule, plan_output
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.text import (
@@ -193,6 +198,7 @@ def plan_quantize(
     written = [text for text in (*texts, own) if text is not None and text.budget is not None]
     stored = stored_dtype(checkpoint, blueprint)
     dtype = compute_dtype(checkpoint, plan, chosen, tokens)
+    products = compute_products(plan, blueprint, chosen, tokens)
     work = Work.of(blueprint)
     tuning = None
     if recipe.tune_steps:
@@ -211,6 +217,7 @@ def plan_quantize(
         source_bytes=checkpoint.nbytes,
         device=chosen,
         dtype=dtype,
+        products=products or dtype,
         writing_dtype=writing_dtype(chosen, stored),
         tuning=(0.0, 0.0)
         if tuning is None
@@ -235,7 +242,7 @@ def plan_quantize(
         tokens=tokens,
         estimate=guess,
         device=str(chosen),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=described_dtype(dtype, products),
         gpu=gpu.name or gpu.architecture,
         kernels=_kernels(plan.modules.values(), gpu, bfloat16=stored == torch.bfloat16),
         servers={parts: planned_verdicts(quantized, tensor_parallel=parts) for parts in TENSOR_PARALLEL},

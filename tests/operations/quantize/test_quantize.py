@@ -25,8 +25,9 @@ from marlinq.core.errors import (
 from marlinq.core.progress import no_message, no_progress
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.models import build_blueprint
-from marlinq.operations.quantize import QuantizeReport, quantize
+from marlinq.operations.quantize import QuantizeReport, operation, plan_quantize, quantize
 from marlinq.operations.quantize.recipe import Override, Recipe
+from tests.testing.mixtures import save_mixture
 from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
 from tests.testing.schemes import scheme
 from tests.testing.tiny_models import CONFIGS, tiny_model
@@ -457,3 +458,31 @@ class Experts(torch.nn.Module):
             if len(rows):
                 result[rows] = self.experts[number](flat[rows])
         return result.view_as(x)
+
+
+def test_a_cpu_with_bfloat16_products_uses_them_for_long_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    exact = run(source, tmp_path / "exact")
+    assert exact.dtype == "float32"
+    monkeypatch.setattr(operation, "_CPU_FLOAT32_WORK", 0)
+    monkeypatch.setattr(operation, "multiplies_bfloat16", lambda device: True)
+    rounded = run(source, tmp_path / "rounded")
+    assert rounded.dtype == "float32 with products in bfloat16"
+
+    def planned(folder: Path) -> str:
+        return plan_quantize(folder, tmp_path / "plan", recipe=RECIPE, device="cpu").dtype
+
+    assert planned(source) == rounded.dtype
+    manifest = json.loads((tmp_path / "rounded" / "marlinq.json").read_text())
+    assert manifest["environment"]["dtype"] == rounded.dtype
+    for name, module in rounded.modules.items():
+        # Statistics that are off by some roundings of 2**-9 lead to another solution of the same quality.
+        assert module.relative_error == pytest.approx(exact.modules[name].relative_error, rel=0.25)
+    assert folder_bytes(tmp_path / "rounded") != folder_bytes(tmp_path / "exact")
+    # Experts are chosen by values that rounding would change.
+    save_mixture(tmp_path / "mixture", "mixtral")
+    assert planned(tmp_path / "mixture") == "float32"
+    monkeypatch.setattr(operation, "multiplies_bfloat16", lambda device: False)
+    assert planned(source) == "float32"
