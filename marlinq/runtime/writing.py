@@ -31,12 +31,16 @@ from marlinq.runtime.step.choose import take_decoder
 
 STAGE = "writing text"
 
-_TEMPERATURE, _TOP_K = 1.0, 50
+TOP_K = 50
+"""Likeliest tokens that one is drawn from, where nobody says."""
+_TEMPERATURE = 1.0
 _MOST_ROWS = 128
 _MESSAGE_TOKENS = 64
 _FEW = 4
 """A round ends when less than one in this many of its rows is still going."""
-_MOST_ROUNDS = 64
+_FEWEST_ROUNDS = 64
+_SMALL_SHARE = 8
+"""Rounds are enough once each would need only one in this many of the tokens it has room for."""
 _PROBE_STEPS = 3
 _ENDED = 1200
 """Tokens by which three of four documents have ended: SmolLM2-135M-Instruct's, in documents of up to 2048."""
@@ -69,6 +73,7 @@ class TextWriter:
         max_length: tokens that a document has at most.
         seed: of every random choice.
         chat: begin documents as conversations, instead of with a random token.
+        top_k: draw from so many of the likeliest tokens; 0 draws from all of them.
         progress: called with ("writing text", tokens written, tokens in all).
 
     Raises:
@@ -83,13 +88,14 @@ class TextWriter:
         max_length: int,
         seed: int,
         chat: bool = False,
+        top_k: int = TOP_K,
         progress: ReportProgress = no_progress,
     ) -> None:
         self._loaded = loaded
         self._rows = min(rows, _MOST_ROWS)
         self._max_length = max_length
         self._generator = torch.Generator().manual_seed(seed)
-        self._sampling = Sampling(temperature=_TEMPERATURE, top_k=_TOP_K, seed=seed)
+        self._sampling = Sampling(temperature=_TEMPERATURE, top_k=top_k, seed=seed)
         self._ends = end_tokens(loaded.model)
         self._template = _Template(loaded) if chat else None
         self._progress = progress
@@ -158,12 +164,14 @@ class TextWriter:
         found: list[tuple[int, ...]] = []
         total = 0
         first_round = self._round
+        room_of_a_round = self._rows * self._max_length
+        most = max(_FEWEST_ROUNDS, -(-_SMALL_SHARE * tokens // room_of_a_round))
         self._progress(STAGE, 0, tokens)
         while total < tokens and (documents is None or len(found) < documents):
-            if self._round - first_round == _MOST_ROUNDS:
+            if self._round - first_round == most:
                 raise UnsupportedError(
                     f"{self._loaded.path}: the model ends its documents at once: {total} tokens in "
-                    f"{_MOST_ROUNDS * self._rows} of them; pass text with --calibration FILE"
+                    f"{most * self._rows} of them; pass text with --calibration FILE"
                 )
             for document in self._write_round(tokens, total):
                 room = tokens - total
@@ -186,7 +194,9 @@ class TextWriter:
         def tick(written: int) -> None:
             self._progress(STAGE, min(total + written, tokens), tokens)
 
-        return self._continue(prompts, self._max_length, enough=tokens - total, tick=tick)
+        # Few tokens shared among all rows would leave each with too few to count.
+        enough = max(tokens - total, self._rows * MIN_TOKENS)
+        return self._continue(prompts, self._max_length, enough=enough, tick=tick)
 
     def _continue(
         self,

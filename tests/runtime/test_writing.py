@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from marlinq.core.errors import NumericsError, UnsupportedError
-from marlinq.runtime import LoadedModel
-from marlinq.runtime.writing import STAGE, TextWriter, Written
+from marlinq.runtime import LoadedModel, writing
+from marlinq.runtime.writing import STAGE, TOP_K, TextWriter, Written
 from tests.testing.tiny_models import tiny_model
 
 CPU = torch.device("cpu")
@@ -30,9 +30,10 @@ def write(
     tokens: int = 10**6,
     max_length: int = 24,
     rows: int = 70,
+    top_k: int = TOP_K,
     **options: Any,
 ) -> Written:
-    writer = TextWriter(loaded(model, **options), rows=rows, max_length=max_length, seed=seed)
+    writer = TextWriter(loaded(model, **options), rows=rows, max_length=max_length, seed=seed, top_k=top_k)
     try:
         return writer.write(tokens=tokens, documents=documents)
     finally:
@@ -52,6 +53,45 @@ def test_a_model_writes_documents_of_natural_lengths(name: str) -> None:
         assert END not in document[15:-1]
     assert documents == write(tiny_model(name)).documents
     assert documents != write(tiny_model(name), seed=1).documents
+
+
+def test_tokens_are_drawn_from_the_likeliest_or_from_all() -> None:
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+
+    def ranks(top_k: int) -> list[int]:
+        """Of every token that was drawn, how many were likelier."""
+        found = []
+        for document in write(model, documents=8, rows=8, top_k=top_k).documents:
+            ids = torch.tensor(document)
+            with torch.no_grad():
+                logits = model(ids[None]).logits[0, 1:-1]
+            found += (logits > logits.gather(1, ids[2:, None])).sum(1).tolist()
+        return found
+
+    # A rank may be missed by one where a step's logits are rounded in another way.
+    assert max(ranks(5)) <= 5
+    drawn = ranks(0)
+    assert max(drawn) > 50
+    assert len(set(drawn)) > 20
+
+
+def test_much_text_takes_as_many_rounds_as_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "_FEWEST_ROUNDS", 2)
+    model = tiny_model("llama")
+    written = write(model, tokens=200, documents=None, rows=2, max_length=16)
+    assert written.rounds == 6
+    monkeypatch.setattr(writing, "_SMALL_SHARE", 0)
+    with pytest.raises(UnsupportedError, match="ends its documents at once: 64 tokens in 4 of them"):
+        write(model, tokens=200, documents=None, rows=2, max_length=16)
+
+
+def test_few_tokens_more_take_one_round_more() -> None:
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    written = write(model, tokens=8 * 24 + 20, documents=None, rows=8)
+    assert written.rounds == 2
+    assert [len(document) for document in written.documents] == [24] * 8 + [16]
 
 
 def test_rows_that_end_leave_the_others_alone() -> None:
