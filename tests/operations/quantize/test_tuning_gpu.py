@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from marlinq.operations.quantize import quantize
-from marlinq.operations.quantize.tuning import loop
+from marlinq.operations.quantize.tuning import loop, recording
 from tests.testing.original_folders import RECIPE, save_tiny
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +19,7 @@ def test_recorded_passes_are_the_students_own(
 ) -> None:
     source = save_tiny(name, tmp_path / "model")
     # Of so few documents none is held out, so the last values are kept.
-    recipe = RECIPE.replace(samples=7, tune_steps=6, tune_tokens=4096, tune_codes=True, tune_rate=0.05)
+    recipe = RECIPE.replace(samples=7, tune_steps=6, tune_tokens=4096, tune_codes=True, tune_rate=0.06)
     used: list[object] = []
     init = loop.Recorded.__init__
 
@@ -28,14 +28,20 @@ def test_recorded_passes_are_the_students_own(
         init(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(loop.Recorded, "__init__", noted)
-    quantize(source, tmp_path / "recorded", recipe=recipe, device="cuda")
-    assert used
+    quantize(source, tmp_path / "kept", recipe=recipe, device="cuda")
+    monkeypatch.setattr(recording, "_SHARE_OF_FREE", 0.0)
+    quantize(source, tmp_path / "again", recipe=recipe, device="cuda")
+    assert len(used) == 2
+    # Nor do hidden states stay on the device then.
     monkeypatch.setattr(loop, "_SMALL", 0)
     quantize(source, tmp_path / "direct", recipe=recipe, device="cuda")
-    assert len(used) == 1
-    recorded, direct = (load_file(tmp_path / way / "model.safetensors") for way in ("recorded", "direct"))
-    report = json.loads((tmp_path / "recorded" / "marlinq.json").read_text())["run"]["tuning"]
+    assert len(used) == 2
+    report = json.loads((tmp_path / "kept" / "marlinq.json").read_text())["run"]["tuning"]
     assert report["changed_codes"] > 0
     # The same kernels on the same numbers.
-    assert recorded.keys() == direct.keys()
-    assert all(recorded[key].equal(direct[key]) for key in direct)
+    kept, again, direct = (
+        load_file(tmp_path / way / "model.safetensors") for way in ("kept", "again", "direct")
+    )
+    assert kept.keys() == again.keys() == direct.keys()
+    assert all(again[key].equal(direct[key]) for key in direct)
+    assert all(kept[key].equal(direct[key]) for key in direct)

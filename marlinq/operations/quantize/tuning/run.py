@@ -33,15 +33,18 @@ NOTE = "tuning"
 
 # Places of a micro-batch, padding included; a step takes as many as its tokens need.
 _PLACES = {"cpu": 1024, "cuda": 8192}
-# Tokens of a row of text, and of all rows together. What enters and what leaves the original's blocks is kept
-# in host memory, in float32, which may come to so many bytes.
+# Tokens of a row of text, and of all rows together. What enters and what leaves the original's blocks is
+# kept, in float32: on a GPU where the model is small and each takes no more than this share of its memory,
+# else in host memory, which may come to so many bytes for both.
 _ROW = 512
-_MOST_TOKENS = 5 << 18
+_MOST_TOKENS = 15 << 18
+_SHARE_FOR_STATES = 0.125
 _MOST_BYTES = 13_000_000_000
 # A row is put together from pieces of documents of at least this many tokens.
 _PIECE = 32
-# One document in this many is held out, at least one; of fewer than _FEWEST, none.
+# One document in this many is held out, at least one and at most so many; of fewer than _FEWEST, none.
 _HELD_OUT = 16
+_MOST_HELD_OUT = 64
 _FEWEST = 8
 _SAVE_SECONDS = 60.0
 # Saving may take this share of the time, at a rate of bytes a second that most disks reach, and this share of
@@ -149,7 +152,9 @@ class _Run:
         self._learning, self._held_out = len(learning), len(held_out)
         places = _PLACES[device.type]
         width = blueprint.config.get_text_config().hidden_size
-        most = min(_MOST_TOKENS, _MOST_BYTES // (2 * 4 * width), settings.steps * settings.tokens)
+        self._device_bytes = _bytes_for_states(plan, device)
+        room = max(_MOST_BYTES // 2, self._device_bytes)
+        most = min(_MOST_TOKENS, room // (4 * width), settings.steps * settings.tokens)
         rows = _rows(learning, min(_ROW, max_length), places, most, settings.seed)
         own = make_batches(rows, token_budget=places)
         watched = make_batches(held_out, token_budget=places, pad=not blueprint.routed) if held_out else []
@@ -161,7 +166,14 @@ class _Run:
         instance, settings, writer = self._instance, self._settings, self._writer
         replay = BlockReplay(instance)
         folder = writer.partial
-        lesson = learn(instance, replay, self._batches, folder=folder, progress=self._progress)
+        lesson = learn(
+            instance,
+            replay,
+            self._batches,
+            folder=folder,
+            progress=self._progress,
+            device_bytes=self._device_bytes,
+        )
         before = self._read_blocks()
         student = Student(
             instance, replay, self._plan, before, codes=settings.code_rate > 0, vectors=settings.vectors
@@ -314,6 +326,14 @@ def settings_that_fit(
     return settings
 
 
+def _bytes_for_states(plan: OutputPlan, device: torch.device) -> int:
+    """What enters or leaves the blocks may take on ``device``: nothing on a CPU, nor beside a large model."""
+    weights = sum(found.spec.in_features * found.spec.out_features for found in plan.modules.values())
+    if device.type != "cuda" or not records(weights):
+        return 0
+    return int(torch.cuda.get_device_properties(device).total_memory * _SHARE_FOR_STATES)
+
+
 def tuning_bytes(plan: OutputPlan, settings: TuningSettings, device: torch.device, max_length: int) -> int:
     """What the planned weights take on ``device`` while they are tuned, without what a block needs."""
     weights = sum(found.spec.in_features * found.spec.out_features for found in plan.modules.values())
@@ -326,10 +346,11 @@ def tuning_bytes(plan: OutputPlan, settings: TuningSettings, device: torch.devic
 
 
 def _split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """Documents to learn from, and those that are held out: every sixteenth, as they were drawn at random."""
+    """Documents to learn from, and those that are held out: every sixteenth, as they were drawn at random, of
+    many documents fewer."""
     if len(documents) < _FEWEST:
         return list(documents), []
-    chosen = range(_FEWEST - 1, len(documents), _HELD_OUT)
+    chosen = range(_FEWEST - 1, len(documents), max(_HELD_OUT, -(-len(documents) // _MOST_HELD_OUT)))
     return [d for i, d in enumerate(documents) if i not in chosen], [documents[i] for i in chosen]
 
 

@@ -41,6 +41,7 @@ def learn(
     *,
     folder: Path,
     progress: ReportProgress,
+    device_bytes: int = 0,
 ) -> Lesson:
     """Runs the original's blocks over ``batches``.
 
@@ -50,17 +51,19 @@ def learn(
         batches: the text.
         folder: where hidden states go that host memory has no room for.
         progress: told about every block.
+        device_bytes: what enters the first block, and what leaves the last, stays on the device where it
+            takes no more bytes than this. The host's memory is much slower to reach.
 
     Raises:
         NumericsError: the original's hidden states hold NaN or infinity.
     """
     first: HiddenStates | None = None
     for number, hidden in enumerate(replay.record(batch.ids for batch in batches)):
-        first = first or _states(batches, hidden, folder)
+        first = first or _states(batches, hidden, folder, device_bytes)
         first.store(number, hidden)
     if first is None:
         raise ValueError("tuning needs at least one batch")
-    last = _states(batches, hidden, folder)
+    last = _states(batches, hidden, folder, device_bytes)
     blocks = instance.blueprint.blocks
     with instance.reading_ahead(range(len(blocks))):
         for index, block in enumerate(blocks):
@@ -77,11 +80,12 @@ def learn(
     return Lesson(batches, first, last, instance.device)
 
 
-def _states(batches: Sequence[Batch], like: Tensor, folder: Path) -> HiddenStates:
+def _states(batches: Sequence[Batch], like: Tensor, folder: Path, device_bytes: int) -> HiddenStates:
     return HiddenStates(
         [(*batch.ids.shape, like.shape[-1]) for batch in batches],
         dtype=like.dtype,
         device=like.device,
         limit_bytes=psutil.virtual_memory().available // 4,
         folder=folder,
+        device_bytes=device_bytes,
     )
