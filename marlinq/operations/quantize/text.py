@@ -37,7 +37,7 @@ from marlinq.operations.quantize.budget import SAMPLES, TextBudget, Work, enough
 from marlinq.operations.quantize.recipe import NO_TEMPLATE, Recipe
 from marlinq.runtime import LoadedModel
 from marlinq.runtime.loading import read_generation_config
-from marlinq.runtime.writing import TextWriter
+from marlinq.runtime.writing import TOP_K, TextWriter
 
 SELF = "self"
 """The source that stands for the model itself."""
@@ -481,6 +481,8 @@ def text_by_the_model(
         max_length=budget.max_length,
         seed=recipe.seed,
         chat=recipe.chat_template != NO_TEMPLATE,
+        # What is tuned is held to the original's predictions everywhere, behind rare tokens as well.
+        top_k=0 if recipe.tune_steps else TOP_K,
         progress=progress,
     )
     try:

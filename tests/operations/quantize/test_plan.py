@@ -12,7 +12,7 @@ from marlinq.checkpoint import Checkpoint, ReadAhead
 from marlinq.core.errors import UnsupportedError
 from marlinq.operations.inspect import inspect
 from marlinq.operations.quantize import plan_quantize, quantize
-from marlinq.operations.quantize.budget import TextBudget, Work, text_budget, tuning_budget, tuning_rate
+from marlinq.operations.quantize.budget import TextBudget, Work, text_budget, tuning_budget, tuning_rates
 from marlinq.operations.quantize.plan_report import TENSOR_PARALLEL
 from marlinq.operations.quantize.recipe import Override
 from tests.testing.mixtures import save_mixture
@@ -131,10 +131,20 @@ def test_tuning_takes_what_was_asked_for_or_what_a_budget_allows() -> None:
     assert tuning_budget(asked, large, cuda) == (60, 8192)
     assert tuning_budget(asked.replace(tune_tokens=100), large, cuda) == (60, 100)
     best = RECIPE.replace(quality="best")
-    assert tuning_budget(best, small, cuda) == (1000, 8192)
+    assert tuning_budget(best, small, cuda) == (1400, 8192)
+    few = best.replace(tune_own_text=False)
+    assert tuning_budget(few, small, cuda) == (600, 8192)
+    assert tuning_budget(few.replace(tune_tokens=64), small, cuda) == (600, 64)
     assert tuning_budget(best, middle, cuda) == (int(8e16 / (10 * 4e9 * 8192)), 8192)
-    assert [tuning_rate(best, steps) for steps in (60, 300, 600, 1200)] == [0.002, 0.002, 0.001, 0.0005]
-    assert tuning_rate(best.replace(tune_rate=0.05), 600) == 0.05
+    # Codes move by no more than a hundredth of a step each time, unless a rate is asked for.
+    assert [tuning_rates(best, steps) for steps in (60, 420, 840, 1400)] == [
+        (0.002, 0.01),
+        (0.002, 0.01),
+        (0.001, 0.01),
+        pytest.approx((0.0006, 0.006)),
+    ]
+    assert [tuning_rates(few, steps) for steps in (300, 600)] == [(0.002, 0.01), (0.001, 0.005)]
+    assert tuning_rates(best.replace(tune_rate=0.05), 600) == (0.05, 0.5)
     steps, tokens = tuning_budget(best, large, cuda)
     # Ten operations for each weight and token, 8e16 in all; steps and tokens keep their proportion.
     assert steps * tokens * 10 * 30e9 == pytest.approx(8e16, rel=0.01)

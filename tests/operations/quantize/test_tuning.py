@@ -19,14 +19,21 @@ from marlinq.checkpoint import Checkpoint, CheckpointWriter, QuantizedCheckpoint
 from marlinq.core.errors import EnvironmentProblem, OutputError
 from marlinq.core.weight import QuantizedWeight
 from marlinq.models import build_blueprint
-from marlinq.operations.quantize import plan_quantize, quantize
+from marlinq.operations.quantize import plan_quantize, quantize, text
 from marlinq.operations.quantize.planning import plan_output
 from marlinq.operations.quantize.quality import QUALITIES
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.tuning import loop, run
+from marlinq.operations.quantize.tuning.student import Student, backward_kept
 from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
 
 TUNED = RECIPE.replace(samples=64, tune_steps=12, tune_tokens=512, tune_rate=0.002)
+
+
+@pytest.fixture(autouse=True)
+def same_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written to be tuned on is drawn from all tokens; here all text is, so that runs compare."""
+    monkeypatch.setattr(text, "TOP_K", 0)
 
 
 def tuned(source: Path, out: Path, **changes: Any) -> dict[str, Any]:
@@ -111,6 +118,34 @@ def test_a_block_takes_its_step_before_the_next_has_gradients(
     assert folder_bytes(tmp_path / "at once") == folder_bytes(tmp_path / "together")
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
+def test_kept_passes_are_those_that_run_blocks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    source = save_tiny(name, tmp_path / "model")
+    recipe = TUNED.replace(tune_codes=True, tune_steps=3, tune_rate=0.02)
+    quantize(source, tmp_path / "again", recipe=recipe, device="cpu")
+    used = []
+
+    class Keeping:
+        keeps_gradients = True
+
+        def __init__(self, student: Student) -> None:
+            self.forward = student.forward_kept
+
+        def backward(
+            self, batch: int, inputs: Any, gradient: torch.Tensor, after_block: object = None
+        ) -> None:
+            used.append(batch)
+            backward_kept(inputs, gradient)
+            assert inputs == []
+
+    monkeypatch.setattr(loop, "Direct", Keeping)
+    quantize(source, tmp_path / "kept", recipe=recipe, device="cpu")
+    assert used
+    assert folder_bytes(tmp_path / "again") == folder_bytes(tmp_path / "kept")
+
+
 def test_own_text_is_learnt_from_beside_a_file(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
     text = tmp_path / "text.jsonl"
@@ -151,6 +186,31 @@ def test_own_text_is_learnt_from_beside_a_file(tmp_path: Path) -> None:
 
 def _dies(*args: Any, **kwargs: Any) -> Any:
     raise Killed
+
+
+def test_at_most_64_documents_are_held_out() -> None:
+    for count in (8, 100, 1024, 1025, 5000):
+        documents = [Document((number, 1)) for number in range(count)]
+        learning, held_out = run._split(documents)
+        assert len(held_out) == {8: 1, 100: 6, 1024: 64, 1025: 60, 5000: 64}[count]
+        assert sorted(learning + held_out, key=lambda d: d.tokens) == documents
+
+
+@pytest.mark.parametrize(("steps", "top_k"), [(0, 7), (3, 0)])
+def test_text_to_be_tuned_on_is_drawn_from_all_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, top_k: int
+) -> None:
+    class Seen(Exception):
+        pass
+
+    def writer(loaded: object, **options: Any) -> None:
+        raise Seen(options["top_k"])
+
+    monkeypatch.setattr(text, "TOP_K", 7)
+    monkeypatch.setattr(text, "TextWriter", writer)
+    source = save_tiny("llama", tmp_path / "model")
+    with pytest.raises(Seen, match=str(top_k)):
+        quantize(source, tmp_path / "out", recipe=TUNED.replace(tune_steps=steps), device="cpu")
 
 
 def test_rows_fill_their_micro_batches() -> None:
@@ -384,7 +444,7 @@ def test_a_run_of_another_version_of_its_quality_is_not_resumed(
 def test_qualities_are_settings_by_name(tmp_path: Path) -> None:
     best = Recipe().replace(quality="best", tune_steps=7)
     assert (best.tune_steps, best.tune_codes) == (7, True)
-    assert best.quality_record() == {"name": "best", "version": 4, "changed": ["tune_steps"]}
+    assert best.quality_record() == {"name": "best", "version": 5, "changed": ["tune_steps"]}
     assert Recipe.from_dict(best.to_dict()) == best
     assert best.replace(quality="fast") == Recipe().replace(quality="fast")
     source = save_tiny("llama", tmp_path / "model")

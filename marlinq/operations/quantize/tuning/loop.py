@@ -15,7 +15,7 @@ from marlinq.core.errors import NumericsError
 from marlinq.core.progress import ReportProgress
 from marlinq.methods.tuning import divergence
 from marlinq.models import BlockReplay
-from marlinq.operations.quantize.budget import Work, tuning_budget, tuning_rate
+from marlinq.operations.quantize.budget import Work, tuning_budget, tuning_rates
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.tuning.recording import Direct, Passes, Recorded
 from marlinq.operations.quantize.tuning.student import Student
@@ -28,8 +28,6 @@ _LOOKS = 12
 # Times the divergence before tuning at which a run has gone astray. Below it nothing stops it: at full rate
 # the held-out text is often worse than a few steps into the run, and best when the rate has come down.
 _ASTRAY = 1.5
-# Steps of a code that a latent moves by while a scale changes by its own share.
-_CODE_RATE = 6.0
 # Weights up to which kernels are so small that the host launches them more slowly than a GPU runs them.
 _SMALL = 1 << 30
 # Logits held at once, of which there are some six copies in float32 for a moment.
@@ -60,12 +58,12 @@ class TuningSettings:
     def of(cls, recipe: Recipe, work: Work, device: torch.device) -> TuningSettings:
         """What a recipe asks for, for a model of this much work on this device."""
         steps, tokens = tuning_budget(recipe, work, device)
-        rate = tuning_rate(recipe, steps)
+        rate, code_rate = tuning_rates(recipe, steps)
         return cls(
             steps=steps,
             tokens=tokens,
             rate=rate,
-            code_rate=_CODE_RATE * rate if recipe.tune_codes else 0.0,
+            code_rate=code_rate if recipe.tune_codes else 0.0,
             vectors=recipe.tune_norms,
             seed=recipe.seed,
         )
