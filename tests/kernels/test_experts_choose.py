@@ -95,14 +95,18 @@ def test_the_workspace_is_one_allocation_without_overlap() -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_kernels_for_few_rows_spill_nowhere(architecture: str) -> None:
+    """All on the architecture that kernels are written for; of the others, neighbours share them."""
+    if architecture == "sm_90a":
+        spills(small_kernels(H200, GROUPS), architecture)
+        return
     # With two slots, which fit everywhere.
-    device = H200 if architecture == "sm_90a" else replace(AMPERE, architecture=architecture)
-    spills(small_kernels(device), architecture)
+    device = replace(AMPERE, architecture=architecture)
+    spills(small_kernels(device, GROUPS[ARCHITECTURES.index(architecture) % 2 :: 2]), architecture)
 
 
-def small_kernels(device: Device) -> list[Instantiation]:
+def small_kernels(device: Device, groups: tuple[tuple[int, bool, bool], ...]) -> list[Instantiation]:
     found: list[Instantiation] = []
-    for group, zeros, bfloat16 in GROUPS:
+    for group, zeros, bfloat16 in groups:
         shape = replace(QWEN, m=4, top=2, group_size=group, zeros=zeros, bfloat16=bfloat16)
         dtype = torch.bfloat16 if bfloat16 else torch.float16
         listed = [decision for _, decision in direct_variants(shape, device)]
