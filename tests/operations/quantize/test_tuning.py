@@ -483,6 +483,29 @@ def test_codes_are_tuned_where_they_fit(
         assert run.settings_that_fit(plan, settings, cuda, 40).code_rate == expected
 
 
+def test_hidden_states_leave_room_for_what_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    checkpoint = Checkpoint.open(source)
+    blueprint = build_blueprint(checkpoint.config, source="model", tensors=checkpoint.tensors)
+    plan = plan_output(checkpoint, blueprint, TUNED)
+    device = SimpleNamespace(total_memory=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    settings = loop.TuningSettings(1, 1, 0.1, 0.1, True, 0)
+    cuda = torch.device("cuda:0")
+    tuned_bytes = run.tuning_bytes(plan, settings, cuda, 40)
+    assert tuned_bytes == 110_592 * 18
+    for memory, expected in (
+        (10**8, 12_500_000),
+        (3_000_000, int((3_000_000 * 0.7 - tuned_bytes) / 2)),
+        (2_500_000, 0),
+    ):
+        device.total_memory = memory
+        assert run.bytes_for_states(plan, settings, cuda, 40) == expected
+    assert run.bytes_for_states(plan, settings, torch.device("cpu"), 40) == 0
+    monkeypatch.setattr(loop, "_SMALL", 0)
+    assert run.bytes_for_states(plan, settings, cuda, 40) == 0
+
+
 def test_gradients_count_where_they_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save_tiny("llama", tmp_path / "model")
     checkpoint = Checkpoint.open(source)

@@ -152,7 +152,7 @@ class _Run:
         self._learning, self._held_out = len(learning), len(held_out)
         places = _PLACES[device.type]
         width = blueprint.config.get_text_config().hidden_size
-        self._device_bytes = _bytes_for_states(plan, device)
+        self._device_bytes = bytes_for_states(plan, settings, device, max_length)
         room = max(_MOST_BYTES // 2, self._device_bytes)
         most = min(_MOST_TOKENS, room // (4 * width), settings.steps * settings.tokens)
         rows = _rows(learning, min(_ROW, max_length), places, most, settings.seed)
@@ -326,14 +326,6 @@ def settings_that_fit(
     return settings
 
 
-def _bytes_for_states(plan: OutputPlan, device: torch.device) -> int:
-    """What enters or leaves the blocks may take on ``device``: nothing on a CPU, nor beside a large model."""
-    weights = sum(found.spec.in_features * found.spec.out_features for found in plan.modules.values())
-    if device.type != "cuda" or not records(weights):
-        return 0
-    return int(torch.cuda.get_device_properties(device).total_memory * _SHARE_FOR_STATES)
-
-
 def tuning_bytes(plan: OutputPlan, settings: TuningSettings, device: torch.device, max_length: int) -> int:
     """What the planned weights take on ``device`` while they are tuned, without what a block needs."""
     weights = sum(found.spec.in_features * found.spec.out_features for found in plan.modules.values())
@@ -343,6 +335,19 @@ def tuning_bytes(plan: OutputPlan, settings: TuningSettings, device: torch.devic
     length = min(_ROW, max_length)
     at_once = settings.tokens <= _PLACES[device.type] // length * length and not recorded
     return weights * (_LATENT_BYTES + (0 if at_once else _GRADIENT_BYTES))
+
+
+def bytes_for_states(
+    plan: OutputPlan, settings: TuningSettings, device: torch.device, max_length: int
+) -> int:
+    """What enters the blocks, and what leaves them, may each take on ``device``: of a GPU's memory a share
+    that leaves room for what is tuned; nothing on a CPU, nor beside a large model."""
+    weights = sum(found.spec.in_features * found.spec.out_features for found in plan.modules.values())
+    if device.type != "cuda" or not records(weights):
+        return 0
+    memory = torch.cuda.get_device_properties(device).total_memory
+    left = memory * _SHARE_OF_MEMORY - tuning_bytes(plan, settings, device, max_length)
+    return max(0, int(min(memory * _SHARE_FOR_STATES, left / 2)))
 
 
 def _split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
