@@ -32,7 +32,7 @@ from marlinq.runtime.step.choose import take_decoder
 STAGE = "writing text"
 
 TOP_K = 50
-"""Likeliest tokens that one is drawn from, where nobody says."""
+"""The default of top-k sampling."""
 _TEMPERATURE = 1.0
 _MOST_ROWS = 128
 _MESSAGE_TOKENS = 64
@@ -40,7 +40,7 @@ _FEW = 4
 """A round ends when less than one in this many of its rows is still going."""
 _FEWEST_ROUNDS = 64
 _SMALL_SHARE = 8
-"""Rounds are enough once each would need only one in this many of the tokens it has room for."""
+"""A model that fills less than one in this many of a round's places is given up."""
 _PROBE_STEPS = 3
 _ENDED = 1200
 """Tokens by which three of four documents have ended: SmolLM2-135M-Instruct's, in documents of up to 2048."""
@@ -73,7 +73,7 @@ class TextWriter:
         max_length: tokens that a document has at most.
         seed: of every random choice.
         chat: begin documents as conversations, instead of with a random token.
-        top_k: draw from so many of the likeliest tokens; 0 draws from all of them.
+        top_k: of top-k sampling; 0 samples from the whole vocabulary.
         progress: called with ("writing text", tokens written, tokens in all).
 
     Raises:

@@ -35,14 +35,14 @@ NOTE = "tuning"
 _PLACES = {"cpu": 1024, "cuda": 8192}
 # Tokens of a row of text, and of all rows together. What enters and what leaves the original's blocks is
 # kept, in float32: on a GPU where the model is small and each takes no more than this share of its memory,
-# else in host memory, which may come to so many bytes for both.
+# else in host memory, where both together take at most _MOST_BYTES.
 _ROW = 512
 _MOST_TOKENS = 15 << 18
 _SHARE_FOR_STATES = 0.125
 _MOST_BYTES = 13_000_000_000
 # A row is put together from pieces of documents of at least this many tokens.
 _PIECE = 32
-# One document in this many is held out, at least one and at most so many; of fewer than _FEWEST, none.
+# One document in _HELD_OUT is held out, at least one and at most _MOST_HELD_OUT; none of fewer than _FEWEST.
 _HELD_OUT = 16
 _MOST_HELD_OUT = 64
 _FEWEST = 8
@@ -328,7 +328,7 @@ def settings_that_fit(
 
 def tuning_bytes(plan: OutputPlan, settings: TuningSettings, device: torch.device, max_length: int) -> int:
     """What the planned weights take on ``device`` while they are tuned, without what a block needs."""
-    weights = sum(found.spec.in_features * found.spec.out_features for found in plan.modules.values())
+    weights = _weights(plan)
     if settings.code_rate == 0:
         return weights
     recorded = device.type == "cuda" and records(weights)
@@ -342,12 +342,16 @@ def bytes_for_states(
 ) -> int:
     """What enters the blocks, and what leaves them, may each take on ``device``: of a GPU's memory a share
     that leaves room for what is tuned; nothing on a CPU, nor beside a large model."""
-    weights = sum(found.spec.in_features * found.spec.out_features for found in plan.modules.values())
+    weights = _weights(plan)
     if device.type != "cuda" or not records(weights):
         return 0
     memory = torch.cuda.get_device_properties(device).total_memory
     left = memory * _SHARE_OF_MEMORY - tuning_bytes(plan, settings, device, max_length)
     return max(0, int(min(memory * _SHARE_FOR_STATES, left / 2)))
+
+
+def _weights(plan: OutputPlan) -> int:
+    return sum(found.spec.in_features * found.spec.out_features for found in plan.modules.values())
 
 
 def _split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
