@@ -5,11 +5,11 @@
 START is a folder that ``marlinq quantize`` wrote from MODEL without tuning; its recipe is used again. Every
 ``--try`` begins there, tunes with the package's own loop, and is measured in float32 on every ``--text``.
 Keys of a try: steps, tokens, rate, codes (times the rate), rows (how many rows of text), row (tokens of
-one), whole (rows are documents one after the other, not random pieces), vectors, seed, rem (how far from
-its code a latent may begin), graph (0 records no CUDA graphs), fused (0 makes weights by torch's
-operations), tilt (a latent's step minds how strong its gradients are, see :class:`Tilted`), freeze (share
-of the steps after which codes stay), start (1 measures what the try begins with, too). ``learnt`` is the
-mean divergence over the last tenth of the steps, on the text that is learnt.
+one), places (of a micro-batch), whole (rows are documents one after the other, not random pieces), vectors,
+seed, rem (how far from its code a latent may begin), graph (0 records no CUDA graphs), fused (0 makes
+weights by torch's operations), tilt (a latent's step minds how strong its gradients are, see
+:class:`Tilted`), freeze (share of the steps after which codes stay), start (1 measures what the try begins
+with, too). ``learnt`` is the mean divergence over the last tenth of the steps, on the text that is learnt.
 """
 
 from __future__ import annotations
@@ -227,9 +227,9 @@ def _never(device: torch.device) -> bool:
 def _try(bench: Bench, instance: Any, documents: Any, settings: Any, asked: Any, lessons: Any) -> Any:
     learning, held_out = run._split(documents)
     length, count = int(asked.get("row", 512)), int(asked.get("rows", 512))
-    key = f"{length} {count} {asked.get('whole')} {settings.seed}"
+    places = int(asked.get("places", run._PLACES[bench.device.type]))
+    key = f"{length} {count} {places} {asked.get('whole')} {settings.seed}"
     if key not in lessons:
-        places = run._PLACES[bench.device.type]
         for old in list(lessons):
             del lessons[old]
         if int(asked.get("whole", 0)):
