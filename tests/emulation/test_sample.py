@@ -112,7 +112,9 @@ def test_tokens_are_those_of_the_reference(builder: Builder, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["greedy", "drawn, penalty", "all"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float32]
+)
 def test_every_type_and_rows_that_are_not_aligned(builder: Builder, name: str, dtype: torch.dtype) -> None:
     wide = normal(3, 1003, dtype)
     check(builder, SAMPLINGS[name], wide[:, :1000])

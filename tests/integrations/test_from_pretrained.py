@@ -68,7 +68,9 @@ def test_logits_and_text_are_those_of_load(name: str, layout: str, dtype: str, t
     assert torch.equal(greedy(found, **static), greedy(expected.model, **static))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])]
+)
 def test_compiles_as_one_graph(name: str, tmp_path: Path) -> None:
     """With the packed operator, whose fake kernel has to be right; aot_eager changes no arithmetic."""
     folder = saved(tmp_path, name, symmetric=False, act_order=True)

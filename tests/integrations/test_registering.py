@@ -109,9 +109,17 @@ print(type(auto.AutoHfQuantizer.merge_quantization_configs(%r, None)).__name__)
     [
         ("from transformers.quantizers import auto\nimport marlinq", "MarlinqConfig"),
         # Our own module is what imports transformers.
-        ("from marlinq.integrations.transformers.quantizer import MarlinqConfig", "MarlinqConfig"),
+        pytest.param(
+            "from marlinq.integrations.transformers.quantizer import MarlinqConfig",
+            "MarlinqConfig",
+            marks=pytest.mark.slow,
+        ),
         # Looking for the module is not importing it.
-        (f"import importlib.util, marlinq\nimportlib.util.find_spec({auto.__name__!r})", "MarlinqConfig"),
+        pytest.param(
+            f"import importlib.util, marlinq\nimportlib.util.find_spec({auto.__name__!r})",
+            "MarlinqConfig",
+            marks=pytest.mark.slow,
+        ),
         (
             "from marlinq.integrations.transformers import unregister\nunregister()",
             "GPTQConfig",

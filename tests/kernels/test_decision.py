@@ -219,9 +219,10 @@ print(json.dumps(found))
     )
     seconds = json.loads(ended.stdout)
     assert len(seconds) == 36
-    # Each takes less than 5 ms of an idle processor; one that others keep busy takes up to twice as long.
-    assert {name: taken for name, taken in seconds.items() if taken > 0.01} == {}
-    assert statistics.median(seconds.values()) < 0.005
+    # Each takes less than 5 ms of an idle processor. Others that keep it busy slow all down, some more.
+    typical = statistics.median(seconds.values())
+    assert typical < 0.01
+    assert {name: taken for name, taken in seconds.items() if taken > max(0.005, 4 * typical)} == {}
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def source(tmp_path: Path) -> Path:
     return save_tiny("llama", tmp_path / "model")
 
 
-@pytest.mark.parametrize("head", ["none", "int4"])
+@pytest.mark.parametrize("head", [pytest.param("none", marks=pytest.mark.slow), "int4"])
 def test_two_ranks_find_what_one_process_finds(source: Path, tmp_path: Path, head: str) -> None:
     recipe = recipe_file(tmp_path, quantize_head=head)
     run_ranks(2, source, tmp_path / "two", recipe)
