@@ -99,6 +99,14 @@ class Share(_Real):
             raise UsageError(f"{where}: expected a number from 0 to 1, found {value!r}")
 
 
+class ProperShare(_Real):
+    """A number from 0 to below 1."""
+
+    def check(self, where: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+            raise UsageError(f"{where}: expected a number from 0 to below 1, found {value!r}")
+
+
 class WholeNumber(Kind):
     """An integer of at least ``lowest``."""
 

@@ -155,7 +155,8 @@ class Method(ABC, Generic[OptionsT, StatisticsT]):
 
     def paired(self, options: OptionsT) -> bool:
         """Whether the method compares inputs with the original's: statistics then have ``add_pair``, which is
-        called with both where both are known."""
+        called with both where both are known, and ``write_to_stream`` and ``add_stream`` for projections
+        that write to the residual stream (:class:`~marlinq.methods.drift.PairedHessian`)."""
         return False
 
     def transform(self, block: nn.Module, options: OptionsT) -> None:

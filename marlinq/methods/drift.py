@@ -7,8 +7,13 @@ inputs o that the original gives it. With the Hessian H, the mean of 2 x x^T, an
     W' = W + W C (H + shift * I)^-1
 
 and any solver that goes on from W' instead of W quantises for the original's outputs (Li et al. 2025, GPTAQ,
-solve the same problem column by column). All of it overfits: W' makes up for noise of the calibration too.
-So only a share of the way is gone.
+solve the same problem column by column). A projection that writes to the residual stream can do more. What
+is read from there is the stream h + W x, which should be the original's s = g + W o: all that the blocks
+before have done to the stream is in h - g. With the drift D of the stream, the mean of 2 (s - h - W x) x^T,
+
+    W' = W + D (H + shift * I)^-1
+
+All of it overfits: W' makes up for noise of the calibration too. So only a share of the way is gone.
 """
 
 from __future__ import annotations
@@ -30,7 +35,8 @@ _CHUNK_ROWS = 8192
 
 
 class PairedHessian(HessianAccumulator):
-    """The Hessian of a layer's inputs, and their drift from the original's.
+    """The Hessian of a layer's inputs, and their drift from the original's, or that of the residual stream
+    that the layer writes to (:meth:`write_to_stream`).
 
     Args: as for :class:`HessianAccumulator`.
     """
@@ -43,6 +49,17 @@ class PairedHessian(HessianAccumulator):
         # While shards are added up, the drift is a sum, and this is the tokens it is of.
         self._shared: Tensor | None = None
         self._layer = name
+        self._stream: int | None = None
+
+    def write_to_stream(self, channels: int) -> None:
+        """The layer's output is added to a residual stream of so many channels, N: :meth:`add_stream` takes
+        the place of :meth:`add_pair`. Called before either; with shards, on each."""
+        self._stream = channels
+
+    @property
+    def of_stream(self) -> bool:
+        """Whether :meth:`drift` is that of the residual stream."""
+        return self._stream is not None
 
     def add_pair(self, x: Tensor, original: Tensor, mask: Tensor | None = None) -> None:
         """Counts the inputs of one call. Tokens that only :meth:`add` sees have no part in the drift.
@@ -52,18 +69,48 @@ class PairedHessian(HessianAccumulator):
             original: float, of the same shape, of the original for the same tokens.
             mask: as for :meth:`add`.
         """
+        difference = original.to(torch.float32) - x.to(torch.float32)
+        self._add(x, difference.to(x.dtype), mask)
+
+    def add_stream(
+        self, x: Tensor, stream: Tensor, original: Tensor | None, mask: Tensor | None = None
+    ) -> None:
+        """Counts the inputs of one call of a layer that writes to a residual stream.
+
+        A token counts by the inverse of its stream's mean square: whatever reads the stream norms it first,
+        so that an error is as bad as it is large beside the stream. A few tokens have streams a hundred times
+        as large as all others (Sun et al. 2024, Massive Activations), and would count ten thousand times.
+
+        Args:
+            x: float [..., K], of the quantised model.
+            stream: float [..., N], of the quantised model, with the layer's output added.
+            original: float, of the same shape, of the original for the same tokens; None where it is not
+                known.
+            mask: as for :meth:`add`.
+        """
+        x, stream = x.reshape(-1, x.shape[-1]), stream.reshape(-1, stream.shape[-1])
+        sizes = stream.to(torch.float32).square().mean(dim=1, keepdim=True).sqrt()
+        # A stream of zeros has nothing to be measured by. Weights are rounded as inputs are: all of a token
+        # has the same one.
+        weights = torch.where(sizes > 0, 1 / sizes, 0.0).to(x.dtype)
+        if original is None:
+            self.add(x * weights, mask)
+        else:
+            difference = original.reshape(stream.shape).to(torch.float32) - stream.to(torch.float32)
+            self._add(x * weights, difference.to(x.dtype) * weights, mask)
+
+    def _add(self, x: Tensor, difference: Tensor, mask: Tensor | None) -> None:
+        """Counts inputs with the difference to the original, in the same dtype. Where that has 16 bits it was
+        rounded by a share of 2**-9 at most, of what is a small correction."""
         before = self.tokens
         self.add(x, mask)
         if self.tokens == before:
             return
-        rows, others = real_rows(x, mask, self._layer), real_rows(original, mask, self._layer)
+        parts = [torch.split(real_rows(each, mask, self._layer), _CHUNK_ROWS) for each in (x, difference)]
         drift = self._sum()
-        for own, other in zip(torch.split(rows, _CHUNK_ROWS), torch.split(others, _CHUNK_ROWS), strict=True):
-            # Rounded to 16 bits where inputs have no more or products are faster: a share of 2**-9 of what
-            # is a small correction.
-            difference = (other.to(torch.float32) - own.to(torch.float32)).to(own.dtype)
-            total = self._pairs + len(own)
-            add_rounded_products(drift, difference, own, self._pairs / total, 2.0 / total)
+        for rows, differences in zip(*parts, strict=True):
+            total = self._pairs + len(rows)
+            add_rounded_products(drift, differences, rows, self._pairs / total, 2.0 / total)
             self._pairs = total
 
     def merge(self, other: HessianAccumulator) -> None:
@@ -87,8 +134,9 @@ class PairedHessian(HessianAccumulator):
         return self._pairs
 
     def drift(self) -> Tensor | None:
-        """float32 [K, K], the mean of 2 (o - x) x^T over the tokens that came with the original's, the
-        accumulator's own; None where nothing drifted."""
+        """float32 [K, K], the mean of 2 (o - x) x^T over the tokens that came with the original's; of a
+        residual stream [N, K], the mean of 2 (original - stream) x^T. The accumulator's own; None where
+        nothing drifted."""
         self._end_sharing()
         return None if self._drift is None or not bool(self._drift.any()) else self._drift
 
@@ -99,7 +147,8 @@ class PairedHessian(HessianAccumulator):
 
     def _sum(self) -> Tensor:
         if self._drift is None:
-            self._drift = torch.zeros_like(self._mean)
+            k = len(self._mean)
+            self._drift = self._mean.new_zeros(k if self._stream is None else self._stream, k)
         return self._drift
 
 
@@ -117,17 +166,19 @@ def make_up_for_drift(
     damp: float,
     share: float,
     limits: Sequence[float],
+    of_stream: bool = False,
 ) -> list[Tensor] | None:
-    """The weights that give the original's outputs on the quantised model's inputs.
+    """The weights that give the original's outputs, or residual stream, on the quantised model's inputs.
 
     Args:
         weights: float32 [N_i, K] each.
         hessian: float32 [K, K], not damped.
-        drift: float32 [K, K].
+        drift: float32 [K, K]; [N, K] of the residual stream that the only weight writes to.
         damp: share of the mean of the Hessian's diagonal that is added to it.
         share: of the correction, 0 to 1.
         limits: what the norm of each weight's correction is held to. One that is larger than what rounding
             does to the weight fits the calibration, not the drift.
+        of_stream: the drift is that of the residual stream.
 
     Returns:
         New weights; None where the damped Hessian is not positive definite or the correction is not finite.
@@ -141,13 +192,13 @@ def make_up_for_drift(
         return None
     corrected = []
     # With more output channels than input channels the equations are solved for the drift, once.
-    shared = sum(map(len, weights)) > len(hessian)
+    shared = not of_stream and sum(map(len, weights)) > len(hessian)
     if shared:
         drift = torch.cholesky_solve(drift.t(), root).t()
     for weight, limit in zip(weights, limits, strict=True):
         with tensor_cores():
-            asked = weight @ drift
-        correction = (asked if shared else torch.cholesky_solve(asked.t(), root).t()).mul_(share)
+            asked = drift if of_stream else weight @ drift
+        correction = (asked if shared else torch.cholesky_solve(asked.t(), root).t()) * share
         norm = float(correction.norm())
         if not math.isfinite(norm):
             return None

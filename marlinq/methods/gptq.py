@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from marlinq.core.errors import NumericsError, UnsupportedError
 from marlinq.core.scheme import Scheme
-from marlinq.core.settings import Choice, Flag, Fraction, Share, setting
+from marlinq.core.settings import Choice, Flag, Fraction, ProperShare, Share, setting
 from marlinq.core.weight import QuantizedWeight
 from marlinq.methods.base import Inputs, Method, MethodOptions, SolveReport, check_weight, whole_groups
 from marlinq.methods.drift import PairedHessian, make_up_for_drift, trusted_share
@@ -45,6 +45,8 @@ class GPTQOptions(MethodOptions):
         clip_search: search each group's scales (see the module's text) instead of spanning its range.
         damp: share of the mean of H's diagonal that is added to it; raised tenfold, up to 1, while H can't be
             factorised.
+        shrinkage: share of what lies beside H's diagonal that is left out
+            (:meth:`~marlinq.methods.hessian.HessianAccumulator.hessian`).
         act_order: ``none``, or ``static``: groups by falling mean of H's diagonal, and channels by falling
             diagonal within their group. Groups keep their channels, so g_idx stays trivial.
         drift_correction: share of what quantised blocks before did to the inputs that is made up for
@@ -53,6 +55,9 @@ class GPTQOptions(MethodOptions):
 
     clip_search: bool = setting(True, Flag(), "Search each group's scale for the least output error.")
     damp: float = setting(0.01, Fraction(), "Share of the Hessian's mean diagonal that is added to it.")
+    shrinkage: float = setting(
+        0.1, ProperShare(), "Share of the Hessian's entries beside its diagonal that is left out."
+    )
     act_order: str = setting(
         "static",
         Choice(("none", "static")),
@@ -93,7 +98,7 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
         names: Sequence[str],
     ) -> list[tuple[QuantizedWeight, SolveReport]]:
         statistics = _known(statistics)
-        hessian = statistics.hessian()
+        hessian = statistics.hessian(options.shrinkage)
         if not isinstance(statistics, PairedHessian) or (drift := statistics.drift()) is None:
             return solve_gptq_shared(weights, hessian, scheme, options, names=names)
         corrected = make_up_for_drift(
@@ -106,6 +111,7 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
                 float((weight - round_to_nearest(weight, scheme, name=name).dequantize()).norm())
                 for weight, name in zip(weights, names, strict=True)
             ],
+            of_stream=statistics.of_stream,
         )
         solved = solve_gptq_shared(corrected or weights, hessian, scheme, options, names=names)
         if corrected is not None:
@@ -134,7 +140,7 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
         for start in range(0, len(inputs), together):
             part = inputs[start : start + together]
             found = solve_many(
-                [Layer(each.weights, _known(each.statistics).hessian()) for each in part],
+                [Layer(each.weights, _known(each.statistics).hessian(options.shrinkage)) for each in part],
                 together,
                 g,
                 scheme,

@@ -8,6 +8,7 @@ from marlinq.models.instance import ModelInstance, TensorSource
 from marlinq.models.names import TensorNames
 from marlinq.models.projection import Projection, fused_experts, shared_inputs, tapped
 from marlinq.models.replay import BlockReplay
+from marlinq.models.stream import StreamFinder, streams_at
 
 __all__ = [
     "Block",
@@ -17,6 +18,7 @@ __all__ = [
     "Experts",
     "ModelInstance",
     "Projection",
+    "StreamFinder",
     "TensorNames",
     "TensorSource",
     "build_blueprint",
@@ -24,6 +26,7 @@ __all__ = [
     "expert_inputs",
     "fused_experts",
     "shared_inputs",
+    "streams_at",
     "tapped",
     "tapped_layer",
 ]

@@ -158,7 +158,7 @@ class BlockReplay:
         projections: Iterable[Projection],
         receive: Receive,
         *,
-        last: str | None = None,
+        done: Callable[[str], bool] | None = None,
     ) -> Tensor | None:
         """Runs a block for the inputs of some of its projections.
 
@@ -166,19 +166,18 @@ class BlockReplay:
             block, batch, hidden: as in :meth:`run`.
             projections: to listen to.
             receive: called with the name and the input of each.
-            last: the block may stop when the projection of this name has been reached: nothing after it is of
-                interest.
+            done: asked after each, by its name, whether the block may stop: nothing behind is of interest.
 
         Returns:
             What the block makes of ``hidden``; None where it stopped.
         """
 
-        def until_last(name: str, x: Tensor) -> None:
+        def until_done(name: str, x: Tensor) -> None:
             receive(name, x)
-            if name == last:
+            if done is not None and done(name):
                 raise _StopForward
 
-        with tapped(self._instance.model, projections, until_last), suppress(_StopForward):
+        with tapped(self._instance.model, projections, until_done), suppress(_StopForward):
             return self.run(block, batch, hidden)
         return None
 

@@ -30,6 +30,126 @@ def paired(seen: torch.Tensor, original: torch.Tensor) -> PairedHessian:
     return statistics
 
 
+def streams() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A weight, its inputs, the stream behind it in the quantised model, and in the original."""
+    weight, original, seen = inputs()
+    generator = torch.Generator().manual_seed(9)
+    beside = torch.randn(T, N, generator=generator)
+    # What blocks before have done to the stream shows in the inputs as well.
+    drifted = beside + 0.1 * seen @ torch.randn(K, N, generator=generator)
+    return weight, seen, drifted + seen @ weight.t(), beside + original @ weight.t()
+
+
+def rms(stream: torch.Tensor) -> torch.Tensor:
+    return stream.square().mean(dim=-1, keepdim=True).sqrt()
+
+
+def follower(*tensors: torch.Tensor) -> PairedHessian:
+    statistics = PairedHessian(K, device=CPU, name="o_proj")
+    statistics.write_to_stream(N)
+    if tensors:
+        statistics.add_stream(*tensors)
+    return statistics
+
+
+def test_the_whole_correction_of_a_stream_is_the_least_squares_solution() -> None:
+    weight, seen, stream, original = streams()
+    statistics = follower(seen, stream, original)
+    drift = statistics.drift()
+    assert drift is not None
+    assert statistics.of_stream
+    assert drift.shape == (N, K)
+    whole, quarter = (
+        make_up_for_drift(
+            [weight],
+            statistics.hessian(),
+            drift,
+            damp=1e-6,
+            share=share,
+            limits=[math.inf],
+            of_stream=True,
+        )
+        for share in (1.0, 0.25)
+    )
+    assert whole is not None
+    assert quarter is not None
+    beside, sizes = (stream - seen @ weight.t()).double(), rms(stream).double()
+    solved = torch.linalg.lstsq(seen / sizes, (original - beside) / sizes).solution.t()
+    assert float((whole[0] - solved).norm() / solved.norm()) < 64 * 2**-24 * 300
+    torch.testing.assert_close(quarter[0], weight + (whole[0] - weight) / 4, rtol=1e-5, atol=1e-6)
+    # Nothing of the accumulator's was changed.
+    expected = 2 * ((original - stream) / sizes**2).t() @ seen.double() / T
+    torch.testing.assert_close(statistics.drift(), expected.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_stream_comes_closer_to_the_originals() -> None:
+    weight, seen, stream, original = streams()
+    beside = stream - seen @ weight.t()
+
+    def loss(share: float) -> float:
+        options = GPTQOptions(drift_correction=share)
+        [(found, report)] = GPTQ().solve(
+            [weight], follower(seen, stream, original), scheme(32), options, names=["o_proj"]
+        )
+        assert report.fallback is None
+        return float(((beside + seen @ found.dequantize().t() - original) / rms(stream)).square().sum())
+
+    assert loss(1.0) < loss(0.25) < loss(0.0)
+
+
+def test_a_token_counts_by_the_inverse_of_its_streams_size() -> None:
+    _, seen, stream, original = streams()
+    statistics, plain, halves = follower(), follower(), follower()
+    statistics.add_stream(seen, stream, None)
+    # The same tokens a hundred times as large, one of zeros, and the quantised model's stream alone.
+    plain.add_stream(100 * seen, 100 * stream, 100 * original)
+    halves.add_stream(seen, stream, original)
+    halves.add_stream(torch.ones(1, K), torch.zeros(1, N), torch.ones(1, N))
+    expected = 2 / T * (seen / rms(stream)).t() @ (seen / rms(stream))
+    for found, share in ((statistics, 1.0), (plain, 1.0), (halves, T / (T + 1))):
+        torch.testing.assert_close(found.hessian(), share * expected, rtol=1e-4, atol=1e-5)
+    assert statistics.drift() is None
+    assert statistics.tokens == T
+    assert statistics.pairs == 0
+    drifts = plain.drift(), halves.drift()
+    assert drifts[0] is not None
+    assert drifts[1] is not None
+    torch.testing.assert_close(drifts[0] * (T / (T + 1)), drifts[1], rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_may_be_flattened() -> None:
+    _, seen, stream, original = streams()
+    flat, shaped = follower(seen, stream, original), follower()
+    shaped.add_stream(seen, stream.reshape(4, T // 4, N), original.reshape(2, T // 2, N))
+    assert torch.equal(flat.hessian(), shaped.hessian())
+
+
+def test_streams_in_parts_masked_merged_and_shared() -> None:
+    _, *tensors = streams()
+    whole = follower(*tensors)
+    mask = torch.ones(4, 50, dtype=torch.bool)
+    mask[1:, 30:] = False
+    padded = [torch.zeros(4, 50, tensor.shape[1]) for tensor in tensors]
+    for place, source in zip(padded, tensors, strict=True):
+        place[mask] = source[: int(mask.sum())]
+    seen, stream, original = padded
+    first, second, empty = follower(), follower(), follower()
+    first.add_stream(seen, stream, original, mask)
+    second.add_stream(*(tensor[140:200] for tensor in tensors))
+    second.merge(follower(*(tensor[200:] for tensor in tensors)))
+    # A rank that has seen nothing has a tensor of the same shape.
+    shares = [rank.as_share(T) for rank in (first, second, empty)]
+    for one, *others in zip(*shares, strict=True):
+        for other in others:
+            one.add_(other)
+    expected, found = whole.drift(), first.drift()
+    assert expected is not None
+    assert found is not None
+    assert first.pairs == whole.pairs == T
+    largest = float(2 * (tensors[2] - tensors[1]).abs().max() * tensors[0].abs().max())
+    torch.testing.assert_close(found, expected, rtol=0, atol=T * 2**-24 * largest)
+
+
 @pytest.mark.parametrize("members", [1, 3])
 def test_the_whole_correction_is_the_least_squares_solution(members: int) -> None:
     """Of few output channels and of more than K, which are solved for in another order."""
@@ -127,6 +247,12 @@ def test_a_hessian_that_cannot_be_factorised_leaves_the_correction_out() -> None
 def test_a_share_is_from_0_to_1(share: object) -> None:
     with pytest.raises(UsageError, match="drift_correction: expected a number from 0 to 1"):
         GPTQOptions(drift_correction=share)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, False, "a tenth"])
+def test_some_of_the_hessian_stays(share: object) -> None:
+    with pytest.raises(UsageError, match="shrinkage: expected a number from 0 to below 1"):
+        GPTQOptions(shrinkage=share)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,19 @@ def test_a_wide_hessian_is_summed_above_its_diagonal_alone() -> None:
     assert ((accumulator.hessian().double() - expected / rows).abs() <= bound / rows).all()
 
 
+def test_shrinkage_leaves_the_diagonal_and_may_change() -> None:
+    accumulator = HessianAccumulator(600, device=CPU, name="layer")
+    accumulator.add(torch.randn(40, 600, generator=torch.Generator().manual_seed(1)))
+    whole = accumulator.hessian().clone()
+    for share in (0.25, 0.25, 0.1, 0.0):
+        found = accumulator.hessian(share)
+        assert torch.equal(found.diagonal(), whole.diagonal())
+        assert torch.equal(found, found.t())
+        expected = (1 - share) * whole + share * torch.diag(whole.diagonal())
+        # One rounding each time that the share changes.
+        assert ((found - expected).abs() <= 4 * 2**-24 * whole.abs()).all()
+
+
 def test_corrections_are_rounded_where_a_cpu_multiplies_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = 40
     for k, able, rounded in ((256, True, True), (256, False, False), (64, True, False)):

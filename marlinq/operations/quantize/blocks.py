@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,8 +16,9 @@ from marlinq.core.errors import NumericsError
 from marlinq.core.progress import ReportProgress
 from marlinq.core.weight import QuantizedWeight
 from marlinq.methods import Inputs, SolveReport, Statistics
-from marlinq.models import BlockReplay, Experts, ModelInstance, Projection, shared_inputs
+from marlinq.models import BlockReplay, Experts, ModelInstance
 from marlinq.operations.quantize.experts import ExpertCalibration, ExpertGroup
+from marlinq.operations.quantize.gathering import BlockOutputs, Gathered, Gathering
 from marlinq.operations.quantize.head import solve_head
 from marlinq.operations.quantize.lots import LOT_WEIGHTS, in_lots
 from marlinq.operations.quantize.original import OriginalStates, compared_batches
@@ -71,12 +72,11 @@ class BlockQuantizer:
         self._batches = batches
         self._progress = progress
         self._replay = BlockReplay(instance, products)
+        self._gathering = Gathering(instance, self._replay, plan.method, batches, ranks)
         self._experts = ExpertCalibration(
-            instance, self._replay, recipe, len(batches), self._empty_statistics, ranks
+            instance, self._replay, recipe, len(batches), self._gathering.empty, ranks
         )
         self._lot: dict[str, Tensor] = {}
-        self._original: OriginalStates | None = None
-        self._masks = [batch.mask().to(instance.device) if batch.padded else None for batch in batches]
 
     def run(self) -> None:
         """Quantises every block that is not written yet, then the output head if it is wanted.
@@ -111,7 +111,7 @@ class BlockQuantizer:
             if states is not None and self._is_paired():
                 compared = compared_batches(self._batches, self._ranks.size)
                 copy = self._copy(states, compared)
-                self._original = OriginalStates(self._instance, self._replay, copy, compared)
+                self._gathering.original = OriginalStates(self._instance, self._replay, copy, compared)
             self._progress("quantising blocks", 0, count)
             for index in range(count):
                 if index in needed:
@@ -154,9 +154,10 @@ class BlockQuantizer:
 
     def _advance_original(self, index: int) -> None:
         """Runs a block of the original whose inputs nobody wants."""
-        if self._original is not None:
+        original = self._gathering.original
+        if original is not None:
             for number in range(len(self._batches)):
-                self._original.advance(index, number)
+                original.advance(index, number)
 
     def _first_states(self) -> HiddenStates:
         recorded = self._replay.record(batch.ids for batch in self._batches)
@@ -216,17 +217,10 @@ class BlockQuantizer:
                 self._instance.replace(planned.projection, weight)
 
     def _advance(self, index: int, states: HiddenStates) -> None:
-        outputs = _Outputs(states)
+        outputs = BlockOutputs(self._blocks[index].name, states)
         for number in range(len(self._batches)):
             outputs.keep(number, self._replay.run(index, number, states.load(number)))
-        self._check_output(index, outputs)
-
-    def _check_output(self, index: int, outputs: _Outputs) -> None:
-        if not outputs.finite():
-            raise NumericsError(
-                f"{self._blocks[index].name}: its output holds NaN or infinity in "
-                f"{str(self._instance.dtype).removeprefix('torch.')}; check the source checkpoint"
-            )
+        outputs.check()
 
     def _quantize(
         self,
@@ -254,29 +248,48 @@ class BlockQuantizer:
         if not members:
             self._advance_original(index)
         if states is None or not members:
-            groups: list[tuple[str, ...]] = [(name,) for name in by_name]
-            statistics: dict[str, Statistics] = {}
+            gathered = Gathered([(name,) for name in by_name], [], {})
         else:
-            groups, statistics = self._statistics(index, members, states, once=once)
-        solves = [
-            Solve(tuple(members), group[0])
-            for group in groups
-            for members in _of_equal_settings([by_name[name] for name in group])
-        ]
+            outputs = BlockOutputs(self._blocks[index].name, states) if once else None
+            gathered = self._gathering.gather(index, members, states, outputs)
+            if outputs is not None:
+                outputs.check()
         quantized: dict[str, QuantizedWeight] = {}
         notes: dict[str, Any] = {}
-        # A correction for drift is held to a norm of the whole weight.
-        cut = not self._is_paired()
-        for planned, solved, report in shared_solves(solves, statistics, self._solve, self._ranks, cut=cut):
-            if keep:
-                quantized[planned.projection.name] = solved
-            notes |= self._write(planned, solved, report)
+        for late, groups in enumerate((gathered.groups, gathered.late)):
+            if not groups:
+                continue
+            if late and states is not None:
+                # They see what the others, quantised, make of the text.
+                for name, solved in quantized.items():
+                    self._install(by_name[name], solved)
+                quantized.clear()
+                self._gathering.gather_late(index, members, states, gathered)
+            for planned, solved, report in self._solved(groups, by_name, gathered):
+                if keep or gathered.late:
+                    quantized[planned.projection.name] = solved
+                notes |= self._write(planned, solved, report)
         for experts in self._blocks[index].experts:
             if experts.projections[0].name in fused:
                 notes |= self._quantize_experts(index, experts, fused, states, keep=keep)
         for name, solved in quantized.items():
             self._install(by_name[name], solved)
         self._commit(notes)
+
+    def _solved(
+        self, groups: Sequence[tuple[str, ...]], by_name: Mapping[str, PlannedModule], gathered: Gathered
+    ) -> Iterator[tuple[PlannedModule, QuantizedWeight, ModuleReport]]:
+        solves = [
+            Solve(tuple(members), group[0])
+            for group in groups
+            for members in _of_equal_settings([by_name[name] for name in group])
+        ]
+        # They are used up.
+        statistics = {
+            group[0]: gathered.statistics.pop(group[0]) for group in groups if group[0] in gathered.statistics
+        }
+        # A correction for drift is held to a norm of the whole weight.
+        return shared_solves(solves, statistics, self._solve, self._ranks, cut=not self._is_paired())
 
     def _quantize_experts(
         self,
@@ -333,84 +346,14 @@ class BlockQuantizer:
         self._commit(self._write(head, solved, module_report(head, gathered, report)))
 
     def _head_statistics(self, head: PlannedModule, states: HiddenStates) -> Statistics:
-        statistics = self._empty_statistics(head)
-        masks = iter(self._masks)
+        statistics = self._gathering.empty(head)
+        masks = iter(self._gathering.masks)
         self._replay.after_blocks(
             ((batch.ids, states.load(number)) for number, batch in enumerate(self._batches)),
             head.projection,
             lambda name, x: statistics.add(x, next(masks)),
         )
         return statistics
-
-    def _statistics(
-        self, index: int, members: Sequence[PlannedModule], states: HiddenStates, *, once: bool
-    ) -> tuple[list[tuple[str, ...]], dict[str, Statistics]]:
-        """Names of the block's projections by shared input, and the statistics of each group under its
-        first name; with ``once`` the block's output takes the place of its input."""
-        by_name = {planned.projection.name: planned for planned in members}
-        method = self._plan.method
-        statistics: dict[str, Any] = {}
-        number = 0
-
-        def originals(projections: Sequence[Projection]) -> dict[str, Tensor]:
-            return {} if self._original is None else self._original.advance(index, number, projections)
-
-        def receive(name: str, x: Tensor) -> None:
-            if name not in statistics:
-                statistics[name] = self._empty_statistics(by_name[name])
-            other = others.pop(name, None)
-            if other is not None and self._is_pair(x, other, number) and method.paired(by_name[name].options):
-                statistics[name].add_pair(x, other, self._masks[number])
-            else:
-                statistics[name].add(x, self._masks[number])
-
-        outputs = _Outputs(states)
-
-        def run_first() -> None:
-            output = self._replay.run(index, 0, states.load(0))
-            if once:
-                outputs.keep(0, output)
-
-        # Which projections share an input is known after the first run, so all of them are listened to there.
-        others = originals([planned.projection for planned in members])
-        groups = shared_inputs(
-            self._instance.model, [planned.projection for planned in members], run_first, receive
-        )
-        start = 1
-        agreed = [tuple(group) for group in self._ranks.share_json(groups)]
-        if agreed != groups:
-            # Tokens of this rank's first batch chose other experts than those of the first rank's.
-            groups, start = agreed, 0
-            statistics.clear()
-        first = [by_name[group[0]].projection for group in groups]
-        # Experts run in whatever order the tokens ask for, so there is no last one to stop at.
-        last = None if once or self._instance.blueprint.routed else first[-1].name
-        for number in range(start, len(self._batches)):
-            # A first batch that is seen again has no pairs: the original's block has run on it.
-            others = originals(first) if number else {}
-            output = self._replay.inputs(index, number, states.load(number), first, receive, last=last)
-            if once and output is not None:
-                outputs.keep(number, output)
-        if once:
-            self._check_output(index, outputs)
-        for projection in first:
-            if projection.name not in statistics:
-                # An expert that no token chose.
-                statistics[projection.name] = self._empty_statistics(by_name[projection.name])
-        return groups, statistics
-
-    def _is_pair(self, x: Tensor, original: Tensor, batch: int) -> bool:
-        """Whether two inputs of a projection are of the same tokens: all of the batch, where there are
-        experts, since each model sends them tokens of its own choice."""
-        places = tuple(self._batches[batch].ids.shape)
-        return x.shape == original.shape and (not self._instance.blueprint.routed or x.shape[:-1] == places)
-
-    def _empty_statistics(self, planned: PlannedModule) -> Statistics:
-        projection = planned.projection
-        found: Statistics = self._plan.method.statistics(
-            projection.in_features, planned.options, device=self._instance.device, name=projection.name
-        )
-        return found
 
     def _solve_groups(self, groups: Sequence[ExpertGroup]) -> list[list[tuple[QuantizedWeight, SolveReport]]]:
         """Solves groups of experts, those of equal shapes and settings together."""
@@ -464,27 +407,6 @@ class BlockQuantizer:
                 for planned, part, (quantized, _) in zip(members, rows, solved, strict=True)
             )
         return solved
-
-
-class _Outputs:
-    """What a block makes of its input, in whose place it goes.
-
-    Args:
-        states: the input of every batch.
-    """
-
-    def __init__(self, states: HiddenStates) -> None:
-        self._states = states
-        self._finite: list[Tensor] = []
-
-    def keep(self, batch: int, output: Tensor) -> None:
-        """Puts ``output`` in the place of the input of ``batch``."""
-        self._finite.append(torch.isfinite(output).all())
-        self._states.store(batch, output)
-
-    def finite(self) -> bool:
-        """Whether all were; asked when all batches are under way, for it waits for the device."""
-        return bool(torch.stack(self._finite).all())
 
 
 def module_reports(notes: Mapping[str, Any]) -> dict[str, ModuleReport]:

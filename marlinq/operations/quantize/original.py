@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from marlinq.calibration import Batch, HiddenStates
-from marlinq.models import BlockReplay, ModelInstance
-from marlinq.models.projection import Projection, tapped
+from marlinq.models import BlockReplay, ModelInstance, Projection, StreamFinder, streams_at, tapped
 
 # Tokens that say enough about a drift: four for each channel of the widest layers there are.
 _ENOUGH_TOKENS = 1 << 16
@@ -24,6 +26,20 @@ def compared_batches(batches: Sequence[Batch], shards: int = 1) -> list[int]:
     """
     tokens = shards * sum(sum(batch.lengths) for batch in batches)
     return list(range(0, len(batches), max(1, tokens // _ENOUGH_TOKENS)))
+
+
+@dataclass(frozen=True)
+class OriginalRun:
+    """What a block of the original saw of one batch; empty for a batch that it does not run.
+
+    Attributes:
+        inputs: of projections, [..., K] by name.
+        streams: the residual stream behind projections that write to it, [..., H] by the name of the module
+            whose input it is.
+    """
+
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    streams: dict[str, Tensor] = field(default_factory=dict)
 
 
 class OriginalStates:
@@ -42,21 +58,69 @@ class OriginalStates:
         self._instance, self._replay, self._states = instance, replay, states
         self._places = {number: place for place, number in enumerate(batches)}
 
-    def advance(self, index: int, batch: int, projections: Sequence[Projection] = ()) -> dict[str, Tensor]:
+    def has(self, batch: int) -> bool:
+        """Whether the original runs the batch of this number."""
+        return batch in self._places
+
+    def output(self, batch: int) -> Tensor:
+        """What the block that a batch went through last made of it, [B, T, H]."""
+        return self._states.load(self._places[batch])
+
+    def advance(
+        self,
+        index: int,
+        batch: int,
+        projections: Sequence[Projection] = (),
+        streams: Iterable[str] = (),
+    ) -> OriginalRun:
         """Runs a block on a batch; its output takes the place of its input.
 
         Args:
             index: of the block; every batch goes through every block once, in order.
-            batch: number of the batch; one that the original does not run has no inputs.
-            projections: whose inputs are wanted, [..., K] by name. Experts see tokens of their own choice in
-                either model, so theirs can't be paired and are left out.
+            batch: its number.
+            projections: whose inputs are wanted. Experts see tokens of their own choice in either model, so
+                theirs can't be paired and are left out.
+            streams: names of modules whose input is the residual stream, where that is wanted.
         """
-        inputs: dict[str, Tensor] = {}
+        found = OriginalRun()
         place = self._places.get(batch)
         if place is None:
-            return inputs
-        paired = [projection for projection in projections if projection.expert is None]
-        with tapped(self._instance.model, paired, inputs.__setitem__):
+            return found
+        with (
+            self._tapped(projections, found),
+            streams_at(self._instance.model, streams, found.streams.__setitem__),
+        ):
             output = self._replay.run(index, batch, self._states.load(place))
         self._states.store(place, output)
-        return inputs
+        return found
+
+    def explore(
+        self, index: int, batch: int, projections: Sequence[Projection]
+    ) -> tuple[OriginalRun, dict[str, str]]:
+        """:meth:`advance`, and which of ``projections`` write to the residual stream: for each of these, by
+        name, where the stream behind it is. One whose input another reads too is not among them, for they
+        are solved together."""
+        found = OriginalRun()
+        place = self._places.get(batch)
+        if place is None:
+            return found, {}
+        name = self._instance.blueprint.blocks[index].name
+        hidden = self._states.load(place)
+        finder = StreamFinder(self._instance.model, name, projections)
+        with self._tapped(projections, found), finder.watching(hidden):
+            output = self._replay.run(index, batch, hidden)
+        writers, streams = finder.found(output)
+        self._states.store(place, output)
+        readers = Counter(x.data_ptr() for x in found.inputs.values())
+        writers = {
+            projection: where
+            for projection, where in writers.items()
+            if readers[found.inputs[projection].data_ptr()] == 1
+        }
+        found.streams.update(streams)
+        found.streams.pop(name, None)
+        return found, writers
+
+    def _tapped(self, projections: Sequence[Projection], found: OriginalRun) -> AbstractContextManager[None]:
+        paired = [projection for projection in projections if projection.expert is None]
+        return tapped(self._instance.model, paired, found.inputs.__setitem__)

@@ -58,7 +58,7 @@ def expected_bits(module: str, mixed: bool) -> int:
     return 8 if not mixed or "down_proj" in module or ".layers.1." in module else 4
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("mixed", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("layout", ["gptq", "compressed-tensors"])
 def test_eight_bits_through_every_command(original: Path, tmp_path: Path, layout: str, mixed: bool) -> None:
     changes = {"overrides": MIXED} if mixed else {"bits": 8}

@@ -1,0 +1,144 @@
+"""Where projections write to the residual stream of a decoder block.
+
+Most blocks hand a hidden state through, the residual stream, to which the output projections of attention and
+of the MLP add what they make of it: h + W x. The sum shows itself as the input of a norm, or as what the
+block puts out. A projection whose output is scaled, normed or gated before it is added, as in Gemma 2, does
+not write to the stream in this sense.
+
+Nothing is known of a model's modules beforehand: one run of a block is watched, and a projection writes to
+the stream if what some module gets afterwards, or the block puts out, is the sum of the projection's output
+and of what a module got before, up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from marlinq.models.projection import Projection
+
+# A sum that holds for all channels of this many tokens is no coincidence.
+_ROWS = 64
+
+
+@dataclass(frozen=True)
+class _Seen:
+    name: str
+    value: Tensor
+
+
+class StreamFinder:
+    """Watches one run of a block for projections that write to its residual stream.
+
+    Args:
+        model: what names are relative to.
+        block: name of the block.
+        projections: of the block. Only those with a module of their own are looked at.
+    """
+
+    def __init__(self, model: nn.Module, block: str, projections: Iterable[Projection]) -> None:
+        self._model, self._block = model, block
+        self._projections = [each for each in projections if each.whole]
+        # What modules got, in the order of the calls, and how many had when a projection made its output.
+        self._got: list[_Seen] = []
+        self._made: dict[str, tuple[int, Tensor]] = {}
+
+    @contextmanager
+    def watching(self, hidden: Tensor) -> Iterator[None]:
+        """Watches while the block runs on ``hidden``, [B, T, H]."""
+        self._got, self._made = [_Seen(self._block, hidden)], {}
+        inside = tuple(f"{projection.module}." for projection in self._projections)
+        with ExitStack() as stack:
+            for name, module in self._model.get_submodule(self._block).named_modules(prefix=self._block):
+                if not any(each.startswith(f"{name}.") for each in inside):
+                    stack.callback(module.register_forward_pre_hook(self._gets(name, hidden)).remove)
+            for projection in self._projections:
+                if projection.out_features == hidden.shape[-1]:
+                    module = self._model.get_submodule(projection.module)
+                    stack.callback(module.register_forward_hook(self._makes(projection.name)).remove)
+            yield
+
+    def found(self, output: Tensor) -> tuple[dict[str, str], dict[str, Tensor]]:
+        """What the run has shown.
+
+        Args:
+            output: what the block made, [B, T, H].
+
+        Returns:
+            For each projection that writes to the stream, by its name, the name of the module whose input the
+            stream is then, or the block's, where it is the block's output; and these streams by that name.
+        """
+        got = [*self._got, _Seen(self._block, output)]
+        names = [seen.name for seen in got[1:]]
+        places: dict[str, str] = {}
+        streams: dict[str, Tensor] = {}
+        for projection, (count, made) in self._made.items():
+            before = [_rows(seen.value) for seen in got[:count]]
+            for seen in got[count:]:
+                # Of a module that is called twice it would not be known which call is meant.
+                if names.count(seen.name) == 1 and _adds_up(before, made, _rows(seen.value)):
+                    places[projection], streams[seen.name] = seen.name, seen.value
+                    break
+        return places, streams
+
+    def _gets(self, name: str, hidden: Tensor) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            first = args[0] if args else None
+            if isinstance(first, Tensor) and _fits(first, hidden):
+                self._got.append(_Seen(name, first))
+
+        return before
+
+    def _makes(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if isinstance(output, Tensor) and _fits(output, self._got[0].value):
+                # The output itself may be changed in place when the sum is made.
+                self._made[name] = (len(self._got), _rows(output).clone())
+
+        return after
+
+
+@contextmanager
+def streams_at(
+    model: nn.Module, modules: Iterable[str], receive: Callable[[str, Tensor], None]
+) -> Iterator[None]:
+    """Calls ``receive`` with the name and the input of each of ``modules`` whenever it is called."""
+
+    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            receive(name, args[0])
+
+        return before
+
+    with ExitStack() as stack:
+        for name in modules:
+            stack.callback(model.get_submodule(name).register_forward_pre_hook(hook(name)).remove)
+        yield
+
+
+def _fits(x: Tensor, hidden: Tensor) -> bool:
+    """Whether ``x`` holds as many tokens and channels; some models flatten the tokens."""
+    return x.dim() > 1 and x.shape[-1] == hidden.shape[-1] and x.numel() == hidden.numel()
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.detach().reshape(-1, x.shape[-1])[:_ROWS]
+
+
+def _adds_up(before: Sequence[Tensor], made: Tensor, after: Tensor) -> bool:
+    """Whether ``after`` is the sum of ``made``, which is not zero, and of one of ``before``."""
+    if not bool(made.any()):
+        return False
+    step = max(torch.finfo(each.dtype).eps for each in (made, after))
+    y, total = made.to(torch.float32), after.to(torch.float32)
+    for each in before:
+        h = each.to(torch.float32)
+        # The sum is rounded once, or twice where it is made in a wider type: half a step each.
+        if bool(((h + y - total).abs() <= step * (h.abs() + y.abs())).all()):
+            return True
+    return False

@@ -1,0 +1,292 @@
+"""Statistics of what the projections of a decoder block read, beside what the original's read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from marlinq.calibration import Batch, HiddenStates
+from marlinq.core.errors import NumericsError, UnsupportedError
+from marlinq.methods import Method, Statistics
+from marlinq.models import BlockReplay, ModelInstance, Projection, shared_inputs, streams_at
+from marlinq.operations.quantize.original import OriginalRun, OriginalStates
+from marlinq.operations.quantize.planning import PlannedModule
+from marlinq.operations.quantize.ranks import Ranks
+
+
+class Gathering:
+    """Runs blocks on the text for the statistics of their projections.
+
+    Args:
+        instance: the live model.
+        replay: the recorded calls of its blocks.
+        method: what the statistics are for.
+        batches: the calibration text, this rank's.
+        ranks: processes that share the work.
+    """
+
+    def __init__(
+        self,
+        instance: ModelInstance,
+        replay: BlockReplay,
+        method: Method[Any, Any],
+        batches: Sequence[Batch],
+        ranks: Ranks,
+    ) -> None:
+        self.instance, self.replay, self.method = instance, replay, method
+        self.places = [tuple(batch.ids.shape) for batch in batches]
+        self.masks = [batch.mask().to(instance.device) if batch.padded else None for batch in batches]
+        self._ranks = ranks
+        self.original: OriginalStates | None = None
+        """Set where the method compares."""
+
+    def empty(self, planned: PlannedModule) -> Statistics:
+        """Statistics of a projection's input, nothing counted yet."""
+        projection = planned.projection
+        found: Statistics = self.method.statistics(
+            projection.in_features, planned.options, device=self.instance.device, name=projection.name
+        )
+        return found
+
+    def gather(
+        self,
+        index: int,
+        members: Sequence[PlannedModule],
+        states: HiddenStates,
+        outputs: BlockOutputs | None = None,
+    ) -> Gathered:
+        """Runs block ``index`` on all of the text.
+
+        Args:
+            index: of the block, which is materialised.
+            members: its projections.
+            states: what enters the block.
+            outputs: where to keep what it puts out; None where that is of no interest.
+        """
+        by_name = {planned.projection.name: planned for planned in members}
+        original, places = OriginalRun(), dict[str, str]()
+        if self.original is not None:
+            paired = [each.projection for each in members if self.method.paired(each.options)]
+            original, places = self.original.explore(index, 0, paired)
+        places = self._ranks.share_json(places)
+        block = _Block(self, index, by_name, places)
+
+        # Which projections share an input is known after the first run, so all of them are listened to there.
+        groups = shared_inputs(
+            self.instance.model,
+            [planned.projection for planned in members],
+            lambda: block.run(0, states.load(0), original, outputs),
+            block.receive,
+        )
+        start = 1
+        agreed = [tuple(group) for group in self._ranks.share_json(groups)]
+        if agreed != groups:
+            # Tokens of this rank's first batch chose other experts than those of the first rank's.
+            groups, start = agreed, 0
+            block.statistics.clear()
+        first = [by_name[group[0]].projection for group in groups]
+        read = [projection for projection in first if projection.name not in places]
+        for number in range(start, len(self.masks)):
+            original = OriginalRun()
+            # A first batch that is seen again has no pairs: the original's block has run on it.
+            if number and self.original is not None:
+                original = self.original.advance(index, number, read, block.inner)
+            wanted = [each for each in first if not block.is_late(each.name, number)]
+            # Experts run in whatever order the tokens ask for, so there is no last one to stop at.
+            to_the_end = outputs is not None or self.instance.blueprint.routed
+            last = None if to_the_end or not wanted else wanted[-1].name
+            block.run(number, states.load(number), original, outputs, wanted, last)
+        for projection in first:
+            # An expert that no token chose has nothing.
+            block.statistics_of(projection.name)
+        late = [group for group in groups if places.get(group[0]) == block.name]
+        return Gathered([group for group in groups if group not in late], late, block.statistics)
+
+    def gather_late(
+        self, index: int, members: Sequence[PlannedModule], states: HiddenStates, gathered: Gathered
+    ) -> None:
+        """Adds to the statistics of :attr:`Gathered.late` what they see once the others are quantised.
+
+        Args:
+            index: of the block, whose other projections have their new weights.
+            members, states: as for :meth:`gather`.
+            gathered: what it returned.
+        """
+        if self.original is None or not gathered.late:
+            return
+        names = {name for group in gathered.late for name in group}
+        late = [planned.projection for planned in members if planned.projection.name in names]
+        for number, mask in enumerate(self.masks):
+            if not self.original.has(number):
+                continue
+            inputs: dict[str, Tensor] = {}
+            output = self.replay.inputs(index, number, states.load(number), late, inputs.__setitem__)
+            if output is None:
+                raise AssertionError("nothing stops this run")
+            original = self.original.output(number)
+            for name, x in inputs.items():
+                gathered.statistics[name].add_stream(x, output, original, mask)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The inputs of a block's projections.
+
+    Attributes:
+        groups: names of projections by shared input.
+        late: more of them, which write to the residual stream that the block puts out: with the other
+            projections quantised they can make up for these too, and are solved after them.
+        statistics: of each group, under its first name; of late ones without the batches that the original
+            runs, which :meth:`Gathering.gather_late` adds.
+    """
+
+    groups: list[tuple[str, ...]]
+    late: list[tuple[str, ...]]
+    statistics: dict[str, Any]
+
+
+class BlockOutputs:
+    """What a block makes of its input, in whose place it goes.
+
+    Args:
+        block: the block's name.
+        states: the input of every batch.
+    """
+
+    def __init__(self, block: str, states: HiddenStates) -> None:
+        self._block, self._states = block, states
+        self._finite: list[Tensor] = []
+
+    def keep(self, batch: int, output: Tensor) -> None:
+        """Puts ``output`` in the place of the input of ``batch``."""
+        self._finite.append(torch.isfinite(output).all())
+        self._dtype = output.dtype
+        self._states.store(batch, output)
+
+    def check(self) -> None:
+        """Looks at all when all batches are under way, for it waits for the device.
+
+        Raises:
+            NumericsError: one holds NaN or infinity.
+        """
+        if not bool(torch.stack(self._finite).all()):
+            raise NumericsError(
+                f"{self._block}: its output holds NaN or infinity in "
+                f"{str(self._dtype).removeprefix('torch.')}; check the source checkpoint"
+            )
+
+
+class _Block:
+    """The statistics of one block while batches go through it.
+
+    Args:
+        gathering: whose block it is.
+        index: of the block.
+        planned: its projections by name.
+        places: where the residual stream is behind the projections that write to it.
+    """
+
+    def __init__(
+        self,
+        gathering: Gathering,
+        index: int,
+        planned: Mapping[str, PlannedModule],
+        places: Mapping[str, str],
+    ) -> None:
+        self._all, self._index = gathering, index
+        self.name = gathering.instance.blueprint.blocks[index].name
+        self._planned, self._places = planned, places
+        self.inner = {where for where in places.values() if where != self.name}
+        self.statistics: dict[str, Any] = {}
+        self._batch = 0
+        self._original = OriginalRun()
+        # Inputs of projections that write to the stream, until it is known what becomes of it.
+        self._waiting: dict[str, Tensor] = {}
+
+    def run(
+        self,
+        batch: int,
+        hidden: Tensor,
+        original: OriginalRun,
+        outputs: BlockOutputs | None,
+        projections: Sequence[Projection] = (),
+        last: str | None = None,
+    ) -> None:
+        """Runs the block on a batch.
+
+        Args:
+            batch: its number.
+            hidden: what enters the block.
+            original: what the original saw of it.
+            outputs: where to keep what the block makes of it.
+            projections: to listen to, beside those that already are.
+            last: the projection behind which nothing is of interest; None to run to the end.
+        """
+        self._batch, self._original = batch, original
+        with streams_at(self._all.instance.model, self.inner, self._reach):
+            output = self._all.replay.inputs(
+                self._index,
+                batch,
+                hidden,
+                projections,
+                self.receive,
+                done=lambda name: name == last and not self._waiting,
+            )
+        if output is None:
+            return
+        self._reach(self.name, output)
+        for name in self._waiting:
+            raise UnsupportedError(
+                f"{name}: expected {self._places[name]} to be called behind it for every batch, as for the "
+                f"first; found batch {batch} without; quantise with --drift-correction 0"
+            )
+        if outputs is not None:
+            outputs.keep(batch, output)
+
+    def statistics_of(self, name: str) -> Any:
+        """The statistics of the input of a projection."""
+        if name not in self.statistics:
+            self.statistics[name] = self._all.empty(self._planned[name])
+            if name in self._places:
+                self.statistics[name].write_to_stream(self._planned[name].projection.out_features)
+        return self.statistics[name]
+
+    def is_late(self, name: str, batch: int) -> bool:
+        """Whether a projection sees the batch when all others are quantised, and not before."""
+        original = self._all.original
+        return self._places.get(name) == self.name and original is not None and original.has(batch)
+
+    def receive(self, name: str, x: Tensor) -> None:
+        """Counts an input of a projection, at once or when the residual stream behind it is known."""
+        if self.is_late(name, self._batch):
+            return
+        statistics, mask = self.statistics_of(name), self._all.masks[self._batch]
+        other = self._original.inputs.pop(name, None)
+        if name in self._places:
+            self._waiting[name] = x
+        elif other is not None and self._is_pair(name, x, other):
+            statistics.add_pair(x, other, mask)
+        else:
+            statistics.add(x, mask)
+
+    def _reach(self, place: str, stream: Tensor) -> None:
+        """The residual stream has come to ``place``."""
+        for name in [name for name in self._waiting if self._places[name] == place]:
+            original = self._original.streams.get(place)
+            mask = self._all.masks[self._batch]
+            self.statistics[name].add_stream(self._waiting.pop(name), stream, original, mask)
+
+    def _is_pair(self, name: str, x: Tensor, original: Tensor) -> bool:
+        """Whether two inputs of a projection are of the same tokens: all of the batch, where there are
+        experts, since each model sends them tokens of its own choice."""
+        paired = self._all.method.paired(self._planned[name].options)
+        routed = self._all.instance.blueprint.routed
+        return (
+            paired
+            and x.shape == original.shape
+            and (not routed or x.shape[:-1] == self._all.places[self._batch])
+        )
