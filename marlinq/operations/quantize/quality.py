@@ -37,13 +37,13 @@ QUALITIES: dict[str, Quality] = {
         ),
         Quality(
             DEFAULT,
-            1,
+            2,
             "GPTQ",
             {"method": "gptq", "tune_steps": 0, "tune_codes": False, "tune_own_text": False},
         ),
         Quality(
             "best",
-            5,
+            6,
             "the default, then codes, scales and norms tuned towards the original's predictions, on text "
             "that the model writes as well",
             {"method": "gptq", "tune_steps": "auto", "tune_codes": True, "tune_own_text": True},

@@ -117,7 +117,8 @@ def test_the_head_is_calibrated_on_its_own_inputs(tmp_path: Path, name: str) -> 
     statistics = HessianAccumulator(64, device=torch.device("cpu"), name="head")
     statistics.add(inputs)
     scheme = quantized.modules["lm_head"].scheme
-    expected, solved = solve_gptq(weight, statistics.hessian(), scheme, GPTQOptions(act_order="none"))
+    options = GPTQOptions(act_order="none")
+    expected, solved = solve_gptq(weight, statistics.hessian(options.shrinkage), scheme, options)
     # The same sums in another order: a code that lay between two values may fall to the other side.
     assert report.modules["lm_head"].relative_error == pytest.approx(solved.relative_error, rel=1e-3)
     assert (quantized.load("lm_head").codes != expected.codes).float().mean() < 1e-3
