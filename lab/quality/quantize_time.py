@@ -40,6 +40,7 @@ from marlinq.core.devices import rank_and_size
 from marlinq.models import ModelInstance
 from marlinq.operations.quantize import Recipe
 from marlinq.operations.quantize.blocks import BlockQuantizer
+from marlinq.operations.quantize.gathering import Gathering
 
 
 def write_text(path: Path, documents: int, words: int) -> None:
@@ -54,7 +55,8 @@ def write_text(path: Path, documents: int, words: int) -> None:
 
 PARTS = {
     "block read and placed": (ModelInstance, "block"),
-    "first forward pass and Hessians": (BlockQuantizer, "_statistics"),
+    "first forward pass and Hessians": (Gathering, "gather"),
+    "inputs behind quantised projections": (Gathering, "gather_late"),
     "solve": (BlockQuantizer, "_solve"),
     "packed": (BlockQuantizer, "_write"),
     "waited for the writer": (BlockQuantizer, "_commit"),

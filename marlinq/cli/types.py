@@ -99,7 +99,8 @@ class SettingType(click.ParamType):  # type: ignore[type-arg]  # generic from cl
             return f"[{'|'.join(map(str, self.kind.values))}]"
         if isinstance(self.kind, Automatic):
             return f"[{SettingType(self.kind.kind).get_metavar(param, ctx)}|auto]"
-        return {"WholeNumber": "N", "Fraction": "FRACTION"}.get(type(self.kind).__name__, "TEXT")
+        names = {"WholeNumber": "N", "Fraction": "FRACTION", "Share": "SHARE", "ProperShare": "SHARE"}
+        return names.get(type(self.kind).__name__, "TEXT")
 
 
 class Source(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
