@@ -12,13 +12,13 @@ from torch import Tensor
 from marlinq.calibration import Batch, HiddenStates
 from marlinq.models import BlockReplay, ModelInstance, Projection, StreamFinder, streams_at, tapped
 
-# Tokens that say enough about a drift: four for each channel of the widest layers there are.
-_ENOUGH_TOKENS = 1 << 16
+# Tokens that say enough about a drift: three for each channel of the widest layers there are.
+_ENOUGH_TOKENS = 3 << 14
 
 
 def compared_batches(batches: Sequence[Batch], shards: int = 1) -> list[int]:
     """The batches that the original runs too: all of a short text; of a long one evenly spaced batches, that
-    many that 65,536 tokens are seen (up to twice as many), since each costs a forward pass.
+    many that 49,152 tokens are seen (up to twice as many), since each costs two forward passes.
 
     Args:
         batches: longest documents first.

@@ -15,10 +15,10 @@ def batches(count: int, tokens: int) -> list[Batch]:
     ("count", "tokens", "shards", "expected"),
     [
         (3, 512, 1, [0, 1, 2]),
-        (42, 2048, 1, list(range(42))),  # 129,024 tokens: less than twice as many as are enough
-        (43, 2048, 1, list(range(0, 43, 2))),
-        (86, 2048, 1, list(range(0, 86, 4))),
-        (43, 2048, 2, list(range(0, 43, 4))),
+        (31, 2048, 1, list(range(31))),  # 95,232 tokens: less than twice as many as are enough
+        (32, 2048, 1, list(range(0, 32, 2))),
+        (86, 2048, 1, list(range(0, 86, 5))),
+        (43, 2048, 2, list(range(0, 43, 5))),
         (1, 1 << 20, 1, [0]),
     ],
 )
