@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from marlinq.core.devices import read_clock
 from marlinq.kernels import device_numbers
 from marlinq.operations.quantize.budget import TextBudget, Work
+from marlinq.operations.quantize.original import compared_share
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
 
 _PROBE_ROWS = 512
@@ -109,8 +110,14 @@ def estimate(
     rate = _product_rate(modules, device, dtype)
     narrow = rate if products == dtype else _product_rate(modules, device, products)
     # Once for the inputs of its linears, and once for what the next block sees of it, unless both are one.
-    passes = 2 if plan.method.sequential else 1
-    seconds = passes * (2 * work.linear_weights / narrow + work.hessian_products / rate) * tokens
+    passes = 2.0 if plan.method.sequential else 1.0
+    outer = 1.0
+    if any(plan.method.paired(each.options) for each in modules):
+        # The original's pass, and that of projections that see the others quantised. A drift is not
+        # symmetric, so its product takes twice as long as the Hessian's.
+        share = compared_share(tokens)
+        passes, outer = passes + 2 * share, outer + 2 * share
+    seconds = (passes * 2 * work.linear_weights / narrow + outer * work.hessian_products / rate) * tokens
     output_bytes = sum(tensor.nbytes for tensor in plan.tensors)
     largest = max((sum(_weights(each) for each in members) for members in blocks), default=0)
     widest = max((_weights(each) for each in modules), default=0)

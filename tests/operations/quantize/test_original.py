@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from marlinq.calibration import Batch
-from marlinq.operations.quantize.original import compared_batches
+from marlinq.operations.quantize.original import compared_batches, compared_share
 
 
 def batches(count: int, tokens: int) -> list[Batch]:
@@ -26,3 +26,10 @@ def test_of_a_long_text_some_batches_are_compared(
     count: int, tokens: int, shards: int, expected: list[int]
 ) -> None:
     assert compared_batches(batches(count, tokens), shards) == expected
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 86, 500])
+def test_the_share_is_that_of_the_batches(count: int) -> None:
+    found = batches(count, 2048)
+    tokens = sum(sum(batch.lengths) for batch in found)
+    assert compared_share(tokens) * count <= len(compared_batches(found)) < compared_share(tokens) * count + 1
