@@ -90,9 +90,10 @@ class PairedHessian(HessianAccumulator):
         """
         x, stream = x.reshape(-1, x.shape[-1]), stream.reshape(-1, stream.shape[-1])
         sizes = stream.to(torch.float32).square().mean(dim=1, keepdim=True).sqrt()
-        # A stream of zeros has nothing to be measured by. Weights are rounded as inputs are: all of a token
-        # has the same one.
-        weights = torch.where(sizes > 0, 1 / sizes, 0.0).to(x.dtype)
+        # A stream of zeros has nothing to be measured by, and an input must not overflow 16 bits. Weights are
+        # rounded as inputs are: all of a token has the same one.
+        most = torch.finfo(x.dtype).max / 2 / x.abs().amax(dim=1, keepdim=True).to(torch.float32)
+        weights = torch.where(sizes > 0, 1 / sizes, 0.0).minimum(most).to(x.dtype)
         if original is None:
             self.add(x * weights, mask)
         else:

@@ -117,6 +117,15 @@ def test_a_token_counts_by_the_inverse_of_its_streams_size() -> None:
     torch.testing.assert_close(drifts[0] * (T / (T + 1)), drifts[1], rtol=1e-4, atol=1e-5)
 
 
+def test_an_input_far_larger_than_its_stream_does_not_overflow_16_bits() -> None:
+    statistics = follower()
+    x = torch.full((2, K), 100.0, dtype=torch.float16)
+    statistics.add_stream(x, torch.full((2, N), 1e-4, dtype=torch.float16), None)
+    most = torch.finfo(torch.float16).max / 2
+    expected = torch.full((K, K), 2 * most**2)
+    torch.testing.assert_close(statistics.hessian(), expected, rtol=2**-9, atol=0)
+
+
 def test_tokens_may_be_flattened() -> None:
     _, seen, stream, original = streams()
     flat, shaped = follower(seen, stream, original), follower()
