@@ -47,7 +47,7 @@ class HessianAccumulator:
     def __init__(self, in_features: int, *, device: torch.device, name: str) -> None:
         # Above the diagonal; what lies below is filled in by `hessian`.
         self._mean = torch.zeros(in_features, in_features, dtype=torch.float32, device=device)
-        # Of what lies beside the diagonal.
+        # What `hessian` has left of the entries beside the diagonal.
         self._kept = 1.0
         self._name = name
         self.tokens = 0
@@ -72,6 +72,7 @@ class HessianAccumulator:
             rows = rows[mask.to(rows.device).flatten()]
         if not rows.shape[0]:
             return
+        self._shrink(0.0)
         for chunk in torch.split(rows, _CHUNK_ROWS):
             total = self.tokens + chunk.shape[0]
             add_products(self._mean, chunk, chunk, self.tokens / total, 2.0 / total, upper=True)
@@ -93,6 +94,8 @@ class HessianAccumulator:
         total = self.tokens + other.tokens
         if total == 0:
             return
+        for each in (self, other):
+            each._shrink(0.0)
         mine, theirs = self.tokens / total, other.tokens / total
         self._mean.mul_(mine).add_(other._mean.to(self._mean.device), alpha=theirs)
         self.tokens = total
@@ -110,6 +113,8 @@ class HessianAccumulator:
             )
         if other.tokens == 0:
             return
+        for each in (self, other):
+            each._shrink(0.0)
         share = share if self.tokens else 1.0
         self._mean.mul_(1 - share).add_(other._mean.to(self._mean.device), alpha=share)
 
@@ -119,6 +124,7 @@ class HessianAccumulator:
         Returns:
             The tensors to be added up with those of the other shards, in place.
         """
+        self._shrink(0.0)
         self._mean.mul_(self.tokens / tokens if tokens else 0.0)
         self.tokens = tokens
         return [self._mean]
@@ -149,11 +155,15 @@ class HessianAccumulator:
             square = self._mean[part, part].triu()
             self._mean[part, part] = square + square.triu(1).t()
             self._mean[below, part] = self._mean[part, below].t()
+        self._shrink(shrinkage)
+        return self._mean
+
+    def _shrink(self, shrinkage: float) -> None:
+        """Leaves out ``shrinkage`` of the entries beside the diagonal, whatever was left out before."""
         if self._kept != 1 - shrinkage:
             diagonal = self._mean.diagonal().clone()
             self._mean.mul_((1 - shrinkage) / self._kept).diagonal().copy_(diagonal)
             self._kept = 1 - shrinkage
-        return self._mean
 
 
 def add_products(

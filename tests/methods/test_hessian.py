@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -61,6 +63,30 @@ def test_shrinkage_leaves_the_diagonal_and_may_change() -> None:
         expected = (1 - share) * whole + share * torch.diag(whole.diagonal())
         # One rounding each time that the share changes.
         assert ((found - expected).abs() <= 4 * 2**-24 * whole.abs()).all()
+
+
+def test_what_is_counted_after_a_shrunk_hessian_joins_the_whole_one() -> None:
+    generator = torch.Generator().manual_seed(2)
+    first, second = (torch.randn(40, 64, generator=generator) for _ in range(2))
+
+    def seen(*inputs: torch.Tensor, looked: bool) -> HessianAccumulator:
+        accumulator = HessianAccumulator(64, device=CPU, name="layer")
+        for x in inputs:
+            accumulator.add(x)
+            if looked:
+                accumulator.hessian(0.25)
+        return accumulator
+
+    expected = seen(first, second, looked=False).hessian().clone()
+    assert_near = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
+    assert_near(seen(first, second, looked=True).hessian(), expected)
+    merged, blended = (seen(first, looked=True) for _ in range(2))
+    merged.merge(seen(second, looked=True))
+    blended.blend(seen(second, looked=True), share=0.5)
+    assert_near(merged.hessian(), expected)
+    assert_near(blended.hessian(), expected)
+    [share] = seen(first, looked=True).as_share(80)
+    assert_near(share.triu(), seen(first, looked=False).hessian().triu() / 2)
 
 
 def test_corrections_are_rounded_where_a_cpu_multiplies_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
