@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from marlinq import evaluate
 from tests.testing.hub_server import Hub, Repository, hub_server
 from tests.testing.original_folders import save_tiny
 from tests.testing.quantized_folders import model_tuples, write
@@ -220,5 +221,8 @@ def test_eval_reads_its_model_at_a_revision(hub: Hub, tmp_path: Path) -> None:
     arguments = ["eval", "org/llama", "--revision", "v2", *settings, "--json"]
     finished = marlinq(hub, tmp_path / "home", *arguments)
     assert finished.returncode == 0, finished.stderr
-    # That of the main branch predicts something else.
     assert json.loads(finished.stdout)["kl"] == 0
+    # That of the main branch predicts something else.
+    first = evaluate(tmp_path / "first", against=tmp_path / "second", windows=1, length=8, device="cpu")
+    assert first.kl is not None
+    assert first.kl > 0

@@ -194,6 +194,10 @@ def test_every_model_counts_the_same_launch(kernel: Kernel, monkeypatch: pytest.
         assert late - early == pytest.approx(1.0)
 
 
+IDLE_WORK = 0.0056
+"""Seconds that ``work`` below takes on an idle AMD EPYC, Python 3.11."""
+
+
 def test_new_decisions_are_quick() -> None:
     # In a process of its own: measuring coverage makes Python several times slower, and the garbage of all
     # tests before may have to be collected.
@@ -202,6 +206,11 @@ import json, time
 from marlinq.kernels import Problem, decide
 from marlinq.kernels.decide.decision import model_choice, _decide
 from marlinq.kernels.decide.device import H200
+def work():
+    start, total = time.process_time(), 0.0
+    for i in range(50_000):
+        total += (i % 7) * 0.5 if i & 1 else max(i, 3)
+    return time.process_time() - start
 found = {{}}
 for m in (1, 4, 16, 48, 64, 256, 1000, 2048, 8192):
     for n, k in {LLAMA_8B}:
@@ -209,9 +218,10 @@ for m in (1, 4, 16, 48, 64, 256, 1000, 2048, 8192):
         for attempt in range(3):
             model_choice.cache_clear()
             _decide.cache_clear()
+            slower = max(1, work() / {IDLE_WORK})
             start = time.process_time()
             decide(Problem(m, n, k, 128, False, False), H200)
-            found[name] = min(found.get(name, 9), time.process_time() - start)
+            found[name] = min(found.get(name, 9), (time.process_time() - start) / slower)
 print(json.dumps(found))
 """
     ended = subprocess.run(
@@ -219,10 +229,10 @@ print(json.dumps(found))
     )
     seconds = json.loads(ended.stdout)
     assert len(seconds) == 36
-    # Each takes less than 5 ms of an idle processor. Others that keep it busy slow all down, some more.
-    typical = statistics.median(seconds.values())
-    assert typical < 0.01
-    assert {name: taken for name, taken in seconds.items() if taken > max(0.005, 4 * typical)} == {}
+    # On a processor that others keep busy, or a slow one, other Python beside it takes as much longer. Each
+    # takes 5 ms at most; what is left of noise may double that.
+    assert {name: taken for name, taken in seconds.items() if taken > 0.01} == {}
+    assert statistics.median(seconds.values()) < 0.005
 
 
 @pytest.mark.parametrize(
