@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from marlinq.core.errors import UsageError
 
@@ -72,7 +72,17 @@ class Choice(Kind):
 
 
 class _Real(Kind):
-    """A number, within what ``check`` allows."""
+    """A number, within what ``allows`` allows."""
+
+    meaning: ClassVar[str]
+
+    @abstractmethod
+    def allows(self, value: float) -> bool:
+        """Whether a number is in range."""
+
+    def check(self, where: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not self.allows(value):
+            raise UsageError(f"{where}: expected {self.meaning}, found {value!r}")
 
     def parse(self, where: str, text: str) -> float:
         try:
@@ -86,25 +96,28 @@ class _Real(Kind):
 class Fraction(_Real):
     """A number above 0 and below 1."""
 
-    def check(self, where: str, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
-            raise UsageError(f"{where}: expected a number above 0 and below 1, found {value!r}")
+    meaning = "a number above 0 and below 1"
+
+    def allows(self, value: float) -> bool:
+        return 0 < value < 1
 
 
 class Share(_Real):
     """A number from 0 to 1."""
 
-    def check(self, where: str, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-            raise UsageError(f"{where}: expected a number from 0 to 1, found {value!r}")
+    meaning = "a number from 0 to 1"
+
+    def allows(self, value: float) -> bool:
+        return 0 <= value <= 1
 
 
 class ProperShare(_Real):
     """A number from 0 to below 1."""
 
-    def check(self, where: str, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-            raise UsageError(f"{where}: expected a number from 0 to below 1, found {value!r}")
+    meaning = "a number from 0 to below 1"
+
+    def allows(self, value: float) -> bool:
+        return 0 <= value < 1
 
 
 class WholeNumber(Kind):

@@ -52,8 +52,8 @@ class PairedHessian(HessianAccumulator):
         self._stream: int | None = None
 
     def write_to_stream(self, channels: int) -> None:
-        """The layer's output is added to a residual stream of so many channels, N: :meth:`add_stream` takes
-        the place of :meth:`add_pair`. Called before either; with shards, on each."""
+        """Says that the layer's output is added to a residual stream of N = ``channels``. Inputs then come
+        through :meth:`add_stream`, not :meth:`add_pair`. Called before the first; with shards, on each."""
         self._stream = channels
 
     @property

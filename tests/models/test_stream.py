@@ -59,7 +59,7 @@ def test_writers_are_found_in_every_architecture(name: str, dtype: torch.dtype) 
 
 
 class Block(nn.Module):
-    """A stream to which ``factor`` of a layer's output is added; its norm is called so many times."""
+    """Adds ``factor`` times a layer's output to its input, then calls a norm on the sum, ``calls`` times."""
 
     def __init__(self, factor: float, calls: int) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ class Gathering:
         ranks: Ranks,
     ) -> None:
         self.instance, self.replay, self.method = instance, replay, method
-        self.places = [tuple(batch.ids.shape) for batch in batches]
+        self.shapes = [tuple(batch.ids.shape) for batch in batches]
         self.masks = [batch.mask().to(instance.device) if batch.padded else None for batch in batches]
         self._ranks = ranks
         self.original: OriginalStates | None = None
@@ -288,5 +288,5 @@ class _Block:
         return (
             paired
             and x.shape == original.shape
-            and (not routed or x.shape[:-1] == self._all.places[self._batch])
+            and (not routed or x.shape[:-1] == self._all.shapes[self._batch])
         )

@@ -25,15 +25,15 @@ def compared_batches(batches: Sequence[Batch], shards: int = 1) -> list[int]:
         shards: of the text, of which ``batches`` are one.
     """
     tokens = shards * sum(sum(batch.lengths) for batch in batches)
-    return list(range(0, len(batches), _one_of(tokens)))
+    return list(range(0, len(batches), _stride(tokens)))
 
 
 def compared_share(tokens: int) -> float:
-    """The share of so many tokens in all that :func:`compared_batches` chooses."""
-    return 1 / _one_of(tokens)
+    """What part of a text of ``tokens`` the original runs on, above 0 and up to 1."""
+    return 1 / _stride(tokens)
 
 
-def _one_of(tokens: int) -> int:
+def _stride(tokens: int) -> int:
     return max(1, tokens // _ENOUGH_TOKENS)
 
 
