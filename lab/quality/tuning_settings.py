@@ -8,8 +8,10 @@ Keys of a try: steps, tokens, rate, codes (times the rate), rows (how many rows 
 one), places (of a micro-batch), whole (rows are documents one after the other, not random pieces), vectors,
 seed, rem (how far from its code a latent may begin), graph (0 records no CUDA graphs), fused (0 makes
 weights by torch's operations), tilt (a latent's step minds how strong its gradients are, see
-:class:`Tilted`), freeze (share of the steps after which codes stay), start (1 measures what the try begins
-with, too). ``learnt`` is the mean divergence over the last tenth of the steps, on the text that is learnt.
+:class:`Tilted`), muon, basis (other optimisers of codes: :class:`Muon`, and :class:`Rotated` after so many
+steps), beta (Adam's first), freeze (share of the steps after which codes stay), start (1 measures what the
+try begins with, too). ``learnt`` is the mean divergence over the last tenth of the steps, on the text that
+is learnt.
 """
 
 from __future__ import annotations
@@ -181,6 +183,97 @@ class Tilted:
             leaf.addcmul_(mean, factor.div_(root), value=-rate)
 
 
+class Stacked:
+    """Adam for the first group; for the second, steps of whole matrices, those of one shape at a time.
+
+    Every code has its gradients from the start: passes are recorded (``graph=1``).
+    """
+
+    def __init__(self, adam: torch.optim.Optimizer) -> None:
+        slow, codes = adam.param_groups
+        fused = bool(slow["fused"])
+        self._adam = torch.optim.Adam([slow], fused=fused, foreach=not fused)
+        self.param_groups = [self._adam.param_groups[0], codes]
+        shapes: dict[tuple[int, ...], list[Tensor]] = {}
+        for leaf in codes["params"]:
+            shapes.setdefault(tuple(leaf.shape), []).append(leaf)
+        self._leaves = list(shapes.values())
+        self._first = [torch.zeros_like(torch.stack([leaf.detach() for leaf in x])) for x in self._leaves]
+        self._taken = 0
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """As of any optimiser."""
+        self._adam.zero_grad(set_to_none)
+        for leaf in (leaf for leaves in self._leaves for leaf in leaves):
+            assert leaf.grad is not None
+            leaf.grad.zero_()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """As of any optimiser."""
+        self._adam.step()
+        self._taken += 1
+        rate = self.param_groups[1]["lr"]
+        for index, leaves in enumerate(self._leaves):
+            gradient = torch.stack([leaf.grad for leaf in leaves])  # type: ignore[misc]
+            for leaf, change in zip(leaves, self._change(index, gradient), strict=True):
+                leaf.sub_(change, alpha=rate)
+
+    def _change(self, index: int, gradient: Tensor) -> Tensor:
+        """[B, K, N], what a rate of one takes from the codes."""
+        raise TypeError
+
+
+class Muon(Stacked):
+    """Steps are the momentum with all singular values made equal (Jordan et al. 2024)."""
+
+    def _change(self, index: int, gradient: Tensor) -> Tensor:
+        mean = self._first[index].mul_(0.95).add_(gradient, alpha=0.05)
+        wanted = gradient.mul_(0.05).add_(mean, alpha=0.95)
+        x = wanted.to(torch.bfloat16)
+        if x.shape[-2] > x.shape[-1]:
+            x = x.mT
+        x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-20)
+        for _ in range(5):
+            a = x @ x.mT
+            x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+        if wanted.shape[-2] > wanted.shape[-1]:
+            x = x.mT
+        # As large as Adam's steps where gradients are mostly noise.
+        return x.float() * (0.23 * max(x.shape[-2:]) ** 0.5)
+
+
+class Rotated(Stacked):
+    """Adam in the basis where a matrix' gradients of different input channels don't go together.
+
+    The basis is that of the gradients of the first ``learning`` steps, which are Adam's own (SOAP, Vyas et
+    al. 2024, with a basis that stays and on the side of the inputs alone).
+    """
+
+    def __init__(self, adam: torch.optim.Optimizer, learning: int) -> None:
+        super().__init__(adam)
+        self._learning = learning
+        self._second = [torch.zeros_like(first) for first in self._first]
+        self._together = [first.new_zeros(*first.shape[:2], first.shape[1]) for first in self._first]
+        self._basis: list[Tensor] = []
+
+    def _change(self, index: int, gradient: Tensor) -> Tensor:
+        steps = self._taken
+        if steps <= self._learning:
+            self._together[index].baddbmm_(gradient, gradient.mT)
+        if steps == self._learning + 1:
+            self._basis.append(torch.linalg.eigh(self._together[index].double())[1].float())
+            self._first[index].zero_()
+            self._second[index].zero_()
+        if steps > self._learning:
+            steps -= self._learning
+            gradient = self._basis[index].mT @ gradient
+        mean = self._first[index].lerp_(gradient, 0.1)
+        square = self._second[index].lerp_(gradient.square(), 0.001)
+        change = (mean / (1 - 0.9**steps)) / ((square / (1 - 0.999**steps)).sqrt_() + 1e-12)
+        return change if self._taken <= self._learning else self._basis[index] @ change
+
+
 def freeze_codes(loop: Loop, share: float) -> None:
     """Lets the rate of codes fall to zero within this share of the steps, that of the rest as before."""
     optimizer, steps = loop._optimizer, loop._settings.steps * share
@@ -264,7 +357,6 @@ def _try(bench: Bench, instance: Any, documents: Any, settings: Any, asked: Any,
     with instance.outer(whole=True):
         fake = SimpleNamespace(_blueprint=bench.blueprint, _instance=instance)
         head = run._Run._head(fake)
-        text = bench.blueprint.config.get_text_config()
         loop = Loop(
             student,
             replay,
@@ -273,11 +365,17 @@ def _try(bench: Bench, instance: Any, documents: Any, settings: Any, asked: Any,
             settings,
             original=head,
             head=head,
-            vocabulary=text.vocab_size,
-            positions=8192,
+            logits=loop_module.logits_at_once(bench.blueprint.config, bench.device),
         )
         if "tilt" in asked:
             loop._optimizer = Tilted(loop._optimizer, float(asked["tilt"]))  # type: ignore[assignment]
+        if "muon" in asked:
+            loop._optimizer = Muon(loop._optimizer)  # type: ignore[assignment]
+        if "basis" in asked:
+            loop._optimizer = Rotated(loop._optimizer, int(asked["basis"]))  # type: ignore[assignment]
+        if "beta" in asked:
+            for group in loop._optimizer.param_groups:
+                group["betas"] = (float(asked["beta"]), 0.999)
         if "freeze" in asked:
             freeze_codes(loop, float(asked["freeze"]))
         learnt: list[float] = []

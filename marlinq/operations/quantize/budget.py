@@ -40,12 +40,16 @@ _GPU_SECONDS = 20.0
 _GPU_SHARE = 0.5
 _GPU_MEMORY_SHARE = 0.8
 
-# Tuning: steps below which tokens of a step are fewer too, tokens of a step at most, and the operations of it
-# all: 200 s of a GPU that does 4e14 a second, an hour of two CPU threads at the rate above.
+# Tuning: steps below which tokens of a step are fewer too, steps and tokens of a step at most, and the
+# operations of it all: 200 s of a GPU that does 4e14 a second, an hour of two CPU threads at the rate above.
 _TUNE_FEW_STEPS = 120
+_TUNE_STEPS = 1400
 _TUNE_TOKENS = 8192
 _TUNE_WORK = {"cpu": 3e14, "cuda": 8e16}
-# A step's rate at most: of scales, and of codes in steps of a code; twice the latter led runs astray.
+# The rate of scales in all steps together, for more steps at a lower rate end nearer; and the rate of codes,
+# in steps of a code, over it. A step's rate at most, of both; twice that of codes led runs astray.
+_TUNE_RATES = 0.84
+_TUNE_CODES = 10.0
 _TUNE_RATE = 0.002
 _TUNE_CODE_RATE = 0.01
 # Tokens that a model writes to be tuned on at most, and the longest of its documents.
@@ -54,26 +58,6 @@ _TUNE_LENGTH = 512
 # Multiplications and additions of a weight for a token: the original's pass, the student's, the same again
 # for the backward pass, and that, which is two.
 _TUNE_PRODUCTS = 10
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How long tuning goes on and how fast.
-
-    Attributes:
-        steps: at most.
-        rates: of scales in all steps together: more steps at a lower rate end nearer.
-        codes: the rate of codes, in steps of a code, over that of scales.
-    """
-
-    steps: int
-    rates: float
-    codes: float
-
-
-# The text that a model writes is too much to be learnt by heart; documents from outside alone soon are.
-_MUCH_TEXT = Pace(1400, 0.84, 10.0)
-_LITTLE_TEXT = Pace(600, 0.6, 5.0)
 
 
 @dataclass(frozen=True)
@@ -209,30 +193,24 @@ def tuning_budget(recipe: Recipe, work: Work, device: torch.device) -> tuple[int
         device: where it is tuned.
     """
     most = _TUNE_WORK[device.type] / (_TUNE_PRODUCTS * work.all_weights)
-    longest = _pace(recipe).steps
     if isinstance(recipe.tune_steps, int):
         tokens = _TUNE_TOKENS if recipe.tune_tokens == AUTO else int(recipe.tune_tokens)
         return recipe.tune_steps, tokens
     if isinstance(recipe.tune_tokens, int):
-        return max(1, min(longest, int(most / recipe.tune_tokens))), recipe.tune_tokens
+        return max(1, min(_TUNE_STEPS, int(most / recipe.tune_tokens))), recipe.tune_tokens
     share = min(1.0, (most / (_TUNE_FEW_STEPS * _TUNE_TOKENS)) ** 0.5)
     if share < 1:
         return max(1, round(_TUNE_FEW_STEPS * share)), max(1, round(_TUNE_TOKENS * share))
-    return min(longest, int(most / _TUNE_TOKENS)), _TUNE_TOKENS
+    return min(_TUNE_STEPS, int(most / _TUNE_TOKENS)), _TUNE_TOKENS
 
 
 def tuning_rates(recipe: Recipe, steps: int) -> tuple[float, float]:
     """The highest relative change of a scale in one of ``steps`` steps of tuning, and that of a code in steps
     of a code."""
-    pace = _pace(recipe)
     if isinstance(recipe.tune_rate, float):
-        return recipe.tune_rate, pace.codes * recipe.tune_rate
-    rate = min(_TUNE_RATE, pace.rates / max(1, steps))
-    return rate, min(_TUNE_CODE_RATE, pace.codes * rate)
-
-
-def _pace(recipe: Recipe) -> Pace:
-    return _MUCH_TEXT if recipe.tune_own_text else _LITTLE_TEXT
+        return recipe.tune_rate, _TUNE_CODES * recipe.tune_rate
+    rate = min(_TUNE_RATE, _TUNE_RATES / max(1, steps))
+    return rate, min(_TUNE_CODE_RATE, _TUNE_CODES * rate)
 
 
 def tuning_work(work: Work, steps: int, tokens: int) -> float:

@@ -303,8 +303,8 @@ class Recipe:
     tune_rate: float | str = setting(
         AUTO,
         Automatic(Fraction()),
-        "Highest relative change of a scale in a tuning step; auto is 0.6 shared among the steps, 0.84 with "
-        "text that the model writes, at most 0.002.",
+        "Highest relative change of a scale in a tuning step; auto is 0.84 shared among the steps, at most "
+        "0.002.",
     )
     tune_codes: bool = setting(False, Flag(), "Tune the codes too, not the scales alone.")
     tune_norms: bool = setting(

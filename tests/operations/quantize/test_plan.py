@@ -132,9 +132,7 @@ def test_tuning_takes_what_was_asked_for_or_what_a_budget_allows() -> None:
     assert tuning_budget(asked.replace(tune_tokens=100), large, cuda) == (60, 100)
     best = RECIPE.replace(quality="best")
     assert tuning_budget(best, small, cuda) == (1400, 8192)
-    few = best.replace(tune_own_text=False)
-    assert tuning_budget(few, small, cuda) == (600, 8192)
-    assert tuning_budget(few.replace(tune_tokens=64), small, cuda) == (600, 64)
+    assert tuning_budget(best.replace(tune_tokens=64), small, cuda) == (1400, 64)
     assert tuning_budget(best, middle, cuda) == (int(8e16 / (10 * 4e9 * 8192)), 8192)
     # Codes move by no more than a hundredth of a step each time, unless a rate is asked for.
     assert [tuning_rates(best, steps) for steps in (60, 420, 840, 1400)] == [
@@ -143,7 +141,6 @@ def test_tuning_takes_what_was_asked_for_or_what_a_budget_allows() -> None:
         (0.001, 0.01),
         pytest.approx((0.0006, 0.006)),
     ]
-    assert [tuning_rates(few, steps) for steps in (300, 600)] == [(0.002, 0.01), (0.001, 0.005)]
     assert tuning_rates(best.replace(tune_rate=0.05), 600) == (0.05, 0.5)
     steps, tokens = tuning_budget(best, large, cuda)
     # Ten operations for each weight and token, 8e16 in all; steps and tokens keep their proportion.

@@ -122,8 +122,7 @@ class Loop:
         settings: how long and how fast.
         original: parameters that the original's logits are computed with, by full name; the head's, if tied.
         head: the same for the student.
-        vocabulary: tokens that the model knows.
-        positions: that the model has at most; None where there is no limit.
+        logits: tokens whose logits are held at once (:func:`logits_at_once`).
     """
 
     def __init__(
@@ -136,13 +135,11 @@ class Loop:
         *,
         original: Mapping[str, Tensor],
         head: Mapping[str, Tensor],
-        vocabulary: int,
-        positions: int | None,
+        logits: int,
     ) -> None:
         self._student, self._replay, self._lesson = student, replay, lesson
         self._settings, self._original, self._head = settings, original, head
-        rows = max(1, _LOGITS[lesson.device.type] // vocabulary)
-        self._rows = min(rows, positions or rows)
+        self._rows = logits
         self._tokens = [sum(batch.lengths) for batch in lesson.batches]
         self._held_out = range(learning, len(lesson.batches))
         self._order = _order(self._tokens[:learning], settings)
@@ -334,6 +331,15 @@ class Loop:
                         key: value if value is None else value.to(self._place(key, leaf))
                         for key, value in moments.items()
                     }
+
+
+def logits_at_once(config: Any, device: torch.device) -> int:
+    """Tokens whose logits are held at once; they go through the model's end as one sequence, so no more than
+    it has positions."""
+    text = config.get_text_config()
+    rows = max(1, _LOGITS[device.type] // int(text.vocab_size))
+    positions: int | None = getattr(text, "max_position_embeddings", None)
+    return min(rows, positions or rows)
 
 
 def records(weights: int) -> bool:

@@ -15,7 +15,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from marlinq.calibration import Document, make_batches
+from marlinq.calibration import Batch, Document, make_batches
 from marlinq.checkpoint import Checkpoint, CheckpointWriter
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import EnvironmentProblem, UnsupportedError
@@ -24,9 +24,16 @@ from marlinq.core.weight import QuantizedWeight
 from marlinq.models import BlockReplay, Blueprint, ModelInstance
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
 from marlinq.operations.quantize.tuning.files import RESULT, STATE, keep, kept
-from marlinq.operations.quantize.tuning.loop import Loop, Progress, TuningReport, TuningSettings, records
+from marlinq.operations.quantize.tuning.loop import (
+    Loop,
+    Progress,
+    TuningReport,
+    TuningSettings,
+    logits_at_once,
+    records,
+)
 from marlinq.operations.quantize.tuning.student import Student
-from marlinq.operations.quantize.tuning.teacher import learn
+from marlinq.operations.quantize.tuning.teacher import Lesson, learn, redraw
 
 NOTE = "tuning"
 """The writer's note that holds the report, once all tuned tensors are written."""
@@ -42,6 +49,8 @@ _SHARE_FOR_STATES = 0.125
 _MOST_BYTES = 13_000_000_000
 # A row is put together from pieces of documents of at least this many tokens.
 _PIECE = 32
+# The chance of a token to be drawn anew where its text comes again.
+_REDRAWN = 0.3
 # One document in _HELD_OUT is held out, at least one and at most _MOST_HELD_OUT; none of fewer than _FEWEST.
 _HELD_OUT = 16
 _MOST_HELD_OUT = 64
@@ -155,45 +164,82 @@ class _Run:
         self._device_bytes = bytes_for_states(plan, settings, device, max_length)
         room = max(_MOST_BYTES // 2, self._device_bytes)
         most = min(_MOST_TOKENS, room // (4 * width), settings.steps * settings.tokens)
-        rows = _rows(learning, min(_ROW, max_length), places, most, settings.seed)
-        own = make_batches(rows, token_budget=places)
-        watched = make_batches(held_out, token_budget=places, pad=not blueprint.routed) if held_out else []
-        self._batches = own + watched
-        self._own = len(own)
+        length = min(_ROW, max_length)
+        # Rows are of one length, so batches have them in order.
+        self._rows = make_batches(_rows(learning, length, places, most, settings.seed), token_budget=places)
+        self._new_rows = sum(map(len, learning)) // length
+        self._watched = (
+            make_batches(held_out, token_budget=places, pad=not blueprint.routed) if held_out else []
+        )
 
     def result(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What is to be written, by stored name, and the report as JSON values."""
-        instance, settings, writer = self._instance, self._settings, self._writer
-        replay = BlockReplay(instance)
-        folder = writer.partial
-        lesson = learn(
-            instance,
-            replay,
-            self._batches,
-            folder=folder,
-            progress=self._progress,
-            device_bytes=self._device_bytes,
-        )
+        instance, settings = self._instance, self._settings
+        rows = self._varied()
+        replay, lesson = self._learn([*rows, *self._watched])
         before = self._read_blocks()
         student = Student(
             instance, replay, self._plan, before, codes=settings.code_rate > 0, vectors=settings.vectors
         )
         with instance.outer(whole=True):
             original = self._head()
-            text = self._blueprint.config.get_text_config()
             loop = Loop(
                 student,
                 replay,
                 lesson,
-                self._own,
+                len(rows),
                 settings,
                 original=original,
                 head=self._own_head(original),
-                vocabulary=text.vocab_size,
-                positions=getattr(text, "max_position_embeddings", None),
+                logits=logits_at_once(self._blueprint.config, instance.device),
             )
             self._optimise(loop)
         return self._outcome(loop, student, before)
+
+    def _learn(self, batches: Sequence[Batch]) -> tuple[BlockReplay, Lesson]:
+        replay = BlockReplay(self._instance)
+        lesson = learn(
+            self._instance,
+            replay,
+            batches,
+            folder=self._writer.partial,
+            progress=self._progress,
+            device_bytes=self._device_bytes,
+        )
+        return replay, lesson
+
+    def _varied(self) -> list[Batch]:
+        """The rows to learn from; in those whose text came before, the original has drawn some tokens anew.
+
+        A few documents are learnt by heart otherwise. What the original draws is near to them, and never the
+        same.
+        """
+        full = len(self._rows[0].lengths)
+        new = self._rows[: self._new_rows // full]
+        again = self._rows[len(new) :]
+        if not again:
+            return new
+        replay, lesson = self._learn(again)
+        device = self._instance.device
+        generator = torch.Generator(device).manual_seed(self._settings.seed)
+        varied = []
+        with self._instance.outer(whole=True):
+            head = self._head()
+            for number, batch in enumerate(again):
+                ids = batch.ids.to(device)
+                drawn = redraw(
+                    ids,
+                    lesson.last.load(number),
+                    lambda x: replay.logits(x, head),
+                    share=_REDRAWN,
+                    chunk=logits_at_once(self._blueprint.config, device),
+                    generator=generator,
+                )
+                # Of the first of these batches some rows may be new.
+                kept = max(0, self._new_rows - (len(new) + number) * full)
+                drawn[:kept] = ids[:kept]
+                varied.append(Batch(drawn.cpu(), batch.lengths))
+        return new + varied
 
     def _optimise(self, loop: Loop) -> None:
         writer = self._writer
