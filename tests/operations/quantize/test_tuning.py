@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import marlinq
-from marlinq.calibration import Document
+from marlinq.calibration import Batch, Document, make_batches
 from marlinq.checkpoint import Checkpoint, CheckpointWriter, QuantizedCheckpoint
 from marlinq.core.errors import EnvironmentProblem, OutputError
 from marlinq.core.weight import QuantizedWeight
@@ -265,43 +265,59 @@ def test_redrawn_tokens_follow_the_models_predictions() -> None:
     assert out[:, 1:].eq(1).float().mean() > 0.999
 
 
-def test_text_that_comes_again_is_varied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("steps", [1, 6])
+def test_text_that_was_there_before_is_varied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    seen: list[list[list[int]]] = []
-    learn = run.learn
+    seen: list[list[Batch]] = []
+    given: list[list[Document]] = []
+    learn, split = run.learn, run._split
 
     def noted(instance: Any, replay: Any, batches: Any, **options: Any) -> Any:
-        seen.append([row for batch in batches for row in batch.ids.tolist()])
+        seen.append(list(batches))
         return learn(instance, replay, batches, **options)
 
+    def divided(documents: Any) -> Any:
+        given.extend(split(documents))
+        return given
+
     monkeypatch.setattr(run, "learn", noted)
+    monkeypatch.setattr(run, "_split", divided)
     monkeypatch.setitem(run._PLACES, "cpu", 100)
-    given: list[list[int]] = []
-    rows_of = run._rows
-
-    def rows(documents: Any, *rest: Any) -> list[Document]:
-        given[:] = [list(d.tokens) for d in documents]
-        return rows_of(documents, *rest)
-
-    monkeypatch.setattr(run, "_rows", rows)
-    tuned(source, tmp_path / "out", tune_steps=6)
-    again, learnt = seen
-    length = len(again[0])
-    new = sum(map(len, given)) // length
-    full = 100 // length
-    planned = [list(d.tokens) for d in rows_of([Document(tuple(g)) for g in given], length, 100, 6 * 512, TUNED.seed)]
-    assert full > 1
-    assert 0 < new < len(planned)
-    assert again == planned[new // full * full :]
-    assert learnt[:new] == planned[:new]
-    changed = [
-        a != b
-        for old, row in zip(planned[new:], learnt[new : len(planned)], strict=True)
-        for a, b in zip(old, row, strict=True)
+    tuned(source, tmp_path / "out", tune_steps=steps)
+    (again, learnt), (learning, held_out) = seen, given
+    length = len(again[0].ids[0])
+    planned = make_batches(run._rows(learning, length, 100, steps * 512, TUNED.seed), token_budget=100)
+    watched = make_batches(held_out, token_budget=100)
+    assert len(learnt) == len(planned) + len(watched)
+    # The original saw what was to be varied, before any of it was.
+    before = [*planned, *watched]
+    assert all(map(_equal, again, before[-len(again) :]))
+    full = len(planned[0].lengths)
+    new = min(full * len(planned), sum(map(len, learning)) // length)
+    # One step does not see all of the text; six see it again, from the middle of a batch on.
+    assert (new == full * len(planned)) == (steps == 1)
+    assert (new % full == 0) == (steps == 1)
+    assert len(before) - len(again) == new // full
+    rows = [
+        (old, row) for a, b in zip(before, learnt, strict=True) for old, row in zip(a.ids, b.ids, strict=True)
     ]
-    # Nearly uniform predictions of a toy: hardly any token is drawn that was there.
+    assert all(torch.equal(old, row) for old, row in rows[:new])
+    assert [batch.lengths for batch in learnt] == [batch.lengths for batch in before]
+    # Nor does anything stand where a row has ended.
+    assert all(not batch.ids[~batch.mask()].any() for batch in learnt)
+    real = torch.cat([batch.mask().flatten() for batch in learnt])[new * length :]
+    changed = torch.cat([old != row for old, row in rows[new:]])[real]
+    # Predictions of a toy are nearly uniform: hardly any token is drawn that was there.
     count = len(changed)
-    assert sum(changed) / count == pytest.approx(0.3, abs=5 * (0.3 * 0.7 / count) ** 0.5 + 0.02)
+    assert float(changed.float().mean()) == pytest.approx(0.3, abs=5 * (0.3 * 0.7 / count) ** 0.5 + 0.02)
+    # All held-out rows among them.
+    assert not any(torch.equal(old, row) for old, row in rows[-len(held_out) :])
+
+
+def _equal(a: Batch, b: Batch) -> bool:
+    return a.lengths == b.lengths and torch.equal(a.ids, b.ids)
 
 
 def test_a_state_is_saved_where_that_takes_little_of_the_time(

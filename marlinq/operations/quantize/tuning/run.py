@@ -49,7 +49,7 @@ _SHARE_FOR_STATES = 0.125
 _MOST_BYTES = 13_000_000_000
 # A row is put together from pieces of documents of at least this many tokens.
 _PIECE = 32
-# The chance of a token to be drawn anew where its text comes again.
+# The chance of a token to be drawn anew in text that was there before.
 _REDRAWN = 0.3
 # One document in _HELD_OUT is held out, at least one and at most _MOST_HELD_OUT; none of fewer than _FEWEST.
 _HELD_OUT = 16
@@ -167,7 +167,8 @@ class _Run:
         length = min(_ROW, max_length)
         # Rows are of one length, so batches have them in order.
         self._rows = make_batches(_rows(learning, length, places, most, settings.seed), token_budget=places)
-        self._new_rows = sum(map(len, learning)) // length
+        rows = sum(len(batch.lengths) for batch in self._rows)
+        self._new_rows = min(rows, sum(map(len, learning)) // length)
         self._watched = (
             make_batches(held_out, token_budget=places, pad=not blueprint.routed) if held_out else []
         )
@@ -175,8 +176,8 @@ class _Run:
     def result(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What is to be written, by stored name, and the report as JSON values."""
         instance, settings = self._instance, self._settings
-        rows = self._varied()
-        replay, lesson = self._learn([*rows, *self._watched])
+        batches = self._varied()
+        replay, lesson = self._learn(batches)
         before = self._read_blocks()
         student = Student(
             instance, replay, self._plan, before, codes=settings.code_rate > 0, vectors=settings.vectors
@@ -187,7 +188,7 @@ class _Run:
                 student,
                 replay,
                 lesson,
-                len(rows),
+                len(self._rows),
                 settings,
                 original=original,
                 head=self._own_head(original),
@@ -209,14 +210,16 @@ class _Run:
         return replay, lesson
 
     def _varied(self) -> list[Batch]:
-        """The rows to learn from; in those whose text came before, the original has drawn some tokens anew.
+        """The rows to learn from, then those that are held out; in text that was there before, the original
+        has drawn some tokens anew.
 
         A few documents are learnt by heart otherwise. What the original draws is near to them, and never the
-        same.
+        same. Held-out documents were there before too: the quantiser was calibrated on most of them, so the
+        codes it found are better on them than on any other text, and hardly anything looks like a gain.
         """
         full = len(self._rows[0].lengths)
         new = self._rows[: self._new_rows // full]
-        again = self._rows[len(new) :]
+        again = [*self._rows[len(new) :], *self._watched]
         if not again:
             return new
         replay, lesson = self._learn(again)
@@ -236,9 +239,9 @@ class _Run:
                     generator=generator,
                 )
                 # Of the first of these batches some rows may be new.
-                kept = max(0, self._new_rows - (len(new) + number) * full)
+                kept = max(0, self._new_rows - full * len(new)) if number == 0 else 0
                 drawn[:kept] = ids[:kept]
-                varied.append(Batch(drawn.cpu(), batch.lengths))
+                varied.append(Batch(torch.where(batch.mask(), drawn.cpu(), batch.ids), batch.lengths))
         return new + varied
 
     def _optimise(self, loop: Loop) -> None:
