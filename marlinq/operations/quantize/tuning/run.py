@@ -214,8 +214,8 @@ class _Run:
         has drawn some tokens anew.
 
         A few documents are learnt by heart otherwise. What the original draws is near to them, and never the
-        same. Held-out documents were there before too: the quantiser was calibrated on most of them, so the
-        codes it found are better on them than on any other text, and hardly anything looks like a gain.
+        same. Held-out documents are varied too: a quantiser that was calibrated on them found codes that are
+        better on them than on any other text, and hardly anything would look like a gain.
         """
         full = len(self._rows[0].lengths)
         new = self._rows[: self._new_rows // full]
