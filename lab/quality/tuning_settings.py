@@ -8,10 +8,10 @@ Keys of a try: steps, tokens, rate, codes (times the rate), rows (how many rows 
 one), places (of a micro-batch), whole (rows are documents one after the other, not random pieces), vectors,
 seed, rem (how far from its code a latent may begin), graph (0 records no CUDA graphs), fused (0 makes
 weights by torch's operations), tilt (a latent's step minds how strong its gradients are, see
-:class:`Tilted`), muon, basis (other optimisers of codes: :class:`Muon`, and :class:`Rotated` after so many
-steps), beta (Adam's first), freeze (share of the steps after which codes stay), start (1 measures what the
-try begins with, too). ``learnt`` is the mean divergence over the last tenth of the steps, on the text that
-is learnt.
+:class:`Tilted`), muon (1 moves codes by :class:`Muon`), basis (steps after which :class:`Rotated` moves
+them in a basis of its own), beta (Adam's first), freeze (share of the steps after which codes stay), start
+(1 measures what the try begins with, too). ``learnt`` is the mean divergence over the last tenth of the
+steps, on the text that is learnt.
 """
 
 from __future__ import annotations
@@ -246,8 +246,8 @@ class Muon(Stacked):
 class Rotated(Stacked):
     """Adam in the basis where a matrix' gradients of different input channels don't go together.
 
-    The basis is that of the gradients of the first ``learning`` steps, which are Adam's own (SOAP, Vyas et
-    al. 2024, with a basis that stays and on the side of the inputs alone).
+    A simpler SOAP (Vyas et al. 2024): the eigenbasis is on the side of the inputs alone, and is found once,
+    from the gradients of the first ``learning`` steps, during which this is Adam.
     """
 
     def __init__(self, adam: torch.optim.Optimizer, learning: int) -> None:
