@@ -41,7 +41,7 @@ def main() -> None:
     options = parser.parse_args()
     begun = time.perf_counter()
     given = json.loads(options.documents.read_text(encoding="utf-8"))
-    learning, _ = run._split([Document(tuple(tokens)) for tokens in given])
+    learning, _ = run.hold_out([Document(tuple(tokens)) for tokens in given])
     rows = run._rows(learning, ROW, ROW, options.tokens, options.seed)
     dtype = "bfloat16" if options.device == "cuda" else "float32"
     model: Any = load(options.model, device=options.device, dtype=dtype).model

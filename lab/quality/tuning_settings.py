@@ -318,7 +318,7 @@ def _never(device: torch.device) -> bool:
 
 
 def _try(bench: Bench, instance: Any, documents: Any, settings: Any, asked: Any, lessons: Any) -> Any:
-    learning, held_out = run._split(documents)
+    learning, held_out = run.hold_out(documents)
     length, count = int(asked.get("row", 512)), int(asked.get("rows", 512))
     places = int(asked.get("places", run._PLACES[bench.device.type]))
     key = f"{length} {count} {places} {asked.get('whole')} {settings.seed}"

@@ -51,7 +51,14 @@ from marlinq.operations.quantize.text import (
     note_text,
     planned_text,
 )
-from marlinq.operations.quantize.tuning import NOTE, TuningSettings, forget_tuning, settings_that_fit, tune
+from marlinq.operations.quantize.tuning import (
+    NOTE,
+    TuningSettings,
+    forget_tuning,
+    hold_out,
+    settings_that_fit,
+    tune,
+)
 from marlinq.operations.quantize.watch import Watch
 from marlinq.operations.report import CARD, TimeFigures, hub_id, model_card, write_report
 
@@ -213,13 +220,19 @@ def _quantize(
         unsolved = resumed < len(by_block) or not _all_written(plan, heads, writer)
         untuned = tuning is not None and NOTE not in writer.notes
         documents: list[Document] | None = None
-        to_tune: list[Document] = []
+        learning: list[Document] = []
+        held_out: list[Document] = []
         if calibrated and (unsolved or untuned):
             text = gatherer.gather(writer) if ranks.first else None
-            to_tune = [] if text is None else text.tuned
             documents = share_documents(None if text is None else text.documents, ranks)
             if text is not None:
                 note_text(writer, recipe, text)
+                if tuning is not None:
+                    learning, held_out = hold_out([*text.documents, *text.tuned])
+                    # Nor does the quantiser see them: its codes fit what it saw better than any other text,
+                    # and there hardly anything that is learnt later would look like a gain.
+                    unseen = set(held_out)
+                    documents = [each for each in text.documents if each not in unseen]
         if unsolved:
             batches = []
             if plan.method.calibrated and documents is not None:
@@ -229,14 +242,14 @@ def _quantize(
             watch = Watch(progress, message, writer)
             BlockQuantizer(instance, plan, writer, batches, recipe, watch, ranks, products).run()
         copying.finish()
-        if tuning is not None and untuned and documents is not None and ranks.first:
-            # The whole model on one device; the other ranks wait for the folder to be finished.
+        if tuning is not None and untuned and learning:
             tune(
                 checkpoint,
                 blueprint,
                 plan,
                 writer,
-                [*documents, *to_tune],
+                learning,
+                held_out,
                 tuning,
                 max_length=max_length,
                 device=chosen,

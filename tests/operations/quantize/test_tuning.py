@@ -19,7 +19,7 @@ from marlinq.checkpoint import Checkpoint, CheckpointWriter, QuantizedCheckpoint
 from marlinq.core.errors import EnvironmentProblem, OutputError
 from marlinq.core.weight import QuantizedWeight
 from marlinq.models import build_blueprint
-from marlinq.operations.quantize import plan_quantize, quantize, text
+from marlinq.operations.quantize import operation, plan_quantize, quantize, text
 from marlinq.operations.quantize.planning import plan_output
 from marlinq.operations.quantize.quality import QUALITIES
 from marlinq.operations.quantize.recipe import Recipe
@@ -45,6 +45,14 @@ def tuned(source: Path, out: Path, **changes: Any) -> dict[str, Any]:
     return report
 
 
+def untuned(source: Path, out: Path, **changes: Any) -> dict[str, QuantizedWeight]:
+    """The weights that tuning begins with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operation, "tune", lambda *args, **options: None)
+        quantize(source, out, recipe=TUNED.replace(**changes), device="cpu")
+    return weights(out)
+
+
 def weights(folder: Path) -> dict[str, QuantizedWeight]:
     quantized = QuantizedCheckpoint.of(Checkpoint.open(folder))
     assert quantized is not None
@@ -65,8 +73,8 @@ def kl(folder: Path, source: Path) -> float:
 
 def test_predictions_come_closer_to_the_originals(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    more = {"samples": 256, "tune_steps": 60, "tune_rate": 0.004}
-    quantize(source, tmp_path / "plain", recipe=TUNED.replace(**more | {"tune_steps": 0}), device="cpu")
+    more: dict[str, Any] = {"samples": 256, "tune_steps": 60, "tune_rate": 0.004}
+    untuned(source, tmp_path / "plain", **more)
     report = tuned(source, tmp_path / "tuned", **more)
     assert report["kl_after"] < 0.97 * report["kl_before"]
     assert (report["documents"], report["held_out"]) == (240, 16)
@@ -193,9 +201,46 @@ def _dies(*args: Any, **kwargs: Any) -> Any:
 def test_at_most_64_documents_are_held_out() -> None:
     for count in (8, 100, 1024, 1025, 5000):
         documents = [Document((number, 1)) for number in range(count)]
-        learning, held_out = run._split(documents)
+        learning, held_out = run.hold_out(documents)
         assert len(held_out) == {8: 1, 100: 6, 1024: 64, 1025: 60, 5000: 64}[count]
         assert sorted(learning + held_out, key=lambda d: d.tokens) == documents
+    twice = [Document((number % 20, 1)) for number in range(40)]
+    learning, held_out = run.hold_out(twice)
+    assert (len(learning), len(held_out)) == (34, 6)
+    assert not set(learning) & set(held_out)
+    assert run.hold_out([twice[0]] * 9) == ([twice[0]] * 9, [])
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_quantiser_does_not_see_what_is_held_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    parts: list[list[Document]] = []
+    calibrated: list[Document] = []
+    divide, batched = operation.hold_out, operation.own_batches
+
+    def divided(documents: list[Document]) -> tuple[list[Document], list[Document]]:
+        parts.extend([documents, *divide(documents)])
+        return parts[1], parts[2]
+
+    def noted(documents: list[Document], *rest: Any, **options: Any) -> list[Batch]:
+        calibrated.extend(documents)
+        return batched(documents, *rest, **options)
+
+    monkeypatch.setattr(operation, "hold_out", divided)
+    monkeypatch.setattr(operation, "own_batches", noted)
+    ids = tmp_path / "ids.jsonl"
+    rows = [{"input_ids": [(7 * row + place) % 50 for place in range(40)]} for row in range(12)]
+    ids.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = tuned(source, tmp_path / "out", calibration=str(ids), samples=12, tune_own_text=own)
+    text, learning, held_out = parts
+    # The file's documents come first, in an order that is drawn.
+    assert {each.tokens for each in text[:12]} == {tuple(row["input_ids"]) for row in rows}
+    assert (len(text) > 12) == own
+    assert held_out[0] == text[7]
+    assert calibrated == text[:7] + text[8:12]
+    assert (report["documents"], report["held_out"]) == (len(learning), len(held_out))
 
 
 @pytest.mark.parametrize(("steps", "top_k"), [(0, 7), (3, 0)])
@@ -272,48 +317,56 @@ def test_text_that_was_there_before_is_varied(
     source = save_tiny("llama", tmp_path / "model")
     seen: list[list[Batch]] = []
     given: list[list[Document]] = []
-    learn, split = run.learn, run._split
+    stages: list[str] = []
+    learn, prepare = run.learn, run.tune
 
     def noted(instance: Any, replay: Any, batches: Any, **options: Any) -> Any:
         seen.append(list(batches))
         return learn(instance, replay, batches, **options)
 
-    def divided(documents: Any) -> Any:
-        given.extend(split(documents))
-        return given
+    def divided(checkpoint: Any, blueprint: Any, plan: Any, writer: Any, *rest: Any, **options: Any) -> None:
+        given.extend(rest[:2])
+        prepare(checkpoint, blueprint, plan, writer, *rest, **options)
+
+    def progress(stage: str, done: int, total: int) -> None:
+        stages.append(stage)
 
     monkeypatch.setattr(run, "learn", noted)
-    monkeypatch.setattr(run, "_split", divided)
+    monkeypatch.setattr(operation, "tune", divided)
     monkeypatch.setitem(run._PLACES, "cpu", 100)
-    tuned(source, tmp_path / "out", tune_steps=steps)
-    (again, learnt), (learning, held_out) = seen, given
-    length = len(again[0].ids[0])
+    quantize(
+        source, tmp_path / "out", recipe=TUNED.replace(tune_steps=steps), device="cpu", progress=progress
+    )
+    learning, held_out = given
+    *first, learnt = seen
+    length = len(learnt[0].ids[0])
     planned = make_batches(run._rows(learning, length, 100, steps * 512, TUNED.seed), token_budget=100)
     watched = make_batches(held_out, token_budget=100)
     assert len(learnt) == len(planned) + len(watched)
-    # The original saw what was to be varied, before any of it was.
-    before = [*planned, *watched]
-    assert all(map(_equal, again, before[-len(again) :]))
     full = len(planned[0].lengths)
     new = min(full * len(planned), sum(map(len, learning)) // length)
     # One step does not see all of the text; six see it again, from the middle of a batch on.
     assert (new == full * len(planned)) == (steps == 1)
     assert (new % full == 0) == (steps == 1)
-    assert len(before) - len(again) == new // full
+    # The original saw what was to be varied, before any of it was.
+    assert len(first) == ("varying the text" in stages) == (steps > 1)
+    again = planned[new // full :]
+    assert all(map(_equal, first[0] if first else [], again))
+    assert len(again) == (len(first[0]) if first else 0)
+    assert all(map(_equal, learnt[len(planned) :], watched))
+    assert [batch.lengths for batch in learnt[: len(planned)]] == [batch.lengths for batch in planned]
     rows = [
-        (old, row) for a, b in zip(before, learnt, strict=True) for old, row in zip(a.ids, b.ids, strict=True)
+        (old, row)
+        for a, b in zip(planned, learnt, strict=False)
+        for old, row in zip(a.ids, b.ids, strict=True)
     ]
     assert all(torch.equal(old, row) for old, row in rows[:new])
-    assert [batch.lengths for batch in learnt] == [batch.lengths for batch in before]
-    # Nor does anything stand where a row has ended.
-    assert all(not batch.ids[~batch.mask()].any() for batch in learnt)
-    real = torch.cat([batch.mask().flatten() for batch in learnt])[new * length :]
-    changed = torch.cat([old != row for old, row in rows[new:]])[real]
+    if not again:
+        return
+    changed = torch.cat([old != row for old, row in rows[new:]])
     # Predictions of a toy are nearly uniform: hardly any token is drawn that was there.
     count = len(changed)
     assert float(changed.float().mean()) == pytest.approx(0.3, abs=5 * (0.3 * 0.7 / count) ** 0.5 + 0.02)
-    # All held-out rows among them.
-    assert not any(torch.equal(old, row) for old, row in rows[-len(held_out) :])
 
 
 def _equal(a: Batch, b: Batch) -> bool:
@@ -382,12 +435,10 @@ def test_other_architectures(tmp_path: Path, name: str) -> None:
 
 def test_a_quantised_head_stays_as_it_was(tmp_path: Path) -> None:
     source = save_tiny("llama-tied", tmp_path / "model")
-    quantize(
-        source, tmp_path / "plain", recipe=TUNED.replace(tune_steps=0, quantize_head="int4"), device="cpu"
-    )
+    plain = untuned(source, tmp_path / "plain", quantize_head="int4")
     report = tuned(source, tmp_path / "out", quantize_head="int4")
     assert report["kl_after"] < report["kl_before"]
-    assert weights(tmp_path / "out")["lm_head"].difference(weights(tmp_path / "plain")["lm_head"]) is None
+    assert weights(tmp_path / "out")["lm_head"].difference(plain["lm_head"]) is None
 
 
 def test_few_documents_are_all_learnt_from(tmp_path: Path) -> None:
@@ -399,7 +450,7 @@ def test_few_documents_are_all_learnt_from(tmp_path: Path) -> None:
 
 def test_what_gets_worse_is_undone(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    quantize(source, tmp_path / "plain", recipe=TUNED.replace(tune_steps=0), device="cpu")
+    plain = untuned(source, tmp_path / "plain")
     # Steps as large as the scales themselves.
     result = quantize(source, tmp_path / "out", recipe=TUNED.replace(tune_rate=0.9), device="cpu")
     report = result.tuning
@@ -407,7 +458,7 @@ def test_what_gets_worse_is_undone(tmp_path: Path) -> None:
     assert (report["kept_step"], report["kl_after"]) == (0, report["kl_before"])
     assert list(report["vectors"]) == []
     assert f"got no better than {report['kl_before']:.4f}: all left as it was" in result.render()
-    plain, after = weights(tmp_path / "plain"), weights(tmp_path / "out")
+    after = weights(tmp_path / "out")
     assert all(plain[name].difference(after[name]) is None for name in plain)
 
 

@@ -9,13 +9,21 @@ keeps state and result in the unfinished folder; :mod:`run` puts them together.
 from __future__ import annotations
 
 from marlinq.operations.quantize.tuning.loop import TuningReport, TuningSettings
-from marlinq.operations.quantize.tuning.run import NOTE, forget_tuning, settings_that_fit, tune, tuning_bytes
+from marlinq.operations.quantize.tuning.run import (
+    NOTE,
+    forget_tuning,
+    hold_out,
+    settings_that_fit,
+    tune,
+    tuning_bytes,
+)
 
 __all__ = [
     "NOTE",
     "TuningReport",
     "TuningSettings",
     "forget_tuning",
+    "hold_out",
     "settings_that_fit",
     "tune",
     "tuning_bytes",

@@ -76,7 +76,8 @@ def tune(
     blueprint: Blueprint,
     plan: OutputPlan,
     writer: CheckpointWriter,
-    documents: Sequence[Document],
+    learning: Sequence[Document],
+    held_out: Sequence[Document],
     settings: TuningSettings,
     *,
     max_length: int,
@@ -94,7 +95,8 @@ def tune(
         blueprint: of the original.
         plan: what is stored where.
         writer: holds every quantised module.
-        documents: the text.
+        learning: the text.
+        held_out: the text that tells whether tuning helped; may be empty.
         settings: how.
         max_length: tokens that a row of text may have.
         device: where.
@@ -118,7 +120,18 @@ def tune(
     found = kept(writer, RESULT, result)
     if found is None:
         with _reproducible(device):
-            run = _Run(checkpoint, blueprint, plan, writer, documents, settings, max_length, device, progress)
+            run = _Run(
+                checkpoint,
+                blueprint,
+                plan,
+                writer,
+                learning,
+                held_out,
+                settings,
+                max_length,
+                device,
+                progress,
+            )
             found = run.result()
         keep(writer, RESULT, *found)
     tensors, report = found
@@ -143,7 +156,8 @@ class _Run:
         blueprint: Blueprint,
         plan: OutputPlan,
         writer: CheckpointWriter,
-        documents: Sequence[Document],
+        learning: Sequence[Document],
+        held_out: Sequence[Document],
         settings: TuningSettings,
         max_length: int,
         device: torch.device,
@@ -157,7 +171,6 @@ class _Run:
                 "pass --tune-steps 0"
             )
         self._instance = ModelInstance(blueprint, checkpoint, device=device, dtype=torch.float32)
-        learning, held_out = _split(documents)
         self._learning, self._held_out = len(learning), len(held_out)
         places = _PLACES[device.type]
         width = blueprint.config.get_text_config().hidden_size
@@ -176,8 +189,8 @@ class _Run:
     def result(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What is to be written, by stored name, and the report as JSON values."""
         instance, settings = self._instance, self._settings
-        batches = self._varied()
-        replay, lesson = self._learn(batches)
+        batches = [*self._varied(), *self._watched]
+        replay, lesson = self._learn(batches, "running the original")
         before = self._read_blocks()
         student = Student(
             instance, replay, self._plan, before, codes=settings.code_rate > 0, vectors=settings.vectors
@@ -197,32 +210,30 @@ class _Run:
             self._optimise(loop)
         return self._outcome(loop, student, before)
 
-    def _learn(self, batches: Sequence[Batch]) -> tuple[BlockReplay, Lesson]:
+    def _learn(self, batches: Sequence[Batch], stage: str) -> tuple[BlockReplay, Lesson]:
         replay = BlockReplay(self._instance)
         lesson = learn(
             self._instance,
             replay,
             batches,
             folder=self._writer.partial,
-            progress=self._progress,
+            progress=lambda *done: self._progress(stage, *done),
             device_bytes=self._device_bytes,
         )
         return replay, lesson
 
     def _varied(self) -> list[Batch]:
-        """The rows to learn from, then those that are held out; in text that was there before, the original
-        has drawn some tokens anew.
+        """The rows to learn from; where the text comes again, the original has drawn some tokens anew.
 
         A few documents are learnt by heart otherwise. What the original draws is near to them, and never the
-        same. Held-out documents are varied too: a quantiser that was calibrated on them found codes that are
-        better on them than on any other text, and hardly anything would look like a gain.
+        same.
         """
         full = len(self._rows[0].lengths)
         new = self._rows[: self._new_rows // full]
-        again = [*self._rows[len(new) :], *self._watched]
+        again = self._rows[len(new) :]
         if not again:
             return new
-        replay, lesson = self._learn(again)
+        replay, lesson = self._learn(again, "varying the text")
         device = self._instance.device
         generator = torch.Generator(device).manual_seed(self._settings.seed)
         varied = []
@@ -241,7 +252,7 @@ class _Run:
                 # Of the first of these batches some rows may be new.
                 kept = max(0, self._new_rows - full * len(new)) if number == 0 else 0
                 drawn[:kept] = ids[:kept]
-                varied.append(Batch(torch.where(batch.mask(), drawn.cpu(), batch.ids), batch.lengths))
+                varied.append(Batch(drawn.cpu(), batch.lengths))
         return new + varied
 
     def _optimise(self, loop: Loop) -> None:
@@ -403,13 +414,15 @@ def _weights(plan: OutputPlan) -> int:
     return sum(found.spec.in_features * found.spec.out_features for found in plan.modules.values())
 
 
-def _split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """Documents to learn from, and those that are held out: every sixteenth, as they were drawn at random, of
-    many documents fewer."""
+def hold_out(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
+    """Documents to learn from, and those that tell whether that helped: every sixteenth, as they were drawn
+    at random, of many documents fewer. A document that is there twice is on one side only."""
     if len(documents) < _FEWEST:
         return list(documents), []
-    chosen = range(_FEWEST - 1, len(documents), max(_HELD_OUT, -(-len(documents) // _MOST_HELD_OUT)))
-    return [d for i, d in enumerate(documents) if i not in chosen], [documents[i] for i in chosen]
+    step = max(_HELD_OUT, -(-len(documents) // _MOST_HELD_OUT))
+    held_out = set(documents[_FEWEST - 1 :: step])
+    learning = [each for each in documents if each not in held_out]
+    return (learning, [each for each in documents if each in held_out]) if learning else (list(documents), [])
 
 
 def _rows(documents: Sequence[Document], length: int, places: int, tokens: int, seed: int) -> list[Document]:

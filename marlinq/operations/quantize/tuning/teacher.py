@@ -13,7 +13,6 @@ from torch import Tensor
 
 from marlinq.calibration import Batch, HiddenStates
 from marlinq.core.errors import NumericsError
-from marlinq.core.progress import ReportProgress
 from marlinq.models import BlockReplay, ModelInstance
 
 
@@ -41,7 +40,7 @@ def learn(
     batches: Sequence[Batch],
     *,
     folder: Path,
-    progress: ReportProgress,
+    progress: Callable[[int, int], None],
     device_bytes: int = 0,
 ) -> Lesson:
     """Runs the original's blocks over ``batches``.
@@ -51,7 +50,7 @@ def learn(
         replay: of the instance; it records the batches.
         batches: the text.
         folder: where hidden states go that host memory has no room for.
-        progress: told about every block.
+        progress: told how many blocks are done, of how many.
         device_bytes: what enters the first block, and what leaves the last, stays on the device where it
             takes no more bytes than this. The host's memory is much slower to reach.
 
@@ -77,7 +76,7 @@ def learn(
             if not bool(torch.stack(finite).all()):
                 raise NumericsError(f"{block.name}: its output holds NaN or infinity in the original model")
             instance.release_block(index)
-            progress("running the original", index + 1, len(blocks))
+            progress(index + 1, len(blocks))
     return Lesson(batches, first, last, instance.device)
 
 
