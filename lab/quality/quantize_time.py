@@ -123,7 +123,8 @@ def main() -> None:
 
     def note(stage: str, done: int, total: int) -> None:
         at = time.monotonic() - start
-        if stage in ("tuning", "running the original", "varying the text") and (done in (1, total) or done % 20 == 0):
+        told = stage in ("tuning", "running the original", "varying the text")
+        if told and (done in (1, total) or done % 20 == 0):
             # At once: a run that is stopped has told how far it came.
             print(f"{at:8.2f} s: {stage} {done} of {total}", flush=True)
         marks.append((at, stage, done))
