@@ -30,7 +30,7 @@ _LOOKS = 12
 _ASTRAY = 1.5
 # Weights up to which kernels are so small that the host launches them more slowly than a GPU runs them.
 _SMALL = 1 << 30
-# Logits held at once, of which there are some six copies in float32 for a moment.
+# Logits held at once, of which there are some four copies in float32 for a moment.
 _LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}
 
 
