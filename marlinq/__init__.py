@@ -15,6 +15,7 @@ from marlinq.integrations.transformers import register as _register_in_transform
 __version__ = "0.1.0"
 
 _API = {
+    "rotate": "marlinq.operations.rotate",
     "quantize": "marlinq.operations.quantize",
     "convert": "marlinq.operations.convert",
     "verify": "marlinq.operations.verify",
@@ -22,13 +23,14 @@ _API = {
     "load": "marlinq.runtime",
     "evaluate": "marlinq.operations.evaluate",
 }
-__all__ = ["__version__", "convert", "evaluate", "inspect", "load", "quantize", "verify"]
+__all__ = ["__version__", "convert", "evaluate", "inspect", "load", "quantize", "rotate", "verify"]
 
 if TYPE_CHECKING:
     from marlinq.operations.convert import convert
     from marlinq.operations.evaluate import evaluate
     from marlinq.operations.inspect import inspect
     from marlinq.operations.quantize import quantize
+    from marlinq.operations.rotate import rotate
     from marlinq.operations.verify import verify
     from marlinq.runtime import load
 

@@ -20,6 +20,7 @@ from marlinq.cli.types import suggestion
 from marlinq.core.errors import MarlinqError, UsageError
 
 COMMANDS = {
+    "rotate": "marlinq.cli.rotate",
     "quantize": "marlinq.cli.quantize",
     "convert": "marlinq.cli.convert",
     "verify": "marlinq.cli.verify",
@@ -32,7 +33,7 @@ COMMANDS = {
 }
 """The module of each command, which calls it ``command``; in the order of a checkpoint's life."""
 
-_CONTINUES = {"quantize": ("--resume",), "convert": ()}
+_CONTINUES = {"quantize": ("--resume",), "convert": (), "rotate": ()}
 """Commands that take up an unfinished folder, and the options that ask for it."""
 
 _INTERRUPTED = 130

@@ -125,6 +125,13 @@ def test_interrupted_quantize_says_how_to_resume(marlinq: Callable, operation: C
     )
 
 
+def test_interrupted_rotate_continues_when_it_is_repeated(marlinq: Callable, operation: Callable) -> None:
+    operation("marlinq.operations.rotate", "rotate", KeyboardInterrupt())
+    outcome = marlinq("rotate", "a", "b", "--seed", "1")
+    assert outcome.code == 130
+    assert outcome.err.strip() == "interrupted; continue with: marlinq rotate a b --seed 1"
+
+
 def test_interrupted_convert_continues_when_it_is_repeated(marlinq: Callable, operation: Callable) -> None:
     operation("marlinq.operations.convert", "convert", KeyboardInterrupt())
     arguments = ["convert", "gptq-to-awq", "a", "b"]
