@@ -5,10 +5,10 @@
     python lab/quality/fused_transforms.py MODEL OUT --kind channels --calibration FILE --power 0.25
 
 For models of Llama's kind. ``heads`` rotates the values of each head by a random orthogonal matrix, in v_proj
-and back in o_proj (SpinQuant's R2). ``stream`` rotates the residual stream (R1) by a random orthogonal matrix,
-where ``marlinq rotate`` takes one with Hadamard's entries. ``channels`` makes the inputs of all layers more
-alike (AWQ): a channel is divided by its mean magnitude on the text to ``--power``, in the norm or the
-projection before.
+and back in o_proj (SpinQuant's R2). ``stream`` rotates the residual stream (R1) by such a matrix, where
+``marlinq rotate`` takes one with Hadamard's entries. ``channels`` makes the inputs of all layers more alike
+(AWQ): a channel is divided by its mean magnitude on the text to ``--power``, in the norm or the projection
+before.
 
 Weights are stored in the dtype of MODEL; what this rounding costs ``evaluate`` tells of OUT itself.
 """
