@@ -38,10 +38,11 @@ else:
     from marlinq.core.lazy import torch
 
 _COMMIT_BYTES = 1 << 30
-# Tokens that both forms of a block are run on, and the relative difference that float32 may make to what it
-# puts out: some thousands of roundings of 2**-24, which add up like a random walk, a few layers deep. What is
-# not the same function differs by a tenth and more.
+# Tokens that both forms of a block are run on, rows of the head that both are compared in, and the relative
+# difference that float32 may make: some thousands of roundings of 2**-24, which add up like a random walk, a
+# few layers deep. What is not the same function differs by a tenth and more.
 _PROBE_TOKENS = 32
+_PROBE_ROWS = 4096
 _TOLERANCE = 1e-4
 
 
@@ -186,11 +187,11 @@ def _value(
         return torch.ones(planned.shape, dtype=dtype)
     if parameter == plan.head:
         weight = stored(plan.embedding if plan.tied else plan.head)
-        return rotated_reader(weight, stored(plan.readers[plan.head]), turn).to(dtype)
+        return rotated_reader(weight, stored(plan.readers[plan.head]), turn, dtype)
     if parameter == plan.embedding:
-        return rotated_reader(stored(parameter), None, turn).to(dtype)
+        return rotated_reader(stored(parameter), None, turn, dtype)
     if parameter in plan.readers:
-        return rotated_reader(stored(parameter), stored(plan.readers[parameter]), turn).to(dtype)
+        return rotated_reader(stored(parameter), stored(plan.readers[parameter]), turn, dtype)
     return rotated_writer(stored(parameter), turn).to(dtype)
 
 
@@ -225,8 +226,10 @@ def _compare(
                 instance.materialise(head.module)
                 weight = instance.model.get_parameter(plan.head)
             norm = instance.model.get_parameter(plan.readers[plan.head])
+            # All rows are multiplied alike, so some are enough.
+            weight = weight[:_PROBE_ROWS]
             logits = replay.logits(before[0], {plan.head: weight})
-            own = rotated_reader(weight, norm, turn)
+            own = rotated_reader(weight, norm, turn, weight.dtype)
             parameters = {plan.head: own, plan.readers[plan.head]: torch.ones_like(norm)}
             logits_error = _relative(replay.logits(before[0] @ turn, parameters), logits)
     for what, error in (("its first block", block_error), ("its output head", logits_error)):
@@ -244,7 +247,7 @@ def _rotate_live(instance: ModelInstance, plan: StreamPlan, prefix: str, turn: t
     for reader, norm in plan.readers.items():
         if reader.startswith(prefix):
             weight = model.get_parameter(reader)
-            weight.copy_(rotated_reader(weight, model.get_parameter(norm), turn))
+            weight.copy_(rotated_reader(weight, model.get_parameter(norm), turn, weight.dtype))
     for names, change in (
         (plan.writers | plan.biases, lambda value: rotated_writer(value, turn)),
         (plan.norms, torch.ones_like),

@@ -116,7 +116,7 @@ def plan_stream(blueprint: Blueprint, source: str) -> StreamPlan:
         raise refuse("has no output head or no embedding")
     head = blueprint.by_name[blueprint.head].parameter
     embedding = blueprint.embedding
-    left -= {head, embedding, f"{head.removesuffix('.weight')}.bias"}
+    left -= {head, embedding}
     final = [name for name in left if name.endswith("norm.weight")]
     if other := sorted(left - set(final)):
         raise refuse(f"has {other[0]}")
@@ -134,18 +134,19 @@ def plan_stream(blueprint: Blueprint, source: str) -> StreamPlan:
     )
 
 
-def rotated_reader(weight: Tensor, norm: Tensor | None, turn: Tensor) -> Tensor:
-    """``W diag(w) Q`` in float32; ``norm`` None for none, as of the embedding.
+def rotated_reader(weight: Tensor, norm: Tensor | None, turn: Tensor, dtype: torch.dtype) -> Tensor:
+    """``W diag(w) Q``, computed in float32; ``norm`` None for none, as of the embedding.
 
     Args:
         weight: float [N, H].
         norm: float [H].
         turn: float32 [H, H], Q, on the device that multiplies.
+        dtype: of the result.
 
     Returns:
-        float32 [N, H], where ``weight`` is.
+        [N, H], where ``weight`` is.
     """
-    out = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     for start in range(0, len(weight), _ROWS):
         rows = weight[start : start + _ROWS].to(turn.device, torch.float32)
         if norm is not None:
