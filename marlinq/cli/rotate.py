@@ -42,10 +42,10 @@ def command(
 ) -> None:
     """Write the unquantised model SRC to the new folder DST with its residual stream rotated.
 
-    DST computes the same and is an ordinary checkpoint, to be quantised in place of SRC: weights that share a
-    scale are more alike in it. It is worth most where a whole channel shares one. For models whose blocks are
-    made like Llama's; others are refused. An output head that is tied to the embedding gets a weight of its
-    own.
+    DST computes the same and is an ordinary checkpoint, to be quantised with gptq in place of SRC: weights
+    that share a scale are more alike in it. It is worth most where a whole channel shares one. The methods
+    imatrix and rtn lose by it. For models whose blocks are made like Llama's; others are refused. An output
+    head that is tied to the embedding gets a weight of its own.
     """
     check_place(out, resume=True, source=local_folder(source))
     from marlinq.operations.rotate import rotate

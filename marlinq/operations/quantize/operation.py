@@ -20,11 +20,13 @@ from marlinq import __version__
 from marlinq.calibration import Document
 from marlinq.checkpoint import (
     DEFAULT_MAX_SHARD_BYTES,
+    MANIFEST,
     Checkpoint,
     CheckpointWriter,
     CopyBehind,
     check_place,
 )
+from marlinq.checkpoint.reader import read_json
 from marlinq.core.devices import multiplies_bfloat16, resolve_device, start_beside
 from marlinq.core.dtypes import dtype_name, torch_dtype
 from marlinq.core.errors import MarlinqError, UsageError
@@ -160,6 +162,12 @@ def _quantize(
         warnings.warn(f"override {override.pattern!r} matches no linear of the model", stacklevel=2)
     for note in split_notes(blueprint, plan):
         warnings.warn(note, stacklevel=2)
+    if not (plan.method.calibrated and plan.method.sequential) and _is_rotated(checkpoint):
+        warnings.warn(
+            f"{checkpoint.path}: was rotated, and {plan.method.name}, which sees channels one by one, loses "
+            "by that; use gptq, or the model before its rotation",
+            stacklevel=2,
+        )
     heads = [] if plan.head is None else [plan.head]
     by_block = [members for block in blueprint.blocks if (members := plan.members(block))]
     texts = planned_text(recipe, checkpoint, blueprint, chosen) if plan.method.calibrated else []
@@ -289,6 +297,13 @@ def _quantize(
         peak_host_bytes=_peak_host_bytes(),
         peak_device_bytes=torch.cuda.max_memory_allocated(chosen) if chosen.type == "cuda" else None,
     )
+
+
+def _is_rotated(checkpoint: Checkpoint) -> bool:
+    """Whether ``marlinq rotate`` wrote the source."""
+    if not (checkpoint.path / MANIFEST).exists():
+        return False
+    return bool(read_json(checkpoint.path, MANIFEST).get("operation") == "rotate")
 
 
 def compute_dtype(checkpoint: Checkpoint, plan: OutputPlan, device: torch.device, tokens: int) -> torch.dtype:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from marlinq.checkpoint import CheckpointWriter
 from marlinq.core.errors import NumericsError, OutputError, UnsupportedError
 from marlinq.operations.quantize import quantize
+from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.rotate import rotate
 from marlinq.operations.rotate.rotation import rotation_matrix
 from marlinq.operations.verify import verify
@@ -155,6 +157,16 @@ def test_a_tied_head_that_is_stored_as_well_is_rotated_once(tmp_path: Path) -> N
     plain, out = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "out"))
     assert plain.keys() == out.keys()
     assert all(torch.equal(plain[name], out[name]) for name in plain)
+
+
+@pytest.mark.parametrize(("method", "warns"), [("rtn", True), ("imatrix", True), ("gptq", False)])
+def test_methods_that_lose_by_a_rotation_say_so(tmp_path: Path, method: str, warns: bool) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    rotate(source, tmp_path / "rotated", device="cpu")
+    recipe = Recipe(method=method, group_size=32, samples=8, max_length=40)
+    expected = pytest.warns(UserWarning, match=f"was rotated, and {method},") if warns else nullcontext()
+    with expected:
+        quantize(tmp_path / "rotated", tmp_path / "out", recipe=recipe, device="cpu")
 
 
 def test_a_rotated_model_is_quantised_and_verified(tmp_path: Path) -> None:
