@@ -233,7 +233,9 @@ def test_the_quantiser_does_not_see_what_is_held_out(
     ids = tmp_path / "ids.jsonl"
     rows = [{"input_ids": [(7 * row + place) % 50 for place in range(40)]} for row in range(12)]
     ids.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    report = tuned(source, tmp_path / "out", calibration=str(ids), samples=12, tune_own_text=own)
+    report = tuned(
+        source, tmp_path / "out", calibration=str(ids), samples=12, tune_own_text=own, tune_steps=2
+    )
     text, learning, held_out = parts
     # The file's documents come first, in an order that is drawn.
     assert {each.tokens for each in text[:12]} == {tuple(row["input_ids"]) for row in rows}

@@ -19,7 +19,7 @@ from marlinq.operations.rotate.rotation import rotation_matrix
 from marlinq.operations.verify import verify
 from tests.testing.mixtures import save_mixture
 from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
-from tests.testing.tiny_models import CONFIGS, tiny_model
+from tests.testing.tiny_models import tiny_model
 
 LIKE_LLAMA = ("llama", "llama-tied", "mistral", "qwen2", "qwen3")
 
@@ -81,7 +81,7 @@ def _normed(tensors: dict[str, torch.Tensor]) -> int:
     return sum("q_norm" in key or "k_norm" in key for key in tensors)
 
 
-@pytest.mark.parametrize("name", sorted(set(CONFIGS) - set(LIKE_LLAMA)))
+@pytest.mark.parametrize("name", ["cohere", "gemma", "gemma3", "gpt2", "olmo2", "phi3", "stablelm"])
 def test_other_models_are_refused(tmp_path: Path, name: str) -> None:
     source = save_tiny(name, tmp_path / "model")
     kind = NumericsError if name == "gemma" else UnsupportedError
