@@ -189,9 +189,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--group-size", type=int, default=64)
     parser.add_argument("--power", type=float, default=1.0)
-    parser.add_argument(
-        "--most", type=float, default=100.0, help="a token's share is at most so many tokens'"
-    )
+    parser.add_argument("--most", type=float, default=100.0, help="largest share, of a mean token's")
     parser.add_argument("--gradients", type=Path, help="where gradients are kept between runs")
     return parser.parse_args()
 
