@@ -20,7 +20,7 @@ from marlinq.checkpoint import (
 )
 from marlinq.core.devices import resolve_device
 from marlinq.core.dtypes import torch_dtype
-from marlinq.core.errors import NumericsError, UnsupportedError
+from marlinq.core.errors import CheckpointError, NumericsError, UnsupportedError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.models import BlockReplay, Blueprint, ModelInstance, TensorNames, build_blueprint
 from marlinq.operations.rotate.report import RotationReport
@@ -95,7 +95,7 @@ def rotate(
     turn = rotation_matrix(blueprint.parameters[plan.embedding][1], seed).to(chosen, torch.float32)
     errors = _compare(checkpoint, blueprint, plan, turn)
     names = TensorNames(blueprint, checkpoint.tensors.keys(), source=name)
-    owners = _owners(blueprint, plan, names)
+    owners = _owners(checkpoint, blueprint, plan, names)
     tensors = [TensorPlan(info.name, info.dtype, info.shape) for info in checkpoint.tensors.values()]
     if plan.head not in owners.values():
         table = checkpoint.tensors[names.require(plan.embedding)]
@@ -155,8 +155,14 @@ def rotate(
     )
 
 
-def _owners(blueprint: Blueprint, plan: StreamPlan, names: TensorNames) -> dict[str, str]:
-    """The parameter that each stored tensor holds, of those that the rotation changes."""
+def _owners(
+    checkpoint: Checkpoint, blueprint: Blueprint, plan: StreamPlan, names: TensorNames
+) -> dict[str, str]:
+    """The parameter that each stored tensor holds, of those that the rotation changes.
+
+    Raises:
+        CheckpointError: one is not stored, or in another shape.
+    """
     changed = {*plan.readers, *plan.writers, *plan.biases, *plan.norms, plan.embedding}
     if plan.tied:
         changed.discard(plan.head)
@@ -164,6 +170,14 @@ def _owners(blueprint: Blueprint, plan: StreamPlan, names: TensorNames) -> dict[
     if plan.tied and (stored := names.own(plan.head)) is not None:
         # Some checkpoints store a tied head nevertheless.
         owners[stored] = plan.head
+    for stored, parameter in owners.items():
+        expected = blueprint.parameters[plan.embedding if parameter == plan.head else parameter]
+        found = checkpoint.tensors[stored]
+        if tuple(found.shape) != tuple(expected) or not torch_dtype(found.dtype).is_floating_point:
+            raise CheckpointError(
+                f"{checkpoint.path}: {stored}: expected floating point {list(expected)}, found {found.dtype} "
+                f"{list(found.shape)}"
+            )
     return owners
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from marlinq.checkpoint import CheckpointWriter
-from marlinq.core.errors import NumericsError, OutputError, UnsupportedError
+from marlinq.core.errors import CheckpointError, NumericsError, OutputError, UnsupportedError
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.rotate import rotate
@@ -116,6 +116,18 @@ def test_weights_out_of_range_are_told(tmp_path: Path) -> None:
     ):
         rotate(tmp_path / "model", tmp_path / "out", device="cpu")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(64, 32), torch.ones(64, 128, dtype=torch.int8)])
+def test_a_tensor_of_another_shape_or_type_is_told(tmp_path: Path, wrong: torch.Tensor) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    path = source / "model.safetensors"
+    # Not of the block that is run both ways.
+    name = "model.layers.2.mlp.down_proj.weight"
+    save_file({**load_file(path), name: wrong}, path)
+    with pytest.raises(CheckpointError, match=rf"{name}: expected floating point \[64, 128\], found"):
+        rotate(source, tmp_path / "out", device="cpu")
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_an_interrupted_run_goes_on_to_the_same_bytes(
