@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from marlinq import load
 from marlinq.calibration import Document
-from marlinq.operations.quantize.tuning import course, run
+from marlinq.operations.quantize.tuning import run
 from marlinq.operations.quantize.tuning.teacher import redraw
 
 ROW = 512
@@ -35,7 +34,7 @@ def main() -> None:
     parser.add_argument("documents", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--tokens", type=int, required=True)
-    parser.add_argument("--share", type=float, default=course._REDRAWN)
+    parser.add_argument("--share", type=float, default=run._REDRAWN)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda")
@@ -43,7 +42,7 @@ def main() -> None:
     begun = time.perf_counter()
     given = json.loads(options.documents.read_text(encoding="utf-8"))
     learning, _ = run.hold_out([Document(tuple(tokens)) for tokens in given])
-    rows = list(islice(course.rows_of(learning, ROW, options.seed), options.tokens // ROW))
+    rows = run._rows(learning, ROW, ROW, options.tokens, options.seed)
     dtype = "bfloat16" if options.device == "cuda" else "float32"
     model: Any = load(options.model, device=options.device, dtype=dtype).model
     generator = torch.Generator(options.device).manual_seed(options.seed)

@@ -4,14 +4,14 @@
 
 START is a folder that ``marlinq quantize`` wrote from MODEL without tuning; its recipe is used again. Every
 ``--try`` begins there, tunes with the package's own loop, and is measured in float32 on every ``--text``.
-Keys of a try: steps, tokens, rate, codes (times the rate), text (names of the learnt files without their
-suffix, joined by +; all by default), round (tokens of a round at most), redrawn (the share of tokens drawn
-anew in text that comes again), vectors, seed, rem (how far from its code a latent may begin), graph (0
-records no CUDA graphs), fused (0 makes weights by torch's operations), tilt (a latent's step minds how
-strong its gradients are, see :class:`Tilted`), muon (1 moves codes by :class:`Muon`), basis (steps after
-which :class:`Rotated` moves them in a basis of its own), beta (Adam's first), freeze (share of the steps
-after which codes stay), start (1 measures what the try begins with, too). ``learnt`` is the mean divergence
-over the last tenth of the steps, on the text that is learnt.
+Keys of a try: steps, tokens, rate, codes (times the rate), rows (how many rows of text), row (tokens of
+one), places (of a micro-batch), whole (rows are documents one after the other, not random pieces), vectors,
+seed, rem (how far from its code a latent may begin), graph (0 records no CUDA graphs), fused (0 makes
+weights by torch's operations), tilt (a latent's step minds how strong its gradients are, see
+:class:`Tilted`), muon (1 moves codes by :class:`Muon`), basis (steps after which :class:`Rotated` moves
+them in a basis of its own), beta (Adam's first), freeze (share of the steps after which codes stay), start
+(1 measures what the try begins with, too). ``learnt`` is the mean divergence over the last tenth of the
+steps, on the text that is learnt.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,18 +33,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from marlinq import load
-from marlinq.calibration import Document
+from marlinq.calibration import Document, make_batches
 from marlinq.checkpoint import Checkpoint
 from marlinq.methods import gpu
 from marlinq.methods import tuning as tuning_module
-from marlinq.models import ModelInstance, build_blueprint
+from marlinq.models import BlockReplay, ModelInstance, build_blueprint
 from marlinq.operations.evaluate.text import read_windows
 from marlinq.operations.quantize.planning import plan_output
 from marlinq.operations.quantize.recipe import Recipe
-from marlinq.operations.quantize.tuning import TuningSettings, course, run
+from marlinq.operations.quantize.tuning import TuningSettings, run
 from marlinq.operations.quantize.tuning import loop as loop_module
 from marlinq.operations.quantize.tuning.loop import Loop
 from marlinq.operations.quantize.tuning.student import Student
+from marlinq.operations.quantize.tuning.teacher import learn
 
 
 class Bench:
@@ -102,12 +104,12 @@ def main() -> None:
     """Tune and measure every try."""
     options = _options()
     bench = Bench(options)
-    learn = {
-        path.stem: [Document(tuple(d)) for d in json.loads(path.read_text(encoding="utf-8"))]
-        for path in options.learn
-    }
-    for name, found in learn.items():
-        print(f"{name}: {len(found)} documents, {sum(map(len, found))} tokens", flush=True)
+    documents = [
+        Document(tuple(d)) for path in options.learn for d in json.loads(path.read_text(encoding="utf-8"))
+    ]
+    print(f"{len(documents)} documents, {sum(map(len, documents))} tokens", flush=True)
+    lessons: dict[str, Any] = {}
+    instance = ModelInstance(bench.blueprint, bench.checkpoint, device=bench.device, dtype=torch.float32)
     for text in options.tries:
         start = time.perf_counter()
         asked = dict(part.split("=") for part in text.split())
@@ -122,11 +124,8 @@ def main() -> None:
         loop_module._SMALL = int(asked.get("graph", 1)) << 30
         tuning_module.has_panel_kernel = gpu.has_panel_kernel if int(asked.get("fused", 1)) else _never
         tuning_module._LARGEST_REMAINDER = float(asked.get("rem", 0.45))
-        course._REDRAWN = float(asked.get("redrawn", 0.3))
-        names = asked["text"].split("+") if "text" in asked else list(learn)
-        documents = [document for name in names for document in learn[name]]
         with run._reproducible(bench.device):
-            lines = _try(bench, documents, settings, asked)
+            lines = _try(bench, instance, documents, settings, asked, lessons)
         lines["seconds"] = time.perf_counter() - start
         print(text, "|", json.dumps(lines), flush=True)
         if options.json is not None:
@@ -318,23 +317,33 @@ def _never(device: torch.device) -> bool:
     return False
 
 
-def _try(bench: Bench, documents: Sequence[Document], settings: TuningSettings, asked: Any) -> Any:
+def _try(bench: Bench, instance: Any, documents: Any, settings: Any, asked: Any, lessons: Any) -> Any:
     learning, held_out = run.hold_out(documents)
-    teacher, instance = (
-        ModelInstance(bench.blueprint, bench.checkpoint, device=bench.device, dtype=torch.float32)
-        for _ in range(2)
-    )
-    folder = tempfile.TemporaryDirectory()
-    rounds = course.Course(
-        teacher,
-        learning,
-        held_out,
-        settings,
-        course.Room(int(asked.get("round", 1 << 20)), 6 << 30, Path(folder.name)),
-        max_length=course.ROW,
-        progress=lambda *_: None,
-    )
-    replay = rounds.replay.on(instance)
+    length, count = int(asked.get("row", 512)), int(asked.get("rows", 512))
+    places = int(asked.get("places", run._PLACES[bench.device.type]))
+    key = f"{length} {count} {places} {asked.get('whole')} {settings.seed}"
+    if key not in lessons:
+        for old in list(lessons):
+            del lessons[old]
+        if int(asked.get("whole", 0)):
+            flat = [token for document in learning for token in document.tokens]
+            rows = [Document(tuple(flat[at : at + length])) for at in range(0, len(flat) - length, length)][
+                :count
+            ]
+        else:
+            rows = run._rows(learning, length, places, length * count, settings.seed)
+        # As the package does: no micro-batch is left with fewer rows than the others.
+        full = max(1, places // length)
+        rows = rows[: len(rows) - len(rows) % full] if len(rows) > full else rows
+        own = make_batches(rows, token_budget=places)
+        watched = make_batches(held_out[:16], token_budget=places, pad=True)
+        replay = BlockReplay(instance)
+        begun = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            lesson = learn(instance, replay, own + watched, folder=Path(folder), progress=lambda *_: None)
+        lessons[key] = (replay, lesson, len(own), time.perf_counter() - begun)
+        print(f"{len(rows)} rows of {length}, lesson in {lessons[key][3]:.1f} s", flush=True)
+    replay, lesson, own_count, _ = lessons[key]
     before = {}
     for planned in bench.plan.modules.values():
         names = bench.plan.tensor_names(planned)
@@ -345,10 +354,14 @@ def _try(bench: Bench, documents: Sequence[Document], settings: TuningSettings, 
     )
     bench.put(student)
     at_start = bench.measure() if int(asked.get("start", 0)) else {}
-    with instance.outer(whole=True), instance.head() as head:
+    with instance.outer(whole=True):
+        fake = SimpleNamespace(_blueprint=bench.blueprint, _instance=instance)
+        head = run._Run._head(fake)
         loop = Loop(
             student,
             replay,
+            lesson,
+            own_count,
             settings,
             original=head,
             head=head,
@@ -366,32 +379,23 @@ def _try(bench: Bench, documents: Sequence[Document], settings: TuningSettings, 
         if "freeze" in asked:
             freeze_codes(loop, float(asked["freeze"]))
         learnt: list[float] = []
-        took = lessons = 0.0
+        begun = time.perf_counter()
         with kept_divergences(learnt):
-            for number in rounds.rounds_from(0):
-                begun = time.perf_counter()
-                loop.begin(rounds.round(number))
-                lessons += time.perf_counter() - begun
-                begun = time.perf_counter()
-                loop.run(lambda *_: None, lambda: None)
-                torch.cuda.synchronize() if bench.device.type == "cuda" else None
-                took += time.perf_counter() - begun
-                loop.end()
-                if loop.now.finished:
-                    break
-        loop.finish()
+            loop.run(lambda *_: None, lambda: None)
+        torch.cuda.synchronize() if bench.device.type == "cuda" else None
+        took = time.perf_counter() - begun
     bench.put(student)
     changed = sum(
         int((w.quantized().codes != before[n].codes.to(bench.device)).sum())
         for n, w in student.weights.items()
     )
     total = sum(w.codes.numel() for w in before.values())
-    folder.cleanup()
+    for block in range(len(bench.blueprint.blocks)):
+        instance.release_block(block)
     return {
         "start": at_start,
         "measured": bench.measure(),
         "tuning": round(took, 1),
-        "lessons": round(lessons, 1),
         "step": round(took / max(1, loop.now.step), 4),
         "before": loop.now.before,
         "learnt": last_tenth(learnt, loop.now.step),

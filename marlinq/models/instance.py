@@ -221,18 +221,6 @@ class ModelInstance:
             for name in names:
                 self.release(name, recurse=False)
 
-    @contextmanager
-    def head(self) -> Iterator[dict[str, Tensor]]:
-        """The output head's weight [vocabulary, hidden] by the full name of its parameter; used inside
-        :meth:`outer` of the whole model, where a tied head has its owner's."""
-        head = self.blueprint.by_name[self.blueprint.head or ""]
-        owner = self.blueprint.tied.get(head.parameter)
-        try:
-            self.materialise(head.module, skip=self.blueprint.tied)
-            yield {head.parameter: self.model.get_parameter(owner or head.parameter)}
-        finally:
-            self.release(head.module)
-
     def _outer_modules(self, root_name: str) -> list[str]:
         inside = self.blueprint.blocks_name
         head = self.model.get_output_embeddings()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,32 +47,6 @@ class _Call:
     kwargs: Mapping[str, Any]
 
 
-@dataclass(frozen=True, eq=False)
-class Calls:
-    """How every block is called for one batch; only a replay looks inside."""
-
-    of_blocks: tuple[_Call, ...]
-
-
-@dataclass
-class _Kept:
-    """What was recorded.
-
-    Attributes:
-        calls: of every block, by batch.
-        interned: one CPU copy of equal tensors, by what is in them.
-        placed: copies on the device by the kept tensor's id.
-        placed_bytes: of all of these.
-        wrap: how a block returns hidden states.
-    """
-
-    calls: list[list[_Call]] = field(default_factory=list)
-    interned: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
-    placed: dict[int, Tensor] = field(default_factory=dict)
-    placed_bytes: int = 0
-    wrap: Callable[[Tensor], Any] = field(default_factory=lambda: _unknown)
-
-
 class BlockReplay:
     """The calls of every decoder block for every batch.
 
@@ -85,18 +59,14 @@ class BlockReplay:
     def __init__(self, instance: ModelInstance, products: torch.dtype | None = None) -> None:
         self._instance = instance
         self._products = products
-        self._kept = _Kept()
-
-    def on(self, instance: ModelInstance) -> BlockReplay:
-        """The same calls on another instance of the model, on the same device; both know what either
-        records."""
-        other = BlockReplay(instance, self._products)
-        other._kept = self._kept
-        return other
+        self._calls: list[list[_Call]] = []
+        self._interned: dict[tuple[object, ...], Tensor] = {}
+        self._placed: dict[int, Tensor] = {}
+        self._placed_bytes = 0
+        self._wrap: Callable[[Tensor], Any] = _unknown
 
     def record(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Runs the outer forward once a batch and keeps every block's arguments, in place of those of earlier
-        batches.
+        """Runs the outer forward once a batch and keeps every block's arguments.
 
         Args:
             batches: token ids, int64 [B, T], padded on the right.
@@ -107,8 +77,6 @@ class BlockReplay:
         Raises:
             UnsupportedError: the model does something between its blocks, or they exchange state.
         """
-        kept = self._kept
-        kept.calls = []
         with self._instance.outer() as root, torch.no_grad():
             wrap = None
             for ids in batches:
@@ -119,9 +87,9 @@ class BlockReplay:
                 with recorder.installed(), suppress(_StopForward), boundaries.forward(self._instance.source):
                     root(input_ids=ids.to(self._instance.device), use_cache=False)
                 if wrap is None:
-                    wrap = kept.wrap = recorder.wrap
+                    wrap = self._wrap = recorder.wrap
                     self._instance.release_block(0)
-                kept.calls.append(recorder.calls)
+                self._calls.append(recorder.calls)
                 yield recorder.finished()
 
     def run(self, block: int, batch: int, hidden: Tensor) -> Tensor:
@@ -132,7 +100,7 @@ class BlockReplay:
 
     def call(self, block: int, batch: int, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
         """As :meth:`run`, differentiable, with ``parameters`` (by full name) in place of the block's own."""
-        call = self._kept.calls[batch][block]
+        call = self._calls[batch][block]
         args = tuple(_restore(value, hidden, self._place) for value in call.args)
         kwargs = {key: _restore(value, hidden, self._place) for key, value in call.kwargs.items()}
         name = self._instance.blueprint.blocks[block].name
@@ -148,16 +116,11 @@ class BlockReplay:
         """Tokens choose experts in some block."""
         return self._instance.blueprint.routed
 
-    def calls(self, batch: int) -> Calls:
-        """How every block is called for a batch, for :meth:`alike`."""
-        return Calls(tuple(self._kept.calls[batch]))
-
-    def alike(self, batch: int, calls: Calls) -> bool:
-        """Every block is called for the batch with the arguments of ``calls``, hidden states aside. These may
-        be of a batch that was recorded before."""
+    def alike(self, batch: int, other: int) -> bool:
+        """Every block is called for both batches with the same arguments, hidden states aside."""
         return all(
             _same((a.args, a.kwargs), (b.args, b.kwargs))
-            for a, b in zip(self._kept.calls[batch], calls.of_blocks, strict=True)
+            for a, b in zip(self._calls[batch], self._calls[other], strict=True)
         )
 
     def logits(self, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
@@ -171,7 +134,7 @@ class BlockReplay:
         Returns:
             [R, vocabulary]
         """
-        result = self._kept.wrap(hidden[None])
+        result = self._wrap(hidden[None])
 
         def stub(*args: Any, **kwargs: Any) -> Any:
             return result
@@ -246,7 +209,7 @@ class BlockReplay:
     def _head_inputs(self, root: nn.Module, ids: Tensor, hidden: Tensor, head: Projection) -> list[Tensor]:
         """What the head is given when the last block returns ``hidden``; the head itself does not run."""
         seen: list[Tensor] = []
-        result = self._kept.wrap(hidden)
+        result = self._wrap(hidden)
 
         def stub(*args: Any, **kwargs: Any) -> Any:
             return result
@@ -268,13 +231,12 @@ class BlockReplay:
     def _place(self, kept: Tensor) -> Tensor:
         """A kept argument on the device, where it stays if it is small: a copy from the host would make every
         block wait for the one before."""
-        store = self._kept
-        found = store.placed.get(id(kept))
+        found = self._placed.get(id(kept))
         if found is None:
             found = kept.to(self._instance.device)
-            if store.placed_bytes + kept.nbytes <= _PLACED_BYTES:
-                store.placed[id(kept)] = found
-                store.placed_bytes += kept.nbytes
+            if self._placed_bytes + kept.nbytes <= _PLACED_BYTES:
+                self._placed[id(kept)] = found
+                self._placed_bytes += kept.nbytes
         return found
 
     def _keep(self, tensor: Tensor) -> Tensor:
@@ -282,10 +244,9 @@ class BlockReplay:
         copy = tensor.detach().cpu().contiguous()
         raw = copy.flatten().view(torch.uint8).numpy().tobytes()
         key = (copy.dtype, tuple(copy.shape), hashlib.blake2b(raw, digest_size=16).digest())
-        interned = self._kept.interned
-        if key not in interned:
-            interned[key] = copy.clone() if copy.data_ptr() == tensor.data_ptr() else copy
-        return interned[key]
+        if key not in self._interned:
+            self._interned[key] = copy.clone() if copy.data_ptr() == tensor.data_ptr() else copy
+        return self._interned[key]
 
 
 class _Recorder:

@@ -43,7 +43,7 @@ QUALITIES: dict[str, Quality] = {
         ),
         Quality(
             "best",
-            9,
+            8,
             "the default, then codes, scales and norms tuned towards the original's predictions, on text "
             "that the model writes as well",
             {"method": "gptq", "tune_steps": "auto", "tune_codes": True, "tune_own_text": True},

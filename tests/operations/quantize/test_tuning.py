@@ -3,10 +3,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,16 +14,16 @@ import pytest
 import torch
 
 import marlinq
-from marlinq.calibration import Batch, Document
+from marlinq.calibration import Batch, Document, make_batches
 from marlinq.checkpoint import Checkpoint, CheckpointWriter, QuantizedCheckpoint
 from marlinq.core.errors import EnvironmentProblem, OutputError
 from marlinq.core.weight import QuantizedWeight
-from marlinq.models import ModelInstance, build_blueprint
+from marlinq.models import build_blueprint
 from marlinq.operations.quantize import operation, plan_quantize, quantize, text
 from marlinq.operations.quantize.planning import plan_output
 from marlinq.operations.quantize.quality import QUALITIES
 from marlinq.operations.quantize.recipe import Recipe
-from marlinq.operations.quantize.tuning import course, loop, run
+from marlinq.operations.quantize.tuning import loop, run
 from marlinq.operations.quantize.tuning.student import Student, backward_kept
 from marlinq.operations.quantize.tuning.teacher import redraw
 from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
@@ -116,7 +115,6 @@ def test_a_block_takes_its_step_before_the_next_has_gradients(
         # The norm behind the blocks comes with the last one.
         taken.append(blocks - {"m"})
         take(self)
-        assert self._passes is not None
         assert self._passes.keeps_gradients or all(leaf.grad is None for leaf in self._leaves.values())
 
     monkeypatch.setattr(loop.Loop, "_take", noted)
@@ -145,9 +143,6 @@ def test_kept_passes_are_those_that_run_blocks_again(
         def __init__(self, student: Student) -> None:
             self.forward = student.forward_kept
 
-        def turn_to(self, batches: object) -> None:
-            pass
-
         def backward(
             self, batch: int, inputs: Any, gradient: torch.Tensor, after_block: object = None
         ) -> None:
@@ -172,7 +167,7 @@ def test_own_text_is_learnt_from_beside_a_file(tmp_path: Path) -> None:
     own = recipe.replace(tune_own_text=True)
     with pytest.MonkeyPatch.context() as patch:
         # The original's predictions are what tuning begins with.
-        patch.setattr(course, "learn", _dies)
+        patch.setattr(run, "learn", _dies)
         with pytest.raises(Killed):
             quantize(source, tmp_path / "out", recipe=own, device="cpu", message=said.append)
     report = quantize(source, tmp_path / "out", recipe=own, device="cpu", resume=True, message=said.append)
@@ -267,12 +262,19 @@ def test_text_to_be_tuned_on_is_drawn_from_all_tokens(
         quantize(source, tmp_path / "out", recipe=TUNED.replace(tune_steps=steps), device="cpu")
 
 
+def test_rows_fill_their_micro_batches() -> None:
+    documents = [Document(tuple(range(60)))] * 3
+    for steps, expected in ((1, 5), (2, 6), (3, 12), (4, 18)):
+        rows = run._rows(documents, 50, 300, 250 * steps, 0)
+        assert [len(row) for row in rows] == [50] * expected
+
+
 def test_rows_hold_every_token_equally_often() -> None:
     # Tokens that name their document and place, so that pieces can be told.
     documents = [Document(tuple(range(1000 * i, 1000 * i + 20 * i + 5))) for i in range(1, 30)]
     tokens = sum(map(len, documents))
     count = 3 * tokens // 64
-    rows = list(islice(course.rows_of(documents, 64, 3), count))
+    rows = run._rows(documents, 64, 64, 64 * count, 3)
     assert [len(row) for row in rows] == [64] * count
     seen = Counter(token for row in rows for token in row.tokens)
     assert set(seen) == {token for document in documents for token in document.tokens}
@@ -282,8 +284,8 @@ def test_rows_hold_every_token_equally_often() -> None:
     pairs = [(a, b) for row in rows for a, b in pairwise(row.tokens)]
     apart = sum(b != a + 1 for a, b in pairs)
     assert len(pairs) / 96 < apart < len(pairs) / 32
-    assert rows == list(islice(course.rows_of(documents, 64, 3), count))
-    assert rows != list(islice(course.rows_of(documents, 64, 4), count))
+    assert rows == run._rows(documents, 64, 64, 64 * count, 3)
+    assert rows != run._rows(documents, 64, 64, 64 * count, 4)
 
 
 def test_redrawn_tokens_follow_the_models_predictions() -> None:
@@ -310,90 +312,67 @@ def test_redrawn_tokens_follow_the_models_predictions() -> None:
     assert out[:, 1:].eq(1).float().mean() > 0.999
 
 
-def made_course(
-    source: Path, documents: Sequence[Document], settings: loop.TuningSettings, tokens: int, **options: Any
-) -> course.Course:
-    checkpoint = Checkpoint.open(source)
-    blueprint = build_blueprint(checkpoint.config, source="model", tensors=checkpoint.tensors)
-    instance = ModelInstance(blueprint, checkpoint, device=torch.device("cpu"), dtype=torch.float32)
-    given: dict[str, Any] = {"held_out": [], "max_length": 40, "progress": lambda *_: None} | options
-    room = course.Room(tokens, 0, source.parent)
-    return course.Course(instance, documents, settings=settings, room=room, **given)
-
-
-SETTINGS = loop.TuningSettings(steps=7, tokens=200, rate=0.1, code_rate=0.1, vectors=True, seed=3)
-WORDS = [Document(tuple(range(10 * i + 3, 10 * i + 43))) for i in range(8)]
-"""320 tokens; a toy knows 128."""
-
-
-def ids_of(found: loop.Round) -> torch.Tensor:
-    return torch.cat([b.ids for b in found.lesson.batches[: len(found.steps) * found.batches]])
-
-
-@pytest.mark.parametrize(
-    ("tokens", "places", "batches", "rows"),
-    [(200, 100, 3, 2), (200, 40, 5, 1), (200, 10, 5, 1), (201, 400, 1, 6), (1, 400, 1, 1)],
-)
-def test_a_step_has_whole_micro_batches_that_are_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, places: int, batches: int, rows: int
+@pytest.mark.parametrize("steps", [1, 6])
+def test_text_that_was_there_before_is_varied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    monkeypatch.setitem(course.PLACES, "cpu", places)
-    settings = replace(SETTINGS, tokens=tokens)
-    found = made_course(save_tiny("llama", tmp_path / "model"), WORDS, settings, 10**6).round(0)
-    assert (found.steps, found.batches) == (range(7), batches)
-    assert {batch.ids.shape for batch in found.lesson.batches} == {(rows, 40)}
-    assert len(found.lesson.batches) == 7 * batches
-
-
-def test_rounds_hold_what_one_would(tmp_path: Path) -> None:
-    """All text once, in the same order; then the same rows, but with other tokens drawn anew."""
     source = save_tiny("llama", tmp_path / "model")
-    held_out = [Document((5, 6, 7))]
-    whole = made_course(source, WORDS, SETTINGS, 10**6, held_out=held_out)
-    parts = made_course(source, WORDS, SETTINGS, 650, held_out=held_out)
-    assert (whole.rounds_from(0), whole.rounds_from(6)) == (range(1), range(1))
-    assert [parts.rounds_from(step) for step in (0, 2, 3, 6, 7)] == [
-        range(3),
-        range(3),
-        range(1, 3),
-        range(2, 3),
-        range(2, 3),
-    ]
-    rounds = [parts.round(number) for number in parts.rounds_from(0)]
-    assert [found.steps for found in rounds] == [range(3), range(3, 6), range(6, 7)]
-    assert all(found.lesson.batches[-1].ids.tolist() == [[5, 6, 7]] for found in rounds)
-    one = ids_of(whole.round(0))
-    split = torch.cat([ids_of(found) for found in rounds])
-    assert one.shape == split.shape == (7 * 5, 40)
-    # 320 tokens are 8 rows; what was there before has three of ten tokens drawn anew, and a toy hardly draws
-    # what was there.
-    rows = torch.tensor([row.tokens for row in islice(course.rows_of(WORDS, 40, 3), 35)])
-    assert torch.equal(one[:8], rows[:8])
-    assert torch.equal(split[:15], one[:15])
-    for ids in (one, split):
-        changed = (ids[8:] != rows[8:]).float()
-        assert float(changed.mean()) == pytest.approx(
-            0.3, abs=5 * (0.3 * 0.7 / changed.numel()) ** 0.5 + 0.02
-        )
-        assert not changed[:, 0].any()
-    assert not torch.equal(split[15:], one[15:])
-    # A run that is resumed begins with a later round.
-    later = made_course(source, WORDS, SETTINGS, 650, held_out=held_out)
-    assert torch.equal(ids_of(later.round(2)), ids_of(rounds[2]))
+    seen: list[list[Batch]] = []
+    given: list[list[Document]] = []
+    stages: list[str] = []
+    learn, prepare = run.learn, run.tune
 
+    def noted(instance: Any, replay: Any, batches: Any, **options: Any) -> Any:
+        seen.append(list(batches))
+        return learn(instance, replay, batches, **options)
 
-@pytest.mark.parametrize(("steps", "stages"), [(1, 1), (7, 2)])
-def test_text_is_varied_where_it_comes_again(tmp_path: Path, steps: int, stages: int) -> None:
-    seen: list[str] = []
-    found = made_course(
-        save_tiny("llama", tmp_path / "model"),
-        WORDS,
-        replace(SETTINGS, steps=steps),
-        10**6,
-        progress=lambda stage, *_: seen.append(stage),
+    def divided(checkpoint: Any, blueprint: Any, plan: Any, writer: Any, *rest: Any, **options: Any) -> None:
+        given.extend(rest[:2])
+        prepare(checkpoint, blueprint, plan, writer, *rest, **options)
+
+    def progress(stage: str, done: int, total: int) -> None:
+        stages.append(stage)
+
+    monkeypatch.setattr(run, "learn", noted)
+    monkeypatch.setattr(operation, "tune", divided)
+    monkeypatch.setitem(run._PLACES, "cpu", 100)
+    quantize(
+        source, tmp_path / "out", recipe=TUNED.replace(tune_steps=steps), device="cpu", progress=progress
     )
-    found.round(0)
-    assert list(dict.fromkeys(seen)) == ["varying the text", "running the original"][-stages:]
+    learning, held_out = given
+    *first, learnt = seen
+    length = len(learnt[0].ids[0])
+    planned = make_batches(run._rows(learning, length, 100, steps * 512, TUNED.seed), token_budget=100)
+    watched = make_batches(held_out, token_budget=100)
+    assert len(learnt) == len(planned) + len(watched)
+    full = len(planned[0].lengths)
+    new = min(full * len(planned), sum(map(len, learning)) // length)
+    # One step does not see all of the text; six see it again, from the middle of a batch on.
+    assert (new == full * len(planned)) == (steps == 1)
+    assert (new % full == 0) == (steps == 1)
+    # The original saw what was to be varied, before any of it was.
+    assert len(first) == ("varying the text" in stages) == (steps > 1)
+    again = planned[new // full :]
+    assert all(map(_equal, first[0] if first else [], again))
+    assert len(again) == (len(first[0]) if first else 0)
+    assert all(map(_equal, learnt[len(planned) :], watched))
+    assert [batch.lengths for batch in learnt[: len(planned)]] == [batch.lengths for batch in planned]
+    rows = [
+        (old, row)
+        for a, b in zip(planned, learnt, strict=False)
+        for old, row in zip(a.ids, b.ids, strict=True)
+    ]
+    assert all(torch.equal(old, row) for old, row in rows[:new])
+    if not again:
+        return
+    changed = torch.cat([old != row for old, row in rows[new:]])
+    # Predictions of a toy are nearly uniform: hardly any token is drawn that was there.
+    count = len(changed)
+    assert float(changed.float().mean()) == pytest.approx(0.3, abs=5 * (0.3 * 0.7 / count) ** 0.5 + 0.02)
+
+
+def _equal(a: Batch, b: Batch) -> bool:
+    return a.lengths == b.lengths and torch.equal(a.ids, b.ids)
 
 
 def test_a_state_is_saved_where_that_takes_little_of_the_time(
@@ -519,8 +498,6 @@ def test_an_interrupted_run_ends_with_the_same_bytes(
     source = save_tiny("llama", tmp_path / "model")
     monkeypatch.setattr(run, "_SAVE_SECONDS", 0.0)
     monkeypatch.setattr(run, "_SAVE_RATE", math.inf)
-    # Rounds of two steps.
-    monkeypatch.setattr(run, "_MOST_TOKENS", 1100)
     recipe = TUNED.replace(tune_codes=True, tune_steps=6)
     quantize(source, tmp_path / "whole", recipe=recipe, device="cpu")
     seen: list[int] = []
@@ -601,7 +578,7 @@ def test_a_run_of_another_version_of_its_quality_is_not_resumed(
 def test_qualities_are_settings_by_name(tmp_path: Path) -> None:
     best = Recipe().replace(quality="best", tune_steps=7)
     assert (best.tune_steps, best.tune_codes) == (7, True)
-    assert best.quality_record() == {"name": "best", "version": 9, "changed": ["tune_steps"]}
+    assert best.quality_record() == {"name": "best", "version": 8, "changed": ["tune_steps"]}
     assert Recipe.from_dict(best.to_dict()) == best
     assert best.replace(quality="fast") == Recipe().replace(quality="fast")
     source = save_tiny("llama", tmp_path / "model")

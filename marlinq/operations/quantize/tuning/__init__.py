@@ -1,10 +1,9 @@
 """Tuning a quantised model end to end, so that it predicts what the original predicts.
 
 The plan of the quantise operation says what is stored; nothing here changes a shape, a dtype or a name. The
-parts: :mod:`teacher` runs the original and keeps its last hidden states; :mod:`course` is the text, in rounds
-of as much as these have room for; :mod:`student` is the quantised model with weights that follow a gradient,
-a block at a time; :mod:`loop` is the optimisation; :mod:`files` keeps state and result in the unfinished
-folder; :mod:`run` puts them together.
+parts: :mod:`teacher` runs the original once and keeps its last hidden states; :mod:`student` is the quantised
+model with weights that follow a gradient, a block at a time; :mod:`loop` is the optimisation; :mod:`files`
+keeps state and result in the unfinished folder; :mod:`run` puts them together.
 """
 
 from __future__ import annotations

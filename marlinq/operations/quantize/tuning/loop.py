@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -110,28 +111,14 @@ class Progress:
     finished: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class Round:
-    """Some steps, and what they learn from.
-
-    Attributes:
-        lesson: the text: first the batches to learn from, in the steps' order, then those that are held out.
-        steps: which.
-        batches: to learn from, of each.
-    """
-
-    lesson: Lesson
-    steps: range
-    batches: int
-
-
 class Loop:
     """Optimises a student; its state can be taken out and put back at the end of any step.
 
     Args:
         student: the quantised model.
-        replay: of its instance, with the batches of the first round; the parts outside the blocks are
-            materialised.
+        replay: of its instance; the parts outside the blocks are materialised.
+        lesson: the text, first the batches to learn from, then those that are held out.
+        learning: how many batches are to learn from.
         settings: how long and how fast.
         original: parameters that the original's logits are computed with, by full name; the head's, if tied.
         head: the same for the student.
@@ -142,17 +129,20 @@ class Loop:
         self,
         student: Student,
         replay: BlockReplay,
+        lesson: Lesson,
+        learning: int,
         settings: TuningSettings,
         *,
         original: Mapping[str, Tensor],
         head: Mapping[str, Tensor],
         logits: int,
     ) -> None:
-        self._student, self._replay = student, replay
+        self._student, self._replay, self._lesson = student, replay, lesson
         self._settings, self._original, self._head = settings, original, head
         self._rows = logits
-        self._round: Round | None = None
-        self._passes: Passes | None = None
+        self._tokens = [sum(batch.lengths) for batch in lesson.batches]
+        self._held_out = range(learning, len(lesson.batches))
+        self._order = _order(self._tokens[:learning], settings)
         self.now = Progress()
         slow = {f"{name}.change": weight.change for name, weight in student.weights.items()}
         slow |= {f"{name}.change": vector.change for name, vector in student.vectors.items()}
@@ -168,43 +158,30 @@ class Loop:
             rate = settings.code_rate
             groups.append({"params": list(codes.values()), "lr": rate, "highest": rate})
         # Fused: one kernel reads and writes each value once, where loops over lists do so some ten times.
-        self._fused = next(iter(slow.values())).is_cuda
+        self._fused = lesson.device.type == "cuda"
         self._optimizer = torch.optim.Adam(groups, fused=self._fused, foreach=not self._fused)
+        self._passes: Passes = self._recorded(learning) or Direct(student)
 
-    def _made_passes(self, lesson: Lesson) -> Passes:
-        """CUDA graphs, where those are of use.
+    def _recorded(self, learning: int) -> Recorded | None:
+        """The passes over the micro-batches to learn from as CUDA graphs, where those are of use.
 
         A layer's router decides on the host which experts run, and nothing that the host decides can be
         recorded.
         """
+        lesson = self._lesson
         weights = sum(weight.count for weight in self._student.weights.values())
         if lesson.device.type != "cuda" or self._replay.routed or not records(weights):
-            return Direct(self._student)
-        return Recorded(self._student, self._replay, lesson.first.load(0), list(self._leaves.values()))
-
-    def begin(self, round_: Round) -> None:
-        """Turns to a round, whose batches the replay has recorded."""
-        self._round = round_
-        if self._passes is None:
-            self._passes = self._made_passes(round_.lesson)
-        self._passes.turn_to(round_.lesson.batches)
-
-    def end(self) -> None:
-        """Lets go of the round, and of what the original made of its text."""
-        self._round = None
-
-    @property
-    def _lesson(self) -> Lesson:
-        assert self._round is not None
-        return self._round.lesson
-
-    @property
-    def _held_out(self) -> range:
-        assert self._round is not None
-        return range(len(self._round.steps) * self._round.batches, len(self._lesson.batches))
+            return None
+        first = lesson.batches[0]
+        alike = [
+            number
+            for number in range(learning)
+            if lesson.batches[number].ids.shape == first.ids.shape and self._replay.alike(0, number)
+        ]
+        return Recorded(self._student, alike, lesson.first.load(0), list(self._leaves.values()))
 
     def run(self, progress: ReportProgress, save: Callable[[], None]) -> None:
-        """Takes all steps of the round that are left.
+        """Takes all steps that are left and goes back to the values that are kept.
 
         Args:
             progress: told about every step.
@@ -214,19 +191,15 @@ class Loop:
             NumericsError: the divergence is not finite.
         """
         settings = self._settings
-        assert self._round is not None
         interval = max(1, settings.steps // _LOOKS)
         if self.now.step == 0 and self._held_out:
             self.now.before = self.now.best = self._look()
-        while self.now.step in self._round.steps and not self.now.finished:
+        while self.now.step < settings.steps and not self.now.finished:
             self._step()
             progress("tuning", self.now.step, settings.steps)
             if self.now.step % interval == 0 or self.now.step == settings.steps:
                 self._judge()
             save()
-
-    def finish(self) -> None:
-        """Goes back to the values that are kept."""
         self.now.finished = True
         with torch.no_grad():
             for name, leaf in self._leaves.items():
@@ -259,11 +232,8 @@ class Loop:
         share = 0.5 * (1 + math.cos(math.pi * step / settings.steps)) * min(1.0, (step + 1) / _WARMUP)
         for group in self._optimizer.param_groups:
             group["lr"] = group["highest"] * share
-        assert self._round is not None
-        assert self._passes is not None
-        first = (step - self._round.steps.start) * self._round.batches
-        numbers = range(first, first + self._round.batches)
-        tokens = sum(self._tokens(number) for number in numbers)
+        numbers = self._order[step]
+        tokens = sum(self._tokens[number] for number in numbers)
         # Where one micro-batch is the step, a block takes it as soon as it has its gradients, which are
         # forgotten then: four bytes a weight that no memory is needed for.
         at_once = len(numbers) == 1 and not self._passes.keeps_gradients
@@ -273,12 +243,8 @@ class Loop:
         self.now.step += 1
         self.now.tokens += tokens
 
-    def _tokens(self, number: int) -> int:
-        return sum(self._lesson.batches[number].lengths)
-
     def _take(self) -> None:
         """Changes what has gradients; what has none, or has taken the step already, stays."""
-        assert self._passes is not None
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=not self._passes.keeps_gradients)
 
@@ -288,7 +254,6 @@ class Loop:
         Raises:
             NumericsError: the divergence is not finite.
         """
-        assert self._passes is not None
         inputs, hidden = self._passes.forward(number, self._lesson.first.load(number))
         total, rows = divergence(
             lambda x: self._replay.logits(x, {**self._head, **self._student.outer_parameters()}),
@@ -325,7 +290,7 @@ class Loop:
                 gradient=False,
             )
             total += found
-        return total / sum(map(self._tokens, self._held_out))
+        return total / sum(self._tokens[number] for number in self._held_out)
 
     def _real(self, number: int, hidden: Tensor) -> Tensor:
         """The rows [tokens, H] of a batch's hidden states [B, T, H] that belong to real tokens; of a batch
@@ -385,3 +350,22 @@ def records(weights: int) -> bool:
 def _codes(latent: Tensor) -> Tensor:
     """uint8, what a latent would be stored as, or beyond that where its element ends before 255."""
     return latent.detach().round().clamp_(0, 255).to(torch.uint8)
+
+
+def _order(tokens: Sequence[int], settings: TuningSettings) -> list[list[int]]:
+    """The batches of each step: every batch once in random order, and again, until the steps are full."""
+    generator = random.Random(settings.seed)
+    waiting: list[int] = []
+    steps = []
+    for _ in range(settings.steps):
+        step: list[int] = []
+        while sum(tokens[number] for number in step) < settings.tokens:
+            if not waiting:
+                if step and len(step) >= len(tokens):
+                    # The text is smaller than a step; seeing it twice in one teaches nothing.
+                    break
+                waiting = list(range(len(tokens)))
+                generator.shuffle(waiting)
+            step.append(waiting.pop())
+        steps.append(step)
+    return steps

@@ -12,8 +12,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from marlinq.calibration import Batch
-from marlinq.models import BlockReplay
 from marlinq.operations.quantize.tuning.student import Kept, Student, backward_kept
 
 # Of the memory that is free when a pass is recorded, what it may keep; logits and the optimiser come later.
@@ -25,9 +23,6 @@ class Passes(Protocol):
 
     keeps_gradients: bool
     """Gradients are added to the tensors that are there, which have to stay."""
-
-    def turn_to(self, batches: Sequence[Batch]) -> None:
-        """The replay has recorded these batches now."""
 
     def forward(self, batch: int, hidden: Tensor) -> tuple[list[Tensor], Tensor]:
         """As :meth:`Student.forward`; what is returned stands until the next pass."""
@@ -51,33 +46,28 @@ class Direct:
         self.forward = student.forward
         self.backward = student.backward
 
-    def turn_to(self, batches: Sequence[Batch]) -> None:
-        """As :meth:`Passes.turn_to`."""
-
 
 class Recorded:
-    """Passes over batches that are alike as two CUDA graphs, over all others as the student runs them.
+    """Passes over ``alike`` batches as two CUDA graphs, all others as the student runs them.
 
     Where the GPU has room for all that autograd keeps of a forward pass, the backward pass runs no block
     again: the values are the same, a step takes less time.
 
     Args:
         student: its parameters' gradients are replaced by zeros, and have to stay where they are then.
-        replay: the student's; batches are alike that have the shape of its first and that blocks are called
-            with the same arguments for.
-        hidden: float32 [B, T, H], what enters the first block for that one.
+        alike: batches of one shape, which blocks are called with the same arguments for.
+        hidden: float32 [B, T, H], what enters the first block for one of them.
         leaves: all that an optimiser changes in the student's blocks.
     """
 
     keeps_gradients = True
 
     def __init__(
-        self, student: Student, replay: BlockReplay, hidden: Tensor, leaves: Sequence[Tensor]
+        self, student: Student, alike: Sequence[int], hidden: Tensor, leaves: Sequence[Tensor]
     ) -> None:
-        self._student, self._replay = student, replay
-        self._shape, self._calls = hidden.shape[:2], replay.calls(0)
-        self._alike: frozenset[int] = frozenset()
-        batch = 0
+        self._student = student
+        self._alike = frozenset(alike)
+        batch = alike[0]
         for leaf in leaves:
             leaf.grad = torch.zeros_like(leaf)
         self._entering = hidden.clone()
@@ -104,14 +94,6 @@ class Recorded:
                 backward_kept(kept, self._gradient)
             else:
                 student.backward(batch, list(self._inputs), self._gradient)
-
-    def turn_to(self, batches: Sequence[Batch]) -> None:
-        """As :meth:`Passes.turn_to`."""
-        self._alike = frozenset(
-            number
-            for number, batch in enumerate(batches)
-            if batch.ids.shape == self._shape and self._replay.alike(number, self._calls)
-        )
 
     def forward(self, batch: int, hidden: Tensor) -> tuple[list[Tensor], Tensor]:
         """As :meth:`Passes.forward`."""

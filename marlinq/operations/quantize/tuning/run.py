@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,15 +15,14 @@ import psutil
 import torch
 from torch import Tensor
 
-from marlinq.calibration import Document
+from marlinq.calibration import Batch, Document, make_batches
 from marlinq.checkpoint import Checkpoint, CheckpointWriter
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import EnvironmentProblem, UnsupportedError
 from marlinq.core.progress import ReportProgress
 from marlinq.core.weight import QuantizedWeight
-from marlinq.models import Blueprint, ModelInstance
+from marlinq.models import BlockReplay, Blueprint, ModelInstance
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
-from marlinq.operations.quantize.tuning.course import PLACES, ROW, Course, Room
 from marlinq.operations.quantize.tuning.files import RESULT, STATE, keep, kept
 from marlinq.operations.quantize.tuning.loop import (
     Loop,
@@ -33,16 +33,24 @@ from marlinq.operations.quantize.tuning.loop import (
     records,
 )
 from marlinq.operations.quantize.tuning.student import Student
+from marlinq.operations.quantize.tuning.teacher import Lesson, learn, redraw
 
 NOTE = "tuning"
 """The writer's note that holds the report, once all tuned tensors are written."""
 
-# Tokens of a round at most. What enters and what leaves the original's blocks is kept, in float32: on a GPU
-# where the model is small and each takes no more than this share of its memory, else in host memory, where
-# both together take at most _MOST_BYTES.
+# Places of a micro-batch, padding included; a step takes as many as its tokens need.
+_PLACES = {"cpu": 1024, "cuda": 8192}
+# Tokens of a row of text, and of all rows together. What enters and what leaves the original's blocks is
+# kept, in float32: on a GPU where the model is small and each takes no more than this share of its memory,
+# else in host memory, where both together take at most _MOST_BYTES.
+_ROW = 512
 _MOST_TOKENS = 15 << 18
 _SHARE_FOR_STATES = 0.125
 _MOST_BYTES = 13_000_000_000
+# A row is put together from pieces of documents of at least this many tokens.
+_PIECE = 32
+# The chance of a token to be drawn anew in text that was there before.
+_REDRAWN = 0.3
 # One document in _HELD_OUT is held out, at least one and at most _MOST_HELD_OUT; none of fewer than _FEWEST.
 _HELD_OUT = 16
 _MOST_HELD_OUT = 64
@@ -162,36 +170,38 @@ class _Run:
                 f"{checkpoint.path}: tuning needs an output head, {blueprint.architecture} has none; "
                 "pass --tune-steps 0"
             )
+        self._instance = ModelInstance(blueprint, checkpoint, device=device, dtype=torch.float32)
         self._learning, self._held_out = len(learning), len(held_out)
-        # The original runs again when the student is there.
-        original, self._instance = (
-            ModelInstance(blueprint, checkpoint, device=device, dtype=torch.float32) for _ in range(2)
-        )
+        places = _PLACES[device.type]
         width = blueprint.config.get_text_config().hidden_size
-        device_bytes = bytes_for_states(plan, settings, device, max_length)
-        tokens = min(_MOST_TOKENS, max(_MOST_BYTES // 2, device_bytes) // (4 * width))
-        self._course = Course(
-            original,
-            learning,
-            held_out,
-            settings,
-            Room(tokens, device_bytes, writer.partial),
-            max_length=max_length,
-            progress=progress,
+        self._device_bytes = bytes_for_states(plan, settings, device, max_length)
+        room = max(_MOST_BYTES // 2, self._device_bytes)
+        most = min(_MOST_TOKENS, room // (4 * width), settings.steps * settings.tokens)
+        length = min(_ROW, max_length)
+        # Rows are of one length, so batches have them in order.
+        self._rows = make_batches(_rows(learning, length, places, most, settings.seed), token_budget=places)
+        rows = sum(len(batch.lengths) for batch in self._rows)
+        self._new_rows = min(rows, sum(map(len, learning)) // length)
+        self._watched = (
+            make_batches(held_out, token_budget=places, pad=not blueprint.routed) if held_out else []
         )
 
     def result(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What is to be written, by stored name, and the report as JSON values."""
-        instance, settings, course = self._instance, self._settings, self._course
+        instance, settings = self._instance, self._settings
+        batches = [*self._varied(), *self._watched]
+        replay, lesson = self._learn(batches, "running the original")
         before = self._read_blocks()
-        replay = course.replay.on(instance)
         student = Student(
             instance, replay, self._plan, before, codes=settings.code_rate > 0, vectors=settings.vectors
         )
-        with instance.outer(whole=True), instance.head() as original:
+        with instance.outer(whole=True):
+            original = self._head()
             loop = Loop(
                 student,
                 replay,
+                lesson,
+                len(self._rows),
                 settings,
                 original=original,
                 head=self._own_head(original),
@@ -199,6 +209,51 @@ class _Run:
             )
             self._optimise(loop)
         return self._outcome(loop, student, before)
+
+    def _learn(self, batches: Sequence[Batch], stage: str) -> tuple[BlockReplay, Lesson]:
+        replay = BlockReplay(self._instance)
+        lesson = learn(
+            self._instance,
+            replay,
+            batches,
+            folder=self._writer.partial,
+            progress=lambda *done: self._progress(stage, *done),
+            device_bytes=self._device_bytes,
+        )
+        return replay, lesson
+
+    def _varied(self) -> list[Batch]:
+        """The rows to learn from; where the text comes again, the original has drawn some tokens anew.
+
+        A few documents are learnt by heart otherwise. What the original draws is near to them, and never the
+        same.
+        """
+        full = len(self._rows[0].lengths)
+        new = self._rows[: self._new_rows // full]
+        again = self._rows[len(new) :]
+        if not again:
+            return new
+        replay, lesson = self._learn(again, "varying the text")
+        device = self._instance.device
+        generator = torch.Generator(device).manual_seed(self._settings.seed)
+        varied = []
+        with self._instance.outer(whole=True):
+            head = self._head()
+            for number, batch in enumerate(again):
+                ids = batch.ids.to(device)
+                drawn = redraw(
+                    ids,
+                    lesson.last.load(number),
+                    lambda x: replay.logits(x, head),
+                    share=_REDRAWN,
+                    chunk=logits_at_once(self._blueprint.config, device),
+                    generator=generator,
+                )
+                # Of the first of these batches some rows may be new.
+                kept = max(0, self._new_rows - full * len(new)) if number == 0 else 0
+                drawn[:kept] = ids[:kept]
+                varied.append(Batch(drawn.cpu(), batch.lengths))
+        return new + varied
 
     def _optimise(self, loop: Loop) -> None:
         writer = self._writer
@@ -220,13 +275,7 @@ class _Run:
             loop.restore(tensors, Progress(**facts))
 
         kept(writer, STATE, restore)
-        for number in self._course.rounds_from(loop.now.step):
-            if loop.now.finished:
-                break
-            loop.begin(self._course.round(number))
-            loop.run(self._progress, save)
-            loop.end()
-        loop.finish()
+        loop.run(self._progress, save)
 
     def _outcome(
         self, loop: Loop, student: Student, before: Mapping[str, QuantizedWeight]
@@ -279,6 +328,19 @@ class _Run:
         there = {suffix: tensor.to(self._instance.device) for suffix, tensor in tensors.items()}
         return self._plan.layout.unpack(there, planned.spec)
 
+    def _head(self) -> dict[str, Tensor]:
+        """The original's head, by the name of its parameter; called while the outer modules are there."""
+        head = self._blueprint.by_name[self._blueprint.head or ""]
+        tied = self._blueprint.tied.get(head.parameter)
+        model = self._instance.model
+        if tied is not None:
+            weight: Tensor = model.get_parameter(tied)
+            self._instance.materialise(head.module, skip={head.parameter})
+        else:
+            self._instance.materialise(head.module)
+            weight = model.get_parameter(head.parameter)
+        return {head.parameter: weight}
+
     def _own_head(self, original: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The head that will be stored: the original's, or what it was quantised to."""
         if self._plan.head is None:
@@ -330,8 +392,8 @@ def tuning_bytes(plan: OutputPlan, settings: TuningSettings, device: torch.devic
     if settings.code_rate == 0:
         return weights
     recorded = device.type == "cuda" and records(weights)
-    length = min(ROW, max_length)
-    at_once = settings.tokens <= PLACES[device.type] // length * length and not recorded
+    length = min(_ROW, max_length)
+    at_once = settings.tokens <= _PLACES[device.type] // length * length and not recorded
     return weights * (_LATENT_BYTES + (0 if at_once else _GRADIENT_BYTES))
 
 
@@ -361,6 +423,40 @@ def hold_out(documents: Sequence[Document]) -> tuple[list[Document], list[Docume
     held_out = set(documents[_FEWEST - 1 :: step])
     learning = [each for each in documents if each not in held_out]
     return (learning, [each for each in documents if each in held_out]) if learning else (list(documents), [])
+
+
+def _rows(documents: Sequence[Document], length: int, places: int, tokens: int, seed: int) -> list[Document]:
+    """Rows of ``length`` tokens, ``tokens`` in all, of random pieces of documents.
+
+    Few documents would be learnt by heart. In ever new neighbourhoods their tokens mean something else, so
+    the same text teaches more; and equal rows need no padding. All of the text comes before any of it comes
+    again, cut and mixed anew. Rows fill their micro-batches of ``places``, if there are more than one, so
+    that no step takes two where one holds enough.
+    """
+    generator = random.Random(seed)
+    count = max(1, tokens // length)
+    full = max(1, places // length)
+    total = (count - count % full if count > full else count) * length
+    text: list[int] = []
+    while len(text) < total:
+        pieces = [piece for document in documents for piece in _pieces(document, length, generator)]
+        generator.shuffle(pieces)
+        for piece in pieces:
+            text += piece
+    return [Document(tuple(text[start : start + length])) for start in range(0, total, length)]
+
+
+def _pieces(document: Document, length: int, generator: random.Random) -> list[tuple[int, ...]]:
+    """A document cut at random into pieces of at most ``length`` tokens, but for a rest too short to stand
+    alone."""
+    pieces, start = [], 0
+    while start < len(document):
+        end = start + generator.randint(_PIECE, max(_PIECE, length))
+        if len(document) - end < _PIECE:
+            end = len(document)
+        pieces.append(tuple(document.tokens[start:end]))
+        start = end
+    return pieces
 
 
 @contextmanager
