@@ -24,7 +24,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,8 +38,10 @@ from marlinq.methods import gpu
 from marlinq.methods import tuning as tuning_module
 from marlinq.models import BlockReplay, ModelInstance, build_blueprint
 from marlinq.operations.evaluate.text import read_windows
+from marlinq.operations.quantize.budget import logits_at_once
 from marlinq.operations.quantize.planning import plan_output
 from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.reproducible import reproducible
 from marlinq.operations.quantize.tuning import TuningSettings, run
 from marlinq.operations.quantize.tuning import loop as loop_module
 from marlinq.operations.quantize.tuning.loop import Loop
@@ -124,7 +125,7 @@ def main() -> None:
         loop_module._SMALL = int(asked.get("graph", 1)) << 30
         tuning_module.has_panel_kernel = gpu.has_panel_kernel if int(asked.get("fused", 1)) else _never
         tuning_module._LARGEST_REMAINDER = float(asked.get("rem", 0.45))
-        with run._reproducible(bench.device):
+        with reproducible(bench.device):
             lines = _try(bench, instance, documents, settings, asked, lessons)
         lines["seconds"] = time.perf_counter() - start
         print(text, "|", json.dumps(lines), flush=True)
@@ -355,8 +356,7 @@ def _try(bench: Bench, instance: Any, documents: Any, settings: Any, asked: Any,
     bench.put(student)
     at_start = bench.measure() if int(asked.get("start", 0)) else {}
     with instance.outer(whole=True):
-        fake = SimpleNamespace(_blueprint=bench.blueprint, _instance=instance)
-        head = run._Run._head(fake)
+        head = instance.head_parameters()
         loop = Loop(
             student,
             replay,
@@ -365,7 +365,7 @@ def _try(bench: Bench, instance: Any, documents: Any, settings: Any, asked: Any,
             settings,
             original=head,
             head=head,
-            logits=loop_module.logits_at_once(bench.blueprint.config, bench.device),
+            logits=logits_at_once(bench.blueprint.config, bench.device),
         )
         if "tilt" in asked:
             loop._optimizer = Tilted(loop._optimizer, float(asked["tilt"]))  # type: ignore[assignment]

@@ -159,6 +159,11 @@ class Method(ABC, Generic[OptionsT, StatisticsT]):
         that write to the residual stream (:class:`~marlinq.methods.drift.PairedHessian`)."""
         return False
 
+    def minds_outputs(self, options: OptionsT) -> bool:
+        """Whether the method takes the loss's gradients at a projection's outputs: statistics then have a
+        dictionary ``outputs``, in which it finds them (:mod:`marlinq.methods.outputs`)."""
+        return False
+
     def transform(self, block: nn.Module, options: OptionsT) -> None:
         """Change weights of a materialised decoder block, in place, before statistics are gathered.
 

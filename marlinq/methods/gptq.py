@@ -27,8 +27,10 @@ from marlinq.methods.drift import PairedHessian, make_up_for_drift, trusted_shar
 from marlinq.methods.factor import Factor, channel_order, factorise
 from marlinq.methods.gpu import has_panel_kernel
 from marlinq.methods.hessian import HessianAccumulator, tensor_cores
+from marlinq.methods.outputs import solve_in_parts
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.methods.slices import solve_slices
+from marlinq.methods.solution import Solution
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +53,8 @@ class GPTQOptions(MethodOptions):
             diagonal within their group. Groups keep their channels, so g_idx stays trivial.
         drift_correction: share of what quantised blocks before did to the inputs that is made up for
             (:mod:`marlinq.methods.drift`). It takes a forward pass of the original beside the other.
+        output_hessian: mind which errors of a layer's outputs go together in the model's loss
+            (:mod:`marlinq.methods.outputs`). It takes a backward pass of the original.
     """
 
     clip_search: bool = setting(True, Flag(), "Search each group's scale for the least output error.")
@@ -65,6 +69,12 @@ class GPTQOptions(MethodOptions):
     )
     drift_correction: float = setting(
         0.25, Share(), "Share of the errors of earlier blocks that a layer's weights make up for."
+    )
+    output_hessian: bool = setting(
+        False,
+        Flag(),
+        "Let a layer's outputs make up for each other's errors, by the gradients of the loss, which take a "
+        "backward pass of the original.",
     )
 
 
@@ -88,6 +98,9 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
     def paired(self, options: GPTQOptions) -> bool:
         return options.drift_correction > 0
 
+    def minds_outputs(self, options: GPTQOptions) -> bool:
+        return options.output_hessian
+
     def solve(
         self,
         weights: Sequence[Tensor],
@@ -99,8 +112,9 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
     ) -> list[tuple[QuantizedWeight, SolveReport]]:
         statistics = _known(statistics)
         hessian = statistics.hessian(options.shrinkage)
+        outputs = [statistics.outputs.get(name) for name in names]
         if not isinstance(statistics, PairedHessian) or (drift := statistics.drift()) is None:
-            return solve_gptq_shared(weights, hessian, scheme, options, names=names)
+            return solve_gptq_shared(weights, hessian, scheme, options, names=names, outputs=outputs)
         corrected = make_up_for_drift(
             weights,
             hessian,
@@ -113,7 +127,9 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
             ],
             of_stream=statistics.of_stream,
         )
-        solved = solve_gptq_shared(corrected or weights, hessian, scheme, options, names=names)
+        solved = solve_gptq_shared(
+            corrected or weights, hessian, scheme, options, names=names, outputs=outputs
+        )
         if corrected is not None:
             return solved
         reason = "no drift correction: the damped Hessian is not positive definite"
@@ -172,11 +188,12 @@ def solve_gptq_shared(
     options: GPTQOptions | None = None,
     *,
     names: Sequence[str] | None = None,
+    outputs: Sequence[HessianAccumulator | None] = (),
 ) -> list[tuple[QuantizedWeight, SolveReport]]:
     """Quantise the weights that read the same input, in one solve.
 
-    Output channels don't influence each other, so the result for each weight is that of its own solve, up
-    to the rounding of the matrix products.
+    Output channels of different weights don't influence each other, so the result for each weight is that of
+    its own solve, up to the rounding of the matrix products.
 
     Args:
         weights: float [N_i, K] each, on the Hessian's device.
@@ -184,6 +201,8 @@ def solve_gptq_shared(
         scheme: integer element, group size (a divisor of K, or -1), zero points, dtype of the scales.
         options: the defaults when None.
         names: what error messages call the weights.
+        outputs: for each weight what gathered the loss's gradients at its outputs, or None; where there is
+            none at all, no output channel influences another.
 
     Returns:
         The quantised weight, on the device of the weights, and the report, for each weight in order. The
@@ -221,14 +240,22 @@ def solve_gptq_shared(
         from marlinq.methods.panels import solve_panels
 
         solve = solve_panels
-    solution = solve(w[order], factor, g, scheme, clip_search=options.clip_search)
-    solution.loss.clamp_(min=0)
-
     widths = [weight.shape[0] for weight in weights]
+
+    def solve_columns(columns: Tensor) -> Solution:
+        return solve(columns, factor, g, scheme, clip_search=options.clip_search)
+
+    if any(outputs):
+        solution, difference = solve_in_parts(w[order], widths, outputs, g, solve_columns)
+        losses = _norms(difference[torch.argsort(order)], hessian, factor).clamp_(min=0)
+    else:
+        solution = solve_columns(w[order])
+        losses = solution.loss.clamp_(min=0)
+
     quantized = solution.weights(order, widths, g, scheme)
     results = []
     for found, loss, norm in zip(
-        quantized, torch.split(solution.loss, widths), torch.split(norms, widths), strict=True
+        quantized, torch.split(losses, widths), torch.split(norms, widths), strict=True
     ):
         error, power = float(loss.sum()), float(norm.sum())
         report = SolveReport(

@@ -42,6 +42,11 @@ class HessianAccumulator:
         in_features: K.
         device: the device that the sum is kept and computed on, in float32.
         name: what error messages call the layer.
+
+    Attributes:
+        tokens: seen so far.
+        outputs: by name, what gathered the loss's gradients at the outputs of projections that read the
+            input, in place of inputs (:mod:`marlinq.methods.outputs`); empty where nobody asked.
     """
 
     def __init__(self, in_features: int, *, device: torch.device, name: str) -> None:
@@ -51,6 +56,7 @@ class HessianAccumulator:
         self._kept = 1.0
         self._name = name
         self.tokens = 0
+        self.outputs: dict[str, HessianAccumulator] = {}
 
     def add(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Counts the inputs of one call.

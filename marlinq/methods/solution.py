@@ -36,6 +36,11 @@ class Solution:
         loss = torch.zeros(n, dtype=torch.float64, device=w.device)
         return cls(codes, scales, torch.empty_like(scales), loss)
 
+    def dense(self, g: int) -> Tensor:
+        """float32 [K, N], what the codes stand for, in processing order, in groups of g channels."""
+        codes = self.codes.to(torch.float32).reshape(len(self.scales), g, -1)
+        return ((codes - self.zeros.unsqueeze(1)) * self.scales.unsqueeze(1)).reshape(self.codes.shape)
+
     def weights(self, order: Tensor, widths: Sequence[int], g: int, scheme: Scheme) -> list[QuantizedWeight]:
         """The weights that lie side by side, in their channels' own order.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from marlinq.checkpoint import Checkpoint, ReadAhead
-from marlinq.core.errors import CheckpointError
+from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.models.blueprint import Blueprint
 from marlinq.models.experts import Experts
 from marlinq.models.names import TensorNames
@@ -220,6 +220,27 @@ class ModelInstance:
         finally:
             for name in names:
                 self.release(name, recurse=False)
+
+    def head_parameters(self) -> dict[str, Tensor]:
+        """Materialises the output head, which :meth:`outer` leaves out; called within it.
+
+        Returns:
+            The parameter of its weight by full name, whoever owns it.
+
+        Raises:
+            UnsupportedError: the model has no output head.
+        """
+        if self.blueprint.head is None:
+            raise UnsupportedError(f"{self.source}: has no output head, whose predictions are needed")
+        head = self.blueprint.by_name[self.blueprint.head]
+        tied = self.blueprint.tied.get(head.parameter)
+        if tied is not None:
+            weight: Tensor = self.model.get_parameter(tied)
+            self.materialise(head.module, skip={head.parameter})
+        else:
+            self.materialise(head.module)
+            weight = self.model.get_parameter(head.parameter)
+        return {head.parameter: weight}
 
     def _outer_modules(self, root_name: str) -> list[str]:
         inside = self.blueprint.blocks_name

@@ -17,8 +17,10 @@ from marlinq.core.progress import ReportProgress
 from marlinq.core.weight import QuantizedWeight
 from marlinq.methods import Inputs, SolveReport, Statistics
 from marlinq.models import BlockReplay, Experts, ModelInstance
+from marlinq.operations.quantize.budget import Work, gradient_jobs, logits_at_once
 from marlinq.operations.quantize.experts import ExpertCalibration, ExpertGroup
 from marlinq.operations.quantize.gathering import BlockOutputs, Gathered, Gathering
+from marlinq.operations.quantize.gradients import LossGradients
 from marlinq.operations.quantize.head import solve_head
 from marlinq.operations.quantize.lots import LOT_WEIGHTS, in_lots
 from marlinq.operations.quantize.original import OriginalStates, compared_batches
@@ -76,6 +78,8 @@ class BlockQuantizer:
         self._experts = ExpertCalibration(
             instance, self._replay, recipe, len(batches), self._gathering.empty, ranks
         )
+        self._recipe = recipe
+        self._gradients: LossGradients | None = None
         self._lot: dict[str, Tensor] = {}
 
     def run(self) -> None:
@@ -106,8 +110,13 @@ class BlockQuantizer:
         onward = [calibrated and (to_the_end or index + 1 < count) for index in range(count)]
         # What the others make of the text is of interest to nobody.
         needed = [index for index in range(count) if onward[index] or not is_written[index]]
+        states = None
+        if any(self._minding(members) for members in members_of) and not all(is_written):
+            states = self._first_states()
+            self._gradients = self._take_gradients(states)
         with self._instance.reading_ahead(needed):
-            states = self._first_states() if calibrated else None
+            if states is None and calibrated:
+                states = self._first_states()
             if states is not None and self._is_paired():
                 compared = compared_batches(self._batches, self._ranks.size)
                 copy = self._copy(states, compared)
@@ -151,6 +160,33 @@ class BlockQuantizer:
         """Whether any module is solved by comparison with the original's inputs."""
         method = self._plan.method
         return any(method.paired(planned.options) for planned in self._plan.modules.values())
+
+    def _minding(self, members: Sequence[PlannedModule]) -> list[PlannedModule]:
+        """Those that are solved by the loss's gradients at their outputs."""
+        method = self._plan.method
+        return [
+            planned
+            for planned in members
+            if method.minds_outputs(planned.options)
+            and planned.projection.whole
+            and not self._instance.blueprint.routed
+        ]
+
+    def _take_gradients(self, states: HiddenStates) -> LossGradients:
+        device = self._instance.device
+        work = Work.of(self._instance.blueprint)
+        return LossGradients(
+            self._instance,
+            self._replay,
+            self._batches,
+            gradient_jobs([sum(batch.lengths) for batch in self._batches], work, device),
+            states,
+            logits=logits_at_once(self._instance.blueprint.config, device),
+            seed=self._recipe.seed,
+            folder=self._writer.partial,
+            device_bytes=torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else 0,
+            progress=self._progress,
+        )
 
     def _advance_original(self, index: int) -> None:
         """Runs a block of the original whose inputs nobody wants."""
@@ -251,7 +287,16 @@ class BlockQuantizer:
             gathered = Gathered([(name,) for name in by_name], [], {})
         else:
             outputs = BlockOutputs(self._blocks[index].name, states) if once else None
+            moments = {}
+            if self._gradients is not None:
+                minding = [planned.projection for planned in self._minding(members)]
+                moments = self._gradients.moments(index, minding, states)
             gathered = self._gathering.gather(index, members, states, outputs)
+            for group in (*gathered.groups, *gathered.late):
+                # Whoever minds outputs has a place for them.
+                found = {name: moments[name] for name in group if name in moments}
+                if found:
+                    gathered.statistics[group[0]].outputs.update(found)
             if outputs is not None:
                 outputs.check()
         quantized: dict[str, QuantizedWeight] = {}

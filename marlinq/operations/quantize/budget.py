@@ -7,6 +7,7 @@ long it will take.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,6 +53,15 @@ _TUNE_RATES = 0.84
 _TUNE_CODES = 10.0
 _TUNE_RATE = 0.002
 _TUNE_CODE_RATE = 0.01
+# Gradients of the loss: tokens that they are taken on, each as often as labels are drawn for it, at most so
+# often; and the operations of it all. Of a weight and a token: the original's pass, the same again for its
+# backward pass, and that, which is two; and as much for each block's own, without the first.
+_GRADIENT_TOKENS = 1 << 16
+_GRADIENT_DRAWS = 4
+_GRADIENT_WORK = {"cpu": 3e13, "cuda": 4e15}
+_GRADIENT_PRODUCTS = 14
+# Logits held at once, of which there are some four copies in float32 for a moment.
+_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}
 # Tokens that a model writes to be tuned on at most, and the longest of its documents.
 _TUNE_TEXT = 3_600_000
 _TUNE_LENGTH = 512
@@ -216,6 +226,42 @@ def tuning_rates(recipe: Recipe, steps: int) -> tuple[float, float]:
 def tuning_work(work: Work, steps: int, tokens: int) -> float:
     """Operations of ``steps`` of tuning on ``tokens`` tokens each."""
     return float(steps * tokens) * _TUNE_PRODUCTS * work.all_weights
+
+
+def gradient_jobs(tokens: Sequence[int], work: Work, device: torch.device) -> list[int]:
+    """On which batches the loss's gradients are taken: evenly spaced ones of a long text, all of a short one,
+    and several times, each with labels of its own.
+
+    Args:
+        tokens: of each batch.
+        work: of the model.
+        device: where.
+    """
+    most = gradient_tokens(sum(tokens), work, device)
+    whole = sum(tokens)
+    if most < whole:
+        return list(range(0, len(tokens), -(-whole // most)))
+    return list(range(len(tokens))) * (most // whole)
+
+
+def gradient_tokens(tokens: int, work: Work, device: torch.device) -> int:
+    """On how many tokens the loss's gradients are taken at most, of a text of ``tokens``."""
+    most = int(_GRADIENT_WORK[device.type] / (_GRADIENT_PRODUCTS * work.all_weights))
+    return max(1, min(most, _GRADIENT_TOKENS, _GRADIENT_DRAWS * tokens))
+
+
+def gradient_work(tokens: int, work: Work, device: torch.device) -> float:
+    """Operations of the loss's gradients on a text of ``tokens``."""
+    return float(gradient_tokens(tokens, work, device)) * _GRADIENT_PRODUCTS * work.all_weights
+
+
+def logits_at_once(config: Any, device: torch.device) -> int:
+    """Tokens whose logits are held at once; they go through the model's end as one sequence, so no more than
+    it has positions."""
+    text = config.get_text_config()
+    rows = max(1, _LOGITS[device.type] // int(text.vocab_size))
+    positions: int | None = getattr(text, "max_position_embeddings", None)
+    return min(rows, positions or rows)
 
 
 def _for_gpu(

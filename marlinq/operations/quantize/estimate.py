@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from marlinq.core.devices import read_clock
 from marlinq.kernels import device_numbers
-from marlinq.operations.quantize.budget import TextBudget, Work
+from marlinq.operations.quantize.budget import TextBudget, Work, gradient_work
 from marlinq.operations.quantize.original import compared_share
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
 
@@ -118,6 +118,8 @@ def estimate(
         share = compared_share(tokens)
         passes, outer = passes + 2 * share, outer + 2 * share
     seconds = (passes * 2 * work.linear_weights / narrow + outer * work.hessian_products / rate) * tokens
+    if any(plan.method.minds_outputs(each.options) for each in modules):
+        seconds += gradient_work(tokens, work, device) / rate
     output_bytes = sum(tensor.nbytes for tensor in plan.tensors)
     largest = max((sum(_weights(each) for each in members) for members in blocks), default=0)
     widest = max((_weights(each) for each in modules), default=0)

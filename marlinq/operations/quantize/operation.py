@@ -188,6 +188,16 @@ def _quantize(
             f"tuning runs in one process, found {ranks.size} ranks; start it without torchrun, or pass "
             "--tune-steps 0"
         )
+    minded = any(plan.method.minds_outputs(each.options) for each in plan.modules.values())
+    if minded and ranks.size > 1:
+        raise UsageError(
+            f"the loss's gradients are taken in one process, found {ranks.size} ranks; start it without "
+            "torchrun, or pass --no-output-hessian"
+        )
+    if minded and blueprint.routed:
+        warnings.warn(
+            "tokens choose experts, so the loss's gradients are left out (--no-output-hessian)", stacklevel=2
+        )
     calibrated = plan.method.calibrated or bool(recipe.tune_steps)
     max_length = longest(config, recipe) if calibrated else 0
     gatherer = TextGatherer(

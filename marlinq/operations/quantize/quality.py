@@ -39,15 +39,28 @@ QUALITIES: dict[str, Quality] = {
             DEFAULT,
             2,
             "GPTQ",
-            {"method": "gptq", "tune_steps": 0, "tune_codes": False, "tune_own_text": False},
+            {
+                "method": "gptq",
+                "output_hessian": False,
+                "tune_steps": 0,
+                "tune_codes": False,
+                "tune_own_text": False,
+            },
         ),
         Quality(
             "best",
-            8,
-            "the default, then codes, scales and norms tuned towards the original's predictions, on text "
-            "that the model writes as well",
-            {"method": "gptq", "tune_steps": "auto", "tune_codes": True, "tune_own_text": True},
+            9,
+            "the default with the loss's gradients minded, then codes, scales and norms tuned towards the "
+            "original's predictions, on text that the model writes as well",
+            {
+                "method": "gptq",
+                "output_hessian": True,
+                "tune_steps": "auto",
+                "tune_codes": True,
+                "tune_own_text": True,
+            },
         ),
     )
 }
-"""Every quality by its name. All of them set the same keys, so that one replaces another without a rest."""
+"""Every quality by its name. All of one method set the same keys, so that one replaces another without a
+rest."""

@@ -438,18 +438,23 @@ class Recipe:
 
     @classmethod
     def _changed(cls, recipe: Recipe | None, changes: Mapping[str, Any]) -> Recipe:
+        named: Mapping[str, Any] = {}
         if "quality" in changes:
             kinds(cls)["quality"].check("quality", changes["quality"])
-            changes = {**QUALITIES[changes["quality"]].settings, **changes}
+            named = QUALITIES[changes["quality"]].settings
         own = [f.name for f in fields(cls) if f.name != "options"]
-        method = changes.get("method", recipe.method if recipe else Recipe.method)
+        method = {**named, **changes}.get("method", recipe.method if recipe else Recipe.method)
         kinds(cls)["method"].check("method", method)
         options = METHODS[method].options
         names = [f.name for f in fields(options)]
+        # Beside another method than its own, a quality's options of that method mean nothing.
+        known = (*own, *names)
+        changes = {**{key: value for key, value in named.items() if key in known}, **changes}
         for key in changes:
-            if key not in own and key not in names:
-                known = ", ".join([*own, *names])
-                raise UsageError(f"recipe: unknown key {key!r}; expected one of {known} with method {method}")
+            if key not in known:
+                raise UsageError(
+                    f"recipe: unknown key {key!r}; expected one of {', '.join(known)} with method {method}"
+                )
         kept = recipe.options if recipe and recipe.method == method else options()
         chosen = {key: value for key, value in changes.items() if key in names}
         # A list is how YAML and JSON write a tuple.

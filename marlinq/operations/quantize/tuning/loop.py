@@ -30,8 +30,6 @@ _LOOKS = 12
 _ASTRAY = 1.5
 # Weights up to which kernels are so small that the host launches them more slowly than a GPU runs them.
 _SMALL = 1 << 30
-# Logits held at once, of which there are some four copies in float32 for a moment.
-_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}
 
 
 @dataclass(frozen=True)
@@ -331,15 +329,6 @@ class Loop:
                         key: value if value is None else value.to(self._place(key, leaf))
                         for key, value in moments.items()
                     }
-
-
-def logits_at_once(config: Any, device: torch.device) -> int:
-    """Tokens whose logits are held at once; they go through the model's end as one sequence, so no more than
-    it has positions."""
-    text = config.get_text_config()
-    rows = max(1, _LOGITS[device.type] // int(text.vocab_size))
-    positions: int | None = getattr(text, "max_position_embeddings", None)
-    return min(rows, positions or rows)
 
 
 def records(weights: int) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -22,14 +21,15 @@ from marlinq.core.errors import EnvironmentProblem, UnsupportedError
 from marlinq.core.progress import ReportProgress
 from marlinq.core.weight import QuantizedWeight
 from marlinq.models import BlockReplay, Blueprint, ModelInstance
+from marlinq.operations.quantize.budget import logits_at_once
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
+from marlinq.operations.quantize.reproducible import reproducible
 from marlinq.operations.quantize.tuning.files import RESULT, STATE, keep, kept
 from marlinq.operations.quantize.tuning.loop import (
     Loop,
     Progress,
     TuningReport,
     TuningSettings,
-    logits_at_once,
     records,
 )
 from marlinq.operations.quantize.tuning.student import Student
@@ -119,7 +119,7 @@ def tune(
 
     found = kept(writer, RESULT, result)
     if found is None:
-        with _reproducible(device):
+        with reproducible(device):
             run = _Run(
                 checkpoint,
                 blueprint,
@@ -196,7 +196,7 @@ class _Run:
             instance, replay, self._plan, before, codes=settings.code_rate > 0, vectors=settings.vectors
         )
         with instance.outer(whole=True):
-            original = self._head()
+            original = instance.head_parameters()
             loop = Loop(
                 student,
                 replay,
@@ -238,7 +238,7 @@ class _Run:
         generator = torch.Generator(device).manual_seed(self._settings.seed)
         varied = []
         with self._instance.outer(whole=True):
-            head = self._head()
+            head = self._instance.head_parameters()
             for number, batch in enumerate(again):
                 ids = batch.ids.to(device)
                 drawn = redraw(
@@ -327,19 +327,6 @@ class _Run:
     def _unpacked(self, planned: PlannedModule, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         there = {suffix: tensor.to(self._instance.device) for suffix, tensor in tensors.items()}
         return self._plan.layout.unpack(there, planned.spec)
-
-    def _head(self) -> dict[str, Tensor]:
-        """The original's head, by the name of its parameter; called while the outer modules are there."""
-        head = self._blueprint.by_name[self._blueprint.head or ""]
-        tied = self._blueprint.tied.get(head.parameter)
-        model = self._instance.model
-        if tied is not None:
-            weight: Tensor = model.get_parameter(tied)
-            self._instance.materialise(head.module, skip={head.parameter})
-        else:
-            self._instance.materialise(head.module)
-            weight = model.get_parameter(head.parameter)
-        return {head.parameter: weight}
 
     def _own_head(self, original: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The head that will be stored: the original's, or what it was quantised to."""
@@ -457,29 +444,3 @@ def _pieces(document: Document, length: int, generator: random.Random) -> list[t
         pieces.append(tuple(document.tokens[start:end]))
         start = end
     return pieces
-
-
-@contextmanager
-def _reproducible(device: torch.device) -> Iterator[None]:
-    """The same bits each time, as far as torch can; float32 products on a GPU in TF32."""
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    # Typed as a plain module, which it only poses as.
-    deterministic: Any = torch.utils.deterministic
-    filled = deterministic.fill_uninitialized_memory
-    precision = torch.backends.cuda.matmul.allow_tf32
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    # Memory that is read before it is written would be a mistake, not a source of chance.
-    deterministic.fill_uninitialized_memory = False
-    torch.backends.cuda.matmul.allow_tf32 = device.type == "cuda"
-    try:
-        with warnings.catch_warnings():
-            # Warned of for every kind of attention, whether or not its sums are in a fixed order.
-            warnings.filterwarnings("ignore", ".*ttention defaults to a non-deterministic algorithm")
-            yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = precision
-        deterministic.fill_uninitialized_memory = filled
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -12,17 +12,13 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from marlinq.core.weight import QuantizedWeight
 from marlinq.methods.tuning import TunableVector, TunableWeight
 from marlinq.models import BlockReplay, ModelInstance
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
-
-# Not flash attention: its backward pass adds up in another order each time. Of 20 backward passes on an H200
-# none repeated its bits; of these, all did.
-_ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
+from marlinq.operations.quantize.reproducible import ATTENTION
 
 Kept = tuple[Tensor, Tensor]
 """What entered a block, and what left it; autograd's graph leads from one to the other."""
@@ -200,5 +196,5 @@ class Student:
         if not self._rounds:
             yield
             return
-        with torch.autocast("cuda", torch.bfloat16), sdpa_kernel(_ATTENTION):
+        with torch.autocast("cuda", torch.bfloat16), sdpa_kernel(ATTENTION):
             yield

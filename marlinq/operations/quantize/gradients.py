@@ -1,0 +1,205 @@
+"""The loss's gradients at the outputs of a block's projections, for methods that mind them.
+
+The loss is the cross-entropy on labels that the original draws from its own predictions: the second moment of
+its gradients is the Fisher information, the curvature of the divergence from the original (Martens and Grosse
+2015). One backward pass of the original keeps the gradient of the residual stream between any two blocks; a
+block's own backward pass, when its turn to be quantised has come, gives those of its projections. So memory
+follows the text, not the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import sdpa_kernel
+
+from marlinq.calibration import Batch, HiddenStates
+from marlinq.core.errors import NumericsError
+from marlinq.core.progress import ReportProgress
+from marlinq.methods import hessian
+from marlinq.models import BlockReplay, ModelInstance, Projection
+from marlinq.operations.quantize.reproducible import ATTENTION, reproducible
+
+_STAGE = "gradients of the loss"
+
+
+class LossGradients:
+    """Gradients at the residual stream behind every block.
+
+    Args:
+        instance: the live original, no block materialised.
+        replay: of the instance, with the batches recorded.
+        batches: the text.
+        jobs: numbers of the batches that gradients are taken on, in any order; labels are drawn anew for one
+            that is there twice.
+        states: what enters the first block, of every batch.
+        logits: tokens whose logits are held at once.
+        seed: of the labels.
+        folder: where hidden states go that memory has no room for.
+        device_bytes: bytes of hidden states that may stay on the device.
+        progress: told about every block, twice.
+
+    Raises:
+        NumericsError: a gradient is NaN or infinite.
+        UnsupportedError: the model has no output head.
+    """
+
+    def __init__(
+        self,
+        instance: ModelInstance,
+        replay: BlockReplay,
+        batches: Sequence[Batch],
+        jobs: Sequence[int],
+        states: HiddenStates,
+        *,
+        logits: int,
+        seed: int,
+        folder: Path,
+        device_bytes: int,
+        progress: ReportProgress,
+    ) -> None:
+        self._instance, self._replay = instance, replay
+        self._batches, self._jobs = batches, list(jobs)
+        like = states.load(self._jobs[0])
+        self._count = len(instance.blueprint.blocks)
+        shapes = [(*batches[number].ids.shape, like.shape[-1]) for number in self._jobs]
+        # In place of what enters a block comes its gradient, which is that of the block before.
+        self._stream = HiddenStates(
+            shapes * (self._count + 1),
+            dtype=like.dtype,
+            device=instance.device,
+            limit_bytes=psutil.virtual_memory().available // 4,
+            folder=folder,
+            device_bytes=device_bytes,
+        )
+        for job, number in enumerate(self._jobs):
+            self._stream.store(job, states.load(number))
+        with _passes(instance.device):
+            self._forward(progress)
+            self._predict(logits, seed)
+            self._backward(progress)
+
+    def moments(
+        self, index: int, projections: Sequence[Projection], states: HiddenStates
+    ) -> dict[str, hessian.HessianAccumulator]:
+        """What gathered the gradients [T, N] at the outputs of a block's projections, by name.
+
+        Args:
+            index: of the block, which is materialised with the original's weights.
+            projections: modules of their own.
+            states: what enters the block, of every batch.
+        """
+        found = {
+            each.name: hessian.HessianAccumulator(
+                each.out_features, device=self._instance.device, name=each.name
+            )
+            for each in projections
+        }
+        with _passes(self._instance.device), ExitStack() as stack:
+            for each in projections:
+                module = self._instance.model.get_submodule(each.module)
+                hook = partial(_listen, found[each.name].add)
+                stack.callback(module.register_forward_hook(hook).remove)
+            for job, number in enumerate(self._jobs):
+                self._back(index, job, states.load(number))
+        return found
+
+    def _place(self, index: int, job: int) -> int:
+        return index * len(self._jobs) + job
+
+    def _forward(self, progress: ReportProgress) -> None:
+        with self._instance.reading_ahead(range(self._count)):
+            for index in range(self._count):
+                self._instance.block(index)
+                for job, number in enumerate(self._jobs):
+                    hidden = self._stream.load(self._place(index, job))
+                    self._stream.store(self._place(index + 1, job), self._replay.run(index, number, hidden))
+                self._instance.release_block(index)
+                progress(_STAGE, index + 1, 2 * self._count)
+
+    def _predict(self, chunk: int, seed: int) -> None:
+        """Replaces what leaves the last block by the gradient there."""
+        generator = torch.Generator(self._instance.device).manual_seed(seed)
+        with self._instance.outer(whole=True):
+            head = self._instance.head_parameters()
+            for job, number in enumerate(self._jobs):
+                place = self._place(self._count, job)
+                hidden = self._stream.load(place)
+                real = self._batches[number].mask().to(hidden.device)
+                gradient = torch.zeros_like(hidden)
+                gradient[real] = torch.cat(
+                    [
+                        _slope(rows, lambda x: self._replay.logits(x, head), generator)
+                        for rows in torch.split(hidden[real], chunk)
+                    ]
+                )
+                self._stream.store(place, gradient)
+        self._instance.release(self._instance.blueprint.by_name[self._instance.blueprint.head or ""].module)
+
+    def _backward(self, progress: ReportProgress) -> None:
+        finite = []
+        # Nobody asks for the gradient at what enters the first block.
+        order = range(self._count - 1, 0, -1)
+        with self._instance.reading_ahead(order):
+            for done, index in enumerate(order):
+                self._instance.block(index)
+                for job in range(len(self._jobs)):
+                    place = self._place(index, job)
+                    gradient = self._back(index, job, self._stream.load(place))
+                    finite.append(torch.isfinite(gradient).all())
+                    self._stream.store(place, gradient)
+                self._instance.release_block(index)
+                progress(_STAGE, self._count + done + 1, 2 * self._count)
+        progress(_STAGE, 2 * self._count, 2 * self._count)
+        if finite and not bool(torch.stack(finite).all()):
+            raise NumericsError(
+                f"{self._instance.source}: the loss's gradients hold NaN or infinity in "
+                f"{str(self._instance.dtype).removeprefix('torch.')}; pass --no-output-hessian"
+            )
+
+    def _back(self, index: int, job: int, hidden: Tensor) -> Tensor:
+        """The gradient at what enters a block, ``hidden``, from that at what leaves it."""
+        leaf = hidden.requires_grad_()
+        with torch.enable_grad():
+            # A block may change its input in place.
+            output = self._replay.call(index, self._jobs[job], leaf * 1, {})
+        # From here on nothing but the hooks' and the input's gradients is made: weights have none.
+        behind = self._stream.load(self._place(index + 1, job))
+        torch.autograd.backward(output, behind, inputs=[leaf])
+        assert leaf.grad is not None
+        return leaf.grad
+
+
+def _listen(receive: Callable[[Tensor], None], module: nn.Module, given: Any, output: Tensor) -> None:
+    """Has ``receive`` called with the gradient at a module's output."""
+    if output.requires_grad:
+        output.register_hook(receive)  # type: ignore[no-untyped-call]
+
+
+def _slope(rows: Tensor, predict: Callable[[Tensor], Tensor], generator: torch.Generator) -> Tensor:
+    """The gradient [R, H] of the cross-entropy on labels drawn from what is predicted behind ``rows``."""
+    leaf = rows.detach().requires_grad_()
+    with torch.enable_grad():
+        logits = predict(leaf)
+    with torch.no_grad():
+        slope = logits.float().softmax(-1)
+        # The largest of probabilities over exponential draws falls on a token as often as it is likely.
+        labels = (slope / torch.empty_like(slope).exponential_(generator=generator)).argmax(-1, keepdim=True)
+        slope.scatter_add_(-1, labels, slope.new_full(labels.shape, -1.0))
+    torch.autograd.backward(logits, slope.to(logits.dtype), inputs=[leaf])
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+@contextmanager
+def _passes(device: torch.device) -> Iterator[None]:
+    """The same gradients each time."""
+    with reproducible(device), sdpa_kernel(ATTENTION) if device.type == "cuda" else nullcontext():
+        yield
