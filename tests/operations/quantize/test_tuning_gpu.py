@@ -45,3 +45,14 @@ def test_recorded_passes_are_the_students_own(
     assert kept.keys() == again.keys() == direct.keys()
     assert all(again[key].equal(direct[key]) for key in direct)
     assert all(kept[key].equal(direct[key]) for key in direct)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "bloom"])
+def test_gradients_of_the_loss_are_the_same_each_time(tmp_path: Path, name: str) -> None:
+    source = save_tiny(name, tmp_path / "model")
+    recipe = RECIPE.replace(output_hessian=True)
+    for out in ("one", "other"):
+        report = quantize(source, tmp_path / out, recipe=recipe, device="cuda")
+        assert all(module.fallback is None for module in report.modules.values())
+    one, other = (load_file(tmp_path / out / "model.safetensors") for out in ("one", "other"))
+    assert all(one[key].equal(other[key]) for key in one)
