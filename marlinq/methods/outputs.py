@@ -28,10 +28,18 @@ if TYPE_CHECKING:
 else:
     from marlinq.core.lazy import torch
 
-# More parts make up for more, and take as many solves: 8 and 16 can hardly be told apart.
-PARTS = 16
+# More parts make up for more: of P parts each has on average (P - 1) / 2 before it. Each is a solve of its
+# own, whose time is that of its channels one after the other, so wide layers have fewer. Results with 8 and
+# with 16 parts can hardly be told apart.
+_MOST_PARTS, _FEWEST_PARTS = 16, 4
+_CHANNELS = 24576
 # Gradients of some ten thousand tokens are noisy, so their second moment is moved towards its diagonal.
 _SHRINKAGE, _DAMP = 0.25, 0.1
+
+
+def parts(in_features: int) -> int:
+    """In how many parts the outputs of a layer of K = ``in_features`` are quantised."""
+    return max(_FEWEST_PARTS, min(_MOST_PARTS, _CHANNELS // in_features))
 
 
 def solve_in_parts(
@@ -57,15 +65,16 @@ def solve_in_parts(
     solution = Solution.empty(w, g)
     error = torch.zeros_like(w)
     places, roots, start = [], [], 0
+    count = parts(len(w))
     for width, moment in zip(widths, outputs, strict=True):
-        parts = [torch.arange(width, device=w.device)[part::PARTS] for part in range(PARTS)]
+        own = [torch.arange(width, device=w.device)[part::count] for part in range(count)]
         root = None
         if moment is not None and moment.tokens:
-            root = factorise(moment.hessian(_SHRINKAGE), torch.cat(parts), _DAMP).root
-        places.append([start + part for part in parts])
+            root = factorise(moment.hessian(_SHRINKAGE), torch.cat(own), _DAMP).root
+        places.append([start + part for part in own])
         roots.append(root)
         start += width
-    for part in range(PARTS):
+    for part in range(count):
         columns = torch.cat([places_of[part] for places_of in places])
         if not len(columns):
             break

@@ -7,7 +7,7 @@ from torch import Tensor
 from marlinq.methods import outputs
 from marlinq.methods.gptq import GPTQ, GPTQOptions, solve_gptq_shared
 from marlinq.methods.hessian import HessianAccumulator
-from marlinq.methods.outputs import PARTS, solve_in_parts
+from marlinq.methods.outputs import parts, solve_in_parts
 from marlinq.methods.solution import Solution
 from tests.testing.layers import make_layer
 from tests.testing.schemes import scheme
@@ -41,17 +41,18 @@ def to_tenths(w: Tensor) -> Solution:
     return Solution(codes.to(torch.uint8), ones / 10, ones * 100, torch.zeros(w.shape[1]).double())
 
 
-@pytest.mark.parametrize("widths", [(48,), (48, 20), (PARTS + 1, 5)])
+@pytest.mark.parametrize("widths", [(48,), (48, 20), (17, 5)])
 def test_each_part_makes_up_for_those_before(widths: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(1)
     w = torch.randn(6, sum(widths), generator=generator)
+    count = parts(6)
     found = [gradients(width, seed) for seed, width in enumerate(widths)]
     solution, error = solve_in_parts(w, widths, [gathered for gathered, _ in found], 6, to_tenths)
     # The rest of the weights moves by what solves F_rest D_rest = -F_rest,part D_part, part after part.
     for columns, (_, moment) in zip(torch.arange(sum(widths)).split(list(widths)), found, strict=True):
         left, rest = w[:, columns].t().double(), torch.arange(len(columns))
-        for part in range(min(PARTS, len(columns))):
-            own = torch.arange(part, len(columns), PARTS)
+        for part in range(min(count, len(columns))):
+            own = torch.arange(part, len(columns), count)
             expected = to_tenths(left[own].t().float()).dense(6).t().double()
             # A tie may fall the other way in float32; there is none among these numbers.
             assert torch.equal(solution.dense(6)[:, columns][:, own].t().double(), expected)
@@ -59,6 +60,10 @@ def test_each_part_makes_up_for_those_before(widths: tuple[int, ...]) -> None:
             moved = torch.linalg.solve(moment[rest][:, rest], moment[rest][:, own] @ (expected - left[own]))
             left[rest] -= moved
     assert torch.equal(error, solution.dense(6) - w)
+
+
+def test_wide_layers_have_fewer_parts() -> None:
+    assert [parts(k) for k in (64, 576, 1536, 4096, 14336)] == [16, 16, 16, 6, 4]
 
 
 @pytest.mark.parametrize(("group_size", "symmetric"), [(32, True), (64, False), (-1, True)])
