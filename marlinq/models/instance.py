@@ -231,7 +231,10 @@ class ModelInstance:
             UnsupportedError: the model has no output head.
         """
         if self.blueprint.head is None:
-            raise UnsupportedError(f"{self.source}: has no output head, whose predictions are needed")
+            raise UnsupportedError(
+                f"{self.source}: {self.blueprint.architecture} has no output head, by whose predictions "
+                "tuning and the loss's gradients go; pass --tune-steps 0 and --no-output-hessian"
+            )
         head = self.blueprint.by_name[self.blueprint.head]
         tied = self.blueprint.tied.get(head.parameter)
         if tied is not None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from marlinq.core.devices import read_clock
 from marlinq.kernels import device_numbers
-from marlinq.operations.quantize.budget import TextBudget, Work, gradient_work
+from marlinq.operations.quantize.budget import TextBudget, Work, gradient_tokens, gradient_work
 from marlinq.operations.quantize.original import compared_share
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
 
@@ -118,14 +118,17 @@ def estimate(
         share = compared_share(tokens)
         passes, outer = passes + 2 * share, outer + 2 * share
     seconds = (passes * 2 * work.linear_weights / narrow + outer * work.hessian_products / rate) * tokens
+    streams = 0
     if any(plan.method.minds_outputs(each.options) for each in modules):
         seconds += gradient_work(tokens, work, device) / rate
+        streams = gradient_tokens(tokens, work, device) * hidden_size * dtype.itemsize * (len(blocks) + 1)
     output_bytes = sum(tensor.nbytes for tensor in plan.tensors)
     largest = max((sum(_weights(each) for each in members) for members in blocks), default=0)
     widest = max((_weights(each) for each in modules), default=0)
     statistics = sum({each.spec.in_features: each.spec.in_features**2 for each in modules}.values()) * 4
     activations = batch_tokens * max((each.spec.out_features for each in modules), default=0) * dtype.itemsize
     block_bytes = largest * dtype.itemsize + widest * 4 * _SOLVE_COPIES + statistics * 2 + activations * 6
+    block_bytes += streams
     hidden = tokens * hidden_size * dtype.itemsize
     text_bytes = 0.0
     writing_seconds = 0.0

@@ -23,7 +23,7 @@ from torch.nn.attention import sdpa_kernel
 from marlinq.calibration import Batch, HiddenStates
 from marlinq.core.errors import NumericsError
 from marlinq.core.progress import ReportProgress
-from marlinq.methods import hessian
+from marlinq.methods.hessian import HessianAccumulator
 from marlinq.models import BlockReplay, ModelInstance, Projection
 from marlinq.operations.quantize.reproducible import ATTENTION, reproducible
 
@@ -88,7 +88,7 @@ class LossGradients:
 
     def moments(
         self, index: int, projections: Sequence[Projection], states: HiddenStates
-    ) -> dict[str, hessian.HessianAccumulator]:
+    ) -> dict[str, HessianAccumulator]:
         """What gathered the gradients [T, N] at the outputs of a block's projections, by name.
 
         Args:
@@ -97,9 +97,7 @@ class LossGradients:
             states: what enters the block, of every batch.
         """
         found = {
-            each.name: hessian.HessianAccumulator(
-                each.out_features, device=self._instance.device, name=each.name
-            )
+            each.name: HessianAccumulator(each.out_features, device=self._instance.device, name=each.name)
             for each in projections
         }
         with _passes(self._instance.device), ExitStack() as stack:

@@ -92,6 +92,17 @@ def test_tuning_is_planned(tmp_path: Path) -> None:
     assert "tuning " in scales.render()
 
 
+def test_gradients_of_the_loss_are_planned(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    plain, minding = (
+        plan_quantize(source, tmp_path / "out", recipe=RECIPE.replace(output_hessian=on), device="cpu")
+        for on in (False, True)
+    )
+    # Four times 8 documents of 40 tokens, 64 channels in float32, before, between and behind 3 blocks.
+    assert minding.estimate.block_bytes - plain.estimate.block_bytes == 4 * 8 * 40 * 64 * 4 * (3 + 1)
+    assert minding.tokens == plain.tokens == 8 * 40
+
+
 def test_a_plan_refuses_what_the_run_would(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
     with pytest.raises(UnsupportedError, match="marlin: "):
