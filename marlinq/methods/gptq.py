@@ -14,7 +14,7 @@ channels can't make up for. Once the group's codes are known, its scales are fit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -234,17 +234,8 @@ def solve_gptq_shared(
     factor = factorise(hessian, order, options.damp)
     w = torch.cat([weight.t().to(torch.float32) for weight in weights], dim=1)
     norms = _norms(w, hessian, factor)
-    solve = solve_slices
-    if has_panel_kernel(w.device):
-        # The kernels' room imports torch, which reading a recipe must not wait for.
-        from marlinq.methods.panels import solve_panels
-
-        solve = solve_panels
     widths = [weight.shape[0] for weight in weights]
-
-    def solve_columns(columns: Tensor) -> Solution:
-        return solve(columns, factor, g, scheme, clip_search=options.clip_search)
-
+    solve_columns = _solver(factor, g, scheme, options, w.device)
     if any(outputs):
         solution, difference = solve_in_parts(w[order], widths, outputs, g, solve_columns)
         losses = _norms(difference[torch.argsort(order)], hessian, factor).clamp_(min=0)
@@ -286,6 +277,19 @@ def _known(statistics: HessianAccumulator | None) -> HessianAccumulator:
     if statistics is None:
         raise ValueError("GPTQ needs the Hessian of the weights' input")
     return statistics
+
+
+def _solver(
+    factor: Factor, g: int, scheme: Scheme, options: GPTQOptions, device: torch.device
+) -> Callable[[Tensor], Solution]:
+    """What solves columns, float32 [K, n] in processing order, on a device; any number of times."""
+    if not has_panel_kernel(device):
+        return lambda w: solve_slices(w, factor, g, scheme, clip_search=options.clip_search)
+    # The kernels' room imports torch, which reading a recipe must not wait for.
+    from marlinq.methods.panels import cut, solve_panels
+
+    blocks = cut(factor.root, g)
+    return lambda w: solve_panels(w, factor, g, scheme, clip_search=options.clip_search, blocks=blocks)
 
 
 def _norms(w: Tensor, hessian: Tensor, factor: Factor) -> Tensor:

@@ -49,6 +49,9 @@ class _Panel:
     feedback: Tensor
 
 
+Blocks = list[tuple[slice, list[_Panel]]]
+
+
 def solve_panels(
     w: Tensor,
     factor: Factor,
@@ -57,11 +60,13 @@ def solve_panels(
     *,
     clip_search: bool,
     launch: RoundPanel = round_panel,
+    blocks: Blocks | None = None,
 ) -> Solution:
     """GPTQ on a GPU; arguments as :func:`marlinq.methods.slices.solve_slices`.
 
     Args:
         w: float32 [K, N], contiguous.
+        blocks: :func:`cut` of the factor's root, where several solves share it.
         launch: rounds a panel; tests put the emulated kernel here.
     """
     solution = Solution.empty(w, g)
@@ -69,7 +74,7 @@ def solve_panels(
     carried = torch.zeros_like(w)
     solve = _solve_large_group if g > PANEL_ROWS else _solve_groups
     factors = torch.tensor(search_factors(), device=w.device) if clip_search else None
-    for block, panels in _blocks(factor.root, g):
+    for block, panels in cut(factor.root, g) if blocks is None else blocks:
         difference = solve(_Problem(w, carried, factor, scheme, factors, launch), block, panels, solution, g)
         if block.stop < w.shape[0]:
             carried[block.stop :].addmm_(factor.root[block, block.stop :].t(), difference)
@@ -177,13 +182,12 @@ def _solve_large_group(
     return difference
 
 
-def _blocks(root: Tensor, g: int) -> Iterator[tuple[slice, list[_Panel]]]:
-    """Channels between two large products, and their panels."""
+def cut(root: Tensor, g: int) -> Blocks:
+    """Channels between two large products, and their panels, of a root in groups of g channels."""
     k = root.shape[0]
     rows = min(g, PANEL_ROWS)
     width = g if g > PANEL_ROWS else PANEL_ROWS // g * g
-    for block in _cut(slice(0, k), width):
-        yield block, _panels(root, list(_cut(block, rows)))
+    return [(block, _panels(root, list(_cut(block, rows)))) for block in _cut(slice(0, k), width)]
 
 
 def _cut(whole: slice, width: int) -> Iterator[slice]:
