@@ -50,7 +50,7 @@ QUALITIES: dict[str, Quality] = {
         Quality(
             "best",
             9,
-            "the default with the loss's gradients minded, then codes, scales and norms tuned towards the "
+            "the default with --output-hessian, then codes, scales and norms tuned towards the "
             "original's predictions, on text that the model writes as well",
             {
                 "method": "gptq",
