@@ -111,7 +111,8 @@ class BlockQuantizer:
         # What the others make of the text is of interest to nobody.
         needed = [index for index in range(count) if onward[index] or not is_written[index]]
         states = None
-        if any(self._minding(members) for members in members_of) and not all(is_written):
+        unwritten = [members for members, done in zip(members_of, is_written, strict=False) if not done]
+        if any(map(self._minding, unwritten)):
             states = self._first_states()
             self._gradients = self._take_gradients(states)
         with self._instance.reading_ahead(needed):
