@@ -237,21 +237,21 @@ def solve_gptq_shared(
     widths = [weight.shape[0] for weight in weights]
     solve_columns = _solver(factor, g, scheme, options, w.device)
     if any(outputs):
-        solution, difference = solve_in_parts(w[order], widths, outputs, g, solve_columns)
+        solution, difference, reasons = solve_in_parts(w[order], widths, outputs, g, solve_columns)
         losses = _norms(difference[torch.argsort(order)], hessian, factor).clamp_(min=0)
     else:
-        solution = solve_columns(w[order])
+        solution, reasons = solve_columns(w[order]), [None] * len(weights)
         losses = solution.loss.clamp_(min=0)
 
     quantized = solution.weights(order, widths, g, scheme)
     results = []
-    for found, loss, norm in zip(
-        quantized, torch.split(losses, widths), torch.split(norms, widths), strict=True
+    for found, loss, norm, reason in zip(
+        quantized, torch.split(losses, widths), torch.split(norms, widths), reasons, strict=True
     ):
         error, power = float(loss.sum()), float(norm.sum())
         report = SolveReport(
             relative_error=error / power if power > 0 else 0.0,
-            fallback=factor.fallback,
+            fallback=factor.fallback or reason,
             figures={"damp": factor.damp, "dead_channels": factor.dead_channels},
             norm=power,
         )

@@ -48,7 +48,7 @@ def solve_in_parts(
     outputs: Sequence[HessianAccumulator | None],
     g: int,
     solve: Callable[[Tensor], Solution],
-) -> tuple[Solution, Tensor]:
+) -> tuple[Solution, Tensor, list[str | None]]:
     """Solves weights that lie side by side, each with a metric on its outputs.
 
     Args:
@@ -60,19 +60,26 @@ def solve_in_parts(
         solve: solves some columns of ``w``, float32 [K, n] and contiguous, as if they were independent.
 
     Returns:
-        The solution, without losses, and D^T = Q - W, float32 [K, N].
+        The solution, without losses; D^T = Q - W, float32 [K, N]; and for each weight why its outputs were
+        taken for independent although it has a metric, None where they weren't.
     """
     solution = Solution.empty(w, g)
     error = torch.zeros_like(w)
-    places, roots, start = [], [], 0
+    places, roots, reasons, start = [], [], [], 0
     count = parts(len(w))
     for width, moment in zip(widths, outputs, strict=True):
         own = [torch.arange(width, device=w.device)[part::count] for part in range(count)]
-        root = None
-        if moment is not None and moment.tokens:
-            root = factorise(moment.hessian(_SHRINKAGE), torch.cat(own), _DAMP).root
+        root, reason = None, None
+        if moment is not None:
+            factor = factorise(moment.hessian(_SHRINKAGE), torch.cat(own), _DAMP)
+            if factor.fallback is None:
+                root = factor.root
+            else:
+                what = "are zero" if factor.dead_channels == width else "have no positive definite moment"
+                reason = f"outputs taken for independent: the loss's gradients there {what}"
         places.append([start + part for part in own])
         roots.append(root)
+        reasons.append(reason)
         start += width
     for part in range(count):
         columns = torch.cat([places_of[part] for places_of in places])
@@ -86,7 +93,7 @@ def solve_in_parts(
         for name in ("codes", "scales", "zeros"):
             getattr(solution, name)[:, columns] = getattr(found, name)
         error[:, columns] = found.dense(g) - w[:, columns]
-    return solution, error
+    return solution, error, reasons
 
 
 def _aim(w: Tensor, error: Tensor, before: Sequence[Tensor], own: Tensor, root: Tensor | None) -> Tensor:

@@ -47,7 +47,9 @@ def test_each_part_makes_up_for_those_before(widths: tuple[int, ...]) -> None:
     w = torch.randn(6, sum(widths), generator=generator)
     count = parts(6)
     found = [gradients(width, seed) for seed, width in enumerate(widths)]
-    solution, error = solve_in_parts(w, widths, [gathered for gathered, _ in found], 6, to_tenths)
+    gathered = [gathered for gathered, _ in found]
+    solution, error, reasons = solve_in_parts(w, widths, gathered, 6, to_tenths)
+    assert not any(reasons)
     # The rest of the weights moves by what solves F_rest D_rest = -F_rest,part D_part, part after part.
     for columns, (_, moment) in zip(torch.arange(sum(widths)).split(list(widths)), found, strict=True):
         left, rest = w[:, columns].t().double(), torch.arange(len(columns))
@@ -96,6 +98,11 @@ def test_outputs_that_do_not_go_together_are_solved_as_ever() -> None:
             assert torch.equal(found.codes, whole.codes)
             assert torch.equal(found.scales, whole.scales)
             assert report.relative_error == pytest.approx(before.relative_error, rel=1e-2)
+    reports = [
+        report for _, report in solve_gptq_shared([weight] * 2, hessian, scheme(32), outputs=[None, never])
+    ]
+    assert reports[0].fallback is None
+    assert reports[1].fallback == "outputs taken for independent: the loss's gradients there are zero"
 
 
 @pytest.mark.parametrize("act_order", ["none", "static"])

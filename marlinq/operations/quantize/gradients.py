@@ -25,6 +25,7 @@ from marlinq.core.errors import NumericsError
 from marlinq.core.progress import ReportProgress
 from marlinq.methods.hessian import HessianAccumulator
 from marlinq.models import BlockReplay, ModelInstance, Projection
+from marlinq.operations.quantize.drawing import draw
 from marlinq.operations.quantize.reproducible import ATTENTION, reproducible
 
 _STAGE = "gradients of the loss"
@@ -188,8 +189,7 @@ def _slope(rows: Tensor, predict: Callable[[Tensor], Tensor], generator: torch.G
         logits = predict(leaf)
     with torch.no_grad():
         slope = logits.float().softmax(-1)
-        # The largest of probabilities over exponential draws falls on a token as often as it is likely.
-        labels = (slope / torch.empty_like(slope).exponential_(generator=generator)).argmax(-1, keepdim=True)
+        labels = draw(slope, generator).unsqueeze(-1)
         slope.scatter_add_(-1, labels, slope.new_full(labels.shape, -1.0))
     torch.autograd.backward(logits, slope.to(logits.dtype), inputs=[leaf])
     assert leaf.grad is not None

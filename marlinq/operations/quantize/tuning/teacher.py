@@ -14,6 +14,7 @@ from torch import Tensor
 from marlinq.calibration import Batch, HiddenStates
 from marlinq.core.errors import NumericsError
 from marlinq.models import BlockReplay, ModelInstance
+from marlinq.operations.quantize.drawing import draw
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,8 +108,7 @@ def redraw(
     with torch.no_grad():
         for start in range(0, len(rows), chunk):
             likely = logits(rows[start : start + chunk]).float().softmax(-1)
-            # The largest of probabilities over exponential draws falls on a token as often as it is likely.
-            drawn.append((likely / torch.empty_like(likely).exponential_(generator=generator)).argmax(-1))
+            drawn.append(draw(likely, generator))
     anew = torch.rand(ids[:, 1:].shape, generator=generator, device=ids.device) < share
     rest = torch.where(anew, torch.cat(drawn).view_as(ids[:, 1:]), ids[:, 1:])
     return torch.cat([ids[:, :1], rest], dim=1)
