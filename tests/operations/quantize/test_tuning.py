@@ -156,7 +156,8 @@ def test_kept_passes_are_those_that_run_blocks_again(
     assert folder_bytes(tmp_path / "again") == folder_bytes(tmp_path / "kept")
 
 
-def test_own_text_is_learnt_from_beside_a_file(tmp_path: Path) -> None:
+def test_own_text_is_learnt_from_beside_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("marlinq.operations.quantize.text._CALIBRATED_WITH", 1000)
     source = save_tiny("llama", tmp_path / "model")
     text = tmp_path / "text.jsonl"
     rows = torch.randint(3, 120, (9, 40), generator=torch.Generator().manual_seed(0)).tolist()
@@ -176,12 +177,19 @@ def test_own_text_is_learnt_from_beside_a_file(tmp_path: Path) -> None:
     assert plain.tuning is not None
     assert report.tuning is not None
     written = report.calibration["tuned"]
-    # Quantised on the file alone; tuned on the documents of both, of which every sixteenth is held out.
-    assert {key: report.calibration[key] for key in plain.calibration} == dict(plain.calibration)
+    # Quantised on the file and on a little of what is written; tuned on the documents of both, of which every
+    # sixteenth is held out.
+    file, itself = report.calibration["sources"]
+    assert report.calibration["source"] == f"{text}, self"
+    assert {**file, "sha256": plain.calibration["sha256"]} == dict(plain.calibration)
+    assert itself["source"] == written["source"] == "self"
+    # The document that makes it enough is whole.
+    assert 1000 <= file["tokens"] + itself["tokens"] == report.calibration["tokens"] < 1000 + 40
+    assert itself["tokens"] + written["tokens"] >= 4096
     assert plain.tuning["documents"] + plain.tuning["held_out"] == 9
-    assert report.tuning["documents"] + report.tuning["held_out"] == 9 + written["documents"]
-    assert written["source"] == "self"
-    assert written["tokens"] >= 4096
+    assert report.tuning["documents"] + report.tuning["held_out"] == (
+        report.calibration["documents"] + written["documents"]
+    )
     # The resumed run found the text in the unfinished folder.
     assert sum("the model writes text to be tuned on, too" in line for line in said) == 1
     assert f"{written['tokens']} tokens it wrote itself" in report.render()
@@ -189,9 +197,12 @@ def test_own_text_is_learnt_from_beside_a_file(tmp_path: Path) -> None:
     assert "tokens that the model writes itself" in (plan.tuning_text or "")
     assert plan.estimate.writing_seconds > 0
     assert "tuned on" in plan.render()
+    # Of nine documents of at most 40 tokens, and of what is written.
+    assert plan.tokens == 1000
+    assert "the first 640 to calibrate on" in (plan.calibration or "")
     # Text that the model writes anyway is not written twice.
-    itself = own.replace(calibration="self")
-    assert plan_quantize(source, tmp_path / "planned", recipe=itself, device="cpu").tuning_text is None
+    alone = own.replace(calibration="self")
+    assert plan_quantize(source, tmp_path / "planned", recipe=alone, device="cpu").tuning_text is None
 
 
 def _dies(*args: Any, **kwargs: Any) -> Any:
@@ -230,6 +241,7 @@ def test_the_quantiser_does_not_see_what_is_held_out(
 
     monkeypatch.setattr(operation, "hold_out", divided)
     monkeypatch.setattr(operation, "own_batches", noted)
+    monkeypatch.setattr("marlinq.operations.quantize.text._CALIBRATED_WITH", 1000)
     ids = tmp_path / "ids.jsonl"
     rows = [{"input_ids": [(7 * row + place) % 50 for place in range(40)]} for row in range(12)]
     ids.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -241,7 +253,10 @@ def test_the_quantiser_does_not_see_what_is_held_out(
     assert {each.tokens for each in text[:12]} == {tuple(row["input_ids"]) for row in rows}
     assert (len(text) > 12) == own
     assert held_out[0] == text[7]
-    assert calibrated == text[:7] + text[8:12]
+    assert calibrated == learning[: len(calibrated)]
+    assert learning[:11] == text[:7] + text[8:12]
+    # 480 tokens of the file, and some 520 of its own.
+    assert 11 + 520 // 40 - 2 <= len(calibrated) <= 11 + 520 // 40 + 2 if own else len(calibrated) == 11
     assert (report["documents"], report["held_out"]) == (len(learning), len(held_out))
 
 
@@ -578,7 +593,7 @@ def test_a_run_of_another_version_of_its_quality_is_not_resumed(
 def test_qualities_are_settings_by_name(tmp_path: Path) -> None:
     best = Recipe().replace(quality="best", tune_steps=7)
     assert (best.tune_steps, best.tune_codes) == (7, True)
-    assert best.quality_record() == {"name": "best", "version": 9, "changed": ["tune_steps"]}
+    assert best.quality_record() == {"name": "best", "version": 10, "changed": ["tune_steps"]}
     assert Recipe.from_dict(best.to_dict()) == best
     assert best.replace(quality="fast") == Recipe().replace(quality="fast")
     source = save_tiny("llama", tmp_path / "model")
