@@ -15,6 +15,8 @@ from marlinq.methods.base import (
     MethodOptions,
     SolveReport,
     Statistics,
+    Total,
+    all_here,
     check_weight,
     whole_groups,
 )
@@ -55,6 +57,7 @@ class RTN(Method[RTNOptions, Statistics]):
         options: RTNOptions,
         *,
         names: Sequence[str],
+        total: Total = all_here,
     ) -> list[tuple[QuantizedWeight, SolveReport]]:
         results = []
         for weight, name in zip(weights, names, strict=True):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -194,6 +195,65 @@ def test_a_correction_is_no_larger_than_its_limit() -> None:
     assert float((far[0] - weight).norm()) > 1
     direction = (far[0] - weight) / (far[0] - weight).norm()
     torch.testing.assert_close(near[0] - weight, direction * 0.5, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("of_stream", [False, True])
+@pytest.mark.parametrize("at_most", [math.inf, 0.5])
+def test_channels_that_are_solved_apart_are_corrected_as_together(of_stream: bool, at_most: float) -> None:
+    weight, seen, stream, original = streams()
+    if of_stream:
+        statistics = follower(seen, stream, original)
+    else:
+        weight, original, seen = inputs()
+        statistics = paired(seen, original)
+    drift = statistics.drift()
+    assert drift is not None
+    hessian, limits = statistics.hessian(), torch.full((N,), at_most / N**0.5)
+    settings = {"damp": 0.01, "share": 1.0, "of_stream": of_stream}
+    together = make_up_for_drift([weight], hessian, drift, limits=[float(limits.norm())], **settings)
+    assert together is not None
+    parts = [slice(0, 7), slice(7, N)]
+    asked: list[torch.Tensor] = []
+
+    def first(sums: torch.Tensor) -> torch.Tensor:
+        asked.append(sums)
+        return sums
+
+    def apart(total: Any) -> list[torch.Tensor]:
+        found = []
+        for part in parts:
+            some = statistics.of_channels(part).drift()
+            assert some is not None
+            corrected = make_up_for_drift(
+                [weight[part]], hessian, some, limits=[float(limits[part].norm())], total=total, **settings
+            )
+            assert corrected is not None
+            found += corrected
+        return found
+
+    apart(first)
+    # What all of them are held to is what one is held to who has all channels, up to the rounding of norms.
+    found = torch.cat(apart(lambda sums: asked[0] + asked[1]))
+    torch.testing.assert_close(found, together[0], rtol=1e-5, atol=1e-6)
+    # Nothing of the accumulator's was changed.
+    assert statistics.drift() is drift
+
+
+def test_who_has_other_channels_is_told_of_a_failure() -> None:
+    weight, original, seen = inputs()
+    drift = paired(seen, original).drift()
+    assert drift is not None
+    settings = {"damp": 0.01, "share": 1.0, "limits": [1.0]}
+    told: list[torch.Tensor] = []
+
+    def total(sums: torch.Tensor) -> torch.Tensor:
+        told.append(sums)
+        return sums
+
+    assert make_up_for_drift([weight], -torch.eye(K), drift, total=total, **settings) is None
+    assert told[0][0].isnan().all()
+    sound = paired(seen, original).hessian()
+    assert make_up_for_drift([weight], sound, drift, total=lambda sums: sums + told[0], **settings) is None
 
 
 def test_outputs_come_closer_to_the_originals() -> None:
