@@ -241,7 +241,7 @@ def quality_table() -> str:
             row["method"],
             f"{row['perplexity']:.3f}" if "perplexity" in row else "",
             f"{row['kl']:.4f}",
-            f"{row['top1']:.2f} %",
+            f"{row['top1']:.1f} %",
         ]
         for row in found["rows"]
     ]
@@ -258,7 +258,7 @@ def quality_settings_table() -> str:
             row["package"],
             row["method"],
             f"{row['kl']:.4f}",
-            f"{row['top1']:.2f} %",
+            f"{row['top1']:.1f} %",
         ]
         for row in result("quality-smollm2")["settings"]
     ]

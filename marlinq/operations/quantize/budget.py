@@ -43,16 +43,13 @@ _GPU_MEMORY_SHARE = 0.8
 
 # Tuning: steps below which tokens of a step are fewer too, steps and tokens of a step at most, and the
 # operations of it all: 200 s of a GPU that does 4e14 a second, an hour of two CPU threads at the rate above.
-# More steps were not measured without text of the model's own, where the same documents come again and again.
 _TUNE_FEW_STEPS = 120
-_TUNE_STEPS = 2800
-_TUNE_STEPS_OF_DOCUMENTS = 1400
+_TUNE_STEPS = 1400
 _TUNE_TOKENS = 8192
 _TUNE_WORK = {"cpu": 3e14, "cuda": 8e16}
-# The rate of scales times the root of the steps: as far as chance takes values from where they began, however
-# many steps there are. The rate of codes, in steps of a code, over it. A step's rate at most, of both; twice
-# that of codes led runs astray.
-_TUNE_RATES = 0.0224
+# The rate of scales in all steps together, for more steps at a lower rate end nearer; and the rate of codes,
+# in steps of a code, over it. A step's rate at most, of both; twice that of codes led runs astray.
+_TUNE_RATES = 0.84
 _TUNE_CODES = 10.0
 _TUNE_RATE = 0.002
 _TUNE_CODE_RATE = 0.01
@@ -206,16 +203,15 @@ def tuning_budget(recipe: Recipe, work: Work, device: torch.device) -> tuple[int
         device: where it is tuned.
     """
     most = _TUNE_WORK[device.type] / (_TUNE_PRODUCTS * work.all_weights)
-    steps = _TUNE_STEPS if recipe.tune_own_text else _TUNE_STEPS_OF_DOCUMENTS
     if isinstance(recipe.tune_steps, int):
         tokens = _TUNE_TOKENS if recipe.tune_tokens == AUTO else int(recipe.tune_tokens)
         return recipe.tune_steps, tokens
     if isinstance(recipe.tune_tokens, int):
-        return max(1, min(steps, int(most / recipe.tune_tokens))), recipe.tune_tokens
+        return max(1, min(_TUNE_STEPS, int(most / recipe.tune_tokens))), recipe.tune_tokens
     share = min(1.0, (most / (_TUNE_FEW_STEPS * _TUNE_TOKENS)) ** 0.5)
     if share < 1:
         return max(1, round(_TUNE_FEW_STEPS * share)), max(1, round(_TUNE_TOKENS * share))
-    return min(steps, int(most / _TUNE_TOKENS)), _TUNE_TOKENS
+    return min(_TUNE_STEPS, int(most / _TUNE_TOKENS)), _TUNE_TOKENS
 
 
 def tuning_rates(recipe: Recipe, steps: int) -> tuple[float, float]:
@@ -223,7 +219,7 @@ def tuning_rates(recipe: Recipe, steps: int) -> tuple[float, float]:
     of a code."""
     if isinstance(recipe.tune_rate, float):
         return recipe.tune_rate, _TUNE_CODES * recipe.tune_rate
-    rate = min(_TUNE_RATE, _TUNE_RATES / max(1, steps) ** 0.5)
+    rate = min(_TUNE_RATE, _TUNE_RATES / max(1, steps))
     return rate, min(_TUNE_CODE_RATE, _TUNE_CODES * rate)
 
 
