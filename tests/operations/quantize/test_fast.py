@@ -34,10 +34,15 @@ def run_watched(
     solve, start = Imatrix.solve, BlockQuantizer.run
 
     def solving(
-        self: Imatrix, weights: Sequence[Tensor], statistics: InputPower, *rest: Any, names: Sequence[str]
+        self: Imatrix,
+        weights: Sequence[Tensor],
+        statistics: InputPower,
+        *rest: Any,
+        names: Sequence[str],
+        **more: Any,
     ) -> Any:
         seen.update(dict.fromkeys(names, statistics.importance().clone()))
-        return solve(self, weights, statistics, *rest, names=names)
+        return solve(self, weights, statistics, *rest, names=names, **more)
 
     def starting(self: BlockQuantizer) -> None:
         texts.extend(self._batches)

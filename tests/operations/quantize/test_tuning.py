@@ -158,6 +158,7 @@ def test_kept_passes_are_those_that_run_blocks_again(
 
 def test_own_text_is_learnt_from_beside_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("marlinq.operations.quantize.text._CALIBRATED_WITH", 1000)
+    monkeypatch.setattr("marlinq.operations.quantize.budget._MOST_TOKENS", 8192)
     source = save_tiny("llama", tmp_path / "model")
     text = tmp_path / "text.jsonl"
     rows = torch.randint(3, 120, (9, 40), generator=torch.Generator().manual_seed(0)).tolist()
@@ -242,6 +243,7 @@ def test_the_quantiser_does_not_see_what_is_held_out(
     monkeypatch.setattr(operation, "hold_out", divided)
     monkeypatch.setattr(operation, "own_batches", noted)
     monkeypatch.setattr("marlinq.operations.quantize.text._CALIBRATED_WITH", 1000)
+    monkeypatch.setattr("marlinq.operations.quantize.budget._MOST_TOKENS", 8192)
     ids = tmp_path / "ids.jsonl"
     rows = [{"input_ids": [(7 * row + place) % 50 for place in range(40)]} for row in range(12)]
     ids.write_text("".join(json.dumps(row) + "\n" for row in rows))
