@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -66,6 +67,15 @@ def quantize(
     return QuantizedWeight(q.codes[back].contiguous(), q.scales, q.zeros, g_idx, q.group_size)
 
 
+@cache
+def _solved(
+    source: Path, name: str, group_size: int, symmetric: bool, act_order: str, seed: int
+) -> QuantizedWeight:
+    """The same for every layout; nobody changes what an original's folder holds."""
+    weight = Checkpoint.open(source).tensor(name).float()
+    return quantize(weight, group_size=group_size, symmetric=symmetric, act_order=act_order, seed=seed)
+
+
 def save_quantized(
     source: Path,
     out: Path,
@@ -90,9 +100,7 @@ def save_quantized(
             tensors[name] = weight.to(dtype)
             plain += [module] if module in skip and say_skipped else []
             continue
-        q = quantize(
-            weight.float(), group_size=group_size, symmetric=symmetric, act_order=act_order, seed=index
-        )
+        q = _solved(source, name, group_size, symmetric, act_order, index)
         packed = layout.pack(q)
         modules[module] = spec_of(q)
         tensors.update({f"{module}.{suffix}": tensor for suffix, tensor in packed.items()})
