@@ -25,12 +25,11 @@ help:
 	@echo "make interop      exchange checkpoints with GPTQModel, compressed-tensors and llm-compressor (20 minutes)"
 	@echo "make clean        remove the environment, caches and the quickstart's files"
 
-# Rebuilt only when the requirements change; the package itself is installed editable. Bytecode of all packages
-# would take half a minute; of what is imported Python writes it then.
+# Rebuilt only when the requirements change; the package itself is installed editable.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "marlinq needs Python 3.11 or newer; choose one with: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev,quickstart]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,quickstart]"
 	@touch $@
 
 install: $(INSTALLED)
