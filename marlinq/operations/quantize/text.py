@@ -154,7 +154,7 @@ def recipes_of_parts(recipe: Recipe) -> list[SourcePart]:
 
 _SMALLEST_SHARE = 16
 # Tokens that are calibrated on of what the model writes to be tuned on; the rest would move a Hessian little.
-# Beside text from outside no more than make it this much: on SmolLM2 three times as much was worse again.
+# Beside text from outside, as many as make it _CALIBRATED_WITH: on SmolLM2 three times as many were worse.
 _CALIBRATED = 3 << 17
 _CALIBRATED_WITH = 80_000
 
