@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from marlinq.methods.base import Total, all_here, real_rows
+from marlinq.methods.factor import Factor
 from marlinq.methods.hessian import HessianAccumulator, add_rounded_products, tensor_cores
 
 if TYPE_CHECKING:
@@ -174,10 +175,9 @@ def trusted_share(share: float, tokens: int, in_features: int) -> float:
 
 def make_up_for_drift(
     weights: Sequence[Tensor],
-    hessian: Tensor,
+    factor: Factor,
     drift: Tensor,
     *,
-    damp: float,
     share: float,
     limits: Sequence[float],
     of_stream: bool = False,
@@ -187,9 +187,8 @@ def make_up_for_drift(
 
     Args:
         weights: float32 [N_i, K] each.
-        hessian: float32 [K, K], not damped.
+        factor: of the damped Hessian of the inputs.
         drift: float32 [K, K]; [N, K] of the residual stream that the only weight writes to.
-        damp: share of the mean of the Hessian's diagonal that is added to it.
         share: of the correction, 0 to 1.
         limits: what the norm of each weight's correction is held to. One that is larger than what rounding
             does to the weight fits the calibration, not the drift.
@@ -198,17 +197,12 @@ def make_up_for_drift(
             (:meth:`marlinq.methods.base.Method.solve`).
 
     Returns:
-        New weights; None where the damped Hessian is not positive definite or the correction is not finite.
+        New weights; None where something stands in for the Hessian or the correction is not finite.
     """
-    shift = damp * float(hessian.diagonal().mean())
-    damped = hessian.clone()
-    damped.diagonal().add_(shift)
-    root, info = torch.linalg.cholesky_ex(damped)
-    del damped
-    corrections = [] if int(info) else _corrections(weights, drift, root, share, of_stream=of_stream)
+    corrections = [] if factor.fallback else _corrections(weights, drift, factor, share, of_stream=of_stream)
     # Not a number where there are none: whoever has the other channels is to know.
     squares = [float(each.norm()) ** 2 for each in corrections] or [math.nan] * len(weights)
-    sums = torch.tensor([squares, [limit**2 for limit in limits]], dtype=torch.float64, device=root.device)
+    sums = torch.tensor([squares, [limit**2 for limit in limits]], dtype=torch.float64, device=drift.device)
     norms, most = total(sums).sqrt().tolist()
     if not all(map(math.isfinite, norms)):
         return None
@@ -218,15 +212,15 @@ def make_up_for_drift(
 
 
 def _corrections(
-    weights: Sequence[Tensor], drift: Tensor, root: Tensor, share: float, *, of_stream: bool
+    weights: Sequence[Tensor], drift: Tensor, factor: Factor, share: float, *, of_stream: bool
 ) -> list[Tensor]:
     corrections = []
     # With more output channels than input channels the equations are solved for the drift, once.
-    shared = not of_stream and sum(map(len, weights)) > len(root)
+    shared = not of_stream and sum(map(len, weights)) > drift.shape[1]
     if shared:
-        drift = torch.cholesky_solve(drift.t(), root).t()
+        drift = factor.divide(drift.t()).t()
     for weight in weights:
         with tensor_cores():
             asked = drift if of_stream else weight @ drift
-        corrections.append((asked if shared else torch.cholesky_solve(asked.t(), root).t()) * share)
+        corrections.append((asked if shared else factor.divide(asked.t()).t()) * share)
     return corrections

@@ -19,7 +19,8 @@ class Factor:
     """The root of a damped Hessian in processing order, or of a named stand-in for it.
 
     Attributes:
-        root: float32 [K, K], upper triangular: hessian + shift * I = root @ root.T.
+        order: int64 [K], the channel that is processed i-th.
+        root: float32 [K, K], upper triangular, in processing order: hessian + shift * I = root @ root.T.
         shift: what was added to the diagonal.
         damp: the same as a share of the diagonal's mean.
         fallback: what stands in for the Hessian, and why; None where nothing does.
@@ -27,12 +28,20 @@ class Factor:
         dead_channels: channels that were zero in all of the calibration.
     """
 
+    order: Tensor
     root: Tensor
     shift: float
     damp: float
     fallback: str | None
     diagonal: Tensor | None
     dead_channels: int
+
+    def divide(self, right: Tensor) -> Tensor:
+        """x with (hessian + shift * I) x = ``right``, float32 [K, n] both, in the channels' own order; with
+        the stand-in for the Hessian where there is one."""
+        x: Tensor = torch.linalg.solve_triangular(self.root, right[self.order], upper=True)
+        x = torch.linalg.solve_triangular(self.root.mT, x, upper=False)
+        return x[torch.argsort(self.order)]
 
 
 def channel_order(hessian: Tensor, g: int, act_order: str) -> Tensor:
@@ -61,7 +70,7 @@ def factorise(hessian: Tensor, order: Tensor, damp: float) -> Factor:
     if dead == hessian.shape[0]:
         eye = torch.eye(dead, device=hessian.device)
         reason = "round-to-nearest: the calibration never reached this layer"
-        return Factor(eye, 0.0, 0.0, reason, torch.ones_like(diagonal), dead)
+        return Factor(order, eye, 0.0, 0.0, reason, torch.ones_like(diagonal), dead)
     # A dead channel has a zero row and column: it takes no part in the compensation, and the damping alone
     # gives it the small weight with which it counts in the choice of scales.
     mean = float(diagonal[alive].mean())
@@ -76,9 +85,9 @@ def factorise(hessian: Tensor, order: Tensor, damp: float) -> Factor:
         lower, info = torch.linalg.cholesky_ex(damped)
         if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
             del damped
-            return Factor(lower.flip(0, 1), shift, tried, None, None, dead)
+            return Factor(order, lower.flip(0, 1), shift, tried, None, None, dead)
         tried = max(tried * 10, _SMALLEST_DAMP)
     reason = f"diagonal Hessian: not positive definite with damping up to {_LARGEST_DAMP:g}"
     positive = diagonal.clamp(min=0)
     root = torch.diag((positive[order] + damp * mean).sqrt())
-    return Factor(root, damp * mean, damp, reason, positive, dead)
+    return Factor(order, root, damp * mean, damp, reason, positive, dead)

@@ -15,7 +15,7 @@ channels can't make up for. Once the group's codes are known, its scales are fit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from marlinq.core.errors import NumericsError, UnsupportedError
@@ -123,31 +123,29 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
         statistics = _known(statistics)
         hessian = statistics.hessian(options.shrinkage)
         outputs = [statistics.outputs.get(name) for name in names]
-        if not isinstance(statistics, PairedHessian) or (drift := statistics.drift()) is None:
+        drift = statistics.drift() if isinstance(statistics, PairedHessian) else None
+        if drift is None:
             return solve_gptq_shared(weights, hessian, scheme, options, names=names, outputs=outputs)
-        corrected = make_up_for_drift(
-            weights,
-            hessian,
-            drift,
-            damp=options.damp,
-            share=trusted_share(options.drift_correction, statistics.pairs, len(hessian)),
-            limits=[
-                float((weight - round_to_nearest(weight, scheme, name=name).dequantize()).norm())
-                for weight, name in zip(weights, names, strict=True)
-            ],
-            of_stream=statistics.of_stream,
-            total=total,
+        assert isinstance(statistics, PairedHessian)
+        share = trusted_share(options.drift_correction, statistics.pairs, len(hessian))
+
+        def corrected(factor: Factor) -> list[Tensor] | None:
+            return make_up_for_drift(
+                weights,
+                factor,
+                drift,
+                share=share,
+                limits=[
+                    float((weight - round_to_nearest(weight, scheme, name=name).dequantize()).norm())
+                    for weight, name in zip(weights, names, strict=True)
+                ],
+                of_stream=statistics.of_stream,
+                total=total,
+            )
+
+        return solve_gptq_shared(
+            weights, hessian, scheme, options, names=names, outputs=outputs, corrected=corrected
         )
-        solved = solve_gptq_shared(
-            corrected or weights, hessian, scheme, options, names=names, outputs=outputs
-        )
-        if corrected is not None:
-            return solved
-        reason = "no drift correction: the damped Hessian is not positive definite"
-        return [
-            (weight, report if report.fallback else replace(report, fallback=reason))
-            for weight, report in solved
-        ]
 
     def solve_many(
         self, inputs: Sequence[Inputs[HessianAccumulator]], scheme: Scheme, options: GPTQOptions
@@ -200,6 +198,7 @@ def solve_gptq_shared(
     *,
     names: Sequence[str] | None = None,
     outputs: Sequence[HessianAccumulator | None] = (),
+    corrected: Callable[[Factor], Sequence[Tensor] | None] | None = None,
 ) -> list[tuple[QuantizedWeight, SolveReport]]:
     """Quantise the weights that read the same input, in one solve.
 
@@ -214,6 +213,8 @@ def solve_gptq_shared(
         names: what error messages call the weights.
         outputs: for each weight what gathered the loss's gradients at its outputs, or None; where there is
             none at all, no output channel influences another.
+        corrected: the weights to solve for in place of ``weights``, by the factor of the Hessian; None where
+            they can't be corrected, which the report says.
 
     Returns:
         The quantised weight, on the device of the weights, and the report, for each weight in order. The
@@ -243,7 +244,9 @@ def solve_gptq_shared(
     hessian = hessian.to(torch.float32)
     order = channel_order(hessian, g, options.act_order)
     factor = factorise(hessian, order, options.damp)
-    w = torch.cat([weight.t().to(torch.float32) for weight in weights], dim=1)
+    wanted = weights if corrected is None else corrected(factor)
+    uncorrected = "no drift correction: it is not finite" if wanted is None else None
+    w = torch.cat([weight.t().to(torch.float32) for weight in wanted or weights], dim=1)
     norms = _norms(w, hessian, factor)
     widths = [weight.shape[0] for weight in weights]
     solve_columns = _solver(factor, g, scheme, options, w.device)
@@ -262,7 +265,7 @@ def solve_gptq_shared(
         error, power = float(loss.sum()), float(norm.sum())
         report = SolveReport(
             relative_error=error / power if power > 0 else 0.0,
-            fallback=factor.fallback or reason,
+            fallback=factor.fallback or reason or uncorrected,
             figures={"damp": factor.damp, "dead_channels": factor.dead_channels},
             norm=power,
         )

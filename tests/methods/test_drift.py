@@ -8,6 +8,7 @@ import torch
 
 from marlinq.core.errors import UsageError
 from marlinq.methods.drift import PairedHessian, make_up_for_drift, trusted_share
+from marlinq.methods.factor import Factor, channel_order, factorise
 from marlinq.methods.gptq import GPTQ, GPTQOptions
 from tests.testing.schemes import scheme
 
@@ -23,6 +24,18 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     lost = torch.randn(K, K, generator=generator) * 0.02
     seen = original + original @ lost + 0.02 * torch.randn(T, K, generator=generator)
     return torch.randn(N, K, generator=generator), original, seen
+
+
+def factor(hessian: torch.Tensor, damp: float = 0.01) -> Factor:
+    return factorise(hessian, channel_order(hessian, 32, "static"), damp)
+
+
+def broken() -> Factor:
+    hessian = torch.eye(K)
+    hessian[0, 1] = hessian[1, 0] = 1e6
+    found = factor(hessian)
+    assert found.fallback is not None
+    return found
 
 
 def paired(seen: torch.Tensor, original: torch.Tensor) -> PairedHessian:
@@ -63,9 +76,8 @@ def test_the_whole_correction_of_a_stream_is_the_least_squares_solution() -> Non
     whole, quarter = (
         make_up_for_drift(
             [weight],
-            statistics.hessian(),
+            factor(statistics.hessian(), 1e-6),
             drift,
-            damp=1e-6,
             share=share,
             limits=[math.inf],
             of_stream=True,
@@ -168,9 +180,9 @@ def test_the_whole_correction_is_the_least_squares_solution(members: int) -> Non
     statistics = paired(seen, original)
     drift = statistics.drift()
     assert drift is not None
-    limits = [math.inf] * members
-    found = make_up_for_drift(weights, statistics.hessian(), drift, damp=1e-6, share=1.0, limits=limits)
-    half = make_up_for_drift(weights, statistics.hessian(), drift, damp=1e-6, share=0.5, limits=limits)
+    root, limits = factor(statistics.hessian(), 1e-6), [math.inf] * members
+    found = make_up_for_drift(weights, root, drift, share=1.0, limits=limits)
+    half = make_up_for_drift(weights, root, drift, share=0.5, limits=limits)
     assert found is not None
     assert half is not None
     for before, after, between in zip(weights, found, half, strict=True):
@@ -185,10 +197,9 @@ def test_a_correction_is_no_larger_than_its_limit() -> None:
     statistics = paired(seen, original)
     drift = statistics.drift()
     assert drift is not None
-    hessian = statistics.hessian()
+    root = factor(statistics.hessian())
     far, near = (
-        make_up_for_drift([weight], hessian, drift, damp=0.01, share=1.0, limits=[at_most])
-        for at_most in (math.inf, 0.5)
+        make_up_for_drift([weight], root, drift, share=1.0, limits=[at_most]) for at_most in (math.inf, 0.5)
     )
     assert far is not None
     assert near is not None
@@ -208,9 +219,9 @@ def test_channels_that_are_solved_apart_are_corrected_as_together(of_stream: boo
         statistics = paired(seen, original)
     drift = statistics.drift()
     assert drift is not None
-    hessian, limits = statistics.hessian(), torch.full((N,), at_most / N**0.5)
-    settings = {"damp": 0.01, "share": 1.0, "of_stream": of_stream}
-    together = make_up_for_drift([weight], hessian, drift, limits=[float(limits.norm())], **settings)
+    root, limits = factor(statistics.hessian()), torch.full((N,), at_most / N**0.5)
+    settings = {"share": 1.0, "of_stream": of_stream}
+    together = make_up_for_drift([weight], root, drift, limits=[float(limits.norm())], **settings)
     assert together is not None
     parts = [slice(0, 7), slice(7, N)]
     asked: list[torch.Tensor] = []
@@ -225,7 +236,7 @@ def test_channels_that_are_solved_apart_are_corrected_as_together(of_stream: boo
             some = statistics.of_channels(part).drift()
             assert some is not None
             corrected = make_up_for_drift(
-                [weight[part]], hessian, some, limits=[float(limits[part].norm())], total=total, **settings
+                [weight[part]], root, some, limits=[float(limits[part].norm())], total=total, **settings
             )
             assert corrected is not None
             found += corrected
@@ -256,17 +267,43 @@ def test_who_has_other_channels_is_told_of_a_failure() -> None:
     weight, original, seen = inputs()
     drift = paired(seen, original).drift()
     assert drift is not None
-    settings = {"damp": 0.01, "share": 1.0, "limits": [1.0]}
+    settings = {"share": 1.0, "limits": [1.0]}
     told: list[torch.Tensor] = []
 
     def total(sums: torch.Tensor) -> torch.Tensor:
         told.append(sums)
         return sums
 
-    assert make_up_for_drift([weight], -torch.eye(K), drift, total=total, **settings) is None
+    assert make_up_for_drift([weight], broken(), drift, total=total, **settings) is None
     assert told[0][0].isnan().all()
-    sound = paired(seen, original).hessian()
+    sound = factor(paired(seen, original).hessian())
     assert make_up_for_drift([weight], sound, drift, total=lambda sums: sums + told[0], **settings) is None
+
+
+def test_a_solve_says_that_it_went_without_the_correction() -> None:
+    weight, original, seen = inputs()
+    settings: dict[str, Any] = {"names": ["o_proj"], "total": lambda sums: sums * math.nan}
+    [(found, report)] = GPTQ().solve([weight], paired(seen, original), scheme(32), GPTQOptions(), **settings)
+    assert report.fallback == "no drift correction: it is not finite"
+    [(plain, _)] = GPTQ().solve(
+        [weight], paired(seen, original), scheme(32), GPTQOptions(drift_correction=0.0), names=["o_proj"]
+    )
+    assert found.difference(plain) is None
+
+
+def test_a_factor_divides_as_float64_does() -> None:
+    _, original, seen = inputs()
+    statistics = paired(seen, original)
+    hessian = statistics.hessian()
+    found = factor(hessian)
+    assert sorted(found.order.tolist()) == list(range(K))
+    assert found.order.tolist() != list(range(K))
+    damped = hessian.double() + found.shift * torch.eye(K, dtype=torch.float64)
+    right = torch.randn(K, N, generator=torch.Generator().manual_seed(3))
+    expected = torch.linalg.solve(damped, right.double())
+    # Sums of K products in each of three steps, which the matrix's condition makes as much worse.
+    bound = 3 * K * 2**-24 * float(torch.linalg.cond(damped))
+    assert float((found.divide(right) - expected).norm() / expected.norm()) < bound < 0.01
 
 
 def test_outputs_come_closer_to_the_originals() -> None:
@@ -320,9 +357,7 @@ def test_a_hessian_that_cannot_be_factorised_leaves_the_correction_out() -> None
     statistics = paired(seen, original)
     drift = statistics.drift()
     assert drift is not None
-    broken = statistics.hessian()
-    broken[0, 1] = broken[1, 0] = 1e6
-    assert make_up_for_drift([weight], broken, drift, damp=0.01, share=0.25, limits=[math.inf]) is None
+    assert make_up_for_drift([weight], broken(), drift, share=0.25, limits=[math.inf]) is None
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, True, "a quarter"])
