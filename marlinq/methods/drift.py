@@ -52,8 +52,6 @@ class PairedHessian(HessianAccumulator):
         self._shared: Tensor | None = None
         self._layer = name
         self._stream: int | None = None
-        # Of some channels of a stream that drifted: zeros are then as good as any.
-        self._part = False
 
     def write_to_stream(self, channels: int) -> None:
         """Says that the layer's output is added to a residual stream of N = ``channels``. Inputs then come
@@ -143,16 +141,14 @@ class PairedHessian(HessianAccumulator):
         residual stream [N, K], the mean of 2 (original - stream) x^T. The accumulator's own; None where
         nothing drifted."""
         self._end_sharing()
-        if self._drift is None or not (self._part or bool(self._drift.any())):
-            return None
-        return self._drift
+        return None if self._drift is None or not bool(self._drift.any()) else self._drift
 
     def of_channels(self, channels: slice) -> PairedHessian:
         """What these output channels of the layer are to be solved with; shares what it holds."""
         if not self.of_stream or self.drift() is None:
             return self
         some = copy.copy(self)
-        some._drift, some._part = self._sum()[channels], True
+        some._drift = self._sum()[channels]
         return some
 
     def _end_sharing(self) -> None:

@@ -250,19 +250,6 @@ def test_channels_that_are_solved_apart_are_corrected_as_together(of_stream: boo
     assert statistics.drift() is drift
 
 
-def test_channels_that_did_not_drift_are_part_of_a_stream_that_did() -> None:
-    _, seen, stream, original = streams()
-    original[:, :7] = stream[:, :7]
-    statistics = follower(seen, stream, original)
-    still = statistics.of_channels(slice(0, 7)).drift()
-    assert still is not None
-    assert not still.any()
-    # Whoever has no drift at all has none to share out.
-    alike = follower(seen, stream, stream)
-    assert alike.of_channels(slice(0, 7)) is alike
-    assert alike.drift() is None
-
-
 def test_who_has_other_channels_is_told_of_a_failure() -> None:
     weight, original, seen = inputs()
     drift = paired(seen, original).drift()
