@@ -24,16 +24,7 @@ from marlinq.core.weight import Grid, QuantizedWeight, trivial_g_idx
 from marlinq.formats import LAYOUTS, Layout, ModuleSpec, StoredWeight, TensorSpec, register_layout
 from marlinq.formats.dialects import DIALECTS, Dialect, Keys, QuantizationConfig, register_dialect
 from marlinq.formats.layouts.base import g_idx_refusal
-from marlinq.methods import (
-    METHODS,
-    Method,
-    MethodOptions,
-    SolveReport,
-    Statistics,
-    Total,
-    all_here,
-    register_method,
-)
+from marlinq.methods import METHODS, Method, MethodOptions, SolveReport, Statistics, register_method
 from marlinq.runtime import OPERATORS, Estimate, Operator, Setting, register_operator
 
 # Values between which the steps grow outwards; code 3 is -1 and code 11 is 1, so no code is its own value.
@@ -157,7 +148,6 @@ class ToyMethod(Method[ToyOptions, Statistics]):
         options: ToyOptions,
         *,
         names: Sequence[str],
-        total: Total = all_here,
     ) -> list[tuple[QuantizedWeight, SolveReport]]:
         assert statistics is None
         solved = []

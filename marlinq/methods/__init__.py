@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from marlinq.methods.base import Inputs, Method, MethodOptions, SolveReport, Statistics, Total, all_here
+from marlinq.methods.base import Inputs, Method, MethodOptions, SolveReport, Statistics
 from marlinq.methods.gptq import GPTQ, GPTQOptions
 from marlinq.methods.imatrix import Imatrix, ImatrixOptions
 from marlinq.methods.rtn import RTN, RTNOptions
@@ -36,7 +36,5 @@ __all__ = [
     "RTNOptions",
     "SolveReport",
     "Statistics",
-    "Total",
-    "all_here",
     "register_method",
 ]

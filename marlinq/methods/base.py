@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -114,13 +114,6 @@ class Inputs(Generic[StatisticsT]):
 
 
 OptionsT = TypeVar("OptionsT", bound=MethodOptions)
-Total = Callable[["Tensor"], "Tensor"]
-"""Sums of float64 over all output channels of weights, from those over the channels that are solved here."""
-
-
-def all_here(sums: Tensor) -> Tensor:
-    """Of weights that are solved here whole."""
-    return sums
 
 
 class Method(ABC, Generic[OptionsT, StatisticsT]):
@@ -162,9 +155,8 @@ class Method(ABC, Generic[OptionsT, StatisticsT]):
 
     def paired(self, options: OptionsT) -> bool:
         """Whether the method compares inputs with the original's: statistics then have ``add_pair``, which is
-        called with both where both are known, ``write_to_stream`` and ``add_stream`` for projections that
-        write to the residual stream, and ``of_channels`` for who solves some output channels of these
-        (:class:`~marlinq.methods.drift.PairedHessian`)."""
+        called with both where both are known, and ``write_to_stream`` and ``add_stream`` for projections
+        that write to the residual stream (:class:`~marlinq.methods.drift.PairedHessian`)."""
         return False
 
     def minds_outputs(self, options: OptionsT) -> bool:
@@ -189,7 +181,6 @@ class Method(ABC, Generic[OptionsT, StatisticsT]):
         options: OptionsT,
         *,
         names: Sequence[str],
-        total: Total = all_here,
     ) -> list[tuple[QuantizedWeight, SolveReport]]:
         """Quantise the weights of projections that share an input.
 
@@ -199,8 +190,6 @@ class Method(ABC, Generic[OptionsT, StatisticsT]):
             scheme: of the result: element, group size, zero points, dtype of the scales.
             options: how.
             names: what error messages call the weights.
-            total: where other processes solve other output channels of the same weights, adds up over all of
-                them, all of which call it alike.
 
         Returns:
             The quantised weight, on the device of the weights, and the report, for each weight in order.

@@ -18,12 +18,11 @@ All of it overfits: W' makes up for noise of the calibration too. So only a shar
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from marlinq.methods.base import Total, all_here, real_rows
+from marlinq.methods.base import real_rows
 from marlinq.methods.factor import Factor
 from marlinq.methods.hessian import HessianAccumulator, add_rounded_products, tensor_cores
 
@@ -143,14 +142,6 @@ class PairedHessian(HessianAccumulator):
         self._end_sharing()
         return None if self._drift is None or not bool(self._drift.any()) else self._drift
 
-    def of_channels(self, channels: slice) -> PairedHessian:
-        """What these output channels of the layer are to be solved with; shares what it holds."""
-        if not self.of_stream or self.drift() is None:
-            return self
-        some = copy.copy(self)
-        some._drift = self._sum()[channels]
-        return some
-
     def _end_sharing(self) -> None:
         if self._shared is not None:
             self._pairs, self._shared = int(self._shared), None
@@ -177,7 +168,6 @@ def make_up_for_drift(
     share: float,
     limits: Sequence[float],
     of_stream: bool = False,
-    total: Total = all_here,
 ) -> list[Tensor] | None:
     """The weights that give the original's outputs, or residual stream, on the quantised model's inputs.
 
@@ -189,34 +179,23 @@ def make_up_for_drift(
         limits: what the norm of each weight's correction is held to. One that is larger than what rounding
             does to the weight fits the calibration, not the drift.
         of_stream: the drift is that of the residual stream.
-        total: makes norms those of all output channels, where others are somewhere else
-            (:meth:`marlinq.methods.base.Method.solve`).
 
     Returns:
         New weights; None where something stands in for the Hessian or the correction is not finite.
     """
-    corrections = [] if factor.fallback else _corrections(weights, drift, factor, share, of_stream=of_stream)
-    # Not a number where there are none: whoever has the other channels is to know.
-    squares = [float(each.norm()) ** 2 for each in corrections] or [math.nan] * len(weights)
-    sums = torch.tensor([squares, [limit**2 for limit in limits]], dtype=torch.float64, device=drift.device)
-    norms, most = total(sums).sqrt().tolist()
-    if not all(map(math.isfinite, norms)):
+    if factor.fallback is not None:
         return None
-    for weight, correction, norm, limit in zip(weights, corrections, norms, most, strict=True):
-        correction.mul_(min(1.0, limit / norm if norm else 1.0)).add_(weight)
-    return corrections
-
-
-def _corrections(
-    weights: Sequence[Tensor], drift: Tensor, factor: Factor, share: float, *, of_stream: bool
-) -> list[Tensor]:
-    corrections = []
+    corrected = []
     # With more output channels than input channels the equations are solved for the drift, once.
     shared = not of_stream and sum(map(len, weights)) > drift.shape[1]
     if shared:
         drift = factor.divide(drift.t()).t()
-    for weight in weights:
+    for weight, limit in zip(weights, limits, strict=True):
         with tensor_cores():
             asked = drift if of_stream else weight @ drift
-        corrections.append((asked if shared else factor.divide(asked.t()).t()) * share)
-    return corrections
+        correction = (asked if shared else factor.divide(asked.t()).t()) * share
+        norm = float(correction.norm())
+        if not math.isfinite(norm):
+            return None
+        corrected.append(weight + correction * min(1.0, limit / norm if norm else 1.0))
+    return corrected

@@ -22,16 +22,7 @@ from marlinq.core.errors import NumericsError, UnsupportedError
 from marlinq.core.scheme import Scheme
 from marlinq.core.settings import Choice, Flag, Fraction, ProperShare, Share, setting
 from marlinq.core.weight import QuantizedWeight
-from marlinq.methods.base import (
-    Inputs,
-    Method,
-    MethodOptions,
-    SolveReport,
-    Total,
-    all_here,
-    check_weight,
-    whole_groups,
-)
+from marlinq.methods.base import Inputs, Method, MethodOptions, SolveReport, check_weight, whole_groups
 from marlinq.methods.drift import PairedHessian, make_up_for_drift, trusted_share
 from marlinq.methods.factor import Factor, channel_order, factorise
 from marlinq.methods.gpu import has_panel_kernel
@@ -118,7 +109,6 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
         options: GPTQOptions,
         *,
         names: Sequence[str],
-        total: Total = all_here,
     ) -> list[tuple[QuantizedWeight, SolveReport]]:
         statistics = _known(statistics)
         hessian = statistics.hessian(options.shrinkage)
@@ -140,7 +130,6 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
                     for weight, name in zip(weights, names, strict=True)
                 ],
                 of_stream=statistics.of_stream,
-                total=total,
             )
 
         return solve_gptq_shared(

@@ -15,16 +15,7 @@ from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import NumericsError
 from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
-from marlinq.methods.base import (
-    Method,
-    MethodOptions,
-    SolveReport,
-    Total,
-    all_here,
-    check_weight,
-    real_rows,
-    whole_groups,
-)
+from marlinq.methods.base import Method, MethodOptions, SolveReport, check_weight, real_rows, whole_groups
 from marlinq.methods.gpu import has_panel_kernel
 from marlinq.methods.grid import search_factors, search_grid, storable_scales
 
@@ -130,7 +121,6 @@ class Imatrix(Method[ImatrixOptions, InputPower]):
         options: ImatrixOptions,
         *,
         names: Sequence[str],
-        total: Total = all_here,
     ) -> list[tuple[QuantizedWeight, SolveReport]]:
         if statistics is None:
             raise ValueError("imatrix needs the power of the weights' input")

@@ -15,8 +15,6 @@ from marlinq.methods.base import (
     MethodOptions,
     SolveReport,
     Statistics,
-    Total,
-    all_here,
     check_weight,
     whole_groups,
 )
@@ -57,7 +55,6 @@ class RTN(Method[RTNOptions, Statistics]):
         options: RTNOptions,
         *,
         names: Sequence[str],
-        total: Total = all_here,
     ) -> list[tuple[QuantizedWeight, SolveReport]]:
         results = []
         for weight, name in zip(weights, names, strict=True):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -208,69 +207,13 @@ def test_a_correction_is_no_larger_than_its_limit() -> None:
     torch.testing.assert_close(near[0] - weight, direction * 0.5, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("of_stream", [False, True])
-@pytest.mark.parametrize("at_most", [math.inf, 0.5])
-def test_channels_that_are_solved_apart_are_corrected_as_together(of_stream: bool, at_most: float) -> None:
-    weight, seen, stream, original = streams()
-    if of_stream:
-        statistics = follower(seen, stream, original)
-    else:
-        weight, original, seen = inputs()
-        statistics = paired(seen, original)
-    drift = statistics.drift()
-    assert drift is not None
-    root, limits = factor(statistics.hessian()), torch.full((N,), at_most / N**0.5)
-    settings = {"share": 1.0, "of_stream": of_stream}
-    together = make_up_for_drift([weight], root, drift, limits=[float(limits.norm())], **settings)
-    assert together is not None
-    parts = [slice(0, 7), slice(7, N)]
-    asked: list[torch.Tensor] = []
-
-    def first(sums: torch.Tensor) -> torch.Tensor:
-        asked.append(sums)
-        return sums
-
-    def apart(total: Any) -> list[torch.Tensor]:
-        found = []
-        for part in parts:
-            some = statistics.of_channels(part).drift()
-            assert some is not None
-            corrected = make_up_for_drift(
-                [weight[part]], root, some, limits=[float(limits[part].norm())], total=total, **settings
-            )
-            assert corrected is not None
-            found += corrected
-        return found
-
-    apart(first)
-    # What all of them are held to is what one is held to who has all channels, up to the rounding of norms.
-    found = torch.cat(apart(lambda sums: asked[0] + asked[1]))
-    torch.testing.assert_close(found, together[0], rtol=1e-5, atol=1e-6)
-    # Nothing of the accumulator's was changed.
-    assert statistics.drift() is drift
-
-
-def test_who_has_other_channels_is_told_of_a_failure() -> None:
-    weight, original, seen = inputs()
-    drift = paired(seen, original).drift()
-    assert drift is not None
-    settings = {"share": 1.0, "limits": [1.0]}
-    told: list[torch.Tensor] = []
-
-    def total(sums: torch.Tensor) -> torch.Tensor:
-        told.append(sums)
-        return sums
-
-    assert make_up_for_drift([weight], broken(), drift, total=total, **settings) is None
-    assert told[0][0].isnan().all()
-    sound = factor(paired(seen, original).hessian())
-    assert make_up_for_drift([weight], sound, drift, total=lambda sums: sums + told[0], **settings) is None
-
-
 def test_a_solve_says_that_it_went_without_the_correction() -> None:
     weight, original, seen = inputs()
-    settings: dict[str, Any] = {"names": ["o_proj"], "total": lambda sums: sums * math.nan}
-    [(found, report)] = GPTQ().solve([weight], paired(seen, original), scheme(32), GPTQOptions(), **settings)
+    statistics = paired(seen, original)
+    drift = statistics.drift()
+    assert drift is not None
+    drift.fill_(math.inf)
+    [(found, report)] = GPTQ().solve([weight], statistics, scheme(32), GPTQOptions(), names=["o_proj"])
     assert report.fallback == "no drift correction: it is not finite"
     [(plain, _)] = GPTQ().solve(
         [weight], paired(seen, original), scheme(32), GPTQOptions(drift_correction=0.0), names=["o_proj"]

@@ -15,7 +15,7 @@ from marlinq.checkpoint import CheckpointWriter, WriteBehind
 from marlinq.core.errors import NumericsError
 from marlinq.core.progress import ReportProgress
 from marlinq.core.weight import QuantizedWeight
-from marlinq.methods import Inputs, SolveReport, Statistics, Total
+from marlinq.methods import Inputs, SolveReport, Statistics
 from marlinq.models import BlockReplay, Experts, ModelInstance
 from marlinq.operations.quantize.budget import Work, gradient_jobs, logits_at_once
 from marlinq.operations.quantize.experts import ExpertCalibration, ExpertGroup
@@ -335,7 +335,7 @@ class BlockQuantizer:
             group[0]: gathered.statistics.pop(group[0]) for group in groups if group[0] in gathered.statistics
         }
         # A correction for drift is held to a norm of the whole weight.
-        return shared_solves(solves, statistics, self._solve, self._ranks, all_or_one=self._is_paired())
+        return shared_solves(solves, statistics, self._solve, self._ranks, cut=not self._is_paired())
 
     def _quantize_experts(
         self,
@@ -435,12 +435,8 @@ class BlockQuantizer:
         members: Sequence[PlannedModule],
         statistics: Statistics | None,
         rows: Sequence[slice],
-        total: Total,
     ) -> list[tuple[QuantizedWeight, SolveReport]]:
         """Solves some output channels of each module."""
-        # What writes to the residual stream, and is compared with it, does so alone.
-        if of_channels := getattr(statistics, "of_channels", None):
-            statistics = of_channels(rows[0])
         solved: list[tuple[QuantizedWeight, SolveReport]] = self._plan.method.solve(
             [
                 self._instance.weight(planned.projection)[part].to(torch.float32)
@@ -450,7 +446,6 @@ class BlockQuantizer:
             members[0].spec.scheme,
             members[0].options,
             names=[planned.projection.name for planned in members],
-            total=total,
         )
         if self._plan.method.calibrated:
             stop_if_far_off(

@@ -143,11 +143,6 @@ class Ranks:
             else:
                 dist.all_reduce(tensor)
 
-    def total(self, sums: Tensor) -> Tensor:
-        """What all ranks together have of ``sums``, on each; they are changed."""
-        self.sum(sums, range(self.size))
-        return sums
-
 
 ALONE = Ranks()
 """A run in one process."""
@@ -251,7 +246,7 @@ class Share:
         return slice(out_features * place // count, out_features * (place + 1) // count)
 
 
-def share_out(shapes: Sequence[tuple[int, int]], size: int, *, all_or_one: bool = False) -> list[Share]:
+def share_out(shapes: Sequence[tuple[int, int]], size: int, *, cut: bool = True) -> list[Share]:
     """Who solves what, so that all are done at about the same time.
 
     A solve of N output channels and K input channels factorises a Hessian, K**3 / 3 products that each of its
@@ -260,7 +255,7 @@ def share_out(shapes: Sequence[tuple[int, int]], size: int, *, all_or_one: bool 
     Args:
         shapes: N and K of each solve.
         size: number of ranks.
-        all_or_one: a solve is cut among all ranks or not at all.
+        cut: whether a solve may be cut between output channels.
 
     Returns:
         The share of each solve, in order. Every rank finds the same.
@@ -279,10 +274,8 @@ def share_out(shapes: Sequence[tuple[int, int]], size: int, *, all_or_one: bool 
             after = loads[order[count - 1]] + factor + rows / count  # noqa: B023  # called in this turn only
             return max(after, loads[order[-1]], target)  # noqa: B023
 
-        counts = [count for count in range(1, size + 1) if count <= shapes[index][0]]
-        if all_or_one:
-            counts = [count for count in counts if count in (1, size)]
-        best = min(counts, key=lambda count: (longest(count), count))
+        most = min(size, shapes[index][0]) if cut else 1
+        best = min(range(1, most + 1), key=lambda count: (longest(count), count))
         owners = sorted(order[:best])
         for rank in owners:
             loads[rank] += factor + rows / best

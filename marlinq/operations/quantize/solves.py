@@ -11,7 +11,7 @@ import torch
 from marlinq.core.errors import UnsupportedError
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import ModuleSpec
-from marlinq.methods import SolveReport, Statistics, Total, all_here
+from marlinq.methods import SolveReport, Statistics
 from marlinq.operations.quantize.head import joined
 from marlinq.operations.quantize.planning import PlannedModule
 from marlinq.operations.quantize.ranks import Ranks, Share, share_out
@@ -40,11 +40,10 @@ class Solve:
 
 
 SolveRows = Callable[
-    [Sequence[PlannedModule], Statistics | None, Sequence[slice], Total],
+    [Sequence[PlannedModule], Statistics | None, Sequence[slice]],
     list[tuple[QuantizedWeight, SolveReport]],
 ]
-"""Solves some output channels of each of several modules that share statistics; the last adds up over all of
-their channels."""
+"""Solves some output channels of each of several modules that share statistics."""
 
 
 def shared_solves(
@@ -53,7 +52,7 @@ def shared_solves(
     solve: SolveRows,
     ranks: Ranks,
     *,
-    all_or_one: bool = False,
+    cut: bool = True,
 ) -> Iterator[tuple[PlannedModule, QuantizedWeight, ModuleReport]]:
     """Solves everything of a block; every rank gets all results.
 
@@ -63,8 +62,7 @@ def shared_solves(
             up.
         solve: does the work.
         ranks: this process and those it shares the work with.
-        all_or_one: output channels of a module are solved by one rank or by all of them, so that sums over
-            them can be added up.
+        cut: whether output channels of a module may be solved apart.
 
     Yields:
         Each module with its weight, on the device, and its report.
@@ -77,12 +75,12 @@ def shared_solves(
     if ranks.size == 1:
         yield from _solved_here(solves, statistics, solve)
         return
-    shares = share_out([job.shape for job in solves], ranks.size, all_or_one=all_or_one)
+    shares = share_out([job.shape for job in solves], ranks.size, cut=cut)
     owners: dict[str, tuple[int, ...]] = {}
     for job, share in zip(solves, shares, strict=True):
         owners[job.statistics] = tuple(sorted({*owners.get(job.statistics, ()), *share.owners}))
     add_up({name: statistics[name] for name in owners if name in statistics}, owners, ranks)
-    mine = _solved_by(ranks, solves, shares, statistics, solve)
+    mine = _solved_by(ranks.rank, solves, shares, statistics, solve)
     reports = [
         ranks.share_json({name: asdict(report) for name, (_, report) in mine.items()}, source)
         for source in range(ranks.size)
@@ -185,30 +183,26 @@ def _solved_here(
     for number, job in enumerate(solves):
         gathered = statistics.get(job.statistics)
         whole = [slice(None) for _ in job.members]
-        for planned, (weight, report) in zip(
-            job.members, solve(job.members, gathered, whole, all_here), strict=True
-        ):
+        for planned, (weight, report) in zip(job.members, solve(job.members, gathered, whole), strict=True):
             yield planned, weight, module_report(planned, gathered, report)
         if all(later.statistics != job.statistics for later in solves[number + 1 :]):
             statistics.pop(job.statistics, None)
 
 
 def _solved_by(
-    ranks: Ranks,
+    rank: int,
     solves: Sequence[Solve],
     shares: Sequence[Share],
     statistics: Mapping[str, Statistics],
     solve: SolveRows,
 ) -> dict[str, tuple[QuantizedWeight, SolveReport]]:
-    """What this rank solves, by the modules' names."""
-    rank = ranks.rank
+    """What ``rank`` solves, by the modules' names."""
     mine: dict[str, tuple[QuantizedWeight, SolveReport]] = {}
     for job, share in zip(solves, shares, strict=True):
         if rank not in share.owners:
             continue
         rows = [share.rows(planned.projection.out_features, rank) for planned in job.members]
-        total = all_here if len(share.owners) == 1 else ranks.total
-        results = solve(job.members, statistics.get(job.statistics), rows, total)
+        results = solve(job.members, statistics.get(job.statistics), rows)
         mine |= {
             planned.projection.name: result for planned, result in zip(job.members, results, strict=True)
         }

@@ -19,16 +19,7 @@ from marlinq.core.errors import UsageError
 from marlinq.core.scheme import Scheme
 from marlinq.core.settings import Fraction, setting
 from marlinq.core.weight import QuantizedWeight
-from marlinq.methods import (
-    METHODS,
-    Method,
-    MethodOptions,
-    SolveReport,
-    Statistics,
-    Total,
-    all_here,
-    register_method,
-)
+from marlinq.methods import METHODS, Method, MethodOptions, SolveReport, Statistics, register_method
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.convert import convert
 from marlinq.operations.evaluate import evaluate
@@ -211,7 +202,6 @@ class Halving(Method[HalvingOptions, TokenCount]):
         options: HalvingOptions,
         *,
         names: Any,
-        total: Total = all_here,
     ) -> list[tuple[QuantizedWeight, SolveReport]]:
         assert statistics is not None
         report = SolveReport(0.25, figures={"share": options.share})
