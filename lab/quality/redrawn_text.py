@@ -21,7 +21,7 @@ from torch import Tensor
 from marlinq import load
 from marlinq.calibration import Document
 from marlinq.operations.quantize.tuning import run
-from marlinq.operations.quantize.tuning.teacher import redraw
+from marlinq.operations.quantize.tuning.rows import hold_out, random_rows, redraw
 
 ROW = 512
 ROWS_AT_ONCE = 32
@@ -41,8 +41,8 @@ def main() -> None:
     options = parser.parse_args()
     begun = time.perf_counter()
     given = json.loads(options.documents.read_text(encoding="utf-8"))
-    learning, _ = run.hold_out([Document(tuple(tokens)) for tokens in given])
-    rows = run._rows(learning, ROW, ROW, options.tokens, options.seed)
+    learning, _ = hold_out([Document(tuple(tokens)) for tokens in given])
+    rows = random_rows(learning, ROW, ROW, options.tokens, options.seed)
     dtype = "bfloat16" if options.device == "cuda" else "float32"
     model: Any = load(options.model, device=options.device, dtype=dtype).model
     generator = torch.Generator(options.device).manual_seed(options.seed)

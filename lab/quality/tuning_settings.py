@@ -45,6 +45,7 @@ from marlinq.operations.quantize.reproducible import reproducible
 from marlinq.operations.quantize.tuning import TuningSettings, run
 from marlinq.operations.quantize.tuning import loop as loop_module
 from marlinq.operations.quantize.tuning.loop import Loop
+from marlinq.operations.quantize.tuning.rows import hold_out, random_rows
 from marlinq.operations.quantize.tuning.student import Student
 from marlinq.operations.quantize.tuning.teacher import learn
 
@@ -319,7 +320,7 @@ def _never(device: torch.device) -> bool:
 
 
 def _try(bench: Bench, instance: Any, documents: Any, settings: Any, asked: Any, lessons: Any) -> Any:
-    learning, held_out = run.hold_out(documents)
+    learning, held_out = hold_out(documents)
     length, count = int(asked.get("row", 512)), int(asked.get("rows", 512))
     places = int(asked.get("places", run._PLACES[bench.device.type]))
     key = f"{length} {count} {places} {asked.get('whole')} {settings.seed}"
@@ -332,7 +333,7 @@ def _try(bench: Bench, instance: Any, documents: Any, settings: Any, asked: Any,
                 :count
             ]
         else:
-            rows = run._rows(learning, length, places, length * count, settings.seed)
+            rows = random_rows(learning, length, places, length * count, settings.seed)
         # As the package does: no micro-batch is left with fewer rows than the others.
         full = max(1, places // length)
         rows = rows[: len(rows) - len(rows) % full] if len(rows) > full else rows

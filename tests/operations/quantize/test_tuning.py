@@ -24,8 +24,8 @@ from marlinq.operations.quantize.planning import plan_output
 from marlinq.operations.quantize.quality import QUALITIES
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.tuning import loop, run
+from marlinq.operations.quantize.tuning.rows import hold_out, random_rows, redraw
 from marlinq.operations.quantize.tuning.student import Student, backward_kept
-from marlinq.operations.quantize.tuning.teacher import redraw
 from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
 
 # With this seed tuning gains most on held-out text of the toy; with others chance decides.
@@ -213,14 +213,14 @@ def _dies(*args: Any, **kwargs: Any) -> Any:
 def test_at_most_64_documents_are_held_out() -> None:
     for count in (8, 100, 1024, 1025, 5000):
         documents = [Document((number, 1)) for number in range(count)]
-        learning, held_out = run.hold_out(documents)
+        learning, held_out = hold_out(documents)
         assert len(held_out) == {8: 1, 100: 6, 1024: 64, 1025: 60, 5000: 64}[count]
         assert sorted(learning + held_out, key=lambda d: d.tokens) == documents
     twice = [Document((number % 20, 1)) for number in range(40)]
-    learning, held_out = run.hold_out(twice)
+    learning, held_out = hold_out(twice)
     assert (len(learning), len(held_out)) == (34, 6)
     assert not set(learning) & set(held_out)
-    assert run.hold_out([twice[0]] * 9) == ([twice[0]] * 9, [])
+    assert hold_out([twice[0]] * 9) == ([twice[0]] * 9, [])
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -282,7 +282,7 @@ def test_text_to_be_tuned_on_is_drawn_from_all_tokens(
 def test_rows_fill_their_micro_batches() -> None:
     documents = [Document(tuple(range(60)))] * 3
     for steps, expected in ((1, 5), (2, 6), (3, 12), (4, 18)):
-        rows = run._rows(documents, 50, 300, 250 * steps, 0)
+        rows = random_rows(documents, 50, 300, 250 * steps, 0)
         assert [len(row) for row in rows] == [50] * expected
 
 
@@ -291,7 +291,7 @@ def test_rows_hold_every_token_equally_often() -> None:
     documents = [Document(tuple(range(1000 * i, 1000 * i + 20 * i + 5))) for i in range(1, 30)]
     tokens = sum(map(len, documents))
     count = 3 * tokens // 64
-    rows = run._rows(documents, 64, 64, 64 * count, 3)
+    rows = random_rows(documents, 64, 64, 64 * count, 3)
     assert [len(row) for row in rows] == [64] * count
     seen = Counter(token for row in rows for token in row.tokens)
     assert set(seen) == {token for document in documents for token in document.tokens}
@@ -301,8 +301,8 @@ def test_rows_hold_every_token_equally_often() -> None:
     pairs = [(a, b) for row in rows for a, b in pairwise(row.tokens)]
     apart = sum(b != a + 1 for a, b in pairs)
     assert len(pairs) / 96 < apart < len(pairs) / 32
-    assert rows == run._rows(documents, 64, 64, 64 * count, 3)
-    assert rows != run._rows(documents, 64, 64, 64 * count, 4)
+    assert rows == random_rows(documents, 64, 64, 64 * count, 3)
+    assert rows != random_rows(documents, 64, 64, 64 * count, 4)
 
 
 def test_redrawn_tokens_follow_the_models_predictions() -> None:
@@ -359,7 +359,7 @@ def test_text_that_was_there_before_is_varied(
     learning, held_out = given
     *first, learnt = seen
     length = len(learnt[0].ids[0])
-    planned = make_batches(run._rows(learning, length, 100, steps * 512, TUNED.seed), token_budget=100)
+    planned = make_batches(random_rows(learning, length, 100, steps * 512, TUNED.seed), token_budget=100)
     watched = make_batches(held_out, token_budget=100)
     assert len(learnt) == len(planned) + len(watched)
     full = len(planned[0].lengths)

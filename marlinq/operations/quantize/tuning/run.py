@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -32,8 +31,9 @@ from marlinq.operations.quantize.tuning.loop import (
     TuningSettings,
     records,
 )
+from marlinq.operations.quantize.tuning.rows import random_rows, redraw
 from marlinq.operations.quantize.tuning.student import Student
-from marlinq.operations.quantize.tuning.teacher import Lesson, learn, redraw
+from marlinq.operations.quantize.tuning.teacher import Lesson, learn
 
 NOTE = "tuning"
 """The writer's note that holds the report, once all tuned tensors are written."""
@@ -47,14 +47,8 @@ _ROW = 512
 _MOST_TOKENS = 15 << 18
 _SHARE_FOR_STATES = 0.125
 _MOST_BYTES = 13_000_000_000
-# A row is put together from pieces of documents of at least this many tokens.
-_PIECE = 32
 # The chance of a token to be drawn anew in text that was there before.
 _REDRAWN = 0.3
-# One document in _HELD_OUT is held out, at least one and at most _MOST_HELD_OUT; none of fewer than _FEWEST.
-_HELD_OUT = 16
-_MOST_HELD_OUT = 64
-_FEWEST = 8
 _SAVE_SECONDS = 60.0
 # Saving may take this share of the time, at a rate of bytes a second that most disks reach, and this share of
 # the host's free memory. A state of codes is 13 bytes a weight.
@@ -179,7 +173,9 @@ class _Run:
         most = min(_MOST_TOKENS, room // (4 * width), settings.steps * settings.tokens)
         length = min(_ROW, max_length)
         # Rows are of one length, so batches have them in order.
-        self._rows = make_batches(_rows(learning, length, places, most, settings.seed), token_budget=places)
+        self._rows = make_batches(
+            random_rows(learning, length, places, most, settings.seed), token_budget=places
+        )
         rows = sum(len(batch.lengths) for batch in self._rows)
         self._new_rows = min(rows, sum(map(len, learning)) // length)
         self._watched = (
@@ -399,48 +395,3 @@ def bytes_for_states(
 
 def _weights(plan: OutputPlan) -> int:
     return sum(found.spec.in_features * found.spec.out_features for found in plan.modules.values())
-
-
-def hold_out(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """Documents to learn from, and those that tell whether that helped: every sixteenth, as they were drawn
-    at random, of many documents fewer. A document that is there twice is on one side only."""
-    if len(documents) < _FEWEST:
-        return list(documents), []
-    step = max(_HELD_OUT, -(-len(documents) // _MOST_HELD_OUT))
-    held_out = set(documents[_FEWEST - 1 :: step])
-    learning = [each for each in documents if each not in held_out]
-    return (learning, [each for each in documents if each in held_out]) if learning else (list(documents), [])
-
-
-def _rows(documents: Sequence[Document], length: int, places: int, tokens: int, seed: int) -> list[Document]:
-    """Rows of ``length`` tokens, ``tokens`` in all, of random pieces of documents.
-
-    Few documents would be learnt by heart. In ever new neighbourhoods their tokens mean something else, so
-    the same text teaches more; and equal rows need no padding. All of the text comes before any of it comes
-    again, cut and mixed anew. Rows fill their micro-batches of ``places``, if there are more than one, so
-    that no step takes two where one holds enough.
-    """
-    generator = random.Random(seed)
-    count = max(1, tokens // length)
-    full = max(1, places // length)
-    total = (count - count % full if count > full else count) * length
-    text: list[int] = []
-    while len(text) < total:
-        pieces = [piece for document in documents for piece in _pieces(document, length, generator)]
-        generator.shuffle(pieces)
-        for piece in pieces:
-            text += piece
-    return [Document(tuple(text[start : start + length])) for start in range(0, total, length)]
-
-
-def _pieces(document: Document, length: int, generator: random.Random) -> list[tuple[int, ...]]:
-    """A document cut at random into pieces of at most ``length`` tokens, but for a rest too short to stand
-    alone."""
-    pieces, start = [], 0
-    while start < len(document):
-        end = start + generator.randint(_PIECE, max(_PIECE, length))
-        if len(document) - end < _PIECE:
-            end = len(document)
-        pieces.append(tuple(document.tokens[start:end]))
-        start = end
-    return pieces

@@ -1,5 +1,4 @@
-"""What the original model makes of the tuning text, computed once, a decoder block at a time; and text that
-it varies."""
+"""What the original model makes of the tuning text, computed once, a decoder block at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ from torch import Tensor
 from marlinq.calibration import Batch, HiddenStates
 from marlinq.core.errors import NumericsError
 from marlinq.models import BlockReplay, ModelInstance
-from marlinq.operations.quantize.drawing import draw
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,39 +77,6 @@ def learn(
             instance.release_block(index)
             progress(index + 1, len(blocks))
     return Lesson(batches, first, last, instance.device)
-
-
-def redraw(
-    ids: Tensor,
-    hidden: Tensor,
-    logits: Callable[[Tensor], Tensor],
-    *,
-    share: float,
-    chunk: int,
-    generator: torch.Generator,
-) -> Tensor:
-    """Text some of whose tokens the model has drawn anew, each behind the tokens that stood before it.
-
-    Args:
-        ids: int64 [B, T], on the device of ``generator``.
-        hidden: [B, T, H], what the model's last block makes of ``ids``.
-        logits: hidden states [rows, H] to logits [rows, vocabulary].
-        share: the chance of a token to be drawn; the first of a row stays.
-        chunk: rows whose logits are held at once.
-        generator: of all that is drawn.
-
-    Returns:
-        int64 [B, T]
-    """
-    rows = hidden[:, :-1].flatten(0, 1)
-    drawn = []
-    with torch.no_grad():
-        for start in range(0, len(rows), chunk):
-            likely = logits(rows[start : start + chunk]).float().softmax(-1)
-            drawn.append(draw(likely, generator))
-    anew = torch.rand(ids[:, 1:].shape, generator=generator, device=ids.device) < share
-    rest = torch.where(anew, torch.cat(drawn).view_as(ids[:, 1:]), ids[:, 1:])
-    return torch.cat([ids[:, :1], rest], dim=1)
 
 
 def _states(batches: Sequence[Batch], like: Tensor, folder: Path, device_bytes: int) -> HiddenStates:
