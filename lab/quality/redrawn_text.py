@@ -20,8 +20,7 @@ from torch import Tensor
 
 from marlinq import load
 from marlinq.calibration import Document
-from marlinq.operations.quantize.tuning import run
-from marlinq.operations.quantize.tuning.rows import hold_out, random_rows, redraw
+from marlinq.operations.quantize.tuning.rows import REDRAWN, hold_out, random_rows, redraw
 
 ROW = 512
 ROWS_AT_ONCE = 32
@@ -34,7 +33,8 @@ def main() -> None:
     parser.add_argument("documents", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--tokens", type=int, required=True)
-    parser.add_argument("--share", type=float, default=run._REDRAWN)
+    parser.add_argument("--share", type=float, default=REDRAWN)
+    parser.add_argument("--noise", type=float, default=0.0, help="chance of a token to become any token")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda")
@@ -57,9 +57,17 @@ def main() -> None:
         for start in range(0, len(rows), ROWS_AT_ONCE):
             some = rows[start : start + ROWS_AT_ONCE]
             ids = torch.tensor([row.tokens for row in some], device=options.device)
-            for _ in range(options.rounds):
+            for number in range(options.rounds):
                 hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-                ids = redraw(ids, hidden, logits, share=options.share, chunk=8192, generator=generator)
+                ids = redraw(
+                    ids,
+                    hidden,
+                    logits,
+                    share=options.share,
+                    noise=options.noise if number + 1 == options.rounds else 0.0,
+                    chunk=8192,
+                    generator=generator,
+                )
             out += ids.tolist()
     options.out.write_text(json.dumps(out), encoding="utf-8")
     print(f"{len(out)} rows in {time.perf_counter() - begun:.1f} s")

@@ -45,10 +45,14 @@ _GPU_MEMORY_SHARE = 0.8
 # operations of it all: 200 s of a GPU that does 4e14 a second, an hour of two CPU threads at the rate above.
 _TUNE_FEW_STEPS = 120
 _TUNE_STEPS = 1400
+# Documents that are drawn anew gain by more steps. Of text that the model writes no more than this many see
+# each token three times.
+_TUNE_STEPS_OF_DOCUMENTS = 2800
 _TUNE_TOKENS = 8192
 _TUNE_WORK = {"cpu": 3e14, "cuda": 8e16}
-# The rate of scales in all steps together, for more steps at a lower rate end nearer; and the rate of codes,
-# in steps of a code, over it. A step's rate at most, of both; twice that of codes led runs astray.
+# The rate of scales in all steps together, for more steps at a lower rate end nearer; of more than
+# _TUNE_STEPS it falls with the root of their number. And the rate of codes, in steps of a code, over it. A
+# step's rate at most, of both; twice that of codes led runs astray.
 _TUNE_RATES = 0.84
 _TUNE_CODES = 10.0
 _TUNE_RATE = 0.002
@@ -180,7 +184,7 @@ def _unbounded(recipe: Recipe, work: Work, device: torch.device, dtype: torch.dt
     if recipe.tokens != AUTO:
         return _rows_for(int(recipe.tokens), longest, "as asked for")
     if device.type == "cuda":
-        steps, tokens = tuning_budget(recipe, work, device)
+        steps, tokens = tuning_budget(recipe, work, device, own_text=True)
         return _for_gpu(work, longest, device, dtype, learnt=steps * tokens if recipe.tune_steps else 0)
     threads = torch.get_num_threads()
     rate = threads * (_CPU_NARROW_RATE if dtype == torch.bfloat16 else _CPU_RATE)
@@ -191,7 +195,7 @@ def _unbounded(recipe: Recipe, work: Work, device: torch.device, dtype: torch.dt
     return _rows_for(tokens, longest, f"what suits {threads} CPU threads")
 
 
-def tuning_budget(recipe: Recipe, work: Work, device: torch.device) -> tuple[int, int]:
+def tuning_budget(recipe: Recipe, work: Work, device: torch.device, *, own_text: bool) -> tuple[int, int]:
     """Steps of tuning and tokens of a step.
 
     Where both are automatic, there are as many steps as the operations of the budget allow. Where these are
@@ -201,17 +205,19 @@ def tuning_budget(recipe: Recipe, work: Work, device: torch.device) -> tuple[int
         recipe: with its ``tune_steps`` and ``tune_tokens``.
         work: of the model.
         device: where it is tuned.
+        own_text: the model writes text to be tuned on.
     """
+    at_most = _TUNE_STEPS if own_text else _TUNE_STEPS_OF_DOCUMENTS
     most = _TUNE_WORK[device.type] / (_TUNE_PRODUCTS * work.all_weights)
     if isinstance(recipe.tune_steps, int):
         tokens = _TUNE_TOKENS if recipe.tune_tokens == AUTO else int(recipe.tune_tokens)
         return recipe.tune_steps, tokens
     if isinstance(recipe.tune_tokens, int):
-        return max(1, min(_TUNE_STEPS, int(most / recipe.tune_tokens))), recipe.tune_tokens
+        return max(1, min(at_most, int(most / recipe.tune_tokens))), recipe.tune_tokens
     share = min(1.0, (most / (_TUNE_FEW_STEPS * _TUNE_TOKENS)) ** 0.5)
     if share < 1:
         return max(1, round(_TUNE_FEW_STEPS * share)), max(1, round(_TUNE_TOKENS * share))
-    return min(_TUNE_STEPS, int(most / _TUNE_TOKENS)), _TUNE_TOKENS
+    return min(at_most, int(most / _TUNE_TOKENS)), _TUNE_TOKENS
 
 
 def tuning_rates(recipe: Recipe, steps: int) -> tuple[float, float]:
@@ -219,7 +225,8 @@ def tuning_rates(recipe: Recipe, steps: int) -> tuple[float, float]:
     of a code."""
     if isinstance(recipe.tune_rate, float):
         return recipe.tune_rate, _TUNE_CODES * recipe.tune_rate
-    rate = min(_TUNE_RATE, _TUNE_RATES / max(1, steps))
+    shared = steps if steps <= _TUNE_STEPS else (steps * _TUNE_STEPS) ** 0.5
+    rate = min(_TUNE_RATE, _TUNE_RATES / max(1, shared))
     return rate, min(_TUNE_CODE_RATE, _TUNE_CODES * rate)
 
 

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections import Counter
 from concurrent.futures import wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from marlinq.checkpoint import (
 from marlinq.checkpoint.reader import read_json
 from marlinq.core.devices import multiplies_bfloat16, resolve_device, start_beside
 from marlinq.core.dtypes import dtype_name, torch_dtype
-from marlinq.core.errors import MarlinqError, UsageError
+from marlinq.core.errors import MarlinqError, UnsupportedError, UsageError
 from marlinq.core.progress import ReportMessage, ReportProgress, no_message, no_progress
 from marlinq.models import Blueprint, ModelInstance, build_blueprint
 from marlinq.operations.quantize.blocks import BlockQuantizer, module_reports
@@ -48,14 +49,17 @@ from marlinq.operations.quantize.recipe import UNQUANTIZED, Recipe
 from marlinq.operations.quantize.report import QuantizeReport
 from marlinq.operations.quantize.text import (
     TextGatherer,
+    add_drawn_anew,
     forget_written_text,
     longest,
     note_text,
     planned_text,
+    writes_text,
 )
 from marlinq.operations.quantize.tuning import (
     NOTE,
     TuningSettings,
+    draw_calibration,
     forget_tuning,
     hold_out,
     settings_that_fit,
@@ -176,10 +180,20 @@ def _quantize(
     products = compute_products(plan, blueprint, chosen, tokens)
     work = Work.of(blueprint)
     tuning = (
-        settings_that_fit(plan, TuningSettings.of(recipe, work, chosen), chosen, work.longest(recipe))
+        settings_that_fit(
+            plan,
+            TuningSettings.of(recipe, work, chosen, own_text=writes_text(recipe)),
+            chosen,
+            work.longest(recipe),
+        )
         if recipe.tune_steps
         else None
     )
+    if tuning is not None and blueprint.head is None:
+        raise UnsupportedError(
+            f"{checkpoint.path}: tuning needs an output head, {blueprint.architecture} has none; "
+            "pass --tune-steps 0"
+        )
     # All that can be wrong with the text is found before the output folder is begun.
     instance = ModelInstance(blueprint, checkpoint, device=chosen, dtype=dtype)
     config = blueprint.config
@@ -242,15 +256,25 @@ def _quantize(
         held_out: list[Document] = []
         if calibrated and (unsolved or untuned):
             text = gatherer.gather(writer) if ranks.first else None
+            if text is not None and tuning is not None:
+                learning, held_out = hold_out([*text.documents, *text.tuned])
+                drawing = partial(
+                    draw_calibration,
+                    instance,
+                    learning,
+                    tuning,
+                    max_length=max_length,
+                    folder=writer.partial,
+                    progress=progress,
+                )
+                add_drawn_anew(writer, text, recipe, drawing)
             documents = share_documents(None if text is None else text.documents, ranks)
             if text is not None:
                 note_text(writer, recipe, text)
-                if tuning is not None:
-                    learning, held_out = hold_out([*text.documents, *text.tuned])
-                    # Nor does the quantiser see them: its codes fit what it saw better than any other text,
-                    # and there hardly anything that is learnt later would look like a gain.
-                    unseen = set(held_out)
-                    documents = [each for each in text.documents if each not in unseen]
+            # Nor does the quantiser see what is held out: its codes fit what it saw better than any other
+            # text, and there hardly anything that is learnt later would look like a gain.
+            unseen = set(held_out)
+            documents = [each for each in documents if each not in unseen]
         if unsolved:
             batches = []
             if plan.method.calibrated and documents is not None:

@@ -36,6 +36,7 @@ from marlinq.operations.quantize.text import (
     planned_text,
     planned_tuning_text,
     stored_dtype,
+    writes_text,
 )
 from marlinq.operations.quantize.tuning import TuningSettings, settings_that_fit, tuning_bytes
 from marlinq.operations.quantize.watch import duration
@@ -203,7 +204,10 @@ def plan_quantize(
     tuning = None
     if recipe.tune_steps:
         tuning = settings_that_fit(
-            plan, TuningSettings.of(recipe, work, chosen), chosen, work.longest(recipe)
+            plan,
+            TuningSettings.of(recipe, work, chosen, own_text=writes_text(recipe)),
+            chosen,
+            work.longest(recipe),
         )
     guess = estimate(
         plan,

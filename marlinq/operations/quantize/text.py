@@ -6,7 +6,7 @@ import gc
 import itertools
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,12 @@ from marlinq.runtime.writing import TOP_K, TextWriter
 
 SELF = "self"
 """The source that stands for the model itself."""
+DRAWN_ANEW = "the same, drawn anew"
+"""What stands for documents of the other sources whose tokens the model has drawn anew."""
 OWN_TEMPLATE = "model"
 
 _WRITTEN_TEXT = "calibration.json"
+_DRAWN_TEXT = "drawn.json"
 _MOST_TEMPLATE_BYTES = 1_000_000
 _AHEAD_BYTES = 512 << 20
 
@@ -154,7 +157,8 @@ def recipes_of_parts(recipe: Recipe) -> list[SourcePart]:
 
 _SMALLEST_SHARE = 16
 # Tokens that are calibrated on of what the model writes to be tuned on; the rest would move a Hessian little.
-# Beside text from outside, as many as make it _CALIBRATED_WITH: on SmolLM2 three times as many were worse.
+# Beside text from outside, as many as make it _CALIBRATED_WITH, or as many of it drawn anew: on SmolLM2 three
+# times as many were worse.
 _CALIBRATED = 3 << 17
 _CALIBRATED_WITH = 80_000
 
@@ -176,6 +180,19 @@ def tuning_part(recipe: Recipe) -> SourcePart | None:
     if any(part.source == SELF for part in parts_of(recipe)):
         return None
     return SourcePart(SELF, recipe.replace(calibration=SELF, samples=AUTO, tokens=AUTO), None)
+
+
+def writes_text(recipe: Recipe) -> bool:
+    """Whether the model writes any of the text itself."""
+    return tuning_part(recipe) is not None or any(part.source == SELF for part in parts_of(recipe))
+
+
+def tokens_drawn_anew(recipe: Recipe, tokens: int) -> int:
+    """Tokens to calibrate on beside ``tokens`` from outside that the model is to draw anew from them: where
+    it is tuned, but writes no text itself."""
+    if not recipe.tune_steps or writes_text(recipe) or not METHODS[recipe.method].calibrated:
+        return 0
+    return calibrated_beside(tokens)
 
 
 def planned_tuning_text(
@@ -207,9 +224,11 @@ def planned_text(
         tokens = min(bound for bound in bounds if bound is not None)
         found.append(PlannedText(part.source, tokens))
     own = planned_tuning_text(recipe, checkpoint, blueprint, device)
-    beside = _calibrated_beside(sum(text.tokens for text in found))
+    beside = calibrated_beside(sum(text.tokens for text in found))
     if own is not None and beside:
         found.append(replace(own, tokens=min(own.tokens, beside)))
+    if anew := tokens_drawn_anew(recipe, sum(text.tokens for text in found)):
+        found.append(PlannedText(DRAWN_ANEW, anew))
     return found
 
 
@@ -380,7 +399,7 @@ class TextGatherer:
         if self._own is not None:
             calibrated = _first(new, _calibrated(self._recipe))
         elif METHODS[self._recipe.method].calibrated:
-            calibrated = _first(new, _calibrated_beside(sum(map(len, self._text.documents))))
+            calibrated = _first(new, calibrated_beside(sum(map(len, self._text.documents))))
         else:
             calibrated = 0
         if calibrated:
@@ -395,9 +414,10 @@ def _calibrated(recipe: Recipe) -> int:
     return sys.maxsize if asked or not recipe.tune_steps else _CALIBRATED
 
 
-def _calibrated_beside(tokens: int) -> int:
-    """Tokens that are calibrated on, at most, of what the model writes to be tuned on, beside ``tokens`` from
-    outside: a few documents suit the codes that are fitted to them much better than any other text."""
+def calibrated_beside(tokens: int) -> int:
+    """Tokens that are calibrated on, at most, beside ``tokens`` from outside, of what the model writes to be
+    tuned on or draws anew: a few documents suit the codes that are fitted to them much better than any other
+    text."""
     return max(0, _CALIBRATED_WITH - tokens)
 
 
@@ -409,6 +429,30 @@ def _first(documents: Sequence[Document], tokens: int) -> int:
         if total >= tokens:
             return count
     return len(documents)
+
+
+def add_drawn_anew(
+    writer: CheckpointWriter,
+    text: CalibrationText,
+    recipe: Recipe,
+    draw: Callable[[int], list[Document]],
+) -> None:
+    """Adds what the model draws anew to a short calibration, unless the interrupted run has left it.
+
+    Args:
+        writer: of the run.
+        text: all of it but for this.
+        recipe: of the run.
+        draw: so many tokens of documents that are drawn anew.
+    """
+    tokens = tokens_drawn_anew(recipe, sum(map(len, text.documents)))
+    if not tokens:
+        return
+    drawn = kept_text(writer, _DRAWN_TEXT)
+    if drawn is None:
+        drawn = draw(tokens)
+        keep_text(writer, drawn, _DRAWN_TEXT)
+    text.add(DRAWN_ANEW, drawn)
 
 
 def note_text(writer: CheckpointWriter, recipe: Recipe, text: CalibrationText) -> None:
@@ -446,32 +490,33 @@ def note_text(writer: CheckpointWriter, recipe: Recipe, text: CalibrationText) -
         )
 
 
-def kept_text(writer: CheckpointWriter) -> list[Document] | None:
+def kept_text(writer: CheckpointWriter, name: str = _WRITTEN_TEXT) -> list[Document] | None:
     """What the model wrote in the interrupted run that this one resumes, or None.
 
     Raises:
         OutputError: it is damaged.
     """
-    kept = writer.read_json(_WRITTEN_TEXT)
+    kept = writer.read_json(name)
     if kept is None:
         return None
     try:
         return [Document(tuple(map(int, tokens))) for tokens in kept]
     except (TypeError, ValueError):
         raise OutputError(
-            f"{writer.partial / _WRITTEN_TEXT}: is damaged; remove {writer.partial} and start over"
+            f"{writer.partial / name}: is damaged; remove {writer.partial} and start over"
         ) from None
 
 
-def keep_text(writer: CheckpointWriter, documents: Sequence[Document]) -> None:
+def keep_text(writer: CheckpointWriter, documents: Sequence[Document], name: str = _WRITTEN_TEXT) -> None:
     """Keeps what the model wrote for a run that resumes this one: writing takes long, and on a GPU nothing
     promises the same text again."""
-    writer.write_json(_WRITTEN_TEXT, [document.tokens for document in documents])
+    writer.write_json(name, [document.tokens for document in documents])
 
 
 def forget_written_text(writer: CheckpointWriter) -> None:
     """Removes what only a resumed run would need from the unfinished folder."""
     writer.remove(_WRITTEN_TEXT)
+    writer.remove(_DRAWN_TEXT)
 
 
 def text_by_the_model(

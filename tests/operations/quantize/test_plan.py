@@ -139,28 +139,33 @@ def test_tuning_takes_what_was_asked_for_or_what_a_budget_allows() -> None:
     )
     cuda = torch.device("cuda")
     asked = RECIPE.replace(tune_steps=60)
-    assert tuning_budget(asked, large, cuda) == (60, 8192)
-    assert tuning_budget(asked.replace(tune_tokens=100), large, cuda) == (60, 100)
+    assert tuning_budget(asked, large, cuda, own_text=True) == (60, 8192)
+    assert tuning_budget(asked.replace(tune_tokens=100), large, cuda, own_text=True) == (60, 100)
     best = RECIPE.replace(quality="best")
-    assert tuning_budget(best, small, cuda) == (1400, 8192)
-    assert tuning_budget(best.replace(tune_tokens=64), small, cuda) == (1400, 64)
-    assert tuning_budget(best, middle, cuda) == (int(8e16 / (10 * 4e9 * 8192)), 8192)
+    assert tuning_budget(best, small, cuda, own_text=True) == (1400, 8192)
+    assert tuning_budget(best.replace(tune_tokens=64), small, cuda, own_text=True) == (1400, 64)
+    assert tuning_budget(best, middle, cuda, own_text=True) == (int(8e16 / (10 * 4e9 * 8192)), 8192)
+    # More of documents that are drawn anew, where the budget allows it.
+    assert tuning_budget(best, small, cuda, own_text=False) == (2800, 8192)
+    assert tuning_budget(best.replace(tune_tokens=64), small, cuda, own_text=False) == (2800, 64)
+    assert tuning_budget(best, middle, cuda, own_text=False) == (int(8e16 / (10 * 4e9 * 8192)), 8192)
     # Codes move by no more than a hundredth of a step each time, unless a rate is asked for.
-    assert [tuning_rates(best, steps) for steps in (60, 420, 840, 1400)] == [
+    assert [tuning_rates(best, steps) for steps in (60, 420, 840, 1400, 2800)] == [
         (0.002, 0.01),
         (0.002, 0.01),
         (0.001, 0.01),
         pytest.approx((0.0006, 0.006)),
+        pytest.approx((0.0006 / 2**0.5, 0.006 / 2**0.5)),
     ]
     assert tuning_rates(best.replace(tune_rate=0.05), 600) == (0.05, 0.5)
-    steps, tokens = tuning_budget(best, large, cuda)
+    steps, tokens = tuning_budget(best, large, cuda, own_text=True)
     # Ten operations for each weight and token, 8e16 in all; steps and tokens keep their proportion.
     assert steps * tokens * 10 * 30e9 == pytest.approx(8e16, rel=0.01)
     assert tokens / steps == pytest.approx(8192 / 120, rel=0.02)
-    steps, tokens = tuning_budget(best.replace(tune_tokens=8192), large, cuda)
+    steps, tokens = tuning_budget(best.replace(tune_tokens=8192), large, cuda, own_text=True)
     assert tokens == 8192
     assert steps * tokens * 10 * 30e9 == pytest.approx(8e16, rel=0.03)
-    on_cpu = tuning_budget(best, small, CPU)
+    on_cpu = tuning_budget(best, small, CPU, own_text=True)
     assert on_cpu[0] * on_cpu[1] * 10 * 134e6 == pytest.approx(3e14, rel=0.01)
 
 

@@ -16,14 +16,14 @@ import torch
 import marlinq
 from marlinq.calibration import Batch, Document, make_batches
 from marlinq.checkpoint import Checkpoint, CheckpointWriter, QuantizedCheckpoint
-from marlinq.core.errors import EnvironmentProblem, OutputError
+from marlinq.core.errors import EnvironmentProblem, OutputError, UnsupportedError
 from marlinq.core.weight import QuantizedWeight
 from marlinq.models import build_blueprint
 from marlinq.operations.quantize import operation, plan_quantize, quantize, text
 from marlinq.operations.quantize.planning import plan_output
 from marlinq.operations.quantize.quality import QUALITIES
 from marlinq.operations.quantize.recipe import Recipe
-from marlinq.operations.quantize.tuning import loop, run
+from marlinq.operations.quantize.tuning import loop, run, teacher
 from marlinq.operations.quantize.tuning.rows import hold_out, random_rows, redraw
 from marlinq.operations.quantize.tuning.student import Student, backward_kept
 from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
@@ -164,7 +164,7 @@ def test_own_text_is_learnt_from_beside_a_file(tmp_path: Path, monkeypatch: pyte
     rows = torch.randint(3, 120, (9, 40), generator=torch.Generator().manual_seed(0)).tolist()
     text.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
     recipe = TUNED.replace(calibration=str(text), samples=9, tune_steps=2)
-    plain = quantize(source, tmp_path / "plain", recipe=recipe, device="cpu")
+    plain = quantize(source, tmp_path / "plain", recipe=recipe.replace(tune_steps=0), device="cpu")
     said: list[str] = []
     own = recipe.replace(tune_own_text=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -175,7 +175,6 @@ def test_own_text_is_learnt_from_beside_a_file(tmp_path: Path, monkeypatch: pyte
     report = quantize(source, tmp_path / "out", recipe=own, device="cpu", resume=True, message=said.append)
     assert plain.calibration is not None
     assert report.calibration is not None
-    assert plain.tuning is not None
     assert report.tuning is not None
     written = report.calibration["tuned"]
     # Quantised on the file and on a little of what is written; tuned on the documents of both, of which every
@@ -187,7 +186,6 @@ def test_own_text_is_learnt_from_beside_a_file(tmp_path: Path, monkeypatch: pyte
     # The document that makes it enough is whole.
     assert 1000 <= file["tokens"] + itself["tokens"] == report.calibration["tokens"] < 1000 + 40
     assert itself["tokens"] + written["tokens"] >= 4096
-    assert plain.tuning["documents"] + plain.tuning["held_out"] == 9
     assert report.tuning["documents"] + report.tuning["held_out"] == (
         report.calibration["documents"] + written["documents"]
     )
@@ -204,6 +202,76 @@ def test_own_text_is_learnt_from_beside_a_file(tmp_path: Path, monkeypatch: pyte
     # Text that the model writes anyway is not written twice.
     alone = own.replace(calibration="self")
     assert plan_quantize(source, tmp_path / "planned", recipe=alone, device="cpu").tuning_text is None
+
+
+def test_documents_drawn_anew_are_calibrated_on_where_no_text_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("marlinq.operations.quantize.text._CALIBRATED_WITH", 1000)
+    source = save_tiny("llama", tmp_path / "model")
+    text = tmp_path / "text.jsonl"
+    rows = torch.randint(3, 120, (9, 40), generator=torch.Generator().manual_seed(0)).tolist()
+    text.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    recipe = TUNED.replace(calibration=str(text), samples=9, tune_steps=2)
+    calibrated: list[Document] = []
+    batched = operation.own_batches
+
+    def noted(documents: list[Document], *rest: Any, **options: Any) -> list[Batch]:
+        calibrated.extend(documents)
+        return batched(documents, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operation, "own_batches", noted)
+        report = quantize(source, tmp_path / "out", recipe=recipe, device="cpu")
+    assert report.calibration is not None
+    assert report.tuning is not None
+    file, anew = report.calibration["sources"]
+    assert (file["documents"], file["tokens"]) == (9, 360)
+    assert (anew["source"], anew["documents"], anew["tokens"]) == ("the same, drawn anew", 16, 640)
+    # What is drawn is neither learnt from again nor held out, and no document stands in it as it is.
+    assert report.tuning["documents"] + report.tuning["held_out"] == 9
+    assert "tuned on" not in report.render()
+    # Of a row three tokens of ten are drawn, and then one of ten is any of the vocabulary.
+    assert len(calibrated) == 8 + 16
+    given = random_rows(calibrated[:8], 40, 1024, 640, TUNED.seed)
+    before, after = (torch.tensor([row.tokens for row in part]) for part in (given, calibrated[8:]))
+    changed = before != after
+    assert not changed[:, 0].any()
+    share = 1 - 0.7 * 0.9
+    assert float(changed[:, 1:].float().mean()) == pytest.approx(
+        share, abs=5 * (share * (1 - share) / 624) ** 0.5 + 0.02
+    )
+    # A run that is resumed finds them in the unfinished folder.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "learn", _dies)
+        with pytest.raises(Killed):
+            quantize(source, tmp_path / "again", recipe=recipe, device="cpu")
+        assert (tmp_path / "again.partial" / "drawn.json").exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operation, "draw_calibration", _dies)
+        quantize(source, tmp_path / "again", recipe=recipe, device="cpu", resume=True)
+    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "again")
+    plan = plan_quantize(source, tmp_path / "planned", recipe=recipe, device="cpu")
+    assert plan.tokens == 1000
+    assert "at most 640 tokens of the same, drawn anew" in (plan.calibration or "")
+    # Of enough documents nothing is drawn, nor without tuning, nor for a method without calibration.
+    monkeypatch.setattr("marlinq.operations.quantize.text._CALIBRATED_WITH", 360)
+    for other in (recipe, recipe.replace(tune_steps=0), recipe.replace(method="rtn")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(operation, "draw_calibration", _dies)
+            quantize(source, tmp_path / f"{other.method} {other.tune_steps}", recipe=other, device="cpu")
+        monkeypatch.setattr("marlinq.operations.quantize.text._CALIBRATED_WITH", 1000)
+
+
+def test_a_model_without_a_head_is_not_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    build = operation.build_blueprint
+    monkeypatch.setattr(
+        operation, "build_blueprint", lambda *args, **options: replace(build(*args, **options), head=None)
+    )
+    with pytest.raises(UnsupportedError, match="tuning needs an output head.*--tune-steps 0"):
+        tuned(source, tmp_path / "out")
+    assert not (tmp_path / "out.partial").exists()
 
 
 def _dies(*args: Any, **kwargs: Any) -> Any:
@@ -255,10 +323,14 @@ def test_the_quantiser_does_not_see_what_is_held_out(
     assert {each.tokens for each in text[:12]} == {tuple(row["input_ids"]) for row in rows}
     assert (len(text) > 12) == own
     assert held_out[0] == text[7]
-    assert calibrated == learning[: len(calibrated)]
     assert learning[:11] == text[:7] + text[8:12]
-    # 480 tokens of the file, and some 520 of its own.
-    assert 11 + 520 // 40 - 2 <= len(calibrated) <= 11 + 520 // 40 + 2 if own else len(calibrated) == 11
+    # 480 tokens of the file, and some 520 of its own or drawn anew.
+    if own:
+        assert calibrated == learning[: len(calibrated)]
+        assert 11 + 520 // 40 - 2 <= len(calibrated) <= 11 + 520 // 40 + 2
+    else:
+        assert calibrated[:11] == learning
+        assert len(calibrated) == 11 + 520 // 40
     assert (report["documents"], report["held_out"]) == (len(learning), len(held_out))
 
 
@@ -314,7 +386,7 @@ def test_redrawn_tokens_follow_the_models_predictions() -> None:
     def logits(rows: torch.Tensor) -> torch.Tensor:
         return torch.cat([torch.full_like(rows, -1e9), (1 - rows).log(), rows.log()], 1)
 
-    out = redraw(ids, hidden, logits, share=0.3, chunk=17, generator=generator)
+    out = redraw(ids, hidden, logits, share=0.3, noise=0.0, chunk=17, generator=generator)
     assert out.shape == ids.shape
     assert not out[:, 0].any()
     anew = out[:, 1:] > 0
@@ -325,8 +397,14 @@ def test_redrawn_tokens_follow_the_models_predictions() -> None:
     # Each behind what stood before it: the last hidden state says nothing about the row.
     hidden[:, :-1] = 1e-6
     hidden[:, -1] = 1 - 1e-6
-    out = redraw(ids, hidden, logits, share=1.0, chunk=1000, generator=generator)
+    out = redraw(ids, hidden, logits, share=1.0, noise=0.0, chunk=1000, generator=generator)
     assert out[:, 1:].eq(1).float().mean() > 0.999
+    # Strays are any of the three tokens, whatever is drawn.
+    out = redraw(ids, hidden, logits, share=1.0, noise=0.3, chunk=1000, generator=generator)
+    assert not out[:, 0].any()
+    for token in (0, 2):
+        found = float(out[:, 1:].eq(token).float().mean())
+        assert found == pytest.approx(0.1, abs=5 * (0.1 * 0.9 / 6400) ** 0.5)
 
 
 @pytest.mark.parametrize("steps", [1, 6])
@@ -337,7 +415,7 @@ def test_text_that_was_there_before_is_varied(
     seen: list[list[Batch]] = []
     given: list[list[Document]] = []
     stages: list[str] = []
-    learn, prepare = run.learn, run.tune
+    learn, prepare = teacher.learn, run.tune
 
     def noted(instance: Any, replay: Any, batches: Any, **options: Any) -> Any:
         seen.append(list(batches))
@@ -350,6 +428,7 @@ def test_text_that_was_there_before_is_varied(
     def progress(stage: str, done: int, total: int) -> None:
         stages.append(stage)
 
+    monkeypatch.setattr(teacher, "learn", noted)
     monkeypatch.setattr(run, "learn", noted)
     monkeypatch.setattr(operation, "tune", divided)
     monkeypatch.setitem(run._PLACES, "cpu", 100)

@@ -12,6 +12,7 @@ from marlinq.operations.quantize.tuning.loop import TuningReport, TuningSettings
 from marlinq.operations.quantize.tuning.rows import hold_out
 from marlinq.operations.quantize.tuning.run import (
     NOTE,
+    draw_calibration,
     forget_tuning,
     settings_that_fit,
     tune,
@@ -22,6 +23,7 @@ __all__ = [
     "NOTE",
     "TuningReport",
     "TuningSettings",
+    "draw_calibration",
     "forget_tuning",
     "hold_out",
     "settings_that_fit",

@@ -18,6 +18,7 @@ from marlinq.models import BlockReplay
 from marlinq.operations.quantize.budget import Work, tuning_budget, tuning_rates
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.tuning.recording import Direct, Passes, Recorded
+from marlinq.operations.quantize.tuning.rows import NOISE
 from marlinq.operations.quantize.tuning.student import Student
 from marlinq.operations.quantize.tuning.teacher import Lesson
 
@@ -43,6 +44,7 @@ class TuningSettings:
         code_rate: of latent codes, in steps of a code; 0 leaves codes alone.
         vectors: norms and biases follow too.
         seed: of the order of batches.
+        noise: the chance of a token to become any token, in text that comes again.
     """
 
     steps: int
@@ -51,11 +53,13 @@ class TuningSettings:
     code_rate: float
     vectors: bool
     seed: int
+    noise: float = 0.0
 
     @classmethod
-    def of(cls, recipe: Recipe, work: Work, device: torch.device) -> TuningSettings:
-        """What a recipe asks for, for a model of this much work on this device."""
-        steps, tokens = tuning_budget(recipe, work, device)
+    def of(cls, recipe: Recipe, work: Work, device: torch.device, *, own_text: bool) -> TuningSettings:
+        """What a recipe asks for, for a model of this much work on this device; ``own_text`` says whether
+        the model writes any of the text."""
+        steps, tokens = tuning_budget(recipe, work, device, own_text=own_text)
         rate, code_rate = tuning_rates(recipe, steps)
         return cls(
             steps=steps,
@@ -64,6 +68,7 @@ class TuningSettings:
             code_rate=code_rate if recipe.tune_codes else 0.0,
             vectors=recipe.tune_norms,
             seed=recipe.seed,
+            noise=0.0 if own_text else NOISE,
         )
 
 

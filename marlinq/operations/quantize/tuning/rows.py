@@ -17,6 +17,11 @@ _PIECE = 32
 _HELD_OUT = 16
 _MOST_HELD_OUT = 64
 _FEWEST = 8
+# The chance of a token to be drawn anew in text that was there before.
+REDRAWN = 0.3
+# The chance of a token of such text to become any token, where the model has written none of the text: what
+# it writes itself has rare tokens in it, a few documents have not.
+NOISE = 0.1
 
 
 def hold_out(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
@@ -72,6 +77,7 @@ def redraw(
     logits: Callable[[Tensor], Tensor],
     *,
     share: float,
+    noise: float,
     chunk: int,
     generator: torch.Generator,
 ) -> Tensor:
@@ -82,6 +88,7 @@ def redraw(
         hidden: [B, T, H], what the model's last block makes of ``ids``.
         logits: hidden states [rows, H] to logits [rows, vocabulary].
         share: the chance of a token to be drawn; the first of a row stays.
+        noise: the chance of a token to become any of the vocabulary after that, each as likely.
         chunk: rows whose logits are held at once.
         generator: of all that is drawn.
 
@@ -96,4 +103,8 @@ def redraw(
             drawn.append(draw(likely, generator))
     anew = torch.rand(ids[:, 1:].shape, generator=generator, device=ids.device) < share
     rest = torch.where(anew, torch.cat(drawn).view_as(ids[:, 1:]), ids[:, 1:])
+    if noise:
+        anything = torch.randint(likely.shape[-1], rest.shape, generator=generator, device=ids.device)
+        stray = torch.rand(rest.shape, generator=generator, device=ids.device) < noise
+        rest = torch.where(stray, anything, rest)
     return torch.cat([ids[:, :1], rest], dim=1)

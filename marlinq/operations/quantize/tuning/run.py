@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -16,7 +17,7 @@ from torch import Tensor
 from marlinq.calibration import Batch, Document, make_batches
 from marlinq.checkpoint import Checkpoint, CheckpointWriter
 from marlinq.core.dtypes import dtype_name
-from marlinq.core.errors import EnvironmentProblem, UnsupportedError
+from marlinq.core.errors import EnvironmentProblem
 from marlinq.core.progress import ReportProgress
 from marlinq.core.weight import QuantizedWeight
 from marlinq.models import BlockReplay, Blueprint, ModelInstance
@@ -31,9 +32,9 @@ from marlinq.operations.quantize.tuning.loop import (
     TuningSettings,
     records,
 )
-from marlinq.operations.quantize.tuning.rows import random_rows, redraw
+from marlinq.operations.quantize.tuning.rows import random_rows
 from marlinq.operations.quantize.tuning.student import Student
-from marlinq.operations.quantize.tuning.teacher import Lesson, learn
+from marlinq.operations.quantize.tuning.teacher import draw_anew, learn
 
 NOTE = "tuning"
 """The writer's note that holds the report, once all tuned tensors are written."""
@@ -47,8 +48,6 @@ _ROW = 512
 _MOST_TOKENS = 15 << 18
 _SHARE_FOR_STATES = 0.125
 _MOST_BYTES = 13_000_000_000
-# The chance of a token to be drawn anew in text that was there before.
-_REDRAWN = 0.3
 _SAVE_SECONDS = 60.0
 # Saving may take this share of the time, at a rate of bytes a second that most disks reach, and this share of
 # the host's free memory. A state of codes is 13 bytes a weight.
@@ -97,7 +96,7 @@ def tune(
         progress: told about every block of the original, then about every step.
 
     Raises:
-        UnsupportedError: the model has no output head of its own, or a weight can't be tuned.
+        UnsupportedError: a weight can't be tuned.
         NumericsError: the original's or the student's values are not finite.
         OutputError: what an interrupted run left is damaged.
     """
@@ -159,11 +158,6 @@ class _Run:
     ) -> None:
         self._blueprint, self._plan, self._writer = blueprint, plan, writer
         self._settings, self._progress = settings, progress
-        if blueprint.head is None:
-            raise UnsupportedError(
-                f"{checkpoint.path}: tuning needs an output head, {blueprint.architecture} has none; "
-                "pass --tune-steps 0"
-            )
         self._instance = ModelInstance(blueprint, checkpoint, device=device, dtype=torch.float32)
         self._learning, self._held_out = len(learning), len(held_out)
         places = _PLACES[device.type]
@@ -186,7 +180,15 @@ class _Run:
         """What is to be written, by stored name, and the report as JSON values."""
         instance, settings = self._instance, self._settings
         batches = [*self._varied(), *self._watched]
-        replay, lesson = self._learn(batches, "running the original")
+        replay = BlockReplay(instance)
+        lesson = learn(
+            instance,
+            replay,
+            batches,
+            folder=self._writer.partial,
+            progress=lambda *done: self._progress("running the original", *done),
+            device_bytes=self._device_bytes,
+        )
         before = self._read_blocks()
         student = Student(
             instance, replay, self._plan, before, codes=settings.code_rate > 0, vectors=settings.vectors
@@ -206,18 +208,6 @@ class _Run:
             self._optimise(loop)
         return self._outcome(loop, student, before)
 
-    def _learn(self, batches: Sequence[Batch], stage: str) -> tuple[BlockReplay, Lesson]:
-        replay = BlockReplay(self._instance)
-        lesson = learn(
-            self._instance,
-            replay,
-            batches,
-            folder=self._writer.partial,
-            progress=lambda *done: self._progress(stage, *done),
-            device_bytes=self._device_bytes,
-        )
-        return replay, lesson
-
     def _varied(self) -> list[Batch]:
         """The rows to learn from; where the text comes again, the original has drawn some tokens anew.
 
@@ -229,26 +219,19 @@ class _Run:
         again = self._rows[len(new) :]
         if not again:
             return new
-        replay, lesson = self._learn(again, "varying the text")
-        device = self._instance.device
-        generator = torch.Generator(device).manual_seed(self._settings.seed)
-        varied = []
-        with self._instance.outer(whole=True):
-            head = self._instance.head_parameters()
-            for number, batch in enumerate(again):
-                ids = batch.ids.to(device)
-                drawn = redraw(
-                    ids,
-                    lesson.last.load(number),
-                    lambda x: replay.logits(x, head),
-                    share=_REDRAWN,
-                    chunk=logits_at_once(self._blueprint.config, device),
-                    generator=generator,
-                )
-                # Of the first of these batches some rows may be new.
-                kept = max(0, self._new_rows - full * len(new)) if number == 0 else 0
-                drawn[:kept] = ids[:kept]
-                varied.append(Batch(drawn.cpu(), batch.lengths))
+        varied = draw_anew(
+            self._instance,
+            BlockReplay(self._instance),
+            again,
+            noise=self._settings.noise,
+            seed=self._settings.seed,
+            folder=self._writer.partial,
+            progress=lambda *done: self._progress("varying the text", *done),
+            device_bytes=self._device_bytes,
+        )
+        # Of the first of these batches some rows may be new.
+        kept = max(0, self._new_rows - full * len(new))
+        varied[0].ids[:kept] = again[0].ids[:kept]
         return new + varied
 
     def _optimise(self, loop: Loop) -> None:
@@ -331,6 +314,41 @@ class _Run:
         projection = self._plan.head.projection
         weight = self._read(self._plan.head).dequantize()
         return {projection.parameter: projection.as_parameter(weight)}
+
+
+def draw_calibration(
+    instance: ModelInstance,
+    documents: Sequence[Document],
+    settings: TuningSettings,
+    tokens: int,
+    *,
+    max_length: int,
+    folder: Path,
+    progress: ReportProgress,
+) -> list[Document]:
+    """Rows of pieces of ``documents``, some of their tokens drawn anew, to calibrate on beside them.
+
+    Args:
+        instance: the original, nothing materialised; nothing is afterwards.
+        documents: what tuning learns from.
+        settings: of tuning.
+        tokens: of all rows, about.
+        max_length: tokens that a row may have.
+        folder: where hidden states go that host memory has no room for.
+        progress: told about every block of the original.
+    """
+    places = _PLACES[instance.device.type]
+    rows = random_rows(documents, min(_ROW, max_length), places, tokens, settings.seed)
+    drawn = draw_anew(
+        instance,
+        BlockReplay(instance),
+        make_batches(rows, token_budget=places),
+        noise=settings.noise,
+        seed=settings.seed,
+        folder=folder,
+        progress=lambda *done: progress("varying the text", *done),
+    )
+    return [Document(tuple(row)) for batch in drawn for row in batch.ids.tolist()]
 
 
 def settings_that_fit(

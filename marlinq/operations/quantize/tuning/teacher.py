@@ -1,4 +1,5 @@
-"""What the original model makes of the tuning text, computed once, a decoder block at a time."""
+"""What the original model makes of the tuning text, computed once, a decoder block at a time; and text that
+it draws anew."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from marlinq.calibration import Batch, HiddenStates
 from marlinq.core.errors import NumericsError
 from marlinq.models import BlockReplay, ModelInstance
+from marlinq.operations.quantize.budget import logits_at_once
+from marlinq.operations.quantize.tuning.rows import REDRAWN, redraw
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +80,45 @@ def learn(
             instance.release_block(index)
             progress(index + 1, len(blocks))
     return Lesson(batches, first, last, instance.device)
+
+
+def draw_anew(
+    instance: ModelInstance,
+    replay: BlockReplay,
+    batches: Sequence[Batch],
+    *,
+    noise: float,
+    seed: int,
+    folder: Path,
+    progress: Callable[[int, int], None],
+    device_bytes: int = 0,
+) -> list[Batch]:
+    """Text that the original has drawn some tokens of anew (:func:`~.rows.redraw`).
+
+    Args:
+        instance, replay, folder, progress, device_bytes: as in :func:`learn`.
+        batches: the text, rows of one length each.
+        noise: as in :func:`~.rows.redraw`.
+        seed: of all that is drawn.
+    """
+    lesson = learn(instance, replay, batches, folder=folder, progress=progress, device_bytes=device_bytes)
+    device = instance.device
+    generator = torch.Generator(device).manual_seed(seed)
+    drawn = []
+    with instance.outer(whole=True):
+        head = instance.head_parameters()
+        for number, batch in enumerate(batches):
+            ids = redraw(
+                batch.ids.to(device),
+                lesson.last.load(number),
+                lambda x: replay.logits(x, head),
+                share=REDRAWN,
+                noise=noise,
+                chunk=logits_at_once(instance.blueprint.config, device),
+                generator=generator,
+            )
+            drawn.append(Batch(ids.cpu(), batch.lengths))
+    return drawn
 
 
 def _states(batches: Sequence[Batch], like: Tensor, folder: Path, device_bytes: int) -> HiddenStates:
