@@ -304,7 +304,7 @@ class Recipe:
         AUTO,
         Automatic(Fraction()),
         "Highest relative change of a scale in a tuning step; auto is 0.84 shared among the steps, at most "
-        "0.002.",
+        "0.002, and beyond 1,400 steps falls with the root of their number.",
     )
     tune_codes: bool = setting(False, Flag(), "Tune the codes too, not the scales alone.")
     tune_norms: bool = setting(
