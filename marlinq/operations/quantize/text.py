@@ -41,8 +41,8 @@ from marlinq.runtime.writing import TOP_K, TextWriter
 
 SELF = "self"
 """The source that stands for the model itself."""
-DRAWN_ANEW = "the same, drawn anew"
-"""What stands for documents of the other sources whose tokens the model has drawn anew."""
+DRAWN_ANEW = "documents drawn anew"
+"""What stands for documents of the other sources, some of whose tokens the model has drawn anew."""
 OWN_TEMPLATE = "model"
 
 _WRITTEN_TEXT = "calibration.json"

@@ -227,7 +227,7 @@ def test_documents_drawn_anew_are_calibrated_on_where_no_text_is_written(
     assert report.tuning is not None
     file, anew = report.calibration["sources"]
     assert (file["documents"], file["tokens"]) == (9, 360)
-    assert (anew["source"], anew["documents"], anew["tokens"]) == ("the same, drawn anew", 16, 640)
+    assert (anew["source"], anew["documents"], anew["tokens"]) == ("documents drawn anew", 16, 640)
     # What is drawn is neither learnt from again nor held out, and no document stands in it as it is.
     assert report.tuning["documents"] + report.tuning["held_out"] == 9
     assert "tuned on" not in report.render()
@@ -253,7 +253,7 @@ def test_documents_drawn_anew_are_calibrated_on_where_no_text_is_written(
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "again")
     plan = plan_quantize(source, tmp_path / "planned", recipe=recipe, device="cpu")
     assert plan.tokens == 1000
-    assert "at most 640 tokens of the same, drawn anew" in (plan.calibration or "")
+    assert "at most 640 tokens of documents drawn anew" in (plan.calibration or "")
     # Of enough documents nothing is drawn, nor without tuning, nor for a method without calibration.
     monkeypatch.setattr("marlinq.operations.quantize.text._CALIBRATED_WITH", 360)
     for other in (recipe, recipe.replace(tune_steps=0), recipe.replace(method="rtn")):
