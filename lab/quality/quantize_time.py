@@ -10,8 +10,9 @@ a few: whole run less blocks, plus 32 times a block.
 The peak of host memory is that of the process, which is the checkpoint's making where it is made: run it
 twice.
 
-With --split the parts of a block are timed, and the device is waited for at the end of each, which takes a
-little longer altogether. With --profile Python's profiler tells where the host's time goes.
+With --split the parts of a block are timed, on every rank, and the device is waited for at the end of each,
+which takes a little longer altogether. What ranks wait for each other is in the parts that add up and share.
+With --profile Python's profiler tells where the host's time goes.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ from marlinq import quantize
 from marlinq.checkpoint import CheckpointWriter, CopyBehind
 from marlinq.core.devices import rank_and_size
 from marlinq.models import ModelInstance
-from marlinq.operations.quantize import Recipe
+from marlinq.operations.quantize import Recipe, solves
 from marlinq.operations.quantize.blocks import BlockQuantizer
 from marlinq.operations.quantize.gathering import Gathering
+from marlinq.operations.quantize.ranks import Ranks
 
 
 def write_text(path: Path, documents: int, words: int) -> None:
@@ -57,7 +59,9 @@ PARTS = {
     "block read and placed": (ModelInstance, "block"),
     "first forward pass and Hessians": (Gathering, "gather"),
     "inputs behind quantised projections": (Gathering, "gather_late"),
+    "added up over the ranks": (solves, "add_up"),
     "solve": (BlockQuantizer, "_solve"),
+    "results shared by the ranks": (Ranks, "share_weight"),
     "packed": (BlockQuantizer, "_write"),
     "waited for the writer": (BlockQuantizer, "_commit"),
     "new weights in place": (BlockQuantizer, "_install"),
@@ -74,11 +78,17 @@ def split_into(parts: dict[str, float]) -> None:
 
     def timed(part: str, method: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             start = time.monotonic()
             result = method(*args, **kwargs)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            parts[part] = parts.get(part, 0.0) + time.monotonic() - start
+            name = part
+            if part == "solve":
+                # Of what is solved together, by its first member.
+                name += f" {args[1][0].projection.name.rpartition('.')[2]}"
+            parts[name] = parts.get(name, 0.0) + time.monotonic() - start
             return result
 
         return run
@@ -138,6 +148,9 @@ def main() -> None:
     report = quantize(model, out, recipe=recipe, device=arguments.device, progress=note)
     profiler.disable()
     seconds = time.monotonic() - start
+    for part, took in parts.items():
+        line = f"{part:36s} {took:7.2f} s, {took / arguments.layers:.3f} a block"
+        print(line if size == 1 else f"rank {rank}: {line}", flush=True)
     if rank:
         return
     blocks = [at for at, stage, _ in marks if stage == "quantising blocks"]
@@ -158,8 +171,6 @@ def main() -> None:
             each = sorted(b - a for a, b in itertools.pairwise(ends))
             middle, whole = each[len(each) // 2], ends[-1] - ends[0]
             print(f"{stage}: {len(ends)}, median {middle:.3f} s, {whole:.1f} s in all")
-    for part, took in parts.items():
-        print(f"{part:34s} {took:7.2f} s, {took / arguments.layers:.3f} a block")
     if arguments.profile:
         pstats.Stats(profiler).sort_stats("cumulative").print_stats(60)
     peak = report.peak_device_bytes or 0
