@@ -23,6 +23,7 @@ from marlinq.operations.quantize import operation, plan_quantize, quantize, text
 from marlinq.operations.quantize.planning import plan_output
 from marlinq.operations.quantize.quality import QUALITIES
 from marlinq.operations.quantize.recipe import Recipe
+from marlinq.operations.quantize.text import tokens_drawn_anew
 from marlinq.operations.quantize.tuning import loop, run, teacher
 from marlinq.operations.quantize.tuning.rows import hold_out, random_rows, redraw
 from marlinq.operations.quantize.tuning.student import Student, backward_kept
@@ -254,13 +255,17 @@ def test_documents_drawn_anew_are_calibrated_on_where_no_text_is_written(
     plan = plan_quantize(source, tmp_path / "planned", recipe=recipe, device="cpu")
     assert plan.tokens == 1000
     assert "at most 640 tokens of documents drawn anew" in (plan.calibration or "")
-    # Of enough documents nothing is drawn, nor without tuning, nor for a method without calibration.
-    monkeypatch.setattr("marlinq.operations.quantize.text._CALIBRATED_WITH", 360)
-    for other in (recipe, recipe.replace(tune_steps=0), recipe.replace(method="rtn")):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(operation, "draw_calibration", _dies)
-            quantize(source, tmp_path / f"{other.method} {other.tune_steps}", recipe=other, device="cpu")
-        monkeypatch.setattr("marlinq.operations.quantize.text._CALIBRATED_WITH", 1000)
+    # Of enough documents nothing is drawn, nor where the model writes text, nor without tuning, nor for a
+    # method without calibration.
+    assert tokens_drawn_anew(recipe, 360) == 640
+    assert tokens_drawn_anew(recipe, 1000) == 0
+    for changes in (
+        {"tune_own_text": True},
+        {"calibration": (str(text), "self")},
+        {"tune_steps": 0},
+        {"method": "rtn"},
+    ):
+        assert tokens_drawn_anew(recipe.replace(**changes), 360) == 0
 
 
 def test_a_model_without_a_head_is_not_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
