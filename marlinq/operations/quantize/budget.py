@@ -45,8 +45,8 @@ _GPU_MEMORY_SHARE = 0.8
 # operations of it all: 200 s of a GPU that does 4e14 a second, an hour of two CPU threads at the rate above.
 _TUNE_FEW_STEPS = 120
 _TUNE_STEPS = 1400
-# Documents that are drawn anew gain by more steps. Of text that the model writes no more than this many see
-# each token three times.
+# The same without text that the model writes: on documents drawn anew more steps gain on held-out ones too,
+# on its own text they did not.
 _TUNE_STEPS_OF_DOCUMENTS = 2800
 _TUNE_TOKENS = 8192
 _TUNE_WORK = {"cpu": 3e14, "cuda": 8e16}

@@ -443,7 +443,7 @@ def add_drawn_anew(
         writer: of the run.
         text: all of it but for this.
         recipe: of the run.
-        draw: so many tokens of documents that are drawn anew.
+        draw: given a number of tokens, documents drawn anew of about as many.
     """
     tokens = tokens_drawn_anew(recipe, sum(map(len, text.documents)))
     if not tokens:

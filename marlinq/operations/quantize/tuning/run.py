@@ -339,15 +339,16 @@ def draw_calibration(
     """
     places = _PLACES[instance.device.type]
     rows = random_rows(documents, min(_ROW, max_length), places, tokens, settings.seed)
-    drawn = draw_anew(
-        instance,
-        BlockReplay(instance),
-        make_batches(rows, token_budget=places),
-        noise=settings.noise,
-        seed=settings.seed,
-        folder=folder,
-        progress=lambda *done: progress("varying the text", *done),
-    )
+    with reproducible(instance.device):
+        drawn = draw_anew(
+            instance,
+            BlockReplay(instance),
+            make_batches(rows, token_budget=places),
+            noise=settings.noise,
+            seed=settings.seed,
+            folder=folder,
+            progress=lambda *done: progress("varying the text", *done),
+        )
     return [Document(tuple(row)) for batch in drawn for row in batch.ids.tolist()]
 
 
