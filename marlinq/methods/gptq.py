@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from marlinq.core.errors import NumericsError, UnsupportedError
@@ -113,25 +114,19 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
         statistics = _known(statistics)
         hessian = statistics.hessian(options.shrinkage)
         outputs = [statistics.outputs.get(name) for name in names]
-        drift = statistics.drift() if isinstance(statistics, PairedHessian) else None
-        if drift is None:
-            return solve_gptq_shared(weights, hessian, scheme, options, names=names, outputs=outputs)
-        assert isinstance(statistics, PairedHessian)
-        share = trusted_share(options.drift_correction, statistics.pairs, len(hessian))
-
-        def corrected(factor: Factor) -> list[Tensor] | None:
-            return make_up_for_drift(
+        corrected = None
+        if isinstance(statistics, PairedHessian) and (drift := statistics.drift()) is not None:
+            corrected = partial(
+                make_up_for_drift,
                 weights,
-                factor,
-                drift,
-                share=share,
+                drift=drift,
+                share=trusted_share(options.drift_correction, statistics.pairs, len(hessian)),
                 limits=[
                     float((weight - round_to_nearest(weight, scheme, name=name).dequantize()).norm())
                     for weight, name in zip(weights, names, strict=True)
                 ],
                 of_stream=statistics.of_stream,
             )
-
         return solve_gptq_shared(
             weights, hessian, scheme, options, names=names, outputs=outputs, corrected=corrected
         )

@@ -30,7 +30,7 @@ from marlinq.checkpoint import (
 from marlinq.checkpoint.reader import read_json
 from marlinq.core.devices import multiplies_bfloat16, resolve_device, start_beside
 from marlinq.core.dtypes import dtype_name, torch_dtype
-from marlinq.core.errors import MarlinqError, UnsupportedError, UsageError
+from marlinq.core.errors import MarlinqError, UsageError
 from marlinq.core.progress import ReportMessage, ReportProgress, no_message, no_progress
 from marlinq.models import Blueprint, ModelInstance, build_blueprint
 from marlinq.operations.quantize.blocks import BlockQuantizer, module_reports
@@ -59,6 +59,7 @@ from marlinq.operations.quantize.text import (
 from marlinq.operations.quantize.tuning import (
     NOTE,
     TuningSettings,
+    check_head,
     draw_calibration,
     forget_tuning,
     hold_out,
@@ -189,11 +190,8 @@ def _quantize(
         if recipe.tune_steps
         else None
     )
-    if tuning is not None and blueprint.head is None:
-        raise UnsupportedError(
-            f"{checkpoint.path}: tuning needs an output head, {blueprint.architecture} has none; "
-            "pass --tune-steps 0"
-        )
+    if tuning is not None:
+        check_head(blueprint, checkpoint.path)
     # All that can be wrong with the text is found before the output folder is begun.
     instance = ModelInstance(blueprint, checkpoint, device=chosen, dtype=dtype)
     config = blueprint.config

@@ -38,7 +38,7 @@ from marlinq.operations.quantize.text import (
     stored_dtype,
     writes_text,
 )
-from marlinq.operations.quantize.tuning import TuningSettings, settings_that_fit, tuning_bytes
+from marlinq.operations.quantize.tuning import TuningSettings, check_head, settings_that_fit, tuning_bytes
 from marlinq.operations.quantize.watch import duration
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -203,6 +203,7 @@ def plan_quantize(
     work = Work.of(blueprint)
     tuning = None
     if recipe.tune_steps:
+        check_head(blueprint, checkpoint.path)
         tuning = settings_that_fit(
             plan,
             TuningSettings.of(recipe, work, chosen, own_text=writes_text(recipe)),

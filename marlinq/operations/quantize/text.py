@@ -192,7 +192,7 @@ def tokens_drawn_anew(recipe: Recipe, tokens: int) -> int:
     it is tuned, but writes no text itself."""
     if not recipe.tune_steps or writes_text(recipe) or not METHODS[recipe.method].calibrated:
         return 0
-    return calibrated_beside(tokens)
+    return _calibrated_beside(tokens)
 
 
 def planned_tuning_text(
@@ -224,7 +224,7 @@ def planned_text(
         tokens = min(bound for bound in bounds if bound is not None)
         found.append(PlannedText(part.source, tokens))
     own = planned_tuning_text(recipe, checkpoint, blueprint, device)
-    beside = calibrated_beside(sum(text.tokens for text in found))
+    beside = _calibrated_beside(sum(text.tokens for text in found))
     if own is not None and beside:
         found.append(replace(own, tokens=min(own.tokens, beside)))
     if anew := tokens_drawn_anew(recipe, sum(text.tokens for text in found)):
@@ -399,7 +399,7 @@ class TextGatherer:
         if self._own is not None:
             calibrated = _first(new, _calibrated(self._recipe))
         elif METHODS[self._recipe.method].calibrated:
-            calibrated = _first(new, calibrated_beside(sum(map(len, self._text.documents))))
+            calibrated = _first(new, _calibrated_beside(sum(map(len, self._text.documents))))
         else:
             calibrated = 0
         if calibrated:
@@ -414,7 +414,7 @@ def _calibrated(recipe: Recipe) -> int:
     return sys.maxsize if asked or not recipe.tune_steps else _CALIBRATED
 
 
-def calibrated_beside(tokens: int) -> int:
+def _calibrated_beside(tokens: int) -> int:
     """Tokens that are calibrated on, at most, beside ``tokens`` from outside, of what the model writes to be
     tuned on or draws anew: a few documents suit the codes that are fitted to them much better than any other
     text."""

@@ -81,10 +81,10 @@ def hessians_of_solves(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     method = METHODS["gptq"]
     solve = method.solve
 
-    def watch(weights, statistics, scheme, options, *, names, **more):
+    def watch(weights, statistics, scheme, options, *, names):
         # The solve shrinks it in place.
         hessians.update(dict.fromkeys(names, statistics.hessian().clone()))
-        return solve(weights, statistics, scheme, options, names=names, **more)
+        return solve(weights, statistics, scheme, options, names=names)
 
     monkeypatch.setattr(method, "solve", watch)
     return hessians

@@ -34,15 +34,10 @@ def run_watched(
     solve, start = Imatrix.solve, BlockQuantizer.run
 
     def solving(
-        self: Imatrix,
-        weights: Sequence[Tensor],
-        statistics: InputPower,
-        *rest: Any,
-        names: Sequence[str],
-        **more: Any,
+        self: Imatrix, weights: Sequence[Tensor], statistics: InputPower, *rest: Any, names: Sequence[str]
     ) -> Any:
         seen.update(dict.fromkeys(names, statistics.importance().clone()))
-        return solve(self, weights, statistics, *rest, names=names, **more)
+        return solve(self, weights, statistics, *rest, names=names)
 
     def starting(self: BlockQuantizer) -> None:
         texts.extend(self._batches)

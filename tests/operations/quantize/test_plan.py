@@ -15,6 +15,8 @@ from marlinq.operations.quantize import plan_quantize, quantize
 from marlinq.operations.quantize.budget import TextBudget, Work, text_budget, tuning_budget, tuning_rates
 from marlinq.operations.quantize.plan_report import TENSOR_PARALLEL
 from marlinq.operations.quantize.recipe import Override
+from marlinq.operations.quantize.tuning import TuningSettings
+from marlinq.operations.quantize.tuning.rows import NOISE
 from tests.testing.mixtures import save_mixture
 from tests.testing.original_folders import RECIPE, save_tiny
 
@@ -149,6 +151,9 @@ def test_tuning_takes_what_was_asked_for_or_what_a_budget_allows() -> None:
     assert tuning_budget(best, small, cuda, own_text=False) == (2800, 8192)
     assert tuning_budget(best.replace(tune_tokens=64), small, cuda, own_text=False) == (2800, 64)
     assert tuning_budget(best, middle, cuda, own_text=False) == (int(8e16 / (10 * 4e9 * 8192)), 8192)
+    # Documents alone have no rare tokens, so some are put in where they come again.
+    chances = [TuningSettings.of(best, small, cuda, own_text=own).noise for own in (True, False)]
+    assert chances == [0.0, NOISE]
     # Codes move by no more than a hundredth of a step each time, unless a rate is asked for.
     assert [tuning_rates(best, steps) for steps in (60, 420, 840, 1400, 2800)] == [
         (0.002, 0.01),

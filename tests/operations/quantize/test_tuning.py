@@ -19,13 +19,13 @@ from marlinq.checkpoint import Checkpoint, CheckpointWriter, QuantizedCheckpoint
 from marlinq.core.errors import EnvironmentProblem, OutputError, UnsupportedError
 from marlinq.core.weight import QuantizedWeight
 from marlinq.models import build_blueprint
-from marlinq.operations.quantize import operation, plan_quantize, quantize, text
+from marlinq.operations.quantize import operation, plan_quantize, plan_report, quantize, text
 from marlinq.operations.quantize.planning import plan_output
 from marlinq.operations.quantize.quality import QUALITIES
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.text import tokens_drawn_anew
 from marlinq.operations.quantize.tuning import loop, run, teacher
-from marlinq.operations.quantize.tuning.rows import hold_out, random_rows, redraw
+from marlinq.operations.quantize.tuning.rows import NOISE, REDRAWN, hold_out, random_rows, redraw
 from marlinq.operations.quantize.tuning.student import Student, backward_kept
 from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
 
@@ -157,13 +157,18 @@ def test_kept_passes_are_those_that_run_blocks_again(
     assert folder_bytes(tmp_path / "again") == folder_bytes(tmp_path / "kept")
 
 
+def nine_documents(path: Path) -> Path:
+    """A file of nine documents of 40 tokens each."""
+    rows = torch.randint(3, 120, (9, 40), generator=torch.Generator().manual_seed(0)).tolist()
+    path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    return path
+
+
 def test_own_text_is_learnt_from_beside_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("marlinq.operations.quantize.text._CALIBRATED_WITH", 1000)
     monkeypatch.setattr("marlinq.operations.quantize.budget._MOST_TOKENS", 8192)
     source = save_tiny("llama", tmp_path / "model")
-    text = tmp_path / "text.jsonl"
-    rows = torch.randint(3, 120, (9, 40), generator=torch.Generator().manual_seed(0)).tolist()
-    text.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    text = nine_documents(tmp_path / "text.jsonl")
     recipe = TUNED.replace(calibration=str(text), samples=9, tune_steps=2)
     plain = quantize(source, tmp_path / "plain", recipe=recipe.replace(tune_steps=0), device="cpu")
     said: list[str] = []
@@ -210,9 +215,7 @@ def test_documents_drawn_anew_are_calibrated_on_where_no_text_is_written(
 ) -> None:
     monkeypatch.setattr("marlinq.operations.quantize.text._CALIBRATED_WITH", 1000)
     source = save_tiny("llama", tmp_path / "model")
-    text = tmp_path / "text.jsonl"
-    rows = torch.randint(3, 120, (9, 40), generator=torch.Generator().manual_seed(0)).tolist()
-    text.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    text = nine_documents(tmp_path / "text.jsonl")
     recipe = TUNED.replace(calibration=str(text), samples=9, tune_steps=2)
     calibrated: list[Document] = []
     batched = operation.own_batches
@@ -221,27 +224,31 @@ def test_documents_drawn_anew_are_calibrated_on_where_no_text_is_written(
         calibrated.extend(documents)
         return batched(documents, *rest, **options)
 
+    chances: list[tuple[float, float]] = []
+
+    def drawn(*args: Any, share: float, noise: float, **options: Any) -> torch.Tensor:
+        chances.append((share, noise))
+        return redraw(*args, share=share, noise=noise, **options)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operation, "own_batches", noted)
+        patch.setattr(teacher, "redraw", drawn)
         report = quantize(source, tmp_path / "out", recipe=recipe, device="cpu")
     assert report.calibration is not None
     assert report.tuning is not None
     file, anew = report.calibration["sources"]
     assert (file["documents"], file["tokens"]) == (9, 360)
     assert (anew["source"], anew["documents"], anew["tokens"]) == ("documents drawn anew", 16, 640)
-    # What is drawn is neither learnt from again nor held out, and no document stands in it as it is.
+    # What is drawn is neither learnt from again nor held out.
     assert report.tuning["documents"] + report.tuning["held_out"] == 9
     assert "tuned on" not in report.render()
-    # Of a row three tokens of ten are drawn, and then one of ten is any of the vocabulary.
+    # They are the rows of those that are not held out, but for tokens that are drawn, in tuning's rows alike.
     assert len(calibrated) == 8 + 16
     given = random_rows(calibrated[:8], 40, 1024, 640, TUNED.seed)
     before, after = (torch.tensor([row.tokens for row in part]) for part in (given, calibrated[8:]))
-    changed = before != after
-    assert not changed[:, 0].any()
-    share = 1 - 0.7 * 0.9
-    assert float(changed[:, 1:].float().mean()) == pytest.approx(
-        share, abs=5 * (share * (1 - share) / 624) ** 0.5 + 0.02
-    )
+    assert torch.equal(before[:, 0], after[:, 0])
+    assert not torch.equal(before, after)
+    assert chances == [(REDRAWN, NOISE)] * 2
     # A run that is resumed finds them in the unfinished folder.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "learn", _dies)
@@ -274,8 +281,10 @@ def test_a_model_without_a_head_is_not_tuned(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(
         operation, "build_blueprint", lambda *args, **options: replace(build(*args, **options), head=None)
     )
-    with pytest.raises(UnsupportedError, match="tuning needs an output head.*--tune-steps 0"):
-        tuned(source, tmp_path / "out")
+    monkeypatch.setattr(plan_report, "build_blueprint", operation.build_blueprint)
+    for run_it in (tuned, lambda *places: plan_quantize(*places, recipe=TUNED, device="cpu")):
+        with pytest.raises(UnsupportedError, match="tuning needs an output head.*--tune-steps 0"):
+            run_it(source, tmp_path / "out")
     assert not (tmp_path / "out.partial").exists()
 
 

@@ -12,6 +12,7 @@ from marlinq.operations.quantize.tuning.loop import TuningReport, TuningSettings
 from marlinq.operations.quantize.tuning.rows import hold_out
 from marlinq.operations.quantize.tuning.run import (
     NOTE,
+    check_head,
     draw_calibration,
     forget_tuning,
     settings_that_fit,
@@ -23,6 +24,7 @@ __all__ = [
     "NOTE",
     "TuningReport",
     "TuningSettings",
+    "check_head",
     "draw_calibration",
     "forget_tuning",
     "hold_out",

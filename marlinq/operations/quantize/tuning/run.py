@@ -17,7 +17,7 @@ from torch import Tensor
 from marlinq.calibration import Batch, Document, make_batches
 from marlinq.checkpoint import Checkpoint, CheckpointWriter
 from marlinq.core.dtypes import dtype_name
-from marlinq.core.errors import EnvironmentProblem
+from marlinq.core.errors import EnvironmentProblem, UnsupportedError
 from marlinq.core.progress import ReportProgress
 from marlinq.core.weight import QuantizedWeight
 from marlinq.models import BlockReplay, Blueprint, ModelInstance
@@ -221,7 +221,6 @@ class _Run:
             return new
         varied = draw_anew(
             self._instance,
-            BlockReplay(self._instance),
             again,
             noise=self._settings.noise,
             seed=self._settings.seed,
@@ -342,7 +341,6 @@ def draw_calibration(
     with reproducible(instance.device):
         drawn = draw_anew(
             instance,
-            BlockReplay(instance),
             make_batches(rows, token_budget=places),
             noise=settings.noise,
             seed=settings.seed,
@@ -350,6 +348,18 @@ def draw_calibration(
             progress=lambda *done: progress("varying the text", *done),
         )
     return [Document(tuple(row)) for batch in drawn for row in batch.ids.tolist()]
+
+
+def check_head(blueprint: Blueprint, source: Path) -> None:
+    """Makes sure that the model of the folder ``source`` makes predictions that it can be tuned by.
+
+    Raises:
+        UnsupportedError: it has no output head.
+    """
+    if blueprint.head is None:
+        raise UnsupportedError(
+            f"{source}: tuning needs an output head, {blueprint.architecture} has none; pass --tune-steps 0"
+        )
 
 
 def settings_that_fit(

@@ -84,7 +84,6 @@ def learn(
 
 def draw_anew(
     instance: ModelInstance,
-    replay: BlockReplay,
     batches: Sequence[Batch],
     *,
     noise: float,
@@ -96,11 +95,12 @@ def draw_anew(
     """Text that the original has drawn some tokens of anew (:func:`~.rows.redraw`).
 
     Args:
-        instance, replay, folder, progress, device_bytes: as in :func:`learn`.
+        instance, folder, progress, device_bytes: as in :func:`learn`.
         batches: the text, rows of one length each.
         noise: as in :func:`~.rows.redraw`.
         seed: of all that is drawn.
     """
+    replay = BlockReplay(instance)
     lesson = learn(instance, replay, batches, folder=folder, progress=progress, device_bytes=device_bytes)
     device = instance.device
     generator = torch.Generator(device).manual_seed(seed)
