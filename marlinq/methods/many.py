@@ -24,6 +24,7 @@ from marlinq.core.scheme import Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.kernels.solve import PANEL_ROWS, PanelTensors, round_panels
 from marlinq.methods.base import SolveReport
+from marlinq.methods.factor import inverse_triangles
 from marlinq.methods.grid import minmax_grid, search_factors
 from marlinq.methods.hessian import tensor_cores
 from marlinq.methods.solution import Solution
@@ -215,7 +216,7 @@ def _solve(
     factors = torch.tensor(search_factors(), device=device) if clip_search else None
     own = root.unfold(1, g, g).unfold(2, g, g).diagonal(dim1=1, dim2=2).permute(0, 3, 1, 2).contiguous()
     diagonals = own.diagonal(dim1=2, dim2=3).contiguous()
-    inverses = torch.linalg.solve_triangular(own, torch.eye(g, device=device), upper=True)
+    inverses = inverse_triangles(own)
     feedback = (inverses * diagonals.unsqueeze(3)).transpose(2, 3).contiguous()
     width = PANEL_ROWS // g * g
     difference = torch.empty(count, min(width, k), n, device=device)

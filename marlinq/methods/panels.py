@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from marlinq.core.dtypes import torch_dtype
 from marlinq.core.scheme import Scheme
 from marlinq.kernels.solve import PANEL_ROWS, PanelTensors, round_panel
-from marlinq.methods.factor import Factor
+from marlinq.methods.factor import Factor, inverse_triangles
 from marlinq.methods.grid import minmax_grid, search_factors, search_grid
 from marlinq.methods.solution import Solution, refit
 
@@ -203,7 +203,7 @@ def _panels(root: Tensor, parts: Sequence[slice]) -> list[_Panel]:
     for place, part in enumerate(parts):
         height = part.stop - part.start
         own[place, :height, :height] = root[part, part]
-    inverses = torch.linalg.solve_triangular(own, torch.eye(rows, device=root.device), upper=True)
+    inverses = inverse_triangles(own)
     feedback = (inverses * own.diagonal(dim1=1, dim2=2).unsqueeze(2)).transpose(1, 2)
     found = []
     for place, part in enumerate(parts):
