@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -90,10 +91,15 @@ def start_beside(device: torch.device) -> Future[None]:
             square = torch.ones(16, 16, dtype=torch.float16, device=device)
             square @ square
 
-    starter = ThreadPoolExecutor(1, thread_name_prefix="marlinq-start")
-    started = starter.submit(start)
-    starter.shutdown(wait=False)
-    return started
+    return beside(start)
+
+
+def beside(work: Callable[[], None]) -> Future[None]:
+    """Lets a thread of its own do ``work``."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="marlinq-start")
+    begun = thread.submit(work)
+    thread.shutdown(wait=False)
+    return begun
 
 
 def read_clock(device: torch.device) -> float:

@@ -28,7 +28,7 @@ from marlinq.checkpoint import (
     check_place,
 )
 from marlinq.checkpoint.reader import read_json
-from marlinq.core.devices import multiplies_bfloat16, resolve_device, start_beside
+from marlinq.core.devices import beside, multiplies_bfloat16, resolve_device, start_beside
 from marlinq.core.dtypes import dtype_name, torch_dtype
 from marlinq.core.errors import MarlinqError, UsageError
 from marlinq.core.progress import ReportMessage, ReportProgress, no_message, no_progress
@@ -47,6 +47,7 @@ from marlinq.operations.quantize.ranks import (
 )
 from marlinq.operations.quantize.recipe import UNQUANTIZED, Recipe
 from marlinq.operations.quantize.report import QuantizeReport
+from marlinq.operations.quantize.solves import try_solver
 from marlinq.operations.quantize.text import (
     TextGatherer,
     add_drawn_anew,
@@ -160,6 +161,9 @@ def _quantize(
         trust_remote_code=trust_remote_code,
     )
     plan = plan_output(checkpoint, blueprint, recipe)
+    if chosen.type == "cuda":
+        # What goes wrong there goes wrong with the first layer too, and is said there.
+        beside(partial(try_solver, plan, chosen))
     linears = [projection.name for projection in blueprint.projections()]
     if recipe.quantize_head != UNQUANTIZED and blueprint.head is not None:
         linears.append(blueprint.head)
@@ -230,6 +234,8 @@ def _quantize(
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.reset_peak_memory_stats(chosen)
     environment = _environment(chosen, dtype, products)
+    # Nothing is begun for others that don't come.
+    ranks.meet()
     writer: CheckpointWriter | None = None
     if ranks.first:
         writer = CheckpointWriter(

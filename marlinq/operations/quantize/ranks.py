@@ -17,9 +17,11 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from marlinq.calibration import Batch, Document, make_batches
 from marlinq.checkpoint import CheckpointWriter
 from marlinq.checkpoint.source import SourceFile
 from marlinq.core.boundaries import reason
+from marlinq.core.devices import beside
 from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import EnvironmentProblem, MarlinqError, UsageError
 from marlinq.core.weight import QuantizedWeight
@@ -51,11 +54,13 @@ class Ranks:
         rank: number of this process, from 0.
         size: how many there are.
         device: of this process; what is exchanged lies there.
+        joining: done when this process has met the others; the first exchange waits for it.
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    joining: Future[None] | None = None
 
     @property
     def on_host(self) -> int:
@@ -67,6 +72,11 @@ class Ranks:
     def first(self) -> bool:
         """Whether this is the one that writes."""
         return self.rank == 0
+
+    def meet(self) -> None:
+        """Waits until this rank has met the others; whoever does not call it waits in the first exchange."""
+        with _waiting(self):
+            pass
 
     def share_json(self, value: Any, source: int = 0) -> Any:
         """The JSON value that rank ``source`` has; the other ranks' ``value`` is not looked at."""
@@ -152,12 +162,15 @@ ALONE = Ranks()
 def joined_ranks(device: torch.device) -> Iterator[Ranks]:
     """The ranks that ``torchrun`` started; :data:`ALONE` where it did not start this process.
 
+    They meet beside what is done until their first exchange, since NCCL takes a second.
+
     Args:
         device: of this process.
 
     Raises:
         UsageError: the environment says that there are several ranks, but not which this is.
-        EnvironmentProblem: the others could not be reached, ended, or did not answer in time.
+        EnvironmentProblem: the others could not be reached, ended, or did not answer in time; from the first
+            exchange on.
     """
     count = os.environ.get("WORLD_SIZE", "1")
     if not count.isdigit() or int(count) <= 1:
@@ -168,25 +181,26 @@ def joined_ranks(device: torch.device) -> Iterator[Ranks]:
         raise UsageError(
             f"WORLD_SIZE={count}, but {missing[0]} is not set; start several ranks with torchrun"
         )
-    ranks = Ranks(int(os.environ["RANK"]), int(count), device)
     if device.type == "cuda":
         # Page-locked memory and kernels of other libraries go to the current device.
         torch.cuda.set_device(device)
     # A rank that waits in vain raises an error instead of being killed by a watchdog thread.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-    seconds = _timeout()
-    with _waiting(ranks):
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            timeout=timedelta(seconds=seconds),
-            device_id=device if device.type == "cuda" else None,
-        )
+    join = partial(
+        dist.init_process_group,
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=_timeout()),
+        device_id=device if device.type == "cuda" else None,
+    )
+    ranks = Ranks(int(os.environ["RANK"]), int(count), device, beside(join))
     try:
         yield ranks
         # Rank 0 finishes the folder; whoever left before would look to it like a rank that died.
         with _waiting(ranks):
             dist.barrier()
     finally:
+        if ranks.joining is not None:
+            wait([ranks.joining])
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -204,8 +218,10 @@ def _timeout() -> float:
 
 @contextmanager
 def _waiting(ranks: Ranks) -> Iterator[None]:
-    """Says in one line that the other ranks don't answer."""
+    """An exchange: begins when this rank has met the others, and says in one line that they don't answer."""
     try:
+        if ranks.joining is not None:
+            ranks.joining.result()
         yield
     except MarlinqError:
         raise

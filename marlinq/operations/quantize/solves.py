@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -13,11 +14,13 @@ from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import ModuleSpec
 from marlinq.methods import SolveReport, Statistics
 from marlinq.operations.quantize.head import joined
-from marlinq.operations.quantize.planning import PlannedModule
+from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
 from marlinq.operations.quantize.ranks import Ranks, Share, share_out
 from marlinq.operations.quantize.report import ModuleReport, module_report
 
 KeyT = TypeVar("KeyT", bound=Hashable)
+
+_TRIED_CHANNELS = 64
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,23 @@ def shared_solves(
             yield planned, joined(parts), module_report(planned, gathered, report)
             mine.pop(name, None)
     statistics.clear()
+
+
+def try_solver(plan: OutputPlan, device: torch.device) -> None:
+    """Solves a layer of ones: the first solve of a process loads kernels and libraries, which takes half a
+    second that can pass beside the work before the first block."""
+    planned = next(iter(plan.modules.values()), None)
+    if planned is None:
+        return
+    scheme, options = planned.spec.scheme, planned.options
+    k = max(scheme.group_size, _TRIED_CHANNELS)
+    # A thread's current device is the first one, whatever that of others is.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        statistics = None
+        if plan.method.calibrated:
+            statistics = plan.method.statistics(k, options, device=device, name="ones")
+            statistics.add(torch.eye(k, device=device))
+        plan.method.solve([torch.ones(k, k, device=device)], statistics, scheme, options, names=["ones"])
 
 
 class Group(Protocol):

@@ -21,11 +21,14 @@ from marlinq.core.settings import Fraction, setting
 from marlinq.core.weight import QuantizedWeight
 from marlinq.methods import METHODS, Method, MethodOptions, SolveReport, Statistics, register_method
 from marlinq.methods.rtn import round_to_nearest
+from marlinq.models import build_blueprint
 from marlinq.operations.convert import convert
 from marlinq.operations.evaluate import evaluate
 from marlinq.operations.inspect import inspect
 from marlinq.operations.quantize import QuantizeReport, quantize
+from marlinq.operations.quantize.planning import plan_output
 from marlinq.operations.quantize.recipe import Override, Recipe, write_recipe
+from marlinq.operations.quantize.solves import try_solver
 from marlinq.operations.verify import verify
 from marlinq.runtime import generate, load
 from tests.runtime.test_generation import wide_model
@@ -45,6 +48,29 @@ def opened(folder: Path) -> QuantizedCheckpoint:
     found = QuantizedCheckpoint.of(Checkpoint.open(folder))
     assert found is not None
     return found
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("group_size", [32, -1])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_solves_the_layer_it_is_tried_with(
+    method: str, group_size: int, device: str, original: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = Checkpoint.open(original)
+    blueprint = build_blueprint(checkpoint.config, source="original", tensors=checkpoint.tensors)
+    plan = plan_output(checkpoint, blueprint, RECIPE.replace(method=method, group_size=group_size))
+    found = []
+    solve = type(plan.method).solve
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        found.extend(solve(*args, **kwargs))
+        return found
+
+    monkeypatch.setattr(type(plan.method), "solve", kept)
+    try_solver(plan, torch.device(device))
+    [(weight, report)] = found
+    assert report.fallback is None
+    torch.testing.assert_close(weight.dequantize(), torch.ones_like(weight.dequantize()), rtol=0.1, atol=0)
 
 
 @pytest.fixture
