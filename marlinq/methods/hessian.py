@@ -218,6 +218,27 @@ def add_rounded_products(total: Tensor, left: Tensor, right: Tensor, kept: float
     total.mul_(kept).add_(product, alpha=weight)
 
 
+def add_float32_products(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left^T right`` as exactly as float32 has it, on a GPU's tensor cores.
+
+    An operand is the sum of two numbers that TF32 holds, the second one rounded by 2**-22 of the operand.
+    Products of two second ones, which are smaller still, are left out.
+
+    Args:
+        total: float32 [M, N], changed.
+        left, right: float32 [K, M] and [K, N].
+    """
+    high = [_first_bits(each) for each in (left, right)]
+    low = [each - first for each, first in zip((left, right), high, strict=True)]
+    with tensor_cores():
+        total.addmm_(torch.cat([high[0], low[0], high[0]]).t(), torch.cat([high[1], high[1], low[1]]))
+
+
+def _first_bits(x: Tensor) -> Tensor:
+    """float32 as x without the 13 bits of its significand that TF32 has not."""
+    return x.view(torch.int32).bitwise_and(-(1 << 13)).view(torch.float32)
+
+
 @contextmanager
 def tensor_cores() -> Iterator[None]:
     """Lets a GPU round the operands of float32 products to TF32: enough for a report and for corrections."""

@@ -1,13 +1,14 @@
 """GPTQ's solve on a GPU: a launch for each panel of channels, a matrix product between panels.
 
-    for each block of up to 128 channels, or each larger group
+    for each block of up to 512 channels, or each larger group
         for each panel: a group, or 128 channels of a larger one
             u = w + R_pp^-T carried               matrix product
             codes, scales, w - q                  one launch (kernels/cuda/solve/round_panel.cuh)
             carried of the block's rest           matrix product
         carried of all that follows               matrix product
 
-All products are in float32.
+All products are in float32, the last on tensor cores
+(:func:`~marlinq.methods.hessian.add_float32_products`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from marlinq.core.scheme import Scheme
 from marlinq.kernels.solve import PANEL_ROWS, PanelTensors, round_panel
 from marlinq.methods.factor import Factor, inverse_triangles
 from marlinq.methods.grid import minmax_grid, search_factors, search_grid
+from marlinq.methods.hessian import add_float32_products
 from marlinq.methods.solution import Solution, refit
 
 if TYPE_CHECKING:
@@ -31,6 +33,9 @@ else:
 
 RoundPanel = Callable[[PanelTensors, Scheme, float], None]
 
+# Channels of a block: as many as make its product with all that follow worth three on tensor cores.
+_BLOCK = 512
+
 
 @dataclass(frozen=True, eq=False)
 class _Panel:
@@ -40,13 +45,14 @@ class _Panel:
         part: the channels.
         own: float32 [rows, rows], the root's diagonal block.
         inverse: of it.
-        feedback: of :class:`marlinq.kernels.solve.PanelTensors`.
+        feedback, diagonal: of :class:`marlinq.kernels.solve.PanelTensors`.
     """
 
     part: slice
     own: Tensor
     inverse: Tensor
     feedback: Tensor
+    diagonal: Tensor
 
 
 Blocks = list[tuple[slice, list[_Panel]]]
@@ -77,7 +83,7 @@ def solve_panels(
     for block, panels in cut(factor.root, g) if blocks is None else blocks:
         difference = solve(_Problem(w, carried, factor, scheme, factors, launch), block, panels, solution, g)
         if block.stop < w.shape[0]:
-            carried[block.stop :].addmm_(factor.root[block, block.stop :].t(), difference)
+            add_float32_products(carried[block.stop :], factor.root[block, block.stop :], difference)
     return solution
 
 
@@ -124,7 +130,7 @@ def _solve_groups(
             base,
             problem.w[part],
             panel.feedback,
-            panel.own.diagonal().contiguous(),
+            panel.diagonal,
             problem.factors,
             scales,
             zeros,
@@ -161,7 +167,7 @@ def _solve_large_group(
             None,
             problem.w[panel.part],
             panel.feedback,
-            panel.own.diagonal().contiguous(),
+            panel.diagonal,
             None,
             s,
             z,
@@ -186,8 +192,11 @@ def cut(root: Tensor, g: int) -> Blocks:
     """Channels between two large products, and their panels, of a root in groups of g channels."""
     k = root.shape[0]
     rows = min(g, PANEL_ROWS)
-    width = g if g > PANEL_ROWS else PANEL_ROWS // g * g
-    return [(block, _panels(root, list(_cut(block, rows)))) for block in _cut(slice(0, k), width)]
+    width = g if g > PANEL_ROWS else _BLOCK // g * g
+    blocks = list(_cut(slice(0, k), width))
+    parts = [list(_cut(block, rows)) for block in blocks]
+    panels = iter(_panels(root, [part for of_block in parts for part in of_block]))
+    return [(block, [next(panels) for _ in of_block]) for block, of_block in zip(blocks, parts, strict=True)]
 
 
 def _cut(whole: slice, width: int) -> Iterator[slice]:
@@ -195,25 +204,24 @@ def _cut(whole: slice, width: int) -> Iterator[slice]:
 
 
 def _panels(root: Tensor, parts: Sequence[slice]) -> list[_Panel]:
-    """The panels ``parts``, of one height but perhaps the last, whose inverses are found together."""
+    """The panels ``parts``, whose inverses are found together; some may be lower than the first."""
     rows = parts[0].stop - parts[0].start
     own = torch.zeros(len(parts), rows, rows, device=root.device)
-    # What a shorter one lacks is the identity, which is its own inverse.
+    # What a lower one lacks is the identity, which is its own inverse.
     own.diagonal(dim1=1, dim2=2).fill_(1)
     for place, part in enumerate(parts):
         height = part.stop - part.start
         own[place, :height, :height] = root[part, part]
     inverses = inverse_triangles(own)
-    feedback = (inverses * own.diagonal(dim1=1, dim2=2).unsqueeze(2)).transpose(1, 2)
+    diagonals = own.diagonal(dim1=1, dim2=2).contiguous()
+    feedback = (inverses * diagonals.unsqueeze(2)).transpose(1, 2).contiguous()
     found = []
     for place, part in enumerate(parts):
         height = slice(0, part.stop - part.start)
+        square = (place, height, height)
         found.append(
             _Panel(
-                part,
-                own[place, height, height],
-                inverses[place, height, height],
-                feedback[place, height, height].contiguous(),
+                part, own[square], inverses[square], feedback[square].contiguous(), diagonals[place, height]
             )
         )
     return found

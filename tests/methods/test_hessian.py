@@ -7,7 +7,12 @@ import torch
 
 from marlinq.core.errors import NumericsError, UnsupportedError
 from marlinq.methods import hessian as module
-from marlinq.methods.hessian import HessianAccumulator, add_products, add_rounded_products
+from marlinq.methods.hessian import (
+    HessianAccumulator,
+    add_float32_products,
+    add_products,
+    add_rounded_products,
+)
 
 CPU = torch.device("cpu")
 
@@ -182,3 +187,19 @@ def test_tensor_cores_sum_as_float32_does(dtype: torch.dtype, k: int) -> None:
     # loses up to 2**-23 of it: 4096 / 16 times for the longer call.
     error = (found[:, -64:].double() - expected).norm() / expected.norm()
     assert float(error) < 4096 / 16 * 2**-23
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_products_of_two_parts_are_those_of_float32(device: str) -> None:
+    k, m, n = 16, 300, 200
+    generator = torch.Generator().manual_seed(8)
+    left, right = (torch.randn(k, wide, generator=generator).exp().to(device) for wide in (m, n))
+    total = torch.randn(m, n, generator=generator).to(device)
+    expected = total.double() + left.double().t() @ right.double()
+    add_float32_products(total, left, right)
+    # Sums of 3 k products, all positive, each rounded as float32 is; and 2**-22 of each for what is left out,
+    # and twice for what is rounded. One product of TF32 rounds each operand by up to 2**-11.
+    products = left.double().t() @ right.double()
+    bound = 3 * k * 2**-24 * (expected.abs() + products) + 3 * 2**-22 * products
+    assert bool(((total - expected).abs() <= bound).all())
+    assert float((bound / products).median()) < 2**-17
