@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from marlinq.methods.base import real_rows
@@ -90,10 +91,11 @@ class PairedHessian(HessianAccumulator):
             mask: as for :meth:`add`.
         """
         x, stream = x.reshape(-1, x.shape[-1]), stream.reshape(-1, stream.shape[-1])
-        sizes = stream.to(torch.float32).square().mean(dim=1, keepdim=True).sqrt()
+        norm = partial(torch.linalg.vector_norm, dim=1, keepdim=True, dtype=torch.float32)
+        sizes = norm(stream) / stream.shape[1] ** 0.5
         # A stream of zeros has nothing to be measured by, and an input must not overflow 16 bits. Weights are
         # rounded as inputs are: all of a token has the same one.
-        most = torch.finfo(x.dtype).max / 2 / x.abs().amax(dim=1, keepdim=True).to(torch.float32)
+        most = torch.finfo(x.dtype).max / 2 / norm(x, ord=math.inf)
         weights = torch.where(sizes > 0, 1 / sizes, 0.0).minimum(most).to(x.dtype)
         if original is None:
             self.add(x * weights, mask)

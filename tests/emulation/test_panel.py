@@ -57,7 +57,7 @@ def differing(found: Tensor, expected: Tensor) -> Tensor:
     return ((found - expected).abs() > 2**-10 * expected.abs()).any(dim=0)
 
 
-# 40 output channels leave part of the second block empty; 200 input channels end in panels of 72 channels, 576
+# 40 output channels leave part of the second block empty; 200 input channels end in panels of 72, and 576
 # and 640 in blocks of 96 and 128.
 @pytest.mark.parametrize(
     ("group_size", "k"), [(32, 192), (64, 128), (128, 640), (256, 512), (96, 576), (-1, 200), (20, 200)]
