@@ -32,6 +32,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "default": ("`--quality default`", {"quality": "default"}),
     "scales": ("the default and `--tune-steps 60`", {"quality": "default", "tune_steps": 60}),
     "best": ("`--quality best`", {"quality": "best"}),
+    "documents": ("`--quality best --no-tune-own-text`", {"quality": "best", "tune_own_text": False}),
 }
 """By folder: what a row is called, and what differs in its recipe."""
 

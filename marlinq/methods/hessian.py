@@ -17,9 +17,9 @@ else:
 
 _CHUNK_ROWS = 8192
 
-# Panels of rows in which a wide Hessian is summed on a GPU: of each only what is right of the diagonal, 5/8
-# of the whole. Narrower ones would keep the GPU less busy than that saves.
-_PANELS, _WIDE = 4, 8192
+# Panels of rows in which a wide Hessian is summed on a GPU: of each only what is right of the diagonal, 9/16
+# of the whole with 8. Panels of fewer rows than these keep the GPU less busy than that saves.
+_PANELS, _WIDE, _LEAST = 8, 4096, 1024
 
 # Rows of a panel on a CPU, whose products are no slower for being narrow.
 _CPU_PANEL = 256
@@ -193,7 +193,7 @@ def add_products(
             own = left[:, start : start + width].t()
             total[start : start + width, first:].addmm_(own, right[:, first:], beta=kept, alpha=weight)
         return
-    width = -(-k // _PANELS) if upper and k >= _WIDE else k
+    width = max(-(-k // _PANELS), _LEAST) if upper and k >= _WIDE else k
     for start in range(0, k, width):
         first = start if upper else 0
         panel = total[start : start + width, first:]
