@@ -2,9 +2,9 @@
 
     python lab/quality/ranks_model.py
 
-What a GPU computes in a second was measured on an H200 at the 8B shape (docs/lab-notes, time of a quantise
-run); what links, network and disks carry is assumed. Reading and writing run beside the computing, so the
-longest of the three counts. Nothing here was measured at the sizes it is about.
+What a GPU computes in a second was measured on an H200 at the 8B shape
+(docs/lab-notes/2026-11-26-solve-time.md); what network and disks carry is assumed. Reading and writing run
+beside the computing, so the longest of the three counts. Nothing here was measured at the sizes it is about.
 """
 
 from __future__ import annotations
@@ -12,19 +12,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RATES = {
-    "forward": 546e12,
-    "hessian": 700e12,
-    "factor": 62e12,
-    "rows": 18e12,
+    "forward": 478e12,
+    "hessian": 650e12,
+    "factor": 59e12,
+    "rows": 33e12,
     "links": 300e9,
     "network": 40e9,
     "disk": 5e9,
     "write": 0.9e9,
 }
-"""Measured, operations a second: forward passes, Hessians, factorisations, channels of a solve. Measured,
-bytes a second: rank 0's writer, which hashes what it writes. Assumed, bytes a second: between GPUs of a host,
-of a GPU's network adapter, of a host's disk."""
+"""Measured, operations a second: forward passes with all that is beside products, Hessians, factorisations,
+channels of a solve. Measured, bytes a second: between GPUs of a host (two of them), and rank 0's writer,
+which hashes what it writes. Assumed, bytes a second: of a GPU's network adapter, of a host's disk."""
+SOLVE_SECONDS = 0.012
+"""Measured: what any solve takes beside its operations, some thousand launches."""
 TOKENS = 128 * 2048
+COMPARED = 49_152 / TOKENS
+"""The share of tokens that the original sees too."""
 GPUS_OF_A_HOST = 8
 
 
@@ -43,7 +47,9 @@ class Solve:
 
     @property
     def hessian(self) -> float:
-        return 2.0 * self.k**2 * self.tokens * self.count * (0.625 if self.k >= 8192 else 1.0)
+        above_the_diagonal = 9 / 16 if self.k >= 8192 else 5 / 8 if self.k >= 4096 else 1.0
+        drift = COMPARED * min(self.n, self.k) * self.k
+        return 2.0 * (above_the_diagonal * self.k**2 + drift) * self.tokens * self.count
 
     @property
     def factor(self) -> float:
@@ -53,14 +59,26 @@ class Solve:
     def rows(self) -> float:
         return 2.0 * self.n * self.k**2
 
+    @property
+    def seconds(self) -> float:
+        """Of one of them."""
+        # Experts are solved together where their weights and Hessians are small.
+        together = max(1, 2**30 // (16 * self.n * self.k + 12 * self.k**2)) if self.count > 1 else 1
+        return SOLVE_SECONDS / together + self.factor / RATES["factor"] + self.rows / RATES["rows"]
+
 
 @dataclass(frozen=True)
 class Model:
-    """Blocks, and the solves of each; what lies outside the blocks is left out."""
+    """Blocks, and the solves of each; what lies outside the blocks is left out.
+
+    Attributes:
+        late: the last of the solves waits for the others.
+    """
 
     name: str
     blocks: int
     solves: tuple[Solve, ...]
+    late: bool = True
 
 
 def _routed(n: int, k: int) -> Solve:
@@ -92,6 +110,7 @@ MODELS = (
             _routed(4096, 7168),
             _routed(7168, 2048),
         ),
+        late=False,
     ),
 )
 
@@ -101,12 +120,13 @@ def block_seconds(model: Model, gpus: int) -> dict[str, float]:
     hosts = max(1, gpus // GPUS_OF_A_HOST)
     inside = min(gpus, GPUS_OF_A_HOST)
     weights = sum(solve.weights for solve in model.solves)
-    solves = [
-        (solve.factor / RATES["factor"] + solve.rows / RATES["rows"], solve.count) for solve in model.solves
-    ]
-    # A rank solves whole modules: drift correction is bounded by a norm of the whole weight.
-    longest = max(each for each, _ in solves)
-    dealt = max(longest, sum(each * count for each, count in solves) / gpus)
+    # Drift correction is bounded by a norm of the whole weight, so a rank solves whole modules: the longest
+    # first, to whoever has least.
+    first = model.solves[:-1] if model.late else model.solves
+    loads = [0.0] * gpus
+    for seconds in sorted((each.seconds for each in first for _ in range(each.count)), reverse=True):
+        loads[loads.index(min(loads))] += seconds
+    solving = max(loads) + (model.solves[-1].seconds if model.late else 0.0)
     exchange = 0.0
     if gpus > 1:
         hessians = sum(4.0 * solve.k**2 * solve.count for solve in model.solves)
@@ -115,12 +135,13 @@ def block_seconds(model: Model, gpus: int) -> dict[str, float]:
         exchange = moved * (inside - 1) / inside / RATES["links"]
         if hosts > 1:
             exchange += moved / inside / RATES["network"]
-    # Two forward passes of two operations a weight and token.
-    forward = sum(4.0 * solve.weights * solve.tokens for solve in model.solves)
+    # Two passes over all tokens, and two over those that are compared, the original's and one before the last
+    # solve: two operations a weight and token each.
+    forward = sum(4.0 * (1 + COMPARED) * solve.weights * solve.tokens for solve in model.solves)
     return {
         "forward": forward / RATES["forward"] / gpus,
         "Hessians": sum(solve.hessian for solve in model.solves) / RATES["hessian"] / gpus,
-        "solve": dealt,
+        "solve": solving,
         "exchange": exchange,
         "read": 2.0 * weights / RATES["disk"],
         "write": 0.53 * weights / RATES["write"],

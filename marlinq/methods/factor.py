@@ -115,8 +115,7 @@ def factorise(hessian: Tensor, order: Tensor, damp: float) -> Factor:
 
 
 def inverse_triangles(upper: Tensor) -> Tensor:
-    """The inverses of many small upper triangles, float32 [..., n, n], in a few products of all of them: a
-    GPU's own solve takes ten times as long for those of a wide layer.
+    """The inverses of many small upper triangles, float32 [..., n, n], in a few products of all of them.
 
     With A and C the inverses of two triangles next to each other on a diagonal and B what lies between them,
     -A B C lies between the inverses: so blocks of one, two, four, ... channels are inverted.
