@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -238,8 +239,11 @@ class Halving(Method[HalvingOptions, TokenCount]):
 def halving() -> Iterator[Halving]:
     method = Halving()
     register_method(method)
+    # Its options are those of the methods there were when it was imported.
+    sys.modules.pop("marlinq.cli.quantize", None)
     yield method
     del METHODS["halving"]
+    sys.modules.pop("marlinq.cli.quantize", None)
 
 
 def test_a_method_needs_no_more_than_its_registration(
