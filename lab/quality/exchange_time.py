@@ -41,16 +41,14 @@ def main() -> None:
     device = torch.device(asked, rank_and_size()[0]) if asked == "cuda" else torch.device(asked)
     started = time.perf_counter()
     with joined_ranks(device) as ranks:
-        everyone = range(ranks.size)
+        ranks.meet()
         joined = time.perf_counter() - started
-        small, codes = (
-            torch.zeros(1, device=device),
-            torch.zeros(14336 * 4096, dtype=torch.uint8, device=device),
-        )
+        everyone = range(ranks.size)
+        small = torch.zeros(1, device=device)
+        codes = torch.zeros(14336 * 4096, dtype=torch.uint8, device=device)
         lines = [f"joined in {joined:.2f} s"]
-        plain = median(ranks, lambda: dist.broadcast(small, 0), 50)
-        lines.append(f"4 bytes, as torch waits: {plain * 1e3:.3f} ms")
         for name, what in (
+            ("4 bytes, by torch alone", lambda: dist.broadcast(small, 0)),
             ("4 bytes", lambda: ranks.sum(small, everyone)),
             ("a JSON value", lambda: ranks.share_json({"x": 1})),
             ("59 MB of codes", lambda: ranks.share(codes, tuple(codes.shape), torch.uint8, 0)),

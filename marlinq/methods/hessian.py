@@ -219,10 +219,10 @@ def add_rounded_products(total: Tensor, left: Tensor, right: Tensor, kept: float
 
 
 def add_float32_products(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left^T right`` as exactly as float32 has it, on a GPU's tensor cores.
+    """``total += left^T right`` in float32 on a GPU's tensor cores, products off by 2**-19 of them at most.
 
-    An operand is the sum of two numbers that TF32 holds, the second one rounded by 2**-22 of the operand.
-    Products of two second ones, which are smaller still, are left out.
+    An operand is the sum of its first 11 bits and of what is left, below 2**-10 of it, which TF32 rounds by
+    2**-11 of that at most. Products of two such rests are left out.
 
     Args:
         total: float32 [M, N], changed.

@@ -7,7 +7,7 @@
             carried of the block's rest           matrix product
         carried of all that follows               matrix product
 
-All products are in float32, the last on tensor cores
+All products are in float32, the last ones on tensor cores, which is nearly as exact
 (:func:`~marlinq.methods.hessian.add_float32_products`).
 """
 

@@ -150,7 +150,7 @@ def _quantize(
     message: ReportMessage,
 ) -> QuantizeReport:
     progress = clock = StageClock(progress)
-    starting = start_beside(chosen)
+    starting = [start_beside(chosen)]
     checkpoint = Checkpoint.open(model, revision=revision, progress=progress)
     if ranks.first:
         check_place(out, resume=resume, source=checkpoint.path)
@@ -163,7 +163,7 @@ def _quantize(
     plan = plan_output(checkpoint, blueprint, recipe)
     if chosen.type == "cuda":
         # What goes wrong there goes wrong with the first layer too, and is said there.
-        beside(partial(try_solver, plan, chosen))
+        starting.append(beside(partial(try_solver, plan, chosen)))
     linears = [projection.name for projection in blueprint.projections()]
     if recipe.quantize_head != UNQUANTIZED and blueprint.head is not None:
         linears.append(blueprint.head)
@@ -229,7 +229,8 @@ def _quantize(
     if calibrated and ranks.first:
         gatherer.prepare(resume=resume)
     if chosen.type == "cuda":
-        wait([starting])
+        # A solve sets for the whole process how products are rounded, so nothing else multiplies beside it.
+        wait(starting)
         # A process that has not used the GPU has no statistics to reset.
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.reset_peak_memory_stats(chosen)
