@@ -25,7 +25,7 @@ RATES = {
 channels of a solve. Measured, bytes a second: between GPUs of a host (two of them), and rank 0's writer,
 which hashes what it writes. Assumed, bytes a second: of a GPU's network adapter, of a host's disk."""
 SOLVE_SECONDS = 0.012
-"""Measured: what any solve takes beside its operations, some thousand launches."""
+"""Measured: what any solve takes beside these operations."""
 TOKENS = 128 * 2048
 COMPARED = 49_152 / TOKENS
 """The share of tokens that the original sees too."""

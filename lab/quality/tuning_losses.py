@@ -12,8 +12,9 @@ square. The report's divergence stays the plain one.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,24 +32,14 @@ def changed_divergence(temperature: float, hidden: float) -> Callable[..., tuple
     """:func:`marlinq.methods.tuning.divergence` whose gradient is that of more."""
 
     def found(
-        student: Logits,
-        teacher: Logits,
-        rows: Tensor,
-        expected: Tensor,
-        *,
-        chunk: int,
-        weight: float,
-        parameters: Sequence[Tensor] = (),
-        gradient: bool = True,
+        student: Logits, teacher: Logits, rows: Tensor, expected: Tensor, **settings: Any
     ) -> tuple[float, Tensor | None]:
-        total, result = divergence(
-            student, teacher, rows, expected,
-            chunk=chunk, weight=weight, parameters=parameters, gradient=gradient,
-        )  # fmt: skip
+        total, result = divergence(student, teacher, rows, expected, **settings)
         if result is None:
             return total, None
-        for start in range(0, len(rows), chunk):
-            part = slice(start, start + chunk)
+        parameters = settings.get("parameters", ()) if temperature else ()
+        for start in range(0, len(rows), settings["chunk"]):
+            part = slice(start, start + settings["chunk"])
             leaf = rows[part].detach().requires_grad_()
             loss = torch.zeros((), device=rows.device)
             with torch.enable_grad():
@@ -60,7 +51,7 @@ def changed_divergence(temperature: float, hidden: float) -> Callable[..., tuple
                 if hidden:
                     misses = (_over_its_size(leaf) - _over_its_size(expected[part].float())).square()
                     loss = loss + hidden * misses.mean(-1).sum()
-            torch.autograd.backward(weight * loss, inputs=[leaf, *(parameters if temperature else ())])
+            torch.autograd.backward(settings["weight"] * loss, inputs=[leaf, *parameters])
             assert leaf.grad is not None
             result[part] += leaf.grad
         return total, result

@@ -33,7 +33,8 @@ else:
 
 RoundPanel = Callable[[PanelTensors, Scheme, float], None]
 
-# Channels of a block: as many as make its product with all that follow worth three on tensor cores.
+# Channels of a block: wide enough that tensor cores are busy with its product, narrow enough that little is
+# left for the products inside it.
 _BLOCK = 512
 
 
