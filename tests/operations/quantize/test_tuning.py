@@ -575,24 +575,35 @@ def test_what_gets_worse_is_undone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("looks", "kept_step"),
+    ("looks", "kept_step", "astray"),
     [
-        ((1.0, 0.5, 0.9), 2),  # worse than in between, better than before
-        ((1.0, 0.5, 1.0), 1),
-        ((1.0, 1.2, 0.9), 2),
-        ((1.0, 1.2, 1.1), 0),
-        ((1.0, 1.6, 0.5), 0),  # gone astray: there is no third look
+        ((1.0, 0.5, 0.9), 2, False),  # worse than in between, better than before
+        ((1.0, 0.5, 1.0), 1, False),
+        ((1.0, 1.2, 0.9), 2, False),
+        ((1.0, 1.2, 1.1), 0, False),
+        ((1.0, 3.9, 0.5), 2, False),
+        ((1.0, 4.1, 0.5), 0, True),  # there is no third look
     ],
 )
 def test_the_last_values_are_kept_where_they_help(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: tuple[float, ...], kept_step: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    looks: tuple[float, ...],
+    kept_step: int,
+    astray: bool,
 ) -> None:
     source = save_tiny("llama", tmp_path / "model")
     found = iter(looks)
     monkeypatch.setattr(loop.Loop, "_look", lambda self: next(found))
-    report = tuned(source, tmp_path / "out", samples=8, tune_steps=2)
+    recipe = TUNED.replace(samples=8, tune_steps=2)
+    result = quantize(source, tmp_path / "out", recipe=recipe, device="cpu")
+    report = result.tuning
+    assert report is not None
     assert report["kept_step"] == kept_step
     assert report["kl_after"] == looks[kept_step]
+    assert report["astray"] == (looks[1] if astray else None)
+    assert (report["steps"] == 1) == astray
+    assert ("stopped at a mean KL of 4.1000; a lower --tune-rate may help" in result.render()) == astray
 
 
 class Killed(BaseException):

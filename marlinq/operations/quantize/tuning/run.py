@@ -280,6 +280,7 @@ class _Run:
             kl_before=loop.now.before,
             kl_after=loop.now.best,
             kept_step=loop.now.best_step,
+            astray=loop.now.astray,
             changed_codes=changed / count,
             vectors=tuple(sorted(vectors)),
         )
