@@ -10,7 +10,7 @@ follows the text, not the layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import sdpa_kernel
 
 from marlinq.calibration import Batch, HiddenStates
 from marlinq.core.errors import NumericsError
@@ -26,7 +25,7 @@ from marlinq.core.progress import ReportProgress
 from marlinq.methods.hessian import HessianAccumulator
 from marlinq.models import BlockReplay, ModelInstance, Projection
 from marlinq.operations.quantize.drawing import draw
-from marlinq.operations.quantize.reproducible import ATTENTION, reproducible
+from marlinq.operations.quantize.reproducible import reproducible, reproducible_attention
 
 _STAGE = "gradients of the loss"
 
@@ -199,5 +198,5 @@ def _slope(rows: Tensor, predict: Callable[[Tensor], Tensor], generator: torch.G
 @contextmanager
 def _passes(device: torch.device) -> Iterator[None]:
     """The same gradients each time."""
-    with reproducible(device), sdpa_kernel(ATTENTION) if device.type == "cuda" else nullcontext():
+    with reproducible(device), reproducible_attention(device):
         yield

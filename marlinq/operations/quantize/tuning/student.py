@@ -12,13 +12,12 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.nn.attention import sdpa_kernel
 
 from marlinq.core.weight import QuantizedWeight
 from marlinq.methods.tuning import TunableVector, TunableWeight
 from marlinq.models import BlockReplay, ModelInstance
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
-from marlinq.operations.quantize.reproducible import ATTENTION
+from marlinq.operations.quantize.reproducible import reproducible_attention
 
 Kept = tuple[Tensor, Tensor]
 """What entered a block, and what left it; autograd's graph leads from one to the other."""
@@ -196,5 +195,5 @@ class Student:
         if not self._rounds:
             yield
             return
-        with torch.autocast("cuda", torch.bfloat16), sdpa_kernel(ATTENTION):
+        with torch.autocast("cuda", torch.bfloat16), reproducible_attention(self._instance.device):
             yield
