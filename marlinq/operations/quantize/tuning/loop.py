@@ -27,8 +27,8 @@ _WARMUP = 5
 # Looks at the held-out text in a run.
 _LOOKS = 12
 # Times the divergence before tuning at which a run has gone astray. Below it nothing stops it: at full rate
-# the held-out text is often worse than a few steps into the run, and best when the rate has come down. Of five
-# runs of one recipe four were at 0.92 to 1.04 times it at the same step, and one at more than 1.5.
+# the held-out text is often worse than a few steps into the run, and best when the rate has come down. At one
+# step four of five runs of one recipe were at 0.92 to 1.04 times it, and one at more than 1.5.
 _ASTRAY = 4.0
 # Weights up to which kernels are so small that the host launches them more slowly than a GPU runs them.
 _SMALL = 1 << 30
