@@ -382,7 +382,7 @@ def _try(bench: Bench, instance: Any, documents: Any, settings: Any, asked: Any,
         learnt: list[float] = []
         begun = time.perf_counter()
         with kept_divergences(learnt):
-            loop.run(lambda *_: None, lambda: None)
+            loop.run(lambda *_: None, lambda: None, print)
         torch.cuda.synchronize() if bench.device.type == "cuda" else None
         took = time.perf_counter() - begun
     bench.put(student)

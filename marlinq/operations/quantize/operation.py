@@ -113,7 +113,8 @@ def quantize(
         max_shard_size: bytes of tensor data a file of weights holds at most.
         trust_remote_code: run model code that the checkpoint brings.
         progress: called with (what is being done, steps done, steps in all).
-        message: given a line before the model writes text, and now and then how the blocks come out.
+        message: given a line before the model writes text, and now and then how the blocks come out
+            and how tuning stands.
 
     Raises:
         MarlinqError: one of its subclasses; see :mod:`marlinq.core.errors`.
@@ -301,6 +302,7 @@ def _quantize(
                 max_length=max_length,
                 device=chosen,
                 progress=progress,
+                message=message,
             )
         checkpoint.check_unchanged()
         forget_written_text(writer)

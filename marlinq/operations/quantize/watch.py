@@ -22,7 +22,8 @@ FAR_ABOVE_RTN = 5.0
 """How many times round-to-nearest's a module's weight error may be: what ``verify`` fails a module for."""
 
 _RECENT_BLOCKS = 8
-_SECONDS_BETWEEN = 15.0
+SECONDS_BETWEEN = 15.0
+"""At least so many between two lines about how things stand."""
 
 
 class Noted(Protocol):
@@ -72,7 +73,7 @@ class Watch:
         if before is None or done == total:
             return
         new = {name: error for name, error in errors.items() if name not in before}
-        if new and (self._said is None or now - self._said >= _SECONDS_BETWEEN):
+        if new and (self._said is None or now - self._said >= SECONDS_BETWEEN):
             self._said = now
             self._message(self._line(done, total, errors, new))
 

@@ -606,6 +606,39 @@ def test_the_last_values_are_kept_where_they_help(
     assert ("stopped at a mean KL of 4.1000; a lower --tune-rate may help" in result.render()) == astray
 
 
+@pytest.mark.parametrize("samples", [7, 64])
+def test_lines_say_how_tuning_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples: int) -> None:
+    source = save_tiny("llama", tmp_path / "model")
+    learnt: list[tuple[float, int]] = []
+    seconds = iter(range(0, 10_000, 6))
+    said: list[str] = []
+    divergence = loop.divergence
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        total, rows = divergence(*args, **kwargs)
+        if rows is not None:
+            learnt.append((total, len(rows)))
+        return total, rows
+
+    monkeypatch.setattr(loop, "divergence", noted)
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    recipe = TUNED.replace(samples=samples)
+    result = quantize(source, tmp_path / "out", recipe=recipe, device="cpu", message=said.append)
+    assert result.tuning is not None
+    said = [line for line in said if line.startswith("tuning")]
+    # The first step, then one every 15 s, which 6 s a step make every third; none at the end.
+    assert [line.split(":")[0] for line in said] == [f"tuning, step {step} of 12" for step in (1, 4, 7, 10)]
+    assert [line.split("; ")[1] for line in said] == ["66 s left", "48 s left", "30 s left", "12 s left"]
+    each = len(learnt) // 12
+    for line, (start, stop) in zip(said, pairwise((0, 1, 4, 7, 10)), strict=True):
+        part = learnt[each * start : each * stop]
+        mean = sum(total for total, _ in part) / sum(tokens for _, tokens in part)
+        assert f": mean KL {mean:.4f} on the text that is learnt" in line
+    before = result.tuning["kl_before"]
+    told = "" if before is None else f" on held-out text ({before:.4f} before)"
+    assert all(line.split("; ")[0].endswith(told or "learnt") for line in said)
+
+
 class Killed(BaseException):
     """Stands for the end of the process."""
 
@@ -624,11 +657,11 @@ def test_an_interrupted_run_ends_with_the_same_bytes(
     seen: list[int] = []
     taken = loop.Loop._step
 
-    def counted(self: loop.Loop) -> None:
+    def counted(self: loop.Loop) -> float:
         seen.append(self.now.step)
         if moment == "between steps" and len(seen) == 4:
             raise Killed
-        taken(self)
+        return taken(self)
 
     def dies(*args: Any, **kwargs: Any) -> Any:
         raise Killed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import NumericsError
-from marlinq.core.progress import ReportProgress
+from marlinq.core.progress import ReportMessage, ReportProgress
 from marlinq.methods.tuning import divergence
 from marlinq.models import BlockReplay
 from marlinq.operations.quantize.budget import Work, tuning_budget, tuning_rates
@@ -21,6 +22,7 @@ from marlinq.operations.quantize.tuning.recording import Direct, Passes, Recorde
 from marlinq.operations.quantize.tuning.rows import NOISE
 from marlinq.operations.quantize.tuning.student import Student
 from marlinq.operations.quantize.tuning.teacher import Lesson
+from marlinq.operations.quantize.watch import SECONDS_BETWEEN, duration
 
 # Steps over which the rate grows from zero: Adam's first steps are as large as later ones, but know less.
 _WARMUP = 5
@@ -187,12 +189,13 @@ class Loop:
         ]
         return Recorded(self._student, alike, lesson.first.load(0), list(self._leaves.values()))
 
-    def run(self, progress: ReportProgress, save: Callable[[], None]) -> None:
+    def run(self, progress: ReportProgress, save: Callable[[], None], message: ReportMessage) -> None:
         """Takes all steps that are left and goes back to the values that are kept.
 
         Args:
             progress: told about every step.
             save: called after every step.
+            message: given a line at the first look at the held-out text, then at most every 15 s.
 
         Raises:
             NumericsError: the divergence is not finite.
@@ -201,25 +204,44 @@ class Loop:
         interval = max(1, settings.steps // _LOOKS)
         if self.now.step == 0 and self._held_out:
             self.now.before = self.now.best = self._look()
+        start, first, told = time.monotonic(), self.now.step, -math.inf
+        learnt = tokens = 0.0
         while self.now.step < settings.steps and not self.now.finished:
-            self._step()
+            before = self.now.tokens
+            learnt += self._step()
+            tokens += self.now.tokens - before
             progress("tuning", self.now.step, settings.steps)
             if self.now.step % interval == 0 or self.now.step == settings.steps:
-                self._judge()
+                found = self._judge()
+                now = time.monotonic()
+                if now - told >= SECONDS_BETWEEN and self.now.step < settings.steps:
+                    seconds = (now - start) / (self.now.step - first) * (settings.steps - self.now.step)
+                    message(self._line(learnt / tokens, found, seconds))
+                    told, learnt, tokens = now, 0.0, 0.0
             save()
         self.now.finished = True
         with torch.no_grad():
             for name, leaf in self._leaves.items():
                 leaf.copy_(self._best[name])
 
-    def _judge(self) -> None:
+    def _line(self, learnt: float, found: float | None, seconds: float) -> str:
+        held_out = "" if found is None else f", {found:.4f} on held-out text ({self.now.before:.4f} before)"
+        return (
+            f"tuning, step {self.now.step} of {self._settings.steps}: mean KL {learnt:.4f} on the text that "
+            f"is learnt{held_out}; {duration(seconds)} left"
+        )
+
+    def _judge(self) -> float | None:
         """Looks at the held-out text, and keeps the values if they are the best so far or the last.
 
         A few held-out documents tell a run that helps from one that does harm, but not good values from
         better ones: where they are the judge of that, a run may end up with its first steps. So the last
         values need only be better than none.
+
+        Returns:
+            The mean divergence there; None where nothing is held out.
         """
-        now = self.now
+        now, found = self.now, None
         if self._held_out:
             found = self._look()
             assert now.best is not None
@@ -228,14 +250,16 @@ class Loop:
             if found >= now.best and not helped:
                 if found > _ASTRAY * now.before:
                     now.astray, now.finished = found, True
-                return
+                return found
             now.best = found
         now.best_step = now.step
         for name, leaf in self._leaves.items():
             best = self._best[name]
             best.copy_(_codes(leaf) if best.dtype == torch.uint8 else leaf.detach())
+        return found
 
-    def _step(self) -> None:
+    def _step(self) -> float:
+        """Takes a step; the sum of the divergence over its tokens, before it."""
         settings, step = self._settings, self.now.step
         share = 0.5 * (1 + math.cos(math.pi * step / settings.steps)) * min(1.0, (step + 1) / _WARMUP)
         for group in self._optimizer.param_groups:
@@ -245,19 +269,22 @@ class Loop:
         # Where one micro-batch is the step, a block takes it as soon as it has its gradients, which are
         # forgotten then: four bytes a weight that no memory is needed for.
         at_once = len(numbers) == 1 and not self._passes.keeps_gradients
-        for number in numbers:
-            self._learn(number, 1 / tokens, self._take if at_once else None)
+        learnt = sum(self._learn(number, 1 / tokens, self._take if at_once else None) for number in numbers)
         self._take()
         self.now.step += 1
         self.now.tokens += tokens
+        return learnt
 
     def _take(self) -> None:
         """Changes what has gradients; what has none, or has taken the step already, stays."""
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=not self._passes.keeps_gradients)
 
-    def _learn(self, number: int, weight: float, after_block: Callable[[], None] | None) -> None:
+    def _learn(self, number: int, weight: float, after_block: Callable[[], None] | None) -> float:
         """Adds the gradient of ``weight`` times the divergence over a batch.
+
+        Returns:
+            The sum of the divergence over its tokens.
 
         Raises:
             NumericsError: the divergence is not finite.
@@ -281,6 +308,7 @@ class Loop:
         gradient = torch.zeros_like(hidden)
         self._real(number, gradient).copy_(rows)
         self._passes.backward(number, inputs, gradient, after_block)
+        return total
 
     def _look(self) -> float:
         """The mean divergence over the held-out text."""

@@ -18,7 +18,7 @@ from marlinq.calibration import Batch, Document, make_batches
 from marlinq.checkpoint import Checkpoint, CheckpointWriter
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import EnvironmentProblem, UnsupportedError
-from marlinq.core.progress import ReportProgress
+from marlinq.core.progress import ReportMessage, ReportProgress
 from marlinq.core.weight import QuantizedWeight
 from marlinq.models import BlockReplay, Blueprint, ModelInstance
 from marlinq.operations.quantize.budget import logits_at_once
@@ -76,6 +76,7 @@ def tune(
     max_length: int,
     device: torch.device,
     progress: ReportProgress,
+    message: ReportMessage,
 ) -> None:
     """Tunes what ``writer`` holds, and writes it again; its notes then have the :class:`TuningReport`.
 
@@ -94,6 +95,7 @@ def tune(
         max_length: tokens that a row of text may have.
         device: where.
         progress: told about every block of the original, then about every step.
+        message: given a line now and then that says how tuning stands.
 
     Raises:
         UnsupportedError: a weight can't be tuned.
@@ -124,6 +126,7 @@ def tune(
                 max_length,
                 device,
                 progress,
+                message,
             )
             found = run.result()
         keep(writer, RESULT, *found)
@@ -155,9 +158,10 @@ class _Run:
         max_length: int,
         device: torch.device,
         progress: ReportProgress,
+        message: ReportMessage,
     ) -> None:
         self._blueprint, self._plan, self._writer = blueprint, plan, writer
-        self._settings, self._progress = settings, progress
+        self._settings, self._progress, self._message = settings, progress, message
         self._instance = ModelInstance(blueprint, checkpoint, device=device, dtype=torch.float32)
         self._learning, self._held_out = len(learning), len(held_out)
         places = _PLACES[device.type]
@@ -253,7 +257,7 @@ class _Run:
             loop.restore(tensors, Progress(**facts))
 
         kept(writer, STATE, restore)
-        loop.run(self._progress, save)
+        loop.run(self._progress, save, self._message)
 
     def _outcome(
         self, loop: Loop, student: Student, before: Mapping[str, QuantizedWeight]
