@@ -582,6 +582,7 @@ def test_what_gets_worse_is_undone(tmp_path: Path) -> None:
         ((1.0, 1.2, 0.9), 2, False),
         ((1.0, 1.2, 1.1), 0, False),
         ((1.0, 3.9, 0.5), 2, False),
+        ((1.0, 0.5, 4.1), 1, False),  # there was nothing left to stop
         ((1.0, 4.1, 0.5), 0, True),  # there is no third look
     ],
 )

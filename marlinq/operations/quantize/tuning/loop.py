@@ -213,8 +213,8 @@ class Loop:
             progress("tuning", self.now.step, settings.steps)
             if self.now.step % interval == 0 or self.now.step == settings.steps:
                 found = self._judge()
-                now = time.monotonic()
-                if now - told >= SECONDS_BETWEEN and self.now.step < settings.steps:
+                now, over = time.monotonic(), self.now.finished or self.now.step == settings.steps
+                if now - told >= SECONDS_BETWEEN and not over:
                     seconds = (now - start) / (self.now.step - first) * (settings.steps - self.now.step)
                     message(self._line(learnt / tokens, found, seconds))
                     told, learnt, tokens = now, 0.0, 0.0
@@ -246,9 +246,9 @@ class Loop:
             found = self._look()
             assert now.best is not None
             assert now.before is not None
-            helped = now.step == self._settings.steps and found < now.before
-            if found >= now.best and not helped:
-                if found > _ASTRAY * now.before:
+            last = now.step == self._settings.steps
+            if found >= now.best and not (last and found < now.before):
+                if found > _ASTRAY * now.before and not last:
                     now.astray, now.finished = found, True
                 return found
             now.best = found
