@@ -25,7 +25,7 @@ from marlinq.operations.quantize.quality import QUALITIES
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.text import tokens_drawn_anew
 from marlinq.operations.quantize.tuning import loop, run, teacher
-from marlinq.operations.quantize.tuning.rows import NOISE, REDRAWN, hold_out, random_rows, redraw
+from marlinq.operations.quantize.tuning.rows import NOISE, REDRAWN, hold_out, new_rows, random_rows, redraw
 from marlinq.operations.quantize.tuning.student import Student, backward_kept
 from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
 
@@ -391,6 +391,29 @@ def test_rows_hold_every_token_equally_often() -> None:
     assert rows != random_rows(documents, 64, 64, 64 * count, 4)
 
 
+@pytest.mark.parametrize(("others", "every"), [(0, 1), (9, 2), (10, None)])
+def test_rows_begin_as_documents_do(others: int, every: int | None) -> None:
+    # Tokens that come once, behind a beginning that ten documents share.
+    documents = [Document((7, *range(1000 * i, 1000 * i + 100))) for i in range(1, 11)]
+    documents += [Document(tuple(range(1000 * i, 1000 * i + 101))) for i in range(11, 11 + others)]
+    total = sum(map(len, documents))
+    rows = random_rows(documents, 64, 64, 2 * total, 3)
+    assert [len(row) for row in rows] == [64] * (2 * total // 64)
+    new = new_rows(documents, 64)
+    begun = [] if every is None else rows[::every]
+    assert all(row.tokens[0] == 7 for row in begun)
+    if every is None:
+        # By chance alone: a piece in seventeen begins there.
+        assert sum(row.tokens[0] == 7 for row in rows) < len(rows) / 4
+    # Nothing comes twice in the new rows, but for what they begin with, and the next row is not all new.
+    once = Counter(token for row in rows[:new] for token in row.tokens)
+    own = once.pop(7) - sum(row.tokens[0] == 7 for row in rows[:new] if every is not None)
+    assert own <= 10
+    assert set(once.values()) == {1}
+    more = sum(64 - (every is not None and number % every == 0) for number in range(new + 1))
+    assert more > total >= more - 64
+
+
 def test_redrawn_tokens_follow_the_models_predictions() -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.zeros(64, 101, dtype=torch.int64)
@@ -447,7 +470,11 @@ def test_text_that_was_there_before_is_varied(
     monkeypatch.setattr(operation, "tune", divided)
     monkeypatch.setitem(run._PLACES, "cpu", 100)
     quantize(
-        source, tmp_path / "out", recipe=TUNED.replace(tune_steps=steps), device="cpu", progress=progress
+        source,
+        tmp_path / "out",
+        recipe=TUNED.replace(samples=63, tune_steps=steps),
+        device="cpu",
+        progress=progress,
     )
     learning, held_out = given
     *first, learnt = seen
@@ -456,7 +483,7 @@ def test_text_that_was_there_before_is_varied(
     watched = make_batches(held_out, token_budget=100)
     assert len(learnt) == len(planned) + len(watched)
     full = len(planned[0].lengths)
-    new = min(full * len(planned), sum(map(len, learning)) // length)
+    new = min(full * len(planned), new_rows(learning, length))
     # One step does not see all of the text; six see it again, from the middle of a batch on.
     assert (new == full * len(planned)) == (steps == 1)
     assert (new % full == 0) == (steps == 1)

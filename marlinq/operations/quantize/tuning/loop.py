@@ -213,8 +213,8 @@ class Loop:
             progress("tuning", self.now.step, settings.steps)
             if self.now.step % interval == 0 or self.now.step == settings.steps:
                 found = self._judge()
-                now, over = time.monotonic(), self.now.finished or self.now.step == settings.steps
-                if now - told >= SECONDS_BETWEEN and not over:
+                now, goes_on = time.monotonic(), self.now.astray is None and self.now.step < settings.steps
+                if now - told >= SECONDS_BETWEEN and goes_on:
                     seconds = (now - start) / (self.now.step - first) * (settings.steps - self.now.step)
                     message(self._line(learnt / tokens, found, seconds))
                     told, learnt, tokens = now, 0.0, 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -43,19 +44,50 @@ def random_rows(
     Few documents would be learnt by heart. In ever new neighbourhoods their tokens mean something else, so
     the same text teaches more; and equal rows need no padding. All of the text comes before any of it comes
     again, cut and mixed anew. Rows fill their micro-batches of ``places``, if there are more than one, so
-    that no step takes two where one holds enough.
+    that no step takes two where one holds enough. Where documents begin alike, so do rows
+    (:func:`_beginning`).
     """
     generator = random.Random(seed)
     count = max(1, tokens // length)
     full = max(1, places // length)
-    total = (count - count % full if count > full else count) * length
+    count = count - count % full if count > full else count
     text: list[int] = []
-    while len(text) < total:
+    while len(text) < count * length:
         pieces = [piece for document in documents for piece in _pieces(document, length, generator)]
         generator.shuffle(pieces)
         for piece in pieces:
             text += piece
-    return [Document(tuple(text[start : start + length])) for start in range(0, total, length)]
+    first, every = _beginning(documents)
+    rows, start = [], 0
+    for number in range(count):
+        begin = first if number % every == 0 else ()
+        stop = start + length - len(begin)
+        rows.append(Document((*begin, *text[start:stop])))
+        start = stop
+    return rows
+
+
+def new_rows(documents: Sequence[Document], length: int) -> int:
+    """How many of :func:`random_rows` hold text that comes for the first time, none that comes again."""
+    first, every = _beginning(documents)
+    total = sum(map(len, documents))
+    count = total // length
+    while (count + 1) * length - len(first) * -(-(count + 1) // every) <= total:
+        count += 1
+    return count
+
+
+def _beginning(documents: Sequence[Document]) -> tuple[tuple[int, ...], int]:
+    """The token that rows begin with, and that one row in how many does.
+
+    Attention rests on a text's first token. Where that is the same in every text that the model will see, as
+    with tokenizers that add one, it has to be in every row; where only most documents begin with it, as with
+    what a model writes beside text from outside, in every other row. Else there is none.
+    """
+    token, count = Counter(document.tokens[0] for document in documents).most_common(1)[0]
+    if 2 * count <= len(documents):
+        return (), 1
+    return (token,), 1 if count == len(documents) else 2
 
 
 def _pieces(document: Document, length: int, generator: random.Random) -> list[tuple[int, ...]]:

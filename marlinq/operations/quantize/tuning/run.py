@@ -32,7 +32,7 @@ from marlinq.operations.quantize.tuning.loop import (
     TuningSettings,
     records,
 )
-from marlinq.operations.quantize.tuning.rows import random_rows
+from marlinq.operations.quantize.tuning.rows import new_rows, random_rows
 from marlinq.operations.quantize.tuning.student import Student
 from marlinq.operations.quantize.tuning.teacher import draw_anew, learn
 
@@ -175,7 +175,7 @@ class _Run:
             random_rows(learning, length, places, most, settings.seed), token_budget=places
         )
         rows = sum(len(batch.lengths) for batch in self._rows)
-        self._new_rows = min(rows, sum(map(len, learning)) // length)
+        self._new_rows = min(rows, new_rows(learning, length))
         self._watched = (
             make_batches(held_out, token_budget=places, pad=not blueprint.routed) if held_out else []
         )
