@@ -23,7 +23,7 @@ FAR_ABOVE_RTN = 5.0
 
 _RECENT_BLOCKS = 8
 SECONDS_BETWEEN = 15.0
-"""At least so many between two lines about how things stand."""
+"""The least time between two lines about how things stand."""
 
 
 class Noted(Protocol):
