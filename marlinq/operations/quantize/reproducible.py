@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
-# Not flash attention, nor cuDNN's: their backward passes add up in another order each time. Of 29 repeated on
-# an H200 all had other bits with flash attention, 3 to 29 with cuDNN's, none with these.
-_ATTENTION = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# Not torch's fused kernels, whose backward passes add up in another order each time. On an H200 flash
+# attention's always did, cuDNN's in 3 to 29 of 29 repeats, the memory-efficient one's beside other work.
+_ATTENTION = SDPBackend.MATH
 
 
 @contextmanager
@@ -50,34 +47,5 @@ def reproducible_attention(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    with sdpa_kernel(_ATTENTION), _OwnHeads():
+    with sdpa_kernel(_ATTENTION):
         yield
-
-
-class _OwnHeads(TorchFunctionMode):
-    """Gives every head keys and values of its own: the kernels with fixed sums know no shared ones."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        call = _attend if func is F.scaled_dot_product_attention else func
-        return call(*args, **(kwargs or {}))
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, *args: Any, enable_gqa: bool = False, **kwargs: Any
-) -> Tensor:
-    """Torch's function of the name, which ``enable_gqa`` lets share keys and values between heads."""
-    if enable_gqa:
-        key, value = _for_heads(key, query.shape[-3]), _for_heads(value, query.shape[-3])
-    return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
-
-
-def _for_heads(shared: Tensor, heads: int) -> Tensor:
-    """[..., shared heads, T, channels] as [..., heads, T, channels], each for as many neighbours."""
-    shape = (*shared.shape[:-2], heads // shared.shape[-3], *shared.shape[-2:])
-    return shared.unsqueeze(-3).expand(shape).flatten(-4, -3)
