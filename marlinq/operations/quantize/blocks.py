@@ -17,7 +17,13 @@ from marlinq.core.progress import ReportProgress
 from marlinq.core.weight import QuantizedWeight
 from marlinq.methods import Inputs, SolveReport, Statistics
 from marlinq.models import BlockReplay, Experts, ModelInstance
-from marlinq.operations.quantize.budget import Work, gradient_jobs, logits_at_once
+from marlinq.operations.quantize.budget import (
+    STATES_BYTES,
+    Work,
+    gradient_jobs,
+    logits_at_once,
+    states_on_device,
+)
 from marlinq.operations.quantize.experts import ExpertCalibration, ExpertGroup
 from marlinq.operations.quantize.gathering import BlockOutputs, Gathered, Gathering
 from marlinq.operations.quantize.gradients import LossGradients
@@ -33,8 +39,6 @@ from marlinq.operations.quantize.watch import stop_if_far_off
 
 # Of packed tensors that are handed to the writer together, but for a block's last ones.
 _LOT_BYTES = 1 << 29
-# Of hidden states: 128 documents of 2048 tokens, 4096 channels and 16 bits.
-_STATES_BYTES = 1 << 31
 
 
 class BlockQuantizer:
@@ -203,16 +207,11 @@ class BlockQuantizer:
             if not bool(torch.isfinite(hidden).all()):
                 raise NumericsError("the embeddings hold NaN or infinity; check the source checkpoint")
             if states is None:
-                states = self._empty_states(hidden, self._batches, self._states_on_device())
+                states = self._empty_states(hidden, self._batches, states_on_device(self._instance.device))
             states.store(number, hidden)
         if states is None:
             raise ValueError("calibration needs at least one batch")
         return states
-
-    def _states_on_device(self) -> int:
-        """Bytes of hidden states that may stay on a GPU, where they need no way to the host and back."""
-        device = self._instance.device
-        return min(_STATES_BYTES, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else 0
 
     def _empty_states(self, like: Tensor, batches: Sequence[Batch], device_bytes: int) -> HiddenStates:
         return HiddenStates(
@@ -226,7 +225,7 @@ class BlockQuantizer:
 
     def _copy(self, states: HiddenStates, numbers: Sequence[int]) -> HiddenStates:
         # One large set of states is as much as a GPU should hold.
-        room = self._states_on_device() // 8
+        room = min(STATES_BYTES, states_on_device(self._instance.device)) // 8
         copy = self._empty_states(states.load(0), [self._batches[number] for number in numbers], room)
         for place, number in enumerate(numbers):
             copy.store(place, states.load(number))

@@ -41,6 +41,12 @@ _GPU_SECONDS = 20.0
 _GPU_SHARE = 0.5
 _GPU_MEMORY_SHARE = 0.8
 
+STATES_BYTES = 1 << 31
+"""Of hidden states, which any GPU keeps: 128 documents of 2048 tokens, 4096 channels and 16 bits."""
+# And more where this is less than so much of its free memory; never more than so much.
+_STATES_SHARE = 0.125
+_STATES_MOST_SHARE = 0.25
+
 # Tuning: steps below which tokens of a step are fewer too, steps and tokens of a step at most, and the
 # operations of it all: 200 s of a GPU that does 4e14 a second, an hour of two CPU threads at the rate above.
 _TUNE_FEW_STEPS = 120
@@ -260,6 +266,15 @@ def gradient_tokens(tokens: int, work: Work, device: torch.device) -> int:
 def gradient_work(tokens: int, work: Work, device: torch.device) -> float:
     """Operations of the loss's gradients on a text of ``tokens``."""
     return float(gradient_tokens(tokens, work, device)) * _GRADIENT_PRODUCTS * work.all_weights
+
+
+def states_on_device(device: torch.device) -> int:
+    """Bytes of hidden states that may stay on a GPU, where they need no way to the host and back, nor memory
+    of the host that is pinned, which takes a second for a few gigabytes; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(min(free * _STATES_MOST_SHARE, max(STATES_BYTES, free * _STATES_SHARE)))
 
 
 def logits_at_once(config: Any, device: torch.device) -> int:

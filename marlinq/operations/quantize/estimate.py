@@ -15,7 +15,13 @@ import torch.nn.functional as F
 
 from marlinq.core.devices import read_clock
 from marlinq.kernels import device_numbers
-from marlinq.operations.quantize.budget import TextBudget, Work, gradient_tokens, gradient_work
+from marlinq.operations.quantize.budget import (
+    TextBudget,
+    Work,
+    gradient_tokens,
+    gradient_work,
+    states_on_device,
+)
 from marlinq.operations.quantize.original import compared_share
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
 
@@ -47,7 +53,7 @@ class Estimate:
         text_bytes: on the device while the model writes.
         block_bytes: on the device at the largest block.
         tuning_bytes: on the device for codes, and for what a code that is tuned needs.
-        host_bytes: beside the device's, hidden states included; on a CPU all of it.
+        host_bytes: beside the device's, with hidden states that it has no room for; on a CPU all of it.
     """
 
     writing_seconds: float
@@ -130,6 +136,8 @@ def estimate(
     block_bytes = largest * dtype.itemsize + widest * 4 * _SOLVE_COPIES + statistics * 2 + activations * 6
     block_bytes += streams
     hidden = tokens * hidden_size * dtype.itemsize
+    if on_device := hidden <= states_on_device(device):
+        block_bytes += hidden
     text_bytes = 0.0
     writing_seconds = 0.0
     if writing is not None:
@@ -147,7 +155,9 @@ def estimate(
         text_bytes=text_bytes,
         block_bytes=block_bytes,
         tuning_bytes=tuning[1],
-        host_bytes=_PROCESS_BYTES + hidden + (max(text_bytes, block_bytes, tuning[1]) if on_cpu else 0.0),
+        host_bytes=_PROCESS_BYTES
+        + (0.0 if on_device else hidden)
+        + (max(text_bytes, block_bytes, tuning[1]) if on_cpu else 0.0),
     )
 
 
