@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 import warnings
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,7 @@ class Duplicates:
 
     def is_new(self, text: str | None, tokens: Sequence[int]) -> bool:
         """Whether no document before had this text or these tokens; it counts from now on."""
-        keys = {hashlib.sha256(json.dumps(list(tokens)).encode()).digest()}
+        keys = {hashlib.sha256(array("q", tokens).tobytes()).digest()}
         if text is not None:
             words = " ".join(text.casefold().split())
             keys.add(hashlib.sha256(words.encode("utf-8", "surrogatepass")).digest())

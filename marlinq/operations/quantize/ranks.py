@@ -13,6 +13,7 @@ already. So a run can be continued with another number of ranks.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -358,8 +359,13 @@ def share_state(writer: CheckpointWriter | None, ranks: Ranks) -> dict[str, Any]
 
 def share_documents(documents: Sequence[Document] | None, ranks: Ranks) -> list[Document]:
     """The calibration documents of the first rank, on every rank."""
-    tokens = ranks.share_json(None if documents is None else [document.tokens for document in documents])
-    return [Document(tuple(row)) for row in tokens]
+    given = documents or []
+    if ranks.size == 1:
+        return list(given)
+    lengths = ranks.share_json([len(document) for document in given])
+    flat = torch.tensor([token for document in given for token in document.tokens], dtype=torch.int64)
+    tokens = iter(ranks.share(flat, (sum(lengths),), torch.int64, 0).tolist())
+    return [Document(tuple(itertools.islice(tokens, length))) for length in lengths]
 
 
 def own_batches(documents: Sequence[Document], ranks: Ranks, *, token_budget: int, pad: bool) -> list[Batch]:
