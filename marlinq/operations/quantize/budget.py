@@ -269,8 +269,8 @@ def gradient_work(tokens: int, work: Work, device: torch.device) -> float:
 
 
 def states_on_device(device: torch.device) -> int:
-    """Bytes of hidden states that may stay on a GPU, where they need no way to the host and back, nor memory
-    of the host that is pinned, which takes a second for a few gigabytes; 0 on a CPU."""
+    """Bytes of hidden states that may stay on a GPU, where they need no way to the host and back, and no
+    pinned memory of the host; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     free, _ = torch.cuda.mem_get_info(device)
