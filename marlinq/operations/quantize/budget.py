@@ -43,7 +43,7 @@ _GPU_MEMORY_SHARE = 0.8
 
 STATES_BYTES = 1 << 31
 """Of hidden states, which any GPU keeps: 128 documents of 2048 tokens, 4096 channels and 16 bits."""
-# And more where this is less than so much of its free memory; never more than so much.
+# A GPU with much free memory keeps more, up to the first share of it; none keeps more than the second.
 _STATES_SHARE = 0.125
 _STATES_MOST_SHARE = 0.25
 

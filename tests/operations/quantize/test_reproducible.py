@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from marlinq.operations.quantize.reproducible import reproducible, reproducible_attention
+from marlinq.operations.quantize import reproducible as module
+from marlinq.operations.quantize.reproducible import _InPieces, reproducible, reproducible_attention
 
 HEADS, SHARED = 9, 3
 
@@ -23,15 +26,66 @@ def operands(batch: int, tokens: int, device: str, dtype: torch.dtype) -> list[T
     ]
 
 
+def own_heads(shared: Tensor) -> Tensor:
+    """Keys or values of every head."""
+    return shared.detach().repeat_interleave(HEADS // SHARED, dim=1).requires_grad_()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("masked", ["causal", "one for all", "one a row", "one a head", "no"])
+# Scores of a row take 9 heads of 256 of 4 bytes: all, two rows, three heads that share keys, less than these.
+@pytest.mark.parametrize(("most", "pieces"), [(36864, 1), (20000, 2), (3072, 12), (1, 12)])
+def test_attention_in_pieces_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, shared: bool, masked: str, most: int, pieces: int
+) -> None:
+    query, key, value = operands(4, 16, "cpu", torch.float64)
+    if not shared:
+        key, value = own_heads(key), own_heads(value)
+    leaves = [query, key, value]
+    options: dict[str, Any] = {"scale": 0.2, "enable_gqa": shared}
+    shape = {"one for all": (16, 16), "one a row": (4, 1, 16, 16), "one a head": (1, HEADS, 16, 16)}.get(
+        masked
+    )
+    if shape is not None:
+        options["attn_mask"] = torch.randn(
+            shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        )
+    options["is_causal"] = masked == "causal"
+    called: list[tuple[int, ...]] = []
+    plain = module._plain
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        called.append((*args[0].shape[:2], args[1].shape[1]))
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(module, "_plain", counted)
+    expected = F.scaled_dot_product_attention(query, key, value, **options)
+    gradients = torch.autograd.grad(expected.square().sum(), leaves)
+    with _InPieces(most):
+        found = F.scaled_dot_product_attention(query, key, value, **options)
+        if pieces == 12 and not shared:
+            pieces = 36 if most == 1 else 12
+        assert len(called) == pieces
+        assert all(heads // keys == (3 if shared else 1) for _, heads, keys in called)
+        assert sum(rows * heads for rows, heads, _ in called) == 4 * HEADS
+        mine = torch.autograd.grad(found.square().sum(), leaves)
+    # What is in pieces is computed again.
+    assert len(called) == pieces * (2 if pieces > 1 else 1)
+    with torch.no_grad(), _InPieces(most):
+        assert not F.scaled_dot_product_attention(query, key, value, **options).requires_grad
+    # Sums of 64 and of 16 products in another order, of values of some tens.
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+    for one, other in zip(mine, gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_gpus_attention_has_the_same_gradients_each_time(shared: bool) -> None:
     device = torch.device("cuda")
     query, key, value = operands(16, 512, "cuda", torch.bfloat16)
     if not shared:
-        key, value = (
-            each.detach().repeat_interleave(HEADS // SHARED, dim=1).requires_grad_() for each in (key, value)
-        )
+        key, value = own_heads(key), own_heads(value)
     slope = torch.randn_like(query)
     found = []
     # Other work on the GPU, so that thread blocks don't end in the order they began in.
