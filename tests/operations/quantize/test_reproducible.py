@@ -33,10 +33,13 @@ def own_heads(shared: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("masked", ["causal", "one for all", "one a row", "one a head", "no"])
-# Scores of a row take 9 heads of 256 of 4 bytes: all, two rows, three heads that share keys, less than these.
-@pytest.mark.parametrize(("most", "pieces"), [(36864, 1), (20000, 2), (3072, 12), (1, 12)])
+# Scores of a row are 9 heads' 256 of 4 bytes: room for all, two rows, three heads, less than one; with keys
+# that three heads share, and without.
+@pytest.mark.parametrize(
+    ("most", "pieces"), [(36864, (1, 1)), (20000, (2, 2)), (3072, (12, 12)), (1, (12, 36))]
+)
 def test_attention_in_pieces_is_the_same(
-    monkeypatch: pytest.MonkeyPatch, shared: bool, masked: str, most: int, pieces: int
+    monkeypatch: pytest.MonkeyPatch, shared: bool, masked: str, most: int, pieces: tuple[int, int]
 ) -> None:
     query, key, value = operands(4, 16, "cpu", torch.float64)
     if not shared:
@@ -63,14 +66,13 @@ def test_attention_in_pieces_is_the_same(
     gradients = torch.autograd.grad(expected.square().sum(), leaves)
     with _InPieces(most):
         found = F.scaled_dot_product_attention(query, key, value, **options)
-        if pieces == 12 and not shared:
-            pieces = 36 if most == 1 else 12
-        assert len(called) == pieces
+        count = pieces[not shared]
+        assert len(called) == count
         assert all(heads // keys == (3 if shared else 1) for _, heads, keys in called)
         assert sum(rows * heads for rows, heads, _ in called) == 4 * HEADS
         mine = torch.autograd.grad(found.square().sum(), leaves)
     # What is in pieces is computed again.
-    assert len(called) == pieces * (2 if pieces > 1 else 1)
+    assert len(called) == count * (2 if count > 1 else 1)
     with torch.no_grad(), _InPieces(most):
         assert not F.scaled_dot_product_attention(query, key, value, **options).requires_grad
     # Sums of 64 and of 16 products in another order, of values of some tens.
