@@ -108,7 +108,7 @@ def quality_plot() -> str:
     """Mean KL divergence from the original, one bar a method."""
     found = result("quality-smollm2")
     rows = sorted(found["rows"], key=lambda row: row["kl"])
-    left, top, step, width = 345, 78, 30, 300
+    left, top, step, width = 410, 78, 30, 300
     longest = max(row["kl"] for row in rows)
     parts = [
         _text("title", 26, "What 4 bits cost: mean KL divergence from the original (lower is better)"),
@@ -125,7 +125,7 @@ def quality_plot() -> str:
             f'<rect class="{kind}" x="{left}" y="{y}" width="{long:.1f}" height="20" rx="2"/>'
             f'<text x="{left + long + 8:.1f}" y="{y + 15}">{row["kl"]:.4f}</text>'
         )
-    return _svg(715, top + len(rows) * step + 10, parts)
+    return _svg(780, top + len(rows) * step + 10, parts)
 
 
 def decode_plot() -> str:
