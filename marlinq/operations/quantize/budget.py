@@ -42,8 +42,9 @@ _GPU_SHARE = 0.5
 _GPU_MEMORY_SHARE = 0.8
 
 STATES_BYTES = 1 << 31
-"""Of hidden states, which any GPU keeps: 128 documents of 2048 tokens, 4096 channels and 16 bits."""
-# A GPU with much free memory keeps more, up to the first share of it; none keeps more than the second.
+"""Hidden states that a GPU keeps, whatever its size: those of 128 documents of 2048 tokens, 4096 channels and
+16 bits."""
+# One with much free memory keeps more, up to the first share of it; none takes more than the second for them.
 _STATES_SHARE = 0.125
 _STATES_MOST_SHARE = 0.25
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 # Of a GPU's memory, what scores of a piece of attention may take, beside some copies of them.
-_SHARE_OF_MEMORY = 1 / 32
+_SCORES_SHARE = 1 / 32
 
 
 @contextmanager
@@ -50,12 +50,12 @@ def reproducible_attention(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    most = int(torch.cuda.get_device_properties(device).total_memory * _SHARE_OF_MEMORY)
-    with _InPieces(most):
+    most = int(torch.cuda.get_device_properties(device).total_memory * _SCORES_SHARE)
+    with _PlainAttention(most):
         yield
 
 
-class _InPieces(TorchFunctionMode):
+class _PlainAttention(TorchFunctionMode):
     """Torch's plain attention in the place of its fused kernels.
 
     These add up the gradient of the queries in another order each time: of 299 repeats on an H200 all had

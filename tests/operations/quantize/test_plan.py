@@ -12,7 +12,14 @@ from marlinq.checkpoint import Checkpoint, ReadAhead
 from marlinq.core.errors import UnsupportedError
 from marlinq.operations.inspect import inspect
 from marlinq.operations.quantize import plan_quantize, quantize
-from marlinq.operations.quantize.budget import TextBudget, Work, text_budget, tuning_budget, tuning_rates
+from marlinq.operations.quantize.budget import (
+    TextBudget,
+    Work,
+    states_on_device,
+    text_budget,
+    tuning_budget,
+    tuning_rates,
+)
 from marlinq.operations.quantize.plan_report import TENSOR_PARALLEL
 from marlinq.operations.quantize.recipe import Override
 from marlinq.operations.quantize.tuning import TuningSettings
@@ -21,6 +28,14 @@ from tests.testing.mixtures import save_mixture
 from tests.testing.original_folders import RECIPE, save_tiny
 
 CPU = torch.device("cpu")
+
+
+# A GPU with little free memory gives a quarter, a middle one 2 GiB, a large one an eighth.
+@pytest.mark.parametrize(("free", "kept"), [(4 << 30, 1 << 30), (12 << 30, 2 << 30), (128 << 30, 16 << 30)])
+def test_hidden_states_that_stay_on_a_gpu(monkeypatch: pytest.MonkeyPatch, free: int, kept: int) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
+    assert states_on_device(torch.device("cuda")) == kept
+    assert states_on_device(CPU) == 0
 
 
 @pytest.mark.parametrize("layout", ["gptq", "gptq-v2", "compressed-tensors"])

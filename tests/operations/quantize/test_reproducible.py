@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from marlinq.operations.quantize import reproducible as module
-from marlinq.operations.quantize.reproducible import _InPieces, reproducible, reproducible_attention
+from marlinq.operations.quantize.reproducible import _PlainAttention, reproducible, reproducible_attention
 
 HEADS, SHARED = 9, 3
 
@@ -64,7 +64,7 @@ def test_attention_in_pieces_is_the_same(
     monkeypatch.setattr(module, "_plain", counted)
     expected = F.scaled_dot_product_attention(query, key, value, **options)
     gradients = torch.autograd.grad(expected.square().sum(), leaves)
-    with _InPieces(most):
+    with _PlainAttention(most):
         found = F.scaled_dot_product_attention(query, key, value, **options)
         count = pieces[not shared]
         assert len(called) == count
@@ -73,7 +73,7 @@ def test_attention_in_pieces_is_the_same(
         mine = torch.autograd.grad(found.square().sum(), leaves)
     # What is in pieces is computed again.
     assert len(called) == count * (2 if count > 1 else 1)
-    with torch.no_grad(), _InPieces(most):
+    with torch.no_grad(), _PlainAttention(most):
         assert not F.scaled_dot_product_attention(query, key, value, **options).requires_grad
     # Sums of 64 and of 16 products in another order, of values of some tens.
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
