@@ -49,7 +49,7 @@ QUALITIES: dict[str, Quality] = {
         ),
         Quality(
             "best",
-            13,
+            14,
             "the default with --output-hessian, then codes, scales and norms tuned towards the "
             "original's predictions, on text that the model writes as well",
             {

@@ -766,7 +766,7 @@ def test_a_run_of_another_version_of_its_quality_is_not_resumed(
 def test_qualities_are_settings_by_name(tmp_path: Path) -> None:
     best = Recipe().replace(quality="best", tune_steps=7)
     assert (best.tune_steps, best.tune_codes) == (7, True)
-    assert best.quality_record() == {"name": "best", "version": 13, "changed": ["tune_steps"]}
+    assert best.quality_record() == {"name": "best", "version": 14, "changed": ["tune_steps"]}
     assert Recipe.from_dict(best.to_dict()) == best
     assert best.replace(quality="fast") == Recipe().replace(quality="fast")
     source = save_tiny("llama", tmp_path / "model")
