@@ -1,4 +1,4 @@
-"""What all tests share: where the marker ``gpu`` runs, and threads that fit small machines."""
+"""What all tests share: where the markers ``gpu`` and ``timed`` run, and threads that fit small machines."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    elif int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+        for item in marked:
+            if item.get_closest_marker("timed"):
+                item.add_marker(pytest.mark.skip(reason="times a GPU that other tests use; run: -m timed"))
 
 
 def pytest_collection_finish() -> None:

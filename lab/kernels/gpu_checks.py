@@ -63,9 +63,12 @@ class Outcome:
     words: str
 
 
-def _tests(name: str, files: Iterable[Path], limit: int) -> Piece:
+def _tests(name: str, files: Iterable[Path], limit: int, *, timed: bool = False) -> Piece:
     paths = [str(path.relative_to(ROOT)) for path in sorted(files)]
-    return Piece(name, ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *paths), limit)
+    which = "gpu and timed" if timed else "gpu and not timed"
+    return Piece(
+        name, ("-m", "pytest", "-q", "-m", which, "-p", "no:cacheprovider", *paths), limit, timed=timed
+    )
 
 
 def _sanitizer(tool: str, limit: int, problems: str = "small_problems") -> Piece:
@@ -105,6 +108,7 @@ def pieces(checkpoint: Path | None) -> list[Piece]:
     marked = [
         path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text("utf-8")
     ]
+    timing = [path for path in marked if "pytest.mark.timed" in path.read_text("utf-8")]
     fuzz = ROOT / "tests" / "kernels" / "test_fuzz_gpu.py"
     rooms: dict[str, list[Path]] = {}
     for path in marked:
@@ -123,6 +127,7 @@ def pieces(checkpoint: Path | None) -> list[Piece]:
             for tool in ("memcheck", "racecheck", "synccheck")
         ),
         *(_tests(f"tests-{room}", files, 180) for room, files in sorted(rooms.items())),
+        _tests("tests-timed", timing, 120, timed=True),
         Piece("host-cost", (str(_LAB / "host_cost.py"), "--json", "{json}"), 120, timed=True),
         Piece("chain", (chain, "--batch", "1", "--batch", "16", "--json"), 150, timed=True, prints_json=True),
         *(_bench(model) for model in ("llama-3-8b", "llama-3-70b")),

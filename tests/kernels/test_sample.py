@@ -131,6 +131,7 @@ def test_faults_are_reported_on_the_gpu() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("sampling", "microseconds"),
     [
@@ -153,14 +154,10 @@ def test_a_token_takes_microseconds(sampling: Sampling, microseconds: float) -> 
             sampler.sample(logits)
     graph.replay()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    tries = []
-    # Another program on the GPU, as other tests are, disturbs one try or the other.
-    for _ in range(5):
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        tries.append(begin.elapsed_time(end) * 10)
-    found = min(tries)
+    begin.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    found = begin.elapsed_time(end) * 10
     print(f"{sampling}: {found:.1f} us")
     assert found < microseconds

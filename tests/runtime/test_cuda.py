@@ -260,6 +260,7 @@ def test_ten_thousand_tokens_need_constant_memory_on_the_gpu(tmp_path: Path) -> 
     assert cupy.get_default_memory_pool().total_bytes() == pooled
 
 
+@pytest.mark.timed
 def test_a_second_call_begins_at_once(tmp_path: Path) -> None:
     """What a kept decoder adds to reading the prompt: 30 ms at most."""
     save_quantized(tmp_path, tiny_model("llama"), "gptq", random_quantizer())

@@ -75,15 +75,11 @@ def test_sustained_replays_count_when_it_is_hot(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.gpu
+@pytest.mark.timed
 def test_rests_are_never_slower() -> None:
     a, b = (torch.randn(8192, 8192, dtype=torch.float16, device="cuda") for _ in range(2))
     out = a @ b
     graphs = {"product": (capture(lambda index: torch.mm(a, b, out=out), 2), 2)}
-
-    def slowed_down() -> float:
-        rested = time_in_turn(graphs, 2e-3)["product"]
-        return rested / time_in_turn(graphs, 2e-3, sustained=True)["product"]
-
-    # On an H200 0.87; a GPU that stays below its limit takes the same. Another program on the GPU, as other
-    # tests are, disturbs one try or the other.
-    assert min(slowed_down() for _ in range(5)) < 1.03
+    rested = time_in_turn(graphs, 2e-3)["product"]
+    # On an H200 0.87 of it; a GPU that stays below its limit takes the same.
+    assert rested < 1.03 * time_in_turn(graphs, 2e-3, sustained=True)["product"]
