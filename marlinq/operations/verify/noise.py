@@ -39,7 +39,7 @@ class Noise:
     local: Tensor
     block: Tensor
 
-    def sigma(self, rows: slice) -> Tensor:
+    def sigma(self, rows: slice | Tensor) -> Tensor:
         """float32 [rows, N], ``channel * local``: what a single code's error is measured by."""
         return self.channel[rows] * self.local[self.block[rows]]
 

@@ -91,7 +91,7 @@ def word_tile(layout: Layout, element: Element, k: int, n: int) -> WordTile | No
 
 
 def _tile_of(layout: Layout, spec: ModuleSpec) -> WordTile | None:
-    """Reads the order off the layout itself: where one code differs, its slot of one word does.
+    """Reads the order off the layout itself: where codes differ, their slots of the words do.
 
     None when the words of so small a block have room for more codes, or for one only.
     """
@@ -114,18 +114,20 @@ def _tile_of(layout: Layout, spec: ModuleSpec) -> WordTile | None:
     slots = k * n // before.numel()
     if slots < 2 or not bool((full == -1).all()):
         return None
-    width = 8 * before.element_size()
-    places, bits = [], []
-    for index in range(k * n):
-        codes.view(-1)[index] = 1
-        changed = before ^ stored(codes)
-        codes.view(-1)[index] = 0
-        word = int(changed.nonzero()[0])
-        bit = (int(changed[word]) & ((1 << width) - 1)).bit_length() - 1
-        places.append(word * width + bit)
-        bits.append(bit)
-    order = torch.argsort(torch.tensor(places))
-    octet = [bits[int(index)] // 8 for index in order[:slots]]
+    shifts = torch.arange(8 * before.element_size())
+
+    def changed(codes: Tensor) -> Tensor:
+        """Which bits of all words change, one after the other."""
+        words = (before ^ stored(codes)).long()
+        return (words.unsqueeze(1) >> shifts & 1).flatten()
+
+    # Where the codes' lowest bits are; then, bit by bit, the numbers of the codes that they belong to.
+    numbers = torch.arange(k * n, dtype=torch.int32).reshape(k, n)
+    places = changed(torch.ones_like(codes)).nonzero()[:, 0]
+    order = torch.zeros_like(places)
+    for power in range((k * n - 1).bit_length()):
+        order += changed((numbers >> power & 1).to(torch.uint8))[places] << power
+    octet = (places % len(shifts) // 8).tolist()
     pairs = frozenset((i, i + 1) for i in range(slots - 1) if octet[i] == octet[i + 1])
     return WordTile(k, n, slots, order, pairs)
 
@@ -191,10 +193,14 @@ class _Module:
         r, sigma = self.noise.r[rows], self.noise.sigma(rows)
         codes = self.q.codes[rows]
         if isinstance(tile_columns, Tensor):
-            inside = torch.arange(self.tile.columns, device=r.device)
-            columns = (tile_columns.unsqueeze(1) * self.tile.columns + inside).flatten()
+            columns = _inside(tile_columns, self.tile.columns)
             r, sigma, codes = r[:, columns], sigma[:, columns], codes[:, columns]
         return _Chunk(self, start, r, sigma, codes)
+
+    def rows(self, tile_rows: Tensor) -> _Chunk:
+        """Whole rows of tiles that need not lie side by side."""
+        rows = _inside(tile_rows, self.tile.rows)
+        return _Chunk(self, 0, self.noise.r[rows], self.noise.sigma(rows), self.q.codes[rows])
 
 
 class _Chunk:
@@ -317,6 +323,11 @@ class _Slots:
 _SLOT_FIELDS = ("codes", "places", "narrowness", "lacks")
 
 
+def _inside(tiles: Tensor, size: int) -> Tensor:
+    """The channels of tiles of ``size`` channels."""
+    return (tiles.unsqueeze(1) * size + torch.arange(size, device=tiles.device)).flatten()
+
+
 def _by_slot(split: Tensor) -> Tensor:
     """[tile rows, tile columns, words, slots] to [slots, words of all tiles]."""
     return split.flatten(0, 2).t().contiguous()
@@ -423,10 +434,11 @@ def _sums(module: _Module) -> Iterator[tuple[str, str, float]]:
             return f"the words that begin with input channel {k}"
 
         yield from _agreed(module, sums.flatten(1), of_row)
-    picked = _spaced(module.tile_rows, device).tolist()
+    picked = _spaced(module.tile_rows, device)
+    height = max(1, _GAIN_ELEMENTS // (tile.rows * module.q.out_features))
     columns = torch.zeros((), device=device)
-    for row in picked:
-        columns = columns + _limited(module.chunk(row, row + 1, slice(None))).sum(dim=1)
+    for together in torch.split(picked, height):
+        columns = columns + _limited(module.rows(together)).sum(dim=1)
 
     def of_column(index: int) -> str:
         column, word = divmod(index, tile.words)
