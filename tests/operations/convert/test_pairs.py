@@ -13,6 +13,7 @@ import torch
 from marlinq.core.errors import ConversionRefused
 from marlinq.formats import LAYOUTS
 from marlinq.operations.convert import convert
+from tests.testing.pairs import every_pair
 from tests.testing.quantized_folders import (
     CONFIG,
     SIDE_FILES,
@@ -53,8 +54,9 @@ def reason(layout: str, kind: dict[str, Any]) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("source", "target"), PAIRS)
+@pytest.mark.parametrize(
+    ("source", "target", "kind"), every_pair([(*pair, kind) for kind in KINDS for pair in PAIRS])
+)
 def test_there_and_back(tmp_path: Path, source: str, target: str, kind: str) -> None:
     if reason(source, KINDS[kind]) is not None:
         return

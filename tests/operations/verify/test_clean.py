@@ -9,6 +9,7 @@ from marlinq.checkpoint import MANIFEST
 from marlinq.formats import LAYOUTS
 from marlinq.operations.verify import verify
 from tests.testing.faults import copy
+from tests.testing.pairs import every_pair
 from tests.testing.verified_checkpoints import save_original, save_quantized
 
 CASES = [
@@ -26,7 +27,7 @@ def statuses(report):
     return {check.name: check.status for check in report.checks}
 
 
-@pytest.mark.parametrize(("layout", "group_size", "symmetric", "act_order"), CASES)
+@pytest.mark.parametrize(("layout", "group_size", "symmetric", "act_order"), every_pair(CASES))
 def test_passes(original, quantized, layout, group_size, symmetric, act_order):
     folder = quantized(layout, group_size=group_size, symmetric=symmetric, act_order=act_order)
     report = verify(folder, against=original)

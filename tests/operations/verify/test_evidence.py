@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from marlinq.operations.verify.noise import measure_noise, not_modelled
 from marlinq.operations.verify.tails import Tail, tail_of_others
 from marlinq.operations.verify.words import find_exchanges, word_tile
 from tests.testing.faults import WORDS, flip_bit, swap_nibbles
+from tests.testing.pairs import every_pair
 from tests.testing.schemes import scheme
 from tests.testing.verified_checkpoints import hessian_of, quantize
 
@@ -96,9 +98,10 @@ def test_no_tile_where_words_do_not_divide_the_module():
     assert word_tile(LAYOUTS["gptq"], INT4, 64, 12) is None
 
 
-@pytest.mark.parametrize("group_size", [32, 64, 128, -1])
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("act_order", ["none", "static", "scattered"])
+@pytest.mark.parametrize(
+    ("group_size", "symmetric", "act_order"),
+    every_pair(list(product((32, 64, 128, -1), (True, False), ("none", "static", "scattered")))),
+)
 def test_no_false_alarm(group_size, symmetric, act_order):
     if act_order == "scattered" and group_size == -1:
         pytest.skip("one group has no order")
@@ -166,8 +169,15 @@ def test_control_pairs_are_like_the_pairs_of_a_word():
     assert expected / 2.5 < seen < expected + 3 * math.sqrt(expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("group_size", [32, 128, -1])
+# What words hold is the layout's, what they are judged by the group's: neighbours take turns.
+@pytest.mark.parametrize(
+    ("layout", "group_size"),
+    [
+        pytest.param(layout, size, marks=[] if index % 3 == number else pytest.mark.slow)
+        for index, layout in enumerate(LAYOUTS)
+        for number, size in enumerate((32, 128, -1))
+    ],
+)
 def test_one_exchanged_word_is_a_warning_that_names_it(layout, group_size):
     weight = heavy_tailed(1)
     q = quantize(weight, group_size=group_size, symmetric=True, act_order="none", seed=1)

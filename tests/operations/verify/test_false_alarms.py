@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from marlinq.formats import LAYOUTS, spec_of
 from marlinq.methods.gptq import GPTQOptions, solve_gptq
 from marlinq.operations.verify.evidence import find_faults
 from marlinq.operations.verify.finding import RunSize
+from tests.testing.pairs import every_pair
 from tests.testing.realistic_layers import realistic_layer
 from tests.testing.schemes import scheme
 
@@ -24,9 +26,10 @@ def findings(weight, q, layout):
     return find_faults(weight, q, layout, spec, layout.pack(q), RunSize.of([spec])).findings
 
 
-@pytest.mark.parametrize("act_order", ["static", "none"])
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("group_size", [32, 64, 128, -1])
+@pytest.mark.parametrize(
+    ("group_size", "symmetric", "act_order"),
+    every_pair(list(product((32, 64, 128, -1), (True, False), ("static", "none")))),
+)
 def test_in_every_layout(group_size, symmetric, act_order):
     weight, hessian = layer(512, 256, 0)
     q, _ = solve_gptq(
