@@ -16,7 +16,7 @@ from marlinq.checkpoint import Checkpoint, CheckpointWriter
 from marlinq.core.errors import NumericsError, UsageError
 from marlinq.methods import GPTQOptions
 from marlinq.models import BlockReplay, ModelInstance, build_blueprint
-from marlinq.operations.quantize import gradients, operation, quantize
+from marlinq.operations.quantize import QuantizeReport, gradients, operation, quantize
 from marlinq.operations.quantize.budget import Work, gradient_jobs, gradient_tokens
 from marlinq.operations.quantize.gradients import LossGradients
 from marlinq.operations.quantize.recipe import Override
@@ -125,24 +125,34 @@ def test_labels_are_drawn_from_what_is_predicted() -> None:
     torch.testing.assert_close(moment, p.diag() - p.outer(p), rtol=0, atol=0.01)
 
 
-def test_a_run_minds_them_and_comes_to_the_same_bytes(tmp_path: Path) -> None:
-    source = save_tiny("llama", tmp_path / "model")
+@pytest.fixture(scope="module")
+def minded_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, QuantizeReport]:
+    """A model, what a run that minds gradients makes of it, and its report; nobody changes them."""
+    folder = tmp_path_factory.mktemp("minded")
+    source = save_tiny("llama", folder / "model")
+    return source, folder / "out", quantize(source, folder / "out", recipe=MINDED, device="cpu")
+
+
+def test_a_run_minds_them_and_comes_to_the_same_bytes(
+    tmp_path: Path, minded_run: tuple[Path, Path, QuantizeReport]
+) -> None:
+    source, folder, minded = minded_run
     plain = quantize(source, tmp_path / "plain", recipe=RECIPE, device="cpu")
-    minded = quantize(source, tmp_path / "minded", recipe=MINDED, device="cpu")
     quantize(source, tmp_path / "again", recipe=MINDED, device="cpu")
-    expected = folder_bytes(tmp_path / "minded")
+    expected = folder_bytes(folder)
     assert folder_bytes(tmp_path / "again") == expected
     assert expected["model.safetensors"] != (tmp_path / "plain" / "model.safetensors").read_bytes()
     assert minded.modules.keys() == plain.modules.keys()
     assert all(module.fallback is None for module in minded.modules.values())
-    manifest = json.loads((tmp_path / "minded" / "marlinq.json").read_text())
+    manifest = json.loads((folder / "marlinq.json").read_text())
     assert manifest["recipe"]["output_hessian"] is True
     assert manifest["quality"]["changed"] == ["output_hessian"]
 
 
-def test_a_resumed_run_minds_the_same_gradients(tmp_path: Path) -> None:
-    source = save_tiny("llama", tmp_path / "model")
-    quantize(source, tmp_path / "whole", recipe=MINDED, device="cpu")
+def test_a_resumed_run_minds_the_same_gradients(
+    tmp_path: Path, minded_run: tuple[Path, Path, QuantizeReport]
+) -> None:
+    source, whole, _ = minded_run
     commit = CheckpointWriter.commit
     count = 0
 
@@ -159,7 +169,7 @@ def test_a_resumed_run_minds_the_same_gradients(tmp_path: Path) -> None:
             quantize(source, tmp_path / "out", recipe=MINDED, device="cpu")
     report = quantize(source, tmp_path / "out", recipe=MINDED, device="cpu", resume=True)
     assert 0 < report.resumed_blocks < report.blocks
-    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
+    assert folder_bytes(tmp_path / "out") == folder_bytes(whole)
 
 
 def test_some_modules_alone(tmp_path: Path) -> None:

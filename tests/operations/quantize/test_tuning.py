@@ -28,6 +28,7 @@ from marlinq.operations.quantize.tuning import loop, run, teacher
 from marlinq.operations.quantize.tuning.rows import NOISE, REDRAWN, hold_out, new_rows, random_rows, redraw
 from marlinq.operations.quantize.tuning.student import Student, backward_kept
 from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
+from tests.testing.pairs import in_turn
 
 # With this seed tuning gains most on held-out text of the toy; with others chance decides.
 TUNED = RECIPE.replace(samples=64, tune_steps=12, tune_tokens=512, tune_rate=0.002, seed=1)
@@ -556,8 +557,9 @@ def test_norms_are_tuned_or_left_alone(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, original[name]) for name, tensor in kept(tmp_path / "without").items())
 
 
-@pytest.mark.parametrize("layout", ["gptq", "awq", "compressed-tensors"])
-@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    ("layout", "symmetric"), in_turn(("gptq", "awq", "compressed-tensors"), (True, False))
+)
 def test_every_format_holds_a_tuned_model(tmp_path: Path, layout: str, symmetric: bool) -> None:
     source = save_tiny("llama", tmp_path / "model")
     tuned(source, tmp_path / "out", format=layout, symmetric=symmetric, tune_codes=True, tune_steps=2)
@@ -571,7 +573,9 @@ def test_every_format_holds_a_tuned_model(tmp_path: Path, layout: str, symmetric
     assert all(here[name].difference(there[name]) is None for name in here)
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "gpt2", "opt", "gemma3", "bloom", "phi"])
+@pytest.mark.parametrize(
+    "name", ["llama-tied", "gpt2", "opt", pytest.param("gemma3", marks=pytest.mark.slow), "bloom", "phi"]
+)
 def test_other_architectures(tmp_path: Path, name: str) -> None:
     source = save_tiny(name, tmp_path / "model")
     report = tuned(source, tmp_path / "out", tune_codes=True)
@@ -677,17 +681,32 @@ class Killed(BaseException):
     """Stands for the end of the process."""
 
 
+INTERRUPTED = TUNED.replace(tune_codes=True, tune_steps=6)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model, and what a run that nobody interrupts makes of it, saving its state as often as it can."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    source = save_tiny("llama", folder / "model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "TOP_K", 0)
+        patch.setattr(run, "_SAVE_SECONDS", 0.0)
+        patch.setattr(run, "_SAVE_RATE", math.inf)
+        quantize(source, folder / "whole", recipe=INTERRUPTED, device="cpu")
+    return source, folder / "whole"
+
+
 @pytest.mark.parametrize(
     "moment", ["between steps", "before the result", "between tensors", "before the end"]
 )
 def test_an_interrupted_run_ends_with_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: tuple[Path, Path], moment: str
 ) -> None:
-    source = save_tiny("llama", tmp_path / "model")
+    source, whole = undisturbed
     monkeypatch.setattr(run, "_SAVE_SECONDS", 0.0)
     monkeypatch.setattr(run, "_SAVE_RATE", math.inf)
-    recipe = TUNED.replace(tune_codes=True, tune_steps=6)
-    quantize(source, tmp_path / "whole", recipe=recipe, device="cpu")
+    recipe = INTERRUPTED
     seen: list[int] = []
     taken = loop.Loop._step
 
@@ -725,7 +744,7 @@ def test_an_interrupted_run_ends_with_the_same_bytes(
         patch.setattr(loop.Loop, "_step", counted)
         moment = "undisturbed"
         quantize(source, tmp_path / "out", recipe=recipe, device="cpu", resume=True)
-    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
+    assert folder_bytes(tmp_path / "out") == folder_bytes(whole)
     # Steps that were taken are not taken again.
     assert seen in ([3, 4, 5], [])
 
