@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.emulation.translation import translate
@@ -74,13 +77,36 @@ class Builder:
                 (Path(aside) / name).replace(path)
         return path
 
+    def _objects(self, options: tuple[str, ...]) -> list[Path]:
+        """Of the machine's sources; processes that share the folder share the work."""
+        sources = sorted(_MACHINE.glob("*.cpp"))
+        found: dict[Path, Path] = {}
+
+        def compile_to(aside: Path, source: Path) -> None:
+            self._run(*options, "-c", source, "-o", aside / f"{source.stem}.o")
+
+        while len(found) < len(sources):
+            before = len(found)
+            for source in sources:
+                if source in found:
+                    continue
+                with (self.folder / f"{source.stem}.lock").open("w") as lock:
+                    try:
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        continue
+                    found[source] = self._built(f"{source.stem}.o", partial(compile_to, source=source))
+            if len(found) == before:
+                time.sleep(0.05)
+        return [found[source] for source in sources]
+
     @functools.cached_property
     def _machine(self) -> Path:
         """The machine's library, which all kernels share."""
-        options = (*_COMMON, "-O2", "-shared", "-Wall", "-Wextra", "-Werror", "-Wl,-z,defs")
-        sources = sorted(_MACHINE.glob("*.cpp"))
+        objects = self._objects((*_COMMON, "-O2", "-Wall", "-Wextra", "-Werror"))
         return self._built(
-            "machine.so", lambda aside: self._run(*options, *sources, "-o", aside / "machine.so")
+            "machine.so",
+            lambda aside: self._run("-shared", "-Wl,-z,defs", *objects, "-o", aside / "machine.so"),
         )
 
     def preprocess(self, text: str, name: str, sources: Path, capability: int = 90) -> str:

@@ -182,6 +182,13 @@ void check_barriers_at_end(const Block& block) {
             fail("block %u ends with %s", block.index, describe_barrier(block, address).c_str());
 }
 
+#if defined(__x86_64__) && !defined(__clang__)
+__attribute__((target_clones("avx2", "default"), optimize("O3")))
+#endif
+void raise_to(uint32_t* __restrict__ mine, const uint32_t* __restrict__ theirs, size_t size) {
+    for (size_t i = 0; i < size; ++i) mine[i] = mine[i] > theirs[i] ? mine[i] : theirs[i];
+}
+
 // bar.sync ("bar, barrier").
 
 void block_barrier(u32 index, u32 threads) {

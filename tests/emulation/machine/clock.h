@@ -6,22 +6,20 @@
 // everything that an agent does once its clock has counts[A] >= c. So a missing barrier is found in every run in which
 // the two accesses occur, not only in runs whose timing breaks the result.
 #pragma once
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
 namespace emulation {
 
+// The larger of each two. Every thread does this at every barrier, for all agents, which is most of a launch's time: a
+// vector unit of any age but the first takes several at once.
+void raise_to(uint32_t* mine, const uint32_t* theirs, size_t size);
+
 struct Clock {
     std::vector<uint32_t> counts;
 
-    void join(const Clock& other) {
-        uint32_t* mine = counts.data();
-        const uint32_t* theirs = other.counts.data();
-        const size_t size = counts.size();
-        for (size_t i = 0; i < size; ++i) mine[i] = std::max(mine[i], theirs[i]);
-    }
+    void join(const Clock& other) { raise_to(counts.data(), other.counts.data(), counts.size()); }
 };
 
 // One access: who, and when by its own count. A count of 0 is no access at all.

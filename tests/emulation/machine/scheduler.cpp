@@ -267,11 +267,12 @@ void fail(const char* format, ...) {
 }
 
 void wait_until(Waiters& waiters, const std::function<bool()>& ready, std::function<std::string()> reason) {
-    while (!ready()) {
+    if (ready()) return;
+    self->reason = std::move(reason);
+    do {
         waiters.push_back(self);
-        self->reason = reason;
         suspend();
-    }
+    } while (!ready());
 }
 
 void wake_all(Waiters& waiters) {
