@@ -23,6 +23,7 @@ from tests.emulation.faults import (
 )
 from tests.emulation.gemm import SOURCES, Case, bound, run
 from tests.emulation.launching import KernelFault
+from tests.testing.pairs import first_of_each
 
 
 def report(builder: Builder, case: Case, sources: Path, schedules: int) -> str:
@@ -38,7 +39,17 @@ def report(builder: Builder, case: Case, sources: Path, schedules: int) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.case.config.function}, {fault.name}")
+def test_every_fault_has_a_place_in_the_sources(tmp_path: Path) -> None:
+    for fault in FAULTS:
+        fault.plant(tmp_path)
+
+
+# Every time: in each source, for each kernel, one that makes the result wrong and one that does worse.
+@pytest.mark.parametrize(
+    "fault",
+    first_of_each(FAULTS, lambda fault: (fault.case.config.function, fault.file, fault.reported == WRONG)),
+    ids=lambda fault: f"{fault.case.config.function}, {fault.name}",
+)
 def test_a_planted_fault_is_reported(builder: Builder, tmp_path: Path, fault: Fault) -> None:
     fault.plant(tmp_path)
     found = report(builder, fault.case, tmp_path, schedules=4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from tests.emulation.build import Builder
 from tests.emulation.gemm import AMPERE, H200, SOURCES, Case, bound, run
 from tests.emulation.launching import EmulatedKernel, Memory, apart
 from tests.kernels.problems import SPREADS
+from tests.testing.pairs import every_pair, in_turn
 
 # (M, N, K, group, zeros, bfloat16, dependent, elements between rows of x): every pair of features with the
 # extents that leave tiles, chunks and rings with a rest.
@@ -53,8 +55,7 @@ def chosen(kernel: Kernel, problem: Problem, device: Device = H200) -> KernelCon
     return config
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("values", PROBLEMS, ids=str)
+@pytest.mark.parametrize(("kernel", "values"), in_turn(KERNELS, PROBLEMS), ids=str)
 def test_the_variant_that_the_host_chooses(
     builder: Builder, kernel: Kernel, values: tuple[int, int, int, int, bool, bool, bool, int]
 ) -> None:
@@ -118,20 +119,20 @@ def test_the_shallowest_ring(builder: Builder, kernel: Kernel) -> None:
     right(builder, Case(problem, replace(config, stages=3 if kernel == "stream" else 2)))
 
 
-@pytest.mark.parametrize("dependent", [False, True])
-@pytest.mark.parametrize(
-    ("config", "window"),
-    [
-        (BulkConfig(4, 1, 1, 8, 1, 7, 1), 6),
-        (BulkConfig(4, 2, 1, 8, 1, 4, 2), 3),
-        (WarpgroupConfig(16, 4, 1, 1, 8, 1, 7, 1, 132), 4),
-        (WarpgroupConfig(16, 4, 2, 1, 8, 1, 4, 1, 2), 2),
-        (WarpgroupConfig(16, 4, 2, 1, 8, 1, 4, 1, 2, stream_k=True), 2),
-    ],
-)
+WINDOWS: list[tuple[BulkConfig | WarpgroupConfig, int]] = [
+    (BulkConfig(4, 1, 1, 8, 1, 7, 1), 6),
+    (BulkConfig(4, 2, 1, 8, 1, 4, 2), 3),
+    (WarpgroupConfig(16, 4, 1, 1, 8, 1, 7, 1, 132), 4),
+    (WarpgroupConfig(16, 4, 2, 1, 8, 1, 4, 1, 2), 2),
+    (WarpgroupConfig(16, 4, 2, 1, 8, 1, 4, 1, 2, stream_k=True), 2),
+]
+
+
+@pytest.mark.parametrize(("values", "dependent"), in_turn(WINDOWS, (True, False)))
 def test_fewer_chunks_on_their_way_than_stages(
-    builder: Builder, config: BulkConfig | WarpgroupConfig, window: int, dependent: bool
+    builder: Builder, values: tuple[BulkConfig | WarpgroupConfig, int], dependent: bool
 ) -> None:
+    config, window = values
     problem = Problem(11, 1088, 1344, 64, zeros=False, bfloat16=False)
     assert config.window(problem) == window < config.stages
     right(builder, Case(problem, config, dependent=dependent))
@@ -154,11 +155,11 @@ def test_bands_of_tiles(builder: Builder, blocks: int) -> None:
     right(builder, Case(problem, config))
 
 
-@pytest.mark.parametrize("group", [-1, 32, 128])
-@pytest.mark.parametrize(("warpgroups_n", "parts_k", "cluster"), [(2, 1, 1), (3, 1, 1), (1, 2, 1), (2, 1, 3)])
-def test_warpgroups_of_64_columns(
-    builder: Builder, warpgroups_n: int, parts_k: int, cluster: int, group: int
-) -> None:
+@pytest.mark.parametrize(
+    ("split", "group"), in_turn(((2, 1, 1), (3, 1, 1), (1, 2, 1), (2, 1, 3)), (-1, 32, 128))
+)
+def test_warpgroups_of_64_columns(builder: Builder, split: tuple[int, int, int], group: int) -> None:
+    warpgroups_n, parts_k, cluster = split
     problem = Problem(45, 320, 768, group, zeros=group != 128, bfloat16=group == -1)
     config = WarpgroupConfig(32, 1, warpgroups_n, parts_k, 8, cluster, 4, 1, 3)
     right(builder, Case(problem, config, bias=group == 32, x_padding=8, seed=warpgroups_n))
@@ -178,10 +179,9 @@ EVEN = {
 }
 
 
-@pytest.mark.parametrize("dependent", [False, True])
-@pytest.mark.parametrize("values", EVEN.values(), ids=EVEN)
-def test_tiles_dealt_out_in_chunks(builder: Builder, values: tuple[Any, ...], dependent: bool) -> None:
-    m, n, k, group, zeros, tile_m, words, warpgroups_n, rows, most = values
+@pytest.mark.parametrize(("name", "dependent"), in_turn(list(EVEN), (False, True)))
+def test_tiles_dealt_out_in_chunks(builder: Builder, name: str, dependent: bool) -> None:
+    m, n, k, group, zeros, tile_m, words, warpgroups_n, rows, most = EVEN[name]
     problem = Problem(m, n, k, group, zeros, bfloat16=dependent)
     config = WarpgroupConfig(tile_m, words, warpgroups_n, 1, rows, 1, 3, 1, most, stream_k=True)
     # One at a time in order, and as many as may run at once; twice on the same flags.
@@ -190,13 +190,11 @@ def test_tiles_dealt_out_in_chunks(builder: Builder, values: tuple[Any, ...], de
         right(builder, replace(case, launches=2, seed=resident))
 
 
-@pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize(
-    ("words", "warpgroups_n", "parts_k", "even"), [(4, 1, 1, True), (2, 1, 2, False), (1, 2, 1, True)]
+    ("columns", "spread"), in_turn(((4, 1, 1, True), (2, 1, 2, False), (1, 2, 1, True)), list(SPREADS))
 )
-def test_scales_of_every_spread(
-    builder: Builder, words: int, warpgroups_n: int, parts_k: int, even: bool, spread: str
-) -> None:
+def test_scales_of_every_spread(builder: Builder, columns: tuple[int, int, int, bool], spread: str) -> None:
+    words, warpgroups_n, parts_k, even = columns
     # Three to six groups' scales a chunk and one, and every lane's columns normalised by themselves.
     group = {4: 32, 2: 64, 1: 128}[words]
     problem = Problem(19, 320, 1152, group, zeros=False, bfloat16=False)
@@ -207,12 +205,14 @@ def test_scales_of_every_spread(
     right(builder, Case(bfloat16, config, dependent=True, seed=words, spread=spread))
 
 
-@pytest.mark.parametrize("loud", [False, True])
-@pytest.mark.parametrize("group", [32, 64, 128, -1])
-@pytest.mark.parametrize(("warps_n", "warps_k", "cluster"), [(1, 4, 1), (1, 4, 3), (3, 2, 2)])
+@pytest.mark.parametrize(
+    ("split", "group", "loud"),
+    every_pair(list(product(((1, 4, 1), (1, 4, 3), (3, 2, 2)), (32, 64, 128, -1), (False, True)))),
+)
 def test_one_row_in_whole_numbers(
-    builder: Builder, warps_n: int, warps_k: int, cluster: int, group: int, loud: bool
+    builder: Builder, split: tuple[int, int, int], group: int, loud: bool
 ) -> None:
+    warps_n, warps_k, cluster = split
     # Columns past the last tile; a last chunk of 64 channels where groups allow it.
     for bfloat16 in (False, True):
         zeros = (group in (32, -1)) != bfloat16

@@ -24,6 +24,7 @@ from tests.emulation.launching import KernelFault
 from tests.emulation.panel import emulated_panel, emulated_panels
 from tests.methods.textbook import searched_gptq, textbook_gptq
 from tests.testing.layers import make_layer
+from tests.testing.pairs import in_turn
 from tests.testing.schemes import scheme
 
 
@@ -59,13 +60,15 @@ def differing(found: Tensor, expected: Tensor) -> Tensor:
 
 # 40 output channels leave part of the second block empty; 200 input channels end in panels of 72, and 576
 # and 640 in blocks of 96 and 128.
-@pytest.mark.parametrize(
-    ("group_size", "k"), [(32, 192), (64, 128), (128, 640), (256, 512), (96, 576), (-1, 200), (20, 200)]
-)
-@pytest.mark.parametrize("symmetric", [True, False])
+# Sizes of groups, and input channels.
+SIZES = [(32, 192), (64, 128), (128, 640), (256, 512), (96, 576), (-1, 200), (20, 200)]
+
+
+@pytest.mark.parametrize(("sizes", "symmetric"), in_turn(SIZES, (True, False)))
 def test_searched_solution_is_the_float64_references(
-    builder: Builder, group_size: int, k: int, symmetric: bool
+    builder: Builder, sizes: tuple[int, int], symmetric: bool
 ) -> None:
+    group_size, k = sizes
     weight, hessian = make_layer(40, k)
     solution = solved(builder, weight, hessian, scheme(group_size, symmetric=symmetric))
     expected = searched_gptq(weight, hessian, group_size=group_size, symmetric=symmetric, damp=0.01)
@@ -152,11 +155,11 @@ def test_a_missing_barrier_is_found(builder: Builder, tmp_path: Path, before: st
         solve_panels(weight.t().contiguous(), factor, 64, scheme(64), clip_search=True, launch=launch)
 
 
-@pytest.mark.parametrize(("group_size", "k"), [(32, 192), (128, 256), (40, 200)])
-@pytest.mark.parametrize("clip_search", [True, False])
+@pytest.mark.parametrize(("sizes", "clip_search"), in_turn(((32, 192), (128, 256), (40, 200)), (True, False)))
 def test_layers_solved_together_are_solved_alike(
-    builder: Builder, group_size: int, k: int, clip_search: bool
+    builder: Builder, sizes: tuple[int, int], clip_search: bool
 ) -> None:
+    group_size, k = sizes
     made = [make_layer(48, k, seed) for seed in range(3)]
     # The second layer's channels are not all alive, the last was never reached.
     made[1][1][5] = made[1][1][:, 5] = 0

@@ -15,6 +15,7 @@ from marlinq.runtime.sampling import FAULT, GREEDY, RING, Sampler, Sampling
 from tests.emulation.build import Builder
 from tests.emulation.gemm import SOURCES
 from tests.emulation.launching import EmulatedKernel, KernelFault, Memory, apart
+from tests.testing.pairs import in_turn
 
 # Every combination of what a variant is compiled for, with values that leave several tokens.
 SAMPLINGS = {
@@ -111,9 +112,9 @@ def test_tokens_are_those_of_the_reference(builder: Builder, name: str) -> None:
         assert tokens.min() >= 0
 
 
-@pytest.mark.parametrize("name", ["greedy", "drawn, penalty", "all"])
 @pytest.mark.parametrize(
-    "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float32]
+    ("name", "dtype"),
+    in_turn(("greedy", "drawn, penalty", "all"), (torch.float16, torch.bfloat16, torch.float32)),
 )
 def test_every_type_and_rows_that_are_not_aligned(builder: Builder, name: str, dtype: torch.dtype) -> None:
     wide = normal(3, 1003, dtype)
@@ -150,8 +151,9 @@ def test_ties_and_extremes(builder: Builder, sampling: Sampling) -> None:
     check(builder, sampling, torch.zeros(1, 700))
 
 
-@pytest.mark.parametrize("name", ["greedy", "drawn", "all"])
-@pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("name", "value"), in_turn(("greedy", "drawn", "all"), (float("nan"), -float("nan"), float("inf")))
+)
 def test_what_is_no_number_is_reported(builder: Builder, name: str, value: float) -> None:
     logits = normal(2, 3000, torch.float16)
     logits[1, 2222] = value

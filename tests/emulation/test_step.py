@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from tests.kernels.step_problems import (
     relative_error,
     rotation_table,
 )
+from tests.testing.pairs import every_pair, in_turn
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -107,17 +109,11 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("width", "kind", "post", "addends", "bias"), ROWS)
+@pytest.mark.parametrize(("row", "dtype"), in_turn(ROWS, DTYPES))
 def test_residual_stream_and_norm(
-    builder: Builder,
-    width: int,
-    kind: str | None,
-    post: str | None,
-    addends: int,
-    bias: bool,
-    dtype: torch.dtype,
+    builder: Builder, row: tuple[int, str | None, str | None, int, bool], dtype: torch.dtype
 ) -> None:
+    width, kind, post, addends, bias = row
     torch.manual_seed(width)
     m = 3
     x = strided(m, width, width + 8, dtype)
@@ -283,9 +279,12 @@ def test_rows_of_experts_that_do_not_fit_are_refused() -> None:
             residual(x, stored=x, first=wrong)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("arrangement", ["tiles", "halves", "plain"])
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
+@pytest.mark.parametrize(
+    ("name", "arrangement", "dtype"),
+    every_pair(
+        list(product(("silu", "gelu", "gelu_tanh", "relu", "relu2"), ("tiles", "halves", "plain"), DTYPES))
+    ),
+)
 def test_activations(builder: Builder, name: str, arrangement: Any, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     m, columns = 5, 192 if arrangement == "tiles" else 136
@@ -349,28 +348,22 @@ def route(
     return ids, weights
 
 
-@pytest.mark.parametrize("clusters", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
+# Experts, width, how many are taken, scoring, normalised, scale.
+ROUTERS = [
+    (4, 64, 2, "softmax", False, 1.0),
+    (128, 320, 8, "softmax", True, 1.0),
+    (60, 2056, 4, "sigmoid", True, 2.5),
+    (512, 128, 10, "sigmoid", False, 1.0),
+]
+
+
 @pytest.mark.parametrize(
-    ("experts", "width", "top", "scoring", "normalised", "scale"),
-    [
-        (4, 64, 2, "softmax", False, 1.0),
-        (128, 320, 8, "softmax", True, 1.0),
-        (60, 2056, 4, "sigmoid", True, 2.5),
-        (512, 128, 10, "sigmoid", False, 1.0),
-    ],
+    ("values", "dtype", "clusters"), every_pair(list(product(ROUTERS, DTYPES, (True, False))))
 )
 def test_routers(
-    builder: Builder,
-    experts: int,
-    width: int,
-    top: int,
-    scoring: str,
-    normalised: bool,
-    scale: float,
-    dtype: torch.dtype,
-    clusters: bool,
+    builder: Builder, values: tuple[int, int, int, str, bool, float], dtype: torch.dtype, clusters: bool
 ) -> None:
+    experts, width, top, scoring, normalised, scale = values
     torch.manual_seed(3)
     # Eighths, of which sums are exact, so that rounding exchanges nothing and many logits are equal.
     x = apart((2 * torch.randn(3, width + 8)).round().clamp(-3, 3).to(dtype)[:, :width])
@@ -747,21 +740,11 @@ HEADS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens_each", [1, 3])
-@pytest.mark.parametrize(("heads", "kv", "size", "channels", "interleaved", "kind", "wide"), HEADS)
+@pytest.mark.parametrize(("shape", "tokens_each", "dtype"), every_pair(list(product(HEADS, (1, 3), DTYPES))))
 def test_rotation_and_cache(
-    builder: Builder,
-    heads: int,
-    kv: int,
-    size: int,
-    channels: int,
-    interleaved: bool,
-    kind: Any,
-    wide: bool,
-    tokens_each: int,
-    dtype: torch.dtype,
+    builder: Builder, shape: tuple[Any, ...], tokens_each: int, dtype: torch.dtype
 ) -> None:
+    heads, kv, size, channels, interleaved, kind, wide = shape
     torch.manual_seed(size)
     batch, capacity = 2, 9
     m, columns = batch * tokens_each, (heads + 2 * kv) * size
@@ -816,18 +799,9 @@ CACHES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("numbers", "warps", "channels", "interleaved", "kind", "wide"), CACHES, ids=str)
-def test_attention(
-    builder: Builder,
-    numbers: tuple[Any, ...],
-    warps: int,
-    channels: int,
-    interleaved: bool,
-    kind: Any,
-    wide: bool,
-    dtype: torch.dtype,
-) -> None:
+@pytest.mark.parametrize(("case", "dtype"), in_turn(CACHES, DTYPES), ids=str)
+def test_attention(builder: Builder, case: tuple[Any, ...], dtype: torch.dtype) -> None:
+    numbers, warps, channels, interleaved, kind, wide = case
     heads, kv, size, lengths, splits, window, softcap = numbers
     torch.manual_seed(size + splits)
     batch, capacity = len(lengths), max(lengths) + 2
