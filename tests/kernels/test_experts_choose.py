@@ -30,6 +30,7 @@ from marlinq.kernels.experts.launch import Workspace, instantiations, most_tiles
 from marlinq.kernels.jit.compiler import compile_text
 from marlinq.kernels.jit.instantiation import Instantiation, unit
 from tests.emulation.gemm import AMPERE, H200
+from tests.testing.pairs import in_turn
 
 QWEN = ExpertsShape(1, 8, 128, 2048, 768, 128, False, False)
 MIXTRAL = ExpertsShape(1, 2, 8, 4096, 14336, 128, False, False)
@@ -93,15 +94,17 @@ def test_the_workspace_is_one_allocation_without_overlap() -> None:
     assert all(tensor.data_ptr() % 16 == 0 for tensor in workspace)
 
 
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_kernels_for_few_rows_spill_nowhere(architecture: str) -> None:
-    """All on the architecture that kernels are written for; of the others, neighbours share them."""
+def test_kernels_for_few_rows_spill_nowhere(architecture: str, whole: bool) -> None:
+    """All on the architecture that kernels are written for; others share them but where it is slow."""
     if architecture == "sm_90a":
         spills(small_kernels(H200, GROUPS), architecture)
         return
     # With two slots, which fit everywhere.
     device = replace(AMPERE, architecture=architecture)
-    spills(small_kernels(device, GROUPS[ARCHITECTURES.index(architecture) % 2 :: 2]), architecture)
+    groups = GROUPS if whole else GROUPS[ARCHITECTURES.index(architecture) % 4 :: 4]
+    spills(small_kernels(device, groups), architecture)
 
 
 def small_kernels(device: Device, groups: tuple[tuple[int, bool, bool], ...]) -> list[Instantiation]:
@@ -116,7 +119,11 @@ def small_kernels(device: Device, groups: tuple[tuple[int, bool, bool], ...]) ->
     return found
 
 
-@pytest.mark.parametrize("group", [32, 64, 128, -1])
+# The most and the fewest scales; what lies between takes registers between.
+EXTREME_GROUPS = [32, *(pytest.param(group, marks=pytest.mark.slow) for group in (64, 128)), -1]
+
+
+@pytest.mark.parametrize("group", EXTREME_GROUPS)
 def test_shared_experts_spill_nowhere(group: int) -> None:
     """With as few registers as a variant may have."""
     found: list[Instantiation] = []
@@ -150,8 +157,7 @@ def test_rows_of_many_experts_are_not_compared() -> None:
     assert not any(decision.gate_up.columns for _, decision in direct_variants(many, H200))
 
 
-@pytest.mark.parametrize("group", [32, 64, 128, -1])
-@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("group", "zeros"), in_turn((32, 64, 128, -1), (True, False)))
 def test_grouped_products_spill_nowhere(group: int, zeros: bool) -> None:
     """Of compute capability 9.0 only: they are wgmma. All variants, with their tallest tiles and biases; of
     groups of 128 in both types, of the others in one."""
@@ -172,7 +178,7 @@ def test_grouped_products_spill_nowhere(group: int, zeros: bool) -> None:
     spills(found, "sm_90a")
 
 
-@pytest.mark.parametrize("group", [32, 64, 128, -1])
+@pytest.mark.parametrize("group", EXTREME_GROUPS)
 def test_blocks_that_sort_spill_nowhere(group: int) -> None:
     """As many pairs and experts as they sort at most, with ids of 64 bits and a map."""
     found: list[Instantiation] = []

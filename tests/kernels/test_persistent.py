@@ -9,24 +9,24 @@ from marlinq.kernels import compile_kernel
 from marlinq.kernels.launch import persistent
 from marlinq.kernels.launch.persistent import Model, PersistentLayers
 from tests.kernels.persistent_problems import Features, Reference, Sizes, bound, random_layer
+from tests.testing.pairs import in_turn
 
 H200_SHARED_BYTES = 232_448
 SIZES = Sizes(1024, 2816, 16, 4, 64, 640)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 8])
-@pytest.mark.parametrize(
-    ("head_dim", "group", "zeros", "bfloat16", "softcap"),
-    [
-        (128, 128, False, False, None),
-        (128, 64, True, False, 30.0),
-        (64, 32, True, True, None),
-        (128, 128, False, True, None),
-    ],
-)
-def test_the_kernel_does_not_spill(
-    rows: int, head_dim: int, group: int, zeros: bool, bfloat16: bool, softcap: float | None
-) -> None:
+# Size of a head, group, zero points, bfloat16, and the cap of scores.
+FEATURES: list[tuple[int, int, bool, bool, float | None]] = [
+    (128, 128, False, False, None),
+    (128, 64, True, False, 30.0),
+    (64, 32, True, True, None),
+    (128, 128, False, True, None),
+]
+
+
+@pytest.mark.parametrize(("rows", "features"), in_turn((1, 4, 8), FEATURES))
+def test_the_kernel_does_not_spill(rows: int, features: tuple[int, int, bool, bool, float | None]) -> None:
+    head_dim, group, zeros, bfloat16, softcap = features
     model = Model(32, 8, 1e-5, 0.1, softcap=softcap)
     config = persistent.choose(
         [4096, 4096, 4096, 14336],

@@ -21,11 +21,11 @@ from marlinq.kernels.solve.tuned import instantiation as tuned_instantiation
 from marlinq.methods.grid import search_factors
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.methods.tuning import TunableWeight
+from tests.testing.pairs import in_turn
 from tests.testing.schemes import scheme
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("architecture", "symmetric"), in_turn(ARCHITECTURES, (True, False)))
 def test_no_variant_spills(architecture: str, symmetric: bool) -> None:
     wanted = scheme(symmetric=symmetric)
     for factors in (0, len(search_factors())):
