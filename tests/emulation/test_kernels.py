@@ -75,8 +75,7 @@ SPLITS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(("split", "kernel"), in_turn(list(SPLITS), KERNELS))
 def test_ways_of_splitting(builder: Builder, kernel: Kernel, split: str) -> None:
     number = list(SPLITS).index(split)
     m, group, zeros = ((7, 64, True), (16, -1, False), (50, 32, True))[number % 3]
