@@ -58,7 +58,7 @@ class _OrderedAttention(TorchFunctionMode):
     They do so only where every operation that has no such order raises an error, which is more than the
     other operations of a pass can be held to. So that is in force while an attention's own backward pass is
     launched. On an H200, of 299 repeats none had other bits than the first; without it all had with flash
-    attention, 10 to 299 with the memory-efficient one.
+    attention, and none to all, by the shape, with the memory-efficient one.
     """
 
     def __torch_function__(
