@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,19 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(packages, "installed_version", by_name.get)
 
     return pretend
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What doctor runs apart runs in this process, which has imported everything."""
+
+    def run(code: str) -> tuple[str, None]:
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            exec(code, {})
+        return printed.getvalue().strip(), None
+
+    monkeypatch.setattr(examination, "run_apart", run)
 
 
 def driver(major: int, *devices: gpu.Device) -> gpu.Driver:
@@ -130,6 +145,7 @@ def test_doctor_passes_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(finding["fix"] for finding in problems)
 
 
+@pytest.mark.usefixtures("run_here")
 def test_doctor_fails_when_a_package_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +168,7 @@ def test_doctor_fails_when_torch_does_not_import(
     assert "OSError: libc10.so" in out
 
 
+@pytest.mark.usefixtures("run_here")
 @pytest.mark.parametrize("exists", [True, False])
 def test_cache_folder_is_where_the_kernels_say(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, exists: bool
@@ -166,6 +183,7 @@ def test_cache_folder_is_where_the_kernels_say(
     assert finding.found == f"{folder}: {'1 files, 1.0' if exists else '0 files, 0.0'} MB"
 
 
+@pytest.mark.usefixtures("run_here")
 def test_cache_folder_that_is_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("MARLINQ_CACHE", str(tmp_path / "file"))
