@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from marlinq import evaluate
+from tests.testing import forks
 from tests.testing.hub_server import Hub, Repository, hub_server
 from tests.testing.original_folders import save_tiny
 from tests.testing.quantized_folders import model_tuples, write
@@ -40,13 +41,19 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         yield server
 
 
-def python(hub: Hub, home: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A Python process with a cache under ``home`` and without a proxy."""
+def python(
+    hub: Hub, home: Path, code: str, *, with_torch: bool = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A Python process with a cache under ``home`` and without a proxy; ``with_torch``, which has nothing to
+    do with the Hub, imported already."""
     inherited = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
     own = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "PYTHONPATH": str(ROOT)}
+    env = inherited | own | environment
+    if with_torch:
+        return forks.run(code, modules=forks.TORCH, env=env, cwd=home.parent)
     return subprocess.run(
         [sys.executable, "-c", code],
-        env=inherited | own | environment,
+        env=env,
         cwd=home.parent,
         capture_output=True,
         text=True,
@@ -55,9 +62,12 @@ def python(hub: Hub, home: Path, code: str, **environment: str) -> subprocess.Co
     )
 
 
-def marlinq(hub: Hub, home: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def marlinq(
+    hub: Hub, home: Path, *arguments: str, with_torch: bool = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """The command line in such a process."""
-    return python(hub, home, f"from marlinq.cli import main\nmain({list(arguments)!r})", **environment)
+    code = f"from marlinq.cli import main\nmain({list(arguments)!r})"
+    return python(hub, home, code, with_torch=with_torch, **environment)
 
 
 def assert_refused(finished: subprocess.CompletedProcess[str], code: int, *parts: str) -> None:
@@ -203,7 +213,8 @@ def test_quantize_takes_a_hub_id_and_names_it_in_the_card(hub: Hub, tmp_path: Pa
     hub.repositories["org/llama"] = Repository({"main": content(source)})
     home = tmp_path / "home"
     settings = ["--method", "rtn", "--group-size", "32", "--device", "cpu"]
-    finished = marlinq(hub, home, "quantize", "org/llama", "out", *settings, "--revision", "main")
+    asked = ["quantize", "org/llama", "out", *settings, "--revision", "main"]
+    finished = marlinq(hub, home, *asked, with_torch=True)
     assert finished.returncode == 0, finished.stderr
     card = (tmp_path / "out" / "README.md").read_text()
     assert "base_model: org/llama\nbase_model_relation: quantized\nlicense: mit\n" in card
@@ -219,7 +230,7 @@ def test_eval_reads_its_model_at_a_revision(hub: Hub, tmp_path: Path) -> None:
     hub.repositories["org/llama"] = Repository(revisions)
     settings = ["--against", str(tmp_path / "second"), "--windows", "1", "--length", "8", "--device", "cpu"]
     arguments = ["eval", "org/llama", "--revision", "v2", *settings, "--json"]
-    finished = marlinq(hub, tmp_path / "home", *arguments)
+    finished = marlinq(hub, tmp_path / "home", *arguments, with_torch=True)
     assert finished.returncode == 0, finished.stderr
     assert json.loads(finished.stdout)["kl"] == 0
     # That of the main branch predicts something else.

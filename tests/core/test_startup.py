@@ -7,7 +7,6 @@ import gc
 import importlib
 import importlib.metadata
 import importlib.util
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from marlinq.core import startup
 from marlinq.core.errors import UsageError
 from marlinq.core.startup import many_imports, open_gpu_early
+from tests.testing import forks
 
 
 def imported(name: str) -> bool:
@@ -142,4 +142,5 @@ assert name == "transformers.models" and found == look(str(folder / "__init__.py
 from transformers.models.llama import LlamaConfig
 import_transformers()
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = forks.run(code, modules=forks.TORCH)
+    assert done.returncode == 0, done.stderr

@@ -24,6 +24,7 @@ from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.ranks import Ranks, joined_ranks, own_batches, own_share, share_out
 from marlinq.operations.quantize.recipe import Recipe, read_recipe, write_recipe
 from tests.operations.quantize.test_quantize import open_quantized
+from tests.testing import forks
 from tests.testing.mixtures import calibration_text, save_mixture
 from tests.testing.original_folders import RECIPE, save_tiny
 
@@ -60,7 +61,7 @@ def environment(size: int, rank: int, port: int, **more: str) -> dict[str, str]:
     return {**os.environ, **own, **more}
 
 
-def start(size: int, *arguments: str, dies: int | None = None, **more: str) -> list[subprocess.Popen[str]]:
+def start(size: int, *arguments: str, dies: int | None = None) -> list[forks.Process]:
     """The command line on ``size`` ranks; rank ``dies`` is killed while it quantises its second block."""
     port = free_port()
     code = f"from marlinq.cli import main\nmain({list(arguments)!r})"
@@ -73,25 +74,23 @@ def start(size: int, *arguments: str, dies: int | None = None, **more: str) -> l
         "BlockQuantizer._quantize = quantize\n"
     )
     return [
-        subprocess.Popen(
-            [sys.executable, "-c", (killing if rank == dies else "") + code],
-            env=environment(size, rank, port, **more),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        forks.start(
+            (killing if rank == dies else "") + code,
+            modules=forks.QUANTIZE,
+            env=environment(size, rank, port),
         )
         for rank in range(size)
     ]
 
 
-def finished(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+def finished(processes: list[forks.Process]) -> list[tuple[int | None, str, str]]:
     """Exit code, output and errors of each."""
     try:
         found = [(*process.communicate(timeout=150), process) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    return [(process.returncode, out, errors) for out, errors, process in found]
+    return [(process.poll(), out, errors) for out, errors, process in found]
 
 
 def run_ranks(size: int, source: Path, out: Path, recipe: Path, *more: str) -> None:
@@ -216,10 +215,11 @@ def test_a_silent_rank_is_waited_for_only_so_long(source: Path, tmp_path: Path) 
     recipe = recipe_file(tmp_path)
     port = free_port()
     asked = ["quantize", str(source), str(tmp_path / "out"), "--recipe", str(recipe), "--device", "cpu"]
-    alone = subprocess.run(
-        [sys.executable, "-m", "marlinq", *asked], env=environment(2, 0, port, MARLINQ_RANK_TIMEOUT="3"),
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+    alone = forks.run(
+        f"from marlinq.cli import main\nmain({asked!r})",
+        modules=forks.QUANTIZE,
+        env=environment(2, 0, port, MARLINQ_RANK_TIMEOUT="3"),
+    )
     assert alone.returncode == EnvironmentProblem.exit_code, alone.stderr
     assert "did not answer within 3 s" in alone.stderr
     assert not (tmp_path / "out.partial").exists()
