@@ -15,6 +15,7 @@ import pytest
 from marlinq.cli import COMMANDS, main
 from marlinq.cli.output import progress_bar
 from marlinq.core import errors
+from tests.testing import forks
 
 HEAVY = ("torch", "transformers", "datasets", "cupy", "gguf", "accelerate")
 HELPS = [[], *([name] for name in COMMANDS), *(["bench", name] for name in ("kernels", "experts", "decode"))]
@@ -29,7 +30,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
         f"cli.main({[*arguments, '--help']!r}, standalone_mode=False)\n"
         f"sys.exit(','.join(name for name in {HEAVY!r} if name in sys.modules) or 0)\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    run = forks.run(code, modules=forks.COMMANDS)
     assert run.stderr.strip() == ""
     assert run.stdout.startswith("Usage:")
 

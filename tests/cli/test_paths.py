@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from marlinq.core.sources import is_hub_id, local_folder
 from tests.cli.test_main import HEAVY
+from tests.testing import forks
 from tests.testing.quantized_folders import plain_tensors, random_tuple, write
 
 # huggingface_hub too: what is no Hub id never gets there.
@@ -29,9 +30,7 @@ def run(folder: Path, *arguments: str) -> tuple[int, str, str]:
         "finally:\n"
         f"    print(','.join(name for name in {UNWANTED!r} if name in sys.modules))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=folder
-    )
+    done = forks.run(code, modules=forks.COMMANDS, cwd=folder)
     return done.returncode, done.stderr, done.stdout.strip()
 
 

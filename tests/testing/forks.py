@@ -27,6 +27,9 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 TORCH = ("torch", "torch._dynamo", "torch.distributed.tensor")
 """Most of what takes long, and nothing that reads an environment variable of marlinq or of the Hub."""
+COMMANDS = ("marlinq.cli",)
+"""The command line; a child that finds a heavy package among what is imported has it from there, or from what
+it did itself."""
 QUANTIZE = (*TORCH, "transformers.models.llama.modeling_llama", "marlinq.cli", "marlinq.operations.quantize")
 """All that quantising a toy imports."""
 
