@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -40,19 +41,41 @@ def same_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "TOP_K", 0)
 
 
-def tuned(source: Path, out: Path, **changes: Any) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    """As :data:`TUNED`, but tuning begins at once: weights are rounded, and the text is there."""
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    rows = torch.randint(3, 128, (64, 40), generator=torch.Generator().manual_seed(1)).tolist()
+    path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    return TUNED.replace(method="rtn", calibration=str(path))
+
+
+def tuned(source: Path, out: Path, recipe: Recipe = TUNED, **changes: Any) -> dict[str, Any]:
     """Quantises and returns the report that the manifest holds."""
-    quantize(source, out, recipe=TUNED.replace(**changes), device="cpu")
+    quantize(source, out, recipe=recipe.replace(**changes), device="cpu")
     report: dict[str, Any] = json.loads((out / "marlinq.json").read_text())["run"]["tuning"]
     return report
 
 
-def untuned(source: Path, out: Path, **changes: Any) -> dict[str, QuantizedWeight]:
+def untuned(source: Path, out: Path, recipe: Recipe = TUNED, **changes: Any) -> dict[str, QuantizedWeight]:
     """The weights that tuning begins with."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operation, "tune", lambda *args, **options: None)
-        quantize(source, out, recipe=TUNED.replace(**changes), device="cpu")
+        quantize(source, out, recipe=recipe.replace(**changes), device="cpu")
     return weights(out)
+
+
+def begun(source: Path, *outs: Path, **changes: Any) -> Recipe:
+    """Runs that have quantised all blocks and tuned nothing yet, each to be resumed; returns their recipe."""
+    recipe = TUNED.replace(**changes)
+    first, *others = (out.with_name(out.name + ".partial") for out in outs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operation, "tune", _dies)
+        with pytest.raises(Killed):
+            quantize(source, outs[0], recipe=recipe, device="cpu")
+    for other in others:
+        shutil.copytree(first, other)
+    return recipe
 
 
 def weights(folder: Path) -> dict[str, QuantizedWeight]:
@@ -75,23 +98,27 @@ def kl(folder: Path, source: Path) -> float:
 
 def test_predictions_come_closer_to_the_originals(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    more: dict[str, Any] = {"samples": 256, "tune_steps": 60, "tune_rate": 0.004}
-    untuned(source, tmp_path / "plain", **more)
-    report = tuned(source, tmp_path / "tuned", **more)
+    plain, out = tmp_path / "plain", tmp_path / "tuned"
+    recipe = begun(source, plain, out, samples=256, tune_steps=60, tune_rate=0.004)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operation, "tune", lambda *args, **options: None)
+        quantize(source, plain, recipe=recipe, device="cpu", resume=True)
+    report = quantize(source, out, recipe=recipe, device="cpu", resume=True).tuning
+    assert report is not None
     assert report["kl_after"] < 0.97 * report["kl_before"]
     assert (report["documents"], report["held_out"]) == (240, 16)
     assert report["steps"] <= 60
     # On text of another seed than both the learnt and the held-out text, which is the same for both folders.
-    assert kl(tmp_path / "tuned", source) < 0.97 * kl(tmp_path / "plain", source)
+    assert kl(out, source) < 0.97 * kl(plain, source)
 
 
-def test_codes_stay_unless_they_are_to_follow(tmp_path: Path) -> None:
+def test_codes_stay_unless_they_are_to_follow(tmp_path: Path, rounded: Recipe) -> None:
     source = save_tiny("llama", tmp_path / "model")
     # Of so few documents none is held out, so the last values are kept, better or not.
     few = {"samples": 7, "tune_rate": 0.05, "tune_steps": 6}
-    quantize(source, tmp_path / "plain", recipe=TUNED.replace(**few | {"tune_steps": 0}), device="cpu")
-    assert tuned(source, tmp_path / "scales", **few)["changed_codes"] == 0
-    share = tuned(source, tmp_path / "codes", tune_codes=True, **few)["changed_codes"]
+    quantize(source, tmp_path / "plain", recipe=rounded.replace(**few | {"tune_steps": 0}), device="cpu")
+    assert tuned(source, tmp_path / "scales", rounded, **few)["changed_codes"] == 0
+    share = tuned(source, tmp_path / "codes", rounded, tune_codes=True, **few)["changed_codes"]
     plain, scales, codes = (weights(tmp_path / name) for name in ("plain", "scales", "codes"))
     assert all(torch.equal(plain[name].codes, scales[name].codes) for name in plain)
     assert any(not torch.equal(plain[name].scales, scales[name].scales) for name in plain)
@@ -102,11 +129,11 @@ def test_codes_stay_unless_they_are_to_follow(tmp_path: Path) -> None:
 
 
 def test_a_block_takes_its_step_before_the_next_has_gradients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounded: Recipe
 ) -> None:
     """The same bytes as when all wait for the last, with the gradients of one block at a time."""
     source = save_tiny("llama", tmp_path / "model")
-    recipe = TUNED.replace(tune_codes=True, tune_steps=3, tune_rate=0.02)
+    recipe = rounded.replace(tune_codes=True, tune_steps=3, tune_rate=0.02)
     taken: list[set[str]] = []
     take = loop.Loop._take
 
@@ -132,10 +159,10 @@ def test_a_block_takes_its_step_before_the_next_has_gradients(
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_kept_passes_are_those_that_run_blocks_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounded: Recipe, name: str
 ) -> None:
     source = save_tiny(name, tmp_path / "model")
-    recipe = TUNED.replace(tune_codes=True, tune_steps=3, tune_rate=0.02)
+    recipe = rounded.replace(tune_codes=True, tune_steps=3, tune_rate=0.02)
     quantize(source, tmp_path / "again", recipe=recipe, device="cpu")
     used = []
 
@@ -450,8 +477,6 @@ def test_text_that_was_there_before_is_varied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    # Not what the model writes, which is not the same on all processors.
-    monkeypatch.setattr(operation, "add_drawn_anew", lambda *_: None)
     text_file = tmp_path / "text.jsonl"
     documents = torch.randint(3, 120, (63, 39), generator=torch.Generator().manual_seed(0))
     documents[:, 0] = 1
@@ -479,7 +504,7 @@ def test_text_that_was_there_before_is_varied(
     quantize(
         source,
         tmp_path / "out",
-        recipe=TUNED.replace(calibration=str(text_file), samples=63, tune_steps=steps),
+        recipe=TUNED.replace(calibration=str(text_file), samples=63, tune_steps=steps, method="rtn"),
         device="cpu",
         progress=progress,
     )
@@ -520,7 +545,7 @@ def _equal(a: Batch, b: Batch) -> bool:
 
 
 def test_a_state_is_saved_where_that_takes_little_of_the_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounded: Recipe
 ) -> None:
     source = save_tiny("llama", tmp_path / "model")
     monkeypatch.setattr(run, "_SAVE_SECONDS", 0.0)
@@ -540,14 +565,14 @@ def test_a_state_is_saved_where_that_takes_little_of_the_time(
         monkeypatch.setattr(run, "_SAVE_RATE", rate)
         monkeypatch.setattr(run, "_SAVE_MEMORY_SHARE", share)
         saved.clear()
-        tuned(source, tmp_path / f"{rate} {share}", tune_steps=3)
+        tuned(source, tmp_path / f"{rate} {share}", rounded, tune_steps=3)
         assert saved == expected
 
 
-def test_norms_are_tuned_or_left_alone(tmp_path: Path) -> None:
+def test_norms_are_tuned_or_left_alone(tmp_path: Path, rounded: Recipe) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    report = tuned(source, tmp_path / "with")
-    assert tuned(source, tmp_path / "without", tune_norms=False)["vectors"] == []
+    report = tuned(source, tmp_path / "with", rounded)
+    assert tuned(source, tmp_path / "without", rounded, tune_norms=False)["vectors"] == []
     original = {name: Checkpoint.open(source).tensor(name) for name in Checkpoint.open(source).tensors}
     differing = [
         name for name, tensor in kept(tmp_path / "with").items() if not torch.equal(tensor, original[name])
@@ -576,32 +601,33 @@ def test_every_format_holds_a_tuned_model(tmp_path: Path, layout: str, symmetric
 @pytest.mark.parametrize(
     "name", ["llama-tied", "gpt2", "opt", pytest.param("gemma3", marks=pytest.mark.slow), "bloom", "phi"]
 )
-def test_other_architectures(tmp_path: Path, name: str) -> None:
+def test_other_architectures(tmp_path: Path, rounded: Recipe, name: str) -> None:
     source = save_tiny(name, tmp_path / "model")
-    report = tuned(source, tmp_path / "out", tune_codes=True)
+    report = tuned(source, tmp_path / "out", rounded, tune_codes=True)
     assert report["kl_after"] < report["kl_before"]
 
 
 def test_a_quantised_head_stays_as_it_was(tmp_path: Path) -> None:
     source = save_tiny("llama-tied", tmp_path / "model")
-    plain = untuned(source, tmp_path / "plain", quantize_head="int4")
-    report = tuned(source, tmp_path / "out", quantize_head="int4")
+    recipe = TUNED.replace(quantize_head="int4", tune_steps=6)
+    plain = untuned(source, tmp_path / "plain", recipe)
+    report = tuned(source, tmp_path / "out", recipe)
     assert report["kl_after"] < report["kl_before"]
     assert weights(tmp_path / "out")["lm_head"].difference(plain["lm_head"]) is None
 
 
-def test_few_documents_are_all_learnt_from(tmp_path: Path) -> None:
+def test_few_documents_are_all_learnt_from(tmp_path: Path, rounded: Recipe) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    report = tuned(source, tmp_path / "out", samples=7, tune_steps=3)
+    report = tuned(source, tmp_path / "out", rounded, samples=7, tune_steps=3)
     assert (report["documents"], report["held_out"]) == (7, 0)
     assert (report["kl_before"], report["kl_after"], report["kept_step"]) == (None, None, 3)
 
 
-def test_what_gets_worse_is_undone(tmp_path: Path) -> None:
+def test_what_gets_worse_is_undone(tmp_path: Path, rounded: Recipe) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    plain = untuned(source, tmp_path / "plain")
+    plain = untuned(source, tmp_path / "plain", rounded)
     # Steps as large as the scales themselves.
-    result = quantize(source, tmp_path / "out", recipe=TUNED.replace(tune_rate=0.9), device="cpu")
+    result = quantize(source, tmp_path / "out", recipe=rounded.replace(tune_rate=0.9), device="cpu")
     report = result.tuning
     assert report is not None
     assert (report["kept_step"], report["kl_after"]) == (0, report["kl_before"])
@@ -626,6 +652,7 @@ def test_what_gets_worse_is_undone(tmp_path: Path) -> None:
 def test_the_last_values_are_kept_where_they_help(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    rounded: Recipe,
     looks: tuple[float, ...],
     kept_step: int,
     astray: bool,
@@ -633,7 +660,7 @@ def test_the_last_values_are_kept_where_they_help(
     source = save_tiny("llama", tmp_path / "model")
     found = iter(looks)
     monkeypatch.setattr(loop.Loop, "_look", lambda self: next(found))
-    recipe = TUNED.replace(samples=8, tune_steps=2)
+    recipe = rounded.replace(samples=8, tune_steps=2)
     result = quantize(source, tmp_path / "out", recipe=recipe, device="cpu")
     report = result.tuning
     assert report is not None
@@ -645,7 +672,9 @@ def test_the_last_values_are_kept_where_they_help(
 
 
 @pytest.mark.parametrize("samples", [7, 64])
-def test_lines_say_how_tuning_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples: int) -> None:
+def test_lines_say_how_tuning_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounded: Recipe, samples: int
+) -> None:
     source = save_tiny("llama", tmp_path / "model")
     learnt: list[tuple[float, int]] = []
     seconds = iter(range(0, 10_000, 6))
@@ -660,7 +689,7 @@ def test_lines_say_how_tuning_stands(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(loop, "divergence", noted)
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
-    recipe = TUNED.replace(samples=samples)
+    recipe = rounded.replace(samples=samples)
     result = quantize(source, tmp_path / "out", recipe=recipe, device="cpu", message=said.append)
     assert result.tuning is not None
     said = [line for line in said if line.startswith("tuning")]
@@ -749,7 +778,9 @@ def test_an_interrupted_run_ends_with_the_same_bytes(
     assert seen in ([3, 4, 5], [])
 
 
-def test_a_damaged_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_state_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounded: Recipe
+) -> None:
     source = save_tiny("llama", tmp_path / "model")
     monkeypatch.setattr(run, "_SAVE_SECONDS", 0.0)
     monkeypatch.setattr(run, "_SAVE_RATE", math.inf)
@@ -760,11 +791,11 @@ def test_a_damaged_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run._Run, "_outcome", dies)
         with pytest.raises(Killed):
-            quantize(source, tmp_path / "out", recipe=TUNED.replace(tune_steps=2), device="cpu")
+            quantize(source, tmp_path / "out", recipe=rounded.replace(tune_steps=2), device="cpu")
     state = tmp_path / "out.partial" / "tuning.safetensors"
     state.write_bytes(state.read_bytes()[:-100])
     with pytest.raises(OutputError, match=r"tuning.safetensors: is damaged; remove"):
-        quantize(source, tmp_path / "out", recipe=TUNED.replace(tune_steps=2), device="cpu", resume=True)
+        quantize(source, tmp_path / "out", recipe=rounded.replace(tune_steps=2), device="cpu", resume=True)
 
 
 def test_a_run_of_another_version_of_its_quality_is_not_resumed(
@@ -774,7 +805,8 @@ def test_a_run_of_another_version_of_its_quality_is_not_resumed(
     recipe = TUNED.replace(quality="best", tune_steps=2)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run._Run, "_outcome", _dies)
+        # Its folder is there before anything is made for it.
+        patch.setattr(operation, "hold_out", _dies)
         with pytest.raises(Killed):
             quantize(source, tmp_path / "out", recipe=recipe, device="cpu")
     monkeypatch.setitem(QUALITIES, "best", replace(QUALITIES["best"], version=10**6))
