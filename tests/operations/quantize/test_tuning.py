@@ -47,7 +47,7 @@ def rounded(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     path = tmp_path_factory.mktemp("text") / "text.jsonl"
     rows = torch.randint(3, 128, (64, 40), generator=torch.Generator().manual_seed(1)).tolist()
     path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
-    return TUNED.replace(method="rtn", calibration=str(path))
+    return TUNED.replace(method="rtn", calibration=str(path), tune_steps=6, tune_tokens=256)
 
 
 def tuned(source: Path, out: Path, recipe: Recipe = TUNED, **changes: Any) -> dict[str, Any]:
@@ -99,15 +99,15 @@ def kl(folder: Path, source: Path) -> float:
 def test_predictions_come_closer_to_the_originals(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
     plain, out = tmp_path / "plain", tmp_path / "tuned"
-    recipe = begun(source, plain, out, samples=256, tune_steps=60, tune_rate=0.004)
+    recipe = begun(source, plain, out, samples=128, tune_steps=40, tune_rate=0.004)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operation, "tune", lambda *args, **options: None)
         quantize(source, plain, recipe=recipe, device="cpu", resume=True)
     report = quantize(source, out, recipe=recipe, device="cpu", resume=True).tuning
     assert report is not None
     assert report["kl_after"] < 0.97 * report["kl_before"]
-    assert (report["documents"], report["held_out"]) == (240, 16)
-    assert report["steps"] <= 60
+    assert (report["documents"], report["held_out"]) == (120, 8)
+    assert report["steps"] <= 40
     # On text of another seed than both the learnt and the held-out text, which is the same for both folders.
     assert kl(out, source) < 0.97 * kl(plain, source)
 
@@ -587,7 +587,8 @@ def test_norms_are_tuned_or_left_alone(tmp_path: Path, rounded: Recipe) -> None:
 )
 def test_every_format_holds_a_tuned_model(tmp_path: Path, layout: str, symmetric: bool) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    tuned(source, tmp_path / "out", format=layout, symmetric=symmetric, tune_codes=True, tune_steps=2)
+    changes = {"samples": 16, "tune_codes": True, "tune_steps": 2}
+    tuned(source, tmp_path / "out", format=layout, symmetric=symmetric, **changes)
     marlinq.convert(tmp_path / "out", tmp_path / "other", target_format="gptq-v2")
     # The converted folder knows from its source which vectors are no copies.
     for folder in ("out", "other"):
@@ -689,7 +690,7 @@ def test_lines_say_how_tuning_stands(
 
     monkeypatch.setattr(loop, "divergence", noted)
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
-    recipe = rounded.replace(samples=samples)
+    recipe = rounded.replace(samples=samples, tune_steps=12)
     result = quantize(source, tmp_path / "out", recipe=recipe, device="cpu", message=said.append)
     assert result.tuning is not None
     said = [line for line in said if line.startswith("tuning")]
