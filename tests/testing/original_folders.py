@@ -12,6 +12,12 @@ from tests.testing.tiny_models import tiny_model
 RECIPE = Recipe(group_size=32, samples=8, max_length=40, options=GPTQOptions(act_order="none"))
 """Small enough for a tiny model: its text is written by the model itself in a moment."""
 
+ROWS = Path(__file__).with_name("rows.jsonl")
+"""Eight documents of forty random tokens."""
+
+READ = RECIPE.replace(calibration=str(ROWS))
+"""The same with text that is there, which is half of a run's time."""
+
 
 def save_tiny(name: str, folder: Path) -> Path:
     """Saves the tiny model of that name as a checkpoint folder."""

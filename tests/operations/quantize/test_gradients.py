@@ -21,11 +21,11 @@ from marlinq.operations.quantize.budget import Work, gradient_jobs, gradient_tok
 from marlinq.operations.quantize.gradients import LossGradients
 from marlinq.operations.quantize.recipe import Override
 from tests.testing.mixtures import calibration_text, save_mixture
-from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
+from tests.testing.original_folders import READ, folder_bytes, save_tiny
 from tests.testing.tiny_models import tiny_model
 
 CPU = torch.device("cpu")
-MINDED = RECIPE.replace(output_hessian=True)
+MINDED = READ.replace(output_hessian=True)
 
 
 def taken(
@@ -137,7 +137,7 @@ def test_a_run_minds_them_and_comes_to_the_same_bytes(
     tmp_path: Path, minded_run: tuple[Path, Path, QuantizeReport]
 ) -> None:
     source, folder, minded = minded_run
-    plain = quantize(source, tmp_path / "plain", recipe=RECIPE, device="cpu")
+    plain = quantize(source, tmp_path / "plain", recipe=READ, device="cpu")
     quantize(source, tmp_path / "again", recipe=MINDED, device="cpu")
     expected = folder_bytes(folder)
     assert folder_bytes(tmp_path / "again") == expected
@@ -174,8 +174,8 @@ def test_a_resumed_run_minds_the_same_gradients(
 
 def test_some_modules_alone(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    only = RECIPE.replace(overrides=(Override(r"layers\.2\..*down_proj", settings={"output_hessian": True}),))
-    plain = quantize(source, tmp_path / "plain", recipe=RECIPE, device="cpu")
+    only = READ.replace(overrides=(Override(r"layers\.2\..*down_proj", settings={"output_hessian": True}),))
+    plain = quantize(source, tmp_path / "plain", recipe=READ, device="cpu")
     some = quantize(source, tmp_path / "some", recipe=only, device="cpu")
     differing = {
         name
@@ -186,7 +186,7 @@ def test_some_modules_alone(tmp_path: Path) -> None:
 
 
 def test_without_calibration_there_are_none(tmp_path: Path) -> None:
-    recipe = RECIPE.replace(quality="best", method="rtn", tune_steps=0)
+    recipe = READ.replace(quality="best", method="rtn", tune_steps=0)
     assert not hasattr(recipe.options, "output_hessian")
     assert recipe.replace(quality="best", method="gptq").options == GPTQOptions(output_hessian=True)
     assert recipe.replace(quality="default").options == GPTQOptions()
@@ -214,7 +214,7 @@ def test_ranks_are_refused(
     two = SimpleNamespace(size=2, first=True)
     monkeypatch.setattr(operation, "joined_ranks", lambda device: nullcontext(two))
     with pytest.raises(UsageError, match=rf"one process, found 2 ranks; .*{option}"):
-        quantize(source, tmp_path / "out", recipe=RECIPE.replace(**changes), device="cpu")
+        quantize(source, tmp_path / "out", recipe=READ.replace(**changes), device="cpu")
     assert not (tmp_path / "out").exists()
 
 

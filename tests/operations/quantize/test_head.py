@@ -30,13 +30,13 @@ from marlinq.operations.quantize.recipe import Override, Recipe
 from marlinq.operations.verify import verify
 from marlinq.runtime import load
 from marlinq.runtime.linear import QuantLinear
-from tests.operations.quantize.test_quantize import calibration_tokens, open_quantized
+from tests.operations.quantize.test_quantize import open_quantized
 from tests.operations.quantize.test_resume import Killed, interrupt
-from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
+from tests.testing.original_folders import READ, ROWS, folder_bytes, save_tiny
 from tests.testing.quantized_folders import assert_holds
 from tests.testing.tiny_models import CONFIGS
 
-HEAD = RECIPE.replace(quantize_head="int4")
+HEAD = READ.replace(quantize_head="int4")
 
 
 def run(source: Path, out: Path, **changes: Any) -> QuantizeReport:
@@ -100,7 +100,7 @@ def test_nested_configs_are_untied_too(tmp_path: Path) -> None:
     config = plan_output(checkpoint, blueprint, HEAD).config
     assert config["tie_word_embeddings"] is False
     assert config["text_config"] == {"tie_word_embeddings": False, "x": 1}
-    assert plan_output(checkpoint, blueprint, RECIPE).config["text_config"]["tie_word_embeddings"] is True
+    assert plan_output(checkpoint, blueprint, READ).config["text_config"]["tie_word_embeddings"] is True
 
 
 def test_a_head_without_calibration_is_rounded(tmp_path: Path) -> None:
@@ -117,7 +117,8 @@ def test_the_head_is_calibrated_on_its_own_inputs(tmp_path: Path, name: str) -> 
     source = save_tiny(name, tmp_path / "model")
     report = run(source, tmp_path / "out")
     quantized = open_quantized(tmp_path / "out")
-    inputs = head_inputs(tmp_path / "out", calibration_tokens(source))
+    documents = [json.loads(line)["input_ids"] for line in ROWS.read_text().splitlines()]
+    inputs = head_inputs(tmp_path / "out", documents)
     tensors = load_file(source / "model.safetensors")
     weight = tensors["lm_head.weight"] if name == "llama" else tensors["model.embed_tokens.weight"]
     statistics = HessianAccumulator(64, device=torch.device("cpu"), name="head")
