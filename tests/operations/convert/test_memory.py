@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -15,20 +16,31 @@ CHILD = """
 import resource, sys
 from marlinq.operations.convert import convert
 tiny, model, target, shard = sys.argv[1:]
-convert(tiny, tiny + "-out", target_format=target)
+convert(tiny, f"{tiny}-{target}", target_format=target)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-convert(model, model + "-out", target_format=target, max_shard_size=int(shard))
+convert(model, f"{model}-{target}", target_format=target, max_shard_size=int(shard))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+K, N, COUNT = 4096, 2048, 16
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model of ``COUNT`` large modules, and one of a small one."""
+    folder = tmp_path_factory.mktemp("memory")
+    # What they hold makes no difference, so it is the same.
+    names = [f"model.layers.{number}.mlp.up_proj" for number in range(COUNT)]
+    weight = random_tuple(K, N, 0, group_size=128)
+    model = write(folder / "model", "gptq", {name: deepcopy(weight) for name in names})
+    return model, write(folder / "tiny", "gptq", {names[0]: random_tuple(256, 256, 1)})
+
+
 @pytest.mark.parametrize("target", ["marlin", "compressed-tensors"])
-def test_memory_does_not_grow_with_the_model(tmp_path: Path, target: str) -> None:
-    k, n, count = 4096, 2048, 16
-    largest = k * n // 2
-    modules = {f"model.layers.{i}.mlp.up_proj": random_tuple(k, n, i, group_size=128) for i in range(count)}
-    model = write(tmp_path / "model", "gptq", modules)
-    tiny = write(tmp_path / "tiny", "gptq", {"model.layers.0.mlp.up_proj": random_tuple(256, 256, 1)})
+def test_memory_does_not_grow_with_the_model(folders: tuple[Path, Path], target: str) -> None:
+    model, tiny = folders
+    largest = K * N // 2
     run = subprocess.run(
         [sys.executable, "-c", CHILD, str(tiny), str(model), target, str(SHARD)],
         check=True,
@@ -37,4 +49,4 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, target: str) -> Non
     )
     limit = 2 * SHARD + largest
     assert int(run.stdout) * 1024 < limit
-    assert count * largest > 3 * limit
+    assert COUNT * largest > 3 * limit

@@ -28,7 +28,7 @@ from marlinq.models import build_blueprint
 from marlinq.operations.quantize import QuantizeReport, operation, plan_quantize, quantize
 from marlinq.operations.quantize.recipe import Override, Recipe
 from tests.testing.mixtures import save_mixture
-from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
+from tests.testing.original_folders import READ, RECIPE, ROWS, folder_bytes, save_tiny
 from tests.testing.schemes import scheme
 from tests.testing.tiny_models import CONFIGS, tiny_model
 
@@ -92,7 +92,7 @@ def test_every_format_holds_the_same_codes(tmp_path: Path) -> None:
     for layout in ("gptq", "gptq-v2", "awq", "marlin", "compressed-tensors"):
         # Marlin wants N in multiples of 64, which the two small projections are not.
         skips = (Override("[kv]_proj$", skip=True),)
-        run(source, tmp_path / layout, format=layout, overrides=skips)
+        run(source, tmp_path / layout, calibration=str(ROWS), format=layout, overrides=skips)
         folders[layout] = open_quantized(tmp_path / layout)
     first = folders["gptq"]
     assert "model.layers.0.self_attn.q_proj" in first.modules
@@ -207,8 +207,8 @@ def test_the_same_command_gives_the_same_bytes(tmp_path: Path) -> None:
 
 def test_small_shards_hold_the_same_tensors(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    run(source, tmp_path / "one")
-    quantize(source, tmp_path / "many", recipe=RECIPE, device="cpu", max_shard_size=20_000)
+    run(source, tmp_path / "one", calibration=str(ROWS))
+    quantize(source, tmp_path / "many", recipe=READ, device="cpu", max_shard_size=20_000)
     one, many = Checkpoint.open(tmp_path / "one"), Checkpoint.open(tmp_path / "many")
     assert len(many.shards) > 3
     assert one.tensors.keys() == many.tensors.keys()
@@ -219,7 +219,7 @@ def test_a_tied_head_stays_tied_and_side_files_come_along(tmp_path: Path) -> Non
     source = save_tiny("llama-tied", tmp_path / "model")
     (source / "tokenizer_config.json").write_text("{}")
     (source / "chat_template.jinja").write_text("{{ messages }}")
-    run(source, tmp_path / "out")
+    run(source, tmp_path / "out", calibration=str(ROWS))
     out = Checkpoint.open(tmp_path / "out")
     assert "lm_head.weight" not in out.tensors
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
@@ -229,12 +229,12 @@ def test_a_tied_head_stays_tied_and_side_files_come_along(tmp_path: Path) -> Non
 
 def test_legacy_names_without_the_base_prefix_are_kept(tmp_path: Path) -> None:
     source = save_tiny("gpt2", tmp_path / "model")
-    modern = run(source, tmp_path / "modern")
+    modern = run(source, tmp_path / "modern", calibration=str(ROWS))
     tensors = load_file(source / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     assert bare.keys() != tensors.keys()
     save_file(bare, source / "model.safetensors", metadata={"format": "pt"})
-    legacy = run(source, tmp_path / "legacy")
+    legacy = run(source, tmp_path / "legacy", calibration=str(ROWS))
     assert legacy.modules == {n.removeprefix("transformer."): r for n, r in modern.modules.items()}
     out = Checkpoint.open(tmp_path / "legacy")
     assert "h.0.attn.c_attn.qweight" in out.tensors
@@ -247,7 +247,7 @@ def test_overrides_change_single_modules(tmp_path: Path) -> None:
         Override.parse("layers.1.*down_proj=group_size=64"),
         Override.parse("up_proj=symmetric=false"),
     )
-    report = run(source, tmp_path / "out", overrides=overrides)
+    report = run(source, tmp_path / "out", calibration=str(ROWS), overrides=overrides)
     assert report.modules["model.layers.1.mlp.down_proj"].group_size == 64
     assert report.modules["model.layers.0.mlp.down_proj"].group_size == 32
     assert not report.modules["model.layers.0.mlp.up_proj"].symmetric
@@ -258,7 +258,12 @@ def test_overrides_change_single_modules(tmp_path: Path) -> None:
     assert quantized.load("model.layers.1.mlp.down_proj").group_size == 64
     assert quantized.load("model.layers.0.mlp.up_proj").scheme.stores_zeros
     with pytest.warns(UserWarning, match="'nothing_like_it' matches no linear"):
-        run(source, tmp_path / "typo", overrides=(Override("nothing_like_it", skip=True),))
+        run(
+            source,
+            tmp_path / "typo",
+            calibration=str(ROWS),
+            overrides=(Override("nothing_like_it", skip=True),),
+        )
 
 
 def test_the_manifest_tells_how_the_folder_was_made(tmp_path: Path) -> None:
@@ -343,7 +348,7 @@ def test_shapes_that_do_not_fit_are_refused_before_any_work(tmp_path: Path) -> N
 
 def test_what_can_not_be_quantised_is_refused(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    run(source, tmp_path / "quantised")
+    run(source, tmp_path / "quantised", method="rtn")
     with pytest.raises(UnsupportedError, match="is quantised already"):
         run(tmp_path / "quantised", tmp_path / "out")
     with pytest.raises(OutputError, match="already exists"):

@@ -18,7 +18,7 @@ from marlinq.core.errors import CheckpointError, OutputError
 from marlinq.methods import METHODS
 from marlinq.operations.quantize import quantize
 from marlinq.operations.quantize.recipe import Recipe
-from tests.testing.original_folders import RECIPE, folder_bytes, save_tiny
+from tests.testing.original_folders import READ, RECIPE, folder_bytes, save_tiny
 
 
 class Killed(BaseException):
@@ -86,7 +86,7 @@ def test_a_resumed_run_has_the_bytes_of_an_undisturbed_one(tmp_path: Path, count
 
 def test_a_run_that_died_just_before_the_rename_is_finished(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    whole = quantize(source, tmp_path / "whole", recipe=RECIPE, device="cpu")
+    whole = quantize(source, tmp_path / "whole", recipe=READ, device="cpu")
 
     def dying(folder: PartialFolder, out: Path) -> None:
         raise Killed
@@ -94,9 +94,9 @@ def test_a_run_that_died_just_before_the_rename_is_finished(tmp_path: Path) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PartialFolder, "move", dying)
         with pytest.raises(Killed):
-            quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu")
+            quantize(source, tmp_path / "out", recipe=READ, device="cpu")
     assert not (tmp_path / "out.partial" / "journal.jsonl").exists()
-    report = quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu", resume=True)
+    report = quantize(source, tmp_path / "out", recipe=READ, device="cpu", resume=True)
     assert report.modules == whole.modules
     assert report.calibration == whole.calibration
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
@@ -104,7 +104,7 @@ def test_a_run_that_died_just_before_the_rename_is_finished(tmp_path: Path) -> N
 
 def test_a_block_whose_notes_are_missing_is_solved_again(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    whole = quantize(source, tmp_path / "whole", recipe=RECIPE, device="cpu")
+    whole = quantize(source, tmp_path / "whole", recipe=READ, device="cpu")
     commit = CheckpointWriter.commit
     dead = False
 
@@ -120,8 +120,8 @@ def test_a_block_whose_notes_are_missing_is_solved_again(tmp_path: Path) -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointWriter, "commit", copier_comes_first)
         with pytest.raises(Killed):
-            quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu")
-    report = quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu", resume=True)
+            quantize(source, tmp_path / "out", recipe=READ, device="cpu")
+    report = quantize(source, tmp_path / "out", recipe=READ, device="cpu", resume=True)
     assert report.resumed_blocks == 1
     assert report.modules == whole.modules
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
@@ -129,14 +129,14 @@ def test_a_block_whose_notes_are_missing_is_solved_again(tmp_path: Path) -> None
 
 def test_blocks_that_are_there_are_not_solved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    whole = quantize(source, tmp_path / "whole", recipe=RECIPE, device="cpu")
+    whole = quantize(source, tmp_path / "whole", recipe=READ, device="cpu")
 
     def stop(stage: str, done: int, total: int) -> None:
         if stage == "quantising blocks" and done == 2:
             raise Killed
 
     with pytest.raises(Killed):
-        quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu", progress=stop)
+        quantize(source, tmp_path / "out", recipe=READ, device="cpu", progress=stop)
     from marlinq.operations.quantize import text
 
     solved: list[str] = []
@@ -151,7 +151,7 @@ def test_blocks_that_are_there_are_not_solved_again(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(METHODS["gptq"], "solve", noting)
     monkeypatch.setattr(text, "TextWriter", unexpected)
-    report = quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu", resume=True)
+    report = quantize(source, tmp_path / "out", recipe=READ, device="cpu", resume=True)
     assert {name.split(".")[2] for name in solved} == {"2"}
     assert report.resumed_blocks == 2
     assert "2 of 3 blocks were there already" in report.render()
@@ -162,7 +162,7 @@ def test_blocks_that_are_there_are_not_solved_again(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("layout", ["gptq-v2", "awq", "marlin", "compressed-tensors"])
 def test_every_format_can_be_read_back(tmp_path: Path, layout: str) -> None:
     source = save_tiny("gpt2", tmp_path / "model")
-    recipe = RECIPE.replace(format=layout, symmetric=layout in ("marlin", "gptq-v2"))
+    recipe = READ.replace(format=layout, symmetric=layout in ("marlin", "gptq-v2"))
     quantize(source, tmp_path / "whole", recipe=recipe, device="cpu")
 
     def stop(stage: str, done: int, total: int) -> None:
@@ -175,7 +175,7 @@ def test_every_format_can_be_read_back(tmp_path: Path, layout: str) -> None:
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
 
 
-def interrupted(source: Path, out: Path, recipe: Recipe = RECIPE) -> None:
+def interrupted(source: Path, out: Path, recipe: Recipe = READ) -> None:
     def stop(stage: str, done: int, total: int) -> None:
         if stage == "quantising blocks" and done == 1:
             raise Killed
@@ -206,7 +206,7 @@ def test_another_recipe_model_or_text_is_not_resumed(tmp_path: Path) -> None:
 def test_resuming_nothing_is_said(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
     with pytest.warns(UserWarning, match="no unfinished run to resume; starting afresh"):
-        report = quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu", resume=True)
+        report = quantize(source, tmp_path / "out", recipe=READ, device="cpu", resume=True)
     assert report.resumed_blocks == 0
 
 
@@ -223,7 +223,7 @@ def test_damaged_leftovers_are_noticed(tmp_path: Path) -> None:
     data[8 + header + start] ^= 1
     shard.write_bytes(bytes(data))
     with pytest.raises(CheckpointError, match=r"down_proj\.qweight was changed"):
-        quantize(source, tmp_path / "out", recipe=RECIPE, device="cpu", resume=True)
+        quantize(source, tmp_path / "out", recipe=READ, device="cpu", resume=True)
 
 
 _CHILD = """

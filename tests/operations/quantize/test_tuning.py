@@ -779,9 +779,7 @@ def test_an_interrupted_run_ends_with_the_same_bytes(
     assert seen in ([3, 4, 5], [])
 
 
-def test_a_damaged_state_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounded: Recipe
-) -> None:
+def test_a_damaged_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounded: Recipe) -> None:
     source = save_tiny("llama", tmp_path / "model")
     monkeypatch.setattr(run, "_SAVE_SECONDS", 0.0)
     monkeypatch.setattr(run, "_SAVE_RATE", math.inf)
