@@ -6,6 +6,7 @@ A new instruction is a line here and a function of its operands, in the order of
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -122,6 +123,7 @@ class UnknownPtx(Exception):
     """PTX that the emulation does not understand; the message quotes it."""
 
 
+@functools.cache
 def function_of(opcode: str) -> str:
     """The C++ function that stands for ``opcode``.
 

@@ -9,6 +9,7 @@ test, and a new wrapper needs nothing here as long as its instructions are known
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 
@@ -76,7 +77,7 @@ def _static_variable(declaration: re.Match[str], number: int) -> str:
 
 def _attribute(source: str, name: str) -> tuple[str, str]:
     """What stands in ``name(...)``, and the source without it."""
-    found = re.search(rf"\b{name}\s*(?=\()", source)
+    found = re.search(rf"{name}\s*(?=\()", source)
     if not found:
         return "", source
     end = _closing(source, found.end())
@@ -113,8 +114,12 @@ def _replace_asm(source: str) -> str:
     return "".join([*pieces, source[position:]])
 
 
+@functools.cache
 def _parts(inside: str) -> tuple[str, list[Operand]]:
-    """The PTX and the operands of what stands in an asm statement's parentheses; clobbers don't matter."""
+    """The PTX and the operands of what stands in an asm statement's parentheses; clobbers don't matter.
+
+    Most kernels have the same statements.
+    """
     sections = list(_split(inside, ":"))
     text = "".join(ast.literal_eval(string) for string in _STRING.findall(sections[0]))
     operands = []
