@@ -285,6 +285,11 @@ FAULTS = {
     "copy_async_16(shared_address(shared) + 8, given, 16);": "no multiple of 16",
     "barrier_arrive(shared_address(shared));": "no mbarrier was initialised",
     "registers_shrink<20>();": "setmaxnreg.dec to 20 registers",
+    "*reinterpret_cast<uint4*>(shared + 8) = make_uint4(lane, 0, 0, 0);": "probe.cu:4: .*is not aligned",
+    "const uint2 v = *reinterpret_cast<const uint2*>(given + 1); out[lane] = v.y;": "is not aligned",
+    "*reinterpret_cast<u64*>(shared + 4) = lane;": "is not aligned",
+    "out[lane] = *reinterpret_cast<const u32*>(shared + 2);": "is not aligned",
+    "out[lane] = *reinterpret_cast<const u16*>(shared + 1);": "is not aligned",
     "matrix_multiply_half<8, true>(*(float(*)[4])shared, {1, 1, 1, 1}, 0);": "without a wgmma.fence",
 }
 

@@ -65,10 +65,10 @@ void round_to_int(Output<u32> result, float value) {
 
 void truncate_to_u16(Output<u16> result, u32 value) { result.set(static_cast<u16>(value)); }
 
-void move_halves(const std::array<Output<u16>, 2>& halves, u32 pair) {
+void move_halves(const Array<Output<u16>, 2>& halves, u32 pair) {
     halves[0].set(static_cast<u16>(pair)), halves[1].set(static_cast<u16>(pair >> 16));
 }
-void move_halves(Output<u32> pair, const std::array<Output<u16>, 2>& halves) {
+void move_halves(Output<u32> pair, const Array<Output<u16>, 2>& halves) {
     pair.set(static_cast<u32>(*halves[0].home | *halves[1].home << 16));
 }
 

@@ -115,12 +115,12 @@ void copy_tensor(u32 destination, u64 address, const int64_t (&at)[3], u32 barri
 
 }  // namespace
 
-void copy_tensor_2d(u32 destination, u64 map, const std::array<Input<u32>, 2>& at, u32 barrier) {
+void copy_tensor_2d(u32 destination, u64 map, const Array<Input<u32>, 2>& at, u32 barrier) {
     const int64_t corner[3] = {static_cast<int32_t>(at[0].value), static_cast<int32_t>(at[1].value), 0};
     copy_tensor(destination, map, corner, barrier);
 }
 
-void copy_tensor_3d(u32 destination, u64 map, const std::array<Input<u32>, 3>& at, u32 barrier, u64) {
+void copy_tensor_3d(u32 destination, u64 map, const Array<Input<u32>, 3>& at, u32 barrier, u64) {
     const int64_t corner[3] = {static_cast<int32_t>(at[0].value), static_cast<int32_t>(at[1].value),
                                static_cast<int32_t>(at[2].value)};
     copy_tensor(destination, map, corner, barrier);

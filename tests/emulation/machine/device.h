@@ -1,12 +1,9 @@
 // What a kernel's source sees: CUDA's built-ins, and the PTX instructions that replace its asm statements.
+//
+// None of the standard library's headers but the two smallest: they take longer than the rest of a kernel's compilation.
 #pragma once
-#include <math.h>
-
-#include <array>
-#include <cstddef>
-#include <cstdint>
-#include <type_traits>
-#include <utility>
+#include <stddef.h>
+#include <stdint.h>
 
 #define __device__
 #define __global__
@@ -44,6 +41,26 @@ template <typename A, typename B>
 constexpr auto max(A a, B b) -> decltype(a + b) {
     return static_cast<decltype(a + b)>(a) < static_cast<decltype(a + b)>(b) ? b : a;
 }
+
+// What kernels call of the host's mathematics, declared as there. A new function is a line here.
+extern "C" {
+float erff(float) noexcept;
+float exp2f(float) noexcept;
+float expf(float) noexcept;
+float fabsf(float) noexcept;
+float fmaf(float, float, float) noexcept;
+float fmaxf(float, float) noexcept;
+float fminf(float, float) noexcept;
+float log1pf(float) noexcept;
+float log2f(float) noexcept;
+float logf(float) noexcept;
+float rintf(float) noexcept;
+float sqrtf(float) noexcept;
+float tanhf(float) noexcept;
+}
+#ifndef INFINITY
+#define INFINITY (__builtin_inff ())
+#endif
 
 // The linker's names for where this library begins and ends.
 extern "C" const char __ehdr_start[] __attribute__((visibility("hidden")));
@@ -84,6 +101,43 @@ int __any_sync(unsigned mask, int predicate);
 
 namespace emulation {
 
+// What kernels need of <array>, <type_traits> and <utility>.
+template <typename T, size_t N>
+struct Array {
+    T items[N];
+    T& operator[](size_t index) { return items[index]; }
+    const T& operator[](size_t index) const { return items[index]; }
+    const T* data() const { return items; }
+};
+template <typename T>
+struct Type {
+    typedef T Plain;  // without const and reference
+    static constexpr bool POINTER = false, LVALUE = false;
+};
+template <typename T>
+struct Type<const T> : Type<T> {};
+template <typename T>
+struct Type<T*> {
+    typedef T* Plain;
+    static constexpr bool POINTER = true, LVALUE = false;
+};
+template <typename T>
+struct Type<T&> : Type<T> {
+    static constexpr bool LVALUE = true;
+};
+template <typename T>
+struct Type<T&&> : Type<T> {};
+template <typename T>
+constexpr bool FLOATING = __is_same(T, float) || __is_same(T, double);
+template <size_t...>
+struct Indices {};
+template <size_t N, size_t... REST>
+struct IndicesBelow : IndicesBelow<N - 1, N - 1, REST...> {};
+template <size_t... ALL>
+struct IndicesBelow<0, ALL...> {
+    typedef Indices<ALL...> Made;
+};
+
 // Operands of an asm statement. An input remembers where its register lives, if it has a name, because asynchronous
 // products read it later than their instruction.
 template <typename T>
@@ -106,23 +160,23 @@ Output<T> output(X& variable) {
 }
 template <typename T, typename X>
 Input<T> input(X&& expression) {
-    typedef std::remove_cv_t<std::remove_reference_t<X>> Plain;
-    if constexpr (std::is_pointer_v<Plain>) {
+    typedef typename Type<X>::Plain Plain;
+    if constexpr (Type<X>::POINTER) {
         static_assert(sizeof(T) == sizeof(Plain), "pointers are 64-bit operands");
         return Input<T>{reinterpret_cast<T>(expression), nullptr};
-    } else if constexpr (std::is_lvalue_reference_v<X> && sizeof(T) == sizeof(Plain)) {
+    } else if constexpr (Type<X>::LVALUE && sizeof(T) == sizeof(Plain)) {
         return Input<T>{static_cast<T>(expression), reinterpret_cast<const T*>(&expression)};
     } else {
-        static_assert(std::is_floating_point_v<T> == std::is_floating_point_v<Plain>, "asm does not convert");
+        static_assert(FLOATING<T> == FLOATING<Plain>, "asm does not convert");
         return Input<T>{static_cast<T>(expression), nullptr};
     }
 }
 template <typename X, typename... Rest>
-std::array<X, 1 + sizeof...(Rest)> group(X first, Rest... rest) {
+Array<X, 1 + sizeof...(Rest)> group(X first, Rest... rest) {
     return {first, rest...};
 }
 // Two registers of a block, which an instruction reads or writes.
-inline std::array<Output<uint16_t>, 2> group(uint16_t& low, uint16_t& high) { return {low, high}; }
+inline Array<Output<uint16_t>, 2> group(uint16_t& low, uint16_t& high) { return {low, high}; }
 // `_`, the result that nobody wants.
 struct Sink {};
 
@@ -163,18 +217,18 @@ bool launch(const Launch& parameters, Image image, void (*kernel)(void**), void*
 // The arguments' memory is the host's, and aligned as the host pleases.
 template <typename T>
 __attribute__((no_sanitize("thread"))) T argument(const void* at) {
-    std::remove_cv_t<T> value;
+    typename Type<T>::Plain value;
     __builtin_memcpy(&value, at, sizeof value);
     return value;
 }
 template <typename... Parameters, size_t... I>
 __attribute__((no_sanitize("thread"))) void call(void (*kernel)(Parameters...), void** arguments,
-                                                 std::index_sequence<I...>) {
+                                                 Indices<I...>) {
     kernel(argument<Parameters>(arguments[I])...);
 }
 template <typename... Parameters>
 void call(void (*kernel)(Parameters...), void** arguments) {
-    call(kernel, arguments, std::index_sequence_for<Parameters...>());
+    call(kernel, arguments, typename IndicesBelow<sizeof...(Parameters)>::Made());
 }
 // The parameters' sizes, and a zero.
 template <typename... Parameters>

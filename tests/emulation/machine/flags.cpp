@@ -115,7 +115,7 @@ void add_flag(Output<u32> before, u64 address, u32 value) {
 constexpr uint64_t MOST_IDLE_LOOKS = 2'000'000;
 
 template <size_t WORDS>
-void load_messages(const std::array<Output<u32>, WORDS>& values, u64 address) {
+void load_messages(const Array<Output<u32>, WORDS>& values, u64 address) {
     if (address % (4 * WORDS)) fail("ld of %zu messages from an address that is no multiple of %zu", WORDS, 4 * WORDS);
     check_global(address, 4 * WORDS, Access::MESSAGE, "ld of a message");
     maybe_yield(4);
@@ -136,8 +136,8 @@ void load_messages(const std::array<Output<u32>, WORDS>& values, u64 address) {
         values[i].set(word);
     }
 }
-template void load_messages<2>(const std::array<Output<u32>, 2>&, u64);
-template void load_messages<4>(const std::array<Output<u32>, 4>&, u64);
+template void load_messages<2>(const Array<Output<u32>, 2>&, u64);
+template void load_messages<4>(const Array<Output<u32>, 4>&, u64);
 
 void load_message(Output<u32> value, u64 address) { load_messages<1>({value}, address); }
 

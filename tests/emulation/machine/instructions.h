@@ -10,8 +10,8 @@ enum class Element { HALF, BFLOAT16 };
 typedef uint16_t u16;
 typedef uint32_t u32;
 typedef uint64_t u64;
-typedef std::array<Output<u32>, 4> Outputs4;
-typedef std::array<Input<u32>, 4> Inputs4;
+typedef Array<Output<u32>, 4> Outputs4;
+typedef Array<Input<u32>, 4> Inputs4;
 
 // Data movement: ld, mapa (memory.cpp).
 void load_constant_v4(const Outputs4& values, u64 address);
@@ -19,23 +19,23 @@ void load_constant_u16(Output<u16> value, u64 address);
 void load_l2_v4(const Outputs4& values, u64 address);
 void load_l2_word(Output<u32> value, u64 address);
 template <size_t WORDS>
-void store_global(u64 address, const std::array<Input<u32>, WORDS>& values);
+void store_global(u64 address, const Array<Input<u32>, WORDS>& values);
 void load_shared_v4(const Outputs4& values, u32 address);
 void store_shared_v4(u32 address, const Inputs4& values);
-void load_cluster_v4(const std::array<Output<float>, 4>& values, u32 address);
+void load_cluster_v4(const Array<Output<float>, 4>& values, u32 address);
 void map_cluster_address(Output<u32> result, u32 address, u32 rank);
 
 // Asynchronous copies: cp.async, cp.async.bulk.tensor, st.async (copies.cpp).
 void copy_async(u32 destination, u64 source, u32 bytes, u32 valid);
 void copy_async_commit();
 void copy_async_wait(u32 pending);
-void copy_tensor_2d(u32 destination, u64 map, const std::array<Input<u32>, 2>& at, u32 barrier);
-void copy_tensor_3d(u32 destination, u64 map, const std::array<Input<u32>, 3>& at, u32 barrier, u64 cache_policy);
+void copy_tensor_2d(u32 destination, u64 map, const Array<Input<u32>, 2>& at, u32 barrier);
+void copy_tensor_3d(u32 destination, u64 map, const Array<Input<u32>, 3>& at, u32 barrier, u64 cache_policy);
 void store_async_v4(u32 address, const Inputs4& values, u32 barrier);
 
 // ld, st between the blocks of a grid: .acquire, .release and .relaxed at the scope of the GPU (flags.cpp).
 template <size_t WORDS>
-void load_messages(const std::array<Output<u32>, WORDS>& values, u64 address);
+void load_messages(const Array<Output<u32>, WORDS>& values, u64 address);
 void load_message(Output<u32> value, u64 address);
 void store_message(u64 address, u32 value);
 void store_messages(u64 address, const Inputs4& values);
@@ -86,7 +86,7 @@ void registers_shrink(u32 count);
 void load_matrices(const Outputs4& fragments, u32 address, bool transposed);
 void store_matrices(u32 address, const Inputs4& fragments, bool transposed);
 void transpose_matrix(Output<u32> result, u32 pair);
-void multiply_fragments(float* const (&d)[4], const Inputs4& a, const std::array<Input<u32>, 2>& b, Element element);
+void multiply_fragments(float* const (&d)[4], const Inputs4& a, const Array<Input<u32>, 2>& b, Element element);
 
 template <bool TRANSPOSED>
 void load_matrices(const Outputs4& fragments, u32 address) {
@@ -98,12 +98,12 @@ void store_matrices(u32 address, const Inputs4& fragments) {
 }
 // The kernels accumulate in place: the fourth operand is the first.
 template <Element ELEMENT>
-void multiply_fragments(const std::array<Output<float>, 4>& d, const Inputs4& a, const std::array<Input<u32>, 2>& b,
-                        const std::array<Output<float>, 4>&) {
+void multiply_fragments(const Array<Output<float>, 4>& d, const Inputs4& a, const Array<Input<u32>, 2>& b,
+                        const Array<Output<float>, 4>&) {
     multiply_fragments({d[0].home, d[1].home, d[2].home, d[3].home}, a, b, ELEMENT);
 }
 // Operand A unsigned, operand B signed.
-void multiply_byte_fragments(const Outputs4& d, const Inputs4& a, const std::array<Input<u32>, 2>& b, const Outputs4&);
+void multiply_byte_fragments(const Outputs4& d, const Inputs4& a, const Array<Input<u32>, 2>& b, const Outputs4&);
 
 // Asynchronous warpgroup-level matrix instructions: wgmma (warpgroup.cpp).
 void matrix_fence();
@@ -113,7 +113,7 @@ void multiply_warpgroup(const Output<float>* d, u32 columns, const Inputs4& a, u
                         bool accumulate);
 
 template <int COLUMNS, Element ELEMENT>
-void multiply_warpgroup(const std::array<Output<float>, COLUMNS / 2>& d, const Inputs4& a, u64 descriptor,
+void multiply_warpgroup(const Array<Output<float>, COLUMNS / 2>& d, const Inputs4& a, u64 descriptor,
                         int accumulate, int sign_a, int sign_b, int transpose_b) {
     static_assert(COLUMNS % 8 == 0 && COLUMNS >= 8 && COLUMNS <= 256, "no such shape");
     if (sign_a != 1 || sign_b != 1 || transpose_b != 0) __builtin_trap();
@@ -128,8 +128,8 @@ inline void count_bits(Output<u32> result, u32 value) { result.set(__builtin_pop
 void round_to_int(Output<u32> result, float value);
 inline void multiply_floats(Output<float> result, float a, float b) { result.set(a * b); }
 void truncate_to_u16(Output<u16> result, u32 value);
-void move_halves(const std::array<Output<u16>, 2>& halves, u32 pair);
-void move_halves(Output<u32> pair, const std::array<Output<u16>, 2>& halves);
+void move_halves(const Array<Output<u16>, 2>& halves, u32 pair);
+void move_halves(Output<u32> pair, const Array<Output<u16>, 2>& halves);
 template <Element ELEMENT>
 void widen(Output<float> result, u16 value);
 template <Element ELEMENT>

@@ -7,7 +7,6 @@
 #include <array>
 #include <csetjmp>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -38,7 +37,7 @@ struct Random {
 // The asynchronous products of a thread; see matrix.cpp.
 struct Product {
     std::vector<float*> d;
-    std::array<Input<uint32_t>, 4> a;
+    Inputs4 a;
     uint64_t descriptor;
     Element element;
     uint32_t fence;  // the thread's last one
@@ -90,7 +89,9 @@ struct Fiber {
     uint32_t* stamps = nullptr;  // for every word of the stack, the machine's count of fences at its last write
     uint32_t last_fence = 0;     // that count after this thread's last wgmma.fence
     Clock clock;
-    std::function<std::string()> reason;  // what it waits for, for the report of a deadlock
+    // What it waits for, for the report of a deadlock: a function, and what that is called with, on the thread's stack.
+    std::string (*reason)(const void*) = nullptr;
+    const void* waits_for = nullptr;
     unsigned cluster_arrivals = 0;
     unsigned registers = 0;
     CopyQueue copies;
@@ -217,8 +218,19 @@ struct Agents {
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 std::string format(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
+// Gives up the turn.
+void suspend();
 // Gives up the turn until `ready()`; whoever makes it so calls wake_all on the same waiters.
-void wait_until(Waiters& waiters, const std::function<bool()>& ready, std::function<std::string()> reason);
+template <typename READY, typename REASON>
+void wait_until(Waiters& waiters, const READY& ready, const REASON& reason) {
+    if (ready()) return;
+    self->reason = [](const void* reason) -> std::string { return (*static_cast<const REASON*>(reason))(); };
+    self->waits_for = &reason;
+    do {
+        waiters.push_back(self);
+        suspend();
+    } while (!ready());
+}
 void wake_all(Waiters& waiters);
 // Gives up the turn in one of `n` cases.
 void maybe_yield(unsigned n);

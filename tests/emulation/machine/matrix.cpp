@@ -143,13 +143,13 @@ void transpose_matrix(Output<u32> result, u32 pair) {
 }
 
 // Sums are exact before they are rounded to float once; hardware rounds earlier and more often.
-void multiply_fragments(float* const (&d)[4], const Inputs4& a, const std::array<Input<u32>, 2>& b, Element element) {
+void multiply_fragments(float* const (&d)[4], const Inputs4& a, const Array<Input<u32>, 2>& b, Element element) {
     FragmentOperands mine = {
         d, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}, element == Element::HALF ? Half::widen : Bfloat16::widen};
     gather("mma", &mine, multiply);
 }
 
-void multiply_byte_fragments(const Outputs4& d, const Inputs4& a, const std::array<Input<u32>, 2>& b, const Outputs4&) {
+void multiply_byte_fragments(const Outputs4& d, const Inputs4& a, const Array<Input<u32>, 2>& b, const Outputs4&) {
     ByteOperands mine = {{}, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
     for (int i = 0; i < 4; ++i) mine.d[i] = *d[i].home;
     gather("mma", &mine, multiply_bytes);

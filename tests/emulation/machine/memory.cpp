@@ -108,7 +108,8 @@ void plain_access(const void* pointer, uint32_t bytes, bool write) {
     const auto* byte = static_cast<const unsigned char*>(pointer);
     const size_t on_stack = static_cast<size_t>(static_cast<const char*>(pointer) - self->stack);
     if (on_stack < STACK_BYTES) {
-        if (write)
+        // As long as there was no fence, all stamps are zero, as in a fresh stack.
+        if (write && machine.fences)
             for (size_t word = on_stack / 4; word < (on_stack + bytes + 3) / 4; ++word)
                 self->stamps[word] = machine.fences;
         return;
@@ -329,13 +330,13 @@ void load_constant_u16(Output<u16> value, u64 address) {
 }
 
 template <size_t WORDS>
-void store_global(u64 address, const std::array<Input<u32>, WORDS>& values) {
+void store_global(u64 address, const Array<Input<u32>, WORDS>& values) {
     if (address % (4 * WORDS)) fail("st.global.v%zu to an address that is no multiple of %zu", WORDS, 4 * WORDS);
     check_global(address, 4 * WORDS, Access::WRITE, "st.global");
     for (size_t i = 0; i < WORDS; ++i) memcpy(reinterpret_cast<void*>(address + 4 * i), &values[i].value, 4);
 }
-template void store_global<2>(u64, const std::array<Input<u32>, 2>&);
-template void store_global<4>(u64, const std::array<Input<u32>, 4>&);
+template void store_global<2>(u64, const Array<Input<u32>, 2>&);
+template void store_global<4>(u64, const Array<Input<u32>, 4>&);
 
 void load_l2_v4(const Outputs4& values, u64 address) {
     if (address % 16) fail("ld.global.cg.v4 from an address that is no multiple of 16");
@@ -375,7 +376,7 @@ void map_cluster_address(Output<u32> result, u32 address, u32 rank) {
 
 // Blocks know of each other what the cluster's barrier told them: a read finds what its own thread's last wait covers,
 // and counts in the other block as done when that barrier's next phase ends.
-void load_cluster_v4(const std::array<Output<float>, 4>& values, u32 address) {
+void load_cluster_v4(const Array<Output<float>, 4>& values, u32 address) {
     maybe_yield(32);
     const u32 local = local_address(address);
     if (local % 16) fail("ld.shared::cluster.v4 from an address that is no multiple of 16");

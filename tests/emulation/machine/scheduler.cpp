@@ -75,10 +75,6 @@ void make_runnable(Fiber* fiber) {
     fiber->warp->runnable.push_back(fiber);
 }
 
-__attribute__((noinline)) void suspend() {
-    if (!_setjmp(self->context)) _longjmp(scheduler_context, 1);
-}
-
 // Even: every warp has the same chance at every turn. Skewed: the warp of the highest priority runs as long as it can,
 // and priorities change at a few random points; that drives warps apart as far as the kernel's synchronisation allows
 // (Burckhardt et al., "A randomized scheduler with probabilistic guarantees of finding bugs", ASPLOS 2010).
@@ -111,7 +107,7 @@ std::string deadlock_report() {
             if (fiber->finished)
                 ++ended;
             else
-                waiting[fiber->reason()].push_back(fiber.get());
+                waiting[fiber->reason(fiber->waits_for)].push_back(fiber.get());
         }
     std::string report = format("deadlock: nothing can run, %zu threads have ended;", ended);
     for (const auto& [reason, fibers] : waiting) {
@@ -266,13 +262,8 @@ void fail(const char* format, ...) {
     _longjmp(failure_context, 1);
 }
 
-void wait_until(Waiters& waiters, const std::function<bool()>& ready, std::function<std::string()> reason) {
-    if (ready()) return;
-    self->reason = std::move(reason);
-    do {
-        waiters.push_back(self);
-        suspend();
-    } while (!ready());
+__attribute__((noinline)) void suspend() {
+    if (!_setjmp(self->context)) _longjmp(scheduler_context, 1);
 }
 
 void wake_all(Waiters& waiters) {
@@ -292,7 +283,8 @@ void release() { ++self->clock.counts[self->thread]; }
 
 void gather(const char* instruction, void* operands, void (*act)(Warp& warp, void* const* operands)) {
     Warp& warp = *self->warp;
-    if (warp.arrived && strcmp(warp.gathering, instruction) != 0)
+    // Mostly these are the same words in the same place.
+    if (warp.arrived && warp.gathering != instruction && strcmp(warp.gathering, instruction) != 0)
         fail("executes %s while other lanes of its warp execute %s", instruction, warp.gathering);
     warp.gathering = instruction;
     warp.operands[self->lane] = operands;

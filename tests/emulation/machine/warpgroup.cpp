@@ -160,9 +160,10 @@ void multiply_warpgroup(const Output<float>* d, u32 columns, const Inputs4& a, u
                 check_async_proxy(operand.piece(column, half), 16, "wgmma");
             }
     Product product = {{}, a, descriptor, element, self->last_fence};
+    product.d.reserve(columns / 2);
     for (u32 i = 0; i < columns / 2; ++i) product.d.push_back(d[i].home);
     bool fenced = true;
-    for (const Input<u32>& pair : a) fenced &= !written_since(*self, pair.home, self->last_fence);
+    for (const Input<u32>& pair : a.items) fenced &= !written_since(*self, pair.home, self->last_fence);
     for (const float* home : product.d) fenced &= !written_since(*self, home, self->last_fence);
     if (!fenced) fail("wgmma with registers that were written after wgmma.fence");
     Accumulators& accumulators = accumulators_of(*self, product.d);
