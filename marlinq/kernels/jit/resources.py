@@ -6,6 +6,7 @@ assembler that gave them: the page names the NVRTC version.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import re
@@ -20,7 +21,13 @@ import click
 from marlinq.kernels.decide.decision import KERNELS, Kernel, KernelConfig, available, decide, forced_kernel
 from marlinq.kernels.decide.device import Device
 from marlinq.kernels.decide.problem import GROUP_SIZES, Problem
-from marlinq.kernels.jit.compiler import ARCHITECTURES, CompiledKernel, compile_kernel, nvrtc_version
+from marlinq.kernels.jit.compiler import (
+    ARCHITECTURES,
+    CompiledKernel,
+    compilation_key,
+    compile_kernel,
+    nvrtc_version,
+)
 from marlinq.kernels.jit.instantiation import Instantiation
 
 # A GPU of every architecture: multiprocessors, and bytes of shared memory a block may have.
@@ -60,6 +67,8 @@ members of the configuration that a kernel's header comment explains; zeros, bat
 variant is chosen for.
 The columns float16 and bfloat16 are registers of a thread at launch, shared is the dynamic shared memory of a
 block in KiB, spills are bytes, each over the groups of its row. Architectures that agree share a row.
+
+All of it compiled without spills, arrays in memory and serialised products from what has the digest {digest}.
 """
 
 
@@ -104,6 +113,15 @@ def variants(architecture: str) -> list[Variant]:
     return list(found.values())
 
 
+def digest(chosen: Iterable[Variant]) -> str:
+    """SHA-256 of all that decides what compiling these variants gives: sources, choices, options, NVRTC."""
+    keys = [
+        compilation_key(variant.config.instantiation(variant.problem), variant.architecture)
+        for variant in chosen
+    ]
+    return hashlib.sha256("".join(sorted(keys)).encode()).hexdigest()
+
+
 Measured = tuple[Variant, CompiledKernel]
 """A variant, and what the assembler said of it."""
 
@@ -130,7 +148,8 @@ def trouble(variant: Variant, compiled: CompiledKernel) -> str | None:
 def page(measured: Iterable[Measured]) -> str:
     """The table of all kernels as a Markdown page."""
     listed = list(measured)
-    parts = [_PREFACE.format(version=nvrtc_version(), size=_SIZE)]
+    compiled_from = digest(variant for variant, _ in listed)
+    parts = [_PREFACE.format(version=nvrtc_version(), size=_SIZE, digest=compiled_from)]
     for kernel in KERNELS:
         table = _table([(variant, compiled) for variant, compiled in listed if variant.kernel == kernel])
         parts.append(f"## {kernel}\n\n{table}")
@@ -188,6 +207,9 @@ def _span(values: list[int] | list[float]) -> str:
 def main(path: Path) -> None:
     """Write the table to PATH."""
     measured = compile_all(variant for architecture in ARCHITECTURES for variant in variants(architecture))
+    wrong = [found for variant, compiled in measured if (found := trouble(variant, compiled))]
+    if wrong:
+        raise click.ClickException("\n".join(wrong))
     path.write_text(page(measured), encoding="utf-8")
 
 
