@@ -14,7 +14,7 @@ GPU_ARGS ?=
 
 help:
 	@echo "make quickstart   quantise, convert, verify, evaluate and run a small model, with commentary"
-	@echo "make test         ruff, mypy and the CPU test suite (24 minutes on 2 cores of 2.5 GHz)"
+	@echo "make test         ruff, mypy and the CPU test suite (14 minutes on 2 cores of 2.5 GHz)"
 	@echo "make test-all     the same with the slow tests"
 	@echo "make coverage     the CPU test suite with branch coverage"
 	@echo "make lint         ruff and mypy only"
