@@ -31,9 +31,8 @@ _SIZE = 6.0
 _POOL = 1 << 20
 # A prime: starts in the pool repeat after as many calls as it has places.
 _STRIDE = 7_919
-_SEED = 17
-# Another one: recordings of other seeds begin elsewhere.
-_LEAP = 104_729
+# Recordings of other seeds begin elsewhere in the pool, this number of places on for each: a prime, too.
+_SEED, _LEAP = 17, 104_729
 # Keyword arguments of attention that change nothing here.
 _HARMLESS = {
     "dropout",
@@ -191,7 +190,9 @@ def _pool() -> Tensor:
 
     Multiples of 1/8 with 8 significant bits: a cast to a narrow dtype on the way does not change them.
     """
-    numbers = _SIZE * torch.randn(_POOL, generator=torch.Generator().manual_seed(_SEED), device="cpu")
+    generator = torch.Generator().manual_seed(_SEED)
+    # Whatever the default dtype is at the first call.
+    numbers = _SIZE * torch.randn(_POOL, generator=generator, dtype=torch.float32, device="cpu")
     return (8 * numbers).round().clamp(-255, 255) / 8
 
 

@@ -49,7 +49,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "kernels" / "resources.md"
 
 
-# What every kernel is written for: all of its variants are compiled when anything has changed.
+# What every kernel is written for: all variants for it are compiled when anything has changed.
 WHOLE = ("sm_90a",)
 
 
@@ -190,7 +190,7 @@ def test_no_variant_that_deals_tiles_out_spills() -> None:
     assert not wrong
 
 
-def test_a_change_compiles_all_variants_of_the_first_architecture() -> None:
+def test_a_change_compiles_all_variants_of_one_architecture() -> None:
     assert sample("sm_90a", whole=True) == variants("sm_90a")
     assert 0 < len(sample("sm_90a")) < len(variants("sm_90a")) / 2
     assert len(sample("sm_80", whole=True)) < len(variants("sm_80")) / 2

@@ -185,7 +185,7 @@ def hub_server() -> Iterator[Hub]:
 
     server = Server(("127.0.0.1", 0), Handler)
     hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-    # Its end waits as long.
+    # shutdown() waits until the server looks again, after half a second unless told otherwise.
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     try:
