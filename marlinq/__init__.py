@@ -1,8 +1,9 @@
 """marlinq: quantise, convert, verify and run 4-bit language models.
 
-The functions below are the Python API; each is imported on first use so that ``import marlinq`` and
-``marlinq --help`` stay free of torch. Importing the package also makes transformers' ``from_pretrained`` load
-quantised folders with marlinq's linears (:mod:`marlinq.integrations.transformers`).
+The functions below are the Python API. Each is imported at its first use, so ``import marlinq`` imports
+neither torch nor transformers, and changes nothing in the process. :func:`register` makes transformers'
+``from_pretrained`` and ``pipeline`` load quantised folders with marlinq's linears; :func:`unregister` undoes
+it.
 """
 
 from __future__ import annotations
@@ -10,29 +11,50 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from marlinq.integrations.transformers import register as _register_in_transformers
-
 __version__ = "0.1.0"
 
 _API = {
-    "rotate": "marlinq.operations.rotate",
-    "quantize": "marlinq.operations.quantize",
+    "Recipe": "marlinq.operations.quantize",
     "convert": "marlinq.operations.convert",
-    "verify": "marlinq.operations.verify",
+    "evaluate": "marlinq.operations.evaluate",
+    "generate": "marlinq.runtime",
     "inspect": "marlinq.operations.inspect",
     "load": "marlinq.runtime",
-    "evaluate": "marlinq.operations.evaluate",
+    "quantize": "marlinq.operations.quantize",
+    "register": "marlinq.integrations.transformers",
+    "report": "marlinq.operations.report",
+    "rotate": "marlinq.operations.rotate",
+    "unregister": "marlinq.integrations.transformers",
+    "verify": "marlinq.operations.verify",
 }
-__all__ = ["__version__", "convert", "evaluate", "inspect", "load", "quantize", "rotate", "verify"]
+"""Name of each function or class of the Python API -> the module that has it."""
+
+__all__ = [
+    "Recipe",
+    "__version__",
+    "convert",
+    "evaluate",
+    "generate",
+    "inspect",
+    "load",
+    "quantize",
+    "register",
+    "report",
+    "rotate",
+    "unregister",
+    "verify",
+]
 
 if TYPE_CHECKING:
+    from marlinq.integrations.transformers import register, unregister
     from marlinq.operations.convert import convert
     from marlinq.operations.evaluate import evaluate
     from marlinq.operations.inspect import inspect
-    from marlinq.operations.quantize import quantize
+    from marlinq.operations.quantize import Recipe, quantize
+    from marlinq.operations.report import report
     from marlinq.operations.rotate import rotate
     from marlinq.operations.verify import verify
-    from marlinq.runtime import load
+    from marlinq.runtime import generate, load
 
 
 def __getattr__(name: str) -> Any:
@@ -41,4 +63,5 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'marlinq' has no attribute {name!r}")
 
 
-_register_in_transformers()
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_API})

@@ -42,27 +42,19 @@ def first_text(folder: Path, device: str) -> tuple[float, float]:
 def inside(folder: Path, device: str) -> dict[str, object]:
     """Import, load and generate in this process."""
     started = time.perf_counter()
-    from marlinq.core.startup import (
-        UNUSED_BY_TEXT,
-        absent,
-        import_transformers,
-        many_imports,
-        open_gpu_early,
-    )
+    from marlinq.core.startup import open_gpu_early
 
     open_gpu_early(device)
-    with absent(UNUSED_BY_TEXT):
-        with many_imports():
-            import torch
+    import torch
 
-            torch_seconds = time.perf_counter() - started
-            from marlinq.checkpoint import lock_ring_early
+    torch_seconds = time.perf_counter() - started
+    from marlinq.checkpoint import lock_ring_early
 
-            lock_ring_early(device)
-            import_transformers()
-            from marlinq.runtime import generate, load
-        imported = time.perf_counter() - started
-        loaded = load(folder, device=device, only_decodes=True)
+    lock_ring_early(device)
+    from marlinq.runtime import generate, load
+
+    imported = time.perf_counter() - started
+    loaded = load(folder, device=device, only_decodes=True)
     ready = time.perf_counter() - started
     calls = []
     for _ in range(3):

@@ -16,7 +16,7 @@ from marlinq.cli.options import (
 from marlinq.cli.output import print_piece, print_report, progress_bar
 from marlinq.cli.types import SOURCE
 from marlinq.core.errors import UsageError
-from marlinq.core.startup import UNUSED_BY_TEXT, absent, import_transformers, many_imports, open_gpu_early
+from marlinq.core.startup import open_gpu_early
 
 if TYPE_CHECKING:
     from marlinq.runtime import Generation, Generations
@@ -93,35 +93,31 @@ def command(
         if greedy and value is not None:
             option = "--" + name.replace("_", "-")
             raise UsageError(f"--greedy and {option} contradict each other; keep one")
+    # The driver opens the GPU, and page-locks memory, while the libraries are imported.
     open_gpu_early(device)
-    # transformers imports a model's class, and what that needs, when it is loaded. Code that a checkpoint
-    # brings may need anything.
-    with absent(() if trust_remote_code else UNUSED_BY_TEXT):
-        with many_imports():
-            from marlinq.checkpoint import lock_ring_early
+    from marlinq.checkpoint import lock_ring_early
 
-            lock_ring_early(device)
-            import_transformers()
-            from marlinq.runtime import Interrupted, Sampling, generate, generate_batch, load
+    lock_ring_early(device)
+    from marlinq.runtime import Interrupted, Sampling, generate, generate_batch, load
 
-        sampling = Sampling(
-            temperature=None if greedy else temperature or 1.0,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
+    sampling = Sampling(
+        temperature=None if greedy else temperature or 1.0,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+    with progress_bar() as progress:
+        loaded = load(
+            checkpoint,
+            revision=revision,
+            device=device,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            only_decodes=True,
+            progress=progress,
         )
-        with progress_bar() as progress:
-            loaded = load(
-                checkpoint,
-                revision=revision,
-                device=device,
-                dtype=dtype,
-                trust_remote_code=trust_remote_code,
-                only_decodes=True,
-                progress=progress,
-            )
     streams = len(prompts) == 1 and not as_json
 
     def show(report: Generation | Generations) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import marlinq  # noqa: F401
 from marlinq.operations.quantize import Recipe, quantize
 from marlinq.runtime import load
 from marlinq.runtime.experts import PackedExperts

@@ -23,7 +23,8 @@ from transformers.generation import CompileConfig
 
 from marlinq.core.errors import CheckpointError, UnsupportedError, UsageError
 from marlinq.formats import LAYOUTS
-from marlinq.integrations.transformers import MarlinqConfig, MarlinqQuantizer
+from marlinq.integrations.transformers import register
+from marlinq.integrations.transformers.quantizer import MarlinqConfig, MarlinqQuantizer
 from marlinq.runtime import QuantLinear, load
 from tests.integrations.folders import model, saved
 from tests.testing.runnable_folders import random_tuple, save_plain, save_tokenizer
@@ -74,9 +75,8 @@ def test_logits_and_text_are_those_of_load(name: str, layout: str, dtype: str, t
 def test_compiles_as_one_graph(name: str, tmp_path: Path) -> None:
     """With the packed operator, whose fake kernel has to be right; aot_eager changes no arithmetic."""
     folder = saved(tmp_path, name, symmetric=False, act_order=True)
-    found = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, device_map="cpu", quantization_config=MarlinqConfig(operator="w4a16")
-    )
+    register(operator="w4a16")
+    found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu")
     packed = [module for module in found.modules() if isinstance(module, QuantLinear)]
     assert len(packed) == len(found.hf_quantizer.decisions) > 0
     torch.compiler.reset()
@@ -99,12 +99,9 @@ def test_compiles_as_one_graph(name: str, tmp_path: Path) -> None:
 def test_compiles_with_inductor(operator: str, tmp_path: Path) -> None:
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler, which inductor needs on a CPU")
-    found = AutoModelForCausalLM.from_pretrained(
-        saved(tmp_path, "qwen2"),
-        dtype=torch.float32,
-        device_map="cpu",
-        quantization_config=MarlinqConfig(operator=operator),
-    )
+    register(operator=operator)
+    folder = saved(tmp_path, "qwen2")
+    found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu")
     expected = logits(found)
     torch.compiler.reset()
     difference = logits(torch.compile(found, fullgraph=True)) - expected
@@ -180,12 +177,12 @@ def test_saving_is_refused(tmp_path: Path) -> None:
 
 def test_refusals_are_one_line(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "llama")
-    own = r"unregister\(\) leaves from_pretrained to transformers"
+    own = r"after marlinq\.unregister\(\) transformers' own quantizer loads it"
     from_pretrained = AutoModelForCausalLM.from_pretrained
     with pytest.raises(UnsupportedError, match="device_map: expected one device .* found cpu, cuda:1"):
         from_pretrained(folder, device_map={"model": "cpu", "lm_head": 1})
     with pytest.raises(UsageError, match="operator: expected auto, "):
-        from_pretrained(folder, quantization_config=MarlinqConfig(operator="abacus"))
+        register(operator="abacus")
     with pytest.raises(UsageError, match="dtype: expected float16, bfloat16 or float32"):
         from_pretrained(folder, device_map="cpu", dtype=torch.float64)
     with pytest.raises(UnsupportedError, match=f"LlamaModel: .* use AutoModelForCausalLM; .*{own}"):
@@ -197,7 +194,7 @@ def test_refusals_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="distributed_config: marlinq keeps a model on one device"):
         from_pretrained(folder, config=config, device_map="cpu")
     plain = save_plain(tmp_path / "plain", model("llama"))
-    with pytest.raises(UsageError, match="expected a folder with a quantization_config"):
+    with pytest.raises(UsageError, match="expected a folder that is quantised already"):
         from_pretrained(plain, quantization_config=MarlinqConfig())
     shutil.copy(folder / "model.safetensors", folder / "model.fp16.safetensors")
     with pytest.raises(UnsupportedError, match=r"found model\.fp16\.safetensors; load without variant"):

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import importlib.util
-import warnings
-from collections.abc import Iterator
+import json
+import sys
 from typing import Any
 
 import pytest
-from transformers import BitsAndBytesConfig, GPTQConfig
+from transformers import GPTQConfig
 from transformers.quantizers import auto
 
 import marlinq
-from marlinq.integrations import transformers as integration
-from marlinq.integrations.transformers import MarlinqConfig, MarlinqQuantizer, register, unregister
+from marlinq.core.errors import EnvironmentProblem
+from marlinq.integrations.transformers import register, unregister
+from marlinq.integrations.transformers.quantizer import MarlinqQuantizer
 from tests.testing import forks
 
 OURS: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 NOT_READ: dict[str, Any] = {**OURS, "bits": 3}
-MERGE = "merge_quantization_configs"
 
 
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    register()
-    yield
-    register()
+def merged(stored: dict[str, Any], asked: Any = None) -> Any:
+    return auto.AutoHfQuantizer.merge_quantization_configs(stored, asked)
 
 
-def chosen(stored: dict[str, Any], asked: Any = None) -> str:
-    return type(auto.AutoHfQuantizer.merge_quantization_configs(stored, asked)).__name__
+def chosen(stored: dict[str, Any]) -> str:
+    return type(merged(stored)).__name__
 
 
 @pytest.mark.parametrize(
@@ -45,7 +41,7 @@ def chosen(stored: dict[str, Any], asked: Any = None) -> str:
 def test_what_marlinq_reads_is_its_own(stored: dict[str, Any]) -> None:
     assert chosen(stored) == "MarlinqConfig"
     assert auto.AutoHfQuantizer.supports_quant_method(stored)
-    config = auto.AutoHfQuantizer.merge_quantization_configs(stored, None)
+    config = merged(stored)
     assert config.to_dict() == stored
     assert isinstance(auto.AutoHfQuantizer.from_config(config, pre_quantized=True), MarlinqQuantizer)
 
@@ -57,93 +53,92 @@ def test_what_it_does_not_read_falls_to_transformers_with_the_reason() -> None:
     assert chosen({"quant_method": "bitsandbytes", "load_in_4bit": True}) == "BitsAndBytesConfig"
 
 
-def test_who_asks_for_a_quantizer_gets_it() -> None:
+def test_settings_are_those_of_the_last_call() -> None:
+    assert (merged(OURS).operator, merged(OURS).compile_kernels) == ("auto", True)
+    register(operator="dense", compile_kernels=False)
+    assert (merged(OURS).operator, merged(OURS).compile_kernels) == ("dense", False)
+    register()
+    assert merged(OURS).operator == "auto"
+
+
+def test_who_asks_for_another_quantizer_is_told_that_marlinq_has_the_folder() -> None:
+    with pytest.raises(ValueError, match="quantized with MarlinqConfig but you are passing a GPTQConfig"):
+        merged(OURS, GPTQConfig(bits=4))
+    unregister()
     with pytest.warns(UserWarning, match="The `quantization_config` from the model will be used"):
-        assert chosen(OURS, GPTQConfig(bits=4)) == "GPTQConfig"
-    asked = MarlinqConfig(operator="dense")
-    for stored in (OURS, NOT_READ):
-        config = auto.AutoHfQuantizer.merge_quantization_configs(stored, asked)
-        assert (config.operator, config.stored) == ("dense", stored)
-    assert asked.stored == {}
-    with pytest.raises(ValueError, match="BitsAndBytesConfig"):
-        chosen({"quant_method": "bitsandbytes", "load_in_4bit": True}, GPTQConfig(bits=4))
-    assert chosen({"quant_method": "bitsandbytes"}, MarlinqConfig()) == "MarlinqConfig"
-    assert isinstance(BitsAndBytesConfig(), auto.QuantizationConfigMixin)
+        assert type(merged(OURS, GPTQConfig(bits=4))).__name__ == "GPTQConfig"
 
 
 def test_unregister_leaves_transformers_as_it_was() -> None:
-    before = vars(auto.AutoHfQuantizer)[MERGE]
     unregister()
+    before = dict(auto.AUTO_QUANTIZER_MAPPING), dict(auto.AUTO_QUANTIZATION_CONFIG_MAPPING)
     unregister()
-    own = vars(auto.AutoHfQuantizer)[MERGE]
-    assert isinstance(own, classmethod)
-    assert own is not before
-    assert chosen(OURS) == "GPTQConfig"
-    assert {"marlinq", "marlin"}.isdisjoint(
-        {**auto.AUTO_QUANTIZER_MAPPING, **auto.AUTO_QUANTIZATION_CONFIG_MAPPING}
-    )
     register()
     register()
     assert chosen(OURS) == "MarlinqConfig"
     unregister()
-    assert vars(auto.AutoHfQuantizer)[MERGE] is own
+    assert before == (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING)
+    assert chosen(OURS) == "GPTQConfig"
 
 
-def test_a_transformers_that_changed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    unregister()
-    monkeypatch.delattr(auto.AutoHfQuantizer, MERGE)
-    with pytest.warns(UserWarning, match=r"can't extend this transformers .*load with marlinq\.load"):
+@pytest.mark.parametrize("first", [None, object()])
+def test_a_transformers_without_the_tables_is_an_error(first: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "marlinq.integrations.transformers.registry", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers.quantizers.auto", first)
+    with pytest.raises(EnvironmentProblem, match=r"can't be extended: .* load with marlinq\.load"):
         register()
-    assert "marlinq" not in auto.AUTO_QUANTIZER_MAPPING
+    monkeypatch.undo()
 
 
-CHOICE = """
-from transformers.quantizers import auto
-print(type(auto.AutoHfQuantizer.merge_quantization_configs(%r, None)).__name__)
+STATE = """
+import gc, json, logging, os, sys, threading, warnings
+
+def state():
+    values = {
+        "finders": [repr(finder) for finder in sys.meta_path],
+        "path hooks": [repr(hook) for hook in sys.path_hooks],
+        "path": list(sys.path),
+        "collector": [gc.isenabled(), gc.get_freeze_count(), gc.get_threshold(), len(gc.callbacks)],
+        "environment": dict(os.environ),
+        "warnings": [repr(item) for item in warnings.filters] + [repr(warnings.showwarning)],
+        "records": repr(logging.getLogRecordFactory()),
+        "threads": threading.active_count(),
+    }
+    if "torch" in sys.modules:
+        import torch
+        from transformers.quantizers import auto
+        from transformers.utils import import_utils
+        values["torch"] = [torch.get_num_threads(), str(torch.get_default_dtype()), torch.is_grad_enabled()]
+        values["tables"] = [repr(auto.AUTO_QUANTIZER_MAPPING), repr(auto.AUTO_QUANTIZATION_CONFIG_MAPPING)]
+        values["transformers"] = [repr(vars(auto.AutoHfQuantizer)), repr(vars(import_utils))]
+    return values
+
+%s
+before, modules = state(), set(sys.modules)
+import marlinq
+dir(marlinq)
+after = state()
+changed = {key: [before[key], after[key]] for key in before if before[key] != after[key]}
+print(json.dumps({"changed": changed, "new": sorted(set(sys.modules) - modules)}))
 """
 
 
-@pytest.mark.parametrize(
-    ("first", "expected"),
-    [
-        ("from transformers.quantizers import auto\nimport marlinq", "MarlinqConfig"),
-        # Our own module is what imports transformers.
-        pytest.param(
-            "from marlinq.integrations.transformers.quantizer import MarlinqConfig",
-            "MarlinqConfig",
-            marks=pytest.mark.slow,
-        ),
-        # Looking for the module is not importing it.
-        pytest.param(
-            f"import importlib.util, marlinq\nimportlib.util.find_spec({auto.__name__!r})",
-            "MarlinqConfig",
-            marks=pytest.mark.slow,
-        ),
-        (
-            "from marlinq.integrations.transformers import unregister\nunregister()",
-            "GPTQConfig",
-        ),
-    ],
-)
-def test_in_whichever_order_they_are_imported(first: str, expected: str) -> None:
-    code = f"{first}\n{CHOICE % OURS}"
-    check = "import sys\nassert not any(type(f).__name__ == '_Waiting' for f in sys.meta_path)\n"
-    # torch alone imports neither of them.
-    run = forks.run(code + check, modules=forks.TORCH)
-    assert (run.returncode, run.stdout.strip()) == (0, expected), run.stderr
-
-
-def test_the_module_is_found_as_without_marlinq() -> None:
-    spec = importlib.util.find_spec(auto.__name__)
-    assert spec is not None
-    assert auto.__spec__ is not None
-    assert type(auto.__spec__.loader) is type(spec.loader)
-    assert "exec_module" not in vars(auto.__spec__.loader)
+@pytest.mark.parametrize("first", ["", "import torch, transformers.quantizers.auto"])
+def test_importing_changes_nothing_in_the_process(first: str) -> None:
+    run = forks.run(STATE % first, modules=forks.TORCH if first else ())
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert found["changed"] == {}
+    assert "marlinq" in found["new"]
+    assert [
+        name for name in found["new"] if name.partition(".")[0] not in (*sys.stdlib_module_names, "marlinq")
+    ] == []
 
 
 def test_names_of_the_package() -> None:
     assert marlinq.__version__
-    with warnings.catch_warnings():
-        assert integration.MarlinqConfig is MarlinqConfig
+    assert set(marlinq.__all__) <= set(dir(marlinq))
+    for name in marlinq.__all__:
+        assert getattr(marlinq, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'abacus'"):
-        _ = integration.abacus
+        _ = marlinq.abacus

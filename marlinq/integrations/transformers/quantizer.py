@@ -1,17 +1,17 @@
 """A quantizer of transformers that puts marlinq's operators in the place of quantised linears.
 
-The way of a checkpoint through ``from_pretrained``: :func:`_merge` makes its ``quantization_config`` a
-:class:`MarlinqConfig`; transformers then asks :class:`MarlinqQuantizer` for the device, builds the model
-without weights, and shows it the model. Every tensor of the folder is given its place before one is read, and
-the quantised linears are taken out. transformers reads what is left; at last the quantizer puts an operator
-into every gap.
+The way of a checkpoint through ``from_pretrained``, once marlinq is registered: the tables of
+:mod:`~marlinq.integrations.transformers.registry` make its ``quantization_config`` a :class:`MarlinqConfig`.
+transformers asks :class:`MarlinqQuantizer` for the device, builds the model without weights and hands it
+over. The quantizer finds the place of every tensor of the folder and takes the quantised linears out of the
+model. transformers reads the other tensors. At last the quantizer puts an operator where each linear was.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from marlinq.core.devices import resolve_device
-from marlinq.core.errors import MarlinqError, UnsupportedError, UsageError
-from marlinq.integrations.transformers import add_if_waiting
+from marlinq.core.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,34 +34,26 @@ if TYPE_CHECKING:
     from marlinq.runtime.placement import Placement
 
 METHOD = "marlinq"
-"""What transformers calls the quantizer; ``config.json`` keeps the method of its format."""
+"""Name of the quantizer in transformers' table. ``config.json`` keeps the ``quant_method`` of its format."""
 
 _SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
-_MERGE = "merge_quantization_configs"
-_TURN_OFF = (
-    "marlinq.integrations.transformers.unregister() leaves from_pretrained to transformers' own quantizer"
-)
+_TURN_OFF = "after marlinq.unregister() transformers' own quantizer loads it"
 
 
 class MarlinqConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """How marlinq loads a quantised folder: ``quantization_config`` of ``from_pretrained``.
-
-    Without one the defaults hold, and a checkpoint that marlinq does not read falls to transformers' own
-    quantizer; with one it is refused.
-
-    Args:
-        operator: what multiplies quantised weights, where it can; see :func:`marlinq.runtime.decide`.
-        compile_kernels: compile what the model's products need on a GPU now, instead of at their first use.
+    """``model.config.quantization_config`` of a model that marlinq loads.
 
     Attributes:
+        operator: what multiplies quantised weights, where it can; see :func:`marlinq.runtime.decide`.
+        compile_kernels: kernels are compiled while the model is loaded, instead of at their first use.
         stored: the ``quantization_config`` of the folder, as ``to_dict`` gives it back.
     """
 
     quant_method = METHOD
 
-    def __init__(self, operator: str = "auto", compile_kernels: bool = True) -> None:
-        self.operator = operator
-        self.compile_kernels = compile_kernels
+    def __init__(self) -> None:
+        self.operator = "auto"
+        self.compile_kernels = True
         self.stored: dict[str, Any] = {}
 
     @classmethod
@@ -94,7 +84,7 @@ class _Gap(nn.Module):
 
 @dataclass(frozen=True)
 class _Loading:
-    """What lies between the two visits of the quantizer."""
+    """State kept from before transformers reads weights until after."""
 
     instance: ModelInstance
     quantized: QuantizedCheckpoint
@@ -107,8 +97,8 @@ class MarlinqQuantizer(HfQuantizer):  # type: ignore[misc]
 
     Attributes:
         path: the checkpoint folder; None before it is known.
-        decisions: quantised module name -> what multiplies it, and why.
-        notes: what else a person should know, one line each.
+        decisions: quantised module name -> the operator that multiplies it, with the reason.
+        notes: warnings for people, such as rounded scales; one line each.
     """
 
     requires_calibration = True
@@ -116,8 +106,9 @@ class MarlinqQuantizer(HfQuantizer):  # type: ignore[misc]
     def __init__(self, quantization_config: MarlinqConfig, **kwargs: Any) -> None:
         if not kwargs.get("pre_quantized", True):
             raise UsageError(
-                "MarlinqConfig: expected a folder with a quantization_config in config.json, found none; "
-                "make one with `marlinq quantize`, or load without quantization_config"
+                "quantization_config: expected a folder that is quantised already, found no "
+                "quantization_config in its config.json; make one with `marlinq quantize`, or call "
+                "marlinq.unregister() first to quantise with transformers"
             )
         super().__init__(quantization_config, **kwargs)
         self.path: Path | None = None
@@ -131,11 +122,6 @@ class MarlinqQuantizer(HfQuantizer):  # type: ignore[misc]
         from marlinq.runtime.decision import summarize
 
         return [*summarize(self.decisions.values()), *self.notes]
-
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        from marlinq.runtime.decision import require_operator
-
-        require_operator(self.quantization_config.operator)
 
     def update_device_map(self, device_map: Any) -> dict[str, Any]:
         """One device for all modules: the one that is asked for, else the first GPU, else the CPU."""
@@ -186,7 +172,8 @@ class MarlinqQuantizer(HfQuantizer):  # type: ignore[misc]
         quantized = QuantizedCheckpoint.of(checkpoint)
         if quantized is None:
             raise UsageError(
-                f"{checkpoint.path}: config.json has no quantization_config; MarlinqConfig needs one"
+                f"{checkpoint.path}: expected a quantization_config in config.json, found none; make "
+                "a quantised folder with `marlinq quantize`"
             )
         placement = place(checkpoint, quantized=True, device=self._device, dtype=model.config.dtype)
         try:
@@ -280,79 +267,3 @@ def _untie(model: PreTrainedModel, parameters: set[str]) -> None:
         del ties[name]
     if tied:
         model.config.tie_word_embeddings = False
-
-
-def _merge(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def merge_quantization_configs(
-        quantization_config: Any, quantization_config_from_args: Any = None
-    ) -> Any:
-        """transformers' own, unless marlinq reads the checkpoint and no other quantizer is asked for."""
-        stored, asked = quantization_config, quantization_config_from_args
-        by_name = isinstance(asked, MarlinqConfig)
-        if not isinstance(stored, dict) or not (asked is None or by_name):
-            return own(stored, asked)
-        refusal = _refusal(stored)
-        if refusal is None or by_name:
-            config = deepcopy(asked) if by_name else MarlinqConfig()
-            config.stored = dict(stored)
-            return config
-        if stored.get("quant_method") in _methods():
-            warnings.warn(
-                f"marlinq does not load this checkpoint, transformers' own quantizer does: {refusal}",
-                stacklevel=2,
-            )
-        return own(stored, asked)
-
-    return merge_quantization_configs
-
-
-def _methods() -> set[str]:
-    from marlinq.formats.dialects import DIALECTS
-
-    return {method for dialect in DIALECTS.values() for method in dialect.quant_methods}
-
-
-def _refusal(stored: Mapping[str, Any]) -> str | None:
-    """Why marlinq does not read checkpoints with this ``quantization_config``, or None."""
-    from marlinq.formats.dialects import Keys, dialect_of
-
-    try:
-        dialect_of(stored, "quantization_config").read(Keys(dict(stored), "quantization_config"))
-    except MarlinqError as error:
-        return str(error)
-    return None
-
-
-_saved: dict[str, Any] = {}
-"""transformers' own choice as it stands in its class, while marlinq's is in that place."""
-
-
-def add() -> None:
-    """Register the quantizer under its own name, and choose it for checkpoints that marlinq reads.
-
-    Raises:
-        AttributeError: this transformers has no such place.
-    """
-    if _saved:
-        return
-    ours = _merge(getattr(auto.AutoHfQuantizer, _MERGE))
-    own = vars(auto.AutoHfQuantizer)[_MERGE]
-    auto.register_quantizer(METHOD)(MarlinqQuantizer)
-    for method in _methods() - auto.AUTO_QUANTIZATION_CONFIG_MAPPING.keys():
-        # transformers would leave out the quantization of a method that it does not know.
-        auto.register_quantization_config(method)(MarlinqConfig)
-    setattr(auto.AutoHfQuantizer, _MERGE, staticmethod(ours))
-    _saved[_MERGE] = own
-
-
-def remove() -> None:
-    """Put transformers' own choice back."""
-    if not _saved:
-        return
-    for table in (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING):
-        for method in [name for name, value in table.items() if value in (MarlinqQuantizer, MarlinqConfig)]:
-            del table[method]
-    setattr(auto.AutoHfQuantizer, _MERGE, _saved.pop(_MERGE))
-
-
-add_if_waiting()
