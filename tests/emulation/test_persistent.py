@@ -26,18 +26,18 @@ class Case:
     """One decode step of a small model.
 
     Attributes:
-        lengths: positions in the cache of every row.
-        features: of the layers.
+        length: positions in the cache.
+        features: features of the layers.
         grid: blocks.
-        layers: how many.
-        softcap: of the scores.
+        layers: number of layers.
+        softcap: cap of the scores, or None.
         team: warps that share a stage, and tiles of the widest sets.
-        shared_bytes: that a block may have.
-        sizes: of the model.
-        seed: of operands and schedule.
+        shared_bytes: bytes of shared memory that a block may have.
+        sizes: sizes of the model.
+        seed: seed of operands and schedule.
     """
 
-    lengths: tuple[int, ...] = (70,)
+    length: int = 70
     features: Features = PLAIN
     grid: int = 8
     layers: int = 2
@@ -48,40 +48,34 @@ class Case:
     seed: int = 0
 
 
+_GROUPS_OF_32 = Features(group=32, zeros=True, bias=True, head_norms=True)
 CASES = {
-    "one row": Case(),
+    "two layers": Case(),
     "one group of columns": Case(grid=4, layers=1, seed=4),
-    "sets of four tiles": Case(lengths=(33,), grid=8, layers=2, team=4, seed=6),
+    "four groups of columns": Case(grid=16, layers=1, seed=5),
+    "sets of four tiles": Case(length=33, team=4, seed=6),
     "sets of four tiles, groups of 64, zero points": Case(
-        lengths=(100,),
-        grid=8,
+        length=100,
         layers=1,
         team=4,
         features=Features(group=64, zeros=True, head_norms=True),
         seed=8,
     ),
-    "more blocks than tiles": Case(lengths=(100,), grid=56, layers=2, shared_bytes=36_000, seed=9),
-    "heads of 256 channels": Case(
-        lengths=(40,), layers=1, team=4, sizes=Sizes(512, 512, 2, 1, 256, 64), seed=10
-    ),
+    "more blocks than tiles": Case(length=100, grid=56, shared_bytes=36_000, seed=9),
+    "heads of 256 channels": Case(length=40, layers=1, team=4, sizes=Sizes(512, 512, 2, 1, 256, 64), seed=10),
     "norms behind the parts of a block": Case(
         features=Features(post_norms=True, head_norms=True), layers=2, seed=11
     ),
-    "three rows, norms behind the parts of a block": Case(
-        lengths=(70, 0, 33), features=Features(post_norms=True), layers=2, seed=12
-    ),
-    "four rows, sets of four tiles": Case(lengths=(33, 0, 1, 64), grid=8, layers=1, team=4, seed=7),
-    "four groups of columns": Case(grid=16, layers=1, seed=5),
-    "one row, bfloat16, window, cap": Case(
+    "bfloat16, window, cap": Case(
         features=Features(dtype=torch.bfloat16, window=40, group=64, zeros=True), softcap=20.0, seed=3
     ),
-    "three rows": Case(lengths=(70, 0, 33), seed=1),
-    "eight rows, groups of 32, zero points": Case(
-        lengths=(5, 31, 32, 64, 65, 127, 0, 100),
-        layers=1,
-        features=Features(group=32, zeros=True, bias=True, head_norms=True),
-        seed=2,
-    ),
+    # Empty, within the first chunk of the cache, at its end, and at the end of the cache.
+    **{
+        f"groups of 32, zero points, {length} positions": Case(
+            length=length, layers=1, features=_GROUPS_OF_32, seed=length
+        )
+        for length in (0, 5, 31, 32, 127)
+    },
 }
 
 
@@ -158,7 +152,7 @@ class Problem:
 def _problem(case: Case) -> Problem:
     torch.manual_seed(case.seed)
     sizes = case.sizes
-    dtype, rows = case.features.dtype, len(case.lengths)
+    dtype = case.features.dtype
     features = case.features
     model = Model(
         sizes.heads,
@@ -169,12 +163,11 @@ def _problem(case: Case) -> Problem:
         softcap=case.softcap,
         post_norms=features.post_norms,
     )
-    layers = [_apart(random_layer(sizes, case.features, rows, DEVICE)) for _ in range(case.layers)]
-    given = torch.randn(rows, sizes.hidden).to(dtype)
-    hidden, lengths = apart(given), apart(torch.tensor(case.lengths, dtype=torch.int32))
+    layers = [_apart(random_layer(sizes, case.features, 1, DEVICE)) for _ in range(case.layers)]
+    given = torch.randn(1, sizes.hidden).to(dtype)
+    hidden, lengths = apart(given), apart(torch.tensor([case.length], dtype=torch.int32))
     config = persistent.choose(
         [operand.channels for operand in layers[0].operands],
-        rows,
         model,
         sizes.head_dim,
         case.features.group,
@@ -196,7 +189,7 @@ def test_step_is_that_of_float64(builder: Builder, name: str) -> None:
     expecting = [
         replace(layer, keys=layer.keys.clone(), values=layer.values.clone()) for layer in problem.layers
     ]
-    reference = Reference(problem.model, list(case.lengths), dtype)
+    reference = Reference(problem.model, [case.length], dtype)
     expected = reference.step(expecting, problem.given)
     problem.launch(builder, case.seed)
     assert float((problem.hidden.double() - expected).norm() / expected.norm()) < bound(dtype, case.layers)
@@ -220,12 +213,11 @@ def test_refusals_name_what_does_not_fit() -> None:
     model = Model(SIZES.heads, SIZES.kv_heads, 1e-5, 0.125)
     layer = random_layer(SIZES, Features(), 1, DEVICE)
 
-    def refusal(one: LayerOperands = layer, rows: int = 1, architecture: str = "sm_90a") -> str | None:
-        return persistent.persistent_refusal([one, layer], model, rows, architecture, 232_448)
+    def refusal(one: LayerOperands = layer, architecture: str = "sm_90a") -> str | None:
+        return persistent.persistent_refusal([one, layer], model, architecture, 232_448)
 
     assert refusal() is None
     assert "sm_86" in (refusal(architecture="sm_86") or "")
-    assert "batch of 9" in (refusal(rows=9) or "")
     other = random_layer(SIZES, Features(group=64), 1, DEVICE)
     assert "several group sizes" in (refusal(other) or "")
     wide = random_layer(replace(SIZES, intermediate=1024), Features(), 1, DEVICE)

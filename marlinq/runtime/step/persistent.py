@@ -65,7 +65,7 @@ def join_layers(chain: ChainForward, progress: ReportProgress = no_progress) -> 
     except _UnknownPartError as unknown:
         return str(unknown)
     numbers = device_numbers(chain.device_index)
-    refusal = persistent_refusal(given.layers, given.model, 1, numbers.architecture, numbers.shared_bytes)
+    refusal = persistent_refusal(given.layers, given.model, numbers.architecture, numbers.shared_bytes)
     if refusal is not None:
         return refusal
     try:

@@ -1,4 +1,4 @@
-// A whole decode step of up to eight rows in one launch, but for embedding, last norm and head: compute capability 9.0.
+// A whole decode step of one row in one launch, but for embedding, last norm and head: compute capability 9.0.
 //
 // The hidden state goes through all layers: norm, qkv, attention, o, norm, gate and up, down. Every multiprocessor holds one
 // block, and all blocks run at once. Each streams its share of all weights through one ring (persistent/producer.cuh), which
@@ -10,7 +10,7 @@
 //   o, down    parts of K -> everybody, who adds them to the residual stream
 //   gate_up    parts of K -> owners, which apply the activation -> down
 //
-// Configuration: Codec, TEAM, TEAMS, STAGES, WINDOW, ROWS, SLOTS, HEAD_DIM, QUANT_GROUP, DIGITS (a single row), ZEROS, POST_NORMS,
+// Configuration: Codec, TEAM, TEAMS, STAGES, WINDOW, SLOTS, HEAD_DIM, QUANT_GROUP, ZEROS, SOFTCAP, POST_NORMS,
 // ACTIVATION_BYTES, STREAM_UNITS, SHARED_BYTES (persistent/shape.cuh).
 #pragma once
 #include "persistent/attention.cuh"
@@ -27,9 +27,7 @@ struct PersistentStep {
         __shared__ __align__(8) u64 barriers[2 * S::STAGES + 2 * S::SLOTS];
         typedef Plan<S> BlockPlan;
         __shared__ BlockPlan plan;
-        __shared__ float roots[S::ROWS];
         __shared__ float slot_roots[S::SLOTS];
-        __shared__ volatile int block_waits;
 
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const u32 first_barrier = shared_address(barriers), slot_barriers = first_barrier + 16 * S::STAGES;
@@ -37,7 +35,6 @@ struct PersistentStep {
         unsigned char* shared = dynamic + (ring.stages - shared_address(dynamic));
         Ring<Slots<S>> slots(dynamic, slot_barriers, false);
         if (threadIdx.x == 0) {
-            block_waits = 1;
             ring.init(0, S::STAGES, S::TEAM);
             for (int slot = 0; slot < S::SLOTS; ++slot) {
                 barrier_init(slots.full + 8 * slot, S::WARPS);
@@ -50,16 +47,9 @@ struct PersistentStep {
 
         if (warp == S::PRODUCER) {
             if (elected()) {
-                StepProducer<S> producer(step, plan, ring, &block_waits);
+                StepProducer<S> producer(step, plan, ring);
                 producer.run();
             }
-        } else if (LAB_BARE) {
-            if (warp >= S::WARPS) return;
-            Multiplier<S, Codec> walk(shared, ring, slots, warp, lane);
-#pragma unroll 1
-            for (int l = 0; l < step.layer_count; ++l)
-#pragma unroll 1
-                for (int product = QKV; product < PRODUCTS; ++product) walk.discard(plan, step.layers[l], product);
         } else if (warp >= S::WARPS) {
             Epilogue<S, Codec> epilogue(step, plan, shared, slot_roots, slots, warp - S::WARPS, lane);
             epilogue.run();
@@ -72,13 +62,11 @@ struct PersistentStep {
                 const int lane = opaque((int)threadIdx.x % 32), warp = opaque((int)threadIdx.x / 32);
 #pragma unroll 1
                 for (int product = QKV; product < PRODUCTS; ++product) {
-                    if (warp == 0) MARK(0, 8 * product)
                     const Share<S>& share = plan.shares[product];
-                    if (LAB_WIDE > 0 && threadIdx.x == 0) block_waits = 1;
                     if (product == QKV || product == GATE_UP) {
                         // Even where the block has no columns of the product, since it keeps the stream.
                         const bool first = product == QKV;
-                        const Residual<S, Codec> residual{step, share, shared, roots, warp, lane};
+                        const Residual<S, Codec> residual{step, share, shared, warp, lane};
                         const StepLayer* from = !first ? &layer : l > 0 ? &layer - 1 : nullptr;
                         residual.run(from, first ? DOWN : OUTPUT, first && l > 0 ? round - 1 : round, first ? layer.attention_gamma : layer.mlp_gamma,
                                      !first, round);
@@ -88,20 +76,15 @@ struct PersistentStep {
                             AttentionSource<S> source{step, plan, round};
                             stage(source, step, product, share, shared, warp, lane);
                         } else {
-                            PlainSource source{step.mlp, step.shape[DOWN].channels, round};
+                            PlainSource source{step.mlp, round};
                             stage(source, step, product, share, shared, warp, lane);
                         }
                     }
-                    if (warp == 0) MARK(0, 8 * product + 2)
                     meet<S>();
-                    if (warp == 0) MARK(0, 8 * product + 3)
-                    if (LAB_WIDE > 0 && threadIdx.x == 0) block_waits = 0;
                     if (product == GATE_UP && threadIdx.x == 0) send(step.arrivals + blockIdx.x, 0.f, round);
-                    walk.multiply(share, step.rows, expected(step, share, product, round), slot_roots);
-                    if (warp == 0) MARK(0, 8 * product + 4)
+                    walk.multiply(share, expected(step, share, product, round), slot_roots);
                     if (product == QKV) {
                         // Opaque, so that addresses are not kept in registers during the other products.
-                        if (LAB_WIDE > 0 && threadIdx.x == 0) block_waits = 1;
                         const Attention<S, Codec> attention{step, plan, shared, opaque(warp), opaque(lane)};
                         attention.run(walk, layer, l);
                     }
@@ -109,7 +92,7 @@ struct PersistentStep {
             }
             // Every part of the result by one block.
             if (blockIdx.x < PARTS) {
-                const Residual<S, Codec> residual{step, plan.shares[QKV], shared, roots, warp, lane};
+                const Residual<S, Codec> residual{step, plan.shares[QKV], shared, warp, lane};
                 residual.run(step.layers + step.layer_count - 1, DOWN, step.layer_count - 1, nullptr, 0, 0);
             }
         }
@@ -120,8 +103,8 @@ private:
     // sums are sent, all blocks have got as far as gate_up, and with it have read all sums before.
     static __device__ __forceinline__ Expected expected(const StepArguments& step, const Share<S>& share, int product, u32 round) {
         if (product == DOWN) return {step.arrivals, (int)gridDim.x, round, 0, 0.f};
-        if (product == OUTPUT || (LAB_LATE_ROOT && product == QKV) || S::ROWS > 1) return {nullptr, 0, round, 0, 0.f};
-        return {squares_of(step, step.squares[product == GATE_UP], share.group, 0), square_units(step), round, step.hidden, step.eps};
+        if (product == OUTPUT) return {nullptr, 0, round, 0, 0.f};
+        return {squares_of(step, step.squares[product == GATE_UP], share.group), square_units(step), round, step.hidden, step.eps};
     }
     template <typename Source>
     static __device__ __forceinline__ void stage(Source& source, const StepArguments& step, int product, const Share<S>& share,

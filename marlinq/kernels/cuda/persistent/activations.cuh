@@ -27,23 +27,22 @@ __device__ __forceinline__ void meet() {
     barrier_sync(1, 32 * S::WARPS);
 }
 
-// Sources of activations. `Pending` brings two vectors of N channels of one row and head for COUNT places at once: it requests
-// them, so that trips overlap, and then gives them.
+// Sources of activations. `Pending` brings two vectors of N channels of one head for COUNT places at once: it requests all of them
+// first, so that their trips through L2 overlap.
 
 // The input of down.
 struct PlainSource {
-    static constexpr int UNITS_AT_ONCE = 4, PIECES_AT_ONCE = 2;
+    static constexpr int UNITS_AT_ONCE = 4;
     const float* values;
-    int channels;
     u32 round;
 
     template <int N, int COUNT>
     struct Pending {
         Letters<2 * COUNT, N> letters;
 
-        __device__ __forceinline__ void request(const PlainSource& source, int c, int row, int first, int second) {
-            letters.request(2 * c, source.values + (i64)row * source.channels + first);
-            letters.request(2 * c + 1, source.values + (i64)row * source.channels + second);
+        __device__ __forceinline__ void request(const PlainSource& source, int c, int first, int second) {
+            letters.request(2 * c, source.values + first);
+            letters.request(2 * c + 1, source.values + second);
         }
         __device__ __forceinline__ void finish(const PlainSource& source, float (&v)[COUNT][2][N]) {
             await(source.round, letters);
@@ -58,7 +57,7 @@ struct PlainSource {
 // The attention's parts of a context, put together.
 template <typename S>
 struct AttentionSource {
-    static constexpr int UNITS_AT_ONCE = 1, PIECES_AT_ONCE = 1;
+    static constexpr int UNITS_AT_ONCE = 1;
     const StepArguments& step;
     const Plan<S>& plan;
     u32 round;
@@ -66,22 +65,21 @@ struct AttentionSource {
     template <int N, int COUNT>
     struct Pending {
         static_assert(COUNT == 1, "one place");
-        static constexpr int AT_ONCE = S::ROWS == 1 ? LAB_PARTS_AT_ONCE : 2;  // parts whose trips overlap
+        static constexpr int AT_ONCE = 4;  // parts whose trips overlap
         Letters<AT_ONCE, 1> weights;
         Letters<2 * AT_ONCE, N> outputs;
-        int row, first, second, splits;
+        int first, second, splits;
 
-        __device__ __forceinline__ void request(const AttentionSource& source, int, int of_row, int from, int to) {
-            row = of_row, first = from, second = to, splits = source.plan.splits[row];
+        __device__ __forceinline__ void request(const AttentionSource& source, int, int from, int to) {
+            first = from, second = to, splits = source.plan.splits;
             request_parts(source, 0);
         }
         __device__ __forceinline__ void finish(const AttentionSource& source, float (&v)[COUNT][2][N]) {
             float top = -3e38f, sum = 0.f;
 #pragma unroll
             for (int n = 0; n < N; ++n) v[0][0][n] = v[0][1][n] = 0.f;
-            // Lanes may have rows of their own: whole warps go on together.
 #pragma unroll 1
-            for (int part = 0; __any_sync(0xffffffffu, part < splits); part += AT_ONCE) {
+            for (int part = 0; part < splits; part += AT_ONCE) {
                 if (part > 0) request_parts(source, part);
                 await(source.round, outputs, weights);
                 float highest = top;
@@ -112,7 +110,7 @@ struct AttentionSource {
             const int heads = source.step.heads;
 #pragma unroll
             for (int s = 0; s < AT_ONCE; ++s) {
-                const int at = row * MAX_SPLITS + min(part + s, splits - 1);
+                const int at = min(part + s, splits - 1);
                 weights.request(s, source.step.attention_weight + at * heads + first / S::HEAD_DIM);
                 outputs.request(2 * s, source.step.attention + (i64)at * heads * S::HEAD_DIM + first);
                 outputs.request(2 * s + 1, source.step.attention + (i64)at * heads * S::HEAD_DIM + second);
@@ -177,15 +175,6 @@ __device__ __forceinline__ void make_digits(const float (&values)[COUNT][4], uns
     }
 }
 
-// Eight channels of a row, where operand B wants them.
-template <typename S, typename E>
-__device__ __forceinline__ void store_piece(unsigned char* memory, int row, int piece, const float (&v)[2][4], bool exists) {
-    const uint4 eight =
-        make_uint4(E::narrow(v[0][0], v[0][1]), E::narrow(v[0][2], v[0][3]), E::narrow(v[1][0], v[1][1]), E::narrow(v[1][2], v[1][3]));
-    *reinterpret_cast<uint4*>(memory + piece / 8 * S::SLAB_BYTES + row * 128 + ((piece % 8 ^ row % 8) * 16)) =
-        exists ? eight : make_uint4(0, 0, 0, 0);
-}
-
 // Units first .. first + units - 1 of `channels` channels to `memory`, when all warps have read what was there. Their messages
 // are requested before that.
 template <typename S, typename Codec, typename Source>
@@ -197,56 +186,31 @@ __device__ __forceinline__ void stage_activations(Source& source, const StepArgu
         if (!met) meet<S>();
         met = true;
     };
-    if constexpr (S::DIGITS) {
-        // A few units at once, so that their trips overlap.
-        constexpr int AT_ONCE = Source::UNITS_AT_ONCE;
+    // A few units at once, so that their trips overlap.
+    constexpr int AT_ONCE = Source::UNITS_AT_ONCE;
 #pragma unroll 1
-        for (int from = warp; from < units; from += AT_ONCE * S::WARPS) {
-            // The first stands in for those behind the last.
-            const auto unit_of = [&](int i) { return from + i * S::WARPS < units ? from + i * S::WARPS : from; };
-            typename Source::template Pending<2, AT_ONCE> pending;
+    for (int from = warp; from < units; from += AT_ONCE * S::WARPS) {
+        // The first stands in for those behind the last.
+        const auto unit_of = [&](int i) { return from + i * S::WARPS < units ? from + i * S::WARPS : from; };
+        typename Source::template Pending<2, AT_ONCE> pending;
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-                const int at = min(channel_of_lane(first + unit_of(i), lane), channels - 16 + lane % 4 * 2);
-                pending.request(source, i, 0, at, at + 8);
-            }
-            float values[AT_ONCE][2][2], left[AT_ONCE][4];
-            unsigned char* places[AT_ONCE];
-            pending.finish(source, values);
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-                const int unit = unit_of(i);
-                const bool exists = channel_of_lane(first + unit, lane) < channels;
-#pragma unroll
-                for (int n = 0; n < 4; ++n) left[i][n] = exists ? rounded<E>(values[i][n / 2][n % 2]) : 0.f;
-                places[i] = memory + unit * S::DIGIT_STRIDE;
-            }
-            meet_once();
-            make_digits<S, Codec>(left, places, lane);
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int at = min(channel_of_lane(first + unit_of(i), lane), channels - 16 + lane % 4 * 2);
+            pending.request(source, i, at, at + 8);
         }
-    } else {
-        const int pieces = units * (S::UNIT / 8), all = step.rows * pieces;  // of eight channels
-        constexpr int AT_ONCE = Source::PIECES_AT_ONCE, THREADS = 32 * S::WARPS;
-        // Whole warps go on together, since they meet.
-#pragma unroll 1
-        for (int start = 32 * warp; start < all; start += AT_ONCE * THREADS) {
-            const int from = start + lane;
-            typename Source::template Pending<4, AT_ONCE> pending;
-            int row[AT_ONCE], piece[AT_ONCE];
+        float values[AT_ONCE][2][2], left[AT_ONCE][4];
+        unsigned char* places[AT_ONCE];
+        pending.finish(source, values);
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-                const int index = min(from + i * THREADS, all - 1);
-                row[i] = index / pieces, piece[i] = index - row[i] * pieces;
-                const int at = min(first * S::UNIT + 8 * piece[i], channels - 8);
-                pending.request(source, i, row[i], at, at + 4);
-            }
-            float v[AT_ONCE][2][4];
-            pending.finish(source, v);
-            meet_once();
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int unit = unit_of(i);
+            const bool exists = channel_of_lane(first + unit, lane) < channels;
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i)
-                if (from + i * THREADS < all) store_piece<S, E>(memory, row[i], piece[i], v[i], first * S::UNIT + 8 * piece[i] < channels);
+            for (int n = 0; n < 4; ++n) left[i][n] = exists ? rounded<E>(values[i][n / 2][n % 2]) : 0.f;
+            places[i] = memory + unit * S::DIGIT_STRIDE;
         }
+        meet_once();
+        make_digits<S, Codec>(left, places, lane);
     }
     meet_once();
 }

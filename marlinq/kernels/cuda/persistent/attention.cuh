@@ -1,5 +1,4 @@
-// Attention of the persistent kernel. A unit is a row, a head of keys with all queries that share it, and a part of the row's
-// context. Its block receives the sums of its columns of qkv, applies norms and rotary embedding, and appends the new key
+// Attention of the persistent kernel. A unit is a head of keys with all queries that share it, and a part of the context. Its block receives the sums of its columns of qkv, applies norms and rotary embedding, and appends the new key
 // and value to the cache (the last part does). Chunks of the cache come through the ring.
 //
 // Operands are swapped as in the products: keys are operand A, queries operand B. Scores of a chunk's positions lie as accumulators;
@@ -15,7 +14,6 @@ template <typename S, typename Codec>
 struct Attention {
     typedef typename Codec::Element E;
     static constexpr int D = S::HEAD_DIM, PAIRS = D / 64;
-    static constexpr int SQUARES = 2;  // of a row that are requested at once, 32 each
     static constexpr int BLOCKS = S::CHUNK / 16;  // of positions
     static constexpr int SLICE = D / 16 / S::TEAM;  // 16-channel blocks that a warp of a team brings
 
@@ -28,25 +26,20 @@ struct Attention {
 #pragma unroll 1
         for (int index = blockIdx.x; index < plan.units; index += gridDim.x) {
             const AttentionUnit unit = plan.unit(index);
-            const Chunks<S> chunks(unit, plan.length[unit.row], layer.window);
+            const Chunks<S> chunks(unit, plan.length, layer.window);
             const int queries = plan.queries;
             const bool last = unit.split == unit.splits - 1;
             bool met = false;
             for (int vector = warp; vector < queries + (last ? 2 : 0); vector += S::WARPS)
                 prepare(layer, unit, vector, queries, round, met);
             if (!met) meet<S>();
-            if (warp == 0) MARK(0, 40)
             meet<S>();
-            if (warp == 0) MARK(0, 41)
             attend(walk, chunks, queries);
-            if (warp == 0) MARK(0, 42)
             const int entries = min(chunks.count, S::TEAMS);
             if (last)
                 for (int h = warp; h < queries; h += S::WARPS) score_new(h);
             meet<S>();
-            if (warp == 0) MARK(0, 43)
             merge(unit, entries, last, queries, round);
-            if (warp == 0) MARK(0, 44)
         }
     }
 
@@ -70,24 +63,13 @@ private:
         const int N = step.shape[QKV].tiles * 64;
         const int head = key ? step.heads + unit.kv_head : value ? step.heads + step.kv_heads + unit.kv_head : unit.kv_head * queries + vector;
         // Lane l has PAIRS neighbouring channels of the lower half and as many of the upper one, which rotate together.
-        const int position = plan.length[unit.row];
+        const int position = plan.length;
         Letters<PARTS * 2, PAIRS> letters;
 #pragma unroll
         for (int p = 0; p < PARTS; ++p)
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                letters.request(p * 2 + half, step.parts[QKV] + ((i64)p * step.rows + unit.row) * N + head * D + channel(half, 0));
-        // A single row's sums are not yet normalised; the squares have been on their way for longer.
-        constexpr bool ROOT = S::DIGITS && LAB_LATE_ROOT;
-        Letters<SQUARES, 1> square_letters;
-        const float* squares = squares_of(step, step.squares[0], plan.shares[QKV].group, 0);
-        const int square_count = square_units(step);
-#pragma unroll
-        for (int i = 0; i < SQUARES; ++i)
-            if (ROOT && 32 * i < square_count)
-                square_letters.request(i, squares + min(32 * i + lane, square_count - 1));
-            else
-                square_letters.omit(i, round);
+                letters.request(p * 2 + half, step.parts[QKV] + (i64)p * N + head * D + channel(half, 0));
         float shift[2][PAIRS] = {}, c[PAIRS], s[PAIRS], x[2][PAIRS];
         const auto load_tables = [&] {
 #pragma unroll
@@ -99,17 +81,8 @@ private:
         };
         // Large heads' registers are too few for both.
         if (D <= 128) load_tables();
-        await(round, letters, square_letters);
+        await(round, letters);
         if (D > 128) load_tables();
-        float root_of_sums = 1.f;
-        if (ROOT) {
-            float sum = 0.f;
-#pragma unroll
-            for (int i = 0; i < SQUARES; ++i)
-                if (32 * i + lane < square_count) sum += square_letters.value(i, 0);
-            root_of_sums = fast_reciprocal_root(warp_sum(sum) * fast_reciprocal((float)step.hidden) + step.eps);
-            if (square_count > 32 * SQUARES) root_of_sums = root_of_row(step, squares, round, lane);
-        }
         if (!met) meet<S>();  // memory is free
         met = true;
 #pragma unroll
@@ -119,7 +92,7 @@ private:
                 float sum = 0.f;
 #pragma unroll
                 for (int p = 0; p < PARTS; ++p) sum += letters.value(p * 2 + half, i);
-                x[half][i] = rounded<E>(ROOT ? fmaf(sum, root_of_sums, shift[half][i]) : sum + shift[half][i]);
+                x[half][i] = rounded<E>(sum + shift[half][i]);
             }
         const float* gamma = value ? nullptr : key ? layer.key_gamma : layer.query_gamma;
         if (gamma != nullptr) {
@@ -142,7 +115,7 @@ private:
                 x[0][i] = rounded<E>(lower * c[i] - upper * s[i]), x[1][i] = rounded<E>(upper * c[i] + lower * s[i]);
             }
         }
-        const i64 appended = (((i64)unit.row * step.kv_heads + unit.kv_head) * step.capacity + position) * D;
+        const i64 appended = ((i64)unit.kv_head * step.capacity + position) * D;
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -294,7 +267,7 @@ private:
                 sum = fmaf(share, it[queries * D + 2 * h + 1], sum);
                 out = fmaf(share, it[h * D + d], out);
             }
-            const i64 part = (i64)unit.row * MAX_SPLITS + unit.split;
+            const i64 part = unit.split;
             send(step.attention + part * channels + head * D + d, sum > 0.f ? out * fast_reciprocal(sum) : 0.f, round);
             if (d == 0) send(step.attention_weight + part * step.heads + head, sum > 0.f ? top + fast_log2(sum) : -1e30f, round);
         }

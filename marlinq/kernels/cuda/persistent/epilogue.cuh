@@ -9,8 +9,7 @@
 template <typename S, typename Codec>
 struct Epilogue {
     typedef typename Codec::Element E;
-    static constexpr int ROWS = S::ROWS;
-    static constexpr int PAIRS = S::TURNS ? S::TEAM : S::WIDEST;  // of tiles in a set; lane l has columns 4 l .. 4 l + 3 of each
+    static constexpr int PAIRS = S::WIDEST;  // of tiles in a set; lane l has columns 4 l .. 4 l + 3 of each
 
     const StepArguments& step;
     const Plan<S>& plan;
@@ -50,15 +49,15 @@ private:
     __device__ __forceinline__ int column() const { return 4 * (lane % 16); }
     __device__ __forceinline__ int tile_of_pair(int i) const { return 2 * i + lane / 16; }
     __device__ __forceinline__ bool owns() const { return lane % 16 / 4 == part; }
-    // This lane's sums of row m and pair i, always in the same order.
-    __device__ __forceinline__ void add(const TileSet<S>& set, int i, int m, float root, float (&sum)[4]) const {
+    // This lane's sums of pair i, always in the same order.
+    __device__ __forceinline__ void add(const TileSet<S>& set, int i, float root, float (&sum)[4]) const {
         const float* left = reinterpret_cast<const float*>(shared + S::SLOTS_AT + slots.stage * S::SLOT_BYTES) + column();
         const int contributions = set.contributions(), tile = tile_of_pair(i);
 #pragma unroll
         for (int n = 0; n < 4; ++n) sum[n] = 0.f;
-#pragma unroll(ROWS == 1 ? 4 : 2)
+#pragma unroll(4)
         for (int c = 0; c < contributions; ++c) {
-            const float4 four = *reinterpret_cast<const float4*>(left + (((c << set.all_log()) + tile) * ROWS + m) * S::PITCH);
+            const float4 four = *reinterpret_cast<const float4*>(left + ((c << set.log) + tile) * 64);
             sum[0] += four.x, sum[1] += four.y, sum[2] += four.z, sum[3] += four.w;
         }
 #pragma unroll
@@ -72,74 +71,63 @@ private:
     __device__ __forceinline__ void finish(const StepLayer& layer, int P, u32 round, const TileSet<S>& set, int first_tile) {
         const int N = step.shape[P].tiles * 64;
         const bool gated = P == GATE_UP;
-        float* parts = step.parts[P] + (i64)part * step.rows * N + first_tile * 64 + column();
-        const int mark = 16 * P + 4 * (first_tile / 4 % 4), kind = 1 + slots.stage;
-        MARK(kind, mark)
+        float* parts = step.parts[P] + (i64)part * N + first_tile * 64 + column();
         slots.wait_full();
         const float root = roots[slots.stage];
-        MARK(kind, mark + 1)
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {
             const int tile = tile_of_pair(i);
-            if (tile >> set.all_log() != 0 || (gated && owns())) continue;
-#pragma unroll(ROWS == 1 ? 1 : 2)
-            for (int m = 0; m < step.rows; ++m) {
-                float sum[4];
-                add(set, i, m, root, sum);
-                send(parts + (i64)m * N + tile * 64, sum, round);
-            }
+            if (tile >> set.log != 0 || (gated && owns())) continue;
+            float sum[4];
+            add(set, i, root, sum);
+            send(parts + tile * 64, sum, round);
         }
-        MARK(kind, mark + 2)
         if (gated)
             exchange(layer, round, set, first_tile, root);
         else
             release();
-        MARK(kind, mark + 3)
     }
     // The block's own columns of gate and up, from all parts.
     __device__ __forceinline__ void exchange(const StepLayer& layer, u32 round, const TileSet<S>& set, int first_tile, float root) {
         const int N = step.shape[GATE_UP].tiles * 64;
         const u16* bias = layer.bias[GATE_UP];
-#pragma unroll 1
-        for (int m = 0; m < step.rows; ++m) {
-            Letters<PAIRS*(PARTS - 1), 4> letters;
-            float own[PAIRS][4];
+        Letters<PAIRS*(PARTS - 1), 4> letters;
+        float own[PAIRS][4];
 #pragma unroll
-            for (int i = 0; i < PAIRS; ++i) {
-                const bool exists = 2 * i >> set.all_log() == 0;
+        for (int i = 0; i < PAIRS; ++i) {
+            const bool exists = 2 * i >> set.log == 0;
 #pragma unroll
-                for (int p = 0; p < PARTS - 1; ++p) {
-                    const int at = i * (PARTS - 1) + p;
-                    if (exists && owns())
-                        letters.request(at, step.parts[GATE_UP] + ((i64)(p + (p >= part)) * step.rows + m) * N + (first_tile + tile_of_pair(i)) * 64 + column());
-                    else
-                        letters.omit(at, round);
-                }
-                if (exists && owns()) add(set, i, m, root, own[i]);
+            for (int p = 0; p < PARTS - 1; ++p) {
+                const int at = i * (PARTS - 1) + p;
+                if (exists && owns())
+                    letters.request(at, step.parts[GATE_UP] + (i64)(p + (p >= part)) * N + (first_tile + tile_of_pair(i)) * 64 + column());
+                else
+                    letters.omit(at, round);
             }
-            if (m == step.rows - 1) release();
-            await(round, letters);
+            if (exists && owns()) add(set, i, root, own[i]);
+        }
+        release();
+        await(round, letters);
 #pragma unroll
-            for (int i = 0; i < PAIRS; ++i) {
-                const int tile = tile_of_pair(i);
-                const bool exists = tile >> set.all_log() == 0;
-                float result[4];
+        for (int i = 0; i < PAIRS; ++i) {
+            const int tile = tile_of_pair(i);
+            const bool exists = tile >> set.log == 0;
+            float result[4];
 #pragma unroll
-                for (int n = 0; n < 4; ++n) {
-                    float sum = 0.f;
+            for (int n = 0; n < 4; ++n) {
+                float sum = 0.f;
 #pragma unroll
-                    for (int p = 0; p < PARTS; ++p)
-                        sum += p == part ? own[i][n] : letters.value(i * (PARTS - 1) + (p < part ? min(p, PARTS - 2) : max(p - 1, 0)), n);
-                    const float shift = bias != nullptr && exists ? E::widen(bias[(first_tile + tile) * 64 + column() + n]) : 0.f;
-                    result[n] = rounded<E>(sum + shift);
-                }
-#pragma unroll
-                for (int n = 0; n < 4; ++n) {
-                    const float up = shuffle(result[n], lane ^ 16);
-                    result[n] = rounded<E>(activate(result[n])) * up;
-                }
-                if (owns() && lane < 16 && exists) send(step.mlp + (i64)m * (N / 2) + (first_tile / 2 + i) * 64 + column(), result, round);
+                for (int p = 0; p < PARTS; ++p)
+                    sum += p == part ? own[i][n] : letters.value(i * (PARTS - 1) + (p < part ? min(p, PARTS - 2) : max(p - 1, 0)), n);
+                const float shift = bias != nullptr && exists ? E::widen(bias[(first_tile + tile) * 64 + column() + n]) : 0.f;
+                result[n] = rounded<E>(sum + shift);
             }
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                const float up = shuffle(result[n], lane ^ 16);
+                result[n] = rounded<E>(activate(result[n])) * up;
+            }
+            if (owns() && lane < 16 && exists) send(step.mlp + (first_tile / 2 + i) * 64 + column(), result, round);
         }
     }
     static __device__ __forceinline__ float shuffle(float value, int lane) {

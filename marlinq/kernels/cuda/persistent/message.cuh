@@ -7,7 +7,6 @@
 //
 // A float loses its last bit, 2^-24 of its size; one that was rounded to 16 bits loses nothing.
 #pragma once
-#include "persistent/lab.cuh"
 #include "ptx/bits.cuh"
 #include "ptx/message.cuh"
 
@@ -54,14 +53,6 @@ struct Letters {
             if (is_stale(i, round)) otherwise = from[i];
         return otherwise;
     }
-    // Where letter `which` is if it has not been there, or null.
-    __device__ __forceinline__ const float* missing_one(int which, u32 round) const {
-        const float* found = nullptr;
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i)
-            if (i == which && is_stale(i, round)) found = from[i];
-        return found;
-    }
     __device__ __forceinline__ void request_missing(u32 round) {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
@@ -70,52 +61,15 @@ struct Letters {
     __device__ __forceinline__ float value(int i, int n) const { return __uint_as_float(words[i][n] & ~1u); }
 };
 
-template <typename First, typename... Others>
-__device__ __forceinline__ const float* missing_of_first(int which, u32 round, const First& first, const Others&...) {
-    return first.missing_one(which, round);
-}
-
-// Until all letters are of the round: every lane asks again for what it misses, which with few letters a lane is less than L2
-// delivers, and a trip less than to wait for one word first (the lab's other ways).
+// Returns when all letters are of `round`. Every lane requests all its missing letters again: with few letters a lane L2 delivers
+// more than that, and waiting for one word before asking for the others costs a trip more.
 template <typename... SomeLetters>
 __device__ __forceinline__ void await(u32 round, SomeLetters&... letters) {
-    if (LAB_NO_WAIT) return;
-    const int lane = threadIdx.x % 32;
-    if (LAB_POLL == 1) {
-        for (u32 turns = 0; turns < PATIENCE; ++turns) {
-            const float* missing = nullptr;
-            ((missing = letters.missing(round, missing)), ...);
-            if (!__any_sync(0xffffffffu, missing != nullptr)) return;
-            (letters.request_missing(round), ...);
-        }
-        trap();
-    }
-    for (;;) {
+    for (u32 turns = 0; turns < PATIENCE; ++turns) {
         const float* missing = nullptr;
         ((missing = letters.missing(round, missing)), ...);
-        const u32 waiting = warp_max(missing != nullptr ? lane + 1 : 0);
-        if (waiting == 0) return;
-        if (LAB_POLL == 3) {
-            // A lane for each letter, so that all have come when one asks for all again.
-            const float* mine = missing_of_first(lane, round, letters...);
-            if (!__any_sync(0xffffffffu, mine != nullptr)) mine = (int)waiting == lane + 1 ? missing : nullptr;
-            if (mine != nullptr) {
-                u32 word[1];
-                u32 turns = 0;
-                do {
-                    load_words(word, mine);
-                    if (++turns == PATIENCE) trap();
-                } while ((word[0] ^ round) & 1);
-            }
-        } else if (LAB_POLL == 2 ? missing != nullptr : (int)waiting == lane + 1) {
-            u32 word[1];
-            u32 turns = 0;
-            do {
-                load_words(word, missing);
-                if (++turns == PATIENCE) trap();
-            } while ((word[0] ^ round) & 1);
-        }
-        __syncwarp();
+        if (!__any_sync(0xffffffffu, missing != nullptr)) return;
         (letters.request_missing(round), ...);
     }
+    trap();
 }

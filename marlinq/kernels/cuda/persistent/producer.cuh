@@ -1,7 +1,7 @@
 // The TMA producer of the persistent kernel: one lane that requests the weights of all layers, and the cache, in the order in
 // which they are used. It waits for nothing but room, so memory stays busy while activations are on their way.
 #pragma once
-#include "persistent/lab_source.cuh"
+#include "persistent/shape.cuh"
 #include "tma/ring.cuh"
 
 // A tensor map into the cache of the copying unit.
@@ -16,10 +16,9 @@ struct StepProducer {
     Ring<S> ring;
     Window<S> window;
     u32 scales;  // address
-    const volatile int* block_waits;  // in the lab: a narrower window while the block waits for messages
 
-    __device__ __forceinline__ StepProducer(const StepArguments& arguments, const Plan<S>& attention, const Ring<S>& empty, const volatile int* waits)
-        : step(arguments), plan(attention), ring(empty), window(empty), scales(empty.stages + S::SCALES_AT), block_waits(waits) {}
+    __device__ __forceinline__ StepProducer(const StepArguments& arguments, const Plan<S>& attention, const Ring<S>& empty)
+        : step(arguments), plan(attention), ring(empty), window(empty), scales(empty.stages + S::SCALES_AT) {}
 
     __device__ __forceinline__ void run() {
         prefetch(step.layers, QKV);
@@ -54,20 +53,10 @@ private:
         if (S::ZEROS) prefetch_map(&layer->zeros[product][log]);
     }
     __device__ __forceinline__ u32 begin(u32 bytes) {
-        if (LAB_WIDE > 0) {
-            const int limit = *block_waits ? S::WINDOW : LAB_WIDE;
-            while (window.chunks >= limit) {
-                window.first.wait_full();
-                window.first.advance();
-                --window.chunks;
-            }
-            ++window.chunks;
-        } else {
-            window.admit();
-        }
+        window.admit();
         ring.wait_empty();
         const u32 barrier = ring.full + 8 * ring.stage;
-        barrier_expect(barrier, LAB_NO_COPIES ? 0 : bytes);
+        barrier_expect(barrier, bytes);
         return barrier;
     }
     __device__ __forceinline__ void product(const StepLayer* layer, int product) {
@@ -82,18 +71,14 @@ private:
 #pragma unroll 1
             for (int stage = 0; stage < set.stages; ++stage) {
                 const int unit = set.unit_of(stage), units = min(1 << set.slices, share.units - unit);
-                const u32 barrier = begin((units << set.log) * (LAB_HAS_SCALES ? S::UNIT_COPIED_BYTES : S::UNIT_BYTES)), words = ring.address();
+                const u32 barrier = begin((units << set.log) * S::UNIT_COPIED_BYTES), words = ring.address();
                 const u32 stage_scales = scales + ring.stage * S::SCALE_BYTES;
-                if (LAB_SOURCE >= 2 && copy_from_elsewhere<S>(layer, product, shape, share, at, set, stage, {words, stage_scales, barrier})) {
-                    ring.advance();
-                    continue;
-                }
 #pragma unroll 1
-                for (int u = 0; u < units && !LAB_NO_COPIES; u += boxed) {
-                    const int channel_unit = share.first + unit + u, tile = share.first_tile + at + set.tile_of(stage);
+                for (int u = 0; u < units; u += boxed) {
+                    const int channel_unit = share.first + unit + u, tile = share.first_tile + at;
                     const u32 scales_at = stage_scales + (u << set.log) * S::UNIT_SCALE_BYTES;
                     copy_box_once(words + (u << set.log) * S::UNIT_BYTES, weight_map, 0, tile, channel_unit * S::UNIT_ROWS, barrier);
-                    if (LAB_HAS_SCALES) copy_box_once(scales_at, scale_map, 0, tile, channel_unit * S::UNIT_GROUPS, barrier);
+                    copy_box_once(scales_at, scale_map, 0, tile, channel_unit * S::UNIT_GROUPS, barrier);
                     if (S::ZEROS)
                         copy_box_once(scales_at + S::ZEROS_AT, &layer->zeros[product][set.log], 0, tile, channel_unit * S::UNIT_GROUPS, barrier);
                 }
@@ -105,14 +90,14 @@ private:
 #pragma unroll 1
         for (int index = blockIdx.x; index < plan.units; index += gridDim.x) {
             const AttentionUnit unit = plan.unit(index);
-            const Chunks<S> chunks(unit, plan.length[unit.row], layer->window);
-            const int first = (unit.row * step.kv_heads + unit.kv_head) * step.capacity;
+            const Chunks<S> chunks(unit, plan.length, layer->window);
+            const int first = unit.kv_head * step.capacity;
 #pragma unroll 1
             for (int j = 0; j < chunks.count; ++j) {
                 const u32 barrier = begin(2 * S::CACHE_BYTES), at = ring.address();
                 const int y = first + (chunks.begin + j) * S::CHUNK;
 #pragma unroll
-                for (int slab = 0; slab < S::HEAD_DIM / 64 && !LAB_NO_COPIES; ++slab) {
+                for (int slab = 0; slab < S::HEAD_DIM / 64; ++slab) {
                     copy_box(at + slab * S::POSITION_SLAB_BYTES, &layer->keys, slab * 64, y, barrier);
                     copy_box(at + S::CACHE_BYTES + slab * S::POSITION_SLAB_BYTES, &layer->values, slab * 64, y, barrier);
                 }

@@ -2,7 +2,6 @@
 // of each tile for the warps that add them (persistent/epilogue.cuh).
 #pragma once
 #include "codec/int4.cuh"
-#include "mma/quant_group_sums.cuh"
 #include "persistent/activations.cuh"
 #include "persistent/digit_unit.cuh"
 #include "tma/ring.cuh"
@@ -40,7 +39,6 @@ struct Expected {
 template <typename S, typename Codec>
 struct Multiplier {
     typedef typename Codec::Element E;
-    typedef QuantGroupSums<Codec, 1, S::ZEROS, true> GroupSums;
 
     unsigned char* shared;  // at the ring
     Ring<S> ring;           // at this team's next stage
@@ -62,7 +60,7 @@ struct Multiplier {
 
     // All tiles of the block's share, with the activations that are in shared memory. The first warp's sums don't leave before the
     // messages of `expected` are there; roots[slot] gets the factor of a slot's sums, which these are the squares for.
-    __device__ __forceinline__ void multiply(const Share<S>& share, int rows, const Expected& expected, float* roots) {
+    __device__ __forceinline__ void multiply(const Share<S>& share, const Expected& expected, float* roots) {
         const bool leads = team == 0 && member == 0;
         float root = 0.f;  // not known yet
         Letters<EXPECTED_LETTERS, 1> letters;
@@ -82,15 +80,14 @@ struct Multiplier {
             if (stage < 0) stage += S::TEAMS;
             next = (next + set.stages) % S::TEAMS;
             // Teams without a stage of the set have nothing to leave.
-            const int contribution = stage >= set.stages ? -1 : set.turns ? 0 : (stage << set.slices) + slice;
-            const int place = set.tile_of(stage) + tile;
-            typename Sums<S::DIGITS>::Type sums;
+            const int contribution = stage >= set.stages ? -1 : (stage << set.slices) + slice;
+            DigitSums<Codec> sums;
             sums.clear();
 #pragma unroll 1
             for (; stage < set.stages; stage += S::TEAMS) {
                 const int unit = set.unit_of(stage) + slice;
                 ring.wait_full();
-                if (unit < units && !LAB_NO_PRODUCTS) add_unit(sums, unit, tile, slice, set.log);
+                if (unit < units) add_unit(sums, unit, tile, slice, set.log);
                 release_stage();
             }
             // A new barrier counts as past its odd phase.
@@ -101,7 +98,7 @@ struct Multiplier {
             }
             if (contribution >= 0) {
                 float* out = reinterpret_cast<float*>(shared + S::SLOTS_AT + slots.stage * S::SLOT_BYTES);
-                leave(sums, out + ((contribution << set.all_log()) + place) * (S::ROWS * S::PITCH), rows);
+                leave(sums, out + ((contribution << set.log) + tile) * 64);
             }
             __syncwarp();
             if (lane == 0) barrier_arrive(slots.full + 8 * slots.stage);
@@ -109,46 +106,9 @@ struct Multiplier {
         }
     }
 
-    // All stages of a product, unread.
-    __device__ __forceinline__ void discard(const Plan<S>& plan, const StepLayer& layer, int product) {
-        const Share<S>& share = plan.shares[product];
-        TileSet<S> set;
-#pragma unroll 1
-        for (int at = 0; at < share.tiles; at += set.tiles()) {
-            set = share.set(at);
-            discard(set.stages);
-        }
-        if (product != QKV) return;
-#pragma unroll 1
-        for (int index = blockIdx.x; index < plan.units; index += gridDim.x) {
-            const AttentionUnit unit = plan.unit(index);
-            discard(Chunks<S>(unit, plan.length[unit.row], layer.window).count);
-        }
-    }
-
 private:
-    __device__ __forceinline__ void discard(int stages) {
-        int stage = team - next;
-        if (stage < 0) stage += S::TEAMS;
-        next = (next + stages) % S::TEAMS;
-#pragma unroll 1
-        for (; stage < stages; stage += S::TEAMS) {
-            ring.wait_full();
-            release_stage();
-        }
-    }
-    template <bool DIGITS, int = 0>
-    struct Sums {
-        typedef DigitSums<Codec> Type;
-    };
-    template <int ANY>
-    struct Sums<false, ANY> {
-        typedef Accumulators<1> Type;
-    };
-
     // Unit `unit` of the block's, which is the tile's unit `slice` in a stage of 2^log tiles: [slice][row][tile].
-    template <typename AnySums>
-    __device__ __forceinline__ void add_unit(AnySums& sums, int unit, int tile, int slice, int log) const {
+    __device__ __forceinline__ void add_unit(DigitSums<Codec>& sums, int unit, int tile, int slice, int log) const {
         const uint4* words = reinterpret_cast<const uint4*>(shared + ring.stage * S::BYTES + (slice << log) * S::UNIT_BYTES + tile * 512) + lane;
         const u16* scales = reinterpret_cast<const u16*>(shared + S::SCALES_AT + ring.stage * S::SCALE_BYTES +
                                                          (slice << log) * S::UNIT_SCALE_BYTES + tile * 128);
@@ -158,40 +118,11 @@ private:
             const u32 pair = Codec::midpoints();
             return {{pair, pair, pair, pair}};
         };
-        add_words(sums, unit, words, 32 << log, get_scales, get_zeros);
-    }
-    // `stride` vectors from one row of words to the next.
-    template <typename GetScales, typename GetZeros>
-    __device__ __forceinline__ void add_words(DigitSums<Codec>& sums, int unit, const uint4* words, int stride, GetScales scales,
-                                              GetZeros zeros) const {
         const unsigned char* digits = shared + S::ACTIVATIONS_AT + unit * S::DIGIT_STRIDE;
-        add_digit_unit<S, Codec>(sums, digits, words, stride, lane, scales, zeros);
+        add_digit_unit<S, Codec>(sums, digits, words, 32 << log, lane, get_scales, get_zeros);
     }
-    template <typename GetScales, typename GetZeros>
-    __device__ __forceinline__ void add_words(Accumulators<1>& sums, int unit, const uint4* words, int stride, GetScales scales,
-                                              GetZeros zeros) const {
-        const u32 activations = shared_address(shared) + S::ACTIVATIONS_AT + unit * 2 * S::SLAB_BYTES;
-        // One quantisation group after the other: unrolled together, several with zero points take more registers than there are.
-#pragma unroll(S::ZEROS ? 1 : S::UNIT_GROUPS)
-        for (int quant_group = 0; quant_group < S::UNIT_GROUPS; ++quant_group) {
-            GroupSums group_sums;
-            group_sums.clear();
-#pragma unroll
-            for (int r = 0; r < S::QUANT_GROUP_ROWS; r += 2) {
-                const int i = quant_group * S::QUANT_GROUP_ROWS + r;
-                // Rows past the batch at most repeat others; their sums are not kept.
-                const int m = lane % 8 % S::ROWS, piece = 2 * (i % 4) + GroupSums::piece(lane);
-                u32 x[4];
-                load_matrix_x4(x, activations + i / 4 * S::SLAB_BYTES + m * 128 + ((piece ^ m) * 16));
-                const u32 fragments[1][2][2] = {{{x[0], x[1]}, {x[2], x[3]}}};
-                group_sums.add(sums, words[i * stride], words[(i + 1) * stride], fragments);
-            }
-            group_sums.close(sums, scales(quant_group), zeros(quant_group));
-        }
-    }
-
     // Each lane brings the sums of a digit, of eight columns; four lanes share columns, and each of them leaves two.
-    __device__ __forceinline__ void leave(const DigitSums<Codec>& sums, float* out, int) const {
+    __device__ __forceinline__ void leave(const DigitSums<Codec>& sums, float* out) const {
         float four[4], two[2];
         const bool odd = lane & 1, high = lane & 2;
 #pragma unroll
@@ -204,14 +135,5 @@ private:
     __device__ __forceinline__ float exchange(float first, float second, bool chosen, int distance) const {
         const float mine = chosen ? second : first, theirs = chosen ? first : second;
         return mine + __uint_as_float(__shfl_sync(0xffffffffu, __float_as_uint(theirs), lane ^ distance));
-    }
-    __device__ __forceinline__ void leave(const Accumulators<1>& sums, float* out, int rows) const {
-#pragma unroll
-        for (int q = 0; q < 4; ++q)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int m = 2 * (lane % 4) + i % 2;
-                if (m < rows) out[m * S::PITCH + 16 * q + lane / 4 + 8 * (i / 2)] = sums.value[q][0][i];
-            }
     }
 };

@@ -1,16 +1,16 @@
 // The residual stream. Every block keeps its part of K of it, so all blocks of a part keep the same: each adds to it the four
 // parts of what o and down give, as their blocks sent them, and makes the next product's activations of it.
 //
-// The norm's root needs the whole row. Blocks send the sums of squares of their units, and read those of the other parts. With
-// a single row nobody waits for them before the product: the root multiplies its sums (persistent/epilogue.cuh).
+// The norm's root needs the whole row. Blocks send the sums of squares of their units, and read those of the other parts. Nobody
+// waits for them before the product: the root multiplies its sums (persistent/epilogue.cuh).
 #pragma once
 #include "persistent/activations.cuh"
 
 __device__ __forceinline__ int square_units(const StepArguments& step) { return (step.hidden + 127) / 128; }
 
-// Where the blocks of `group` of columns leave the squares of `row`.
-__device__ __forceinline__ float* squares_of(const StepArguments& step, float* squares, int group, int row) {
-    return squares + ((i64)group * step.rows + row) * square_units(step);
+// Where the blocks of `group` of columns leave the sums of squares.
+__device__ __forceinline__ float* squares_of(const StepArguments& step, float* squares, int group) {
+    return squares + (i64)group * square_units(step);
 }
 
 // What turns a row into a normal one, 1 / sqrt(mean square + eps), from the squares of its units; in all lanes.
@@ -34,14 +34,13 @@ struct Residual {
     const StepArguments& step;
     const Share<S>& share;  // of a product with the stream as its input
     unsigned char* shared;
-    float* roots;  // of the rows, in shared memory
     int warp, lane;
 
     // Adds what `product` of `layer` gave in `round`, behind its norm where it has one; with no layer, takes the hidden state that
     // the step begins with. Then makes the activations of qkv (which: 0) or gate_up (1) of round `next`; or the step's result, if
     // there is no gamma.
     __device__ __forceinline__ void run(const StepLayer* layer, Product product, u32 round, const float* gamma, int which, u32 next) const {
-        const int items = step.rows * share.units;
+        const int items = share.units;
         const float* parts = layer == nullptr ? step.start : step.parts[product];
         const u16* bias = layer == nullptr ? nullptr : layer->bias[product];
         float* squares = step.post_squares[product == DOWN];
@@ -53,7 +52,7 @@ struct Residual {
             Letters<PARTS, 4> letters;
 #pragma unroll
             for (int p = 0; p < PARTS; ++p)
-                letters.request(p, parts + (layer == nullptr ? (i64)it.row : (i64)p * step.rows + it.row) * step.hidden + it.at);
+                letters.request(p, parts + (layer == nullptr ? 0 : (i64)p * step.hidden) + it.at);
             float shift[4] = {}, weight[4] = {}, now[4], square = 0.f;
             if (bias != nullptr)
                 for (int i = 0; i < 4; ++i) shift[i] = E::widen(bias[it.at + i]);
@@ -84,7 +83,7 @@ struct Residual {
                 load_weight(gamma, it.unit, weight);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) post[i] = layer->post_gamma[product == DOWN][it.at + i];
-                const float root = root_of_row(step, squares_of(step, squares, share.group, it.row), round, lane);
+                const float root = root_of_row(step, squares_of(step, squares, share.group), round, lane);
                 load(made(it), now);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
@@ -96,40 +95,28 @@ struct Residual {
             }
         }
         if (gamma == nullptr) return;
-        if constexpr (S::DIGITS) {
-            if (!met) meet<S>();
-        } else {
-            for (int row = warp; row < step.rows; row += S::WARPS) {
-                const float root = root_of_row(step, squares_of(step, step.squares[which], share.group, row), next, lane);
-                if (lane == 0) roots[row] = root;
-            }
-            meet<S>();
-            normalise(gamma);
-        }
+        if (!met) meet<S>();
     }
 
 private:
-    // A unit of a row, and this lane's four channels of it.
+    // A unit of the row, and this lane's four channels of it.
     struct Item {
-        int row, unit, at;
+        int unit, at;
         bool exists;
 
-        __device__ __forceinline__ Item(const Residual& residual, int item) {
+        __device__ __forceinline__ Item(const Residual& residual, int item) : unit(item) {
             const Share<S>& share = residual.share;
-            row = S::ROWS == 1 ? 0 : item / share.units, unit = item - row * share.units;
             const int channel = (share.first + unit) * S::UNIT + 4 * residual.lane;
             exists = channel < residual.step.hidden, at = min(channel, residual.step.hidden - 4);
         }
     };
 
-    // The stream's channels of a unit of a row, and what is to be added to them.
-    __device__ __forceinline__ u16* stream(int row, int unit) const {
-        return reinterpret_cast<u16*>(shared + S::STREAM_AT) + row * S::STREAM_CHANNELS + unit * S::UNIT;
-    }
-    __device__ __forceinline__ u16* made(const Item& it) const { return stream(S::ROWS + it.row, it.unit); }
+    // The stream's channels of a unit, and what is to be added to them.
+    __device__ __forceinline__ u16* stream(int unit) const { return reinterpret_cast<u16*>(shared + S::STREAM_AT) + unit * S::UNIT; }
+    __device__ __forceinline__ u16* made(const Item& it) const { return stream(it.unit) + S::STREAM_CHANNELS; }
     __device__ __forceinline__ void send_squares(float* squares, const Item& it, float square, u32 round) const {
         square = warp_sum(square);
-        if (lane == 0) send(squares_of(step, squares, share.group, it.row) + share.first + it.unit, square, round);
+        if (lane == 0) send(squares_of(step, squares, share.group) + share.first + it.unit, square, round);
     }
     __device__ __forceinline__ void load(const u16* from, float (&values)[4]) const {
         const uint2 four = *reinterpret_cast<const uint2*>(from + 4 * lane);
@@ -141,14 +128,14 @@ private:
     }
     // The norm's weights of those channels whose digits this lane makes.
     __device__ __forceinline__ void load_weight(const float* gamma, int unit, float (&weight)[4]) const {
-        if (!S::DIGITS || gamma == nullptr) return;
+        if (gamma == nullptr) return;
         const int at = min(channel_of_lane(share.first + unit, lane), step.hidden - 16 + lane % 4 * 2);
 #pragma unroll
         for (int i = 0; i < 4; ++i) weight[i] = gamma[at + i / 2 * 8 + i % 2];
     }
     __device__ __forceinline__ void add(const Item& it, float (&values)[4]) const {
         float old[4];
-        load(stream(it.row, it.unit), old);
+        load(stream(it.unit), old);
 #pragma unroll
         for (int i = 0; i < 4; ++i) values[i] = it.exists ? rounded<E>(old[i] + values[i]) : 0.f;
     }
@@ -157,41 +144,22 @@ private:
                                            bool& met) const {
         if (gamma == nullptr) {
             if (it.exists)
-                *reinterpret_cast<uint2*>(step.result + (i64)it.row * step.hidden + it.at) = make_uint2(E::narrow(now[0], now[1]), E::narrow(now[2], now[3]));
+                *reinterpret_cast<uint2*>(step.result + it.at) = make_uint2(E::narrow(now[0], now[1]), E::narrow(now[2], now[3]));
             return;
         }
-        u16* kept = stream(it.row, it.unit);
+        u16* kept = stream(it.unit);
         store(kept, now);
-        if constexpr (S::DIGITS) {
-            __syncwarp();
-            float left[1][4];
+        __syncwarp();
+        float left[1][4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) left[0][i] = E::widen(kept[lane / 4 * 16 + lane % 4 * 2 + i / 2 * 8 + i % 2]) * weight[i];
-            if (!met) meet<S>();
-            met = true;
-            unsigned char* const places[1] = {shared + S::ACTIVATIONS_AT + it.unit * S::DIGIT_STRIDE};
-            make_digits<S, Codec>(left, places, lane);
-        }
+        for (int i = 0; i < 4; ++i) left[0][i] = E::widen(kept[lane / 4 * 16 + lane % 4 * 2 + i / 2 * 8 + i % 2]) * weight[i];
+        if (!met) meet<S>();
+        met = true;
+        unsigned char* const places[1] = {shared + S::ACTIVATIONS_AT + it.unit * S::DIGIT_STRIDE};
+        make_digits<S, Codec>(left, places, lane);
         float square = 0.f;
 #pragma unroll
         for (int i = 0; i < 4; ++i) square = fmaf(now[i], now[i], square);
         send_squares(step.squares[which], it, square, next);
-    }
-    // The stream as activations.
-    __device__ __forceinline__ void normalise(const float* gamma) const {
-        const int pieces = share.units * (S::UNIT / 8);  // of eight channels
-        for (int index = 32 * warp + lane; index < step.rows * pieces; index += 32 * S::WARPS) {
-            const int row = index / pieces, piece = index - row * pieces, channel = share.first * S::UNIT + 8 * piece;
-            const bool exists = channel < step.hidden;
-            const u16* kept = stream(row, 0) + 8 * piece;
-            const float* weight = gamma + min(channel, step.hidden - 8);
-            float v[2][4];
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const float normal = E::widen(kept[i]) * roots[row];
-                v[i / 4][i % 4] = (step.narrow_first ? rounded<E>(normal) : normal) * weight[i];
-            }
-            store_piece<S, E>(shared + S::ACTIVATIONS_AT, row, piece, v, exists);
-        }
     }
 };

@@ -14,14 +14,13 @@
 
 constexpr int PARTS = 4;
 constexpr int MAX_SPLITS = 16;   // of a context
-constexpr int LEAST_CHUNKS = LAB_LEAST_CHUNKS;  // of the cache that are worth a part
+constexpr int LEAST_CHUNKS = 2;  // of the cache that are worth a part
 
 template <typename C>
 struct StepShape {
     static constexpr int TEAM = C::TEAM, TEAMS = C::TEAMS, STAGES = C::STAGES, WINDOW = C::WINDOW;
-    static constexpr int ROWS = C::ROWS;  // of the batch at most
     static constexpr int SLOTS = C::SLOTS, HEAD_DIM = C::HEAD_DIM, QUANT_GROUP = C::QUANT_GROUP;
-    static constexpr bool DIGITS = C::DIGITS, ZEROS = C::ZEROS, SOFTCAP = C::SOFTCAP;
+    static constexpr bool ZEROS = C::ZEROS, SOFTCAP = C::SOFTCAP;
     static constexpr bool POST_NORMS = C::POST_NORMS;  // behind o and down
 
     static constexpr int UNIT = 128;  // channels
@@ -36,17 +35,12 @@ struct StepShape {
 
     static constexpr int LOG_TEAM = TEAM == 4 ? 2 : 1, WIDEST = LOG_TEAM;  // the latter a set's tiles, as a logarithm
     static_assert(TEAM == 2 || TEAM == 4, "sets of tiles divide a team");
-    // Two teams may have neighbouring tiles, so that what is read at a time lies together and each leaves the sums of a tile once.
-    static constexpr bool TURNS = LAB_TURNS && TEAMS == 2 && ROWS == 1;
 
-    // Sums of a set of tiles: [contribution][tile][row][64 columns].
-    static constexpr int PITCH = DIGITS ? 64 : 68;  // floats; the latter avoids bank conflicts
-    static constexpr int SLOT_BYTES = WARPS * ROWS * PITCH * 4;
+    // Sums of a set of tiles: [contribution][tile][64 columns].
+    static constexpr int SLOT_BYTES = WARPS * 64 * 4;
 
-    // Digits of a unit, for a single row: the digits, their sums by quantisation group, their weights.
+    // Digits of a unit: the digits, their sums by quantisation group, their weights.
     static constexpr int PLAIN_AT = 512, DIGIT_UNIT_AT = PLAIN_AT + 16 * UNIT_GROUPS, DIGIT_STRIDE = DIGIT_UNIT_AT + 16;
-    // Else activations as rows of 64 channels, swizzled.
-    static constexpr int SLAB_BYTES = ROWS * 128;
 
     // Attention: queries, the new key and value, scores of the new position, and what the teams leave.
     static constexpr int QUERY_BYTES = 8 * HEAD_DIM * 2, NEW_AT = QUERY_BYTES, SCORES_AT = NEW_AT + 2 * HEAD_DIM * 4;
@@ -59,9 +53,9 @@ struct StepShape {
 
     static constexpr int RING_BYTES = STAGES * BYTES;
     static constexpr int SCALES_AT = RING_BYTES, ACTIVATIONS_AT = SCALES_AT + STAGES * SCALE_BYTES;
-    // The block's part of the residual stream [ROWS][STREAM_CHANNELS], as the element; and of what is to be added to it.
+    // The block's part of the residual stream [STREAM_CHANNELS], as the element; and of what is to be added to it.
     static constexpr int STREAM_CHANNELS = C::STREAM_UNITS * UNIT, STREAM_AT = ACTIVATIONS_AT + C::ACTIVATION_BYTES;
-    static constexpr int SLOTS_AT = STREAM_AT + (POST_NORMS ? 2 : 1) * ROWS * STREAM_CHANNELS * 2;
+    static constexpr int SLOTS_AT = STREAM_AT + (POST_NORMS ? 2 : 1) * STREAM_CHANNELS * 2;
     static constexpr int SHARED_BYTES = SLOTS_AT + SLOTS * SLOT_BYTES + 1024;  // of these some for the alignment
     static_assert(C::SHARED_BYTES == SHARED_BYTES, "host and kernel count different bytes of shared memory");
     static_assert(C::ACTIVATION_BYTES % 128 == 0, "sums are aligned");
@@ -72,16 +66,13 @@ template <typename S>
 struct TileSet {
     int log;     // logarithm of the tiles in a stage
     int slices;  // logarithm of the units of K in a stage
-    int turns;   // 1: each of two teams has tiles of its own, whose stages take turns; else 0
     int stages;
 
-    __device__ __forceinline__ int all_log() const { return log + turns; }
-    __device__ __forceinline__ int tiles() const { return 1 << all_log(); }
-    // Of stage s: its first tile and its first unit of K.
-    __device__ __forceinline__ int tile_of(int s) const { return (s & turns) << log; }
-    __device__ __forceinline__ int unit_of(int s) const { return s >> turns << slices; }
-    // Units of sums that teams leave for each tile.
-    __device__ __forceinline__ int contributions() const { return turns ? 1 : min(S::TEAMS, stages) << slices; }
+    __device__ __forceinline__ int tiles() const { return 1 << log; }
+    // The first unit of K of stage s.
+    __device__ __forceinline__ int unit_of(int s) const { return s << slices; }
+    // Partial sums that the teams leave for each tile.
+    __device__ __forceinline__ int contributions() const { return min(S::TEAMS, stages) << slices; }
 };
 
 // A block's share of a product.
@@ -105,49 +96,35 @@ struct Share {
     // The set of tiles that begins at the block's tile `at`.
     __device__ __forceinline__ TileSet<S> set(int at) const {
         const int left = tiles - at, log = S::WIDEST == 2 && left >= 4 ? 2 : left >= 2 ? 1 : 0, slices = S::LOG_TEAM - log;
-        const int turns = S::TURNS && left >= 2 * S::TEAM ? 1 : 0;
-        return {log, slices, turns, (units + (1 << slices) - 1) >> slices << turns};
+        return {log, slices, (units + (1 << slices) - 1) >> slices};
     }
 };
 
-// A block's share of the attention: units of a row, a head of keys, and a part of the context.
+// A unit of the attention: a head of keys, and part `split` of `splits` parts of the context.
 struct AttentionUnit {
-    int row, kv_head, split, splits;
+    int kv_head, split, splits;
 };
 
 template <typename S>
 struct Plan {
-    int splits[S::ROWS], length[S::ROWS];
-    int kv_heads, queries, units;  // queries that share a head of keys
+    int splits;   // parts of the context
+    int length;   // positions in the cache before this step
+    int queries;  // heads of queries that share a head of keys
+    int units;    // of the attention
     Share<S> shares[PRODUCTS];
 
-    // Parts of contexts such that all blocks have work, and none less than is worth a part.
+    // The context is split so that all blocks have work, into parts of at least LEAST_CHUNKS chunks.
     __device__ __forceinline__ void make(const StepArguments& step) {
         for (int product = 0; product < PRODUCTS; ++product) shares[product].make(step.shape[product], product);
-        kv_heads = step.kv_heads, queries = step.heads / step.kv_heads;
-        int chunks = 0;
-        for (int row = 0; row < step.rows; ++row) {
-            // A step behind a full cache counts for nothing, but must not write behind it.
-            length[row] = min(step.lengths[row], step.capacity - 1);
-            chunks += (length[row] + S::CHUNK - 1) / S::CHUNK;
-        }
+        queries = step.heads / step.kv_heads;
+        // A step behind a full cache has no valid result, but must not write behind the cache.
+        length = min(*step.length, step.capacity - 1);
+        const int chunks = (length + S::CHUNK - 1) / S::CHUNK;
         const int share = max((chunks * step.kv_heads + (int)gridDim.x - 1) / (int)gridDim.x, LEAST_CHUNKS);
-        units = 0;
-        for (int row = 0; row < step.rows; ++row) {
-            const int mine = (length[row] + S::CHUNK - 1) / S::CHUNK;
-            splits[row] = max(1, min(MAX_SPLITS, (mine + share - 1) / share));
-            units += step.kv_heads * splits[row];
-        }
+        splits = max(1, min(MAX_SPLITS, (chunks + share - 1) / share));
+        units = step.kv_heads * splits;
     }
-    __device__ __forceinline__ AttentionUnit unit(int index) const {
-        int row = 0;
-        for (;; ++row) {
-            const int here = kv_heads * splits[row];
-            if (index < here) break;
-            index -= here;
-        }
-        return {row, index / splits[row], index % splits[row], splits[row]};
-    }
+    __device__ __forceinline__ AttentionUnit unit(int index) const { return {index / splits, index % splits, splits}; }
 };
 
 // Chunks of the cache that a unit reads.

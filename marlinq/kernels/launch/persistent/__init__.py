@@ -1,7 +1,6 @@
-"""A decode step's layers in one launch (``cuda/kernels/persistent.cuh``), on compute capability 9.0 alone.
+"""All layers of a decode step of one row in one launch (``cuda/kernels/persistent.cuh``).
 
-One row is what it is made for. Up to eight rows are right, but slower than a chain of kernels
-(docs/lab-notes/2026-11-22-persistent-step.md).
+It needs compute capability 9.0. For more rows a chain of kernels is faster, and there is no variant for them.
 """
 
 from marlinq.kernels.launch.persistent.config import (

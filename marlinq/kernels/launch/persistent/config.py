@@ -1,4 +1,4 @@
-"""Which variant of the persistent kernel suits a step, where its shared memory goes, and what none suits."""
+"""The variant of the persistent kernel for a decode step, its shared memory, and what no variant computes."""
 
 from __future__ import annotations
 
@@ -9,34 +9,33 @@ from marlinq.kernels.jit.instantiation import Instantiation
 from marlinq.kernels.launch.persistent.operands import LayerOperands, Model
 
 PARTS = 4
-MAX_ROWS = 8
+"""Parts of K, which as many blocks multiply (``cuda/persistent/shape.cuh``)."""
 UNIT = 128
-_ALIGNMENT = 1024
-_STATIC_BYTES = 512  # of shared memory, at most
+"""Channels of a unit of K."""
+_ALIGNMENT = 1024  # bytes that aligning the ring may cost
+_STATIC_BYTES = 512  # bytes of static shared memory at most
 
 
 @dataclass(frozen=True)
 class StepConfig:
-    """A variant of the kernel, and where its shared memory goes.
+    """A variant of the kernel, and the sizes of its parts of shared memory.
 
     Attributes:
-        rows: of the batch at most: 1, 4 or 8.
-        team, teams: warps that share a stage, and such teams.
-        stages: of the ring.
-        window: stages on their way at most.
-        slots: of sums of two tiles, and warps that add them.
-        activation_bytes: shared memory for activations.
-        head_dim: D.
-        group_size: of all weights.
-        zeros: whether they have zero points.
-        bfloat16: the element.
+        team: warps that share a stage of the ring.
+        teams: teams that take turns with the stages.
+        stages: stages of the ring.
+        window: stages whose copies may be in flight at once.
+        slots: sets of two tiles whose sums wait to be added; each has a warp that adds them.
+        activation_bytes: bytes of shared memory for activations.
+        head_dim: channels D of a head.
+        group_size: channels that share a scale, in all weights.
+        zeros: True if weights have zero points.
+        bfloat16: True for BF16 activations, False for FP16.
         stream_units: units of 128 channels that a block keeps of the residual stream, at most.
-        softcap: whether scores have a cap.
-        post_norms: whether norms follow o and down.
-        header: of the kernel; the lab has others.
+        softcap: True if scores are capped.
+        post_norms: True if norms follow the output projection and the down projection.
     """
 
-    rows: int
     team: int
     teams: int
     stages: int
@@ -50,34 +49,28 @@ class StepConfig:
     stream_units: int
     softcap: bool = False
     post_norms: bool = False
-    header: str = "kernels/persistent.cuh"
-
-    @property
-    def digits(self) -> bool:
-        """Whether products are those of integers (``cuda/mma/integer_digits.cuh``)."""
-        return self.rows == 1
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return 32 * (self.team * self.teams + self.slots + 1)
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
+        """Bytes of dynamic shared memory of a block."""
         return (
             self.stages * _stage_bytes(self.team, self.group_size, self.zeros)
             + self.activation_bytes
-            + _stream_bytes(self.rows, self.stream_units, self.post_norms)
-            + self.slots * _slot_bytes(self.rows, self.team * self.teams)
+            + _stream_bytes(self.stream_units, self.post_norms)
+            + self.slots * _slot_bytes(self.team * self.teams)
             + _ALIGNMENT
         )
 
     @property
     def instantiation(self) -> Instantiation:
-        """The kernel."""
+        """The kernel template with this configuration."""
         return Instantiation(
-            self.header,
+            "kernels/persistent.cuh",
             "persistent_step",
             (
                 ("Codec", f"Int4<{'Bfloat16' if self.bfloat16 else 'Half'}>"),
@@ -85,11 +78,9 @@ class StepConfig:
                 ("TEAMS", self.teams),
                 ("STAGES", self.stages),
                 ("WINDOW", self.window),
-                ("ROWS", self.rows),
                 ("SLOTS", self.slots),
                 ("HEAD_DIM", self.head_dim),
                 ("QUANT_GROUP", self.group_size),
-                ("DIGITS", self.digits),
                 ("ZEROS", self.zeros),
                 ("SOFTCAP", self.softcap),
                 ("POST_NORMS", self.post_norms),
@@ -101,23 +92,20 @@ class StepConfig:
 
 
 def persistent_refusal(
-    layers: Sequence[LayerOperands], model: Model, rows: int, architecture: str, shared_bytes: int
+    layers: Sequence[LayerOperands], model: Model, architecture: str, shared_bytes: int
 ) -> str | None:
-    """Why a decode step of ``rows`` rows can't run as one launch, one clause for people; None if it can.
+    """Why a decode step of one row can't run as one launch, one clause for people; None if it can.
 
     Args:
-        layers: of one model; all are looked at.
-        model: what they have in common.
-        rows: M.
-        architecture: of the GPU, for example ``sm_90a``.
-        shared_bytes: shared memory that a block may have.
+        layers: every layer of a model, in order.
+        model: sizes and features that the layers share.
+        architecture: the GPU's architecture, for example ``sm_90a``.
+        shared_bytes: bytes of shared memory that a block may have.
     """
     first = layers[0]
     head_dim = first.keys.shape[3]
     if architecture != "sm_90a":
         return f"the persistent kernel is for sm_90a, this GPU is {architecture}"
-    if rows > MAX_ROWS:
-        return f"a batch of {rows}, at most {MAX_ROWS} fit"
     if head_dim not in (64, 128, 256):
         return f"heads of {head_dim} channels, 64, 128 or 256 are known"
     if model.heads % model.kv_heads or model.heads // model.kv_heads > 8:
@@ -133,18 +121,15 @@ def persistent_refusal(
     for operand in first.operands:
         if operand.channels < PARTS * UNIT:
             return f"a product of {operand.channels} channels, {PARTS * UNIT} are the least"
-    if choose_for(first, model, rows, bfloat16=False, shared_bytes=shared_bytes) is None:
-        return f"{rows} rows of these products don't fit {shared_bytes} bytes of shared memory"
+    if choose_for(first, model, bfloat16=False, shared_bytes=shared_bytes) is None:
+        return f"a row of these products doesn't fit {shared_bytes} bytes of shared memory"
     return None
 
 
-def choose_for(
-    layer: LayerOperands, model: Model, rows: int, *, bfloat16: bool, shared_bytes: int
-) -> StepConfig | None:
-    """:func:`choose` for the layers of a model, of which ``layer`` is one."""
+def choose_for(layer: LayerOperands, model: Model, *, bfloat16: bool, shared_bytes: int) -> StepConfig | None:
+    """:func:`choose` for the layers of a model; ``layer`` is any of them."""
     return choose(
         [operand.channels for operand in layer.operands],
-        rows,
         model,
         layer.keys.shape[3],
         layer.qkv.group_size,
@@ -156,7 +141,6 @@ def choose_for(
 
 def choose(
     channels: Sequence[int],
-    rows: int,
     model: Model,
     head_dim: int,
     group_size: int,
@@ -167,34 +151,40 @@ def choose(
     team: int = 4,
     teams: int = 2,
 ) -> StepConfig | None:
-    """The variant for products of these K, or None where shared memory is too small."""
-    height = next((height for height in (1, 4, 8) if rows <= height), None)
-    if height is None:
-        return None
+    """The variant for products of these K; None if shared memory is too small.
+
+    Args:
+        channels: K of qkv, output, gate_up and down.
+        model: sizes and features that the layers share.
+        head_dim: channels D of a head.
+        group_size: channels that share a scale.
+        zeros: True if weights have zero points.
+        bfloat16: True for BF16 activations, False for FP16.
+        shared_bytes: bytes of shared memory that a block may have.
+        team: warps that share a stage of the ring, 2 or 4.
+        teams: teams that take turns with the stages, 1 or 2.
+    """
     most = max(max(part_units(k)) for k in channels)
     digit_stride = 512 + 16 * (UNIT // group_size) + 16
     queries = model.heads // model.kv_heads
-    entries = teams
-    attention = 8 * head_dim * 2 + 2 * head_dim * 4 + 32 + entries * queries * (head_dim + 2) * 4
-    activations = most * digit_stride if height == 1 else most * 2 * height * 128
-    activation_bytes = -(-max(activations, attention) // 128) * 128
-    slots = 3 if height == 1 and teams == 2 else 2
+    attention = 8 * head_dim * 2 + 2 * head_dim * 4 + 32 + teams * queries * (head_dim + 2) * 4
+    activation_bytes = -(-max(most * digit_stride, attention) // 128) * 128
+    slots = 3 if teams == 2 else 2
     stream_units = max(part_units(channels[0]))
     left = (
         shared_bytes
         - _STATIC_BYTES
         - _ALIGNMENT
         - activation_bytes
-        - _stream_bytes(height, stream_units, model.post_norms)
+        - _stream_bytes(stream_units, model.post_norms)
     )
-    left -= slots * _slot_bytes(height, team * teams)
+    left -= slots * _slot_bytes(team * teams)
     room = left // _stage_bytes(team, group_size, zeros) // teams * teams
     if room < 1:
         return None
     ring = min(room, 16)
     window = min(ring, 2)
     return StepConfig(
-        height,
         team,
         teams,
         ring,
@@ -212,7 +202,7 @@ def choose(
 
 
 def prepare_instantiation(bfloat16: bool) -> Instantiation:
-    """The kernel that makes messages ready for a launch."""
+    """The kernel that writes the first messages before a launch."""
     element = "Bfloat16" if bfloat16 else "Half"
     return Instantiation("persistent/prepare.cuh", "prepare_step", (("Element", element),))
 
@@ -221,20 +211,20 @@ def _stage_bytes(team: int, group_size: int, zeros: bool) -> int:
     return team * (UNIT * 32 + (2 if zeros else 1) * UNIT // group_size * 128)
 
 
-def _slot_bytes(rows: int, warps: int) -> int:
-    return warps * rows * (64 if rows == 1 else 68) * 4
+def _slot_bytes(warps: int) -> int:
+    return warps * 64 * 4
 
 
-def _stream_bytes(rows: int, units: int, post_norms: bool) -> int:
-    return (2 if post_norms else 1) * rows * units * UNIT * 2
+def _stream_bytes(units: int, post_norms: bool) -> int:
+    return (2 if post_norms else 1) * units * UNIT * 2
 
 
 def chunk_positions(head_dim: int, team: int) -> int:
-    """Positions of the cache in a stage, which holds their keys and values."""
+    """Positions of the cache whose keys and values fill a stage."""
     return min(32, team * 1024 // head_dim)
 
 
 def part_units(channels: int) -> list[int]:
-    """Units of 128 channels of every part of K."""
+    """Units of 128 channels in every part of K."""
     units = -(-channels // UNIT)
     return [units * (part + 1) // PARTS - units * part // PARTS for part in range(PARTS)]

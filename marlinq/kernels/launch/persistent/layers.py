@@ -1,4 +1,4 @@
-"""The launch of a decode step's layers."""
+"""All layers of a decode step as one launch."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ _PREPARE_GRID = 264
 
 
 class PersistentLayers:
-    """The layers of a decode step as one launch, to be repeated and captured.
+    """All layers of a decode step of one row as one launch, which may be repeated and captured in a graph.
 
     Args:
-        layers: in order; tensors are kept alive.
-        model: what they have in common.
-        hidden: [M, H] in the activations' dtype; a launch replaces it by what leaves the last layer.
-        lengths: int32 [M], positions in the cache; the launch appends at that position and changes no length.
+        layers: every layer, in order; their tensors are kept alive.
+        model: sizes and features that the layers share.
+        hidden: [1, H] in the activations' dtype; a launch replaces it by the last layer's output.
+        lengths: int32 [1], positions in the cache; the launch appends at that position and doesn't change it.
         grid: blocks, a multiple of four; by default as many as the GPU has multiprocessors.
         config: the variant; chosen by default.
         progress: called after each kernel that is compiled.
 
     Attributes:
-        config, grid: as above.
-        arguments, prepare_arguments: the parameters of the two kernels of a launch.
-        descriptors: all layers', on the device.
-        messages: what blocks hand each other.
-        trace: marks of the lab's variants.
+        config: the variant that is launched.
+        grid: blocks of a launch.
+        arguments: parameter of the persistent kernel.
+        prepare_arguments: parameters of the kernel that writes the first messages.
+        descriptors: uint8, the ``StepLayer`` structures of all layers, on the device.
+        messages: int32, memory through which blocks hand each other numbers.
 
     Raises:
-        ValueError: no variant fits.
+        ValueError: no variant fits the shared memory.
         EnvironmentProblem: CuPy or NVRTC is missing.
     """
 
@@ -63,22 +64,19 @@ class PersistentLayers:
         device = hidden.device
         numbers = device_numbers(device.index) if device.type == "cuda" else None
         first = layers[0]
-        rows = hidden.shape[0]
         chosen = config or choose_for(
             first,
             model,
-            rows,
             bfloat16=hidden.dtype == torch.bfloat16,
             shared_bytes=numbers.shared_bytes if numbers else 0,
         )
         if chosen is None:
-            raise ValueError(f"no persistent kernel of {rows} rows fits the shared memory")
+            raise ValueError("no persistent kernel of these layers fits the shared memory")
         self.config = chosen
         self.grid = grid or (numbers.multiprocessors // PARTS * PARTS if numbers else PARTS)
         self._kept = (tuple(layers), hidden, lengths)
         self.descriptors = layer_descriptors(layers, chosen, device)
         self.messages, places = make_messages(first, model, hidden, self.grid)
-        self.trace = torch.zeros(self.grid, 5, 64, dtype=torch.int64, device=device)
         self.arguments = step_arguments(
             layers,
             model,
@@ -87,7 +85,6 @@ class PersistentLayers:
             hidden=hidden,
             lengths=lengths,
             descriptors=self.descriptors,
-            trace=self.trace,
         )
         self.prepare_arguments = PrepareArguments(
             hidden.data_ptr(),
@@ -119,7 +116,7 @@ class PersistentLayers:
         )
 
     def launch(self) -> None:
-        """Replace ``hidden`` by what leaves the last layer, on the current stream.
+        """Replace ``hidden`` by the last layer's output, on the current stream.
 
         Raises:
             RuntimeError: the driver refused a launch.

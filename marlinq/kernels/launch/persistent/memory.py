@@ -1,4 +1,4 @@
-"""What the persistent kernel finds in global memory: its arguments, its layers, and room for messages.
+"""The persistent kernel's global memory: its arguments, its layers, and room for messages.
 
 The structures mirror ``cuda/persistent/arguments.cuh``.
 """
@@ -16,8 +16,9 @@ from marlinq.kernels.launch.persistent.config import PARTS, UNIT, StepConfig, ch
 from marlinq.kernels.launch.persistent.operands import Activation, LayerOperands, Model
 
 MAX_SPLITS = 16
+"""Parts of the context at most."""
 _PRODUCTS = 4
-_WIDTHS = (1, 2, 4)  # tiles of a set
+_WIDTHS = (1, 2, 4)  # tiles of 64 columns in a set
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 
 _Map = ctypes.c_ubyte * TENSOR_MAP_BYTES
@@ -42,9 +43,8 @@ class _Layer(ctypes.Structure):
         ("bias", ctypes.c_void_p * _PRODUCTS),
         ("key_cache", ctypes.c_void_p),
         ("value_cache", ctypes.c_void_p),
-        ("words_at", ctypes.c_void_p * _PRODUCTS),
         ("window", ctypes.c_int),
-        ("padding", ctypes.c_int * 11),
+        ("padding", ctypes.c_int * 19),
     )
 
 
@@ -83,7 +83,6 @@ class _Step(ctypes.Structure):
             (name, ctypes.c_int)
             for name in (
                 "layer_count",
-                "rows",
                 "hidden",
                 "heads",
                 "kv_heads",
@@ -93,7 +92,6 @@ class _Step(ctypes.Structure):
             )
         ),
         *((name, ctypes.c_float) for name in ("eps", "scale", "softcap", "query_eps")),
-        ("trace", ctypes.c_void_p),
     )
 
 
@@ -123,9 +121,13 @@ def step_arguments(
     hidden: Tensor,
     lengths: Tensor,
     descriptors: Tensor,
-    trace: Tensor,
 ) -> StepArguments:
-    """The kernel's parameter; ``messages`` are addresses, the tensors those of ``PersistentLayers``."""
+    """The kernel's parameter.
+
+    Args:
+        messages: addresses of the parts of ``PersistentLayers.messages``, by name.
+        layers, model, config, hidden, lengths, descriptors: as in ``PersistentLayers``.
+    """
     first = layers[0]
     shapes = [
         _Shape(operand.channels, operand.columns // 64, _boxes(operand.channels, config.team))
@@ -140,7 +142,7 @@ def step_arguments(
             *(messages[name] for name in _MESSAGES),
             (_Shape * _PRODUCTS)(*shapes),
             len(layers),
-            *hidden.shape,
+            hidden.shape[1],
             model.heads,
             model.kv_heads,
             first.keys.shape[2],
@@ -150,7 +152,6 @@ def step_arguments(
             model.scale,
             model.softcap or 0.0,
             model.query_eps,
-            trace.data_ptr(),
         )
     )
 
@@ -174,26 +175,26 @@ def make_messages(
 
     Args:
         layer: any of the layers.
-        model: what they have in common.
-        hidden: [M, H].
-        grid: blocks.
+        model: sizes and features that the layers share.
+        hidden: [1, H].
+        grid: blocks of a launch.
     """
-    rows, width = hidden.shape
+    width = hidden.shape[1]
     channels = layer.output.channels
-    squares = grid // PARTS * rows * -(-width // UNIT)
+    squares = grid // PARTS * -(-width // UNIT)
     sizes = {
-        "start": rows * width,
+        "start": width,
         "squares": squares,
         "mlp_squares": squares,
         "post_squares": squares,
         "post_mlp_squares": squares,
         "arrivals": grid,
-        "mlp": rows * layer.down.channels,
-        "attention": rows * MAX_SPLITS * channels,
-        "attention_weight": rows * MAX_SPLITS * model.heads,
-        **{f"parts{index}": PARTS * rows * operand.columns for index, operand in enumerate(layer.operands)},
+        "mlp": layer.down.channels,
+        "attention": MAX_SPLITS * channels,
+        "attention_weight": MAX_SPLITS * model.heads,
+        **{f"parts{index}": PARTS * operand.columns for index, operand in enumerate(layer.operands)},
     }
-    # Everything is read by vectors of four.
+    # The kernel reads vectors of four.
     sizes = {name: -(-size // 4) * 4 for name, size in sizes.items()}
     memory = torch.full((sum(sizes.values()),), -1, dtype=torch.int32, device=hidden.device)
     places, at = {}, memory.data_ptr()
@@ -204,7 +205,7 @@ def make_messages(
 
 
 def layer_descriptors(layers: Sequence[LayerOperands], config: StepConfig, device: torch.device) -> Tensor:
-    """All layers' ``StepLayer`` in the device's memory."""
+    """The ``StepLayer`` structures of all layers, in the device's memory."""
     made = b"".join(bytes(_layer(layer, config)) for layer in layers)
     host = torch.frombuffer(bytearray(made + bytes(128)), dtype=torch.uint8)
     if device.type == "cuda":
@@ -219,7 +220,6 @@ def _layer(layer: LayerOperands, config: StepConfig) -> _Layer:
     made = _Layer()
     for index, operand in enumerate(layer.operands):
         n, k = operand.columns, operand.channels
-        made.words_at[index] = operand.words.data_ptr()
         for place, width in enumerate(_WIDTHS):
             if width > min(config.team, n // 64):
                 continue

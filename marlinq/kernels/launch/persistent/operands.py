@@ -1,4 +1,4 @@
-"""What the persistent step computes with: a layer's weights, norms and cache, and what layers share."""
+"""Operands of the persistent step: a layer's weights, norms and cache, and what all layers share."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Operand:
     """A quantised weight as :func:`marlinq.kernels.ops.w4a16.w4a16_gemm` takes it, group scales only.
 
     Attributes:
-        words: int32 [K/16, 2N].
-        scales: [K/group, N] in stored order.
-        zeros: as ``scales``, or None.
-        bias: [N], or None.
+        words: int32 [K/16, 2N], 4-bit codes in Marlin's order.
+        scales: FP16 or BF16 [K/group, N] in stored order.
+        zeros: zero points like ``scales``, or None.
+        bias: [N] in the dtype of ``scales``, or None.
     """
 
     words: Tensor
@@ -44,20 +44,24 @@ class Operand:
 
 @dataclass(frozen=True)
 class LayerOperands:
-    """What one layer computes with.
+    """Weights, norms and cache of one layer.
 
     Attributes:
-        qkv: columns ``[q | k | v]``.
-        output: the projection behind the attention.
-        gate_up: columns in turns of 64, ``[g0 u0 g1 u1 ...]``.
-        down: the last projection.
-        attention_gamma, mlp_gamma: float32 [H], offsets included.
-        keys, values: the cache [B, KV, L, D], contiguous; finite everywhere, since positions that are not
-            there yet are read and not counted.
-        cosines, sines: float32 [positions, D/2], of the rotary embedding.
-        query_gamma, key_gamma: float32 [D], or None.
-        post_attention_gamma, post_mlp_gamma: float32 [H], of norms behind the output and the last projection;
-            None where the model has none.
+        qkv: projections of queries, keys and values, columns ``[q | k | v]``.
+        output: projection behind the attention.
+        gate_up: gate and up projections, columns in turns of 64, ``[g0 u0 g1 u1 ...]``.
+        down: last projection of the MLP.
+        attention_gamma: float32 [H], factors of the norm before qkv, offset included.
+        mlp_gamma: float32 [H], factors of the norm before gate_up, offset included.
+        keys: the cache of keys [1, KV, L, D], contiguous. Finite everywhere: positions past the length are
+            read, with weight 0.
+        values: the cache of values, as ``keys``.
+        cosines: float32 [positions, D/2] of the rotary embedding.
+        sines: float32 [positions, D/2] of the rotary embedding.
+        query_gamma: float32 [D], factors of the queries' norm, or None.
+        key_gamma: float32 [D], factors of the keys' norm, or None.
+        post_attention_gamma: float32 [H], factors of a norm behind ``output``, or None.
+        post_mlp_gamma: float32 [H], factors of a norm behind ``down``, or None.
         window: positions that a query sees at most, its own included; None for all.
     """
 
@@ -79,23 +83,25 @@ class LayerOperands:
 
     @property
     def operands(self) -> tuple[Operand, Operand, Operand, Operand]:
-        """In the order of their use."""
+        """The four weights in the order of their use."""
         return self.qkv, self.output, self.gate_up, self.down
 
 
 @dataclass(frozen=True)
 class Model:
-    """What all layers have in common.
+    """Sizes and features that all layers share.
 
     Attributes:
-        heads, kv_heads: of queries, and of keys and values.
-        eps: of the layers' norms.
+        heads: heads of queries.
+        kv_heads: heads of keys and values.
+        eps: number added to the mean square in the layers' norms.
         scale: factor on the dot products of queries and keys.
-        activation: of the gate.
-        narrow_first: norms round before they multiply with gamma (:class:`marlinq.models.anatomy.Norm`).
-        softcap: of the scores; None for no cap.
-        query_eps: of query and key norms.
-        post_norms: whether norms follow the output projection and the last one.
+        activation: function of the gate.
+        narrow_first: True if norms round before they multiply with gamma
+            (:class:`marlinq.models.anatomy.Norm`).
+        softcap: c of scores ``c * tanh(score / c)``; None for uncapped scores.
+        query_eps: number added to the mean square in the norms of queries and keys.
+        post_norms: True if norms follow the output projection and the down projection.
     """
 
     heads: int

@@ -1,2 +1,0 @@
-#define LAB_LEAST_CHUNKS 1
-#include "kernels/persistent.cuh"

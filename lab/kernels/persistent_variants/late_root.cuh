@@ -1,2 +1,0 @@
-#define LAB_LATE_ROOT 1
-#include "kernels/persistent.cuh"

@@ -1,2 +1,0 @@
-#define LAB_NO_COPIES 1
-#include "kernels/persistent.cuh"

@@ -1,2 +1,0 @@
-#define LAB_PARTS_AT_ONCE 8
-#include "kernels/persistent.cuh"

@@ -1,2 +1,0 @@
-#define LAB_POLL 0
-#include "kernels/persistent.cuh"

@@ -1,2 +1,0 @@
-#define LAB_POLL 2
-#include "kernels/persistent.cuh"

@@ -1,2 +1,0 @@
-#define LAB_POLL 3
-#include "kernels/persistent.cuh"

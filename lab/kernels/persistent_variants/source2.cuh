@@ -1,2 +1,0 @@
-#define LAB_SOURCE 2
-#include "kernels/persistent.cuh"

@@ -1,2 +1,0 @@
-#define LAB_SOURCE 4
-#include "kernels/persistent.cuh"

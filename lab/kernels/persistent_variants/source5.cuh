@@ -1,2 +1,0 @@
-#define LAB_SOURCE 5
-#include "kernels/persistent.cuh"

@@ -1,3 +1,0 @@
-#define LAB_NO_WAIT 1
-#define LAB_NO_PRODUCTS 1
-#include "kernels/persistent.cuh"

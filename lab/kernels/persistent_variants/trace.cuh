@@ -1,2 +1,0 @@
-#define LAB_TRACE
-#include "kernels/persistent.cuh"

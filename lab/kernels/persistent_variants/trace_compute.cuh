@@ -1,4 +1,0 @@
-#define LAB_TRACE
-#define LAB_NO_WAIT 1
-#define LAB_NO_COPIES 1
-#include "kernels/persistent.cuh"

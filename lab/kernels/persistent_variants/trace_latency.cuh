@@ -1,3 +1,0 @@
-#define LAB_TRACE
-#define LAB_NO_COPIES 1
-#include "kernels/persistent.cuh"

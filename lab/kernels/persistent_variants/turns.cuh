@@ -1,2 +1,0 @@
-#define LAB_TURNS 1
-#include "kernels/persistent.cuh"

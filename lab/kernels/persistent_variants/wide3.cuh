@@ -1,2 +1,0 @@
-#define LAB_WIDE 3
-#include "kernels/persistent.cuh"

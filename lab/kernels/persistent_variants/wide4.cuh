@@ -1,2 +1,0 @@
-#define LAB_WIDE 4
-#include "kernels/persistent.cuh"
