@@ -585,10 +585,13 @@ def test_norms_are_tuned_or_left_alone(tmp_path: Path, rounded: Recipe) -> None:
 @pytest.mark.parametrize(
     ("layout", "symmetric"), in_turn(("gptq", "awq", "compressed-tensors"), (True, False))
 )
-def test_every_format_holds_a_tuned_model(tmp_path: Path, layout: str, symmetric: bool) -> None:
+def test_every_format_holds_a_tuned_model(
+    tmp_path: Path, rounded: Recipe, layout: str, symmetric: bool
+) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    changes = {"samples": 16, "tune_codes": True, "tune_steps": 2}
-    tuned(source, tmp_path / "out", format=layout, symmetric=symmetric, **changes)
+    # Of so few documents none is held out, so the last values are kept, better or not.
+    changes = {"samples": 7, "tune_codes": True, "tune_steps": 2}
+    tuned(source, tmp_path / "out", rounded, format=layout, symmetric=symmetric, **changes)
     marlinq.convert(tmp_path / "out", tmp_path / "other", target_format="gptq-v2")
     # The converted folder knows from its source which vectors are no copies.
     for folder in ("out", "other"):
