@@ -59,7 +59,7 @@ coverage: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python -m lab.figures
 	$(BIN)/python -m marlinq.cli.reference docs/cli.md
-	$(BIN)/python -m marlinq.kernels.jit.resources docs/kernels/resources.md
+	$(BIN)/python -m lab.kernels.resources build/kernel-resources.md
 
 # MARLINQ_FUZZ_CASES, MARLINQ_FUZZ_SEED and MARLINQ_FUZZ_ONLY choose how many, which, and a single one.
 fuzz: $(INSTALLED)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 
 import pytest
 
+from lab.kernels.resources import DEVICES, Measured, Variant, compile_all, page, trouble, variants
 from marlinq.core.errors import EnvironmentProblem
 from marlinq.kernels import (
     ARCHITECTURES,
@@ -27,41 +25,13 @@ from marlinq.kernels.decide import device as known
 from marlinq.kernels.decide.decision import KERNELS, Kernel, KernelConfig
 from marlinq.kernels.decide.device import registers_of_a_thread
 from marlinq.kernels.decide.stream import StreamConfig
-from marlinq.kernels.jit import compiler
-from marlinq.kernels.jit.compiler import CompiledKernel, compile_text, nvrtc_version
+from marlinq.kernels.jit.compiler import compile_text
 from marlinq.kernels.jit.instantiation import Instantiation, unit
-from marlinq.kernels.jit.resources import (
-    DEVICES,
-    Measured,
-    Variant,
-    compile_all,
-    digest,
-    page,
-    trouble,
-    variants,
-)
 from marlinq.kernels.launch.rows import row_variant
 from tests.kernels.problems import even_splits
 from tests.kernels.test_arguments import section
 
 H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "kernels" / "resources.md"
-
-
-# What every kernel is written for: all variants for it are compiled when anything has changed.
-WHOLE = ("sm_90a",)
-
-
-@cache
-def every_variant() -> list[Variant]:
-    return [variant for architecture in ARCHITECTURES for variant in variants(architecture)]
-
-
-def changed() -> bool:
-    """Sources, choices or options are others than those that the table of resources was made of, for which
-    all variants of all architectures compiled as they should."""
-    return f"the digest {digest(every_variant())}.\n" not in PAGE.read_text(encoding="utf-8")
 
 
 def row_of(variant: Variant) -> tuple[object, ...]:
@@ -69,12 +39,9 @@ def row_of(variant: Variant) -> tuple[object, ...]:
     return (variant.kernel, *variant.parameters.items(), variant.problem.zeros)
 
 
-def sample(architecture: str, *, whole: bool = False) -> list[Variant]:
-    """Every fourth row of each kernel; other ones on the next architectures, which are mostly alike.
-    ``whole`` has all of them on the architecture that kernels are written for."""
+def sample(architecture: str) -> list[Variant]:
+    """Every fourth row of each kernel; others on the next architecture, whose variants are mostly alike."""
     found = variants(architecture)
-    if whole and architecture in WHOLE:
-        return found
     rows = list(dict.fromkeys(map(row_of, found)))
     chosen: set[tuple[object, ...]] = set()
     for kernel in {variant.kernel for variant in found}:
@@ -86,10 +53,7 @@ def sample(architecture: str, *, whole: bool = False) -> list[Variant]:
 @pytest.fixture(scope="module")
 def measured() -> list[Measured]:
     """The variants of a sample, compiled once for all tests."""
-    whole = changed()
-    return compile_all(
-        variant for architecture in ARCHITECTURES for variant in sample(architecture, whole=whole)
-    )
+    return compile_all(variant for architecture in ARCHITECTURES for variant in sample(architecture))
 
 
 def rows_of(text: str) -> set[tuple[str, ...]]:
@@ -190,67 +154,26 @@ def test_no_variant_that_deals_tiles_out_spills() -> None:
     assert not wrong
 
 
-def test_a_change_compiles_all_variants_of_one_architecture() -> None:
-    assert sample("sm_90a", whole=True) == variants("sm_90a")
-    assert 0 < len(sample("sm_90a")) < len(variants("sm_90a")) / 2
-    assert len(sample("sm_80", whole=True)) < len(variants("sm_80")) / 2
-
-
-def test_the_digest_is_of_sources_choices_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    some = variants("sm_90a")[:8]
-    first = digest(some)
-    assert digest(reversed(some)) == first
-    assert digest(some[1:]) != first
-    assert digest([replace(some[0], architecture="sm_100a"), *some[1:]]) != first
-    with monkeypatch.context() as patch:
-        patch.setattr(compiler, "_options", lambda architecture: ("-std=c++20",))
-        assert digest(some) != first
-    headers = compiler._headers()
-    name = some[0].config.instantiation(some[0].problem).header
-    with monkeypatch.context() as patch:
-        patch.setattr(compiler, "_headers", lambda: headers | {name: headers[name] + b"// more"})
-        assert digest(some) != first
-
-
 def test_every_kernel_is_in_the_sample_of_every_architecture() -> None:
     for architecture in ARCHITECTURES:
         kernels = {variant.kernel for variant in sample(architecture)}
         assert kernels == {variant.kernel for variant in variants(architecture)}
 
 
-def written_page() -> str:
-    written = PAGE.read_text(encoding="utf-8")
-    if f"NVRTC {nvrtc_version()}.\n" not in written:
-        pytest.skip(f"{PAGE.name} is not of NVRTC {nvrtc_version()}, whose registers may differ")
-    return written
-
-
-def test_the_table_of_resources_has_what_was_measured(measured: list[Measured]) -> None:
+def test_the_table_of_resources_shows_every_variant_and_its_registers(measured: list[Measured]) -> None:
     found = rows_of(page(measured))
-    assert len(found) > len(rows_of(written_page())) / 5
-    assert found <= rows_of(written_page()), "run: make docs"
-
-
-def test_the_table_of_resources_has_all_variants() -> None:
-    """Whatever can be told without compiling."""
-    nothing = CompiledKernel(b"", registers=0, spill_bytes=0, stack_bytes=0, log="")
-    expected = rows_of(page((variant, nothing) for variant in every_variant()))
-    assert {row[:-3] for row in rows_of(written_page())} == {row[:-3] for row in expected}, "run: make docs"
+    for variant, compiled in measured:
+        zeros = "yes" if variant.problem.zeros else "no"
+        start = (f"## {variant.kernel}", variant.architecture, *variant.parameters.values(), zeros)
+        rows = [row[len(start) :] for row in found if row[: len(start)] == start]
+        assert rows, start
+        assert str(compiled.spill_bytes) in {row[-1] for row in rows}
 
 
 @pytest.mark.slow
-def test_the_table_of_resources_is_up_to_date() -> None:
-    compiled = compile_all(every_variant())
+def test_no_variant_at_all_spills() -> None:
+    compiled = compile_all(variant for architecture in ARCHITECTURES for variant in variants(architecture))
     assert not [found for variant, one in compiled if (found := trouble(variant, one))]
-    assert written_page() == page(compiled), "run: make docs"
-
-
-def test_the_table_is_of_the_pinned_assembler() -> None:
-    pinned = re.search(
-        r"^nvidia-cuda-nvrtc==(\d+\.\d+)\.", (ROOT / "constraints.txt").read_text(), re.MULTILINE
-    )
-    assert pinned is not None
-    assert f"NVRTC {pinned[1]}.\n" in PAGE.read_text(encoding="utf-8"), "run: make docs"
 
 
 def test_spills_arrays_in_memory_and_serialised_products_are_found() -> None:

@@ -11,10 +11,10 @@ import re
 
 import pytest
 
+from lab.kernels.resources import variants
 from marlinq.kernels import Device, Problem
 from marlinq.kernels.decide.warpgroup import WarpgroupConfig, candidates
 from marlinq.kernels.jit.compiler import compile_to_ptx
-from marlinq.kernels.jit.resources import variants
 
 _REGISTER = re.compile(r"%f\d+")
 

@@ -53,7 +53,7 @@ _SHAPES = {
 # group.
 _DIGIT_BYTES = 512
 _REGISTERS_DIGITS = {True: 96, False: 128}
-# Registers of a thread where nothing limits them, by BLOCKS_M (docs/kernels/resources.md).
+# Registers of a thread where nothing limits them, by BLOCKS_M (lab/kernels/resources.py).
 _REGISTERS_USED = {1: 128, 2: 144, 4: 152, 8: 208}
 
 
