@@ -15,6 +15,7 @@ from importlib import import_module
 import click
 
 from marlinq import __version__
+from marlinq.cli.options import verbosity_options
 from marlinq.cli.output import log_safely, print_error, print_json, print_line, show_warnings_briefly
 from marlinq.cli.types import suggestion
 from marlinq.core.errors import MarlinqError, UsageError
@@ -65,6 +66,7 @@ class _LazyGroup(click.Group):
 @click.group(
     cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
 )
+@verbosity_options
 @click.version_option(__version__, "--version", prog_name="marlinq", message="%(prog)s %(version)s")
 def cli() -> None:
     """Quantise language models to INT4, convert between checkpoint formats, verify and run them."""

@@ -7,8 +7,8 @@ from typing import Any, Literal, TypeVar
 
 import click
 
-from marlinq.cli.options import device_option, dtype_option, json_option
-from marlinq.cli.output import print_report, progress_bar
+from marlinq.cli.options import device_option, dtype_option, output_options
+from marlinq.cli.output import print_report, showing_progress
 from marlinq.cli.types import SOURCE, OneOf
 from marlinq.core.errors import UsageError
 
@@ -91,7 +91,7 @@ def command() -> None:
     help="Measure without rests, large products at the GPU's power limit instead of at its full clock.",
 )
 @device_option
-@json_option
+@output_options
 def kernels(
     models: tuple[str, ...],
     shapes: tuple[str, ...],
@@ -112,7 +112,7 @@ def kernels(
     """
     from marlinq.operations.bench import bench_kernels
 
-    with progress_bar() as progress:
+    with showing_progress() as progress:
         report = bench_kernels(
             models or (() if shapes else ("llama-3-8b",)),
             batches=batches,
@@ -141,7 +141,7 @@ def kernels(
 )
 @_weight_options
 @device_option
-@json_option
+@output_options
 def experts(
     models: tuple[str, ...],
     batches: tuple[int, ...],
@@ -160,7 +160,7 @@ def experts(
     """
     from marlinq.operations.bench import bench_experts
 
-    with progress_bar() as progress:
+    with showing_progress() as progress:
         report = bench_experts(
             models or ("qwen3-30b-a3b",),
             batches=batches,
@@ -222,7 +222,7 @@ def experts(
 @click.option("--sustained", is_flag=True, help="Measure without rests, as on a busy server.")
 @device_option
 @dtype_option
-@json_option
+@output_options
 def decode(
     checkpoint: str | None,
     synthetic: str | None,
@@ -255,7 +255,7 @@ def decode(
         measured = checkpoint
     else:
         raise UsageError("expected a checkpoint folder or --synthetic MODEL, one of the two")
-    with progress_bar() as progress:
+    with showing_progress() as progress:
         report = bench_decode(
             measured,
             batches=batches,

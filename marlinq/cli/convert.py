@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from marlinq.checkpoint import check_place
-from marlinq.cli.options import json_option, revision_option, shard_size_option
-from marlinq.cli.output import print_report, progress_bar
+from marlinq.cli.options import output_options, revision_option, shard_size_option
+from marlinq.cli.output import print_report, showing_progress
 from marlinq.cli.types import FORMAT, PAIR, SOURCE
 from marlinq.core.errors import UsageError
 from marlinq.core.sources import local_folder
@@ -32,7 +32,7 @@ _USAGE = "marlinq convert SRC DST --to FORMAT, or marlinq convert SOURCE-to-TARG
 )
 @revision_option
 @shard_size_option
-@json_option
+@output_options
 @click.pass_context
 def command(
     context: click.Context,
@@ -62,7 +62,7 @@ def command(
     check_place(out, resume=True, source=local_folder(source))
     from marlinq.operations.convert import convert
 
-    with progress_bar() as progress:
+    with showing_progress() as progress:
         report = convert(
             source,
             out,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import click
 
-from marlinq.cli.options import json_option
+from marlinq.cli.options import output_options
 from marlinq.cli.output import print_report
 from marlinq.core.errors import EnvironmentProblem
 
 
 @click.command("doctor", short_help="Say what works on this machine, and how to fix the rest.")
-@json_option
+@output_options
 def command(as_json: bool) -> int:
     """Say what is installed, what will and won't work on this machine, and how to fix it.
 

@@ -7,11 +7,11 @@ import click
 from marlinq.cli.options import (
     device_option,
     dtype_option,
-    json_option,
+    output_options,
     revision_option,
     trust_remote_code_option,
 )
-from marlinq.cli.output import print_report, progress_bar
+from marlinq.cli.output import print_report, showing_progress
 from marlinq.cli.types import SOURCE, TEXT
 
 
@@ -41,7 +41,7 @@ from marlinq.cli.types import SOURCE, TEXT
 @device_option
 @dtype_option
 @trust_remote_code_option
-@json_option
+@output_options
 def command(
     model: str,
     against: str | None,
@@ -60,7 +60,7 @@ def command(
     """
     from marlinq.operations.evaluate import evaluate
 
-    with progress_bar() as progress:
+    with showing_progress() as progress:
         report = evaluate(
             model,
             against=against,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import click
@@ -9,11 +10,11 @@ import click
 from marlinq.cli.options import (
     device_option,
     dtype_option,
-    json_option,
+    output_options,
     revision_option,
     trust_remote_code_option,
 )
-from marlinq.cli.output import print_piece, print_report, progress_bar
+from marlinq.cli.output import print_piece, print_report, showing_progress
 from marlinq.cli.types import SOURCE
 from marlinq.core.errors import UsageError
 from marlinq.core.startup import open_gpu_early
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
 @device_option
 @dtype_option
 @trust_remote_code_option
-@json_option
+@output_options
 def command(
     checkpoint: str,
     prompts: tuple[str, ...],
@@ -108,7 +109,7 @@ def command(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
-    with progress_bar() as progress:
+    with showing_progress() as progress:
         loaded = load(
             checkpoint,
             revision=revision,
@@ -126,8 +127,14 @@ def command(
         print_report(report, as_json=as_json)
 
     try:
-        # The bar ends with the last kernel, before any text.
-        with progress_bar() as progress:
+        with ExitStack() as shown:
+            progress = shown.enter_context(showing_progress())
+
+            def print_text(piece: str) -> None:
+                # Nothing about progress comes between pieces of text.
+                shown.close()
+                print_piece(piece)
+
             report: Generation | Generations
             if len(prompts) == 1:
                 report = generate(
@@ -136,7 +143,7 @@ def command(
                     max_new_tokens=max_new_tokens,
                     sampling=sampling,
                     chat=chat,
-                    on_text=print_piece if streams else None,
+                    on_text=print_text if streams else None,
                     progress=progress,
                 )
             else:

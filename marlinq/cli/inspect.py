@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from marlinq.cli.options import json_option, revision_option
-from marlinq.cli.output import print_report, progress_bar
+from marlinq.cli.options import output_options, revision_option
+from marlinq.cli.output import print_report, showing_progress
 from marlinq.cli.types import SOURCE
 
 
@@ -21,7 +21,7 @@ from marlinq.cli.types import SOURCE
     help="Judge the servers with every layer split over N GPUs (tensor parallelism).",
 )
 @revision_option
-@json_option
+@output_options
 def command(
     checkpoint: str, modules: bool, tensor_parallel: int, revision: str | None, as_json: bool
 ) -> None:
@@ -31,7 +31,7 @@ def command(
     """
     from marlinq.operations.inspect import inspect
 
-    with progress_bar() as progress:
+    with showing_progress() as progress:
         found = inspect(
             checkpoint,
             modules=modules,

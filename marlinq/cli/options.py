@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import click
 
+from marlinq.cli.output import VERBOSITY
 from marlinq.cli.types import OneOf, Size
 from marlinq.core.devices import check_device_name
+from marlinq.core.errors import UsageError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -17,11 +20,27 @@ def _device(ctx: click.Context, param: click.Parameter, value: str) -> str:
     return check_device_name(value)
 
 
-def json_option(command: _Command) -> _Command:
-    """``--json``: the report, or the error, as one JSON object on stdout."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")(
-        command
-    )
+def output_options(command: _Command) -> _Command:
+    """``--json``: the report, or the error, as one JSON object on stdout; and :func:`verbosity_options`."""
+    json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+    return json(verbosity_options(command))
+
+
+def verbosity_options(command: _Command) -> _Command:
+    """``--verbose`` and ``--quiet``, before the name of a command or behind it."""
+    for names, level, text in (
+        (("-q", "--quiet"), -1, "Print the result, warnings and errors alone: no progress."),
+        (("-v", "--verbose"), 1, "Also print how long each stage took."),
+    ):
+        command = click.option(
+            *names, is_flag=True, expose_value=False, callback=partial(_set_verbosity, level), help=text
+        )(command)
+    return command
+
+
+def _set_verbosity(level: int, ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and ctx.meta.setdefault(VERBOSITY, level) != level:
+        raise UsageError("--quiet and --verbose contradict each other; keep one")
 
 
 def device_option(command: _Command) -> _Command:

@@ -6,17 +6,20 @@ import logging
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from io import TextIOWrapper
 from typing import Any, Protocol, TextIO
 
 import click
-from tqdm import tqdm
 
+from marlinq.core import progress
 from marlinq.core.display import Block, plain
 from marlinq.core.errors import MarlinqError
 from marlinq.core.safe_text import encodable, json_text, one_line, prose
+
+VERBOSITY = "marlinq.verbosity"
+"""Key of click's ``Context.meta`` under which ``--quiet`` leaves -1 and ``--verbose`` 1."""
 
 
 class Report(Protocol):
@@ -64,9 +67,9 @@ def print_line(text: str, file: TextIO | None = None) -> None:
 
 
 def print_message(line: str) -> None:
-    """Print one line on stderr, above the bar if there is one."""
-    with tqdm.external_write_mode(file=sys.stderr):
-        print_line(line)
+    """Print one line on stderr, above the bar if there is one; nothing with ``--quiet``."""
+    if verbosity() >= 0:
+        progress.print_message(line)
 
 
 def print_error(error: MarlinqError, *, as_json: bool) -> int:
@@ -79,33 +82,15 @@ def print_error(error: MarlinqError, *, as_json: bool) -> int:
     return error.exit_code
 
 
-@contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A function of (what is being done, steps done, steps in all) that draws a bar on stderr.
+def verbosity() -> int:
+    """-1 with ``--quiet``, 1 with ``--verbose``, else 0."""
+    context = click.get_current_context(silent=True)
+    return 0 if context is None else context.meta.get(VERBOSITY, 0)
 
-    Another thing being done, fewer steps than before or the last step ends a bar, so that what is printed
-    next begins on a line of its own. Nothing is drawn where stderr is not a terminal.
-    """
-    bar: tqdm[Any] | None = None
-    current = ""
 
-    def report(stage: str, done: int, total: int) -> None:
-        nonlocal bar, current
-        if bar is None or stage != current or done < bar.n:
-            if bar is not None:
-                bar.close()
-            bar, current = tqdm(desc=one_line(stage), total=total, disable=None, file=sys.stderr), stage
-        bar.total = total
-        bar.update(done - bar.n)
-        if done >= total:
-            bar.close()
-            bar = None
-
-    try:
-        yield report
-    finally:
-        if bar is not None:
-            bar.close()
+def showing_progress() -> AbstractContextManager[progress.ReportProgress]:
+    """A function of (what is being done, steps done, steps in all), which shows that on stderr."""
+    return progress.showing(verbosity() >= 0, stages=verbosity() > 0)
 
 
 def show_warnings_briefly() -> None:

@@ -12,12 +12,12 @@ from click.core import ParameterSource
 from marlinq.checkpoint import check_place
 from marlinq.cli.options import (
     device_option,
-    json_option,
+    output_options,
     revision_option,
     shard_size_option,
     trust_remote_code_option,
 )
-from marlinq.cli.output import Report, print_message, print_report, progress_bar
+from marlinq.cli.output import Report, print_message, print_report, showing_progress
 from marlinq.cli.types import CALIBRATION, FOLDER, FORMAT, SOURCE, SettingType
 from marlinq.core.devices import rank_and_size
 from marlinq.core.settings import Flag, Kind, kinds, meanings
@@ -100,7 +100,7 @@ def _option(key: str, kind: Kind, meaning: str, defaults: object) -> Callable[[_
 @shard_size_option
 @device_option
 @trust_remote_code_option
-@json_option
+@output_options
 @click.pass_context
 def command(
     context: click.Context,
@@ -144,7 +144,7 @@ def command(
         return
     from marlinq.operations.quantize import quantize
 
-    with progress_bar() as progress:
+    with showing_progress() as progress:
         report = quantize(
             model,
             out,

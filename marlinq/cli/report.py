@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from marlinq.cli.options import json_option, revision_option
-from marlinq.cli.output import print_report, progress_bar
+from marlinq.cli.options import output_options, revision_option
+from marlinq.cli.output import print_report, showing_progress
 from marlinq.cli.types import FOLDER, SOURCE
 
 
@@ -22,7 +22,7 @@ from marlinq.cli.types import FOLDER, SOURCE
     help="Where report.html, report.csv and report.json go; the current folder unless given.",
 )
 @revision_option
-@json_option
+@output_options
 def command(checkpoint: str, other: str | None, out: Path, revision: str | None, as_json: bool) -> None:
     """Write report.html about the quantised checkpoint CKPT, or about two side by side.
 
@@ -32,6 +32,6 @@ def command(checkpoint: str, other: str | None, out: Path, revision: str | None,
     """
     from marlinq.operations.report import report
 
-    with progress_bar() as progress:
+    with showing_progress() as progress:
         written = report(checkpoint, other, out=out, revision=revision, progress=progress)
     print_report(written, as_json=as_json)

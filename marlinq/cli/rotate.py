@@ -9,12 +9,12 @@ import click
 from marlinq.checkpoint import check_place
 from marlinq.cli.options import (
     device_option,
-    json_option,
+    output_options,
     revision_option,
     shard_size_option,
     trust_remote_code_option,
 )
-from marlinq.cli.output import print_report, progress_bar
+from marlinq.cli.output import print_report, showing_progress
 from marlinq.cli.types import FOLDER, SOURCE
 from marlinq.core.sources import local_folder
 
@@ -29,7 +29,7 @@ from marlinq.core.sources import local_folder
 @trust_remote_code_option
 @revision_option
 @shard_size_option
-@json_option
+@output_options
 def command(
     source: str,
     out: Path,
@@ -50,7 +50,7 @@ def command(
     check_place(out, resume=True, source=local_folder(source))
     from marlinq.operations.rotate import rotate
 
-    with progress_bar() as progress:
+    with showing_progress() as progress:
         report = rotate(
             source,
             out,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from marlinq.cli.options import device_option, json_option, revision_option, trust_remote_code_option
-from marlinq.cli.output import print_report, progress_bar
+from marlinq.cli.options import device_option, output_options, revision_option, trust_remote_code_option
+from marlinq.cli.output import print_report, showing_progress
 from marlinq.cli.types import SOURCE
 from marlinq.core.errors import VerificationFailed
 
@@ -24,7 +24,7 @@ from marlinq.core.errors import VerificationFailed
 @revision_option
 @device_option
 @trust_remote_code_option
-@json_option
+@output_options
 def command(
     checkpoint: str,
     against: str | None,
@@ -40,7 +40,7 @@ def command(
     """
     from marlinq.operations.verify import verify
 
-    with progress_bar() as progress:
+    with showing_progress() as progress:
         report = verify(
             checkpoint,
             against=against,

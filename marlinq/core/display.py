@@ -69,6 +69,18 @@ def lines(*texts: str) -> Lines:
     return Lines(texts)
 
 
+def duration(seconds: float) -> str:
+    """Seconds for people: ``3.2 s``, ``45 s``, ``3 min 10 s`` or ``2 h 5 min``."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
 def plain(blocks: Iterable[Block]) -> str:
     """The blocks as text, an empty line between two of them; columns as wide as their widest cell."""
     return "\n\n".join(text for block in blocks if (text := _plain(block)))

@@ -19,7 +19,7 @@ from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, ReadAhead, witho
 from marlinq.core import boundaries
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError
-from marlinq.core.progress import ReportProgress, no_progress
+from marlinq.core.progress import Progress, ReportProgress, no_progress, shows_progress
 from marlinq.models import Blueprint, ModelInstance, Projection, TensorNames, build_blueprint
 from marlinq.models.anatomy import Anatomy, Unrecognised
 from marlinq.models.recognise import recognise
@@ -90,6 +90,7 @@ class LoadedModel:
             operator.compile(self.model.modules(), setting, progress)
 
 
+@shows_progress
 def load(
     path: str | os.PathLike[str],
     *,
@@ -101,7 +102,7 @@ def load(
     exact: bool | None = None,
     compile_kernels: bool = True,
     only_decodes: bool = False,
-    progress: ReportProgress = no_progress,
+    progress: Progress = True,
 ) -> LoadedModel:
     """Loads a quantised or unquantised checkpoint for inference.
 
@@ -126,7 +127,8 @@ def load(
             tensors are read; the kernels of a model that is, on a GPU, are left to the first decoder, because
             it joins products and the shapes that are loaded would be compiled in vain. What a start on a GPU
             finds out of model and tokenizer is remembered (:mod:`marlinq.runtime.remembered`).
-        progress: called after each module, and while kernels are compiled.
+        progress: True shows progress on stderr, False does not; or a function that is called with (what is
+            being done, steps done, steps in all).
 
     Raises:
         CheckpointError: a tensor is missing, unexpected or of the wrong shape, or a file changed meanwhile.
@@ -134,6 +136,7 @@ def load(
         UsageError: no operator has that name.
         EnvironmentProblem: the device is not there, or a kernel does not compile.
     """
+    assert not isinstance(progress, bool)  # the decorator made it a function
     require_operator(operator)
     timings = LoadTimings()
     with timings.stage("open"):

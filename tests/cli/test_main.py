@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
 from marlinq.cli import COMMANDS, main
-from marlinq.cli.output import progress_bar
-from marlinq.core import errors
+from marlinq.core import errors, progress
+from marlinq.core.progress import no_progress
 from tests.testing import forks
 
 HEAVY = ("torch", "transformers", "datasets", "cupy", "gguf", "accelerate")
@@ -184,20 +185,23 @@ def test_warnings_are_one_line(marlinq: Callable, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == "warning: the fallback was taken\n"
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
-def test_progress_is_drawn_on_terminals_only(
-    monkeypatch: pytest.MonkeyPatch, kind: type[io.StringIO]
+@pytest.mark.parametrize("place", ["before", "behind"])
+def test_quiet_and_verbose(
+    place: str, marlinq: Callable, operation: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stderr", screen := kind())
-    with progress_bar() as progress:
-        progress("reading", 1, 2)
-        progress("reading", 2, 2)
-        progress("writing", 0, 3)
-        progress("writing", 3, 3)
-    drawn = screen.getvalue()
-    assert ("reading" in drawn, "writing" in drawn, "3/3" in drawn) == (kind is Terminal,) * 3
+    seen: list[tuple[bool, bool]] = []
+
+    def showing(shown: bool, *, stages: bool) -> Any:
+        seen.append((shown, stages))
+        return nullcontext(no_progress)
+
+    monkeypatch.setattr(progress, "showing", showing)
+    operation("marlinq.operations.inspect", "inspect")
+    for option, expected in ((None, (True, False)), ("-q", (False, False)), ("--verbose", (True, True))):
+        options = [option] if option else []
+        words = [*options, "inspect", "folder"] if place == "before" else ["inspect", "folder", *options]
+        assert marlinq(*words).code == 0
+        assert seen.pop() == expected
+    refused = marlinq("-q", "inspect", "folder", "-v")
+    assert refused.code == 2
+    assert refused.err == "error: --quiet and --verbose contradict each other; keep one\n"

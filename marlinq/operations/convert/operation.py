@@ -26,7 +26,7 @@ from marlinq.checkpoint import (
 from marlinq.checkpoint.reader import read_json
 from marlinq.core.dtypes import ITEM_BYTES, torch_dtype
 from marlinq.core.errors import UnsupportedError, UsageError
-from marlinq.core.progress import ReportProgress, no_progress
+from marlinq.core.progress import Progress, ReportProgress, shows_progress
 from marlinq.formats import LAYOUTS, Layout, transcode
 from marlinq.formats.dialects import DIALECTS
 from marlinq.operations.convert.plan import ConversionPlan, plan_conversion
@@ -41,6 +41,7 @@ _COMMIT_BYTES = 1 << 30
 _WORKERS = 4
 
 
+@shows_progress
 def convert(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -51,7 +52,7 @@ def convert(
     strict_marlin: bool = False,
     skip_unsupported: bool = False,
     max_shard_size: int = DEFAULT_MAX_SHARD_BYTES,
-    progress: ReportProgress = no_progress,
+    progress: Progress = True,
 ) -> ConversionReport:
     """Convert a quantised checkpoint to another layout, lossless bit for bit.
 
@@ -67,7 +68,8 @@ def convert(
         strict_marlin: allow in marlin only what its original kernel takes (K%128, N%256, group 128 or -1).
         skip_unsupported: dequantise modules of shapes that the target excludes, instead of refusing.
         max_shard_size: largest shard in bytes.
-        progress: called with ("checking" or "converting", modules done, modules in all).
+        progress: True shows progress on stderr, False does not; or a function that is called with (what is
+            being done, steps done, steps in all).
 
     Raises:
         ConversionRefused: the target can't hold a module without loss; nothing was written.
@@ -75,6 +77,7 @@ def convert(
         UsageError: the formats named don't fit the source or each other.
         OutputError: ``out`` exists or can't be written.
     """
+    assert not isinstance(progress, bool)  # the decorator made it a function
     _check_formats(source_format, target_format, strict_marlin)
     opened = Checkpoint.open(source, revision=revision, progress=progress)
     quantized = _quantized(opened, source_format, target_format)

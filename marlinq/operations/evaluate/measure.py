@@ -23,7 +23,7 @@ from torch import Tensor
 from marlinq.core import boundaries
 from marlinq.core.display import Block, Facts, Shown, Table, lines
 from marlinq.core.errors import CheckpointError, NumericsError, UsageError
-from marlinq.core.progress import ReportProgress, no_progress
+from marlinq.core.progress import Progress, ReportProgress, shows_progress
 from marlinq.operations.evaluate.text import EvaluationText, read_windows, write_windows
 from marlinq.runtime import LoadedModel, load
 from marlinq.runtime.generation import device_name, position_limit
@@ -131,6 +131,7 @@ class _Sums:
             self.agreed += int((log_q.argmax(-1) == log_p.argmax(-1)).sum())
 
 
+@shows_progress
 def evaluate(
     model: Source,
     *,
@@ -143,7 +144,7 @@ def evaluate(
     dtype: str | torch.dtype | None = None,
     seed: int = DEFAULT_SEED,
     trust_remote_code: bool = False,
-    progress: ReportProgress = no_progress,
+    progress: Progress = True,
 ) -> Evaluation:
     """Measures ``model`` on non-overlapping windows of text, and its distance to ``against``.
 
@@ -161,7 +162,8 @@ def evaluate(
         dtype: as in :func:`marlinq.runtime.load`, for both models.
         seed: of the sampling when there is no text.
         trust_remote_code: run model code that a checkpoint brings.
-        progress: called with (what is being done, steps done, steps in all).
+        progress: True shows progress on stderr, False does not; or a function that is called with (what is
+            being done, steps done, steps in all).
 
     Raises:
         UsageError: the text can't be read or is too short, the two models' vocabularies differ, or a
@@ -169,6 +171,7 @@ def evaluate(
         CheckpointError: a checkpoint can't be loaded, or has no tokenizer for the text.
         NumericsError: a model's logits are NaN or infinite.
     """
+    assert not isinstance(progress, bool)  # the decorator made it a function
     if windows < 1 or length < 2:
         raise UsageError(f"expected at least 1 window of 2 tokens, found {windows} of {length}")
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, floating_linears, says_tied
 from marlinq.core.errors import CheckpointError, UsageError
-from marlinq.core.progress import ReportProgress
+from marlinq.core.progress import Progress, shows_progress
 from marlinq.formats import ModuleSpec
 from marlinq.formats.dialects import DIALECTS, is_head
 from marlinq.operations.inspect.eligibility import ServerVerdict, Whole, verdicts
@@ -22,13 +22,14 @@ from marlinq.operations.inspect.stored import StoredFacts, stored_facts
 _Value = TypeVar("_Value", bound=Hashable)
 
 
+@shows_progress
 def inspect(
     checkpoint: str | os.PathLike[str],
     *,
     modules: bool = False,
     tensor_parallel: int = 1,
     revision: str | None = None,
-    progress: ReportProgress | None = None,
+    progress: Progress = True,
 ) -> Inspection:
     """Say what a checkpoint holds. Reads headers, configs and the small tensors of each quantised linear.
 
@@ -37,13 +38,15 @@ def inspect(
         modules: list every quantised linear.
         tensor_parallel: GPUs over which servers split each layer, for their shape rules.
         revision: branch, tag or commit of a Hub id; the main branch when None.
-        progress: told about a download.
+        progress: True shows progress on stderr, False does not; or a function that is called with (what is
+            being done, steps done, steps in all).
 
     Raises:
         CheckpointError: the folder is damaged or contradicts itself.
         UnsupportedError: its quantisation is of a kind that marlinq does not read.
         UsageError: ``tensor_parallel`` is below 1.
     """
+    assert not isinstance(progress, bool)  # the decorator made it a function
     if tensor_parallel < 1:
         raise UsageError(f"tensor parallelism: expected 1 GPU or more, found {tensor_parallel}")
     opened = Checkpoint.open(checkpoint, revision=revision, progress=progress)

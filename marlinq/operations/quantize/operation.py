@@ -31,7 +31,15 @@ from marlinq.checkpoint.reader import read_json
 from marlinq.core.devices import beside, multiplies_bfloat16, resolve_device, start_beside
 from marlinq.core.dtypes import dtype_name, torch_dtype
 from marlinq.core.errors import MarlinqError, UsageError
-from marlinq.core.progress import ReportMessage, ReportProgress, no_message, no_progress
+from marlinq.core.progress import (
+    Progress,
+    ReportMessage,
+    ReportProgress,
+    messages_beside,
+    no_message,
+    no_progress,
+    shows_progress,
+)
 from marlinq.models import Blueprint, ModelInstance, build_blueprint
 from marlinq.operations.quantize.blocks import BlockQuantizer, module_reports
 from marlinq.operations.quantize.budget import Work
@@ -80,6 +88,7 @@ _QUICK_SHARE = 0.25
 _CPU_FLOAT32_WORK = 1e12
 
 
+@shows_progress
 def quantize(
     model: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -90,8 +99,8 @@ def quantize(
     revision: str | None = None,
     max_shard_size: int = DEFAULT_MAX_SHARD_BYTES,
     trust_remote_code: bool = False,
-    progress: ReportProgress = no_progress,
-    message: ReportMessage = no_message,
+    progress: Progress = True,
+    message: ReportMessage | None = None,
 ) -> QuantizeReport:
     """Quantises a decoder-only language model, one decoder block at a time.
 
@@ -112,13 +121,15 @@ def quantize(
         revision: branch, tag or commit of a Hub id; the main branch when None.
         max_shard_size: bytes of tensor data a file of weights holds at most.
         trust_remote_code: run model code that the checkpoint brings.
-        progress: called with (what is being done, steps done, steps in all).
-        message: given a line before the model writes text, and now and then how the blocks come out
-            and how tuning stands.
+        progress: True shows progress on stderr, False does not; or a function that is called with (what is
+            being done, steps done, steps in all).
+        message: called with a line before the model writes text, and now and then with a line on how the
+            blocks come out and how tuning stands; None prints them on stderr where progress is shown.
 
     Raises:
         MarlinqError: one of its subclasses; see :mod:`marlinq.core.errors`.
     """
+    assert not isinstance(progress, bool)  # the decorator made it a function
     chosen = resolve_device(device)
     with joined_ranks(chosen) as ranks:
         return _quantize(
@@ -132,7 +143,7 @@ def quantize(
             max_shard_size=max_shard_size,
             trust_remote_code=trust_remote_code,
             progress=progress if ranks.first else no_progress,
-            message=message if ranks.first else no_message,
+            message=(message or messages_beside(progress)) if ranks.first else no_message,
         )
 
 

@@ -12,7 +12,7 @@ from marlinq.checkpoint import Checkpoint
 from marlinq.core.display import Block, Facts, Shown, Table
 from marlinq.core.errors import OutputError, UsageError
 from marlinq.core.files import read_regular
-from marlinq.core.progress import ReportProgress, no_progress
+from marlinq.core.progress import Progress, ReportProgress, no_progress, shows_progress
 from marlinq.core.sources import local_folder
 from marlinq.operations.report.figures import CheckpointFigures, TimeFigures
 from marlinq.operations.report.page import GENERATOR, duration, page, percent, size
@@ -79,13 +79,14 @@ def _worst_table(figures: CheckpointFigures) -> Table:
     return Table(("module (worst first)", "output error"), rows, numbers=(1,))
 
 
+@shows_progress
 def report(
     checkpoint: str | os.PathLike[str],
     other: str | os.PathLike[str] | None = None,
     *,
     out: str | os.PathLike[str] = ".",
     revision: str | None = None,
-    progress: ReportProgress = no_progress,
+    progress: Progress = True,
 ) -> WrittenReport:
     """Writes ``report.html``, ``report.csv`` and ``report.json`` about one quantised checkpoint, or two.
 
@@ -97,13 +98,15 @@ def report(
         other: a second one, to be set beside the first.
         out: the folder to write into; it is made where it is not there. A report there is replaced.
         revision: of Hub ids.
-        progress: called with (what is being done, steps done, steps in all).
+        progress: True shows progress on stderr, False does not; or a function that is called with (what is
+            being done, steps done, steps in all).
 
     Raises:
         CheckpointError: a folder is damaged or contradicts itself.
         UnsupportedError: a checkpoint is not quantised, or otherwise than marlinq reads.
         OutputError: a file of another program has a report's name, or ``out`` can't be written.
     """
+    assert not isinstance(progress, bool)  # the decorator made it a function
     sources = [checkpoint] if other is None else [checkpoint, other]
     if other is not None and _same(checkpoint, other):
         raise UsageError(f"{os.fspath(other)}: named twice; name two checkpoints, or one alone")

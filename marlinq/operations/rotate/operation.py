@@ -21,7 +21,7 @@ from marlinq.checkpoint import (
 from marlinq.core.devices import resolve_device
 from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import CheckpointError, NumericsError, UnsupportedError
-from marlinq.core.progress import ReportProgress, no_progress
+from marlinq.core.progress import Progress, shows_progress
 from marlinq.models import BlockReplay, Blueprint, ModelInstance, TensorNames, build_blueprint
 from marlinq.operations.rotate.report import RotationReport
 from marlinq.operations.rotate.rotation import (
@@ -46,6 +46,7 @@ _PROBE_ROWS = 4096
 _TOLERANCE = 1e-4
 
 
+@shows_progress
 def rotate(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -55,7 +56,7 @@ def rotate(
     revision: str | None = None,
     trust_remote_code: bool = False,
     max_shard_size: int = DEFAULT_MAX_SHARD_BYTES,
-    progress: ReportProgress = no_progress,
+    progress: Progress = True,
 ) -> RotationReport:
     """Rotates the residual stream of an unquantised checkpoint: other weights, the same function.
 
@@ -72,7 +73,8 @@ def rotate(
         revision: branch, tag or commit of a Hub id; the main branch when None.
         trust_remote_code: run model code that the checkpoint brings.
         max_shard_size: largest shard in bytes.
-        progress: called with ("rotating", tensors done, tensors in all).
+        progress: True shows progress on stderr, False does not; or a function that is called with (what is
+            being done, steps done, steps in all).
 
     Raises:
         UnsupportedError: the model is quantised, or not made like Llama.
@@ -80,6 +82,7 @@ def rotate(
         CheckpointError: the source is damaged.
         OutputError: ``out`` exists or can't be written.
     """
+    assert not isinstance(progress, bool)  # the decorator made it a function
     started = time.monotonic()
     chosen = resolve_device(device)
     checkpoint = Checkpoint.open(source, revision=revision, progress=progress)

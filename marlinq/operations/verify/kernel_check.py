@@ -49,7 +49,7 @@ def compare_kernels(view: QuantizedCheckpoint, device: torch.device, progress: R
     worst, ran = 0.0, 0
     refused: list[str] = []
     for done, name in enumerate(distinct.values()):
-        progress("run kernels", done, len(distinct))
+        progress("running kernels", done, len(distinct))
         try:
             stored = view.stored(name)
             q = stored.weight(device)

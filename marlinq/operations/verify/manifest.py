@@ -30,7 +30,7 @@ def check_manifest(checkpoint: Checkpoint, progress: ReportProgress) -> Check:
     for name in sorted(set(hashes) - set(checkpoint.tensors)):
         findings.failures.append(f"{name}: listed, but not stored")
     for done, name in enumerate(checkpoint.tensors):
-        progress("hash tensors", done, len(checkpoint.tensors))
+        progress("hashing tensors", done, len(checkpoint.tensors))
         if name not in hashes:
             findings.failures.append(f"{name}: stored, but not listed")
         elif hashlib.sha256(tensor_bytes(checkpoint.tensor(name))).hexdigest() != hashes[name]:

@@ -13,7 +13,7 @@ from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.checkpoint.reader import locate
 from marlinq.core.devices import resolve_device
 from marlinq.core.errors import CheckpointError, MarlinqError, UsageError
-from marlinq.core.progress import ReportProgress, no_progress
+from marlinq.core.progress import Progress, ReportProgress, shows_progress
 from marlinq.operations.verify.comparison import Comparison
 from marlinq.operations.verify.kernel_check import check_kernels
 from marlinq.operations.verify.logits import check_logits
@@ -32,6 +32,7 @@ from marlinq.operations.verify.structure import (
 from marlinq.operations.verify.values import Values
 
 
+@shows_progress
 def verify(
     checkpoint: str | os.PathLike[str],
     *,
@@ -40,7 +41,7 @@ def verify(
     revision: str | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
-    progress: ReportProgress = no_progress,
+    progress: Progress = True,
 ) -> VerificationReport:
     """Check a quantised checkpoint: structure, manifest, round trips, numbers, the original, kernels, logits.
 
@@ -55,13 +56,15 @@ def verify(
         device: ``auto`` or None (the first GPU, if any), ``cpu``, ``cuda`` or ``cuda:N``: where weights are
             compared and, on a GPU, kernels are run.
         trust_remote_code: run model code that the checkpoint brings.
-        progress: called as the work goes on.
+        progress: True shows progress on stderr, False does not; or a function that is called with (what is
+            being done, steps done, steps in all).
 
     Raises:
         CheckpointError: there is no such folder, or ``against`` is itself damaged.
         UsageError: ``logits`` without ``against``.
         EnvironmentProblem: the device is not there.
     """
+    assert not isinstance(progress, bool)  # the decorator made it a function
     if logits and against is None:
         raise UsageError("--logits compares with an original; name it with --against")
     folder = locate(checkpoint, revision=revision, progress=progress)
@@ -145,7 +148,7 @@ class _Run:
         aside = nullcontext() if self._comparison is None else self._comparison.aside
         with aside:
             for done, (name, spec) in enumerate(view.modules.items()):
-                self._progress("check modules", done, len(view.modules))
+                self._progress("checking modules", done, len(view.modules))
                 try:
                     q = view.load(name)
                 except MarlinqError as error:
@@ -159,7 +162,7 @@ class _Run:
                     values.module(name, q, declared)
                 if self._comparison is not None:
                     self._comparison.module(name, spec, stored, q)
-        self._progress("check modules", len(view.modules), len(view.modules))
+        self._progress("checking modules", len(view.modules), len(view.modules))
         if unreadable:
             detail = unreadable[0] if len(unreadable) == 1 else f"{len(unreadable)}; first: {unreadable[0]}"
             yield Check("readable", "failed", detail, tuple(unreadable))

@@ -273,7 +273,7 @@ def check_finite(view: QuantizedCheckpoint, report_progress: ReportProgress) -> 
     findings = Findings("finite")
     names = [name for name in view.passthrough if "float" in view.checkpoint.tensors[name].dtype]
     for done, name in enumerate(names):
-        report_progress("look for NaN and infinity", done, len(names))
+        report_progress("looking for NaN and infinity", done, len(names))
         tensor = view.checkpoint.tensor(name)
         # Not every 8-bit type has the test itself.
         bad = int((~torch.isfinite(tensor if tensor.dtype.itemsize > 1 else tensor.float())).sum())

@@ -120,7 +120,7 @@ def test_report_values(original, quantized):
     report = verify(
         quantized("gptq"), against=original, progress=lambda stage, done, total: stages.append((stage, done))
     )
-    assert {stage for stage, _ in stages} >= {"hash tensors", "check modules"}
+    assert {stage for stage, _ in stages} >= {"hashing tensors", "checking modules"}
     plain = report.to_dict()
     assert plain["ok"] is True
     assert plain["checks"][0]["name"] == "files"
