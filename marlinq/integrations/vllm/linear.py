@@ -1,0 +1,192 @@
+"""A linear layer of vLLM whose 4-bit weight runs on marlinq's W4A16 kernels.
+
+vLLM loads GPTQ, AWQ and compressed-tensors checkpoints through three methods, which hand the same parameters
+to one kernel class: packed codes, scales, zero points and g_idx, of a rank's shard, with q, k, v and gate, up
+merged. Their dimensions differ by format. Brought into the order that compressed-tensors stores them in, they
+are a stored weight like any other, and become the kernel's operand once, after loading.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from marlinq.core.dtypes import dtype_name
+from marlinq.core.errors import MarlinqError
+from marlinq.core.scheme import CHANNEL, INT4, Scheme
+from marlinq.formats import LAYOUTS, StoredWeight
+from marlinq.formats.layouts import ModuleSpec
+from marlinq.integrations.vllm.interface import (
+    MPLinearKernel,
+    MPLinearLayerConfig,
+    current_platform,
+    max_batched_tokens,
+    permute_param_layout_,
+    replace_parameter,
+    scalar_types,
+)
+
+logger = logging.getLogger("vllm.plugins.marlinq")
+
+SMALLEST_CAPABILITY = 80
+"""Compute capability, times ten, from which on the kernels run."""
+
+_GROUP_STEP = 32
+# Layers of one shape say and compile the same: (N, K, group size, zero points, dtype, device).
+_prepared: set[tuple[object, ...]] = set()
+
+
+def refusal(config: MPLinearLayerConfig) -> str | None:
+    """Why the kernel can't run a layer that vLLM describes so, or None."""
+    channels, total = config.partition_weight_shape[0], config.full_weight_shape[0]
+    group = config.group_size
+    if config.act_type not in (torch.float16, torch.bfloat16):
+        return f"activations in {config.act_type}; the kernels take float16 and bfloat16"
+    wanted = scalar_types.uint4 if config.zero_points else scalar_types.uint4b8
+    if config.weight_type != wanted:
+        kind = "with zero points" if config.zero_points else "without zero points"
+        return f"weights of type {config.weight_type} {kind}; the kernels take {wanted}"
+    if group != CHANNEL and (group <= 0 or group % _GROUP_STEP):
+        return f"group size {group} is neither one group nor a multiple of {_GROUP_STEP}"
+    if group != CHANNEL and channels % min(group, total):
+        return f"{channels} input channels of this rank are no multiple of the group size {group}"
+    if channels % 8 or config.partition_weight_shape[1] % 8:
+        return f"a shard of {list(config.partition_weight_shape)} channels is no multiple of 8"
+    if getattr(config, "has_g_idx", False) and channels != total:
+        return "activation order with input channels split over ranks"
+    return None
+
+
+class Int4LinearKernel(MPLinearKernel):  # type: ignore[misc]
+    """vLLM's interface of a kernel for packed integer weights (``MPLinearKernel``)."""
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return SMALLEST_CAPABILITY
+
+    @classmethod
+    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
+        if not current_platform.is_cuda():
+            return False, "marlinq's kernels run on NVIDIA GPUs alone"
+        reason = refusal(c) or _missing_package()
+        return reason is None, reason
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Replace the layer's parameters by the kernel's operand, and compile what its shape needs."""
+        stored = self._stored(layer)
+        from marlinq.runtime.operand import stored_operand
+
+        operand = stored_operand(stored, self.config.act_type, stored.words.device)
+        self._group_size = operand.group_size
+        self._out_features = operand.out_features
+        self._padding = operand.padded_shape[0] - operand.in_features
+        self._trimmed = operand.padded_shape[1] != operand.out_features
+        self._replace(layer, self.w_q_name, operand.words)
+        self._replace(layer, self.w_s_name, operand.scales)
+        self._zeros_name = self._replace(layer, self.w_zp_name or "marlinq_zeros", operand.zeros)
+        self._order_name = self._replace(layer, self._g_idx_name or "marlinq_order", operand.order)
+        self._prepare(operand)
+
+    def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        order = getattr(layer, self._order_name) if self._order_name else None
+        if self._padding and order is None:
+            x = F.pad(x, (0, self._padding))
+        out: Tensor = torch.ops.marlinq.w4a16_gemm(
+            x,
+            getattr(layer, self.w_q_name),
+            getattr(layer, self.w_s_name),
+            getattr(layer, self._zeros_name) if self._zeros_name else None,
+            bias,
+            self._group_size,
+            self._out_features,
+            order,
+        )
+        return out.contiguous() if self._trimmed else out
+
+    @property
+    def _g_idx_name(self) -> str | None:
+        return getattr(self, "w_gidx_name", None)
+
+    def _stored(self, layer: nn.Module) -> StoredWeight:
+        """The layer's parameters in the order in which compressed-tensors stores them."""
+        config = self.config
+        k, n = config.partition_weight_shape
+        scales = getattr(layer, self.w_s_name)
+        packed = permute_param_layout_(getattr(layer, self.w_q_name), input_dim=1, output_dim=0, packed_dim=1)
+        tensors = {
+            "weight_packed": packed.data.contiguous(),
+            "weight_scale": permute_param_layout_(scales, input_dim=1, output_dim=0).data.contiguous(),
+            "weight_shape": torch.tensor([n, k]),
+        }
+        extras = frozenset[str]()
+        if config.zero_points:
+            zeros = getattr(layer, self.w_zp_name)
+            tensors["weight_zero_point"] = permute_param_layout_(
+                zeros, input_dim=1, output_dim=0, packed_dim=0
+            ).data.contiguous()
+        if getattr(config, "has_g_idx", False):
+            tensors["weight_g_idx"] = getattr(layer, self.w_gidx_name).data
+            extras = frozenset({"weight_g_idx"})
+        group = config.group_size
+        scheme = Scheme(
+            element=INT4,
+            group_size=CHANNEL if tensors["weight_scale"].shape[1] == 1 else group,
+            zero_point="stored" if config.zero_points else "midpoint",
+            scale_dtype=dtype_name(scales.dtype),
+        )
+        spec = ModuleSpec(k, n, scheme, extras=extras)
+        return StoredWeight("layer", LAYOUTS["compressed-tensors"], spec, tensors)
+
+    @staticmethod
+    def _replace(layer: nn.Module, name: str, tensor: Tensor | None) -> str | None:
+        """Put ``tensor`` in the place of the parameter ``name``; None removes it; the name, if any."""
+        if tensor is None:
+            if hasattr(layer, name):
+                delattr(layer, name)
+            return None
+        parameter = nn.Parameter(tensor, requires_grad=False)
+        if hasattr(layer, name):
+            replace_parameter(layer, name, parameter)
+        else:
+            layer.register_parameter(name, parameter)
+        return name
+
+    def _prepare(self, operand: Any) -> None:
+        """Compile what products of this shape need for every batch, and say once which kernel runs."""
+        device = operand.words.device
+        if device.type != "cuda":
+            return
+        from marlinq.kernels import LayerShape, explain, precompile_model
+
+        k, n = operand.padded_shape
+        zeros, dtype = operand.zeros is not None, self.config.act_type
+        key = n, k, operand.group_size, zeros, dtype, device.index
+        if key in _prepared:
+            return
+        _prepared.add(key)
+        shape = LayerShape(n, k, operand.group_size, zeros)
+        compiled = precompile_model([shape], dtype, device.index, most_rows=max_batched_tokens())
+        decision = explain(device, dtype, 1, n, k, operand.group_size, zeros)
+        logger.info(
+            "marlinq: layers of %d x %d, group size %d: %s%s",
+            k,
+            n,
+            operand.group_size,
+            decision.reason,
+            f"; {compiled} kernels compiled" if compiled else "",
+        )
+
+
+def _missing_package() -> str | None:
+    """What keeps the kernels from being compiled here, or None; asks for no GPU."""
+    try:
+        import cupy  # noqa: F401
+
+        import marlinq.kernels  # noqa: F401
+    except (ImportError, MarlinqError) as error:
+        return f"{error}; install marlinq[cuda13], or marlinq[cuda12] for CUDA 12"
+    return None

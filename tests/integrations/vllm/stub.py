@@ -1,0 +1,114 @@
+"""What the plugin sees of vLLM, in a few lines of our own: names, signatures and the meaning of dimensions.
+
+`make interop` checks the same names in the published package.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+VERSION = "0.26.0"
+
+
+class PlatformEnum(enum.Enum):
+    CUDA = enum.auto()
+    CPU = enum.auto()
+
+
+@dataclass
+class MPLinearLayerConfig:
+    full_weight_shape: tuple[int, int]
+    partition_weight_shape: tuple[int, int]
+    weight_type: str
+    act_type: torch.dtype
+    group_size: int
+    zero_points: bool
+    has_g_idx: bool = False
+
+
+class MPLinearKernel:
+    def __init__(
+        self,
+        c: MPLinearLayerConfig,
+        w_q_param_name: str,
+        w_s_param_name: str,
+        w_zp_param_name: str | None = None,
+        w_gidx_param_name: str | None = None,
+    ) -> None:
+        self.config = c
+        self.w_q_name, self.w_s_name = w_q_param_name, w_s_param_name
+        self.w_zp_name, self.w_gidx_name = w_zp_param_name, w_gidx_param_name
+
+
+class OtherKernel(MPLinearKernel):
+    """Stands for the kernels that vLLM has itself."""
+
+
+class Parameter(nn.Parameter):
+    """A parameter that knows which of its dimensions is which."""
+
+    def __new__(cls, data: torch.Tensor, **dims: int) -> Parameter:
+        made = super().__new__(cls, data, requires_grad=False)
+        made.dims = dims
+        return made
+
+
+def permute_param_layout_(param: Any, input_dim: int, output_dim: int, packed_dim: int | None = None) -> Any:
+    if param.dims["input_dim"] != input_dim:
+        param.data = param.data.t()
+        if "packed_dim" in param.dims:
+            param.dims["packed_dim"] = 1 - param.dims["packed_dim"]
+    assert packed_dim is None or param.dims["packed_dim"] == packed_dim, "packed along another dimension"
+    param.dims |= {"input_dim": input_dim, "output_dim": output_dim}
+    return param
+
+
+def replace_parameter(module: nn.Module, name: str, new: nn.Parameter) -> None:
+    delattr(module, name)
+    module.register_parameter(name, new)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *, cuda: bool = True) -> types.ModuleType:
+    """Make the stub importable as ``vllm``; returns the module that holds the list of kernels."""
+    names = (
+        "vllm",
+        "vllm.config",
+        "vllm.model_executor",
+        "vllm.model_executor.kernels",
+        "vllm.model_executor.kernels.linear",
+        "vllm.model_executor.kernels.linear.mixed_precision",
+        "vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel",
+        "vllm.model_executor.layers",
+        "vllm.model_executor.layers.quantization",
+        "vllm.model_executor.layers.quantization.utils",
+        "vllm.model_executor.parameter",
+        "vllm.platforms",
+        "vllm.scalar_type",
+    )
+    modules = {name: types.ModuleType(name) for name in names}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+        if "." in name:
+            parent, _, child = name.rpartition(".")
+            setattr(modules[parent], child, module)
+    for name in [name for name in sys.modules if name.startswith("marlinq.integrations.vllm.")]:
+        monkeypatch.delitem(sys.modules, name)
+    modules["vllm"].__version__ = VERSION
+    kernels = modules["vllm.model_executor.kernels.linear"]
+    kernels.PlatformEnum = PlatformEnum
+    kernels._POSSIBLE_KERNELS = {PlatformEnum.CUDA: [OtherKernel], PlatformEnum.CPU: [OtherKernel]}
+    interface = modules["vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel"]
+    interface.MPLinearKernel, interface.MPLinearLayerConfig = MPLinearKernel, MPLinearLayerConfig
+    modules["vllm.model_executor.layers.quantization.utils"].replace_parameter = replace_parameter
+    modules["vllm.model_executor.parameter"].permute_param_layout_ = permute_param_layout_
+    modules["vllm.platforms"].current_platform = types.SimpleNamespace(is_cuda=lambda: cuda)
+    modules["vllm.scalar_type"].scalar_types = types.SimpleNamespace(uint4="uint4", uint4b8="uint4b8")
+    return kernels

@@ -1,0 +1,240 @@
+"""The vLLM plugin, against a stub of what it uses."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tomllib
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from marlinq.core.scheme import CHANNEL
+from marlinq.core.weight import QuantizedWeight, trivial_g_idx
+from marlinq.formats.packing import pack_rows
+from marlinq.integrations.vllm import VARIABLE, register
+from tests.integrations.vllm import stub
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The kernels that the stub's vLLM asks on CUDA, in order."""
+    return stub.install(monkeypatch)._POSSIBLE_KERNELS[stub.PlatformEnum.CUDA]
+
+
+@pytest.fixture
+def kernel(kernels: list[Any]) -> Any:
+    """The class that the plugin has put first."""
+    register()
+    return kernels[0]
+
+
+def config(k: int = 128, n: int = 64, **changes: Any) -> stub.MPLinearLayerConfig:
+    values: dict[str, Any] = {
+        "full_weight_shape": (k, n),
+        "partition_weight_shape": (k, n),
+        "weight_type": "uint4" if changes.get("zero_points") else "uint4b8",
+        "act_type": torch.float16,
+        "group_size": 32,
+        "zero_points": False,
+    }
+    return stub.MPLinearLayerConfig(**values | changes)
+
+
+def test_the_entry_point_is_the_function() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = project["entry-points"]["vllm.general_plugins"]["marlinq"]
+    module, _, attribute = named.partition(":")
+    assert getattr(import_module(module), attribute) is register
+    assert "vllm" in project["optional-dependencies"]
+
+
+def test_the_kernel_comes_first_once(kernels: list[Any]) -> None:
+    register()
+    register()
+    assert [each.__name__ for each in kernels] == ["Int4LinearKernel", "OtherKernel"]
+    # vLLM 0.33 sorts by these words.
+    assert not [word for word in ("marlin", "humming") if word in kernels[0].__name__.lower()]
+
+
+@pytest.mark.parametrize(("mode", "word"), [("off", "off by"), ("fast", "expected one of")])
+def test_modes_that_leave_vllm_alone(
+    kernels: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    mode: str,
+    word: str,
+) -> None:
+    monkeypatch.setenv(VARIABLE, mode)
+    with caplog.at_level(logging.INFO):
+        register()
+    assert kernels == [stub.OtherKernel]
+    assert [record.getMessage().count(word) for record in caplog.records] == [1]
+
+
+def no_list(module: Any) -> None:
+    del module._POSSIBLE_KERNELS
+
+
+def no_cuda(module: Any) -> None:
+    del module._POSSIBLE_KERNELS[stub.PlatformEnum.CUDA]
+
+
+def no_platforms(module: Any) -> None:
+    del module.PlatformEnum
+
+
+@pytest.mark.parametrize("breaks", [no_list, no_cuda, no_platforms])
+def test_another_version_is_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, breaks: Callable[[Any], None]
+) -> None:
+    breaks(stub.install(monkeypatch))
+    register()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "vLLM 0.26.0: expected _POSSIBLE_KERNELS[PlatformEnum.CUDA]" in record.getMessage()
+    assert "vLLM's kernels run" in record.getMessage()
+
+
+def test_a_missing_name_is_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub.install(monkeypatch)
+    del sys.modules["vllm.model_executor.parameter"].permute_param_layout_
+    register()
+    (record,) = caplog.records
+    assert "permute_param_layout_" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"act_type": torch.bfloat16, "zero_points": True}, None),
+        ({"group_size": CHANNEL}, None),
+        ({"group_size": 96, "full_weight_shape": (192, 64), "partition_weight_shape": (192, 64)}, None),
+        ({"act_type": torch.float32}, "float32"),
+        ({"weight_type": "uint8b128"}, "uint8b128"),
+        ({"weight_type": "uint4"}, "without zero points"),
+        ({"group_size": 16}, "group size 16"),
+        ({"group_size": 0}, "group size 0"),
+        (
+            {"full_weight_shape": (256, 64), "partition_weight_shape": (128, 64), "group_size": 256},
+            "group size 256",
+        ),
+        ({"partition_weight_shape": (128, 60)}, "multiple of 8"),
+        ({"full_weight_shape": (256, 64), "has_g_idx": True}, "split over ranks"),
+    ],
+)
+def test_what_is_taken(kernel: Any, changes: dict[str, Any], reason: str | None) -> None:
+    takes, why = kernel.can_implement(config(**changes))
+    assert takes is (reason is None)
+    assert (why is None) if reason is None else (reason in why)
+
+
+def test_without_an_nvidia_gpu_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = stub.install(monkeypatch, cuda=False)._POSSIBLE_KERNELS[stub.PlatformEnum.CUDA]
+    register()
+    assert kernels[0].can_implement(config())[0] is False
+
+
+def weight(k: int, n: int, group_size: int, *, zeros: bool, act_order: bool = False) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(k + n + group_size)
+    size = k if group_size == CHANNEL else group_size
+    groups = k // size
+    g_idx = trivial_g_idx(k, size)
+    if act_order:
+        g_idx = g_idx[torch.randperm(k, generator=generator)]
+    points = torch.randint(0, 16, (groups, n), generator=generator, dtype=torch.uint8)
+    return QuantizedWeight(
+        codes=torch.randint(0, 16, (k, n), generator=generator, dtype=torch.uint8),
+        # Powers of two: every product and every sum of so few is exact in float16's range of exponents.
+        scales=torch.full((groups, n), 2.0**-6, dtype=torch.float16)
+        * 2.0 ** torch.randint(-2, 3, (groups, n), generator=generator).to(torch.float16),
+        zeros=points if zeros else torch.full_like(points, 8),
+        g_idx=g_idx,
+        group_size=size,
+    )
+
+
+def as_compressed_tensors(q: QuantizedWeight, *, zeros: bool) -> nn.Module:
+    """Parameters as vLLM registers them for compressed-tensors: output channels first."""
+    layer = nn.Module()
+    words = pack_rows(q.codes, 4).t().contiguous()
+    layer.weight_packed = stub.Parameter(words, input_dim=1, output_dim=0, packed_dim=1)
+    layer.weight_scale = stub.Parameter(q.scales.t().contiguous(), input_dim=1, output_dim=0)
+    if zeros:
+        points = pack_rows(q.zeros.t().contiguous(), 4)
+        layer.weight_zero_point = stub.Parameter(points, input_dim=1, output_dim=0, packed_dim=0)
+    layer.weight_g_idx = stub.Parameter(q.g_idx, input_dim=0)
+    return layer
+
+
+def as_gptq(q: QuantizedWeight, *, zeros: bool) -> nn.Module:
+    """Parameters as vLLM registers them for GPTQ, and for AWQ once it has put its codes in order."""
+    layer = nn.Module()
+    layer.weight_packed = stub.Parameter(pack_rows(q.codes, 4), input_dim=0, output_dim=1, packed_dim=0)
+    layer.weight_scale = stub.Parameter(q.scales, input_dim=0, output_dim=1)
+    if zeros:
+        points = pack_rows(q.zeros.t().contiguous(), 4).t().contiguous()
+        layer.weight_zero_point = stub.Parameter(points, input_dim=0, output_dim=1, packed_dim=1)
+    layer.weight_g_idx = stub.Parameter(q.g_idx, input_dim=0)
+    return layer
+
+
+@pytest.mark.parametrize("order", [as_compressed_tensors, as_gptq])
+@pytest.mark.parametrize(
+    ("k", "n", "group_size", "zeros", "act_order"),
+    [
+        (128, 64, 32, False, False),
+        (128, 64, 64, True, False),
+        (192, 128, 96, True, False),
+        (128, 64, CHANNEL, False, False),
+        (160, 72, 32, True, False),
+        (128, 64, 32, True, True),
+    ],
+)
+def test_products_are_those_of_the_weight(
+    kernel: Any,
+    order: Callable[..., nn.Module],
+    k: int,
+    n: int,
+    group_size: int,
+    zeros: bool,
+    act_order: bool,
+) -> None:
+    q = weight(k, n, group_size, zeros=zeros, act_order=act_order)
+    layer = order(q, zeros=zeros)
+    described = config(k, n, group_size=group_size, zero_points=zeros, has_g_idx=act_order)
+    assert kernel.can_implement(described) == (True, None)
+    made = kernel(described, "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
+    made.process_weights_after_loading(layer)
+    # Whole numbers up to 2: sums of at most 192 products of 5-bit integers and scales of 2**-8 to 2**-4 are
+    # exact in float32, and one rounding to float16 is left.
+    x = torch.randint(-2, 3, (3, 5, k)).to(torch.float16)
+    bias = torch.randint(-8, 9, (n,)).to(torch.float16)
+    out = made.apply_weights(layer, x, bias)
+    expected = x.to(torch.float64) @ q.dequantize(torch.float64).t() + bias
+    assert out.is_contiguous()
+    assert out.shape == (3, 5, n)
+    torch.testing.assert_close(out, expected.to(torch.float16), rtol=2.0**-10, atol=0)
+
+
+def test_the_operand_takes_the_parameters_place(kernel: Any) -> None:
+    q = weight(128, 64, 32, zeros=True)
+    layer = as_gptq(q, zeros=True)
+    made = kernel(
+        config(zero_points=True), "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"
+    )
+    made.process_weights_after_loading(layer)
+    held: dict[str, Tensor] = dict(layer.named_parameters())
+    assert held["weight_packed"].shape == (128 // 16, 2 * 64)
+    assert held["weight_scale"].shape == held["weight_zero_point"].shape == (4, 64)
+    assert all(type(each) is nn.Parameter for name, each in held.items() if name != "weight_g_idx")
