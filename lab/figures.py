@@ -22,6 +22,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = (DOCS / "results.md", DOCS.parent / "README.md")
 PLOTS = DOCS / "plots"
 _OURS = "marlinq"
+_BATCHES_BY_LAYER = (1, 16, 64, 256, 1024, 4096)
 READ_BYTES_PER_SECOND = 4.58e12
 """What a kernel that only reads device memory reaches on an H200."""
 
@@ -183,18 +184,25 @@ def _svg(width: int, height: int, parts: Sequence[str]) -> str:
 
 
 def kernels_table() -> str:
-    """Microseconds by layer, contender and batch."""
+    """Microseconds of our kernels by layer at every other batch, and their ratio to the faster peer's."""
     found = result("kernels-h200")
-    rows = [["layer", "contender", *map(str, found["batches"])]]
+    shown = [place for place, batch in enumerate(found["batches"]) if batch in _BATCHES_BY_LAYER]
+    rows = [["us; ratio", *(str(found["batches"][place]) for place in shown)]]
     for layer, times in found["microseconds"].items():
-        for index, (contender, values) in enumerate(times.items()):
-            rows.append(
-                [
-                    "" if index else layer,
-                    contender,
-                    *(f"{v:.0f}" if v >= 1000 else f"{v:.1f}" for v in values),
-                ]
-            )
+        cells = []
+        for place in shown:
+            ours = times[_OURS][place]
+            peer = min(values[place] for name, values in times.items() if name != _OURS)
+            cells.append(f"{ours:.{0 if ours >= 1000 else 1}f}; {ours / peer:.2f}")
+        rows.append([layer, *cells])
+    return _table(rows)
+
+
+def sustained_table() -> str:
+    """Time over floor by contender and batch, replays back to back."""
+    found = result("kernels-sustained-h200")
+    rows = [["time over floor", *map(str, found["batches"])]]
+    rows += [[name, *(f"{value:.2f}" for value in values)] for name, values in found["ratios"].items()]
     return _table(rows)
 
 
@@ -220,13 +228,10 @@ def experts_table() -> str:
     found = result("experts-h200")
     rows = [["layer", "", *map(str, found["batches"])]]
     for layer, cell in found["layers"].items():
-        operations = 6 * cell["top"] * cell["hidden"] * cell["inner"]
         ours = cell["marlinq"]
-        rates = [m * operations / time / 1e6 for m, time in zip(found["batches"], ours, strict=True)]
         rows.append([layer, "us", *(f"{time:.1f}" for time in ours)])
         for words, others in (("over Humming", cell["humming"]), ("over the floor", cell["floor"])):
             rows.append(["", words, *(f"{a / b:.2f}" for a, b in zip(ours, others, strict=True))])
-        rows.append(["", "TFLOP/s", *(f"{rate:.0f}" for rate in rates)])
     return _table(rows)
 
 
@@ -249,25 +254,45 @@ def quality_table() -> str:
 
 
 def quality_settings_table() -> str:
-    """KL divergence and top-1 agreement of each kind of groups, beside a published quantiser."""
-    rows = [["groups", "zero points", "package", "method", "mean KL (nats)", "top-1 agreement"]]
-    rows += [
-        [
-            "whole channel" if row["group_size"] == -1 else str(row["group_size"]),
-            "no" if row["symmetric"] else "yes",
-            row["package"],
-            row["method"],
-            f"{row['kl']:.4f}",
-            f"{row['top1']:.1f} %",
-        ]
-        for row in result("quality-smollm2")["settings"]
-    ]
+    """KL divergence on one text by kind of groups and package, and our ratio to AutoRound's on four texts."""
+    found = result("quality-smollm2")
+    packages = list(dict.fromkeys(row["package"] for row in found["settings"]))
+    measured = {
+        (row["group_size"], row["symmetric"], row["package"]): f"{row['kl']:.4f}" for row in found["settings"]
+    }
+    rows = [["groups", *packages, *(f"ratio, {name}" for name in found["ratios"]["names"])]]
+    for setting in found["ratios"]["rows"]:
+        size, symmetric = setting["group_size"], setting["symmetric"]
+        name = "whole channel" if size == -1 else str(size)
+        rows.append(
+            [
+                name if symmetric else f"{name}, zero points",
+                *(measured[size, symmetric, package] for package in packages),
+                *(f"{ratio:.2f}" for ratio in setting["ratios"]),
+            ]
+        )
     return _table(rows)
 
 
 def quality_texts_table() -> str:
     """KL divergence and top-1 agreement on four kinds of text."""
-    found = result("quality-smollm2")["texts"]
+    return _texts_table(result("quality-smollm2")["texts"])
+
+
+def quality_gemma_table() -> str:
+    """The same of Gemma 3 270M, groups of 64."""
+    return _texts_table(result("quality-models")["models"][0])
+
+
+def quality_qwen_table() -> str:
+    """The same of Qwen2.5-Coder-0.5B, groups of 128, with the ratio of both rows."""
+    found = result("quality-models")["models"][1]
+    ours, peer = (row["measured"] for row in found["rows"])
+    ratios = [f"{a[0] / b[0]:.2f}" for a, b in zip(ours, peer, strict=True)]
+    return "\n".join([_texts_table(found), f"| | ratio of the KL | {' | '.join(ratios)} |"])
+
+
+def _texts_table(found: dict[str, Any]) -> str:
     rows = [["package", "method", *found["names"]]]
     rows += [
         [row["package"], row["method"], *(f"{kl:.4f} / {top1:.1f} %" for kl, top1 in row["measured"])]
@@ -329,6 +354,18 @@ def against_table() -> str:
     return _table(rows)
 
 
+def vllm_table() -> str:
+    """Decode steps beside vLLM's on the same folder."""
+    found = result("decode-vllm-h200")
+    rows = [["context", "", *(f"batch {batch}" for batch in found["batches"])]]
+    rows += [
+        [str(row["context"]) if name == _OURS else "", name, *(f"{value:.2f} ms" for value in row[name])]
+        for row in found["rows"]
+        for name in (_OURS, "vLLM")
+    ]
+    return _table(rows)
+
+
 def shapes_table() -> str:
     """A step of one sequence by model shape, beside a plain read of the step's bytes."""
     rows = [["shape", "bytes a step", "step", "plain read of the bytes", "over it"]]
@@ -347,24 +384,6 @@ def shapes_table() -> str:
     return _table(rows)
 
 
-def step_table() -> str:
-    """Kernels of a decode step of one and of 64 sequences."""
-    rows = [["batch", "kernel", "launches", "us a step", "share"]]
-    for batch, profile in result("decode-h200")["profiles"].items():
-        rows += [
-            [
-                batch,
-                f"`{kernel['name']}`",
-                f"{kernel['launches']:.0f}",
-                f"{1e6 * kernel['seconds']:.0f}",
-                f"{100 * kernel['share']:.1f} %",
-            ]
-            for kernel in profile["kernels"]
-            if kernel["share"] >= 0.002
-        ]
-    return _table(rows)
-
-
 def _table(rows: Sequence[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
@@ -373,15 +392,18 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "kernels": kernels_table,
     "floors": floors_table,
+    "sustained": sustained_table,
     "experts": experts_table,
     "quality": quality_table,
     "quality-settings": quality_settings_table,
     "quality-texts": quality_texts_table,
+    "quality-gemma": quality_gemma_table,
+    "quality-qwen": quality_qwen_table,
     "head": head_table,
     "chain": chain_table,
     "decode": decode_table,
-    "step": step_table,
     "against": against_table,
+    "vllm": vllm_table,
     "shapes": shapes_table,
 }
 DRAWINGS: dict[str, Callable[[], str]] = {

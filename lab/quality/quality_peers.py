@@ -131,21 +131,35 @@ def write_llmcompressor(task: Task, options: Options) -> None:
     tokenizer.save_pretrained(task.out)
 
 
+def full_rows(documents: list[list[int]], length: int, beginning: int | None) -> list[list[int]]:
+    """Rows of ``length`` tokens that hold the documents end to end, without a last one that is not full.
+
+    Each row begins with ``beginning``, the tokenizer's beginning-of-text token, as texts do that a model is
+    given; documents lose their own. Without one (None) rows are text alone.
+    """
+    first = [] if beginning is None else [beginning]
+    tokens = [
+        token for document in documents for token in document[len(first) if document[:1] == first else 0 :]
+    ]
+    step = length - len(first)
+    return [first + tokens[start : start + step] for start in range(0, len(tokens) - step + 1, step)]
+
+
 def write_autoround(task: Task, options: Options) -> None:
     """AutoRound; ``options`` are its arguments.
 
-    It drops documents shorter than its row, so it is given their tokens end to end in rows of 512.
+    It drops documents shorter than its row, so it gets :func:`full_rows` of 512 tokens.
     """
     from auto_round import AutoRound
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokens = [token for document in task.documents for token in document]
-    rows = [tokens[start : start + ROW] for start in range(0, len(tokens) - ROW + 1, ROW)]
+    tokenizer = AutoTokenizer.from_pretrained(task.model)
+    rows = full_rows(task.documents, ROW, tokenizer.bos_token_id)
     mask = torch.ones(1, ROW, dtype=torch.int64)
     batches = [{"input_ids": torch.tensor([row]), "attention_mask": mask} for row in rows]
     quantizer = AutoRound(
         AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32),
-        AutoTokenizer.from_pretrained(task.model),
+        tokenizer,
         bits=BITS,
         group_size=task.group_size,
         sym=task.symmetric,
