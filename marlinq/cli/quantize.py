@@ -10,6 +10,7 @@ import click
 from click.core import ParameterSource
 
 from marlinq.checkpoint import check_place
+from marlinq.checkpoint.reader import read_json
 from marlinq.cli.options import (
     device_option,
     output_options,
@@ -23,6 +24,7 @@ from marlinq.core.devices import rank_and_size
 from marlinq.core.settings import Flag, Kind, kinds, meanings
 from marlinq.core.sources import local_folder
 from marlinq.methods import METHODS
+from marlinq.operations.quantize.early import refuse_by_config
 from marlinq.operations.quantize.recipe import Override, Recipe, read_recipe
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -132,8 +134,11 @@ def command(
             (given[key],) = given[key]
     recipe = _recipe(recipe_file, overrides, given)
     first = rank_and_size()[0] == 0
+    folder = local_folder(model)
     if first:
-        check_place(out, resume=resume or only_plan, source=local_folder(model))
+        check_place(out, resume=resume or only_plan, source=folder)
+    if folder is not None and (folder / "config.json").is_file():
+        refuse_by_config(folder, read_json(folder, "config.json"), recipe)
     if only_plan:
         from marlinq.operations.quantize import plan_quantize
 

@@ -173,6 +173,8 @@ def _quantize(
         trust_remote_code=trust_remote_code,
     )
     plan = plan_output(checkpoint, blueprint, recipe)
+    if plan.automatic is not None:
+        message(f"group size {plan.automatic.describe()}")
     if chosen.type == "cuda":
         # What goes wrong there goes wrong with the first layer too, and is said there.
         starting.append(beside(partial(try_solver, plan, chosen)))

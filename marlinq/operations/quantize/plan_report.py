@@ -95,6 +95,7 @@ class PlanReport(Shown):
         model, out: folders.
         architecture, format, method: what is quantised, into what, how.
         fates: of every module with a weight matrix, in order.
+        group_size: automatic group size and its reason; None where the recipe names all sizes.
         source_bytes, output_bytes: tensor data before and after.
         calibration: where the text will come from, in words; None for a method without.
         tokens: of it, at most.
@@ -112,6 +113,7 @@ class PlanReport(Shown):
     format: str
     method: str
     fates: tuple[Fate, ...]
+    group_size: str | None
     source_bytes: int
     output_bytes: int
     calibration: str | None
@@ -147,6 +149,7 @@ class PlanReport(Shown):
         rows = [
             ("plan", f"{self.model} -> {self.out}, {self.format}; nothing was loaded, nothing is written"),
             ("quantised", f"{len(quantised)} linears of {self.architecture} with {self.method}"),
+            *([] if self.group_size is None else [("group size", self.group_size)]),
             ("size", f"{_size(self.source_bytes)} -> {_size(self.output_bytes)}"),
             ("calibration", self.calibration or "none: the method needs no text"),
             *([] if self.tuning_text is None else [("tuned on", f"the same and {self.tuning_text}")]),
@@ -240,6 +243,7 @@ def plan_quantize(
         format=plan.layout.name,
         method=plan.method.name,
         fates=_fates(plan),
+        group_size=None if plan.automatic is None else plan.automatic.describe(),
         source_bytes=checkpoint.nbytes,
         output_bytes=sum(tensor.nbytes for tensor in plan.tensors),
         calibration=", ".join(map(_described, texts)) or None,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from marlinq.checkpoint import Checkpoint, TensorPlan, floating_linears, untied_config
@@ -11,11 +11,18 @@ from marlinq.core.dtypes import FLOATS
 from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.core.rules import Keep
 from marlinq.core.scheme import CHANNEL
+from marlinq.core.settings import AUTO
 from marlinq.formats import LAYOUTS, Layout, ModuleSpec
 from marlinq.formats.dialects import DIALECTS, write_quantization_config
 from marlinq.methods import METHODS, Method, MethodOptions
 from marlinq.models import Block, Blueprint, Projection, TensorNames
-from marlinq.operations.quantize.recipe import UNQUANTIZED, ModuleSettings, Recipe
+from marlinq.operations.quantize.recipe import (
+    AUTO_GROUP_SIZES,
+    UNQUANTIZED,
+    ModuleSettings,
+    Recipe,
+    common_group_size,
+)
 
 _MOST_GPUS = 8
 """Of a server, over which tensor parallelism splits layers."""
@@ -32,7 +39,8 @@ class PlannedModule:
         options: of the recipe's method.
         spec: what will be stored.
         reason: where scheme and options come from.
-        group_size: as asked for; of a module no wider than that, :attr:`spec` has one group.
+        group_size: input channels a scale as decided; a module no wider than that has one group in
+            :attr:`spec`.
     """
 
     projection: Projection
@@ -45,6 +53,32 @@ class PlannedModule:
 
 
 @dataclass(frozen=True)
+class AutomaticGroups:
+    """The group size of all modules that the recipe leaves it open for.
+
+    Attributes:
+        size: input channels a scale.
+        in_features: different K of those modules, ascending.
+    """
+
+    size: int
+    in_features: tuple[int, ...]
+
+    @classmethod
+    def of(cls, in_features: Iterable[int]) -> AutomaticGroups | None:
+        """The largest size that divides all of ``in_features``, each a multiple of the smallest size."""
+        different = tuple(sorted(set(in_features)))
+        size = common_group_size(different)
+        return None if not different or size is None else cls(size, different)
+
+    def describe(self) -> str:
+        """Size and reason in one line."""
+        sizes = f"{', '.join(map(str, AUTO_GROUP_SIZES[:-1]))} and {AUTO_GROUP_SIZES[-1]}"
+        different = ", ".join(map(str, self.in_features))
+        return f"{self.size}: the largest of {sizes} that divides every linear's input channels ({different})"
+
+
+@dataclass(frozen=True)
 class OutputPlan:
     """The output folder's content.
 
@@ -52,6 +86,7 @@ class OutputPlan:
         layout: the target format.
         method: what quantises the modules.
         modules: quantised projections by name, in the order of the tree; the output head comes last.
+        automatic: group size that was left open, and why it is what it is; None where the recipe names all.
         head: the output head where it is quantised.
         untied: the head was tied to the embedding and gets a weight of its own.
         kept: modules with a weight matrix that stay as they are, with reasons.
@@ -64,6 +99,7 @@ class OutputPlan:
     layout: Layout
     method: Method[Any, Any]
     modules: Mapping[str, PlannedModule]
+    automatic: AutomaticGroups | None
     head: PlannedModule | None
     untied: bool
     kept: Mapping[str, Keep]
@@ -109,7 +145,7 @@ def plan_output(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) ->
     names = TensorNames(blueprint, checkpoint.tensors, source=str(checkpoint.path))
     _check_parameters(checkpoint, blueprint, names)
     layout = LAYOUTS[recipe.format]
-    modules, skipped = _choose(checkpoint, blueprint, names, layout, recipe)
+    modules, skipped, automatic = _choose(checkpoint, blueprint, names, layout, recipe)
     kept = {name: keep for name, keep in {**blueprint.kept, **skipped}.items() if name not in modules}
     extra = extra_linears(checkpoint, blueprint, names)
     head = modules.get(blueprint.head) if blueprint.head is not None else None
@@ -136,6 +172,7 @@ def plan_output(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) ->
         layout=layout,
         method=METHODS[recipe.method],
         modules=modules,
+        automatic=automatic,
         head=head,
         untied=untied,
         kept={**kept, **extra},
@@ -223,31 +260,44 @@ def _choose(
     names: TensorNames,
     layout: Layout,
     recipe: Recipe,
-) -> tuple[dict[str, PlannedModule], dict[str, Keep]]:
+) -> tuple[dict[str, PlannedModule], dict[str, Keep], AutomaticGroups | None]:
     shared = set(blueprint.tied) | set(blueprint.tied.values())
-    modules: dict[str, PlannedModule] = {}
+    chosen: list[tuple[Projection, ModuleSettings]] = []
     kept: dict[str, Keep] = {}
-    refused: list[tuple[str, str]] = []
     head = _head(blueprint, names, recipe)
     for projection in (*blueprint.projections(), *([] if head is None else [head])):
-        name, k = projection.name, projection.in_features
-        settings = (recipe.head_rules if projection is head else recipe.rules).outcome(name)
+        settings = (recipe.head_rules if projection is head else recipe.rules).outcome(projection.name)
         if isinstance(settings, Keep):
-            kept[name] = settings
+            kept[projection.name] = settings
         elif projection.parameter in shared and projection is not head:
-            kept[name] = Keep("shares its weight with another module")
+            kept[projection.name] = Keep("shares its weight with another module")
         else:
-            settings = _of_all_experts(settings, projection, blueprint)
+            chosen.append((projection, settings))
+    automatic = AutomaticGroups.of(each.in_features for each in _automatic(chosen))
+    modules: dict[str, PlannedModule] = {}
+    refused: list[tuple[str, str]] = []
+    for projection, settings in chosen:
+        name, k = projection.name, projection.in_features
+        reason = settings.group_refusal(k)
+        if reason is None:
+            if settings.group_size == AUTO and automatic is not None:
+                settings = replace(settings, group_size=automatic.size)
             parts = names.in_parts(projection.parameter)
             stored = names.require(f"{name}.weight" if parts else projection.parameter)
             spec = _spec(layout, projection, settings, checkpoint.tensors[stored].dtype, stored)
-            reason = settings.group_refusal(k) or layout.shape_refusal(spec)
-            if reason is not None:
-                refused.append((name, reason))
-            stem = names.module(projection)
-            modules[name] = PlannedModule(
-                projection, stem, stored, settings.options, spec, settings.why(k), settings.size(k)
-            )
+            reason = layout.shape_refusal(spec)
+        if reason is not None:
+            refused.append((name, reason))
+            continue
+        modules[name] = PlannedModule(
+            projection,
+            names.module(projection),
+            stored,
+            settings.options,
+            spec,
+            settings.reason,
+            int(settings.group_size),
+        )
     if refused:
         name, reason = refused[0]
         pattern = name.rpartition(".")[2] + "$"
@@ -259,15 +309,14 @@ def _choose(
     if not modules:
         raise UnsupportedError(f"{checkpoint.path}: the recipe skips every linear; nothing to quantise")
     _check_experts(blueprint, modules)
-    return modules, kept
+    return modules, kept, automatic
 
 
-def _of_all_experts(settings: ModuleSettings, projection: Projection, blueprint: Blueprint) -> ModuleSettings:
-    """An automatic group size of an expert divides both of its products: loaders know one for a layer."""
-    experts = blueprint.experts_of.get(projection.parameter)
-    if experts is None:
-        return settings
-    return settings.for_channels(experts.hidden, experts.intermediate)
+def _automatic(chosen: Iterable[tuple[Projection, ModuleSettings]]) -> Iterator[Projection]:
+    """The projections that leave their group size open and that one of the automatic sizes fits."""
+    for projection, settings in chosen:
+        if settings.group_size == AUTO and settings.group_refusal(projection.in_features) is None:
+            yield projection
 
 
 def _check_experts(blueprint: Blueprint, modules: Mapping[str, PlannedModule]) -> None:

@@ -71,33 +71,23 @@ class ModuleSettings:
     reason: str
 
     def scheme(self, in_features: int, scale_dtype: str) -> Scheme:
-        """The scheme of a module of K = ``in_features``; an automatic group size that nothing divides is
-        the smallest one, which layouts and methods then refuse."""
-        size = self.size(in_features)
+        """The scheme of a module of K = ``in_features``.
+
+        Raises:
+            ValueError: the group size is still :data:`AUTO`.
+        """
+        if not isinstance(self.group_size, int):
+            raise ValueError("an automatic group size is decided for all modules together, then stored")
         return Scheme(
             element=self.element,
-            group_size=CHANNEL if size == in_features else size,
+            group_size=CHANNEL if self.group_size == in_features else self.group_size,
             zero_point=self.element.zero_point if self.symmetric else "stored",
             scale_dtype=scale_dtype,
         )
 
-    def size(self, in_features: int) -> int:
-        """The group size for K = ``in_features``; -1 is one group."""
-        if isinstance(self.group_size, int):
-            return self.group_size
-        return _dividing(in_features) or AUTO_GROUP_SIZES[-1]
-
-    def for_channels(self, *in_features: int) -> ModuleSettings:
-        """The same settings for modules of several K with one group size; an automatic one divides all."""
-        common = math.gcd(*in_features)
-        if self.group_size != AUTO or _dividing(common) is None:
-            return self
-        reason = f"{self.why(common)}, what the experts' {' and '.join(map(str, in_features))} share"
-        return replace(self, group_size=self.size(common), reason=reason)
-
     def group_refusal(self, in_features: int) -> str | None:
         """Why a module of K = ``in_features`` can't have these groups, or None."""
-        fitting = _dividing(in_features)
+        fitting = common_group_size([in_features])
         if self.group_size == AUTO:
             if fitting is None:
                 sizes = ", ".join(map(str, AUTO_GROUP_SIZES))
@@ -106,14 +96,6 @@ class ModuleSettings:
             hint = f", but of {fitting}" if fitting else ""
             return f"in_features {in_features} is not a multiple of group size {self.group_size}{hint}"
         return None
-
-    def why(self, in_features: int) -> str:
-        """:attr:`reason`, and how an automatic group size was found."""
-        if self.group_size != AUTO:
-            return self.reason
-        sizes = ", ".join(map(str, AUTO_GROUP_SIZES))
-        found = _dividing(in_features)
-        return f"{self.reason}; group size {found}: the largest of {sizes} that divides {in_features}"
 
 
 @dataclass(frozen=True)
@@ -204,7 +186,7 @@ class Recipe:
         method: a name in :data:`marlinq.methods.METHODS`.
         bits: per code; selects the layout's first element of that width.
         group_size: input channels a scale, one of 32, 64, 128; -1 for one scale an output channel; or "auto"
-            for the largest of 128, 64 and 32 that divides each module's K.
+            for the largest of 128, 64 and 32 that divides every quantised module's K, one size for all.
         symmetric: zero point fixed in the middle of the codes.
         quantize_head: element of the output head, or "none" to leave it alone; group size, symmetry and the
             options of the method are those of the other modules, or of an override that its name matches.
@@ -248,10 +230,10 @@ class Recipe:
     method: str = setting("gptq", Choice(METHODS), "How weights are quantised.")
     bits: int = setting(4, Choice(BITS), "Bits of a weight.")
     group_size: int | str = setting(
-        128,
+        AUTO,
         Choice(GROUP_SIZES),
         "Input channels that share a scale; -1 is one scale an output channel, auto the largest of 128, 64 "
-        "and 32 that divides.",
+        "and 32 that divides the input channels of every quantised linear.",
     )
     symmetric: bool = setting(True, Flag(), "Zero point in the middle, or stored for each group.")
     quantize_head: str = setting(
@@ -350,7 +332,8 @@ class Recipe:
             return
         layout, method = LAYOUTS[self.format], METHODS[self.method]
         # Shapes play no part yet: any K that has groups.
-        scheme = outcome.scheme(AUTO_GROUP_SIZES[0], "float16")
+        size = AUTO_GROUP_SIZES[0] if outcome.group_size == AUTO else outcome.group_size
+        scheme = replace(outcome, group_size=size).scheme(AUTO_GROUP_SIZES[0], "float16")
         if (reason := layout.scheme_refusal(scheme)) is not None:
             raise UsageError(f"{outcome.reason}: {layout.name} can't hold {reason}; choose another --format")
         if (reason := method.scheme_refusal(scheme)) is not None:
@@ -505,9 +488,10 @@ def _override_of(rule: Any) -> Override:
     return Override(rule["match"], skip=skip, settings=settings)
 
 
-def _dividing(in_features: int) -> int | None:
-    """The largest automatic group size that divides K."""
-    return next((size for size in AUTO_GROUP_SIZES if in_features % size == 0), None)
+def common_group_size(in_features: Iterable[int]) -> int | None:
+    """The largest automatic group size that divides every K of ``in_features``; None if none does."""
+    common = math.gcd(*in_features)
+    return next((size for size in AUTO_GROUP_SIZES if common % size == 0), None)
 
 
 def _element(layout: Layout, bits: int) -> Element:

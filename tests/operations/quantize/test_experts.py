@@ -263,7 +263,7 @@ def test_groups_that_cannot_be_split_over_eight_gpus_are_told(tmp_path: Path) ->
     quantize(tmp_path / "model", tmp_path / "32", recipe=Recipe(method="rtn", group_size=32), device="cpu")
 
 
-def test_an_automatic_group_size_divides_both_products(tmp_path: Path) -> None:
+def test_an_automatic_group_size_divides_all_products(tmp_path: Path) -> None:
     save_mixture(tmp_path / "model", "qwen3-moe")
     report = quantize(
         tmp_path / "model", tmp_path / "out", recipe=Recipe(method="rtn", group_size="auto"), device="cpu"
@@ -272,7 +272,6 @@ def test_an_automatic_group_size_divides_both_products(tmp_path: Path) -> None:
     # H = 64 and I = 32; one group of 32 is one per channel, which every loader reads as either.
     assert {size for name, size in found.items() if "down" not in name} == {32}
     assert {size for name, size in found.items() if "down" in name} == {-1}
-    assert "share" in report.modules[f"{LAYER}.experts.0.gate_proj"].reason
 
 
 def test_never_more_than_one_block_is_dense(

@@ -172,18 +172,22 @@ def test_an_interrupted_rounding_is_resumed(tmp_path: Path) -> None:
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
 
 
-def test_automatic_groups_differ_by_module_and_are_reported(tmp_path: Path) -> None:
+def test_one_automatic_group_size_serves_every_module(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    report = run(source, tmp_path / "out", method="rtn", group_size="auto")
-    # Hidden size 64 is one group of 64; the intermediate size of 128 takes 128, one group as well.
-    down = report.modules["model.layers.0.mlp.down_proj"]
-    up = report.modules["model.layers.0.mlp.up_proj"]
-    assert up.reason == "recipe; group size 64: the largest of 128, 64, 32 that divides 64"
-    assert down.reason == "recipe; group size 128: the largest of 128, 64, 32 that divides 128"
-    assert "3 by recipe; group size 128: the largest" in report.render()
+    said: list[str] = []
+    recipe = RECIPE.replace(method="rtn", group_size="auto")
+    quantize(source, tmp_path / "out", recipe=recipe, device="cpu", message=said.append)
+    # The hidden size is 64; the intermediate size alone would take 128.
+    told = "group size 64: the largest of 128, 64 and 32 that divides every linear's input channels"
+    assert said[0] == f"{told} (64, 128)"
     view = opened(tmp_path / "out")
-    assert view.load("model.layers.0.mlp.down_proj").group_size == 128
-    assert view.load("model.layers.0.mlp.up_proj").group_size == 64
+    for name in ("down_proj", "up_proj"):
+        assert view.load(f"model.layers.0.mlp.{name}").group_size == 64
+    # Another size for some is a matter of an override, which the others' size then does not depend on.
+    mixed = recipe.replace(overrides=(Override.parse("down_proj=group_size=32"),))
+    quantize(source, tmp_path / "mixed", recipe=mixed, device="cpu", message=said.append)
+    assert f"{told} (64)" in said
+    assert opened(tmp_path / "mixed").load("model.layers.0.mlp.down_proj").group_size == 32
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from marlinq.operations.quantize.recipe import (
     ModuleSettings,
     Override,
     Recipe,
+    common_group_size,
     read_recipe,
     write_recipe,
 )
@@ -105,16 +106,24 @@ def test_a_recipe_from_before_methods_means_the_same(tmp_path):
     assert down.options == GPTQOptions(clip_search=False, damp=0.2, act_order="static")
 
 
-def test_an_automatic_group_size_is_the_largest_that_divides():
-    settings = Recipe(group_size="auto").rules.outcome("x")
+def test_the_common_group_size_is_the_largest_that_divides_all():
+    for channels, size in (
+        ([4096], 128),
+        ([4096, 576], 64),
+        ([1056, 4096], 32),
+        ([128], 128),
+        ([80, 96], None),
+    ):
+        assert common_group_size(channels) == size
+    settings = Recipe().rules.outcome("x")
     assert isinstance(settings, ModuleSettings)
-    for k, size in ((4096, 128), (576, 64), (1056, 32), (128, -1)):
-        assert settings.group_refusal(k) is None
-        assert settings.scheme(k, "float16").group_size == size
-    assert settings.why(576) == "recipe; group size 64: the largest of 128, 64, 32 that divides 576"
+    assert settings.group_size == "auto"
+    assert settings.group_refusal(576) is None
     assert "none of the group sizes 128, 64, 32 divides" in (settings.group_refusal(80) or "")
     fixed = Recipe(group_size=128).rules.outcome("x")
     assert isinstance(fixed, ModuleSettings)
+    assert fixed.scheme(4096, "float16").group_size == 128
+    assert fixed.scheme(128, "float16").group_size == -1
     assert "576 is not a multiple of group size 128, but of 64" in (fixed.group_refusal(576) or "")
 
 
