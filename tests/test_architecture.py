@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,18 @@ def imports(path: Path) -> set[str]:
     return {name for name in found if name == "marlinq" or name.startswith("marlinq.")}
 
 
+def imported_modules(path: Path, known: Collection[str]) -> set[str]:
+    """Modules of the package that a file imports, or names of which it imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            whole = (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {name if name in known else node.module for name in whole}
+    return found & set(known)
+
+
 def room(module: str) -> str | None:
     """The room of a module; None for the package's own face (marlinq, marlinq.__main__)."""
     parts = module.split(".")
@@ -65,6 +78,18 @@ def test_imports_go_down(name: str, path: Path) -> None:
             continue
         down = HEIGHT[theirs] < HEIGHT[mine] or (mine, theirs) in NEIGHBOURS
         assert down, f"{name} imports {other}: {mine} may not see {theirs}"
+
+
+def test_no_imports_run_in_a_circle() -> None:
+    """Nor those that a type checker alone follows: modules that need each other are one module."""
+    paths = dict(modules())
+    sorter: TopologicalSorter[str] = TopologicalSorter()
+    for name, path in paths.items():
+        sorter.add(name, *(imported_modules(path, paths) - {name}))
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from marlinq.operations.bench.synthetic import Synthetic, synthetic_model
 from marlinq.runtime.step import walk
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.choose import _anatomy
-from marlinq.runtime.step.walk import Recording
+from marlinq.runtime.step.recorded_step import RecordedStep
 
 _REPLAYS = 25
 _forced: list[ExpertsDecision | None] = [None]
@@ -55,7 +55,7 @@ def listed(shape: ExpertsShape, device: Device) -> dict[str, ExpertsDecision]:
     return {f"(chosen) {chosen.reason}": chosen, **{way.reason: way for way in ways if way != chosen}}
 
 
-def graph_of(recording: Recording, tokens: Tensor) -> torch.cuda.CUDAGraph:
+def graph_of(recording: RecordedStep, tokens: Tensor) -> torch.cuda.CUDAGraph:
     """A step of ``tokens`` without the head."""
     recording._first.arguments.tokens = tokens.data_ptr()
 
@@ -88,13 +88,13 @@ def sweep(model: torch.nn.Module, anatomy: Anatomy, batch: int, context: int) ->
     compile_missing(device.architecture, list(dict.fromkeys(wanted)))
     # Other tokens in every row, which choose other experts.
     tokens = torch.randperm(own.vocabulary, device="cuda")[:batch].contiguous()
-    recordings: list[Recording] = []
+    recordings: list[RecordedStep] = []
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     logits: dict[str, Tensor] = {}
     for reason, way in ways.items():
         _forced[0] = way
         with own.on_device():
-            recordings.append(Recording(own, no_progress))
+            recordings.append(RecordedStep(own, no_progress))
             own.lengths.fill_(context - 1)
             logits[reason] = recordings[-1].start(tokens).float()
             graphs[reason] = graph_of(recordings[-1], tokens)

@@ -27,8 +27,8 @@ from marlinq.models.anatomy import MLP, Anatomy, Attention, Layer, Norm, Rotary,
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.runtime import MarlinOperand, QuantLinear
 from marlinq.runtime.step.chain import ChainForward
+from marlinq.runtime.step.recorded_step import RecordedStep
 from marlinq.runtime.step.reference import ReferenceForward
-from marlinq.runtime.step.walk import Recording
 
 HIDDEN, HEADS, KV, D, INNER, VOCABULARY = 4096, 32, 8, 128, 14336, 128256
 GROUP = 128
@@ -254,7 +254,7 @@ def whole(model: nn.Module, anatomy: Anatomy, batch: int, context: int, *, share
     def milliseconds(starts: list[Callable[[], object]]) -> float:
         return step_milliseconds(own, context, starts)
 
-    starts = own.recording.starts
+    starts = own.recorded.starts
     print(
         f"batch {batch:3d}, context {context:5d}: {milliseconds(starts):7.3f} ms for "
         f"{len(anatomy.layers)} layers, errors of prompt {wrong[0]:.1e} and step {wrong[1]:.1e}; {own.reason}"
@@ -274,7 +274,7 @@ def whole(model: nn.Module, anatomy: Anatomy, batch: int, context: int, *, share
             f"bytes){'' if kind == 'head' else ' a layer'}"
         )
     # Outside of the context that the forward prepares its step in.
-    print(f"    products launched ordinarily: {milliseconds(Recording(own, no_progress).starts):7.3f} ms")
+    print(f"    products launched ordinarily: {milliseconds(RecordedStep(own, no_progress).starts):7.3f} ms")
 
 
 def kinds_of(launches: int, layers: int) -> list[str]:

@@ -48,7 +48,7 @@ from marlinq.runtime.step import chain
 from marlinq.runtime.step.bound import BoundMLP
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.products import Product
-from marlinq.runtime.step.walk import Recording
+from marlinq.runtime.step.recorded_step import RecordedStep
 
 # Rows up to which a chain's products are launched dependently.
 _OVERLAPPING_ROWS = 32
@@ -155,7 +155,7 @@ def _settle_routing(model: torch.nn.Module, anatomy: Anatomy, tokens: Tensor) ->
 class Step:
     """A captured step of all layers, and what its launches need to live."""
 
-    recording: Recording
+    recording: RecordedStep
     graph: torch.cuda.CUDAGraph
     logits: Tensor
 
@@ -185,7 +185,7 @@ class Layers:
             layer.values.normal_()
         with self.demanding():
             self.problems = self._problems(dtype)
-        links = self._own.recording._links._links.values()
+        links = self._own.recorded._links._links.values()
         before, behind = ({id(getattr(link, side)) for link in links} for side in ("before", "behind"))
         # Neither the first layer nor the last, whose norms at the ends have kernels of their own.
         self.work = {
@@ -238,7 +238,7 @@ class Layers:
         force(choices)
         own = self._own
         with own.on_device(), self.demanding():
-            recording = Recording(own, no_progress)
+            recording = RecordedStep(own, no_progress)
             own.lengths.fill_(self.context - 1)
             logits = recording.start(self._tokens).float().clone()
             own.lengths.fill_(self.context - 1)

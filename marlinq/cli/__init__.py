@@ -14,11 +14,11 @@ from importlib import import_module
 
 import click
 
-from marlinq import __version__
 from marlinq.cli.options import verbosity_options
 from marlinq.cli.output import log_safely, print_error, print_json, print_line, show_warnings_briefly
 from marlinq.cli.types import suggestion
 from marlinq.core.errors import MarlinqError, UsageError
+from marlinq.core.version import __version__
 
 COMMANDS = {
     "rotate": "marlinq.cli.rotate",

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from marlinq import __version__
 from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.core.rules import Keep, Rule, Rules
 from marlinq.core.scheme import Scheme, ZeroPoint
+from marlinq.core.version import __version__
 from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes, majority
 from marlinq.formats.dialects.keys import Keys
 from marlinq.formats.dialects.patterns import expert_layer, in_block, inside_block, is_head, names_pattern

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from marlinq import __version__
+from marlinq.core.version import __version__
 
 
 def hardware_line(device: torch.device) -> str:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from marlinq import __version__
 from marlinq.checkpoint import (
     DEFAULT_MAX_SHARD_BYTES,
     MANIFEST,
@@ -27,6 +26,7 @@ from marlinq.checkpoint.reader import read_json
 from marlinq.core.dtypes import ITEM_BYTES, torch_dtype
 from marlinq.core.errors import UnsupportedError, UsageError
 from marlinq.core.progress import Progress, ReportProgress, shows_progress
+from marlinq.core.version import __version__
 from marlinq.formats import LAYOUTS, Layout, transcode
 from marlinq.formats.dialects import DIALECTS
 from marlinq.operations.convert.plan import ConversionPlan, plan_conversion

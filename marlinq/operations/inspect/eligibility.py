@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from marlinq import __version__
 from marlinq.core.scheme import CHANNEL, INT4, Scheme
+from marlinq.core.version import __version__
 from marlinq.formats import LAYOUTS
 from marlinq.formats.dialects import is_head
 from marlinq.operations.inspect.parallel import Layer, Split, experts, fused, split, split_head

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import transformers
 
-from marlinq import __version__
 from marlinq.calibration import Document
 from marlinq.checkpoint import (
     DEFAULT_MAX_SHARD_BYTES,
@@ -40,6 +39,7 @@ from marlinq.core.progress import (
     no_progress,
     shows_progress,
 )
+from marlinq.core.version import __version__
 from marlinq.models import Blueprint, ModelInstance, build_blueprint
 from marlinq.operations.quantize.blocks import BlockQuantizer, module_reports
 from marlinq.operations.quantize.budget import Work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from marlinq import __version__
+from marlinq.core.version import __version__
 from marlinq.operations.report.charts import Ramp, heat_map, legend, stack
 from marlinq.operations.report.distributions import codes_section, scales_section
 from marlinq.operations.report.figures import CheckpointFigures, ModuleFigures, TimeFigures, cell_error

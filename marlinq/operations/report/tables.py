@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from marlinq import __version__
 from marlinq.core.safe_text import escaped
+from marlinq.core.version import __version__
 from marlinq.operations.report.figures import CheckpointFigures, ModuleFigures, plain_time
 
 MADE_BY = "marlinq"

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from marlinq import __version__
 from marlinq.checkpoint import (
     DEFAULT_MAX_SHARD_BYTES,
     Checkpoint,
@@ -22,6 +21,7 @@ from marlinq.core.devices import resolve_device
 from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import CheckpointError, NumericsError, UnsupportedError
 from marlinq.core.progress import Progress, shows_progress
+from marlinq.core.version import __version__
 from marlinq.models import BlockReplay, Blueprint, ModelInstance, TensorNames, build_blueprint
 from marlinq.operations.rotate.report import RotationReport
 from marlinq.operations.rotate.rotation import (

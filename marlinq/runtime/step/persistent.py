@@ -29,7 +29,8 @@ from marlinq.runtime.linear import QuantLinear
 from marlinq.runtime.step.bound import BoundLayer, BoundMLP
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.products import Product
-from marlinq.runtime.step.walk import Pending, Recording
+from marlinq.runtime.step.recorded_step import RecordedStep
+from marlinq.runtime.step.walk import Pending
 
 # As the probe allows between our forward and transformers' (runtime/step/probe.py): the kernel keeps other
 # values in float32 than the chain does, so both round independently.
@@ -81,7 +82,7 @@ def join_layers(chain: ChainForward, progress: ReportProgress = no_progress) -> 
     return None
 
 
-class _Joined(Recording):
+class _Joined(RecordedStep):
     """The chain's step with a single launch for its layers."""
 
     def __init__(self, forward: ChainForward, given: _Given, progress: ReportProgress) -> None:
@@ -104,12 +105,12 @@ class _Joined(Recording):
 
 
 @torch.no_grad()
-def _difference(chain: ChainForward, joined: Recording) -> float:
+def _difference(chain: ChainForward, joined: RecordedStep) -> float:
     """Relative distance of the logits of a few steps."""
     ids = torch.arange(_PROMPT + _STEPS, device=chain.device())[None] % chain.vocabulary
     lengths = torch.tensor([_PROMPT], dtype=torch.int32)
     found = []
-    for steps in (chain.recording, joined):
+    for steps in (chain.recorded, joined):
         chain.prefill(ids[:, :_PROMPT], lengths)
         rows = [
             steps.start(ids[:, place].contiguous()).float().clone() for place in range(_PROMPT, ids.shape[1])

@@ -9,38 +9,37 @@ far wider rows inside an MLP, those of one piece.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from marlinq.runtime.step.bound_forward import BoundForward
 from marlinq.runtime.step.reference import causal_attention
 from marlinq.runtime.step.walk import Pending, Walk
-
-if TYPE_CHECKING:
-    from marlinq.runtime.step.chain import ChainForward
 
 MOST_ROWS = 2048
 """Rows that go through a product at a time, which bounds the memory between products. More gain a product of
 Llama-3-8B's shape 1 % on an H200."""
-_TILE = 128
+TILE_ROWS = 128
+"""Rows of a product's largest tile: pieces of a long prompt are whole tiles."""
 
 
 def read_prompts(
-    forward: ChainForward, ids: Tensor, part: slice, counts: Sequence[int]
+    forward: BoundForward, ids: Tensor, part: slice, counts: Sequence[int], most_rows: int = MOST_ROWS
 ) -> tuple[Tensor, Pending]:
     """The residual stream [b, hidden] behind the last token of every prompt, and what is still to be added.
 
     Args:
         forward: whose cache is empty.
-        ids: int64 [b, T], contiguous; of a single prompt where they are more than ``MOST_ROWS`` tokens.
+        ids: int64 [b, T], contiguous; of a single prompt where they are more than ``most_rows`` tokens.
         part: the rows of the batch.
         counts: tokens of each prompt, 1..T.
+        most_rows: rows that go through a product at a time, at most.
     """
     batch, width = ids.shape
     tokens, total = ids.view(-1), ids.numel()
     # Whoever observes is shown whole prompts.
-    piece = total if forward.observe is not None else piece_rows(total)
+    piece = total if forward.observe is not None else piece_rows(total, most_rows)
     pieces = [slice(begin, min(begin + piece, total)) for begin in range(0, total, piece)]
     if len(pieces) == 1:
         walks = [Walk(forward, tokens, part, width)]
@@ -71,7 +70,9 @@ def read_prompts(
     return x.index_select(0, chosen), pending.select(chosen)
 
 
-def piece_rows(total: int) -> int:
-    """Rows of each piece but the last of a prompt of ``total`` rows: equal, in whole tiles of a product."""
-    pieces = -(-total // MOST_ROWS)
-    return min(MOST_ROWS, -(-total // (pieces * _TILE)) * _TILE)
+def piece_rows(total: int, most_rows: int = MOST_ROWS) -> int:
+    """Rows of each piece but the last of a prompt of ``total`` rows, at most ``most_rows``: equal pieces, in
+    whole tiles of a product where ``most_rows`` holds one."""
+    pieces = -(-total // most_rows)
+    tile = min(TILE_ROWS, most_rows)
+    return min(most_rows, -(-total // (pieces * tile)) * tile)

@@ -1,31 +1,19 @@
-"""The kernels of a forward in their order: done at once, or recorded as the launches of every later step."""
+"""The kernels of a forward in their order, each launched at once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from marlinq.core.progress import ReportProgress
-from marlinq.kernels import Problem, device_numbers, precompile
 from marlinq.kernels import step as kernels
 from marlinq.kernels.experts import w4a16_experts
-from marlinq.kernels.experts.choose import DirectDecision, ExpertsShape, decide_experts
-from marlinq.kernels.experts.launch import Workspace as ExpertsWorkspace
-from marlinq.kernels.experts.launch import layer_steps, shape_of
-from marlinq.kernels.launch.rows import Normed, RowWork
 from marlinq.kernels.step import ROUTER_WIDEST, Addition, Gather, Prepared, RoutedRows, RowNorm
 from marlinq.models.anatomy import Anatomy, Groups
 from marlinq.runtime.step.bound import BoundLayer, BoundMixture, BoundMLP
-from marlinq.runtime.step.links import RowLinks
-from marlinq.runtime.step.products import Product, Start
-
-if TYPE_CHECKING:
-    from marlinq.runtime.step.chain import ChainForward
-
+from marlinq.runtime.step.bound_forward import BoundForward
+from marlinq.runtime.step.products import Product
 
 # Rows up to which the router makes its input itself: every block of a row does it again.
 _JOINED_ROWS = 64
@@ -91,7 +79,7 @@ class Walk:
 
     def __init__(
         self,
-        forward: ChainForward,
+        forward: BoundForward,
         tokens: Tensor,
         part: slice,
         tokens_each: int,
@@ -108,7 +96,7 @@ class Walk:
         # What attention and MLP of a parallel block both read.
         self._both: Tensor | None = None
 
-    # What a recording does otherwise.
+    # What a recorded step does otherwise (marlinq.runtime.step.recorded_step).
 
     def empty(self, name: str, rows: int, columns: int) -> Tensor:
         """Memory [rows, columns]; what had the same name before is no longer read."""
@@ -363,198 +351,3 @@ class Walk:
             shape = (-1, self.tokens_each, router.top)
             self.forward.observe_routing(index, ids.view(shape), weights.view(shape))
         return Chosen(ids, weights, gates)
-
-
-class Recording(Walk):
-    """A step over the whole batch: buffers that stay, and the launches of which it consists.
-
-    Attributes:
-        starts: the launches in order.
-    """
-
-    def __init__(self, forward: ChainForward, progress: ReportProgress) -> None:
-        tokens = torch.zeros(forward.batch, dtype=torch.int64, device=forward.lengths.device)
-        super().__init__(forward, tokens, slice(0, forward.batch), 1)
-        products = [product for layer in forward.layers for product in layer.products]
-        products.append(forward.head)
-        self._activated: dict[Product, Problem] = {}
-        if tokens.is_cuda:
-            self._activated = self._activated_products()
-            problems = [
-                problem
-                for product in products
-                for problem in (
-                    [self._activated[product]]
-                    if product in self._activated
-                    else product.problems(forward.batch, forward.dtype)
-                )
-            ]
-            precompile(dict.fromkeys(problems), forward.device_index, progress)
-        # Padded products read zeros behind what kernels write.
-        self._widest = max(product.inner for product in products)
-        self._buffers: dict[tuple[str, int, int], Tensor] = {}
-        self._turns: dict[str, int] = {}
-        self._whole: dict[tuple[str, int, torch.dtype], Tensor] = {}
-        self._workspaces: dict[ExpertsShape, ExpertsWorkspace] = {}
-        self._recorded: list[Prepared | Start] = []
-        self._links = RowLinks(
-            forward.layers,
-            forward.hidden,
-            forward.batch,
-            forward.dtype,
-            forward.device_index,
-            self._activated,
-        )
-        self._links.precompile(progress)
-        # What a product in front of such a norm multiplies, and the norm that one behind has to take.
-        self._held: tuple[Product, Tensor] | None = None
-        self._normed: dict[int, Normed] = {}
-        x, pending = self.recorded_layers()
-        _, normed = self.add(x, pending, forward.final_norm, counter=forward.lengths)
-        logits = self.multiply("logits", forward.head, normed)
-        self.logits = logits[:, : forward.head.features]
-        if forward.anatomy.logit_scale != 1 or forward.anatomy.logit_softcap is not None:
-            self._recorded.append(partial(finish, self.logits, forward.anatomy))
-        prepared = [item for item in self._recorded if isinstance(item, kernels.Prepared)]
-        kernels.precompile_prepared(prepared, forward.device_index, progress)
-        self.starts: list[Start] = []
-        for item in self._recorded:
-            if isinstance(item, kernels.Prepared):
-                launch = kernels.bind(item, forward.device_index, dependent=bool(self.starts))
-                if not self.starts:
-                    # The first kernel embeds the tokens, wherever they are.
-                    self._first = launch
-                self.starts.append(launch.start)
-            else:
-                self.starts.append(item)
-        # Its owner: a ring of references would keep the cache in memory until the collector finds it.
-        del self.forward, self._recorded
-
-    def _activated_products(self) -> dict[Product, Problem]:
-        """Products of gate and up that have the activation in their epilogue."""
-        forward = self.forward
-        found = {
-            mlp.inputs: mlp.inputs.activated_problem(
-                forward.batch, forward.dtype, mlp.anatomy.activation, forward.device_index
-            )
-            for layer in forward.layers
-            for mlp in (layer.mlp if isinstance(layer.mlp, BoundMLP) else layer.mlp.shared,)
-            if mlp is not None
-        }
-        return {product: problem for product, problem in found.items() if problem is not None}
-
-    def recorded_layers(self) -> tuple[Tensor, Pending | None]:
-        """The residual stream behind the last layer, and what is still to be added to it."""
-        return self.layers()
-
-    def record(self, start: Start) -> None:
-        """Launches of somebody else's."""
-        self._recorded.append(start)
-
-    def start(self, tokens: Tensor) -> Tensor:
-        """A step; returns logits [B, vocabulary]."""
-        self._first.arguments.tokens = tokens.data_ptr()
-        for start in self.starts:
-            start()
-        return self.logits
-
-    def empty(self, name: str, rows: int, columns: int) -> Tensor:
-        # The residual stream is read while its successor is written.
-        turn = self._turns[name] = 1 - self._turns.get(name, 0)
-        found = self._buffers.get((name, turn, columns))
-        if found is None:
-            found = torch.zeros(
-                (rows, max(columns, self._widest)), dtype=self.forward.dtype, device=self.lengths.device
-            )
-            self._buffers[name, turn, columns] = found
-        return found[:, :columns]
-
-    def launch(self, prepared: Prepared) -> None:
-        self._recorded.append(prepared)
-
-    def add(
-        self,
-        source: Tensor | Gather,
-        pending: Pending | None,
-        norm: RowNorm | None,
-        counter: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        link = self._links.found(norm)
-        if link is None or pending is None or self._held is None or not isinstance(source, Tensor):
-            return super().add(source, pending, norm, counter)
-        # The product in front adds what it gives itself, and the one behind takes the norm.
-        product, x = self._held
-        self._held = None
-        stored = self.empty("residual", source.shape[0], self.forward.hidden)
-        out = self.empty("normed", source.shape[0], self.forward.hidden)
-        added, self._normed[out.data_ptr()] = self._links.work(link, source, stored, pending.factor)
-        self._recorded.append(product.bind_rows(self._padded(x, product), out, RowWork(added=added)))
-        return stored, out
-
-    def multiply(self, name: str, product: Product, x: Tensor) -> Tensor:
-        out = self.empty(name, x.shape[0], product.columns)
-        if product in self._links.before:
-            self._held = product, x
-            return out
-        self._recorded += self._bind(product, x, out)
-        return out
-
-    def _bind(self, product: Product, x: Tensor, out: Tensor, activation: str | None = None) -> list[Start]:
-        """``out = x @ W``, or behind an activation, with the norm that ``x`` still lacks."""
-        normed = self._normed.pop(x.data_ptr(), None)
-        x = self._padded(x, product)
-        if normed is not None:
-            return [product.bind_rows(x, out, RowWork(normed), activation)]
-        if activation is not None:
-            return [product.bind_activated(x, out, activation)]
-        return product.bind(x, out)
-
-    def _padded(self, x: Tensor, product: Product) -> Tensor:
-        """``x`` with the zeros behind its rows that a padded product reads."""
-        if x.shape[1] >= product.inner:
-            return x
-        return x.as_strided((x.shape[0], product.inner), x.stride(), x.storage_offset())
-
-    def activated(self, mlp: BoundMLP, normed: Tensor) -> Tensor:
-        if mlp.inputs not in self._activated:
-            return super().activated(mlp, normed)
-        active = self.empty("active", normed.shape[0], mlp.inputs.columns // 2)
-        self._recorded += self._bind(mlp.inputs, normed, active, mlp.anatomy.activation)
-        return active
-
-    def whole(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        # Whoever writes it again comes a layer after its last reader.
-        key = name, columns, dtype
-        if key not in self._whole:
-            self._whole[key] = torch.zeros((rows, columns), dtype=dtype, device=self.lengths.device)
-        return self._whole[key]
-
-    def experts(self, mixture: BoundMixture, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor | RoutedRows:
-        grouped = mixture.experts
-        out = self.whole("routed", x.shape[0], x.shape[1], x.dtype)
-        if not x.is_cuda:
-            self._recorded.append(
-                lambda: out.copy_(w4a16_experts(x, ids, weights, grouped.weights, grouped.activation))
-            )
-            return out
-        held = grouped.weights
-        shape = shape_of(x, ids, held)
-        decision = decide_experts(shape, device_numbers(self.forward.device_index))
-        if shape not in self._workspaces:
-            self._workspaces[shape] = ExpertsWorkspace.of(shape, decision, x.dtype, x.device)
-        workspace = self._workspaces[shape]
-        steps = layer_steps(
-            *(shape, decision, x, ids, weights, held, grouped.activation, None, out, workspace),
-            dependent=True,
-            summed=False,
-        )
-        self._recorded += [
-            Prepared(step.instantiation, step.grid, step.threads, step.arguments, step.shared_bytes)
-            for step in steps
-        ]
-        if isinstance(decision, DirectDecision):
-            return out
-        return RoutedRows(workspace.rows, workspace.places, weights)
-
-    def observed(self, index: int, x: Tensor) -> None:
-        pass

@@ -15,7 +15,7 @@ from marlinq.kernels.step import AttentionShape, Division, Workspace, divide
 from marlinq.models.anatomy import Anatomy, Unrecognised
 from marlinq.models.recognise import recognise
 from marlinq.runtime import QuantLinear, marlin_operand
-from marlinq.runtime.step import chain, prompts, walk
+from marlinq.runtime.step import prompts, recorded_step, walk
 from marlinq.runtime.step.bound import chain_refusal
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.join import JoinedSlice
@@ -36,7 +36,8 @@ MODELS = [
 
 @pytest.fixture(autouse=True)
 def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walk, "kernels", torch_kernels)
+    for module in (walk, recorded_step):
+        monkeypatch.setattr(module, "kernels", torch_kernels)
 
 
 def halved(
@@ -146,16 +147,13 @@ def test_packed_weights_joined_and_apart(name: str, act_order: str, apart: str, 
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi", "opt", "cohere"])
-def test_prompts_in_pieces_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_in_pieces_give_the_same(name: str) -> None:
     half, wide = halved(tiny(name))
     anatomy = recognised(wide)
     reference = ReferenceForward(wide, anatomy, batch=3, capacity=24)
     # Two sequences at a time, and pieces of one sequence, of which the last is shorter.
     for most in (22, 4):
-        for module in (chain, prompts):
-            monkeypatch.setattr(module, "MOST_ROWS", most)
-        monkeypatch.setattr(prompts, "_TILE", 2)
-        own = ChainForward(half, anatomy, batch=3, capacity=24)
+        own = ChainForward(half, anatomy, batch=3, capacity=24, most_rows=most)
         assert max(differences(own, reference, wide.config.vocab_size)) < TOLERANCE
 
 
@@ -169,11 +167,8 @@ def test_pieces_are_equal_and_bounded() -> None:
 def test_memory_of_a_prompt_is_its_rows_and_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all rows there are the residual stream, queries and attention's result; the rest is a piece's."""
     length, piece = 256, 16
-    for module in (chain, prompts):
-        monkeypatch.setattr(module, "MOST_ROWS", piece)
-    monkeypatch.setattr(prompts, "_TILE", piece)
     half, wide = halved(tiny_model("llama", max_position_embeddings=length))
-    own = ChainForward(half, recognised(wide), batch=1, capacity=length)
+    own = ChainForward(half, recognised(wide), batch=1, capacity=length, most_rows=piece)
     live: list[tuple[StorageWeakRef, int]] = []
     peak = 0
 

@@ -93,11 +93,11 @@ def test_norms_between_products(batch: int, dtype: torch.dtype, monkeypatch: pyt
     # All norms but the first and the last are in products, on a GPU with the warpgroup kernel.
     linked = batch <= 8 or device_numbers(0).has_warpgroups
     norms = 2 * len(anatomy.layers) - 1
-    starts = len(own.recording.starts)
+    starts = len(own.recorded.starts)
     assert starts == 5 * len(anatomy.layers) + 3 + (0 if linked else norms)
     monkeypatch.setattr(Product, "row_variant", lambda *_, **__: None)
     apart, others = compare_steps(half, wide, anatomy, dtype, batch=batch, tolerance=SHARP)
-    assert len(apart.recording.starts) == starts + (norms if linked else 0)
+    assert len(apart.recorded.starts) == starts + (norms if linked else 0)
     # Both round as often; their errors were within 2 % of each other at these sizes.
     assert errors < 1.1 * others
 

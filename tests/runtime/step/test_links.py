@@ -11,7 +11,7 @@ from torch import Tensor
 from marlinq.kernels import Problem
 from marlinq.kernels.jit.instantiation import Instantiation
 from marlinq.kernels.launch.rows import RowVariant, RowWork
-from marlinq.runtime.step import links, walk
+from marlinq.runtime.step import links, recorded_step, walk
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.products import Product, Start
 from marlinq.runtime.step.reference import ReferenceForward
@@ -28,7 +28,8 @@ class Products:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, columns: int) -> None:
         self.started: Counter[str] = Counter()
-        monkeypatch.setattr(walk, "kernels", torch_kernels)
+        for module in (walk, recorded_step):
+            monkeypatch.setattr(module, "kernels", torch_kernels)
         monkeypatch.setattr(links, "precompile_instantiations", lambda *_: 0)
         found = self
 

@@ -18,7 +18,7 @@ from marlinq.models.recognise import recognise
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.synthetic_experts import random_experts
 from marlinq.runtime.grouped_experts import GroupedExperts
-from marlinq.runtime.step import reference, walk
+from marlinq.runtime.step import recorded_step, reference, walk
 from marlinq.runtime.step.bound import chain_refusal
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.forward import Forward
@@ -369,7 +369,8 @@ def test_experts_that_are_not_packed_are_refused() -> None:
 
 @pytest.mark.parametrize("name", PACKED)
 def test_chain_computes_what_the_reference_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walk, "kernels", torch_kernels)
+    for module in (walk, recorded_step):
+        monkeypatch.setattr(module, "kernels", torch_kernels)
     model, anatomy = grouped_mixture(name)
     half, wide = halved(model)
     own = ChainForward(half, anatomy, batch=3, capacity=24)
@@ -379,7 +380,8 @@ def test_chain_computes_what_the_reference_does(name: str, monkeypatch: pytest.M
 
 
 def test_chain_adds_a_shared_expert_without_a_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walk, "kernels", torch_kernels)
+    for module in (walk, recorded_step):
+        monkeypatch.setattr(module, "kernels", torch_kernels)
     model, anatomy = grouped_mixture("qwen2-moe")
     half, wide = halved(model)
     last = anatomy.layers[-1]

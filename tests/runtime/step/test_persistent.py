@@ -13,7 +13,7 @@ from torch import Tensor
 from marlinq.core.progress import ReportProgress
 from marlinq.kernels.launch.persistent import LayerOperands, Model
 from marlinq.runtime import QuantLinear
-from marlinq.runtime.step import persistent, walk
+from marlinq.runtime.step import persistent, recorded_step, walk
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.persistent import join_layers
 from marlinq.runtime.step.reference import ReferenceForward
@@ -49,7 +49,8 @@ class InFloat64:
 
 @pytest.fixture(autouse=True)
 def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walk, "kernels", torch_kernels)
+    for module in (walk, recorded_step):
+        monkeypatch.setattr(module, "kernels", torch_kernels)
     numbers = SimpleNamespace(architecture="sm_90a", shared_bytes=232_448)
     monkeypatch.setattr(persistent, "device_numbers", lambda index: numbers)
     monkeypatch.setattr(persistent, "PersistentLayers", InFloat64)
@@ -84,11 +85,11 @@ def made(
 )
 def test_a_step_is_the_references(name: str, changes: dict[str, Any]) -> None:
     own, reference = made(name, **changes)
-    apart = len(own.recording.starts)
+    apart = len(own.recorded.starts)
     assert join_layers(own) is None
     assert own.reason.startswith("all layers in one launch")
     # Embedding, layers, norm, head; and Gemma 2's cap of the logits.
-    assert len(own.recording.starts) == (5 if name == "gemma2" else 4) < apart
+    assert len(own.recorded.starts) == (5 if name == "gemma2" else 4) < apart
     ids, lengths = torch.arange(11)[None], torch.tensor([11], dtype=torch.int32)
     with torch.no_grad():
         found = [error(own.prefill(ids, lengths), reference.prefill(ids, lengths))]
@@ -112,11 +113,11 @@ def test_what_the_kernel_does_not_compute_stays_a_chain(
     name: str, batch: int, changes: dict[str, Any], reason: str
 ) -> None:
     own, _ = made(name, batch, **changes)
-    recording = own.recording
+    recorded = own.recorded
     found = join_layers(own)
     assert found is not None
     assert reason in found
-    assert own.recording is recording
+    assert own.recorded is recorded
 
 
 def test_a_cache_too_short_for_the_comparison_stays_a_chain() -> None:
@@ -131,8 +132,8 @@ def test_a_cache_too_short_for_the_comparison_stays_a_chain() -> None:
 def test_other_logits_than_the_chains_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reference, "_rotate", lambda self, x, layer: x)
     own, _ = made("llama")
-    recording = own.recording
+    recorded = own.recorded
     found = join_layers(own)
     assert found is not None
     assert "its logits differ by" in found
-    assert own.recording is recording
+    assert own.recorded is recorded

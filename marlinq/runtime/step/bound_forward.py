@@ -1,0 +1,169 @@
+"""A forward whose layers are bound to what kernels take: weights, norms, caches and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from marlinq.kernels import device_numbers
+from marlinq.kernels.launch.driver import on_device
+from marlinq.kernels.step import AttentionShape, Division, HeadWork, Workspace, divide
+from marlinq.models.anatomy import MLP, Anatomy, Attention, Layer, Mixture, Rotary
+from marlinq.runtime.grouped_experts import GroupedExperts
+from marlinq.runtime.step.bound import (
+    BoundLayer,
+    BoundMixture,
+    BoundMLP,
+    chain_refusal,
+    head_norm,
+    rotation_table,
+    row_norm,
+)
+from marlinq.runtime.step.forward import Forward
+from marlinq.runtime.step.products import find_product, single_product
+
+
+class BoundForward(Forward):
+    """What the kernels of a step and of prompts read of a model.
+
+    Projections that share an input are joined in ``model``.
+
+    Args:
+        model: where the anatomy's names lead; all on one GPU.
+        anatomy: not refused by :func:`marlinq.runtime.step.bound.chain_refusal`.
+        batch: B.
+        capacity: L, tokens that a row can hold.
+
+    Attributes:
+        anatomy: the model's parts.
+        embedding: [vocabulary, hidden].
+        places: learned embeddings of positions, or None.
+        dtype: dtype of activations.
+        hidden: channels of the residual stream.
+        device_index: index of the GPU; 0 on a CPU.
+        layers: the layers in order.
+        embedding_norm: norm behind the embedding, or None.
+        final_norm: norm before the head, or None.
+        head: product that gives the logits.
+        divisions: for each layer, how its attention is divided among blocks.
+        workspace: memory through which the blocks of an attention meet.
+        multiplied_apart: reasons why projections with the same input were not joined.
+
+    Raises:
+        ValueError: the anatomy is refused.
+    """
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy, *, batch: int, capacity: int) -> None:
+        refused = chain_refusal(model, anatomy)
+        if refused is not None:
+            raise ValueError(f"{refused.part}: {refused.reason}")
+        self.batch, self.capacity = batch, capacity
+        self.capturable = True
+        self.anatomy = anatomy
+        self.embedding = model.get_submodule(anatomy.embedding).get_parameter("weight").detach()
+        self.places = (
+            None
+            if anatomy.positions is None
+            else model.get_submodule(anatomy.positions).get_parameter("weight").detach()
+        )
+        self.dtype = self.embedding.dtype
+        self.hidden = self.embedding.shape[1]
+        device = self.embedding.device
+        self.device_index = device.index if device.type == "cuda" else 0
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        tables: dict[Rotary, torch.Tensor] = {}
+        apart: dict[str, None] = {}
+        self.layers: Sequence[BoundLayer] = [
+            self._layer(model, layer, tables, apart) for layer in anatomy.layers
+        ]
+        self.multiplied_apart = tuple(apart)
+        self.embedding_norm = row_norm(model, anatomy.embedding_norm, self.dtype)
+        self.final_norm = row_norm(model, anatomy.final_norm, self.dtype)
+        self.head = single_product(model, anatomy.head)
+        self.divisions = [self._divide(layer.attention) for layer in self.layers]
+        shapes = [self._shape(layer.attention) for layer in self.layers]
+        self.workspace = Workspace.of(zip(shapes, self.divisions, strict=True), device)
+
+    @property
+    def has_clusters(self) -> bool:
+        """Whether the GPU has clusters of blocks."""
+        return self.lengths.is_cuda and device_numbers(self.device_index).has_clusters
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that can be embedded."""
+        return self.embedding.shape[0]
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """Launches go to the device of the cache."""
+        return on_device(self.device_index) if self.lengths.is_cuda else nullcontext()
+
+    def _layer(
+        self, model: nn.Module, layer: Layer, tables: dict[Rotary, torch.Tensor], apart: dict[str, None]
+    ) -> BoundLayer:
+        attention = layer.attention
+        qkv, reason = find_product(model, attention.qkv, interleave=False)
+        if reason is not None:
+            apart[reason] = None
+        rotary = attention.rotary
+        if rotary is not None and rotary not in tables:
+            tables[rotary] = rotation_table(model, rotary, self.capacity)
+        shape = (self.batch, attention.kv_heads, self.capacity, attention.head_dim)
+        keys = torch.zeros(shape, dtype=self.dtype, device=self.lengths.device)
+        return BoundLayer(
+            anatomy=layer,
+            qkv=qkv,
+            output=single_product(model, attention.output),
+            mlp=_bound(model, layer.mlp, apart),
+            attention_norm=row_norm(model, layer.attention_norm, self.dtype),
+            mlp_norm=row_norm(model, layer.mlp_norm, self.dtype),
+            post_attention_norm=row_norm(model, layer.post_attention_norm, self.dtype),
+            post_mlp_norm=row_norm(model, layer.post_mlp_norm, self.dtype),
+            heads=HeadWork(
+                table=None if rotary is None else tables[rotary],
+                interleaved=rotary is not None and rotary.interleaved,
+                query_norm=head_norm(model, attention.query_norm, attention.head_dim, self.dtype),
+                key_norm=head_norm(model, attention.key_norm, attention.head_dim, self.dtype),
+                turns=attention.qkv.turns,
+            ),
+            keys=keys,
+            values=torch.zeros_like(keys),
+        )
+
+    def _shape(self, attention: Attention) -> AttentionShape:
+        return AttentionShape(
+            self.batch, attention.heads, attention.kv_heads, attention.head_dim, self.capacity
+        )
+
+    def _divide(self, attention: Attention) -> Division:
+        seen = min(self.capacity, attention.window or self.capacity)
+        processors = device_numbers(self.device_index).multiprocessors if self.lengths.is_cuda else 1
+        shape = self._shape(attention)._replace(capacity=seen)
+        return divide(shape, processors, clusters=self.has_clusters)
+
+
+def _bound(model: nn.Module, mlp: MLP | Mixture, apart: dict[str, None]) -> BoundMLP | BoundMixture:
+    if isinstance(mlp, Mixture):
+        experts = model.get_submodule(mlp.experts)
+        assert isinstance(experts, GroupedExperts)
+        weight = model.get_submodule(mlp.router.module).get_parameter("weight").detach().contiguous()
+        correction = None
+        if mlp.router.correction is not None:
+            correction = model.get_buffer(mlp.router.correction).detach().float().contiguous()
+        shared = None if mlp.shared is None else _bound_mlp(model, mlp.shared, apart)
+        gate = None
+        if mlp.shared_gate is not None:
+            column = model.get_submodule(mlp.shared_gate).get_parameter("weight")
+            gate = column.detach().reshape(-1).contiguous()
+        return BoundMixture(mlp.router, weight, correction, experts, shared, gate)
+    return _bound_mlp(model, mlp, apart)
+
+
+def _bound_mlp(model: nn.Module, mlp: MLP, apart: dict[str, None]) -> BoundMLP:
+    inputs, reason = find_product(model, mlp.inputs, interleave=mlp.gated)
+    if reason is not None:
+        apart[reason] = None
+    return BoundMLP(mlp, inputs, single_product(model, mlp.down))
