@@ -10,7 +10,7 @@ from marlinq.checkpoint.quantization_config import (
     replace_quantization_config,
     without_quantization_config,
 )
-from marlinq.checkpoint.quantized import QuantizedCheckpoint, floating_linears
+from marlinq.checkpoint.quantized import QuantizedCheckpoint, floating_linears, misplaced
 from marlinq.checkpoint.reader import MANIFEST, Checkpoint
 from marlinq.checkpoint.tying import says_tied, untied_config
 from marlinq.checkpoint.writer import DEFAULT_MAX_SHARD_BYTES, CheckpointWriter, check_place
@@ -29,6 +29,7 @@ __all__ = [
     "check_place",
     "floating_linears",
     "lock_ring_early",
+    "misplaced",
     "read_quantization_config",
     "replace_quantization_config",
     "says_tied",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,8 @@ from marlinq.formats.dialects import QuantizationConfig, is_head
 if TYPE_CHECKING:
     from torch import Tensor
 
+_DENSE = "weight"
+"""Suffix of an unquantised weight."""
 _EXPERTS = "experts"
 _EMBEDDING_MARKS = ("embed", "wte", "wpe", "norm")
 
@@ -63,13 +65,10 @@ class QuantizedCheckpoint:
             )
         owned = {f"{module}.{suffix}" for module in modules for suffix in layout.suffixes}
         passthrough = [name for name in checkpoint.tensors if name not in owned]
-        stray = [name for name in passthrough if name.rpartition(".")[2] in layout.suffixes]
-        if stray:
-            raise CheckpointError(
-                f"{checkpoint.path}: tensor {stray[0]} belongs to a {config.layout} module, "
-                f"but there is no .{layout.key}"
-            )
         for name in passthrough:
+            reason = misplaced(name, layout, modules)
+            if reason is not None:
+                raise CheckpointError(f"{checkpoint.path}: {reason}")
             info = checkpoint.tensors[name]
             if info.dtype == "int32" and len(info.shape) > 1:
                 raise UnsupportedError(
@@ -139,6 +138,28 @@ class QuantizedCheckpoint:
         if not any(is_head(name) for name in (*found, *self.modules)):
             found.append("lm_head")
         return found
+
+
+def misplaced(name: str, layout: Layout, modules: Collection[str]) -> str | None:
+    """Why the tensor ``name`` can't be carried beside the quantised ``modules`` of ``layout``, or None.
+
+    A folder of that layout must read ``name`` as no part of any quantised module, and no other layout may
+    read it as a part of one of ``modules``: a conversion would give it that meaning.
+    """
+    module, _, suffix = name.rpartition(".")
+    if suffix == _DENSE:
+        beside = f"tensor {name} stands beside the {layout.name} tensors of the same module"
+        return beside if module in modules else None
+    if suffix in layout.suffixes:
+        reader = f"tensor {name} would be read as part of a {layout.name} module"
+        return reader if module in modules else f"{reader}, but there is no {module}.{layout.key}"
+    owners = [other.name for other in LAYOUTS.values() if suffix in other.suffixes]
+    if module in modules and owners:
+        return (
+            f"tensor {name} is no part of a {layout.name} module, but of a {owners[0]} one, and {module} is "
+            f"quantised as {layout.name}; remove one or the other"
+        )
+    return None
 
 
 def floating_linears(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from marlinq.checkpoint import QuantizedCheckpoint, TensorPlan, says_tied, untied_config
+from marlinq.checkpoint import QuantizedCheckpoint, TensorPlan, misplaced, says_tied, untied_config
 from marlinq.core.dtypes import FLOATS, torch_dtype
 from marlinq.core.errors import CheckpointError, ConversionRefused
 from marlinq.core.progress import ReportProgress
@@ -246,6 +246,9 @@ def _tensors(
     plans: list[TensorPlan] = []
     for name, info in source.checkpoint.tensors.items():
         if name in carried:
+            reason = misplaced(name, target, modules)
+            if reason is not None:
+                raise ConversionRefused(f"{source.checkpoint.path}: as {target.name}, {reason}")
             plans.append(TensorPlan(name, info.dtype, info.shape))
             continue
         module, _, suffix = name.rpartition(".")

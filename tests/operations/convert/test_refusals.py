@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from marlinq.core.errors import (
     UnsupportedError,
     UsageError,
 )
+from marlinq.formats import LAYOUTS
 from marlinq.operations.convert import convert
 from marlinq.operations.convert import operation as operation_module
 from tests.testing.quantized_folders import (
@@ -271,6 +273,28 @@ def test_an_interrupted_conversion_continues(tmp_path: Path, monkeypatch: pytest
     assert sorted(path.name for path in whole.iterdir()) == sorted(path.name for path in after.iterdir())
     for path in whole.iterdir():
         assert path.read_bytes() == (after / path.name).read_bytes(), path.name
+
+
+SUFFIXES = sorted({suffix for layout in LAYOUTS.values() for suffix in layout.suffixes} | {"weight"})
+
+
+@pytest.mark.parametrize(("source", "target"), list(permutations(LAYOUTS, 2)))
+def test_a_tensor_that_means_something_in_another_layout_is_refused(
+    tmp_path: Path, source: str, target: str
+) -> None:
+    before = write(tmp_path / "before", source, model_tuples())
+    stored = all_tensors(before)
+    for suffix in SUFFIXES:
+        if suffix in LAYOUTS[source].suffixes:
+            continue
+        name = f"{FIRST}.{suffix}"
+        save_file({**stored, name: torch.arange(128).half()}, before / "model.safetensors")
+        assert_refused(before, CheckpointError, f"tensor {name}", target=target)
+        # Beside no quantised module it means nothing until the target's reader sees it.
+        name = f"model.layers.0.mlp.router.{suffix}"
+        save_file({**stored, name: torch.arange(128).half()}, before / "model.safetensors")
+        if suffix in LAYOUTS[target].suffixes:
+            assert_refused(before, ConversionRefused, f"tensor {name}", target=target)
 
 
 def test_progress_counts_the_modules(tmp_path: Path) -> None:
