@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from marlinq.checkpoint.reader import CONFIG, MANIFEST
 from marlinq.core.errors import OutputError
 
 JOURNAL = "journal.jsonl"
+_SHA256 = re.compile("[0-9a-f]{64}")
+_MOST_BYTES = 1 << 28
+"""A journal has less than 1 KB for each tensor; a larger file is none."""
 
 
 def damaged(path: Path) -> OutputError:
@@ -57,15 +61,18 @@ class Journal:
         self.hashes = self.hashes | dict(written)
         self.notes = self.notes | dict(notes)
 
-    def take_up(self) -> bool:
+    def take_up(self, names: Container[str]) -> bool:
         """Continue what an unfinished run has noted; False when that run did not start one.
+
+        Args:
+            names: the tensors that the run may have written.
 
         Raises:
             OutputError: it belongs to another run, or is damaged.
         """
-        data = self._folder.read(JOURNAL)
+        data = self._folder.read(JOURNAL, _MOST_BYTES)
         if data is None:
-            return self._take_up_manifest()
+            return self._take_up_manifest(names)
         whole = data[: data.rfind(b"\n") + 1]
         if not whole:
             return False
@@ -73,8 +80,8 @@ class Journal:
             first, *rest = [_entry(line) for line in whole.splitlines()]
             self._check_fingerprint(first["fingerprint"])
             for line in rest:
-                self.hashes.update(line["written"])
-                self.notes.update(line["notes"])
+                self.hashes |= _hashes(line["written"], names)
+                self.notes |= _notes(line["notes"])
         except (ValueError, LookupError, TypeError, RecursionError):
             raise damaged(self._folder.path / JOURNAL) from None
         if len(whole) < len(data):
@@ -82,16 +89,16 @@ class Journal:
             self._folder.truncate(JOURNAL, len(whole))
         return True
 
-    def _take_up_manifest(self) -> bool:
+    def _take_up_manifest(self, names: Container[str]) -> bool:
         """Take up a run that was stopped between removing its journal and renaming its folder."""
-        data = self._folder.read(MANIFEST)
+        data = self._folder.read(MANIFEST, _MOST_BYTES)
         if data is None or self._folder.read(CONFIG) is None:
             return False
         try:
             manifest = json.loads(data)
             self._check_fingerprint(manifest["fingerprint"])
-            self.hashes = dict(manifest["tensors"])
-            self.notes = dict(manifest.get("run", {}))
+            self.hashes = _hashes(manifest["tensors"], names)
+            self.notes = _notes(manifest.get("run", {}))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise damaged(self._folder.path / MANIFEST) from None
         return True
@@ -106,6 +113,31 @@ class Journal:
     def _append_line(self, line: Mapping[str, Any]) -> None:
         entry = json.dumps(line, separators=(",", ":")).encode()
         self._folder.append(JOURNAL, _check_sum(entry) + b" " + entry + b"\n")
+
+
+def _hashes(value: object, names: Container[str]) -> dict[str, str]:
+    """``value`` as SHA-256 by tensor, each one of ``names``.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    if not isinstance(value, dict):
+        raise ValueError("no object")
+    for name, digest in value.items():
+        if name not in names or not isinstance(digest, str) or not _SHA256.fullmatch(digest):
+            raise ValueError("no hash of a planned tensor")
+    return value
+
+
+def _notes(value: object) -> dict[str, Any]:
+    """``value`` as notes by their names.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    if not isinstance(value, dict):
+        raise ValueError("no object")
+    return value
 
 
 def _entry(line: bytes) -> dict[str, Any]:

@@ -102,14 +102,21 @@ class PartialFolder:
             raise OSError(errno.EMLINK, "it has another name elsewhere, so no unfinished run made it", name)
         return descriptor
 
-    def read(self, name: str) -> bytes | None:
-        """The content of a file that an earlier run made; None where there is none."""
+    def read(self, name: str, limit: int | None = None) -> bytes | None:
+        """The content of a file that an earlier run made; None where there is none.
+
+        Raises:
+            OSError: it can't be read, or has more than ``limit`` bytes.
+        """
         try:
             descriptor = self.open(name, os.O_RDONLY)
         except FileNotFoundError:
             return None
         with os.fdopen(descriptor, "rb") as file:
-            return file.read()
+            data = file.read() if limit is None else file.read(limit + 1)
+        if limit is not None and len(data) > limit:
+            raise OSError(errno.EFBIG, f"it has more than {limit} bytes", name)
+        return data
 
     def write(self, name: str, data: bytes) -> None:
         """Put a file there durably, whole or not at all."""

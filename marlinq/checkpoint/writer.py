@@ -2,7 +2,8 @@
 
 The folder grows as ``OUT.partial``. Shards get their headers and full length at once, so a tensor is written
 to its final place in any order and memory never holds a shard. A journal says which tensors are safely on
-disk. Config, index and manifest come last; then the folder is renamed to ``OUT``.
+disk, with a hash of each, by which a resumed run checks them. Config, index and manifest come last; then the
+folder is renamed to ``OUT``.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from marlinq.checkpoint.journal import JOURNAL, Journal, damaged
 from marlinq.checkpoint.partial import TEMPORARY, PartialFolder, writing
 from marlinq.checkpoint.reader import CONFIG, INDEX, MANIFEST, SINGLE, Checkpoint
 from marlinq.checkpoint.source import OpenFile, SourceFile, reading
+from marlinq.checkpoint.taken_up import TakenUp, changed_since_written
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError, OutputError
 from marlinq.core.files import open_regular
@@ -143,7 +145,8 @@ class CheckpointWriter:
             self.tensors.update((info.name, info) for info in infos)
         self._pending: dict[str, str] = {}
         self._committing, self._noting = threading.Lock(), threading.Lock()
-        self._files: dict[str, int] = {}
+        self._files: dict[str, OpenFile] = {}
+        self._taken_up: TakenUp | None = None
         self.resumed = False
         self.notes: dict[str, Any] = {}
         self._open()
@@ -171,7 +174,8 @@ class CheckpointWriter:
             found = f"{tensor.dtype} {list(tensor.shape)}"
             raise ValueError(f"{name}: planned {info and (info.dtype, info.shape)}, given {found}")
         data = tensor_bytes(tensor)
-        descriptor, done = self._files[info.shard], 0
+        self._settle(name)
+        descriptor, done = self._files[info.shard].descriptor, 0
         with writing(self.partial / info.shard):
             while done < len(data):
                 done += os.pwrite(descriptor, data[done : done + (1 << 30)], info.offset + done)
@@ -186,7 +190,8 @@ class CheckpointWriter:
             CheckpointError: the source ends early, or was changed since it was opened.
         """
         info = self.tensors[name]
-        descriptor = self._files[info.shard]
+        self._settle(name)
+        descriptor = self._files[info.shard].descriptor
         digest, buffer = hashlib.sha256(), memoryview(bytearray(min(info.nbytes, _COPY_BYTES)))
         for start in range(0, info.nbytes, _COPY_BYTES):
             piece = buffer[: min(_COPY_BYTES, info.nbytes - start)]
@@ -206,11 +211,11 @@ class CheckpointWriter:
             CheckpointError: its bytes are not the ones that were written.
         """
         info = self.tensors[name]
-        tensor = read_tensor(OpenFile(self.partial / info.shard, self._files[info.shard]), info)
+        file = self._files[info.shard]
+        tensor = read_tensor(file, info)
         if hashlib.sha256(tensor_bytes(tensor)).hexdigest() != (self._journal.hashes | self._pending)[name]:
-            raise CheckpointError(
-                f"{self.partial / info.shard}: tensor {name} was changed since it was written; start over"
-            )
+            raise CheckpointError(changed_since_written(file, name))
+        self._settle(name)
         return tensor
 
     def commit(self, notes: Mapping[str, Any] | None = None) -> None:
@@ -229,13 +234,17 @@ class CheckpointWriter:
             try:
                 with writing(self.partial):
                     for shard in {self.tensors[name].shard for name in pending}:
-                        os.fsync(self._files[shard])
+                        os.fsync(self._files[shard].descriptor)
                     self._journal.append(pending, notes or {})
                     self.notes = self._journal.notes
             except BaseException:
                 with self._noting:
                     self._pending = pending | self._pending
                 raise
+
+    def _settle(self, name: str) -> None:
+        if self._taken_up is not None:
+            self._taken_up.settle(name)
 
     def _note(self, name: str, digest: str) -> None:
         with self._noting:
@@ -261,8 +270,14 @@ class CheckpointWriter:
 
         Returns:
             ``out``.
+
+        Raises:
+            CheckpointError: a tensor that an interrupted run wrote was changed since.
+            OutputError: the folder can't be finished or moved.
         """
         self.commit()
+        if self._taken_up is not None:
+            self._taken_up.wait()
         missing = sorted(set(self.tensors) - self.written)
         if missing:
             raise ValueError(f"{missing[0]} and {len(missing) - 1} more planned tensors were never written")
@@ -274,7 +289,7 @@ class CheckpointWriter:
             for name in side_files:
                 self._copy(side_files_from.path / name, name)  # type: ignore[union-attr]
             for name, value in (extra_json or {}).items():
-                self.write_json(name, value)
+                self._write_json(name, value)
             for name, text in texts.items():
                 self._write_text(name, text)
             hashes = dict(sorted(self._journal.hashes.items()))
@@ -287,16 +302,16 @@ class CheckpointWriter:
                 "headers": headers,
                 "tensors": hashes,
             }
-            self.write_json(MANIFEST, record)
+            self._write_json(MANIFEST, record)
             if index:
                 weight_map = {name: info.shard for name, info in sorted(self.tensors.items())}
                 total = sum(info.nbytes for info in self.tensors.values())
-                self.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+                self._write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
             own = {*(shard for shard, _ in self._shards), *side_files, *(extra_json or ()), *texts}
             own |= {MANIFEST, *index}
             # Stopped as it wrote the config, an earlier run left a temporary file, which is written over now.
             self._refuse_foreign({*own, CONFIG, CONFIG + TEMPORARY, JOURNAL})
-            self.write_json(CONFIG, config)
+            self._write_json(CONFIG, config)
             self._folder.remove(JOURNAL)
             self._folder.sync()
             if os.path.lexists(self.out):
@@ -308,8 +323,7 @@ class CheckpointWriter:
         self.close()
         return self.out
 
-    def write_json(self, name: str, value: Any) -> None:
-        """Put a JSON file into the unfinished folder, durably, whole or not at all."""
+    def _write_json(self, name: str, value: Any) -> None:
         # Half of a surrogate pair has no encoding; its escape is what JSON calls it.
         self._write_text(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
@@ -317,24 +331,41 @@ class CheckpointWriter:
         with writing(self.partial):
             self._folder.write(name, text.encode("utf-8", "backslashreplace"))
 
-    def write_bytes(self, name: str, data: bytes) -> None:
-        """Put a file into the unfinished folder, durably, whole or not at all."""
-        with writing(self.partial):
-            self._folder.write(name, data)
+    def keep_bytes(self, name: str, data: bytes) -> None:
+        """Keep ``data`` for a run that resumes this one, durably, whole or not at all.
 
-    def read_bytes(self, name: str) -> bytes | None:
-        """What an interrupted run put there with :meth:`write_bytes`; None where it did not."""
-        with writing(self.partial):
-            return self._folder.read(name)
-
-    def read_json(self, name: str) -> Any:
-        """What an interrupted run put there with :meth:`write_json`; None where it did not.
-
-        Raises:
-            OutputError: the file is damaged, or no file that this program made.
+        The file begins with a line that holds the SHA-256 of the rest. :meth:`remove` it before
+        :meth:`finish`.
         """
         with writing(self.partial):
-            data = self._folder.read(name)
+            self._folder.write(name, hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
+
+    def kept_bytes(self, name: str) -> bytes | None:
+        """What :meth:`keep_bytes` kept; None where it kept nothing.
+
+        Raises:
+            OutputError: the bytes are not the ones that were kept.
+        """
+        with writing(self.partial):
+            found = self._folder.read(name)
+        if found is None:
+            return None
+        digest, _, data = found.partition(b"\n")
+        if digest != hashlib.sha256(data).hexdigest().encode():
+            raise damaged(self.partial / name)
+        return data
+
+    def keep_json(self, name: str, value: Any) -> None:
+        """As :meth:`keep_bytes`, of a JSON value."""
+        self.keep_bytes(name, json.dumps(value).encode())
+
+    def kept_json(self, name: str) -> Any:
+        """What :meth:`keep_json` kept; None where it kept nothing.
+
+        Raises:
+            OutputError: as :meth:`kept_bytes`.
+        """
+        data = self.kept_bytes(name)
         if data is None:
             return None
         try:
@@ -343,7 +374,7 @@ class CheckpointWriter:
             raise damaged(self.partial / name) from None
 
     def remove(self, name: str) -> None:
-        """Remove what :meth:`write_json` or :meth:`write_bytes` put into the unfinished folder, whole or not,
+        """Remove what :meth:`keep_json` or :meth:`keep_bytes` put into the unfinished folder, whole or not,
         if it is there."""
         with writing(self.partial):
             self._folder.remove(name)
@@ -351,10 +382,12 @@ class CheckpointWriter:
 
     def close(self) -> None:
         """Close the files; what :meth:`commit` has seen stays for a resumed run."""
-        for descriptor in self._files.values():
+        if self._taken_up is not None:
+            self._taken_up.close()
+        for file in self._files.values():
             # Whatever counts as written was made durable before; a late refusal changes nothing.
             with contextlib.suppress(OSError):
-                os.close(descriptor)
+                os.close(file.descriptor)
         self._files = {}
         self._folder.close()
 
@@ -365,13 +398,15 @@ class CheckpointWriter:
         self._journal = Journal(self._folder, self._fingerprint)
         try:
             with writing(self.partial):
-                self.resumed = self._folder.existed and self._journal.take_up()
+                self.resumed = self._folder.existed and self._journal.take_up(self.tensors)
                 self.notes = self._journal.notes
                 if not self.resumed:
                     self._start()
                 for shard, members in self._shards:
-                    self._files[shard] = self._folder.open(shard)
+                    self._files[shard] = OpenFile(self.partial / shard, self._folder.open(shard))
                     self._check_shard(shard, members)
+                if self._journal.hashes:
+                    self._taken_up = TakenUp(self._files, self.tensors, self._journal.hashes)
         except BaseException:
             self.close()
             raise
@@ -379,7 +414,7 @@ class CheckpointWriter:
     def _check_shard(self, shard: str, members: Sequence[TensorPlan]) -> None:
         header = self._headers[shard]
         size = len(header) + sum(member.nbytes for member in members)
-        descriptor = self._files[shard]
+        descriptor = self._files[shard].descriptor
         if os.fstat(descriptor).st_size != size or os.pread(descriptor, len(header), 0) != header:
             raise damaged(self.partial / shard)
 

@@ -346,6 +346,81 @@ def test_changed_bytes_are_not_read_back(tmp_path: Path) -> None:
             target.read_back("a.weight")
 
 
+@pytest.mark.parametrize("name", [plan.name for plan in PLAN if 0 not in plan.shape])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_changed_byte_of_what_is_taken_up_is_not_delivered(tmp_path: Path, name: str, last: bool) -> None:
+    out = tmp_path / "out"
+    with writer(out) as target:
+        fill(target)
+        target.commit()
+        info = target.tensors[name]
+    with (tmp_path / "out.partial" / info.shard).open("r+b") as file:
+        file.seek(info.offset + (info.nbytes - 1 if last else 0))
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    with writer(out, resume=True) as target, pytest.raises(CheckpointError, match=f"{name} was changed"):
+        finish(target)
+    assert not out.exists()
+    # Written anew, it is what it should be.
+    with writer(out, resume=True) as target:
+        fill(target, [name])
+        finish(target)
+    plan = next(plan for plan in PLAN if plan.name == name)
+    assert torch.equal(Checkpoint.open(out).tensor(name), value(plan))
+
+
+def test_a_changed_byte_of_what_was_kept_is_said(tmp_path: Path) -> None:
+    with writer(tmp_path / "out") as target:
+        target.keep_json("text.json", [1, 2, 3])
+        assert target.kept_json("text.json") == [1, 2, 3]
+        assert target.kept_bytes("absent") is None
+        path = target.partial / "text.json"
+        path.write_bytes(path.read_bytes().replace(b"2", b"7"))
+        with pytest.raises(OutputError, match=r"text\.json: is damaged; remove"):
+            target.kept_json("text.json")
+        # A digest that fits makes no JSON of it.
+        target.keep_bytes("text.json", b"[" * 100_000)
+        with pytest.raises(OutputError, match=r"text\.json: is damaged; remove"):
+            target.kept_json("text.json")
+
+
+HASH = "0" * 64
+FORGED = {
+    "unknown tensor": {"written": {"z": HASH}, "notes": {}},
+    "no hash": {"written": {"a.weight": "abc"}, "notes": {}},
+    "a number": {"written": {"a.weight": 7}, "notes": {}},
+    "a list of pairs": {"written": [["a.weight", HASH]], "notes": {}},
+    "notes of another kind": {"written": {}, "notes": [["calibration", 1]]},
+    "no notes": {"written": {}},
+}
+
+
+def forged_line(entry: bytes) -> bytes:
+    return hashlib.sha256(entry).hexdigest()[:16].encode() + b" " + entry + b"\n"
+
+
+@pytest.mark.parametrize("kind", [*FORGED, "deep", "long number"])
+def test_a_forged_journal_is_one_line(unfinished: Path, kind: str) -> None:
+    entries = {
+        "deep": b"[" * 1_000_000,
+        "long number": b'{"written": {}, "notes": {"a": %s}}' % (b"9" * 5000),
+    }
+    entry = entries.get(kind) or json.dumps(FORGED[kind]).encode()
+    with (unfinished / "journal.jsonl").open("ab") as file:
+        file.write(forged_line(entry))
+    with pytest.raises(OutputError, match="is damaged; remove") as caught:
+        resume(unfinished)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_huge_journal_is_one_line(unfinished: Path) -> None:
+    os.truncate(unfinished / "journal.jsonl", 1 << 29)
+    with pytest.raises(OutputError, match="has more than") as caught:
+        resume(unfinished)
+    assert "\n" not in str(caught.value)
+
+
 def test_the_plan_is_kept(tmp_path: Path) -> None:
     with writer(tmp_path / "out") as target:
         with pytest.raises(ValueError, match="planned"):
@@ -491,7 +566,7 @@ def test_whatever_a_failing_disk_refuses_is_one_line(
 
     def run() -> None:
         with writer(tmp_path / "out", resume=True) as target:
-            target.write_json("calibration.json", [1])
+            target.keep_json("calibration.json", [1])
             target.remove("calibration.json")
             fill(target)
             finish(target)

@@ -454,15 +454,6 @@ class BlockQuantizer:
         return solved
 
 
-def module_reports(notes: Mapping[str, Any]) -> dict[str, ModuleReport]:
-    """The reports that a writer's notes hold, by stored module name."""
-    return {
-        key.removeprefix("module "): ModuleReport(**value)
-        for key, value in notes.items()
-        if key.startswith("module ")
-    }
-
-
 def _of_equal_settings(members: Sequence[PlannedModule]) -> list[list[PlannedModule]]:
     batches: dict[tuple[object, ...], list[PlannedModule]] = {}
     for planned in members:

@@ -41,9 +41,10 @@ from marlinq.core.progress import (
 )
 from marlinq.core.version import __version__
 from marlinq.models import Blueprint, ModelInstance, build_blueprint
-from marlinq.operations.quantize.blocks import BlockQuantizer, module_reports
+from marlinq.operations.quantize.blocks import BlockQuantizer
 from marlinq.operations.quantize.budget import Work
 from marlinq.operations.quantize.clock import StageClock
+from marlinq.operations.quantize.notes import check_notes, module_reports
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule, plan_output, split_notes
 from marlinq.operations.quantize.ranks import (
     FollowingWriter,
@@ -260,6 +261,7 @@ def _quantize(
             max_shard_bytes=max_shard_size,
             resume=resume,
         )
+        check_notes(writer)
     state = share_state(writer, ranks)
     writer = writer or FollowingWriter(out, state)
     copied = plan.copied if ranks.first else ()

@@ -334,10 +334,10 @@ class FollowingWriter(CheckpointWriter):
         """The folder that the first rank makes."""
         return self.out
 
-    def write_json(self, name: str, value: Any) -> None:
+    def keep_json(self, name: str, value: Any) -> None:
         """Nothing."""
 
-    def read_json(self, name: str) -> Any:
+    def kept_json(self, name: str) -> Any:
         """Nothing is there for this rank."""
         return None
 

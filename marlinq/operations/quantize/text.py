@@ -496,7 +496,7 @@ def kept_text(writer: CheckpointWriter, name: str = _WRITTEN_TEXT) -> list[Docum
     Raises:
         OutputError: it is damaged.
     """
-    kept = writer.read_json(name)
+    kept = writer.kept_json(name)
     if kept is None:
         return None
     try:
@@ -510,7 +510,7 @@ def kept_text(writer: CheckpointWriter, name: str = _WRITTEN_TEXT) -> list[Docum
 def keep_text(writer: CheckpointWriter, documents: Sequence[Document], name: str = _WRITTEN_TEXT) -> None:
     """Keeps what the model wrote for a run that resumes this one: writing takes long, and on a GPU nothing
     promises the same text again."""
-    writer.write_json(name, [document.tokens for document in documents])
+    writer.keep_json(name, [document.tokens for document in documents])
 
 
 def forget_written_text(writer: CheckpointWriter) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from marlinq.checkpoint import Checkpoint
 from marlinq.core.errors import (
     CheckpointError,
     ConversionRefused,
@@ -258,6 +261,8 @@ def test_an_interrupted_conversion_continues(tmp_path: Path, monkeypatch: pytest
     assert not (tmp_path / "after").exists()
     with pytest.raises(OutputError, match="repeat that command"):
         convert(before, tmp_path / "after", target_format="awq")
+    damaged = tmp_path / "damaged"
+    shutil.copytree(tmp_path / "after.partial", damaged)
     calls, counted = 0, []
 
     def counting(*args: Any) -> torch.Tensor:
@@ -273,6 +278,20 @@ def test_an_interrupted_conversion_continues(tmp_path: Path, monkeypatch: pytest
     assert sorted(path.name for path in whole.iterdir()) == sorted(path.name for path in after.iterdir())
     for path in whole.iterdir():
         assert path.read_bytes() == (after / path.name).read_bytes(), path.name
+    # The tensor that was written first: the conversion does not look at it again.
+    shutil.rmtree(after)
+    partial = damaged.rename(tmp_path / "after.partial")
+    last = json.loads((partial / "journal.jsonl").read_text().splitlines()[1].partition(" ")[2])
+    name = next(iter(last["written"]))
+    info = Checkpoint.open(tmp_path / "whole").tensors[name]
+    with (partial / info.shard).open("r+b") as file:
+        file.seek(info.offset)
+        byte = file.read(1)[0]
+        file.seek(info.offset)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)} was changed since it was written"):
+        convert(before, after, target_format="marlin")
+    assert not after.exists()
 
 
 SUFFIXES = sorted({suffix for layout in LAYOUTS.values() for suffix in layout.suffixes} | {"weight"})

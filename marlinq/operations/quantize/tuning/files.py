@@ -25,7 +25,7 @@ def keep(
 ) -> None:
     """Puts tensors and JSON values into a file of the unfinished folder, durably, whole or not at all."""
     own = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-    writer.write_bytes(name, safetensors.torch.save(own, {_FACTS: json.dumps(facts)}))
+    writer.keep_bytes(name, safetensors.torch.save(own, {_FACTS: json.dumps(facts)}))
 
 
 def kept(
@@ -42,7 +42,7 @@ def kept(
     Raises:
         OutputError: the file is damaged.
     """
-    data = writer.read_bytes(name)
+    data = writer.kept_bytes(name)
     if data is None:
         return None
     try:

@@ -1,0 +1,54 @@
+"""Notes of an interrupted run: taken up where they are ours, refused in one line where they are not."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from marlinq.checkpoint import CheckpointWriter, TensorPlan
+from marlinq.core.errors import OutputError
+from marlinq.operations.quantize.notes import check_notes, module_reports
+from marlinq.operations.quantize.report import ModuleReport
+from marlinq.operations.quantize.tuning import TuningReport
+
+MODULE = asdict(ModuleReport("int4", 4, 32, True, "recipe", 100, 0.01, None, {"damp": 0.01}))
+TUNING = TuningReport(2, 100, 10, 1, None, 0.5, 1, None, 0.0, ("model.norm.weight",)).to_dict()
+TEXT = {"source": "self", "documents": 2, "tokens": 30, "sha256": "0"}
+NOTES = {"module a": MODULE, "tuning": TUNING, "calibration": TEXT, "other": [1]}
+
+
+def resumed(folder: Path, notes: dict[str, Any]) -> CheckpointWriter:
+    plan = [TensorPlan("a.weight", "float16", (2, 2))]
+    with CheckpointWriter(folder / "out", plan, fingerprint="run") as writer:
+        writer.commit(notes)
+    return CheckpointWriter(folder / "out", plan, fingerprint="run", resume=True)
+
+
+def test_our_own_notes_are_taken_up(tmp_path: Path) -> None:
+    with resumed(tmp_path, NOTES) as writer:
+        check_notes(writer)
+        assert module_reports(writer.notes) == {"a": ModuleReport(**MODULE)}
+
+
+FORGED = {
+    "no object": {"module a": 7},
+    "a field too few": {"module a": {**{key: MODULE[key] for key in MODULE if key != "bits"}}},
+    "a field too many": {"module a": {**MODULE, "extra": 1}},
+    "text for a number": {"module a": {**MODULE, "relative_error": "small"}},
+    "a number for text": {"module a": {**MODULE, "scheme": 4}},
+    "true for a number": {"module a": {**MODULE, "tokens": True}},
+    "a list for figures": {"module a": {**MODULE, "figures": [1]}},
+    "tuning": {"tuning": {**TUNING, "kl_before": []}},
+    "calibration without tokens": {"calibration": {"source": "self", "documents": 2}},
+    "calibration": {"calibration": [TEXT]},
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_a_forged_note_is_one_line(tmp_path: Path, kind: str) -> None:
+    with resumed(tmp_path, FORGED[kind]) as writer, pytest.raises(OutputError, match="is damaged") as caught:
+        check_notes(writer)
+    assert "\n" not in str(caught.value)
