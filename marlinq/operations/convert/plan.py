@@ -261,12 +261,6 @@ def _tensors(
             spec = source.modules[module]
             shape = (spec.out_features, spec.in_features)
             plans.append(TensorPlan(f"{module}.weight", weight_dtype, shape[::-1] if transposed else shape))
-    names = [plan.name for plan in plans]
-    if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise CheckpointError(
-            f"{source.checkpoint.path}: tensor {twice} stands beside the quantised tensors of the same module"
-        )
     return plans
 
 

@@ -100,10 +100,6 @@ def check_tensors(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> Chec
             findings.failures.append(
                 f"{names[suffix]}: a {view.layout.name} module of this kind has no such tensor"
             )
-        if f"{module}.weight" in tensors:
-            findings.failures.append(
-                f"{module}.weight: stored beside the quantised tensors of the same module"
-            )
         wanted = view.layout.scale_dtype
         if wanted is not None and spec.scheme.scale_dtype != wanted:
             findings.warnings.append(
@@ -152,7 +148,7 @@ def _check_parameters(view: QuantizedCheckpoint, blueprint: Blueprint, findings:
             claimed.update(view.tensor_names(stored.removesuffix(f".{key}")).values())
     owned = {name for module in view.modules for name in view.tensor_names(module).values()}
     for name in tensors:
-        if name in claimed or (name.endswith(".weight") and name.removesuffix(".weight") in view.modules):
+        if name in claimed:
             continue
         if name in owned:
             findings.failures.append(f"{name}: belongs to no linear of the model")
