@@ -3,7 +3,7 @@
     python lab/quality/ranks_model.py
 
 What a GPU computes in a second was measured on an H200 at the 8B shape
-(docs/lab-notes/2026-11-26-solve-time.md); what network and disks carry is assumed. Reading and writing run
+(docs/lab-notes/quantise-time.md); what network and disks carry is assumed. Reading and writing run
 beside the computing, so the longest of the three counts. Nothing here was measured at the sizes it is about.
 """
 

@@ -132,7 +132,7 @@ def test_expected_times_grow_with_the_problem_and_respect_the_hardware(m: int, n
         return decide(Problem(rows, columns, channels, 128, False, False), H200).seconds
 
     own = seconds(m, n, k)
-    # A plain read reaches 4.58 TB/s (docs/lab-notes/kernels.md).
+    # A plain read reaches 4.58 TB/s (docs/kernels.md, "Bandwidth and floor").
     assert own > n * k * (0.5 + 2 / 128) / max(H200.bandwidth, 4.58e12)
     assert own > 2 * m * n * k / H200.multiprocessors / (4096 * H200.clock)
     assert seconds(m, 2 * n, k) >= own

@@ -33,10 +33,10 @@ DEQUANTIZE = "dequantise"
 """The decision to write the dense weight to memory and let cuBLAS multiply."""
 # Batches that a kernel is considered for beside others. The bulk kernel has no larger tile. The warpgroup
 # kernel lost on all measured layers at 16 rows, so fewer than nine were not tried; from 17 on it is always
-# expected to win, and from 33 on it did (docs/lab-notes/kernels.md).
+# expected to win, and from 33 on it did (docs/kernels.md, "Which kernel at which batch").
 _BULK_MOST, _WARPGROUP_LEAST, _STREAM_MOST = 16, 9, 16
 # What a kernel whose blocks run all at once saves in a chain of dependent launches, unless its clusters are
-# larger than this, which start late and hold the chain up (docs/lab-notes/kernels.md, "Dependent chain").
+# larger than this, which start late and hold the chain up (docs/kernels.md, "Dependent launches").
 _OVERLAP_SECONDS, _OVERLAP_CLUSTER = 1.7e-6, 2
 # Batches up to the last of these are decided for as the next of them.
 _FEW_ROWS = (1, 4, 8, 16, 32)
@@ -104,7 +104,8 @@ def batch_invariant() -> Iterator[None]:
     """Sum in the same order whatever the batch, inside: a row's result has the same bits in any batch.
 
     Without it the result has the same bits whenever shapes and inputs are the same. The order is chosen for
-    speed over a range of batches, so single ones are slower than they could be (docs/benchmarks.md).
+    speed over a range of batches, so single ones are slower than they could be (docs/kernels.md, "Which
+    kernel at which batch").
     """
     with _demanding(demands()._replace(batch_invariant=True)):
         yield
@@ -282,7 +283,7 @@ def considered(problem: Problem, device: Device, demanded: Demands) -> tuple[Ker
     if problem.m <= _STREAM_MOST or not device.has_warpgroups:
         found.append("stream")
     # The bulk kernel would run on later GPUs too, where nobody has measured it. In chains it lost in every
-    # place with as many stages as fit (docs/lab-notes/kernels.md, "Dependent chain"); where it wins with
+    # place with as many stages as fit (docs/kernels.md, "Dependent launches"); where it wins with
     # fewer, that is recorded.
     if problem.m <= _BULK_MOST and device.has_warpgroups and not demanded.dependent:
         found.append("bulk")

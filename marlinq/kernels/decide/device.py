@@ -86,7 +86,7 @@ class Device:
 
         A cluster stays inside one processing cluster of the chip, whose multiprocessors (16 or so, not the
         same number everywhere) larger clusters don't divide: of an H200's 132, clusters of four and more
-        leave some idle (docs/lab-notes/kernels.md).
+        leave some idle (docs/kernels.md, "Bandwidth and floor").
         """
         found = self._resident.get((cluster, blocks))
         if found is None:

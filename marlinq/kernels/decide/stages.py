@@ -27,7 +27,7 @@ def chunks_on_their_way(chunk: int, stages: int, blocks: int, most: int) -> int:
     """Chunks that a block asks for before the first of them has arrived.
 
     Where the ring is large, fewer than it holds: memory that is asked for more than it needs to be busy
-    gives less (docs/lab-notes/kernels.md, "Chunks on their way").
+    gives less (docs/kernels.md, "Chunks in flight").
 
     Args:
         chunk: bytes of a chunk's weights.

@@ -24,12 +24,12 @@ _FUSED_REGISTERS = {1: 4, 2: 4, 4: 20}
 _STREAM_K_REGISTERS, _STREAM_K_ZERO_REGISTERS = 22, 12
 _PUSH_REGISTERS = {1: 12, 2: 12, 4: 28}
 # Largest tile whose sums are scaled instead of its weights: what it saves on a weight it spends on a sum; and
-# the tiles where subtracting and scaling at once beats both for float16 (docs/lab-notes/kernels.md, "Scaled
-# sums" and "Scaled codes").
+# the tiles where subtracting and scaling at once beats both for float16 (docs/kernels.md, "Scaled
+# sums and scaled codes").
 _SCALED_SUMS_MOST = 64
 _FUSED_LEAST, _FUSED_MOST = 32, 96
 # Largest tile, and rows of all blocks of a cluster, whose sums are sent to their owners
-# (docs/lab-notes/kernels.md, "Timeline of a launch").
+# (docs/kernels.md, "Hand-over of sums in a cluster").
 _PUSHED_MOST, _PUSHED_ROWS_MOST = 32, 128
 # Instructions that turn a word into an operand's fragment: for float16, more for bfloat16, for the scale.
 _UNPACK, _UNPACK_BFLOAT16, _SCALE = 9, 2, 4
@@ -41,7 +41,7 @@ _FUSED = 10
 _GROWN = {(2, False): (232, 40), (2, True): (224, 56), (3, False): (152, 56), (3, True): (152, 56)}
 _TILES_M = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176)
 # The larger ones save a wave of few tiles; where a batch has more tiles than this, 128 rows were level with
-# them or faster (docs/lab-notes/kernels.md, "Large batches").
+# them or faster (docs/kernels.md, "Large tiles").
 _MANY_TILES, _MANY_TILES_MOST = 8, 128
 # Powers of two from here on were never expected to be faster with tiles of another height.
 _POWER_ROWS, _POWER_TILES_M = 256, (64, 96, 128)

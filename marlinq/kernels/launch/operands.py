@@ -130,7 +130,7 @@ def activation_maps(address: int, m: int, k: int, stride: int, tile_m: int) -> c
     """x [M, K] in boxes of 64 columns and a tile's rows, then in boxes of those that whole tiles leave.
 
     Rows of 128 bytes land swizzled. No box has rows beyond x: they would arrive as zeros, but later than rows
-    that exist (docs/lab-notes/kernels.md, "Rows beyond the batch").
+    that exist (docs/kernels.md, "Rows beyond the batch").
 
     Args:
         address: of the first element, a multiple of 16.

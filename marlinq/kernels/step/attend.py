@@ -71,7 +71,7 @@ def divide(shape: AttentionShape, multiprocessors: int, *, clusters: bool = Fals
     """The division for a GPU, with ``clusters`` for one that has clusters of blocks.
 
     Sequences are split until their blocks fill all places at once; never shorter than what the warps of a
-    block take in one turn. Figures are in docs/lab-notes/decode-step.md, "Attention in even splits".
+    block take in one turn. Figures are in docs/kernels.md, "Splits of attention".
     """
     plain = Division(1, warps=8 if shape.units <= multiprocessors else 4)
     places = multiprocessors * plain.blocks_each(shape.head_dim)

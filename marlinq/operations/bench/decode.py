@@ -34,7 +34,7 @@ _REPEATS = 3
 _WARM_UP_STEPS = 3
 _PROFILED_STEPS = 8
 _KERNELS_SHOWN = 24
-# An H200 that decodes without rests settles within this time (docs/lab-notes/kernels.md, "Two clocks").
+# An H200 that decodes without rests settles within this time (docs/kernels.md, "Two clocks").
 _HEATING_SECONDS = 0.3
 
 

@@ -18,7 +18,7 @@ _MIN_LAUNCHES = 2
 _REPLAY_SECONDS = 3e-3
 _CELL_SECONDS = 30e-3
 _ROUNDS = (9, 41)
-# An H200 under full load is at its power limit after 50 to 100 ms (docs/lab-notes/kernels.md, "Two clocks").
+# An H200 under full load is at its power limit after 50 to 100 ms (docs/kernels.md, "Two clocks").
 _HEATING_SECONDS = 0.15
 _COLD_CACHES = 3
 _FILLERS = 4

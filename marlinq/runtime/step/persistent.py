@@ -55,7 +55,7 @@ def join_layers(chain: ChainForward, progress: ReportProgress = no_progress) -> 
     """Have the steps of ``chain`` run all layers in one launch; why not, in one clause, or None.
 
     A single sequence is worth it; for more, the chain is faster
-    (docs/lab-notes/2026-11-22-persistent-step.md).
+    (docs/lab-notes/decode.md, "All layers in one kernel").
     """
     if chain.batch > 1:
         return f"{chain.batch} sequences, for which single kernels are faster"

@@ -28,7 +28,7 @@ Start = Callable[[], object]
 
 
 # What a kernel of its own for the activation takes, between two products that then wait for it
-# (docs/lab-notes/decode-step.md, "Activation in the epilogue").
+# (docs/lab-notes/decode.md, "The chain").
 _ACTIVATION_SECONDS = 2e-6
 
 

@@ -1,5 +1,5 @@
 // What an epilogue does with whole rows of a product's result beside storing them, so that the residual stream and its RMS norm
-// need no kernel of their own (docs/decode.md, "No norm between products").
+// need no kernel of their own (docs/decode.md, "The chain").
 //
 //   behind a norm:    sum[m, n] *= unit / sqrt(mean of squares of row m + eps)       the activations were weight * x, not yet normalised
 //   residual stream:  r = residual[m, n] + factor * sum[m, n], rounded;  stored[m, n] = r;  out[m, n] = weight[n] * r;

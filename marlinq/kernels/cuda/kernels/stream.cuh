@@ -21,7 +21,7 @@
 //                reads without bank conflicts
 //   scales       [warp][quantisation group][scale or zero point][64], shared by the lanes of a warp
 // Weights and scales depend on no earlier kernel, so a dependent launch requests those of the first stage before it waits
-// for the previous kernel. Requests for more would delay that kernel's own (docs/lab-notes/kernels.md, "Dependent chain").
+// for the previous kernel. Requests for more would delay that kernel's own (docs/kernels.md, "Dependent launches").
 //
 // SCALE_SUMS: scales multiply float accumulators at the end of a quantisation group (exact weights, fewer instructions), and
 // with one block of batch rows zero points come to the sums, too (mma/quant_group_sums.cuh). Otherwise scales multiply the

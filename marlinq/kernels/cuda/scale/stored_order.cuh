@@ -1,4 +1,4 @@
-// Scales and zero points from the order in which Marlin stores them (docs/formats.md, "Marlin").
+// Scales and zero points from the order in which Marlin stores them (docs/formats.md).
 //
 // A lane multiplies with operand A's rows l/4 and l/4 + 8 of 16x16 blocks: it needs the scales of those two columns of the
 // weight, side by side in a register, for every block q that it has. Scales of quantisation groups are stored so that a

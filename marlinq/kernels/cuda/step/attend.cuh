@@ -15,7 +15,7 @@
 // split that ends with the newest position its key and value, which the block of the first query heads puts into the cache.
 //
 // A tile's keys and values go straight to registers, one after the other, which they share: many warps hide each other's waits,
-// and more than 64 KB on their way to a multiprocessor arrive later (docs/lab-notes/decode-step.md). The first ones are
+// and more than 64 KB on their way to a multiprocessor arrive later (docs/kernels.md, "Chunks in flight"). The first ones are
 // requested before the previous kernel has ended, as the lengths are: a step's first kernel begins when all of the step before
 // is done, so both are there.
 //

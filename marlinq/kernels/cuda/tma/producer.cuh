@@ -1,7 +1,7 @@
 // The TMA producer: one thread of a block that requests all of its operands, three to five copies a chunk.
 //
 // Channels and columns outside a tensor arrive as zeros and count as bytes. Boxes of activations end with the batch: TMA's
-// zero fill of missing rows was measured slower than loading rows that exist (docs/lab-notes/kernels.md, "Rows beyond the batch").
+// zero fill of missing rows was measured slower than loading rows that exist (docs/kernels.md, "Rows beyond the batch").
 // Rows of a stage past the batch keep what they held, and what they give is not stored.
 #pragma once
 #include "ptx/launch.cuh"

@@ -43,7 +43,7 @@ struct Ring {
 };
 
 // Limits the chunks in flight to WINDOW of the ring's STAGES: more bytes in flight than keep the memory busy lower the
-// achieved bandwidth (docs/lab-notes/kernels.md, "Chunks on their way").
+// achieved bandwidth (docs/kernels.md, "Chunks in flight").
 template <typename Layout>
 struct Window {
     Ring<Layout> first;  // chunk in flight

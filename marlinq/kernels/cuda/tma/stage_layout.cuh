@@ -34,7 +34,7 @@ struct StageLayout {
     static constexpr int ALIGNMENT_BYTES = 1024;
 
     // Chunks whose weights a dependent launch requests before it waits for the previous kernel. More bytes than these would
-    // delay that kernel's own requests (docs/lab-notes/kernels.md, "Dependent chain").
+    // delay that kernel's own requests (docs/kernels.md, "Dependent launches").
     static constexpr int AHEAD_BYTES = 65536;
     static constexpr int AHEAD = BYTES > AHEAD_BYTES ? 1 : AHEAD_BYTES / BYTES < WINDOW ? AHEAD_BYTES / BYTES : WINDOW;
 
