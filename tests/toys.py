@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from marlinq.core.dtypes import torch_dtype
+from marlinq.core.granularity import Granularity
 from marlinq.core.rules import Keep, Rule, Rules
-from marlinq.core.scheme import CHANNEL, ELEMENTS, Element, Scheme, register_element
+from marlinq.core.scheme import ELEMENTS, Element, Scheme, register_element
 from marlinq.core.settings import Fraction, setting
-from marlinq.core.weight import Grid, QuantizedWeight, trivial_g_idx
+from marlinq.core.weight import Grid, QuantizedWeight
 from marlinq.formats import LAYOUTS, Layout, ModuleSpec, StoredWeight, TensorSpec, register_layout
 from marlinq.formats.dialects import DIALECTS, Dialect, Keys, QuantizationConfig, register_dialect
 from marlinq.formats.layouts.base import g_idx_refusal
@@ -46,7 +46,7 @@ class ToyLayout(Layout):
         self.elements = (element,)
 
     def as_stored(self, scheme: Scheme) -> Scheme:
-        return Scheme(scheme.element, scheme.group_size, scheme.element.zero_point, scheme.scale_dtype)
+        return Scheme(scheme.element, scheme.granularity, scheme.element.zero_point, scheme.scale_dtype)
 
     def scheme_refusal(self, scheme: Scheme) -> str | None:
         if scheme.stores_zeros:
@@ -86,14 +86,7 @@ class ToyLayout(Layout):
         return {"t_steps": grid.scales.contiguous()}
 
     def _unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
-        element, steps = spec.scheme.element, tensors["t_steps"]
-        return Grid(
-            scales=steps,
-            zeros=torch.full(steps.shape, element.midpoint, dtype=torch.uint8),
-            g_idx=trivial_g_idx(spec.in_features, spec.scheme.group_size),
-            group_size=spec.channels_per_group,
-            element=element,
-        )
+        return Grid.of(spec.scheme, spec.shape, scales=tensors["t_steps"])
 
 
 class ToyDialect(Dialect):
@@ -106,7 +99,8 @@ class ToyDialect(Dialect):
         element = ELEMENTS[keys.raw["element"]]
         rules = [Rule(keys.exact(name), Keep("left out")) for name in keys.names("left_out")]
         for name, size in keys.mapping("sizes").items():
-            rules.append(Rule(keys.exact(name), Scheme(element, size, element.zero_point)))
+            scheme = Scheme(element, Granularity.from_group_size(size), element.zero_point)
+            rules.append(Rule(keys.exact(name), scheme))
         default = Keep("not named")
         return QuantizationConfig(keys.raw["layout"], Rules(default, tuple(rules)))
 
@@ -114,9 +108,7 @@ class ToyDialect(Dialect):
         self, layout: Layout, modules: Mapping[str, ModuleSpec], unquantized: Sequence[str]
     ) -> dict[str, Any]:
         (element,) = {spec.scheme.element.name for spec in modules.values()}
-        sizes = {
-            name: spec.scheme.for_channels(spec.in_features).group_size for name, spec in modules.items()
-        }
+        sizes = {name: spec.granularity.group_size for name, spec in modules.items()}
         return {
             "quant_method": "toy",
             "layout": layout.name,
@@ -160,14 +152,8 @@ class ToyMethod(Method[ToyOptions, Statistics]):
                 torch_dtype(scheme.scale_dtype)
             )
             values = groups / scales.float().unsqueeze(1) + scheme.element.midpoint
-            quantized = QuantizedWeight(
-                codes=scheme.element.nearest(values).reshape(k, n),
-                scales=scales,
-                zeros=torch.full(scales.shape, scheme.element.midpoint, dtype=torch.uint8),
-                g_idx=trivial_g_idx(k, CHANNEL if size == k else size),
-                group_size=size,
-                element=scheme.element,
-            )
+            codes = scheme.element.nearest(values).reshape(k, n)
+            quantized = QuantizedWeight.from_codes(scheme, codes, scales=scales)
             loss = (weight.float() - quantized.dequantize()).norm() / weight.float().norm()
             solved.append((quantized, SolveReport(float(loss) ** 2)))
         return solved

@@ -28,6 +28,8 @@ from typing import Any
 import torch
 
 from marlinq.core.errors import MarlinqError
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import INT4, Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.kernels import (
     Device,
@@ -71,13 +73,9 @@ def microseconds(call: Callable[[], object]) -> dict[str, float]:
 
 def quant_linear(k: int, n: int, device: torch.device) -> QuantLinear:
     """A layer in groups of 32 with every weight 0."""
-    weight = QuantizedWeight(
-        codes=torch.full((k, n), 8, dtype=torch.uint8),
-        scales=torch.ones(k // 32, n),
-        zeros=torch.full((k // 32, n), 8, dtype=torch.uint8),
-        g_idx=torch.arange(k, dtype=torch.int32) // 32,
-        group_size=32,
-    )
+    scheme = Scheme(INT4, Granularity.group(32), "midpoint")
+    codes = torch.full((k, n), 8, dtype=torch.uint8)
+    weight = QuantizedWeight.from_codes(scheme, codes, scales=torch.ones(k // 32, n))
     return QuantLinear(marlin_operand(weight.to(device), torch.float16))
 
 

@@ -72,7 +72,7 @@ def tuples(folder: Path) -> dict[str, str]:
     found = {}
     for name in quantized.modules:
         q = quantized.load(name)
-        digest = hashlib.sha256(f"{q.element.name} {q.group_size}".encode())
+        digest = hashlib.sha256(f"{q.element.name} {q.channels_per_group}".encode())
         for part in (q.codes, q.scales.to(torch.float32), q.zeros, q.g_idx):
             digest.update(repr(tuple(part.shape)).encode())
             digest.update(part.contiguous().numpy().tobytes())

@@ -27,7 +27,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from marlinq.core.scheme import Scheme
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import INT4, Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import LAYOUTS, Layout, spec_of
 from marlinq.methods.gptq import GPTQOptions, solve_gptq
@@ -183,7 +184,8 @@ def measure(
     for group_size, symmetric, act_order in [*ways, (64, True, "none")]:
         if group_size != -1 and k % group_size:
             continue
-        scheme = Scheme(group_size=group_size, zero_point="midpoint" if symmetric else "stored")
+        zero_point = "midpoint" if symmetric else "stored"
+        scheme = Scheme(INT4, Granularity.from_group_size(group_size), zero_point)
         q, _ = solve_gptq(layer.weight, layer.hessian, scheme, GPTQOptions(act_order=act_order))
         able = [name for name, layout in LAYOUTS.items() if layout.refusal(q) is None]
         turn += 1

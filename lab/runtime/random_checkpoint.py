@@ -23,7 +23,9 @@ from torch import Tensor
 from marlinq.checkpoint.header import TensorPlan, encode_header, tensor_bytes
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import MarlinqError
-from marlinq.core.weight import Grid, trivial_g_idx
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import INT4, Scheme
+from marlinq.core.weight import Grid
 from marlinq.formats import LAYOUTS, Layout, ModuleSpec, spec_of
 from marlinq.formats.dialects import write_quantization_config
 
@@ -129,8 +131,7 @@ def _random_linear(
     generator = torch.Generator().manual_seed(seed)
     groups = k // group_size
     scales = (0.5 + torch.rand(groups, n, generator=generator)) / (_CODE_DEVIATION * math.sqrt(k))
-    zeros = torch.full((groups, n), 8, dtype=torch.uint8)
-    grid = Grid(scales.half(), zeros, trivial_g_idx(k, group_size), group_size)
+    grid = Grid.of(Scheme(INT4, Granularity.group(group_size), "midpoint"), (k, n), scales=scales.half())
     small = layout.pack_grid(grid, layout.as_stored(grid.scheme))
     spec = replace(spec_of(grid), scheme=layout.as_stored(grid.scheme))
     shape = layout.expected(spec)[layout.key].shape

@@ -19,6 +19,7 @@ ITEM_BYTES = {
     "bfloat16": 2,
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
+    "float8_e8m0fnu": 1,
     "int64": 8,
     "int32": 4,
     "int16": 2,
@@ -32,7 +33,10 @@ ITEM_BYTES = {
 """Bytes of one element, by the dtype's name."""
 
 FLOATS = ("float32", "bfloat16", "float16")
-"""The dtypes that weights and scales come in."""
+"""The dtypes that unquantised weights come in."""
+
+SCALES = (*FLOATS, "float8_e4m3fn", "float8_e8m0fnu")
+"""The dtypes that scales come in; ``float8_e8m0fnu`` holds powers of two without a sign."""
 
 
 def torch_dtype(name: str) -> torch.dtype:

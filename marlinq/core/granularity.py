@@ -97,6 +97,13 @@ class Granularity:
         return self.channels or _PER_CHANNEL
 
     @property
+    def size(self) -> int | str:
+        """What reports show: :attr:`group_size` where there is one, else ``tensor`` or ``128x128``."""
+        if self.outputs == 1:
+            return self.group_size
+        return f"{self.outputs}x{self.channels}" if self.channels else "tensor"
+
+    @property
     def kind(self) -> GranularityKind:
         """``tensor``, ``channel``, ``group`` or ``block``."""
         if self.channels == 0:

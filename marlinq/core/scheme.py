@@ -1,20 +1,24 @@
-"""How a weight is quantised: the element type, what shares a scale, the zero point.
+"""How a weight is quantised: the element type, what shares a scale, the zero point, the activations.
 
 A quantised weight with K input and N output channels stands for
 
-    W[n, k] = (value(codes[k, n]) - zeros[g_idx[k], n]) * scales[g_idx[k], n]
+    W[n, k] = (value(codes[k, n]) - zeros[g, p]) * scales[g, p]
 
-where ``value`` is the element's: an integer element's code is its own value, any other element has a table.
+where g = g_idx[k] and p = n // outputs per scale. ``value`` is the element's: an integer element's code is
+its own value, any other element has a table.
+With a second-level scale t, one per tensor, this is multiplied or divided by t (:data:`TensorScale`).
 Everything that depends on bits, groups or symmetry asks the scheme. A new element type is one
 :class:`Element` and a call of :func:`register_element`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from marlinq.core.errors import UnsupportedError
+from marlinq.core.granularity import Granularity
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +29,9 @@ else:
 ZeroPoint = Literal["none", "midpoint", "stored"]
 """``none``: codes are signed values already; ``midpoint``: always 2**(bits-1); ``stored``: one per group."""
 
-CHANNEL = -1
-"""The group size of a scheme with one scale per output channel, as configs write it."""
+TensorScale = Literal["none", "multiplies", "divides"]
+"""What a second-level scale does to the products of values and scales. It is kept beside the scales and never
+multiplied into them: neither the product nor a reciprocal is exact in float32."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +39,15 @@ class Element:
     """The type of one code.
 
     Attributes:
-        name: ``int4``, ``int8``; what reports and refusals call it.
-        bits: of a code; 4 or 8 today, which is what words are packed of.
-        table: the value of each code from 0 to 2**bits - 1, ascending or not; None for integers, whose codes
-            are their values.
+        name: ``int4``, ``int8``; what reports and refusals call it, and what elements are compared by.
+        bits: width of a code, 4 or 8.
+        table: value of each code from 0 to 2**bits - 1, ascending or not, NaN for codes that stand for no
+            value; None for integers, whose codes are their values.
     """
 
     name: str
     bits: int
-    table: tuple[float, ...] | None = None
+    table: tuple[float, ...] | None = field(default=None, compare=False)
 
     @property
     def codes(self) -> int:
@@ -67,13 +72,31 @@ class Element:
         return torch.tensor(self.table, dtype=torch.float32, device=codes.device)[codes.long()]
 
     def nearest(self, values: Tensor) -> Tensor:
-        """The codes, uint8, whose values are nearest to ``values`` (float32, any shape)."""
+        """The codes, uint8, whose values are nearest to ``values`` (float32, any shape).
+
+        Halfway between two values the even code is taken, as IEEE 754 rounds; integers round to even values.
+        """
         if self.table is None:
             return torch.round(values).clamp_(0, self.codes - 1).to(torch.uint8)
-        table = torch.tensor(self.table, dtype=torch.float32, device=values.device)
-        ordered, codes = table.sort()
-        places = torch.bucketize(values.contiguous(), (ordered[1:] + ordered[:-1]) / 2)
-        return codes[places].to(torch.uint8)
+        codes, bounds = (part.to(values.device) for part in _nearest_code(self.table))
+        return codes[torch.bucketize(values.contiguous(), bounds)]
+
+
+@lru_cache(maxsize=16)
+def _nearest_code(table: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+    """The codes of distinct values, uint8 in ascending order of value, and the largest float32 value that is
+    nearest to each but the last."""
+    lowest: dict[float, int] = {}
+    for code, value in enumerate(table):
+        if value == value:  # no NaN
+            lowest.setdefault(value, code)
+    values = sorted(lowest)
+    codes = torch.tensor([lowest[value] for value in values], dtype=torch.uint8)
+    wide = torch.tensor(values, dtype=torch.float64)
+    bounds = ((wide[1:] + wide[:-1]) / 2).to(torch.float32)
+    # Values up to and with a bound go to the lower code.
+    below = torch.nextafter(bounds, torch.full_like(bounds, -torch.inf))
+    return codes, torch.where(codes[:-1] % 2 == 0, bounds, below)
 
 
 ELEMENTS: dict[str, Element] = {}
@@ -106,26 +129,48 @@ def integer_element(bits: int) -> Element:
 
 
 @dataclass(frozen=True)
+class Activations:
+    """How a checkpoint wants the inputs of a linear quantised, beside its weights.
+
+    Attributes:
+        element: type of a quantised input.
+        granularity: inputs that share a scale, of a matrix [tokens, K]: tensor, channel (one scale per
+            token), or group (one per token and group of K).
+        dynamic: scales are computed at run time; otherwise the checkpoint stores them.
+    """
+
+    element: Element
+    granularity: Granularity
+    dynamic: bool
+
+    def describe(self) -> str:
+        """For people: ``dynamic fp8_e4m3 activations, one scale per token``."""
+        shared = {"tensor": "one scale per tensor", "channel": "one scale per token"}
+        granularity = shared.get(self.granularity.kind, f"{self.granularity.describe()} per token")
+        return f"{'dynamic' if self.dynamic else 'static'} {self.element.name} activations, {granularity}"
+
+
+@dataclass(frozen=True)
 class Scheme:
     """How one weight is quantised.
 
     Attributes:
-        element: the type of a code.
-        group_size: input channels that share a scale; :data:`CHANNEL` (-1) for one scale per output channel.
+        element: type of a code.
+        granularity: weights that share a scale.
         zero_point: see :data:`ZeroPoint`.
-        scale_dtype: name of the scales' dtype.
-        act_order: a stored ``g_idx`` says which group a channel belongs to, instead of ``k // group_size``.
-        sparsity: ``dense``; the only kind today.
-        activations: ``16-bit``: weights alone are quantised; the only kind today.
+        scale_dtype: name of the scales' dtype; float16 where nobody has said it yet, as in a config.
+        tensor_scale: see :data:`TensorScale`.
+        act_order: a stored ``g_idx`` says which group a channel belongs to, instead of ``k // group size``.
+        activations: how the inputs are quantised; None for 16-bit activations.
     """
 
-    element: Element = INT4
-    group_size: int = 128
-    zero_point: ZeroPoint = "midpoint"
+    element: Element
+    granularity: Granularity
+    zero_point: ZeroPoint
     scale_dtype: str = "float16"
+    tensor_scale: TensorScale = "none"
     act_order: bool = False
-    sparsity: Literal["dense"] = "dense"
-    activations: Literal["16-bit"] = "16-bit"
+    activations: Activations | None = None
 
     @property
     def stores_zeros(self) -> bool:
@@ -134,29 +179,24 @@ class Scheme:
 
     def channels_per_group(self, in_features: int) -> int:
         """Input channels that share a scale in a weight of K = ``in_features``, at most K."""
-        return in_features if self.group_size == CHANNEL else min(self.group_size, in_features)
+        return self.granularity.channels_per_group(in_features)
 
     def groups(self, in_features: int) -> int:
         """G: rows of scales in a weight of K = ``in_features``; the last group may be short."""
-        return group_count(in_features, self.group_size)
+        return self.granularity.groups(in_features)
 
     def for_channels(self, in_features: int) -> Scheme:
         """The same scheme for a weight of K = ``in_features``: a group of K or more is one per channel."""
-        return self.with_group_size(CHANNEL) if self.group_size >= in_features else self
-
-    def with_group_size(self, group_size: int) -> Scheme:
-        """The same scheme with another group size."""
-        return replace(self, group_size=group_size)
+        return replace(self, granularity=self.granularity.for_channels(in_features))
 
     def describe(self) -> str:
         """For people: ``int4, groups of 128, asymmetric``."""
-        granularity = (
-            "one scale per channel" if self.group_size == CHANNEL else f"groups of {self.group_size}"
-        )
         kind = {"none": "signed", "midpoint": "symmetric", "stored": "asymmetric"}[self.zero_point]
-        return f"{self.element.name}, {granularity}, {kind}" + (", act-order" if self.act_order else "")
-
-
-def group_count(in_features: int, group_size: int) -> int:
-    """Groups along K; ``group_size`` -1 means one group (channelwise). A last group may be short."""
-    return 1 if group_size == CHANNEL else -(-in_features // group_size)
+        parts = [self.element.name, self.granularity.describe(), kind]
+        if self.tensor_scale != "none":
+            parts.append(f"scales in {self.scale_dtype} and one per tensor")
+        if self.act_order:
+            parts.append("act-order")
+        if self.activations is not None:
+            parts.append(self.activations.describe())
+        return ", ".join(parts)

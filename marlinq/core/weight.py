@@ -2,21 +2,24 @@
 
 A linear layer computes ``y = x @ W.T + b`` with K = in_features, N = out_features and
 
-    W[n, k] = (value(codes[k, n]) - zeros[g_idx[k], n]) * scales[g_idx[k], n]
+    W[n, k] = (value(codes[k, n]) - zeros[g, p]) * scales[g, p]
 
-where the K input channels are split into G groups (:mod:`marlinq.core.scheme`). Every layout is a lossless
-encoding of a subset of these values; what a layout can't hold it refuses by name (``Layout.refusal``).
+where g = g_idx[k] and p = n // outputs per scale. The K input channels are split into G groups and the N
+output channels into P (:mod:`marlinq.core.granularity`). Where there is a second-level scale t, this product
+is multiplied by t or divided by it. Every layout is a lossless encoding of a subset of these values; what a
+layout can't hold it refuses by name (``Layout.refusal``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from marlinq.core.dtypes import FLOATS, dtype_name
+from marlinq.core.dtypes import SCALES, dtype_name
 from marlinq.core.errors import CheckpointError
-from marlinq.core.scheme import CHANNEL, INT4, Element, Scheme, group_count
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import Activations, Element, Scheme, TensorScale
 
 if TYPE_CHECKING:
     import torch
@@ -27,11 +30,9 @@ else:
 _SLAB = 512
 
 
-def trivial_g_idx(in_features: int, group_size: int, device: torch.device | None = None) -> Tensor:
-    """``g_idx[k] = k // group_size`` as int32 [K]; all zeros when ``group_size`` is -1."""
-    if group_size == CHANNEL:
-        return torch.zeros(in_features, dtype=torch.int32, device=device)
-    return torch.arange(in_features, dtype=torch.int32, device=device) // group_size
+def trivial_g_idx(in_features: int, channels_per_group: int, device: torch.device | None = None) -> Tensor:
+    """``g_idx[k] = k // channels_per_group`` as int32 [K]; all zeros where a group has K channels or more."""
+    return torch.arange(in_features, dtype=torch.int32, device=device) // channels_per_group
 
 
 class _Facts(NamedTuple):
@@ -44,26 +45,61 @@ class _Facts(NamedTuple):
     midpoint: bool
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Grid:
     """Everything of a quantised weight but its codes: what decides whether a layout can hold it.
 
+    Make one with :meth:`of` where a scheme is at hand.
+
     Attributes:
-        scales: float16, bfloat16 or float32 [G, N]; negative values are legal.
-        zeros: uint8 [G, N], zero points in code units; the element's midpoint everywhere means symmetric.
+        element: type of a code.
+        granularity: weights that share a scale; a group of K or more becomes a channel.
+        out_features: N.
+        scales: [G, P], of a dtype in :data:`marlinq.core.dtypes.SCALES`; negative values are legal.
+        zeros: uint8 [G, P], zero points in code units; the element's midpoint everywhere means symmetric.
         g_idx: int32 [K], the group of each input channel, in ``0 .. G - 1``.
-        group_size: channels per group, 1..K; a channelwise weight (one group) has ``group_size == K``.
-        element: the type of a code.
+        tensor_scale: float32 [], second-level scale; None where there is none.
+        tensor_scale_divides: products are divided by ``tensor_scale``, not multiplied.
+        activations: how a checkpoint wants the inputs quantised; None for 16-bit activations.
+        input_scale: float [], stored scale of static activations; None where there is none.
 
     Raises:
         CheckpointError: the parts don't fit together (shape, dtype or range).
     """
 
+    element: Element
+    granularity: Granularity
+    out_features: int
     scales: Tensor
     zeros: Tensor
     g_idx: Tensor
-    group_size: int
-    element: Element = INT4
+    tensor_scale: Tensor | None = None
+    tensor_scale_divides: bool = False
+    activations: Activations | None = None
+    input_scale: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        scheme: Scheme,
+        shape: tuple[int, int],
+        *,
+        scales: Tensor,
+        zeros: Tensor | None = None,
+        g_idx: Tensor | None = None,
+        tensor_scale: Tensor | None = None,
+        input_scale: Tensor | None = None,
+    ) -> Grid:
+        """The grid of a weight of ``scheme`` from the tensors that are stored of it.
+
+        Args:
+            scheme: how it is quantised.
+            shape: (K, N).
+            scales, tensor_scale, input_scale: as in the class.
+            zeros: zero points; the element's midpoint where None.
+            g_idx: group of each channel; in the order of the channels where None.
+        """
+        return Grid(**_parts(scheme, shape, scales, zeros, g_idx, tensor_scale, input_scale))
 
     def __post_init__(self) -> None:
         if self.g_idx.dtype != torch.int32 or self.g_idx.dim() != 1:
@@ -71,19 +107,25 @@ class Grid:
                 f"g_idx: expected int32 [K], found {self.g_idx.dtype} {list(self.g_idx.shape)}"
             )
         k = self.in_features
-        if not 1 <= self.group_size <= k:
-            raise CheckpointError(f"group_size: expected 1..{k} (K), found {self.group_size}")
-        if self.scales.dim() != 2 or dtype_name(self.scales.dtype) not in FLOATS:
+        object.__setattr__(self, "granularity", self.granularity.for_channels(k))
+        if self.scales.dim() != 2 or dtype_name(self.scales.dtype) not in SCALES:
             raise CheckpointError(
-                f"scales: expected float [G, N], found {self.scales.dtype} {list(self.scales.shape)}"
+                f"scales: expected float [G, P], found {self.scales.dtype} {list(self.scales.shape)}"
             )
-        shape = (group_count(k, self.group_size), self.out_features)
+        shape = self.granularity.scales_shape(k, self.out_features)
         if tuple(self.scales.shape) != shape:
             raise CheckpointError(f"scales: expected {list(shape)}, found {list(self.scales.shape)}")
         if tuple(self.zeros.shape) != shape or self.zeros.dtype != torch.uint8:
             raise CheckpointError(
                 f"zeros: expected uint8 {list(shape)}, found {self.zeros.dtype} {list(self.zeros.shape)}"
             )
+        second = self.tensor_scale
+        if second is not None and (second.dtype != torch.float32 or second.dim() != 0):
+            raise CheckpointError(
+                f"tensor_scale: expected float32 [], found {second.dtype} {list(second.shape)}"
+            )
+        if second is None and self.tensor_scale_divides:
+            raise CheckpointError("tensor_scale: expected a scale to divide by, found none")
         facts = self._facts
         if facts.lowest < 0 or facts.highest >= shape[0]:
             found = f"{facts.lowest}..{facts.highest}"
@@ -93,7 +135,7 @@ class Grid:
     def _facts(self) -> _Facts:
         """All at once: a GPU is waited for a single time."""
         lowest, highest = self.g_idx.aminmax()
-        regular = trivial_g_idx(self.in_features, self.group_size, self.g_idx.device)
+        regular = trivial_g_idx(self.in_features, self.channels_per_group, self.g_idx.device)
         trivial = (self.g_idx == regular).all()
         midpoint = (self.zeros == self.element.midpoint).all()
         found = torch.stack((lowest, highest, trivial.to(torch.int32), midpoint.to(torch.int32))).tolist()
@@ -105,136 +147,122 @@ class Grid:
         return self.g_idx.shape[0]
 
     @property
-    def out_features(self) -> int:
-        """N."""
-        return self.scales.shape[1]
-
-    @property
     def groups(self) -> int:
         """G, the number of groups along K."""
         return self.scales.shape[0]
+
+    @property
+    def channels_per_group(self) -> int:
+        """Input channels that share a scale, 1..K."""
+        return self.granularity.channels_per_group(self.in_features)
 
     @cached_property
     def scheme(self) -> Scheme:
         """What the values are, whatever a config says of them: symmetric exactly when every zero point is the
         element's midpoint, in activation order exactly when some channel k is not in group
-        ``k // group_size``."""
+        ``k // channels_per_group``."""
+        use: TensorScale = "divides" if self.tensor_scale_divides else "multiplies"
         return Scheme(
             element=self.element,
-            group_size=CHANNEL if self.groups == 1 else self.group_size,
+            granularity=self.granularity,
             zero_point=self.element.zero_point if self._facts.midpoint else "stored",
             scale_dtype=dtype_name(self.scales.dtype),
+            tensor_scale="none" if self.tensor_scale is None else use,
             act_order=not self.has_trivial_g_idx,
+            activations=self.activations,
         )
 
-    @cached_property
+    @property
     def has_trivial_g_idx(self) -> bool:
-        """True when channel k belongs to group ``k // group_size``: no activation order is stored."""
+        """True when channel k belongs to group ``k // channels_per_group``: no activation order is stored."""
         return self._facts.trivial
 
-    def to(self, device: torch.device) -> Grid:
-        """The same grid with all its tensors on ``device``."""
-        if all(tensor.device == device for tensor in (self.scales, self.zeros, self.g_idx)):
+    def to(self, device: torch.device) -> Self:
+        """The same with all its tensors on ``device``."""
+        own: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
+        if all(tensor.device == device for tensor in tensors.values()):
             return self
-        return replace(
-            self,
-            scales=self.scales.to(device),
-            zeros=self.zeros.to(device),
-            g_idx=self.g_idx.to(device),
-        )
+        return type(self)(**own | {name: tensor.to(device) for name, tensor in tensors.items()})
+
+    def with_codes(self, codes: Tensor) -> QuantizedWeight:
+        """The weight whose codes are ``codes``, uint8 [K, N]."""
+        return QuantizedWeight(**{each.name: getattr(self, each.name) for each in fields(Grid)}, codes=codes)
+
+    def per_output(self, values: Tensor) -> Tensor:
+        """``values`` [G, P], scales or zero points, repeated for every output channel: [G, N]."""
+        if values.shape[1] == self.out_features:
+            return values
+        repeated = values.repeat_interleave(self.granularity.outputs_per_group(self.out_features), dim=1)
+        return repeated[:, : self.out_features]
 
 
-@dataclass(frozen=True, eq=False)
-class QuantizedWeight:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class QuantizedWeight(Grid):
     """The quantised weight of one linear layer, independent of any file layout.
 
     Attributes:
         codes: uint8 [K, N], each in ``0 .. 2**element.bits - 1``.
-        scales, zeros, g_idx, group_size, element: as in :class:`Grid`.
 
     Raises:
         CheckpointError: the parts don't fit together (shape, dtype or range).
     """
 
     codes: Tensor
-    scales: Tensor
-    zeros: Tensor
-    g_idx: Tensor
-    group_size: int
-    element: Element = INT4
+
+    @classmethod
+    def from_codes(
+        cls,
+        scheme: Scheme,
+        codes: Tensor,
+        *,
+        scales: Tensor,
+        zeros: Tensor | None = None,
+        g_idx: Tensor | None = None,
+        tensor_scale: Tensor | None = None,
+        input_scale: Tensor | None = None,
+    ) -> QuantizedWeight:
+        """The weight of ``scheme`` with ``codes``, uint8 [K, N]; other arguments as in :meth:`Grid.of`."""
+        shape = (codes.shape[0], codes.shape[1])
+        parts = _parts(scheme, shape, scales, zeros, g_idx, tensor_scale, input_scale)
+        return cls(**parts, codes=codes)
 
     def __post_init__(self) -> None:
-        shape = [self.grid.in_features, self.grid.out_features]
+        super().__post_init__()
+        shape = [self.in_features, self.out_features]
         if self.codes.dtype != torch.uint8 or list(self.codes.shape) != shape:
             raise CheckpointError(
                 f"codes: expected uint8 {shape}, found {self.codes.dtype} {list(self.codes.shape)}"
             )
 
-    @cached_property
-    def grid(self) -> Grid:
-        """Everything but the codes."""
-        return Grid(self.scales, self.zeros, self.g_idx, self.group_size, self.element)
-
-    @property
-    def in_features(self) -> int:
-        """K."""
-        return self.codes.shape[0]
-
-    @property
-    def out_features(self) -> int:
-        """N."""
-        return self.codes.shape[1]
-
-    @property
-    def groups(self) -> int:
-        """G, the number of groups along K."""
-        return self.scales.shape[0]
-
-    @property
-    def scheme(self) -> Scheme:
-        """What the values are (:attr:`Grid.scheme`)."""
-        return self.grid.scheme
-
-    @property
-    def has_trivial_g_idx(self) -> bool:
-        """True when channel k belongs to group ``k // group_size``: no activation order is stored."""
-        return self.grid.has_trivial_g_idx
-
-    def to(self, device: torch.device) -> QuantizedWeight:
-        """The same weight with all its tensors on ``device``."""
-        if self.codes.device == device:
-            return self
-        return replace(
-            self,
-            codes=self.codes.to(device),
-            scales=self.scales.to(device),
-            zeros=self.zeros.to(device),
-            g_idx=self.g_idx.to(device),
-        )
-
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The dense weight W, [N, K], computed in float32 and cast to ``dtype`` (default float32)."""
-        zeros = self.zeros.to(torch.float32)
-        scales = self.scales.to(torch.float32)
+        zeros = self.per_output(self.zeros.to(torch.float32))
+        scales = self.per_output(self.scales.to(torch.float32))
         weight = torch.empty(
             self.out_features, self.in_features, dtype=dtype or torch.float32, device=self.codes.device
         )
         # A slab at a time: the float32 intermediates are several times the size of the codes.
-        g = self.group_size
+        g = self.channels_per_group
         if self.has_trivial_g_idx and self.in_features == g * len(scales):
             whole = max(_SLAB // g, 1)
             for first in range(0, len(scales), whole):
                 part, slab = slice(first, first + whole), slice(first * g, (first + whole) * g)
                 values = self.element.decode(self.codes[slab]).view(-1, g, self.out_features)
                 values = (values - zeros[part].unsqueeze(1)).mul_(scales[part].unsqueeze(1))
-                weight[:, slab] = values.view(-1, self.out_features).t()
+                weight[:, slab] = self._second_level(values.view(-1, self.out_features)).t()
             return weight
         groups = self.g_idx.long()
         for start in range(0, self.in_features, _SLAB):
             slab = slice(start, start + _SLAB)
             centred = self.element.decode(self.codes[slab]) - zeros[groups[slab]]
-            weight[:, slab] = (centred * scales[groups[slab]]).t()
+            weight[:, slab] = self._second_level(centred * scales[groups[slab]]).t()
         return weight
+
+    def _second_level(self, values: Tensor) -> Tensor:
+        if self.tensor_scale is None:
+            return values
+        return values / self.tensor_scale if self.tensor_scale_divides else values * self.tensor_scale
 
     def difference(self, other: QuantizedWeight) -> str | None:
         """Where ``other`` first differs, in words, or None when both hold the same values.
@@ -242,26 +270,57 @@ class QuantizedWeight:
         Scales are compared bit for bit after an exact widening to float32, so float16 and bfloat16
         scales of equal value agree while -0.0 and 0.0 do not.
         """
-        if (self.element, self.group_size) != (other.element, other.group_size):
-            return (
-                f"{self.element.name}, group size {self.group_size} against "
-                f"{other.element.name}, group size {other.group_size}"
-            )
-        pairs = (
-            ("codes", self.codes, other.codes),
-            (
-                "scales",
-                self.scales.to(torch.float32).view(torch.int32),
-                other.scales.to(torch.float32).view(torch.int32),
-            ),
-            ("zeros", self.zeros, other.zeros),
-            ("g_idx", self.g_idx, other.g_idx),
+        mine, theirs = (
+            (each.element, each.granularity, each.scheme.tensor_scale, each.activations)
+            for each in (self, other)
         )
-        for name, mine, theirs in pairs:
-            if mine.shape != theirs.shape:
-                return f"{name}: shape {list(mine.shape)} against {list(theirs.shape)}"
-            unequal = mine != theirs
-            if bool(unequal.any()):
-                first = unequal.nonzero()[0].tolist()
-                return f"{name}: {int(unequal.sum())} of {unequal.numel()} values differ, first at {first}"
+        if mine != theirs:
+            return f"{self.scheme.describe()} against {other.scheme.describe()}"
+        for name in ("codes", "scales", "zeros", "g_idx", "tensor_scale", "input_scale"):
+            difference = _difference(getattr(self, name), getattr(other, name))
+            if difference is not None:
+                return f"{name}: {difference}"
         return None
+
+
+def _difference(mine: Tensor | None, theirs: Tensor | None) -> str | None:
+    if mine is None or theirs is None:
+        return None if mine is theirs else "in one of the two only"
+    if mine.shape != theirs.shape:
+        return f"shape {list(mine.shape)} against {list(theirs.shape)}"
+    if mine.is_floating_point():
+        mine, theirs = (tensor.to(torch.float32).view(torch.int32) for tensor in (mine, theirs))
+    unequal = mine != theirs
+    if not bool(unequal.any()):
+        return None
+    first = unequal.nonzero()[0].tolist()
+    return f"{int(unequal.sum())} of {unequal.numel()} values differ, first at {first}"
+
+
+def _parts(
+    scheme: Scheme,
+    shape: tuple[int, int],
+    scales: Tensor,
+    zeros: Tensor | None,
+    g_idx: Tensor | None,
+    tensor_scale: Tensor | None,
+    input_scale: Tensor | None,
+) -> dict[str, Any]:
+    """The fields of a :class:`Grid` of K, N = ``shape``."""
+    k, n = shape
+    device = scales.device
+    if zeros is None:
+        middle, of_zeros = scheme.element.midpoint, scheme.granularity.scales_shape(k, n)
+        zeros = torch.full(of_zeros, middle, dtype=torch.uint8, device=device)
+    return {
+        "element": scheme.element,
+        "granularity": scheme.granularity,
+        "out_features": n,
+        "scales": scales,
+        "zeros": zeros,
+        "g_idx": trivial_g_idx(k, scheme.channels_per_group(k), device) if g_idx is None else g_idx,
+        "tensor_scale": tensor_scale,
+        "tensor_scale_divides": scheme.tensor_scale == "divides",
+        "activations": scheme.activations,
+        "input_scale": input_scale,
+    }

@@ -94,7 +94,7 @@ class StoredWeight:
         words = self.words if device is None else self.words.to(device)
         codes = unpack_rows(transcode(words, self.spec, self.layout, None), grid.element.bits)
         with self._named():
-            return QuantizedWeight(codes, grid.scales, grid.zeros, grid.g_idx, grid.group_size, grid.element)
+            return grid.with_codes(codes)
 
     @contextmanager
     def _named(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import NumericsError, UnsupportedError
-from marlinq.core.scheme import CHANNEL, Scheme
+from marlinq.core.scheme import Scheme
 from marlinq.core.settings import check_settings
 from marlinq.core.weight import QuantizedWeight
 
@@ -240,15 +240,15 @@ def real_rows(x: Tensor, mask: Tensor | None, name: str) -> Tensor:
 
 
 def whole_groups(scheme: Scheme, in_features: int, name: str) -> int:
-    """Channels per group of ``scheme``, with -1 resolved to K.
+    """Input channels that share a scale in a weight of ``scheme`` and K = ``in_features``.
 
     Raises:
         UnsupportedError: K is not a multiple of it, so the last group would be short.
     """
-    size = scheme.group_size
-    if size == CHANNEL:
-        return in_features
-    if size < 1 or in_features % size:
+    granularity = scheme.granularity
+    # A group that is larger than K is refused too, by the size that was asked for.
+    size = granularity.channels or in_features
+    if in_features % size:
         raise UnsupportedError(
             f"{name}: in_features {in_features} is not a multiple of group size {size}; "
             "choose another group size for it, or skip it"

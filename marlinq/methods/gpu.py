@@ -7,10 +7,15 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from marlinq.core.errors import EnvironmentProblem
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import INT4, Scheme
 from marlinq.methods.grid import search_factors
 
 if TYPE_CHECKING:
     import torch
+
+_TRIED = Scheme(INT4, Granularity.group(128), "midpoint")
+"""The scheme whose kernel is compiled to find out: a GPU takes the kernels of all schemes or of none."""
 
 
 @lru_cache(maxsize=16)
@@ -22,7 +27,7 @@ def has_panel_kernel(device: torch.device) -> bool:
     from marlinq.kernels.solve import check_panels
 
     try:
-        check_panels(device.index, len(search_factors()))
+        check_panels(device.index, _TRIED, len(search_factors()))
     except EnvironmentProblem as problem:
         warnings.warn(
             f"{device}: the solvers' kernel can't be used ({problem}); torch's operations solve instead, "

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import NumericsError
 from marlinq.core.scheme import Scheme
-from marlinq.core.weight import QuantizedWeight, trivial_g_idx
+from marlinq.core.weight import QuantizedWeight
 from marlinq.methods.base import Method, MethodOptions, SolveReport, check_weight, real_rows, whole_groups
 from marlinq.methods.gpu import has_panel_kernel
 from marlinq.methods.grid import search_factors, search_grid, storable_scales
@@ -146,13 +146,8 @@ def _solve(
     found = round_groups_on_gpu if _takes_the_kernel(weight.device, g, scheme) else round_groups
     codes, scales, zeros, loss = found(w, power, scheme)
     size = float(torch.einsum("gkn,gkn,gk->g", w, w, power).sum(dtype=torch.float64))
-    quantized = QuantizedWeight(
-        codes=codes.reshape(k, n),
-        scales=scales.to(_dtype(scheme)),
-        zeros=zeros.to(torch.uint8),
-        g_idx=trivial_g_idx(k, g).to(weight.device),
-        group_size=g,
-        element=scheme.element,
+    quantized = QuantizedWeight.from_codes(
+        scheme, codes.reshape(k, n), scales=scales.to(_dtype(scheme)), zeros=zeros.to(torch.uint8)
     )
     return quantized, SolveReport(loss / size if size > 0 else 0.0, fallback, norm=size)
 

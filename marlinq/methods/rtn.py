@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from marlinq.core.dtypes import torch_dtype
 from marlinq.core.scheme import Scheme
 from marlinq.core.settings import Flag, setting
-from marlinq.core.weight import QuantizedWeight, trivial_g_idx
+from marlinq.core.weight import QuantizedWeight
 from marlinq.methods.base import (
     Method,
     MethodOptions,
@@ -95,11 +95,9 @@ def round_to_nearest(
     else:
         scales, zeros = minmax_grid(w, scheme)
     codes = scheme.element.nearest(w / scales.unsqueeze(1) + zeros.unsqueeze(1))
-    return QuantizedWeight(
-        codes=codes.reshape(k, n),
+    return QuantizedWeight.from_codes(
+        scheme,
+        codes.reshape(k, n),
         scales=scales.to(torch_dtype(scheme.scale_dtype)),
         zeros=zeros.to(torch.uint8),
-        g_idx=trivial_g_idx(k, g).to(weight.device),
-        group_size=g,
-        element=scheme.element,
     )

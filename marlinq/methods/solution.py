@@ -59,13 +59,8 @@ class Solution:
         g_idx = trivial_g_idx(len(back), g, codes.device)
         parts = (torch.split(part, list(widths), dim=1) for part in (codes, scales, zeros))
         return [
-            QuantizedWeight(
-                codes=c.contiguous(),
-                scales=s.contiguous(),
-                zeros=z.contiguous(),
-                g_idx=g_idx,
-                group_size=g,
-                element=scheme.element,
+            QuantizedWeight.from_codes(
+                scheme, c.contiguous(), scales=s.contiguous(), zeros=z.contiguous(), g_idx=g_idx
             )
             for c, s, z in zip(*parts, strict=True)
         ]

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import UnsupportedError
-from marlinq.core.scheme import CHANNEL, INT4, Scheme
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import INT4, Scheme
 from marlinq.core.weight import Grid, QuantizedWeight, trivial_g_idx
 from marlinq.formats import StoredWeight, transcode
 from marlinq.formats.layouts.marlin import GROUP_SIZES, Marlin, pack_tiles, permute_scales
@@ -35,6 +36,7 @@ KERNEL_LAYOUT = Marlin()
 PAD_MULTIPLE = 64
 """K and N of a stored operand are multiples of this."""
 
+_ONE_GROUP = Granularity.channel().group_size
 _REFINED_SIZES = sorted((size for size in GROUP_SIZES if size > 0), reverse=True)
 
 
@@ -73,7 +75,7 @@ def operand_refusal(weight: StoredWeight | QuantizedWeight | Grid) -> str | None
     if scheme.element != INT4:
         return f"{scheme.element.name} weights; the kernel multiplies {INT4.name}"
     if _kernel_group_size(scheme) is None:
-        return f"group size {scheme.group_size} is neither one group nor a multiple of 32"
+        return f"group size {scheme.granularity.size} is neither one group nor a multiple of 32"
     if scheme.act_order:
         size = scheme.channels_per_group(weight.in_features)
         groups = weight.g_idx.sort().values
@@ -84,7 +86,7 @@ def operand_refusal(weight: StoredWeight | QuantizedWeight | Grid) -> str | None
 
 def operand_shape(weight: StoredWeight | QuantizedWeight) -> tuple[int, int, int]:
     """K and N after padding and the kernel's group size, for a weight that is not refused."""
-    group_size = _kernel_group_size(weight.scheme) or CHANNEL
+    group_size = _kernel_group_size(weight.scheme) or _ONE_GROUP
     step = max(PAD_MULTIPLE, group_size)
     return _round_up(weight.in_features, step), _round_up(weight.out_features, PAD_MULTIPLE), group_size
 
@@ -113,7 +115,7 @@ def stored_operand(stored: StoredWeight, dtype: torch.dtype, device: torch.devic
     if scheme.act_order or (rows, columns) != (k, n):
         return marlin_operand(stored.weight(device), dtype, name=stored.name)
     zeros = None
-    if stored.layout.family == KERNEL_LAYOUT.family and group_size == scheme.group_size:
+    if stored.layout.family == KERNEL_LAYOUT.family and group_size == scheme.granularity.group_size:
         scales = stored.scales
     else:
         scales = permute_scales(_regrouped(stored.grid, stored.grid.scales, group_size))
@@ -153,13 +155,14 @@ def marlin_operand(q: QuantizedWeight, dtype: torch.dtype, *, name: str = "weigh
     scales, zeros = (_regrouped(q, values, group_size) for values in (q.scales, q.zeros))
     scales = _cast_scales(scales, dtype, name)
     k, n = q.in_features, q.out_features
-    groups = 1 if group_size == CHANNEL else rows // group_size
+    size = rows if group_size == _ONE_GROUP else group_size
+    groups = rows // size
     middle = q.element.midpoint
     scales = _grow(scales, groups, columns, 0)
     zeros = _grow(zeros, groups, columns, middle)
     codes = _grow(codes, rows, columns, middle)
     if rows > k:
-        row_groups = trivial_g_idx(rows, group_size)[k:].long()
+        row_groups = trivial_g_idx(rows, size)[k:].long()
         codes[k:] = zeros[row_groups.to(zeros.device)]
     if order is not None:
         order = torch.nn.functional.pad(order, (0, rows - k), value=-1).to(torch.int32)
@@ -183,18 +186,22 @@ def _kernel_words(stored: StoredWeight, device: torch.device) -> Tensor:
 
 
 def _kernel_group_size(scheme: Scheme) -> int | None:
-    if scheme.group_size == CHANNEL:
-        return CHANNEL
-    return next((size for size in _REFINED_SIZES if scheme.group_size % size == 0), None)
+    """The group size of a kernel's configuration, or None where no kernel takes such groups."""
+    granularity = scheme.granularity
+    if granularity == Granularity.channel():
+        return _ONE_GROUP
+    if granularity.kind != "group":
+        return None
+    return next((size for size in _REFINED_SIZES if granularity.channels % size == 0), None)
 
 
 def _regrouped(q: QuantizedWeight | Grid, values: Tensor, group_size: int) -> Tensor:
     """``values``, the scales or zero points of ``q``, a row for each group of ``group_size`` channels."""
-    if group_size in (CHANNEL, q.group_size):
+    if group_size in (_ONE_GROUP, q.channels_per_group):
         return values
     # A short last group of the weight has fewer parts than the others.
     first_channels = torch.arange(0, q.in_features, group_size, device=values.device)
-    return values[first_channels // q.group_size]
+    return values[first_channels // q.channels_per_group]
 
 
 def _cast_scales(scales: Tensor, dtype: torch.dtype, name: str) -> Tensor:

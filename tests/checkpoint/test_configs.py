@@ -17,9 +17,11 @@ from marlinq.checkpoint import (
     replace_quantization_config,
 )
 from marlinq.core.errors import ConversionRefused
-from marlinq.core.scheme import INT8, Scheme
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import INT8
 from marlinq.formats import LAYOUTS, ModuleSpec
 from marlinq.formats.dialects import DIALECTS, write_quantization_config
+from tests.testing.schemes import scheme
 
 FOLDER = Path("checkpoint")
 INNER = [f"self_attn.{part}_proj" for part in "qkvo"] + [
@@ -29,7 +31,7 @@ NAMES = [f"model.layers.{layer}.{inner}" for layer in (0, 1, 2, 10) for inner in
 
 
 def module(group_size: int, **changes: Any) -> ModuleSpec:
-    return ModuleSpec(256, 256, Scheme(group_size=group_size, **changes))
+    return ModuleSpec(256, 256, replace(scheme(group_size), **changes))
 
 
 def write(name: str, modules: dict[str, ModuleSpec], unquantized: list[str]) -> dict[str, Any]:
@@ -46,7 +48,7 @@ KINDS = {
     "channelwise": module(-1),
     "asymmetric": module(64, zero_point="stored"),
     "eight": module(64, element=INT8),
-    "one group": ModuleSpec(64, 256, Scheme(group_size=-1)),
+    "one group": ModuleSpec(64, 256, scheme(-1)),
 }
 
 
@@ -80,10 +82,9 @@ def test_mixed_settings_and_skips_read_back(
     for name, spec in modules.items():
         said = found.rules.scheme(name)
         assert said is not None, name
-        # One group of K channels may be written as -1 or as K.
-        size = -1 if said.group_size == spec.in_features else said.group_size
+        # One scale per channel may be written as -1 or as a group of K.
         wanted = LAYOUTS[layout].as_stored(spec.scheme)
-        assert replace(said, group_size=size) == wanted, name
+        assert said.for_channels(spec.in_features) == wanted, name
     for name in unquantized:
         # GPTQ loaders leave what is outside the blocks alone unless lm_head is true.
         if name != "lm_head" or layout == "compressed-tensors":
@@ -97,7 +98,7 @@ def test_awq_reads_back(skipped: list[str]) -> None:
     if not modules:
         return
     found = read(write("awq", modules, [*skipped, "lm_head"]))
-    assert all(found.rules.scheme(name).group_size == 64 for name in modules)
+    assert all(found.rules.scheme(name).granularity == Granularity.group(64) for name in modules)
     assert all(found.rules.scheme(name) is None for name in [*skipped, "lm_head"])
 
 
@@ -114,7 +115,7 @@ def test_a_single_group_of_the_usual_size_is_no_exception(layout: str) -> None:
     config = write(layout, modules, [])
     assert "dynamic" not in config
     assert len(config.get("config_groups", "1")) == 1
-    assert read(config).rules.scheme("l.0.b").group_size == 64
+    assert read(config).rules.scheme("l.0.b").granularity == Granularity.group(64)
 
 
 def test_the_keys_that_loaders_need() -> None:
@@ -198,4 +199,4 @@ def test_a_config_is_found_where_peers_put_it(tmp_path: Path, place: str) -> Non
     found = read_quantization_config(tmp_path, config)
     assert found is not None
     assert found.layout == "awq"
-    assert found.rules.scheme("x").group_size == 64  # type: ignore[union-attr]
+    assert found.rules.scheme("x").granularity == Granularity.group(64)  # type: ignore[union-attr]

@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from marlinq.core.scheme import Scheme
 from marlinq.formats import LAYOUTS, ModuleSpec, transcode
 from marlinq.kernels.jit.compiler import ARCHITECTURES, compile_kernel
 from marlinq.kernels.launch import tile_words
 from tests.emulation.build import Builder
 from tests.emulation.gemm import SOURCES
 from tests.emulation.launching import EmulatedKernel, Memory, apart
+from tests.testing.schemes import scheme
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "marlin"])
 @pytest.mark.parametrize(("k", "n"), [(16, 64), (64, 192), (208, 128)])
 def test_words_are_those_of_the_layouts(builder: Builder, layout: str, k: int, n: int) -> None:
     source, target = LAYOUTS[layout], LAYOUTS["marlin"]
-    spec = ModuleSpec(k, n, Scheme(group_size=-1))
+    spec = ModuleSpec(k, n, scheme(-1))
     generator = torch.Generator().manual_seed(k)
     shape = source.expected(spec)[source.key].shape
     drawn = torch.randint(-(2**31), 2**31, shape, dtype=torch.int64, generator=generator)

@@ -137,7 +137,7 @@ def pack(name: str, q: QuantizedWeight) -> dict[str, Tensor]:
 
 def refusals(name: str, q: QuantizedWeight) -> set[str]:
     """Words of which a refusal must hold one; empty when the layout holds ``q``. By the matrix of layouts."""
-    k, n, size = q.in_features, q.out_features, q.group_size
+    k, n, size = q.in_features, q.out_features, q.channels_per_group
     slots = 32 // q.element.bits
     zeros = [zero for group in q.zeros.tolist() for zero in group]
     symmetric = all(zero == 1 << (q.element.bits - 1) for zero in zeros)

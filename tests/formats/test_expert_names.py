@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from marlinq.core.scheme import Scheme
 from marlinq.formats import LAYOUTS, ModuleSpec
 from marlinq.formats.dialects import Keys, dialect_of, write_quantization_config
 from marlinq.formats.dialects.patterns import expert_layer, names_pattern, with_whole_experts
+from tests.testing.schemes import scheme
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
-SPEC = ModuleSpec(64, 64, Scheme(group_size=32))
+SPEC = ModuleSpec(64, 64, scheme(32))
 
 
 def layer(number: int, experts: int = 300) -> list[str]:
@@ -52,9 +52,7 @@ def test_a_kept_layer_is_found_under_both_kinds_of_name(form: str) -> None:
     quantised = dict.fromkeys(layer(0), SPEC)
     kept = [*layer(1), "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
     if form == "awq":
-        quantised = {
-            name: ModuleSpec(64, 64, Scheme(group_size=32, zero_point="stored")) for name in quantised
-        }
+        quantised = {name: ModuleSpec(64, 64, scheme(32, symmetric=False)) for name in quantised}
     raw = write_quantization_config(LAYOUTS[form], quantised, kept)
     rules = dialect_of(raw, "config").read(Keys(raw, "config")).rules
     assert all(rules.scheme(name) is not None for name in quantised)

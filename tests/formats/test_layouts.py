@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 
 from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import CheckpointError, ConversionRefused
-from marlinq.core.scheme import Scheme, integer_element
+from marlinq.core.scheme import integer_element
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.formats import LAYOUTS, ModuleSpec, spec_of, transcode
 from marlinq.formats.layouts.marlin import pack_tiles, permute_scales, unpack_tiles
 from tests.formats import oracles
+from tests.testing.schemes import quantized, scheme
 
 NAMES = tuple(LAYOUTS)
-CHANNELWISE = Scheme(group_size=-1)
+CHANNELWISE = scheme(-1)
 
 
 @st.composite
@@ -46,7 +47,7 @@ def tuples(draw: st.DrawFn) -> QuantizedWeight:
     g_idx = trivial_g_idx(k, size)
     if order == "scattered":
         g_idx = g_idx[torch.randperm(k, generator=generator)]
-    return QuantizedWeight(codes, scales, zeros, g_idx, size, integer_element(bits))
+    return quantized(codes, scales, zeros, g_idx, size, integer_element(bits))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -94,7 +95,7 @@ def test_transcoded_words_are_the_packed_words(q: QuantizedWeight, names: list[s
 def test_large_tensors_are_transcoded_in_several_slabs(name: str) -> None:
     # 2**21 codes a slab: 4096 columns leave 512 rows for the first and 272 for the last.
     codes = torch.randint(0, 16, (784, 4096), dtype=torch.uint8)
-    q = QuantizedWeight(
+    q = quantized(
         codes,
         torch.ones(1, 4096, dtype=torch.float16),
         torch.full((1, 4096), 8, dtype=torch.uint8),
@@ -119,7 +120,7 @@ def test_scale_permutation_is_undone(groups: int, blocks: int) -> None:
 def small(
     bits: int = 4, zero: int = 8, scale: float = 0.5, dtype: torch.dtype = torch.float16
 ) -> QuantizedWeight:
-    return QuantizedWeight(
+    return quantized(
         torch.zeros(64, 64, dtype=torch.uint8),
         torch.full((2, 64), scale, dtype=dtype),
         torch.full((2, 64), zero, dtype=torch.uint8),
@@ -186,13 +187,13 @@ def test_v1_zeros_are_decoded_as_written_or_refused(zeros: list[int]) -> None:
 
 def test_a_tuple_declared_asymmetric_stores_its_zeros() -> None:
     layout, q = LAYOUTS["compressed-tensors"], small()
-    declared = Scheme(group_size=32, zero_point="stored")
+    declared = scheme(32, symmetric=False)
     tensors = layout.pack(q, declared)
     spec = ModuleSpec(64, 64, declared)
     assert set(tensors) == set(layout.expected(spec))
     assert q.difference(layout.unpack(tensors, spec)) is None
     with pytest.raises(ConversionRefused, match="declared symmetric"):
-        layout.pack(small(zero=7), Scheme(group_size=32))
+        layout.pack(small(zero=7), scheme(32))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -224,7 +225,7 @@ def test_g_idx_out_of_range_is_refused() -> None:
 def test_dequantize_is_the_definition() -> None:
     generator = torch.Generator().manual_seed(3)
     k, n, size = 1100, 3, 100
-    q = QuantizedWeight(
+    q = quantized(
         torch.randint(0, 16, (k, n), generator=generator, dtype=torch.uint8),
         torch.randn(11, n, generator=generator).half(),
         torch.randint(0, 16, (11, n), generator=generator, dtype=torch.uint8),

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marlinq.core.errors import NumericsError, UnsupportedError
+from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import Element, Scheme
 from marlinq.methods import METHODS, RTNOptions
 from marlinq.methods.rtn import round_to_nearest
@@ -29,7 +30,7 @@ def test_every_weight_is_within_half_a_step(n, groups, group_size, symmetric, se
     slack = 0.5 if symmetric else 1.0
     assert bool(((q.dequantize() - weight).abs() <= step * slack * (1 + 1e-5)).all())
     assert q.has_trivial_g_idx
-    assert q.group_size == (k if group_size == -1 else group_size)
+    assert q.channels_per_group == (k if group_size == -1 else group_size)
     if symmetric:
         assert not q.scheme.stores_zeros
 
@@ -85,8 +86,8 @@ def test_codebook_values_are_reproduced(clip_search):
     codes = torch.randint(0, 16, (8, 64), generator=generator)
     codes[:, ::32] = 15
     weight = table[codes] * 0.125
-    q = round_to_nearest(weight, Scheme(CODEBOOK, 32, "none"), clip_search=clip_search)
-    assert q.scheme == Scheme(CODEBOOK, 32, "none")
+    q = round_to_nearest(weight, Scheme(CODEBOOK, Granularity.group(32), "none"), clip_search=clip_search)
+    assert q.scheme == Scheme(CODEBOOK, Granularity.group(32), "none")
     if not clip_search:
         # The largest value is the table's largest, so the scale is exact.
         assert torch.equal(q.dequantize(), weight)
@@ -98,7 +99,7 @@ def test_codebook_values_are_reproduced(clip_search):
 def test_a_codebook_grid_covers_both_sides():
     # The negative side of the table ends at -8, so a range of -1..1 needs steps of 1/8.
     weight = torch.linspace(-1, 1, 32).repeat(2, 1)
-    q = round_to_nearest(weight, Scheme(CODEBOOK, 32, "none", "float32"))
+    q = round_to_nearest(weight, Scheme(CODEBOOK, Granularity.group(32), "none", "float32"))
     assert q.scales.unique().tolist() == [0.125]
     nearest = (weight[..., None] / 0.125 - torch.tensor(CODEBOOK.table)).abs().amin(dim=-1) * 0.125
     torch.testing.assert_close((q.dequantize() - weight).abs(), nearest)
@@ -118,7 +119,11 @@ def test_the_method_reports_the_squared_error():
 
 
 def test_methods_refuse_schemes_they_have_no_values_for():
-    assert METHODS["rtn"].scheme_refusal(Scheme(CODEBOOK, 32, "none")) is None
-    assert "no zero points" in (METHODS["rtn"].scheme_refusal(Scheme(CODEBOOK, 32, "stored")) or "")
-    assert "integers only" in (METHODS["gptq"].scheme_refusal(Scheme(CODEBOOK, 32, "none")) or "")
+    assert METHODS["rtn"].scheme_refusal(Scheme(CODEBOOK, Granularity.group(32), "none")) is None
+    assert "no zero points" in (
+        METHODS["rtn"].scheme_refusal(Scheme(CODEBOOK, Granularity.group(32), "stored")) or ""
+    )
+    assert "integers only" in (
+        METHODS["gptq"].scheme_refusal(Scheme(CODEBOOK, Granularity.group(32), "none")) or ""
+    )
     assert METHODS["gptq"].scheme_refusal(scheme(bits=8)) is None

@@ -17,6 +17,7 @@ from marlinq.operations.verify import verify
 from marlinq.runtime import generate, load
 from tests.runtime.test_generation import wide_model
 from tests.testing.runnable_folders import save_plain, save_quantized, save_tokenizer
+from tests.testing.schemes import quantized
 
 REASON = "dense: torch's product with the dequantised weight; not w4a16: int8 weights"
 TEXT = "It is a truth universally acknowledged, that a byte is a token.\n\nÄußerst schön! " * 8
@@ -33,7 +34,7 @@ def rounded(weight: Tensor, *, symmetric: bool, size: int = 32) -> QuantizedWeig
     scales = ((high - low) / 254).half()
     zeros = torch.full_like(low, 128) if symmetric else torch.round(-low / scales)
     codes = torch.round(groups / scales[:, None] + zeros[:, None]).clamp(0, 255)
-    return QuantizedWeight(
+    return quantized(
         codes.reshape(k, n).to(torch.uint8),
         scales,
         zeros.to(torch.uint8),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import UnsupportedError
+from marlinq.core.granularity import Granularity
 from marlinq.core.weight import QuantizedWeight
 from marlinq.operations.evaluate import evaluate
 from marlinq.operations.verify import verify
@@ -120,7 +121,8 @@ def test_weights_are_off_by_what_the_docs_say(symmetric: bool, scale_dtype: torc
 
 
 def test_groups_are_split_into_those_of_the_product() -> None:
-    assert [product_group_size(size, 1536) for size in (32, 96, 128, 192, 768, -1)] == [
+    shared = map(Granularity.from_group_size, (32, 96, 128, 192, 768, -1))
+    assert [product_group_size(each, 1536) for each in shared] == [
         32,
         32,
         128,
@@ -128,10 +130,10 @@ def test_groups_are_split_into_those_of_the_product() -> None:
         256,
         256,
     ]
-    assert product_group_size(128, 576) == 64  # its last group is short
-    assert product_group_size(-1, 576) == 64
-    assert product_group_size(16, 64) is None
-    assert product_group_size(-1, 80) is None
+    assert product_group_size(Granularity.group(128), 576) == 64  # its last group is short
+    assert product_group_size(Granularity.channel(), 576) == 64
+    assert product_group_size(Granularity.group(16), 64) is None
+    assert product_group_size(Granularity.channel(), 80) is None
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_groups_are_split_into_those_of_the_product() -> None:
     [
         ({"bits": 8}, ROUNDED, "int8 weights"),
         ({"group_size": 16}, ROUNDED, "no group of 32, 64, 128 or 256 divides groups of 16"),
-        ({"k": 80, "group_size": -1}, ROUNDED, "no group .* divides groups of -1 in 80 channels"),
+        ({"k": 80, "group_size": -1}, ROUNDED, "no group .* divides one scale per channel in 80 channels"),
         ({"n": 40}, ROUNDED, "40 output channels are no multiple of 16"),
         ({}, EXACT, "it multiplies in bfloat16, exact float32 products"),
         ({}, Setting(CPU, torch.float16, exact=False), "the model runs in float16"),

@@ -46,7 +46,7 @@ class CodesLinear(nn.Module):
         weight = stored.weight()
         self.codes, self.bias, self.factor = weight.codes, bias, factor
         self.zeros, self.scales = weight.zeros.float(), weight.scales.to(setting.dtype).float()
-        self.size = weight.group_size
+        self.size = weight.channels_per_group
 
     def forward(self, x: Tensor) -> Tensor:
         groups = zip(self.codes.split(self.size), self.zeros, self.scales, strict=True)

@@ -18,6 +18,7 @@ from marlinq.core.scheme import Scheme, integer_element
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.formats import LAYOUTS, spec_of
 from marlinq.formats.dialects import DIALECTS, write_quantization_config
+from tests.testing.schemes import quantized
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 128, 256, 64
 SHAPES = {
@@ -69,7 +70,7 @@ def random_tuple(
     if scattered:
         g_idx = g_idx[torch.randperm(k, generator=generator)]
     codes = torch.randint(0, 1 << bits, (k, n), generator=generator, dtype=torch.uint8)
-    return QuantizedWeight(codes, scales.to(dtype), points, g_idx, size, integer_element(bits))
+    return quantized(codes, scales.to(dtype), points, g_idx, size, integer_element(bits))
 
 
 def model_tuples(*, lm_head: bool = False, **settings: Any) -> dict[str, QuantizedWeight]:

@@ -18,6 +18,7 @@ from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.formats import LAYOUTS, StoredWeight, spec_of
 from marlinq.formats.dialects import write_quantization_config
 from marlinq.models import describe
+from tests.testing.schemes import quantized
 
 Quantizer = Callable[[str, Tensor], QuantizedWeight | None]
 
@@ -47,7 +48,7 @@ def random_tuple(
     g_idx = trivial_g_idx(k, size)
     if act_order:
         g_idx = g_idx[torch.randperm(k, generator=generator)]
-    return QuantizedWeight(codes, scales.to(scale_dtype), zeros, g_idx, size, integer_element(bits))
+    return quantized(codes, scales.to(scale_dtype), zeros, g_idx, size, integer_element(bits))
 
 
 def stored_weight(q: QuantizedWeight, layout: str = "gptq-v2") -> StoredWeight:

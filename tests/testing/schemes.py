@@ -1,12 +1,32 @@
-"""Schemes in the fewest words."""
+"""Schemes and quantised weights in the fewest words."""
 
 from __future__ import annotations
 
-from marlinq.core.scheme import Scheme, integer_element
+from torch import Tensor
+
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import INT4, Element, Scheme, integer_element
+from marlinq.core.weight import QuantizedWeight
 
 
 def scheme(
     group_size: int = 32, *, symmetric: bool = True, bits: int = 4, scale_dtype: str = "float16"
 ) -> Scheme:
-    """An integer scheme."""
-    return Scheme(integer_element(bits), group_size, "midpoint" if symmetric else "stored", scale_dtype)
+    """An integer scheme; ``group_size`` as configs write it."""
+    zero_point = "midpoint" if symmetric else "stored"
+    return Scheme(integer_element(bits), Granularity.from_group_size(group_size), zero_point, scale_dtype)
+
+
+def quantized(
+    codes: Tensor, scales: Tensor, zeros: Tensor, g_idx: Tensor, size: int, element: Element = INT4
+) -> QuantizedWeight:
+    """The weight with ``size`` channels per group."""
+    return QuantizedWeight(
+        codes=codes,
+        scales=scales,
+        zeros=zeros,
+        g_idx=g_idx,
+        element=element,
+        granularity=Granularity.group(size),
+        out_features=codes.shape[1],
+    )

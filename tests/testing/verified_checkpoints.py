@@ -20,7 +20,7 @@ from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.formats import LAYOUTS, spec_of
 from marlinq.formats.dialects import DIALECTS, write_quantization_config
 from marlinq.methods.gptq import GPTQOptions, solve_gptq
-from tests.testing.schemes import scheme
+from tests.testing.schemes import quantized, scheme
 
 SHARD_BYTES = 100_000
 """Small enough that every quantised checkpoint has several shards."""
@@ -64,7 +64,7 @@ def quantize(
     q, _ = solve_gptq(weight[:, order], hessian[order][:, order], wanted, GPTQOptions(act_order="none"))
     back = order.argsort()
     g_idx = trivial_g_idx(weight.shape[1], group_size)[back]
-    return QuantizedWeight(q.codes[back].contiguous(), q.scales, q.zeros, g_idx, q.group_size)
+    return quantized(q.codes[back].contiguous(), q.scales, q.zeros, g_idx, q.channels_per_group)
 
 
 @cache

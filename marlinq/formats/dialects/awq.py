@@ -36,7 +36,7 @@ class AWQDialect(Dialect):
             raise UnsupportedError(
                 f"{keys.where}: AWQ with {bits} bits is not supported; the layout is 4-bit"
             )
-        scheme = Scheme(INT4, keys.group_size("group_size", "q_group_size"), zero_point="stored")
+        scheme = Scheme(INT4, keys.granularity("group_size", "q_group_size"), "stored")
         rules: tuple[Rule[Scheme], ...] = tuple(
             Rule(keys.containing(name), Keep(f"modules_to_not_convert: {name}"))
             for name in keys.names("modules_to_not_convert")
@@ -47,7 +47,7 @@ class AWQDialect(Dialect):
         self, layout: Layout, modules: Mapping[str, ModuleSpec], unquantized: Sequence[str]
     ) -> dict[str, Any]:
         schemes = declared_schemes(layout, modules)
-        sizes = sorted({scheme.group_size for scheme in schemes.values()})
+        sizes = sorted({scheme.granularity.group_size for scheme in schemes.values()})
         if len(sizes) > 1:
             raise ConversionRefused(
                 f"awq: group sizes {sizes} in one checkpoint; AWQ configs have no per-module settings"

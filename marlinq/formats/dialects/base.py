@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from marlinq.core.granularity import Granularity
 from marlinq.core.rules import Rules
-from marlinq.core.scheme import CHANNEL, Scheme
+from marlinq.core.scheme import Scheme
 from marlinq.formats.dialects.keys import Keys
 from marlinq.formats.layouts import Layout, ModuleSpec
 
@@ -80,15 +81,17 @@ class Dialect(ABC):
 
 def declared_schemes(layout: Layout, modules: Mapping[str, ModuleSpec]) -> dict[str, Scheme]:
     """What a config has to say of every module, modules of equal settings having equal values."""
-    sizes = Counter(spec.scheme.group_size for spec in modules.values() if spec.groups > 1)
-    usual = sizes.most_common(1)[0][0] if sizes else CHANNEL
+    sizes = Counter(spec.granularity for spec in modules.values() if spec.granularity.kind == "group")
+    usual = sizes.most_common(1)[0][0] if sizes else None
     declared = {}
     for name, spec in modules.items():
-        # One group of K channels is the usual group size where that is K, and -1 otherwise.
-        single = usual if spec.in_features == usual else CHANNEL
+        granularity = spec.granularity
+        # One scale per channel is the usual group size where that is K, as its neighbours have it.
+        if granularity == Granularity.channel() and usual == Granularity.group(spec.in_features):
+            granularity = usual
         declared[name] = replace(
             layout.as_stored(spec.scheme),
-            group_size=single if spec.groups == 1 else spec.scheme.group_size,
+            granularity=granularity,
             scale_dtype="float16",
             act_order=False,
         )

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from marlinq.core.errors import CheckpointError, UnsupportedError
+from marlinq.core.granularity import Granularity
 from marlinq.core.rules import Keep, Matcher, Rule, Rules
-from marlinq.core.scheme import CHANNEL, Scheme
+from marlinq.core.scheme import Scheme
 from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes, majority
 from marlinq.formats.dialects.keys import Keys
 from marlinq.formats.dialects.patterns import EXPERTS, is_head, names_pattern
@@ -70,7 +71,6 @@ class CompressedTensorsDialect(Dialect):
             # A class target does not reach lm_head in every loader, so it is always named.
             named = [name for name in members if is_head(name)] if scheme == default else members
             targets = ["re:" + names_pattern(named, schemes)] if named else []
-            channelwise = scheme.group_size == CHANNEL
             groups[f"group_{index}"] = {
                 "targets": [*targets, "Linear"] if scheme == default else targets,
                 "format": "pack-quantized",
@@ -80,8 +80,8 @@ class CompressedTensorsDialect(Dialect):
                     "num_bits": scheme.element.bits,
                     "type": "int",
                     "symmetric": not scheme.stores_zeros,
-                    "strategy": "channel" if channelwise else "group",
-                    "group_size": None if channelwise else scheme.group_size,
+                    "strategy": scheme.granularity.kind,
+                    "group_size": scheme.granularity.channels or None,
                     "dynamic": False,
                     "actorder": None,
                 },
@@ -119,7 +119,7 @@ def _scheme(keys: Keys, outer_format: object) -> Scheme:
     channelwise = strategy == "channel" or weights.first("group_size") is None
     return Scheme(
         element=weights.element("num_bits"),
-        group_size=CHANNEL if channelwise else weights.group_size("group_size"),
+        granularity=Granularity.channel() if channelwise else weights.granularity("group_size"),
         zero_point="midpoint" if weights.boolean("symmetric", True) else "stored",
         act_order=weights.raw.get("actorder") in ("group", "dynamic"),
     )

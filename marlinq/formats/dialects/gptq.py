@@ -43,7 +43,7 @@ class GPTQDialect(Dialect):
             )
         default = Scheme(
             element=keys.element("bits", "w_bit", "wbits"),
-            group_size=keys.group_size("group_size"),
+            granularity=keys.granularity("group_size"),
             zero_point=_zero_point(keys, "stored"),
             act_order=bool(keys.boolean("desc_act", False)),
         )
@@ -70,7 +70,7 @@ class GPTQDialect(Dialect):
             members = [name for name, scheme in schemes.items() if scheme == other]
             dynamic["+:" + names_pattern(members, unquantized)] = {
                 "bits": other.element.bits,
-                "group_size": other.group_size,
+                "group_size": other.granularity.group_size,
                 "sym": not other.stores_zeros,
                 "desc_act": act_order,
             }
@@ -78,7 +78,7 @@ class GPTQDialect(Dialect):
         config: dict[str, Any] = {
             "quant_method": "gptq",
             "bits": default.element.bits,
-            "group_size": default.group_size,
+            "group_size": default.granularity.group_size,
             "desc_act": act_order,
             "sym": not default.stores_zeros,
             "checkpoint_format": layout_key,
@@ -120,7 +120,7 @@ def _override(keys: Keys, text: str, overrides: object, default: Scheme) -> Sche
     inner = Keys(overrides, f"{keys.where}: dynamic rule {text!r}")
     return Scheme(
         element=inner.element("bits") if "bits" in overrides else default.element,
-        group_size=inner.group_size("group_size") if "group_size" in overrides else default.group_size,
+        granularity=inner.granularity("group_size") if "group_size" in overrides else default.granularity,
         zero_point=_zero_point(inner, default.zero_point),
         act_order=bool(inner.boolean("desc_act", default.act_order)),
     )

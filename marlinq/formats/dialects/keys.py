@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from marlinq.core.errors import CheckpointError, UnsupportedError
+from marlinq.core.granularity import Granularity
 from marlinq.core.patterns import Containing, Exact, Pattern, Patterns
 from marlinq.core.scheme import Element, integer_element
 
@@ -43,12 +44,12 @@ class Keys:
         except UnsupportedError as error:
             raise UnsupportedError(f"{self.where}: {error}") from None
 
-    def group_size(self, *names: str) -> int:
-        """A group size: -1 or positive."""
+    def granularity(self, *names: str) -> Granularity:
+        """What a group size says: -1 for one scale per output channel, or positive."""
         value = self.integer(*names)
         if value != -1 and not 1 <= value < _LARGEST_GROUP:
             raise CheckpointError(f"{self.where}: group_size: expected -1 or positive, found {value}")
-        return value
+        return Granularity.from_group_size(value)
 
     def boolean(self, name: str, default: bool | None = None) -> bool | None:
         """True, false, or ``default`` where the key is absent."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from marlinq.core.scheme import Element, Scheme
-from marlinq.core.weight import Grid, trivial_g_idx
+from marlinq.core.weight import Grid
 from marlinq.formats.layouts.base import (
     Layout,
     ModuleSpec,
@@ -92,11 +92,8 @@ class AWQ(Layout):
         return {"qzeros": _pack_interleaved(grid.zeros), "scales": grid.scales.contiguous()}
 
     def _unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
-        return Grid(
-            scales=tensors["scales"],
-            zeros=_unpack_interleaved(tensors["qzeros"]),
-            g_idx=trivial_g_idx(spec.in_features, spec.scheme.group_size, tensors["scales"].device),
-            group_size=spec.channels_per_group,
+        return Grid.of(
+            spec.scheme, spec.shape, scales=tensors["scales"], zeros=_unpack_interleaved(tensors["qzeros"])
         )
 
 

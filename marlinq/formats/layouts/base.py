@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from marlinq.core.dtypes import dtype_name, torch_dtype
 from marlinq.core.errors import CheckpointError, ConversionRefused
+from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import Grid, QuantizedWeight
 from marlinq.formats.packing import pack_rows, slots_per_word, unpack_rows
@@ -52,13 +53,23 @@ class ModuleSpec:
     extras: frozenset[str] = frozenset()
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """(K, N)."""
+        return self.in_features, self.out_features
+
+    @property
+    def granularity(self) -> Granularity:
+        """Weights that share a scale; a group of K or more is a channel."""
+        return self.scheme.granularity.for_channels(self.in_features)
+
+    @property
     def groups(self) -> int:
         """G."""
         return self.scheme.groups(self.in_features)
 
     @property
     def channels_per_group(self) -> int:
-        """The group size with -1 resolved, and never above K."""
+        """Input channels that share a scale, at most K."""
         return self.scheme.channels_per_group(self.in_features)
 
     @property
@@ -147,11 +158,12 @@ class Layout(ABC):
         """Why these values can't be stored although the shape could, or None."""
         return None
 
-    def refusal(self, weight: QuantizedWeight | Grid, scale_dtype: str | None = None) -> str | None:
+    def refusal(self, weight: Grid, scale_dtype: str | None = None) -> str | None:
         """Why ``pack`` would refuse, or None when it is lossless. The codes play no part in it."""
-        grid = weight.grid if isinstance(weight, QuantizedWeight) else weight
-        dtype = scale_dtype or self.scale_dtype or dtype_name(grid.scales.dtype)
-        return self.shape_refusal(spec_of(grid)) or self.value_refusal(grid) or _scale_refusal(grid, dtype)
+        dtype = scale_dtype or self.scale_dtype or weight.scheme.scale_dtype
+        return (
+            self.shape_refusal(spec_of(weight)) or self.value_refusal(weight) or _scale_refusal(weight, dtype)
+        )
 
     @abstractmethod
     def expected(self, spec: ModuleSpec) -> dict[str, TensorSpec]:
@@ -198,7 +210,7 @@ class Layout(ABC):
         Raises:
             ConversionRefused: the layout can't hold ``weight`` without loss; the message is the reason.
         """
-        tensors = self.pack_grid(weight.grid, declared)
+        tensors = self.pack_grid(weight, declared)
         words = pack_rows(weight.codes, weight.element.bits)
         return {self.key: transcode(words, spec_of(weight), None, self), **tensors}
 
@@ -208,7 +220,7 @@ class Layout(ABC):
         Raises:
             ConversionRefused: as :meth:`pack`.
         """
-        natural = self.scale_dtype or dtype_name(grid.scales.dtype)
+        natural = self.scale_dtype or grid.scheme.scale_dtype
         wanted = declared or self.as_stored(replace(grid.scheme, scale_dtype=natural))
         reason = self.refusal(grid, wanted.scale_dtype)
         if reason is not None:
@@ -229,7 +241,7 @@ class Layout(ABC):
         self._check(tensors, spec)
         grid = self._unpack_grid(tensors, spec)
         codes = unpack_rows(transcode(tensors[self.key], spec, self, None), spec.scheme.element.bits)
-        return QuantizedWeight(codes, grid.scales, grid.zeros, grid.g_idx, grid.group_size, grid.element)
+        return grid.with_codes(codes)
 
     def unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
         """Everything but the codes, from the tensors except the codes' own.
@@ -298,8 +310,8 @@ def transcode(words: Tensor, spec: ModuleSpec, source: Layout | None, target: La
     return result
 
 
-def spec_of(weight: QuantizedWeight | Grid, zero_writer: str | None = None) -> ModuleSpec:
-    """The spec that describes ``weight``; a single group counts as channelwise (-1)."""
+def spec_of(weight: Grid, zero_writer: str | None = None) -> ModuleSpec:
+    """The spec that describes ``weight``; a single group counts as one scale per channel."""
     return ModuleSpec(weight.in_features, weight.out_features, weight.scheme, zero_writer)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from marlinq.core.errors import CheckpointError
 from marlinq.core.scheme import Element, Scheme
-from marlinq.core.weight import Grid, trivial_g_idx
+from marlinq.core.weight import Grid
 from marlinq.formats.layouts.base import (
     Layout,
     ModuleSpec,
@@ -112,20 +112,13 @@ class CompressedTensors(Layout):
                 f"weight_shape: expected [{spec.out_features}, {spec.in_features}] from weight_packed, "
                 f"found {shape}"
             )
-        element, device = spec.scheme.element, tensors["weight_scale"].device
+        zeros = None
         if spec.scheme.stores_zeros:
-            zeros = unpack_rows(tensors["weight_zero_point"], element.bits).t().contiguous()
-        else:
-            zeros = torch.full(
-                (spec.groups, spec.out_features), element.midpoint, dtype=torch.uint8, device=device
-            )
-        g_idx = tensors.get("weight_g_idx")
-        if g_idx is None:
-            g_idx = trivial_g_idx(spec.in_features, spec.scheme.group_size, device)
-        return Grid(
+            zeros = unpack_rows(tensors["weight_zero_point"], spec.scheme.element.bits).t().contiguous()
+        return Grid.of(
+            spec.scheme,
+            spec.shape,
             scales=tensors["weight_scale"].t().contiguous(),
             zeros=zeros,
-            g_idx=g_idx,
-            group_size=spec.channels_per_group,
-            element=element,
+            g_idx=tensors.get("weight_g_idx"),
         )

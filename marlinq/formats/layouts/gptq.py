@@ -99,13 +99,7 @@ class GPTQ(Layout):
         zeros = unpack_columns(tensors["qzeros"], spec.scheme.element.bits)
         if self.version == 1:
             zeros = _decode_v1_zeros(tensors["qzeros"], zeros, spec)
-        return Grid(
-            scales=tensors["scales"],
-            zeros=zeros,
-            g_idx=tensors["g_idx"],
-            group_size=spec.channels_per_group,
-            element=spec.scheme.element,
-        )
+        return Grid.of(spec.scheme, spec.shape, scales=tensors["scales"], zeros=zeros, g_idx=tensors["g_idx"])
 
 
 def _decode_v1_zeros(words: Tensor, slots: Tensor, spec: ModuleSpec) -> Tensor:

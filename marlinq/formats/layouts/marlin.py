@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from marlinq.core.scheme import INT4, Element, Scheme
-from marlinq.core.weight import Grid, trivial_g_idx
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import Element, Scheme
+from marlinq.core.weight import Grid
 from marlinq.formats.layouts.base import Layout, ModuleSpec, PlainTensors, TensorSpec, g_idx_refusal
 from marlinq.formats.packing import pack_rows, transpose_fields, unpack_rows
 
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 else:
     from marlinq.core.lazy import torch
 
-GROUP_SIZES = (32, 64, 128, -1)
+GRANULARITIES = (*map(Granularity.group, (32, 64, 128)), Granularity.channel())
+GROUP_SIZES = tuple(granularity.group_size for granularity in GRANULARITIES)
 TILE_K = 16
 TILE_N = 64
 
@@ -68,10 +70,10 @@ class Marlin(Layout):
                 f"K={spec.in_features} must be a multiple of {TILE_K} "
                 f"and N={spec.out_features} of {TILE_N} (one tile)"
             )
-        if spec.groups > 1 and spec.scheme.group_size not in GROUP_SIZES:
-            return f"group size {spec.scheme.group_size} is not one of 32, 64, 128, -1"
-        if spec.in_features % spec.channels_per_group:
-            return f"K={spec.in_features} is not a multiple of the group size {spec.scheme.group_size}"
+        if spec.granularity not in GRANULARITIES:
+            return f"{spec.granularity.describe()}; the group size has to be 32, 64, 128 or -1"
+        if not spec.granularity.divides(spec.in_features):
+            return f"K={spec.in_features} is not a multiple of the group size {spec.channels_per_group}"
         return None
 
     def strict_refusal(self, spec: ModuleSpec) -> str | None:
@@ -84,8 +86,9 @@ class Marlin(Layout):
                 f"{self.original_kernel} needs K={spec.in_features} to be a multiple of 128 "
                 f"and N={spec.out_features} of 256"
             )
-        if spec.groups > 1 and spec.scheme.group_size != 128:
-            return f"{self.original_kernel} takes group sizes 128 and -1, not {spec.scheme.group_size}"
+        if spec.granularity not in (Granularity.group(128), Granularity.channel()):
+            taken = "groups of 128 and one scale per channel"
+            return f"{self.original_kernel} takes {taken}, not {spec.granularity.describe()}"
         return None
 
     def value_refusal(self, grid: Grid) -> str | None:
@@ -122,15 +125,7 @@ class Marlin(Layout):
         return {"s": permute_scales(grid.scales)}
 
     def _unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
-        device = tensors["s"].device
-        return Grid(
-            scales=permute_scales(tensors["s"]),
-            zeros=torch.full(
-                (spec.groups, spec.out_features), INT4.midpoint, dtype=torch.uint8, device=device
-            ),
-            g_idx=trivial_g_idx(spec.in_features, spec.scheme.group_size, device),
-            group_size=spec.channels_per_group,
-        )
+        return Grid.of(spec.scheme, spec.shape, scales=permute_scales(tensors["s"]))
 
 
 def pack_tiles(codes: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import MarlinqError
-from marlinq.core.scheme import CHANNEL, INT4, Scheme
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import INT4, Scheme
 from marlinq.formats import LAYOUTS, StoredWeight
 from marlinq.formats.layouts import ModuleSpec
 from marlinq.integrations.vllm.interface import (
@@ -31,6 +32,8 @@ from marlinq.integrations.vllm.interface import (
 )
 
 logger = logging.getLogger("vllm.plugins.marlinq")
+
+_ONE_SCALE_PER_CHANNEL = Granularity.channel().group_size
 
 SMALLEST_CAPABILITY = 80
 """Compute capability, times ten, from which on the kernels run."""
@@ -50,9 +53,9 @@ def refusal(config: MPLinearLayerConfig) -> str | None:
     if config.weight_type != wanted:
         kind = "with zero points" if config.zero_points else "without zero points"
         return f"weights of type {config.weight_type} {kind}; the kernels take {wanted}"
-    if group != CHANNEL and (group <= 0 or group % _GROUP_STEP):
+    if group != _ONE_SCALE_PER_CHANNEL and (group <= 0 or group % _GROUP_STEP):
         return f"group size {group} is neither one group nor a multiple of {_GROUP_STEP}"
-    if group != CHANNEL and channels % min(group, total):
+    if group != _ONE_SCALE_PER_CHANNEL and channels % min(group, total):
         return f"{channels} input channels of this rank are no multiple of the group size {group}"
     if channels % 8 or config.partition_weight_shape[1] % 8:
         return f"a shard of {list(config.partition_weight_shape)} channels is no multiple of 8"
@@ -134,7 +137,7 @@ class Int4LinearKernel(MPLinearKernel):  # type: ignore[misc]
         group = config.group_size
         scheme = Scheme(
             element=INT4,
-            group_size=CHANNEL if tensors["weight_scale"].shape[1] == 1 else group,
+            granularity=Granularity.from_group_size(group).for_channels(k),
             zero_point="stored" if config.zero_points else "midpoint",
             scale_dtype=dtype_name(scales.dtype),
         )

@@ -174,13 +174,13 @@ def launch(prepared: PreparedPanel, device_index: int) -> None:
         Launches(function, prepared.grid, THREADS, prepared.shared_bytes, prepared.arguments).take().start()
 
 
-def check_panels(device_index: int, factors: int) -> None:
-    """Make sure that the kernel runs on a GPU; ``factors`` is how many a search tries.
+def check_panels(device_index: int, scheme: Scheme, factors: int) -> None:
+    """Make sure that the kernel runs on a GPU; ``factors`` is how many a search of ``scheme`` tries.
 
     Raises:
         EnvironmentProblem: the GPU is too old, or CuPy or NVRTC is missing, or the cache can't be written.
     """
-    loaded(instantiation(Scheme(), factors), shared_bytes(PANEL_ROWS), device_index)
+    loaded(instantiation(scheme, factors), shared_bytes(PANEL_ROWS), device_index)
 
 
 @lru_cache(maxsize=64)

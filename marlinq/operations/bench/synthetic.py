@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from marlinq.core.devices import resolve_device
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import UsageError
+from marlinq.core.granularity import Granularity
 from marlinq.core.progress import ReportProgress, no_progress
-from marlinq.core.scheme import CHANNEL, INT4, Scheme
+from marlinq.core.scheme import INT4, Scheme
 from marlinq.formats import StoredWeight
 from marlinq.formats.layouts import ModuleSpec
 from marlinq.formats.layouts.marlin import GROUP_SIZES, Marlin
@@ -230,8 +231,8 @@ def _random_grouped(
 def _random_stored(projection: Projection, group_size: int, setting: Setting) -> StoredWeight:
     k, n = projection.in_features, projection.out_features
     sizes = [size for size in sorted(GROUP_SIZES, reverse=True) if 0 < size <= group_size and k % size == 0]
-    if group_size == CHANNEL:
-        sizes = [CHANNEL]
+    if group_size == Granularity.channel().group_size:
+        sizes = [group_size]
     if not sizes or k % 64 or n % 64:
         raise UsageError(
             f"{projection.name}: K={k} and N={n} must be multiples of 64 and K of a group size up to "
@@ -242,5 +243,5 @@ def _random_stored(projection: Projection, group_size: int, setting: Setting) ->
         Layer(projection.name, n, k), sizes[0], asymmetric=False, dtype=dtype, device=setting.device
     )
     tensors: dict[str, Tensor] = {"B": weight.words, "s": weight.scales}
-    scheme = Scheme(INT4, sizes[0], scale_dtype=dtype_name(dtype))
+    scheme = Scheme(INT4, Granularity.from_group_size(sizes[0]), "midpoint", dtype_name(dtype))
     return StoredWeight(projection.name, Marlin(), ModuleSpec(k, n, scheme), tensors)

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from marlinq.core.scheme import CHANNEL, INT4, Scheme
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import INT4, Scheme
 from marlinq.core.version import __version__
 from marlinq.formats import LAYOUTS
 from marlinq.formats.dialects import is_head
@@ -170,11 +171,11 @@ def _experts_refusal(server: Server, loading: Loading, layers: Mapping[str, Laye
         if not loading.experts:
             return f"{parent}: {server.name} does not load quantised experts in this layout"
         # One that is a single group does not tell how many channels others have in theirs.
-        several = {name: each for name, each in members.items() if each.group_size != CHANNEL}
+        several = {name: each for name, each in members.items() if each.granularity != Granularity.channel()}
         first_name, first = next(iter((several or members).items()))
         sizes = loading.expert_group_sizes
-        if sizes is not None and first.group_size not in sizes:
-            return f"{parent}: group size {first.group_size} of experts is not one of {_listed(sizes)}"
+        if sizes is not None and first.granularity.size not in sizes:
+            return f"{parent}: group size {first.granularity.size} of experts is not one of {_listed(sizes)}"
         other = next((name for name, each in members.items() if not each.agrees_with(first)), None)
         if server.fused and other is not None:
             return f"{other}: is quantised in another way than {first_name}; experts of a layer are fused"
@@ -295,7 +296,7 @@ def _kernel_refusal(kernel: Kernel, layer: Layer, layout: str) -> str | None:
         return f"takes {', '.join(kernel.formats or ())} only"
     if layer.weights not in kernel.weights:
         return f"does not take {layer.weights} weights"
-    if not kernel.channelwise and layer.group_size == -1:
+    if not kernel.channelwise and layer.granularity == Granularity.channel():
         return "one group for the whole layer; it needs a positive group size"
     if layer.in_features % kernel.k_multiple or layer.out_features % kernel.n_multiple:
         wanted = [
@@ -316,10 +317,11 @@ def _reads(kernel: Kernel, layout: str) -> bool:
 
 def _limits_refusal(limits: Limits, layer: Layer) -> str | None:
     sizes = limits.group_sizes
-    if sizes is not None and layer.groups > 1 and layer.group_size not in sizes:
-        return f"group size {layer.group_size} is not one of {_listed(sizes)}"
-    if limits.whole_groups and layer.group_size > 0 and layer.in_features % layer.group_size:
-        return f"K={layer.in_features} is not a multiple of the group size {layer.group_size}"
+    size = layer.granularity.size
+    if sizes is not None and layer.groups > 1 and size not in sizes:
+        return f"group size {size} is not one of {_listed(sizes)}"
+    if limits.whole_groups and not layer.granularity.divides(layer.in_features):
+        return f"K={layer.in_features} is not a multiple of the group size {size}"
     slots = 32 // layer.element.bits
     if limits.slots_n and layer.out_features % slots:
         return f"N={layer.out_features} is not a multiple of {slots}"
@@ -354,10 +356,11 @@ def _own_refusal(layer: Layer) -> str | None:
     """As :func:`marlinq.runtime.operand.operand_refusal`, from what ``inspect`` has read."""
     if layer.element != INT4:
         return f"{layer.element.name} weights; the kernel multiplies {INT4.name}"
-    if layer.groups > 1 and layer.group_size % 32:
-        return f"group size {layer.group_size} is neither one group nor a multiple of 32"
+    size = layer.granularity.channels_per_group(layer.in_features)
+    if layer.groups > 1 and size % 32:
+        return f"group size {size} is neither one group nor a multiple of 32"
     if not layer.sortable:
-        return f"activation order: sorting g_idx does not give groups of {layer.group_size} channels each"
+        return f"activation order: sorting g_idx does not give groups of {size} channels each"
     return None
 
 
@@ -387,7 +390,8 @@ def _convert_hint(server: Server, layers: Collection[Layer]) -> str:
 
 def _stored_as(layout: str, layer: Layer) -> str:
     """What the weights of ``layer`` are in another layout, as ``servers.toml`` names them."""
-    scheme = Scheme(layer.element, zero_point="stored" if layer.symmetric is False else "midpoint")
+    zero_point = "stored" if layer.symmetric is False else layer.element.zero_point
+    scheme = Scheme(layer.element, layer.granularity, zero_point)
     kind = "asymmetric" if LAYOUTS[layout].as_stored(scheme).stores_zeros else "symmetric"
     return f"{layer.element.name} {kind}"
 

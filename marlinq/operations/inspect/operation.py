@@ -144,7 +144,7 @@ def _layer(quantized: QuantizedCheckpoint, name: str, spec: ModuleSpec, stored: 
         in_features=spec.in_features,
         out_features=spec.out_features,
         element=spec.scheme.element,
-        group_size=spec.scheme.group_size,
+        granularity=spec.scheme.granularity,
         declared_symmetric=not quantized.layout.as_stored(declared).stores_zeros,
         symmetric=stored.symmetric,
         declared_act_order=declared.act_order,
@@ -202,8 +202,8 @@ def _said(quantized: QuantizedCheckpoint, name: str, spec: ModuleSpec) -> tuple[
     if scheme is None:
         return None
     symmetric = not quantized.layout.as_stored(scheme).stores_zeros
-    size = scheme.for_channels(spec.in_features).group_size
-    return scheme.element, size, symmetric, scheme.act_order
+    granularity = scheme.for_channels(spec.in_features).granularity
+    return scheme.element, granularity, symmetric, scheme.act_order
 
 
 def _has_rules(raw: Mapping[str, Any]) -> bool:
@@ -223,7 +223,7 @@ def _facts(quantized: QuantizedCheckpoint, name: str, spec: ModuleSpec, stored: 
         in_features=spec.in_features,
         out_features=spec.out_features,
         bits=spec.scheme.element.bits,
-        group_size=spec.scheme.group_size,
+        group_size=spec.scheme.granularity.size,
         symmetric=stored.symmetric,
         g_idx=orders[stored.in_order],
         bias=f"{name}.bias" in tensors,

@@ -6,7 +6,8 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from marlinq.core.scheme import CHANNEL, Element, group_count
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import Element
 from marlinq.formats.dialects import is_head
 from marlinq.operations.inspect.servers import Vocabulary, axes
 
@@ -24,7 +25,7 @@ class Layer:
         layout: a name in :data:`marlinq.formats.LAYOUTS`.
         in_features, out_features: K and N.
         element: the type of a code.
-        group_size: -1 for one group.
+        granularity: weights that share a scale; a group of K or more is a channel.
         declared_symmetric: what a loader takes it for: by the config, not by what the zeros happen to be.
         symmetric: every stored zero point is the middle code; None where they can't be decoded.
         declared_act_order: the config says ``desc_act: true``.
@@ -38,7 +39,7 @@ class Layer:
     in_features: int
     out_features: int
     element: Element
-    group_size: int
+    granularity: Granularity
     declared_symmetric: bool
     symmetric: bool | None
     declared_act_order: bool = False
@@ -50,7 +51,7 @@ class Layer:
     @property
     def groups(self) -> int:
         """G."""
-        return group_count(self.in_features, self.group_size)
+        return self.granularity.groups(self.in_features)
 
     @property
     def weights(self) -> str:
@@ -60,16 +61,16 @@ class Layer:
     @property
     def scheme(self) -> tuple[object, ...]:
         """What members of a fused layer must have in common."""
-        return self.element, self.group_size, self.declared_symmetric, self.declared_act_order
+        return self.element, self.granularity, self.declared_symmetric, self.declared_act_order
 
     def agrees_with(self, other: Layer) -> bool:
         """Whether one scheme describes both. A layer whose channels are one group has the scheme of layers
         in groups of as many channels."""
-        if self.group_size == CHANNEL and self.in_features == other.group_size:
-            return replace(self, group_size=other.group_size).scheme == other.scheme
-        if other.group_size == CHANNEL and other.in_features == self.group_size:
-            return other.agrees_with(self)
-        return self.scheme == other.scheme
+        one, another = (
+            replace(layer, granularity=layer.granularity.for_channels(channels)).scheme
+            for layer, channels in ((self, other.in_features), (other, self.in_features))
+        )
+        return self.scheme == other.scheme or one == another
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,10 @@ def split(name: str, layer: Layer, by: Split) -> Layer | str:
         if layer.in_features % parts:
             return f"K={layer.in_features} can't be split over {parts} GPUs"
         part = layer.in_features // parts
-        if layer.group_size > 0 and part % layer.group_size:
+        if layer.granularity.channels and part % layer.granularity.channels:
+            size = layer.granularity.channels
             return (
-                f"K={part} of each of {parts} GPUs is not a multiple of the group size {layer.group_size}"
+                f"K={part} of each of {parts} GPUs is not a multiple of the group size {size}"
                 f"{_smaller_groups(part)}"
             )
         return replace(layer, in_features=part)

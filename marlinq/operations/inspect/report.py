@@ -17,7 +17,7 @@ class ModuleFacts:
         name: of the module.
         in_features, out_features: K and N.
         bits: of a code.
-        group_size: -1 for one group.
+        group_size: -1 for one scale per channel, ``128x128`` for blocks, ``tensor`` for one scale.
         symmetric: every stored zero point is the middle code; None where they can't be decoded.
         g_idx: ``in order``, ``activation order``, or ``unknown``.
         bias: it has one.
@@ -31,7 +31,7 @@ class ModuleFacts:
     in_features: int
     out_features: int
     bits: int
-    group_size: int
+    group_size: int | str
     symmetric: bool | None
     g_idx: str
     bias: bool
@@ -72,7 +72,7 @@ class Inspection(Shown):
     architecture: str
     dtype: str
     bits: tuple[int, ...]
-    group_sizes: tuple[int, ...]
+    group_sizes: tuple[int | str, ...]
     symmetry: str | None
     g_idx: str | None
     quantized_modules: int

@@ -62,11 +62,10 @@ def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     first = parts[0]
     if len(parts) == 1:
         return first
-    return QuantizedWeight(
-        codes=torch.cat([part.codes for part in parts], dim=1),
+    return QuantizedWeight.from_codes(
+        first.scheme,
+        torch.cat([part.codes for part in parts], dim=1),
         scales=torch.cat([part.scales for part in parts], dim=1),
         zeros=torch.cat([part.zeros for part in parts], dim=1),
         g_idx=first.g_idx,
-        group_size=first.group_size,
-        element=first.element,
     )

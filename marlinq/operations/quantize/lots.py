@@ -42,7 +42,7 @@ def in_lots(
         if not weight.has_trivial_g_idx:
             yield Lot([item], weight)
             continue
-        key = (*shape, weight.group_size, weight.element, weight.scheme)
+        key = (*shape, weight.scheme)
         members = waiting.setdefault(key, [])
         if members and (len(members) + 1) * shape[0] * shape[1] > limit:
             yield _lot(members)

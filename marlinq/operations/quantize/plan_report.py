@@ -15,6 +15,7 @@ from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, check_place
 from marlinq.checkpoint.header import TensorInfo
 from marlinq.core.devices import resolve_device
 from marlinq.core.display import Block, Facts, Shown, Table, lines
+from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import INT4
 from marlinq.kernels import GROUP_SIZES, Device, Problem, decide, device_numbers
 from marlinq.kernels.decide.device import H200
@@ -82,7 +83,7 @@ class ShapeKernels:
 
     in_features: int
     out_features: int
-    group_size: int
+    group_size: int | str
     modules: int
     kernels: Mapping[int, str]
 
@@ -294,13 +295,13 @@ def _planned_checkpoint(checkpoint: Checkpoint, plan: OutputPlan) -> QuantizedCh
 
 
 def _kernels(modules: Iterable[PlannedModule], gpu: Device, *, bfloat16: bool) -> tuple[ShapeKernels, ...]:
-    counts: dict[tuple[int, int, int], list[PlannedModule]] = {}
+    counts: dict[tuple[int, int, Granularity], list[PlannedModule]] = {}
     for each in modules:
-        key = each.spec.in_features, each.spec.out_features, each.spec.scheme.group_size
+        key = each.spec.in_features, each.spec.out_features, each.spec.granularity
         counts.setdefault(key, []).append(each)
     return tuple(
-        ShapeKernels(k, n, size, len(members), _kernels_of(members[0], gpu, bfloat16=bfloat16))
-        for (k, n, size), members in counts.items()
+        ShapeKernels(k, n, shared.size, len(members), _kernels_of(members[0], gpu, bfloat16=bfloat16))
+        for (k, n, shared), members in counts.items()
     )
 
 
@@ -308,9 +309,9 @@ def _kernels_of(planned: PlannedModule, gpu: Device, *, bfloat16: bool) -> dict[
     scheme, k, n = planned.spec.scheme, planned.spec.in_features, planned.spec.out_features
     if scheme.element != INT4:
         return {0: f"dense product: {scheme.element.name} weights; the kernel multiplies {INT4.name}"}
-    size = scheme.group_size
-    if size not in GROUP_SIZES:
-        return {0: f"dense product: no kernel for groups of {size}"}
+    if planned.spec.granularity.size not in GROUP_SIZES:
+        return {0: f"dense product: no kernel for {planned.spec.granularity.describe()}"}
+    size = planned.spec.granularity.group_size
     unit = max(_PAD, size)
     padded = -(-k // unit) * unit, -(-n // _PAD) * _PAD
     found = {}

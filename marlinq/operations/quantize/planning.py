@@ -9,8 +9,8 @@ from typing import Any
 from marlinq.checkpoint import Checkpoint, TensorPlan, floating_linears, untied_config
 from marlinq.core.dtypes import FLOATS
 from marlinq.core.errors import CheckpointError, UnsupportedError
+from marlinq.core.granularity import Granularity
 from marlinq.core.rules import Keep
-from marlinq.core.scheme import CHANNEL
 from marlinq.core.settings import AUTO
 from marlinq.formats import LAYOUTS, Layout, ModuleSpec
 from marlinq.formats.dialects import DIALECTS, write_quantization_config
@@ -39,8 +39,8 @@ class PlannedModule:
         options: of the recipe's method.
         spec: what will be stored.
         reason: where scheme and options come from.
-        group_size: input channels a scale as decided; a module no wider than that has one group in
-            :attr:`spec`.
+        granularity: weights that share a scale, as decided; a module no wider than a group has one scale per
+            channel in :attr:`spec`.
     """
 
     projection: Projection
@@ -49,7 +49,7 @@ class PlannedModule:
     options: MethodOptions
     spec: ModuleSpec
     reason: str
-    group_size: int
+    granularity: Granularity
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def split_notes(blueprint: Blueprint, plan: OutputPlan) -> list[str]:
     found: dict[tuple[int, int], str] = {}
     for experts in (each for block in blueprint.blocks for each in block.experts):
         planned = plan.modules.get(experts.of(0)[1].name)
-        size = 0 if planned is None else planned.group_size
+        size = 0 if planned is None else planned.granularity.channels
         k = experts.intermediate
         fitting = [small for small in (64, 32) if small < size and k % (_MOST_GPUS * small) == 0]
         if fitting and k % (_MOST_GPUS * size):
@@ -296,7 +296,7 @@ def _choose(
             settings.options,
             spec,
             settings.reason,
-            int(settings.group_size),
+            settings.granularity,
         )
     if refused:
         name, reason = refused[0]
@@ -340,11 +340,11 @@ def _check_experts(blueprint: Blueprint, modules: Mapping[str, PlannedModule]) -
 def _way(planned: PlannedModule | None) -> str:
     if planned is None:
         return "not quantised"
-    scheme = planned.spec.scheme
-    size = scheme.channels_per_group(planned.spec.in_features)
-    # A group of all channels is one per channel, whatever was asked for.
-    declared = planned.group_size if planned.group_size == CHANNEL else size
-    return scheme.with_group_size(declared).describe()
+    # A group size that is all channels is named: the experts' other matrices are wider.
+    asked, spec = planned.granularity, planned.spec
+    if asked.kind == "group":
+        asked = Granularity.group(spec.channels_per_group)
+    return replace(spec.scheme, granularity=asked).describe()
 
 
 def _head(blueprint: Blueprint, names: TensorNames, recipe: Recipe) -> Projection | None:

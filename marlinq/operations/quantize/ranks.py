@@ -133,7 +133,7 @@ class Ranks:
             name: self.share(None if weight is None else getattr(weight, name), shape, dtype, source)
             for name, shape, dtype in parts
         }
-        return QuantizedWeight(**shared, group_size=spec.channels_per_group, element=spec.scheme.element)
+        return QuantizedWeight.from_codes(spec.scheme, shared.pop("codes"), **shared)
 
     def least(self, value: int) -> int:
         """The least of what the ranks have."""

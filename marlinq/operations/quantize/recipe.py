@@ -18,9 +18,10 @@ import yaml
 
 from marlinq.core.errors import UsageError
 from marlinq.core.files import read_regular
+from marlinq.core.granularity import Granularity
 from marlinq.core.patterns import MAX_CHARACTERS, Pattern, Patterns
 from marlinq.core.rules import Keep, ModuleRules, Rule
-from marlinq.core.scheme import CHANNEL, ELEMENTS, Element, Scheme, integer_element
+from marlinq.core.scheme import ELEMENTS, Element, Scheme, integer_element
 from marlinq.core.settings import (
     AUTO,
     Automatic,
@@ -41,7 +42,7 @@ from marlinq.operations.quantize.quality import DEFAULT, QUALITIES
 
 BITS = (4, 8)
 AUTO_GROUP_SIZES = (128, 64, 32)
-GROUP_SIZES = (32, 64, 128, CHANNEL, AUTO)
+GROUP_SIZES = (32, 64, 128, -1, AUTO)
 UNQUANTIZED = "none"
 EXPERTS = ("routed", "all")
 EXPERT_FALLBACKS = ("blend", "all", "shared")
@@ -76,14 +77,23 @@ class ModuleSettings:
         Raises:
             ValueError: the group size is still :data:`AUTO`.
         """
-        if not isinstance(self.group_size, int):
-            raise ValueError("an automatic group size is decided for all modules together, then stored")
         return Scheme(
             element=self.element,
-            group_size=CHANNEL if self.group_size == in_features else self.group_size,
+            granularity=self.granularity.for_channels(in_features),
             zero_point=self.element.zero_point if self.symmetric else "stored",
             scale_dtype=scale_dtype,
         )
+
+    @property
+    def granularity(self) -> Granularity:
+        """Weights that share a scale.
+
+        Raises:
+            ValueError: the group size is still :data:`AUTO`.
+        """
+        if not isinstance(self.group_size, int):
+            raise ValueError("an automatic group size is decided for all modules together, then stored")
+        return Granularity.from_group_size(self.group_size)
 
     def group_refusal(self, in_features: int) -> str | None:
         """Why a module of K = ``in_features`` can't have these groups, or None."""

@@ -30,7 +30,7 @@ class ModuleReport:
 
     scheme: str
     bits: int
-    group_size: int
+    group_size: int | str
     symmetric: bool
     reason: str
     tokens: int
@@ -45,7 +45,7 @@ def module_report(planned: PlannedModule, statistics: Statistics | None, report:
     return ModuleReport(
         scheme=scheme.describe(),
         bits=scheme.element.bits,
-        group_size=scheme.group_size,
+        group_size=scheme.granularity.size,
         symmetric=not scheme.stores_zeros,
         reason=planned.reason,
         tokens=0 if statistics is None else statistics.tokens,

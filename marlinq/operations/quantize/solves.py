@@ -112,7 +112,7 @@ def try_solver(plan: OutputPlan, device: torch.device) -> None:
     if planned is None:
         return
     scheme, options = planned.spec.scheme, planned.options
-    k = max(scheme.group_size, _TRIED_CHANNELS)
+    k = max(scheme.granularity.channels, _TRIED_CHANNELS)
     # A thread's current device is the first one, whatever that of others is.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         statistics = None

@@ -289,10 +289,9 @@ class Comparison:
         """The relative error of round-to-nearest of ``weight``, its channels in the order of their groups.
 
         None where the last group would be short."""
-        size = scheme.channels_per_group(weight.shape[1])
-        if weight.shape[1] % size:
+        if not scheme.granularity.divides(weight.shape[1]):
             return None
-        rounded = round_to_nearest(weight, scheme.with_group_size(size))
+        rounded = round_to_nearest(weight, scheme.for_channels(weight.shape[1]))
         return float((weight - rounded.dequantize()).norm()) / norm
 
     def results(self) -> list[Check]:

@@ -74,7 +74,7 @@ def group_rows(q: QuantizedWeight) -> Iterator[tuple[int, Tensor | slice]]:
     """Every group that has input channels, and which."""
     if q.has_trivial_g_idx:
         for group in range(q.groups):
-            yield group, slice(group * q.group_size, (group + 1) * q.group_size)
+            yield group, slice(group * q.channels_per_group, (group + 1) * q.channels_per_group)
         return
     for group in range(q.groups):
         rows = (q.g_idx == group).nonzero()[:, 0]

@@ -218,7 +218,7 @@ class _Run:
                     name=name,
                     in_features=spec.in_features,
                     out_features=spec.out_features,
-                    group_size=spec.scheme.group_size,
+                    group_size=spec.granularity.size,
                     symmetric=not spec.scheme.stores_zeros,
                     relative_error=error,
                     rtn_error=rtn,

@@ -37,7 +37,8 @@ class ModuleResult:
 
     Attributes:
         name: full module name.
-        in_features, out_features, group_size, symmetric: as stored; group_size -1 means one group.
+        in_features, out_features, group_size, symmetric: as stored; group_size as in
+            :attr:`marlinq.core.granularity.Granularity.size`.
         relative_error: ||W - dq|| / ||W|| against the original; None without one.
         rtn_error: the same for round-to-nearest of the original with the same groups and symmetry.
         problems: everything that any check found wrong with this module.
@@ -46,7 +47,7 @@ class ModuleResult:
     name: str
     in_features: int
     out_features: int
-    group_size: int
+    group_size: int | str
     symmetric: bool
     relative_error: float | None = None
     rtn_error: float | None = None

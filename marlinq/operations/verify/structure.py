@@ -18,8 +18,8 @@ from marlinq.checkpoint import (
 from marlinq.checkpoint.reader import QUANTIZE_CONFIGS, read_json
 from marlinq.core import boundaries
 from marlinq.core.errors import MarlinqError
+from marlinq.core.granularity import Granularity
 from marlinq.core.progress import ReportProgress
-from marlinq.core.scheme import CHANNEL
 from marlinq.formats import ModuleSpec
 from marlinq.formats.dialects import is_head
 from marlinq.models import Blueprint, TensorNames, build_blueprint
@@ -163,14 +163,14 @@ def _check_one_scheme(view: QuantizedCheckpoint, blueprint: Blueprint, findings:
         stems = [names.stem(found, view.layout.key) for found in experts.projections]
         specs = {stem: view.modules[stem] for stem in stems if stem is not None}
         first = next(iter(specs), "")
-        sizes: set[int] = set()
+        shared: set[Granularity] = set()
         for stem, spec in specs.items():
             same = (spec.scheme.element, spec.scheme.zero_point) == (
                 specs[first].scheme.element,
                 specs[first].scheme.zero_point,
             )
-            sizes = sizes & _group_sizes(spec) if stem != first else _group_sizes(spec)
-            if not same or not sizes:
+            shared = shared & _granularities(spec) if stem != first else _granularities(spec)
+            if not same or not shared:
                 findings.failures.append(
                     f"{stem}: {spec.scheme.describe()}, {first} is {specs[first].scheme.describe()}; "
                     "loaders have one scheme for all experts of a layer"
@@ -178,9 +178,10 @@ def _check_one_scheme(view: QuantizedCheckpoint, blueprint: Blueprint, findings:
                 break
 
 
-def _group_sizes(spec: ModuleSpec) -> set[int]:
-    """The group sizes that a config may say of a module: one group is -1 or all channels."""
-    return {spec.scheme.group_size} if spec.groups > 1 else {CHANNEL, spec.in_features}
+def _granularities(spec: ModuleSpec) -> set[Granularity]:
+    """What a config may say of a module: one scale per channel, or a group of all channels."""
+    single = spec.granularity == Granularity.channel()
+    return {spec.granularity, *([Granularity.group(spec.in_features)] if single else [])}
 
 
 def _check_experts(

@@ -139,8 +139,8 @@ class Values:
 
     def _check_g_idx(self, name: str, q: QuantizedWeight, declared: Scheme) -> None:
         counts = torch.bincount(q.g_idx.long(), minlength=q.groups)
-        expected = torch.full_like(counts, q.group_size)
-        expected[-1] = q.in_features - q.group_size * (q.groups - 1)
+        expected = torch.full_like(counts, q.channels_per_group)
+        expected[-1] = q.in_features - q.channels_per_group * (q.groups - 1)
         if not torch.equal(counts, expected):
             group = int((counts != expected).nonzero()[0])
             self._g_idx.failures.append(

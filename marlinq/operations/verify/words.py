@@ -17,8 +17,9 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from marlinq.core.scheme import CHANNEL, Element, Scheme
-from marlinq.core.weight import QuantizedWeight, trivial_g_idx
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import Element, Scheme
+from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import Layout, ModuleSpec
 from marlinq.operations.verify.finding import MOST_SAY
 from marlinq.operations.verify.noise import DEGREES, Noise, log_density
@@ -83,7 +84,8 @@ def word_tile(layout: Layout, element: Element, k: int, n: int) -> WordTile | No
     sides = [1 << power for power in range(8)]
     shapes = sorted(((rows, columns) for rows in sides for columns in sides), key=lambda s: (s[0] * s[1], s))
     for rows, columns in shapes:
-        spec = ModuleSpec(rows, columns, layout.as_stored(Scheme(element, CHANNEL)))
+        scheme = Scheme(element, Granularity.channel(), element.zero_point)
+        spec = ModuleSpec(rows, columns, layout.as_stored(scheme))
         fits = rows * columns <= _LARGEST_TILE and k % rows == 0 and n % columns == 0
         if fits and layout.shape_refusal(spec) is None and (tile := _tile_of(layout, spec)) is not None:
             return tile
@@ -98,14 +100,8 @@ def _tile_of(layout: Layout, spec: ModuleSpec) -> WordTile | None:
     k, n, element = spec.in_features, spec.out_features, spec.scheme.element
 
     def stored(codes: Tensor) -> Tensor:
-        blank = QuantizedWeight(
-            codes=codes,
-            scales=torch.ones((1, n), dtype=torch.float16),
-            zeros=torch.full((1, n), element.midpoint, dtype=torch.uint8),
-            g_idx=trivial_g_idx(k, CHANNEL),
-            group_size=k,
-            element=element,
-        )
+        scheme = Scheme(element, Granularity.channel(), element.zero_point)
+        blank = QuantizedWeight.from_codes(scheme, codes, scales=torch.ones((1, n), dtype=torch.float16))
         return layout.pack(blank)[layout.key].reshape(-1)
 
     codes = torch.zeros((k, n), dtype=torch.uint8)

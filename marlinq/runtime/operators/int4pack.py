@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import UnsupportedError
+from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import INT4
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.formats import StoredWeight
@@ -82,7 +83,7 @@ class Int4PackLinear(nn.Module):
         self.threads = threads
         self.in_features = weight.in_features
         self.out_features = weight.out_features
-        self.group_size = product_group_size(weight.scheme.group_size, weight.in_features) or 0
+        self.group_size = product_group_size(weight.scheme.granularity, weight.in_features) or 0
         order = None
         codes, size = weight.codes, weight.scheme.channels_per_group(weight.in_features)
         if not weight.has_trivial_g_idx:
@@ -141,8 +142,8 @@ class Int4Pack(Operator):
             return f"it multiplies in bfloat16, exact {dtype_name(setting.dtype)} products were asked for"
         if n % _COLUMNS:
             return f"{n} output channels are no multiple of {_COLUMNS}"
-        if product_group_size(scheme.group_size, k) is None:
-            return f"no group of 32, 64, 128 or 256 divides groups of {scheme.group_size} in {k} channels"
+        if product_group_size(scheme.granularity, k) is None:
+            return f"no group of 32, 64, 128 or 256 divides {scheme.granularity.describe()} in {k} channels"
         if scheme.act_order:
             size = scheme.channels_per_group(k)
             if not torch.equal(stored.g_idx.sort().values, trivial_g_idx(k, size)):
@@ -151,7 +152,7 @@ class Int4Pack(Operator):
 
     def estimate(self, stored: StoredWeight, setting: Setting, rows: int) -> Estimate:
         k, n = stored.in_features, stored.out_features
-        group_size = product_group_size(stored.scheme.group_size, k) or 0
+        group_size = product_group_size(stored.scheme.granularity, k) or 0
         packed, dense, threads = measure(rows, k, n, group_size, setting.dtype, torch.get_num_threads())
         alone = " on one thread" if threads == 1 else ""
         times = f"{packed * 1e6:.0f} us for {k} x {n} measured{alone}, {dense * 1e6:.0f} us dequantised"
@@ -162,7 +163,7 @@ class Int4Pack(Operator):
     def build(self, stored: StoredWeight, bias: Tensor | None, setting: Setting) -> nn.Module:
         moved = None if bias is None else bias.to(setting.device, setting.dtype)
         k, n = stored.in_features, stored.out_features
-        group_size = product_group_size(stored.scheme.group_size, k) or 0
+        group_size = product_group_size(stored.scheme.granularity, k) or 0
         threads = measure(1, k, n, group_size, setting.dtype, torch.get_num_threads()).threads
         try:
             return Int4PackLinear(stored.weight(), moved, threads=threads)
@@ -170,9 +171,11 @@ class Int4Pack(Operator):
             raise UnsupportedError(f"{stored.name}: {error}; load with --dtype float32") from None
 
 
-def product_group_size(group_size: int, in_features: int) -> int | None:
-    """The largest group of torch's product into which groups of ``group_size`` (-1: all K) can be split."""
-    whole = in_features if group_size <= 0 else group_size
+def product_group_size(granularity: Granularity, in_features: int) -> int | None:
+    """The largest group of torch's product into which the weight's groups can be split, or None."""
+    if granularity.outputs != 1:
+        return None
+    whole = granularity.channels or in_features
     return next((size for size in GROUP_SIZES if whole % size == 0 and in_features % size == 0), None)
 
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from marlinq.core.scheme import CHANNEL
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
 from marlinq.formats.packing import pack_rows
 from marlinq.integrations.vllm import VARIABLE, register
 from tests.integrations.vllm import stub
+from tests.testing.schemes import quantized
 
 ROOT = Path(__file__).parents[3]
 
@@ -118,7 +118,7 @@ def test_a_missing_name_is_one_warning(
     [
         ({}, None),
         ({"act_type": torch.bfloat16, "zero_points": True}, None),
-        ({"group_size": CHANNEL}, None),
+        ({"group_size": -1}, None),
         ({"group_size": 96, "full_weight_shape": (192, 64), "partition_weight_shape": (192, 64)}, None),
         ({"act_type": torch.float32}, "float32"),
         ({"weight_type": "uint8b128"}, "uint8b128"),
@@ -147,20 +147,20 @@ def test_without_an_nvidia_gpu_nothing_is_taken(monkeypatch: pytest.MonkeyPatch)
 
 def weight(k: int, n: int, group_size: int, *, zeros: bool, act_order: bool = False) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(k + n + group_size)
-    size = k if group_size == CHANNEL else group_size
+    size = k if group_size == -1 else group_size
     groups = k // size
     g_idx = trivial_g_idx(k, size)
     if act_order:
         g_idx = g_idx[torch.randperm(k, generator=generator)]
     points = torch.randint(0, 16, (groups, n), generator=generator, dtype=torch.uint8)
-    return QuantizedWeight(
+    return quantized(
         codes=torch.randint(0, 16, (k, n), generator=generator, dtype=torch.uint8),
         # Powers of two: every product and every sum of so few is exact in float16's range of exponents.
         scales=torch.full((groups, n), 2.0**-6, dtype=torch.float16)
         * 2.0 ** torch.randint(-2, 3, (groups, n), generator=generator).to(torch.float16),
         zeros=points if zeros else torch.full_like(points, 8),
         g_idx=g_idx,
-        group_size=size,
+        size=size,
     )
 
 
@@ -196,7 +196,7 @@ def as_gptq(q: QuantizedWeight, *, zeros: bool) -> nn.Module:
         (128, 64, 32, False, False),
         (128, 64, 64, True, False),
         (192, 128, 96, True, False),
-        (128, 64, CHANNEL, False, False),
+        (128, 64, -1, False, False),
         (160, 72, 32, True, False),
         (128, 64, 32, True, True),
     ],

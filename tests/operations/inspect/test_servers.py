@@ -8,17 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from marlinq.core.scheme import INT4, INT8, Scheme
-from marlinq.core.weight import QuantizedWeight
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import INT4, INT8
 from marlinq.formats import LAYOUTS
 from marlinq.operations.inspect.eligibility import ServerVerdict, Whole, verdicts
 from marlinq.operations.inspect.parallel import Layer, Split, fused, split, split_head, unknown_axes
 from marlinq.operations.inspect.servers import Server, Vocabulary, servers
 from marlinq.runtime.operand import operand_refusal
 from tests.testing.quantized_folders import random_tuple
+from tests.testing.schemes import quantized, scheme
+
+sized = Granularity.from_group_size
 
 UP = "model.layers.0.mlp.fc1"
-PLAIN = Layer("gptq", 512, 512, INT4, 128, declared_symmetric=True, symmetric=True)
+PLAIN = Layer("gptq", 512, 512, INT4, Granularity.group(128), declared_symmetric=True, symmetric=True)
 AWQ = replace(PLAIN, layout="awq", declared_symmetric=False)
 CT = replace(PLAIN, layout="compressed-tensors")
 MARLIN = replace(PLAIN, layout="marlin")
@@ -48,15 +51,15 @@ VLLM_CASES = {
     "CT asymmetric": (replace(CT, declared_symmetric=False, symmetric=False), "Machete"),
     "int8": (replace(PLAIN, element=INT8), "Machete"),
     "CT int8 asymmetric": (replace(CT, element=INT8, declared_symmetric=False, symmetric=False), "Machete"),
-    "one group": (replace(PLAIN, group_size=-1), "Machete"),
-    "group 64": (replace(PLAIN, group_size=64), "Machete"),
-    "group 32: Machete does not": (replace(PLAIN, group_size=32), "Humming"),
+    "one group": (replace(PLAIN, granularity=sized(-1)), "Machete"),
+    "group 64": (replace(PLAIN, granularity=sized(64)), "Machete"),
+    "group 32: Machete does not": (replace(PLAIN, granularity=sized(32)), "Humming"),
     "N of 64: Machete does not": (replace(PLAIN, out_features=64), "Humming"),
-    "K of 32: Machete does not": (replace(PLAIN, in_features=544, group_size=32), "Humming"),
-    "CT of group 256 goes past Marlin's gate": (replace(CT, group_size=256), "Humming"),
-    "GPTQ of group 256 does not": (replace(PLAIN, group_size=256), None),
-    "GPTQ of group 16": (replace(PLAIN, group_size=16), None),
-    "AWQ of group 256": (replace(AWQ, group_size=256), None),
+    "K of 32: Machete does not": (replace(PLAIN, in_features=544, granularity=sized(32)), "Humming"),
+    "CT of group 256 goes past Marlin's gate": (replace(CT, granularity=sized(256)), "Humming"),
+    "GPTQ of group 256 does not": (replace(PLAIN, granularity=sized(256)), None),
+    "GPTQ of group 16": (replace(PLAIN, granularity=sized(16)), None),
+    "AWQ of group 256": (replace(AWQ, granularity=sized(256)), None),
     "a short last group": (replace(PLAIN, in_features=576), None),
     "N is no whole word": (replace(PLAIN, out_features=516), None),
     "N of 4 slots at 8 bits": (replace(PLAIN, element=INT8, out_features=516), "Humming"),
@@ -66,7 +69,7 @@ VLLM_CASES = {
     "activation order": (replace(PLAIN, in_order=False, declared_act_order=True), None),
     "hidden activation order": (replace(PLAIN, in_order=False), None),
     "desc_act alone": (replace(PLAIN, declared_act_order=True), None),
-    "desc_act with one group": (replace(PLAIN, declared_act_order=True, group_size=-1), "Machete"),
+    "desc_act with one group": (replace(PLAIN, declared_act_order=True, granularity=sized(-1)), "Machete"),
     "unreadable zeros": (replace(PLAIN, symmetric=None, problem="qzeros: ..."), None),
     "Marlin's own layout": (MARLIN, None),
 }
@@ -84,11 +87,11 @@ SGLANG_CASES = {
     "CT asymmetric": (replace(CT, declared_symmetric=False, symmetric=False), "Marlin"),
     "int8": (replace(PLAIN, element=INT8), "Marlin"),
     "CT int8 asymmetric is no Marlin type": (replace(CT, element=INT8, declared_symmetric=False), None),
-    "K is not padded": (replace(PLAIN, in_features=576, group_size=64), None),
+    "K is not padded": (replace(PLAIN, in_features=576, granularity=sized(64)), None),
     "N is not padded": (replace(PLAIN, out_features=544), None),
     "AWQ falls back": (replace(AWQ, out_features=544), "AWQ"),
-    "AWQ of group 256 falls back": (replace(AWQ, group_size=256), "AWQ"),
-    "GPTQ of group 256": (replace(PLAIN, group_size=256), None),
+    "AWQ of group 256 falls back": (replace(AWQ, granularity=sized(256)), "AWQ"),
+    "GPTQ of group 256": (replace(PLAIN, granularity=sized(256)), None),
     "declared activation order": (replace(PLAIN, in_order=False, declared_act_order=True), "Marlin"),
     "hidden activation order": (replace(PLAIN, in_order=False), None),
     "GPTQ asymmetric": (replace(PLAIN, declared_symmetric=False, symmetric=False), None),
@@ -193,7 +196,7 @@ def test_the_head_takes_part_in_tensor_parallelism() -> None:
     assert first(judge(head, tp=2, name="lm_head")["vLLM"]) == "Machete"
     assert first(judge(head, tp=8, name="lm_head")["SGLang"]) is None  # 4000 is no multiple of 64
     assert "can't be split over 3 GPUs" in judge(head, tp=3, name="lm_head")["vLLM"].reason
-    wide = replace(PLAIN, element=INT8, group_size=32, out_features=32000)
+    wide = replace(PLAIN, element=INT8, granularity=sized(32), out_features=32000)
     assert first(judge(wide, tp=2, name="lm_head")["vLLM"]) == "Humming"  # Machete takes no groups of 32
     assert first(judge(wide, tp=2, name="lm_head")["SGLang"]) == "Marlin"
 
@@ -209,18 +212,18 @@ def judge_experts(layer: Layer, odd: Layer | None = None) -> dict[str, ServerVer
 
 def test_experts_of_a_layer_are_quantised_alike() -> None:
     assert judge_experts(CT)["vLLM"].loads
-    found = judge_experts(CT, replace(CT, group_size=64))
+    found = judge_experts(CT, replace(CT, granularity=sized(64)))
     for server in ("vLLM", "SGLang"):
         assert "experts.1.gate_proj: is quantised in another way than" in found[server].reason
     # Each expert is a module of its own where nothing is fused.
     assert found["transformers"].loads
-    assert judge_experts(PLAIN, replace(PLAIN, group_size=64))["GPTQModel"].loads
+    assert judge_experts(PLAIN, replace(PLAIN, granularity=sized(64)))["GPTQModel"].loads
 
 
 def test_an_expert_of_as_many_channels_as_a_group_is_quantised_like_the_others() -> None:
     """Its one group is stored as -1 is, whatever the config calls it."""
-    down = replace(CT, in_features=CT.group_size, group_size=-1)
-    for odd in (down, replace(down, element=INT8), replace(down, in_features=2 * CT.group_size)):
+    down = replace(CT, in_features=CT.granularity.channels, granularity=sized(-1))
+    for odd in (down, replace(down, element=INT8), replace(down, in_features=2 * CT.granularity.channels)):
         layers = {}
         for expert in range(2):
             stem = f"model.layers.0.mlp.experts.{expert}"
@@ -237,10 +240,10 @@ def test_experts_that_are_not_loaded() -> None:
     for layer in (PLAIN, AWQ):
         assert "does not load quantised experts" in judge_experts(layer)["transformers"].reason
         assert judge(layer)["transformers"].loads
-    single = replace(AWQ, group_size=-1)
+    single = replace(AWQ, granularity=sized(-1))
     assert "group size -1 of experts is not one of 32, 64, 128" in judge_experts(single)["vLLM"].reason
     assert judge(single)["vLLM"].loads
-    assert judge_experts(replace(PLAIN, group_size=-1))["vLLM"].loads
+    assert judge_experts(replace(PLAIN, granularity=sized(-1)))["vLLM"].loads
 
 
 def test_rules_have_to_match_the_fused_name() -> None:
@@ -259,10 +262,10 @@ def test_rules_have_to_match_the_fused_name() -> None:
 
 ORIGINAL_CASES = {
     "the usual": (MARLIN, True),
-    "one group": (replace(MARLIN, group_size=-1), True),
-    "group 64": (replace(MARLIN, group_size=64), False),
+    "one group": (replace(MARLIN, granularity=sized(-1)), True),
+    "group 64": (replace(MARLIN, granularity=sized(64)), False),
     "N": (replace(MARLIN, out_features=640), False),
-    "K": (replace(MARLIN, in_features=576, group_size=-1), False),
+    "K": (replace(MARLIN, in_features=576, granularity=sized(-1)), False),
     "not in its layout": (PLAIN, False),
 }
 
@@ -283,7 +286,7 @@ def test_refusals_say_what_to_convert_to() -> None:
 
 
 def test_reasons_name_the_kernels_that_were_passed_over() -> None:
-    found = judge(replace(PLAIN, group_size=32))["vLLM"]
+    found = judge(replace(PLAIN, granularity=sized(32)))["vLLM"]
     assert "not CutlassW4A8: multiplies FP8 activations only" in found.reason
     assert "not Machete: group size 32 is not one of -1, 64, 128" in found.reason
     assert [kernel.kernel for kernel in found.kernels][:4] == ["CutlassW4A8", "Machete", "Humming", "Marlin"]
@@ -308,9 +311,9 @@ def test_our_own_verdict_is_the_operands(case: str) -> None:
     if case == "unsortable":
         g_idx = q.g_idx.clone()
         g_idx[0] = 1
-        q = QuantizedWeight(q.codes, q.scales, q.zeros, g_idx, q.group_size, q.element)
+        q = quantized(q.codes, q.scales, q.zeros, g_idx, q.channels_per_group, q.element)
     layer = Layer(
-        "gptq", q.in_features, q.out_features, q.element, q.scheme.group_size,
+        "gptq", q.in_features, q.out_features, q.element, q.scheme.granularity,
         declared_symmetric=True, symmetric=True, in_order=q.has_trivial_g_idx, sortable=case != "unsortable",
     )  # fmt: skip
     able = operand_refusal(q) is None
@@ -326,7 +329,7 @@ def test_members_of_a_fused_layer_are_judged_together() -> None:
     # 64 alone is too narrow for Machete; 512 + 64 + 64 is not.
     assert found["vLLM"].first == (("Machete", 3),)
     assert found["marlinq"].first == (("W4A16", 3),)
-    other = narrow | {f"{parent}.v_proj": replace(PLAIN, out_features=64, group_size=64)}
+    other = narrow | {f"{parent}.v_proj": replace(PLAIN, out_features=64, granularity=sized(64))}
     found = {v.server: v for v in verdicts(other, Whole("gptq", False, (), 8, 1))}
     assert "quantised in another way than" in found["vLLM"].reason
     assert found["GPTQModel"].loads
@@ -370,12 +373,12 @@ SPLITS = {
 @pytest.mark.parametrize(("k", "size"), [(512, "64 or 32"), (768, "32"), (1536, "64 or 32")])
 def test_experts_of_usual_sizes_need_smaller_groups_on_eight_gpus(k: int, size: str) -> None:
     """Qwen3-Next's 512, Qwen3-30B-A3B's 768 and MiniMax-M2's 1536 intermediate channels."""
-    layer = replace(PLAIN, in_features=k, group_size=128)
+    layer = replace(PLAIN, in_features=k, granularity=sized(128))
     for name in ("down_proj", "w2"):
         found = split(f"model.layers.0.mlp.experts.3.{name}", layer, Split(8))
         assert isinstance(found, str)
         assert found.endswith(f"group size 128; groups of {size} would be")
-        smallest = split(f"experts.3.{name}", replace(layer, group_size=32), Split(8))
+        smallest = split(f"experts.3.{name}", replace(layer, granularity=sized(32)), Split(8))
         assert isinstance(smallest, Layer)
         assert smallest.in_features == k // 8
 
@@ -388,9 +391,9 @@ def test_splits(case: str) -> None:
 
 
 def test_one_group_is_kept_on_every_gpu() -> None:
-    found = split("a.down_proj", replace(PLAIN, group_size=-1), Split(8))
+    found = split("a.down_proj", replace(PLAIN, granularity=sized(-1)), Split(8))
     assert isinstance(found, Layer)
-    assert (found.in_features, found.group_size) == (64, -1)
+    assert (found.in_features, found.granularity) == (64, Granularity.channel())
 
 
 def test_shape_rules_hold_after_the_split() -> None:
@@ -421,7 +424,7 @@ def test_the_file_is_coherent() -> None:
         for loading in server.formats:
             assert loading.act_order in ("refused", "declared")
             for name in loading.names:
-                holds_zeros = LAYOUTS[name].as_stored(Scheme(zero_point="midpoint")).stores_zeros
+                holds_zeros = LAYOUTS[name].as_stored(scheme()).stores_zeros
                 assert not holds_zeros or all("asymmetric" in weights for weights in loading.weights)
 
 

@@ -5,7 +5,7 @@ import torch
 from marlinq.core.weight import QuantizedWeight
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.quantize.lots import in_lots
-from tests.testing.schemes import scheme
+from tests.testing.schemes import quantized, scheme
 
 
 def made(n: int, k: int, symmetric: bool = True) -> QuantizedWeight:
@@ -33,7 +33,7 @@ def test_lots_hold_what_is_alike_in_order() -> None:
 
 def test_a_weight_in_activation_order_is_a_lot_of_its_own() -> None:
     usual = made(8, 64)
-    mixed = QuantizedWeight(
-        usual.codes, usual.scales, usual.zeros, usual.g_idx.flip(0), usual.group_size, usual.element
+    mixed = quantized(
+        usual.codes, usual.scales, usual.zeros, usual.g_idx.flip(0), usual.channels_per_group, usual.element
     )
     assert [lot.items for lot in in_lots([(0, mixed), (1, mixed), (2, usual)])] == [[0], [1], [2]]

@@ -7,7 +7,8 @@ from itertools import product
 import pytest
 import torch
 
-from marlinq.core.scheme import INT4, INT8, Element, Scheme
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import INT4, Element, Scheme
 from marlinq.formats import LAYOUTS, spec_of
 from marlinq.methods.gptq import solve_gptq
 from marlinq.methods.rtn import round_to_nearest
@@ -339,7 +340,7 @@ def test_eight_bits():
 
 
 def test_says_which_schemes_are_not_modelled():
-    assert not_modelled(Scheme(INT4)) is None
-    assert not_modelled(Scheme(INT8)) is None
+    assert not_modelled(scheme()) is None
+    assert not_modelled(scheme(bits=8)) is None
     uneven = Element("toy4", 4, tuple(float(value) ** 3 for value in range(-8, 8)))
-    assert "toy4 weights" in str(not_modelled(Scheme(uneven, zero_point="none")))
+    assert "toy4 weights" in str(not_modelled(Scheme(uneven, Granularity.group(32), "none")))

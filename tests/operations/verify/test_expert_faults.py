@@ -12,18 +12,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from marlinq.core.scheme import Scheme
 from marlinq.formats import LAYOUTS, ModuleSpec, spec_of
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.quantize import Recipe, quantize
 from marlinq.operations.verify import verify
 from tests.testing import faults
 from tests.testing.mixtures import save_mixture
+from tests.testing.schemes import scheme
 
 LAYOUT = LAYOUTS["compressed-tensors"]
 EXPERTS = "model.layers.1.mlp.experts"
 GATE = "model.layers.1.mlp.gate"
-SPEC = ModuleSpec(64, 64, Scheme(group_size=32, scale_dtype="bfloat16"))
+SPEC = ModuleSpec(64, 64, scheme(32, scale_dtype="bfloat16"))
 Tensors = dict[str, Tensor]
 
 
@@ -60,7 +60,7 @@ def lose_a_matrix(tensors: Tensors) -> None:
 
 def quantize_the_router(tensors: Tensors) -> None:
     weight = tensors.pop(f"{GATE}.weight").float()
-    q = round_to_nearest(weight, Scheme(group_size=32))
+    q = round_to_nearest(weight, scheme(32))
     packed = LAYOUT.pack(q, spec_of(q).scheme)
     tensors.update({f"{GATE}.{suffix}": value for suffix, value in packed.items()})
 
@@ -171,7 +171,7 @@ def test_one_expert_of_another_scheme_is_found(clean: Path, tmp_path: Path) -> N
     tensors = load_file(folder / "model.safetensors")
     name = f"{EXPERTS}.2.up_proj"
     q = LAYOUT.unpack({suffix: tensors[f"{name}.{suffix}"] for suffix in present(tensors, name)}, SPEC)
-    coarse = round_to_nearest(q.dequantize(), Scheme(group_size=-1))
+    coarse = round_to_nearest(q.dequantize(), scheme(-1))
     for suffix, value in LAYOUT.pack(coarse, coarse.scheme).items():
         tensors[f"{name}.{suffix}"] = value
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
