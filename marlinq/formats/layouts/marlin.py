@@ -71,7 +71,7 @@ class Marlin(Layout):
                 f"and N={spec.out_features} of {TILE_N} (one tile)"
             )
         if spec.granularity not in GRANULARITIES:
-            return f"{spec.granularity.describe()}; the group size has to be 32, 64, 128 or -1"
+            return f"group size {spec.granularity.size} is not one of 32, 64, 128, -1"
         if not spec.granularity.divides(spec.in_features):
             return f"K={spec.in_features} is not a multiple of the group size {spec.channels_per_group}"
         return None
@@ -87,8 +87,7 @@ class Marlin(Layout):
                 f"and N={spec.out_features} of 256"
             )
         if spec.granularity not in (Granularity.group(128), Granularity.channel()):
-            taken = "groups of 128 and one scale per channel"
-            return f"{self.original_kernel} takes {taken}, not {spec.granularity.describe()}"
+            return f"{self.original_kernel} takes group sizes 128 and -1, not {spec.granularity.size}"
         return None
 
     def value_refusal(self, grid: Grid) -> str | None:
