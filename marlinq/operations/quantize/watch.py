@@ -81,7 +81,7 @@ class Watch:
         seconds = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         worst = max(new, key=lambda name: new[name])
         return (
-            f"block {done} of {total}: output error {median(errors.values()):.2e} in the middle so far, "
+            f"block {done} of {total}: output error {median(errors.values()):.2e} median so far, "
             f"{new[worst]:.2e} in {worst}; {seconds:.1f} s a block, {duration(seconds * (total - done))} left"
         )
 

@@ -322,7 +322,7 @@ class Comparison:
         words = sum(evidence.words for evidence in self._judged)
         groups = sum(evidence.groups for evidence in self._judged)
         rows.append(
-            self._places.result(f"{words} words and {groups} groups, none odder than chance makes them")
+            self._places.result(f"{words} words and {groups} groups, no outliers beyond the false-alarm rate")
         )
         return rows
 

@@ -39,12 +39,10 @@ def test_lines_say_how_good_and_how_long() -> None:
     # The first block, then one every 15 s, which 6 s a block make every third; none at the end.
     assert len(said) == 1 + 18 // 3
     assert said[0] == (
-        "block 1 of 20: output error 1.00e-03 in the middle so far, 1.00e-03 in layers.0.a; "
+        "block 1 of 20: output error 1.00e-03 median so far, 1.00e-03 in layers.0.a; "
         "6.0 s a block, 114 s left"
     )
-    assert said[1].startswith(
-        "block 4 of 20: output error 1.00e-03 in the middle so far, 4.00e-03 in layers.3.a"
-    )
+    assert said[1].startswith("block 4 of 20: output error 1.00e-03 median so far, 4.00e-03 in layers.3.a")
     assert said[-1].endswith("6.0 s a block, 6 s left")
 
 
@@ -61,8 +59,7 @@ def test_blocks_of_an_earlier_run_are_not_counted() -> None:
     watch(BLOCKS, 3, 5)
     (line,) = said
     assert line == (
-        "block 3 of 5: output error 2.00e+00 in the middle so far, 3.00e+00 in layers.2.a; "
-        "3.3 s a block, 7 s left"
+        "block 3 of 5: output error 2.00e+00 median so far, 3.00e+00 in layers.2.a; 3.3 s a block, 7 s left"
     )
 
 
