@@ -13,6 +13,7 @@ from marlinq.core.rules import Keep
 from marlinq.core.weight import Grid, QuantizedWeight
 from marlinq.formats import LAYOUTS, Layout, ModuleSpec, StoredWeight, TensorSpec
 from marlinq.formats.dialects import QuantizationConfig, is_head
+from marlinq.formats.stored import check_zero_points, unpack_codes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,18 +92,27 @@ class QuantizedCheckpoint:
         """
         names = self.tensor_names(module)
         names.pop(self.layout.key)
+        declared = self.config.rules.scheme(module)
         try:
-            return self.layout.unpack_grid(
+            grid = self.layout.unpack_grid(
                 {suffix: self.checkpoint.tensor(name) for suffix, name in names.items()}, self.modules[module]
             )
+            if declared is not None:
+                check_zero_points(grid, declared, lambda: self._codes(module))
         except MarlinqError as error:
             raise type(error)(f"{self.checkpoint.path}: {module}: {error}") from None
+        return grid
+
+    def _codes(self, module: str) -> Tensor:
+        words = self.checkpoint.tensor(f"{module}.{self.layout.key}")
+        return unpack_codes(words, self.modules[module], self.layout)
 
     def load(self, module: str) -> QuantizedWeight:
         """The weight of ``module``.
 
         Raises:
-            CheckpointError: a tensor is missing, of the wrong shape or out of range.
+            CheckpointError: a tensor is missing, of the wrong shape or out of range, or zero points
+                contradict the config (:func:`marlinq.formats.stored.check_zero_points`).
             ConversionRefused: its stored values are ambiguous (GPTQ v1 zeros of an unknown writer).
         """
         return self.stored(module).weight()
@@ -124,7 +134,9 @@ class QuantizedCheckpoint:
         names = self.tensor_names(module)
         read = read or self.checkpoint.tensor
         tensors = {suffix: read(stored) for suffix, stored in names.items()}
-        return StoredWeight(name, self.layout, self.modules[module], tensors)
+        return StoredWeight(
+            name, self.layout, self.modules[module], tensors, self.config.rules.scheme(module)
+        )
 
     def tensor_names(self, module: str) -> dict[str, str]:
         """The stored tensors of ``module`` by suffix."""

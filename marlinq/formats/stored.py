@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from marlinq.core.errors import MarlinqError
+from marlinq.core.errors import CheckpointError, MarlinqError
 from marlinq.core.scheme import Scheme
 from marlinq.core.weight import Grid, QuantizedWeight
 from marlinq.formats.layouts import Layout, ModuleSpec, transcode
@@ -17,6 +17,10 @@ from marlinq.formats.packing import unpack_rows
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+_WRONG_VERSION = (
+    "either sym or checkpoint_format (gptq stores zero - 1, gptq_v2 zero) is wrong in quantization_config"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,12 +35,14 @@ class StoredWeight:
         layout: of the tensors.
         spec: what the config and the shapes say.
         tensors: by suffix, all on one device, of the names, shapes and dtypes that the layout expects.
+        declared: scheme that config.json gives the module; None where no config speaks of it.
     """
 
     name: str
     layout: Layout
     spec: ModuleSpec
     tensors: Mapping[str, Tensor]
+    declared: Scheme | None = None
 
     @property
     def in_features(self) -> int:
@@ -77,11 +83,16 @@ class StoredWeight:
         """Scales, zero points and g_idx in neutral order.
 
         Raises:
-            CheckpointError, ConversionRefused: as :meth:`marlinq.formats.layouts.Layout.unpack_grid`.
+            CheckpointError: as :meth:`marlinq.formats.layouts.Layout.unpack_grid`, or the zero points
+                contradict the config (:func:`check_zero_points`).
+            ConversionRefused: as :meth:`marlinq.formats.layouts.Layout.unpack_grid`.
         """
         small = {suffix: tensor for suffix, tensor in self.tensors.items() if suffix != self.layout.key}
         with self._named():
-            return self.layout.unpack_grid(small, self.spec)
+            grid = self.layout.unpack_grid(small, self.spec)
+            if self.declared is not None:
+                check_zero_points(grid, self.declared, self._codes)
+            return grid
 
     def weight(self, device: torch.device | None = None) -> QuantizedWeight:
         """The neutral value on ``device``, by default where the tensors are; codes travel packed and are
@@ -91,10 +102,13 @@ class StoredWeight:
             CheckpointError, ConversionRefused: as :meth:`marlinq.formats.layouts.Layout.unpack`.
         """
         grid = self.grid if device is None else self.grid.to(device)
-        words = self.words if device is None else self.words.to(device)
-        codes = unpack_rows(transcode(words, self.spec, self.layout, None), grid.element.bits)
+        codes = self._codes(device)
         with self._named():
             return grid.with_codes(codes)
+
+    def _codes(self, device: torch.device | None = None) -> Tensor:
+        """uint8 [K, N]."""
+        return unpack_codes(self.words if device is None else self.words.to(device), self.spec, self.layout)
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -102,3 +116,42 @@ class StoredWeight:
             yield
         except MarlinqError as error:
             raise type(error)(f"{self.name}: {error}") from None
+
+
+def unpack_codes(words: Tensor, spec: ModuleSpec, layout: Layout) -> Tensor:
+    """The codes, uint8 [K, N], of the words that ``layout`` stores under its key."""
+    return unpack_rows(transcode(words, spec, layout, None), spec.scheme.element.bits)
+
+
+def check_zero_points(grid: Grid, declared: Scheme, codes: Callable[[], Tensor]) -> None:
+    """Make sure that stored zero points are not those of another format than the config names.
+
+    GPTQ v1 stores zero - 1 and GPTQ v2 zero: read as the other version, every zero point is one off.
+
+    Args:
+        grid: as decoded.
+        declared: scheme that the config gives the module.
+        codes: gives the codes, uint8 [K, N]; asked for only where the zero points alone don't decide.
+
+    Raises:
+        CheckpointError: the config says symmetric and a zero point is not the midpoint; or all of them lie
+            one beside the midpoint, and the codes around the midpoint.
+    """
+    if not grid.scheme.stores_zeros:
+        return
+    middle = grid.element.midpoint
+    if not declared.stores_zeros:
+        wrong = grid.zeros[grid.zeros != middle]
+        raise CheckpointError(
+            f"the config says sym: true, but {wrong.numel()} of {grid.zeros.numel()} zero points decode to "
+            f"another value than {middle}, for example {int(wrong[0])}; {_WRONG_VERSION}"
+        )
+    low, high = int(grid.zeros.min()), int(grid.zeros.max())
+    # Asymmetric quantisation of weights of one sign puts them all at one end, not beside the midpoint.
+    if low == high and abs(low - middle) == 1:
+        mean = float(codes().float().mean())
+        if abs(mean - middle) < abs(mean - low):
+            raise CheckpointError(
+                f"every zero point decodes to {low}, but the codes have a mean of {mean:.2f}, nearer to "
+                f"{middle}; {_WRONG_VERSION}"
+            )

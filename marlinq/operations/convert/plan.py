@@ -169,13 +169,6 @@ class _Scan:
         path = self._source.checkpoint.path
         grid = self._source.load_grid(name)
         declared = self._source.config.rules.scheme(name)
-        if declared is not None and not declared.stores_zeros and grid.scheme.stores_zeros:
-            middle = grid.element.midpoint
-            wrong = int(grid.zeros[grid.zeros != middle][0])
-            raise ConversionRefused(
-                f"{path}: {name}: the config says sym: true, but qzeros decode to {wrong} where {middle} is "
-                "meant; either sym or checkpoint_format (gptq stores zero - 1, gptq_v2 zero) is wrong in it"
-            )
         if not stored:
             return
         reason = self._target.refusal(grid, self._scale_dtype(self._source.modules[name].scheme.scale_dtype))

@@ -57,6 +57,10 @@ def stored_facts(quantized: QuantizedCheckpoint, module: str) -> StoredFacts:
             # A zero point below the least that can be stored: who wrote it decides what it means.
             return _decoded(quantized, module)
         symmetric = bool((words == _word(element.midpoint - plain.less, element.bits)).all())
+        beside = [_word(element.midpoint - plain.less + step, element.bits) for step in (-1, 1)]
+        if words.size and words[0] in beside and bool((words == words[0]).all()):
+            # The codes decide whether these are zero points of another format.
+            return _decoded(quantized, module)
     if plain.order in found:
         where = f"{_place(quantized, module)}.{plain.order}"
         in_order, sortable = _order(_read(quantized, found[plain.order]), spec, where)
@@ -66,7 +70,7 @@ def stored_facts(quantized: QuantizedCheckpoint, module: str) -> StoredFacts:
 def _decoded(quantized: QuantizedCheckpoint, module: str) -> StoredFacts:
     try:
         grid = quantized.load_grid(module)
-    except ConversionRefused as refusal:
+    except (CheckpointError, ConversionRefused) as refusal:
         # Undecodable zeros don't keep the rest of the checkpoint from being described.
         return StoredFacts(None, None, False, str(refusal).removeprefix(f"{_place(quantized, module)}: "))
     symmetric = not grid.scheme.stores_zeros

@@ -95,23 +95,13 @@ class Values:
 
     def _check_zeros(self, name: str, q: QuantizedWeight, declared: Scheme) -> None:
         middle = q.element.midpoint
-        if not declared.stores_zeros and q.scheme.stores_zeros:
-            count = int((q.zeros != middle).sum())
-            self._zeros.failures.append(
-                f"{name}: the config says symmetric, but {count} of {q.zeros.numel()} zero points are "
-                f"not {middle}"
-            )
         low, high = int(q.zeros.min()), int(q.zeros.max())
         if declared.stores_zeros and low == high != middle and q.zeros.numel() > 1:
-            text = (
+            # Weights of one sign have them all at one end. Reading has refused those of another format.
+            self._zeros.warnings.append(
                 f"{name}: every zero point is {low}; a symmetric module has {middle}, an asymmetric one "
                 "different ones"
             )
-            # Weights of one sign have them all at one end. One beside the midpoint, with codes that lie
-            # around the midpoint and not around it, is the difference between GPTQ's two formats.
-            mean = float(q.codes.float().mean())
-            mistaken = abs(low - middle) == 1 and abs(mean - middle) < abs(mean - low)
-            (self._zeros.failures if mistaken else self._zeros.warnings).append(text)
 
     def _check_codes(self, name: str, q: QuantizedWeight) -> None:
         grid = q.g_idx.long().unsqueeze(1).expand(q.codes.shape)

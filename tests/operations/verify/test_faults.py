@@ -71,8 +71,8 @@ FAULTS = {
         needs_original=True,
         warns=True,
     ),
-    "zeros one up, symmetric": Fault(_zeros(1), frozenset({"zero points"}), layouts=(*GPTQS, "awq")),
-    "zeros one down, symmetric": Fault(_zeros(-1), frozenset({"zero points"}), layouts=(*GPTQS, "awq")),
+    "zeros one up, symmetric": Fault(_zeros(1), frozenset({"readable"}), layouts=(*GPTQS, "awq")),
+    "zeros one down, symmetric": Fault(_zeros(-1), frozenset({"readable"}), layouts=(*GPTQS, "awq")),
     "zeros one up, asymmetric": Fault(
         _zeros(1),
         PLACES | {"readable"},

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from marlinq.core.errors import CheckpointError
 from marlinq.formats import LAYOUTS, spec_of
+from marlinq.formats.stored import check_zero_points
 from marlinq.methods.gptq import solve_gptq
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.verify.evidence import find_faults
@@ -90,8 +92,14 @@ def test_a_scale_no_weights_can_have_is_refused():
 def test_the_other_gptq_format_is_refused():
     """A symmetric weight, declared asymmetric, whose zero points were read as one lower than they are."""
     q = round_to_nearest(ordinary(), scheme(GROUP))
-    (detail,) = refusals(replace(q, zeros=q.zeros - 1))
-    assert detail.startswith("m: every zero point is 7")
+    declared = replace(q.scheme, zero_point="stored")
+    for step, seen in ((-1, 7), (1, 9)):
+        grid = replace(q, zeros=q.zeros + step).grid
+        with pytest.raises(CheckpointError, match=f"every zero point decodes to {seen}"):
+            check_zero_points(grid, declared, lambda: q.codes)
+    check_zero_points(q.grid, declared, lambda: q.codes)
+    # All weights below zero: such zero points are what asymmetric quantisation gives.
+    check_zero_points(replace(q, zeros=q.zeros + 7).grid, declared, lambda: q.codes)
 
 
 def test_blank_codes_are_refused():
