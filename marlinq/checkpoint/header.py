@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from marlinq.checkpoint.source import OpenFile, SourceFile
 from marlinq.core.dtypes import ITEM_BYTES, torch_dtype
 from marlinq.core.errors import CheckpointError
+from marlinq.core.plain_values import load_json, read_int
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +85,8 @@ class TensorPlan:
 
 
 def parse_json(text: bytes, what: str, *, strict: bool = False) -> Any:
-    """JSON in UTF-8 with duplicate keys and absurd nesting refused; ``what`` names the file in the message.
+    """JSON in UTF-8 within the bounds of :mod:`marlinq.core.plain_values`, duplicate keys refused; ``what``
+    names the file in the message.
 
     ``strict`` reads as the safetensors library does: no NaN, no infinities, -0 is no natural number.
     """
@@ -104,17 +106,16 @@ def parse_json(text: bytes, what: str, *, strict: bool = False) -> Any:
 
     def natural(digits: str) -> int:
         # Python reads -0 as the integer 0; elsewhere it is a fraction.
-        return -1 if digits == "-0" else int(digits)
+        return -1 if digits == "-0" else read_int(digits)
 
     try:
-        # Left to itself, json guesses among encodings and lets halves of surrogate pairs pass.
-        return json.loads(
-            text.decode("utf-8"),
-            object_pairs_hook=unique,
-            parse_constant=refuse if strict else None,
-            parse_int=natural if strict else None,
+        return load_json(
+            text,
+            pairs=unique,
+            constant=refuse if strict else None,
+            integer=natural if strict else read_int,
         )
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{what}: not valid JSON ({error}); download the file again") from None
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from marlinq.checkpoint.partial import PartialFolder
 from marlinq.checkpoint.reader import CONFIG, MANIFEST
 from marlinq.core.errors import OutputError
+from marlinq.core.plain_values import load_json
 
 JOURNAL = "journal.jsonl"
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -95,7 +96,7 @@ class Journal:
         if data is None or self._folder.read(CONFIG) is None:
             return False
         try:
-            manifest = json.loads(data)
+            manifest = load_json(data)
             self._check_fingerprint(manifest["fingerprint"])
             self.hashes = _hashes(manifest["tensors"], names)
             self.notes = _notes(manifest.get("run", {}))
@@ -149,7 +150,7 @@ def _entry(line: bytes) -> dict[str, Any]:
     check, _, entry = line.partition(b" ")
     if check != _check_sum(entry):
         raise ValueError("another check sum")
-    value: dict[str, Any] = json.loads(entry)
+    value: dict[str, Any] = load_json(entry)
     return value
 
 

@@ -106,14 +106,17 @@ class PartialFolder:
         """The content of a file that an earlier run made; None where there is none.
 
         Raises:
-            OSError: it can't be read, or has more than ``limit`` bytes.
+            OSError: it can't be read, has more than ``limit`` bytes, or does not fit into memory.
         """
         try:
             descriptor = self.open(name, os.O_RDONLY)
         except FileNotFoundError:
             return None
         with os.fdopen(descriptor, "rb") as file:
-            data = file.read() if limit is None else file.read(limit + 1)
+            try:
+                data = file.read() if limit is None else file.read(limit + 1)
+            except MemoryError:
+                raise OSError(errno.ENOMEM, "it does not fit into memory", name) from None
         if limit is not None and len(data) > limit:
             raise OSError(errno.EFBIG, f"it has more than {limit} bytes", name)
         return data

@@ -37,6 +37,7 @@ from marlinq.checkpoint.taken_up import TakenUp, changed_since_written
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import CheckpointError, OutputError
 from marlinq.core.files import open_regular
+from marlinq.core.plain_values import load_json
 
 if TYPE_CHECKING:
     import torch
@@ -369,7 +370,7 @@ class CheckpointWriter:
         if data is None:
             return None
         try:
-            return json.loads(data)
+            return load_json(data)
         except (ValueError, RecursionError):
             raise damaged(self.partial / name) from None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -62,6 +63,20 @@ def foreign(subject: str, problem: str, advice: str) -> Iterator[None]:
         if type(error).__module__ != _RUST_PANIC:
             raise
         raise CheckpointError(f"{subject}: {problem} ({reason(error)}); {advice}") from error
+
+
+@contextmanager
+def decoration(problem: str, advice: str) -> Iterator[None]:
+    """Around making what only decorates an output: the output is whole without it.
+
+    Warns:
+        UserWarning: it could not be made: ``problem (the reason); advice``.
+    """
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever it is, hours of work are not thrown away for it
+        why = str(error) if isinstance(error, MarlinqError) else reason(error)
+        warnings.warn(f"{problem} ({why}); {advice}", stacklevel=4)
 
 
 def model_config(folder: str | os.PathLike[str], model_type: object) -> AbstractContextManager[None]:

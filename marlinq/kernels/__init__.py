@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from marlinq.core.kept import cache_folder
 from marlinq.kernels.decide.decision import (
     KERNELS,
     KernelDecision,
@@ -14,7 +15,7 @@ from marlinq.kernels.decide.decision import (
 )
 from marlinq.kernels.decide.device import Device
 from marlinq.kernels.decide.problem import GROUP_SIZES, Problem
-from marlinq.kernels.jit.cache import DamagedCache, KernelSpills, cache_folder
+from marlinq.kernels.jit.cache import DamagedCache, KernelSpills
 from marlinq.kernels.jit.compiler import ARCHITECTURES, compile_kernel
 from marlinq.kernels.launch.launch import LayerShape, device_numbers, precompile, precompile_model
 from marlinq.kernels.ops.reference import dequantize_operands, reference_gemm

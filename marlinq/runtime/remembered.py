@@ -19,7 +19,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from marlinq.kernels.jit.cache import cache_folder, write_file
+from marlinq.core.kept import read_note, write_note
+from marlinq.core.plain_values import load_json
 from marlinq.kernels.launch.complete import code_digest
 from marlinq.models.anatomy import (
     MLP,
@@ -72,14 +73,11 @@ def entry_name(what: str, premises: object) -> str:
 
 def read_entry(name: str, made_of: Callable[[Any], _Value]) -> _Value | None:
     """What ``made_of`` makes of an entry's value; None where there is none, or a damaged one."""
-    try:
-        digest, _, content = _path(name).read_bytes().partition(b"\n")
-    except OSError:
-        return None
+    digest, _, content = (read_note(name) or b"").partition(b"\n")
     if digest != hashlib.sha256(content).hexdigest().encode():
         return None
     try:
-        return made_of(json.loads(content))
+        return made_of(load_json(content))
     except (ValueError, TypeError, KeyError):
         return None
 
@@ -87,16 +85,7 @@ def read_entry(name: str, made_of: Callable[[Any], _Value]) -> _Value | None:
 def write_entry(name: str, value: object) -> None:
     """Keep a plain value; nothing where the folder can't be written, since it can be found out again."""
     content = json.dumps(value).encode()
-    path = _path(name)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
-    except OSError:
-        return
-
-
-def _path(name: str) -> Path:
-    return cache_folder() / "kernels" / name
+    write_note(name, hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
 
 
 def _plain(value: object) -> object:

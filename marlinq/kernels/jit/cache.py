@@ -1,9 +1,9 @@
 """Compiled kernels on disk: found by what they are compiled from, checked by what they hold.
 
 A cubin's file is named for the SHA-256 of its own bytes. An entry, named for everything that decides the
-result (:func:`marlinq.kernels.jit.compiler.compilation_key`), names the cubin. Both are written under a
-temporary name and renamed, the entry last, so any number of processes can share the folder. An entry that
-does not hold what it says is compiled again and replaced, with a warning.
+result (:func:`marlinq.kernels.jit.compiler.compilation_key`), names the cubin. The entry is written last. One
+that does not hold what it says is compiled again and replaced, with a warning. Whose folder is trusted, and
+how files are read and written: :mod:`marlinq.core.kept`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from marlinq.core.errors import EnvironmentProblem
+from marlinq.core.kept import kept_path, read_kept, write_kept
+from marlinq.core.plain_values import load_json
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels.jit.compiler import compilation_key, compile_kernel, nvrtc_version
 from marlinq.kernels.jit.instantiation import Instantiation
@@ -27,14 +27,8 @@ from marlinq.kernels.jit.instantiation import Instantiation
 COMPILING = "compiling kernels"
 """What progress is reported of."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-
-
-def cache_folder() -> Path:
-    """Where cubins are kept: ``$MARLINQ_CACHE``, ``$XDG_CACHE_HOME/marlinq`` or ``~/.cache/marlinq``."""
-    chosen = os.environ.get("MARLINQ_CACHE")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "marlinq"
+# The largest cubins have 200 KB.
+_MAX_ENTRY_BYTES, _MAX_CUBIN_BYTES = 1 << 16, 1 << 26
 
 
 class KernelSpills(UserWarning):
@@ -58,7 +52,7 @@ class _Entry:
 def entry_path(instantiation: Instantiation, architecture: str) -> Path:
     """The file that tells what is known of a variant in the cache, once it is compiled."""
     key = compilation_key(instantiation, architecture)
-    return cache_folder() / "kernels" / f"{instantiation.function}-{architecture}-{key[:32]}.json"
+    return kept_path(f"{instantiation.function}-{architecture}-{key[:32]}.json")
 
 
 def _cubin_path(entry: Path, sha256: str) -> Path:
@@ -70,40 +64,30 @@ def _read(path: Path) -> _Entry | None:
 
     Raises:
         ValueError: it is damaged, or its cubin is.
+        EnvironmentProblem: the folder can't be trusted.
     """
     try:
-        text = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+        text = read_kept(path.name, _MAX_ENTRY_BYTES)
     except OSError as error:
         raise ValueError(f"the entry can't be read ({error.strerror})") from None
+    if text is None:
+        return None
     try:
-        entry = _Entry(**json.loads(text))
+        entry = _Entry(**load_json(text))
     except (ValueError, TypeError):
         raise ValueError("the entry is not what marlinq writes") from None
     numbers = (entry.registers, entry.spill_bytes, entry.stack_bytes)
     if not _DIGEST.fullmatch(str(entry.sha256)) or not all(type(number) is int for number in numbers):
         raise ValueError("the entry is not what marlinq writes")
     try:
-        found = hashlib.sha256(_cubin_path(path, entry.sha256).read_bytes()).hexdigest()
+        cubin = read_kept(_cubin_path(path, entry.sha256).name, _MAX_CUBIN_BYTES)
     except OSError as error:
         raise ValueError(f"its cubin can't be read ({error.strerror})") from None
-    if found != entry.sha256:
+    if cubin is None:
+        raise ValueError("its cubin can't be read (no such file)")
+    if hashlib.sha256(cubin).hexdigest() != entry.sha256:
         raise ValueError("its cubin has other content than was written")
     return entry
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Replace a file in one step. Unlike ``mkstemp``'s, it has the permissions that the umask gives."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _describe(instantiation: Instantiation, architecture: str) -> str:
@@ -119,15 +103,8 @@ def _compile(path: Path, instantiation: Instantiation, architecture: str) -> _En
         compiled.spill_bytes,
         compiled.stack_bytes,
     )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(_cubin_path(path, entry.sha256), compiled.cubin)
-        write_file(path, json.dumps(vars(entry)).encode())
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"{path.parent}: the kernel cache can't be written ({error.strerror}); "
-            "set MARLINQ_CACHE to a writable folder"
-        ) from None
+    write_kept(_cubin_path(path, entry.sha256).name, compiled.cubin)
+    write_kept(path.name, json.dumps(vars(entry)).encode())
     return entry
 
 
@@ -140,7 +117,7 @@ def cached_cubin(instantiation: Instantiation, architecture: str) -> Path:
 
     Raises:
         EnvironmentProblem: as :func:`marlinq.kernels.jit.compiler.compile_kernel`, or the cache folder can't
-            be written.
+            be trusted or written.
     """
     path = entry_path(instantiation, architecture)
     try:

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
-from marlinq.core.errors import EnvironmentProblem
-from marlinq.kernels.jit.cache import cache_folder, entry_path, write_file
+from marlinq.core.kept import is_kept, read_note, write_kept
+from marlinq.core.plain_values import load_json
+from marlinq.kernels.jit.cache import entry_path
 from marlinq.kernels.jit.compiler import nvrtc_version
 from marlinq.kernels.jit.instantiation import Instantiation
 
@@ -23,38 +24,30 @@ _ROOM = Path(__file__).parents[1]
 
 def is_complete(premises: object) -> bool:
     """Whether a note with these ``premises`` stands in the cache, and the entries that it lists do, too."""
-    path = _note(premises)
+    note = read_note(_note(premises))
     try:
-        names = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        names = load_json(note or b"")
+    except ValueError:
         return False
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return False
     # Nothing outside the folder is looked at, whatever stands in the note.
-    return all(Path(name).name == name and (path.parent / name).is_file() for name in names)
+    return all(Path(name).name == name and is_kept(name) for name in names)
 
 
 def note_complete(premises: object, wanted: Iterable[Instantiation], architecture: str) -> None:
     """Leave the note: ``wanted`` are all compiled.
 
     Raises:
-        EnvironmentProblem: the cache can't be written.
+        EnvironmentProblem: the cache can't be trusted or written.
     """
-    path = _note(premises)
     names = sorted(entry_path(instantiation, architecture).name for instantiation in wanted)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, json.dumps(names).encode())
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"{path.parent}: the kernel cache can't be written ({error.strerror}); "
-            "set MARLINQ_CACHE to a writable folder"
-        ) from None
+    write_kept(_note(premises), json.dumps(names).encode())
 
 
-def _note(premises: object) -> Path:
+def _note(premises: object) -> str:
     key = hashlib.sha256(repr((premises, nvrtc_version(), code_digest(_ROOM))).encode()).hexdigest()
-    return cache_folder() / "kernels" / f"complete-{key[:32]}.json"
+    return f"complete-{key[:32]}.json"
 
 
 @lru_cache(maxsize=8)

@@ -7,6 +7,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from marlinq.core.errors import EnvironmentProblem
+from marlinq.core.kept import check_folder, kept_path
 from marlinq.operations.doctor import gpu
 from marlinq.operations.doctor.diagnosis import Capability, Diagnosis, Finding, State
 from marlinq.operations.doctor.packages import package_findings, run_apart
@@ -77,15 +79,19 @@ def _torch_sees_gpu() -> Finding:
 
 
 def _kernel_cache() -> Finding:
-    place, problem = run_apart("from marlinq.kernels import cache_folder; print(cache_folder())")
-    if problem is not None:
-        return Finding("kernel cache", State.PROBLEM, f"can't be found: {problem}", "mend the packages above")
-    folder = Path(place)
+    try:
+        folder = kept_path("").absolute()
+        check_folder(folder)
+    except EnvironmentProblem as problem:
+        found, _, fix = str(problem).rpartition("; ")
+        return Finding("kernel cache", State.PROBLEM, found, fix)
     if not _writable(folder):
         fix = "set MARLINQ_CACHE to a folder that can be written"
         return Finding("kernel cache", State.PROBLEM, f"{folder} can't be written", fix)
-    sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
-    return Finding("kernel cache", State.OK, f"{folder}: {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB")
+    sizes = [file.stat().st_size for file in folder.glob("*") if file.is_file()]
+    return Finding(
+        "kernel cache", State.OK, f"{folder.parent}: {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB"
+    )
 
 
 def _disk() -> Finding:

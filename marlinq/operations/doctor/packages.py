@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 from packaging.requirements import Requirement
 
 from marlinq.operations.doctor.diagnosis import Finding, State
+
+_SECONDS = 300
 
 
 def installed_version(distribution: str) -> str | None:
@@ -56,15 +60,33 @@ def check(requirement: Requirement) -> Finding:
     return Finding(requirement.name, State.OK, version)
 
 
+def search_path() -> list[str]:
+    """Where this process finds packages, without the current folder."""
+    here = os.path.realpath("")
+    return [each for each in sys.path if Path(each).is_absolute() and os.path.realpath(each) != here]
+
+
 def run_apart(code: str) -> tuple[str, str | None]:
     """Run Python code in a process of its own, since importing a broken binary can crash.
+
+    Nothing is imported from the current folder: files that lie there, in a downloaded model for one, may be
+    called as packages are.
 
     Returns:
         What it printed, and why it failed or None.
     """
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300
-    )
+    start = f"import sys; sys.path[:] = {search_path()!r}\n"
+    try:
+        run = subprocess.run(
+            [sys.executable, "-I", "-c", start + code],
+            capture_output=True,
+            text=True,
+            errors="backslashreplace",
+            check=False,
+            timeout=_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"did not end within {_SECONDS} s"
     if run.returncode == 0:
         return run.stdout.strip(), None
     lines = run.stderr.strip().splitlines()

@@ -27,9 +27,10 @@ from marlinq.checkpoint import (
     check_place,
 )
 from marlinq.checkpoint.reader import read_json
+from marlinq.core import boundaries
 from marlinq.core.devices import beside, multiplies_bfloat16, resolve_device, start_beside
 from marlinq.core.dtypes import dtype_name, torch_dtype
-from marlinq.core.errors import MarlinqError, UsageError
+from marlinq.core.errors import UsageError
 from marlinq.core.progress import (
     Progress,
     ReportMessage,
@@ -328,7 +329,7 @@ def _quantize(
             manifest=manifest,
             side_files_from=checkpoint,
             extra_json=plan.extra_json,
-            extra_text={CARD: _card(model, checkpoint, plan, manifest, writer)},
+            extra_text=_card(model, checkpoint, plan, manifest, writer),
         )
     clock.mark("finishing the folder")
     if ranks.first:
@@ -445,27 +446,29 @@ def _card(
     plan: OutputPlan,
     manifest: dict[str, Any],
     writer: CheckpointWriter,
-) -> str:
-    modules = module_reports(writer.notes)
-    return model_card(
-        checkpoint,
-        base_model=hub_id(os.fspath(model), checkpoint),
-        recipe=manifest["recipe"],
-        tool=manifest["tool"],
-        schemes=Counter(module.scheme for module in modules.values()),
-        errors={name: module.relative_error for name, module in modules.items()},
-        calibration=writer.notes.get("calibration"),
-        nbytes=sum(tensor.nbytes for tensor in plan.tensors),
-    )
+) -> dict[str, str]:
+    """The model card under its file name; empty where it could not be made, which is only told."""
+    made = {}
+    with boundaries.decoration("no model card was written", "write one before you publish the checkpoint"):
+        modules = module_reports(writer.notes)
+        made[CARD] = model_card(
+            checkpoint,
+            base_model=hub_id(os.fspath(model), checkpoint),
+            recipe=manifest["recipe"],
+            tool=manifest["tool"],
+            schemes=Counter(module.scheme for module in modules.values()),
+            errors={name: module.relative_error for name, module in modules.items()},
+            calibration=writer.notes.get("calibration"),
+            nbytes=sum(tensor.nbytes for tensor in plan.tensors),
+        )
+    return made
 
 
 def _write_report(folder: Path, clock: StageClock, device: str, ranks: int) -> None:
     """Writes the report; the checkpoint is whole without it, so a failure is only told."""
     time = TimeFigures(clock.stages, tuple(clock.blocks), clock.total, device, ranks)
-    try:
+    with boundaries.decoration("no report was written", f"marlinq report {folder} makes one"):
         write_report(folder, time)
-    except MarlinqError as error:
-        warnings.warn(f"no report was written ({error}); marlinq report {folder} makes one", stacklevel=3)
 
 
 def _all_written(plan: OutputPlan, members: list[PlannedModule], writer: CheckpointWriter) -> bool:

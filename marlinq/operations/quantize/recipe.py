@@ -20,6 +20,7 @@ from marlinq.core.errors import UsageError
 from marlinq.core.files import read_regular
 from marlinq.core.granularity import Granularity
 from marlinq.core.patterns import MAX_CHARACTERS, Pattern, Patterns
+from marlinq.core.plain_values import MAX_YAML_BYTES, load_yaml
 from marlinq.core.rules import Keep, ModuleRules, Rule
 from marlinq.core.scheme import ELEMENTS, Element, Scheme, integer_element
 from marlinq.core.settings import (
@@ -49,8 +50,6 @@ EXPERT_FALLBACKS = ("blend", "all", "shared")
 NO_TEMPLATE = "none"
 HEADS = (UNQUANTIZED, "int4", "int8")
 """What the output head may become: the elements by name, or nothing else than it is."""
-
-_MAX_RECIPE_BYTES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -467,13 +466,11 @@ def read_recipe(path: Path) -> Recipe:
         UsageError: the file can't be read, is not a YAML mapping, or holds an unknown key or bad value.
     """
     try:
-        values = yaml.safe_load(read_regular(path, _MAX_RECIPE_BYTES).decode("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: can't read the recipe: {error}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        # A date that does not exist is a ValueError of Python's.
-        problem = " ".join(str(error).split())[:300]
-        raise UsageError(f"{path}: not a YAML recipe: {problem}") from None
+        values = load_yaml(read_regular(path, MAX_YAML_BYTES))
+    except OSError as error:
+        raise UsageError(f"{path}: can't read the recipe: {error.strerror or error}") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: not a YAML recipe: {str(error)[:300]}") from None
     if not isinstance(values, dict):
         raise UsageError(f"{path}: expected a mapping of recipe keys, found {type(values).__name__}")
     try:

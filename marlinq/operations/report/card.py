@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
@@ -17,8 +18,8 @@ from typing import Any
 import yaml
 
 from marlinq.checkpoint import Checkpoint
-from marlinq.core.errors import CheckpointError
 from marlinq.core.files import read_regular
+from marlinq.core.plain_values import load_yaml
 from marlinq.core.safe_text import escaped, one_line
 from marlinq.core.sources import is_hub_id
 
@@ -160,19 +161,15 @@ def _read_card(path: Path) -> tuple[dict[str, Any], str]:
     if found is None:
         return {}, text
     try:
-        matter = yaml.load(found[1], Loader=_PlainLoader)
-    except (yaml.YAMLError, ValueError, RecursionError, CheckpointError):
+        matter = load_yaml(found[1].encode())
+    except ValueError as error:
+        warnings.warn(
+            f"{path}: its front matter can't be read ({error}); the new card has none of its licence, "
+            "languages and tags",
+            stacklevel=2,
+        )
         matter = None
     return (matter if isinstance(matter, dict) else {}), text[found.end() :]
-
-
-class _PlainLoader(yaml.SafeLoader):
-    """Plain values without aliases, of which a few lines can stand for gigabytes."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.events.AliasEvent):
-            raise CheckpointError("a model card with aliases")
-        return super().compose_node(parent, index)
 
 
 def _public(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,9 +51,11 @@ class Ramp:
         """The class of ``value``."""
         if value <= 0 or self.low <= 0:
             return f"{self.kind}0"
-        if self.high <= self.low:
+        low = math.log(self.low)
+        span = math.log(self.high) - low
+        if span <= 0:
             return f"{self.kind}{STEPS // 2}"
-        share = math.log(value / self.low) / math.log(self.high / self.low)
+        share = (math.log(value) - low) / span
         return f"{self.kind}{min(STEPS - 1, max(0, round(share * (STEPS - 1))))}"
 
 

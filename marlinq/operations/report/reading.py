@@ -42,6 +42,8 @@ _PIECES = 16
 _THREADS = min(8, os.cpu_count() or 1)
 _LONGEST_VALUE = 400
 _MOST_ENTRIES = 64
+# No error, count or time of a run comes near.
+_LARGEST = 1e30
 
 
 def read_figures(checkpoint: Checkpoint, name: str, progress: ReportProgress) -> CheckpointFigures:
@@ -263,14 +265,13 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number of at least 0, or None. JSON knows integers that no float holds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    """A number from 0 to :data:`_LARGEST`, or None; what is below its inverse counts as 0.
+
+    So sums, ratios and logarithms of figures are finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _LARGEST:
         return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) and number >= 0 else None
+    return float(value) if value > 1 / _LARGEST else 0.0
 
 
 def _count(value: Any) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -21,8 +22,9 @@ COLUMNS = (
     "scale_negative", "codes_at_ends", "codes_unused",
 )  # fmt: skip
 
-# What makes a spreadsheet take a cell for a formula.
+# What makes a spreadsheet take a cell for a formula, also in full width or after spaces.
 _FORMULA = ("=", "+", "-", "@")
+_FIRST = 100
 
 
 def csv_text(checkpoints: Sequence[CheckpointFigures]) -> str:
@@ -74,4 +76,5 @@ def _cell(value: object) -> object:
     if not isinstance(value, str):
         return value
     text = escaped(value)
-    return f"'{text}" if text.startswith(_FORMULA) else text
+    plain = unicodedata.normalize("NFKC", text[:_FIRST]).lstrip()
+    return f"'{text}" if plain.startswith(_FORMULA) else text

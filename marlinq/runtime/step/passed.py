@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from marlinq.core.errors import EnvironmentProblem
-from marlinq.kernels.jit.cache import cache_folder, write_file
+from marlinq.core.kept import read_note, write_note
 from marlinq.kernels.jit.compiler import nvrtc_version
 from marlinq.kernels.launch.complete import code_digest
 
@@ -23,27 +23,22 @@ _ROOMS = ("kernels", "models", "runtime")
 
 def was_passed(premises: object) -> bool:
     """Whether a probe with these ``premises``, whose ``repr`` tells them apart, has been noted."""
-    return _note(premises).is_file()
+    return read_note(_note(premises)) is not None
 
 
 def note_passed(premises: object) -> None:
     """Leave the note; nothing where the folder can't be written, since the next process can probe again."""
-    path = _note(premises)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, b"")
-    except OSError:
-        return
+    write_note(_note(premises), b"")
 
 
-def _note(premises: object) -> Path:
+def _note(premises: object) -> str:
     gpu = None
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     versions = torch.__version__, transformers.__version__, _nvrtc()
     code = [code_digest(_PACKAGE / room) for room in _ROOMS]
     key = hashlib.sha256(repr((premises, gpu, versions, code)).encode()).hexdigest()
-    return cache_folder() / "kernels" / f"probe-{key[:32]}"
+    return f"probe-{key[:32]}"
 
 
 def _nvrtc() -> object:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -168,6 +171,36 @@ def test_doctor_fails_when_torch_does_not_import(
     assert "OSError: libc10.so" in out
 
 
+@pytest.mark.parametrize("relative", ["", "folder"], ids=["from an empty entry", "from a path entry"])
+def test_nothing_of_the_current_folder_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("torch", "marlinq", "json", "sitecustomize", "usercustomize"):
+        (tmp_path / f"{name}.py").write_text(f"open('ran {name}', 'w')")
+    monkeypatch.syspath_prepend(str(tmp_path) if relative else "")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert packages.run_apart("import json, sys; print(json.__name__)") == ("json", None)
+    _, problem = packages.run_apart("import marlinq.core.errors")
+    assert problem is None
+    assert not list(tmp_path.glob("ran *"))
+
+
+def test_a_module_run_by_name_imports_nothing_of_the_current_folder(tmp_path: Path) -> None:
+    for name in ("click", "torch", "transformers"):
+        (tmp_path / f"{name}.py").write_text(f"open('ran {name}', 'w')")
+    environment = {**os.environ, "PYTHONPATH": str(Path(packages.__file__).parents[3])}
+    command = [sys.executable, "-m", "marlinq", "--version"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("marlinq ")
+    assert not list(tmp_path.glob("ran *"))
+
+
+def test_a_process_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "_SECONDS", 0.2)
+    assert packages.run_apart("while True: pass") == ("", "did not end within 0.2 s")
+
+
 @pytest.mark.usefixtures("run_here")
 @pytest.mark.parametrize("exists", [True, False])
 def test_cache_folder_is_where_the_kernels_say(
@@ -190,6 +223,17 @@ def test_cache_folder_that_is_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     finding = examination._kernel_cache()
     assert finding.state is State.PROBLEM
     assert "MARLINQ_CACHE" in finding.fix
+
+
+@pytest.mark.usefixtures("run_here")
+def test_cache_folder_that_others_can_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    monkeypatch.setenv("MARLINQ_CACHE", str(tmp_path / "cache"))
+    finding = examination._kernel_cache()
+    assert finding.state is State.PROBLEM
+    assert finding.found.startswith(f"{tmp_path / 'cache'}: others can write there")
+    assert finding.fix.startswith(f"run chmod go-w {tmp_path / 'cache'}")
 
 
 def test_little_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

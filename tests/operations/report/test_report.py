@@ -17,7 +17,7 @@ from marlinq.cli import main
 from marlinq.core.errors import OutputError, UnsupportedError, UsageError
 from marlinq.formats import LAYOUTS
 from marlinq.operations.quantize import quantize
-from marlinq.operations.report import report
+from marlinq.operations.report import report, tables
 from marlinq.operations.report.charts import STEPS, Ramp
 from marlinq.operations.report.figures import place
 from marlinq.operations.report.markup import tag
@@ -174,7 +174,7 @@ def hostile(folder: Path) -> Path:
     """A checkpoint whose manifest and config say whatever they like."""
     write(folder, "gptq", model_tuples(), config={"architectures": [NASTY]})
     names = [f"model.layers.{block}.self_attn.{part}_proj" for block in (0, 1) for part in "qkvo"]
-    odd: list[Any] = [NASTY, 10**400, -1, True, None, [1], {"a": NASTY}, 0.25]
+    odd: list[Any] = [NASTY, 1e308, -1, True, None, [1], {"a": NASTY}, 0.25]
     run = {
         f"module {name}": {"relative_error": value, "tokens": value}
         for name, value in zip(names, odd, strict=True)
@@ -196,6 +196,19 @@ def hostile(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("start", ["=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20", "  \uff1d"])
+def test_no_text_of_a_table_is_a_formula(start: str) -> None:
+    assert tables._cell(f"{start}1+1").startswith("'")
+    assert tables._cell(f"a{start}1") == f"a{start}1"
+
+
+def test_ramps_take_any_figure() -> None:
+    for low, high in ((1e-30, 1e30), (1e30, 1e30 * (1 + 2**-52)), (0.0, 1e30)):
+        ramp = Ramp(low, high)
+        assert ramp.step(high).startswith("s")
+        assert Ramp.around_one([low, high]).step(high).startswith("d")
+
+
 @pytest.mark.parametrize("pair", [False, True])
 def test_a_hostile_checkpoint_injects_nothing(tmp_path: Path, pair: bool) -> None:
     folder = hostile(tmp_path / "=cmd|'<script>")
@@ -215,7 +228,9 @@ def test_a_hostile_checkpoint_injects_nothing(tmp_path: Path, pair: bool) -> Non
     assert "\\x1b[31m" in reader.text
     with (tmp_path / "out" / CSV).open(newline="") as file:
         cells = [cell for row in csv.reader(file) for cell in row]
-    assert not any(cell.startswith(("=", "+", "-", "@")) for cell in cells)
+    assert not any(
+        cell.startswith(("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")) for cell in cells
+    )
     assert "'=cmd|'<script>" in cells
     json.loads((tmp_path / "out" / REPORT_JSON).read_text())
 

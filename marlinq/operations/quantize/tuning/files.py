@@ -12,6 +12,7 @@ from torch import Tensor
 
 from marlinq.checkpoint import CheckpointWriter
 from marlinq.core.errors import OutputError
+from marlinq.core.plain_values import load_json
 
 STATE = "tuning.safetensors"
 RESULT = "tuned.safetensors"
@@ -48,9 +49,9 @@ def kept(
     try:
         tensors = safetensors.torch.load(data)
         length = int.from_bytes(data[:8], "little")
-        facts = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_FACTS])
+        facts = load_json(load_json(data[8 : 8 + length])["__metadata__"][_FACTS].encode())
         return take(tensors, facts)
-    except (SafetensorError, ValueError, LookupError, TypeError, RecursionError):
+    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError):
         raise OutputError(
             f"{writer.partial / name}: is damaged; remove {writer.partial} and start over"
         ) from None

@@ -1,0 +1,229 @@
+"""Files that marlinq keeps for later processes: compiled kernels, and what was found out once.
+
+A compiled kernel is a program, and a note decides which program runs, so the folder is trusted as ssh trusts
+the folder of its keys: it belongs to this user or to root, and neither it nor any folder above it can be
+changed by others. Files are regular ones of a bounded size. A file is written under a temporary name and
+renamed, so any number of processes share the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import grp
+import os
+import pwd
+import secrets
+import stat
+import time
+import warnings
+from functools import cache
+from pathlib import Path
+
+from marlinq.core.errors import EnvironmentProblem
+from marlinq.core.files import open_regular
+
+MAX_NOTE_BYTES = 16 << 20
+"""Size of a note; the largest are parts of a tokenizer."""
+
+_VARIABLE = "MARLINQ_CACHE"
+_TEMPORARY = ".tmp"
+# A process that writes a file takes milliseconds; one that was killed leaves its temporary file.
+_STALE_SECONDS = 3600.0
+
+
+class UntrustedCache(UserWarning):
+    """The folder of kept files can't be used, so what was found out once is found out again."""
+
+
+def cache_folder() -> Path:
+    """The folder of kept files: ``$MARLINQ_CACHE``, ``$XDG_CACHE_HOME/marlinq`` or ``~/.cache/marlinq``.
+
+    Raises:
+        EnvironmentProblem: neither variable is set, and the user has no home folder.
+    """
+    chosen = os.environ.get(_VARIABLE)
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(base or Path.home() / ".cache") / "marlinq"
+    except RuntimeError:
+        raise EnvironmentProblem(
+            f"the kernel cache: this user has no home folder; set {_VARIABLE} to a folder of yours"
+        ) from None
+
+
+def kept_path(name: str) -> Path:
+    """The place of the kept file ``name``.
+
+    Raises:
+        EnvironmentProblem: as :func:`cache_folder`.
+    """
+    return cache_folder() / "kernels" / name
+
+
+def check_folder(folder: Path) -> None:
+    """Make sure that nobody but this user and root can change what lies in ``folder``.
+
+    Args:
+        folder: need not exist; then the folders above it are looked at.
+
+    Raises:
+        EnvironmentProblem: another user owns it, or it or a folder above it is writable by others.
+    """
+    advice = f"or set {_VARIABLE} to a folder of yours"
+    try:
+        real = Path(os.path.realpath(folder))
+        trusted = {os.geteuid(), 0, Path("/").stat().st_uid}
+        for each in (real, *real.parents):
+            try:
+                status = each.stat()
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            if status.st_uid not in trusted:
+                raise EnvironmentProblem(
+                    f"{each}: belongs to user {status.st_uid}, who could exchange compiled kernels there; "
+                    f"remove it, {advice}"
+                )
+            # In a folder such as /tmp others can't rename or remove what is not theirs.
+            sticky = each != real and status.st_mode & stat.S_ISVTX
+            if writable_by_others(status) and not sticky:
+                raise EnvironmentProblem(
+                    f"{each}: others can write there, and could exchange compiled kernels; "
+                    f"run chmod go-w {each}, {advice}"
+                )
+    except (OSError, ValueError) as error:
+        problem = getattr(error, "strerror", None) or error
+        raise EnvironmentProblem(
+            f"{str(folder)[:200]}: the kernel cache can't be used ({problem}); mend that, {advice}"
+        ) from None
+
+
+def writable_by_others(status: os.stat_result) -> bool:
+    """Whether anybody but the owner may write; a group that holds its owner alone does not count."""
+    if status.st_mode & stat.S_IWOTH:
+        return True
+    return bool(status.st_mode & stat.S_IWGRP) and not _is_private(status.st_gid, status.st_uid)
+
+
+def _is_private(group: int, user: int) -> bool:
+    """Whether ``group`` is that of one user: many systems give each a group of the same name."""
+    try:
+        owner, found = pwd.getpwuid(user), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return owner.pw_gid == group and found.gr_name == owner.pw_name and set(found.gr_mem) <= {owner.pw_name}
+
+
+def read_kept(name: str, limit: int) -> bytes | None:
+    """The content of the kept file ``name``; None where there is none.
+
+    Raises:
+        EnvironmentProblem: the folder can't be trusted.
+        OSError: the file is no regular one, is larger than ``limit`` bytes, or others can write it.
+    """
+    path = kept_path(name)
+    check_folder(path.parent)
+    try:
+        descriptor = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if writable_by_others(status):
+            raise OSError(errno.EPERM, "others can write it", str(path))
+        data = file.read(limit + 1) if status.st_size <= limit else b""
+    if max(status.st_size, len(data)) > limit:
+        raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
+    return data
+
+
+def write_kept(name: str, content: bytes) -> Path:
+    """Put ``content`` into the kept file ``name`` in one step, and make the folder where it is not there.
+
+    Returns:
+        The file's path.
+
+    Raises:
+        EnvironmentProblem: the folder can't be trusted, or not be written.
+    """
+    path = kept_path(name)
+    check_folder(path.parent)
+    try:
+        _make(path.parent)
+        _remove_stale(path.parent)
+        _write(path, content)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{path.parent}: the kernel cache can't be written ({error.strerror}); "
+            f"set {_VARIABLE} to a writable folder"
+        ) from None
+    return path
+
+
+def is_kept(name: str) -> bool:
+    """Whether the regular file ``name`` is kept, in a folder that can be trusted."""
+    try:
+        path = kept_path(name)
+        check_folder(path.parent)
+        return stat.S_ISREG(path.lstat().st_mode)
+    except (EnvironmentProblem, OSError):
+        return False
+
+
+def read_note(name: str) -> bytes | None:
+    """As :func:`read_kept`, of what can be found out again: None for whatever can't be read.
+
+    Warns:
+        UntrustedCache: the folder can't be trusted.
+    """
+    try:
+        return read_kept(name, MAX_NOTE_BYTES)
+    except OSError:
+        return None
+    except EnvironmentProblem as problem:
+        warnings.warn(f"{problem}; going on without", UntrustedCache, stacklevel=2)
+        return None
+
+
+def write_note(name: str, content: bytes) -> None:
+    """As :func:`write_kept`, of what can be found out again: nothing where the folder can't be used."""
+    if len(content) <= MAX_NOTE_BYTES:
+        with contextlib.suppress(EnvironmentProblem):
+            write_kept(name, content)
+
+
+def _make(folder: Path) -> None:
+    """Make ``folder`` and those above it, none of them writable by others whatever the umask."""
+    missing = []
+    for each in (folder, *folder.parents):
+        if each.exists():
+            break
+        missing.append(each)
+    for each in reversed(missing):
+        each.mkdir(mode=0o755, exist_ok=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}{_TEMPORARY}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@cache
+def _remove_stale(folder: Path) -> None:
+    """Remove temporary files of processes that were killed; once in a process."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.name.endswith(_TEMPORARY):
+                continue
+            with contextlib.suppress(OSError):
+                if time.time() - entry.stat(follow_symlinks=False).st_mtime > _STALE_SECONDS:
+                    Path(entry.path).unlink()
