@@ -6,7 +6,7 @@ import json
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marlinq.core.plain_values import MAX_DEPTH, MAX_YAML_BYTES, check_depth, load_json, load_yaml
@@ -39,6 +39,7 @@ PLAIN = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(PLAIN)
 def test_what_is_written_plainly_is_read_again(value: object) -> None:
     try:
