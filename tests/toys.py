@@ -25,6 +25,7 @@ from marlinq.formats import LAYOUTS, Layout, ModuleSpec, StoredWeight, TensorSpe
 from marlinq.formats.dialects import DIALECTS, Dialect, Keys, QuantizationConfig, register_dialect
 from marlinq.formats.layouts.base import g_idx_refusal
 from marlinq.methods import METHODS, Method, MethodOptions, SolveReport, Statistics, register_method
+from marlinq.methods.quantity import ErrorQuantity
 from marlinq.runtime import OPERATORS, Estimate, Operator, Setting, register_operator
 
 # Values between which the steps grow outwards; code 3 is -1 and code 11 is 1, so no code is its own value.
@@ -155,7 +156,7 @@ class ToyMethod(Method[ToyOptions, Statistics]):
             codes = scheme.element.nearest(values).reshape(k, n)
             quantized = QuantizedWeight.from_codes(scheme, codes, scales=scales)
             loss = (weight.float() - quantized.dequantize()).norm() / weight.float().norm()
-            solved.append((quantized, SolveReport(float(loss) ** 2)))
+            solved.append((quantized, SolveReport(float(loss) ** 2, ErrorQuantity.WEIGHTS)))
         return solved
 
 

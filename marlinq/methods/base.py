@@ -74,14 +74,15 @@ class SolveReport:
     """What happened to one weight.
 
     Attributes:
-        relative_error: tr(D H D^T) / tr(W H W^T) with D = W - Q: the squared error of the outputs, relative.
-            H is the Hessian that the method used, and the identity for one that uses none.
+        relative_error: tr(D H D^T) / tr(W H W^T) with D = W - Q.
+        quantity: an :class:`~marlinq.methods.quantity.ErrorQuantity`; says which H that is.
         fallback: what was done instead of the method, and why; None when nothing was.
         figures: what else the method has to say, by name.
         norm: tr(W H W^T), which the error is relative to; 1 where the method does not say.
     """
 
     relative_error: float
+    quantity: str
     fallback: str | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
     norm: float = 1.0
@@ -92,7 +93,8 @@ class SolveReport:
         norm = sum(report.norm for report in reports)
         loss = sum(report.relative_error * report.norm for report in reports)
         fallback = next((report.fallback for report in reports if report.fallback), None)
-        return cls(loss / norm if norm > 0 else 0.0, fallback, reports[0].figures, norm)
+        error = loss / norm if norm > 0 else 0.0
+        return cls(error, reports[0].quantity, fallback, reports[0].figures, norm)
 
 
 StatisticsT = TypeVar("StatisticsT", bound=Statistics)

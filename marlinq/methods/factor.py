@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from marlinq.methods.hessian import tensor_cores
+from marlinq.methods.quantity import ErrorQuantity
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +40,13 @@ class Factor:
     fallback: str | None
     diagonal: Tensor | None
     dead_channels: int
+
+    @property
+    def quantity(self) -> ErrorQuantity:
+        """The quantity of an error that is measured with what the root is of."""
+        if self.diagonal is None:
+            return ErrorQuantity.OUTPUTS
+        return ErrorQuantity.WEIGHTS if self.dead_channels == len(self.diagonal) else ErrorQuantity.INPUTS
 
     def divide(self, right: Tensor) -> Tensor:
         """x with (hessian + shift * I) x = ``right``, float32 [K, n] both, in the channels' own order; with

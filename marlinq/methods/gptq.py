@@ -249,6 +249,7 @@ def solve_gptq_shared(
         error, power = float(loss.sum()), float(norm.sum())
         report = SolveReport(
             relative_error=error / power if power > 0 else 0.0,
+            quantity=factor.quantity,
             fallback=factor.fallback or reason or uncorrected,
             figures={"damp": factor.damp, "dead_channels": factor.dead_channels},
             norm=power,

@@ -18,6 +18,7 @@ from marlinq.core.weight import QuantizedWeight
 from marlinq.methods.base import Method, MethodOptions, SolveReport, check_weight, real_rows, whole_groups
 from marlinq.methods.gpu import has_panel_kernel
 from marlinq.methods.grid import search_factors, search_grid, storable_scales
+from marlinq.methods.quantity import ErrorQuantity
 
 if TYPE_CHECKING:
     import torch
@@ -149,7 +150,8 @@ def _solve(
     quantized = QuantizedWeight.from_codes(
         scheme, codes.reshape(k, n), scales=scales.to(_dtype(scheme)), zeros=zeros.to(torch.uint8)
     )
-    return quantized, SolveReport(loss / size if size > 0 else 0.0, fallback, norm=size)
+    quantity = ErrorQuantity.INPUTS if fallback is None else ErrorQuantity.WEIGHTS
+    return quantized, SolveReport(loss / size if size > 0 else 0.0, quantity, fallback, norm=size)
 
 
 def _takes_the_kernel(device: torch.device, g: int, scheme: Scheme) -> bool:

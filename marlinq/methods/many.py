@@ -27,6 +27,7 @@ from marlinq.methods.base import SolveReport
 from marlinq.methods.factor import inverse_triangles
 from marlinq.methods.grid import minmax_grid, search_factors
 from marlinq.methods.hessian import tensor_cores
+from marlinq.methods.quantity import ErrorQuantity
 from marlinq.methods.solution import Solution
 
 if TYPE_CHECKING:
@@ -112,7 +113,12 @@ def solve_many(
             quantized = solution.layer(place).weights(order[place], widths, g, scheme)
             told = {"damp": damp, "dead_channels": int(row[-1])}
             results[number] = [
-                (found, SolveReport(loss / power if power > 0 else 0.0, figures=told, norm=power))
+                (
+                    found,
+                    SolveReport(
+                        loss / power if power > 0 else 0.0, ErrorQuantity.OUTPUTS, figures=told, norm=power
+                    ),
+                )
                 for found, loss, power in zip(quantized, losses, powers, strict=True)
             ]
     return results

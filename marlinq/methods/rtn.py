@@ -19,6 +19,7 @@ from marlinq.methods.base import (
     whole_groups,
 )
 from marlinq.methods.grid import minmax_grid, search_grid
+from marlinq.methods.quantity import ErrorQuantity
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +63,8 @@ class RTN(Method[RTNOptions, Statistics]):
             wide = weight.to(torch.float32)
             loss = float((wide - quantized.dequantize()).double().square().sum())
             norm = float(wide.double().square().sum())
-            results.append((quantized, SolveReport(loss / norm if norm > 0 else 0.0, norm=norm)))
+            error = loss / norm if norm > 0 else 0.0
+            results.append((quantized, SolveReport(error, ErrorQuantity.WEIGHTS, norm=norm)))
         return results
 
 

@@ -41,6 +41,7 @@ from marlinq.core.progress import (
     shows_progress,
 )
 from marlinq.core.version import __version__
+from marlinq.methods.quantity import ErrorQuantity
 from marlinq.models import Blueprint, ModelInstance, build_blueprint
 from marlinq.operations.quantize.blocks import BlockQuantizer
 from marlinq.operations.quantize.budget import Work
@@ -457,7 +458,14 @@ def _card(
             recipe=manifest["recipe"],
             tool=manifest["tool"],
             schemes=Counter(module.scheme for module in modules.values()),
-            errors={name: module.relative_error for name, module in modules.items()},
+            errors={
+                quantity.label: {
+                    name: module.relative_error
+                    for name, module in modules.items()
+                    if module.quantity == quantity
+                }
+                for quantity in ErrorQuantity
+            },
             calibration=writer.notes.get("calibration"),
             nbytes=sum(tensor.nbytes for tensor in plan.tensors),
         )

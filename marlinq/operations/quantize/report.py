@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from marlinq.core.display import Block, Facts, Shown
 from marlinq.core.rules import Keep
 from marlinq.formats.dialects.patterns import expert_layer
 from marlinq.methods import SolveReport, Statistics
+from marlinq.methods.quantity import ErrorQuantity
 from marlinq.operations.quantize.planning import PlannedModule
 
 
@@ -24,7 +26,7 @@ class ModuleReport:
         bits, group_size, symmetric: as stored; -1 is one group.
         reason: where scheme and options come from, and how an automatic group size was found.
         tokens: calibration tokens that the linear saw; 0 for a method without calibration.
-        relative_error, fallback, figures: what the method reports
+        relative_error, quantity, fallback, figures: what the method reports
             (:class:`~marlinq.methods.base.SolveReport`).
     """
 
@@ -35,6 +37,7 @@ class ModuleReport:
     reason: str
     tokens: int
     relative_error: float
+    quantity: str
     fallback: str | None
     figures: Mapping[str, float]
 
@@ -50,6 +53,7 @@ def module_report(planned: PlannedModule, statistics: Statistics | None, report:
         reason=planned.reason,
         tokens=0 if statistics is None else statistics.tokens,
         relative_error=report.relative_error,
+        quantity=report.quantity,
         fallback=report.fallback,
         figures=dict(report.figures),
     )
@@ -142,11 +146,8 @@ class QuantizeReport(Shown):
 
     def display(self) -> list[Block]:
         """What was made, of what, how well and with what."""
-        worst = max(self.modules, key=lambda name: self.modules[name].relative_error)
-        errors = sorted(report.relative_error for report in self.modules.values())
         sizes = f"{_size(self.source_bytes)} -> {_size(self.output_bytes)}"
         text = self.calibration
-        middle = errors[len(errors) // 2]
         used = "none: the method needs no text"
         if text is not None:
             used = f"{text['documents']} documents, {text['tokens']} tokens from {text['source']}"
@@ -161,10 +162,7 @@ class QuantizeReport(Shown):
             *(("", f"{count} by {reason}") for reason, count in self._reasons()),
             ("calibration", used),
             *self._seen(),
-            (
-                "weight error" if text is None else "output error",
-                f"relative, squared: median {middle:.2e}, largest {errors[-1]:.2e} in {worst}",
-            ),
+            *self._errors(),
         ]
         if self.tuning is not None:
             rows += _tuning_rows(self.tuning)
@@ -188,6 +186,22 @@ class QuantizeReport(Shown):
             peak += f", GPU {_size(self.peak_device_bytes)}"
         rows.append(("ran", f"{self.seconds:.0f} s on {self.device} in {self.dtype}, {peak}"))
         return [Facts(tuple(rows))]
+
+    def _errors(self) -> list[tuple[str, str]]:
+        """A row for each quantity that errors of modules are of."""
+        rows = []
+        for quantity in ErrorQuantity:
+            errors = {
+                name: report.relative_error
+                for name, report in self.modules.items()
+                if report.quantity == quantity
+            }
+            if errors:
+                worst = max(errors, key=lambda name: errors[name])
+                some = f", of {len(errors)} modules" if len(errors) < len(self.modules) else ""
+                figures = f"median {median_high(errors.values()):.2e}, largest {errors[worst]:.2e} in {worst}"
+                rows.append((quantity.label, f"relative, squared{some}: {figures}"))
+        return rows
 
     def _about_experts(self) -> list[tuple[str, str]]:
         """How many tokens experts saw, and for how many of them that was too few: there can be thousands."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import median
+from statistics import median, mode
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from marlinq.core.errors import NumericsError
 from marlinq.core.progress import ReportMessage, ReportProgress
 from marlinq.core.weight import QuantizedWeight
+from marlinq.methods.quantity import ErrorQuantity
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.quantize.clock import BLOCKS
 from marlinq.operations.quantize.lots import in_lots
@@ -64,10 +65,17 @@ class Watch:
             return
         now = self._clock()
         self._ends.append(now)
-        errors = {
-            name.removeprefix("module "): float(note["relative_error"])
+        notes = {
+            name.removeprefix("module "): note
             for name, note in list(self._writer.notes.items())
             if name.startswith("module ")
+        }
+        # Errors of two quantities are not compared; nearly all modules have the same.
+        quantity = mode(note["quantity"] for note in notes.values()) if notes else ErrorQuantity.OUTPUTS
+        errors = {
+            name: float(note["relative_error"])
+            for name, note in notes.items()
+            if note["quantity"] == quantity
         }
         before, self._known = self._known, set(errors)
         if before is None or done == total:
@@ -75,13 +83,15 @@ class Watch:
         new = {name: error for name, error in errors.items() if name not in before}
         if new and (self._said is None or now - self._said >= SECONDS_BETWEEN):
             self._said = now
-            self._message(self._line(done, total, errors, new))
+            self._message(self._line(done, total, ErrorQuantity(quantity).label, errors, new))
 
-    def _line(self, done: int, total: int, errors: Mapping[str, float], new: Mapping[str, float]) -> str:
+    def _line(
+        self, done: int, total: int, label: str, errors: Mapping[str, float], new: Mapping[str, float]
+    ) -> str:
         seconds = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         worst = max(new, key=lambda name: new[name])
         return (
-            f"block {done} of {total}: output error {median(errors.values()):.2e} median so far, "
+            f"block {done} of {total}: {label} {median(errors.values()):.2e} median so far, "
             f"{new[worst]:.2e} in {worst}; {seconds:.1f} s a block, {duration(seconds * (total - done))} left"
         )
 

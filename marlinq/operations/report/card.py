@@ -40,7 +40,7 @@ def model_card(
     recipe: Mapping[str, Any],
     tool: str,
     schemes: Mapping[str, int],
-    errors: Mapping[str, float],
+    errors: Mapping[str, Mapping[str, float]],
     calibration: Mapping[str, Any] | None,
     nbytes: int,
 ) -> str:
@@ -52,7 +52,7 @@ def model_card(
         recipe: as the manifest has it.
         tool: what made the checkpoint, with its version.
         schemes: how modules are quantised, in words, and how many of them so.
-        errors: squared output error of each module, relative.
+        errors: label of a quantity -> module name -> relative squared error.
         calibration: documents, tokens and source; None for a method without.
         nbytes: of the tensors.
     """
@@ -70,7 +70,7 @@ def model_card(
         "| --- | --- |",
         *(f"| quantised | {count} linears as {_inline(scheme)} |" for scheme, count in schemes.items()),
         *_calibration(calibration),
-        *_errors(errors, calibrated=calibration is not None),
+        *(line for label, known in errors.items() for line in _errors(label, known)),
         "",
         "`report.html` shows the error of each module, `marlinq.json` lists every tensor with its hash.",
         "`quantization_config` in `config.json` names the layout of the tensors;",
@@ -189,14 +189,13 @@ def _calibration(calibration: Mapping[str, Any] | None) -> list[str]:
     return [f"| calibration | {documents} documents, {tokens} tokens: {_inline(shown)} |"]
 
 
-def _errors(errors: Mapping[str, float], *, calibrated: bool) -> list[str]:
+def _errors(label: str, errors: Mapping[str, float]) -> list[str]:
     known = {name: error for name, error in errors.items() if math.isfinite(error)}
     if not known:
         return []
     worst = max(known, key=lambda name: known[name])
-    kind = "output error" if calibrated else "weight error"
     largest = f"largest {known[worst]:.2e} in {_inline(worst)}"
-    return [f"| {kind}, squared, relative | median {median(known.values()):.2e}, {largest} |"]
+    return [f"| {label}, squared, relative | median {median(known.values()):.2e}, {largest} |"]
 
 
 def _fenced(text: str, language: str) -> list[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, mode
 from typing import Any
+
+from marlinq.methods.quantity import ErrorQuantity
 
 OCTAVES = (-24, 8)
 """Powers of two between which magnitudes of scales are counted; what lies outside counts at the ends."""
@@ -50,8 +52,8 @@ class ModuleFigures:
         nbytes: of all its tensors.
         codes: how often each code occurs among those counted, by code.
         scales: as stored.
-        error: squared error of its outputs, relative, as the method reported it; None where no run of
-            marlinq's tells.
+        error: relative squared error, as the method reported it; None where no run of marlinq's tells.
+        quantity: what the error is of; None where nothing tells.
         tokens: calibration tokens that it saw; None where that is unknown.
         fallback: what was done instead of the method, and why.
         reason: where its settings come from.
@@ -68,6 +70,7 @@ class ModuleFigures:
     codes: tuple[int, ...]
     scales: ScaleFigures
     error: float | None = None
+    quantity: ErrorQuantity | None = None
     tokens: int | None = None
     fallback: str | None = None
     reason: str | None = None
@@ -139,20 +142,34 @@ class CheckpointFigures:
         return 8 * self.nbytes / max(1, self.parameters)
 
     @property
+    def quantity(self) -> ErrorQuantity | None:
+        """The quantity that most of the known errors are of; None where nothing tells."""
+        found = [module.quantity for module in self.modules if module.error is not None]
+        return mode(found) if found else None
+
+    @property
+    def error_label(self) -> str:
+        """The name of a column that holds :attr:`errors`."""
+        return "error" if self.quantity is None else self.quantity.label
+
+    def modules_of(self, quantity: ErrorQuantity | None) -> list[ModuleFigures]:
+        """The modules with a known error of that quantity; of None: those of which nothing tells."""
+        return [module for module in self.modules if module.error is not None and module.quantity == quantity]
+
+    @property
     def errors(self) -> list[float]:
-        """Those that are known, ascending."""
-        return sorted(module.error for module in self.modules if module.error is not None)
+        """The known errors of :attr:`quantity`, ascending."""
+        return sorted(module.error or 0.0 for module in self.modules_of(self.quantity))
 
     @property
     def median_error(self) -> float | None:
-        """Of the modules whose error is known."""
+        """The median of :attr:`errors`."""
         return median(self.errors) if self.errors else None
 
     @property
     def worst(self) -> list[ModuleFigures]:
-        """The modules whose error is known, the greatest error first."""
-        known = [module for module in self.modules if module.error is not None]
-        return sorted(known, key=lambda module: -(module.error or 0.0))
+        """The modules of :attr:`errors`, the greatest error first."""
+        return sorted(self.modules_of(self.quantity), key=lambda module: -(module.error or 0.0))
 
     @property
     def projections(self) -> list[str]:
@@ -165,10 +182,13 @@ class CheckpointFigures:
         return sorted({module.block for module in self.modules if module.block is not None})
 
     def cells(self) -> dict[tuple[str, int], list[ModuleFigures]]:
-        """The modules by projection and block; several where the projection is that of experts."""
+        """Modules by projection and block; several where the projection is that of experts.
+
+        Those whose error is of another quantity than :attr:`quantity` are left out.
+        """
         found: dict[tuple[str, int], list[ModuleFigures]] = {}
         for module in self.modules:
-            if module.block is not None:
+            if module.block is not None and (module.error is None or module.quantity == self.quantity):
                 found.setdefault((module.projection, module.block), []).append(module)
         return found
 

@@ -64,7 +64,9 @@ class WrittenReport(Shown):
             ]
             if figures.errors:
                 largest = f"{percent(figures.errors[-1])} in {figures.worst[0].name}"
-                facts.append(("output error", f"median {percent(figures.median_error)}, largest {largest}"))
+                facts.append(
+                    (figures.error_label, f"median {percent(figures.median_error)}, largest {largest}")
+                )
             if figures.time:
                 facts.append(("time", f"{duration(figures.time.total)} on {figures.time.device}"))
             facts += [("note", note) for note in figures.notes]
@@ -76,7 +78,7 @@ class WrittenReport(Shown):
 
 def _worst_table(figures: CheckpointFigures) -> Table:
     rows = tuple((module.name, percent(module.error)) for module in figures.worst[:_SHOWN])
-    return Table(("module (worst first)", "output error"), rows, numbers=(1,))
+    return Table(("module (worst first)", figures.error_label), rows, numbers=(1,))
 
 
 @shows_progress

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from marlinq.core.version import __version__
+from marlinq.methods.quantity import ErrorQuantity
 from marlinq.operations.report.charts import Ramp, heat_map, legend, stack
 from marlinq.operations.report.distributions import codes_section, scales_section
 from marlinq.operations.report.figures import CheckpointFigures, ModuleFigures, TimeFigures, cell_error
@@ -80,8 +81,8 @@ def _tiles(figures: CheckpointFigures) -> Element:
         (size(figures.nbytes), f"on disk; {size(figures.wide_bytes)} in 16 bits"),
         (f"{figures.bits_per_weight:.2f}", "bits per weight, whole model"),
         (f"{len(figures.modules):,}", f"linears in {len(figures.blocks)} blocks quantised"),
-        (percent(figures.median_error), "median output error, squared"),
-        (percent(figures.errors[-1] if figures.errors else None), "largest output error"),
+        (percent(figures.median_error), f"median {figures.error_label}, squared"),
+        (percent(figures.errors[-1] if figures.errors else None), f"largest {figures.error_label}"),
     ]
     if tokens:
         documents = figures.calibration.get("documents", "?")
@@ -96,7 +97,7 @@ def _tiles(figures: CheckpointFigures) -> Element:
 
 
 def _notes(figures: CheckpointFigures) -> Element | None:
-    lines = list(figures.notes)
+    lines = [*figures.notes, *_other_errors(figures)]
     fallbacks: dict[str, list[ModuleFigures]] = {}
     for module in figures.modules:
         if module.fallback:
@@ -112,6 +113,30 @@ def _notes(figures: CheckpointFigures) -> Element | None:
     return tag("section", tag("h2", "Worth knowing"), [tag("p", line, class_="warn") for line in lines])
 
 
+def _other_errors(figures: CheckpointFigures) -> list[str]:
+    """A line for each further quantity that errors are of: the page's maps and tables leave those out."""
+    lines = []
+    for quantity in (*ErrorQuantity, None):
+        modules = figures.modules_of(quantity)
+        if modules and quantity != figures.quantity:
+            label = (
+                "error of a quantity that the manifest does not name" if quantity is None else quantity.label
+            )
+            worst = max(modules, key=lambda module: module.error or 0.0)
+            more = f" and {len(modules) - 1} more modules" if len(modules) > 1 else ""
+            lines.append(
+                f"Not in the maps and tables of the {figures.error_label}: {worst.name}{more}, whose {label} "
+                f"is {percent(worst.error)}{' at most' if more else ''}."
+            )
+    return lines
+
+
+def _meaning(figures: CheckpointFigures) -> str:
+    if figures.quantity is None:
+        return "Relative squared error; the manifest does not name the quantity."
+    return figures.quantity.meaning
+
+
 def error_map(figures: CheckpointFigures, ramp: Ramp) -> Element:
     """The errors by projection and block."""
     cells = {}
@@ -120,7 +145,7 @@ def error_map(figures: CheckpointFigures, ramp: Ramp) -> Element:
         experts = f", worst of {len(modules)} experts" if len(modules) > 1 else ""
         cells[projection, block] = error, f"block {block}, {projection}: {percent(error)}{experts}"
     picture = heat_map(
-        figures.projections, figures.blocks, cells, ramp, "Output error by projection and block"
+        figures.projections, figures.blocks, cells, ramp, f"{figures.error_label} by projection and block"
     )
     return tag("div", picture, class_="scroll")
 
@@ -129,14 +154,13 @@ def _error_section(figures: CheckpointFigures) -> Element | None:
     if not figures.errors:
         return None
     ramp = Ramp.over(figures.errors)
-    outside = [module for module in figures.modules if module.block is None and module.error is not None]
+    outside = [module for module in figures.worst if module.block is None]
     return tag(
         "section",
-        tag("h2", "Error of each module"),
+        tag("h2", f"{figures.error_label.capitalize()} of each module"),
         tag(
             "p",
-            "Squared error of the outputs on the calibration text, relative to the outputs. A column is a "
-            "decoder block.",
+            f"{_meaning(figures)} A column is a decoder block.",
             class_="faint",
         ),
         error_map(figures, ramp),
@@ -171,7 +195,10 @@ def _worst_section(figures: CheckpointFigures) -> Element | None:
         tag("h2", "Worst modules"),
         tag(
             "div",
-            _table(("", "module", "error|", "of its kind's median|", "K × N|", "stored as"), rows),
+            _table(
+                ("", "module", f"{figures.error_label}|", "of its kind's median|", "K × N|", "stored as"),
+                rows,
+            ),
             class_="scroll",
         ),
     )
@@ -179,9 +206,8 @@ def _worst_section(figures: CheckpointFigures) -> Element | None:
 
 def _medians(figures: CheckpointFigures) -> dict[str, float]:
     by_kind: dict[str, list[float]] = {}
-    for module in figures.modules:
-        if module.error is not None:
-            by_kind.setdefault(module.projection, []).append(module.error)
+    for module in figures.worst:
+        by_kind.setdefault(module.projection, []).append(module.error or 0.0)
     return {kind: sorted(errors)[len(errors) // 2] for kind, errors in by_kind.items()}
 
 
@@ -273,11 +299,7 @@ def _comparison(checkpoints: Sequence[CheckpointFigures]) -> list[Element | None
         ("size", [size(figures.nbytes) for figures in checkpoints]),
         ("bits per weight", [f"{figures.bits_per_weight:.2f}" for figures in checkpoints]),
         ("quantised linears", [f"{len(figures.modules):,}" for figures in checkpoints]),
-        ("median output error", [percent(figures.median_error) for figures in checkpoints]),
-        (
-            "largest output error",
-            [percent(figures.errors[-1] if figures.errors else None) for figures in checkpoints],
-        ),
+        *_error_rows(checkpoints),
         ("worst module", [figures.worst[0].name if figures.worst else "unknown" for figures in checkpoints]),
         ("time", [duration(figures.time.total) if figures.time else "unknown" for figures in checkpoints]),
     ]
@@ -300,27 +322,60 @@ def _comparison(checkpoints: Sequence[CheckpointFigures]) -> list[Element | None
     ]
 
 
+def _comparable(checkpoints: Sequence[CheckpointFigures]) -> bool:
+    """Whether the errors of all are known and of one quantity."""
+    quantities = {figures.quantity for figures in checkpoints}
+    return len(quantities) == 1 and None not in quantities
+
+
+def _error_rows(checkpoints: Sequence[CheckpointFigures]) -> list[tuple[str, list[str]]]:
+    """A pair of rows for each quantity: a checkpoint has no figure where its errors are of another."""
+    rows = []
+    for quantity in dict.fromkeys(figures.quantity for figures in checkpoints if figures.errors):
+        columns = [figures if figures.quantity == quantity else None for figures in checkpoints]
+        label = next(figures.error_label for figures in columns if figures is not None)
+        rows.append(
+            (f"median {label}", [percent(one.median_error) if one and one.errors else "" for one in columns])
+        )
+        rows.append(
+            (f"largest {label}", [percent(one.errors[-1]) if one and one.errors else "" for one in columns])
+        )
+    return rows
+
+
 def _two_maps(checkpoints: Sequence[CheckpointFigures]) -> Element | None:
-    known = [error for figures in checkpoints for error in figures.errors]
+    known = [figures for figures in checkpoints if figures.errors]
     if not known:
         return None
-    ramp = Ramp.over(known)
+    together = _comparable(known)
     parts = []
+    ramp = Ramp.over([error for figures in known for error in figures.errors])
     for label, figures in zip(_labels(checkpoints), checkpoints, strict=True):
+        if not figures.errors:
+            continue
+        if not together:
+            ramp = Ramp.over(figures.errors)
         parts += [tag("h3", label), error_map(figures, ramp)]
+        if not together:
+            parts.append(legend(ramp, percent(ramp.low), percent(ramp.high)))
+            parts.append(tag("p", _meaning(figures), class_="faint"))
     note = (
-        "Squared error of the outputs on the calibration text, relative to the outputs; one scale for both."
+        f"{_meaning(known[0])} One scale for both."
+        if together
+        else "The two runs report different quantities, which can't be compared: each map has its own scale."
     )
     return tag(
         "section",
         tag("h2", "Error of each module"),
         tag("p", note, class_="faint"),
         parts,
-        legend(ramp, percent(ramp.low), percent(ramp.high)),
+        legend(ramp, percent(ramp.low), percent(ramp.high)) if together else None,
     )
 
 
 def _ratio_section(one: CheckpointFigures, other: CheckpointFigures, labels: Sequence[str]) -> Element | None:
+    if not _comparable((one, other)):
+        return None
     mine, theirs = one.cells(), other.cells()
     ratios: dict[tuple[str, int], float] = {}
     for key in mine:
@@ -337,8 +392,9 @@ def _ratio_section(one: CheckpointFigures, other: CheckpointFigures, labels: Seq
     ordered = sorted(ratios.items(), key=lambda entry: entry[1])
     better = sum(1 for ratio in ratios.values() if ratio < 1)
     text = (
-        f"Error of {labels[1]} divided by that of {labels[0]}: smaller in {better} of {len(ratios)} places, "
-        f"median {ordered[len(ordered) // 2][1]:.2f}×. Each run's errors are measured on its own text."
+        f"{one.error_label.capitalize()} of {labels[1]} divided by that of {labels[0]}: "
+        f"smaller in {better} of {len(ratios)} places, median {ordered[len(ordered) // 2][1]:.2f}×. "
+        "Each run's errors are measured on its own text."
     )
 
     def listed(entries: Sequence[tuple[tuple[str, int], float]]) -> Element:

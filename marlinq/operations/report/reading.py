@@ -22,6 +22,7 @@ from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.core.progress import ReportProgress
 from marlinq.core.safe_text import one_line
 from marlinq.formats.dialects import is_head
+from marlinq.methods.quantity import ErrorQuantity
 from marlinq.operations.report.figures import (
     BINS_PER_OCTAVE,
     OCTAVES,
@@ -63,11 +64,12 @@ def read_figures(checkpoint: Checkpoint, name: str, progress: ReportProgress) ->
         raise UnsupportedError(f"{checkpoint.path}: is not quantised; pass the output of marlinq quantize")
     manifest, notes = _manifest(checkpoint)
     run = _mapping(manifest.get("run"))
+    method = _mapping(manifest.get("recipe")).get("method")
     sample = max(_LEAST_SAMPLE, min(_LARGEST_SAMPLE, _SAMPLE_BYTES // len(quantized.modules)))
     modules = []
     with ThreadPoolExecutor(_THREADS) as threads:
         counted_modules = threads.map(
-            lambda module: _module(quantized, module, _mapping(run.get(f"module {module}")), sample),
+            lambda module: _module(quantized, module, _mapping(run.get(f"module {module}")), method, sample),
             quantized.modules,
         )
         for done in range(len(quantized.modules)):
@@ -113,7 +115,7 @@ def _manifest(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], list[str]]:
 
 
 def _module(
-    quantized: QuantizedCheckpoint, name: str, noted: Mapping[str, Any], sample: int
+    quantized: QuantizedCheckpoint, name: str, noted: Mapping[str, Any], method: Any, sample: int
 ) -> ModuleFigures:
     spec, layout = quantized.modules[name], quantized.layout
     mismatch = quantized.mismatch(name)
@@ -137,10 +139,27 @@ def _module(
         ),
         scales=_scale_figures(quantized.checkpoint, tensors[names[layout.scale_key]], sample),
         error=_number(noted.get("relative_error")),
+        quantity=_quantity(noted, method),
         tokens=_count(noted.get("tokens")),
         fallback=_text(fallback) if isinstance(fallback, str) else None,
         reason=_text(reason) if isinstance(reason, str) else None,
     )
+
+
+# Of manifests that don't say it, written before the reports named their quantity.
+_QUANTITIES = {
+    "gptq": ErrorQuantity.OUTPUTS,
+    "imatrix": ErrorQuantity.INPUTS,
+    "rtn": ErrorQuantity.WEIGHTS,
+}
+
+
+def _quantity(noted: Mapping[str, Any], method: Any) -> ErrorQuantity | None:
+    """What a module's error is of; None where neither its note nor the recipe's method tells."""
+    named = noted.get("quantity")
+    if named is None and isinstance(method, str) and not noted.get("fallback"):
+        return _QUANTITIES.get(method)
+    return next((quantity for quantity in ErrorQuantity if quantity == named), None)
 
 
 def _pieces(checkpoint: Checkpoint, info: TensorInfo, sample: int) -> bytearray:

@@ -18,8 +18,8 @@ MADE_BY = "marlinq"
 
 COLUMNS = (
     "checkpoint", "module", "block", "projection", "in_features", "out_features", "bits", "scheme", "bytes",
-    "error", "tokens", "fallback", "scale_min", "scale_p05", "scale_median", "scale_p95", "scale_max",
-    "scale_negative", "codes_at_ends", "codes_unused",
+    "error", "error_of", "tokens", "fallback", "scale_min", "scale_p05", "scale_median", "scale_p95",
+    "scale_max", "scale_negative", "codes_at_ends", "codes_unused",
 )  # fmt: skip
 
 # What makes a spreadsheet take a cell for a formula, also in full width or after spaces.
@@ -54,6 +54,7 @@ def _plain(figures: CheckpointFigures) -> dict[str, Any]:
     summary = {
         "bytes": figures.nbytes,
         "bits_per_weight": figures.bits_per_weight,
+        "error_of": figures.quantity,
         "median_error": figures.median_error,
         "largest_error": figures.errors[-1] if figures.errors else None,
         "worst_module": figures.worst[0].name if figures.worst else None,
@@ -66,8 +67,9 @@ def _row(figures: CheckpointFigures, module: ModuleFigures) -> Sequence[object]:
     scales, total = module.scales, max(1, sum(module.codes))
     return (
         figures.name, module.name, module.block, module.projection, module.in_features, module.out_features,
-        module.bits, module.scheme, module.nbytes, module.error, module.tokens, module.fallback,
-        scales.smallest, scales.low, scales.middle, scales.high, scales.largest, scales.negative,
+        module.bits, module.scheme, module.nbytes, module.error, module.quantity, module.tokens,
+        module.fallback, scales.smallest, scales.low, scales.middle, scales.high, scales.largest,
+        scales.negative,
         (module.codes[0] + module.codes[-1]) / total, sum(1 for count in module.codes if not count),
     )  # fmt: skip
 

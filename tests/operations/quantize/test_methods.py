@@ -21,6 +21,7 @@ from marlinq.core.scheme import Scheme
 from marlinq.core.settings import Fraction, setting
 from marlinq.core.weight import QuantizedWeight
 from marlinq.methods import METHODS, Method, MethodOptions, SolveReport, Statistics, register_method
+from marlinq.methods.quantity import ErrorQuantity
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.models import build_blueprint
 from marlinq.operations.convert import convert
@@ -235,7 +236,7 @@ class Halving(Method[HalvingOptions, TokenCount]):
         names: Any,
     ) -> list[tuple[QuantizedWeight, SolveReport]]:
         assert statistics is not None
-        report = SolveReport(0.25, figures={"share": options.share})
+        report = SolveReport(0.25, ErrorQuantity.WEIGHTS, figures={"share": options.share})
         return [(round_to_nearest(weight * options.share, scheme), report) for weight in weights]
 
 

@@ -32,8 +32,8 @@ def test_lines_say_how_good_and_how_long() -> None:
     watch(BLOCKS, 0, 20)
     for block in range(20):
         now += 6.0
-        notes[f"module layers.{block}.a"] = {"relative_error": 1e-3 * (block + 1)}
-        notes[f"module layers.{block}.b"] = {"relative_error": 1e-3}
+        notes[f"module layers.{block}.a"] = {"relative_error": 1e-3 * (block + 1), "quantity": "outputs"}
+        notes[f"module layers.{block}.b"] = {"relative_error": 1e-3, "quantity": "outputs"}
         watch(BLOCKS, block + 1, 20)
     assert len(steps) == 21
     # The first block, then one every 15 s, which 6 s a block make every third; none at the end.
@@ -47,7 +47,7 @@ def test_lines_say_how_good_and_how_long() -> None:
 
 
 def test_blocks_of_an_earlier_run_are_not_counted() -> None:
-    notes: dict[str, Any] = {"module layers.0.a": {"relative_error": 1.0}}
+    notes: dict[str, Any] = {"module layers.0.a": {"relative_error": 1.0, "quantity": "outputs"}}
     said: list[str] = []
     now = 0.0
     watch = Watch(lambda *step: None, said.append, SimpleNamespace(notes=notes), clock=lambda: now)
@@ -55,7 +55,7 @@ def test_blocks_of_an_earlier_run_are_not_counted() -> None:
         watch(BLOCKS, done, 5)
     assert said == []
     now = 10.0
-    notes["module layers.2.a"] = {"relative_error": 3.0}
+    notes["module layers.2.a"] = {"relative_error": 3.0, "quantity": "outputs"}
     watch(BLOCKS, 3, 5)
     (line,) = said
     assert line == (

@@ -258,7 +258,9 @@ def test_two_side_by_side(tmp_path: Path) -> None:
         run = {
             f"module {name}": {"relative_error": error * (1 + i), "tokens": 5} for i, name in enumerate(names)
         }
-        edit_manifest(folder, operation="quantize", run=run, recipe={"format": layout, "seed": 0})
+        edit_manifest(
+            folder, operation="quantize", run=run, recipe={"format": layout, "seed": 0, "method": "gptq"}
+        )
         folders.append(folder)
     written = report(*folders, out=tmp_path / "out")
     assert [figures.format for figures in written.checkpoints] == ["gptq", "awq"]
@@ -269,6 +271,68 @@ def test_two_side_by_side(tmp_path: Path) -> None:
     with (tmp_path / "out" / CSV).open(newline="") as file:
         assert len(list(csv.DictReader(file))) == 2 * 14
     assert "checkpoint    same" in written.render()
+
+
+def run_of(folder: Path, method: str | None, **notes: dict[str, Any]) -> Path:
+    """A checkpoint whose manifest notes these reports, of modules of its first two blocks."""
+    write(folder, "gptq", model_tuples())
+    run = {f"module model.layers.{name.replace('_', '.', 1)}": note for name, note in notes.items()}
+    edit_manifest(folder, operation="quantize", run=run, recipe={"method": method})
+    return folder
+
+
+UP0, UP1, DOWN0 = "0_mlp.up_proj", "1_mlp.up_proj", "0_mlp.down_proj"
+
+
+def test_two_quantities_never_share_a_column(tmp_path: Path) -> None:
+    ours = run_of(tmp_path / "ours", "gptq", **{UP0: {"relative_error": 2e-5}, UP1: {"relative_error": 3e-5}})
+    rounded = run_of(tmp_path / "rounded", "rtn", **{UP0: {"relative_error": 0.04}})
+    written = report(ours, rounded, out=tmp_path)
+    text = Reader((tmp_path / HTML).read_text()).text
+    assert "×" not in text.split("Scales")[0].replace("K × N", "")
+    assert "divided by" not in text
+    assert "The two runs report different quantities" in text
+    for label in ("output error", "weight error"):
+        assert f"median {label}" in text
+        assert f"{label}  median" in written.render()
+    with (tmp_path / CSV).open(newline="") as file:
+        assert {row["error_of"] for row in csv.DictReader(file) if row["error"]} == {"outputs", "weights"}
+
+
+def test_a_page_names_what_an_error_is_of(tmp_path: Path) -> None:
+    errors = {UP0: {"relative_error": 0.01}, UP1: {"relative_error": 0.02}}
+    for method, label in (
+        ("gptq", "output error"),
+        ("imatrix", "input-weighted weight error"),
+        ("rtn", "weight error"),
+        ("other", "error"),
+        (None, "error"),
+    ):
+        folder = run_of(tmp_path / str(method), method, **errors)
+        figures = report(folder, out=tmp_path).checkpoints[0]
+        assert (figures.error_label, figures.median_error) == (label, 0.015)
+        text = Reader((tmp_path / HTML).read_text()).text
+        assert f"median {label}, squared" in text
+        assert ("on the calibration text" in text) == (method in ("gptq", "imatrix"))
+
+
+def test_a_module_with_another_quantity_is_named_apart(tmp_path: Path) -> None:
+    notes = {
+        UP0: {"relative_error": 0.01, "quantity": "outputs"},
+        UP1: {"relative_error": 0.02, "quantity": "outputs"},
+        DOWN0: {"relative_error": 0.9, "quantity": "weights", "fallback": "round-to-nearest: not reached"},
+    }
+    figures = report(run_of(tmp_path / "model", "gptq", **notes), out=tmp_path).checkpoints[0]
+    assert figures.errors == [0.01, 0.02]
+    assert figures.worst[0].name == "model.layers.1.mlp.up_proj"
+    assert ("mlp.down_proj", 0) not in figures.cells()
+    text = Reader((tmp_path / HTML).read_text()).text
+    assert "model.layers.0.mlp.down_proj, whose weight error is 90 %" in text
+    # A manifest that does not name the quantity tells nothing of a module with a fallback.
+    for note in notes.values():
+        note.pop("quantity")
+    figures = report(run_of(tmp_path / "old", "gptq", **notes), out=tmp_path).checkpoints[0]
+    assert figures.errors == [0.01, 0.02]
 
 
 def test_experts_share_a_cell() -> None:
