@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from marlinq.checkpoint import CheckpointWriter
@@ -57,6 +58,8 @@ def _fits(value: object, hint: Any) -> bool:
     if origin is not None:
         kind = dict if issubclass(origin, Mapping) else (list, tuple)
         return isinstance(value, kind)
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return value in list(hint)
     if hint in (int, float):
         numbers = (int,) if hint is int else (int, float)
         return isinstance(value, numbers) and not isinstance(value, bool)

@@ -37,7 +37,7 @@ class ModuleReport:
     reason: str
     tokens: int
     relative_error: float
-    quantity: str
+    quantity: ErrorQuantity
     fallback: str | None
     figures: Mapping[str, float]
 
@@ -53,7 +53,7 @@ def module_report(planned: PlannedModule, statistics: Statistics | None, report:
         reason=planned.reason,
         tokens=0 if statistics is None else statistics.tokens,
         relative_error=report.relative_error,
-        quantity=report.quantity,
+        quantity=ErrorQuantity(report.quantity),
         fallback=report.fallback,
         figures=dict(report.figures),
     )
