@@ -21,7 +21,7 @@ from marlinq.core.rules import Keep, Rule, Rules
 from marlinq.core.scheme import ELEMENTS, Element, Scheme, register_element
 from marlinq.core.settings import Fraction, setting
 from marlinq.core.weight import Grid, QuantizedWeight
-from marlinq.formats import LAYOUTS, Layout, ModuleSpec, StoredWeight, TensorSpec, register_layout
+from marlinq.formats import LAYOUTS, Layout, ModuleSpec, StoredWeight, TensorSpec, WordLayout, register_layout
 from marlinq.formats.dialects import DIALECTS, Dialect, Keys, QuantizationConfig, register_dialect
 from marlinq.formats.layouts.base import g_idx_refusal
 from marlinq.methods import METHODS, Method, MethodOptions, SolveReport, Statistics, register_method
@@ -33,7 +33,7 @@ TOY4 = Element("toy4", 4, tuple(float(v) for v in (-8, -5, -3, -1, -6, -4, -2, 0
 _MASK = 0x5A5A5A5A
 
 
-class ToyLayout(Layout):
+class ToyLayout(WordLayout):
     """Natural words under a mask, ``t_words`` int32 [K/8, N], and ``t_steps`` [G, N]; no zeros, no g_idx."""
 
     dialect = "toy"

@@ -13,13 +13,16 @@ from marlinq.core.rules import Keep
 from marlinq.core.weight import Grid, QuantizedWeight
 from marlinq.formats import LAYOUTS, Layout, ModuleSpec, StoredWeight, TensorSpec
 from marlinq.formats.dialects import QuantizationConfig, is_head
-from marlinq.formats.stored import check_zero_points, unpack_codes
+from marlinq.formats.layouts.base import UNQUANTIZED
+from marlinq.formats.stored import check_zero_points
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_DENSE = "weight"
 """Suffix of an unquantised weight."""
+_CODE_DTYPES = ("int32", "float8_e4m3fn", "float8_e5m2")
+"""Dtypes in which nothing but codes is stored as a matrix."""
+
 _EXPERTS = "experts"
 _EMBEDDING_MARKS = ("embed", "wte", "wpe", "norm")
 
@@ -55,14 +58,14 @@ class QuantizedCheckpoint:
             return None
         layout = LAYOUTS[config.layout]
         modules = {}
-        for name in checkpoint.tensors:
+        for name, info in checkpoint.tensors.items():
             stem, _, suffix = name.rpartition(".")
-            if suffix == layout.key and stem:
+            if stem and layout.is_codes(suffix, info.dtype):
                 modules[stem] = _spec(checkpoint, config, layout, stem)
         if not modules:
             raise CheckpointError(
                 f"{checkpoint.path}: quantization_config says {config.layout}, "
-                f"but no tensor ends in .{layout.key}"
+                f"but no quantised tensor ends in .{layout.key}"
             )
         owned = {f"{module}.{suffix}" for module in modules for suffix in layout.suffixes}
         passthrough = [name for name in checkpoint.tensors if name not in owned]
@@ -71,9 +74,9 @@ class QuantizedCheckpoint:
             if reason is not None:
                 raise CheckpointError(f"{checkpoint.path}: {reason}")
             info = checkpoint.tensors[name]
-            if info.dtype == "int32" and len(info.shape) > 1:
+            if info.dtype in _CODE_DTYPES and len(info.shape) > 1:
                 raise UnsupportedError(
-                    f"{checkpoint.path}: tensor {name} holds integers {list(info.shape)} and is no part of a "
+                    f"{checkpoint.path}: tensor {name} is {info.dtype} {list(info.shape)} and no part of a "
                     f"{config.layout} linear; stacked experts and other packings are not supported"
                 )
         return cls(checkpoint, config, layout, modules, passthrough)
@@ -105,7 +108,7 @@ class QuantizedCheckpoint:
 
     def _codes(self, module: str) -> Tensor:
         words = self.checkpoint.tensor(f"{module}.{self.layout.key}")
-        return unpack_codes(words, self.modules[module], self.layout)
+        return self.layout.unpack_codes(words, self.modules[module])
 
     def load(self, module: str) -> QuantizedWeight:
         """The weight of ``module``.
@@ -159,7 +162,7 @@ def misplaced(name: str, layout: Layout, modules: Collection[str]) -> str | None
     read it as a part of one of ``modules``: a conversion would give it that meaning.
     """
     module, _, suffix = name.rpartition(".")
-    if suffix == _DENSE:
+    if suffix == UNQUANTIZED:
         beside = f"tensor {name} stands beside the {layout.name} tensors of the same module"
         return beside if module in modules else None
     if suffix in layout.suffixes:
@@ -210,7 +213,8 @@ def _spec(checkpoint: Checkpoint, config: QuantizationConfig, layout: Layout, mo
         raise CheckpointError(f"{where}.{layout.key}: empty, shape {list(infos[layout.key].shape)}")
     if layout.scale_key not in infos:
         raise CheckpointError(f"{where}: the scales tensor {module}.{layout.scale_key} is missing")
-    stored = replace(layout.as_stored(scheme), scale_dtype=infos[layout.scale_key].dtype)
+    scale_dtype = layout.read_scale_dtype(infos[layout.scale_key].dtype)
+    stored = replace(layout.as_stored(scheme), scale_dtype=scale_dtype)
     return ModuleSpec(
         in_features=k,
         out_features=n,

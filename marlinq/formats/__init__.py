@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from marlinq.formats.layouts import (
     LAYOUTS,
+    ByteLayout,
     Layout,
     ModuleSpec,
     TensorSpec,
+    WordLayout,
     register_layout,
     spec_of,
     transcode,
@@ -15,10 +17,12 @@ from marlinq.formats.stored import StoredWeight
 
 __all__ = [
     "LAYOUTS",
+    "ByteLayout",
     "Layout",
     "ModuleSpec",
     "StoredWeight",
     "TensorSpec",
+    "WordLayout",
     "register_layout",
     "spec_of",
     "transcode",

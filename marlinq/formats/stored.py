@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from marlinq.core.errors import CheckpointError, MarlinqError
 from marlinq.core.scheme import Scheme
 from marlinq.core.weight import Grid, QuantizedWeight
-from marlinq.formats.layouts import Layout, ModuleSpec, transcode
-from marlinq.formats.packing import unpack_rows
+from marlinq.formats.layouts import Layout, ModuleSpec
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +55,7 @@ class StoredWeight:
 
     @property
     def words(self) -> Tensor:
-        """The packed codes, int32, as stored."""
+        """The packed codes as stored."""
         return self.tensors[self.layout.key]
 
     @property
@@ -108,7 +107,8 @@ class StoredWeight:
 
     def _codes(self, device: torch.device | None = None) -> Tensor:
         """uint8 [K, N]."""
-        return unpack_codes(self.words if device is None else self.words.to(device), self.spec, self.layout)
+        words = self.words if device is None else self.words.to(device)
+        return self.layout.unpack_codes(words, self.spec)
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -116,11 +116,6 @@ class StoredWeight:
             yield
         except MarlinqError as error:
             raise type(error)(f"{self.name}: {error}") from None
-
-
-def unpack_codes(words: Tensor, spec: ModuleSpec, layout: Layout) -> Tensor:
-    """The codes, uint8 [K, N], of the words that ``layout`` stores under its key."""
-    return unpack_rows(transcode(words, spec, layout, None), spec.scheme.element.bits)
 
 
 def check_zero_points(grid: Grid, declared: Scheme, codes: Callable[[], Tensor]) -> None:

@@ -363,7 +363,7 @@ def _quantized_names(blueprint: Blueprint, quantized: QuantizedCheckpoint) -> di
     found: dict[str, str] = {}
     for name, projection in blueprint.by_name.items():
         stem = names.stem(projection, key)
-        if stem is None:
+        if stem not in quantized.modules:
             continue
         spec = quantized.modules[stem]
         expected = (projection.in_features, projection.out_features)

@@ -363,7 +363,7 @@ WRONG_CONFIGS: dict[str, tuple[Any, type[MarlinqError], str]] = {
         CheckpointError,
         "not a regular expression",
     ),
-    "nothing quantised": (GPTQ, CheckpointError, "no tensor ends in .qweight"),
+    "nothing quantised": (GPTQ, CheckpointError, "no quantised tensor ends in .qweight"),
 }
 
 

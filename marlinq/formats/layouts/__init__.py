@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from marlinq.formats.layouts.awq import AWQ
-from marlinq.formats.layouts.base import Layout, ModuleSpec, TensorSpec, spec_of, transcode
+from marlinq.formats.layouts.base import Layout, ModuleSpec, TensorSpec, spec_of
+from marlinq.formats.layouts.byte_codes import ByteLayout
 from marlinq.formats.layouts.compressed_tensors import CompressedTensors
 from marlinq.formats.layouts.gptq import GPTQ
 from marlinq.formats.layouts.marlin import Marlin
+from marlinq.formats.layouts.transcoding import transcode
+from marlinq.formats.layouts.words import WordLayout
 
 LAYOUTS: dict[str, Layout] = {}
 """Every layout by its command-line name."""
@@ -21,4 +24,14 @@ def register_layout(layout: Layout) -> Layout:
 for _layout in (GPTQ(1), GPTQ(2), AWQ(), Marlin(), CompressedTensors()):
     register_layout(_layout)
 
-__all__ = ["LAYOUTS", "Layout", "ModuleSpec", "TensorSpec", "register_layout", "spec_of", "transcode"]
+__all__ = [
+    "LAYOUTS",
+    "ByteLayout",
+    "Layout",
+    "ModuleSpec",
+    "TensorSpec",
+    "WordLayout",
+    "register_layout",
+    "spec_of",
+    "transcode",
+]

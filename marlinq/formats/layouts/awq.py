@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import Grid
 from marlinq.formats.layouts.base import (
-    Layout,
     ModuleSpec,
     PlainTensors,
     TensorSpec,
     g_idx_refusal,
     zero_range_refusal,
 )
+from marlinq.formats.layouts.words import WordLayout
 from marlinq.formats.packing import pack_last, transpose_fields, unpack_last
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 _INVERSE = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
-class AWQ(Layout):
+class AWQ(WordLayout):
     """AWQ GEMM."""
 
     name = "awq"
@@ -44,6 +44,7 @@ class AWQ(Layout):
     scale_key = "scales"
     suffixes = ("qweight", "qzeros", "scales")
     plain = PlainTensors(zeros="qzeros")
+    elements = ("int4",)
 
     def as_stored(self, scheme: Scheme) -> Scheme:
         return replace(scheme, zero_point="stored")

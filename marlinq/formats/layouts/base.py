@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from marlinq.core.dtypes import dtype_name, torch_dtype
+from marlinq.core.dtypes import FLOATS, dtype_name, torch_dtype
 from marlinq.core.errors import CheckpointError, ConversionRefused
-from marlinq.core.granularity import Granularity
-from marlinq.core.scheme import Element, Scheme
+from marlinq.core.granularity import Granularity, GranularityKind
+from marlinq.core.scheme import Element, Scheme, TensorScale
 from marlinq.core.weight import Grid, QuantizedWeight
-from marlinq.formats.packing import pack_rows, slots_per_word, unpack_rows
 
 if TYPE_CHECKING:
     import torch
@@ -20,9 +19,8 @@ if TYPE_CHECKING:
 else:
     from marlinq.core.lazy import torch
 
-# A slab stays in a processor's caches; a GPU's are larger, and each of its steps costs a launch.
-_SLAB_CODES = {"cpu": 1 << 21, "cuda": 1 << 23}
-_SLAB_STEP = 16
+UNQUANTIZED = "weight"
+"""The suffix of an unquantised linear's weight."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +115,17 @@ class Layout(ABC):
     """All suffixes the layout owns; ``bias`` is never among them, it is carried unchanged."""
     read_only: tuple[str, ...] = ()
     """Those of ``suffixes`` that old writers left: read where they are, never written."""
-    elements: tuple[str, ...] = ("int4",)
+    elements: tuple[str, ...]
     """Names of the element types it holds."""
+    granularities: tuple[GranularityKind, ...] = ("channel", "group")
+    """Kinds of granularity it holds."""
+    tensor_scales: tuple[TensorScale, ...] = ("none",)
+    """Kinds of second-level scale it holds; a run of ``quantize`` makes the first."""
+    holds_activations: bool = False
+    """Whether its config says how inputs are quantised."""
+    granularity: Granularity | None = None
+    """What ``quantize`` makes where the recipe leaves the group size open; None for the largest group size
+    that fits."""
     scale_dtype: str | None = "float16"
     """The dtype that loaders of this layout expect of scales; None keeps what the weight has."""
     stores_order: bool = False
@@ -137,10 +144,30 @@ class Layout(ABC):
         stored, which could differ from what the config says."""
         return False
 
+    def is_codes(self, suffix: str, dtype: str) -> bool:
+        """Whether a tensor of this suffix and dtype holds a quantised linear's codes.
+
+        Where codes have the name of an unquantised weight, the dtype tells them apart.
+        """
+        return suffix == self.key and (suffix != UNQUANTIZED or dtype not in FLOATS)
+
+    def read_scale_dtype(self, stored: str) -> str:
+        """The dtype of the scales that are stored as tensors of dtype ``stored``, which may be raw bytes."""
+        return stored
+
     def scheme_refusal(self, scheme: Scheme) -> str | None:
         """Why no weight of this scheme can be stored, whatever its shape, or None."""
         if scheme.element.name not in self.elements:
             return f"{scheme.element.name} weights; {self.name} holds {' and '.join(self.elements)} only"
+        if scheme.granularity.kind not in self.granularities:
+            held = " and ".join(self.granularities)
+            return f"{scheme.granularity.describe()}; {self.name} holds scales per {held} only"
+        if scheme.tensor_scale not in self.tensor_scales:
+            kind = {"none": "no second-level scale", "multiplies": "a second-level scale that multiplies"}
+            what = kind.get(scheme.tensor_scale, "a second-level scale that divides")
+            return f"{what}; {self.name} does not hold such weights"
+        if scheme.activations is not None and not self.holds_activations:
+            return f"{scheme.activations.describe()}; {self.name} describes weights only"
         return None
 
     @abstractmethod
@@ -174,20 +201,12 @@ class Layout(ABC):
         """(K, N) from the stored shapes alone."""
 
     @abstractmethod
-    def from_natural(self, natural: Tensor) -> Tensor:
-        """The words stored under ``key`` from natural words.
-
-        Natural words are int32 [K*bits/32, N], slot i of word (r, n) the code of channel r*slots + i: every
-        layout stores a permutation of them, so that conversion never has to unpack.
-        """
+    def pack_codes(self, codes: Tensor, spec: ModuleSpec) -> Tensor:
+        """What is stored under ``key`` for ``codes``, uint8 [K, N]."""
 
     @abstractmethod
-    def to_natural(self, stored: Tensor) -> Tensor:
-        """The inverse of :meth:`from_natural`."""
-
-    @abstractmethod
-    def channels(self, stored: Tensor, start: int, stop: int, element: Element) -> Tensor:
-        """The view of ``stored`` with input channels ``start .. stop - 1``; both multiples of 16, or K."""
+    def unpack_codes(self, stored: Tensor, spec: ModuleSpec) -> Tensor:
+        """The codes, uint8 [K, N]; the inverse of :meth:`pack_codes`."""
 
     @abstractmethod
     def _pack_grid(self, grid: Grid, scheme: Scheme) -> dict[str, Tensor]:
@@ -211,8 +230,7 @@ class Layout(ABC):
             ConversionRefused: the layout can't hold ``weight`` without loss; the message is the reason.
         """
         tensors = self.pack_grid(weight, declared)
-        words = pack_rows(weight.codes, weight.element.bits)
-        return {self.key: transcode(words, spec_of(weight), None, self), **tensors}
+        return {self.key: self.pack_codes(weight.codes, spec_of(weight)), **tensors}
 
     def pack_grid(self, grid: Grid, declared: Scheme | None = None) -> dict[str, Tensor]:
         """The tensors of :meth:`pack` except the codes' own.
@@ -240,8 +258,7 @@ class Layout(ABC):
         """
         self._check(tensors, spec)
         grid = self._unpack_grid(tensors, spec)
-        codes = unpack_rows(transcode(tensors[self.key], spec, self, None), spec.scheme.element.bits)
-        return grid.with_codes(codes)
+        return grid.with_codes(self.unpack_codes(tensors[self.key], spec))
 
     def unpack_grid(self, tensors: Mapping[str, Tensor], spec: ModuleSpec) -> Grid:
         """Everything but the codes, from the tensors except the codes' own.
@@ -278,36 +295,6 @@ class Layout(ABC):
         reason = self.mismatch(found, spec, without)
         if reason is not None:
             raise CheckpointError(reason)
-
-
-def transcode(words: Tensor, spec: ModuleSpec, source: Layout | None, target: Layout | None) -> Tensor:
-    """The words that ``target`` stores for the codes that ``source`` stores as ``words``.
-
-    None stands for natural words (:meth:`Layout.from_natural`).
-
-    Works on slabs of some million codes: they stay in the processor's caches, and beside the two tensors only
-    a few MB are in memory.
-
-    Args:
-        words: the source's codes tensor, of the shape that ``spec`` says.
-        spec: the module; ``target`` must be able to hold its shape.
-    """
-    if source is target or (source and target and source.family == target.family):
-        return words
-    element = spec.scheme.element
-    slots = slots_per_word(element.bits)
-    natural_shape = (spec.in_features // slots, spec.out_features)
-    shape = target.expected(spec)[target.key].shape if target else natural_shape
-    result = torch.empty(shape, dtype=torch.int32, device=words.device)
-    slab_codes = _SLAB_CODES["cuda" if words.is_cuda else "cpu"]
-    step = max(_SLAB_STEP, slab_codes // spec.out_features // _SLAB_STEP * _SLAB_STEP)
-    for start in range(0, spec.in_features, step):
-        stop = min(start + step, spec.in_features)
-        rows = slice(start // slots, stop // slots)
-        natural = source.to_natural(source.channels(words, start, stop, element)) if source else words[rows]
-        slab = target.channels(result, start, stop, element) if target else result[rows]
-        slab.copy_(target.from_natural(natural) if target else natural)
-    return result
 
 
 def spec_of(weight: Grid, zero_writer: str | None = None) -> ModuleSpec:

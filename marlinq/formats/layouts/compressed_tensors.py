@@ -19,13 +19,13 @@ from marlinq.core.errors import CheckpointError
 from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import Grid
 from marlinq.formats.layouts.base import (
-    Layout,
     ModuleSpec,
     PlainTensors,
     TensorSpec,
     g_idx_refusal,
     zero_range_refusal,
 )
+from marlinq.formats.layouts.words import WordLayout
 from marlinq.formats.packing import pack_rows, slots_per_word, unpack_rows
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ else:
     from marlinq.core.lazy import torch
 
 
-class CompressedTensors(Layout):
+class CompressedTensors(WordLayout):
     """compressed-tensors pack-quantized, 4 and 8 bits, symmetric and asymmetric."""
 
     name = "compressed-tensors"

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 from marlinq.core.errors import ConversionRefused
 from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import Grid
-from marlinq.formats.layouts.base import Layout, ModuleSpec, PlainTensors, TensorSpec, zero_range_refusal
+from marlinq.formats.layouts.base import ModuleSpec, PlainTensors, TensorSpec, zero_range_refusal
+from marlinq.formats.layouts.words import WordLayout
 from marlinq.formats.packing import pack_columns, slots_per_word, unpack_columns
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ WORD_ADD_WRITER = "gptqmodel"
 """``ModuleSpec.zero_writer`` of checkpoints whose v1 zeros were made by whole-word subtraction."""
 
 
-class GPTQ(Layout):
+class GPTQ(WordLayout):
     """GPTQ v1 or v2; they differ in the stored zeros only."""
 
     dialect = "gptq"

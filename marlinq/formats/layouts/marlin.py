@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import Grid
-from marlinq.formats.layouts.base import Layout, ModuleSpec, PlainTensors, TensorSpec, g_idx_refusal
+from marlinq.formats.layouts.base import ModuleSpec, PlainTensors, TensorSpec, g_idx_refusal
+from marlinq.formats.layouts.words import WordLayout
 from marlinq.formats.packing import pack_rows, transpose_fields, unpack_rows
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ _LOW = 0x0F0F0F0F
 _SLAB_ROWS = {"cpu": 256, "cuda": 2048}
 
 
-class Marlin(Layout):
+class Marlin(WordLayout):
     """Marlin as serialised by its authors and by AutoGPTQ (``checkpoint_format: marlin``)."""
 
     name = "marlin"
@@ -50,6 +51,7 @@ class Marlin(Layout):
     original_kernel = "the original Marlin kernel"
     suffixes = ("B", "s")
     plain = PlainTensors()
+    elements = ("int4",)
 
     def as_stored(self, scheme: Scheme) -> Scheme:
         return replace(scheme, zero_point="midpoint")

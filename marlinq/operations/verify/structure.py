@@ -124,8 +124,8 @@ def _check_parameters(view: QuantizedCheckpoint, blueprint: Blueprint, findings:
             continue
         stem, _, last = parameter.rpartition(".")
         quantized = names.own(f"{stem}.{key}") if last == "weight" else None
-        if quantized is not None:
-            module = quantized.removesuffix(f".{key}")
+        module = "" if quantized is None else quantized.removesuffix(f".{key}")
+        if module in view.modules:
             claimed.update(view.tensor_names(module).values())
             _check_shape(view, blueprint, stem, module, findings)
             continue
@@ -161,7 +161,7 @@ def _check_one_scheme(view: QuantizedCheckpoint, blueprint: Blueprint, findings:
     names = TensorNames(blueprint, view.checkpoint.tensors.keys(), source=str(view.checkpoint.path))
     for experts in (each for block in blueprint.blocks for each in block.experts):
         stems = [names.stem(found, view.layout.key) for found in experts.projections]
-        specs = {stem: view.modules[stem] for stem in stems if stem is not None}
+        specs = {stem: view.modules[stem] for stem in stems if stem in view.modules}
         first = next(iter(specs), "")
         shared: set[Granularity] = set()
         for stem, spec in specs.items():
@@ -194,7 +194,7 @@ def _check_experts(
         for suffix in ("weight", "bias"):
             claimed.update({names.own(f"{projection.name}.{suffix}") or ""} - {""})
         quantized = names.stem(projection, key)
-        if quantized is not None:
+        if quantized in view.modules:
             claimed.update(view.tensor_names(quantized).values())
             _check_shape(view, blueprint, projection.name, quantized, findings)
             continue
