@@ -366,6 +366,16 @@ def vllm_table() -> str:
     return _table(rows)
 
 
+def plugin_table() -> str:
+    """Decode steps of vLLM with its own kernels and with ours."""
+    found = result("decode-plugin-h200")
+    own, plugin = found["rows"].values()
+    rows = [["", *(f"batch {batch}" for batch in found["batches"])]]
+    rows += [[name, *(f"{value:.2f} ms" for value in values)] for name, values in found["rows"].items()]
+    rows.append(["ratio", *(f"{ours / theirs:.2f}" for theirs, ours in zip(own, plugin, strict=True))])
+    return _table(rows)
+
+
 def shapes_table() -> str:
     """A step of one sequence by model shape, beside a plain read of the step's bytes."""
     rows = [["shape", "bytes a step", "step", "plain read of the bytes", "over it"]]
@@ -404,6 +414,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode": decode_table,
     "against": against_table,
     "vllm": vllm_table,
+    "plugin": plugin_table,
     "shapes": shapes_table,
 }
 DRAWINGS: dict[str, Callable[[], str]] = {

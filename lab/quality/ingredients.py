@@ -1,0 +1,138 @@
+"""Which ingredient of a quality helps which model: each alone, left out or changed, on several texts.
+
+    python lab/quality/ingredients.py MODEL --calibration FILE --text FILE [--text FILE] --work DIR
+
+Quantises MODEL once a row on the same documents, prints mean KL and top-1 agreement on each text. Rows that
+change what is no option of a recipe do so in this process alone: how much a token of the residual stream
+counts, and which shrunken ranges the search of a group's scale tries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from marlinq import evaluate, load, quantize
+from marlinq.methods import drift, grid
+from marlinq.operations.quantize.recipe import Recipe
+
+FACTORS = len(grid.search_factors())
+
+
+@contextmanager
+def tokens_weighted_by_root() -> Iterator[None]:
+    """A token of the stream counts by the inverse root of its mean square, not by the inverse."""
+
+    def add_stream(
+        self: Any, x: Tensor, stream: Tensor, original: Tensor | None, mask: Tensor | None = None
+    ) -> None:
+        x, stream = x.reshape(-1, x.shape[-1]), stream.reshape(-1, stream.shape[-1])
+        size = torch.linalg.vector_norm(stream, dim=1, keepdim=True, dtype=torch.float32)
+        size = size / stream.shape[1] ** 0.5
+        weights = torch.where(size > 0, size.rsqrt(), 0.0).to(x.dtype)
+        if original is None:
+            self.add(x * weights, mask)
+        else:
+            difference = original.reshape(stream.shape).to(torch.float32) - stream.to(torch.float32)
+            self._add(x * weights, difference.to(x.dtype) * weights, mask)
+
+    with mock.patch.object(drift.PairedHessian, "add_stream", add_stream):
+        yield
+
+
+def ranges(step: float) -> Callable[[], Any]:
+    """The search tries as many ranges as ever, from 1.06 of the full one down in steps of ``step``."""
+    factors = tuple(1.06 - step * number for number in range(FACTORS))
+    return lambda: mock.patch.object(grid, "_SHRINK", factors)
+
+
+ROWS: dict[str, tuple[dict[str, Any], tuple[Callable[[], Any], ...]]] = {
+    "default": ({}, ()),
+    "no drift correction": ({"drift_correction": 0}, ()),
+    "no shrinkage": ({"shrinkage": 0}, ()),
+    "neither": ({"drift_correction": 0, "shrinkage": 0}, ()),
+    "no activation order": ({"act_order": "none"}, ()),
+    "drift correction .5": ({"drift_correction": 0.5}, ()),
+    "shrinkage .5": ({"shrinkage": 0.5}, ()),
+    "root": ({}, (tokens_weighted_by_root,)),
+    "ranges to .27": ({}, (ranges(0.065),)),
+    "ranges to .82": ({}, (ranges(0.02),)),
+    "root, ranges to .82, shrinkage .5": ({"shrinkage": 0.5}, (tokens_weighted_by_root, ranges(0.02))),
+    "root, ranges to .70, shrinkage .35": ({"shrinkage": 0.35}, (tokens_weighted_by_root, ranges(0.03))),
+    "root, ranges to .70, damp .03": ({"damp": 0.03}, (tokens_weighted_by_root, ranges(0.03))),
+    "root, ranges to .82, four times the text": ({"samples": 256}, (tokens_weighted_by_root, ranges(0.02))),
+    "root, output Hessian": ({"output_hessian": True}, (tokens_weighted_by_root,)),
+}
+"""By name: what differs in the recipe, and what else is changed."""
+
+
+def main() -> None:
+    """Quantise, evaluate, print a line a row."""
+    options = _options()
+    recipe = Recipe(
+        group_size=options.group_size,
+        calibration=str(options.calibration),
+        samples=options.samples,
+        max_length=options.max_length,
+        seed=options.seed,
+    )
+    options.work.mkdir(parents=True, exist_ok=True)
+    original = load(options.model, device=options.device, dtype="float32")
+    for name in options.rows or ROWS:
+        settings, changes = ROWS[name]
+        out = options.work / name.replace(" ", "-").replace(",", "")
+        if not out.exists():
+            with _all(changes):
+                quantize(options.model, out, recipe=recipe.replace(**settings), device=options.device)
+        row: dict[str, Any] = {"row": name}
+        for text in options.text:
+            measured = evaluate(
+                out,
+                against=original,
+                text=str(text),
+                windows=options.windows,
+                length=options.length,
+                device=options.device,
+                dtype="float32",
+            )
+            row[text.stem] = [measured.kl, measured.top1_agreement]
+        print(json.dumps(row), flush=True)
+
+
+@contextmanager
+def _all(changes: tuple[Callable[[], Any], ...]) -> Iterator[None]:
+    with changes[0]() if changes else nullcontext():
+        if len(changes) > 1:
+            with _all(changes[1:]):
+                yield
+        else:
+            yield
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--calibration", type=Path, required=True, help="text to calibrate on")
+    parser.add_argument("--text", type=Path, required=True, action="append", help="text to evaluate on")
+    parser.add_argument("--row", dest="rows", action="append", choices=ROWS, help="default: all of them")
+    parser.add_argument("--work", type=Path, required=True, help="where checkpoints go")
+    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--max-length", type=int, default=512)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--windows", type=int, default=32)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--device", default="auto")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
