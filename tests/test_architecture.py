@@ -22,6 +22,18 @@ FLOORS = (
 )
 """Rooms from the ground up. A room sees the floors below it."""
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
+KERNEL_FLOORS = (
+    ("contract",),
+    ("driver",),
+    ("variants",),
+    ("choose",),
+    ("launch",),
+    ("ops", "experts", "solve", "step"),
+)
+"""Rooms of ``marlinq.kernels`` from the ground up."""
+KERNEL_HEIGHT = {room: height for height, rooms in enumerate(KERNEL_FLOORS) for room in rooms}
+KERNEL_NEIGHBOURS = {("experts", "ops")}
+"""Doors on one floor of the kernels: (who imports, from where)."""
 NEIGHBOURS = {("methods", "kernels")}
 """Doors on one floor: (who imports, from where)."""
 OPERATIONS_SHARED = {("quantize", "report"), ("quantize", "inspect")}
@@ -77,6 +89,27 @@ def test_imports_go_down(name: str, path: Path) -> None:
         if theirs is None or theirs == mine:
             continue
         down = HEIGHT[theirs] < HEIGHT[mine] or (mine, theirs) in NEIGHBOURS
+        assert down, f"{name} imports {other}: {mine} may not see {theirs}"
+
+
+def test_every_room_of_the_kernels_stands_in_the_plan() -> None:
+    rooms = {path.name for path in (PACKAGE / "kernels").iterdir() if path.is_dir()}
+    assert rooms - {"cuda", "__pycache__"} == set(KERNEL_HEIGHT)
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [(name, path) for name, path in modules() if name.startswith("marlinq.kernels.")],
+)
+def test_imports_of_the_kernels_go_down(name: str, path: Path) -> None:
+    mine = name.split(".")[2]
+    for other in imports(path):
+        parts = other.split(".")
+        if parts[1:2] != ["kernels"] or parts[2:3] == [mine]:
+            continue
+        assert len(parts) > 2, f"{name} imports the face of the kernels, which stands above it"
+        theirs = parts[2]
+        down = KERNEL_HEIGHT[theirs] < KERNEL_HEIGHT[mine] or (mine, theirs) in KERNEL_NEIGHBOURS
         assert down, f"{name} imports {other}: {mine} may not see {theirs}"
 
 

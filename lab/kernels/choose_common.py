@@ -4,7 +4,7 @@
 
 Needs no GPU. By the cost model, one variant after the other is added that lowers the squared logarithm of
 what the chosen ones cost over the best of all, summed over the layers of some models and over batches. A
-line says what the variants chosen so far cost. The table is ``_COMMON`` of ``kernels/decide/warpgroup.py``.
+line says what the variants chosen so far cost. The table is ``_COMMON`` of ``kernels/variants/warpgroup.py``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import math
 from collections import defaultdict
 
 from marlinq.kernels import Problem, decide
-from marlinq.kernels.decide import warpgroup
-from marlinq.kernels.decide.decision import buckets
-from marlinq.kernels.decide.device import H200
-from marlinq.kernels.decide.warpgroup import WarpgroupConfig
+from marlinq.kernels.choose.decision import buckets
+from marlinq.kernels.contract.device import H200
+from marlinq.kernels.variants import warpgroup
+from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 from marlinq.operations.bench.shapes import MODELS
 
 Shape = tuple[int, int, int, int, int, bool]

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from marlinq.core.errors import MarlinqError
 from marlinq.kernels import dependent_launches
-from marlinq.kernels.jit.instantiation import Instantiation
-from marlinq.kernels.launch.raw import INT32, POINTER, RawKernel
+from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.driver.raw_kernel import INT32, POINTER, RawKernel
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.peers import PEERS, Contender, Marlinq, Run, random_weight
 from marlinq.operations.bench.shapes import MODELS, Layer

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from marlinq.core.progress import no_progress
 from marlinq.kernels import Device, dependent_launches, device_numbers
+from marlinq.kernels.driver.cache import compile_missing
 from marlinq.kernels.experts.choose import (
     ExpertsDecision,
     ExpertsShape,
@@ -27,7 +28,6 @@ from marlinq.kernels.experts.choose import (
     sorted_variants,
 )
 from marlinq.kernels.experts.launch import instantiations
-from marlinq.kernels.jit.cache import compile_missing
 from marlinq.models.anatomy import Anatomy
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.synthetic import Synthetic, synthetic_model

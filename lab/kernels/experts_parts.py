@@ -22,6 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from marlinq.kernels.driver.cache import compile_missing
+from marlinq.kernels.driver.cuda_driver import on_device
+from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.experts import ExpertWeights
 from marlinq.kernels.experts.choose import (
     DirectDecision,
@@ -33,9 +36,6 @@ from marlinq.kernels.experts.choose import (
     decisions,
 )
 from marlinq.kernels.experts.launch import Workspace, instantiations, layer_steps, shape_of, start
-from marlinq.kernels.jit.cache import compile_missing
-from marlinq.kernels.launch.driver import on_device
-from marlinq.kernels.launch.launch import device_numbers
 from marlinq.operations.bench.expert_peers import Routing
 from marlinq.operations.bench.expert_shapes import EXPERT_LAYERS, ExpertsLayer
 from marlinq.operations.bench.experts import even_routings

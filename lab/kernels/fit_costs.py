@@ -29,9 +29,10 @@ from typing import Any
 import numpy as np
 
 from marlinq.kernels import Problem
-from marlinq.kernels.decide import bulk, stream, warpgroup
-from marlinq.kernels.decide.decision import Demands, KernelConfig, considered
-from marlinq.kernels.decide.device import H200
+from marlinq.kernels.choose.decision import KernelConfig, considered
+from marlinq.kernels.contract.demands import Demands
+from marlinq.kernels.contract.device import H200
+from marlinq.kernels.variants import bulk, stream, warpgroup
 
 KERNELS: dict[str, tuple[type[Any], Callable[..., tuple[float, str]], Any, Any]] = {
     "stream": (stream.StreamConfig, stream.estimate, stream.COSTS, stream.candidates),

@@ -40,11 +40,12 @@ from marlinq.kernels import (
     forced_kernel,
     precompile,
 )
-from marlinq.kernels.decide.decision import available
-from marlinq.kernels.jit.compiler import nvrtc_version
-from marlinq.kernels.launch.driver import empty_strided
-from marlinq.kernels.launch.launch import device_numbers, prepare
-from marlinq.kernels.launch.operands import Operands
+from marlinq.kernels.choose.decision import available
+from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.driver.compiler import nvrtc_version
+from marlinq.kernels.driver.cuda_driver import empty_strided
+from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.launch.call import prepare
 from marlinq.kernels.ops import w4a16
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.shapes import MODELS

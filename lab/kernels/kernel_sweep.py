@@ -23,8 +23,11 @@ from typing import Any
 import torch
 
 from marlinq.kernels import KERNELS, Problem
-from marlinq.kernels.decide.decision import Kernel, KernelConfig, estimates
-from marlinq.kernels.launch.launch import device_numbers, launch_gemm, precompile_variants
+from marlinq.kernels.choose.decision import KernelConfig, estimates
+from marlinq.kernels.contract.demands import Kernel
+from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.launch.call import launch_gemm
+from marlinq.kernels.launch.precompile import precompile_variants
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.peers import Weight, random_weight
 from marlinq.operations.bench.shapes import MODELS, layers_of

@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from marlinq.kernels.decide.warpgroup import WarpgroupConfig
-from marlinq.kernels.launch.launch import launch_gemm
+from marlinq.kernels.launch.call import launch_gemm
+from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.timing import capture, time_in_turn
 

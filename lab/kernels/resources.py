@@ -19,16 +19,12 @@ from pathlib import Path
 
 import click
 
-from marlinq.kernels.decide.decision import KERNELS, Kernel, KernelConfig, available, decide, forced_kernel
-from marlinq.kernels.decide.device import Device
-from marlinq.kernels.decide.problem import GROUP_SIZES, Problem
-from marlinq.kernels.jit.compiler import (
-    ARCHITECTURES,
-    CompiledKernel,
-    compile_kernel,
-    nvrtc_version,
-)
-from marlinq.kernels.jit.instantiation import Instantiation
+from marlinq.kernels.choose.decision import KernelConfig, available, decide
+from marlinq.kernels.contract.demands import KERNELS, Kernel, forced_kernel
+from marlinq.kernels.contract.device import Device
+from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.contract.problem import GROUP_SIZES, Problem
+from marlinq.kernels.driver.compiler import ARCHITECTURES, CompiledKernel, compile_kernel, nvrtc_version
 
 DEVICES = {
     "sm_80": Device("sm_80", 108, 166_912),

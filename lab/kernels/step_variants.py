@@ -34,12 +34,13 @@ from torch import Tensor
 from marlinq.core.errors import MarlinqError
 from marlinq.core.progress import no_progress
 from marlinq.kernels import Device, Problem, dependent_launches, device_numbers
-from marlinq.kernels.decide import decision
-from marlinq.kernels.decide.decision import Demands, KernelConfig
-from marlinq.kernels.decide.stream import StreamConfig
-from marlinq.kernels.decide.tuned import Choice
-from marlinq.kernels.launch.launch import precompile_instantiations
-from marlinq.kernels.launch.rows import row_variant
+from marlinq.kernels.choose import decision
+from marlinq.kernels.choose.decision import KernelConfig
+from marlinq.kernels.choose.measured import Choice
+from marlinq.kernels.contract.demands import Demands
+from marlinq.kernels.launch.precompile import precompile_instantiations
+from marlinq.kernels.variants.stream import StreamConfig
+from marlinq.kernels.variants.whole_rows import row_variant
 from marlinq.models.anatomy import Anatomy, Mixture
 from marlinq.models.recognise import anatomy_of
 from marlinq.operations.bench import Synthetic, synthetic_model
@@ -74,7 +75,7 @@ def force(choices: dict[Problem, KernelConfig]) -> None:
 
 
 class Rows(NamedTuple):
-    """What a product does with whole rows in the step (:mod:`marlinq.kernels.launch.rows`)."""
+    """What a product does with whole rows in the step (:mod:`marlinq.kernels.variants.whole_rows`)."""
 
     normed: bool = False
     adds: bool = False

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from marlinq.kernels.jit.instantiation import Instantiation
-from marlinq.kernels.launch.raw import INT32, POINTER, RawKernel
+from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.driver.raw_kernel import INT32, POINTER, RawKernel
 from marlinq.operations.bench.hardware import hardware_line
 
 _HEADER = str(Path(__file__).with_suffix(".cuh").resolve())

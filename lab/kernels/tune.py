@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from marlinq.kernels import Problem
-from marlinq.kernels.decide import tuned
-from marlinq.kernels.decide.decision import Demands, bucket, model_choice
-from marlinq.kernels.decide.device import H200, Device, slug
+from marlinq.kernels.choose import measured
+from marlinq.kernels.choose.decision import bucket, model_choice
+from marlinq.kernels.contract.demands import Demands
+from marlinq.kernels.contract.device import H200, Device, slug
 
 DEVICES: dict[str, Device] = {H200.name: H200}
 """GPUs whose decisions can be made here, without asking the driver."""
@@ -63,7 +64,7 @@ def choices(
         shape, bfloat16 = (row["m"], row["n"], row["k"]), row.get("bfloat16", False)
         problem = Problem(*shape, group, zeros, bfloat16, activation=activation)
         try:
-            timed = {tuned.config_of(one["kernel"], one["config"]): one for one in row["candidates"]}
+            timed = {measured.config_of(one["kernel"], one["config"]): one for one in row["candidates"]}
         except ValueError:
             timed = {}
         estimate, _, own = model_choice(problem, device, Demands(dependent=dependent))
@@ -75,7 +76,7 @@ def choices(
         cell |= {"format": problem.format.name, "dependent": dependent}
         found[_key(cell)] = None
         recorded = before.get(_key(cell))
-        held = recorded and timed.get(tuned.config_of(recorded["kernel"], recorded["config"]))
+        held = recorded and timed.get(measured.config_of(recorded["kernel"], recorded["config"]))
         if held and gains(held, timed[own], dependent=dependent):
             best = best if gains(best, held, dependent=dependent) else held
         elif not gains(best, timed[own], dependent=dependent):
@@ -102,7 +103,7 @@ def main() -> int:
     parser.add_argument(
         "--chain-gain", type=float, default=0.2e-6, help="least gain of a layer in a chain, in seconds"
     )
-    parser.add_argument("--out", type=Path, default=tuned.FOLDER, help="folder to write to")
+    parser.add_argument("--out", type=Path, default=measured.FOLDER, help="folder to write to")
     options = parser.parse_args()
     sweeps = [json.loads(path.read_text(encoding="utf-8")) for path in options.sweeps]
     lines = {sweep["hardware"] for sweep in sweeps}

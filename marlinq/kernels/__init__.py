@@ -5,19 +5,14 @@ from __future__ import annotations
 import torch
 
 from marlinq.core.kept import cache_folder
-from marlinq.kernels.decide.decision import (
-    KERNELS,
-    KernelDecision,
-    batch_invariant,
-    decide,
-    dependent_launches,
-    forced_kernel,
-)
-from marlinq.kernels.decide.device import Device
-from marlinq.kernels.decide.problem import GROUP_SIZES, Problem
-from marlinq.kernels.jit.cache import DamagedCache, KernelSpills
-from marlinq.kernels.jit.compiler import ARCHITECTURES, compile_kernel
-from marlinq.kernels.launch.launch import LayerShape, device_numbers, precompile, precompile_model
+from marlinq.kernels.choose.decision import KernelDecision, decide
+from marlinq.kernels.contract.demands import KERNELS, batch_invariant, dependent_launches, forced_kernel
+from marlinq.kernels.contract.device import Device
+from marlinq.kernels.contract.problem import GROUP_SIZES, Problem
+from marlinq.kernels.driver.cache import DamagedCache, KernelSpills
+from marlinq.kernels.driver.compiler import ARCHITECTURES, compile_kernel
+from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.launch.precompile import LayerShape, precompile, precompile_model
 from marlinq.kernels.ops.reference import dequantize_operands, reference_gemm
 from marlinq.kernels.ops.w4a16 import w4a16_gemm
 

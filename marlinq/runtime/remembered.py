@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from marlinq.core.kept import read_note, write_note
 from marlinq.core.plain_values import load_json
-from marlinq.kernels.launch.complete import code_digest
+from marlinq.kernels.driver.notes import code_digest
 from marlinq.models.anatomy import (
     MLP,
     Anatomy,

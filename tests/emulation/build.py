@@ -117,7 +117,7 @@ class Builder:
         """The library of one variant.
 
         Args:
-            text: a translation unit (:mod:`marlinq.kernels.jit.instantiation`).
+            text: a translation unit (:mod:`marlinq.kernels.contract.instantiation`).
             function: its ``extern "C" __global__`` function.
             sources: the folder of its headers.
             capability: ten times the compute capability.

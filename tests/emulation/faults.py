@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from marlinq.kernels import Problem
-from marlinq.kernels.decide.bulk import BulkConfig
-from marlinq.kernels.decide.stream import StreamConfig
-from marlinq.kernels.decide.warpgroup import WarpgroupConfig
+from marlinq.kernels.variants.bulk import BulkConfig
+from marlinq.kernels.variants.stream import StreamConfig
+from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 from tests.emulation.gemm import SOURCES, Case
 
 WRONG = "the result is wrong"

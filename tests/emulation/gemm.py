@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from marlinq.kernels import Device, Problem
-from marlinq.kernels.decide.decision import KernelConfig
-from marlinq.kernels.decide.warpgroup import WarpgroupConfig
-from marlinq.kernels.jit.instantiation import CUDA_SOURCES
-from marlinq.kernels.launch.operands import Operands, WarpgroupArguments
+from marlinq.kernels.choose.decision import KernelConfig
+from marlinq.kernels.contract.arguments import WarpgroupArguments
+from marlinq.kernels.contract.instantiation import CUDA_SOURCES
+from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 from tests.emulation.build import Builder
 from tests.emulation.launching import EmulatedKernel, KernelFault, Memory, apart, emulated_tensor_maps
 from tests.kernels.problems import BOUND, random_operands, relative_error

@@ -15,8 +15,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from marlinq.kernels.launch import operands
-from marlinq.kernels.launch.driver import TENSOR_MAP_BYTES
+from marlinq.kernels.contract.arguments import TENSOR_MAP_BYTES
+from marlinq.kernels.driver import tensor_maps
 
 _MAX_FRAMES = 16
 _GAP = 1 << 16  # bytes between operands, so that running over one never reaches another
@@ -80,7 +80,7 @@ def _encode_tensor_map(
     *,
     swizzled: bool,
 ) -> bytes:
-    """Stands for :func:`marlinq.kernels.launch.driver.encode_tensor_map`; only a GPU understands its map."""
+    """Stands for :func:`marlinq.kernels.driver.cuda_driver.encode_tensor_map`, whose map only a GPU reads."""
     # What cuTensorMapEncodeTiled refuses, as far as it concerns these maps.
     aligned = not address % 16 and not any(stride % 16 for stride in strides)
     if not aligned or not all(0 < size <= 256 for size in box) or box[0] * element_bytes % 16:
@@ -157,7 +157,7 @@ class EmulatedKernel:
         shared_limit: int = 232_448,
         resident: int = 1,
     ) -> None:
-        """Run a grid; as :func:`marlinq.kernels.launch.driver.Launches`, with what the kernel may touch.
+        """Run a grid; as :func:`marlinq.kernels.driver.cuda_driver.Launches`, with what the kernel may touch.
 
         Args:
             grid: blocks.
@@ -252,11 +252,11 @@ def _source_line(library: str, frames: list[int]) -> str:
 @contextmanager
 def emulated_tensor_maps() -> Iterator[None]:
     """Let the host make tensor maps for the emulation, and keep none of them."""
-    caches = operands.activation_maps, operands.sorted_rows_map, operands.weight_maps
+    caches = tensor_maps.activation_maps, tensor_maps.sorted_rows_map, tensor_maps.weight_maps
     for cache in caches:
         cache.cache_clear()
     try:
-        with mock.patch("marlinq.kernels.launch.operands.encode_tensor_map", _encode_tensor_map):
+        with mock.patch("marlinq.kernels.driver.tensor_maps.encode_tensor_map", _encode_tensor_map):
             yield
     finally:
         for cache in caches:

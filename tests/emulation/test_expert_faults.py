@@ -10,9 +10,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from marlinq.kernels.decide.stream import StreamConfig
 from marlinq.kernels.experts.choose import DirectConfig, DirectDecision, ExpertsDecision
 from marlinq.kernels.experts.launch import shape_of
+from marlinq.kernels.variants.stream import StreamConfig
 from tests.emulation.build import Builder
 from tests.emulation.experts import run_layer
 from tests.emulation.gemm import SOURCES

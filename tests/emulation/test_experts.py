@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from marlinq.kernels.decide.stream import StreamConfig
 from marlinq.kernels.experts.choose import (
     Columns,
     DirectConfig,
@@ -20,6 +19,7 @@ from marlinq.kernels.experts.choose import (
 )
 from marlinq.kernels.experts.launch import shape_of
 from marlinq.kernels.experts.reference import local_experts
+from marlinq.kernels.variants.stream import StreamConfig
 from tests.emulation.build import Builder
 from tests.emulation.experts import Routed, run_layer
 from tests.emulation.gemm import H200

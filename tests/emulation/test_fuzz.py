@@ -13,9 +13,10 @@ from dataclasses import replace
 import pytest
 
 from marlinq.kernels import GROUP_SIZES, Problem
-from marlinq.kernels.decide.decision import KERNELS, estimates
-from marlinq.kernels.decide.stream import StreamConfig
-from marlinq.kernels.decide.warpgroup import WarpgroupConfig
+from marlinq.kernels.choose.decision import estimates
+from marlinq.kernels.contract.demands import KERNELS
+from marlinq.kernels.variants.stream import StreamConfig
+from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 from tests.emulation.build import Builder
 from tests.emulation.gemm import AMPERE, H200, Case, bound, run
 from tests.emulation.launching import KernelFault

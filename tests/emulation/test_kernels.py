@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from marlinq.kernels import Device, Problem, batch_invariant, decide, forced_kernel
-from marlinq.kernels.decide.bulk import BulkConfig
-from marlinq.kernels.decide.decision import KERNELS, Kernel, KernelConfig, activates, estimates
-from marlinq.kernels.decide.stream import StreamConfig
-from marlinq.kernels.decide.warpgroup import WarpgroupConfig
+from marlinq.kernels.choose.decision import KernelConfig, activates, estimates
+from marlinq.kernels.contract.demands import KERNELS, Kernel
 from marlinq.kernels.launch import gather
 from marlinq.kernels.launch.gather import gather_channels
+from marlinq.kernels.variants.bulk import BulkConfig
+from marlinq.kernels.variants.stream import StreamConfig
+from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 from tests.emulation.build import Builder
 from tests.emulation.gemm import AMPERE, H200, SOURCES, Case, bound, run
 from tests.emulation.launching import EmulatedKernel, Memory, apart

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from marlinq.kernels.jit.instantiation import Instantiation
+from marlinq.kernels.contract.instantiation import Instantiation
 from tests.emulation.build import Builder
 from tests.emulation.gemm import SOURCES
 from tests.emulation.launching import EmulatedKernel, KernelFault, Memory, apart

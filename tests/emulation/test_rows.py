@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from marlinq.kernels import Problem
-from marlinq.kernels.decide.bulk import BulkConfig
-from marlinq.kernels.decide.decision import KernelConfig, estimates
-from marlinq.kernels.decide.stream import StreamConfig
-from marlinq.kernels.decide.warpgroup import WarpgroupConfig
-from marlinq.kernels.launch.operands import Operands
-from marlinq.kernels.launch.rows import Added, Normed, RowWork, row_variant
+from marlinq.kernels.choose.decision import KernelConfig, estimates
+from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.variants.bulk import BulkConfig
+from marlinq.kernels.variants.stream import StreamConfig
+from marlinq.kernels.variants.warpgroup import WarpgroupConfig
+from marlinq.kernels.variants.whole_rows import Added, Normed, RowWork, row_variant
 from tests.emulation.build import Builder
 from tests.emulation.faults import WRONG
 from tests.emulation.gemm import ACTIVATIONS, H200, SOURCES, bound

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from marlinq.formats import LAYOUTS, ModuleSpec, transcode
-from marlinq.kernels.jit.compiler import ARCHITECTURES, compile_kernel
+from marlinq.kernels.driver.compiler import ARCHITECTURES, compile_kernel
 from marlinq.kernels.launch import tile_words
 from tests.emulation.build import Builder
 from tests.emulation.gemm import SOURCES

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from marlinq.kernels.solve import TunedTensors
 from marlinq.kernels.solve.panel import THREADS, PreparedPanel
-from marlinq.kernels.solve.tuned import GradientArguments
+from marlinq.kernels.solve.trained_weight import GradientArguments
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.methods.tuning import TunableWeight, fused_dense
 from tests.emulation.build import Builder

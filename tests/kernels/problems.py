@@ -11,8 +11,8 @@ from torch import Tensor
 
 from marlinq.formats.layouts.marlin import pack_tiles, permute_scales
 from marlinq.kernels import Device, Problem
-from marlinq.kernels.decide import warpgroup
-from marlinq.kernels.decide.warpgroup import WarpgroupConfig
+from marlinq.kernels.variants import warpgroup
+from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 
 # Relative error of the result against float64 (Frobenius norms). Outputs are rounded to 11 and 8 significant
 # bits, which alone gives 2^-11 / sqrt(3) = 2.8e-4 for float16 and 2^-8 / sqrt(3) = 2.3e-3 for bfloat16;

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import torch
 
+from marlinq.kernels.driver.cache import compile_missing
+from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.experts import ExpertWeights, StoredExperts
 from marlinq.kernels.experts.choose import decisions
 from marlinq.kernels.experts.launch import instantiations, launch_experts, shape_of
-from marlinq.kernels.jit.cache import compile_missing
-from marlinq.kernels.launch.launch import device_numbers
 from tests.kernels.experts_problems import Layer, Shape, random_layer, random_routing
 from tests.kernels.problems import BOUND, relative_error
 

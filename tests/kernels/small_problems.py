@@ -22,9 +22,12 @@ from marlinq.kernels import (
     forced_kernel,
     w4a16_gemm,
 )
-from marlinq.kernels.decide.decision import Kernel, KernelConfig, available
-from marlinq.kernels.decide.warpgroup import WarpgroupConfig
-from marlinq.kernels.launch.launch import device_numbers, launch_gemm, precompile_variants
+from marlinq.kernels.choose.decision import KernelConfig, available
+from marlinq.kernels.contract.demands import Kernel
+from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.launch.call import launch_gemm
+from marlinq.kernels.launch.precompile import precompile_variants
+from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 from tests.kernels.problems import (
     BOUND,
     Operands,

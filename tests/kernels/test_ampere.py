@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from marlinq.kernels import Device, Problem, decide
-from marlinq.kernels.decide.decision import KernelConfig
-from marlinq.kernels.jit.compiler import compile_to_ptx, nvrtc_version
-from marlinq.kernels.launch.driver import Launches, load_function, on_device
-from marlinq.kernels.launch.operands import Operands
+from marlinq.kernels.choose.decision import KernelConfig
+from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.driver.compiler import compile_to_ptx, nvrtc_version
+from marlinq.kernels.driver.cuda_driver import Launches, load_function, on_device
 from tests.kernels.problems import BOUND, random_operands, relative_error
 
 A100 = Device("sm_80", multiprocessors=108, shared_bytes=166_912)

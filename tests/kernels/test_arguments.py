@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 
 from marlinq.kernels import Device, Problem, compile_kernel, decide, forced_kernel
-from marlinq.kernels.decide.bulk import BulkConfig
-from marlinq.kernels.decide.decision import KERNELS, Kernel, KernelConfig
-from marlinq.kernels.decide.stream import StreamConfig
-from marlinq.kernels.decide.warpgroup import WarpgroupConfig
-from marlinq.kernels.launch.operands import MappedArguments, PlainArguments, WarpgroupArguments
-from marlinq.kernels.launch.rows import MappedRowArguments, PlainRowArguments, row_variant
+from marlinq.kernels.choose.decision import KernelConfig
+from marlinq.kernels.contract.arguments import MappedArguments, PlainArguments, WarpgroupArguments
+from marlinq.kernels.contract.demands import KERNELS, Kernel
+from marlinq.kernels.variants.bulk import BulkConfig
+from marlinq.kernels.variants.stream import StreamConfig
+from marlinq.kernels.variants.warpgroup import WarpgroupConfig
+from marlinq.kernels.variants.whole_rows import MappedRowArguments, PlainRowArguments, row_variant
 
 H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
 LAYOUTS: dict[Kernel, type[ctypes.Structure]] = {

@@ -15,12 +15,11 @@ import pytest
 
 from marlinq.core import kept
 from marlinq.core.errors import EnvironmentProblem
-from marlinq.kernels.jit import cache
-from marlinq.kernels.jit.cache import DamagedCache, KernelSpills, cached_cubin, compile_missing
-from marlinq.kernels.jit.compiler import CompiledKernel
-from marlinq.kernels.jit.instantiation import Instantiation
-from marlinq.kernels.launch import loading
-from marlinq.kernels.launch.driver import Function, RefusedCubin
+from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.driver import cache, module
+from marlinq.kernels.driver.cache import DamagedCache, KernelSpills, cached_cubin, compile_missing
+from marlinq.kernels.driver.compiler import CompiledKernel
+from marlinq.kernels.driver.cuda_driver import Function, RefusedCubin
 
 GATHER, ARCHITECTURE = Instantiation("kernels/gather.cuh", "gather", (("THREADS", 128),)), "sm_90a"
 
@@ -142,16 +141,16 @@ def test_a_cubin_that_the_driver_refuses_is_replaced(
             raise RefusedCubin(f"the driver refuses {cubin.name}")
         return Function((cubin, name, shared_bytes), None, device_index, None)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(loading, "load_function", load_function)
+    monkeypatch.setattr(module, "load_function", load_function)
     with pytest.warns(DamagedCache, match=r"gather-sm_90a-.*refuses .*compiled again"):
-        found = loading.load_kernel(GATHER, ARCHITECTURE, 0, 64)
+        found = module.load_kernel(GATHER, ARCHITECTURE, 0, 64)
     assert found.owner[0].read_bytes() == b"\x7fELF 2"
-    assert loading.load_kernel(GATHER, ARCHITECTURE, 0, 64) == found
+    assert module.load_kernel(GATHER, ARCHITECTURE, 0, 64) == found
     assert len(compiled) == 2
     # What was just compiled is not compiled a third time.
     refused.update({b"\x7fELF 2", b"\x7fELF 3"})
     with pytest.warns(DamagedCache), pytest.raises(EnvironmentProblem, match="refuses"):
-        loading.load_kernel(GATHER, ARCHITECTURE, 0, 64)
+        module.load_kernel(GATHER, ARCHITECTURE, 0, 64)
     assert len(compiled) == 3
 
 

@@ -21,13 +21,14 @@ from marlinq.kernels import (
     dependent_launches,
     forced_kernel,
 )
-from marlinq.kernels.decide import device as known
-from marlinq.kernels.decide.decision import KERNELS, Kernel, KernelConfig
-from marlinq.kernels.decide.device import registers_of_a_thread
-from marlinq.kernels.decide.stream import StreamConfig
-from marlinq.kernels.jit.compiler import compile_text
-from marlinq.kernels.jit.instantiation import Instantiation, unit
-from marlinq.kernels.launch.rows import row_variant
+from marlinq.kernels.choose.decision import KernelConfig
+from marlinq.kernels.contract import device as known
+from marlinq.kernels.contract.demands import KERNELS, Kernel
+from marlinq.kernels.contract.device import registers_of_a_thread
+from marlinq.kernels.contract.instantiation import Instantiation, unit
+from marlinq.kernels.driver.compiler import compile_text
+from marlinq.kernels.variants.stream import StreamConfig
+from marlinq.kernels.variants.whole_rows import row_variant
 from tests.kernels.problems import even_splits
 from tests.kernels.test_arguments import section
 

@@ -28,11 +28,7 @@ from marlinq.kernels import (
     forced_kernel,
     precompile_model,
 )
-from marlinq.kernels.decide import bulk, stream, warpgroup
-from marlinq.kernels.decide.bulk import BulkConfig
-from marlinq.kernels.decide.costs import PHYSICS
-from marlinq.kernels.decide.decision import (
-    Kernel,
+from marlinq.kernels.choose.decision import (
     _decide,
     available,
     blocks_together,
@@ -40,11 +36,15 @@ from marlinq.kernels.decide.decision import (
     estimates,
     model_choice,
 )
-from marlinq.kernels.decide.device import H200
-from marlinq.kernels.decide.stream import StreamConfig
-from marlinq.kernels.decide.warpgroup import WarpgroupConfig
-from marlinq.kernels.jit.instantiation import Instantiation
-from marlinq.kernels.launch import launch
+from marlinq.kernels.contract.demands import Kernel
+from marlinq.kernels.contract.device import H200
+from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.launch import precompile
+from marlinq.kernels.variants import bulk, stream, warpgroup
+from marlinq.kernels.variants.bulk import BulkConfig
+from marlinq.kernels.variants.costs import PHYSICS
+from marlinq.kernels.variants.stream import StreamConfig
+from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 from marlinq.operations.bench.kernels import DEFAULT_BATCHES
 from marlinq.operations.bench.shapes import MODELS
 
@@ -204,8 +204,8 @@ def test_new_decisions_are_quick() -> None:
     script = f"""
 import json, time
 from marlinq.kernels import Problem, decide
-from marlinq.kernels.decide.decision import model_choice, _decide
-from marlinq.kernels.decide.device import H200
+from marlinq.kernels.choose.decision import model_choice, _decide
+from marlinq.kernels.contract.device import H200
 def work():
     start, total = time.process_time(), 0.0
     for i in range(50_000):
@@ -271,8 +271,8 @@ def test_what_is_compiled_in_advance_is_all_that_a_model_needs(
         compiled.update(wanted)
         return len(wanted)
 
-    monkeypatch.setattr(launch, "compile_missing", compile_missing)
-    monkeypatch.setattr(launch, "device_numbers", lambda index: H200)
+    monkeypatch.setattr(precompile, "compile_missing", compile_missing)
+    monkeypatch.setattr(precompile, "device_numbers", lambda index: H200)
     layers = [LayerShape(n, k, 128, False) for n, k in LLAMA_8B]
     assert precompile_model(layers * 32, torch.float16, most_rows=2000) == len(compiled)
     for n, k in LLAMA_8B:

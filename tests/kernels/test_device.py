@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from marlinq.kernels import Problem, decide
-from marlinq.kernels.decide.device import H200, GpuProperties, device_of
-from marlinq.kernels.launch import driver
+from marlinq.kernels.contract.device import H200, GpuProperties, device_of
+from marlinq.kernels.driver import cuda_driver
 
 # What the driver says of them.
 AN_H200 = GpuProperties("NVIDIA H200", (9, 0), 132, 232_448, 1_980_000, 3_201_000, 6144, 62_914_560)
@@ -96,7 +96,7 @@ def test_properties_come_from_torch_and_the_driver(monkeypatch: pytest.MonkeyPat
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     library = Library()
-    monkeypatch.setattr(driver, "_driver", lambda: library)
-    assert driver.gpu_properties(1) == AN_H100
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: library)
+    assert cuda_driver.gpu_properties(1) == AN_H100
     library.attributes.clear()
-    assert driver.gpu_properties(1)[4:] == (0, 0, 0, 0)
+    assert cuda_driver.gpu_properties(1)[4:] == (0, 0, 0, 0)

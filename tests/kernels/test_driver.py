@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from marlinq.kernels.launch import driver
+from marlinq.kernels.driver import cuda_driver
 
-_MAP = ctypes.c_ubyte * driver.TENSOR_MAP_BYTES
+_MAP = ctypes.c_ubyte * cuda_driver.TENSOR_MAP_BYTES
 
 
 class _Small(ctypes.Structure):
@@ -61,22 +61,22 @@ class _Driver:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> _Driver:
     library = _Driver()
-    monkeypatch.setattr(driver, "_driver", lambda: library)
-    monkeypatch.setattr(driver, "_thread", driver._Thread())
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: library)
+    monkeypatch.setattr(cuda_driver, "_thread", cuda_driver._Thread())
     # Builds of torch without CUDA lack it.
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
     return library
 
 
-FUNCTION = driver.Function(None, ctypes.c_void_p(1), 2, 55)
+FUNCTION = cuda_driver.Function(None, ctypes.c_void_p(1), 2, 55)
 
 
 def test_every_parameter_arrives_at_its_pointer(library: _Driver) -> None:
     content = bytes(range(128))
-    large = driver.Launches(FUNCTION, 6, 128, 0, _Large(_MAP(*content), 77, 9), dependent=True)
-    driver.Launches(FUNCTION, 5, 96, 1024, _Small(-3, 2**40)).take().start()
+    large = cuda_driver.Launches(FUNCTION, 6, 128, 0, _Large(_MAP(*content), 77, 9), dependent=True)
+    cuda_driver.Launches(FUNCTION, 5, 96, 1024, _Small(-3, 2**40)).take().start()
     large.take().start()
-    driver.Launches(FUNCTION, 7, 32, 16, _Small(4, 8)).take().start()
+    cuda_driver.Launches(FUNCTION, 7, 32, 16, _Small(4, 8)).take().start()
     assert library.launches == [
         ([5, 1, 1, 96, 1, 1, 1024, 72, 0], None, [b"\xfd\xff\xff\xff", (2**40).to_bytes(8, "little")]),
         ([6, 1, 1, 128, 1, 1, 0, 72, 1], [6, 1], [content, b"M" + bytes(7), b"\t" + bytes(3)]),
@@ -87,7 +87,7 @@ def test_every_parameter_arrives_at_its_pointer(library: _Driver) -> None:
 def test_a_launch_follows_its_arguments_and_the_stream(
     library: _Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launches = driver.Launches(FUNCTION, 5, 96, 0, _Small(1, 2))
+    launches = cuda_driver.Launches(FUNCTION, 5, 96, 0, _Small(1, 2))
     for number in range(3):
         monkeypatch.setattr(
             torch._C, "_cuda_getCurrentRawStream", lambda _, at=number: 80 + at, raising=False
@@ -104,7 +104,7 @@ def test_a_launch_follows_its_arguments_and_the_stream(
 
 
 def test_a_launch_is_taken_by_one_at_a_time(library: _Driver) -> None:
-    launches = driver.Launches(FUNCTION, 5, 96, 0, _Small(1, 2))
+    launches = cuda_driver.Launches(FUNCTION, 5, 96, 0, _Small(1, 2))
     first, second = launches.take(), launches.take()
     first.arguments.count = 8
     second.arguments.count = 9
@@ -117,7 +117,7 @@ def test_a_launch_is_taken_by_one_at_a_time(library: _Driver) -> None:
 
 
 def test_threads_do_not_share_what_they_hand_over(library: _Driver) -> None:
-    launches = driver.Launches(FUNCTION, 5, 96, 0, _Small(0, 0))
+    launches = cuda_driver.Launches(FUNCTION, 5, 96, 0, _Small(0, 0))
     library.seconds = 1e-4
 
     def call(number: int) -> None:
@@ -134,7 +134,7 @@ def test_threads_do_not_share_what_they_hand_over(library: _Driver) -> None:
 
 
 def test_every_thread_gets_a_context(library: _Driver) -> None:
-    launches = driver.Launches(FUNCTION, 5, 96, 0, _Small(0, 0))
+    launches = cuda_driver.Launches(FUNCTION, 5, 96, 0, _Small(0, 0))
     library.contexts[threading.get_ident()] = 44
     launches.take()
     with ThreadPoolExecutor(1) as pool:
@@ -145,7 +145,7 @@ def test_every_thread_gets_a_context(library: _Driver) -> None:
 def test_a_refused_launch_is_an_error(library: _Driver) -> None:
     library.status = 701
     with pytest.raises(RuntimeError, match="CUDA error 701: 5 blocks of 96 threads, 1024 bytes"):
-        driver.Launches(FUNCTION, 5, 96, 1024, _Small(1, 2)).take().start()
+        cuda_driver.Launches(FUNCTION, 5, 96, 1024, _Small(1, 2)).take().start()
 
 
 class _MemoryDriver:
@@ -196,12 +196,12 @@ class _MemoryDriver:
 @pytest.mark.parametrize("failing", ["", "allocate 4096", "stream, flags 1", "wait"])
 def test_zeros_are_no_part_of_a_capture(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     library = _MemoryDriver(failing)
-    monkeypatch.setattr(driver, "_driver", lambda: library)
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: library)
     if failing:
         with pytest.raises(RuntimeError, match="CUDA error 2 at allocating 4096 bytes"):
-            driver.zeroed_memory(4096)
+            cuda_driver.zeroed_memory(4096)
     else:
-        assert driver.zeroed_memory(4096) == 2**40
+        assert cuda_driver.zeroed_memory(4096) == 2**40
         assert library.calls == ["allocate 4096", "stream, flags 1", "4096 times 0", "wait", "destroy"]
     assert library.mode == library.GLOBAL
 
@@ -251,7 +251,7 @@ class _StreamDriver:
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> _StreamDriver:
     library = _StreamDriver()
-    monkeypatch.setattr(driver, "_driver", lambda: library)
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: library)
     return library
 
 
@@ -260,17 +260,17 @@ def test_streams_know_their_capture(
     streams: _StreamDriver, active: int, expected: tuple[int, int] | None
 ) -> None:
     streams.active = active
-    assert driver.capture_of(16) == expected
-    assert driver.stream_id(16) == 116
+    assert cuda_driver.capture_of(16) == expected
+    assert cuda_driver.stream_id(16) == 116
     streams.status = 906
     with pytest.raises(RuntimeError, match="CUDA error 906"):
-        driver.capture_of(16)
+        cuda_driver.capture_of(16)
     with pytest.raises(RuntimeError, match="CUDA error 906"):
-        driver.stream_id(16)
+        cuda_driver.stream_id(16)
 
 
 def test_the_end_of_a_graph_is_told_from_any_thread(streams: _StreamDriver) -> None:
-    end, other = driver.EndOfGraph(), driver.EndOfGraph()
+    end, other = cuda_driver.EndOfGraph(), cuda_driver.EndOfGraph()
     for _ in range(2):
         end.watch(2**40)
         assert not end.has_come()
@@ -290,13 +290,13 @@ def test_the_end_of_a_graph_is_told_from_any_thread(streams: _StreamDriver) -> N
 
 
 def test_memory_without_the_private_function_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "_allocator", None)
+    monkeypatch.setattr(cuda_driver, "_allocator", None)
     monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cuda", raising=False)
     made: list[tuple[object, ...]] = []
     monkeypatch.setattr(torch, "empty_strided", lambda *given, **named: made.append((*given, named)))
     with pytest.warns(UserWarning, match="_empty_strided_cuda"):
-        driver.empty_strided((2, 3), (3, 1), torch.float16)
-    driver.empty_strided((1,), (1,), torch.float32)
+        cuda_driver.empty_strided((2, 3), (3, 1), torch.float16)
+    cuda_driver.empty_strided((1,), (1,), torch.float32)
     assert made == [
         ((2, 3), (3, 1), {"dtype": torch.float16, "device": "cuda"}),
         ((1,), (1,), {"dtype": torch.float32, "device": "cuda"}),

@@ -11,8 +11,9 @@ import torch
 
 from marlinq.core.errors import UnsupportedError
 from marlinq.kernels import ARCHITECTURES
-from marlinq.kernels.decide.device import Device
-from marlinq.kernels.decide.stream import StreamConfig
+from marlinq.kernels.contract.device import Device
+from marlinq.kernels.contract.instantiation import Instantiation, unit
+from marlinq.kernels.driver.compiler import compile_text
 from marlinq.kernels.experts.choose import (
     Columns,
     DirectConfig,
@@ -27,8 +28,7 @@ from marlinq.kernels.experts.choose import (
     sorted_variants,
 )
 from marlinq.kernels.experts.launch import Workspace, instantiations, most_tiles
-from marlinq.kernels.jit.compiler import compile_text
-from marlinq.kernels.jit.instantiation import Instantiation, unit
+from marlinq.kernels.variants.stream import StreamConfig
 from tests.emulation.gemm import AMPERE, H200
 from tests.testing.pairs import in_turn
 

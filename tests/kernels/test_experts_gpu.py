@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from marlinq.kernels.driver.cache import compile_missing
+from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.experts import ACTIVATIONS, ExpertWeights, reference_experts, w4a16_experts
 from marlinq.kernels.experts.choose import ExpertsDecision, ExpertsShape, decide_experts, decisions
 from marlinq.kernels.experts.launch import instantiations, launch_experts
-from marlinq.kernels.jit.cache import compile_missing
-from marlinq.kernels.launch.launch import device_numbers
 from marlinq.operations.bench.timing import capture
 from tests.kernels.experts_problems import Layer, Shape, random_layer, random_routing
 from tests.kernels.problems import BOUND, relative_error

@@ -29,8 +29,11 @@ from marlinq.kernels import (
     forced_kernel,
     w4a16_gemm,
 )
-from marlinq.kernels.decide.decision import Kernel, KernelConfig, available
-from marlinq.kernels.launch.launch import device_numbers, launch_gemm, precompile_variants
+from marlinq.kernels.choose.decision import KernelConfig, available
+from marlinq.kernels.contract.demands import Kernel
+from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.launch.call import launch_gemm
+from marlinq.kernels.launch.precompile import precompile_variants
 from marlinq.operations.bench.timing import capture
 from tests.kernels.problems import (
     BOUND,
@@ -327,7 +330,7 @@ def relative_error_of(call: Call) -> float:
 
 
 # Random variants are not those that decisions choose, so some spill.
-@pytest.mark.filterwarnings("ignore::marlinq.kernels.jit.cache.KernelSpills")
+@pytest.mark.filterwarnings("ignore::marlinq.kernels.driver.cache.KernelSpills")
 def test_random_problems(capsys: pytest.CaptureFixture[str]) -> None:
     seed = int(os.environ.get("MARLINQ_FUZZ_SEED") or secrets.randbits(31))
     count = int(os.environ.get("MARLINQ_FUZZ_PROBLEMS") or 2000)

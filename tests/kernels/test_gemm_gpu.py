@@ -23,10 +23,13 @@ from marlinq.kernels import (
     precompile,
     w4a16_gemm,
 )
-from marlinq.kernels.decide.decision import Kernel, KernelConfig, available, estimates
-from marlinq.kernels.decide.stream import StreamConfig
-from marlinq.kernels.launch import handover
-from marlinq.kernels.launch.launch import device_numbers, launch_gemm, precompile_variants
+from marlinq.kernels.choose.decision import KernelConfig, available, estimates
+from marlinq.kernels.contract.demands import Kernel
+from marlinq.kernels.driver import handover_memory
+from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.launch.call import launch_gemm
+from marlinq.kernels.launch.precompile import precompile_variants
+from marlinq.kernels.variants.stream import StreamConfig
 from tests.kernels.problems import (
     BOUND,
     Operands,
@@ -118,7 +121,7 @@ def _of_variant(x: Tensor, operands: Operands, config: KernelConfig) -> Tensor:
 
 
 # Variants are taken from all candidates, of which some that no decision chooses spill.
-@pytest.mark.filterwarnings("ignore::marlinq.kernels.jit.cache.KernelSpills")
+@pytest.mark.filterwarnings("ignore::marlinq.kernels.driver.cache.KernelSpills")
 @pytest.mark.parametrize("dependent", [False, True])
 @pytest.mark.parametrize("number", range(8))
 def test_tiles_dealt_out_in_chunks(shares_tiles: Device, number: int, dependent: bool) -> None:
@@ -143,7 +146,7 @@ def test_tiles_dealt_out_in_chunks(shares_tiles: Device, number: int, dependent:
 
 
 # Variants are taken from all candidates, of which some that no decision chooses spill.
-@pytest.mark.filterwarnings("ignore::marlinq.kernels.jit.cache.KernelSpills")
+@pytest.mark.filterwarnings("ignore::marlinq.kernels.driver.cache.KernelSpills")
 @pytest.mark.parametrize("blocks", [1, 3, 40])
 @pytest.mark.parametrize("number", range(4))
 def test_blocks_that_take_tile_after_tile(shares_tiles: Device, number: int, blocks: int) -> None:
@@ -176,8 +179,8 @@ def test_tiles_dealt_out_on_many_streams_and_in_many_graphs(
     assert relative_error(first, expected) < BOUND[torch.float16]
     torch.cuda.synchronize()
     # As if the first launch ever were part of a graph.
-    monkeypatch.setattr(handover, "_pools", {})
-    monkeypatch.setattr(handover, "_owned", {})
+    monkeypatch.setattr(handover_memory, "_pools", {})
+    monkeypatch.setattr(handover_memory, "_owned", {})
     graphs, results = [], []
     for _ in range(3):
         graph = torch.cuda.CUDAGraph()
@@ -204,8 +207,8 @@ def test_the_flags_of_graphs_that_are_gone_come_back(
     config = even_splits(Problem(64, 1024, 4096, 128, False, False), shares_tiles)[0]
     expected = _of_variant(x, operands, config)
     torch.cuda.synchronize()
-    monkeypatch.setattr(handover, "_pools", {})
-    monkeypatch.setattr(handover, "_owned", {})
+    monkeypatch.setattr(handover_memory, "_pools", {})
+    monkeypatch.setattr(handover_memory, "_owned", {})
     for _ in range(50):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -224,9 +227,9 @@ def test_the_flags_of_graphs_that_are_gone_come_back(
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(result, expected)
-    (pool,) = handover._pools.values()
+    (pool,) = handover_memory._pools.values()
     assert pool.sets <= 3
-    assert len(handover._owned) <= 3
+    assert len(handover_memory._owned) <= 3
 
 
 @pytest.mark.parametrize("zeros", [False, True])

@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from marlinq.kernels.launch import handover
-from marlinq.kernels.launch.driver import Capture, EndOfGraph
+from marlinq.kernels.driver import handover_memory
+from marlinq.kernels.driver.cuda_driver import Capture, EndOfGraph
 
 START = 1 << 32
 
@@ -50,12 +50,12 @@ class _Gpu:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> _Gpu:
     made = _Gpu()
-    monkeypatch.setattr(handover, "zeroed_memory", made.zeroed_memory)
-    monkeypatch.setattr(handover, "capture_of", made.capture_of)
-    monkeypatch.setattr(handover, "stream_id", made.stream_id)
+    monkeypatch.setattr(handover_memory, "zeroed_memory", made.zeroed_memory)
+    monkeypatch.setattr(handover_memory, "capture_of", made.capture_of)
+    monkeypatch.setattr(handover_memory, "stream_id", made.stream_id)
     monkeypatch.setattr(EndOfGraph, "watch", lambda end, graph: made.watch(end, graph))
-    monkeypatch.setattr(handover, "_pools", {})
-    monkeypatch.setattr(handover, "_owned", {})
+    monkeypatch.setattr(handover_memory, "_pools", {})
+    monkeypatch.setattr(handover_memory, "_owned", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: made.stream, raising=False)
     return made
 
@@ -64,73 +64,73 @@ def test_launches_share_flags_within_a_stream_and_a_capture(gpu: _Gpu) -> None:
     found = []
     for gpu.capture in (0, 7, 8):
         for gpu.stream in (0, 16, 32):
-            first = handover._flags(0, 1000)
-            assert handover._flags(0, 500) == first
-            assert handover._flags(0, 1001) == first
+            first = handover_memory._flags(0, 1000)
+            assert handover_memory._flags(0, 500) == first
+            assert handover_memory._flags(0, 1001) == first
             found.append(first)
     assert all(after - before >= 4 * 1001 for before, after in pairwise(sorted(found)))
     assert all(address % 128 == 0 for address in found)
     assert len(gpu.allocated) == 1
     gpu.stream = gpu.capture = 0
-    assert handover._flags(0, 1000) == found[0]
-    assert handover._flags(1, 1000) == 2 * START, "another device has memory of its own"
+    assert handover_memory._flags(0, 1000) == found[0]
+    assert handover_memory._flags(1, 1000) == 2 * START, "another device has memory of its own"
 
 
 def test_the_flags_of_graphs_that_are_gone_serve_others(gpu: _Gpu) -> None:
-    of_stream = handover._flags(0, 132)
+    of_stream = handover_memory._flags(0, 132)
     for gpu.capture in range(1, 1001):
         for gpu.stream in (0, 16):
-            assert handover._flags(0, 132) != of_stream
+            assert handover_memory._flags(0, 132) != of_stream
         if gpu.capture > 3:
             gpu.destroy(gpu.capture - 3)
     # Of the stream, and of the four graphs that are there at once, on two streams each.
-    assert handover._pools[0].sets == 1 + 2 * 4
+    assert handover_memory._pools[0].sets == 1 + 2 * 4
     assert len(gpu.allocated) == 1
-    assert len(handover._owned) <= 1 + 2 * 4
+    assert len(handover_memory._owned) <= 1 + 2 * 4
     gpu.capture, gpu.stream = 0, 0
-    assert handover._flags(0, 132) == of_stream
+    assert handover_memory._flags(0, 132) == of_stream
 
 
 def test_the_flags_of_graphs_that_are_there_are_never_given_to_others(gpu: _Gpu) -> None:
     held: dict[int, int] = {}
     for gpu.capture in range(1, 200):
-        address = handover._flags(0, 132)
+        address = handover_memory._flags(0, 132)
         assert address not in held.values()
         held[gpu.capture] = address
         # Every third stays for good.
         if gpu.capture % 3:
             gpu.destroy(gpu.capture)
             del held[gpu.capture]
-    assert handover._pools[0].sets == len(held) + 1
+    assert handover_memory._pools[0].sets == len(held) + 1
 
 
 def test_a_graph_that_needs_more_keeps_both_sets_until_its_end(gpu: _Gpu) -> None:
     gpu.capture = 4
-    first = handover._flags(0, 1000)
-    larger = handover._flags(0, 5000)
+    first = handover_memory._flags(0, 1000)
+    larger = handover_memory._flags(0, 5000)
     gpu.capture = 5
-    assert handover._flags(0, 100) not in (first, larger)
+    assert handover_memory._flags(0, 100) not in (first, larger)
     gpu.destroy(4)
     gpu.capture = 6
-    assert {handover._flags(0, 5000), handover._flags(1, 100)} == {larger, 2 * START}
+    assert {handover_memory._flags(0, 5000), handover_memory._flags(1, 100)} == {larger, 2 * START}
     gpu.capture = 7
-    assert handover._flags(0, 100) == first
+    assert handover_memory._flags(0, 100) == first
 
 
 def test_a_stream_that_needs_more_gets_other_flags(gpu: _Gpu) -> None:
-    first = handover._flags(0, 1000)
-    larger = handover._flags(0, 5000)
+    first = handover_memory._flags(0, 1000)
+    larger = handover_memory._flags(0, 5000)
     assert larger >= first + 4 * 1000
-    assert handover._flags(0, 1000) == larger
+    assert handover_memory._flags(0, 1000) == larger
     gpu.stream = 16
-    assert handover._flags(0, 1000) >= larger + 4 * 5000
+    assert handover_memory._flags(0, 1000) >= larger + 4 * 5000
 
 
 def test_memory_grows_by_slabs(gpu: _Gpu) -> None:
-    slab = handover._SLAB_BYTES
+    slab = handover_memory._SLAB_BYTES
     found = []
     for gpu.stream in range(8, 11):
-        found.append(handover._flags(0, slab // 8))
+        found.append(handover_memory._flags(0, slab // 8))
     assert found == [START, START + slab // 2, 2 * START]
-    assert handover._flags(0, slab) == 3 * START
+    assert handover_memory._flags(0, slab) == 3 * START
     assert gpu.allocated == [slab, slab, 4 * slab]

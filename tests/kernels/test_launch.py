@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from marlinq.kernels import Device, Problem, dependent_launches, forced_kernel
-from marlinq.kernels.decide.decision import KERNELS, Kernel
-from marlinq.kernels.decide.warpgroup import WarpgroupConfig
-from marlinq.kernels.launch import driver, gather, launch, operands
-from marlinq.kernels.launch.handover import Handover
-from marlinq.kernels.launch.operands import Operands
+from marlinq.kernels.contract import arguments
+from marlinq.kernels.contract.demands import KERNELS, Kernel
+from marlinq.kernels.contract.handover import Handover
+from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.driver import cuda_driver
+from marlinq.kernels.launch import call, gather
+from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 from tests.kernels.problems import even_splits, random_operands
 
 H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
@@ -51,11 +53,11 @@ class _Driver:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Driver]:
     library = _Driver()
-    monkeypatch.setattr(driver, "_driver", lambda: library)
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: library)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
-    monkeypatch.setattr(launch, "device_numbers", lambda _: H200)
-    monkeypatch.setattr(launch, "_load", lambda *_: driver.Function(None, ctypes.c_void_p(1), 0, 1))
-    caches = operands.activation_maps, operands.weight_maps
+    monkeypatch.setattr(call, "device_numbers", lambda _: H200)
+    monkeypatch.setattr(call, "_load", lambda *_: cuda_driver.Function(None, ctypes.c_void_p(1), 0, 1))
+    caches = arguments.activation_maps, arguments.weight_maps
     for cache in caches:
         cache.cache_clear()
     yield library
@@ -73,18 +75,18 @@ def small_operands(m: int, k: int, n: int) -> Operands:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_threads_that_share_a_call_do_not_mix_addresses(library: _Driver, kernel: Kernel) -> None:
     with forced_kernel(kernel):
-        call = launch.prepare(small_operands(16, 512, 256), 64)
+        prepared = call.prepare(small_operands(16, 512, 256), 64)
     # Neighbours repeat an address of activations, as calls with the same tensor do.
     pairs = [(4096 + 16 * (number // 2), 1 << 30 | number) for number in range(400)]
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda pair: call.start(*pair), pairs))
+        list(pool.map(lambda pair: prepared.start(*pair), pairs))
     assert sorted(library.launches) == [list(pair) for pair in pairs]
 
 
 def test_sums_are_kept_until_the_launch_is_made(library: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     config = even_splits(Problem(64, 1024, 4096, 64, False, False), H200)[0]
-    call = launch.prepare(small_operands(64, 4096, 1024), 64, config)
-    assert call.handover == config.handover(Problem(64, 1024, 4096, 64, False, False))
+    prepared = call.prepare(small_operands(64, 4096, 1024), 64, config)
+    assert prepared.handover == config.handover(Problem(64, 1024, 4096, 64, False, False))
     events: list[str] = []
 
     class Sums:
@@ -99,7 +101,7 @@ def test_sums_are_kept_until_the_launch_is_made(library: _Driver, monkeypatch: p
 
     monkeypatch.setattr(Handover, "memory", memory)
     library.places = [PARTIALS, FLAGS]
-    call.start(4096, 8192)
+    prepared.start(4096, 8192)
     assert library.launches == [[48, 64]]
     assert events == ["gone after 1 launches"]
 
@@ -114,11 +116,11 @@ def test_a_gathered_product_reads_what_was_gathered(
         return made[-1]
 
     monkeypatch.setattr(gather, "empty_strided", empty_strided)
-    function = driver.Function(None, ctypes.c_void_p(1), 0, 1)
-    launches = driver.Launches(function, 5, 128, 0, gather._Arguments(m=3, k=512, x_stride=700))
+    function = cuda_driver.Function(None, ctypes.c_void_p(1), 0, 1)
+    launches = cuda_driver.Launches(function, 5, 128, 0, gather._Arguments(m=3, k=512, x_stride=700))
     with forced_kernel("stream"):
-        call = launch.prepare(small_operands(3, 512, 256), 64)
-    ordered = gather.Gathered(launches, 2048, 3, 512, torch.float16, call)
+        prepared = call.prepare(small_operands(3, 512, 256), 64)
+    ordered = gather.Gathered(launches, 2048, 3, 512, torch.float16, prepared)
     library.places = [0, 1, 2, OUT]
     ordered.start(4096, 8192)
     (rows,) = made
@@ -134,8 +136,8 @@ def test_a_gathered_product_reads_what_was_gathered(
 def test_only_gpus_that_know_it_gather_in_a_launch_that_overlaps(
     monkeypatch: pytest.MonkeyPatch, architecture: str, attributes: int
 ) -> None:
-    monkeypatch.setattr(launch, "device_numbers", lambda _: Device(architecture, 108, 166_912))
-    monkeypatch.setattr(gather, "_function", lambda _: driver.Function(None, ctypes.c_void_p(1), 0, 1))
+    monkeypatch.setattr(call, "device_numbers", lambda _: Device(architecture, 108, 166_912))
+    monkeypatch.setattr(gather, "_function", lambda _: cuda_driver.Function(None, ctypes.c_void_p(1), 0, 1))
     gather._launches.cache_clear()
     x, order = torch.zeros(3, 512, dtype=torch.float16), torch.arange(512, dtype=torch.int32)
     with dependent_launches():
@@ -152,8 +154,8 @@ def test_large_clusters_do_not_start_before_their_predecessor_ends(
     config = WarpgroupConfig(16, 2, 1, 1, 8, cluster, 4, 1, 132)
     given = small_operands(16, 1024, 256)
     with dependent_launches():
-        inside = launch.prepare(given, 64, config)
-    behind = launch.prepare(given, 64, config, behind_own=True)
-    counts = [call.launches._config.attribute_count for call in (inside, behind)]
+        inside = call.prepare(given, 64, config)
+    behind = call.prepare(given, 64, config, behind_own=True)
+    counts = [one.launches._config.attribute_count for one in (inside, behind)]
     assert counts == [attributes, 1]
-    assert [call.launches.take().arguments.dependent for call in (inside, behind)] == [attributes, 1]
+    assert [one.launches.take().arguments.dependent for one in (inside, behind)] == [attributes, 1]

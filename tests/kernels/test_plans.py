@@ -14,11 +14,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from marlinq.kernels import batch_invariant, dependent_launches, forced_kernel
-from marlinq.kernels.decide.decision import Demands, demands
+from marlinq.kernels.contract.demands import Demands, demands
+from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.weight_formats import INT4, WeightFormat
 from marlinq.kernels.launch import plans
-from marlinq.kernels.launch.operands import Operands
 from marlinq.kernels.ops import gemm, w4a16
-from marlinq.kernels.weights import INT4, WeightFormat
 from tests.kernels.problems import random_operands
 
 K, N = 128, 192

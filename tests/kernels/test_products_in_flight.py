@@ -13,8 +13,8 @@ import pytest
 
 from lab.kernels.resources import variants
 from marlinq.kernels import Device, Problem
-from marlinq.kernels.decide.warpgroup import WarpgroupConfig, candidates
-from marlinq.kernels.jit.compiler import compile_to_ptx
+from marlinq.kernels.driver.compiler import compile_to_ptx
+from marlinq.kernels.variants.warpgroup import WarpgroupConfig, candidates
 
 _REGISTER = re.compile(r"%f\d+")
 

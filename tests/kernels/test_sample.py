@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from marlinq.kernels import ARCHITECTURES, Device, compile_kernel
-from marlinq.kernels.jit.instantiation import Instantiation
+from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.launch import sampling as launching
 from marlinq.kernels.launch.sampling import SampleConfig, SampleTensors, sample_config
 from marlinq.runtime.sampling import (

@@ -17,7 +17,7 @@ from marlinq.kernels.solve import (
     prepare_weight,
 )
 from marlinq.kernels.solve.panel import instantiation, shared_bytes
-from marlinq.kernels.solve.tuned import instantiation as tuned_instantiation
+from marlinq.kernels.solve.trained_weight import instantiation as tuned_instantiation
 from marlinq.methods.grid import search_factors
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.methods.tuning import TunableWeight

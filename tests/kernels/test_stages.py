@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from marlinq.kernels.decide.stages import chunks_on_their_way
+from marlinq.kernels.variants.stages import chunks_on_their_way
 
 KIB = 1024
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from marlinq.kernels import ARCHITECTURES
-from marlinq.kernels.jit.compiler import compile_text
-from marlinq.kernels.jit.instantiation import Instantiation, unit
+from marlinq.kernels.contract.instantiation import Instantiation, unit
+from marlinq.kernels.driver.compiler import compile_text
 from marlinq.kernels.step import (
     ROUTER_WIDEST,
     Addition,

@@ -22,14 +22,15 @@ from marlinq.kernels import (
     forced_kernel,
     reference_gemm,
 )
-from marlinq.kernels.decide import dense
-from marlinq.kernels.decide.decision import DEQUANTIZE, KERNELS, demands, model_choice
-from marlinq.kernels.decide.device import H200
-from marlinq.kernels.decide.stages import weight_bytes
-from marlinq.kernels.launch.dense import dequantized_gemm
-from marlinq.kernels.launch.operands import Operands
+from marlinq.kernels.choose import dequantized
+from marlinq.kernels.choose.decision import DEQUANTIZE, model_choice
+from marlinq.kernels.contract.demands import KERNELS, demands
+from marlinq.kernels.contract.device import H200
+from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.weight_formats import INT4, WEIGHT_FORMATS, WeightFormat, register_weight_format
+from marlinq.kernels.launch.dequantized import dequantized_gemm
 from marlinq.kernels.ops.gemm import GemmOperator
-from marlinq.kernels.weights import INT4, WEIGHT_FORMATS, WeightFormat, register_weight_format
+from marlinq.kernels.variants.stages import weight_bytes
 from tests.kernels.problems import random_operands
 
 A100 = Device("sm_80", 108, 166_912, bandwidth=1.87e12, clock=1.25e9)
@@ -152,7 +153,7 @@ def test_large_batches_are_dequantised_once_without_warpgroups(device: Device, n
     problem = Problem(65536, n, k, 128, False, False)
     decision = decide(problem, device)
     kernel = model_choice(problem, device, demands())[0]
-    assert decision.seconds == dense.estimate(problem, device) < dense.MARGIN * kernel
+    assert decision.seconds == dequantized.estimate(problem, device) < dequantized.MARGIN * kernel
     assert f"the fastest kernel takes about {kernel * 1e6:.1f} us" in decision.reason
     assert "unmeasured GPU" in decision.reason
 

@@ -9,7 +9,7 @@ from statistics import geometric_mean, median
 
 from lab.kernels import fit_costs
 from marlinq.kernels import Problem
-from marlinq.kernels.decide import stream
+from marlinq.kernels.variants import stream
 
 TRUTH = replace(stream.COSTS, wave=1.6 * stream.COSTS.wave, codes=1.4 * stream.COSTS.codes)
 

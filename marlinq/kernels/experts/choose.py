@@ -10,13 +10,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from marlinq.core.errors import UnsupportedError
-from marlinq.kernels.decide import stream
-from marlinq.kernels.decide.device import Device, registers_of_a_thread
-from marlinq.kernels.decide.problem import Problem
-from marlinq.kernels.decide.stages import stage_bytes
-from marlinq.kernels.decide.stream import StreamConfig
-from marlinq.kernels.decide.warpgroup import WarpgroupConfig
-from marlinq.kernels.jit.instantiation import Instantiation, Parameters
+from marlinq.kernels.contract.device import Device, registers_of_a_thread
+from marlinq.kernels.contract.instantiation import Instantiation, Parameters
+from marlinq.kernels.contract.problem import Problem
+from marlinq.kernels.variants import stream
+from marlinq.kernels.variants.stages import stage_bytes
+from marlinq.kernels.variants.stream import StreamConfig
+from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 
 MOST_EXPERTS = 512
 """Experts that ``cuda/experts/route.cuh`` sorts."""

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from marlinq.core.progress import ReportProgress, no_progress
-from marlinq.kernels.decide.decision import demands
+from marlinq.kernels.contract.arguments import TENSOR_MAP_BYTES
+from marlinq.kernels.contract.demands import demands
+from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.driver.cache import compile_missing
+from marlinq.kernels.driver.cuda_driver import Function, Launches, on_device
+from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.driver.module import load_kernel
+from marlinq.kernels.driver.tensor_maps import sorted_rows_map, weight_maps
 from marlinq.kernels.experts.choose import (
     DirectConfig,
     DirectDecision,
@@ -23,13 +30,7 @@ from marlinq.kernels.experts.choose import (
     decide_experts,
 )
 from marlinq.kernels.experts.layout import ExpertWeights, StoredExperts
-from marlinq.kernels.jit.cache import compile_missing
-from marlinq.kernels.jit.instantiation import Instantiation
-from marlinq.kernels.launch.driver import TENSOR_MAP_BYTES, Function, Launches, on_device
-from marlinq.kernels.launch.launch import device_numbers
-from marlinq.kernels.launch.loading import load_kernel
-from marlinq.kernels.launch.operands import sorted_rows_map, weight_maps
-from marlinq.kernels.step.prepared import ELEMENTS, VECTOR, address
+from marlinq.kernels.launch.prepared import ELEMENTS, VECTOR, address
 
 _ROUTE_THREADS, _SUM_THREADS = 1024, 128
 # Blocks that gather rows where there are many: two a multiprocessor.
@@ -464,7 +465,7 @@ def precompile_experts(
 
 
 def start(steps: list[Step], device_index: int) -> None:
-    """Launch on the current stream, inside :func:`marlinq.kernels.launch.driver.on_device`.
+    """Launch on the current stream, inside :func:`marlinq.kernels.driver.cuda_driver.on_device`.
 
     The first waits for what ran before where the context demands no dependent launches; the others wait for
     each other themselves.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import UnsupportedError
-from marlinq.kernels.decide.problem import GROUP_SIZES
+from marlinq.kernels.contract.problem import GROUP_SIZES
 from marlinq.kernels.experts.layout import ExpertWeights, StoredExperts
 from marlinq.kernels.experts.reference import ACTIVATIONS, reference_experts
 

@@ -9,10 +9,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from marlinq.kernels.jit.instantiation import Instantiation
-from marlinq.kernels.launch.driver import Function, Launches, empty_strided, on_device
-from marlinq.kernels.launch.launch import Call, device_numbers, overlaps
-from marlinq.kernels.launch.loading import load_kernel
+from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.driver.cuda_driver import Function, Launches, empty_strided, on_device
+from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.driver.module import load_kernel
+from marlinq.kernels.launch.call import Call, overlaps
 
 _THREADS = 128
 INSTANTIATION = Instantiation("kernels/gather.cuh", "gather", (("THREADS", _THREADS),))
@@ -87,7 +88,7 @@ class Gathered:
     call: Call
 
     def start(self, x: int, out: int) -> None:
-        """As :meth:`marlinq.kernels.launch.launch.Call.start`; ``x`` has its columns in their own order."""
+        """As :meth:`marlinq.kernels.launch.call.Call.start`; ``x`` has its columns in their own order."""
         taken = empty_strided((self.rows, self.columns), (self.columns, 1), self.dtype)
         address = taken.data_ptr()
         _start(self.launches, x, self.order, address)

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from marlinq.kernels.decide.decision import Demands, demands
-from marlinq.kernels.launch.driver import empty_strided
+from marlinq.kernels.contract.demands import Demands, demands
+from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.weight_formats import WeightFormat
+from marlinq.kernels.driver.cuda_driver import empty_strided
+from marlinq.kernels.launch.call import Call, dequantizes, prepare
 from marlinq.kernels.launch.gather import Gathered, gathering
-from marlinq.kernels.launch.launch import Call, dequantizes, prepare
-from marlinq.kernels.launch.operands import Operands
-from marlinq.kernels.weights import WeightFormat
 
 _MAX_CALLS = 512  # shapes of activations a weight
 

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from marlinq.kernels.jit.cache import compile_missing
-from marlinq.kernels.jit.instantiation import Instantiation
-from marlinq.kernels.launch.driver import Function, Launches, on_device
-from marlinq.kernels.launch.launch import device_numbers
-from marlinq.kernels.launch.loading import load_kernel
+from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.driver.cache import compile_missing
+from marlinq.kernels.driver.cuda_driver import Function, Launches, on_device
+from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.driver.module import load_kernel
 
 THREADS = 512
 """Of a block."""

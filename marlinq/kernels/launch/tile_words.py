@@ -8,10 +8,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from marlinq.kernels.jit.instantiation import Instantiation
-from marlinq.kernels.launch.driver import Function, Launches, on_device
-from marlinq.kernels.launch.launch import device_numbers
-from marlinq.kernels.launch.loading import load_kernel
+from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.driver.cuda_driver import Function, Launches, on_device
+from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.driver.module import load_kernel
 
 THREADS = 128
 """Of a block, which makes a tile."""

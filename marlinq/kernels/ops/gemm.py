@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import UnsupportedError
+from marlinq.kernels.contract.weight_formats import WeightFormat
 from marlinq.kernels.launch import plans
+from marlinq.kernels.launch.call import launch_gemm
 from marlinq.kernels.launch.gather import gather_channels
-from marlinq.kernels.launch.launch import launch_gemm
 from marlinq.kernels.ops.reference import reference_gemm
-from marlinq.kernels.weights import WeightFormat
 
 _LIBRARY = torch.library.Library("marlinq", "FRAGMENT")  # type: ignore[no-untyped-call]
 _SCHEMA = (

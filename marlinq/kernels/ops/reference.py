@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from marlinq.kernels.weights import INT4, WeightFormat
+from marlinq.kernels.contract.weight_formats import INT4, WeightFormat
 
 
 def dequantize_operands(

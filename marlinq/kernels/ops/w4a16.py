@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.ops.direct import nobody_watches
 from marlinq.kernels.ops.gemm import GemmOperator
-from marlinq.kernels.weights import INT4
 
 OPERATOR = GemmOperator(INT4)
 _OVERLOAD = OPERATOR.overload

@@ -1,6 +1,6 @@
 """Kernels of quantisation methods: the panels of GPTQ, and weights that follow a gradient."""
 
-from marlinq.kernels.solve.many import prepare_panels, round_panels
+from marlinq.kernels.solve.batched_solve import prepare_panels, round_panels
 from marlinq.kernels.solve.panel import (
     PANEL_ROWS,
     PanelTensors,
@@ -9,7 +9,7 @@ from marlinq.kernels.solve.panel import (
     prepare_panel,
     round_panel,
 )
-from marlinq.kernels.solve.tuned import TunedTensors, prepare_gradients, prepare_weight
+from marlinq.kernels.solve.trained_weight import TunedTensors, prepare_gradients, prepare_weight
 
 __all__ = [
     "PANEL_ROWS",

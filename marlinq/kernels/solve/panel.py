@@ -9,10 +9,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from marlinq.core.scheme import Scheme
-from marlinq.kernels.jit.instantiation import Instantiation
-from marlinq.kernels.launch.driver import Function, Launches, on_device
-from marlinq.kernels.launch.launch import device_numbers
-from marlinq.kernels.launch.loading import load_kernel
+from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.driver.cuda_driver import Function, Launches, on_device
+from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.driver.module import load_kernel
 
 PANEL_ROWS = 128
 """The most input channels of a panel: what it needs of shared memory then fits every supported GPU."""

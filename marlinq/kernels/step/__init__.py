@@ -1,16 +1,16 @@
 """The kernels between the products of a decode step: what each is launched with, in values, and launching it.
 
 A function of this package looks at tensors only for their addresses, shapes and types, and returns a
-:class:`~marlinq.kernels.step.prepared.Prepared` launch, so it needs no GPU.
+:class:`~marlinq.kernels.launch.prepared.Prepared` launch, so it needs no GPU.
 """
 
 from __future__ import annotations
 
+from marlinq.kernels.launch.prepared import Prepared, bind, precompile_prepared
 from marlinq.kernels.step.activate import Arrangement, activate
 from marlinq.kernels.step.append import append
 from marlinq.kernels.step.attend import AttentionShape, Division, Workspace, attend, divide
 from marlinq.kernels.step.heads import HeadNorm, HeadWork
-from marlinq.kernels.step.prepared import Prepared, bind, precompile_prepared
 from marlinq.kernels.step.residual import Gather, RoutedRows, RowNorm, residual
 from marlinq.kernels.step.router import ROUTER_WIDEST, Addition, router
 

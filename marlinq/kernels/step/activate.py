@@ -7,8 +7,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from marlinq.kernels.jit.instantiation import Instantiation
-from marlinq.kernels.step.prepared import ELEMENTS, VECTOR, Prepared, check_rows
+from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.launch.prepared import ELEMENTS, VECTOR, Prepared, check_rows
 
 Arrangement = Literal["tiles", "halves", "plain"]
 """Gate and up in turns of 64 columns, one behind the other, or no gate."""

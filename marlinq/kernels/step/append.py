@@ -6,9 +6,9 @@ import ctypes
 
 from torch import Tensor
 
-from marlinq.kernels.jit.instantiation import Instantiation, Parameters
+from marlinq.kernels.contract.instantiation import Instantiation, Parameters
+from marlinq.kernels.launch.prepared import ELEMENTS, Prepared, check_rows
 from marlinq.kernels.step.heads import HeadWork, NewHeads, head_parameters, new_heads
-from marlinq.kernels.step.prepared import ELEMENTS, Prepared, check_rows
 
 _WARPS = 8
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from marlinq.kernels.jit.instantiation import Instantiation, Parameters
+from marlinq.kernels.contract.instantiation import Instantiation, Parameters
+from marlinq.kernels.launch.prepared import ELEMENTS, Prepared, address, check_rows
 from marlinq.kernels.step.heads import HeadWork, NewHeads, head_parameters, new_heads
-from marlinq.kernels.step.prepared import ELEMENTS, Prepared, address, check_rows
 
 # Mirrored in the kernel.
 _HEADS, _TILE = 8, 16

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from marlinq.kernels.jit.instantiation import Parameters
-from marlinq.kernels.step.prepared import address, check_rows
+from marlinq.kernels.contract.instantiation import Parameters
+from marlinq.kernels.launch.prepared import address, check_rows
 
 
 @dataclass(frozen=True)

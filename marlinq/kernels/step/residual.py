@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from marlinq.kernels.jit.instantiation import Instantiation
-from marlinq.kernels.step.prepared import ELEMENTS, VECTOR, Prepared, address, check_rows
+from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.launch.prepared import ELEMENTS, VECTOR, Prepared, address, check_rows
 
 _MOST_THREADS = 512
 # Registers of a thread hold this many vectors of a row in all its forms.

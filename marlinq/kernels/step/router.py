@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from marlinq.kernels.jit.instantiation import Instantiation
-from marlinq.kernels.step.prepared import ELEMENTS, VECTOR, Prepared, address, check_rows
+from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.launch.prepared import ELEMENTS, VECTOR, Prepared, address, check_rows
 from marlinq.kernels.step.residual import RowNorm
 
 MOST_EXPERTS, MOST_CHOSEN, MOST_GROUPS = 1024, 32, 32

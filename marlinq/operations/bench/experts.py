@@ -12,10 +12,10 @@ from marlinq.core.devices import resolve_device
 from marlinq.core.errors import EnvironmentProblem, UsageError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels import GROUP_SIZES
+from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.experts import ExpertWeights, reference_experts
 from marlinq.kernels.experts.choose import ExpertsShape, decide_experts
 from marlinq.kernels.experts.launch import precompile_experts, shape_of
-from marlinq.kernels.launch.launch import device_numbers
 from marlinq.operations.bench.expert_peers import (
     EXPERT_PEERS,
     ExpertsContender,

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from marlinq.kernels.jit.instantiation import cold_read
-from marlinq.kernels.launch.raw import INT64, POINTER, RawKernel
+from marlinq.kernels.contract.instantiation import cold_read
+from marlinq.kernels.driver.raw_kernel import INT64, POINTER, RawKernel
 
 _MAX_LAUNCHES = 40
 _MIN_LAUNCHES = 2

@@ -18,7 +18,7 @@ from marlinq.core.display import Block, Facts, Shown, Table, lines
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import INT4
 from marlinq.kernels import GROUP_SIZES, Device, Problem, decide, device_numbers
-from marlinq.kernels.decide.device import H200
+from marlinq.kernels.contract.device import H200
 from marlinq.models import build_blueprint
 from marlinq.operations.inspect.eligibility import ServerVerdict
 from marlinq.operations.inspect.operation import planned_verdicts

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from marlinq.kernels.launch.prepared import ELEMENTS, VECTOR
 from marlinq.kernels.step import Arrangement, HeadNorm, HeadWork, RowNorm
-from marlinq.kernels.step.prepared import ELEMENTS, VECTOR
 from marlinq.kernels.step.residual import WIDEST
 from marlinq.kernels.step.router import MOST_CHOSEN, MOST_EXPERTS, MOST_GROUPS
 from marlinq.models.anatomy import MLP, Anatomy, Attention, Layer, Mixture, Norm, Rotary, Router, Unrecognised

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from marlinq.kernels import device_numbers
-from marlinq.kernels.launch.driver import on_device
+from marlinq.kernels.driver.cuda_driver import on_device
 from marlinq.kernels.step import AttentionShape, Division, HeadWork, Workspace, divide
 from marlinq.models.anatomy import MLP, Anatomy, Attention, Layer, Mixture, Rotary
 from marlinq.runtime.grouped_experts import GroupedExperts

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from marlinq.core.errors import EnvironmentProblem
 from marlinq.core.progress import ReportProgress, no_progress
-from marlinq.kernels.jit.cache import COMPILING
+from marlinq.kernels.driver.cache import COMPILING
 from marlinq.models.anatomy import Anatomy, Unrecognised
 from marlinq.models.recognise import anatomy_of
 from marlinq.runtime.decoding import Decoder

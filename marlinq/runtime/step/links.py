@@ -17,10 +17,10 @@ from torch import Tensor
 
 from marlinq.core.progress import ReportProgress
 from marlinq.kernels import Problem
-from marlinq.kernels.jit.instantiation import Instantiation
-from marlinq.kernels.launch.launch import precompile_instantiations
-from marlinq.kernels.launch.rows import Added, Normed, RowVariant
+from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.launch.precompile import precompile_instantiations
 from marlinq.kernels.step import RowNorm
+from marlinq.kernels.variants.whole_rows import Added, Normed, RowVariant
 from marlinq.runtime.step.bound import BoundLayer, BoundMLP
 from marlinq.runtime.step.products import Product
 

@@ -14,8 +14,8 @@ import transformers
 
 from marlinq.core.errors import EnvironmentProblem
 from marlinq.core.kept import read_note, write_note
-from marlinq.kernels.jit.compiler import nvrtc_version
-from marlinq.kernels.launch.complete import code_digest
+from marlinq.kernels.driver.compiler import nvrtc_version
+from marlinq.kernels.driver.notes import code_digest
 
 _PACKAGE = Path(__file__).parents[2]
 _ROOMS = ("kernels", "models", "runtime")

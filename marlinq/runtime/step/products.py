@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from marlinq.core.errors import UnsupportedError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels import LayerShape, Problem, decide, device_numbers, precompile_model
-from marlinq.kernels.launch.dense import dequantized_gemm
+from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.weight_formats import INT4
+from marlinq.kernels.launch.call import Call, dequantizes, prepare
+from marlinq.kernels.launch.dequantized import dequantized_gemm
 from marlinq.kernels.launch.gather import Gathered, gathering
-from marlinq.kernels.launch.launch import Call, dequantizes, prepare
-from marlinq.kernels.launch.operands import Operands
-from marlinq.kernels.launch.rows import RowVariant, RowWork, row_variant
-from marlinq.kernels.weights import INT4
+from marlinq.kernels.variants.whole_rows import RowVariant, RowWork, row_variant
 from marlinq.models.anatomy import Slices
 from marlinq.runtime.linear import QuantLinear
 from marlinq.runtime.step.join import JoinedLinear, JoinedSlice, join_modules
@@ -129,8 +129,8 @@ class Product:
     def row_variant(
         self, problem: Problem, device_index: int, *, normed: bool, adds: bool
     ) -> RowVariant | None:
-        """The kernel that multiplies and works on whole rows (:mod:`marlinq.kernels.launch.rows`), where one
-        multiplies alone, with channels in their order, and can; else None."""
+        """The kernel that multiplies and works on whole rows, where one multiplies alone, with channels in
+        their order, and can; else None (:mod:`marlinq.kernels.variants.whole_rows`)."""
         module = self.modules[0]
         if len(self.modules) > 1 or not isinstance(module, QuantLinear) or module.order is not None:
             return None

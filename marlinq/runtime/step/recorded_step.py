@@ -14,8 +14,8 @@ from marlinq.kernels.experts import w4a16_experts
 from marlinq.kernels.experts.choose import DirectDecision, ExpertsShape, decide_experts
 from marlinq.kernels.experts.launch import Workspace as ExpertsWorkspace
 from marlinq.kernels.experts.launch import layer_steps, shape_of
-from marlinq.kernels.launch.rows import Normed, RowWork
 from marlinq.kernels.step import Gather, Prepared, RoutedRows, RowNorm
+from marlinq.kernels.variants.whole_rows import Normed, RowWork
 from marlinq.runtime.step.bound import BoundMixture, BoundMLP
 from marlinq.runtime.step.bound_forward import BoundForward
 from marlinq.runtime.step.links import RowLinks

@@ -13,7 +13,7 @@ import torch
 from marlinq.core.errors import UsageError
 from marlinq.core.progress import no_progress
 from marlinq.kernels import ARCHITECTURES, GROUP_SIZES, compile_kernel
-from marlinq.kernels.jit.instantiation import cold_read
+from marlinq.kernels.contract.instantiation import cold_read
 from marlinq.operations.bench import Cell, KernelBench, bench_kernels, kernels
 from marlinq.operations.bench.peers import PEERS, Marlinq, Run, Weight, _pack_rows, random_weight
 from marlinq.operations.bench.shapes import MODELS, Layer, layers_of

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from marlinq.kernels import Problem
-from marlinq.kernels.jit.instantiation import Instantiation
-from marlinq.kernels.launch.rows import RowVariant, RowWork
+from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.variants.whole_rows import RowVariant, RowWork
 from marlinq.runtime.step import links, recorded_step, walk
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.products import Product, Start

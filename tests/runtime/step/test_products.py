@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from marlinq.kernels import decide, dependent_launches
-from marlinq.kernels.decide.decision import activates
-from marlinq.kernels.decide.device import H200
+from marlinq.kernels.choose.decision import activates
+from marlinq.kernels.contract.device import H200
 from marlinq.models.anatomy import Slices
 from marlinq.runtime import MarlinOperand, QuantLinear
 from marlinq.runtime.step import products

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from marlinq.kernels.jit.instantiation import Instantiation
+from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.launch.persistent.operands import LayerOperands, Model
 
 PARTS = 4

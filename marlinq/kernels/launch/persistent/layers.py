@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from marlinq.core.progress import ReportProgress, no_progress
-from marlinq.kernels.jit.cache import compile_missing
-from marlinq.kernels.launch.driver import Launches, on_device
-from marlinq.kernels.launch.launch import device_numbers
-from marlinq.kernels.launch.loading import load_kernel
+from marlinq.kernels.driver.cache import compile_missing
+from marlinq.kernels.driver.cuda_driver import Launches, on_device
+from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.driver.module import load_kernel
 from marlinq.kernels.launch.persistent.config import PARTS, StepConfig, choose_for, prepare_instantiation
 from marlinq.kernels.launch.persistent.memory import (
     PrepareArguments,

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from marlinq.kernels.launch.driver import TENSOR_MAP_BYTES, encode_tensor_map
+from marlinq.kernels.contract.arguments import TENSOR_MAP_BYTES
+from marlinq.kernels.driver.cuda_driver import encode_tensor_map
 from marlinq.kernels.launch.persistent.config import PARTS, UNIT, StepConfig, chunk_positions, part_units
 from marlinq.kernels.launch.persistent.operands import Activation, LayerOperands, Model
 

@@ -1,0 +1,1 @@
+"""Which variant runs a problem, and why: decided without a GPU."""

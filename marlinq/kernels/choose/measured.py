@@ -1,0 +1,99 @@
+"""Variants that were measured to be fastest on a GPU, which the model would not choose.
+
+``measured/<gpu>.json`` is written by ``lab/kernels/tune.py`` from sweeps on that GPU:
+
+    {"gpu": "nvidia-h200", "hardware": "...", "choices": [
+        {"n": 6144, "k": 4096, "m": 16, "group_size": 128, "zeros": false, "bfloat16": false,
+         "format": "int4", "activation": null, "dependent": false, "kernel": "bulk",
+         "config": {"warps_n": 4, ...}, "seconds": 7.4e-06}, ...]}
+
+``m`` is the batch that decides for its bucket (:func:`marlinq.kernels.choose.decision.bucket`). A row that
+is ``dependent`` was measured in all layers of a decode step, whose launches overlap
+(``lab/kernels/step_variants.py``), and holds for such chains alone.
+Nothing is looked up where a context demands more than speed, since the sweeps measured nothing else.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from marlinq.kernels.contract.device import Device
+from marlinq.kernels.contract.problem import Problem
+from marlinq.kernels.contract.weight_formats import WEIGHT_FORMATS
+from marlinq.kernels.variants.bulk import BulkConfig
+from marlinq.kernels.variants.stream import StreamConfig
+from marlinq.kernels.variants.warpgroup import WarpgroupConfig
+
+FOLDER = Path(__file__).parent / "measured"
+_Config = StreamConfig | BulkConfig | WarpgroupConfig
+_CONFIGS: dict[str, Callable[..., _Config]] = {
+    "stream": StreamConfig,
+    "bulk": BulkConfig,
+    "warpgroup": WarpgroupConfig,
+}
+
+
+class Choice(NamedTuple):
+    """A measured variant, and the median seconds of its launches."""
+
+    config: _Config
+    seconds: float
+
+
+def tuned(problem: Problem, device: Device, dependent: bool = False) -> Choice | None:
+    """What was measured for ``problem`` on this GPU, alone or among dependent launches; None where the model
+    decides.
+
+    Raises:
+        ValueError: the GPU's file names a variant that does not fit the GPU.
+    """
+    choice = _choices(device.name).get((problem, dependent)) if device.name else None
+    if choice is not None:
+        shared = choice.config.shared_bytes(problem) * choice.config.min_blocks
+        if shared > device.shared_bytes:
+            raise ValueError(
+                f"{FOLDER.name}/{device.name}.json: {problem}: {choice.config} takes {shared} bytes of "
+                f"shared memory, {device.name} has {device.shared_bytes}"
+            )
+    return choice
+
+
+@lru_cache(maxsize=16)
+def _choices(gpu: str) -> dict[tuple[Problem, bool], Choice]:
+    path = FOLDER / f"{gpu}.json"
+    if not path.is_file():
+        return {}
+    return dict(map(_choice, json.loads(path.read_text(encoding="utf-8"))["choices"]))
+
+
+def _choice(row: dict[str, Any]) -> tuple[tuple[Problem, bool], Choice]:
+    problem = Problem(
+        row["m"],
+        row["n"],
+        row["k"],
+        row["group_size"],
+        row["zeros"],
+        row["bfloat16"],
+        WEIGHT_FORMATS[row["format"]],
+        row["activation"],
+    )
+    choice = Choice(config_of(row["kernel"], row["config"]), row["seconds"])
+    return (problem, row["dependent"]), choice
+
+
+def config_of(kernel: str, values: dict[str, Any]) -> _Config:
+    """A kernel's configuration by the names of its fields.
+
+    Raises:
+        ValueError: it has other fields now.
+    """
+    kind = _CONFIGS[kernel]
+    expected = set(inspect.signature(kind).parameters)
+    if set(values) != expected:
+        raise ValueError(f"{kernel}: expected the fields {sorted(expected)}, found {sorted(values)}")
+    return kind(**values)

@@ -1,0 +1,70 @@
+"""What a context demands of the kernels that run inside, beside speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal, NamedTuple
+
+Kernel = Literal["stream", "bulk", "warpgroup"]
+KERNELS: tuple[Kernel, ...] = ("stream", "bulk", "warpgroup")
+
+
+class Demands(NamedTuple):
+    """What the decisions of a context respect beside speed.
+
+    Attributes:
+        kernel: the only kernel to choose from; None for all.
+        batch_invariant: sum in an order that does not depend on M.
+        dependent: kernels overlap with their neighbours in the stream.
+    """
+
+    kernel: Kernel | Literal["dequantise"] | None = None
+    batch_invariant: bool = False
+    dependent: bool = False
+
+
+_demands: ContextVar[Demands] = ContextVar("marlinq_kernel_demands", default=Demands())  # noqa: B039
+demands = _demands.get
+"""The demands of the current context."""
+
+
+@contextmanager
+def _demanding(changed: Demands) -> Iterator[None]:
+    token = _demands.set(changed)
+    try:
+        yield
+    finally:
+        _demands.reset(token)
+
+
+@contextmanager
+def forced_kernel(kernel: Kernel | Literal["dequantise"]) -> Iterator[None]:
+    """Decide for ``kernel`` inside, whatever the model says: for tests and measurements."""
+    with _demanding(demands()._replace(kernel=kernel)):
+        yield
+
+
+@contextmanager
+def batch_invariant() -> Iterator[None]:
+    """Sum in the same order whatever the batch, inside: a row's result has the same bits in any batch.
+
+    Without it the result has the same bits whenever shapes and inputs are the same. The order is chosen for
+    speed over a range of batches, so single ones are slower than they could be (docs/kernels.md, "Which
+    kernel at which batch").
+    """
+    with _demanding(demands()._replace(batch_invariant=True)):
+        yield
+
+
+@contextmanager
+def dependent_launches() -> Iterator[None]:
+    """Launch the kernels inside with programmatic dependent launch (compute capability 9.0 and later).
+
+    A kernel may then start, and request its weights and scales, while the previous kernel of the stream still
+    runs; it waits for that kernel before it touches activations or the output. So no kernel inside may
+    write the weights of a later one.
+    """
+    with _demanding(demands()._replace(dependent=True)):
+        yield

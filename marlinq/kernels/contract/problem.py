@@ -1,0 +1,67 @@
+"""What a decision is about: one multiplication."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from marlinq.kernels.contract.instantiation import Parameters
+from marlinq.kernels.contract.weight_formats import INT4, WeightFormat
+
+GROUP_SIZES = (32, 64, 128, -1)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One multiplication: M rows of activations with a K x N weight.
+
+    Attributes:
+        m: rows of activations.
+        n: columns of the weight, a multiple of 64.
+        k: channels, a multiple of 64.
+        group_size: 32, 64, 128, or -1 for a single group.
+        zeros: whether there are zero points.
+        bfloat16: the type of activations and scales; float16 otherwise.
+        format: of the weight.
+        activation: of gate, whose tiles of 64 columns take turns with those of up; the result is then
+            ``activation(gate) * up``, N / 2 columns. None for the product itself.
+    """
+
+    m: int
+    n: int
+    k: int
+    group_size: int
+    zeros: bool
+    bfloat16: bool
+    format: WeightFormat = INT4
+    activation: str | None = None
+
+    @cached_property
+    def quant_group(self) -> int:
+        """The kernels' QUANT_GROUP: channels of a group, 0 for a single one."""
+        return max(self.group_size, 0)
+
+    @property
+    def parameters(self) -> Parameters:
+        """What kernels' configurations say of the problem."""
+        element = "Bfloat16" if self.bfloat16 else "Half"
+        return (
+            ("Codec", f"{self.format.codec}<{element}>"),
+            ("QUANT_GROUP", self.quant_group),
+            ("ZEROS", self.zeros),
+        )
+
+    @property
+    def activation_parameter(self) -> tuple[str, str]:
+        """What configurations of the kernels that can have an activation say of it."""
+        return "PAIR_ACTIVATION", f"Activation::{(self.activation or 'none').upper()}"
+
+    @cached_property
+    def bytes_per_weight(self) -> float:
+        """Words, scales and zero points."""
+        return self.format.bytes_per_weight + self.scale_bytes_per_weight
+
+    @cached_property
+    def scale_bytes_per_weight(self) -> float:
+        """Scales and zero points alone."""
+        return (4 if self.zeros else 2) / (self.k if self.quant_group == 0 else self.quant_group)

@@ -1,0 +1,13 @@
+"""What the host knows of a weight format: bits, channels a stored row, scales, and how it is dequantised."""
+
+from __future__ import annotations
+
+from marlinq.kernels.contract.weight_formats.int4 import INT4
+from marlinq.kernels.contract.weight_formats.weight_format import (
+    WEIGHT_FORMATS,
+    ScaleKind,
+    WeightFormat,
+    register_weight_format,
+)
+
+__all__ = ["INT4", "WEIGHT_FORMATS", "ScaleKind", "WeightFormat", "register_weight_format"]

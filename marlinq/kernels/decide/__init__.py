@@ -1,1 +1,0 @@
-"""Which kernel variant runs a problem, and why: problems, GPUs, candidates, cost models."""

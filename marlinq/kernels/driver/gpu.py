@@ -1,0 +1,47 @@
+"""The numbers of this machine's GPUs that decisions rest on."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from functools import lru_cache
+
+from marlinq.core.errors import EnvironmentProblem
+from marlinq.kernels.contract.device import Device, device_of
+from marlinq.kernels.contract.instantiation import cold_read
+from marlinq.kernels.driver.cuda_driver import active_clusters, gpu_properties
+from marlinq.kernels.driver.module import load_kernel
+
+
+@lru_cache(maxsize=16)
+def device_numbers(index: int) -> Device:
+    """The numbers of CUDA device ``index`` that decisions rest on.
+
+    Raises:
+        EnvironmentProblem: the GPU is older than compute capability 8.0.
+    """
+    found = device_of(gpu_properties(index))
+    if found.capability < 80:
+        major, minor = divmod(found.capability, 10)
+        raise EnvironmentProblem(
+            f"GPU {index} has compute capability {major}.{minor}; the kernels need 8.0 or later"
+        )
+    if not found.has_clusters:
+        return found
+    return replace(found, clusters=_clusters(found.architecture, found.shared_bytes, index))
+
+
+def _clusters(architecture: str, shared_bytes: int, index: int) -> tuple[tuple[int, ...], ...]:
+    """:attr:`Device.clusters`: the driver's answers for blocks that fill a multiprocessor's shared memory."""
+    threads = 32
+    function = load_kernel(cold_read(threads, unroll=1), architecture, index, shared_bytes)
+    # The driver keeps a kilobyte of every block.
+    rooms = [shared_bytes, *((shared_bytes + 1024) // blocks - 1024 for blocks in (2, 3))]
+    try:
+        return tuple(
+            tuple(active_clusters(function, cluster, threads, room) for cluster in range(1, 9))
+            for room in rooms
+        )
+    except RuntimeError as error:
+        warnings.warn(f"{error}; how many clusters run at once is estimated", stacklevel=2)
+        return ()

@@ -1,0 +1,212 @@
+"""From a product to its launch: decide, compile or load, pack the arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from marlinq.core.errors import UnsupportedError
+from marlinq.kernels.choose.decision import (
+    DEQUANTIZE,
+    KernelConfig,
+    blocks_together,
+    decide,
+    gains_by_overlap,
+)
+from marlinq.kernels.contract.arguments import Arguments
+from marlinq.kernels.contract.demands import demands
+from marlinq.kernels.contract.handover import Handover
+from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.problem import Problem
+from marlinq.kernels.contract.weight_formats import INT4, WeightFormat
+from marlinq.kernels.driver.cuda_driver import Function, Launches, on_device
+from marlinq.kernels.driver.gpu import device_numbers
+from marlinq.kernels.driver.handover_memory import handover_memory
+from marlinq.kernels.driver.module import load_kernel
+from marlinq.kernels.driver.tensor_maps import activation_maps
+from marlinq.kernels.launch.dequantized import dequantized_gemm
+from marlinq.kernels.variants.stream import StreamConfig
+from marlinq.kernels.variants.warpgroup import WarpgroupConfig
+from marlinq.kernels.variants.whole_rows import RowArguments, RowWork
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A launch of one variant on one weight, for any activations of the same shape and strides.
+
+    Attributes:
+        launches: of the variant, all but complete.
+        box: what :func:`marlinq.kernels.driver.tensor_maps.activation_maps` takes behind the address; None
+            where the kernel takes the address itself.
+        handover: what blocks need to hand sums to each other, where they do.
+    """
+
+    launches: Launches
+    box: tuple[int, int, int, int] | None
+    handover: Handover | None
+
+    def start(self, x: int, out: int) -> None:
+        """Launch on the current stream, inside :func:`marlinq.kernels.driver.cuda_driver.on_device`.
+
+        Args:
+            x: the activations' address.
+            out: the result's address.
+
+        Raises:
+            RuntimeError: the driver refused the launch.
+        """
+        launch = self.launches.take()
+        arguments = launch.arguments
+        if launch.x != x:
+            launch.x = x
+            arguments.x = x if self.box is None else activation_maps(x, *self.box)
+        arguments.out = out
+        if self.handover is None:
+            launch.start()
+        else:
+            sums, flags = handover_memory(self.handover, self.launches.function.device_index)
+            arguments.share(sums.data_ptr(), flags)
+            launch.start()
+            # Now the launch is in the stream, and whoever takes the memory comes behind it.
+            del sums
+        self.launches.give(launch)
+
+
+def _decided(problem: Problem, device_index: int) -> KernelConfig:
+    decision = decide(problem, device_numbers(device_index))
+    if decision.config is None:
+        raise ValueError(f"the {decision.kernel} kernel is not compiled")
+    return decision.config
+
+
+def dequantizes(
+    shape: tuple[int, int, int],
+    group_size: int,
+    zeros: Tensor | None,
+    dtype: torch.dtype,
+    device_index: int,
+    weight_format: WeightFormat,
+) -> bool:
+    """Whether the decision is to dequantise the weight and let cuBLAS multiply; ``shape`` is M, N, K."""
+    problem = Problem(*shape, group_size, zeros is not None, dtype == torch.bfloat16, weight_format)
+    return decide(problem, device_numbers(device_index)).kernel == DEQUANTIZE
+
+
+@lru_cache(maxsize=8192)
+def _load(instantiation: Instantiation, shared_bytes: int, device_index: int) -> Function:
+    architecture = device_numbers(device_index).architecture
+    return load_kernel(instantiation, architecture, device_index, shared_bytes)
+
+
+def overlaps(device_index: int, behind_own: bool = False) -> bool:
+    """Whether a kernel that is launched now may begin while its predecessor runs.
+
+    Args:
+        device_index: of the GPU; older ones than compute capability 9.0 know no such launch.
+        behind_own: the predecessor allows it, whatever the context says.
+    """
+    return (behind_own or demands().dependent) and device_numbers(device_index).has_clusters
+
+
+def prepare(
+    operands: Operands,
+    group_size: int,
+    config: KernelConfig | None = None,
+    *,
+    weight_format: WeightFormat = INT4,
+    behind_own: bool = False,
+    activation: str | None = None,
+    work: RowWork | None = None,
+) -> Call:
+    """Decide, compile or load, and pack what does not change from call to call.
+
+    Args:
+        operands: ``x`` [M, K] and ``out`` [M, N] have unit stride along their rows; rows of ``x`` are
+            16-byte aligned.
+        group_size: 32, 64, 128 or -1.
+        config: overrides the decision.
+        weight_format: of the words.
+        behind_own: the stream's previous kernel is
+            :func:`marlinq.kernels.launch.gather.gather_channels` and wrote ``x``: the launch then overlaps
+            with it.
+        activation: of :attr:`marlinq.kernels.contract.problem.Problem.activation`.
+        work: on whole rows.
+
+    Raises:
+        UnsupportedError: the decision is for a variant that does no such work.
+    """
+    x = operands.x
+    index = x.device.index
+    problem = Problem(
+        x.shape[0],
+        operands.scales.shape[1],
+        x.shape[1],
+        group_size,
+        operands.zeros is not None,
+        x.dtype == torch.bfloat16,
+        weight_format,
+        activation,
+    )
+    device = device_numbers(index)
+    chosen = config or _decided(problem, index)
+    shared = chosen.shared_bytes(problem)
+    dependent = overlaps(index, behind_own) and (behind_own or gains_by_overlap(chosen))
+    together = blocks_together(problem, device, chosen) if dependent else None
+    if together:
+        # Blocks are started where the previous kernel's have ended: without this too many would crowd on the
+        # multiprocessors that are free first, and everybody would wait for those.
+        shared = max(shared, device.shared_bytes // (together + 1) + 1)
+    instantiation = chosen.instantiation(problem)
+    plain = chosen.arguments(operands, dependent)
+    arguments: Arguments | RowArguments = plain
+    if work is not None:
+        variant = work.variant(chosen, problem)
+        if variant is None:
+            raise UnsupportedError(f"{chosen}: no such work on whole rows")
+        instantiation, arguments = variant.instantiation, work.arguments(plain)
+    function = _load(instantiation, shared, index)
+    return Call(
+        Launches(
+            function,
+            chosen.grid(problem),
+            chosen.threads,
+            shared,
+            arguments,
+            dependent=dependent,
+        ),
+        None if isinstance(chosen, StreamConfig) else (problem.m, problem.k, x.stride(0), chosen.tile_m),
+        chosen.handover(problem) if isinstance(chosen, WarpgroupConfig) else None,
+    )
+
+
+def launch_gemm(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    out: Tensor,
+    config: KernelConfig | None = None,
+    *,
+    weight_format: WeightFormat = INT4,
+    behind_own: bool = False,
+) -> None:
+    """Run ``out = x @ W + bias`` on the device and current stream of ``x``; arguments as :func:`prepare`.
+
+    Raises:
+        RuntimeError: the driver refused the launch.
+    """
+    operands = Operands(x, words, scales, zeros, bias, out)
+    shape = x.shape[0], out.shape[1], x.shape[1]
+    index = x.device.index
+    if config is None and dequantizes(shape, group_size, zeros, x.dtype, index, weight_format):
+        dequantized_gemm(operands, weight_format)
+        return
+    call = prepare(operands, group_size, config, weight_format=weight_format, behind_own=behind_own)
+    with on_device(index):
+        call.start(x.data_ptr(), out.data_ptr())

@@ -1,0 +1,1 @@
+"""The kernels that multiply, one file each: candidates, cost, configuration and arguments."""

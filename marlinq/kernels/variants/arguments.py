@@ -1,0 +1,76 @@
+"""From the tensors of a product to a kernel's parameters."""
+
+from __future__ import annotations
+
+from marlinq.kernels.contract.arguments import MappedArguments, PlainArguments, WarpgroupArguments
+from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.driver.tensor_maps import activation_maps, weight_maps
+
+
+def plain_arguments(operands: Operands, dependent: bool) -> PlainArguments:
+    """Parameters of a kernel that takes ``x`` by pointer and stride."""
+    return PlainArguments(
+        operands.x.data_ptr(),
+        operands.words.data_ptr(),
+        *_addresses(operands),
+        *_extents(operands),
+        operands.x.stride(0),
+        operands.out.stride(0),
+        dependent,
+    )
+
+
+def mapped_arguments(
+    operands: Operands, tile_m: int, tiles: int, rows: int, dependent: bool
+) -> MappedArguments:
+    """Parameters of the bulk kernel, whose stages are filled by tensor copies.
+
+    Args:
+        operands: the product's tensors.
+        tile_m: rows of activations in a stage.
+        tiles: 64-column tiles of weights in a stage.
+        rows: rows of 16 channels in a stage.
+        dependent: whether the kernel is launched to overlap with the previous one.
+    """
+    return MappedArguments(*_mapped(operands, tile_m, tiles, rows, dependent))
+
+
+def warpgroup_arguments(
+    operands: Operands, tile_m: int, tiles: int, rows: int, dependent: bool
+) -> WarpgroupArguments:
+    """As :func:`mapped_arguments`, of the warpgroup kernel, with no place for sums that blocks share."""
+    return WarpgroupArguments(*_mapped(operands, tile_m, tiles, rows, dependent))
+
+
+def _mapped(operands: Operands, tile_m: int, tiles: int, rows: int, dependent: bool) -> tuple[object, ...]:
+    m, n, k = _extents(operands)
+    x = operands.x
+    scales, zeros, bias, out = _addresses(operands)
+    return (
+        activation_maps(x.data_ptr(), m, k, x.stride(0), tile_m),
+        weight_maps(operands.words.data_ptr(), scales, zeros, n, k, operands.scales.shape[0], tiles, rows),
+        scales,
+        zeros,
+        bias,
+        out,
+        m,
+        n,
+        k,
+        operands.out.stride(0),
+        dependent,
+    )
+
+
+def _addresses(operands: Operands) -> tuple[int, int, int, int]:
+    """Scales, zero points, bias and result; 0 for what is not there."""
+    return (
+        operands.scales.data_ptr(),
+        0 if operands.zeros is None else operands.zeros.data_ptr(),
+        0 if operands.bias is None else operands.bias.data_ptr(),
+        operands.out.data_ptr(),
+    )
+
+
+def _extents(operands: Operands) -> tuple[int, int, int]:
+    """M, N and K."""
+    return operands.x.shape[0], operands.scales.shape[1], operands.x.shape[1]

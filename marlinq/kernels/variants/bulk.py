@@ -1,0 +1,235 @@
+"""The host's side of the bulk kernel (``cuda/kernels/bulk.cuh``): variants, resources and cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from marlinq.kernels.contract.arguments import MappedArguments
+from marlinq.kernels.contract.device import Device, registers_of_a_thread
+from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.problem import Problem
+from marlinq.kernels.variants.arguments import mapped_arguments
+from marlinq.kernels.variants.costs import PHYSICS, SCHEDULERS, overlapped, streaming_seconds
+from marlinq.kernels.variants.stages import chunks_on_their_way, stage_bytes, weight_bytes
+from marlinq.kernels.variants.tiles import CODE_CLOSING, CODE_PRODUCTS, CODE_SHIFTS_BFLOAT16, WarpTiles
+
+_REGISTERS = 65536
+# Registers a thread needs to stay clear of spills (tests/kernels/test_compile.py): by BLOCKS_M and zero
+# points, and how many more when a chunk holds several groups.
+_REGISTERS_NEEDED = {(1, False): 128, (1, True): 128, (2, False): 128, (2, True): 168}
+_REGISTERS_OF_SHORT_QUANT_GROUPS = {1: 8, 2: 32}
+_MAX_STAGES = 32
+# Bytes of weights on their way to a multiprocessor, where its rings hold many more.
+_ON_THEIR_WAY = 96 * 1024
+_LEAST_STAGES = 3  # of a part: with two, waiting and multiplying take turns
+# (warps side by side, parts of K), and the (rows, blocks a multiprocessor) that each is considered with. Of
+# 4,000 random layers, batches and formats on three GPUs hardly one took any other.
+_SHAPES = {
+    (1, 4): ((8, 1), (8, 2), (4, 1), (4, 2), (4, 3)),
+    (1, 6): ((8, 1),),
+    (1, 8): ((8, 1),),
+    (2, 2): ((8, 1), (8, 2), (8, 3), (4, 1), (4, 2), (4, 3)),
+    (2, 3): ((8, 2), (4, 1), (4, 2)),
+    (2, 4): ((8, 1), (4, 1)),
+    (3, 2): ((8, 1), (8, 2), (4, 1), (4, 2)),
+    (3, 3): ((8, 1), (4, 1)),
+    (4, 1): ((8, 1), (8, 2), (8, 3), (4, 1), (4, 2), (4, 3)),
+    (7, 1): ((8, 2), (4, 2)),
+}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the estimate can't count: fitted to measured times on an H200 (``lab/kernels/fit_costs.py``).
+
+    Cycles are those of :attr:`Device.clock`. Instructions are counted in issue cycles of one scheduler.
+
+    Attributes:
+        wave: seconds that blocks need to set up, and their first bytes to arrive.
+        latency: seconds from a request to its bytes, once the ring is full.
+        crowding: how much longer the memory takes for every mebibyte that each multiprocessor requests ahead.
+        row: cycles of a warp's instructions for a row of weights, whatever the batch.
+        codes: the same where codes are multiplied as they are.
+        product: cycles of an ``mma.sync``.
+        closing: further ones for every eight rows of the batch and every group or chunk that ends.
+        stalls: how much longer a row takes a warp that has its scheduler for itself.
+        chunk: cycles of a warp to take a chunk and to give it back.
+        sharing: further ones for every other warp that shares the chunk.
+        copy: bytes a second at which a chunk arrives.
+        producer: cycles of the TMA producer for a chunk.
+        box: cycles that the copying unit takes for every 128-byte row of a box of activations.
+        reduction: bytes a second of sums that a multiprocessor sends and adds.
+        cluster: seconds that the meetings of a cluster take.
+        member: seconds more for every further block of a cluster.
+        sharpness: how well shares overlap (:func:`marlinq.kernels.variants.costs.overlapped`).
+    """
+
+    wave: float = 1.012e-06
+    latency: float = 5.15e-07
+    crowding: float = 1.94
+    row: float = 85.2
+    codes: float = 35.4
+    product: float = 2.95
+    closing: float = 57.6
+    stalls: float = 0.431
+    chunk: float = 158
+    sharing: float = 3.91
+    copy: float = 4.65e10
+    producer: float = 170
+    box: float = 0.602
+    reduction: float = 2.36e10
+    cluster: float = 5.99e-08
+    member: float = 6.14e-08
+    sharpness: float = 12.4
+
+
+COSTS = Costs()
+
+
+@dataclass(frozen=True)
+class BulkConfig(WarpTiles):
+    """The compile-time parameters of the bulk kernel; see its header comment."""
+
+    warps_n: int
+    warps_k: int
+    blocks_m: int
+    rows: int
+    cluster: int
+    stages: int
+    min_blocks: int
+
+    header: ClassVar[str] = "kernels/bulk.cuh"
+    function: ClassVar[str] = "w4a16_bulk"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block, the copying warp included."""
+        return 32 * (self.warps_n * self.warps_k + 1)
+
+    def shared_bytes(self, problem: Problem) -> int:
+        """Dynamic shared memory of a block: the aligned ring of stages, and where sums are received."""
+        slots = -(-4 * self.warps_n // self.cluster)
+        received = self.parts * slots * self.blocks_m * 512
+        return self.stages * stage_bytes(problem, self.tile_m, self.tile_n, self.rows) + received + 1024
+
+    def window(self, problem: Problem) -> int:
+        """Chunks of a block on their way at once."""
+        chunk = weight_bytes(problem, self.tile_n, self.rows)
+        return chunks_on_their_way(chunk, self.stages, self.min_blocks, _ON_THEIR_WAY)
+
+    def instantiation(self, problem: Problem) -> Instantiation:
+        """What is compiled for the problem."""
+        return Instantiation(
+            self.header,
+            self.function,
+            (
+                *problem.parameters,
+                ("WARPS_N", self.warps_n),
+                ("WARPS_K", self.warps_k),
+                ("BLOCKS_M", self.blocks_m),
+                ("ROWS", self.rows),
+                ("CLUSTER", self.cluster),
+                ("STAGES", self.stages),
+                ("WINDOW", self.window(problem)),
+                ("MIN_BLOCKS", self.min_blocks),
+                ("SHARED_BYTES", self.shared_bytes(problem)),
+            ),
+        )
+
+    def arguments(self, operands: Operands, dependent: bool) -> MappedArguments:
+        """The kernel's parameters."""
+        return mapped_arguments(operands, self.tile_m, self.warps_n, self.rows, dependent)
+
+
+def candidates(problem: Problem, device: Device, batch_invariant: bool = False) -> Iterator[BulkConfig]:
+    """The variants worth estimating, all of which fit the device's registers and shared memory.
+
+    With ``batch_invariant`` they all multiply codes minus zero points, whatever M, and large clusters need
+    not run all at once; for a batch alone those never win.
+    """
+    if not device.has_clusters:
+        return
+    blocks_m = 1 if problem.m <= 8 and not batch_invariant else 2
+    variants = [(*shape, *beside) for shape, listed in _SHAPES.items() for beside in listed]
+    for warps_n, warps_k, rows, blocks in variants:
+        short_quant_groups = 0 < problem.quant_group < 16 * rows
+        registers = _REGISTERS_NEEDED[blocks_m, problem.zeros]
+        registers += short_quant_groups * _REGISTERS_OF_SHORT_QUANT_GROUPS[blocks_m]
+        if registers_of_a_thread(warps_n * warps_k + 1, blocks) < registers:
+            continue
+        tiles = -(-problem.n // (64 * warps_n)) * -(-problem.m // (8 * blocks_m))
+        # The barriers, and what the driver keeps of every block, come on top.
+        room = device.shared_bytes // blocks - 2048
+        fitting = [
+            cluster
+            for cluster in device.cluster_sizes
+            if cluster * warps_k <= max(-(-problem.k // (16 * rows)), 4)
+            and (batch_invariant or cluster == 1 or device.runs_at_once(tiles, cluster, blocks))
+        ]
+        for cluster in fitting:
+            # Small clusters leave multiprocessors idle.
+            if not batch_invariant and 1 < cluster < fitting[-1] / 2:
+                continue
+            single = BulkConfig(warps_n, warps_k, blocks_m, rows, cluster, 0, blocks)
+            stage = stage_bytes(problem, single.tile_m, single.tile_n, rows)
+            # A stage belongs to one part.
+            stages = min(_MAX_STAGES, (room - single.shared_bytes(problem)) // stage) // warps_k * warps_k
+            if stages >= _LEAST_STAGES * warps_k:
+                yield BulkConfig(warps_n, warps_k, blocks_m, rows, cluster, stages, blocks)
+
+
+def _resident(problem: Problem, device: Device, config: BulkConfig) -> int:
+    """Blocks that a multiprocessor has room for."""
+    cap = registers_of_a_thread(config.threads // 32, config.min_blocks)
+    registers = min(_REGISTERS_NEEDED[config.blocks_m, problem.zeros], cap) * config.threads
+    room = (device.shared_bytes + 1024) // (config.shared_bytes(problem) + 1024)
+    return max(config.min_blocks, min(room, _REGISTERS // registers))
+
+
+def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs = COSTS) -> tuple[float, str]:
+    """Seconds of a launch, and what the busiest multiprocessor spends most of them on."""
+    chunks = -(-problem.k // config.chunk)
+    fed = -(-chunks // config.cluster)
+    turns = -(-fed // config.warps_k)  # of the part with the most chunks
+    channels = chunks / config.cluster * config.chunk
+    weights = channels * config.tile_n * problem.bytes_per_weight
+    read = weights + channels * config.tile_m * 2
+    own = weights / -(-problem.m // config.tile_m)
+    closings = config.chunk / min(problem.quant_group or config.chunk, config.chunk)
+    if config.blocks_m == 1:
+        row = costs.codes + costs.product * CODE_PRODUCTS + CODE_SHIFTS_BFLOAT16 * problem.bfloat16
+        chunk = config.rows * row + closings * costs.closing * CODE_CLOSING
+    else:
+        chunk = config.rows * (costs.row + costs.product * 4 * config.blocks_m)
+        chunk += closings * costs.closing * config.blocks_m
+    handed = costs.chunk + costs.sharing * (config.warps_n - 1)
+    sums = config.tile_m * config.tile_n * 4 * config.warps_k
+    meeting = costs.cluster + costs.member * config.cluster if config.cluster > 1 else 0.0
+    seconds, busiest = PHYSICS.launch, ""
+    resident = _resident(problem, device, config)
+    for load in device.loads(config.grid(problem), config.cluster, resident):
+        parts = load.blocks * min(config.warps_k, fed)
+        # Warps of one scheduler. Those of a part work at once, on whichever scheduler has most of them.
+        even = config.warps_n / SCHEDULERS
+        issued = max(1.0, parts * even + (-(-config.warps_n // SCHEDULERS) - even) / parts)
+        ahead = load.blocks * weights * min(1.0, config.stages / fed) / 2**20
+        slowed = own * (1 + costs.crowding * ahead)
+        times = streaming_seconds(device, load, slowed, read)
+        work = (chunk * max(costs.stalls, issued) + handed) / device.clock
+        times["requests"] = (
+            turns * config.warps_k / config.stages * (costs.latency + work + read / fed / costs.copy)
+        )
+        times["instructions"] = turns * chunk * issued / device.clock
+        times["a warp"] = turns * (chunk * costs.stalls + handed) / device.clock
+        times["the TMA producer"] = (
+            fed * (costs.producer + costs.box * config.tile_m * config.rows / 4) / device.clock
+        )
+        streamed, busiest = overlapped(times, costs.sharpness)
+        last = chunk * costs.stalls / device.clock
+        seconds += load.waves * (
+            costs.wave + streamed + last + load.blocks * sums / costs.reduction + meeting
+        )
+    return seconds, busiest

@@ -1,0 +1,313 @@
+"""The host's side of the stream kernel (``cuda/kernels/stream.cuh``): variants, resources and cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from marlinq.kernels.contract.arguments import PlainArguments
+from marlinq.kernels.contract.device import Device, registers_of_a_thread
+from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.problem import Problem
+from marlinq.kernels.variants.arguments import plain_arguments
+from marlinq.kernels.variants.costs import PHYSICS, SCHEDULERS, overlapped, streaming_seconds
+from marlinq.kernels.variants.tiles import (
+    CODE_CLOSING,
+    CODE_PRODUCTS,
+    CODE_SHIFTS_BFLOAT16,
+    DIGIT_CLOSING,
+    WarpTiles,
+)
+
+_REGISTERS = 65536
+# By (BLOCKS_M, SCALE_SUMS). Registers a thread needs to stay clear of spills (tests/kernels/test_compile.py).
+_REGISTERS_NEEDED = {
+    (1, True): 128,
+    (2, True): 208,
+    (2, False): 128,
+    (4, True): 255,
+    (4, False): 128,
+    (8, False): 240,
+}
+# (warps side by side, parts of K), and the (blocks a multiprocessor, stages) that each is considered with. Of
+# 20,000 random layers, batches and formats on eleven GPUs, hardly one took any other.
+_SHAPES = {
+    (1, 4): ((1, 3), (1, 4), (1, 6), (2, 3), (2, 4), (3, 3)),
+    (1, 6): ((1, 3), (2, 3)),
+    (1, 8): ((1, 3), (1, 4), (1, 6)),
+    (2, 2): ((1, 3), (1, 4), (1, 6), (2, 3), (3, 3)),
+    (2, 4): ((1, 3),),
+    (3, 2): ((1, 3),),
+    (3, 4): ((1, 3),),
+    (4, 1): ((1, 3), (1, 4), (2, 3)),
+    (4, 2): ((1, 3), (2, 3)),
+    (5, 1): ((1, 3), (2, 3), (3, 3)),
+    (5, 2): ((1, 3),),
+    (6, 1): ((1, 3), (2, 3)),
+    (6, 2): ((1, 3),),
+    (7, 1): ((1, 3), (2, 3)),
+    (7, 2): ((1, 3),),
+    (8, 1): ((1, 3),),
+}
+# Of a warp's digits (``cuda/mma/integer_digits.cuh``), and registers of a thread by whether a chunk is one
+# group.
+_DIGIT_BYTES = 512
+_REGISTERS_DIGITS = {True: 96, False: 128}
+# Registers of a thread where nothing limits them, by BLOCKS_M (lab/kernels/resources.py).
+_REGISTERS_USED = {1: 128, 2: 144, 4: 152, 8: 208}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the estimate can't count: fitted to measured times on an H200 (``lab/kernels/fit_costs.py``).
+
+    Cycles are those of :attr:`Device.clock`. Instructions are counted in issue cycles of one scheduler.
+
+    Attributes:
+        wave: seconds that blocks need to set up, and their first bytes to arrive.
+        latency: seconds from a request to its bytes, once the ring is full.
+        crowding: how much longer the memory takes for every mebibyte that each multiprocessor requests ahead.
+        row: cycles of a warp's instructions for a row of weights, whatever the batch, with scaled sums.
+        codes: the same where codes are multiplied as they are.
+        digits: all of them where integer digits are multiplied, but for scaling.
+        conversion: cycles that a warp waits from a chunk's activations to their digits.
+        product: cycles of an ``mma.sync``.
+        closing: further ones for every eight rows of the batch and group of a chunk, to scale sums.
+        scaling: further ones to scale the weights instead.
+        stalls: how much longer a row takes a warp that has its scheduler for itself.
+        step: cycles of a part's warps, which share their activations, to meet at the end of a step.
+        turn: the same of a warp that shares them with nobody.
+        reduction: bytes a second of sums that a multiprocessor reads from its own shared memory.
+        remote: the same from the cluster's.
+        cluster: seconds that two meetings of a cluster take.
+        member: seconds more for every further block of a cluster.
+        sharpness: how well shares overlap (:func:`marlinq.kernels.variants.costs.overlapped`).
+    """
+
+    wave: float = 5.86e-07
+    latency: float = 7.45e-07
+    crowding: float = 1.34
+    row: float = 35.5
+    codes: float = 21.9
+    digits: float = 70.1
+    conversion: float = 310
+    product: float = 10.2
+    closing: float = 3.67
+    scaling: float = 22.3
+    stalls: float = 0.616
+    step: float = 422
+    turn: float = 365
+    reduction: float = 1.34e11
+    remote: float = 4.95e10
+    cluster: float = 8.67e-07
+    member: float = 4.67e-08
+    sharpness: float = 38.7
+
+
+COSTS = Costs()
+
+
+@dataclass(frozen=True)
+class StreamConfig(WarpTiles):
+    """The compile-time parameters of the stream kernel; see its header comment.
+
+    With ``digits`` a block has one batch row, by integer products (``cuda/mma/integer_digits.cuh``).
+    """
+
+    warps_n: int
+    warps_k: int
+    blocks_m: int
+    rows: int
+    scale_sums: bool
+    cluster: int
+    stages: int
+    min_blocks: int
+    digits: bool = False
+
+    header: ClassVar[str] = "kernels/stream.cuh"
+    function: ClassVar[str] = "w4a16_stream"
+
+    @property
+    def tile_m(self) -> int:
+        """Batch rows of a block."""
+        return 1 if self.digits else 8 * self.blocks_m
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps_n * self.warps_k
+
+    def shared_bytes(self, problem: Problem) -> int:
+        """Dynamic shared memory of a block: the ring of stages, or the reduction buffer that follows it."""
+        warps = self.warps_n * self.warps_k
+        groups = 1 if problem.quant_group == 0 else max(1, self.chunk // problem.quant_group)
+        stage = warps * self.rows * 64 * problem.format.row_bytes
+        stage += self.warps_k * self.tile_m * self.chunk * 2
+        stage += warps * groups * (2 if problem.zeros else 1) * 128
+        reduction = self.warps_k * self.tile_m * (self.tile_n + 4) * 4
+        ring = self.stages * stage + (warps * _DIGIT_BYTES if self.digits else 0)
+        return max(ring, reduction)
+
+    def instantiation(self, problem: Problem) -> Instantiation:
+        """What is compiled for the problem."""
+        return Instantiation(
+            self.header,
+            self.function,
+            (
+                *problem.parameters,
+                problem.activation_parameter,
+                ("WARPS_N", self.warps_n),
+                ("WARPS_K", self.warps_k),
+                ("BLOCKS_M", self.blocks_m),
+                ("ROWS", self.rows),
+                ("SCALE_SUMS", self.scale_sums),
+                ("DIGITS", self.digits),
+                ("CLUSTER", self.cluster),
+                ("STAGES", self.stages),
+                ("MIN_BLOCKS", self.min_blocks),
+                ("SHARED_BYTES", self.shared_bytes(problem)),
+            ),
+        )
+
+    def arguments(self, operands: Operands, dependent: bool) -> PlainArguments:
+        """The kernel's parameters."""
+        return plain_arguments(operands, dependent)
+
+
+def candidates(problem: Problem, device: Device, batch_invariant: bool = False) -> Iterator[StreamConfig]:
+    """The variants worth estimating, all of which fit the device's registers and shared memory.
+
+    With ``batch_invariant`` they all scale weights and take chunks of the same length, whatever M.
+    """
+    if batch_invariant:
+        blocks_m = 2 if problem.m <= 16 else 4
+        registers = 240 if blocks_m == 4 and problem.zeros else _REGISTERS_NEEDED[blocks_m, False]
+        yield from _splits(problem, device, blocks_m, scale_sums=False, registers=registers, every=True)
+        return
+    # The largest tile spills with zero points of a single group or of the smallest ones on some
+    # architectures; on 10.x, under NVRTC 13.0, without them too.
+    single_or_smallest = problem.quant_group in (0, 32)
+    spills = problem.zeros and single_or_smallest
+    if device.capability // 10 == 10:
+        spills = single_or_smallest
+    largest = 4 if spills else 8
+    blocks_m = next((b for b in (1, 2, 4) if 8 * b >= problem.m), largest)
+    # Other GPUs have what it takes, but nobody has measured them.
+    if problem.m == 1 and device.has_warpgroups:
+        registers = _REGISTERS_DIGITS[problem.quant_group in (0, 128)]
+        yield from _splits(problem, device, 1, scale_sums=True, registers=registers, digits=True)
+        return
+    for scale_sums in _ways_of_scaling(problem, device, blocks_m):
+        registers = _REGISTERS_NEEDED[blocks_m, scale_sums]
+        if blocks_m == 1 and problem.quant_group in (32, 64):
+            registers = 160  # with several groups a chunk
+        if (blocks_m, scale_sums) == (4, False) and problem.zeros:
+            registers = 240
+        yield from _splits(problem, device, blocks_m, scale_sums, registers)
+
+
+def _ways_of_scaling(problem: Problem, device: Device, blocks_m: int) -> tuple[bool, ...]:
+    """Whether sums can be scaled: that takes a second set of accumulators and work at every group's end."""
+    if blocks_m == 1:
+        return (True,)
+    if blocks_m == 2 and device.has_warpgroups and problem.quant_group in (0, 128):
+        return (True,)  # where scaling weights is the faster way, other kernels are faster still
+    if blocks_m == 2 or (blocks_m == 4 and problem.quant_group in (0, 128)):
+        return (False, True)
+    return (False,)
+
+
+def _splits(
+    problem: Problem,
+    device: Device,
+    blocks_m: int,
+    scale_sums: bool,
+    registers: int,
+    every: bool = False,
+    digits: bool = False,
+) -> Iterator[StreamConfig]:
+    """With ``every`` also clusters that don't all run at once; for a batch alone they never win."""
+    rows = 4 if blocks_m == 8 else 8
+    chunks = -(-problem.k // (16 * rows))
+    for (warps_n, warps_k), listed in _SHAPES.items():
+        most = min(3, _REGISTERS // (registers * 32 * warps_n * warps_k))
+        for blocks, stages in listed:
+            if blocks > most:
+                continue
+            config = StreamConfig(warps_n, warps_k, blocks_m, rows, scale_sums, 1, stages, blocks, digits)
+            if config.shared_bytes(problem) * blocks > device.shared_bytes:
+                continue
+            tiles, resident = config.grid(problem), _resident(problem, device, config)
+            fitting = [
+                cluster
+                for cluster in device.cluster_sizes
+                if cluster * warps_k <= max(chunks, 4)
+                and (every or cluster == 1 or device.runs_at_once(tiles, cluster, resident))
+            ]
+            for cluster in fitting:
+                # Small clusters leave multiprocessors idle.
+                if every or cluster == 1 or 2 * cluster >= fitting[-1]:
+                    yield StreamConfig(
+                        warps_n, warps_k, blocks_m, rows, scale_sums, cluster, stages, blocks, digits
+                    )
+
+
+def _resident(problem: Problem, device: Device, config: StreamConfig) -> int:
+    """Blocks that a multiprocessor has room for."""
+    cap = registers_of_a_thread(config.threads // 32, config.min_blocks)
+    used = (
+        _REGISTERS_DIGITS[problem.quant_group in (0, 128)]
+        if config.digits
+        else _REGISTERS_USED[config.blocks_m]
+    )
+    registers = min(used, cap) * config.threads
+    room = (device.shared_bytes + 1024) // (config.shared_bytes(problem) + 1024)
+    return max(config.min_blocks, min(room, _REGISTERS // registers))
+
+
+def estimate(
+    problem: Problem, device: Device, config: StreamConfig, costs: Costs = COSTS
+) -> tuple[float, str]:
+    """Seconds of a launch, and what the busiest multiprocessor spends most of them on."""
+    chunks = -(-problem.k // config.chunk)
+    steps = -(-chunks // config.parts)
+    batch = min(config.tile_m, problem.m)
+    channels = chunks / config.cluster * config.chunk
+    weights = channels * config.tile_n * problem.bytes_per_weight
+    read = weights + channels * batch * 2
+    own = weights / -(-problem.m // config.tile_m)
+    closings = config.chunk / min(problem.quant_group or config.chunk, config.chunk)  # of a chunk
+    if config.digits:
+        row = costs.digits + costs.closing * closings * DIGIT_CLOSING
+    elif config.scale_sums and config.blocks_m == 1:
+        row = costs.codes + costs.product * CODE_PRODUCTS + costs.closing * closings * CODE_CLOSING
+        row += CODE_SHIFTS_BFLOAT16 * problem.bfloat16
+    else:
+        row = costs.row + costs.product * 4 * config.blocks_m
+        row += costs.closing * closings * config.blocks_m if config.scale_sums else costs.scaling
+    warps = config.warps_n * config.warps_k
+    sums = batch * config.tile_n * 4 * config.warps_k
+    meeting = costs.cluster + costs.member * config.cluster if config.cluster > 1 else 0.0
+    meeting_rate = costs.remote if config.cluster > 1 else costs.reduction
+    seconds, busiest = PHYSICS.launch, ""
+    resident = _resident(problem, device, config)
+    for load in device.loads(config.grid(problem), config.cluster, resident):
+        issued = -(-load.blocks * warps // SCHEDULERS)  # of the fullest scheduler
+        # A run's first chunks are requested together, however many there are.
+        first = min(1.0, (config.stages - 1) / steps)
+        ahead = load.blocks * first * weights / 2**20
+        slowed = own * (1 + costs.crowding * ahead * (1 - first))
+        times = streaming_seconds(device, load, slowed, read)
+        times["requests"] = steps / (config.stages - 1) * costs.latency
+        # Hardly anybody else works while warps meet, unless there is another block.
+        meets = costs.step if config.warps_n > 1 else costs.turn
+        met = meets / load.blocks
+        times["instructions"] = steps * (config.rows * row * issued + met) / device.clock
+        alone = config.rows * row * costs.stalls + (costs.conversion if config.digits else 0.0)
+        times["a warp"] = steps * (alone + meets) / device.clock
+        streamed, busiest = overlapped(times, costs.sharpness)
+        last = config.rows * row * max(issued, costs.stalls) / device.clock
+        seconds += load.waves * (costs.wave + streamed + last + load.blocks * sums / meeting_rate + meeting)
+    return seconds, busiest

@@ -1,0 +1,56 @@
+"""What the kernels built on ``mma.sync`` share: warps side by side and one after the other in K."""
+
+from __future__ import annotations
+
+from marlinq.kernels.contract.problem import Problem
+
+# Where codes are multiplied as they are (``cuda/mma/quant_group_sums.cuh``): products of a row, one of
+# them of the activations alone, and how many times the instructions of scaling plain sums a group's end
+# takes.
+CODE_PRODUCTS, CODE_CLOSING = 5, 3
+# The same of integer products (``cuda/mma/integer_digits.cuh``): two accumulators of four are a row's.
+DIGIT_CLOSING = 2
+# Issue cycles of the further shifts that a row's bfloat16 codes take, at half rate.
+CODE_SHIFTS_BFLOAT16 = 16
+
+
+class WarpTiles:
+    """A block of ``warps_n`` times ``warps_k`` warps, each with 64 columns and a part of K.
+
+    Attributes:
+        warps_n: warps side by side.
+        warps_k: parts that the block's slice of K has.
+        blocks_m: blocks of eight batch rows.
+        rows: rows of 16 channels that a warp takes at a time.
+        cluster: blocks that share a tile, each with a slice of K.
+    """
+
+    warps_n: int
+    warps_k: int
+    blocks_m: int
+    rows: int
+    cluster: int
+
+    @property
+    def tile_m(self) -> int:
+        """Batch rows of a block."""
+        return 8 * self.blocks_m
+
+    @property
+    def tile_n(self) -> int:
+        """Output columns of a block."""
+        return 64 * self.warps_n
+
+    @property
+    def chunk(self) -> int:
+        """Channels of K that a warp takes at a time."""
+        return 16 * self.rows
+
+    @property
+    def parts(self) -> int:
+        """Parts that K is split into, over blocks and warps."""
+        return self.cluster * self.warps_k
+
+    def grid(self, problem: Problem) -> int:
+        """Blocks of a launch."""
+        return -(-problem.n // self.tile_n) * -(-problem.m // self.tile_m) * self.cluster

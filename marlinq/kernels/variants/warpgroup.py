@@ -1,0 +1,541 @@
+"""The host's side of the warpgroup kernel (``cuda/kernels/warpgroup.cuh``): variants, resources and cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from marlinq.kernels.contract.arguments import WarpgroupArguments
+from marlinq.kernels.contract.device import Device, Load, registers_of_a_thread
+from marlinq.kernels.contract.handover import Handover
+from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.problem import Problem
+from marlinq.kernels.variants.arguments import warpgroup_arguments
+from marlinq.kernels.variants.costs import PHYSICS, overlapped, round_trip, streaming_seconds
+from marlinq.kernels.variants.stages import chunks_on_their_way, stage_bytes, weight_bytes
+
+# Registers of a multiplying thread beside its accumulators and operand fragments: by the words of a vector
+# that a lane takes, with zero points, where one instruction subtracts and scales, where tiles are split
+# in chunks (a word, with zero points), and where sums are sent.
+_OTHER_REGISTERS = {1: 48, 2: 42, 4: 48}
+_ZERO_REGISTERS = {1: 16, 2: 20, 4: 40}
+_FUSED_REGISTERS = {1: 4, 2: 4, 4: 20}
+_STREAM_K_REGISTERS, _STREAM_K_ZERO_REGISTERS = 22, 12
+_PUSH_REGISTERS = {1: 12, 2: 12, 4: 28}
+# Largest tile whose sums are scaled instead of its weights: what it saves on a weight it spends on a sum; and
+# the tiles where subtracting and scaling at once beats both for float16 (docs/kernels.md, "Scaled
+# sums and scaled codes").
+_SCALED_SUMS_MOST = 64
+_FUSED_LEAST, _FUSED_MOST = 32, 96
+# Largest tile, and rows of all blocks of a cluster, whose sums are sent to their owners
+# (docs/kernels.md, "Hand-over of sums in a cluster").
+_PUSHED_MOST, _PUSHED_ROWS_MOST = 32, 128
+# Instructions that turn a word into an operand's fragment: for float16, more for bfloat16, for the scale.
+_UNPACK, _UNPACK_BFLOAT16, _SCALE = 9, 2, 4
+# And those that do both.
+_FUSED = 10
+# By the number of multiplying warpgroups and whether the last one does more than copy, for parts of K or for
+# tiles stored apart: registers of a multiplying and of a copying thread when the even share of a launch is
+# not enough (setmaxnreg).
+_GROWN = {(2, False): (232, 40), (2, True): (224, 56), (3, False): (152, 56), (3, True): (152, 56)}
+_TILES_M = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176)
+# The larger ones save a wave of few tiles; where a batch has more tiles than this, 128 rows were level with
+# them or faster (docs/kernels.md, "Large tiles").
+_MANY_TILES, _MANY_TILES_MOST = 8, 128
+# Powers of two from here on were never expected to be faster with tiles of another height.
+_POWER_ROWS, _POWER_TILES_M = 256, (64, 96, 128)
+# This tile, with several groups of columns, saves a wave where it leaves one alone, and was slower by a tenth
+# and more where it left several.
+_FULL_TILE = 176
+# (words, warpgroups_n, parts_k), and the (rows, blocks a multiprocessor) that each is considered with. Of
+# 4,000 random layers, batches and formats on three GPUs hardly one took any other.
+_SHAPES = {
+    (4, 1, 2): ((8, 1),),
+    (4, 1, 3): ((8, 1),),
+    (4, 2, 1): ((8, 1),),
+    (2, 1, 1): ((8, 2),),
+    (2, 1, 2): ((8, 1), (4, 1)),
+    (2, 1, 3): ((8, 1),),
+    (2, 2, 1): ((8, 1), (4, 1)),
+    (2, 3, 1): ((8, 1),),
+    (1, 1, 2): ((8, 1), (8, 2), (4, 1)),
+    (1, 1, 3): ((8, 1), (4, 1)),
+    (1, 2, 1): ((8, 1), (8, 2)),
+    (1, 3, 1): ((8, 1), (4, 1)),
+}
+# (tile_m, words, warpgroups_n, parts_k, cluster, stream-K): what serves batches that are no powers of two, so
+# that a model needs few variants. Of ten that ``lab/kernels/choose_common.py`` chooses, without the two that
+# save least for a further variant; they are expected to cost 4 % over the best on average, and up to 44 %.
+_COMMON = (
+    (64, 2, 2, 1, 1, True),
+    (96, 2, 2, 1, 1, True),
+    (48, 1, 3, 1, 1, True),
+    (80, 1, 3, 1, 1, True),
+    (112, 2, 2, 1, 1, True),
+    (64, 2, 1, 2, 2, False),
+    (128, 2, 2, 1, 1, True),
+    (48, 1, 1, 3, 2, False),
+)
+_MAX_STAGES = 12
+# Bytes of weights on their way to a multiprocessor, where its rings hold many more.
+_ON_THEIR_WAY = 66 * 1024
+# Larger clusters have to run all at once: never faster otherwise, while two slices can fill the last wave.
+_ALWAYS = 2
+_REGISTERS = 65536
+_MULTIPLICATIONS = 2048  # of 16-bit numbers a cycle, by a multiprocessor's tensor cores
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the estimate can't count: fitted to measured times on an H200 (``lab/kernels/fit_costs.py``).
+
+    Cycles are those of :attr:`Device.clock`. A row is 16 channels of a warpgroup's columns.
+
+    Attributes:
+        wave: seconds that blocks need to set up, and their first bytes to arrive.
+        latency: seconds from a request to its bytes, once the ring is full.
+        row: cycles of a warpgroup for a row, beside what follows: waiting, fetching, issuing.
+        fragment: cycles of a warpgroup to dequantise one product's operand with nobody else about.
+        issue: cycles of a multiprocessor's schedulers for an instruction of every warp that dequantises.
+        exposed: share of a product's time that its warpgroup can't spend on dequantising the next operand.
+        operand: cycles of it however few rows the batch has.
+        chunk: cycles of a warpgroup to take a chunk and to give it back.
+        sharing: further ones for every warpgroup that shares the chunk.
+        drain: further ones to let its products end where sums are scaled at its end.
+        collision: how much of a queue one waits for (:func:`marlinq.kernels.variants.costs.round_trip`).
+        producer: cycles of the TMA producer for a chunk.
+        order: further ones to ask for a chunk's zero points.
+        tile: seconds of an unsplit tile's end.
+        staged: the same where others store it while the next tile is multiplied.
+        store: bytes a second of an unsplit tile that a multiprocessor narrows and stores.
+        reduction: bytes a second of sums that a multiprocessor reads from its own shared memory.
+        remote: the same from the cluster's.
+        turn: seconds that a thread waits for what it reads there, once for every four sums that it adds.
+        cluster: seconds that two meetings of a cluster take.
+        member: seconds more for every further block of a cluster.
+        handover: seconds that a stream-K launch takes beside its chunks and its sums' way through L2.
+        scattered: share of the time of device memory that stream-K tiles add by reading what neighbours,
+            elsewhere in K, have no more in L2.
+        sharpness: how well shares overlap (:func:`marlinq.kernels.variants.costs.overlapped`).
+    """
+
+    wave: float = 3.663e-07
+    latency: float = 7.34e-07
+    row: float = 22.2
+    fragment: float = 1.69
+    issue: float = 1.59
+    exposed: float = 0.164
+    operand: float = 2.71
+    chunk: float = 351
+    sharing: float = 14.2
+    drain: float = 2.42
+    collision: float = 1.62
+    producer: float = 112
+    order: float = 52.9
+    tile: float = 1.26e-06
+    staged: float = 5.79e-08
+    store: float = 7.5e10
+    reduction: float = 2.23e10
+    remote: float = 3.29e10
+    turn: float = 6.88e-08
+    cluster: float = 7.1e-07
+    member: float = 1.33e-07
+    handover: float = 8.5e-07
+    scattered: float = 0.0818
+    sharpness: float = 4.19
+
+
+COSTS = Costs()
+# Chunks that a block has at least under stream-K.
+_LEAST_CHUNKS = 2
+
+
+@dataclass(frozen=True)
+class WarpgroupConfig:
+    """The compile-time parameters of the warpgroup kernel; see its header comment."""
+
+    tile_m: int
+    words: int
+    warpgroups_n: int
+    parts_k: int
+    rows: int
+    cluster: int
+    stages: int
+    min_blocks: int
+    most_blocks: int  # of a launch whose blocks take tile after tile
+    stream_k: bool = False  # the last tiles are split evenly over the blocks, in chunks of K
+
+    header: ClassVar[str] = "kernels/warpgroup.cuh"
+    function: ClassVar[str] = "w4a16_wgmma"
+
+    @property
+    def tile_n(self) -> int:
+        """Output columns of a block."""
+        return self.warpgroups_n * self.words * 64
+
+    @property
+    def multiplying(self) -> int:
+        """Warpgroups that multiply."""
+        return self.warpgroups_n * self.parts_k
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block, the copying warpgroup included."""
+        return 128 * (self.multiplying + 1)
+
+    @property
+    def parts(self) -> int:
+        """Parts that K is split into, over blocks and warpgroups."""
+        return self.cluster * self.parts_k
+
+    @property
+    def pushes(self) -> bool:
+        """Whether warps send their sums to the blocks that own them, into memory beside the ring."""
+        rows = self.tile_m * self.cluster
+        return self.cluster > 1 and self.tile_m <= _PUSHED_MOST and rows <= _PUSHED_ROWS_MOST
+
+    @property
+    def launch_registers(self) -> int:
+        """Registers a thread is launched with."""
+        return registers_of_a_thread(self.threads // 32, self.min_blocks)
+
+    def meets(self, problem: Problem) -> bool:
+        """Whether the sums of a tile meet in shared memory, and a block has one tile."""
+        return self.parts > 1 or problem.activation is not None
+
+    def apart(self, problem: Problem) -> bool:
+        """Whether warps that don't multiply store tiles: where a block takes several, alone on its
+        multiprocessor."""
+        return not self.meets(problem) and self.min_blocks == 1 and self.tiles(problem) > self.most_blocks
+
+    def scaling(self, problem: Problem) -> str:
+        """What scales multiply: sums (SUMS) at the end of a group or of K, fragments (WEIGHTS), or fragments
+        in the instruction that subtracts the zero point (FUSED)."""
+        if problem.quant_group == 0:
+            return "SUMS"
+        grown = self._grown(problem)[0]
+        sums = (
+            problem.quant_group == 16 * self.rows
+            and self.tile_m <= _SCALED_SUMS_MOST
+            and self._registers(problem, "SUMS") <= max(grown, self.launch_registers)
+        )
+        if problem.zeros:
+            return "SUMS" if sums else "WEIGHTS"
+        if problem.bfloat16 or (self.tile_m <= _FUSED_MOST and (self.tile_m >= _FUSED_LEAST or not sums)):
+            return "FUSED"
+        return "SUMS" if sums else "WEIGHTS"
+
+    def registers(self, problem: Problem) -> int:
+        """Registers that a multiplying thread needs."""
+        return self._registers(problem, self.scaling(problem))
+
+    def _registers(self, problem: Problem, scaling: str) -> int:
+        """When scales are taken in that way."""
+        sets = 2 if scaling == "SUMS" and problem.quant_group else 1
+        needed = self.words * (sets * self.tile_m // 2 + 8) + _OTHER_REGISTERS[self.words]
+        if scaling == "FUSED":
+            needed += _FUSED_REGISTERS[self.words]
+        if self.stream_k:
+            needed += _STREAM_K_ZERO_REGISTERS * self.words if problem.zeros else _STREAM_K_REGISTERS
+        if self.pushes:
+            needed += _PUSH_REGISTERS[self.words]
+        return needed + problem.zeros * _ZERO_REGISTERS[self.words]
+
+    def grown_registers(self, problem: Problem) -> tuple[int, int]:
+        """What multiplying and copying threads change to at their start; zeros if the launch gives enough."""
+        return (0, 0) if self.registers(problem) <= self.launch_registers else self._grown(problem)
+
+    def _grown(self, problem: Problem) -> tuple[int, int]:
+        """What a multiplying and a copying thread could change to, needed or not."""
+        if self.min_blocks > 1:
+            return 0, 0
+        return _GROWN.get((self.multiplying, self.meets(problem) or self.apart(problem)), (0, 0))
+
+    def fits_registers(self, problem: Problem) -> bool:
+        """Whether the accumulators fit what a thread can get."""
+        needed = self.registers(problem)
+        return needed <= self.launch_registers or needed <= self._grown(problem)[0]
+
+    def shared_bytes(self, problem: Problem) -> int:
+        """Dynamic shared memory of a block: the aligned ring, then what transposes or is received."""
+        ring = self.stages * stage_bytes(problem, self.tile_m, self.tile_n, self.rows) + 1024
+        if self.meets(problem) and not self.pushes:
+            # Sums take the place of the ring.
+            return max(ring, self.parts_k * self.tile_m * (self.tile_n + 4) * 4)
+        return ring + self._bytes_beside_ring(problem)
+
+    def _bytes_beside_ring(self, problem: Problem) -> int:
+        """What has a place of its own: sums that are received, or tiles that are transposed."""
+        if self.pushes:
+            slots = -(-self.tile_n // 16 // self.cluster)
+            return self.parts * slots * self.tile_m * 64
+        if self.meets(problem):
+            return 0
+        # A warp transposes twice eight rows of its columns, or sixteen where those are few.
+        rows = 32 if self.words == 1 else 16
+        scratch = 4 * rows * (2 * 16 * self.words + 16)
+        if self.apart(problem):
+            scratch = max(scratch, self.tile_m * (128 * self.words + 16))
+        return self.multiplying * scratch
+
+    def tiles(self, problem: Problem) -> int:
+        """Tiles of the output."""
+        return -(-problem.n // self.tile_n) * -(-problem.m // self.tile_m)
+
+    def grid(self, problem: Problem) -> int:
+        """Blocks of a launch."""
+        tiles = self.tiles(problem)
+        if self.meets(problem):
+            return tiles * self.cluster
+        if self.stream_k:
+            tiles = max(1, tiles * self.chunks(problem) // _LEAST_CHUNKS)
+        return min(tiles, self.most_blocks)
+
+    def chunks(self, problem: Problem) -> int:
+        """Chunks of K."""
+        return -(-problem.k // (16 * self.rows))
+
+    def handover(self, problem: Problem) -> Handover | None:
+        """What blocks that share a tile leave sums in; None where they don't."""
+        if not self.stream_k:
+            return None
+        blocks = self.grid(problem)
+        return Handover(floats=blocks * self.tile_m * self.tile_n, flags=blocks)
+
+    def window(self, problem: Problem) -> int:
+        """Chunks of a block on their way at once."""
+        chunk = weight_bytes(problem, self.tile_n, self.rows)
+        return chunks_on_their_way(chunk, self.stages, self.min_blocks, _ON_THEIR_WAY)
+
+    def instantiation(self, problem: Problem) -> Instantiation:
+        """What is compiled for the problem."""
+        consumer_registers, producer_registers = self.grown_registers(problem)
+        return Instantiation(
+            self.header,
+            self.function,
+            (
+                *problem.parameters,
+                problem.activation_parameter,
+                ("TILE_M", self.tile_m),
+                ("WORDS", self.words),
+                ("WARPGROUPS_N", self.warpgroups_n),
+                ("PARTS_K", self.parts_k),
+                ("ROWS", self.rows),
+                ("SCALING", f"Scaling::{self.scaling(problem)}"),
+                ("CLUSTER", self.cluster),
+                ("STAGES", self.stages),
+                ("WINDOW", self.window(problem)),
+                ("MIN_BLOCKS", self.min_blocks),
+                ("STREAM_K", self.stream_k),
+                ("STORE_WARPS", self.apart(problem)),
+                ("PUSH_SUMS", self.pushes),
+                ("CONSUMER_REGISTERS", consumer_registers),
+                ("PRODUCER_REGISTERS", producer_registers),
+                ("SHARED_BYTES", self.shared_bytes(problem)),
+            ),
+        )
+
+    def arguments(self, operands: Operands, dependent: bool) -> WarpgroupArguments:
+        """The kernel's parameters."""
+        return warpgroup_arguments(operands, self.tile_m, self.tile_n // 64, self.rows, dependent)
+
+
+def candidates(problem: Problem, device: Device, batch_invariant: bool = False) -> Iterator[WarpgroupConfig]:
+    """The variants worth estimating, all of which fit the device's registers and shared memory.
+
+    With ``batch_invariant`` those whose order of summation is the same for every M, and large clusters that
+    don't all run at once.
+    """
+    if not device.has_warpgroups:
+        return
+    # A tile that holds the batch, or one of those that split it, each the smallest for its number of tiles.
+    smallest = next((tile for tile in _TILES_M if tile >= problem.m), _TILES_M[-1])
+    tiles_m: dict[int, int] = {}
+    heights = _TILES_M if problem.m.bit_count() > 1 or problem.m < _POWER_ROWS else _POWER_TILES_M
+    for tile_m in (tile for tile in heights if min(smallest, 64) <= tile <= smallest):
+        count = -(-problem.m // tile_m)
+        if count < _MANY_TILES or tile_m <= _MANY_TILES_MOST:
+            tiles_m.setdefault(count, tile_m)
+    variants = [(shape, *beside) for shape, listed in _SHAPES.items() for beside in listed]
+    for count, tile_m in tiles_m.items():
+        # Only batches of one tile gain from a second block beside the first.
+        most = 2 if count == 1 else 1
+        for (words, warpgroups_n, parts_k), rows, blocks in variants:
+            if blocks > most:
+                continue
+            # The smallest tile could not be stored in whole turns; four words with zero points and scales of
+            # all of K spill.
+            if (words == 1 and tile_m % 16) or (words == 4 and problem.zeros and problem.quant_group == 0):
+                continue
+            tiles = count * -(-problem.n // (warpgroups_n * words * 64))
+            if tile_m == _FULL_TILE and warpgroups_n > 1 and tiles > device.multiprocessors:
+                continue
+            for cluster in device.cluster_sizes:
+                if cluster * parts_k > -(-problem.k // (16 * rows)):
+                    continue
+                if not (batch_invariant or cluster <= _ALWAYS or device.runs_at_once(tiles, cluster, blocks)):
+                    continue
+                config = _deepest(
+                    problem, device, tile_m, words, warpgroups_n, parts_k, rows, cluster, blocks
+                )
+                if config is None:
+                    continue
+                yield config
+                split_evenly = replace(config, stream_k=True)
+                if not batch_invariant and _worth_stream_k(problem, split_evenly):
+                    yield split_evenly
+
+
+def common(problem: Problem, device: Device) -> Iterator[WarpgroupConfig]:
+    """The few variants that serve any batch of more than 32 rows, as far as they fit."""
+    if not device.has_warpgroups:
+        return
+    for tile_m, words, warpgroups_n, parts_k, cluster, stream_k in _COMMON:
+        config = _deepest(problem, device, tile_m, words, warpgroups_n, parts_k, 8, cluster, 1)
+        if config is None or cluster * parts_k > config.chunks(problem):
+            continue
+        if cluster > _ALWAYS and not device.runs_at_once(config.tiles(problem), cluster, 1):
+            continue
+        split_evenly = replace(config, stream_k=True)
+        yield split_evenly if stream_k and _worth_stream_k(problem, split_evenly) else config
+
+
+def _worth_stream_k(problem: Problem, config: WarpgroupConfig) -> bool:
+    """Whether an even split of the last tiles is possible, and whole ones don't make whole waves."""
+    if config.meets(problem) or config.grid(problem) == 1 or not config.fits_registers(problem):
+        return False
+    # With two blocks a multiprocessor it was never measured to be faster than other splits.
+    if config.min_blocks > 1:
+        return False
+    return config.tiles(problem) % config.most_blocks != 0
+
+
+def _deepest(
+    problem: Problem,
+    device: Device,
+    tile_m: int,
+    words: int,
+    warpgroups_n: int,
+    parts_k: int,
+    rows: int,
+    cluster: int,
+    min_blocks: int,
+) -> WarpgroupConfig | None:
+    """The variant with as many stages as shared memory has room for, if it fits with two a part at least."""
+    most = device.multiprocessors * min_blocks
+    # The barriers, and what the driver keeps of every block, come on top.
+    room = device.shared_bytes // min_blocks - 1024
+    shallowest = 2 * parts_k
+    config = WarpgroupConfig(
+        tile_m, words, warpgroups_n, parts_k, rows, cluster, shallowest, min_blocks, most
+    )
+    if not config.fits_registers(problem) or config.shared_bytes(problem) > room:
+        return None
+    ring = room - 1024 - config._bytes_beside_ring(problem)
+    stages = min(_MAX_STAGES, ring // stage_bytes(problem, tile_m, config.tile_n, rows))
+    # A stage belongs to one part, which begins its next chunk before it gives the last one back.
+    return replace(config, stages=stages // parts_k * parts_k)
+
+
+def _resident(problem: Problem, device: Device, config: WarpgroupConfig) -> int:
+    """Blocks that a multiprocessor has room for."""
+    registers = min(config.registers(problem), config.launch_registers) * config.threads
+    room = (device.shared_bytes + 1024) // (config.shared_bytes(problem) + 1024)
+    return max(config.min_blocks, min(room, _REGISTERS // registers))
+
+
+def _displaced(
+    problem: Problem, device: Device, config: WarpgroupConfig, weights: float, activations: float
+) -> float:
+    """Seconds of device memory for operands of stream-K tiles that miss L2.
+
+    ``weights`` and ``activations`` are the bytes that one tile reads.
+
+    They begin anywhere in K, so neighbours share only what stays there, while whole tiles run side by side.
+    """
+    tiles, grid = config.tiles(problem), config.grid(problem)
+    dealt = tiles - max(tiles // grid - 1, 0) * grid
+    rows = -(-problem.m // config.tile_m)
+    distinct = activations * min(rows, dealt) + weights * -(-dealt // rows)
+    # Both halves of the chip keep what they read.
+    missed = max(0.0, 1 - device.cache_bytes / 2 / distinct)
+    return missed * (dealt * (weights + activations) - distinct) / device.bandwidth
+
+
+def estimate(
+    problem: Problem, device: Device, config: WarpgroupConfig, costs: Costs = COSTS
+) -> tuple[float, str]:
+    """Seconds of a launch, and what the busiest multiprocessor spends most of them on."""
+    chunk = 16 * config.rows
+    chunks = -(-problem.k // chunk)
+    split = config.meets(problem)
+    resident = _resident(problem, device, config) if split else config.min_blocks
+    fed = -(-chunks // config.cluster)
+    turns = -(-fed // config.parts_k)  # of the part with the most chunks
+    channels = chunks / config.cluster * chunk
+    weights = channels * config.tile_n * problem.bytes_per_weight
+    activations = channels * config.tile_m * 2
+    read = weights + activations
+    # Neighbouring tiles share their weights, which come from device memory once.
+    own = weights / min(-(-problem.m // config.tile_m), max(1, 1024 // config.tile_m))
+    batch = min(config.tile_m, problem.m)
+    products = config.words
+    # 64 rows of weights times 16 channels times the tile's rows, however few those are.
+    columns = products * 64 * 16 * config.tile_m / _MULTIPLICATIONS / device.clock
+    shares = {"columns": columns * costs.exposed, "operand": products * costs.operand / device.clock}
+    multiplied, _ = overlapped(shares, costs.sharpness)
+    scaling = config.scaling(problem)
+    scaled_quant_groups = problem.quant_group != 0 and scaling == "SUMS"
+    instructions: float = _UNPACK + _UNPACK_BFLOAT16 * problem.bfloat16
+    if scaled_quant_groups:
+        instructions += config.tile_m / 2 / config.rows
+    elif scaling == "WEIGHTS":
+        instructions += _SCALE
+    elif scaling == "FUSED":
+        instructions = _FUSED
+    dequantised = products * instructions * costs.issue / device.clock
+    waited = (costs.row + products * costs.fragment) / device.clock
+    handed = costs.chunk + costs.drain * scaled_quant_groups + costs.sharing * (config.warpgroups_n - 1)
+    handed /= device.clock
+    ends = batch * config.tile_n * (4 * config.parts_k if split else 2)
+    meeting = costs.cluster + costs.member * config.cluster if config.cluster > 1 else 0.0
+    if config.cluster > 1 and not config.pushes:
+        meeting += costs.turn * math.ceil(batch * config.tile_n / 4 / (config.cluster * config.threads))
+    rate = costs.store if not split else costs.remote if config.cluster > 1 else costs.reduction
+    seconds, busiest = PHYSICS.launch + costs.wave * (not split), ""
+    loads = device.loads(config.tiles(problem) * config.cluster, config.cluster, resident)
+    if config.stream_k:
+        loads = [Load(1, config.min_blocks, config.grid(problem))]
+    for load in loads:
+        count = load.blocks * config.warpgroups_n * min(config.parts_k, fed)
+        row = round_trip(count, waited, (dequantised, multiplied), costs.collision)
+        work = config.rows * row + handed
+        times = streaming_seconds(device, load, own, read)
+        times["requests"] = (
+            turns * config.parts_k / config.stages * (costs.latency + work + read / fed / PHYSICS.port)
+        )
+        times["products"] = turns * work
+        times["tensor cores"] = load.blocks * fed * config.warpgroups_n * config.rows * columns
+        times["the TMA producer"] = fed * (costs.producer + costs.order * problem.zeros) / device.clock
+        streamed, busiest = overlapped(times, costs.sharpness)
+        begun = config.rows * (waited + dequantised + multiplied)
+        last = begun + load.blocks * ends / rate
+        last += costs.wave + meeting if split else costs.tile
+        earlier = begun + costs.staged if config.apart(problem) else last
+        if config.stream_k:
+            # A block's share of the tiles, and sums that go from block to block through L2: those that meet
+            # in a tile are read one after the other.
+            share = config.tiles(problem) / load.grid
+            sums = config.tile_m * config.tile_n * 4 * device.multiprocessors / device.cache_bandwidth
+            seconds += share * streamed + (math.ceil(share) - 1) * earlier + last
+            seconds += costs.handover + load.blocks * (1 + max(1.0, 1 / share)) * sums
+            seconds += costs.scattered * _displaced(problem, device, config, weights, activations)
+        else:
+            seconds += load.waves * (streamed + earlier)
+    if not config.stream_k:
+        # The waves counted a block's last tile as one of the earlier.
+        seconds += last - earlier
+    return seconds, busiest

@@ -1,8 +1,0 @@
-"""What the host knows of a weight format: bits, channels a stored row, scales, and how it is dequantised."""
-
-from __future__ import annotations
-
-from marlinq.kernels.weights.format import WEIGHT_FORMATS, ScaleKind, WeightFormat, register_weight_format
-from marlinq.kernels.weights.int4 import INT4
-
-__all__ = ["INT4", "WEIGHT_FORMATS", "ScaleKind", "WeightFormat", "register_weight_format"]
