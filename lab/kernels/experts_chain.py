@@ -31,7 +31,7 @@ from marlinq.kernels.experts.launch import instantiations
 from marlinq.models.anatomy import Anatomy
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.synthetic import Synthetic, synthetic_model
-from marlinq.runtime.step import walk
+from marlinq.runtime.step import recorded_step
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.choose import _anatomy
 from marlinq.runtime.step.recorded_step import RecordedStep
@@ -135,7 +135,7 @@ def main() -> int:
     if not isinstance(anatomy, Anatomy):
         print(f"error: {anatomy.part}: {anatomy.reason}", file=sys.stderr)
         return 1
-    walk.decide_experts = _decide  # type: ignore[assignment]
+    recorded_step.decide_experts = _decide  # type: ignore[assignment]
     with dependent_launches():
         for batch in arguments.batch or [4, 16]:
             sweep(loaded.model, anatomy, batch, arguments.context)

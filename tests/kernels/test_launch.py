@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from marlinq.kernels import Device, Problem, dependent_launches, forced_kernel
-from marlinq.kernels.contract import arguments
 from marlinq.kernels.contract.demands import KERNELS, Kernel
 from marlinq.kernels.contract.handover import Handover
 from marlinq.kernels.contract.operands import Operands
-from marlinq.kernels.driver import cuda_driver
+from marlinq.kernels.driver import cuda_driver, tensor_maps
 from marlinq.kernels.launch import call, gather
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 from tests.kernels.problems import even_splits, random_operands
@@ -57,7 +56,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Driver]:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     monkeypatch.setattr(call, "device_numbers", lambda _: H200)
     monkeypatch.setattr(call, "_load", lambda *_: cuda_driver.Function(None, ctypes.c_void_p(1), 0, 1))
-    caches = arguments.activation_maps, arguments.weight_maps
+    caches = tensor_maps.activation_maps, tensor_maps.weight_maps
     for cache in caches:
         cache.cache_clear()
     yield library
