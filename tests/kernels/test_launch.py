@@ -95,10 +95,10 @@ def test_sums_are_kept_until_the_launch_is_made(library: _Driver, monkeypatch: p
         def __del__(self) -> None:
             events.append(f"gone after {len(library.launches)} launches")
 
-    def memory(self: Handover, device_index: int) -> tuple[Tensor, int]:
+    def memory(handover: Handover, device_index: int) -> tuple[Tensor, int]:
         return Sums(), 64  # type: ignore[return-value]
 
-    monkeypatch.setattr(Handover, "memory", memory)
+    monkeypatch.setattr(call, "handover_memory", memory)
     library.places = [PARTIALS, FLAGS]
     prepared.start(4096, 8192)
     assert library.launches == [[48, 64]]

@@ -1,9 +1,9 @@
 """Compiled kernels on disk: found by what they are compiled from, checked by what they hold.
 
 A cubin's file is named for the SHA-256 of its own bytes. An entry, named for everything that decides the
-result (:func:`marlinq.kernels.driver.compiler.compilation_key`), names the cubin. The entry is written last. One
-that does not hold what it says is compiled again and replaced, with a warning. Whose folder is trusted, and
-how files are read and written: :mod:`marlinq.core.kept`.
+result (:func:`marlinq.kernels.driver.compiler.compilation_key`), names the cubin. The entry is written last.
+One that does not hold what it says is compiled again and replaced, with a warning. Whose folder is trusted,
+and how files are read and written: :mod:`marlinq.core.kept`.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def cached_cubin(instantiation: Instantiation, architecture: str) -> Path:
         KernelSpills: the variant spills registers with this NVRTC.
 
     Raises:
-        EnvironmentProblem: as :func:`marlinq.kernels.driver.compiler.compile_kernel`, or the cache folder can't
-            be trusted or written.
+        EnvironmentProblem: as :func:`marlinq.kernels.driver.compiler.compile_kernel`, or the cache folder
+            can't be trusted or written.
     """
     path = entry_path(instantiation, architecture)
     try:
