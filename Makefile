@@ -10,7 +10,7 @@ WORKERS ?= auto
 GPU_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all coverage lint format docs fuzz gpu interop clean
+.PHONY: help install quickstart test test-all coverage lint format docs fuzz gpu interop release-check clean
 
 help:
 	@echo "make quickstart   quantise, convert, verify, evaluate and run a small model, with commentary"
@@ -23,6 +23,7 @@ help:
 	@echo "make fuzz         10,000 seeded mutations of checkpoints against every command (4 hours on 2 cores)"
 	@echo "make gpu          tests, sanitizers and measurements on a GPU, into build/gpu (20 minutes)"
 	@echo "make interop      exchange checkpoints with GPTQModel, compressed-tensors and llm-compressor (20 minutes)"
+	@echo "make release-check   build wheel and source archive, install them on Python 3.11, 3.12 and 3.13, lint the Dockerfile"
 	@echo "make clean        remove the environment, caches and the quickstart's files"
 
 # Rebuilt only when the requirements change; the package itself is installed editable.
@@ -84,6 +85,11 @@ $(INTEROP)/.installed: pyproject.toml $(INTEROP_PINS)
 interop: $(INTEROP)/.installed
 	$(INTEROP)/venv-llmcompressor/bin/python tests/interop/make_peer_checkpoints.py $(INTEROP)/peers --writer llmcompressor
 	MARLINQ_PEER_CHECKPOINTS=$(INTEROP)/peers $(INTEROP)/venv/bin/python -m pytest tests/interop -m interop $(PYTEST_ARGS)
+
+# PYTHONS chooses the interpreters, as in: make release-check PYTHONS="python3.12".
+PYTHONS ?= python3.11 python3.12 python3.13
+release-check: $(INSTALLED)
+	$(BIN)/python scripts/release_check.py build/release $(addprefix --python ,$(PYTHONS))
 
 clean:
 	rm -rf $(VENV) quickstart build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage coverage.xml
