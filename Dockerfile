@@ -16,7 +16,7 @@ COPY docs/package-page.md /build/docs/
 COPY marlinq /build/marlinq
 RUN pip install --no-cache-dir --constraint /build/constraints.txt "/build[cuda13]" && rm -r /build
 
-USER marlinq
+USER 1000
 WORKDIR /data
 ENTRYPOINT ["marlinq"]
 CMD ["--help"]

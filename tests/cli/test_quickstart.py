@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -62,7 +65,7 @@ def test_every_step_is_a_command(
         if step.makes is not None:
             make(step.makes)
     assert set(ran) == set(OPERATIONS)
-    assert (Path(__file__).parents[2] / "docs" / "guide.md").stat().st_size > 8000  # 2048 tokens of text
+    assert (Path(__file__).parents[2] / "docs" / "guide.md").stat().st_size > 8000  # 1024 tokens of text
 
 
 def test_a_finished_folder_is_not_made_again(
@@ -105,23 +108,46 @@ def test_a_failed_command_ends_the_tour(quickstart: ModuleType, monkeypatch: pyt
 def test_the_last_line_compares_the_speeds(
     quickstart: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    speeds = iter((15.0, 45.0, 20.0, 30.0))
-    measured = []
+    values: dict[str, object] = {"bytes_on_disk": 1e6, "model_bits": 6.5}
+    answer = subprocess.CompletedProcess([], 0, json.dumps(values).encode(), b"")
+    monkeypatch.setattr(quickstart.subprocess, "run", lambda *command, **settings: answer)
+    quickstart.print_summary(100.0, {quickstart.MODEL: 20.0, quickstart.MARLIN: 45.0})
+    lines = capsys.readouterr().out.splitlines()
+    assert "Done in 1 min 40 s. What there is now:" in lines
+    assert (
+        lines[-1] == "Decoding here: 20.0 tokens/s the original, 45.0 tokens/s in 4 bits, 2.25 times as fast."
+    )
 
-    def ran(command: list[str], **settings: object) -> subprocess.CompletedProcess[bytes]:
-        values: dict[str, object] = {"bytes_on_disk": 1e6, "model_bits": 6.5}
-        if "bench" in command:
-            measured.append(Path(command[5]))
-            values = {"cells": [{"tokens_per_second": next(speeds)}], "hardware": "a CPU"}
-        return subprocess.CompletedProcess(command, 0, json.dumps(values).encode(), b"")
 
-    monkeypatch.setattr(quickstart.subprocess, "run", ran)
-    found = quickstart.fastest_in_turn(quickstart.MODEL, quickstart.MARLIN)
-    assert measured == 2 * [quickstart.MODEL, quickstart.MARLIN]
+def test_a_speed_is_that_of_the_only_cell(
+    quickstart: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"cells": [{"tokens_per_second": 45.0}], "hardware": "a CPU"}
+    answer = subprocess.CompletedProcess([], 0, json.dumps(values).encode(), b"")
+    monkeypatch.setattr(quickstart.subprocess, "run", lambda *command, **settings: answer)
+    assert quickstart.tokens_per_second(quickstart.MARLIN) == 45.0
     assert "45.0 tokens/s: a CPU" in capsys.readouterr().out
-    quickstart.print_summary(100.0, found)
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "Decoding here: 20.0 tokens/s the original, 45.0 tokens/s in 4 bits, 2.25 times as fast."
+
+
+def test_a_long_step_says_that_it_runs(quickstart: ModuleType) -> None:
+    told = threading.Event()
+
+    class Seen(io.StringIO):
+        def write(self, text: str) -> int:
+            told.set()
+            return super().write(text)
+
+    seen = Seen()
+    with contextlib.redirect_stderr(seen), quickstart.still_running("step 2 of 8, quantize", every=0.001):
+        assert told.wait(30)
+    assert seen.getvalue().startswith("(step 2 of 8, quantize, has run for 0 s)")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (125, "2 min 5 s")]
+)
+def test_durations_are_in_minutes(quickstart: ModuleType, seconds: float, text: str) -> None:
+    assert quickstart.minutes(seconds) == text
 
 
 def test_a_failed_measurement_shows_its_message(
