@@ -20,7 +20,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,8 +28,9 @@ from typing import Any
 
 from marlinq.calibration.chat import Chat, read_chat
 from marlinq.core.boundaries import reason
-from marlinq.core.errors import EnvironmentProblem, UsageError
+from marlinq.core.errors import EnvironmentProblem, MarlinqError, UsageError
 from marlinq.core.hub import HUB_NAME, cached_datasets, listed, why_unreachable
+from marlinq.core.hub_answers import checked_answers
 
 Row = str | list[int] | Chat
 """A text, its token ids, or a conversation."""
@@ -224,7 +225,8 @@ def _stream(source: Source, seed: int | None) -> Iterator[dict[str, Any]]:
     import datasets
 
     online = bool(source.dataset) and _is_on_the_hub(source)
-    with tempfile.TemporaryDirectory() as unused, _settings(datasets, online):
+    checks = checked_answers() if online else nullcontext()
+    with tempfile.TemporaryDirectory() as unused, _settings(datasets, online), checks:
         # Streams fill no cache, but leave lock files in its folder.
         request = source.request if source.dataset else {**source.request, "cache_dir": unused}
         try:
@@ -232,6 +234,8 @@ def _stream(source: Source, seed: int | None) -> Iterator[dict[str, Any]]:
             if seed is not None and "data_files" not in request:
                 rows = rows.shuffle(seed=seed, buffer_size=_SHUFFLE_BUFFER).take(_SHUFFLE_BUFFER)
             yield from rows
+        except MarlinqError:
+            raise
         except UnicodeDecodeError as error:
             raise _not_utf8(source.spelling, error) from None
         except Exception as error:

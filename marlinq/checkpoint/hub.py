@@ -2,7 +2,7 @@
 
 ``huggingface_hub`` does the work: it takes up a connection that breaks in the middle of a file, and keeps the
 files that came whole for the next command. Here its errors become one line that says what to do, and its
-progress becomes ours.
+progress becomes ours. What it is told is checked first (:mod:`marlinq.core.hub_answers`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tqdm import tqdm
 from marlinq.core.boundaries import reason
 from marlinq.core.errors import CheckpointError, EnvironmentProblem
 from marlinq.core.hub import cached_models, listed, why_unreachable
+from marlinq.core.hub_answers import checked_answers, is_plain_path
 from marlinq.core.progress import ReportProgress
 
 _WANTED = (
@@ -50,19 +51,24 @@ def download(name: str, *, revision: str | None = None, progress: ReportProgress
         RevisionNotFoundError,
     )
 
+    if revision is not None and not is_plain_path(revision):
+        raise CheckpointError(f"{name}: {revision!r} is no revision; pass a branch, a tag or a commit hash")
     unreachable = why_unreachable()
     shown = name if revision is None else f"{name} at {revision}"
     try:
-        found = Path(
-            snapshot_download(
-                name,
-                revision=revision,
-                allow_patterns=list(_WANTED),
-                ignore_patterns=list(_UNWANTED),
-                local_files_only=bool(unreachable),
-                tqdm_class=None if progress is None else cast(Any, _bars(name, progress)),
+        with checked_answers():
+            found = Path(
+                snapshot_download(
+                    name,
+                    revision=revision,
+                    allow_patterns=list(_WANTED),
+                    ignore_patterns=list(_UNWANTED),
+                    local_files_only=bool(unreachable),
+                    tqdm_class=None if progress is None else cast(Any, _bars(name, progress)),
+                )
             )
-        )
+    except EnvironmentProblem as problem:
+        raise EnvironmentProblem(f"{shown}: {problem}") from None
     except GatedRepoError:
         raise EnvironmentProblem(
             f"{name}: is gated and you have no access; ask for it at {constants.ENDPOINT}/{name}, then log "
@@ -84,7 +90,10 @@ def download(name: str, *, revision: str | None = None, progress: ReportProgress
         ) from None
     except Exception as error:
         if not isinstance(error, OSError) and not type(error).__module__.startswith(_CARRIERS):
-            raise
+            raise EnvironmentProblem(
+                f"{shown}: {constants.ENDPOINT} answers what huggingface_hub can't use ({reason(error)}); "
+                "check HF_ENDPOINT and proxies"
+            ) from error
         raise EnvironmentProblem(
             f"{shown}: the download broke off ({reason(error)}); run the command again, files that came "
             "whole are kept"

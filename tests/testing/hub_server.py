@@ -10,7 +10,7 @@ import hashlib
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,6 +31,25 @@ class Repository:
 
 
 @dataclass
+class Lie:
+    """What is answered instead of the truth.
+
+    Attributes:
+        status: of the answer; None is the true one.
+        headers: that replace the true ones; None removes one.
+        body: instead of the true one; None is the true one.
+        silent: nothing is answered at all.
+        endless: the body never ends.
+    """
+
+    status: int | None = None
+    headers: dict[str, str | None] = field(default_factory=dict)
+    body: bytes | None = None
+    silent: bool = False
+    endless: bool = False
+
+
+@dataclass
 class Hub:
     """The server's content, and what it was asked.
 
@@ -42,6 +61,8 @@ class Hub:
         broken: answers every request for a file with an internal error.
         ranges: the offset of every request for a file that began in the middle, with its path.
         sent: how often each file was asked for.
+        lie: what is answered to a method and a path instead of the truth; None is the truth.
+        closing: the server ends, and so does everything that never would.
     """
 
     repositories: dict[str, Repository] = field(default_factory=dict)
@@ -51,6 +72,8 @@ class Hub:
     broken: bool = False
     ranges: list[tuple[str, int]] = field(default_factory=list)
     sent: Counter[str] = field(default_factory=Counter)
+    lie: Callable[[str, str], Lie | None] | None = None
+    closing: threading.Event = field(default_factory=threading.Event)
 
     def commit(self, name: str, revision: str) -> str | None:
         """The hash that a revision stands for, or None."""
@@ -71,6 +94,7 @@ def hub_server() -> Iterator[Hub]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        told = Lie()
 
         def log_message(self, format: str, *args: object) -> None:
             return
@@ -81,7 +105,44 @@ def hub_server() -> Iterator[Hub]:
         def do_GET(self) -> None:
             self._answer(body=True)
 
+        def send_response(self, code: int, message: str | None = None) -> None:
+            super().send_response(self.told.status or code, message)
+
+        def send_header(self, keyword: str, value: str) -> None:
+            if keyword not in self.told.headers:
+                super().send_header(keyword, value)
+
+        def end_headers(self) -> None:
+            for keyword, value in self.told.headers.items():
+                if value is not None:
+                    super().send_header(keyword, value)
+            super().end_headers()
+
+        def _lie(self, lie: Lie, body: bool) -> bool:
+            """Answer with a lie alone; False where the truth is told with other headers."""
+            if lie.silent:
+                hub.closing.wait(60)
+                self.close_connection = True
+                return True
+            if lie.body is None and not lie.endless:
+                return False
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            if lie.endless:
+                self.close_connection = True
+            else:
+                self.send_header("Content-Length", str(len(lie.body or b"")))
+            self.end_headers()
+            if body and lie.body is not None:
+                self.wfile.write(lie.body)
+            while body and lie.endless and not hub.closing.is_set():
+                self.wfile.write(b" " * 65_536)
+            return True
+
         def _answer(self, *, body: bool) -> None:
+            self.told = (hub.lie and hub.lie(self.command, self.path)) or Lie()
+            if self._lie(self.told, body):
+                return
             parts = [unquote(part) for part in urlsplit(self.path).path.split("/") if part]
             if not parts:
                 self._json(200, {}, body)
@@ -191,6 +252,7 @@ def hub_server() -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        hub.closing.set()
         server.shutdown()
         server.server_close()
         thread.join()
