@@ -43,12 +43,6 @@ def _weight_options(command: _Command) -> _Command:
         click.option("--explain", is_flag=True, help="Give the reason of every kernel decision."),
         click.option("--asymmetric", is_flag=True, help="Measure weights with zero points."),
         click.option(
-            "--group-size",
-            type=_group_size_choice,
-            default="128",
-            help="Channels that share a scale; -1 is all of them.",
-        ),
-        click.option(
             "--dtype",
             type=OneOf(("float16", "bfloat16"), {"fp16": "float16", "bf16": "bfloat16"}),
             default="float16",
@@ -83,6 +77,12 @@ def command() -> None:
     default="cublas,humming",
     help="Peers to measure alongside: cublas, humming, tinygemm; one that is not installed is noted. "
     "batch-invariant and act-order are the same kernel under those demands.",
+)
+@click.option(
+    "--group-size",
+    type=click.Choice(("auto", "32", "64", "128", "-1")),
+    default="auto",
+    help="Channels that share a scale; -1 is all of them, auto the largest that divides every layer.",
 )
 @_weight_options
 @click.option(
@@ -119,7 +119,7 @@ def kernels(
             device=device,
             against=against,
             dtype=dtype,
-            group_size=int(group_size),
+            group_size=None if group_size == "auto" else int(group_size),
             asymmetric=asymmetric,
             explain=explain,
             sustained=sustained,
@@ -138,6 +138,12 @@ def kernels(
     callback=_names,
     default="humming",
     help="Peers to measure alongside: cublas, grouped_mm, humming; one that can not run is noted.",
+)
+@click.option(
+    "--group-size",
+    type=_group_size_choice,
+    default="128",
+    help="Channels that share a scale; -1 is all of them.",
 )
 @_weight_options
 @device_option

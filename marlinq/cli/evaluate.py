@@ -7,11 +7,12 @@ import click
 from marlinq.cli.options import (
     device_option,
     dtype_option,
+    explain_option,
     output_options,
     revision_option,
     trust_remote_code_option,
 )
-from marlinq.cli.output import print_report, showing_progress
+from marlinq.cli.output import print_explained, showing_progress
 from marlinq.cli.types import SOURCE, TEXT
 
 
@@ -41,6 +42,7 @@ from marlinq.cli.types import SOURCE, TEXT
 @device_option
 @dtype_option
 @trust_remote_code_option
+@explain_option
 @output_options
 def command(
     model: str,
@@ -52,6 +54,7 @@ def command(
     device: str,
     dtype: str,
     trust_remote_code: bool,
+    explain: bool,
     as_json: bool,
 ) -> None:
     """Measure the perplexity of MODEL, quantised or not, and how far it is from an original.
@@ -73,4 +76,4 @@ def command(
             trust_remote_code=trust_remote_code,
             progress=progress,
         )
-    print_report(report, as_json=as_json)
+    print_explained(report, as_json=as_json, explain=explain)

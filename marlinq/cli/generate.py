@@ -10,11 +10,12 @@ import click
 from marlinq.cli.options import (
     device_option,
     dtype_option,
+    explain_option,
     output_options,
     revision_option,
     trust_remote_code_option,
 )
-from marlinq.cli.output import print_piece, print_report, showing_progress
+from marlinq.cli.output import print_explained, print_piece, showing_progress
 from marlinq.cli.types import SOURCE
 from marlinq.core.errors import UsageError
 from marlinq.core.startup import open_gpu_early
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 @device_option
 @dtype_option
 @trust_remote_code_option
+@explain_option
 @output_options
 def command(
     checkpoint: str,
@@ -82,6 +84,7 @@ def command(
     device: str,
     dtype: str,
     trust_remote_code: bool,
+    explain: bool,
     as_json: bool,
 ) -> None:
     """Load the checkpoint CKPT and continue a prompt; prints the text as it comes, then tokens a second.
@@ -124,7 +127,7 @@ def command(
     def show(report: Generation | Generations) -> None:
         if streams:
             print_piece("\n\n")
-        print_report(report, as_json=as_json)
+        print_explained(report, as_json=as_json, explain=explain)
 
     try:
         with ExitStack() as shown:

@@ -43,6 +43,13 @@ def _set_verbosity(level: int, ctx: click.Context, param: click.Parameter, value
         raise UsageError("--quiet and --verbose contradict each other; keep one")
 
 
+def explain_option(command: _Command) -> _Command:
+    """``--explain``: the reasons of every decision about kernels, behind the report."""
+    return click.option(
+        "--explain", is_flag=True, help="Also say which kernels multiply the weights, and why those."
+    )(command)
+
+
 def device_option(command: _Command) -> _Command:
     """``--device``: where the computation runs."""
     return click.option(

@@ -34,8 +34,27 @@ class Report(Protocol):
         ...
 
 
-def print_report(report: Report, *, as_json: bool) -> None:
-    """Print a report on stdout: one JSON object, tables on a terminal, plain text elsewhere."""
+class Explained(Report, Protocol):
+    """A report with reasons that people see when they ask for them; JSON always has them."""
+
+    def explain(self) -> Sequence[Block]:
+        """The reasons."""
+        ...
+
+
+def print_explained(report: Explained, *, as_json: bool, explain: bool) -> None:
+    """Print a report as :func:`print_report` does, with its reasons behind it if ``explain``."""
+    print_report(report, as_json=as_json, more=report.explain() if explain and not as_json else ())
+
+
+def print_report(report: Report, *, as_json: bool, more: Sequence[Block] = ()) -> None:
+    """Print a report on stdout: one JSON object, tables on a terminal, plain text elsewhere.
+
+    Args:
+        report: the report.
+        as_json: print the JSON object.
+        more: blocks to print behind the report's own, for people.
+    """
     if as_json:
         print_json(_plain(report.to_dict()), indent=2)
     elif sys.stdout.isatty():
@@ -45,9 +64,9 @@ def print_report(report: Report, *, as_json: bool) -> None:
 
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
-        draw(report.display(), Console(markup=False, highlight=False, emoji=False))
+        draw([*report.display(), *more], Console(markup=False, highlight=False, emoji=False))
     else:
-        click.echo(encodable(plain(report.display()), sys.stdout))
+        click.echo(encodable(plain([*report.display(), *more]), sys.stdout))
 
 
 def print_json(value: dict[str, Any], *, indent: int | None = None) -> None:

@@ -75,7 +75,8 @@ def _option(key: str, kind: Kind, meaning: str, defaults: object) -> Callable[[_
 
 @click.command("quantize", short_help="Quantise a model.", context_settings={"show_default": True})
 @click.argument("model", type=SOURCE)
-@click.argument("out", type=FOLDER)
+# Eager: a missing OUT is told before the source is looked at.
+@click.argument("out", type=FOLDER, is_eager=True)
 @_recipe_options
 @click.option(
     "--override",

@@ -21,7 +21,8 @@ from marlinq.core.sources import local_folder
 
 @click.command("rotate", short_help="Rotate a model's residual stream, so that 4 bits cost less.")
 @click.argument("source", type=SOURCE, metavar="SRC")
-@click.argument("out", type=FOLDER, metavar="DST")
+# Eager: a missing OUT is told before the source is looked at.
+@click.argument("out", type=FOLDER, metavar="DST", is_eager=True)
 @click.option(
     "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of the rotation."
 )

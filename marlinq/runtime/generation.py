@@ -78,6 +78,10 @@ class Generation(Shown):
         generated = f"{len(self.tokens)} tokens, stopped by {_ENDED[self.stopped]}"
         return _figures((self,), (("generated", generated),))
 
+    def explain(self) -> list[Block]:
+        """The notes: which operator multiplies the weights, and why."""
+        return [lines(*self.notes)]
+
 
 @dataclass(frozen=True)
 class Generations(Shown):
@@ -110,6 +114,10 @@ class Generations(Shown):
         ]
         return [*texts, *_figures(self.rows, rows)]
 
+    def explain(self) -> list[Block]:
+        """As of a single one: all rows ran alike."""
+        return self.rows[0].explain()
+
 
 class Interrupted(KeyboardInterrupt):
     """An interrupt while tokens were generated; the model can be used again.
@@ -134,7 +142,7 @@ def _figures(rows: Sequence[Generation], first: Sequence[tuple[str, str]]) -> li
         ("steps", f"{one.step.mode}: {one.step.reason}"),
         ("device", f"{one.device}, {one.dtype}"),
     )
-    return [Facts((*first, *shared)), lines(*one.notes)]
+    return [Facts((*first, *shared))]
 
 
 class TextStream:

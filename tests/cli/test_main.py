@@ -79,6 +79,8 @@ def test_error_as_json(marlinq: Callable, operation: Callable) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (["quantize", "no-such-folder/model"], "Missing argument 'OUT'"),
+        (["rotate", "no-such-folder/model"], "Missing argument 'DST'"),
         (["inspect"], "Missing argument 'CKPT'"),
         (["inspect", "a", "--jsonn"], "No such option '--jsonn'"),
         (["frobnicate"], "No such command 'frobnicate'"),

@@ -18,7 +18,7 @@ from marlinq.kernels import GROUP_SIZES, Problem, explain, precompile, w4a16_gem
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.peers import PEERS, Contender, Marlinq, Run, Weight, random_weight
 from marlinq.operations.bench.report import OURS, Cell, KernelBench
-from marlinq.operations.bench.shapes import Layer, layers_of
+from marlinq.operations.bench.shapes import Layer, dividing_group_size, layers_of
 from marlinq.operations.bench.timing import (
     capture,
     cold_read_seconds,
@@ -68,7 +68,7 @@ def bench_kernels(
     device: str | torch.device = "auto",
     against: Sequence[str] = ("cublas", "humming"),
     dtype: str = "float16",
-    group_size: int = 128,
+    group_size: int | None = None,
     asymmetric: bool = False,
     explain: bool = False,
     sustained: bool = False,
@@ -86,7 +86,7 @@ def bench_kernels(
         device: as in :func:`marlinq.core.devices.resolve_device`.
         against: names of :data:`marlinq.operations.bench.peers.PEERS`; one that can't run is noted.
         dtype: float16 or bfloat16.
-        group_size: 32, 64, 128 or -1.
+        group_size: 32, 64, 128 or -1; None is the largest of 128, 64 and 32 that divides every layer.
         asymmetric: measure weights with zero points.
         explain: keep the reason of every decision.
         sustained: replay without rests, so that large products run at the GPU's power limit. The limits that
@@ -100,6 +100,8 @@ def bench_kernels(
     """
     if dtype not in _DTYPES:
         raise UsageError(f"dtype {dtype!r}: expected float16 or bfloat16")
+    if group_size is None:
+        group_size = dividing_group_size(models, shapes)
     if group_size not in GROUP_SIZES:
         raise UsageError(f"group size {group_size}: expected one of 32, 64, 128, -1")
     unknown = [name for name in against if name not in PEERS]

@@ -51,6 +51,16 @@ MODELS = {
 }
 
 
+def dividing_group_size(models: Iterable[str], shapes: Iterable[str]) -> int:
+    """The largest of 128, 64 and 32 that divides the input channels of every layer.
+
+    Raises:
+        UsageError: as :func:`layers_of`.
+    """
+    layers = layers_of(models, shapes, -1)
+    return next(size for size in (128, 64, 32) if not any(layer.k % size for layer in layers))
+
+
 def layers_of(models: Iterable[str], shapes: Iterable[str], group_size: int) -> tuple[Layer, ...]:
     """The layers of ``models`` and of ``shapes`` such as ``4096x4096`` or ``NAME=4096x4096`` (N x K).
 

@@ -100,7 +100,11 @@ class Evaluation(Shown):
             ("time", f"{self.seconds:.1f} s on {self.device}"),
         ]
         numbers = tuple(range(1, len(header) - 1))
-        return [Table(header, tuple(rows), numbers=numbers), Facts(tuple(facts)), lines(*self.notes)]
+        return [Table(header, tuple(rows), numbers=numbers), Facts(tuple(facts))]
+
+    def explain(self) -> list[Block]:
+        """The notes: which operator multiplies the weights, and why."""
+        return [lines(*self.notes)]
 
 
 @dataclass

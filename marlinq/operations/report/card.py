@@ -78,10 +78,7 @@ def model_card(
         "",
         "## Use",
         "",
-        "```",
-        "marlinq inspect .          # which servers load it",
-        "marlinq generate . --prompt 'Why is the sky blue?'",
-        "```",
+        *_use(str(recipe.get("format"))),
         "",
         "## Recipe",
         "",
@@ -196,6 +193,20 @@ def _errors(label: str, errors: Mapping[str, float]) -> list[str]:
     worst = max(known, key=lambda name: known[name])
     largest = f"largest {known[worst]:.2e} in {_inline(worst)}"
     return [f"| {label}, squared, relative | median {median(known.values()):.2e}, {largest} |"]
+
+
+def _use(layout: str) -> list[str]:
+    """How the checkpoint is served and loaded; the folder stands as ``.``."""
+    serve = ["vllm serve .", ""] if layout != "marlin" else []
+    commands = [*serve, "marlinq inspect .   # which servers load it", "marlinq generate . --prompt 'Hello'"]
+    python = [
+        "import marlinq",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        "marlinq.register()  # marlinq's linears in transformers",
+        'model = AutoModelForCausalLM.from_pretrained(".", device_map="auto")',
+    ]
+    return ["```", *commands, "```", "", "```python", *python, "```"]
 
 
 def _fenced(text: str, language: str) -> list[str]:

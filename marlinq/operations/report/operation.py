@@ -144,10 +144,15 @@ def _write(folder: Path, figures: Sequence[CheckpointFigures]) -> WrittenReport:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             # Beside its place and then moved there: a link in its place is replaced, not followed.
-            temporary = folder / f".{name}.{os.getpid()}"
-            with temporary.open("x", encoding="utf-8", newline="") as file:
-                file.write(text)
-            temporary.replace(folder / name)
+            # A name without a number: what a killed process left is replaced by the next one.
+            temporary = folder / f".{name}.partial"
+            temporary.unlink(missing_ok=True)
+            try:
+                with temporary.open("x", encoding="utf-8", newline="") as file:
+                    file.write(text)
+                temporary.replace(folder / name)
+            finally:
+                temporary.unlink(missing_ok=True)
     except OSError as error:
         raise OutputError(
             f"{error.filename or folder}: {error.strerror or error}; choose another folder with --out"

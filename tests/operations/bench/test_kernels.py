@@ -16,7 +16,7 @@ from marlinq.kernels import ARCHITECTURES, GROUP_SIZES, compile_kernel
 from marlinq.kernels.contract.instantiation import cold_read
 from marlinq.operations.bench import Cell, KernelBench, bench_kernels, kernels
 from marlinq.operations.bench.peers import PEERS, Marlinq, Run, Weight, _pack_rows, random_weight
-from marlinq.operations.bench.shapes import MODELS, Layer, layers_of
+from marlinq.operations.bench.shapes import MODELS, Layer, dividing_group_size, layers_of
 
 CPU = torch.device("cpu")
 
@@ -260,3 +260,11 @@ def test_faulty_peers_are_reported_and_not_timed(monkeypatch: pytest.MonkeyPatch
     found = kernels._on_gpu(sustained, (Layer("l", 64, 128),), (1,), ("none",), "float16", no_progress)
     assert found.cells[0].ratio("none") == pytest.approx(6)
     assert "no rests: at the power limit" in found.render()
+
+
+def test_the_default_group_divides_every_layer() -> None:
+    for model in MODELS:
+        assert layers_of([model], [], dividing_group_size([model], []))
+    assert dividing_group_size(["llama-3-8b"], []) == 128
+    # 576 input channels.
+    assert dividing_group_size(["smollm2-135m"], []) == 64

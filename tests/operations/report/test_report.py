@@ -335,6 +335,24 @@ def test_a_module_with_another_quantity_is_named_apart(tmp_path: Path) -> None:
     assert figures.errors == [0.01, 0.02]
 
 
+def test_no_temporary_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = run_of(tmp_path / "model", "gptq", **{UP0: {"relative_error": 0.01}})
+    out = tmp_path / "out"
+    # What a killed process left is gone with the next report.
+    out.mkdir()
+    (out / f".{HTML}.partial").write_text("half")
+    report(folder, out=out)
+    assert {path.name for path in out.iterdir()} == {HTML, CSV, REPORT_JSON}
+
+    def full(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OutputError, match="No space left"):
+        report(folder, out=out)
+    assert {path.name for path in out.iterdir()} == {HTML, CSV, REPORT_JSON}
+
+
 def test_experts_share_a_cell() -> None:
     assert place("model.layers.12.mlp.experts.7.up_proj") == (12, "mlp.experts.*.up_proj")
     assert place("transformer.h.0.attn.c_attn") == (0, "attn.c_attn")
