@@ -15,6 +15,9 @@ import pytest
 from marlinq.cli import main
 from marlinq.core.display import Block, lines
 
+PACKAGE = Path(__file__).parents[2]
+"""The folder that the package lies in."""
+
 
 @dataclass
 class Outcome:
@@ -81,6 +84,8 @@ def operation(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recorder]:
     def replace(module: str, name: str, error: BaseException | None = None, *, ok: bool = True) -> Recorder:
         recorder = Recorder(error=error, ok=ok)
         stand_in = ModuleType(module)
+        # Modules beside the operation, which commands import early, stay themselves.
+        stand_in.__path__ = [str(PACKAGE / module.replace(".", "/"))]
         setattr(stand_in, name, recorder)
         monkeypatch.setitem(sys.modules, module, stand_in)
         return recorder
