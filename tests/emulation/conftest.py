@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulation.build import Builder, find_compiler
+from emulation.build import Builder, find_compiler
 
 
 @pytest.fixture(scope="session")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from emulation.build import Builder
+from emulation.faults import Planted
+from emulation.launching import EmulatedKernel, Memory, apart
 from marlinq.kernels.experts import ExpertWeights, StoredExperts
 from marlinq.kernels.experts.choose import ExpertsDecision
 from marlinq.kernels.experts.launch import Workspace, layer_steps, shape_of
-from tests.emulation.build import Builder
 from tests.emulation.gemm import SOURCES
-from tests.emulation.launching import EmulatedKernel, Memory, apart, emulated_tensor_maps
+from tests.emulation.tensor_maps import emulated_tensor_maps
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def run_layer(
     expert_map: Tensor | None = None,
     *,
     seed: int = 0,
-    planted: tuple[str, Path] | None = None,
+    planted: tuple[str, Planted] | None = None,
 ) -> Routed:
     """Every launch of the layer, dependently, each with what it may touch.
 
@@ -56,7 +57,7 @@ def run_layer(
         x, ids, weights, experts, activation, expert_map: as
             :func:`marlinq.kernels.experts.w4a16_experts`.
         seed: of the schedule.
-        planted: a kernel's function and the folder of its sources, where they are not the usual ones.
+        planted: a kernel's function and a fault in its sources, or None.
 
     Raises:
         KernelFault: a kernel did something wrong.
@@ -91,8 +92,8 @@ def run_layer(
         function = step.instantiation.function
         parameters = dict(step.instantiation.parameters)
         memory = _touched(function, parameters, given)
-        sources = planted[1] if planted is not None and planted[0] == function else SOURCES
-        library = builder.kernel(step.instantiation.text(), function, sources)
+        fault = planted[1] if planted is not None and planted[0] == function else None
+        library = builder.kernel(step.instantiation.text(), function, SOURCES, planted=fault)
         EmulatedKernel(library).launch(
             step.grid,
             step.threads,

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from emulation.build import Builder
+from emulation.faults import Planted
+from emulation.launching import EmulatedKernel, KernelFault, Memory, apart
 from marlinq.kernels import Device, Problem
 from marlinq.kernels.choose.decision import KernelConfig
 from marlinq.kernels.contract.arguments import WarpgroupArguments
 from marlinq.kernels.contract.instantiation import CUDA_SOURCES
 from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
-from tests.emulation.build import Builder
-from tests.emulation.launching import EmulatedKernel, KernelFault, Memory, apart, emulated_tensor_maps
+from tests.emulation.tensor_maps import emulated_tensor_maps
 from tests.kernels.problems import BOUND, random_operands, relative_error
 
 SOURCES = CUDA_SOURCES
@@ -65,20 +66,20 @@ class Case:
     loud: bool = False
 
 
-def run(builder: Builder, case: Case, sources: Path = SOURCES) -> float:
+def run(builder: Builder, case: Case, planted: Planted | None = None) -> float:
     """The relative error of the result against float64; NaN when an element was not written.
 
     Args:
         builder: compiles the variant.
         case: what to launch.
-        sources: the folder of the kernels' sources.
+        planted: a fault in the kernel's sources, or None.
 
     Raises:
         KernelFault: the kernel did something wrong, left flags set, or gave other bits in another launch.
     """
     problem, config = case.problem, case.config
     text = config.instantiation(problem).text()
-    library = builder.kernel(text, config.function, sources, case.capability)
+    library = builder.kernel(text, config.function, SOURCES, case.capability, planted)
     torch.manual_seed(case.seed)
     dtype = _dtype(problem)
     made = random_operands(

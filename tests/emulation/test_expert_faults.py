@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
-import shutil
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 
+from emulation.build import Builder
+from emulation.faults import Planted, sites
+from emulation.launching import KernelFault
 from marlinq.kernels.experts.choose import DirectConfig, DirectDecision, ExpertsDecision
 from marlinq.kernels.experts.launch import shape_of
 from marlinq.kernels.variants.stream import StreamConfig
-from tests.emulation.build import Builder
 from tests.emulation.experts import run_layer
 from tests.emulation.gemm import SOURCES
-from tests.emulation.launching import KernelFault
 from tests.emulation.test_experts import decision
 from tests.kernels.experts_problems import Shape, random_layer, random_routing
 from tests.kernels.problems import BOUND, relative_error
@@ -28,131 +27,72 @@ SHAPE = Shape(4, 2, 192, 128, 64)
 
 
 class Fault(NamedTuple):
-    """A fault: in which kernel and file, what becomes what, and what has to be said of it; ``here`` where
-    blocks sort pairs themselves."""
+    """A fault and the report that it has to cause.
+
+    Attributes:
+        function: the kernel in which it is planted.
+        planted: the fault site and its wrong text.
+        reported: a regular expression of the report.
+        here: True for a layer whose blocks sort pairs themselves.
+    """
 
     function: str
-    file: str
-    old: str
-    new: str
+    planted: Planted
     reported: str
     here: bool = False
 
 
-ROUTE, WGMMA, SUM = "experts/route.cuh", "kernels/experts_warpgroup.cuh", "experts/sum.cuh"
-STREAM, RECORDS = "kernels/experts_stream.cuh", "experts/records.cuh"
-SHARED, FEW = "kernels/experts_shared.cuh", "experts/few_pairs.cuh"
+UNORDERED = "without waiting for it|may still be reading"
 FAULTS = {
-    "ids too early": Fault("experts_route", ROUTE, "        wait_for_previous_kernel();\n", "", EARLY),
+    "ids too early": Fault("experts_route", Planted("route_waits"), EARLY),
     "counts before zeros": Fault(
-        "experts_route",
-        ROUTE,
-        "        __syncthreads();\n        const u32 same",
-        "        const u32 same",
-        "without waiting for it",
+        "experts_route", Planted("route_counters_cleared"), "without waiting for it"
     ),
     "equal pairs at one place": Fault(
-        "experts_route", ROUTE, " + rank;\n        own_places", ";\n        own_places", "second time"
+        "experts_route",
+        Planted("route_place", "first_rows[expert] + of_warps[warp * EXPERTS + expert]"),
+        "second time",
     ),
-    "records too early": Fault(
-        "experts_wgmma",
-        WGMMA,
-        "();\n            if (behind_route) wait_for_previous_kernel();\n            const StoredRecords",
-        "();\n            const StoredRecords",
-        EARLY,
-    ),
-    "activations too early": Fault(
-        "experts_wgmma",
-        WGMMA,
-        "if (dependent) wait_for_previous_kernel();\n            ring = first",
-        "ring = first",
-        EARLY,
-    ),
-    "another expert's words": Fault("experts_wgmma", WGMMA, "plane(at.expert * (K / 16))", "plane(0)", WRONG),
+    "records too early": Fault("experts_wgmma", Planted("records_wait"), EARLY),
+    "activations too early": Fault("experts_wgmma", Planted("expert_rows_wait"), EARLY),
+    "another expert's words": Fault("experts_wgmma", Planted("expert_plane", "0"), WRONG),
     "rows of the next expert": Fault(
-        "experts_wgmma", RECORDS, "min(TileM, record.rows - at.m0)", "TileM", "second time|out of bounds"
+        "experts_wgmma", Planted("expert_rows", "TileM"), "second time|out of bounds"
     ),
-    "sums too early": Fault("experts_sum", SUM, "    wait_for_previous_kernel();\n", "", EARLY),
-    "rows of pairs that are elsewhere": Fault(
-        "experts_sum", SUM, "if (place < 0) continue;", "", "out of bounds"
+    "sums too early": Fault("experts_sum", Planted("expert_sum_waits"), EARLY),
+    "rows of pairs that are elsewhere": Fault("experts_sum", Planted("pair_elsewhere"), "out of bounds"),
+    "a choice too early": Fault("experts_stream", Planted("choice_waits"), EARLY),
+    "another slot's activations": Fault("experts_stream", Planted("slot_activations"), WRONG),
+    "no routing weight": Fault(
+        "experts_stream", Planted("routing_weight", "gated<C::ACTIVATION>(gate.x, up.x)"), WRONG
     ),
-    "a choice too early": Fault(
-        "experts_stream", STREAM, "if (dependent) wait_for_previous_kernel();", "", EARLY
-    ),
-    "another slot's activations": Fault("experts_stream", STREAM, "x += slot * weights.K;", "", WRONG),
-    "no routing weight": Fault("experts_stream", STREAM, "(gate.x, up.x) * weight", "(gate.x, up.x)", WRONG),
-    "a shared choice too early": Fault(
-        "experts_shared", SHARED, "if (dependent) wait_for_previous_kernel();", "", EARLY
-    ),
+    "a shared choice too early": Fault("experts_shared", Planted("shared_choice_waits"), EARLY),
     "activations of shared experts too early": Fault(
-        "experts_shared",
-        SHARED,
-        "fetch_weights(0);\n            wait_for_previous_kernel();",
-        "fetch_weights(0);",
-        EARLY,
+        "experts_shared", Planted("shared_activations_wait"), EARLY
     ),
-    "groups before their pairs are compared": Fault(
-        "experts_shared",
-        SHARED,
-        "        __syncthreads();\n        int groups = 0;",
-        "        int groups = 0;",
-        "without waiting for it|may still be reading",
-    ),
+    "groups before their pairs are compared": Fault("experts_shared", Planted("pairs_compared"), UNORDERED),
     "an expert twice in one column": Fault(
-        "experts_shared",
-        SHARED,
-        "again && expert >= 0 ? -2 - t : expert",
-        "expert",
-        WRONG + "|second time|without",
+        "experts_shared", Planted("expert_again", "expert"), WRONG + "|second time|without"
     ),
     "a segment's weights for the next": Fault(
-        "experts_shared",
-        SHARED,
-        "if (++weights_chunk == of_segment && step + 1 < my_steps) weights_chunk = 0, ++weights_segment,"
-        " enter_weights();",
-        "++weights_chunk;",
-        WRONG + "|out of bounds",
+        "experts_shared", Planted("next_segment", "++weights_chunk;"), WRONG + "|out of bounds"
     ),
-    "a row's pairs in other rows' columns": Fault(
-        "experts_shared", SHARED, "pair < 0 ? -1 : (GATED", "pair < 0 ? 0 : (GATED", WRONG
-    ),
-    "ids too early for blocks that sort": Fault(
-        "experts_wgmma",
-        WGMMA,
-        "pairs.clear();\n            if (behind_route) wait_for_previous_kernel();",
-        "pairs.clear();",
-        EARLY,
-        here=True,
-    ),
+    "a row's pairs in other rows' columns": Fault("experts_shared", Planted("empty_column", "0"), WRONG),
+    "ids too early for blocks that sort": Fault("experts_wgmma", Planted("pairs_wait"), EARLY, here=True),
     "experts compared before all are there": Fault(
-        "experts_wgmma",
-        FEW,
-        "        __syncthreads();\n\n        // Rows in",
-        "        // Rows in",
-        "without waiting for it|may still be reading",
-        here=True,
+        "experts_wgmma", Planted("ids_there"), UNORDERED, here=True
     ),
     "equal pairs at the first one's place": Fault(
-        "experts_wgmma",
-        FEW,
-        "first_rows[mine] + of_warps[warp * Experts + mine] + rank",
-        "first_rows[mine]",
-        "overwrites",
-        here=True,
+        "experts_wgmma", Planted("few_pairs_place", "first_rows[mine]"), "overwrites", here=True
     ),
     "another row's activations": Fault(
-        "experts_wgmma", FEW, "(u16)(thread / given.top)", "(u16)(thread % given.top)", WRONG, here=True
+        "experts_wgmma", Planted("few_pairs_row", "thread % given.top"), WRONG, here=True
     ),
     "rows in another order than their pairs": Fault(
-        "experts_wgmma",
-        WGMMA,
-        "Layout::SLAB_BYTES + lane * 128",
-        "Layout::SLAB_BYTES + (7 - lane) * 128",
-        WRONG,
-        here=True,
+        "experts_wgmma", Planted("gathered_row", "(7 - lane) * 128"), WRONG, here=True
     ),
     "bytes of rows that never come": Fault(
-        "experts_wgmma", WGMMA, "Layout::SLABS * 128 * (TILE_M - rows)", "0", "wait", here=True
+        "experts_wgmma", Planted("gathered_bytes", "0"), "wait", here=True
     ),
 }
 
@@ -163,7 +103,9 @@ def _direct(*, shared: bool) -> ExpertsDecision:
     return DirectDecision(configs[0], configs[1], "a test's")
 
 
-def report(builder: Builder, planted: tuple[str, Path] | None, function: str, *, here: bool = False) -> str:
+def report(
+    builder: Builder, planted: tuple[str, Planted] | None, function: str, *, here: bool = False
+) -> str:
     """What the emulation says of a layer with a pair that is elsewhere, and experts with several tiles."""
     torch.manual_seed(0)
     layer = random_layer(SHAPE)
@@ -186,22 +128,19 @@ def report(builder: Builder, planted: tuple[str, Path] | None, function: str, *,
     return "nothing" if right else WRONG
 
 
-def test_every_fault_has_a_place_in_the_sources() -> None:
-    for fault in FAULTS.values():
-        assert (SOURCES / fault.file).read_text(encoding="utf-8").count(fault.old) == 1
+SITES = sites(SOURCES)
 
 
 # Every time: in each source one that makes the result wrong and one that does something worse.
 @pytest.mark.parametrize(
-    "name", first_of_each(list(FAULTS), lambda name: (FAULTS[name].file, FAULTS[name].reported == WRONG))
+    "name",
+    first_of_each(
+        list(FAULTS), lambda name: (SITES[FAULTS[name].planted.site], FAULTS[name].reported == WRONG)
+    ),
 )
-def test_a_planted_fault_is_reported(builder: Builder, tmp_path: Path, name: str) -> None:
+def test_a_planted_fault_is_reported(builder: Builder, name: str) -> None:
     fault = FAULTS[name]
-    sources = tmp_path / "cuda"
-    shutil.copytree(SOURCES, sources)
-    text = (sources / fault.file).read_text(encoding="utf-8")
-    (sources / fault.file).write_text(text.replace(fault.old, fault.new), encoding="utf-8")
-    found = report(builder, (fault.function, sources), fault.function, here=fault.here)
+    found = report(builder, (fault.function, fault.planted), fault.function, here=fault.here)
     assert re.search(fault.reported, found, re.DOTALL), found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from emulation.build import Builder
 from marlinq.kernels.experts.choose import (
     Columns,
     DirectConfig,
@@ -20,7 +21,6 @@ from marlinq.kernels.experts.choose import (
 from marlinq.kernels.experts.launch import shape_of
 from marlinq.kernels.experts.reference import local_experts
 from marlinq.kernels.variants.stream import StreamConfig
-from tests.emulation.build import Builder
 from tests.emulation.experts import Routed, run_layer
 from tests.emulation.gemm import H200
 from tests.kernels.experts_problems import Shape, random_layer, random_routing

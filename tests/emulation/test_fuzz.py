@@ -12,14 +12,14 @@ from dataclasses import replace
 
 import pytest
 
+from emulation.build import Builder
+from emulation.launching import KernelFault
 from marlinq.kernels import GROUP_SIZES, Problem
 from marlinq.kernels.choose.decision import estimates
 from marlinq.kernels.contract.demands import KERNELS
 from marlinq.kernels.variants.stream import StreamConfig
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
-from tests.emulation.build import Builder
 from tests.emulation.gemm import AMPERE, H200, Case, bound, run
-from tests.emulation.launching import KernelFault
 from tests.kernels.problems import SPREADS
 
 # In units of 64. Every length of a last chunk and a last tile, and enough steps to go round every ring twice.

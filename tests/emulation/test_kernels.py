@@ -12,6 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
+from emulation.build import Builder
+from emulation.launching import EmulatedKernel, Memory, apart
 from marlinq.kernels import Device, Problem, batch_invariant, decide, forced_kernel
 from marlinq.kernels.choose.decision import KernelConfig, activates, estimates
 from marlinq.kernels.contract.demands import KERNELS, Kernel
@@ -20,9 +22,7 @@ from marlinq.kernels.launch.gather import gather_channels
 from marlinq.kernels.variants.bulk import BulkConfig
 from marlinq.kernels.variants.stream import StreamConfig
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
-from tests.emulation.build import Builder
 from tests.emulation.gemm import AMPERE, H200, SOURCES, Case, bound, run
-from tests.emulation.launching import EmulatedKernel, Memory, apart
 from tests.kernels.problems import SPREADS
 from tests.testing.pairs import every_pair, in_turn
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from emulation.build import Builder
+from emulation.launching import EmulatedKernel, KernelFault, Memory, apart
 from marlinq.kernels.contract.instantiation import Instantiation
-from tests.emulation.build import Builder
 from tests.emulation.gemm import SOURCES
-from tests.emulation.launching import EmulatedKernel, KernelFault, Memory, apart
 
 # Every wrapper.
 INCLUDES = "\n".join(

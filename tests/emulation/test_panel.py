@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
+from emulation.build import Builder
+from emulation.faults import Planted
+from emulation.launching import KernelFault
 from marlinq.core.scheme import Scheme
 from marlinq.methods.factor import channel_order, factorise
 from marlinq.methods.gptq import GPTQOptions, solve_gptq_shared
@@ -18,9 +17,6 @@ from marlinq.methods.many import Layer, solve_many
 from marlinq.methods.panels import solve_panels
 from marlinq.methods.slices import solve_slices
 from marlinq.methods.solution import Solution
-from tests.emulation.build import Builder
-from tests.emulation.gemm import SOURCES
-from tests.emulation.launching import KernelFault
 from tests.emulation.panel import emulated_panel, emulated_panels
 from tests.methods.textbook import searched_gptq, textbook_gptq
 from tests.testing.layers import make_layer
@@ -130,27 +126,18 @@ def test_the_schedule_changes_no_bit(builder: Builder) -> None:
         assert torch.equal(getattr(first, name), getattr(second, name)), name
 
 
-FAULTS = (
-    # All warps update the rows below with errors that warp 0 is still finding.
-    "errors[j];\n            }\n        }\n",
-    # The next rows are rounded while other warps still update them.
-    "at.v[j * COLUMNS + lane] = v;\n        }\n",
-    # Candidates are compared before every warp has told its best.
-    "at.chosen[warp][lane] = chosen;\n",
-)
+FAULTS = {
+    "rows updated with errors that warp 0 still computes": Planted("errors_there"),
+    "rows rounded while other warps still update them": Planted("rows_updated"),
+    "candidates compared before every warp has told its best": Planted("candidates_told"),
+}
 
 
-@pytest.mark.parametrize("before", FAULTS)
-def test_a_missing_barrier_is_found(builder: Builder, tmp_path: Path, before: str) -> None:
-    shutil.copytree(SOURCES, tmp_path, dirs_exist_ok=True)
-    path = tmp_path / "solve" / "round_panel.cuh"
-    text = path.read_text(encoding="utf-8")
-    barrier = re.compile(re.escape(before) + r" *__syncthreads\(\);")
-    assert len(barrier.findall(text)) == 1
-    path.write_text(barrier.sub(before, text), encoding="utf-8")
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_missing_barrier_is_reported(builder: Builder, name: str) -> None:
     weight, hessian = make_layer(40, 64)
     factor = factorise(hessian, channel_order(hessian, 64, "none"), 0.01)
-    launch = emulated_panel(builder, sources=tmp_path)
+    launch = emulated_panel(builder, planted=FAULTS[name])
     with pytest.raises(KernelFault, match="may still be reading|without waiting"):
         solve_panels(weight.t().contiguous(), factor, 64, scheme(64), clip_search=True, launch=launch)
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from emulation.build import Builder
+from emulation.launching import EmulatedKernel, KernelFault, Memory, apart, encode_tensor_map
 from marlinq.kernels.launch import persistent
 from marlinq.kernels.launch.persistent import LayerOperands, Model, Operand, PersistentLayers
-from tests.emulation.build import Builder
 from tests.emulation.gemm import SOURCES
-from tests.emulation.launching import EmulatedKernel, KernelFault, Memory, _encode_tensor_map, apart
 from tests.kernels.persistent_problems import Features, Reference, Sizes, bound, random_layer
 
 SIZES = Sizes(512, 640, 8, 2, 64, 128)
@@ -177,7 +177,7 @@ def _problem(case: Case) -> Problem:
         team=case.team,
     )
     assert config is not None
-    with mock.patch("marlinq.kernels.launch.persistent.memory.encode_tensor_map", _encode_tensor_map):
+    with mock.patch("marlinq.kernels.launch.persistent.memory.encode_tensor_map", encode_tensor_map):
         step = PersistentLayers(layers, model, hidden, lengths, grid=case.grid, config=config)
     return Problem(layers, given, hidden, lengths, model, step)
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from emulation.build import Builder
+from emulation.faults import Planted
+from emulation.launching import EmulatedKernel, KernelFault, Memory, apart
 from marlinq.kernels.launch.sampling import THREADS, SampleTensors, sample_config
 from marlinq.runtime.sampling import FAULT, GREEDY, RING, Sampler, Sampling
-from tests.emulation.build import Builder
 from tests.emulation.gemm import SOURCES
-from tests.emulation.launching import EmulatedKernel, KernelFault, Memory, apart
 from tests.testing.pairs import in_turn
 
 # Every combination of what a variant is compiled for, with values that leave several tokens.
@@ -47,7 +46,7 @@ def emulate(
     *,
     clusters: bool = True,
     seed: int = 0,
-    sources: Path = SOURCES,
+    planted: Planted | None = None,
 ) -> None:
     """What :func:`marlinq.kernels.launch.sampling.sample_tokens` does, on watched copies of the state."""
     state = sampler.state
@@ -64,7 +63,7 @@ def emulate(
     if sampler.shape.penalty:
         memory.append(Memory("seen", tensors.seen, writable=True, after_previous=True, holds_values=True))
     text = config.instantiation().text()
-    library = builder.kernel(text, "sample", sources, 90 if clusters else 80)
+    library = builder.kernel(text, "sample", SOURCES, 90 if clusters else 80, planted)
     EmulatedKernel(library).launch(
         logits.shape[0] * config.cluster,
         THREADS,
@@ -168,28 +167,17 @@ def test_what_is_no_number_is_reported(builder: Builder, name: str, value: float
     assert int(sampler.state.ring[0, 0]) == FAULT
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        # Other blocks' sums are read without waiting for them.
-        ("            cluster_arrive();\n            cluster_wait();", "            __syncthreads();"),
-        # A block may end while others read its memory.
-        ("            cluster_arrive_relaxed();\n            cluster_wait();", "            ;"),
-        # Bins are summed before all threads have counted.
-        ("% 2];\n        __syncthreads();", "% 2];"),
-        # The logits are read while the previous kernel writes them.
-        ("    wait_for_previous_kernel();", ""),
-        # Two threads count in the same bins.
-        ("% BINS * THREADS + thread] += weight(nats)", "% BINS * THREADS + thread / 2] += weight(nats)"),
-    ],
-)
-def test_planted_faults_are_noticed(builder: Builder, tmp_path: Path, right: str, wrong: str) -> None:
-    sources = tmp_path / "cuda"
-    shutil.copytree(SOURCES, sources)
-    path = sources / "step" / "sample.cuh"
-    text = path.read_text()
-    assert text.count(right) == 1
-    path.write_text(text.replace(right, wrong))
+FAULTS = {
+    "other blocks' sums read without waiting for them": Planted("sample_blocks_met", "__syncthreads();"),
+    "a block that ends while others read its memory": Planted("sample_memory_read", ";"),
+    "bins summed before all threads have counted": Planted("bins_counted"),
+    "logits read while the previous kernel writes them": Planted("sample_waits"),
+    "two threads that count in one bin": Planted("bins_of_thread", "thread / 2"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_reported(builder: Builder, name: str) -> None:
     sampler = state_of(SAMPLINGS["top-p"], 1, 3000, 0)
     with pytest.raises(KernelFault):
-        emulate(builder, normal(1, 3000, torch.float16), sampler, sources=sources)
+        emulate(builder, normal(1, 3000, torch.float16), sampler, planted=FAULTS[name])

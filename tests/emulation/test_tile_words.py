@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from emulation.build import Builder
+from emulation.launching import EmulatedKernel, Memory, apart
 from marlinq.formats import LAYOUTS, ModuleSpec, transcode
 from marlinq.kernels.driver.compiler import ARCHITECTURES, compile_kernel
 from marlinq.kernels.launch import tile_words
-from tests.emulation.build import Builder
 from tests.emulation.gemm import SOURCES
-from tests.emulation.launching import EmulatedKernel, Memory, apart
 from tests.testing.schemes import scheme
 
 

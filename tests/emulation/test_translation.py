@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from emulation.build import Builder, CompilerFailure
+from emulation.instructions import Operand, UnknownPtx, function_of, ptx_to_cpp
+from emulation.translation import translate
 from marlinq.kernels import ARCHITECTURES, Device
-from tests.emulation.build import Builder, CompilerFailure
 from tests.emulation.gemm import SOURCES
-from tests.emulation.instructions import Operand, UnknownPtx, function_of, ptx_to_cpp
-from tests.emulation.translation import translate
 
 CAPABILITIES = [Device(architecture, 1, 0).capability for architecture in ARCHITECTURES]
 

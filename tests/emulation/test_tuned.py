@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from emulation.build import Builder
+from emulation.faults import Planted
+from emulation.launching import EmulatedKernel, KernelFault, Memory
 from marlinq.kernels.solve import TunedTensors
 from marlinq.kernels.solve.panel import THREADS, PreparedPanel
 from marlinq.kernels.solve.trained_weight import GradientArguments
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.methods.tuning import TunableWeight, fused_dense
-from tests.emulation.build import Builder
 from tests.emulation.gemm import SOURCES
-from tests.emulation.launching import EmulatedKernel, KernelFault, Memory
 from tests.testing.schemes import scheme
 
 EPS = 2.0**-24
 
 
 def emulated(
-    builder: Builder, tensors: TunedTensors, sources: Path = SOURCES
+    builder: Builder, tensors: TunedTensors, planted: Planted | None = None
 ) -> Callable[[PreparedPanel, int], None]:
     """A stand-in for :func:`marlinq.kernels.solve.launch`; what is written is found by its address."""
 
@@ -46,7 +45,9 @@ def emulated(
                 fields["by_latent"] = (4 * k * n, True)
         for name, (size, writable) in fields.items():
             memory.append(Memory(name, at_address(getattr(given, name), size), writable=writable))
-        library = builder.kernel(prepared.instantiation.text(), prepared.instantiation.function, sources)
+        library = builder.kernel(
+            prepared.instantiation.text(), prepared.instantiation.function, SOURCES, planted=planted
+        )
         EmulatedKernel(library).launch(
             prepared.grid, THREADS, prepared.shared_bytes, given, memory, resident=2
         )
@@ -108,28 +109,24 @@ def test_weights_and_gradients_are_those_of_torch(builder: Builder, case: tuple[
         assert (made.latent.grad == 0).any(), "no latent was out of bounds"
 
 
-# What the kernels may not do otherwise: the right text, and the wrong.
-FAULTS = (
-    ("scale * (1.f + change)", "scale * (1.f - change)"),
-    ("fminf(fmaxf(latent, -reach), top + reach)", "latent"),
-    ("first / group * N", "part * N"),
-    ("if (n >= N) return;", ""),
-    ("value >= -reach && value <= top + reach", "true"),
-    ("(sums[2][lane] + sums[3][lane])", "sums[2][lane]"),
-    ("    sums[warp][lane] = sum;\n    __syncthreads();", "    sums[warp][lane] = sum;"),
-    ("* scales[place];", ";"),
-)
+FAULTS = {
+    "a change with the other sign": Planted("changed_scale", "1.f - change"),
+    "latents out of bounds": Planted("latent_bounds", "latent"),
+    "another group's scale": Planted("group_of_part", "part * N"),
+    "columns past N": Planted("columns_past_end"),
+    "gradients of latents that are out of bounds": Planted("gradient_bounds", "true"),
+    "the last warp's sums left out": Planted(
+        "gradient_of_change", "((sums[0][lane] + sums[1][lane]) + sums[2][lane]) * scales[place]"
+    ),
+    "sums read before they are there": Planted("sums_of_block"),
+    "gradients without their scale": Planted(
+        "gradient_of_change", "(sums[0][lane] + sums[1][lane]) + (sums[2][lane] + sums[3][lane])"
+    ),
+}
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: str(fault[0][:30]))
-def test_planted_faults_are_found(builder: Builder, tmp_path: Path, fault: tuple[str, str]) -> None:
-    right, wrong = fault
-    sources = tmp_path / "cuda"
-    shutil.copytree(SOURCES, sources)
-    planted = sources / "solve" / "tuned_weight.cuh"
-    source = planted.read_text(encoding="utf-8")
-    assert source.count(right) == 1
-    planted.write_text(source.replace(right, wrong), encoding="utf-8")
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_reported(builder: Builder, name: str) -> None:
     made = tunable(96, 40, 48, symmetric=False, codes=True, dtype="float16")
     direction = torch.randn(40, 96, generator=torch.Generator().manual_seed(1))
     plain = made.dense()
@@ -138,7 +135,7 @@ def test_planted_faults_are_found(builder: Builder, tmp_path: Path, fault: tuple
     for leaf in made.parameters().values():
         leaf.grad = None
     try:
-        fused = fused_dense(made.tensors(), torch.float32, emulated(builder, made.tensors(), sources))
+        fused = fused_dense(made.tensors(), torch.float32, emulated(builder, made.tensors(), FAULTS[name]))
         fused.backward(direction)
     except KernelFault:
         return

@@ -7,6 +7,7 @@
 //
 // The subtraction of that base and of the zero point, an integer up to 127 (float16: 1023), is exact in 16 bits.
 #pragma once
+#include "fault_site.cuh"
 #include "element/bfloat16.cuh"
 #include "element/half.cuh"
 #include "ptx/bits.cuh"
@@ -28,7 +29,7 @@ struct Int4Differences<Half> {
     // For the zero points of rows n and n + 8, a pair of elements.
     static __device__ __forceinline__ Offsets offsets(u32 zeros) {
         const u32 first = broadcast<0>(zeros), second = broadcast<1>(zeros);
-        return {{Half::add(first, 0x64006400u), Half::add(second, 0x64006400u)},
+        return {{Half::add(first, FAULT_SITE(difference_base, 0x64006400u)), Half::add(second, 0x64006400u)},
                 {Half::add(first, 0x54005400u), Half::add(second, 0x54005400u)}};
     }
     static __device__ __forceinline__ void dequantize(u32 word, u32 (&a)[4], const Offsets& offsets) {

@@ -12,6 +12,7 @@
 //
 // bfloat16 has room: u = 2^-133 or 2^-129, weights are 2^-30 of what they should be, and scales from 2^25 on become infinite.
 #pragma once
+#include "fault_site.cuh"
 #include "element/bfloat16.cuh"
 #include "element/half.cuh"
 #include "ptx/bits.cuh"
@@ -32,7 +33,7 @@ struct Int4Factors<Half> {
     // For a pair of columns the smaller of `known` and what brings their scales to 2 .. 4.
     static __device__ __forceinline__ u32 normalizers(u32 known, u32 scales) {
         const u32 low = 0x7c00u - max(scales & 0x7c00u, 0x400u), high = 0x7c00u - max(scales >> 16 & 0x7c00u, 0x400u);
-        return min(known & 0xffffu, low) | min(known >> 16, high) << 16;
+        return min(known & 0xffffu, low) | FAULT_SITE(upper_normalizer, min(known >> 16, high)) << 16;
     }
     static __device__ __forceinline__ u32 normalize(u32 scales, u32 normalizers) { return Half::multiply(scales, normalizers); }
     // Not zero if one of a pair has become 16 or more.
@@ -82,7 +83,7 @@ struct Int4Scaled : Int4Factors<E> {
         const u32 upper = word >> 8;
         a[0] = E::multiply_add(word & 0x000f000fu, broadcast<0>(factors.first), broadcast<0>(factors.shift));
         a[2] = E::multiply_add(word & 0x00f000f0u, broadcast<0>(factors.second), broadcast<0>(factors.shift));
-        a[1] = E::multiply_add(upper & 0x000f000fu, broadcast<1>(factors.first), broadcast<1>(factors.shift));
+        a[1] = E::multiply_add(upper & 0x000f000fu, broadcast<1>(factors.first), FAULT_SITE(shift_of_channels, broadcast<1>(factors.shift)));
         a[3] = E::multiply_add(upper & 0x00f000f0u, broadcast<1>(factors.second), broadcast<1>(factors.shift));
     }
 };

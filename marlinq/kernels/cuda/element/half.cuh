@@ -1,5 +1,6 @@
 // float16 as an element: arithmetic on pairs in 32-bit registers, and the mma.sync that multiplies them.
 #pragma once
+#include "fault_site.cuh"
 #include "element/pair.cuh"
 
 struct Half {
@@ -31,7 +32,7 @@ struct Half {
     // Two floats to a pair, the first in the low half.
     static __device__ __forceinline__ u32 narrow(float low, float high) {
         u32 r;
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : FAULT_SITE(half_order, "f"(high), "f"(low)));
         return r;
     }
     // d (16 x 8) += A (16 x 16) * B (16 x 8).

@@ -1,5 +1,6 @@
 // Pairs of 16-bit floats in one 32-bit register, whatever their type.
 #pragma once
+#include "fault_site.cuh"
 #include "ptx/types.cuh"
 
 // Half h (0 or 1) of a pair, repeated in both halves.
@@ -8,7 +9,7 @@ __device__ __forceinline__ u32 broadcast(u32 pair) {
     u32 r;
     // As halves: an instruction can then read them in place, while prmt would be an instruction of its own.
     if constexpr (H == 0) {
-        asm("{ .reg .b16 l; .reg .b16 h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l}; }" : "=r"(r) : "r"(pair));
+        asm("{ .reg .b16 l; .reg .b16 h; mov.b32 {l, h}, %1; " FAULT_SITE(low_pair, "mov.b32 %0, {l, l};") " }" : "=r"(r) : "r"(pair));
     } else {
         asm("{ .reg .b16 l; .reg .b16 h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h}; }" : "=r"(r) : "r"(pair));
     }

@@ -7,6 +7,7 @@
 //
 // Where sums are pushed (reduce/dsmem_push.cuh) a warp has 16 columns of a row, so squares are summed over those.
 #pragma once
+#include "fault_site.cuh"
 #include "ptx/memory.cuh"
 #include "step/rows.cuh"
 
@@ -175,7 +176,7 @@ struct PushedRows {
             addend.residual[h] = low | high << 16;
             addend.weight[h] = reinterpret_cast<const float*>(given.weight)[column];
         }
-        return addend;
+        FAULT_SITE(residual_of_row, return addend;)
     }
     // Four sums of the tile's row block c.
     __device__ __forceinline__ void scale(float (&sum)[4], int c, int lane) const {
@@ -200,7 +201,7 @@ struct PushedRows {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
 #pragma unroll
-            for (int distance = 16; distance > 3; distance /= 2) squares[j] += of_lane(squares[j], lane ^ distance);
+            for (int distance = 16; FAULT_SITE(squares_of_columns, distance > 3); distance /= 2) squares[j] += of_lane(squares[j], lane ^ distance);
             const int row = m + 2 * lane + j;
             if (lane < 4 && row < rows) given.squares_out[(i64)row * (N / 16) + n / 16] = squares[j];
         }

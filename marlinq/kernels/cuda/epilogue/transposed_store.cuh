@@ -3,6 +3,7 @@
 //
 // A turn is ROWS batch rows of a warp's columns. In shared memory each row has a pad against bank conflicts.
 #pragma once
+#include "fault_site.cuh"
 #include "mma/warpgroup_sums.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/memory.cuh"
@@ -55,7 +56,7 @@ struct TransposedStore {
     static __device__ __forceinline__ void store(const Sums& sums, const PerColumn<Products>& units,
                                                  const PerColumn<Products>& shifts, u32 scratch, u16* out, i64 out_stride,
                                                  int rows, int lane) {
-        const auto half = [&](int turn) { return scratch + turn % 2 * HALF_BYTES; };
+        const auto half = [&](int turn) { return FAULT_SITE(scratch_halves, scratch + turn % 2 * HALF_BYTES); };
         constexpr int PIECES = COLUMNS / 8;  // of 16 bytes, a row
         constexpr int ROWS_AT_ONCE = 32 / PIECES, LOADS = ROWS / ROWS_AT_ONCE;
         const int row = lane / PIECES, piece = lane % PIECES;

@@ -8,6 +8,7 @@
 //
 // Equal pairs keep their order, so the sorted rows are those of experts/route.cuh.
 #pragma once
+#include "fault_site.cuh"
 #include "experts/records.cuh"
 #include "experts/scan.cuh"
 #include "ptx/vote.cuh"
@@ -60,7 +61,7 @@ struct FewPairs {
             rank = count_bits(same & ((1u << lane) - 1));
             if (mine >= 0 && rank == 0) of_warps[warp * Experts + mine] = (u16)count_bits(same);
         }
-        __syncthreads();
+        FAULT_SITE(ids_there, __syncthreads();)
 
         // Rows in the low half, tiles in the high one.
         u32 own = 0, before = 0;
@@ -92,8 +93,8 @@ struct FewPairs {
         }
         __syncthreads();
         if (thread < given.pairs) {
-            const int place = mine < 0 ? -1 : first_rows[mine] + of_warps[warp * Experts + mine] + rank;
-            if (place >= 0) sources[place] = (u16)(thread / given.top);
+            const int place = mine < 0 ? -1 : FAULT_SITE(few_pairs_place, first_rows[mine] + of_warps[warp * Experts + mine] + rank);
+            if (place >= 0) sources[place] = (u16)(FAULT_SITE(few_pairs_row, thread / given.top));
             // Of the blocks that sort the same pairs, one tells.
             if (given.places && blockIdx.x == 0) given.places[thread] = place;
         }

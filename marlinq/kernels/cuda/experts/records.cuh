@@ -4,6 +4,7 @@
 // grouped products: expert e has rows first_row .. first_row + rows - 1, cut into tiles of TILE_M. Every tile has a record,
 // that of its expert, so that a block finds any tile with one load.
 #pragma once
+#include "fault_site.cuh"
 #include "ptx/memory.cuh"
 #include "schedule/tile_order.cuh"
 
@@ -53,6 +54,6 @@ struct ExpertTiles {
         const ExpertRecord record = records[tile / tiles_n];
         const TileOrder<TileM, TileN> order(record.rows, N);
         const TilePlace at = order.place(tile - record.first_tile * tiles_n);
-        return {record.expert, record.first_row + at.m0, min(TileM, record.rows - at.m0), at.n0};
+        return {record.expert, record.first_row + at.m0, FAULT_SITE(expert_rows, min(TileM, record.rows - at.m0)), at.n0};
     }
 };

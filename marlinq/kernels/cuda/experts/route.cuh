@@ -16,6 +16,7 @@
 //
 // Configuration: THREADS (1024), EXPERTS (a multiple of 32, at most 512), TILE_M, STEP, WIDE (64-bit ids).
 #pragma once
+#include "fault_site.cuh"
 #include "experts/records.cuh"
 #include "experts/scan.cuh"
 #include "ptx/launch.cuh"
@@ -43,10 +44,10 @@ struct Route {
         const int run = STEP == RouteStep::PLACE ? blockIdx.x / shares : blockIdx.x;
         const i64 pairs = (i64)M * T, first = STEP == RouteStep::ALL ? 0 : (i64)run * THREADS;
         for (int i = thread; i < WARPS * EXPERTS / 2; i += THREADS) reinterpret_cast<u32*>(of_warps)[i] = 0;
-        wait_for_previous_kernel();
+        FAULT_SITE(route_waits, wait_for_previous_kernel();)
         const i64 pair = first + thread;
         const int expert = pair < pairs ? local_expert<C::WIDE>(ids, pair, map, map_size, experts) : -1;
-        __syncthreads();
+        FAULT_SITE(route_counters_cleared, __syncthreads();)
         const u32 same = lanes_with_same(expert);
         const int rank = count_bits(same & ((1u << lane) - 1));
         if (expert >= 0 && rank == 0) of_warps[warp * EXPERTS + expert] = (u16)count_bits(same);
@@ -90,7 +91,7 @@ struct Route {
             }
         }
         __syncthreads();
-        const int place = expert < 0 ? -1 : first_rows[expert] + of_warps[warp * EXPERTS + expert] + rank;
+        const int place = expert < 0 ? -1 : FAULT_SITE(route_place, first_rows[expert] + of_warps[warp * EXPERTS + expert] + rank);
         own_places[thread] = place;
         // Of the blocks that sort the same pairs, one tells.
         const int share = STEP == RouteStep::ALL ? blockIdx.x : blockIdx.x % shares;

@@ -6,6 +6,7 @@
 //
 // Configuration: Element, THREADS.
 #pragma once
+#include "fault_site.cuh"
 #include "ptx/launch.cuh"
 #include "step/rows.cuh"
 
@@ -17,7 +18,7 @@ __device__ __forceinline__ void sum_experts(const uint4* y, const int* places, c
     const i64 vector = (i64)blockIdx.x * C::THREADS + threadIdx.x;
     const int vectors = H / 8, j = vector % vectors;
     const i64 m = vector / vectors;
-    wait_for_previous_kernel();
+    FAULT_SITE(expert_sum_waits, wait_for_previous_kernel();)
     if (m >= M) return;
     float sum[8];
 #pragma unroll
@@ -25,7 +26,7 @@ __device__ __forceinline__ void sum_experts(const uint4* y, const int* places, c
 #pragma unroll 4
     for (int s = 0; s < T; ++s) {
         const int place = load_scalar(places + m * T + s);
-        if (place < 0) continue;
+        FAULT_SITE(pair_elsewhere, if (place < 0) continue;)
         const float weight = load_scalar(weights + m * T + s);
         float row[8];
         widen_vector<E>(row, load_l2(y + (i64)place * vectors + j));

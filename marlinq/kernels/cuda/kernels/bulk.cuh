@@ -18,6 +18,7 @@
 // Configuration: Codec, WARPS_N, WARPS_K, BLOCKS_M, ROWS, QUANT_GROUP (channels; 0: all of K), ZEROS (stored zero points),
 // CLUSTER, STAGES, WINDOW, MIN_BLOCKS, and SHARED_BYTES, the host's count of dynamic shared memory.
 #pragma once
+#include "fault_site.cuh"
 #include "codec/int4.cuh"
 #include "mma/quant_group_sums.cuh"
 #include "reduce/dsmem_push.cuh"
@@ -40,7 +41,7 @@ struct BulkGemm {
     typedef StageLayout<C, TILE_M, WARPS_N> Layout;
     static constexpr int STAGES = Layout::STAGES, ROWS = Layout::ROWS, CHUNK = Layout::CHUNK;
     static constexpr int QUANT_GROUP_ROWS = Layout::QUANT_GROUP_ROWS;
-    static_assert(STAGES % WARPS_K == 0, "a stage belongs to one part, which then sees all of its phases");
+    FAULT_SITE(bulk_stages, static_assert(STAGES % WARPS_K == 0, "a stage belongs to one part, which then sees all of its phases");)
 
     typedef PushedSums<E, TILE_M, TILE_N, PARTS, CLUSTER> Reduction;
     static constexpr int SHARED_BYTES = Layout::RING_BYTES + Layout::ALIGNMENT_BYTES + Reduction::BYTES;
@@ -91,7 +92,7 @@ struct BulkGemm {
             reduction.init();
             ring.init(1, STAGES, WARPS_N);
         }
-        __syncthreads();
+        FAULT_SITE(bulk_barriers_made, __syncthreads();)
         // Relaxed: other blocks need only the barriers, whose initialisation has a fence of its own.
         if (CLUSTER > 1) cluster_arrive_relaxed();
 
@@ -106,7 +107,7 @@ struct BulkGemm {
             return;
         }
 
-        if (RowWork::ADDS && dependent) wait_for_previous_kernel();
+        FAULT_SITE(bulk_residual_waits, if (RowWork::ADDS && dependent) wait_for_previous_kernel();)
         const typename RowWork::Addend addend = reduction.request(rows, m0, n0, M, N, warp, lane);
         const int wn = warp % WARPS_N, wk = warp / WARPS_N;
         Sums total;
@@ -122,7 +123,7 @@ struct BulkGemm {
         }
         ring.advance(wk);
         for (int chunk = wk; chunk < count; chunk += WARPS_K) {
-            ring.wait_full();
+            FAULT_SITE(bulk_waits_for_stage, ring.wait_full();)
             const u32 activations = ring.address();
             const unsigned char* stage = shared + (activations - shared_address(shared));
             const uint4* my_words = reinterpret_cast<const uint4*>(stage + Layout::WEIGHTS_AT + wn * 512) + lane;
@@ -142,14 +143,14 @@ struct BulkGemm {
                 group_sums.add(total, my_words[i * (Layout::ROW_BYTES / 16)], my_words[(i + 1) * (Layout::ROW_BYTES / 16)], fragments);
                 if (QUANT_GROUP != 0 && i % QUANT_GROUP_ROWS == QUANT_GROUP_ROWS - 2) group_sums.close(total, scale(), zero());
             }
-            __syncwarp();
+            FAULT_SITE(bulk_stage_read, __syncwarp();)
             if (lane == 0) ring.release();
             ring.advance(WARPS_K);
         }
         if (QUANT_GROUP == 0) group_sums.close(total, channel_scale, channel_zero);
 
         // The owners have started: their barriers are initialised.
-        if (CLUSTER > 1) cluster_wait();
+        FAULT_SITE(bulk_owner_begun, if (CLUSTER > 1) cluster_wait();)
 #pragma unroll
         for (int q = 0; q < 4; ++q)
 #pragma unroll

@@ -19,6 +19,7 @@
 // Configuration: that of kernels/stream.cuh (one block of batch rows, SCALE_SUMS, no DIGITS), COLUMNS (2, 4 or 8), GATED, BIASED, ACTIVATION, WIDE
 // (64-bit ids), SLOTS (T), GROUPED_SHARED_BYTES (the host's count).
 #pragma once
+#include "fault_site.cuh"
 #include "kernels/experts_stream.cuh"
 #include "ptx/vote.cuh"
 
@@ -81,7 +82,7 @@ struct ExpertsShared {
                 const int expert = scratch.expert[t];
                 bool again = false;
                 for (int s = t % SLOTS; s > 0; --s) again |= scratch.expert[t - s] == expert;
-                keys[t] = again && expert >= 0 ? -2 - t : expert;
+                keys[t] = FAULT_SITE(expert_again, again && expert >= 0 ? -2 - t : expert);
             }
             __syncthreads();
         }
@@ -107,7 +108,7 @@ struct ExpertsShared {
             scratch.rank[t] = mine == -1 ? -1 : rank;
             if (!GATED) scratch.first[t] = earliest;
         }
-        __syncthreads();
+        FAULT_SITE(pairs_compared, __syncthreads();)
         int groups = 0;
         for (int run = 0; run < runs; ++run) groups += count_bits(scratch.leads[run]);
         if (groups == 0) return 0;
@@ -181,7 +182,7 @@ struct ExpertsShared {
                     copy_async_16(stage + SCALES_AT + warp * Gemm::SCALE_BYTES + index * 16,
                                   (kind == 0 ? scales : zeros) + (i64)group * N, 16u);
             }
-            if (++weights_chunk == of_segment && step + 1 < my_steps) weights_chunk = 0, ++weights_segment, enter_weights();
+            FAULT_SITE(next_segment, if (++weights_chunk == of_segment && step + 1 < my_steps) weights_chunk = 0, ++weights_segment, enter_weights();)
         };
 
         // A lane copies the same 16 bytes of every row that it has.
@@ -193,7 +194,7 @@ struct ExpertsShared {
 #pragma unroll
             for (int i = 0; i < TURNS; ++i) {
                 const int column = my_column + i * AT_ONCE, pair = column < COLUMNS ? segments.pair[x_segment][column] : -1;
-                rows_of_x[i] = pair < 0 ? -1 : (GATED ? pair / SLOTS : pair) * x_stride;
+                rows_of_x[i] = pair < 0 ? FAULT_SITE(empty_column, -1) : (GATED ? pair / SLOTS : pair) * x_stride;
             }
         };
         const auto fetch_activations = [&](int step) {
@@ -215,7 +216,7 @@ struct ExpertsShared {
         if (my_steps > 0) enter_weights(), enter_activations();
         if (dependent) {
             fetch_weights(0);
-            wait_for_previous_kernel();
+            FAULT_SITE(shared_activations_wait, wait_for_previous_kernel();)
         }
         for (int s = 0; s < STAGES - 1; ++s) {
             if (!dependent || s > 0) fetch_weights(s);
@@ -281,7 +282,7 @@ struct ExpertsShared {
         extern __shared__ __align__(128) unsigned char shared[];
         Segments& segments = *reinterpret_cast<Segments*>(shared + RING_BYTES);
         Scratch& scratch = *reinterpret_cast<Scratch*>(shared);
-        if (dependent) wait_for_previous_kernel();
+        FAULT_SITE(shared_choice_waits, if (dependent) wait_for_previous_kernel();)
         const int unit = blockIdx.x / CLUSTER, groups = find(segments, scratch, router, 0, M * SLOTS, unit);
         // The grid has blocks for as many groups as there may be; those that exist are the first.
         if (groups == 0) return;

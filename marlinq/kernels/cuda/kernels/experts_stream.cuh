@@ -15,6 +15,7 @@
 // Configuration: that of kernels/stream.cuh, GATED, BIASED, ACTIVATION, WIDE (64-bit ids), SLOTS (T; parts are a
 // multiple of it).
 #pragma once
+#include "fault_site.cuh"
 #include "experts/records.cuh"
 #include "kernels/stream.cuh"
 #include "step/activate.cuh"
@@ -58,7 +59,7 @@ struct ExpertsStream {
                                               const u16*& zeros) const {
             const u32 slot = part / COUNT;
             part -= slot * COUNT;
-            x += slot * weights.K;
+            FAULT_SITE(slot_activations, x += slot * weights.K;)
             const int expert = router.expert(pair + slot);
             if (expert < 0) return false;
             words += expert * weights.vectors();
@@ -70,7 +71,7 @@ struct ExpertsStream {
     static __device__ __forceinline__ void gate_up(const u16* x, const Weights& weights, const Router& router,
                                                    const float* routing, u16* inner, int M, i64 x_stride, int dependent) {
         // Ids, weights and activations are the previous kernel's.
-        if (dependent) wait_for_previous_kernel();
+        FAULT_SITE(choice_waits, if (dependent) wait_for_previous_kernel();)
         const int pairs = M * SLOTS, unit = blockIdx.x / CLUSTER, tile = unit / pairs, pair = unit - tile * pairs;
         const int expert = router.expert(pair);
         if (expert < 0) return;
@@ -118,7 +119,7 @@ struct ExpertsStream {
                 up.x += of_up.x, up.y += of_up.y, up.z += of_up.z, up.w += of_up.w;
             }
             store_global(inner + pair * (weights.N / 2) + n0 / 2 + j,
-                         make_uint2(E::narrow(gated<C::ACTIVATION>(gate.x, up.x) * weight,
+                         make_uint2(E::narrow(FAULT_SITE(routing_weight, gated<C::ACTIVATION>(gate.x, up.x) * weight),
                                               gated<C::ACTIVATION>(gate.y, up.y) * weight),
                                     E::narrow(gated<C::ACTIVATION>(gate.z, up.z) * weight,
                                               gated<C::ACTIVATION>(gate.w, up.w) * weight)));

@@ -22,6 +22,7 @@
 // Configuration: that of kernels/warpgroup.cuh (no split of K, one warpgroup or more side by side), GATED, BIASED, ACTIVATION,
 // GROUPED_SHARED_BYTES, HERE; where pairs are sorted here, EXPERTS (a multiple of 32), WIDE (64-bit ids), SORTING_BYTES.
 #pragma once
+#include "fault_site.cuh"
 #include "experts/few_pairs.cuh"
 #include "experts/records.cuh"
 #include "kernels/warpgroup_shape.cuh"
@@ -62,12 +63,12 @@ struct ExpertsWarpgroup {
               row(at.m0),
               rows(at.rows),
               tile(at.n0 / 64),
-              plane(at.expert * (K / 16)),
+              plane(FAULT_SITE(expert_plane, at.expert * (K / 16))),
               group(QUANT_GROUP == 0 ? 0 : at.expert * (K / (QUANT_GROUP == 0 ? 1 : QUANT_GROUP))) {}
 
         __device__ __forceinline__ void weights(const Ring<Layout>& ring, int chunk) const {
             const u32 at = ring.address(), barrier = ring.full + 8 * ring.stage;
-            barrier_expect(barrier, Layout::COPIED_BYTES - (GATHERS ? Layout::SLABS * 128 * (TILE_M - rows) : 0));
+            barrier_expect(barrier, Layout::COPIED_BYTES - (GATHERS ? FAULT_SITE(gathered_bytes, Layout::SLABS * 128 * (TILE_M - rows)) : 0));
             copy_box_once(at + Layout::WEIGHTS_AT, &maps.words, 0, tile, plane + chunk * Layout::ROWS, barrier);
             const int from = group + Producer<Layout>::first_quant_group(chunk);
             if (QUANT_GROUP != 0) copy_box_once(at + Layout::SCALES_AT, &maps.scales, 0, tile, from, barrier);
@@ -94,7 +95,7 @@ struct ExpertsWarpgroup {
             for (int chunk = 0; chunk < chunks; ++chunk, ring.advance()) {
                 ring.wait_empty();
                 if (lane < at.rows)
-                    copy_box(ring.address() + slab * Layout::SLAB_BYTES + lane * 128, &x, chunk * Layout::CHUNK + slab * 64, row,
+                    copy_box(ring.address() + slab * Layout::SLAB_BYTES + FAULT_SITE(gathered_row, lane * 128), &x, chunk * Layout::CHUNK + slab * 64, row,
                              ring.full + 8 * ring.stage);
                 // Nobody waits for lanes without a row, which could miss a phase of the barrier.
                 __syncwarp();
@@ -115,7 +116,7 @@ struct ExpertsWarpgroup {
             ahead = min(Layout::AHEAD, chunks);
 #pragma unroll 1
             for (int i = 0; i < ahead; ++i, ring.advance()) copies.weights(ring, i);
-            if (dependent) wait_for_previous_kernel();
+            FAULT_SITE(expert_rows_wait, if (dependent) wait_for_previous_kernel();)
             ring = first;
 #pragma unroll 1
             for (int i = 0; i < ahead; ++i, ring.advance()) copies.activations(ring, i);
@@ -150,14 +151,14 @@ struct ExpertsWarpgroup {
             static_assert(C::SORTING_BYTES == sizeof(Pairs), "host and kernel count different bytes of static shared memory");
             __shared__ Pairs pairs;
             pairs.clear();
-            if (behind_route) wait_for_previous_kernel();
+            FAULT_SITE(pairs_wait, if (behind_route) wait_for_previous_kernel();)
             const int tiles = pairs.sort(given);
             const ExpertTiles<TILE_M, TILE_N, Pairs> order(pairs, N);
             work(ring, shared, x, maps, scales, zeros, bias, out, pairs.sources, order, tiles * order.tiles_n, K, dependent,
                  behind_route);
         } else {
             __syncthreads();
-            if (behind_route) wait_for_previous_kernel();
+            FAULT_SITE(records_wait, if (behind_route) wait_for_previous_kernel();)
             const StoredRecords stored{records};
             const ExpertTiles<TILE_M, TILE_N, StoredRecords> order(stored, N);
             const int tiles = (int)load_l2_word(reinterpret_cast<const u32*>(tile_count));

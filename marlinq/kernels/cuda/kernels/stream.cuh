@@ -34,6 +34,7 @@
 // Configuration: Codec, PAIR_ACTIVATION (reduce/dsmem_pull.cuh), WARPS_N, WARPS_K, BLOCKS_M, ROWS, QUANT_GROUP (channels; 0: all of K), ZEROS (stored zero points),
 // SCALE_SUMS, DIGITS, CLUSTER, STAGES, MIN_BLOCKS, and SHARED_BYTES, the host's count of dynamic shared memory.
 #pragma once
+#include "fault_site.cuh"
 #include "codec/int4.cuh"
 #include "mma/integer_digits.cuh"
 #include "mma/quant_group_sums.cuh"
@@ -158,7 +159,7 @@ struct StreamGemm {
         const int steps = (chunks + PARTS - 1) / PARTS;
 
         // A warp past the last column repeats it; its results are not stored.
-        const int n_tile = min(n0 / 64 + wn, N / 64 - 1);
+        const int n_tile = FAULT_SITE(stream_columns, min(n0 / 64 + wn, N / 64 - 1));
         const int last_group = QUANT_GROUP == 0 ? 0 : K / QUANT_GROUP - 1;
 
         const u32 ring = shared_address(shared);
@@ -174,12 +175,12 @@ struct StreamGemm {
                 if (rows_left > i + 1) next_row += N / 2;
             }
             rows_left -= ROWS;
-            if (QUANT_GROUP == 0 && step > 0) return;
+            if (FAULT_SITE(stream_scales_once, QUANT_GROUP == 0 && step > 0)) return;
             const int first_group = QUANT_GROUP == 0 ? 0 : (first + step) * CHUNK / (QUANT_GROUP == 0 ? 1 : QUANT_GROUP);
 #pragma unroll
             for (int base = 0; base < QUANT_GROUPS * KINDS * 8; base += 32) {
                 const int index = base + lane, kind = index / 8 % KINDS;
-                const int group = min(first_group + index / 8 / KINDS, last_group);
+                const int group = FAULT_SITE(stream_groups, min(first_group + index / 8 / KINDS, last_group));
                 const u16* source = (kind == 0 ? scales : zeros) + (i64)group * N + n_tile * 64 + index % 8 * 8;
                 const u32 at = QUANT_GROUP == 0 ? ring : stage;
                 if (index < QUANT_GROUPS * KINDS * 8)
@@ -205,7 +206,7 @@ struct StreamGemm {
 
         if (dependent) {
             fetch_weights(0);
-            wait_for_previous_kernel();
+            FAULT_SITE(stream_waits, wait_for_previous_kernel();)
         }
         for (int s = 0; s < STAGES - 1; ++s) {
             if (!dependent || s > 0) fetch_weights(s);
@@ -224,12 +225,12 @@ struct StreamGemm {
         const u16* channel_scales = reinterpret_cast<const u16*>(shared + SCALES_AT + warp * SCALE_BYTES);
 
         for (int step = 0; step < steps; ++step) {
-            copy_async_wait<STAGES - 2>();
+            copy_async_wait<FAULT_SITE(stream_copies_waited, STAGES - 2)>();
             // Only a part's warps, side by side, share something: its activations.
             if (WARPS_N == 1)
-                __syncwarp();
+                FAULT_SITE(stream_warp_met, __syncwarp();)
             else
-                barrier_sync(1 + wk, 32 * WARPS_N);
+                FAULT_SITE(stream_neighbours_met, barrier_sync(1 + wk, 32 * WARPS_N);)
             fetch_weights(step + STAGES - 1);
             fetch_activations(step + STAGES - 1);
             copy_async_commit();
@@ -250,7 +251,7 @@ struct StreamGemm {
 #pragma unroll
             for (int i = 0; i < ROWS; i += 2) {
                 u32 fragments[BLOCKS_M][2][2];
-                load_activations(fragments, ring + activations, i, lane);
+                FAULT_SITE(stream_activations, load_activations(fragments, ring + activations, i, lane);)
                 const u16* group_scales = my_scales + i / QUANT_GROUP_ROWS * KINDS * 64;
                 if (i % QUANT_GROUP_ROWS == 0) {
                     if (QUANT_GROUP != 0) group_sums.clear();
@@ -268,7 +269,7 @@ struct StreamGemm {
         // The ring is drained; its memory becomes the reduction buffer [part][m][n].
         copy_async_wait<0>();
         __syncthreads();
-        float* buffer = reinterpret_cast<float*>(shared);
+        float* buffer = FAULT_SITE(stream_sums, reinterpret_cast<float*>(shared));
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
             if constexpr (DIGITS) {

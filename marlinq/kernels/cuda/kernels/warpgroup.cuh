@@ -44,6 +44,7 @@
 // CONSUMER_REGISTERS and PRODUCER_REGISTERS (setmaxnreg; 0: as launched), and SHARED_BYTES, the host's count of dynamic shared
 // memory.
 #pragma once
+#include "fault_site.cuh"
 #include "kernels/warpgroup_shape.cuh"
 #include "mma/warpgroup_loop.cuh"
 #include "reduce/dsmem_pull.cuh"
@@ -104,10 +105,10 @@ struct WarpgroupGemm {
                 barrier_init(all_there, 1);
             }
             if (PUSH_SUMS) push.init();
-            if (NORMED) barrier_init(factors_there, 3);
+            if (NORMED) barrier_init(factors_there, FAULT_SITE(factor_warps, 3));
             for (int g = 0; g < WARPGROUPS_N * STORE_WARPS; ++g)
                 barrier_init(staged(g), 4), barrier_init(drained(g), Stored::WARPS);
-            ring.init(0, STAGES, WARPGROUPS_N * 4);
+            ring.init(0, STAGES, FAULT_SITE(stage_arrivals, WARPGROUPS_N * 4));
             const Work work(order.tiles(), chunks);
             const TilePlace at = order.place(work.tile);
             if (work.left()) Producer<Layout>(x, maps, M, at.m0, at.n0).start(ring, work.begin, work.count);
@@ -123,13 +124,13 @@ struct WarpgroupGemm {
                 buffer, bias, out, out_stride, at.m0, at.n0, M, N, rank,
                 [&] {
                     barrier_sync(1, CONSUMERS * 128);
-                    if (NORMED) barrier_wait(factors_there, 0);
+                    FAULT_SITE(met_factors, if (NORMED) barrier_wait(factors_there, 0);)
                 },
                 rows);
         };
         // By threads that will add up what their sums are added to.
         const auto request = [&] {
-            if (dependent) wait_for_previous_kernel();
+            FAULT_SITE(residual_waits, if (dependent) wait_for_previous_kernel();)
             const TilePlace at = order.place(blockIdx.x / CLUSTER);
             if constexpr (PUSH_SUMS)
                 return push.request(rows, at.m0, at.n0, M, N, warpgroup * 4 + warp, lane);
@@ -156,7 +157,7 @@ struct WarpgroupGemm {
             }
             if constexpr (NORMED) {
                 if (warp > 0) {
-                    if (dependent) wait_for_previous_kernel();
+                    FAULT_SITE(squares_wait, if (dependent) wait_for_previous_kernel();)
                     const int m0 = order.place(blockIdx.x / CLUSTER).m0;
                     share_factors<TILE_M, 3>(rows.given, m0, min(TILE_M, M - m0), factors, warp - 1);
                     __syncwarp();
@@ -172,12 +173,12 @@ struct WarpgroupGemm {
                     const TilePlace at = order.place(work.tile);
 #pragma unroll 1
                     for (int g = 0; g < WARPGROUPS_N; ++g) {
-                        const int n = at.n0 + g * Shape::WARPGROUP_COLUMNS;
-                        barrier_wait(staged(g), parity);
+                        const int n = FAULT_SITE(warpgroup_columns, at.n0 + g * Shape::WARPGROUP_COLUMNS);
+                        FAULT_SITE(warpgroup_waits_for_staged, barrier_wait(staged(g), parity);)
                         Stored::store(scratch_of(g), out + at.m0 * out_stride + n, out_stride, min(TILE_M, M - at.m0), N - n,
                                       warp - (4 - Stored::WARPS), lane);
                         __syncwarp();
-                        if (lane == 0) barrier_arrive(drained(g));
+                        if (lane == 0) FAULT_SITE(warpgroup_drained, barrier_arrive(drained(g));)
                     }
                     parity ^= 1;
                 }
@@ -186,7 +187,7 @@ struct WarpgroupGemm {
             __syncwarp();
             if constexpr (ADDS && CLUSTER > 1 && !PUSH_SUMS) request();
         } else {
-            if constexpr (Shape::CONSUMER_REGISTERS > 0) registers_grow<Shape::CONSUMER_REGISTERS>();
+            FAULT_SITE(consumer_registers, if constexpr (Shape::CONSUMER_REGISTERS > 0) registers_grow<Shape::CONSUMER_REGISTERS>();)
             const int part = PARTS_K == 1 ? 0 : warpgroup / WARPGROUPS_N, column_group = warpgroup % WARPGROUPS_N;
             const int my_tile = column_group * WORDS + warp * WORDS / 4;
             const int word = warp * WORDS % 4;
@@ -204,16 +205,16 @@ struct WarpgroupGemm {
                 PerColumn<PRODUCTS> units = loop.multiply(sums, work.count, scales + column, zeros + column);
                 if constexpr (PUSH_SUMS) {
                     // The owners have started: their barriers are initialised.
-                    cluster_wait();
+                    FAULT_SITE(warpgroup_owner_begun, cluster_wait();)
 #pragma unroll
                     for (int q = 0; q < PRODUCTS; ++q)
 #pragma unroll
                         for (int c = 0; c < TILE_M / 8; ++c) {
                             const float *v = sums[q] + 4 * c, *unit = units.of[q];
                             const float four[4] = {v[0] * unit[0], v[1] * unit[0], v[2] * unit[1], v[3] * unit[1]};
-                            push.send(four, rank * PARTS_K + part, first_column / 16 + q, c, lane);
+                            push.send(four, FAULT_SITE(warpgroup_part, rank * PARTS_K + part), first_column / 16 + q, c, lane);
                         }
-                    if (NORMED) barrier_wait(factors_there, 0);
+                    FAULT_SITE(pushed_factors, if (NORMED) barrier_wait(factors_there, 0);)
                     push.template add_and_store<CONSUMERS * 4>(bias == nullptr ? nullptr : bias + at.n0,
                                                                out + at.m0 * out_stride + at.n0, out_stride, M - at.m0,
                                                                N - at.n0, dependent, warpgroup * 4 + warp, lane, rows, at.m0,
@@ -239,12 +240,12 @@ struct WarpgroupGemm {
                         if (work.lacks_end()) {
                             if (n < N)
                                 leave_sums(sums, units, partials + (blockIdx.x * WARPS + my_warp) * WARP_SUMS<Shape>, lane);
-                            __syncwarp();
+                            FAULT_SITE(sums_left, __syncwarp();)
                             if (lane == 0) barrier_arrive(all_left);
                             continue;
                         }
                         if (work.begin > 0) {
-                            barrier_wait(all_there, 0);
+                            FAULT_SITE(sums_there, barrier_wait(all_there, 0);)
                             for (int block = blockIdx.x; n < N && work.lacks_begin(block);) {
                                 add_sums(sums, units, partials + (--block * WARPS + my_warp) * WARP_SUMS<Shape>, lane);
                                 units.set(1.f);
@@ -255,15 +256,15 @@ struct WarpgroupGemm {
                         Transposed::load_bias(bias == nullptr || n >= N ? nullptr : bias + n, lane);
                     if constexpr (STORE_WARPS) {
                         // Until the tile before has been stored; a new barrier counts as past its odd phase.
-                        barrier_wait(drained(warpgroup), drained_parity ^= 1);
-                        if (!work.last()) {
+                        FAULT_SITE(warpgroup_waits_for_drained, barrier_wait(drained(warpgroup), drained_parity ^= 1);)
+                        if (FAULT_SITE(warpgroup_last_tile, !work.last())) {
                             const u32 to = scratch_of(warpgroup) + warp * Transposed::COLUMNS * 2;
 #pragma unroll
                             for (int turn = 0; turn < Transposed::TURNS; ++turn)
                                 Transposed::transpose(turn, sums, units, shifts, to + turn * Transposed::ROWS * Stored::PITCH,
                                                       Stored::PITCH, lane);
                             __syncwarp();
-                            if (lane == 0) barrier_arrive(staged(warpgroup));
+                            if (lane == 0) FAULT_SITE(warpgroup_staged, barrier_arrive(staged(warpgroup));)
                             continue;
                         }
                     }

@@ -17,6 +17,7 @@
 // Lanes. Lane l makes the digits of four channels of k16 row l / 4 of the chunk, {2 (l%4) + 0, 1, 8, 9}, and stores them in
 // shared memory for the eight lanes with the same l % 4. It accumulates digit l % 4 of columns 16 q + l / 4 + 8 h.
 #pragma once
+#include "fault_site.cuh"
 #include "element/pair.cuh"
 #include "ptx/bits.cuh"
 #include "ptx/matrix.cuh"
@@ -56,7 +57,7 @@ struct DigitSums {
                     (left[0] != 0.f || left[1] != 0.f || left[2] != 0.f || left[3] != 0.f);
             multiply<QuantGroupRows>(words, digits, unit, plain, lane, scales, zeros);
             // The vote comes after the products: waiting for it before them cost 3 % of a launch.
-        } while (__any_sync(0xffffffffu, lacks));
+        } while (FAULT_SITE(digits_lacking, __any_sync(0xffffffffu, lacks)));
     }
 
     // The sums of columns 16 q + l / 4 + 8 h, in all lanes of l / 4.
@@ -85,7 +86,7 @@ struct DigitSums {
         u32 number[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const u32 sixteenth = i < 2 ? 0 : 4;
+            const u32 sixteenth = FAULT_SITE(upper_channels, i < 2 ? 0 : 4);
             const float factor = __uint_as_float((283 - sixteenth - exponent) << 23);
             const float inverse = __uint_as_float((exponent - 29 + sixteenth) << 23);
             const int rounded = round_to_int(left[i] * factor);
@@ -95,13 +96,13 @@ struct DigitSums {
         const u32 low[2] = {permute_bytes<0x5140>(number[0], number[1]), permute_bytes<0x5140>(number[2], number[3])};
         const u32 high[2] = {permute_bytes<0x7362>(number[0], number[1]), permute_bytes<0x7362>(number[2], number[3])};
         u32* mine = digits + lane % 4 * 8 + lane / 4;
-        __syncwarp();  // the chunk before has been read
+        FAULT_SITE(digits_free, __syncwarp();)  // the chunk before has been read
         const u32 words[4] = {permute_bytes<0x5410>(low[0], low[1]) ^ 0x80808080u, permute_bytes<0x7632>(low[0], low[1]) ^ 0x80808080u,
                               permute_bytes<0x5410>(high[0], high[1]) ^ 0x80808080u, permute_bytes<0x7632>(high[0], high[1])};
 #pragma unroll
         for (int d = 0; d < 4; ++d) mine[32 * d] = words[d];
-        __syncwarp();
-        unit = exponent == NOT_FINITE ? __uint_as_float(0x7fffffffu) : __uint_as_float((exponent - 29 + 8 * (lane % 4)) << 23);
+        FAULT_SITE(digits_stored, __syncwarp();)
+        unit = exponent == NOT_FINITE ? __uint_as_float(0x7fffffffu) : __uint_as_float((exponent - 29 + FAULT_SITE(digit_power, 8 * (lane % 4))) << 23);
 
         // Sums over the four lanes of a row, each of which keeps one digit, then over the quantisation group's rows.
         u32 plain[4];
@@ -126,7 +127,7 @@ struct DigitSums {
                                              GetScales scales, GetZeros zeros) {
         // Column l / 4 of operand B: digit l / 8, at the bytes of its half.
         const uint4* mine = reinterpret_cast<const uint4*>(digits + (lane / 8 * 4 + lane % 4) * 8);
-        const u32 first = lane / 4 % 2 ? 0x1404 : 0x4140, second = lane / 4 % 2 ? 0x3424 : 0x4342;
+        const u32 first = FAULT_SITE(digit_columns, lane / 4 % 2 ? 0x1404 : 0x4140), second = lane / 4 % 2 ? 0x3424 : 0x4342;
         u32 sums[2][4];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -149,7 +150,7 @@ struct DigitSums {
                 if (row % QuantGroupRows == QuantGroupRows - 1) {
                     const int quant_group = row / QuantGroupRows;
                     const u32 activations =
-                        QuantGroupRows == 8 ? plain : __shfl_sync(0xffffffffu, plain, quant_group * QuantGroupRows * 4 + lane % 4);
+                        QuantGroupRows == 8 ? plain : __shfl_sync(0xffffffffu, plain, FAULT_SITE(digits_of_group, quant_group * QuantGroupRows * 4 + lane % 4));
                     close(sums, (float)(int)activations, unit, scales(quant_group), zeros(quant_group));
                 }
             }

@@ -1,6 +1,7 @@
 // What the words of a quantisation group add to a warp's sums, for the kernels built on mma.sync: when scales multiply, and
 // which of the codec's ways a word takes.
 #pragma once
+#include "fault_site.cuh"
 #include "scale/stored_order.cuh"
 
 template <int BlocksM>
@@ -38,7 +39,7 @@ struct QuantGroupSums {
 
     // The 16-byte piece of two rows' activations that matrix lane / 8 is loaded from. A row's B fragment is its two pieces;
     // for codes, whose kinds are channels apart, a fragment is one kind's pieces of both rows.
-    static __device__ __forceinline__ int piece(int lane) { return CODES ? lane / 8 % 2 * 2 + lane / 16 : lane / 8; }
+    static __device__ __forceinline__ int piece(int lane) { return CODES ? FAULT_SITE(piece_of_codes, lane / 8 % 2 * 2 + lane / 16) : lane / 8; }
 
     // Before a quantisation group's first row.
     __device__ __forceinline__ void begin(const Scales<4>& scales, const Scales<4>& zeros) { scale = scales, zero = zeros; }
@@ -65,11 +66,11 @@ struct QuantGroupSums {
             for (int q = 0; q < 4; ++q) {
                 u32 pairs[2][2][2];
 #pragma unroll
-                for (int row = 0; row < 2; ++row) Codec::codes(words[row][q], pairs[row]);
+                for (int row = 0; row < 2; ++row) Codec::codes(FAULT_SITE(words_of_pair, words[row][q]), pairs[row]);
 #pragma unroll
                 for (int kind = 0; kind < 2; ++kind) {
                     const u32 a[4] = {pairs[0][kind][0], pairs[0][kind][1], pairs[1][kind][0], pairs[1][kind][1]};
-                    E::multiply_accumulate(sums[kind % KINDS].value[q][0], a, x[0][kind][0], x[0][kind][1]);
+                    E::multiply_accumulate(sums[kind % KINDS].value[q][0], a, FAULT_SITE(fragments_by_kind, x[0][kind][0], x[0][kind][1]));
                 }
             }
         } else {
@@ -97,7 +98,7 @@ struct QuantGroupSums {
                                  widen_half<E, 1>(scales.pair[q]) * (CODES ? Codec::UNIT : 1.f)};
             float offset[2];
             if (CODES && Zeros) {
-                offset[0] = widen_half<E, 0>(zeros.pair[q]) + Codec::BASE;
+                offset[0] = FAULT_SITE(zero_of_row, widen_half<E, 0>(zeros.pair[q])) + Codec::BASE;
                 offset[1] = widen_half<E, 1>(zeros.pair[q]) + Codec::BASE;
             }
 #pragma unroll

@@ -7,6 +7,7 @@
 // So the words of row i + 2 are loaded, those of row i + 1 dequantised and row i multiplied at the same time, across chunk ends
 // too. A stage is released when the first products of the next chunk have been issued and all of its own are done.
 #pragma once
+#include "fault_site.cuh"
 #include "mma/warpgroup_sums.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/wgmma.cuh"
@@ -16,7 +17,7 @@
 // d += A (registers) * B (shared memory), or d = A * B without ADD, for the element's type.
 template <int COLUMNS, bool ADD>
 __device__ __forceinline__ void multiply_warpgroup(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b, Half) {
-    matrix_multiply_half<COLUMNS, ADD>(d, a, b);
+    FAULT_SITE(warps_multiply, matrix_multiply_half<COLUMNS, ADD>(d, a, b);)
 }
 template <int COLUMNS, bool ADD>
 __device__ __forceinline__ void multiply_warpgroup(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b, Bfloat16) {
@@ -48,7 +49,7 @@ struct WarpgroupLoop {
     static constexpr Scaling SCALING = Shape::SCALING;
     // Rows between the loads of a quantisation group's scales and their first use. Factors are made of them at once; otherwise
     // the registers are read until the group before has ended.
-    static constexpr int SCALES_AHEAD = SCALING == Scaling::FUSED ? 2 : 1;
+    static constexpr int SCALES_AHEAD = FAULT_SITE(scales_ahead, SCALING == Scaling::FUSED ? 2 : 1);
 
     typedef float Sums[PRODUCTS][TILE_M / 2];
 
@@ -95,7 +96,7 @@ struct WarpgroupLoop {
         const auto dequantize_row = [&](int i) {
 #pragma unroll
             for (int q = 0; q < PRODUCTS; ++q) {
-                u32 (&fragment)[4] = a[i % 2][q];
+                u32 (&fragment)[4] = FAULT_SITE(operand_registers, a[i % 2][q]);
                 if constexpr (SCALING == Scaling::FUSED) {
                     if (i % QUANT_GROUP_ROWS == 0)
                         factors[q] = Codec::factors(Codec::normalize(scale.pair[q], normalizers.pair[q]));
@@ -152,7 +153,7 @@ struct WarpgroupLoop {
                         ratios.of[q][0] = Codec::template ratio<0>(normalizers.pair[q], before.pair[q]);
                         ratios.of[q][1] = Codec::template ratio<1>(normalizers.pair[q], before.pair[q]);
                     }
-                    multiply_by(sums, ratios);
+                    FAULT_SITE(sums_rescaled, multiply_by(sums, ratios);)
                 }
             }
             dequantize_row(0);
@@ -178,41 +179,37 @@ struct WarpgroupLoop {
                     else if (more)
                         load_quant_group(ring.stage, i + SCALES_AHEAD - ROWS);
                     const u64 b = activations + (i / 4 * Layout::SLAB_BYTES + i % 4 * 32) / 16;
-                    matrix_fence();
+                    FAULT_SITE(product_fence, matrix_fence();)
 #pragma unroll
                     for (int q = 0; q < PRODUCTS; ++q) {
                         // A quantisation group's first products don't add to what the registers hold.
                         if (SCALED_GROUPS && i == 0)
-                            multiply_warpgroup<TILE_M, false>(target[q], a[i % 2][q], b, E());
+                            FAULT_SITE(group_begins, multiply_warpgroup<TILE_M, false>)(target[q], a[i % 2][q], b, E());
                         else
                             multiply_warpgroup<TILE_M, true>(target[q], a[i % 2][q], b, E());
                     }
                     matrix_commit();
                     // The products of the row before are done, so its registers may be written again.
-                    matrix_wait<1>();
-                    if (!SCALED_GROUPS && i == 0 && chunk != entered) release(last);
+                    FAULT_SITE(row_done, matrix_wait<1>(); if (!SCALED_GROUPS && i == 0 && chunk != entered) release(last);)
                     if (NORMALIZED && i + 1 == ROWS && more) {
                         u32 outgrown = 0;
                         each_scale(ring.stage, [&](u32 pair, int q) {
                             outgrown |= Codec::outgrown(Codec::normalize(pair, normalizers.pair[q]));
                         });
-                        fits = !__any_sync(0xffffffffu, outgrown);
+                        FAULT_SITE(scales_fit, fits = !__any_sync(0xffffffffu, outgrown);)
                     }
                     dequantize_row(i + 1);
                 }
                 last = now;
                 if (SCALED_GROUPS) {
-                    matrix_wait<0>();
-                    settle(target);
-                    release(now);
-                    add_scaled<E>(sums, group_sums, scale);
+                    FAULT_SITE(group_done, matrix_wait<0>(); settle(target); release(now); add_scaled<E>(sums, group_sums, scale);)
                 }
                 chunk += PARTS_K;
             } while (chunk < count && fits);
             if (!SCALED_GROUPS) {
                 matrix_wait<0>();
                 settle(sums);
-                release(last);
+                FAULT_SITE(last_stage_released, release(last);)
             }
         } while (NORMALIZED && chunk < count);
         if (SCALING == Scaling::SUMS && QUANT_GROUP == 0) multiply_by<E>(sums, scale);

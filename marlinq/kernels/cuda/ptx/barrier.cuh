@@ -1,5 +1,6 @@
 // Barriers of a block: the numbered ones (bar.sync), and mbarriers of compute capability 9.0 and later.
 #pragma once
+#include "fault_site.cuh"
 #include "ptx/types.cuh"
 
 // Barrier `index` of the block, among `threads` threads.
@@ -42,7 +43,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         ".reg .pred done;\n"
         "again:\n"
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
+        FAULT_SITE(barrier_asked_again, "@!done bra again;\n")
         "}" ::"r"(barrier), "r"(parity)
         : "memory");
 }

@@ -1,5 +1,6 @@
 // Flags in global memory that order the work of blocks.
 #pragma once
+#include "fault_site.cuh"
 #include "ptx/types.cuh"
 
 // A thread that acquires a released value sees everything that its writer wrote before, and what the writer had acquired.
@@ -13,7 +14,7 @@ __device__ __forceinline__ void store_relaxed(u32* flag, u32 value) {
 
 __device__ __forceinline__ u32 load_acquire(const u32* flag) {
     u32 value;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+    asm volatile(FAULT_SITE(flag_acquired, "ld.acquire.gpu.global.u32 %0, [%1];") : "=r"(value) : "l"(flag) : "memory");
     return value;
 }
 

@@ -1,5 +1,6 @@
 // 8x8 matrices of 16-bit elements between registers and shared memory, and the integer product mma.m16n8k32.
 #pragma once
+#include "fault_site.cuh"
 #include "ptx/types.cuh"
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
@@ -21,7 +22,7 @@ __device__ __forceinline__ void load_matrix_x4_transposed(u32 (&r)[4], u32 addre
 // Four 8x8 matrices of 16-bit elements, of which lane l holds row l / 4, columns 2 (l % 4) + {0, 1}, to memory with
 // columns as rows; lane l gives the address of the row that receives column l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrix_x4_transposed(u32 address, const u32 (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+    asm volatile(FAULT_SITE(matrices_transposed, "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};") ::"r"(address), "r"(r[0]),
                  "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
 }

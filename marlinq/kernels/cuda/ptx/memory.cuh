@@ -1,5 +1,6 @@
 // Loads and stores of global and shared memory.
 #pragma once
+#include "fault_site.cuh"
 #include "ptx/types.cuh"
 
 // 16 bytes of weights, which are read once: they are not kept in L1.
@@ -22,7 +23,7 @@ __device__ __forceinline__ uint4 load_cached(const void* pointer) {
 // 16 bytes that another block has written: read from L2, since L1 may hold older ones.
 __device__ __forceinline__ uint4 load_l2(const void* pointer) {
     uint4 value;
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile(FAULT_SITE(sums_through_l2, "ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];")
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                  : "l"(pointer)
                  : "memory");

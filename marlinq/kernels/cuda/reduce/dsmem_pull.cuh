@@ -4,6 +4,7 @@
 // With an ACTIVATION, tiles of 64 columns of gate and up take turns, and what is stored is activation(gate) * up: half as many
 // columns, from pairs of tiles that one block has.
 #pragma once
+#include "fault_site.cuh"
 #include "epilogue/activation.cuh"
 #include "epilogue/rows.cuh"
 #include "ptx/cluster.cuh"
@@ -37,13 +38,12 @@ template <typename E, Activation ACTIVATION, int TileM, int TileN, int Pitch, in
 __device__ __forceinline__ void reduce_and_store(const float* buffer, const u16* bias, u16* out, i64 out_stride, int m0,
                                                  int n0, int M, int N, u32 rank, Meet meet, RowWork work = RowWork()) {
     if constexpr (Cluster > 1) {
-        cluster_arrive();
-        cluster_wait();
+        FAULT_SITE(pulled_sums_met, cluster_arrive(); cluster_wait();)
     } else {
-        meet();
+        FAULT_SITE(block_sums_met, meet();)
     }
 
-    const int rows = min(TileM, M - m0), columns = min(TileN, N - n0);
+    const int rows = FAULT_SITE(rows_of_result, min(TileM, M - m0)), columns = min(TileN, N - n0);
     static_assert(Pitch % 4 == 0 && TileN % 4 == 0, "sums are read four at a time");
     constexpr bool GATED = ACTIVATION != Activation::NONE;
     static_assert(!GATED || TileN % 128 == 0, "a block has gate and up of the same columns");
@@ -65,7 +65,7 @@ __device__ __forceinline__ void reduce_and_store(const float* buffer, const u16*
         const int m = four / (STORED / 4), stored = four % (STORED / 4) * 4;
         const int n = GATED ? stored / 64 * 128 + stored % 64 : stored;
         // Columns past N are not stored, so nothing would wait for their loads before the relaxed arrival below.
-        const bool mine = n < columns && (!WHOLE_WARPS || four < fours);
+        const bool mine = FAULT_SITE(columns_of_result, n < columns && (!WHOLE_WARPS || four < fours));
         if (!WHOLE_WARPS && !mine) continue;
         float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
         if (mine) sum = added(m, n);
@@ -82,7 +82,6 @@ __device__ __forceinline__ void reduce_and_store(const float* buffer, const u16*
     // A block stays until its shared memory has been read. Every loaded value has gone into a store by now, so the barrier
     // need not order memory, which would wait for the stores to complete.
     if constexpr (Cluster > 1) {
-        cluster_arrive_relaxed();
-        cluster_wait();
+        FAULT_SITE(pulled_sums_read, cluster_arrive_relaxed(); cluster_wait();)
     }
 }

@@ -4,6 +4,7 @@
 // own, float4 [part][slot][8 rows of the batch][lane], a slot being a 16-column block, counted by an mbarrier. So no block waits
 // for a ring to drain, and none reads another's memory. The owner adds the parts, always in the same order, and stores.
 #pragma once
+#include "fault_site.cuh"
 #include "epilogue/rows.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
@@ -29,12 +30,12 @@ struct PushedSums {
     // By the thread that initialises the block's barriers.
     __device__ __forceinline__ void init() const {
         barrier_init(arrived, 1);
-        if (Cluster > 1) barrier_expect(arrived, Parts * slots * SLOT_BYTES);
+        if (Cluster > 1) barrier_expect(arrived, FAULT_SITE(pushed_bytes, Parts * slots * SLOT_BYTES));
     }
     // Sends a warp's sums of eight rows of the batch and 16 columns: element i of a lane is of row 2 (lane % 4) + i % 2 and
     // column lane / 4 + 8 (i / 2).
     __device__ __forceinline__ void send(const float (&v)[4], int part, int column_block, int row_block, int lane) const {
-        const u32 at = memory + (part * SLOTS + column_block / Cluster) * SLOT_BYTES + row_block * 512 + lane * 16;
+        const u32 at = memory + (part * SLOTS + FAULT_SITE(pushed_slot, column_block / Cluster)) * SLOT_BYTES + row_block * 512 + lane * 16;
         // Addresses in a cluster exist only where there is one.
         if constexpr (Cluster > 1)
             store_cluster_counted(cluster_address(at, column_block % Cluster), v,
@@ -48,7 +49,7 @@ struct PushedSums {
                                                                 int lane) const {
         typename RowWork::Addend addend = {};
         if constexpr (RowWork::ADDS) {
-            const int slot = warp / (TileM / 8), m = m0 + 8 * (warp % (TileM / 8)), n = n0 + 16 * (slot * Cluster + rank);
+            const int slot = warp / (TileM / 8), m = m0 + 8 * (warp % (TileM / 8)), n = n0 + 16 * (FAULT_SITE(requested_columns, slot * Cluster + rank));
             if (slot < slots && m < M && n < N) addend = work.request(m, n, M, lane);
         }
         return addend;
@@ -62,9 +63,9 @@ struct PushedSums {
                                                   const typename RowWork::Addend& first = {}) const {
         if (slots == 0) return;
         if constexpr (Cluster > 1)
-            barrier_wait_cluster(arrived, 0);
+            FAULT_SITE(pushed_sums_arrived, barrier_wait_cluster(arrived, 0);)
         else
-            barrier_sync(1, Warps * 32);
+            FAULT_SITE(pushed_sums_met, barrier_sync(1, Warps * 32);)
         // The previous kernel may still read `out`, and a block with an empty slice has not waited for it yet.
         if (dependent) wait_for_previous_kernel();
         // A few blocks of 8 rows and 16 columns at once, so that their reads overlap.
@@ -98,7 +99,7 @@ struct PushedSums {
             for (int i = 0; i < AT_ONCE; ++i) {
                 const int item = (from + i) * Warps + warp, slot = item / BLOCKS, c = item % BLOCKS;
                 const int n = 16 * (slot * Cluster + rank), m = 8 * c + lane / 4;
-                if (slot >= slots || 8 * c >= rows_m || n >= columns) continue;
+                if (FAULT_SITE(pushed_columns, slot >= slots || 8 * c >= rows_m || n >= columns)) continue;
                 work.scale(sum[i], c, lane);
                 u32 pair[2], kept[2];
                 float squares[2] = {0.f, 0.f};
@@ -108,14 +109,14 @@ struct PushedSums {
                     float low = sum[i][2 * h] + shift, high = sum[i][2 * h + 1] + shift;
                     if constexpr (RowWork::ADDS)
                         kept[h] = transpose_matrix(work.template add<E>(low, high, addend[i], h, squares));
-                    pair[h] = transpose_matrix(E::narrow(low, high));
+                    pair[h] = FAULT_SITE(pushed_transposed, transpose_matrix(E::narrow(low, high)));
                 }
                 // Now of row m, columns 2 (lane % 4) + {0, 1} and 8 more. Neighbours swap one, to have four in a row.
                 const bool odd = lane % 2;
                 const auto store_row = [&](const u32 (&halves)[2], u16* to) {
                     const u32 theirs = __shfl_sync(0xffffffffu, odd ? halves[0] : halves[1], lane ^ 1);
                     const uint2 four = odd ? make_uint2(theirs, halves[1]) : make_uint2(halves[0], theirs);
-                    if (m < rows_m) store_global(to + n + 8 * odd + lane % 4 / 2 * 4, four);
+                    FAULT_SITE(pushed_rows, if (m < rows_m)) store_global(to + n + 8 * odd + lane % 4 / 2 * 4, four);
                 };
                 store_row(pair, out + m * out_stride);
                 if constexpr (RowWork::ADDS) {

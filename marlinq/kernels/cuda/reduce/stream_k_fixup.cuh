@@ -3,6 +3,7 @@
 // Every warp leaves its accumulators to the same warp of the higher block, vectors of four floats a lane, those of a warp side
 // by side. A block has one flag, 0 before and after every launch.
 #pragma once
+#include "fault_site.cuh"
 #include "mma/warpgroup_sums.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/flags.cuh"
@@ -62,17 +63,17 @@ __device__ __forceinline__ void add_sums(float (&sums)[Products][Elements], cons
 template <typename Shape>
 __device__ __forceinline__ void exchange_flags(TileWork<Shape> work, u32* flags, u32 all_left, u32 all_there,
                                                bool dependent) {
-    if (dependent) wait_for_previous_kernel();
+    FAULT_SITE(fixup_waits, if (dependent) wait_for_previous_kernel();)
     for (; work.left(); work.next()) {
         if (work.lacks_end()) {
-            barrier_wait(all_left, 0);
-            store_release(flags + blockIdx.x, 1);
+            FAULT_SITE(fixup_sums_left, barrier_wait(all_left, 0);)
+            FAULT_SITE(fixup_announces, store_release(flags + blockIdx.x, 1);)
         } else if (work.begin > 0) {
-            for (int block = blockIdx.x; work.lacks_begin(block);) {
-                u32* flag = flags + --block;
-                while (load_acquire(flag) == 0) continue;
+            FAULT_SITE(fixup_blocks, for (int block = blockIdx.x; work.lacks_begin(block);)) {
+                u32* flag = FAULT_SITE(fixup_block, flags + --block);
+                FAULT_SITE(fixup_waits_for_flag, while (load_acquire(flag) == 0) continue;)
                 // No other thread reads it in this launch.
-                store_relaxed(flag, 0);
+                FAULT_SITE(fixup_clears_flag, store_relaxed(flag, 0);)
             }
             barrier_arrive(all_there);
         }

@@ -4,6 +4,7 @@
 // weight, side by side in a register, for every block q that it has. Scales of quantisation groups are stored so that a
 // lane's eight for a 64-column tile are 16 contiguous bytes; scales of whole channels (a single group) in another order.
 #pragma once
+#include "fault_site.cuh"
 #include "ptx/memory.cuh"
 
 template <int Blocks>
@@ -13,7 +14,7 @@ struct Scales {
 
 // One quantisation group's, of the 64-column tile at `tile` in shared memory.
 __device__ __forceinline__ Scales<4> load_group_scales(const u16* tile, int lane) {
-    const uint4 v = *reinterpret_cast<const uint4*>(tile + 8 * (lane / 4));
+    const uint4 v = *reinterpret_cast<const uint4*>(tile + FAULT_SITE(scales_of_lane, 8 * (lane / 4)));
     Scales<4> s;
     s.pair[0] = v.x, s.pair[1] = v.y, s.pair[2] = v.z, s.pair[3] = v.w;
     return s;

@@ -19,6 +19,7 @@
 //
 // Configuration: Scale (the dtype of the scales), SEARCH, SYMMETRIC, FACTORS.
 #pragma once
+#include "fault_site.cuh"
 #include "solve/storable.cuh"
 
 namespace panel {
@@ -125,7 +126,7 @@ __device__ __forceinline__ Grid search(const Shared& at, const float* factors, i
     }
     at.exchange[warp][lane] = best;
     at.chosen[warp][lane] = chosen;
-    __syncthreads();
+    FAULT_SITE(candidates_told, __syncthreads();)
 #pragma unroll
     for (int other = 0; other < WARPS; ++other) {
         const float found = at.exchange[other][lane];
@@ -160,7 +161,7 @@ __device__ __forceinline__ void round_rows(const Shared& at, int padded, float t
                 at.v[(first + j) * COLUMNS + lane] = errors[j];
             }
         }
-        __syncthreads();
+        FAULT_SITE(errors_there, __syncthreads();)
         if (first + LEAF >= padded) break;
 #pragma unroll
         for (int k = 0; k < LEAF; ++k) errors[k] = at.v[(first + k) * COLUMNS + lane];
@@ -178,7 +179,7 @@ __device__ __forceinline__ void round_rows(const Shared& at, int padded, float t
             }
             at.v[j * COLUMNS + lane] = v;
         }
-        __syncthreads();
+        FAULT_SITE(rows_updated, __syncthreads();)
     }
 }
 

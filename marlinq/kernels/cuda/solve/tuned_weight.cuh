@@ -12,6 +12,7 @@
 //
 // Configuration: Scale (the dtype of the stored scales), Weight (Single or Bfloat16), LATENT (else codes are uint8 and stay).
 #pragma once
+#include "fault_site.cuh"
 #include "solve/storable.cuh"
 
 namespace tuned {
@@ -44,13 +45,13 @@ struct Stored<Bfloat16> {
 };
 
 __device__ __forceinline__ float code_of(float latent, float top, float reach) {
-    return rintf(fminf(fmaxf(latent, -reach), top + reach));
+    return rintf(FAULT_SITE(latent_bounds, fminf(fmaxf(latent, -reach), top + reach)));
 }
 __device__ __forceinline__ float code_of(unsigned char code, float, float) { return static_cast<float>(static_cast<int>(code)); }
 
 template <typename C>
 __device__ __forceinline__ float stored_scale(float scale, float change) {
-    return storable<typename C::Scale>(scale * (1.f + change));
+    return storable<typename C::Scale>(scale * (FAULT_SITE(changed_scale, 1.f + change)));
 }
 
 template <typename C>
@@ -60,8 +61,8 @@ __device__ __forceinline__ void weight(const typename Given<C>::type* given, con
     typedef Stored<typename C::Weight> W;
     const int columns = (N + THREADS - 1) / THREADS, part = blockIdx.x / columns;
     const int n = (blockIdx.x - part * columns) * THREADS + threadIdx.x;
-    if (n >= N) return;
-    const i64 first = static_cast<i64>(part) * rows, place = first / group * N + n;
+    FAULT_SITE(columns_past_end, if (n >= N) return;)
+    const i64 first = static_cast<i64>(part) * rows, place = FAULT_SITE(group_of_part, first / group * N) + n;
     const float scale = stored_scale<C>(scales[place], change[place]), zero = zeros[place];
 #pragma unroll 8
     for (int k = 0; k < rows; ++k) {
@@ -89,12 +90,13 @@ __device__ __forceinline__ void gradients(const typename Given<C>::type* given, 
             const float gradient = W::widen(d_weight[at]);
             const auto value = given[at];
             sum += gradient * (code_of(value, top, reach) - zero);
-            if constexpr (C::LATENT) by_latent[at] = value >= -reach && value <= top + reach ? gradient * scale : 0.f;
+            if constexpr (C::LATENT) by_latent[at] = FAULT_SITE(gradient_bounds, value >= -reach && value <= top + reach) ? gradient * scale : 0.f;
         }
     }
     sums[warp][lane] = sum;
-    __syncthreads();
-    if (warp == 0 && n < N) by_change[place] = ((sums[0][lane] + sums[1][lane]) + (sums[2][lane] + sums[3][lane])) * scales[place];
+    FAULT_SITE(sums_of_block, __syncthreads();)
+    if (warp == 0 && n < N)
+        by_change[place] = FAULT_SITE(gradient_of_change, ((sums[0][lane] + sums[1][lane]) + (sums[2][lane] + sums[3][lane])) * scales[place]);
 }
 
 }  // namespace tuned

@@ -26,6 +26,7 @@
 // Configuration: Element, D, WARPS, MIN_BLOCKS, CLUSTER (1, or the splits), SOFTCAP, and those of step/heads.cuh; SHARED_BYTES,
 // the host's count of dynamic shared memory.
 #pragma once
+#include "fault_site.cuh"
 #include "ptx/bits.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/flags.cuh"
@@ -135,7 +136,7 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     if (EARLY) load_keys(first_tile);
     if (VALUES_EARLY) load_values(first_tile);
     const typename Head<C>::Angles angles(given, min(length, capacity - 1), lane);
-    wait_for_previous_kernel();
+    FAULT_SITE(attention_waits, wait_for_previous_kernel();)
     const u32* new_row = given.row(sequence);
     const WideSquares<C> wide(given, new_row, squares);
     // Queries, then the key and the value. Columns of the product that are no head stay zero.
@@ -152,7 +153,7 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
             mine.store(reinterpret_cast<u32*>(item == heads ? keys : values) + (row + length) * (D / 2), lane);
     }
     for (int i = threadIdx.x; i < (HEADS - heads) * (D / 2); i += 32 * WARPS) fresh[heads * (D / 2) + i] = 0;
-    __syncthreads();
+    FAULT_SITE(heads_there, __syncthreads();)
     const u32 fresh_at = shared_address(shared) + FRESH_AT, my_queries = fresh_at + u * (D * 2) + v * 16;
     // Of head 2v + j: the maximum that all lanes know, and this lane's part of the sum.
     float maximum[2] = {LOWEST, LOWEST}, total[2] = {0.f, 0.f};
@@ -166,7 +167,7 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
     const auto take = [&](int tile, auto is_first) {
         constexpr bool FIRST = decltype(is_first)::value;
         if (!FIRST) load_keys(tile);
-        const bool newest_here = tile <= newest && newest < tile + TILE;
+        const bool newest_here = FAULT_SITE(newest_token, tile <= newest) && newest < tile + TILE;
         if (newest_here) {
 #pragma unroll
             for (int h = 0; h < 2; ++h)
@@ -267,7 +268,7 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
                 to[1] = make_float4(o[g][2][j], o[g][2][j + 2], o[g][3][j], o[g][3][j + 2]);
             }
     }
-    __syncthreads();
+    FAULT_SITE(warps_there, __syncthreads();)
     float* slots = partials + (i64)work * splits * SLOT;
     for (int index = threadIdx.x; index < heads * (D / 4); index += 32 * WARPS) {
         const int head = index / (D / 4), channel = index % (D / 4) * 4;
@@ -322,8 +323,7 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
         }
     };
     if constexpr (MEETS) {
-        cluster_arrive();
-        cluster_wait();
+        FAULT_SITE(splits_met, cluster_arrive(); cluster_wait();)
         if (split == 0)
             add_splits([&](int i, int head, int channel, float& most, float& whole) {
                 const float4 numbers = load_cluster_float4(cluster_address(shared_address(merged + head), i));
@@ -331,8 +331,7 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
                 return load_cluster_float4(cluster_address(shared_address(sums(0, head, channel)), i));
             });
         // A block stays until its shared memory has been read.
-        cluster_arrive_relaxed();
-        cluster_wait();
+        FAULT_SITE(splits_read, cluster_arrive_relaxed(); cluster_wait();)
         return;
     }
     __syncthreads();

@@ -15,6 +15,7 @@
 //
 // Configuration: Element, THREADS, VECTORS (of eight elements, a thread), GATHER, POSITIONS, ADDENDS, EXPERTS, GATED, POST, NORM.
 #pragma once
+#include "fault_site.cuh"
 #include "ptx/launch.cuh"
 #include "step/rows.cuh"
 
@@ -72,11 +73,11 @@ __device__ __forceinline__ uint4 sum_of_experts(const uint4* rows, const int* pl
     for (int j = 0; j < 8; ++j) sum[j] = 0.f;
 #pragma unroll 8
     for (int s = 0; s < EXPERTS; ++s) {
-        if (places[s] < 0) continue;
+        FAULT_SITE(routed_row_elsewhere, if (places[s] < 0) continue;)
         float row[8];
         widen_vector<E>(row, load_l2(rows + places[s] * (stride / 8) + v));
 #pragma unroll
-        for (int j = 0; j < 8; ++j) sum[j] = fmaf(routing[s], row[j], sum[j]);
+        for (int j = 0; j < 8; ++j) sum[j] = fmaf(FAULT_SITE(routing_of_slot, routing[s]), row[j], sum[j]);
     }
     return narrow_vector<E>(sum);
 }
@@ -108,7 +109,7 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
     if constexpr (C::EXPERTS > 0) {
         static_assert(C::EXPERTS <= THREADS, "a thread a slot");
         if (threadIdx.x < C::EXPERTS) {
-            from[threadIdx.x] = load_scalar(places + m * C::EXPERTS + threadIdx.x);
+            from[threadIdx.x] = load_scalar(places + FAULT_SITE(places_of_row, m * C::EXPERTS + threadIdx.x));
             counts[threadIdx.x] = load_scalar(routing + m * C::EXPERTS + threadIdx.x);
         }
         __syncthreads();
@@ -125,7 +126,7 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
         if (C::ADDENDS > 1) e[i] = load_l2(second + m * (second_stride / 8) + v);
     }
     static_assert(!C::GATED || C::ADDENDS > 1, "a gate is the second addend's");
-    const float second_factor = C::GATED ? factor * load_scalar(gates + m) : factor;
+    const float second_factor = C::GATED ? factor * load_scalar(FAULT_SITE(gate_of_row, gates + m)) : factor;
     static_assert(!C::POSITIONS || (C::GATHER && C::ADDENDS == 0), "positions are added to embeddings");
     float y[VECTORS][8];
 #pragma unroll
@@ -145,7 +146,7 @@ __device__ __forceinline__ void advance_residual(const i64* tokens, const uint4*
             if (C::GATHER) x[i][j] = rounded<E>(x[i][j] * embedding_scale);
             if (C::POSITIONS) x[i][j] += y[i][j];
             if (C::ADDENDS > 0) x[i][j] += factor * y[i][j];
-            if (C::ADDENDS > 1) x[i][j] += second_factor * z[j];
+            if (C::ADDENDS > 1) x[i][j] += FAULT_SITE(second_addend, second_factor) * z[j];
         }
         const int v = threadIdx.x + i * THREADS;
         const uint4 sum = narrow_vector<E>(x[i]);

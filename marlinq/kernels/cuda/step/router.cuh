@@ -22,6 +22,7 @@
 // Configuration: Element, CLUSTER, WARPS, PER (experts / 32, rounded up), TOP, SOFTMAX, NORMALISED, CORRECTED, GROUPS,
 // KEPT, ZEROED, WIDE, GATED, NORM, VECTORS (of a row, a thread).
 #pragma once
+#include "fault_site.cuh"
 #include "ptx/bits.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/launch.cuh"
@@ -59,7 +60,7 @@ struct RouterRow {
         for (int i = 0; i < UNROLL; ++i) {
             const int v = begin + i * 32 + lane;
             w[i] = make_uint4(0, 0, 0, 0);
-            const uint4* from = C::GATED && expert == experts ? gate : weight + (i64)expert * vectors;
+            const uint4* from = FAULT_SITE(gate_weights, C::GATED && expert == experts ? gate : weight + (i64)expert * vectors);
             if (expert < products() && v < vectors) w[i] = load_cached(from + v);
         }
     }
@@ -84,7 +85,7 @@ struct RouterRow {
             widen_vector<E>(values[i], a);
             widen_vector<E>(addend, d);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) values[i][j] += given.factor * addend[j];
+            for (int j = 0; j < 8; ++j) values[i][j] += FAULT_SITE(addend_factor, given.factor * addend[j]);
             const uint4 sum = narrow_vector<E>(values[i]);
             if (v < vectors && rank == 0) given.stored[m * (given.residual_stride / 8) + v] = sum;
             widen_vector<E>(values[i], sum);
@@ -96,9 +97,9 @@ struct RouterRow {
             const int v = threadIdx.x + i * THREADS;
             if (v >= vectors) continue;
             row[v] = narrow_vector<E>(values[i]);
-            if (rank == 0) x[v] = row[v];
+            FAULT_SITE(made_row_stored, if (rank == 0) x[v] = row[v];)
         }
-        __syncthreads();
+        FAULT_SITE(made_row_there, __syncthreads();)
     }
 
     __device__ __forceinline__ float add(const uint4* row, const uint4 (&w)[UNROLL], int begin, float sum) const {
@@ -120,16 +121,16 @@ struct RouterRow {
         const int first = rank * WARPS + warp;
         uint4 w[UNROLL];
         request(w, first, 0);
-        wait_for_previous_kernel();
+        FAULT_SITE(router_waits, wait_for_previous_kernel();)
         if constexpr (ADDS) make(given, m, row);
-        for (int expert = first; expert < products(); expert += CLUSTER * WARPS) {
+        for (int expert = first; expert < FAULT_SITE(products_multiplied, products()); expert += CLUSTER * WARPS) {
             float sum = 0.f;
             for (int begin = 0; begin < vectors; begin += 32 * UNROLL) {
                 if (expert != first || begin > 0) request(w, expert, begin);
                 sum = add(row, w, begin, sum);
             }
             sum = warp_sum(sum);
-            if (lane == 0) logits[expert] = C::WIDE ? sum : rounded<E>(sum);
+            if (lane == 0) logits[expert] = FAULT_SITE(logit_width, C::WIDE ? sum : rounded<E>(sum));
         }
     }
 
@@ -151,34 +152,34 @@ struct RouterRow {
         __shared__ float decisive[32 * PER];
 #pragma unroll
         for (int i = 0; i < PER; ++i) decisive[lane + 32 * i] = mine[i];
-        __syncwarp();
+        FAULT_SITE(group_scores_there, __syncwarp();)
         const int size = experts / C::GROUPS;
         float best = LOWEST, second = LOWEST;
         if (lane < C::GROUPS) {
             // Lanes begin at different places: groups of 32 would all be in one bank.
             int at = lane % size;
             for (int j = 0; j < size; ++j) {
-                const float value = decisive[lane * size + at];
-                second = fmaxf(second, fminf(best, value));
+                const float value = decisive[FAULT_SITE(group_logits, lane * size + at)];
+                second = FAULT_SITE(second_of_group, fmaxf(second, fminf(best, value)));
                 best = fmaxf(best, value);
                 at = at + 1 < size ? at + 1 : 0;
             }
         }
-        const u32 key = lane < C::GROUPS ? ordered(best + second) : 0u;
+        const u32 key = lane < C::GROUPS ? ordered(FAULT_SITE(group_score, best + second)) : 0u;
         int before = 0;
 #pragma unroll
         for (int g = 0; g < C::GROUPS; ++g) {
             const u32 other = __shfl_sync(0xffffffffu, key, g);
             before += other > key || (other == key && g < lane);
         }
-        return warp_add(lane < C::GROUPS && before < C::KEPT ? 1u << lane : 0u);
+        return warp_add(lane < C::GROUPS && FAULT_SITE(groups_kept, before < C::KEPT) ? 1u << lane : 0u);
     }
 
     __device__ __forceinline__ void choose(const float* logits, const float* correction, int* ids, float* weights, float scale) const {
         // What decides. Not -0, which is equal to 0, but before it in order.
         float mine[PER];
 #pragma unroll
-        for (int i = 0; i < PER; ++i) mine[i] = lane + 32 * i < experts ? logits[lane + 32 * i] + 0.f : LOWEST;
+        for (int i = 0; i < PER; ++i) mine[i] = lane + 32 * i < experts ? FAULT_SITE(negative_zero, logits[lane + 32 * i] + 0.f) : LOWEST;
         float kept = 0.f, highest = 0.f, all = 0.f, sum = 0.f;
         u32 taken = 0;
         if constexpr (C::CORRECTED) {
@@ -186,12 +187,12 @@ struct RouterRow {
                 u32 key = 0;
 #pragma unroll
                 for (int i = 0; i < PER; ++i) key = max(key, ordered(mine[i]));
-                highest = from_ordered(warp_max(key));
+                highest = FAULT_SITE(highest_logit, from_ordered(warp_max(key)));
                 all = sum_of_exponentials(mine, highest);
             }
 #pragma unroll
             for (int i = 0; i < PER; ++i)
-                if (lane + 32 * i < experts) mine[i] = score(mine[i], highest, all) + correction[lane + 32 * i] + 0.f;
+                if (lane + 32 * i < experts) mine[i] = FAULT_SITE(corrected_scores, score(mine[i], highest, all) + correction[lane + 32 * i]) + 0.f;
         }
         static_assert(C::GROUPS == 1 || C::CORRECTED, "groups are compared by corrected scores");
         if constexpr (C::GROUPS > 1) {
@@ -200,9 +201,8 @@ struct RouterRow {
 #pragma unroll
             for (int i = 0; i < PER; ++i) {
                 const int expert = lane + 32 * i;
-                if (expert >= experts || groups >> expert / size & 1) continue;
-                if (C::ZEROED) mine[i] = 0.f;
-                else taken |= 1u << i;
+                if (expert >= experts || groups >> FAULT_SITE(group_of_expert, expert / size) & 1) continue;
+                FAULT_SITE(dropped_scores, if (C::ZEROED) mine[i] = 0.f; else taken |= 1u << i;)
             }
         }
         int chosen = 0;
@@ -215,17 +215,17 @@ struct RouterRow {
             for (int i = 0; i < PER; ++i)
                 if (!(taken >> i & 1) && lane + 32 * i < experts && ordered(mine[i]) > key) key = ordered(mine[i]), at = lane + 32 * i;
             const u32 most = warp_max(key);
-            at = static_cast<int>(~warp_max(key == most ? ~static_cast<u32>(at) : 0u));
-            const float best = logits[at];
-            if (at % 32 == lane) taken |= 1u << at / 32;
-            if (C::SOFTMAX && !C::CORRECTED && s == 0) highest = best, all = sum_of_exponentials(mine, highest);
+            at = FAULT_SITE(lowest_number, static_cast<int>(~warp_max(key == most ? ~static_cast<u32>(at) : 0u)));
+            const float best = FAULT_SITE(chosen_logit, logits[at]);
+            if (at % 32 == lane) taken |= FAULT_SITE(taken_bit, 1u << at / 32);
+            if (FAULT_SITE(softmax_by_choice, C::SOFTMAX && !C::CORRECTED && s == 0)) highest = best, all = sum_of_exponentials(mine, highest);
             const float found = score(best, highest, all);
             sum += found;
             if (s == lane) kept = found, chosen = at;
         }
         if (lane < C::TOP) {
             ids[lane] = chosen;
-            weights[lane] = (C::NORMALISED ? kept / sum : kept) * scale;
+            weights[lane] = FAULT_SITE(chosen_weight, (C::NORMALISED ? kept / sum : kept) * scale);
         }
     }
 };
@@ -249,9 +249,9 @@ __device__ __forceinline__ void route_rows(const RouterAddition& given, uint4* x
         // Others' logits: four neighbours belong to one block, since blocks have a multiple of four warps.
         static_assert(C::WARPS % 4 == 0, "vectors of logits of one block");
         if (row.rank == 0) {
-            for (int four = threadIdx.x; four < (row.products() + 3) / 4; four += 32 * C::WARPS) {
+            for (int four = threadIdx.x; four < (FAULT_SITE(logits_read, row.products()) + 3) / 4; four += 32 * C::WARPS) {
                 const u32 owner = 4 * four / C::WARPS % C::CLUSTER;
-                if (owner == 0) continue;
+                FAULT_SITE(own_logits, if (owner == 0) continue;)
                 const float4 v = load_cluster_float4(cluster_address(shared_address(logits + 4 * four), owner));
                 logits[4 * four] = v.x, logits[4 * four + 1] = v.y, logits[4 * four + 2] = v.z, logits[4 * four + 3] = v.w;
             }
@@ -262,7 +262,7 @@ __device__ __forceinline__ void route_rows(const RouterAddition& given, uint4* x
     }
     __syncthreads();
     if (row.rank == 0 && row.warp == 0) row.choose(logits, correction, ids + m * C::TOP, weights + m * C::TOP, scale);
-    if (C::GATED && row.rank == 0 && threadIdx.x == 32 * C::WARPS - 1) gates[m] = 1.f / (1.f + expf(-logits[experts]));
+    if (C::GATED && row.rank == 0 && threadIdx.x == 32 * C::WARPS - 1) FAULT_SITE(gate_value, gates[m] = 1.f / (1.f + expf(-logits[experts]));)
 }
 
 #define INSTANTIATE_STEP_ROUTER(NAME, CONFIGURATION)                                                                    \

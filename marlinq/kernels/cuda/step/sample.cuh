@@ -14,6 +14,7 @@
 //
 // Configuration: Element, CLUSTER, THREADS, RING, DRAWS, FILTERS, PENALTY, ALIGNED (whether four neighbours are one load).
 #pragma once
+#include "fault_site.cuh"
 #include "element/bfloat16.cuh"
 #include "element/half.cuh"
 #include "ptx/bits.cuh"
@@ -90,8 +91,7 @@ struct Sample {
     // The cluster's blocks have written what the others read.
     __device__ __forceinline__ void meet() {
         if constexpr (CLUSTER > 1) {
-            cluster_arrive();
-            cluster_wait();
+            FAULT_SITE(sample_blocks_met, cluster_arrive(); cluster_wait();)
         } else {
             __syncthreads();
         }
@@ -160,7 +160,7 @@ struct Sample {
     // This block's histogram has been counted: the cluster's, in shared.totals, for warp 0.
     __device__ __forceinline__ void gather_bins() {
         float(&bins)[BINS] = shared.bins[exchanges++ % 2];
-        __syncthreads();
+        FAULT_SITE(bins_counted, __syncthreads();)
 #pragma unroll
         for (int bin = warp; bin < BINS; bin += WARPS) {
             float sum = 0.f;
@@ -204,7 +204,7 @@ struct Sample {
                 const u32 distance = units(nats);
                 // The first level has the empty prefix, which all distances begin with.
                 if (distance <= limit && distance >> (shift + BITS) == prefix)
-                    shared.histogram[(distance >> shift) % BINS * THREADS + thread] += weight(nats);
+                    shared.histogram[(distance >> shift) % BINS * THREADS + FAULT_SITE(bins_of_thread, thread)] += weight(nats);
             });
             gather_bins();
             if (warp == 0) {
@@ -271,8 +271,7 @@ struct Sample {
         }
         // A block stays until its shared memory has been read.
         if constexpr (CLUSTER > 1) {
-            cluster_arrive_relaxed();
-            cluster_wait();
+            FAULT_SITE(sample_memory_read, cluster_arrive_relaxed(); cluster_wait();)
         }
     }
 };
@@ -283,7 +282,7 @@ __device__ __forceinline__ void choose_tokens(const SampleArguments& arguments) 
     typedef Sample<C> S;
     static_assert(sizeof(typename S::Shared) == C::SHARED_BYTES, "host and kernel count different bytes of shared memory");
     launch_dependents();
-    wait_for_previous_kernel();
+    FAULT_SITE(sample_waits, wait_for_previous_kernel();)
     const int row = blockIdx.x / C::CLUSTER;
     const u32 thread = threadIdx.x;
     S{arguments,   *reinterpret_cast<typename S::Shared*>(memory), row, blockIdx.x % C::CLUSTER, thread, thread % 32,

@@ -4,6 +4,7 @@
 // zero fill of missing rows was measured slower than loading rows that exist (docs/kernels.md, "Rows beyond the batch").
 // Rows of a stage past the batch keep what they held, and what they give is not stored.
 #pragma once
+#include "fault_site.cuh"
 #include "ptx/launch.cuh"
 #include "ptx/tensor_copy.cuh"
 #include "tma/ring.cuh"
@@ -31,11 +32,11 @@ struct Producer {
     u32 bytes;     // of a chunk
 
     __device__ __forceinline__ Producer(const ActivationMaps& activations, const WeightMaps& weights, int M, int m0, int n0)
-        : x(m0 > 0 && M - m0 < TILE_M ? &activations.rest : &activations.tile),
+        : x(FAULT_SITE(activation_map, m0 > 0 && M - m0 < TILE_M ? &activations.rest : &activations.tile)),
           maps(weights),
           m0(m0),
           tile(n0 / 64),
-          bytes(Layout::COPIED_BYTES - SLABS * 128 * max(TILE_M - (M - m0), 0)) {}
+          bytes(Layout::COPIED_BYTES - SLABS * 128 * FAULT_SITE(rows_not_copied, max(TILE_M - (M - m0), 0))) {}
 
     __device__ __forceinline__ static int first_quant_group(int chunk) {
         return QUANT_GROUP == 0 ? 0 : chunk * Layout::CHUNK / (QUANT_GROUP == 0 ? 1 : QUANT_GROUP);
@@ -43,9 +44,9 @@ struct Producer {
 
     __device__ __forceinline__ void copy_weights(const Ring<Layout>& ring, int chunk) const {
         const u32 at = ring.address(), barrier = ring.full + 8 * ring.stage;
-        barrier_expect(barrier, bytes);
+        barrier_expect(barrier, FAULT_SITE(expected_bytes, bytes));
         copy_box_once(at + Layout::WEIGHTS_AT, &maps.words, 0, tile, chunk * Layout::ROWS, barrier);
-        if (QUANT_GROUP != 0) copy_box_once(at + Layout::SCALES_AT, &maps.scales, 0, tile, first_quant_group(chunk), barrier);
+        if (QUANT_GROUP != 0) copy_box_once(at + Layout::SCALES_AT, FAULT_SITE(scale_map, &maps.scales), 0, tile, first_quant_group(chunk), barrier);
         if (QUANT_GROUP != 0 && Layout::ZEROS)
             copy_box_once(at + Layout::ZEROS_AT, &maps.zeros, 0, tile, first_quant_group(chunk), barrier);
     }
@@ -53,7 +54,7 @@ struct Producer {
         const u32 at = ring.address(), barrier = ring.full + 8 * ring.stage;
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab)
-            copy_box(at + slab * Layout::SLAB_BYTES, x, chunk * Layout::CHUNK + slab * 64, m0, barrier);
+            copy_box(FAULT_SITE(activation_slab, at + slab * Layout::SLAB_BYTES), x, chunk * Layout::CHUNK + slab * 64, m0, barrier);
     }
 
     // The weights of chunk `begin`, the first of `count`. They depend on no earlier kernel, and copying them takes the producer
@@ -69,7 +70,7 @@ struct Producer {
 #pragma unroll 1
         for (int i = 0; i < ahead; ++i, ring.advance())
             if (i > 0) copy_weights(ring, begin + i);
-        if (dependent) wait_for_previous_kernel();
+        if (dependent) FAULT_SITE(producer_waits, wait_for_previous_kernel();)
         ring = first;
 #pragma unroll 1
         for (int i = 0; i < ahead; ++i, ring.advance()) copy_activations(ring, begin + i);
@@ -81,7 +82,7 @@ struct Producer {
 #pragma unroll 1
         for (int i = 0; i < count; ++i, ring.advance()) {
             window.admit();
-            ring.wait_empty();
+            FAULT_SITE(producer_waits_for_stage, ring.wait_empty();)
             copy_weights(ring, begin + i);
             copy_activations(ring, begin + i);
         }

@@ -3,6 +3,7 @@
 //
 //   full    the copies' bytes have arrived                     empty    the warps that multiply the chunk are done
 #pragma once
+#include "fault_site.cuh"
 #include "ptx/barrier.cuh"
 
 // The ring, and a walk round it. `parity` is that of the phase to wait for.
@@ -17,7 +18,7 @@ struct Ring {
     // `barriers` is the address of 2 * STAGES of them. The producer starts at parity 1: a new barrier counts as past its odd
     // phase.
     __device__ __forceinline__ Ring(const void* memory, u32 barriers, bool produces)
-        : stages((shared_address(memory) + 1023) / 1024 * 1024),
+        : stages(FAULT_SITE(ring_alignment, (shared_address(memory) + 1023) / 1024 * 1024)),
           full(barriers),
           empty(full + 8 * STAGES),
           stage(0),
@@ -29,7 +30,7 @@ struct Ring {
             barrier_init(full + 8 * s, 1);
             barrier_init(empty + 8 * s, readers);
         }
-        barrier_init_fence();
+        FAULT_SITE(ring_fence, barrier_init_fence();)
     }
     __device__ __forceinline__ u32 address() const { return stages + stage * Layout::BYTES; }
     __device__ __forceinline__ void wait_full() const { barrier_wait(full + 8 * stage, parity); }
@@ -38,7 +39,7 @@ struct Ring {
     // At most STAGES on.
     __device__ __forceinline__ void advance(int by = 1) {
         stage += by;
-        if (stage >= STAGES) stage -= STAGES, parity ^= 1;
+        if (stage >= STAGES) FAULT_SITE(ring_parity, stage -= STAGES, parity ^= 1);
     }
 };
 

@@ -1,4 +1,4 @@
-"""Compiling: the machine once, then every variant of a kernel to a library of its own."""
+"""Compiles the machine once, and every kernel to a library of its own."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.emulation.translation import translate
+from emulation.faults import Planted, UnknownSite
+from emulation.translation import translate
 
 _MACHINE = Path(__file__).parent / "machine"
-_PYTHON = ("instructions.py", "translation.py", "build.py")
+_PYTHON = ("instructions.py", "translation.py", "build.py")  # sources that decide what is built
 _COMMON = ("-std=c++17", "-fPIC", "-g1", "-U_FORTIFY_SOURCE")
 # The sanitizers' hooks are the machine's own: every plain access of a kernel goes through it. With -Og a
 # compilation takes a quarter less than with -O1, and the few launches of a kernel hardly longer.
@@ -25,22 +26,22 @@ _KERNEL = (*_COMMON, "-Og", "-w", "-Wno-psabi", "-fno-exceptions", "-fsanitize=t
 
 
 class CompilerFailure(Exception):
-    """The host's compiler rejected a source; the message is its own."""
+    """The host's compiler rejected a source; the message is the compiler's."""
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler: ``$CXX``, or g++ or c++ on the path; None if there is none."""
+    """Path of the C++ compiler: ``$CXX``, or g++ or c++ on the path; None if there is none."""
     chosen = os.environ.get("CXX")
     return shutil.which(chosen) if chosen else shutil.which("g++") or shutil.which("c++")
 
 
 @dataclass(frozen=True)
 class Builder:
-    """Builds libraries in ``folder``, where they stay: keyed by content, written aside and renamed.
+    """Builds libraries in a folder and keeps them there, keyed by content; several processes may share it.
 
     Attributes:
-        folder: has to exist, and must not move.
-        compiler: the path of GCC or Clang.
+        folder: path of an existing folder, which must not move.
+        compiler: path of GCC or Clang.
     """
 
     folder: Path
@@ -59,7 +60,7 @@ class Builder:
 
     @functools.cached_property
     def _key(self) -> bytes:
-        """Of everything but a kernel that decides what is built."""
+        """Digest of everything but the kernel that decides what is built."""
         folder = Path(__file__).parent
         digest = hashlib.sha256(self._version.encode())
         for path in (*sorted(_MACHINE.iterdir()), *(folder / name for name in _PYTHON)):
@@ -67,7 +68,7 @@ class Builder:
         return digest.digest()
 
     def _built(self, name: str, make: Callable[[Path], object], content: str = "") -> Path:
-        """The path of ``name`` for ``content``; ``make`` builds it in the empty folder that it is given."""
+        """Path of the file ``name`` for ``content``; ``make`` builds it in an empty folder."""
         key = hashlib.sha256(self._key + content.encode()).hexdigest()[:32]
         path = self.folder / f"{key}-{name}"
         if not path.exists():
@@ -78,7 +79,7 @@ class Builder:
 
     @functools.cached_property
     def _machine(self) -> Path:
-        """The machine's library, which all kernels share; processes that share the folder wait for the first.
+        """Path of the machine's library, which all kernels share; one process builds it while others wait.
 
         Its sources are one translation unit: the standard library's headers are read once, and functions of
         one source can be inlined in others.
@@ -94,11 +95,20 @@ class Builder:
             fcntl.flock(lock, fcntl.LOCK_EX)
             return self._built("machine.so", make)
 
-    def preprocess(self, text: str, name: str, sources: Path, capability: int = 90) -> str:
+    def preprocess(
+        self, text: str, name: str, sources: Path, capability: int = 90, planted: Planted | None = None
+    ) -> str:
         """``text`` as NVRTC would see it, with line markers that call it ``name``.
 
+        Args:
+            text: CUDA C++.
+            name: file name for line markers.
+            sources: folder of the headers that the text may include.
+            capability: ten times the compute capability.
+            planted: a fault; None for the sources as they are.
+
         Raises:
-            CompilerFailure: the compiler's words.
+            CompilerFailure: the preprocessor rejected the text; its message.
         """
         # No header but the project's own: NVRTC has none either.
         options = [
@@ -111,34 +121,46 @@ class Builder:
             "-std=c++17",
             f"-D__CUDA_ARCH__={capability}0",
         ]
-        return self._run(*options, "-", given=f'#line 1 "{name}"\n{text}')
+        definitions = planted.definitions() if planted else ""
+        return self._run(*options, "-", given=f'{definitions}#line 1 "{name}"\n{text}')
 
-    def kernel(self, text: str, function: str, sources: Path, capability: int = 90) -> ctypes.CDLL:
-        """The library of one variant.
+    def kernel(
+        self, text: str, function: str, sources: Path, capability: int = 90, planted: Planted | None = None
+    ) -> ctypes.CDLL:
+        """The library of one kernel.
 
         Args:
-            text: a translation unit (:mod:`marlinq.kernels.contract.instantiation`).
-            function: its ``extern "C" __global__`` function.
-            sources: the folder of its headers.
+            text: CUDA C++, one translation unit.
+            function: name of its ``extern "C" __global__`` function.
+            sources: folder of the headers that the text may include.
             capability: ten times the compute capability.
+            planted: a fault; None for the sources as they are.
 
         Raises:
-            CompilerFailure: the compiler's words.
+            CompilerFailure: the compiler rejected the kernel; its message.
             UnknownPtx: the source has PTX that the emulation lacks.
+            UnknownSite: the kernel has no fault site of the planted fault's name.
         """
-        # Launches of one kernel follow each other, for which the same sources need no translation again.
+        # Launches of one kernel follow each other: the same sources are translated once.
         states = tuple((path, path.stat().st_mtime_ns) for path in sources.rglob("*.cuh"))
-        key = text, function, capability, states
+        key = text, function, capability, planted, states
         if key not in self._loaded:
-            self._loaded[key] = self._load(text, function, sources, capability)
+            self._loaded[key] = self._load(text, function, sources, capability, planted)
         return self._loaded[key]
 
     @functools.cached_property
     def _loaded(self) -> dict[object, ctypes.CDLL]:
         return {}
 
-    def _load(self, text: str, function: str, sources: Path, capability: int) -> ctypes.CDLL:
-        translated = translate(self.preprocess(text, f"{function}.cu", sources, capability), function)
+    def _load(
+        self, text: str, function: str, sources: Path, capability: int, planted: Planted | None
+    ) -> ctypes.CDLL:
+        preprocessed = self.preprocess(text, f"{function}.cu", sources, capability, planted)
+        if planted and preprocessed == self.preprocess(text, f"{function}.cu", sources, capability):
+            raise UnknownSite(
+                f"{function} has no fault site {planted.site} for compute capability {capability}"
+            )
+        translated = translate(preprocessed, function)
 
         def make(aside: Path) -> None:
             (aside / "kernel.cpp").write_text(translated, encoding="utf-8")
@@ -153,7 +175,7 @@ class Builder:
 
     @functools.cached_property
     def _own_options(self) -> tuple[str, ...]:
-        """What GCC alone understands, and needs.
+        """Options that GCC alone understands, and needs.
 
         Variables keep their stack slots, because a product may use its registers when their C++ block has
         ended. Constants of one kernel don't replace those of another that is loaded too. Nobody asks for the

@@ -1,4 +1,4 @@
-"""Launching an emulated kernel with the host's own configuration and arguments."""
+"""Launches an emulated kernel with the arguments that a GPU would be given."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ import ctypes
 import itertools
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch import Tensor
 
-from marlinq.kernels.contract.arguments import TENSOR_MAP_BYTES
-from marlinq.kernels.driver import tensor_maps
-
+TENSOR_MAP_BYTES = 128
+"""Bytes of a ``CUtensorMap``."""
 _MAX_FRAMES = 16
 _GAP = 1 << 16  # bytes between operands, so that running over one never reaches another
-POISON = 0xFF  # every byte of it makes NaN
+POISON = 0xFF
+"""Value of every byte of guard memory: NaN in every float type."""
 
 
 class KernelFault(Exception):
-    """What the emulation found wrong with a kernel, the thread and the source line first."""
+    """The emulation's report of a fault: source line, thread, and what is wrong."""
 
 
 class _Range(ctypes.Structure):
@@ -71,7 +69,7 @@ class _EmulatedTensorMap(ctypes.Structure):
     )
 
 
-def _encode_tensor_map(
+def encode_tensor_map(
     address: int,
     element_bytes: int,
     extents: Sequence[int],
@@ -80,8 +78,20 @@ def _encode_tensor_map(
     *,
     swizzled: bool,
 ) -> bytes:
-    """Stands for :func:`marlinq.kernels.driver.cuda_driver.encode_tensor_map`, whose map only a GPU reads."""
-    # What cuTensorMapEncodeTiled refuses, as far as it concerns these maps.
+    """A tensor map that the emulation understands, in the place of ``cuTensorMapEncodeTiled``'s.
+
+    Args:
+        address: address of the first element.
+        element_bytes: bytes of an element.
+        extents: elements along each of one to three dimensions, the fastest first.
+        strides: bytes from one element to the next along every dimension but the first.
+        box: elements that a copy brings, along each dimension.
+        swizzled: True for the swizzle of 128 bytes.
+
+    Raises:
+        ValueError: CUDA would refuse such a map.
+    """
+    # Conditions of cuTensorMapEncodeTiled.
     aligned = not address % 16 and not any(stride % 16 for stride in strides)
     if not aligned or not all(0 < size <= 256 for size in box) or box[0] * element_bytes % 16:
         raise ValueError(f"no tensor map of {list(extents)}, strides {list(strides)}, boxes {list(box)}")
@@ -102,14 +112,16 @@ class Memory:
     """A tensor that a kernel may touch, from its first element to its last.
 
     Attributes:
-        name: for messages.
-        tensor: on the CPU.
-        writable: an output; else read-only.
-        after_previous: belongs to the stream's previous kernel until that has ended.
-        holds_values: may be read before it is written, though it is an output.
-        flags: words by which blocks wait for each other, for instructions with an order and a scope.
-        messages: words that say themselves whether they have been written (``persistent/message.cuh``).
-        untracked: holds something already, of which the kernel replaces parts; reads are not checked.
+        name: name in reports.
+        tensor: tensor on the CPU.
+        writable: True for an output, False for an input, which the kernel may only read.
+        after_previous: True if the previous kernel of the stream may still use it, until this one has waited.
+        holds_values: True for an output that may be read before it is written.
+        flags: True for words by which blocks wait for each other; only acquire, release and relaxed
+            instructions with a scope may touch them.
+        messages: True for words that tell by themselves whether they have been written, so that a read
+            needs no order.
+        untracked: True for memory that holds values of which the kernel replaces some; reads are not checked.
     """
 
     name: str
@@ -123,7 +135,7 @@ class Memory:
 
 
 def apart(tensor: Tensor) -> Tensor:
-    """A copy of ``tensor`` with the same strides, 256-byte aligned; NaN between its rows and around it."""
+    """A copy of ``tensor`` with equal strides, 256-byte aligned; NaN between its rows and around it."""
     size = _extent(tensor) * tensor.element_size()
     memory = torch.full((size + 2 * _GAP,), POISON, dtype=torch.uint8)
     start = _GAP + -(memory.data_ptr() + _GAP) % 256
@@ -133,13 +145,17 @@ def apart(tensor: Tensor) -> Tensor:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Elements from the first to the last."""
+    """Number of elements from the first to the last, gaps included."""
     return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 @dataclass(frozen=True)
 class EmulatedKernel:
-    """A compiled variant, ready to be launched."""
+    """A compiled kernel, ready to be launched.
+
+    Attributes:
+        library: the library that :meth:`emulation.build.Builder.kernel` returned.
+    """
 
     library: ctypes.CDLL
 
@@ -157,22 +173,22 @@ class EmulatedKernel:
         shared_limit: int = 232_448,
         resident: int = 1,
     ) -> None:
-        """Run a grid; as :func:`marlinq.kernels.driver.cuda_driver.Launches`, with what the kernel may touch.
+        """Run a grid to its end.
 
         Args:
             grid: blocks.
             threads: threads of a block.
-            shared_bytes: dynamic shared memory of a block.
-            arguments: the kernel's parameters, one field each.
-            memory: everything that the kernel may touch.
-            registers: of a thread at launch.
-            dependent: whether a previous kernel still runs when this one starts.
-            seed: of the schedule.
-            shared_limit: static and dynamic shared memory a block may have.
-            resident: clusters that may run at once; more than one only where a cluster is one block.
+            shared_bytes: bytes of dynamic shared memory of a block.
+            arguments: the kernel's parameters, a field for each.
+            memory: all memory that the kernel may touch.
+            registers: registers of a thread at launch.
+            dependent: True if the stream's previous kernel still runs when this one starts.
+            seed: seed of the schedule.
+            shared_limit: bytes of static and dynamic shared memory that a block may have.
+            resident: clusters that run at once; more than one only if a cluster is one block.
 
         Raises:
-            KernelFault: the kernel did something wrong.
+            KernelFault: the kernel did something that a GPU would not forgive, or not always.
         """
         limit = ctypes.c_uint.in_dll(self.library, "emulation_threads").value
         if threads > limit:
@@ -232,12 +248,12 @@ def _range(operand: Memory) -> _Range:
 
 
 def _kind(operand: Memory) -> int:
-    """What instructions may touch it; mirrored in machine/memory.cpp."""
+    """Number of the kind of memory; mirrored in machine/memory.cpp."""
     return 2 if operand.messages else 3 if operand.untracked else int(operand.flags)
 
 
 def _source_line(library: str, frames: list[int]) -> str:
-    """Where in the kernel's sources a failure arose; nothing where that can't be found out."""
+    """File and line of the kernel's sources at which a fault arose; empty if unknown."""
     tool = shutil.which("addr2line")
     # A frame is a return address, one behind its call.
     offsets = [hex(frame - 1) for frame in frames if frame]
@@ -247,17 +263,3 @@ def _source_line(library: str, frames: list[int]) -> str:
     lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
     places = [Path(line.split(" ")[0]).name for line in lines]
     return next((f"{place}: " for place in places if ".cu:" in place or ".cuh:" in place), "")
-
-
-@contextmanager
-def emulated_tensor_maps() -> Iterator[None]:
-    """Let the host make tensor maps for the emulation, and keep none of them."""
-    caches = tensor_maps.activation_maps, tensor_maps.sorted_rows_map, tensor_maps.weight_maps
-    for cache in caches:
-        cache.cache_clear()
-    try:
-        with mock.patch("marlinq.kernels.driver.tensor_maps.encode_tensor_map", _encode_tensor_map):
-            yield
-    finally:
-        for cache in caches:
-            cache.cache_clear()

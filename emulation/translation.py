@@ -13,7 +13,7 @@ import functools
 import re
 from collections.abc import Iterator
 
-from tests.emulation.instructions import Operand, UnknownPtx, ptx_to_cpp
+from emulation.instructions import Operand, UnknownPtx, ptx_to_cpp
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _ASM = re.compile(r"\basm\b(?:\s+volatile\b)?\s*(?=\()")

@@ -1,0 +1,210 @@
+"""Attention of a decode step on the emulation."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from emulation.build import Builder
+from emulation.faults import Planted
+from emulation.launching import KernelFault, Memory, apart
+from marlinq.kernels.step import AttentionShape, Division, HeadWork, Workspace, attend
+from tests.emulation.step import (
+    DTYPES,
+    constants,
+    given,
+    head_norm,
+    poisoned,
+    results,
+    start,
+    strided,
+    weights_of,
+)
+from tests.kernels.step_problems import (
+    BOUND,
+    expected_attention,
+    expected_heads,
+    random,
+    relative_error,
+    rotation_table,
+)
+from tests.testing.pairs import in_turn
+
+# (heads, kv_heads, D, lengths, splits, window, softcap), warps, rotated channels, interleaved, norm, wide
+CACHES = [
+    ((4, 2, 64, (0, 1, 40), 1, None, None), 4, 64, False, None, False),
+    ((8, 1, 128, (15, 16, 17), 1, None, None), 8, 128, False, "RMS", False),
+    ((12, 1, 16, (90, 300), 4, None, None), 4, 16, True, None, False),
+    ((4, 4, 80, (63, 64, 65, 129), 3, None, None), 4, 32, False, "LAYER", False),
+    ((2, 1, 96, (200,), 2, 50, None), 8, 96, False, "RMS", True),
+    ((3, 1, 256, (70, 150), 3, None, 20.0), 4, 256, False, "RMS_WIDE", False),
+    ((16, 2, 64, (319, 10), 5, 100, 5.0), 8, 0, False, None, False),
+    ((1, 1, 128, (447, 0, 191), 7, None, None), 4, 128, False, None, False),
+    ((6, 2, 8, (33, 31, 32), 2, None, None), 4, 6, True, "RMS", True),
+]
+
+
+@pytest.mark.parametrize(("case", "dtype"), in_turn(CACHES, DTYPES), ids=str)
+def test_attention(builder: Builder, case: tuple[Any, ...], dtype: torch.dtype) -> None:
+    numbers, warps, channels, interleaved, kind, wide = case
+    heads, kv, size, lengths, splits, window, softcap = numbers
+    torch.manual_seed(size + splits)
+    batch, capacity = len(lengths), max(lengths) + 2
+    columns = (heads + 2 * kv) * size
+    x = strided(batch, columns, columns + 64, dtype)
+    table = apart(rotation_table(capacity, channels)) if channels else None
+    norms = [head_norm(kind, size, count, dtype, wide=wide) for count in (heads, kv)]
+    turns = kv if kind is None else 1
+    work = HeadWork(table=table, interleaved=interleaved, query_norm=norms[0], key_norm=norms[1], turns=turns)
+    filled = [random(batch, kv, capacity, size, dtype=dtype) for _ in range(2)]
+    # The new token's place, and what no sequence has reached yet, may hold anything.
+    for cache in filled:
+        for b, length in enumerate(lengths):
+            cache[b, :, length:] = torch.nan
+    counted = apart(torch.tensor(lengths, dtype=torch.int32))
+    shape = AttentionShape(batch, heads, kv, size, capacity)
+    divided = Division(splits, warps)
+    made = Workspace.of([(shape, divided)], torch.device("cpu"))
+    counters = apart(made.counters)
+    found = []
+    runs = [(divided, 1), (divided, 4)]
+    if splits > 1:
+        runs.append((divided._replace(meets=True), 1))
+    for division, resident in runs:
+        keys, values = (apart(cache) for cache in filled)
+        out = poisoned(batch, heads, size, dtype=dtype)
+        workspace = Workspace(apart(made.partials.fill_(torch.nan)), counters)
+        prepared = attend(
+            *(x, keys, values, out, counted, work, workspace),
+            scale=size**-0.5,
+            division=division,
+            window=window,
+            softcap=softcap,
+        )
+        memory = [
+            *given(x=x),
+            *constants(table=table, lengths=counted),
+            *weights_of("query norm's", norms[0]),
+            *weights_of("key norm's", norms[1]),
+            # Of these, earlier kernels of the step have written nothing.
+            Memory("keys", keys, writable=True, holds_values=True),
+            Memory("values", values, writable=True, holds_values=True),
+            *results(out=out, partials=workspace.partials),
+            Memory("counters", counters, writable=True, after_previous=True, flags=True),
+        ]
+        start(builder, prepared, memory, seed=size + resident, resident=resident)
+        assert not counters.any()
+        if division.meets:
+            assert workspace.partials.isnan().all(), "splits that are a cluster leave nothing in memory"
+        found.append(out)
+    q, new_keys, new_values = expected_heads(x, heads, kv, size, counted.long(), work)
+    for cache, filling, new in ((keys, filled[0], new_keys), (values, filled[1], new_values)):
+        places = torch.arange(batch), slice(None), counted.long()
+        assert relative_error(cache[places], new) < BOUND[dtype]
+        cache[places] = filling[places]
+        assert torch.equal(cache.view(torch.int16), filling.view(torch.int16)), "another place was written"
+        filling[places] = new.to(dtype)
+    # Queries and keys are rounded as they are in memory.
+    expected = expected_attention(
+        q.to(dtype), *filled, counted, scale=size**-0.5, window=window, softcap=softcap
+    )
+    assert relative_error(found[0], expected) < BOUND[dtype]
+    assert all(torch.equal(out, found[0]) for out in found), "how splits meet, or when, shows in the bits"
+
+
+FAULTS = {
+    "no wait for the product": (Planted("attention_waits"), "griddepcontrol.wait"),
+    "heads not waited for": (Planted("heads_there"), "without waiting for it|still be reading"),
+    "other warps' outputs not waited for": (
+        Planted("warps_there"),
+        "without waiting for it|still be reading",
+    ),
+    "the newest token not attended to": (Planted("newest_token", "tile < 0"), "wrong"),
+    "a cluster that does not meet": (Planted("splits_met"), "without waiting"),
+    "a block that leaves before it has been read": (Planted("splits_read"), "which has ended"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_reported(builder: Builder, name: str) -> None:
+    planted, reported = FAULTS[name]
+    torch.manual_seed(0)
+    dtype, size, length = torch.float16, 64, 200
+    x, out = apart(random(1, 4 * size, dtype=dtype)), poisoned(1, 2, size, dtype=dtype)
+    keys, values = (apart(random(1, 1, length + 1, size, dtype=dtype)) for _ in range(2))
+    for cache in (keys, values):
+        cache[:, :, length] = torch.nan
+    lengths = apart(torch.tensor([length], dtype=torch.int32))
+    division = Division(3, meets=True)
+    made = Workspace.of([(AttentionShape(1, 2, 1, size, length + 1), division)], torch.device("cpu"))
+    workspace = Workspace(apart(made.partials), apart(made.counters))
+    prepared = attend(x, keys, values, out, lengths, HeadWork(), workspace, scale=0.125, division=division)
+    memory = [
+        *given(x=x),
+        *constants(lengths=lengths),
+        Memory("keys", keys, writable=True, holds_values=True),
+        Memory("values", values, writable=True, holds_values=True),
+        *results(out=out, partials=workspace.partials),
+        Memory("counters", workspace.counters, writable=True, after_previous=True, flags=True),
+    ]
+    q, *new = expected_heads(x, 2, 1, size, lengths.long(), HeadWork())
+    whole = [cache.clone() for cache in (keys, values)]
+    for cache, fresh in zip(whole, new, strict=True):
+        cache[:, :, length] = fresh.to(dtype)
+    expected = expected_attention(q.to(dtype), *whole, lengths, scale=0.125, window=None, softcap=None)
+    found = "nothing"
+    for seed in range(4):
+        try:
+            start(builder, prepared, memory, seed=seed, planted=planted)
+        except KernelFault as problem:
+            found = str(problem)
+            break
+        if not relative_error(out, expected) < BOUND[dtype]:
+            found = "wrong"
+            break
+    assert re.search(reported, found), found
+
+
+def test_attention_over_a_full_cache(builder: Builder) -> None:
+    dtype, size = torch.float16, 64
+    x, out = apart(random(2, 3 * size, dtype=dtype)), poisoned(2, 1, size, dtype=dtype)
+    keys, values = (apart(random(2, 1, 40, size, dtype=dtype)) for _ in range(2))
+    kept = keys.clone(), values.clone()
+    lengths = apart(torch.tensor([40, 43], dtype=torch.int32))
+    division = Division(2)
+    made = Workspace.of([(AttentionShape(2, 1, 1, size, 40), division)], torch.device("cpu"))
+    workspace = Workspace(apart(made.partials), apart(made.counters))
+    prepared = attend(x, keys, values, out, lengths, HeadWork(), workspace, scale=0.125, division=division)
+    memory = [
+        *given(x=x),
+        *constants(lengths=lengths, keys=keys, values=values),
+        *results(out=out, partials=workspace.partials),
+        Memory("counters", workspace.counters, writable=True, after_previous=True, flags=True),
+    ]
+    start(builder, prepared, memory, resident=2)
+    q = x[:, :size].view(2, 1, size)
+    expected = expected_attention(q, *kept, torch.tensor([39, 39]), scale=0.125, window=None, softcap=None)
+    assert relative_error(out, expected) < BOUND[dtype]
+
+
+def test_kernels_of_older_gpus(builder: Builder) -> None:
+    dtype = torch.float16
+    x, out = apart(random(1, 4 * 64, dtype=dtype)), poisoned(1, 2, 64, dtype=dtype)
+    keys, values = (apart(random(1, 1, 200, 64, dtype=dtype)) for _ in range(2))
+    lengths = apart(torch.tensor([180], dtype=torch.int32))
+    shape = AttentionShape(1, 2, 1, 64, 200)
+    division = Division(3)
+    made = Workspace.of([(shape, division)], torch.device("cpu"))
+    workspace = Workspace(apart(made.partials), apart(made.counters))
+    prepared = attend(x, keys, values, out, lengths, HeadWork(), workspace, scale=0.125, division=division)
+    memory = [
+        *given(x=x, lengths=lengths),
+        Memory("keys", keys, writable=True, holds_values=True),
+        Memory("values", values, writable=True, holds_values=True),
+        *results(out=out, partials=workspace.partials),
+        Memory("counters", workspace.counters, writable=True, flags=True),
+    ]
+    start(builder, prepared, memory, capability=86, resident=2)

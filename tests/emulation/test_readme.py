@@ -1,0 +1,21 @@
+"""The example in the emulation's README, run as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import emulation
+from emulation.build import Builder
+
+
+def test_the_example_runs_and_its_fault_is_reported(
+    builder: Builder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = (Path(emulation.__file__).parent / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    exec(compile(example, "README.md", "exec"), {"__name__": "example"})
+    (printed,) = re.findall(r"```\n(reverse\.cu.*?)```", readme, re.DOTALL)
+    assert capsys.readouterr().out == printed
