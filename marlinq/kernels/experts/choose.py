@@ -51,22 +51,23 @@ _WORTH_MEASURING = 1.4
 
 @dataclass(frozen=True)
 class Costs:
-    """What the estimate of sorted pairs can't count: fitted to times on an H200.
+    """Fitted constants of the estimate for sorted pairs, from times measured on an H200.
 
-    The times are those of ``lab/kernels/experts_parts.py --variants``, of four layers from 1 to 4096 rows.
+    Times: ``lab/kernels/experts_parts.py --variants``, four layers, 1 to 4096 rows.
 
     Attributes:
-        fixed: seconds of four or five launches that hardly do anything.
-        gathered: seconds for an element of sorted activations: gathered, and added in the end.
-        overlap: how much faster than the memory alone a multiprocessor would read, where nothing else bound
-            it: shares of a chunk's time are joined by a norm, which counts the lesser ones too.
-        chunk: cycles of a warpgroup for a chunk, whatever it multiplies.
-        word: further ones for a row of 16 channels and 16 columns a warp.
-        row: further ones for every row of the tile.
-        issue: cycles that the schedulers of a multiprocessor take for a word's instructions.
-        end: cycles of a tile's end, with the tile's size in 64 rows and words.
-        quantised: how far the last wave of tiles counts as a whole one.
-        here: of ``fixed``, what blocks save that sort pairs for themselves.
+        fixed: seconds of a layer's four or five launches without any work.
+        gathered: seconds per element of sorted activations to gather it and to add it to the result.
+        overlap: exponent p of the p-norm that combines memory, issue and tensor-core time of a chunk (p = 1:
+            they add; p large: the longest counts).
+        chunk: cycles a warpgroup needs per chunk, whatever it multiplies.
+        word: cycles a warpgroup adds per row of 16 channels and 16 columns of a warp.
+        row: cycles a warpgroup adds per row of the tile, 16 channels and 16 columns of a warp.
+        issue: issue cycles of a multiprocessor's schedulers per word of a warp.
+        end: cycles at a tile's end per 64 rows of the tile and 16 columns of a warp.
+        quantised: weight of rounding the last wave up to a whole one: 0 counts the fraction of a wave, 1 a
+            whole wave.
+        here: seconds of ``fixed`` saved when blocks sort pairs themselves and no sort kernel is launched.
     """
 
     fixed: float = 1.38e-05
@@ -83,19 +84,21 @@ class Costs:
 
 COSTS = Costs()
 _UNLIMITED = 1 << 30
-# Pairs that blocks of the grouped products sort for themselves: with 256 nothing is gained. Experts have a
-# thread each. Rows of a tile, which are loaded one by one.
+# Local sort inside each block: at most 128 pairs (measured: no gain at 256), one thread per expert, hence at
+# most 256 experts, and tiles of 8 rows, since rows are copied one by one.
 _HERE_PAIRS, _HERE_EXPERTS, _HERE_TILE = 128, 256, 8
-# More pairs than these read experts again and again, and are more than a block compares.
+# Pairs at most for the two launches without sorting: with more, experts are read several times, and a block
+# compares at most as many.
 _DIRECT_PAIRS = 256
-# Pairs of an expert that are columns of one product, and rows whose experts are segments of one.
+# Columns of a shared product: pairs of one expert (gate and up), or rows of the batch (down).
 _COLUMNS = 8
-# What an expert costs again, of what it costs the first time: its words come from L2. But instructions take a
-# share of the time in any case.
+# Relative cost of reading an expert again, from L2; and share of a product's time that its instructions take,
+# wherever the words come from.
 _AGAIN, _INSTRUCTIONS = 0.25, 0.82
-# How much longer pairs together take than a dense product: their experts are compared first.
+# Time of a product of pairs that share an expert, as a multiple of a dense product's: experts are compared
+# first.
 _TOGETHER = 1.2
-# Seconds that every expert of the rows takes besides, where they lie one below the other.
+# Seconds that each expert adds to the down product whose K is the rows' experts one below the other.
 _SEGMENT = 1.5e-7
 # Warps of a block that shares experts: side by side, and parts of K.
 _SHARED_SHAPES = ((1, 4), (1, 8), (2, 2), (2, 4), (3, 2), (4, 1), (4, 2), (6, 1), (7, 1))
@@ -103,10 +106,9 @@ _SHARED_SHAPES = ((1, 4), (1, 8), (2, 2), (2, 4), (3, 2), (4, 1), (4, 2), (6, 1)
 _IN_FLIGHT = 100_000
 # Registers of a thread without which pairs that share experts spill (tests/kernels/test_experts_choose.py).
 _SHARED_REGISTERS = 168
-# Bytes that a warpgroup takes to transpose 16 columns a warp, beyond those for 32: the former come as 16
-# rows.
+# Bytes of shared memory by which transposing 16 columns a warp (16 rows at once) exceeds 32 columns (8 rows).
 _SINGLE_COLUMNS_MORE = 1024
-# Barriers, and what the driver keeps of every block.
+# Bytes of shared memory for barriers and for the driver, per block.
 _RESERVED = 1280
 
 

@@ -43,28 +43,32 @@ _SHAPES = {
 
 @dataclass(frozen=True)
 class Costs:
-    """What the estimate can't count: fitted to measured times on an H200 (``lab/kernels/fit_costs.py``).
+    """Fitted constants of the estimate, from times measured on an H200 (``lab/kernels/fit_costs.py``).
 
     Cycles are those of :attr:`Device.clock`. Instructions are counted in issue cycles of one scheduler.
 
     Attributes:
-        wave: seconds that blocks need to set up, and their first bytes to arrive.
-        latency: seconds from a request to its bytes, once the ring is full.
-        crowding: how much longer the memory takes for every mebibyte that each multiprocessor requests ahead.
-        row: cycles of a warp's instructions for a row of weights, whatever the batch.
-        codes: the same where codes are multiplied as they are.
-        product: cycles of an ``mma.sync``.
-        closing: further ones for every eight rows of the batch and every group or chunk that ends.
-        stalls: how much longer a row takes a warp that has its scheduler for itself.
-        chunk: cycles of a warp to take a chunk and to give it back.
-        sharing: further ones for every other warp that shares the chunk.
-        copy: bytes a second at which a chunk arrives.
-        producer: cycles of the TMA producer for a chunk.
-        box: cycles that the copying unit takes for every 128-byte row of a box of activations.
+        wave: seconds from a wave's start until its first bytes arrive.
+        latency: seconds from a request to its bytes once the ring is full.
+        crowding: increase of memory time, as a factor, per mebibyte that each multiprocessor requests ahead.
+        row: issue cycles a warp needs for a row of weights (16 channels), whatever M, where zero points are
+            subtracted.
+        codes: issue cycles a warp needs for a row of weights where codes are multiplied without subtraction.
+        product: issue cycles of an ``mma.sync``.
+        closing: issue cycles to scale sums, per block of eight batch rows and per quantisation group or
+            chunk that ends.
+        stalls: cycles a row takes, as a multiple of its issue cycles, for a warp that has its scheduler
+            alone.
+        chunk: cycles a warp needs to take a chunk and to release it.
+        sharing: cycles that each further warp sharing the chunk adds to that.
+        copy: bytes a second at which one chunk arrives.
+        producer: cycles of the TMA producer per chunk.
+        box: cycles of the copying unit per 128-byte row of a box of activations.
         reduction: bytes a second of sums that a multiprocessor sends and adds.
-        cluster: seconds that the meetings of a cluster take.
-        member: seconds more for every further block of a cluster.
-        sharpness: how well shares overlap (:func:`marlinq.kernels.variants.costs.overlapped`).
+        cluster: seconds of a cluster's barriers.
+        member: seconds that each block of a cluster adds to them.
+        sharpness: exponent p of the p-norm that combines the shares of a launch's time (p = 1: they add; p
+            large: the longest counts).
     """
 
     wave: float = 1.012e-06

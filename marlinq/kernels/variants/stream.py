@@ -61,29 +61,34 @@ _REGISTERS_USED = {1: 128, 2: 144, 4: 152, 8: 208}
 
 @dataclass(frozen=True)
 class Costs:
-    """What the estimate can't count: fitted to measured times on an H200 (``lab/kernels/fit_costs.py``).
+    """Fitted constants of the estimate, from times measured on an H200 (``lab/kernels/fit_costs.py``).
 
     Cycles are those of :attr:`Device.clock`. Instructions are counted in issue cycles of one scheduler.
 
     Attributes:
-        wave: seconds that blocks need to set up, and their first bytes to arrive.
-        latency: seconds from a request to its bytes, once the ring is full.
-        crowding: how much longer the memory takes for every mebibyte that each multiprocessor requests ahead.
-        row: cycles of a warp's instructions for a row of weights, whatever the batch, with scaled sums.
-        codes: the same where codes are multiplied as they are.
-        digits: all of them where integer digits are multiplied, but for scaling.
-        conversion: cycles that a warp waits from a chunk's activations to their digits.
-        product: cycles of an ``mma.sync``.
-        closing: further ones for every eight rows of the batch and group of a chunk, to scale sums.
-        scaling: further ones to scale the weights instead.
-        stalls: how much longer a row takes a warp that has its scheduler for itself.
-        step: cycles of a part's warps, which share their activations, to meet at the end of a step.
-        turn: the same of a warp that shares them with nobody.
-        reduction: bytes a second of sums that a multiprocessor reads from its own shared memory.
-        remote: the same from the cluster's.
-        cluster: seconds that two meetings of a cluster take.
-        member: seconds more for every further block of a cluster.
-        sharpness: how well shares overlap (:func:`marlinq.kernels.variants.costs.overlapped`).
+        wave: seconds from a wave's start until its first bytes arrive.
+        latency: seconds from a request to its bytes once the ring is full.
+        crowding: increase of memory time, as a factor, per mebibyte that each multiprocessor requests ahead.
+        row: issue cycles a warp needs for a row of weights (16 channels), whatever M, where sums are scaled
+            and zero points subtracted.
+        codes: issue cycles a warp needs for a row of weights where codes are multiplied without subtraction.
+        digits: issue cycles a warp needs for a row of weights where integer digits are multiplied, scaling
+            excluded.
+        conversion: cycles a warp waits while a chunk's activations become digits.
+        product: issue cycles of an ``mma.sync``.
+        closing: issue cycles to scale sums, per row of weights, block of eight batch rows and quantisation
+            group of a chunk.
+        scaling: issue cycles to scale weights, per row of weights.
+        stalls: cycles a row takes, as a multiple of its issue cycles, for a warp that has its scheduler
+            alone.
+        step: cycles of a barrier at the end of a step between the warps that share activations.
+        turn: cycles of the end of a step for a warp that shares activations with no other.
+        reduction: bytes a second at which a multiprocessor reads sums from its own shared memory.
+        remote: bytes a second at which a multiprocessor reads sums from shared memory of its cluster.
+        cluster: seconds of two cluster barriers.
+        member: seconds that each block of a cluster adds to them.
+        sharpness: exponent p of the p-norm that combines the shares of a launch's time (p = 1: they add; p
+            large: the longest counts).
     """
 
     wave: float = 5.86e-07

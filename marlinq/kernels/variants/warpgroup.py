@@ -90,36 +90,40 @@ _MULTIPLICATIONS = 2048  # of 16-bit numbers a cycle, by a multiprocessor's tens
 
 @dataclass(frozen=True)
 class Costs:
-    """What the estimate can't count: fitted to measured times on an H200 (``lab/kernels/fit_costs.py``).
+    """Fitted constants of the estimate, from times measured on an H200 (``lab/kernels/fit_costs.py``).
 
     Cycles are those of :attr:`Device.clock`. A row is 16 channels of a warpgroup's columns.
 
     Attributes:
-        wave: seconds that blocks need to set up, and their first bytes to arrive.
-        latency: seconds from a request to its bytes, once the ring is full.
-        row: cycles of a warpgroup for a row, beside what follows: waiting, fetching, issuing.
-        fragment: cycles of a warpgroup to dequantise one product's operand with nobody else about.
-        issue: cycles of a multiprocessor's schedulers for an instruction of every warp that dequantises.
-        exposed: share of a product's time that its warpgroup can't spend on dequantising the next operand.
-        operand: cycles of it however few rows the batch has.
-        chunk: cycles of a warpgroup to take a chunk and to give it back.
-        sharing: further ones for every warpgroup that shares the chunk.
-        drain: further ones to let its products end where sums are scaled at its end.
-        collision: how much of a queue one waits for (:func:`marlinq.kernels.variants.costs.round_trip`).
-        producer: cycles of the TMA producer for a chunk.
-        order: further ones to ask for a chunk's zero points.
-        tile: seconds of an unsplit tile's end.
-        staged: the same where others store it while the next tile is multiplied.
-        store: bytes a second of an unsplit tile that a multiprocessor narrows and stores.
-        reduction: bytes a second of sums that a multiprocessor reads from its own shared memory.
-        remote: the same from the cluster's.
-        turn: seconds that a thread waits for what it reads there, once for every four sums that it adds.
-        cluster: seconds that two meetings of a cluster take.
-        member: seconds more for every further block of a cluster.
-        handover: seconds that a stream-K launch takes beside its chunks and its sums' way through L2.
-        scattered: share of the time of device memory that stream-K tiles add by reading what neighbours,
-            elsewhere in K, have no more in L2.
-        sharpness: how well shares overlap (:func:`marlinq.kernels.variants.costs.overlapped`).
+        wave: seconds from a wave's start until its first bytes arrive.
+        latency: seconds from a request to its bytes once the ring is full.
+        row: cycles a warpgroup needs for a row (16 channels) to wait, fetch and issue, dequantisation
+            excluded.
+        fragment: cycles a warpgroup needs to dequantise one product's operand A while no other warpgroup
+            runs.
+        issue: cycles of a multiprocessor's schedulers per instruction of each warp that dequantises.
+        exposed: share of a product's time during which its warpgroup can't dequantise the next operand.
+        operand: cycles of a product's time that don't depend on the rows of the batch.
+        chunk: cycles a warpgroup needs to take a chunk and to release it.
+        sharing: cycles that each further warpgroup sharing the chunk adds to that.
+        drain: cycles to wait for the last products of a chunk whose sums are scaled.
+        collision: share of a queue that a newcomer waits for
+            (:func:`marlinq.kernels.variants.costs.round_trip`).
+        producer: cycles of the TMA producer per chunk.
+        order: cycles that requesting a chunk's zero points adds to that.
+        tile: seconds at the end of an unsplit tile, stores excluded.
+        staged: seconds at the end of a tile whose results other warps store during the next tile.
+        store: bytes a second at which a multiprocessor rounds and stores an unsplit tile.
+        reduction: bytes a second at which a multiprocessor reads sums from its own shared memory.
+        remote: bytes a second at which a multiprocessor reads sums from shared memory of its cluster.
+        turn: seconds a thread waits for a read from there, once per four sums that it adds.
+        cluster: seconds of two cluster barriers.
+        member: seconds that each block of a cluster adds to them.
+        handover: seconds of a stream-K launch besides its chunks and the transfer of sums through L2.
+        scattered: share of memory time that stream-K tiles add, since neighbours work elsewhere in K and L2
+            no longer holds their words.
+        sharpness: exponent p of the p-norm that combines the shares of a launch's time (p = 1: they add; p
+            large: the longest counts).
     """
 
     wave: float = 3.663e-07

@@ -49,7 +49,7 @@ struct Int4Factors<Half> {
     static __device__ __forceinline__ float unit(u32 normalizers) {
         return __uint_as_float(154u - (H == 0 ? normalizers >> 10 & 31u : normalizers >> 26) << 23);
     }
-    // And when their normalizer changes.
+    // The factor of the sums of column h when its normalizer changes.
     template <int H>
     static __device__ __forceinline__ float ratio(u32 now, u32 before) {
         return unit<H>(before) / unit<H>(now);

@@ -11,7 +11,7 @@
 #include "ptx/memory.cuh"
 #include "step/rows.cuh"
 
-// Nothing of it, whichever way the sums meet.
+// No work on rows, for either way in which sums meet.
 struct PlainRows {
     static constexpr bool NORMED = false, ADDS = false, WHOLE_WARPS = false;
     struct Addend {};
@@ -22,7 +22,7 @@ struct PlainRows {
     __device__ __forceinline__ void add(float4&, int, int, bool, bool) const {}
 };
 
-// Where the work's operands are.
+// Operands of the work on rows.
 struct RowOperands {
     const float *squares;  // [M][parts], of the activations
     int parts;
@@ -104,7 +104,7 @@ struct RowEpilogue {
             }
         }
     }
-    // The first of these alone.
+    // The first addend alone.
     __device__ __forceinline__ Addend request(int m0, int n0, u32 rank, int rows) {
         const int four = rank * Threads + threadIdx.x, m = four / (TileN / 4), n = n0 + four % (TileN / 4) * 4;
         if (m < rows && n < N) load(m0 + m, n);

@@ -49,14 +49,14 @@ struct ExpertsShared {
     static constexpr int SEGMENTS = GATED ? 1 : COLUMNS * SLOTS;
     static_assert(SEGMENTS <= PAIRS, "pairs of all rows are compared");
 
-    // In shared memory behind the ring.
+    // The segments, in shared memory behind the ring.
     struct Segments {
         int expert[SEGMENTS];
         short pair[SEGMENTS][COLUMNS];  // -1: none
     };
     static_assert(C::GROUPED_SHARED_BYTES == RING_BYTES + sizeof(Segments), "host and kernel count different bytes of shared memory");
 
-    // What finds them, in the ring's memory before anything else is there.
+    // Scratch memory to find the segments; it lies where the ring will be.
     struct Scratch {
         int expert[PAIRS];
         int key[PAIRS];   // the same for pairs that may share a group; -1: none
@@ -153,7 +153,7 @@ struct ExpertsShared {
         const int steps = (chunks + PARTS - 1) / PARTS;
         const u32 ring = shared_address(shared);
 
-        // What the next chunk's operands are. A segment's pointers are found when it begins.
+        // Pointers to the operands of the next chunk, recomputed when a segment begins.
         const int last_group = QUANT_GROUP == 0 ? 0 : K / (QUANT_GROUP == 0 ? 1 : QUANT_GROUP) - 1;
         const uint4* row = nullptr;
         const u16 *scales = nullptr, *zeros = nullptr;

@@ -34,7 +34,7 @@ struct ExpertsStream {
         __device__ __forceinline__ int expert(i64 pair) const { return local_expert<C::WIDE>(ids, pair, map, map_size, experts); }
     };
 
-    // Where an expert's weights begin.
+    // Pointers to an expert's weights.
     struct Weights {
         const uint4* words;
         const u16 *scales, *zeros, *bias;  // bias [E, N]
@@ -53,7 +53,7 @@ struct ExpertsStream {
 
         const Router& router;
         const Weights& weights;
-        i64 pair;  // the row's first
+        i64 pair;  // first pair of the row
 
         __device__ __forceinline__ bool enter(u32& part, const u16*& x, const uint4*& words, const u16*& scales,
                                               const u16*& zeros) const {

@@ -69,7 +69,7 @@ struct DigitSums {
         return value;
     }
 
-    // The parts of `add`, for those who multiply several words with the same digits.
+    // `add` in parts, for callers that multiply several words with the same digits.
 
     // The bits of the warp's largest absolute value; more than those of infinity if one is undefined.
     static __device__ __forceinline__ u32 largest(const float (&values)[4]) {

@@ -21,7 +21,7 @@ __device__ __forceinline__ float rounded(float value) {
     return E::widen(E::narrow(value, value) & 0xffffu);
 }
 
-// Warps that multiply meet here.
+// Barrier of the warps that multiply.
 template <typename S>
 __device__ __forceinline__ void meet() {
     barrier_sync(1, 32 * S::WARPS);
@@ -54,7 +54,7 @@ struct PlainSource {
     };
 };
 
-// The attention's parts of a context, put together.
+// Outputs of the parts of a context, merged.
 template <typename S>
 struct AttentionSource {
     static constexpr int UNITS_AT_ONCE = 1;

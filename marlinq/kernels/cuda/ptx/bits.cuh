@@ -34,7 +34,7 @@ __device__ __forceinline__ u32 warp_max(u32 number) {
     return result;
 }
 
-// Their sum.
+// The sum of the numbers of a warp's lanes.
 __device__ __forceinline__ u32 warp_add(u32 number) {
     u32 result;
     asm volatile("redux.sync.add.u32 %0, %1, %2;" : "=r"(result) : "r"(number), "r"(0xffffffffu));

@@ -36,13 +36,13 @@
 
 constexpr int ATTEND_HEADS = 8, ATTEND_TILE = 16;
 
-// A truth that is known when code is generated, as an argument.
+// A compile-time bool as an argument.
 template <bool VALUE>
 struct Flag {
     static constexpr bool value = VALUE;
 };
 
-// What a split covers: positions [first, last), of splits that are not empty `active`.
+// Positions [first, last) of a split; `active` is the number of splits that are not empty.
 struct Split {
     int first, last, active;
 };
@@ -50,7 +50,7 @@ template <typename C>
 __device__ __forceinline__ Split split_of(int tokens, int window, int splits, int split) {
     constexpr int STEP = ATTEND_TILE * C::WARPS;
     const int begin = tokens > window ? tokens - window : 0, count = tokens - begin;
-    // As many as have a turn for all warps; equal ones, but for a tile.
+    // Splits so few that each has a tile for every warp, and of equal numbers of tiles; the last may have fewer.
     const int active = min(splits, (count + STEP - 1) / STEP);
     const int each = ((count + active - 1) / active + ATTEND_TILE - 1) / ATTEND_TILE * ATTEND_TILE;
     const int first = begin + split * each;
@@ -286,7 +286,7 @@ __device__ __forceinline__ void attend(const NewHeads& given, u16* keys, u16* va
             store_global(target + head * D + channel,
                          make_uint2(E::narrow(x[0] / whole, x[1] / whole), E::narrow(x[2] / whole, x[3] / whole)));
         } else if constexpr (MEETS) {
-            // Nobody else of the block reads these.
+            // No other thread of the block reads these.
             *sums(0, head, channel) = make_float4(x[0], x[1], x[2], x[3]);
             if (channel == 0) merged[head] = make_float4(most, whole, 0.f, 0.f);
         } else {

@@ -65,10 +65,10 @@ struct RouterRow {
         }
     }
 
-    // The row, in shared memory behind an addition.
+    // Vector v of the row: from shared memory where the kernel made the row (ADDS), else from global memory.
     __device__ __forceinline__ uint4 element(const uint4* row, int v) const { return ADDS ? row[v] : load_l2(x + v); }
 
-    // Leaves norm(residual + factor * first) in `row`.
+    // Writes norm(residual + factor * first) to `row`.
     __device__ __forceinline__ void make(const RouterAddition& given, i64 m, uint4* row) const {
         constexpr int THREADS = 32 * WARPS;
         __shared__ float sums[2][WARPS];
@@ -134,7 +134,7 @@ struct RouterRow {
         }
     }
 
-    // Of a logit; `all` is the sum of exp(logit - highest).
+    // The score of a logit; `all` is the sum of exp(logit - highest).
     __device__ __forceinline__ static float score(float logit, float highest, float all) {
         return C::SOFTMAX ? expf(logit - highest) / all : 1.f / (1.f + expf(-logit));
     }
@@ -176,7 +176,7 @@ struct RouterRow {
     }
 
     __device__ __forceinline__ void choose(const float* logits, const float* correction, int* ids, float* weights, float scale) const {
-        // What decides. Not -0, which is equal to 0, but before it in order.
+        // The numbers that decide. + 0.f turns -0 into 0: they are equal, but -0 comes first in the order of bits.
         float mine[PER];
 #pragma unroll
         for (int i = 0; i < PER; ++i) mine[i] = lane + 32 * i < experts ? FAULT_SITE(negative_zero, logits[lane + 32 * i] + 0.f) : LOWEST;
