@@ -6,6 +6,8 @@ Trains a small mixture (2 layers, 16 experts of 64 channels, 2 a token, no balan
 uneven as in real models) on the bytes of the first nine tenths of a text, quantises it in 4 bits on a few
 calibration passages with every fallback and threshold, and measures mean KL divergence from the original on
 the last tenth. Everything runs on the CPU in float32.
+
+Figures in docs/results.md: AMD EPYC, torch 2.13.0+cpu.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ longest length.
 With --split the parts of a block are timed, and the device is waited for at the end of each, which takes a
 little longer altogether. With --profile a thread looks at the main thread's stack every few milliseconds and
 tells in which lines it was found.
+
+Figures in docs/results.md: one H200, CUDA 13.0, torch 2.11.0.
 """
 
 from __future__ import annotations

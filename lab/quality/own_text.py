@@ -3,6 +3,8 @@
     python lab/quality/own_text.py MODEL OUT --tokens 2400000
 
 What ``marlinq quantize --quality best`` would write, but for the number of tokens, for tuning_settings.py.
+
+Ran on one H200, CUDA 13.0, torch 2.11.0.
 """
 
 from __future__ import annotations

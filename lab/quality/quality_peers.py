@@ -7,6 +7,9 @@
 ``tokens`` writes the token ids of the documents that marlinq calibrates on. ``quantize`` runs in an
 environment that holds the peer and needs no marlinq: the peer's own code writes WORK/NAME-SETTING.
 ``evaluate`` reads every folder through marlinq and computes in float32, so nothing but the weights differs.
+
+Figures in docs/results.md: the hardware of quality.py; llm-compressor 0.14.0.1, GPTQModel 7.6.0, AutoRound
+0.16.1.
 """
 
 from __future__ import annotations

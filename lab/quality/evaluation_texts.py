@@ -1,9 +1,11 @@
 """The texts beside novels that quality is measured on, as plain files.
 
-    python lab/quality/texts.py MODEL OUT --calibration FILE --seed 0 --seed 1 --seed 2
+    python lab/quality/evaluation_texts.py MODEL OUT --calibration FILE --seed 0 --seed 1 --seed 2
 
 Writes OUT/c4.txt, the documents of FILE that no run with these seeds calibrates on; OUT/docs.txt, this
 documentation; and OUT/source.txt, every twentieth file of this package, so that it shows all of its kinds.
+
+Needs no GPU: it only reads and writes text.
 """
 
 from __future__ import annotations
