@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from quantize_time import PARTS, split_into, write_text
 
 from marlinq import quantize
-from marlinq.operations.quantize.blocks import BlockQuantizer
+from marlinq.operations.quantize.expert_solves import ExpertQuantizer
 from marlinq.operations.quantize.experts import ExpertCalibration
 from marlinq.operations.quantize.recipe import Recipe
 
@@ -98,7 +98,7 @@ def main() -> None:
     parts: dict[str, float] = {}
     if options.split:
         PARTS["experts' inputs and Hessians"] = (ExpertCalibration, "_gather")
-        PARTS["experts solved and checked"] = (BlockQuantizer, "_solve_groups")
+        PARTS["experts solved and checked"] = (ExpertQuantizer, "_solve")
         split_into(parts)
     samples = Samples()
     if options.profile:

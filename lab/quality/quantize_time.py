@@ -41,9 +41,10 @@ from marlinq import quantize
 from marlinq.checkpoint import CheckpointWriter, CopyBehind
 from marlinq.core.devices import rank_and_size
 from marlinq.models import ModelInstance
-from marlinq.operations.quantize import Recipe, solves
+from marlinq.operations.quantize import Recipe, blocks, solves
 from marlinq.operations.quantize.blocks import BlockQuantizer
 from marlinq.operations.quantize.gathering import Gathering
+from marlinq.operations.quantize.module_writer import ModuleWriter
 from marlinq.operations.quantize.ranks import Ranks
 
 
@@ -64,11 +65,11 @@ PARTS = {
     "added up over the ranks": (solves, "add_up"),
     "solve": (BlockQuantizer, "_solve"),
     "results shared by the ranks": (Ranks, "share_weight"),
-    "packed": (BlockQuantizer, "_write"),
-    "waited for the writer": (BlockQuantizer, "_commit"),
-    "new weights in place": (BlockQuantizer, "_install"),
+    "packed": (ModuleWriter, "add"),
+    "waited for the writer": (ModuleWriter, "commit"),
+    "new weights in place": (blocks, "install"),
     "second forward pass": (BlockQuantizer, "_advance"),
-    "first hidden states": (BlockQuantizer, "_first_states"),
+    "first hidden states": (blocks, "first_states"),
     "waited for the copies": (CopyBehind, "finish"),
     "end of the folder": (CheckpointWriter, "finish"),
 }

@@ -161,7 +161,7 @@ class Method(ABC, Generic[OptionsT, StatisticsT]):
         that write to the residual stream (:class:`~marlinq.methods.drift.PairedHessian`)."""
         return False
 
-    def minds_outputs(self, options: OptionsT) -> bool:
+    def uses_output_gradients(self, options: OptionsT) -> bool:
         """Whether the method takes the loss's gradients at a projection's outputs: statistics then have a
         dictionary ``outputs``, in which it finds them (:mod:`marlinq.methods.outputs`)."""
         return False

@@ -99,7 +99,7 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
     def paired(self, options: GPTQOptions) -> bool:
         return options.drift_correction > 0
 
-    def minds_outputs(self, options: GPTQOptions) -> bool:
+    def uses_output_gradients(self, options: GPTQOptions) -> bool:
         return options.output_hessian
 
     def solve(

@@ -114,7 +114,7 @@ def estimate(
     """
     modules = list(plan.modules.values())
     rate = _product_rate(modules, device, dtype)
-    narrow = rate if products == dtype else _product_rate(modules, device, products)
+    low_precision = rate if products == dtype else _product_rate(modules, device, products)
     # Once for the inputs of its linears, and once for what the next block sees of it, unless both are one.
     passes = 2.0 if plan.method.sequential else 1.0
     outer = 1.0
@@ -123,9 +123,11 @@ def estimate(
         # symmetric, so its product takes twice as long as the Hessian's.
         share = compared_share(tokens)
         passes, outer = passes + 2 * share, outer + 2 * share
-    seconds = (passes * 2 * work.linear_weights / narrow + outer * work.hessian_products / rate) * tokens
+    seconds = (
+        passes * 2 * work.linear_weights / low_precision + outer * work.hessian_products / rate
+    ) * tokens
     streams = 0
-    if any(plan.method.minds_outputs(each.options) for each in modules):
+    if any(plan.method.uses_output_gradients(each.options) for each in modules):
         seconds += gradient_work(tokens, work, device) / rate
         streams = gradient_tokens(tokens, work, device) * hidden_size * dtype.itemsize * (len(blocks) + 1)
     output_bytes = sum(tensor.nbytes for tensor in plan.tensors)

@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from marlinq.calibration import Batch, HiddenStates
 from marlinq.core.weight import QuantizedWeight
 from marlinq.methods import Method, SolveReport, Statistics
+from marlinq.models import ModelInstance
+from marlinq.operations.quantize.batches_of_modules import joined
+from marlinq.operations.quantize.gathering import Gathering
 from marlinq.operations.quantize.planning import PlannedModule
+from marlinq.operations.quantize.ranks import Ranks
+from marlinq.operations.quantize.solves import add_up
 
 SLICE_ROWS = 1 << 15
 """Output channels solved at a time: about as many as the widest linears of a block have, so that the head
@@ -57,15 +63,35 @@ def solve_head(
     return joined(parts), SolveReport.of_slices(reports)
 
 
-def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """The weight whose output channels are those of ``parts``, one after the other."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    return QuantizedWeight.from_codes(
-        first.scheme,
-        torch.cat([part.codes for part in parts], dim=1),
-        scales=torch.cat([part.scales for part in parts], dim=1),
-        zeros=torch.cat([part.zeros for part in parts], dim=1),
-        g_idx=first.g_idx,
+def head_statistics(
+    gathering: Gathering, head: PlannedModule, batches: Sequence[Batch], states: HiddenStates, ranks: Ranks
+) -> Statistics:
+    """Statistics of the head's input, the final norm's output, over the batches of all ranks.
+
+    Args:
+        gathering: runs the model.
+        head: the output head.
+        batches: calibration text of this rank.
+        states: hidden states that leave the last block.
+        ranks: this process and the others.
+    """
+    statistics = gathering.empty(head)
+    masks = iter(gathering.masks)
+    gathering.replay.after_blocks(
+        ((batch.ids, states.load(number)) for number, batch in enumerate(batches)),
+        head.projection,
+        lambda name, x: statistics.add(x, next(masks)),
     )
+    name = head.projection.name
+    add_up({name: statistics}, {name: (0,)}, ranks)
+    return statistics
+
+
+def quantize_head(
+    instance: ModelInstance, head: PlannedModule, statistics: Statistics | None, method: Method[Any, Any]
+) -> tuple[QuantizedWeight, SolveReport]:
+    """Reads the stored head and solves it as :func:`solve_head` does."""
+    projection = head.projection
+    shape = (projection.out_features, projection.in_features)
+    stored = instance.read(projection.parameter, shape[::-1] if projection.transposed else shape)
+    return solve_head(head, projection.view(stored), statistics, method, device=instance.device)

@@ -19,27 +19,17 @@ from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import INT4
 from marlinq.kernels import GROUP_SIZES, Device, Problem, decide, device_numbers
 from marlinq.kernels.contract.device import H200
-from marlinq.models import build_blueprint
 from marlinq.operations.inspect.eligibility import ServerVerdict
 from marlinq.operations.inspect.operation import planned_verdicts
-from marlinq.operations.quantize.budget import Work, tuning_work, writing_dtype
+from marlinq.operations.quantize.budget import tuning_work, writing_dtype
 from marlinq.operations.quantize.estimate import Estimate, estimate
-from marlinq.operations.quantize.operation import (
-    TOKEN_BUDGET,
-    compute_dtype,
-    compute_products,
-    described_dtype,
-)
-from marlinq.operations.quantize.planning import OutputPlan, PlannedModule, plan_output
+from marlinq.operations.quantize.numerics import described_dtype
+from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
+from marlinq.operations.quantize.prepare import plan_run
 from marlinq.operations.quantize.recipe import Recipe
-from marlinq.operations.quantize.text import (
-    PlannedText,
-    planned_text,
-    planned_tuning_text,
-    stored_dtype,
-    writes_text,
-)
-from marlinq.operations.quantize.tuning import TuningSettings, check_head, settings_that_fit, tuning_bytes
+from marlinq.operations.quantize.solve import TOKEN_BUDGET
+from marlinq.operations.quantize.text import PlannedText, planned_tuning_text, stored_dtype
+from marlinq.operations.quantize.tuning import tuning_bytes
 from marlinq.operations.quantize.watch import duration
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -190,35 +180,17 @@ def plan_quantize(
     chosen = resolve_device(device)
     checkpoint = Checkpoint.open(model, revision=revision)
     check_place(Path(out), resume=True, source=checkpoint.path)
-    blueprint = build_blueprint(
-        checkpoint.config,
-        source=str(checkpoint.path),
-        tensors=checkpoint.tensors,
-        trust_remote_code=trust_remote_code,
-    )
-    plan = plan_output(checkpoint, blueprint, recipe)
-    texts = planned_text(recipe, checkpoint, blueprint, chosen) if plan.method.calibrated else []
-    tokens = sum(text.tokens for text in texts)
+    decisions = plan_run(checkpoint, recipe, chosen, trust_remote_code=trust_remote_code)
+    blueprint, plan, texts = decisions.blueprint, decisions.plan, decisions.texts
+    work, tuning, dtype, products = decisions.work, decisions.tuning, decisions.dtype, decisions.products
     own = planned_tuning_text(recipe, checkpoint, blueprint, chosen)
     written = [text for text in (*texts, own) if text is not None and text.budget is not None]
     stored = stored_dtype(checkpoint, blueprint)
-    dtype = compute_dtype(checkpoint, plan, chosen, tokens)
-    products = compute_products(plan, blueprint, chosen, tokens)
-    work = Work.of(blueprint)
-    tuning = None
-    if recipe.tune_steps:
-        check_head(blueprint, checkpoint.path)
-        tuning = settings_that_fit(
-            plan,
-            TuningSettings.of(recipe, work, chosen, own_text=writes_text(recipe)),
-            chosen,
-            work.longest(recipe),
-        )
     guess = estimate(
         plan,
         work,
         [plan.members(block) for block in blueprint.blocks],
-        tokens=tokens,
+        tokens=decisions.tokens,
         writing=next((text.budget for text in written), None),
         parameters=sum(torch.Size(shape).numel() for shape in blueprint.parameters.values()),
         hidden_size=blueprint.config.get_text_config().hidden_size,
@@ -249,7 +221,7 @@ def plan_quantize(
         output_bytes=sum(tensor.nbytes for tensor in plan.tensors),
         calibration=", ".join(map(_described, texts)) or None,
         tuning_text=None if own is None else _described(own),
-        tokens=tokens,
+        tokens=decisions.tokens,
         estimate=guess,
         device=str(chosen),
         dtype=described_dtype(dtype, products),

@@ -123,6 +123,10 @@ class OutputPlan:
         """
         return module_note(planned) in notes and written.issuperset(self.tensor_names(planned).values())
 
+    def are_written(self, members: Iterable[PlannedModule], written: set[str], notes: Container[str]) -> bool:
+        """:meth:`is_written` of all of ``members``."""
+        return all(self.is_written(planned, written, notes) for planned in members)
+
 
 def module_note(planned: PlannedModule) -> str:
     """The name of the writer's note about a quantised module."""

@@ -13,7 +13,7 @@ from marlinq.core.errors import UnsupportedError
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import ModuleSpec
 from marlinq.methods import SolveReport, Statistics
-from marlinq.operations.quantize.head import joined
+from marlinq.operations.quantize.batches_of_modules import joined
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
 from marlinq.operations.quantize.ranks import Ranks, Share, share_out
 from marlinq.operations.quantize.report import ModuleReport, module_report

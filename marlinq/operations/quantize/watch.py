@@ -16,8 +16,8 @@ from marlinq.core.progress import ReportMessage, ReportProgress
 from marlinq.core.weight import QuantizedWeight
 from marlinq.methods.quantity import ErrorQuantity
 from marlinq.methods.rtn import round_to_nearest
+from marlinq.operations.quantize.batches_of_modules import in_module_batches
 from marlinq.operations.quantize.clock import BLOCKS
-from marlinq.operations.quantize.lots import in_lots
 
 FAR_ABOVE_RTN = 5.0
 """How many times round-to-nearest's a module's weight error may be: what ``verify`` fails a module for."""
@@ -117,9 +117,9 @@ def stop_if_far_off(solved: Iterable[tuple[str, Tensor, QuantizedWeight]]) -> No
         NumericsError: an error is beyond that, or no number.
     """
     names, errors = [], []
-    for lot in in_lots(((name, weight), quantized) for name, weight, quantized in solved):
-        names += [name for name, _ in lot.items]
-        errors.append(_errors([weight for _, weight in lot.items], lot.weight))
+    for batch in in_module_batches(((name, weight), quantized) for name, weight, quantized in solved):
+        names += [name for name, _ in batch.items]
+        errors.append(_errors([weight for _, weight in batch.items], batch.weight))
     # One look at the device for all of them.
     for name, (mine, theirs, norm) in zip(names, torch.cat(errors).tolist(), strict=True):
         # A weight that its grid holds exactly has an error of rounding alone.

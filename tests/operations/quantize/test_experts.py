@@ -14,7 +14,7 @@ from torch.nn import functional
 from marlinq.calibration import load_tokenizer, make_batches, read_documents
 from marlinq.core.errors import UnsupportedError
 from marlinq.methods import METHODS
-from marlinq.operations.quantize import QuantizeReport, Recipe, operation, quantize
+from marlinq.operations.quantize import QuantizeReport, Recipe, quantize, solve
 from marlinq.operations.quantize import experts as calibration
 from marlinq.operations.quantize.recipe import Override
 from tests.testing.mixtures import calibration_text, save_mixture
@@ -216,7 +216,7 @@ def test_portions_of_the_layers_inputs_agree(
             yield portion
 
     monkeypatch.setattr(calibration.ExpertCalibration, "_given", watch)
-    monkeypatch.setattr(operation, "TOKEN_BUDGET", {"cpu": 2 * LENGTH})
+    monkeypatch.setattr(solve, "TOKEN_BUDGET", {"cpu": 2 * LENGTH})
     for limit in (1, 1 << 28):
         monkeypatch.setattr(calibration, "_PORTION_BYTES", {"cpu": limit})
         reports.append(run(folder, tmp_path / str(limit), experts="routed", expert_tokens=40))

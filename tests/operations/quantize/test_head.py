@@ -361,8 +361,11 @@ def test_it_runs(tmp_path: Path) -> None:
     assert 0 < measured.kl < 0.5
 
 
-def test_transformers_multiplies_with_it_after_marlinq_is_imported(tmp_path: Path) -> None:
-    assert marlinq.__version__  # its import is what registers the loader
+def test_transformers_multiplies_with_it_where_marlinq_is_registered(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    marlinq.register()
+    request.addfinalizer(marlinq.unregister)
     source = save_tiny("llama-tied", tmp_path / "model")
     run(source, tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()

@@ -135,8 +135,13 @@ def test_rounding_reads_no_text_and_runs_no_block(
     def forbidden(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a forward pass, or a text")
 
-    for place in ("planned_text", "share_documents", "note_text", "own_batches"):
-        monkeypatch.setattr(f"marlinq.operations.quantize.operation.{place}", forbidden)
+    for place in (
+        "prepare.planned_text",
+        "gather_text.share_documents",
+        "gather_text.note_text",
+        "solve.own_batches",
+    ):
+        monkeypatch.setattr(f"marlinq.operations.quantize.{place}", forbidden)
     for place in ("record", "run", "inputs"):
         monkeypatch.setattr(f"marlinq.models.BlockReplay.{place}", forbidden)
     report = run(source, tmp_path / "out", method="rtn", calibration=str(tmp_path / "absent.txt"))

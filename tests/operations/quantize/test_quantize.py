@@ -25,7 +25,7 @@ from marlinq.core.errors import (
 from marlinq.core.progress import no_message, no_progress
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.models import build_blueprint
-from marlinq.operations.quantize import QuantizeReport, operation, plan_quantize, quantize
+from marlinq.operations.quantize import QuantizeReport, numerics, plan_quantize, quantize
 from marlinq.operations.quantize.recipe import Override, Recipe
 from tests.testing.mixtures import save_mixture
 from tests.testing.original_folders import READ, RECIPE, ROWS, folder_bytes, save_tiny
@@ -427,7 +427,7 @@ def test_experts_in_lists_are_quantised_without_padding(
         plain = build_blueprint(*args, **kwargs)
         return describe(build)
 
-    monkeypatch.setattr("marlinq.operations.quantize.operation.build_blueprint", with_experts)
+    monkeypatch.setattr("marlinq.operations.quantize.prepare.build_blueprint", with_experts)
     # The text comes from a file because the folder's config knows nothing of the experts.
     text = tmp_path / "text.jsonl"
     rows = [{"input_ids": [3 + (7 * n + m) % 120 for m in range(20 + n)]} for n in range(4)]
@@ -471,8 +471,8 @@ def test_a_cpu_with_bfloat16_products_uses_them_for_long_texts(
     source = save_tiny("llama", tmp_path / "model")
     exact = run(source, tmp_path / "exact")
     assert exact.dtype == "float32"
-    monkeypatch.setattr(operation, "_CPU_FLOAT32_WORK", 0)
-    monkeypatch.setattr(operation, "multiplies_bfloat16", lambda device: True)
+    monkeypatch.setattr(numerics, "_CPU_FLOAT32_WORK", 0)
+    monkeypatch.setattr(numerics, "multiplies_bfloat16", lambda device: True)
     rounded = run(source, tmp_path / "rounded")
     assert rounded.dtype == "float32 with products in bfloat16"
 
@@ -489,5 +489,5 @@ def test_a_cpu_with_bfloat16_products_uses_them_for_long_texts(
     # Experts are chosen by values that rounding would change.
     save_mixture(tmp_path / "mixture", "mixtral")
     assert planned(tmp_path / "mixture") == "float32"
-    monkeypatch.setattr(operation, "multiplies_bfloat16", lambda device: False)
+    monkeypatch.setattr(numerics, "multiplies_bfloat16", lambda device: False)
     assert planned(source) == "float32"

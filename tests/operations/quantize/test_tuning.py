@@ -20,7 +20,7 @@ from marlinq.checkpoint import Checkpoint, CheckpointWriter, QuantizedCheckpoint
 from marlinq.core.errors import EnvironmentProblem, OutputError, UnsupportedError
 from marlinq.core.weight import QuantizedWeight
 from marlinq.models import build_blueprint
-from marlinq.operations.quantize import operation, plan_quantize, plan_report, quantize, text
+from marlinq.operations.quantize import gather_text, plan_quantize, prepare, quantize, solve, text
 from marlinq.operations.quantize.planning import plan_output
 from marlinq.operations.quantize.quality import QUALITIES
 from marlinq.operations.quantize.recipe import Recipe
@@ -60,7 +60,7 @@ def tuned(source: Path, out: Path, recipe: Recipe = TUNED, **changes: Any) -> di
 def untuned(source: Path, out: Path, recipe: Recipe = TUNED, **changes: Any) -> dict[str, QuantizedWeight]:
     """The weights that tuning begins with."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operation, "tune", lambda *args, **options: None)
+        patch.setattr(solve, "tune", lambda *args, **options: None)
         quantize(source, out, recipe=recipe.replace(**changes), device="cpu")
     return weights(out)
 
@@ -70,7 +70,7 @@ def begun(source: Path, *outs: Path, **changes: Any) -> Recipe:
     recipe = TUNED.replace(**changes)
     first, *others = (out.with_name(out.name + ".partial") for out in outs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operation, "tune", _dies)
+        patch.setattr(solve, "tune", _dies)
         with pytest.raises(Killed):
             quantize(source, outs[0], recipe=recipe, device="cpu")
     for other in others:
@@ -101,7 +101,7 @@ def test_predictions_come_closer_to_the_originals(tmp_path: Path) -> None:
     plain, out = tmp_path / "plain", tmp_path / "tuned"
     recipe = begun(source, plain, out, samples=128, tune_steps=40, tune_rate=0.004)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operation, "tune", lambda *args, **options: None)
+        patch.setattr(solve, "tune", lambda *args, **options: None)
         quantize(source, plain, recipe=recipe, device="cpu", resume=True)
     report = quantize(source, out, recipe=recipe, device="cpu", resume=True).tuning
     assert report is not None
@@ -246,7 +246,7 @@ def test_documents_drawn_anew_are_calibrated_on_where_no_text_is_written(
     text = nine_documents(tmp_path / "text.jsonl")
     recipe = TUNED.replace(calibration=str(text), samples=9, tune_steps=2)
     calibrated: list[Document] = []
-    batched = operation.own_batches
+    batched = solve.own_batches
 
     def noted(documents: list[Document], *rest: Any, **options: Any) -> list[Batch]:
         calibrated.extend(documents)
@@ -259,7 +259,7 @@ def test_documents_drawn_anew_are_calibrated_on_where_no_text_is_written(
         return redraw(*args, share=share, noise=noise, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operation, "own_batches", noted)
+        patch.setattr(solve, "own_batches", noted)
         patch.setattr(teacher, "redraw", drawn)
         report = quantize(source, tmp_path / "out", recipe=recipe, device="cpu")
     assert report.calibration is not None
@@ -284,7 +284,7 @@ def test_documents_drawn_anew_are_calibrated_on_where_no_text_is_written(
             quantize(source, tmp_path / "again", recipe=recipe, device="cpu")
         assert (tmp_path / "again.partial" / "drawn.json").exists()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operation, "draw_calibration", _dies)
+        patch.setattr(gather_text, "draw_calibration", _dies)
         quantize(source, tmp_path / "again", recipe=recipe, device="cpu", resume=True)
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "again")
     plan = plan_quantize(source, tmp_path / "planned", recipe=recipe, device="cpu")
@@ -305,11 +305,10 @@ def test_documents_drawn_anew_are_calibrated_on_where_no_text_is_written(
 
 def test_a_model_without_a_head_is_not_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save_tiny("llama", tmp_path / "model")
-    build = operation.build_blueprint
+    build = prepare.build_blueprint
     monkeypatch.setattr(
-        operation, "build_blueprint", lambda *args, **options: replace(build(*args, **options), head=None)
+        prepare, "build_blueprint", lambda *args, **options: replace(build(*args, **options), head=None)
     )
-    monkeypatch.setattr(plan_report, "build_blueprint", operation.build_blueprint)
     for run_it in (tuned, lambda *places: plan_quantize(*places, recipe=TUNED, device="cpu")):
         with pytest.raises(UnsupportedError, match="tuning needs an output head.*--tune-steps 0"):
             run_it(source, tmp_path / "out")
@@ -340,7 +339,7 @@ def test_the_quantiser_does_not_see_what_is_held_out(
     source = save_tiny("llama", tmp_path / "model")
     parts: list[list[Document]] = []
     calibrated: list[Document] = []
-    divide, batched = operation.hold_out, operation.own_batches
+    divide, batched = gather_text.hold_out, solve.own_batches
 
     def divided(documents: list[Document]) -> tuple[list[Document], list[Document]]:
         parts.extend([documents, *divide(documents)])
@@ -350,8 +349,8 @@ def test_the_quantiser_does_not_see_what_is_held_out(
         calibrated.extend(documents)
         return batched(documents, *rest, **options)
 
-    monkeypatch.setattr(operation, "hold_out", divided)
-    monkeypatch.setattr(operation, "own_batches", noted)
+    monkeypatch.setattr(gather_text, "hold_out", divided)
+    monkeypatch.setattr(solve, "own_batches", noted)
     monkeypatch.setattr("marlinq.operations.quantize.text._CALIBRATED_WITH", 1000)
     monkeypatch.setattr("marlinq.operations.quantize.budget._MOST_TOKENS", 8192)
     ids = tmp_path / "ids.jsonl"
@@ -499,7 +498,7 @@ def test_text_that_was_there_before_is_varied(
 
     monkeypatch.setattr(teacher, "learn", noted)
     monkeypatch.setattr(run, "learn", noted)
-    monkeypatch.setattr(operation, "tune", divided)
+    monkeypatch.setattr(solve, "tune", divided)
     monkeypatch.setitem(run._PLACES, "cpu", 100)
     quantize(
         source,
@@ -808,7 +807,7 @@ def test_a_run_of_another_version_of_its_quality_is_not_resumed(
 
     with pytest.MonkeyPatch.context() as patch:
         # Its folder is there before anything is made for it.
-        patch.setattr(operation, "hold_out", _dies)
+        patch.setattr(gather_text, "hold_out", _dies)
         with pytest.raises(Killed):
             quantize(source, tmp_path / "out", recipe=recipe, device="cpu")
     monkeypatch.setitem(QUALITIES, "best", replace(QUALITIES["best"], version=10**6))

@@ -416,7 +416,7 @@ def test_a_report_that_fails_does_not_fail_the_run(tmp_path: Path, monkeypatch: 
     def refuse(*args: Any) -> None:
         raise OutputError("no room")
 
-    monkeypatch.setattr("marlinq.operations.quantize.operation.write_report", refuse)
+    monkeypatch.setattr("marlinq.operations.quantize.finish.write_report", refuse)
     with pytest.warns(
         UserWarning, match=r"no report was written \(no room\); marlinq report .*out makes one"
     ):

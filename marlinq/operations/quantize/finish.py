@@ -1,0 +1,133 @@
+"""The last stage of a quantise run: config, manifest, model card and report; then the folder is finished."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from marlinq.core import boundaries
+from marlinq.core.version import __version__
+from marlinq.methods.quantity import ErrorQuantity
+from marlinq.operations.quantize.clock import StageClock
+from marlinq.operations.quantize.numerics import described_dtype
+from marlinq.operations.quantize.output import Output
+from marlinq.operations.quantize.prepare import Prepared
+from marlinq.operations.quantize.report import QuantizeReport
+from marlinq.operations.quantize.solve import Solved
+from marlinq.operations.quantize.text import forget_written_text
+from marlinq.operations.quantize.tuning import forget_tuning
+from marlinq.operations.report import CARD, TimeFigures, hub_id, model_card, write_report
+
+
+def finish(model: str | os.PathLike[str], prepared: Prepared, solved: Solved, output: Output) -> Path:
+    """Writes what stands beside the tensors and gives the folder its name; returns it.
+
+    Args:
+        model: source as the user named it, for the card.
+        prepared, solved, output: the run.
+    """
+    decisions, writer = prepared.decisions, output.writer
+    forget_written_text(writer)
+    forget_tuning(writer)
+    manifest = _manifest(prepared)
+    return writer.finish(
+        config=decisions.plan.config,
+        manifest=manifest,
+        side_files_from=decisions.checkpoint,
+        extra_json=decisions.plan.extra_json,
+        extra_text=_card(model, prepared, solved, manifest),
+    )
+
+
+def run_report(
+    folder: Path, prepared: Prepared, solved: Solved, output: Output, *, seconds: float
+) -> QuantizeReport:
+    """The report of a run that took so many ``seconds`` and left ``folder``."""
+    decisions = prepared.decisions
+    plan, device = decisions.plan, decisions.device
+    return QuantizeReport(
+        out=folder,
+        format=plan.layout.name,
+        method=plan.method.name,
+        modules=solved.modules,
+        kept=plan.kept,
+        head=None if plan.head is None else plan.head.stored,
+        calibration=solved.calibration,
+        quality=decisions.recipe.quality_record(),
+        tuning=solved.tuning,
+        device=str(device),
+        dtype=described_dtype(decisions.dtype, decisions.products),
+        blocks=output.blocks,
+        resumed_blocks=output.resumed_blocks,
+        source_bytes=decisions.checkpoint.nbytes,
+        output_bytes=_output_bytes(prepared),
+        seconds=seconds,
+        peak_host_bytes=_peak_host_bytes(),
+        peak_device_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+    )
+
+
+def write_run_report(folder: Path, clock: StageClock, device: str, ranks: int) -> None:
+    """Writes the report's page; the checkpoint is whole without it, so a failure is only told."""
+    time = TimeFigures(clock.stages, tuple(clock.blocks), clock.total, device, ranks)
+    with boundaries.decoration("no report was written", f"marlinq report {folder} makes one"):
+        write_report(folder, time)
+
+
+def _manifest(prepared: Prepared) -> dict[str, Any]:
+    decisions = prepared.decisions
+    plan, recipe, checkpoint = decisions.plan, decisions.recipe, decisions.checkpoint
+    head = {} if plan.head is None else {"head": {"module": plan.head.stored, "untied": plan.untied}}
+    return {
+        "tool": f"marlinq {__version__}",
+        "operation": "quantize",
+        "source": {"name": checkpoint.path.name, "identity": checkpoint.identity()},
+        "recipe": recipe.to_dict(),
+        "quality": recipe.quality_record(),
+        "environment": dict(prepared.environment),
+        "kept": {name: keep.reason for name, keep in plan.kept.items()},
+        **head,
+    }
+
+
+def _card(
+    model: str | os.PathLike[str], prepared: Prepared, solved: Solved, manifest: dict[str, Any]
+) -> dict[str, str]:
+    """The model card under its file name; empty where it could not be made, which is only told."""
+    made = {}
+    checkpoint = prepared.decisions.checkpoint
+    with boundaries.decoration("no model card was written", "write one before you publish the checkpoint"):
+        made[CARD] = model_card(
+            checkpoint,
+            base_model=hub_id(os.fspath(model), checkpoint),
+            recipe=manifest["recipe"],
+            tool=manifest["tool"],
+            schemes=Counter(module.scheme for module in solved.modules.values()),
+            errors={
+                quantity.label: {
+                    name: module.relative_error
+                    for name, module in solved.modules.items()
+                    if module.quantity == quantity
+                }
+                for quantity in ErrorQuantity
+            },
+            calibration=solved.calibration,
+            nbytes=_output_bytes(prepared),
+        )
+    return made
+
+
+def _output_bytes(prepared: Prepared) -> int:
+    return sum(tensor.nbytes for tensor in prepared.decisions.plan.tensors)
+
+
+def _peak_host_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux counts kilobytes, macOS bytes.
+    return peak if sys.platform == "darwin" else peak * 1024

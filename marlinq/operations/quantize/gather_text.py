@@ -1,0 +1,67 @@
+"""The second stage of a quantise run: the text that modules are calibrated on and tuning learns from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from marlinq.calibration import Document
+from marlinq.core.progress import ReportProgress
+from marlinq.operations.quantize.output import Output
+from marlinq.operations.quantize.prepare import Prepared
+from marlinq.operations.quantize.ranks import share_documents
+from marlinq.operations.quantize.text import add_drawn_anew, note_text
+from marlinq.operations.quantize.tuning import draw_calibration, hold_out
+
+
+@dataclass(frozen=True)
+class RunText:
+    """The text of a run.
+
+    Attributes:
+        calibration: documents that modules are calibrated on; empty where no stage reads text.
+        learning: documents that tuning learns from, on the first rank.
+        held_out: documents that neither calibration nor tuning sees, which tell whether tuning helped.
+    """
+
+    calibration: tuple[Document, ...] = ()
+    learning: tuple[Document, ...] = ()
+    held_out: tuple[Document, ...] = ()
+
+
+def gather_text(prepared: Prepared, output: Output, *, progress: ReportProgress) -> RunText:
+    """Gets all text of the run and notes its identity in the folder.
+
+    Args:
+        prepared: the run.
+        output: its folder, where an interrupted run left what the model wrote.
+        progress: told while the model writes or draws.
+
+    Raises:
+        OutputError: the interrupted run had other text.
+    """
+    decisions, writer, ranks = prepared.decisions, output.writer, prepared.ranks
+    if not decisions.calibrated or not (output.unsolved or output.untuned):
+        return RunText()
+    learning: list[Document] = []
+    held_out: list[Document] = []
+    text = prepared.gatherer.gather(writer) if ranks.first else None
+    if text is not None and decisions.tuning is not None:
+        learning, held_out = hold_out([*text.documents, *text.tuned])
+        drawing = partial(
+            draw_calibration,
+            prepared.instance,
+            learning,
+            decisions.tuning,
+            max_length=prepared.max_length,
+            folder=writer.partial,
+            progress=progress,
+        )
+        add_drawn_anew(writer, text, decisions.recipe, drawing)
+    documents = share_documents(None if text is None else text.documents, ranks)
+    if text is not None:
+        note_text(writer, decisions.recipe, text)
+    # Nor does the quantiser see what is held out: its codes fit what it saw better than any other text, and
+    # there hardly anything that is learnt later would look like a gain.
+    unseen = set(held_out)
+    return RunText(tuple(each for each in documents if each not in unseen), tuple(learning), tuple(held_out))

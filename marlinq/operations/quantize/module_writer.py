@@ -1,0 +1,93 @@
+"""Quantised modules on their way into the output folder, and back from it into the live model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from marlinq.checkpoint import CheckpointWriter, WriteBehind
+from marlinq.core.weight import QuantizedWeight
+from marlinq.models import ModelInstance
+from marlinq.operations.quantize.batches_of_modules import in_module_batches
+from marlinq.operations.quantize.planning import OutputPlan, PlannedModule, module_note
+from marlinq.operations.quantize.ranks import Ranks
+from marlinq.operations.quantize.report import ModuleReport
+
+# Bytes of packed tensors that are handed to the writer's thread together, but for a block's last ones.
+_BYTES_AT_ONCE = 1 << 29
+
+
+class ModuleWriter:
+    """Packs solved modules and hands them to a thread that writes them; a context manager.
+
+    Args:
+        plan: layout and names.
+        writer: writer of the folder.
+        instance: the live model.
+        ranks: processes that share the run; the first one writes.
+    """
+
+    def __init__(
+        self, plan: OutputPlan, writer: CheckpointWriter, instance: ModelInstance, ranks: Ranks
+    ) -> None:
+        self._plan = plan
+        self._writer = writer
+        self._instance = instance
+        self._ranks = ranks
+        self._behind = WriteBehind(writer, instance.device)
+        self._waiting: dict[str, Tensor] = {}
+
+    def __enter__(self) -> ModuleWriter:
+        self._behind.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._behind.__exit__(kind, error, trace)
+
+    def add(self, planned: PlannedModule, solved: QuantizedWeight, report: ModuleReport) -> dict[str, Any]:
+        """Packs a module, on the first rank; returns the note that is to be committed with it."""
+        note = {module_note(planned): asdict(report)}
+        if not self._ranks.first:
+            return note
+        for suffix, tensor in self._plan.layout.pack(solved, planned.spec.scheme).items():
+            self._waiting[f"{planned.stored}.{suffix}"] = tensor
+        if sum(tensor.nbytes for tensor in self._waiting.values()) > _BYTES_AT_ONCE:
+            self.commit({})
+        return note
+
+    def commit(self, notes: Mapping[str, Any]) -> None:
+        """Hands over what was added, with the notes of modules that are complete by then."""
+        self._behind.write(self._waiting, notes)
+        self._waiting = {}
+
+    def read_back(self, planned: PlannedModule) -> QuantizedWeight:
+        """A written module, on every rank."""
+        stored = None
+        if self._ranks.first:
+            names = self._plan.tensor_names(planned)
+            tensors = {suffix: self._writer.read_back(name) for suffix, name in names.items()}
+            stored = self._plan.layout.unpack(tensors, planned.spec)
+        return self._ranks.share_weight(stored, planned.spec, 0)
+
+
+def install(instance: ModelInstance, planned: PlannedModule, quantized: QuantizedWeight) -> None:
+    """Gives the live model the weight that a loader of the output will see, in the dtype of the forward."""
+    weight = quantized.to(instance.device).dequantize(instance.dtype)
+    instance.replace(planned.projection, weight)
+
+
+def install_all(instance: ModelInstance, solved: Sequence[tuple[PlannedModule, QuantizedWeight]]) -> None:
+    """:func:`install` for many weights, those of one shape together."""
+    for batch in in_module_batches(solved):
+        dense = batch.weight.to(instance.device).dequantize(instance.dtype)
+        for planned, weight in zip(batch.items, dense.chunk(len(batch.items)), strict=True):
+            instance.replace(planned.projection, weight)

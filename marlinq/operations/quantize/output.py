@@ -1,0 +1,90 @@
+"""The unfinished output folder of a run, and what of the run is in it already."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from marlinq.checkpoint import CheckpointWriter, CopyBehind
+from marlinq.core.progress import ReportProgress
+from marlinq.operations.quantize.notes import check_notes
+from marlinq.operations.quantize.prepare import Prepared
+from marlinq.operations.quantize.ranks import FollowingWriter, share_state
+from marlinq.operations.quantize.tuning import NOTE
+
+
+@dataclass(frozen=True)
+class Output:
+    """The folder while it is written.
+
+    Attributes:
+        writer: writer of the folder; on ranks beside the first one that only follows.
+        copying: copies the unchanged tensors in a thread of its own.
+        blocks: decoder blocks with quantised linears.
+        resumed_blocks: blocks among them that an interrupted run left.
+        unsolved: some module is still to be quantised.
+        untuned: tuning is still to be done.
+    """
+
+    writer: CheckpointWriter
+    copying: CopyBehind
+    blocks: int
+    resumed_blocks: int
+    unsolved: bool
+    untuned: bool
+
+
+@contextmanager
+def open_output(
+    prepared: Prepared, out: Path, *, resume: bool, max_shard_size: int, progress: ReportProgress
+) -> Iterator[Output]:
+    """Begins or takes up the folder ``out``.
+
+    Raises:
+        OutputError: an unfinished folder belongs to another run, or is damaged.
+    """
+    decisions, ranks = prepared.decisions, prepared.ranks
+    plan, blueprint = decisions.plan, decisions.blueprint
+    writer: CheckpointWriter | None = None
+    if ranks.first:
+        writer = CheckpointWriter(
+            out,
+            plan.tensors,
+            fingerprint=_fingerprint(prepared, max_shard_size),
+            max_shard_bytes=max_shard_size,
+            resume=resume,
+        )
+        check_notes(writer)
+    state = share_state(writer, ranks)
+    writer = writer or FollowingWriter(out, state)
+    copied = plan.copied if ranks.first else ()
+    with writer, CopyBehind(decisions.checkpoint, writer, copied, progress) as copying:
+        if resume and ranks.first and not writer.resumed:
+            warnings.warn(f"{writer.partial}: no unfinished run to resume; starting afresh", stacklevel=4)
+        by_block = [members for block in blueprint.blocks if (members := plan.members(block))]
+        resumed = sum(plan.are_written(members, writer.written, writer.notes) for members in by_block)
+        heads = [] if plan.head is None else [plan.head]
+        yield Output(
+            writer=writer,
+            copying=copying,
+            blocks=len(by_block),
+            resumed_blocks=resumed,
+            unsolved=resumed < len(by_block) or not plan.are_written(heads, writer.written, writer.notes),
+            untuned=decisions.tuning is not None and NOTE not in writer.notes,
+        )
+
+
+def _fingerprint(prepared: Prepared, max_shard_size: int) -> str:
+    environment, recipe = prepared.environment, prepared.decisions.recipe
+    if environment["device"] != "cpu":
+        # How many threads there are decides how sums are split on a CPU; torchrun changes it.
+        environment = {key: value for key, value in environment.items() if key != "threads"}
+    # A quality's version stands for what its settings mean, which is not all in the recipe.
+    source = prepared.decisions.checkpoint.state()
+    parts = [recipe.to_dict(), recipe.quality_record(), source, environment, max_shard_size]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,249 @@
+"""The first stage of a quantise run: everything that is decided before weights are read.
+
+``--plan`` makes the same :class:`Decisions` and reports them; a run goes on to :class:`Prepared`.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import wait
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from marlinq.checkpoint import MANIFEST, Checkpoint, check_place
+from marlinq.checkpoint.reader import read_json
+from marlinq.core.devices import beside, start_beside
+from marlinq.core.errors import UsageError
+from marlinq.core.progress import ReportMessage, ReportProgress
+from marlinq.models import Blueprint, ModelInstance, build_blueprint
+from marlinq.operations.quantize.budget import Work
+from marlinq.operations.quantize.numerics import compute_dtype, compute_products, environment_of
+from marlinq.operations.quantize.planning import OutputPlan, plan_output, split_notes
+from marlinq.operations.quantize.ranks import Ranks
+from marlinq.operations.quantize.recipe import UNQUANTIZED, Recipe
+from marlinq.operations.quantize.solves import try_solver
+from marlinq.operations.quantize.text import PlannedText, TextGatherer, longest, planned_text, writes_text
+from marlinq.operations.quantize.tuning import TuningSettings, check_head, settings_that_fit
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What a run will do, as config, headers and recipe decide it.
+
+    Attributes:
+        checkpoint, blueprint: the source and its model.
+        recipe: settings of the run.
+        device: device that blocks run on.
+        plan: fate of every tensor.
+        texts: calibration text that each source is to give; empty for a method without calibration.
+        dtype: dtype that blocks run in.
+        products: dtype that products of linear layers are rounded to; None for ``dtype``.
+        work: operations and sizes of the model.
+        tuning: settings of tuning; None without.
+    """
+
+    checkpoint: Checkpoint
+    blueprint: Blueprint
+    recipe: Recipe
+    device: torch.device
+    plan: OutputPlan
+    texts: tuple[PlannedText, ...]
+    dtype: torch.dtype
+    products: torch.dtype | None
+    work: Work
+    tuning: TuningSettings | None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the calibration text, at most."""
+        return sum(text.tokens for text in self.texts)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether any stage reads text."""
+        return self.plan.method.calibrated or self.tuning is not None
+
+    @property
+    def uses_output_gradients(self) -> bool:
+        """Whether any module is solved with the loss's gradients at its outputs."""
+        method = self.plan.method
+        return any(method.uses_output_gradients(each.options) for each in self.plan.modules.values())
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that is ready to begin.
+
+    Attributes:
+        decisions: what it does.
+        ranks: this process and those that share the run.
+        instance: the live model, nothing materialised.
+        gatherer: source of the calibration text; text from outside is read already.
+        max_length: tokens that a document is cut to; 0 where no text is read.
+        environment: versions, device, dtypes and threads.
+    """
+
+    decisions: Decisions
+    ranks: Ranks
+    instance: ModelInstance
+    gatherer: TextGatherer
+    max_length: int
+    environment: Mapping[str, Any]
+
+
+def plan_run(
+    checkpoint: Checkpoint, recipe: Recipe, device: torch.device, *, trust_remote_code: bool
+) -> Decisions:
+    """Decides what becomes of ``checkpoint``; warns of rules that match nothing and of what fits badly.
+
+    Raises:
+        MarlinqError: model and recipe don't go together.
+    """
+    blueprint = build_blueprint(
+        checkpoint.config,
+        source=str(checkpoint.path),
+        tensors=checkpoint.tensors,
+        trust_remote_code=trust_remote_code,
+    )
+    plan = plan_output(checkpoint, blueprint, recipe)
+    _warn(checkpoint, blueprint, recipe, plan)
+    texts = planned_text(recipe, checkpoint, blueprint, device) if plan.method.calibrated else []
+    tokens = sum(text.tokens for text in texts)
+    work = Work.of(blueprint)
+    tuning = None
+    if recipe.tune_steps:
+        wanted = TuningSettings.of(recipe, work, device, own_text=writes_text(recipe))
+        tuning = settings_that_fit(plan, wanted, device, work.longest(recipe))
+        check_head(blueprint, checkpoint.path)
+    return Decisions(
+        checkpoint=checkpoint,
+        blueprint=blueprint,
+        recipe=recipe,
+        device=device,
+        plan=plan,
+        texts=tuple(texts),
+        dtype=compute_dtype(checkpoint, plan, device, tokens),
+        products=compute_products(plan, blueprint, device, tokens),
+        work=work,
+        tuning=tuning,
+    )
+
+
+def prepare(
+    model: str | os.PathLike[str],
+    out: Path,
+    recipe: Recipe,
+    device: torch.device,
+    ranks: Ranks,
+    *,
+    resume: bool,
+    revision: str | None,
+    trust_remote_code: bool,
+    progress: ReportProgress,
+    message: ReportMessage,
+) -> Prepared:
+    """Makes everything ready that can go wrong before the output folder is begun.
+
+    Args:
+        model: folder or Hub id.
+        out: folder that will be created.
+        recipe, device, ranks: of the run.
+        resume, revision, trust_remote_code, progress, message: as for
+            :func:`~marlinq.operations.quantize.quantize`.
+
+    Raises:
+        MarlinqError: model, recipe, text and machine don't go together.
+    """
+    starting = [start_beside(device)]
+    checkpoint = Checkpoint.open(model, revision=revision, progress=progress)
+    if ranks.first:
+        check_place(out, resume=resume, source=checkpoint.path)
+    decisions = plan_run(checkpoint, recipe, device, trust_remote_code=trust_remote_code)
+    blueprint, plan = decisions.blueprint, decisions.plan
+    if plan.automatic is not None:
+        message(f"group size {plan.automatic.describe()}")
+    if device.type == "cuda":
+        # What goes wrong there goes wrong with the first layer too, and is said there.
+        starting.append(beside(partial(try_solver, plan, device)))
+    _check_ranks(decisions, ranks)
+    instance = ModelInstance(blueprint, checkpoint, device=device, dtype=decisions.dtype)
+    max_length = longest(blueprint.config, recipe) if decisions.calibrated else 0
+    gatherer = TextGatherer(
+        checkpoint,
+        blueprint,
+        recipe,
+        device,
+        max_length=max_length,
+        trust_remote_code=trust_remote_code,
+        progress=progress,
+        message=message,
+    )
+    if decisions.calibrated and ranks.first:
+        gatherer.prepare(resume=resume)
+    if device.type == "cuda":
+        # A solve sets for the whole process how products are rounded, so nothing else multiplies beside it.
+        wait(starting)
+        # A process that has not used the GPU has no statistics to reset.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.reset_peak_memory_stats(device)
+    # Nothing is begun for others that don't come.
+    ranks.meet()
+    environment = environment_of(device, decisions.dtype, decisions.products)
+    return Prepared(decisions, ranks, instance, gatherer, max_length, environment)
+
+
+def _warn(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe, plan: OutputPlan) -> None:
+    linears = [projection.name for projection in blueprint.projections()]
+    if recipe.quantize_head != UNQUANTIZED and blueprint.head is not None:
+        linears.append(blueprint.head)
+    notes = [
+        f"override {override.pattern!r} matches no linear of the model"
+        for override in recipe.unused_overrides(linears)
+    ]
+    notes += split_notes(blueprint, plan)
+    if not (plan.method.calibrated and plan.method.sequential) and _is_rotated(checkpoint):
+        notes.append(
+            f"{checkpoint.path}: was rotated, and {plan.method.name}, which sees channels one by one, loses "
+            "by that; use gptq, or the model before its rotation"
+        )
+    if blueprint.routed and any(
+        plan.method.uses_output_gradients(each.options) for each in plan.modules.values()
+    ):
+        notes.append(
+            "tokens choose experts, so the loss's gradients are left out (--no-output-hessian)",
+        )
+    for note in notes:
+        warnings.warn(note, stacklevel=4)
+
+
+def _check_ranks(decisions: Decisions, ranks: Ranks) -> None:
+    """Refuses several processes where one does the work alone.
+
+    Raises:
+        UsageError: the run is tuned, or takes the loss's gradients.
+    """
+    if ranks.size == 1:
+        return
+    if decisions.tuning is not None:
+        raise UsageError(
+            f"tuning runs in one process, found {ranks.size} ranks; start it without torchrun, or pass "
+            "--tune-steps 0"
+        )
+    if decisions.uses_output_gradients:
+        raise UsageError(
+            f"the loss's gradients are taken in one process, found {ranks.size} ranks; start it without "
+            "torchrun, or pass --no-output-hessian"
+        )
+
+
+def _is_rotated(checkpoint: Checkpoint) -> bool:
+    """Whether ``marlinq rotate`` wrote the source."""
+    if not (checkpoint.path / MANIFEST).exists():
+        return False
+    return bool(read_json(checkpoint.path, MANIFEST).get("operation") == "rotate")

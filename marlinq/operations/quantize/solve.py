@@ -1,0 +1,85 @@
+"""The third stage of a quantise run: quantised modules, tuned where the recipe says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from marlinq.core.progress import ReportMessage, ReportProgress
+from marlinq.operations.quantize.blocks import BlockQuantizer
+from marlinq.operations.quantize.gather_text import RunText
+from marlinq.operations.quantize.notes import module_reports
+from marlinq.operations.quantize.output import Output
+from marlinq.operations.quantize.prepare import Prepared
+from marlinq.operations.quantize.ranks import own_batches
+from marlinq.operations.quantize.report import ModuleReport
+from marlinq.operations.quantize.tuning import NOTE, tune
+from marlinq.operations.quantize.watch import Watch
+
+TOKEN_BUDGET = {"cpu": 2048, "cuda": 8192}
+"""Places of a batch by kind of device, padding included: enough to keep it busy, little enough for its
+memory."""
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What became of the modules.
+
+    Attributes:
+        modules: report of each quantised module by stored name.
+        calibration: identity of the calibration text; None for a method without.
+        tuning: report of tuning; None without.
+    """
+
+    modules: Mapping[str, ModuleReport]
+    calibration: Mapping[str, Any] | None
+    tuning: Mapping[str, Any] | None
+
+
+def solve(
+    prepared: Prepared, text: RunText, output: Output, *, progress: ReportProgress, message: ReportMessage
+) -> Solved:
+    """Quantises what is not written yet, then tunes; all tensors are written afterwards.
+
+    Raises:
+        MarlinqError: numbers are not finite, a module comes out far off, or the source has changed.
+    """
+    decisions, writer, ranks = prepared.decisions, output.writer, prepared.ranks
+    if output.unsolved:
+        batches = []
+        if decisions.plan.method.calibrated:
+            batches = own_batches(
+                text.calibration,
+                ranks,
+                token_budget=TOKEN_BUDGET[decisions.device.type],
+                pad=not decisions.blueprint.routed,
+            )
+        BlockQuantizer(
+            prepared.instance,
+            decisions.plan,
+            writer,
+            batches,
+            decisions.recipe,
+            Watch(progress, message, writer),
+            ranks,
+            decisions.products,
+        ).run()
+    output.copying.finish()
+    if output.untuned and decisions.tuning is not None and text.learning:
+        tune(
+            decisions.checkpoint,
+            decisions.blueprint,
+            decisions.plan,
+            writer,
+            text.learning,
+            text.held_out,
+            decisions.tuning,
+            max_length=prepared.max_length,
+            device=decisions.device,
+            progress=progress,
+            message=message,
+        )
+    decisions.checkpoint.check_unchanged()
+    notes = writer.notes
+    return Solved(module_reports(notes), notes.get("calibration"), notes.get(NOTE))
