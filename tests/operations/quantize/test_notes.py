@@ -10,11 +10,14 @@ import pytest
 
 from marlinq.checkpoint import CheckpointWriter, TensorPlan
 from marlinq.core.errors import OutputError
+from marlinq.methods.quantity import ErrorQuantity
 from marlinq.operations.quantize.notes import check_notes, module_reports
 from marlinq.operations.quantize.report import ModuleReport
 from marlinq.operations.quantize.tuning import TuningReport
 
-MODULE = asdict(ModuleReport("int4", 4, 32, True, "recipe", 100, 0.01, None, {"damp": 0.01}))
+MODULE = asdict(
+    ModuleReport("int4", 4, 32, True, "recipe", 100, 0.01, ErrorQuantity.OUTPUTS, None, {"damp": 0.01})
+)
 TUNING = TuningReport(2, 100, 10, 1, None, 0.5, 1, None, 0.0, ("model.norm.weight",)).to_dict()
 TEXT = {"source": "self", "documents": 2, "tokens": 30, "sha256": "0"}
 NOTES = {"module a": MODULE, "tuning": TUNING, "calibration": TEXT, "other": [1]}
