@@ -100,6 +100,14 @@ class Comparison:
         """True when the original is quantised itself, so that both must hold the same tuples."""
         return self._other is not None
 
+    @property
+    def schemes(self) -> dict[Projection, Scheme] | None:
+        """How each quantised linear of the model is quantised; None when the original is quantised itself."""
+        if self.same_tuple:
+            return None
+        found = ((self._projections.get(name), spec.scheme) for name, spec in self._view.modules.items())
+        return {projection: scheme for projection, scheme in found if projection is not None}
+
     def passthrough(self) -> None:
         """Compare every tensor that belongs to no quantised module."""
         cast: dict[str, int] = {}

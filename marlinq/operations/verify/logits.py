@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from marlinq.core import boundaries
 from marlinq.core.errors import MarlinqError
 from marlinq.core.progress import ReportProgress
+from marlinq.core.scheme import Scheme
+from marlinq.methods.rtn import round_to_nearest
+from marlinq.models import Projection
+from marlinq.operations.verify.comparison import FAR_ABOVE_RTN
 from marlinq.operations.verify.report import Check, Findings
 from marlinq.runtime import load
 
@@ -21,6 +26,10 @@ _SEED = 0
 # Two checkpoints of one tuple run the same operations on the same numbers; only scales stored in different
 # dtypes may round differently on the way.
 _SAME = 1e-3
+_LEAST_KL = 1e-4
+"""Nats that are never too much: weights that round-to-nearest holds exactly are still moved by GPTQ."""
+_FAR_BEYOND_BLIND = 4.0
+"""Times round-to-nearest's KL that is allowed whatever a guess would do: twice its error of the logits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,21 +49,30 @@ def check_logits(
     checkpoint: Path,
     against: Path,
     *,
-    same_tuple: bool,
+    schemes: Mapping[Projection, Scheme] | None,
     device: torch.device,
     trust_remote_code: bool,
     progress: ReportProgress,
 ) -> list[Check]:
     """Run both models, one after the other, on the same seeded random tokens.
 
-    Quantisation changes hidden states and logits, so against an unquantised model the rows report how much,
-    and fail only for what no working checkpoint does: NaN or infinity, or a block whose error is larger than
-    its signal. Against another conversion (``same_tuple``) both must agree.
+    Against another conversion both must agree. Against an unquantised model the rows report how much
+    quantisation changes, and fail for NaN, for infinity, for a block whose error is larger than its signal,
+    and for a divergence that quantisation does not explain (:func:`_largest_divergence`). A third run, of the
+    original with its weights rounded to nearest, gives the scale for that.
+
+    Args:
+        checkpoint, against: the folders.
+        schemes: how each quantised linear of the model is quantised; None for another conversion of it.
+        device, trust_remote_code, progress: as in :func:`marlinq.operations.verify.verify`.
     """
     layers, logits = Findings("layers"), Findings("logits")
     try:
         mine = _run(checkpoint, device, None, trust_remote_code, progress)
         theirs = _run(against, device, mine.dtype, trust_remote_code, progress)
+        rounded = theirs
+        if schemes is not None and mine.shapes == theirs.shapes:
+            rounded = _run(against, device, mine.dtype, trust_remote_code, progress, schemes)
     except MarlinqError as error:
         layers.failures.append(str(error))
         logits.skipped = "a model could not be run"
@@ -65,7 +83,7 @@ def check_logits(
         )
         logits.skipped = "the models can't be compared"
         return [layers.result(""), logits.result("")]
-    bound = _SAME if same_tuple else 1.0
+    bound = _SAME if schemes is None else 1.0
     differences = [_relative(a, b) for a, b in zip(mine.hidden, theirs.hidden, strict=True)]
     for index, difference in enumerate(differences):
         where = "embedding" if index == 0 else f"block {index - 1}"
@@ -78,8 +96,14 @@ def check_logits(
     figures = f"KL {kl:.4g}, largest difference {largest:.3g}, same top token {agreement:.1%}"
     if not bool(torch.isfinite(mine.logits).all()):
         logits.failures.append("NaN or infinity in the logits")
-    elif same_tuple and _relative(mine.logits, theirs.logits) > bound:
+    elif schemes is None and _relative(mine.logits, theirs.logits) > bound:
         logits.failures.append(f"two conversions of one model differ: {figures}")
+    elif schemes is not None:
+        usual = _kl(theirs.logits, rounded.logits)
+        largest_kl = _largest_divergence(theirs.logits, usual)
+        figures += f"; round-to-nearest has KL {usual:.4g}"
+        if not kl <= largest_kl:
+            logits.failures.append(f"{figures}, at most {largest_kl:.4g} expected of these weights")
     return [
         layers.result(f"{text}, worst {max(differences):.2g}"),
         logits.result(f"{figures}, on {TOKENS} random tokens (seed {_SEED})"),
@@ -92,7 +116,9 @@ def _run(
     dtype: torch.dtype | None,
     trust_remote_code: bool,
     progress: ReportProgress,
+    schemes: Mapping[Projection, Scheme] | None = None,
 ) -> _Run:
+    """Run the model in ``path``, the linears in ``schemes`` rounded to nearest."""
     loaded = load(
         path,
         device=device,
@@ -102,6 +128,8 @@ def _run(
         compile_kernels=False,  # one batch needs a few of them
         progress=progress,
     )
+    if schemes is not None:
+        _round(loaded.model, schemes)
     vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
     positions = getattr(loaded.model.config, "max_position_embeddings", None) or TOKENS
     generator = torch.Generator().manual_seed(_SEED)
@@ -113,6 +141,35 @@ def _run(
     del loaded, output
     gc.collect()
     return run
+
+
+def _round(model: nn.Module, schemes: Mapping[Projection, Scheme]) -> None:
+    for projection, scheme in schemes.items():
+        if not scheme.granularity.divides(projection.in_features):
+            continue
+        owner, key = model.get_submodule(projection.module), projection.parameter.rpartition(".")[2]
+        if projection.whole:
+            # A head that shares the embedding's tensor gets one of its own.
+            owner._parameters[key] = nn.Parameter(owner.get_parameter(key).clone(), requires_grad=False)
+        weight = projection.view(owner.get_parameter(key).data)
+        rounded = round_to_nearest(weight.float(), scheme.for_channels(projection.in_features))
+        weight.copy_(rounded.dequantize())
+
+
+def _largest_divergence(original: Tensor, usual: float) -> float:
+    """The largest mean KL in nats that a checkpoint quantised like this one may have from the original.
+
+    Small changes of weights change the KL by their square, and no module may be further from its weights than
+    FAR_ABOVE_RTN times round-to-nearest. Where changes are large, a model that is further off than a guess
+    that ignores the input is broken, unless round-to-nearest is nearly as far off.
+
+    Args:
+        original: its logits, float32 [T, V].
+        usual: mean KL of the original rounded to nearest.
+    """
+    probabilities = original.log_softmax(-1).exp()
+    blind = _kl(original, probabilities.mean(dim=0).clamp(min=torch.finfo(torch.float32).tiny).log())
+    return max(_LEAST_KL, min(FAR_ABOVE_RTN**2 * usual, max(blind, _FAR_BEYOND_BLIND * usual)))
 
 
 def _describe(run: _Run) -> str:

@@ -9,14 +9,17 @@ from marlinq.checkpoint.header import header_text, tensor_bytes
 from marlinq.checkpoint.reader import read_json
 from marlinq.core.errors import CheckpointError
 from marlinq.core.progress import ReportProgress
-from marlinq.operations.verify.report import Check, Findings
+from marlinq.operations.verify.report import MANIFEST_CHECK, Check, Findings
 
 
 def check_manifest(checkpoint: Checkpoint, progress: ReportProgress) -> Check:
     """Compare dtype, shape and SHA-256 of every stored tensor with ``marlinq.json``."""
-    findings = Findings("manifest")
+    findings = Findings(MANIFEST_CHECK)
     if not (checkpoint.path / MANIFEST).exists():
-        findings.skipped = f"no {MANIFEST}: the folder was not written by marlinq, or lost its manifest"
+        findings.skipped = (
+            f"no {MANIFEST}: the folder was not written by marlinq, or lost its manifest; no bytes were "
+            "compared with those that were written"
+        )
         return findings.result("")
     try:
         manifest = read_json(checkpoint.path, MANIFEST)

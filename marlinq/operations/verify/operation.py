@@ -123,7 +123,8 @@ class _Run:
         text = f"{len(checkpoint.tensors)} tensors in {files}, whole and indexed"
         yield Check("files", "passed", text)
         yield check_safetensors(checkpoint)
-        yield check_manifest(checkpoint, self._progress)
+        manifest = check_manifest(checkpoint, self._progress)
+        yield manifest
         try:
             self.view = QuantizedCheckpoint.of(checkpoint)
             reason = "config.json has no quantization_config: not a quantised checkpoint"
@@ -140,6 +141,13 @@ class _Run:
         yield check_loads(self.view, blueprint, self._trust_remote_code)
         if self._original is not None:
             self._comparison = Comparison(self.view, self._original, blueprint, self._device)
+        elif manifest.status != "passed":
+            yield Check(
+                "original",
+                "skipped",
+                "codes and scales were compared with nothing: wrong ones that a quantiser could have written "
+                "pass; compare with the original by --against MODEL",
+            )
         yield from self._module_checks(self.view)
         yield self._kernels(self.view)
 
@@ -183,7 +191,7 @@ class _Run:
         return check_logits(
             self._folder,
             self._original.path,
-            same_tuple=self._comparison.same_tuple,
+            schemes=self._comparison.schemes,
             device=self._device,
             trust_remote_code=self._trust_remote_code,
             progress=self._progress,

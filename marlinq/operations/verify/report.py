@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from marlinq.core.display import Block, Shown, Table, lines
 
+MANIFEST_CHECK = "manifest"
+"""Name of the row about the hashes of all tensors."""
 Status = Literal["passed", "warning", "failed", "skipped"]
 
 _SHOWN_PROBLEMS = 5
@@ -90,13 +92,21 @@ class VerificationReport(Shown):
         return sum(max(1, len(check.problems)) for check in self.checks if check.status == "warning")
 
     @property
+    def structure_only(self) -> bool:
+        """True when codes, scales and other values were compared with nothing: no manifest, no original."""
+        hashed = any(check.name == MANIFEST_CHECK and check.status == "passed" for check in self.checks)
+        return self.against is None and not hashed
+
+    @property
     def verdict(self) -> str:
-        """The last line: ``verified``, ``verified, N warnings`` or ``FAILED: N of M checks``."""
+        """The last line: ``verified``, ``verified: structure only``, either with ``, N warnings``, or
+        ``FAILED: N of M checks``."""
         if not self.ok:
             failed = sum(check.status == "failed" for check in self.checks)
             return f"FAILED: {failed} of {len(self.checks)} checks"
         noun = "warning" if self.warnings == 1 else "warnings"
-        return f"verified, {self.warnings} {noun}" if self.warnings else "verified"
+        scope = "verified: structure only" if self.structure_only else "verified"
+        return f"{scope}, {self.warnings} {noun}" if self.warnings else scope
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -104,6 +114,7 @@ class VerificationReport(Shown):
         return {
             "ok": self.ok,
             "verdict": self.verdict,
+            "structure_only": self.structure_only,
             "checkpoint": self.checkpoint,
             "against": self.against,
             "format": self.format,

@@ -49,6 +49,11 @@ def test_manifest_is_optional_and_its_absence_is_said(quantized, tmp_path):
     row = next(check for check in report.checks if check.name == "manifest")
     assert row.status == "skipped"
     assert MANIFEST in row.detail
+    assert report.verdict == "verified: structure only"
+    (row,) = [check for check in report.checks if check.name == "original"]
+    assert row.status == "skipped"
+    assert "--against" in row.detail
+    assert verify(quantized("gptq")).verdict == "verified"
 
 
 def test_skipped_modules_are_fine_when_the_config_says_so(original, tmp_path):

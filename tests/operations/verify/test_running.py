@@ -80,7 +80,19 @@ def test_logits_against_the_original(original, quantized):
     assert report.ok, report.render()
     found = rows(report)
     assert found["layers"].status == found["logits"].status == "passed"
-    assert "KL" in found["logits"].detail
+    assert "round-to-nearest has KL" in found["logits"].detail
+
+
+def test_logits_that_quantisation_does_not_explain_fail(original, quantized, tmp_path):
+    folder = faults.copy(quantized("gptq"), tmp_path / "copy", manifest=False)
+    for block in range(3):
+        faults.change(folder, f"model.layers.{block}.mlp.down_proj.scales", torch.neg)
+        faults.change(folder, f"model.layers.{block}.self_attn.o_proj.scales", torch.neg)
+    report = verify(folder, against=original, logits=True, device="cpu")
+    assert not report.ok
+    row = rows(report)["logits"]
+    assert row.status == "failed", row.detail
+    assert "expected of these weights" in row.detail
 
 
 def test_logits_of_two_conversions_agree(quantized):
