@@ -94,12 +94,12 @@ def test_the_other_gptq_format_is_refused():
     q = round_to_nearest(ordinary(), scheme(GROUP))
     declared = replace(q.scheme, zero_point="stored")
     for step, seen in ((-1, 7), (1, 9)):
-        grid = replace(q, zeros=q.zeros + step).grid
+        grid = replace(q, zeros=q.zeros + step)
         with pytest.raises(CheckpointError, match=f"every zero point decodes to {seen}"):
             check_zero_points(grid, declared, lambda: q.codes)
-    check_zero_points(q.grid, declared, lambda: q.codes)
+    check_zero_points(q, declared, lambda: q.codes)
     # All weights below zero: such zero points are what asymmetric quantisation gives.
-    check_zero_points(replace(q, zeros=q.zeros + 7).grid, declared, lambda: q.codes)
+    check_zero_points(replace(q, zeros=q.zeros + 7), declared, lambda: q.codes)
 
 
 def test_blank_codes_are_refused():
