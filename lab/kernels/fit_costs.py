@@ -29,7 +29,8 @@ from typing import Any
 import numpy as np
 
 from marlinq.kernels import Problem
-from marlinq.kernels.choose.decision import KernelConfig, considered
+from marlinq.kernels.choose.decision import considered
+from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.demands import Demands
 from marlinq.kernels.contract.device import H200
 from marlinq.kernels.variants import bulk, stream, warpgroup
@@ -75,13 +76,13 @@ class Measured:
     layer: str
     problem: Problem
     kernel: str
-    config: KernelConfig
+    config: Configuration
     seconds: float
     live: bool
 
 
 @cache
-def _considered(kernel: str, problem: Problem) -> frozenset[KernelConfig]:
+def _considered(kernel: str, problem: Problem) -> frozenset[Configuration]:
     suits = kernel in considered(problem, H200, Demands())
     return frozenset(KERNELS[kernel][3](problem, H200) if suits else ())
 
@@ -205,7 +206,7 @@ class Choice:
     chosen: Measured
     expected: float
     open: float
-    favourite: KernelConfig
+    favourite: Configuration
 
     @property
     def loss(self) -> float:
@@ -307,7 +308,7 @@ class Search:
         return found
 
 
-def _brief(config: KernelConfig) -> str:
+def _brief(config: Configuration) -> str:
     kernel = next(name for name, entry in KERNELS.items() if isinstance(config, entry[0]))
     return f"{kernel} {' '.join(str(int(value)) for value in asdict(config).values())}"
 

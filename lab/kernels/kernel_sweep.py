@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from marlinq.kernels import KERNELS, Problem
-from marlinq.kernels.choose.decision import KernelConfig, estimates
-from marlinq.kernels.contract.demands import Kernel
+from marlinq.kernels.choose.decision import estimates
+from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.launch.call import launch_gemm
 from marlinq.kernels.launch.precompile import precompile_variants
@@ -33,15 +33,13 @@ from marlinq.operations.bench.peers import Weight, random_weight
 from marlinq.operations.bench.shapes import MODELS, layers_of
 from marlinq.operations.bench.timing import capture, copies_for, launches_for, time_in_turn
 
-Candidate = tuple[float, str, str, KernelConfig]
+Candidate = tuple[float, str, str, Configuration]
 # Two variants differ by rounding alone: each is within 1e-3 of the exact product.
 TOLERANCE = 2e-3
 _WORTH = 1.8
 
 
-def candidates(
-    problem: Problem, kernels: list[Kernel], most: int, sample: int, index: int
-) -> list[Candidate]:
+def candidates(problem: Problem, kernels: list[str], most: int, sample: int, index: int) -> list[Candidate]:
     """(expected seconds, bound, kernel, config): of every kernel the model's best ``most``, and ``sample``
     of the others that it expects to take less than ``_WORTH`` times the best."""
     chance = random.Random(0)
@@ -68,7 +66,7 @@ def measure(weight: Weight, m: int, listed: list[Candidate], device: torch.devic
     x = torch.randn(m, weight.layer.k, dtype=torch.float16, device=device)
     out = torch.empty(m, weight.layer.n, dtype=torch.float16, device=device)
 
-    def launch(config: KernelConfig, index: int) -> None:
+    def launch(config: Configuration, index: int) -> None:
         words, scales, zeros = copies[index % len(copies)]
         launch_gemm(x, words, scales, zeros, None, weight.group_size, out, config)
 

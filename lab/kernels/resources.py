@@ -19,12 +19,14 @@ from pathlib import Path
 
 import click
 
-from marlinq.kernels.choose.decision import KernelConfig, available, decide
-from marlinq.kernels.contract.demands import KERNELS, Kernel, forced_kernel
+from marlinq.kernels.choose.decision import available, decide
+from marlinq.kernels.contract.configuration import Configuration
+from marlinq.kernels.contract.demands import forced_kernel
 from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.contract.problem import GROUP_SIZES, Problem
 from marlinq.kernels.driver.compiler import ARCHITECTURES, CompiledKernel, compile_kernel, nvrtc_version
+from marlinq.kernels.variants import KERNELS
 
 DEVICES = {
     "sm_80": Device("sm_80", 108, 166_912),
@@ -41,7 +43,7 @@ DEVICES = {
 # compiled with the smallest and the largest.
 _ALL_GROUPS = ("sm_80", "sm_90a")
 # Rows M by kernel: one for every tile height, a single row, and large batches of the warpgroup kernel.
-_BATCHES: Mapping[Kernel, tuple[int, ...]] = {
+_BATCHES: Mapping[str, tuple[int, ...]] = {
     "stream": (1, 8, 9, 17, 33),
     "bulk": (1, 9),
     "warpgroup": (8, 32, 48, 64, 100, 128, 1000, 4096),
@@ -73,9 +75,9 @@ class Variant:
     """A variant that a decision chooses on an architecture, and the batches that it is chosen for."""
 
     architecture: str
-    kernel: Kernel
+    kernel: str
     problem: Problem
-    config: KernelConfig
+    config: Configuration
     batches: tuple[int, ...]
 
     @property

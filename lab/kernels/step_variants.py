@@ -35,12 +35,11 @@ from marlinq.core.errors import MarlinqError
 from marlinq.core.progress import no_progress
 from marlinq.kernels import Device, Problem, dependent_launches, device_numbers
 from marlinq.kernels.choose import decision
-from marlinq.kernels.choose.decision import KernelConfig
 from marlinq.kernels.choose.measured import Choice
+from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.demands import Demands
 from marlinq.kernels.launch.precompile import precompile_instantiations
 from marlinq.kernels.variants.stream import StreamConfig
-from marlinq.kernels.variants.whole_rows import row_variant
 from marlinq.models.anatomy import Anatomy, Mixture
 from marlinq.models.recognise import anatomy_of
 from marlinq.operations.bench import Synthetic, synthetic_model
@@ -57,8 +56,8 @@ _REPLAYS = 5
 # Times in turn that decide who is timed more often, and shares of a ring that the fastest are tried with.
 _FIRST_ROUNDS, _RINGS = 3, (0.8, 0.65, 0.5)
 _DEVICE = torch.device("cuda", 0)
-_recorded = decision.tuned
-_forced: dict[Problem, KernelConfig] = {}
+_recorded = decision.measured_choice
+_forced: dict[Problem, Configuration] = {}
 
 
 def _tuned(problem: Problem, device: Device, dependent: bool = False) -> Choice | None:
@@ -67,7 +66,7 @@ def _tuned(problem: Problem, device: Device, dependent: bool = False) -> Choice 
     return _recorded(problem, device, dependent) if forced is None else Choice(forced, 0.0)
 
 
-def force(choices: dict[Problem, KernelConfig]) -> None:
+def force(choices: dict[Problem, Configuration]) -> None:
     """Decide for these from now on, and for all others as always."""
     _forced.clear()
     _forced.update(choices)
@@ -75,13 +74,15 @@ def force(choices: dict[Problem, KernelConfig]) -> None:
 
 
 class Rows(NamedTuple):
-    """What a product does with whole rows in the step (:mod:`marlinq.kernels.variants.whole_rows`)."""
+    """What a product does with whole rows in the step (:mod:`marlinq.kernels.contract.whole_rows`)."""
 
     normed: bool = False
     adds: bool = False
 
 
-def listed(problem: Problem, device: Device, demanded: Demands, count: int, work: Rows) -> list[KernelConfig]:
+def listed(
+    problem: Problem, device: Device, demanded: Demands, count: int, work: Rows
+) -> list[Configuration]:
     """The present choice, the model's, and the ``count`` of each kernel that are expected to be fastest and
     do the same work on rows; in a chain those that gain by overlap.
 
@@ -89,16 +90,16 @@ def listed(problem: Problem, device: Device, demanded: Demands, count: int, work
     few stages as hold all that a block reads.
     """
 
-    def suits(config: KernelConfig) -> bool:
-        if not decision.activates(problem, config):
+    def suits(config: Configuration) -> bool:
+        if not config.activates(problem):
             return False
         if demanded.dependent and not decision.gains_by_overlap(config):
             return False
-        return not any(work) or row_variant(config, problem, **work._asdict()) is not None
+        return not any(work) or config.row_variant(problem, **work._asdict()) is not None
 
     found = [decision.decide(problem, device).config, decision.model_choice(problem, device, demanded)[2]]
     few = replace(problem, m=4)
-    sources: list[tuple[Problem, decision.Kernel]] = [(problem, "stream")] if problem.m <= 16 else []
+    sources: list[tuple[Problem, str]] = [(problem, "stream")] if problem.m <= 16 else []
     sources += [(few, "stream")] if problem.m == 1 else []
     sources += [(problem, "bulk")] if problem.m <= 16 and not problem.activation else []
     sources += [(problem, "warpgroup")] if problem.m > 8 else []
@@ -109,9 +110,9 @@ def listed(problem: Problem, device: Device, demanded: Demands, count: int, work
     return list(dict.fromkeys((*chosen, *(one for config in chosen for one in _as_long(problem, config)))))
 
 
-def _fastest(estimates: Iterable[tuple[float, str, KernelConfig]]) -> Iterator[KernelConfig]:
+def _fastest(estimates: Iterable[tuple[float, str, Configuration]]) -> Iterator[Configuration]:
     """In their order; two at most that differ in stages only."""
-    alike: dict[KernelConfig, int] = {}
+    alike: dict[Configuration, int] = {}
     for _, _, config in sorted(estimates, key=lambda one: one[0]):
         key = replace(config, stages=0, min_blocks=1)
         alike[key] = alike.get(key, 0) + 1
@@ -119,14 +120,14 @@ def _fastest(estimates: Iterable[tuple[float, str, KernelConfig]]) -> Iterator[K
             yield config
 
 
-def _as_long(problem: Problem, config: KernelConfig) -> list[KernelConfig]:
+def _as_long(problem: Problem, config: Configuration) -> list[Configuration]:
     """With stages for all chunks of a block, where that is fewer than it has."""
     chunks = -(-problem.k // (16 * config.rows))
     parts = config.parts // config.cluster
     return _with_stages(config, -(-chunks // config.parts) * parts / config.stages)
 
 
-def _with_stages(config: KernelConfig, share: float) -> list[KernelConfig]:
+def _with_stages(config: Configuration, share: float) -> list[Configuration]:
     """With that share of its stages, as many for each part of K; none where that is not fewer, or is fewer
     than any variant has."""
     if isinstance(config, StreamConfig):
@@ -215,16 +216,16 @@ class Layers:
             found["gate_up"] = activated or found["gate_up"]
         return found
 
-    def precompile(self, variants: Iterable[tuple[str, KernelConfig]]) -> None:
+    def precompile(self, variants: Iterable[tuple[str, Configuration]]) -> None:
         """Compile products' variants in parallel."""
         wanted = []
         for name, config in variants:
             problem, work = self.problems[name], self.work[name]
-            rows = row_variant(config, problem, **work._asdict()) if any(work) else None
+            rows = config.row_variant(problem, **work._asdict()) if any(work) else None
             wanted.append(config.instantiation(problem) if rows is None else rows.instantiation)
         precompile_instantiations(wanted, self._own.device_index)
 
-    def captured(self, name: str, variants: Iterable[KernelConfig]) -> dict[KernelConfig, Step]:
+    def captured(self, name: str, variants: Iterable[Configuration]) -> dict[Configuration, Step]:
         """A step with each variant of a product, but for those that do not run, which is said."""
         steps = {}
         for config in variants:
@@ -235,7 +236,7 @@ class Layers:
                 print(f"  {name:8s} {_short(config)}: {type(failure).__name__}: {str(failure)[:120]}")
         return steps
 
-    def capture(self, choices: dict[Problem, KernelConfig]) -> Step:
+    def capture(self, choices: dict[Problem, Configuration]) -> Step:
         force(choices)
         own = self._own
         with own.on_device(), self.demanding():
@@ -295,7 +296,7 @@ def main() -> int:
     torch.set_grad_enabled(False)
     hardware = hardware_line(_DEVICE)
     print(hardware)
-    decision.tuned = _tuned  # type: ignore[assignment]
+    decision.measured_choice = _tuned  # type: ignore[assignment]
     rows: list[dict[str, Any]] = []
     for name in arguments.synthetic or ["llama-3-8b"]:
         for dtype in arguments.dtype or ["float16"]:
@@ -351,7 +352,7 @@ def _sweep(layers: Layers, arguments: argparse.Namespace) -> list[dict[str, Any]
     return rows
 
 
-def _by_time(times: dict[KernelConfig, list[float]]) -> list[KernelConfig]:
+def _by_time(times: dict[Configuration, list[float]]) -> list[Configuration]:
     return sorted(times, key=lambda one: statistics.fmean(times[one]))
 
 
@@ -366,16 +367,16 @@ def _error(step: Step, other: Step) -> float:
     return float(((step.logits - other.logits).norm(dim=-1) / other.logits.norm(dim=-1)).max())
 
 
-def _short(config: KernelConfig) -> str:
+def _short(config: Configuration) -> str:
     values = ", ".join(f"{name} {value}" for name, value in asdict(config).items())
-    return f"{decision._kernel_of(config)}: {values}"
+    return f"{config.variant}: {values}"
 
 
-def _row(problem: Problem, dependent: bool, times: dict[KernelConfig, list[float]]) -> dict[str, Any]:
+def _row(problem: Problem, dependent: bool, times: dict[Configuration, list[float]]) -> dict[str, Any]:
     """What ``tune.py`` reads: seconds of a layer with each variant."""
     candidates = [
         {
-            "kernel": decision._kernel_of(config),
+            "kernel": config.variant,
             "config": asdict(config),
             "seconds": 1e-6 * statistics.fmean(taken),
             "standard_error": 1e-6 * statistics.stdev(taken) / math.sqrt(len(taken)),

@@ -6,7 +6,7 @@ import torch
 
 from marlinq.core.kept import cache_folder
 from marlinq.kernels.choose.decision import KernelDecision, decide
-from marlinq.kernels.contract.demands import KERNELS, batch_invariant, dependent_launches, forced_kernel
+from marlinq.kernels.contract.demands import batch_invariant, dependent_launches, forced_kernel
 from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.problem import GROUP_SIZES, Problem
 from marlinq.kernels.driver.cache import DamagedCache, KernelSpills
@@ -15,6 +15,7 @@ from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.launch.precompile import LayerShape, precompile, precompile_model
 from marlinq.kernels.ops.reference import dequantize_operands, reference_gemm
 from marlinq.kernels.ops.w4a16 import w4a16_gemm
+from marlinq.kernels.variants import KERNELS
 
 
 def explain(

@@ -12,8 +12,8 @@ from emulation.build import Builder
 from emulation.faults import Planted
 from emulation.launching import EmulatedKernel, KernelFault, Memory, apart
 from marlinq.kernels import Device, Problem
-from marlinq.kernels.choose.decision import KernelConfig
 from marlinq.kernels.contract.arguments import WarpgroupArguments
+from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.instantiation import CUDA_SOURCES
 from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
@@ -54,7 +54,7 @@ class Case:
     """
 
     problem: Problem
-    config: KernelConfig
+    config: Configuration
     dependent: bool = False
     bias: bool = True
     x_padding: int = 0

@@ -16,7 +16,7 @@ from emulation.build import Builder
 from emulation.launching import KernelFault
 from marlinq.kernels import GROUP_SIZES, Problem
 from marlinq.kernels.choose.decision import estimates
-from marlinq.kernels.contract.demands import KERNELS
+from marlinq.kernels.variants import KERNELS
 from marlinq.kernels.variants.stream import StreamConfig
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 from tests.emulation.gemm import AMPERE, H200, Case, bound, run

@@ -15,10 +15,11 @@ import torch
 from emulation.build import Builder
 from emulation.launching import EmulatedKernel, Memory, apart
 from marlinq.kernels import Device, Problem, batch_invariant, decide, forced_kernel
-from marlinq.kernels.choose.decision import KernelConfig, activates, estimates
-from marlinq.kernels.contract.demands import KERNELS, Kernel
+from marlinq.kernels.choose.decision import estimates
+from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.launch import gather
 from marlinq.kernels.launch.gather import gather_channels
+from marlinq.kernels.variants import KERNELS
 from marlinq.kernels.variants.bulk import BulkConfig
 from marlinq.kernels.variants.stream import StreamConfig
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
@@ -48,7 +49,7 @@ def right(builder: Builder, case: Case) -> None:
     assert run(builder, case) < bound(case.problem), case
 
 
-def chosen(kernel: Kernel, problem: Problem, device: Device = H200) -> KernelConfig:
+def chosen(kernel: str, problem: Problem, device: Device = H200) -> Configuration:
     """The host's own choice among a kernel's variants."""
     with forced_kernel(kernel):
         config = decide(problem, device).config
@@ -58,7 +59,7 @@ def chosen(kernel: Kernel, problem: Problem, device: Device = H200) -> KernelCon
 
 @pytest.mark.parametrize(("kernel", "values"), in_turn(KERNELS, PROBLEMS), ids=str)
 def test_the_variant_that_the_host_chooses(
-    builder: Builder, kernel: Kernel, values: tuple[int, int, int, int, bool, bool, bool, int]
+    builder: Builder, kernel: str, values: tuple[int, int, int, int, bool, bool, bool, int]
 ) -> None:
     m, n, k, group, zeros, bfloat16, dependent, padding = values
     problem = Problem(m, n, k, group, zeros, bfloat16)
@@ -77,7 +78,7 @@ SPLITS: dict[str, Callable[[Any], bool]] = {
 
 
 @pytest.mark.parametrize(("split", "kernel"), in_turn(list(SPLITS), KERNELS))
-def test_ways_of_splitting(builder: Builder, kernel: Kernel, split: str) -> None:
+def test_ways_of_splitting(builder: Builder, kernel: str, split: str) -> None:
     number = list(SPLITS).index(split)
     m, group, zeros = ((7, 64, True), (16, -1, False), (50, 32, True))[number % 3]
     problem = Problem(m, 448, 1088, group, zeros, bfloat16=False)
@@ -88,7 +89,7 @@ def test_ways_of_splitting(builder: Builder, kernel: Kernel, split: str) -> None
 
 
 # (M, N, K, group, zeros, bfloat16, dependent), a variant, and the activation behind it.
-ACTIVATED: list[tuple[tuple[Any, ...], KernelConfig | None, str]] = [
+ACTIVATED: list[tuple[tuple[Any, ...], Configuration | None, str]] = [
     ((1, 384, 320, 64, True, False, True), None, "silu"),
     ((4, 640, 1152, 128, False, False, True), None, "silu"),
     ((7, 256, 448, 32, True, True, False), StreamConfig(2, 2, 1, 8, True, 2, 3, 1), "gelu_tanh"),
@@ -102,18 +103,18 @@ ACTIVATED: list[tuple[tuple[Any, ...], KernelConfig | None, str]] = [
 
 @pytest.mark.parametrize(("values", "config", "activation"), ACTIVATED, ids=str)
 def test_an_activation_behind_the_product(
-    builder: Builder, values: tuple[Any, ...], config: KernelConfig | None, activation: str
+    builder: Builder, values: tuple[Any, ...], config: Configuration | None, activation: str
 ) -> None:
     *extents, dependent = values
     problem = Problem(*extents, activation=activation)
     found = config or decide(problem, H200).config
     assert found is not None
-    assert activates(problem, found)
+    assert found.activates(problem)
     right(builder, Case(problem, found, dependent, bias=not dependent, x_padding=8, seed=len(activation)))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_the_shallowest_ring(builder: Builder, kernel: Kernel) -> None:
+def test_the_shallowest_ring(builder: Builder, kernel: str) -> None:
     problem = Problem(16, 448, 1088, 64, zeros=True, bfloat16=False)
     config = next(config for _, _, config in estimates(problem, H200, kernel) if config.parts == 1)
     right(builder, Case(problem, replace(config, stages=3 if kernel == "stream" else 2)))

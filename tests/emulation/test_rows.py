@@ -15,19 +15,20 @@ from emulation.build import Builder
 from emulation.faults import Planted
 from emulation.launching import EmulatedKernel, KernelFault, Memory, apart
 from marlinq.kernels import Problem
-from marlinq.kernels.choose.decision import KernelConfig, estimates
+from marlinq.kernels.choose.decision import estimates
+from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.whole_rows import Added, Normed, RowWork
 from marlinq.kernels.variants.bulk import BulkConfig
 from marlinq.kernels.variants.stream import StreamConfig
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
-from marlinq.kernels.variants.whole_rows import Added, Normed, RowWork, row_variant
 from tests.emulation.faults import WRONG
 from tests.emulation.gemm import ACTIVATIONS, H200, SOURCES, bound
 from tests.emulation.tensor_maps import emulated_tensor_maps
 from tests.kernels.problems import random_operands, relative_error
 
 EPS, UNIT, FACTOR = 0.25, 4.0, 0.5
-Choice = Callable[[Problem], KernelConfig]
+Choice = Callable[[Problem], Configuration]
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def config(problem: Problem, *, tile_n: int, cluster: int, parts: int) -> Stream
 def launch(
     builder: Builder,
     problem: Problem,
-    variant: KernelConfig,
+    variant: Configuration,
     operands: Operands,
     work: RowWork,
     memory: list[Memory],
@@ -109,7 +110,7 @@ def streaming(tile_n: int, cluster: int, parts: int) -> Choice:
     return lambda problem: config(problem, tile_n=tile_n, cluster=cluster, parts=parts)
 
 
-def fixed(chosen: KernelConfig) -> Choice:
+def fixed(chosen: Configuration) -> Choice:
     return lambda _: chosen
 
 
@@ -147,7 +148,7 @@ def test_results_go_to_the_residual_stream(
 
 
 def adds(
-    builder: Builder, problem: Problem, variant: KernelConfig, _: int = 0, planted: Planted | None = None
+    builder: Builder, problem: Problem, variant: Configuration, _: int = 0, planted: Planted | None = None
 ) -> None:
     """Compare a product that adds to the residual stream with float64."""
     m, n = problem.m, problem.n
@@ -157,7 +158,7 @@ def adds(
     residual = apart(torch.randn(m, n + 8).to(dtype)[:, :n])
     stored = apart(torch.full((m, n + 8), torch.nan, dtype=dtype)[:, :n])
     weight = apart(torch.rand(n))
-    found = row_variant(variant, problem, normed=False, adds=True)
+    found = variant.row_variant(problem, normed=False, adds=True)
     assert found is not None
     squares = apart(torch.full((m, n // found.squared_columns), torch.nan))
     work = RowWork(added=Added(residual, weight, stored, squares, FACTOR))
@@ -210,7 +211,7 @@ def test_activations_are_normalised_behind_the_product(
 
 
 def normalises(
-    builder: Builder, problem: Problem, variant: KernelConfig, squared: int, planted: Planted | None = None
+    builder: Builder, problem: Problem, variant: Configuration, squared: int, planted: Planted | None = None
 ) -> None:
     """Compare a product whose activations lack their norm with float64; ``squared`` columns a sum."""
     m, k, activation = problem.m, problem.k, problem.activation

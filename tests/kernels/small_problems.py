@@ -22,8 +22,8 @@ from marlinq.kernels import (
     forced_kernel,
     w4a16_gemm,
 )
-from marlinq.kernels.choose.decision import KernelConfig, available
-from marlinq.kernels.contract.demands import Kernel
+from marlinq.kernels.choose.decision import available
+from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.launch.call import launch_gemm
 from marlinq.kernels.launch.precompile import precompile_variants
@@ -50,7 +50,7 @@ BATCHES = (1, 9, 17, 70)
 DEMANDS = ("none", "dependent", "batch_invariant", "order")
 
 
-def cases(device: Device) -> list[tuple[int, Kernel, int, str]]:
+def cases(device: Device) -> list[tuple[int, str, int, str]]:
     """(index of the weight, kernel, batch, demand)."""
     listed = itertools.product(range(len(WEIGHTS)), available(device), enumerate(BATCHES))
     found = [
@@ -77,7 +77,7 @@ def _problem(weight: int, m: int) -> Problem:
     return Problem(m, n, k, group, zeros, dtype == torch.bfloat16)
 
 
-def demanded(kernel: Kernel, demand: str) -> ExitStack:
+def demanded(kernel: str, demand: str) -> ExitStack:
     """The context of one case."""
     stack = ExitStack()
     stack.enter_context(forced_kernel(kernel))
@@ -88,7 +88,7 @@ def demanded(kernel: Kernel, demand: str) -> ExitStack:
     return stack
 
 
-def variant(weight: int, kernel: Kernel, m: int, demand: str, device: Device) -> tuple[Problem, KernelConfig]:
+def variant(weight: int, kernel: str, m: int, demand: str, device: Device) -> tuple[Problem, Configuration]:
     """What the case runs."""
     problem = _problem(weight, m)
     if demand.startswith("even"):
@@ -103,7 +103,7 @@ def variant(weight: int, kernel: Kernel, m: int, demand: str, device: Device) ->
     return problem, config
 
 
-def error_of(operands: Operands, kernel: Kernel, m: int, demand: str, config: KernelConfig) -> float:
+def error_of(operands: Operands, kernel: str, m: int, demand: str, config: Configuration) -> float:
     """The relative error of one case; its x are columns of wider rows, and four columns are padding."""
     k, n = operands.weight.shape
     x = torch.randn(m, k + 64).to(operands.scales.dtype)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from marlinq.kernels import Device, Problem, decide
-from marlinq.kernels.choose.decision import KernelConfig
+from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.driver.compiler import compile_to_ptx, nvrtc_version
 from marlinq.kernels.driver.cuda_driver import Launches, load_function, on_device
@@ -22,7 +22,7 @@ BATCHES = (1, 9, 17, 200)
 WEIGHTS = ((32, True, 0), (64, False, 1), (128, True, 1), (128, False, 0), (-1, True, 0), (-1, False, 1))
 
 
-def decided(problem: Problem) -> KernelConfig:
+def decided(problem: Problem) -> Configuration:
     """The variant that an A100 runs."""
     config = decide(problem, A100).config
     assert config is not None

@@ -9,16 +9,16 @@ from dataclasses import replace
 import pytest
 
 from marlinq.kernels import Device, Problem, compile_kernel, decide, forced_kernel
-from marlinq.kernels.choose.decision import KernelConfig
 from marlinq.kernels.contract.arguments import MappedArguments, PlainArguments, WarpgroupArguments
-from marlinq.kernels.contract.demands import KERNELS, Kernel
+from marlinq.kernels.contract.configuration import Configuration
+from marlinq.kernels.contract.whole_rows import MappedRowArguments, PlainRowArguments
+from marlinq.kernels.variants import KERNELS
 from marlinq.kernels.variants.bulk import BulkConfig
 from marlinq.kernels.variants.stream import StreamConfig
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
-from marlinq.kernels.variants.whole_rows import MappedRowArguments, PlainRowArguments, row_variant
 
 H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
-LAYOUTS: dict[Kernel, type[ctypes.Structure]] = {
+LAYOUTS: dict[str, type[ctypes.Structure]] = {
     "stream": PlainArguments,
     "bulk": MappedArguments,
     "warpgroup": WarpgroupArguments,
@@ -55,7 +55,7 @@ def parameter_sizes(cubin: bytes, kernel: str) -> list[int]:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_parameters_are_those_of_the_compiled_kernel(kernel: Kernel) -> None:
+def test_parameters_are_those_of_the_compiled_kernel(kernel: str) -> None:
     problem = Problem(8, 4096, 4096, 128, zeros=False, bfloat16=False)
     with forced_kernel(kernel):
         config = decide(problem, H200).config
@@ -66,7 +66,7 @@ def test_parameters_are_those_of_the_compiled_kernel(kernel: Kernel) -> None:
     assert parameter_sizes(compiled.cubin, config.function) == expected
 
 
-ROW_LAYOUTS: dict[Kernel, type[ctypes.Structure]] = {
+ROW_LAYOUTS: dict[str, type[ctypes.Structure]] = {
     "stream": PlainRowArguments,
     "bulk": MappedRowArguments,
     "warpgroup": MappedRowArguments,
@@ -74,12 +74,12 @@ ROW_LAYOUTS: dict[Kernel, type[ctypes.Structure]] = {
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_parameters_of_work_on_rows_are_those_of_the_compiled_kernel(kernel: Kernel) -> None:
+def test_parameters_of_work_on_rows_are_those_of_the_compiled_kernel(kernel: str) -> None:
     problem = Problem(8, 4096, 4096, 128, zeros=False, bfloat16=False)
     with forced_kernel(kernel):
         config = decide(problem, H200).config
     assert config is not None
-    variant = row_variant(config, problem, normed=False, adds=True)
+    variant = config.row_variant(problem, normed=False, adds=True)
     assert variant is not None
     compiled = compile_kernel(variant.instantiation, H200.architecture)
     layout = ROW_LAYOUTS[kernel]
@@ -92,7 +92,7 @@ STREAM = StreamConfig(2, 2, 1, 8, True, 1, 3, 1)
 PUSHED = WarpgroupConfig(16, 1, 1, 3, 8, 2, 6, 1, 132)
 MEETING = WarpgroupConfig(16, 2, 1, 2, 8, 1, 4, 1, 132)
 ALONE = WarpgroupConfig(16, 2, 1, 1, 8, 1, 4, 1, 132)
-ROW_WORK: list[tuple[KernelConfig, str | None, int | None, int | None]] = [
+ROW_WORK: list[tuple[Configuration, str | None, int | None, int | None]] = [
     (STREAM, None, 64, 64),
     (STREAM, "silu", None, 64),
     (replace(STREAM, blocks_m=2), None, None, None),
@@ -108,8 +108,8 @@ ROW_WORK: list[tuple[KernelConfig, str | None, int | None, int | None]] = [
 
 @pytest.mark.parametrize(("config", "activation", "adds", "normed"), ROW_WORK)
 def test_which_variants_work_on_rows(
-    config: KernelConfig, activation: str | None, adds: int | None, normed: int | None
+    config: Configuration, activation: str | None, adds: int | None, normed: int | None
 ) -> None:
     problem = Problem(16, 4096, 4096, 128, False, False, activation=activation)
-    found = [row_variant(config, problem, normed=not adding, adds=adding) for adding in (True, False)]
+    found = [config.row_variant(problem, normed=not adding, adds=adding) for adding in (True, False)]
     assert [one and one.squared_columns for one in found] == [adds, normed]

@@ -21,14 +21,13 @@ from marlinq.kernels import (
     dependent_launches,
     forced_kernel,
 )
-from marlinq.kernels.choose.decision import KernelConfig
 from marlinq.kernels.contract import device as known
-from marlinq.kernels.contract.demands import KERNELS, Kernel
+from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.device import registers_of_a_thread
 from marlinq.kernels.contract.instantiation import Instantiation, unit
 from marlinq.kernels.driver.compiler import compile_text
+from marlinq.kernels.variants import KERNELS
 from marlinq.kernels.variants.stream import StreamConfig
-from marlinq.kernels.variants.whole_rows import row_variant
 from tests.kernels.problems import even_splits
 from tests.kernels.test_arguments import section
 
@@ -103,9 +102,9 @@ def test_no_variant_with_an_activation_spills(architecture: str) -> None:
     assert not wrong
 
 
-def work_on_rows(config: KernelConfig, problem: Problem) -> list[Instantiation]:
+def work_on_rows(config: Configuration, problem: Problem) -> list[Instantiation]:
     """A norm before the product, the residual stream behind it: what the variant can do of it."""
-    found = [row_variant(config, problem, normed=normed, adds=not normed) for normed in (False, True)]
+    found = [config.row_variant(problem, normed=normed, adds=not normed) for normed in (False, True)]
     assert any(found)
     return [one.instantiation for one in found if one is not None]
 
@@ -122,7 +121,7 @@ def test_no_variant_with_work_on_rows_spills(architecture: str) -> None:
         assert isinstance(config, StreamConfig)
         assert config.blocks_m == 1
         chosen |= dict.fromkeys(work_on_rows(config, problem))
-    wide: list[tuple[Kernel, int, str | None]] = [
+    wide: list[tuple[str, int, str | None]] = [
         ("warpgroup", 4096, None),
         ("warpgroup", 28672, "gelu_tanh"),
         ("bulk", 4096, None),
@@ -207,7 +206,7 @@ def test_a_broken_variant_is_reported_with_the_compilers_words() -> None:
 
 
 def test_kernels_and_configurations_share_a_translation_unit() -> None:
-    def instantiation(kernel: Kernel, group_size: int, zeros: bool, bfloat16: bool) -> Instantiation:
+    def instantiation(kernel: str, group_size: int, zeros: bool, bfloat16: bool) -> Instantiation:
         problem = Problem(16, 4096, 4096, group_size, zeros, bfloat16)
         with forced_kernel(kernel):
             config = decide(problem, H200).config
@@ -226,7 +225,7 @@ def test_kernels_and_configurations_share_a_translation_unit() -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_host_and_kernel_count_the_same_shared_memory(kernel: Kernel) -> None:
+def test_host_and_kernel_count_the_same_shared_memory(kernel: str) -> None:
     variant = next(variant for variant in variants("sm_90a") if variant.kernel == kernel)
     right = variant.config.instantiation(variant.problem)
     compile_kernel(right, "sm_90a")

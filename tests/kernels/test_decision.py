@@ -30,13 +30,12 @@ from marlinq.kernels import (
 )
 from marlinq.kernels.choose.decision import (
     _decide,
+    _model_choice,
     available,
     blocks_together,
     bucket,
     estimates,
-    model_choice,
 )
-from marlinq.kernels.contract.demands import Kernel
 from marlinq.kernels.contract.device import H200
 from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.launch import precompile
@@ -74,7 +73,7 @@ def test_any_problem_gets_a_variant_that_fits(
     bfloat16: bool,
     architecture: str,
     small: bool,
-    kernel: Kernel,
+    kernel: str,
 ) -> None:
     device = Device(
         architecture, multiprocessors=48 if small else 132, shared_bytes=101_376 if small else 232_448
@@ -107,7 +106,7 @@ def test_any_problem_gets_a_variant_that_fits(
 
 @settings(max_examples=40, deadline=None)
 @given(m=st.integers(1, 64), n=sizes, k=sizes, kernel=st.sampled_from(["stream", "bulk"]))
-def test_clusters_of_small_batches_run_all_at_once(m: int, n: int, k: int, kernel: Kernel) -> None:
+def test_clusters_of_small_batches_run_all_at_once(m: int, n: int, k: int, kernel: str) -> None:
     problem = Problem(m, n, k, 128, False, False)
     with forced_kernel(kernel):
         config = decide(problem, H200).config
@@ -159,7 +158,7 @@ def test_decisions_are_deterministic_and_shared_by_prompts_of_nearly_the_same_le
     problem = Problem(2000, 4096, 14336, 128, False, False)
     first = decide(problem, H200)
     _decide.cache_clear()
-    model_choice.cache_clear()
+    _model_choice.cache_clear()
     assert decide(problem, H200) == first
     assert decide(replace(problem, m=2048), H200).config == first.config
 
@@ -180,7 +179,7 @@ def test_the_variants_of_the_benchmark_layers() -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_every_model_counts_the_same_launch(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_model_counts_the_same_launch(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(16, 4096, 4096, 128, False, False)
     before = [seconds for seconds, _, _ in estimates(problem, H200, kernel)]
     longer = replace(PHYSICS, launch=PHYSICS.launch + 1.0)
@@ -204,7 +203,7 @@ def test_new_decisions_are_quick() -> None:
     script = f"""
 import json, time
 from marlinq.kernels import Problem, decide
-from marlinq.kernels.choose.decision import model_choice, _decide
+from marlinq.kernels.choose.decision import _model_choice, _decide
 from marlinq.kernels.contract.device import H200
 def work():
     start, total = time.process_time(), 0.0
@@ -216,7 +215,7 @@ for m in (1, 4, 16, 48, 64, 256, 1000, 2048, 8192):
     for n, k in {LLAMA_8B}:
         name = f"M={{m}} N={{n}} K={{k}}"
         for attempt in range(3):
-            model_choice.cache_clear()
+            _model_choice.cache_clear()
             _decide.cache_clear()
             slower = max(1, work() / {IDLE_WORK})
             start = time.process_time()
@@ -290,7 +289,7 @@ def test_what_is_compiled_in_advance_is_all_that_a_model_needs(
 @pytest.mark.parametrize("group", [64, 128])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_batch_invariant_decisions_share_one_order(
-    architecture: str, kernel: Kernel | None, group: int, zeros: bool
+    architecture: str, kernel: str | None, group: int, zeros: bool
 ) -> None:
     device = Device(architecture, multiprocessors=132, shared_bytes=166_912)
     orders, tiles = set(), set()

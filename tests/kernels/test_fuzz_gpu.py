@@ -29,8 +29,8 @@ from marlinq.kernels import (
     forced_kernel,
     w4a16_gemm,
 )
-from marlinq.kernels.choose.decision import KernelConfig, available
-from marlinq.kernels.contract.demands import Kernel
+from marlinq.kernels.choose.decision import available
+from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.launch.call import launch_gemm
 from marlinq.kernels.launch.precompile import precompile_variants
@@ -96,7 +96,7 @@ class Call:
     seed: int
     m: int
     out_features: int
-    kernel: Kernel | None
+    kernel: str | None
     form: str
     gathered: int | None
     dependent: bool
@@ -155,7 +155,7 @@ FORMS = {
 }
 
 
-def draw(seed: int, count: int, kernels: tuple[Kernel, ...]) -> list[Call]:
+def draw(seed: int, count: int, kernels: tuple[str, ...]) -> list[Call]:
     """``count`` calls, sorted by weight."""
     rng = random.Random(seed)
     features = itertools.cycle(itertools.product(GROUP_SIZES, DTYPES, (False, True)))
@@ -215,7 +215,7 @@ def demanded(call: Call) -> Iterator[None]:
         yield
 
 
-def decided(call: Call, device: Device) -> KernelConfig:
+def decided(call: Call, device: Device) -> Configuration:
     """What the call will run."""
     if call.blocks and (found := tile_after_tile(call.problem, device, call.blocks)):
         return found[call.seed % len(found)]

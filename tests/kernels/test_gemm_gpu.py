@@ -23,8 +23,8 @@ from marlinq.kernels import (
     precompile,
     w4a16_gemm,
 )
-from marlinq.kernels.choose.decision import KernelConfig, available, estimates
-from marlinq.kernels.contract.demands import Kernel
+from marlinq.kernels.choose.decision import available, estimates
+from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.driver import handover_memory
 from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.launch.call import launch_gemm
@@ -83,7 +83,7 @@ def compiled(request: pytest.FixtureRequest) -> None:
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(("kernel", "shape", "group", "dtype", "zeros"), CASES)
 def test_every_batch_from_1_to_260(
-    kernel: Kernel, shape: tuple[int, int], group: int, dtype: torch.dtype, zeros: bool
+    kernel: str, shape: tuple[int, int], group: int, dtype: torch.dtype, zeros: bool
 ) -> None:
     if kernel not in available(device_numbers(0)):
         pytest.skip(f"the {kernel} kernel needs another GPU than {device_numbers(0).architecture}")
@@ -111,7 +111,7 @@ def shares_tiles() -> Device:
     return device
 
 
-def _of_variant(x: Tensor, operands: Operands, config: KernelConfig) -> Tensor:
+def _of_variant(x: Tensor, operands: Operands, config: Configuration) -> Tensor:
     """The result of one variant; NaN where it writes nothing."""
     out = torch.full((x.shape[0], operands.words.shape[1] // 2), float("nan"), dtype=x.dtype, device=x.device)
     launch_gemm(
@@ -301,7 +301,7 @@ def test_the_same_problem_gives_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_batch_invariant_rows_have_the_same_bits_in_every_batch(kernel: Kernel) -> None:
+def test_batch_invariant_rows_have_the_same_bits_in_every_batch(kernel: str) -> None:
     if kernel not in available(device_numbers(0)):
         pytest.skip(f"the {kernel} kernel needs another GPU than {device_numbers(0).architecture}")
     operands = random_operands(4096, 6144, 128, torch.float16)
@@ -368,7 +368,7 @@ def test_streams_do_not_disturb_each_other() -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_strided_empty_and_batched_activations(kernel: Kernel) -> None:
+def test_strided_empty_and_batched_activations(kernel: str) -> None:
     if kernel not in available(device_numbers(0)):
         pytest.skip(f"the {kernel} kernel needs another GPU than {device_numbers(0).architecture}")
     operands = random_operands(512, 640, 64, torch.float16, bias=True)

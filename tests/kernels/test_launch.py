@@ -6,19 +6,22 @@ import ctypes
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from marlinq.kernels import Device, Problem, dependent_launches, forced_kernel
-from marlinq.kernels.contract.demands import KERNELS, Kernel
+from marlinq.kernels import Device, Problem, batch_invariant, decide, dependent_launches, forced_kernel
+from marlinq.kernels.contract.configuration import register_variant
 from marlinq.kernels.contract.handover import Handover
 from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.driver import cuda_driver, tensor_maps
 from marlinq.kernels.launch import call, gather
+from marlinq.kernels.variants import KERNELS
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 from tests.kernels.problems import even_splits, random_operands
+from tests.kernels.toy_variant import Toy, ToyConfig, toy_variant
 
 H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
 OUT, PARTIALS, FLAGS = 5, 11, 12  # places among the parameters
@@ -72,7 +75,7 @@ def small_operands(m: int, k: int, n: int) -> Operands:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_threads_that_share_a_call_do_not_mix_addresses(library: _Driver, kernel: Kernel) -> None:
+def test_threads_that_share_a_call_do_not_mix_addresses(library: _Driver, kernel: str) -> None:
     with forced_kernel(kernel):
         prepared = call.prepare(small_operands(16, 512, 256), 64)
     # Neighbours repeat an address of activations, as calls with the same tensor do.
@@ -158,3 +161,25 @@ def test_large_clusters_do_not_start_before_their_predecessor_ends(
     counts = [one.launches._config.attribute_count for one in (inside, behind)]
     assert counts == [attributes, 1]
     assert [one.launches.take().arguments.dependent for one in (inside, behind)] == [attributes, 1]
+
+
+def test_a_kernel_registered_in_one_file_is_chosen_and_launched(library: _Driver) -> None:
+    problem = Problem(3, 256, 512, 64, False, False)
+    before = decide(problem, H200)
+    with toy_variant():
+        decision = decide(problem, H200)
+        assert (decision.kernel, decision.config, decision.grid) == ("toy", ToyConfig(4), 4)
+        assert decision.reason.startswith("toy tile of 4 rows: 4 blocks on 132 multiprocessors")
+        assert decide(replace(problem, m=5), H200).kernel != "toy"
+        with pytest.raises(ValueError, match="toy"):
+            register_variant(Toy())
+        prepared = call.prepare(small_operands(3, 512, 256), 64)
+        library.places = [0, 1]
+        prepared.start(4096, 8192)
+        assert library.launches == [[4096, 8192]]
+        assert prepared.launches._config.grid == 4
+        assert prepared.launches._config.threads == ToyConfig.threads
+        with batch_invariant():
+            assert decide(problem, H200).kernel == "stream"
+    # What is registered is part of a decision's question.
+    assert decide(problem, H200) == before

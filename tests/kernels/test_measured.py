@@ -15,13 +15,13 @@ from lab.kernels import tune
 from lab.kernels.step_variants import Rows, listed
 from marlinq.kernels import Device, Problem, batch_invariant, decide, dependent_launches
 from marlinq.kernels.choose import decision, measured
-from marlinq.kernels.choose.decision import KernelConfig, activates, estimates, model_choice
+from marlinq.kernels.choose.decision import estimates, model_choice
+from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.demands import Demands
 from marlinq.kernels.contract.device import H200
 from marlinq.kernels.variants.bulk import BulkConfig
 from marlinq.kernels.variants.stream import StreamConfig
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
-from marlinq.kernels.variants.whole_rows import row_variant
 
 CELL = Problem(64, 4096, 4096, 128, zeros=False, bfloat16=False)
 
@@ -150,7 +150,7 @@ def test_what_was_measured_in_a_chain_holds_there_alone(
     with dependent_launches():
         own = decide(cell, H200)
     listed = sorted(estimates(cell, H200, "stream"), key=lambda one: one[0])
-    other = next(config for _, _, config in listed if config != own.config and activates(cell, config))
+    other = next(config for _, _, config in listed if config != own.config and config.activates(cell))
     for gain, noise, taken in ((1e-6, 1e-7, True), (1e-7, 1e-9, False), (1e-6, 3e-7, False)):
         candidates = [
             {"kernel": "stream", "config": asdict(config), "seconds": seconds, "standard_error": noise}
@@ -173,7 +173,7 @@ def test_what_was_measured_in_a_chain_holds_there_alone(
         assert "measured on" not in decide(cell, H200).reason
 
 
-def recorded() -> Iterator[tuple[Device, Problem, bool, KernelConfig]]:
+def recorded() -> Iterator[tuple[Device, Problem, bool, Configuration]]:
     """Device, problem, whether among dependent launches, and variant of all that the package's files hold."""
     for path in sorted(measured.FOLDER.glob("*.json")):
         device = tune.DEVICES[path.stem]
@@ -189,7 +189,7 @@ def test_recorded_choices_suit_the_package() -> None:
             decided = decide(problem, device)
         assert decided.config == config
         assert "measured on" in decided.reason
-        assert activates(problem, config), problem
+        assert config.activates(problem), problem
         # What the model would choose anyway needs no record.
         assert config != model_choice(problem, device, Demands(dependent=dependent))[2], problem
 
@@ -203,9 +203,9 @@ def test_recorded_choices_of_a_chain_keep_norms_in_products() -> None:
     assert any(problem.n == hidden for problem, _ in wide)
     for problem, config in wide:
         if problem.k == hidden != problem.n:
-            assert row_variant(config, problem, normed=True, adds=False), problem
+            assert config.row_variant(problem, normed=True, adds=False), problem
         if problem.n == hidden and problem.k > hidden:
-            assert row_variant(config, problem, normed=False, adds=True), problem
+            assert config.row_variant(problem, normed=False, adds=True), problem
 
 
 @pytest.mark.parametrize(
@@ -225,10 +225,10 @@ def test_a_chains_sweep_tries_what_does_the_same_work(problem: Problem, work: Ro
     assert model_choice(problem, H200, demanded)[2] in found
     assert len(set(found)) == len(found) > 2
     for config in found:
-        assert activates(problem, config)
+        assert config.activates(problem)
         assert config.shared_bytes(problem) <= H200.shared_bytes
         if any(work):
-            assert row_variant(config, problem, normed=work.normed, adds=work.adds)
+            assert config.row_variant(problem, normed=work.normed, adds=work.adds)
         assert config.cluster <= 2
     kernels = {type(config) for config in found}
     assert (BulkConfig in kernels) == (not work.normed)

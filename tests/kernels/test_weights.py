@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from marlinq.core.errors import UnsupportedError
 from marlinq.formats.layouts.marlin import permute_scales, unpack_tiles
 from marlinq.kernels import (
     Device,
@@ -24,7 +23,7 @@ from marlinq.kernels import (
 )
 from marlinq.kernels.choose import dequantized
 from marlinq.kernels.choose.decision import DEQUANTIZE, model_choice
-from marlinq.kernels.contract.demands import KERNELS, demands
+from marlinq.kernels.contract.demands import demands
 from marlinq.kernels.contract.device import H200
 from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.contract.weight_formats import INT4, WEIGHT_FORMATS, WeightFormat, register_weight_format
@@ -59,8 +58,7 @@ TOY = WeightFormat(
     midpoint=128.0,
     values=toy_values,
     in_order=lambda scales: scales,
-    codec="",
-    kernels=(),
+    codec=None,
     dequantizing_bytes=12.0,
 )
 
@@ -123,9 +121,6 @@ def test_a_format_without_a_codec_is_dequantised(toy_operator: GemmOperator) -> 
             decision = decide(Problem(m, 4096, 4096, 128, False, False, TOY), device)
             assert (decision.kernel, decision.config) == (DEQUANTIZE, None)
             assert "no kernel has a codec for toy8" in decision.reason
-    for kernel in KERNELS:
-        with forced_kernel(kernel), pytest.raises(UnsupportedError):
-            decide(Problem(16, 4096, 4096, 128, False, False, replace(TOY, kernels=("another",))), H200)
 
 
 def test_decisions_count_the_bytes_of_the_format() -> None:

@@ -11,27 +11,21 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from marlinq.core.errors import UnsupportedError
 from marlinq.kernels.choose import dequantized
-from marlinq.kernels.choose.measured import tuned
-from marlinq.kernels.contract.demands import KERNELS, Demands, Kernel, demands
+from marlinq.kernels.choose.measured import measured_choice
+from marlinq.kernels.contract.configuration import VARIANTS, Configuration, Variant
+from marlinq.kernels.contract.demands import Demands, demands
 from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.problem import GROUP_SIZES, Problem
-from marlinq.kernels.variants import bulk, stream, warpgroup
-from marlinq.kernels.variants.bulk import BulkConfig
-from marlinq.kernels.variants.stream import StreamConfig
-from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 
-KernelConfig = StreamConfig | BulkConfig | WarpgroupConfig
-"""The compile-time parameters of any kernel."""
+Estimated = tuple[float, str, Configuration]
+"""Expected seconds, what bounds them, and the configuration."""
 
 DEQUANTIZE = "dequantise"
 """The decision to write the dense weight to memory and let cuBLAS multiply."""
-# Batches that a kernel is considered for beside others. The bulk kernel has no larger tile. The warpgroup
-# kernel lost on all measured layers at 16 rows, so fewer than nine were not tried; from 17 on it is always
-# expected to win, and from 33 on it did (docs/kernels.md, "Which kernel at which batch").
-_BULK_MOST, _WARPGROUP_LEAST, _STREAM_MOST = 16, 9, 16
 # What a kernel whose blocks run all at once saves in a chain of dependent launches, unless its clusters are
 # larger than this, which start late and hold the chain up (docs/kernels.md, "Dependent launches").
 _OVERLAP_SECONDS, _OVERLAP_CLUSTER = 1.7e-6, 2
@@ -46,7 +40,7 @@ class KernelDecision:
     """What will run and why.
 
     Attributes:
-        kernel: ``stream``, ``bulk`` or ``warpgroup`` on a GPU, ``dequantise`` where cuBLAS multiplies with a
+        kernel: name of a registered kernel on a GPU, ``dequantise`` where cuBLAS multiplies with a
             dense weight, ``reference`` on the CPU.
         reason: the tile, the split, what bounds it, the expected time.
         config: the compile-time parameters; None where nothing is compiled.
@@ -56,7 +50,7 @@ class KernelDecision:
 
     kernel: str
     reason: str
-    config: KernelConfig | None = None
+    config: Configuration | None = None
     grid: int = 0
     seconds: float = 0.0
 
@@ -68,11 +62,14 @@ def decide(problem: Problem, device: Device) -> KernelDecision:
         UnsupportedError: K or N is not a multiple of 64, the group size is not 32, 64, 128 or -1, or
         nothing fits.
     """
-    return _decide(problem, device, demands())
+    return _decide(problem, device, demands(), tuple(VARIANTS.values()))
 
 
 @lru_cache(maxsize=8192)
-def _decide(problem: Problem, device: Device, demanded: Demands) -> KernelDecision:
+def _decide(
+    problem: Problem, device: Device, demanded: Demands, variants: tuple[Variant[Any], ...]
+) -> KernelDecision:
+    # What is registered is part of the question, and so of what is remembered.
     if problem.k % 64 or problem.n % 64:
         raise UnsupportedError(
             f"{problem.format.operator}: K={problem.k} and N={problem.n} must be multiples of 64; "
@@ -85,7 +82,7 @@ def _decide(problem: Problem, device: Device, demanded: Demands) -> KernelDecisi
         )
     standing = replace(problem, m=bucket(problem.m))
     for_speed = demanded._replace(dependent=False) == Demands()
-    measured = tuned(standing, device, demanded.dependent) if for_speed else None
+    measured = measured_choice(standing, device, demanded.dependent) if for_speed else None
     if measured is not None:
         config, seconds, bound = measured.config, measured.seconds, "measured on this GPU"
     else:
@@ -95,22 +92,15 @@ def _decide(problem: Problem, device: Device, demanded: Demands) -> KernelDecisi
         seconds, busiest, config = model_choice(standing, device, demanded)
         bound = f"bound by {busiest}"
     grid = config.grid(problem)
-    split = f"K in {config.parts} parts over {config.cluster} blocks"
-    if isinstance(config, WarpgroupConfig) and config.stream_k:
-        split = "stream-K"
-    tile = f"tile {config.tile_m}x{config.tile_n}"
-    if isinstance(config, StreamConfig) and config.digits:
-        tile += " by integer digits"
     reason = (
-        f"{tile}, {split}: "
-        f"{grid} blocks on {device.multiprocessors} multiprocessors, {bound}, "
+        f"{config.describe()}: {grid} blocks on {device.multiprocessors} multiprocessors, {bound}, "
         f"about {seconds * 1e6:.1f} us"
     )
     if demanded.batch_invariant:
         reason += "; summed in the same order for every batch"
     if measured is None:
         reason += _unmeasured(device)
-    return KernelDecision(_kernel_of(config), reason, config, grid, seconds)
+    return KernelDecision(config.variant, reason, config, grid, seconds)
 
 
 def _unmeasured(device: Device) -> str:
@@ -126,7 +116,7 @@ def _dequantized(problem: Problem, device: Device, demanded: Demands) -> KernelD
     seconds = dequantized.estimate(problem, device)
     if demanded.kernel == DEQUANTIZE:
         why = "asked for"
-    elif not problem.format.kernels:
+    elif not any(variant.takes(problem.format) for variant in VARIANTS.values()):
         why = f"no kernel has a codec for {problem.format.name}"
     elif demanded.kernel or demanded.batch_invariant or device.has_warpgroups:
         return None
@@ -153,15 +143,21 @@ def buckets(most: int) -> tuple[int, ...]:
     return tuple(sorted({bucket(m) for m in range(1, most + 1)}))
 
 
-@lru_cache(maxsize=1024)
-def model_choice(problem: Problem, device: Device, demanded: Demands) -> tuple[float, str, KernelConfig]:
-    """What the cost models expect to be fastest: seconds, what bounds it, and the variant."""
-    found = _all_estimates(problem, device, demanded)
-    if demanded.batch_invariant:
-        order = _invariant_order(replace(problem, m=1), device, demanded)
-        found = (candidate for candidate in found if _order(problem, candidate[2]) == order)
+def model_choice(problem: Problem, device: Device, demanded: Demands) -> Estimated:
+    """What the cost models expect to be fastest."""
+    return _model_choice(problem, device, demanded, tuple(VARIANTS.values()))
 
-    def cost(candidate: tuple[float, str, KernelConfig]) -> float:
+
+@lru_cache(maxsize=1024)
+def _model_choice(
+    problem: Problem, device: Device, demanded: Demands, variants: tuple[Variant[Any], ...]
+) -> Estimated:
+    found = _all_estimates(problem, device, demanded, variants)
+    if demanded.batch_invariant:
+        order = _invariant_order(replace(problem, m=1), device, demanded, variants)
+        found = (candidate for candidate in found if candidate[2].order_of_sums(problem) == order)
+
+    def cost(candidate: Estimated) -> float:
         seconds, _, config = candidate
         overlaps = demanded.dependent and gains_by_overlap(config)
         if overlaps and blocks_together(problem, device, config):
@@ -177,89 +173,58 @@ def model_choice(problem: Problem, device: Device, demanded: Demands) -> tuple[f
     return best
 
 
-def activates(problem: Problem, config: KernelConfig) -> bool:
-    """Whether a variant can do what the problem wants behind the product: a block needs gate and up of the
-    same columns, whose sums meet in its shared memory."""
-    if problem.activation is None:
-        return True
-    if isinstance(config, BulkConfig) or (isinstance(config, WarpgroupConfig) and config.pushes):
-        return False
-    return config.tile_n % 128 == 0 and problem.n % 128 == 0
-
-
 def _all_estimates(
-    problem: Problem, device: Device, demanded: Demands
-) -> Iterator[tuple[float, str, KernelConfig]]:
-    found = _any_estimates(problem, device, demanded)
-    return (candidate for candidate in found if activates(problem, candidate[2]))
+    problem: Problem, device: Device, demanded: Demands, variants: tuple[Variant[Any], ...]
+) -> Iterator[Estimated]:
+    """Every candidate that can do what the problem wants behind the product."""
+    for variant in _considered(problem, device, demanded, variants):
+        common = [] if demanded.batch_invariant else list(variant.common_candidates(problem, device))
+        for config in common or variant.candidates(problem, device, demanded.batch_invariant):
+            if config.activates(problem):
+                yield (*variant.estimate(problem, device, config), config)
 
 
-def _any_estimates(
-    problem: Problem, device: Device, demanded: Demands
-) -> Iterator[tuple[float, str, KernelConfig]]:
-    for kernel in considered(problem, device, demanded):
-        found = 0
-        # Servers pad to powers of two. Any other batch takes what serves many, or a model would need a
-        # hundred variants.
-        if kernel == "warpgroup" and problem.m > _FEW_ROWS[-1] and problem.m.bit_count() > 1:
-            for config in warpgroup.common(problem, device) if not demanded.batch_invariant else ():
-                found += 1
-                yield (*warpgroup.estimate(problem, device, config), config)
-        if not found:
-            yield from estimates(problem, device, kernel, demanded.batch_invariant)
+def considered(problem: Problem, device: Device, demanded: Demands) -> tuple[str, ...]:
+    """Names of the kernels to choose from, all of which suit the batch."""
+    chosen = _considered(problem, device, demanded, tuple(VARIANTS.values()))
+    return tuple(variant.name for variant in chosen)
 
 
-def considered(problem: Problem, device: Device, demanded: Demands) -> tuple[Kernel, ...]:
-    """The kernels to choose from, all of which suit the batch."""
-    codecs = [kernel for kernel in KERNELS if kernel in problem.format.kernels]
+def _considered(
+    problem: Problem, device: Device, demanded: Demands, variants: tuple[Variant[Any], ...]
+) -> list[Variant[Any]]:
+    able = [variant for variant in variants if variant.takes(problem.format)]
     if demanded.kernel is not None:
-        return tuple(kernel for kernel in codecs if kernel == demanded.kernel)
-    # Kernels take their sums in different orders, and only this one has tiles for every batch everywhere.
+        return [variant for variant in able if variant.name == demanded.kernel]
+    # Kernels take their sums in different orders.
     if demanded.batch_invariant:
-        return tuple(kernel for kernel in codecs if kernel == "stream")
-    found: list[Kernel] = []
-    if problem.m <= _STREAM_MOST or not device.has_warpgroups:
-        found.append("stream")
-    # The bulk kernel would run on later GPUs too, where nobody has measured it. In chains it lost in every
-    # place with as many stages as fit (docs/kernels.md, "Dependent launches"); where it wins with
-    # fewer, that is recorded.
-    if problem.m <= _BULK_MOST and device.has_warpgroups and not demanded.dependent:
-        found.append("bulk")
-    if problem.m >= _WARPGROUP_LEAST and device.has_warpgroups:
-        found.append("warpgroup")
-    return tuple(kernel for kernel in found if kernel in codecs)
+        return [variant for variant in able if variant.any_batch]
+    return [variant for variant in able if variant.suits(problem, device, dependent=demanded.dependent)]
 
 
-def gains_by_overlap(config: KernelConfig) -> bool:
+def gains_by_overlap(config: Configuration) -> bool:
     """Whether a variant is the sooner done for starting while its predecessor still runs."""
     return config.cluster <= _OVERLAP_CLUSTER
 
 
-def blocks_together(problem: Problem, device: Device, config: KernelConfig) -> int | None:
+def blocks_together(problem: Problem, device: Device, config: Configuration) -> int | None:
     """The fewest blocks a multiprocessor with which all of a launch run at once; None if they never do."""
     grid = config.grid(problem)
     fitting = range(1, config.min_blocks + 1)
     return next((b for b in fitting if grid <= device.resident_blocks(config.cluster, b)), None)
 
 
-def _order(problem: Problem, config: KernelConfig) -> tuple[object, ...]:
-    """What decides in which order, and with which roundings, a sum is taken."""
-    if isinstance(config, StreamConfig):
-        return "stream", config.parts, config.rows, config.scale_sums
-    if isinstance(config, BulkConfig):
-        return "bulk", config.cluster, config.parts, config.rows, config.blocks_m == 1
-    return "warpgroup", config.cluster, config.parts, config.rows, config.scaling(problem)
-
-
 @lru_cache(maxsize=256)
-def _invariant_order(problem: Problem, device: Device, demanded: Demands) -> tuple[object, ...]:
+def _invariant_order(
+    problem: Problem, device: Device, demanded: Demands, variants: tuple[Variant[Any], ...]
+) -> tuple[object, ...]:
     """The order with the best product of times over the typical batches; ``problem.m`` means nothing."""
     totals: dict[tuple[object, ...], float] = {}
     for number, m in enumerate(_TYPICAL_BATCHES):
         best: dict[tuple[object, ...], float] = {}
         typical = replace(problem, m=m)
-        for seconds, _, config in _all_estimates(typical, device, demanded):
-            key = _order(typical, config)
+        for seconds, _, config in _all_estimates(typical, device, demanded, variants):
+            key = config.order_of_sums(typical)
             best[key] = min(seconds, best.get(key, math.inf))
         if number == 0:
             totals = {key: math.log(seconds) for key, seconds in best.items()}
@@ -272,32 +237,15 @@ def _invariant_order(problem: Problem, device: Device, demanded: Demands) -> tup
     return min(totals, key=lambda key: totals[key])
 
 
-def _kernel_of(config: KernelConfig) -> Kernel:
-    if isinstance(config, StreamConfig):
-        return "stream"
-    return "bulk" if isinstance(config, BulkConfig) else "warpgroup"
-
-
-def available(device: Device) -> tuple[Kernel, ...]:
-    """The kernels that ``device`` can run."""
-    needs = {"stream": True, "bulk": device.has_clusters, "warpgroup": device.has_warpgroups}
-    return tuple(kernel for kernel in KERNELS if needs[kernel])
+def available(device: Device) -> tuple[str, ...]:
+    """Names of the kernels that ``device`` can run."""
+    return tuple(name for name, variant in VARIANTS.items() if variant.runs_on(device))
 
 
 def estimates(
-    problem: Problem, device: Device, kernel: Kernel, batch_invariant: bool = False
-) -> Iterator[tuple[float, str, KernelConfig]]:
-    """Every candidate of a kernel with its expected seconds and what bounds it.
-
-    With ``batch_invariant`` those whose roundings and splits of K exist for every M.
-    """
-    match kernel:
-        case "stream":
-            for narrow in stream.candidates(problem, device, batch_invariant):
-                yield (*stream.estimate(problem, device, narrow), narrow)
-        case "bulk":
-            for copied in bulk.candidates(problem, device, batch_invariant):
-                yield (*bulk.estimate(problem, device, copied), copied)
-        case "warpgroup":
-            for wide in warpgroup.candidates(problem, device, batch_invariant):
-                yield (*warpgroup.estimate(problem, device, wide), wide)
+    problem: Problem, device: Device, kernel: str, batch_invariant: bool = False
+) -> Iterator[Estimated]:
+    """Every candidate of a kernel; with ``batch_invariant`` those that exist for every M."""
+    variant = VARIANTS[kernel]
+    for config in variant.candidates(problem, device, batch_invariant):
+        yield (*variant.estimate(problem, device, config), config)

@@ -17,35 +17,26 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from marlinq.kernels.contract.configuration import VARIANTS, Configuration
 from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.problem import Problem
 from marlinq.kernels.contract.weight_formats import WEIGHT_FORMATS
-from marlinq.kernels.variants.bulk import BulkConfig
-from marlinq.kernels.variants.stream import StreamConfig
-from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 
 FOLDER = Path(__file__).parent / "measured"
-_Config = StreamConfig | BulkConfig | WarpgroupConfig
-_CONFIGS: dict[str, Callable[..., _Config]] = {
-    "stream": StreamConfig,
-    "bulk": BulkConfig,
-    "warpgroup": WarpgroupConfig,
-}
 
 
 class Choice(NamedTuple):
     """A measured variant, and the median seconds of its launches."""
 
-    config: _Config
+    config: Configuration
     seconds: float
 
 
-def tuned(problem: Problem, device: Device, dependent: bool = False) -> Choice | None:
+def measured_choice(problem: Problem, device: Device, dependent: bool = False) -> Choice | None:
     """What was measured for ``problem`` on this GPU, alone or among dependent launches; None where the model
     decides.
 
@@ -86,13 +77,13 @@ def _choice(row: dict[str, Any]) -> tuple[tuple[Problem, bool], Choice]:
     return (problem, row["dependent"]), choice
 
 
-def config_of(kernel: str, values: dict[str, Any]) -> _Config:
+def config_of(kernel: str, values: dict[str, Any]) -> Configuration:
     """A kernel's configuration by the names of its fields.
 
     Raises:
         ValueError: it has other fields now.
     """
-    kind = _CONFIGS[kernel]
+    kind = VARIANTS[kernel].configuration
     expected = set(inspect.signature(kind).parameters)
     if set(values) != expected:
         raise ValueError(f"{kernel}: expected the fields {sorted(expected)}, found {sorted(values)}")

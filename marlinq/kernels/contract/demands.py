@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal, NamedTuple
-
-Kernel = Literal["stream", "bulk", "warpgroup"]
-KERNELS: tuple[Kernel, ...] = ("stream", "bulk", "warpgroup")
+from typing import NamedTuple
 
 
 class Demands(NamedTuple):
     """What the decisions of a context respect beside speed.
 
     Attributes:
-        kernel: the only kernel to choose from; None for all.
+        kernel: name of the only kernel to choose from, or ``dequantise``; None for all.
         batch_invariant: sum in an order that does not depend on M.
         dependent: kernels overlap with their neighbours in the stream.
     """
 
-    kernel: Kernel | Literal["dequantise"] | None = None
+    kernel: str | None = None
     batch_invariant: bool = False
     dependent: bool = False
 
@@ -40,7 +37,7 @@ def _demanding(changed: Demands) -> Iterator[None]:
 
 
 @contextmanager
-def forced_kernel(kernel: Kernel | Literal["dequantise"]) -> Iterator[None]:
+def forced_kernel(kernel: str) -> Iterator[None]:
     """Decide for ``kernel`` inside, whatever the model says: for tests and measurements."""
     with _demanding(demands()._replace(kernel=kernel)):
         yield

@@ -11,27 +11,24 @@ from torch import Tensor
 from marlinq.core.errors import UnsupportedError
 from marlinq.kernels.choose.decision import (
     DEQUANTIZE,
-    KernelConfig,
     blocks_together,
     decide,
     gains_by_overlap,
 )
-from marlinq.kernels.contract.arguments import Arguments
+from marlinq.kernels.contract.configuration import ActivationBox, Configuration
 from marlinq.kernels.contract.demands import demands
 from marlinq.kernels.contract.handover import Handover
 from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.contract.problem import Problem
 from marlinq.kernels.contract.weight_formats import INT4, WeightFormat
+from marlinq.kernels.contract.whole_rows import RowWork
 from marlinq.kernels.driver.cuda_driver import Function, Launches, on_device
 from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.driver.handover_memory import handover_memory
 from marlinq.kernels.driver.module import load_kernel
 from marlinq.kernels.driver.tensor_maps import activation_maps
 from marlinq.kernels.launch.dequantized import dequantized_gemm
-from marlinq.kernels.variants.stream import StreamConfig
-from marlinq.kernels.variants.warpgroup import WarpgroupConfig
-from marlinq.kernels.variants.whole_rows import RowArguments, RowWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,7 @@ class Call:
     """
 
     launches: Launches
-    box: tuple[int, int, int, int] | None
+    box: ActivationBox | None
     handover: Handover | None
 
     def start(self, x: int, out: int) -> None:
@@ -76,7 +73,7 @@ class Call:
         self.launches.give(launch)
 
 
-def _decided(problem: Problem, device_index: int) -> KernelConfig:
+def _decided(problem: Problem, device_index: int) -> Configuration:
     decision = decide(problem, device_numbers(device_index))
     if decision.config is None:
         raise ValueError(f"the {decision.kernel} kernel is not compiled")
@@ -115,7 +112,7 @@ def overlaps(device_index: int, behind_own: bool = False) -> bool:
 def prepare(
     operands: Operands,
     group_size: int,
-    config: KernelConfig | None = None,
+    config: Configuration | None = None,
     *,
     weight_format: WeightFormat = INT4,
     behind_own: bool = False,
@@ -162,12 +159,13 @@ def prepare(
         shared = max(shared, device.shared_bytes // (together + 1) + 1)
     instantiation = chosen.instantiation(problem)
     plain = chosen.arguments(operands, dependent)
-    arguments: Arguments | RowArguments = plain
+    arguments = plain
     if work is not None:
-        variant = work.variant(chosen, problem)
+        variant = chosen.row_variant(problem, normed=work.normed is not None, adds=work.added is not None)
         if variant is None:
             raise UnsupportedError(f"{chosen}: no such work on whole rows")
-        instantiation, arguments = variant.instantiation, work.arguments(plain)
+        instantiation = variant.instantiation
+        arguments = work.arguments(variant.arguments, plain)
     function = _load(instantiation, shared, index)
     return Call(
         Launches(
@@ -178,8 +176,8 @@ def prepare(
             arguments,
             dependent=dependent,
         ),
-        None if isinstance(chosen, StreamConfig) else (problem.m, problem.k, x.stride(0), chosen.tile_m),
-        chosen.handover(problem) if isinstance(chosen, WarpgroupConfig) else None,
+        chosen.activation_box(problem, x.stride(0)),
+        chosen.handover(problem),
     )
 
 
@@ -191,7 +189,7 @@ def launch_gemm(
     bias: Tensor | None,
     group_size: int,
     out: Tensor,
-    config: KernelConfig | None = None,
+    config: Configuration | None = None,
     *,
     weight_format: WeightFormat = INT4,
     behind_own: bool = False,

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 
 from marlinq.core.progress import ReportProgress, no_progress
-from marlinq.kernels.choose.decision import KernelConfig, buckets, decide
+from marlinq.kernels.choose.decision import buckets, decide
+from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.demands import demands
 from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.instantiation import Instantiation
@@ -111,7 +112,7 @@ def precompile_instantiations(
     return compile_missing(device_numbers(device_index).architecture, list(dict.fromkeys(wanted)), progress)
 
 
-def precompile_variants(variants: Iterable[tuple[Problem, KernelConfig]], device_index: int = 0) -> int:
+def precompile_variants(variants: Iterable[tuple[Problem, Configuration]], device_index: int = 0) -> int:
     """As :func:`precompile`, for chosen configurations."""
     wanted = dict.fromkeys(config.instantiation(problem) for problem, config in variants)
     return compile_missing(device_numbers(device_index).architecture, list(wanted))

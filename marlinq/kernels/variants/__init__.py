@@ -1,1 +1,14 @@
-"""The kernels that multiply, one file each: candidates, cost, configuration and arguments."""
+"""The kernels that multiply, one file each: candidates, cost, configuration and parameters."""
+
+from __future__ import annotations
+
+from marlinq.kernels.contract.configuration import VARIANTS, register_variant
+from marlinq.kernels.variants.bulk import Bulk
+from marlinq.kernels.variants.stream import Stream
+from marlinq.kernels.variants.warpgroup import Warpgroup
+
+for _variant in (Stream(), Bulk(), Warpgroup()):
+    register_variant(_variant)
+
+KERNELS = tuple(VARIANTS)
+"""Names of the kernels in this folder."""

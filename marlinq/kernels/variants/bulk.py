@@ -7,16 +7,21 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from marlinq.kernels.contract.arguments import MappedArguments
+from marlinq.kernels.contract.configuration import ActivationBox, Variant
 from marlinq.kernels.contract.device import Device, registers_of_a_thread
+from marlinq.kernels.contract.handover import Handover
 from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.contract.problem import Problem
+from marlinq.kernels.contract.whole_rows import PUSHED_COLUMNS, MappedRowArguments, RowVariant
 from marlinq.kernels.variants.arguments import mapped_arguments
 from marlinq.kernels.variants.costs import PHYSICS, SCHEDULERS, overlapped, streaming_seconds
 from marlinq.kernels.variants.stages import chunks_on_their_way, stage_bytes, weight_bytes
 from marlinq.kernels.variants.tiles import CODE_CLOSING, CODE_PRODUCTS, CODE_SHIFTS_BFLOAT16, WarpTiles
 
 _REGISTERS = 65536
+# Largest batch that it is considered for: it has no larger tile.
+_MOST_BATCH = 16
 # Registers a thread needs to stay clear of spills (tests/kernels/test_compile.py): by BLOCKS_M and zero
 # points, and how many more when a chunk holds several groups.
 _REGISTERS_NEEDED = {(1, False): 128, (1, True): 128, (2, False): 128, (2, True): 168}
@@ -105,6 +110,7 @@ class BulkConfig(WarpTiles):
     stages: int
     min_blocks: int
 
+    variant: ClassVar[str] = "bulk"
     header: ClassVar[str] = "kernels/bulk.cuh"
     function: ClassVar[str] = "w4a16_bulk"
 
@@ -146,6 +152,35 @@ class BulkConfig(WarpTiles):
     def arguments(self, operands: Operands, dependent: bool) -> MappedArguments:
         """The kernel's parameters."""
         return mapped_arguments(operands, self.tile_m, self.warps_n, self.rows, dependent)
+
+    def activation_box(self, problem: Problem, stride: int) -> ActivationBox | None:
+        """Boxes of a tile's rows."""
+        return ActivationBox(problem.m, problem.k, stride, self.tile_m)
+
+    def handover(self, problem: Problem) -> Handover | None:
+        """None: the blocks of a tile are a cluster."""
+        return None
+
+    def activates(self, problem: Problem) -> bool:
+        """Only without an activation: warps send their sums away, so gate and up never meet."""
+        return problem.activation is None
+
+    def row_variant(self, problem: Problem, *, normed: bool, adds: bool) -> RowVariant | None:
+        """Leaves rows that are not normalised; it takes none."""
+        if normed or (adds and problem.activation is not None):
+            return None
+        return RowVariant.of(
+            self.instantiation(problem),
+            "kernels/bulk_rows.cuh",
+            PUSHED_COLUMNS,
+            MappedRowArguments,
+            normed=normed,
+            adds=adds,
+        )
+
+    def order_of_sums(self, problem: Problem) -> tuple[object, ...]:
+        """Cluster, parts, rows of a chunk, and whether codes are multiplied as they are."""
+        return self.variant, self.cluster, self.parts, self.rows, self.blocks_m == 1
 
 
 def candidates(problem: Problem, device: Device, batch_invariant: bool = False) -> Iterator[BulkConfig]:
@@ -237,3 +272,27 @@ def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs 
             costs.wave + streamed + last + load.blocks * sums / costs.reduction + meeting
         )
     return seconds, busiest
+
+
+class Bulk(Variant[BulkConfig]):
+    """The bulk kernel: small batches, on GPUs with clusters."""
+
+    name = "bulk"
+    configuration = BulkConfig
+
+    def runs_on(self, device: Device) -> bool:
+        return device.has_clusters
+
+    def suits(self, problem: Problem, device: Device, *, dependent: bool) -> bool:
+        # It would run on later GPUs too, where nobody has measured it. In chains it lost in every place with
+        # as many stages as fit (docs/kernels.md, "Dependent launches"); where it wins with fewer, that is
+        # recorded.
+        return problem.m <= _MOST_BATCH and device.has_warpgroups and not dependent
+
+    def candidates(
+        self, problem: Problem, device: Device, batch_invariant: bool = False
+    ) -> Iterator[BulkConfig]:
+        return candidates(problem, device, batch_invariant)
+
+    def estimate(self, problem: Problem, device: Device, configuration: BulkConfig) -> tuple[float, str]:
+        return estimate(problem, device, configuration)

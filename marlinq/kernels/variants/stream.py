@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from marlinq.kernels.contract.arguments import PlainArguments
+from marlinq.kernels.contract.configuration import ActivationBox, Variant
 from marlinq.kernels.contract.device import Device, registers_of_a_thread
+from marlinq.kernels.contract.handover import Handover
 from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.contract.problem import Problem
+from marlinq.kernels.contract.whole_rows import SQUARED_COLUMNS, PlainRowArguments, RowVariant
 from marlinq.kernels.variants.arguments import plain_arguments
 from marlinq.kernels.variants.costs import PHYSICS, SCHEDULERS, overlapped, streaming_seconds
 from marlinq.kernels.variants.tiles import (
@@ -19,9 +22,14 @@ from marlinq.kernels.variants.tiles import (
     CODE_SHIFTS_BFLOAT16,
     DIGIT_CLOSING,
     WarpTiles,
+    holds_pairs,
 )
 
 _REGISTERS = 65536
+# Largest batch that it is considered for beside others, where a GPU has others for all batches.
+_MOST_BATCH = 16
+# Largest tile that works on whole rows.
+_ROWS_MOST = 8
 # By (BLOCKS_M, SCALE_SUMS). Registers a thread needs to stay clear of spills (tests/kernels/test_compile.py).
 _REGISTERS_NEEDED = {
     (1, True): 128,
@@ -131,6 +139,7 @@ class StreamConfig(WarpTiles):
     min_blocks: int
     digits: bool = False
 
+    variant: ClassVar[str] = "stream"
     header: ClassVar[str] = "kernels/stream.cuh"
     function: ClassVar[str] = "w4a16_stream"
 
@@ -179,6 +188,41 @@ class StreamConfig(WarpTiles):
     def arguments(self, operands: Operands, dependent: bool) -> PlainArguments:
         """The kernel's parameters."""
         return plain_arguments(operands, dependent)
+
+    def activation_box(self, problem: Problem, stride: int) -> ActivationBox | None:
+        """None: activations are read from their address."""
+        return None
+
+    def handover(self, problem: Problem) -> Handover | None:
+        """None: the blocks of a tile are a cluster."""
+        return None
+
+    def activates(self, problem: Problem) -> bool:
+        """Whether a block has gate and up of the same columns, whose sums meet in its shared memory."""
+        return problem.activation is None or holds_pairs(problem, self.tile_n)
+
+    def row_variant(self, problem: Problem, *, normed: bool, adds: bool) -> RowVariant | None:
+        """In tiles of up to eight rows; with larger ones there are no registers for it."""
+        if self.tile_m > _ROWS_MOST or (adds and problem.activation is not None):
+            return None
+        return RowVariant.of(
+            self.instantiation(problem),
+            "kernels/stream_rows.cuh",
+            SQUARED_COLUMNS,
+            PlainRowArguments,
+            normed=normed,
+            adds=adds,
+        )
+
+    def order_of_sums(self, problem: Problem) -> tuple[object, ...]:
+        """Parts, rows of a chunk, and whether sums are scaled."""
+        return self.variant, self.parts, self.rows, self.scale_sums
+
+    def describe(self) -> str:
+        """Tile and split, for people."""
+        split = f"K in {self.parts} parts over {self.cluster} blocks"
+        digits = " by integer digits" if self.digits else ""
+        return f"tile {self.tile_m}x{self.tile_n}{digits}, {split}"
 
 
 def candidates(problem: Problem, device: Device, batch_invariant: bool = False) -> Iterator[StreamConfig]:
@@ -316,3 +360,25 @@ def estimate(
         last = config.rows * row * max(issued, costs.stalls) / device.clock
         seconds += load.waves * (costs.wave + streamed + last + load.blocks * sums / meeting_rate + meeting)
     return seconds, busiest
+
+
+class Stream(Variant[StreamConfig]):
+    """The stream kernel: on every GPU, for every batch."""
+
+    name = "stream"
+    configuration = StreamConfig
+    any_batch = True
+
+    def runs_on(self, device: Device) -> bool:
+        return True
+
+    def suits(self, problem: Problem, device: Device, *, dependent: bool) -> bool:
+        return problem.m <= _MOST_BATCH or not device.has_warpgroups
+
+    def candidates(
+        self, problem: Problem, device: Device, batch_invariant: bool = False
+    ) -> Iterator[StreamConfig]:
+        return candidates(problem, device, batch_invariant)
+
+    def estimate(self, problem: Problem, device: Device, configuration: StreamConfig) -> tuple[float, str]:
+        return estimate(problem, device, configuration)

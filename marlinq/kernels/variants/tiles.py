@@ -14,6 +14,11 @@ DIGIT_CLOSING = 2
 CODE_SHIFTS_BFLOAT16 = 16
 
 
+def holds_pairs(problem: Problem, tile_n: int) -> bool:
+    """Whether a block of ``tile_n`` columns has gate and up of the same columns: their tiles take turns."""
+    return tile_n % 128 == 0 and problem.n % 128 == 0
+
+
 class WarpTiles:
     """A block of ``warps_n`` times ``warps_k`` warps, each with 64 columns and a part of K.
 
@@ -50,6 +55,10 @@ class WarpTiles:
     def parts(self) -> int:
         """Parts that K is split into, over blocks and warps."""
         return self.cluster * self.warps_k
+
+    def describe(self) -> str:
+        """Tile and split, for people."""
+        return f"tile {self.tile_m}x{self.tile_n}, K in {self.parts} parts over {self.cluster} blocks"
 
     def grid(self, problem: Problem) -> int:
         """Blocks of a launch."""

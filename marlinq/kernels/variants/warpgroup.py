@@ -8,15 +8,32 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from marlinq.kernels.contract.arguments import WarpgroupArguments
+from marlinq.kernels.contract.configuration import ActivationBox, Variant
 from marlinq.kernels.contract.device import Device, Load, registers_of_a_thread
 from marlinq.kernels.contract.handover import Handover
 from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.contract.problem import Problem
+from marlinq.kernels.contract.whole_rows import (
+    PUSHED_COLUMNS,
+    SQUARED_COLUMNS,
+    MappedRowArguments,
+    RowVariant,
+)
 from marlinq.kernels.variants.arguments import warpgroup_arguments
 from marlinq.kernels.variants.costs import PHYSICS, overlapped, round_trip, streaming_seconds
 from marlinq.kernels.variants.stages import chunks_on_their_way, stage_bytes, weight_bytes
+from marlinq.kernels.variants.tiles import holds_pairs
 
+# Smallest batch that it is considered for. It lost on all measured layers at 16 rows, so fewer than nine were
+# not tried; from 17 on it is always expected to win, and from 33 on it did (docs/kernels.md, "Which kernel at
+# which batch").
+_LEAST_BATCH = 9
+# Batches from here on that are no powers of two, to which servers pad, take what serves many of them
+# (:func:`common`), or a model would need a hundred variants.
+_COMMON_LEAST = 33
+# Largest tile that works on whole rows: with larger ones it was not measured.
+_WHOLE_ROWS_MOST = 64
 # Registers of a multiplying thread beside its accumulators and operand fragments: by the words of a vector
 # that a lane takes, with zero points, where one instruction subtracts and scales, where tiles are split
 # in chunks (a word, with zero points), and where sums are sent.
@@ -172,6 +189,7 @@ class WarpgroupConfig:
     most_blocks: int  # of a launch whose blocks take tile after tile
     stream_k: bool = False  # the last tiles are split evenly over the blocks, in chunks of K
 
+    variant: ClassVar[str] = "warpgroup"
     header: ClassVar[str] = "kernels/warpgroup.cuh"
     function: ClassVar[str] = "w4a16_wgmma"
 
@@ -270,6 +288,38 @@ class WarpgroupConfig:
             # Sums take the place of the ring.
             return max(ring, self.parts_k * self.tile_m * (self.tile_n + 4) * 4)
         return ring + self._bytes_beside_ring(problem)
+
+    def activation_box(self, problem: Problem, stride: int) -> ActivationBox | None:
+        """Boxes of a tile's rows."""
+        return ActivationBox(problem.m, problem.k, stride, self.tile_m)
+
+    def activates(self, problem: Problem) -> bool:
+        """Whether a block has gate and up of the same columns, whose sums meet in its shared memory."""
+        return problem.activation is None or (not self.pushes and holds_pairs(problem, self.tile_n))
+
+    def row_variant(self, problem: Problem, *, normed: bool, adds: bool) -> RowVariant | None:
+        """Where a tile's sums meet, in tiles of up to 64 rows."""
+        if self.tile_m > _WHOLE_ROWS_MOST or not self.meets(problem):
+            return None
+        if adds and problem.activation is not None:
+            return None
+        return RowVariant.of(
+            self.instantiation(problem),
+            "kernels/warpgroup_rows.cuh",
+            PUSHED_COLUMNS if self.pushes else SQUARED_COLUMNS,
+            MappedRowArguments,
+            normed=normed,
+            adds=adds,
+        )
+
+    def order_of_sums(self, problem: Problem) -> tuple[object, ...]:
+        """Cluster, parts, rows of a chunk, and what scales multiply."""
+        return self.variant, self.cluster, self.parts, self.rows, self.scaling(problem)
+
+    def describe(self) -> str:
+        """Tile and split, for people."""
+        split = f"K in {self.parts} parts over {self.cluster} blocks"
+        return f"tile {self.tile_m}x{self.tile_n}, {'stream-K' if self.stream_k else split}"
 
     def _bytes_beside_ring(self, problem: Problem) -> int:
         """What has a place of its own: sums that are received, or tiles that are transposed."""
@@ -543,3 +593,28 @@ def estimate(
         # The waves counted a block's last tile as one of the earlier.
         seconds += last - earlier
     return seconds, busiest
+
+
+class Warpgroup(Variant[WarpgroupConfig]):
+    """The warpgroup kernel: all but the smallest batches, on GPUs with ``wgmma``."""
+
+    name = "warpgroup"
+    configuration = WarpgroupConfig
+
+    def runs_on(self, device: Device) -> bool:
+        return device.has_warpgroups
+
+    def suits(self, problem: Problem, device: Device, *, dependent: bool) -> bool:
+        return problem.m >= _LEAST_BATCH and device.has_warpgroups
+
+    def candidates(
+        self, problem: Problem, device: Device, batch_invariant: bool = False
+    ) -> Iterator[WarpgroupConfig]:
+        return candidates(problem, device, batch_invariant)
+
+    def common_candidates(self, problem: Problem, device: Device) -> Iterator[WarpgroupConfig]:
+        if problem.m >= _COMMON_LEAST and problem.m.bit_count() > 1:
+            yield from common(problem, device)
+
+    def estimate(self, problem: Problem, device: Device, configuration: WarpgroupConfig) -> tuple[float, str]:
+        return estimate(problem, device, configuration)

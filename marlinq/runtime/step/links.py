@@ -18,9 +18,9 @@ from torch import Tensor
 from marlinq.core.progress import ReportProgress
 from marlinq.kernels import Problem
 from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.contract.whole_rows import Added, Normed, RowVariant
 from marlinq.kernels.launch.precompile import precompile_instantiations
 from marlinq.kernels.step import RowNorm
-from marlinq.kernels.variants.whole_rows import Added, Normed, RowVariant
 from marlinq.runtime.step.bound import BoundLayer, BoundMLP
 from marlinq.runtime.step.products import Product
 

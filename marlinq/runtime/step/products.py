@@ -15,10 +15,10 @@ from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels import LayerShape, Problem, decide, device_numbers, precompile_model
 from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.contract.weight_formats import INT4
+from marlinq.kernels.contract.whole_rows import RowVariant, RowWork
 from marlinq.kernels.launch.call import Call, dequantizes, prepare
 from marlinq.kernels.launch.dequantized import dequantized_gemm
 from marlinq.kernels.launch.gather import Gathered, gathering
-from marlinq.kernels.variants.whole_rows import RowVariant, RowWork, row_variant
 from marlinq.models.anatomy import Slices
 from marlinq.runtime.linear import QuantLinear
 from marlinq.runtime.step.join import JoinedLinear, JoinedSlice, join_modules
@@ -130,14 +130,14 @@ class Product:
         self, problem: Problem, device_index: int, *, normed: bool, adds: bool
     ) -> RowVariant | None:
         """The kernel that multiplies and works on whole rows, where one multiplies alone, with channels in
-        their order, and can; else None (:mod:`marlinq.kernels.variants.whole_rows`)."""
+        their order, and can; else None (:mod:`marlinq.kernels.contract.whole_rows`)."""
         module = self.modules[0]
         if len(self.modules) > 1 or not isinstance(module, QuantLinear) or module.order is not None:
             return None
         if not module.words.is_cuda:
             return None
         config = decide(problem, device_numbers(device_index)).config
-        return None if config is None else row_variant(config, problem, normed=normed, adds=adds)
+        return None if config is None else config.row_variant(problem, normed=normed, adds=adds)
 
     def bind_rows(self, x: Tensor, out: Tensor, work: RowWork, activation: str | None = None) -> Start:
         """As :meth:`bind` or :meth:`bind_activated`, with ``work`` on whole rows.

@@ -10,12 +10,12 @@ from torch import Tensor
 from marlinq.core.progress import ReportProgress
 from marlinq.kernels import Problem, device_numbers, precompile
 from marlinq.kernels import step as kernels
+from marlinq.kernels.contract.whole_rows import Normed, RowWork
 from marlinq.kernels.experts import w4a16_experts
 from marlinq.kernels.experts.choose import DirectDecision, ExpertsShape, decide_experts
 from marlinq.kernels.experts.launch import Workspace as ExpertsWorkspace
 from marlinq.kernels.experts.launch import layer_steps, shape_of
 from marlinq.kernels.step import Gather, Prepared, RoutedRows, RowNorm
-from marlinq.kernels.variants.whole_rows import Normed, RowWork
 from marlinq.runtime.step.bound import BoundMixture, BoundMLP
 from marlinq.runtime.step.bound_forward import BoundForward
 from marlinq.runtime.step.links import RowLinks

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from marlinq.kernels import Problem
 from marlinq.kernels.contract.instantiation import Instantiation
-from marlinq.kernels.variants.whole_rows import RowVariant, RowWork
+from marlinq.kernels.contract.whole_rows import RowVariant, RowWork
 from marlinq.runtime.step import links, recorded_step, walk
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.products import Product, Start

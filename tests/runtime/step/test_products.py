@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from marlinq.kernels import decide, dependent_launches
-from marlinq.kernels.choose.decision import activates
 from marlinq.kernels.contract.device import H200
 from marlinq.models.anatomy import Slices
 from marlinq.runtime import MarlinOperand, QuantLinear
@@ -42,7 +41,7 @@ def test_pairs_of_tiles_activate_in_the_epilogue(rows: int) -> None:
         config = decide(problem, H200).config
     assert config is not None
     assert config.tile_n % 128 == 0
-    assert activates(problem, config)
+    assert config.activates(problem)
     assert (problem.m, problem.n, problem.k, problem.activation) == (rows, 3584, 512, "silu")
 
 

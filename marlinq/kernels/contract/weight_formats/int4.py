@@ -35,7 +35,6 @@ INT4 = register_weight_format(
         values=values,
         in_order=permute_scales,
         codec="Int4",
-        kernels=("stream", "bulk", "warpgroup"),
         # Two passes part the nibbles (1 + 1), one orders them (1 + 2); zero points and scales take 4 each.
         dequantizing_bytes=13.0,
     )

@@ -9,6 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+TILE_COLUMNS = 64
+"""Columns of a tile, which kernels load as one piece."""
+
 ScaleKind = Literal["quant_group"]
 """``quant_group``: scales [G, N] of the activations' type, each for a group of channels of one column."""
 
@@ -26,8 +29,8 @@ class WeightFormat:
         midpoint: the zero point of weights that store none, in units of a code.
         values: takes words and a dtype, and gives the codes [K, N] in it.
         in_order: takes stored scales or zero points [G, N], and gives them in the order of the columns.
-        codec: the CUDA type that turns words into fragments (``cuda/codec``), a template over their element.
-        kernels: the CUDA kernels that have been made for it; where there is none, weights are dequantised.
+        codec: CUDA type that turns words into fragments (``cuda/codec``), a template over their element; None
+            where there is none, and weights are dequantised.
         dequantizing_bytes: bytes of device memory that :meth:`dequantize` moves a weight, in 16 bits.
     """
 
@@ -39,8 +42,7 @@ class WeightFormat:
     midpoint: float
     values: Callable[[Tensor, torch.dtype], Tensor] = field(repr=False)
     in_order: Callable[[Tensor], Tensor] = field(repr=False)
-    codec: str
-    kernels: tuple[str, ...]
+    codec: str | None
     dequantizing_bytes: float
 
     @property
@@ -57,6 +59,16 @@ class WeightFormat:
     def row_words(self) -> int:
         """Words of 32 bits of a stored row, a column."""
         return self.row_bytes // 4
+
+    @property
+    def tile_words(self) -> int:
+        """Words of 32 bits of a stored row in a tile of 64 columns."""
+        return TILE_COLUMNS * self.row_words
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a stored row in a tile of 64 columns."""
+        return TILE_COLUMNS * self.row_bytes
 
     def shape(self, words: Tensor) -> tuple[int, int]:
         """K and N of words."""

@@ -8,18 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from marlinq.kernels.contract.arguments import Arguments, MappedArguments, PlainArguments
+from marlinq.kernels.contract.arguments import MappedArguments, PlainArguments
 from marlinq.kernels.contract.instantiation import Instantiation
-from marlinq.kernels.contract.problem import Problem
-from marlinq.kernels.variants.bulk import BulkConfig
-from marlinq.kernels.variants.stream import StreamConfig
-from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 
-KernelConfig = StreamConfig | BulkConfig | WarpgroupConfig
-# Largest tiles: with larger ones the stream kernel has no registers for work on rows, and the warpgroup
-# kernel was not measured.
-_STREAM_ROWS_MOST, _ROWS_MOST = 8, 64
-_SQUARED_COLUMNS, _PUSHED_COLUMNS = 64, 16
+SQUARED_COLUMNS, PUSHED_COLUMNS = 64, 16
+"""Columns that a sum of squares is of: where a block holds a tile's sums, and where warps send them away."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,35 +76,53 @@ class MappedRowArguments(ctypes.Structure):
 
 
 RowArguments = PlainRowArguments | MappedRowArguments
+"""The parameters of any product that works on whole rows."""
 
 
 @dataclass(frozen=True)
 class RowVariant:
-    """A product's variant that does such work.
+    """The kernel of a configuration that works on whole rows, too.
 
     Attributes:
         instantiation: what is compiled.
         squared_columns: columns that one of its sums of squares is of.
+        arguments: structure of its parameters; those of the product alone come first, by the same names.
     """
 
     instantiation: Instantiation
     squared_columns: int
+    arguments: type[RowArguments]
+
+    @classmethod
+    def of(
+        cls,
+        plain: Instantiation,
+        header: str,
+        squared_columns: int,
+        arguments: type[RowArguments],
+        *,
+        normed: bool,
+        adds: bool,
+    ) -> RowVariant:
+        """The kernel in ``header`` with the members of ``plain``, the product alone."""
+        parameters = (*plain.parameters, ("NORMED", normed), ("ADDS", adds))
+        return cls(Instantiation(header, f"{plain.function}_rows", parameters), squared_columns, arguments)
 
 
 @dataclass(frozen=True, eq=False)
 class RowWork:
-    """One of them, or both."""
+    """What a product does with whole rows beside multiplying.
+
+    Attributes:
+        normed: norm of the activations that is still to be taken, or None.
+        added: residual stream that the results are added to, or None.
+    """
 
     normed: Normed | None = None
     added: Added | None = None
 
-    def variant(self, config: KernelConfig, problem: Problem) -> RowVariant | None:
-        """Of ``config``, which does it; None where that can't."""
-        return row_variant(config, problem, normed=self.normed is not None, adds=self.added is not None)
-
-    def arguments(self, plain: Arguments) -> RowArguments:
-        """The variant's parameters."""
-        kind = PlainRowArguments if isinstance(plain, PlainArguments) else MappedRowArguments
+    def arguments(self, kind: type[RowArguments], plain: ctypes.Structure) -> RowArguments:
+        """Parameters of ``kind``; ``plain`` are those of the product alone."""
         own = len(kind._fields_) - len(_ROW_FIELDS)
         given = kind(*(getattr(plain, field[0]) for field in kind._fields_[:own]))
         if self.normed is not None:
@@ -127,29 +138,3 @@ class RowWork:
             given.residual_stride = self.added.residual.stride(0)
             given.factor = self.added.factor
         return given
-
-
-def row_variant(config: KernelConfig, problem: Problem, *, normed: bool, adds: bool) -> RowVariant | None:
-    """The variant of ``config`` that takes or leaves rows that are not normalised yet; None without one.
-
-    The stream kernel does both in tiles of up to eight rows, the warpgroup kernel where a tile's sums meet,
-    in tiles of up to 64. The bulk kernel leaves such rows.
-    """
-    if adds and problem.activation is not None:
-        return None
-    if isinstance(config, StreamConfig):
-        fits, name, columns = config.tile_m <= _STREAM_ROWS_MOST, "stream", _SQUARED_COLUMNS
-    elif isinstance(config, BulkConfig):
-        fits, name, columns = config.tile_m <= _ROWS_MOST and not normed, "bulk", _PUSHED_COLUMNS
-    else:
-        fits = config.tile_m <= _ROWS_MOST and config.meets(problem)
-        name, columns = "warpgroup", _PUSHED_COLUMNS if config.pushes else _SQUARED_COLUMNS
-    if not fits:
-        return None
-    plain = config.instantiation(problem)
-    rows = Instantiation(
-        f"kernels/{name}_rows.cuh",
-        f"{plain.function}_rows",
-        (*plain.parameters, ("NORMED", normed), ("ADDS", adds)),
-    )
-    return RowVariant(rows, columns)

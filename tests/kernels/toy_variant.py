@@ -1,0 +1,96 @@
+"""A fourth kernel that multiplies, in one file: a configuration, a variant, and its registration."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
+
+from marlinq.kernels import Device, Problem
+from marlinq.kernels.contract.configuration import VARIANTS, ActivationBox, Variant, register_variant
+from marlinq.kernels.contract.handover import Handover
+from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.whole_rows import RowVariant
+
+
+class ToyArguments(ctypes.Structure):
+    """The kernel's parameters: two addresses and the number of rows."""
+
+    _fields_ = (("x", ctypes.c_void_p), ("out", ctypes.c_void_p), ("m", ctypes.c_int))
+
+
+@dataclass(frozen=True)
+class ToyConfig:
+    """Blocks of 64 columns and all rows."""
+
+    tile_m: int
+    variant: ClassVar[str] = "toy"
+    tile_n: ClassVar[int] = 64
+    cluster: ClassVar[int] = 1
+    parts: ClassVar[int] = 1
+    threads: ClassVar[int] = 96
+    min_blocks: ClassVar[int] = 1
+
+    def grid(self, problem: Problem) -> int:
+        return problem.n // self.tile_n
+
+    def shared_bytes(self, problem: Problem) -> int:
+        return 128 * self.tile_m
+
+    def instantiation(self, problem: Problem) -> Instantiation:
+        return Instantiation("kernels/toy.cuh", "toy", (*problem.parameters, ("TILE_M", self.tile_m)))
+
+    def arguments(self, operands: Operands, dependent: bool) -> ToyArguments:
+        return ToyArguments(operands.x.data_ptr(), operands.out.data_ptr(), operands.x.shape[0])
+
+    def activation_box(self, problem: Problem, stride: int) -> ActivationBox | None:
+        return None
+
+    def handover(self, problem: Problem) -> Handover | None:
+        return None
+
+    def activates(self, problem: Problem) -> bool:
+        return problem.activation is None
+
+    def row_variant(self, problem: Problem, *, normed: bool, adds: bool) -> RowVariant | None:
+        return None
+
+    def order_of_sums(self, problem: Problem) -> tuple[object, ...]:
+        return (self.variant,)
+
+    def describe(self) -> str:
+        return f"toy tile of {self.tile_m} rows"
+
+
+class Toy(Variant[ToyConfig]):
+    """Said to be faster than all others, for batches of up to three rows."""
+
+    name = "toy"
+    configuration = ToyConfig
+
+    def runs_on(self, device: Device) -> bool:
+        return True
+
+    def suits(self, problem: Problem, device: Device, *, dependent: bool) -> bool:
+        return problem.m <= 4
+
+    def candidates(
+        self, problem: Problem, device: Device, batch_invariant: bool = False
+    ) -> Iterator[ToyConfig]:
+        yield ToyConfig(problem.m)
+
+    def estimate(self, problem: Problem, device: Device, configuration: ToyConfig) -> tuple[float, str]:
+        return 1e-9, "nothing"
+
+
+@contextmanager
+def toy_variant() -> Iterator[None]:
+    """The kernel is registered inside."""
+    register_variant(Toy())
+    try:
+        yield
+    finally:
+        del VARIANTS[Toy.name]
