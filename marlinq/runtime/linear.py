@@ -33,6 +33,7 @@ class QuantLinear(nn.Module):
         super().__init__()
         self.in_features = operand.in_features
         self.out_features = operand.out_features
+        self.format = operand.format
         self.group_size = operand.group_size
         self.padded_shape = operand.padded_shape
         self._padding = operand.padded_shape[0] - operand.in_features

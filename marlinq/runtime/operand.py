@@ -27,11 +27,16 @@ from marlinq.core.scheme import INT4, Scheme
 from marlinq.core.weight import Grid, QuantizedWeight, trivial_g_idx
 from marlinq.formats import StoredWeight, transcode
 from marlinq.formats.layouts.marlin import GROUP_SIZES, Marlin, pack_tiles, permute_scales
+from marlinq.kernels.contract import weight_formats
+from marlinq.kernels.contract.weight_formats import WeightFormat
 from marlinq.kernels.launch.tile_words import SOURCES as TILED_FROM
 from marlinq.kernels.launch.tile_words import tile_words
 
 KERNEL_LAYOUT = Marlin()
 """The layout whose words and scales the kernel reads as they are."""
+
+KERNEL_FORMAT = weight_formats.INT4
+"""The weight format whose words :data:`KERNEL_LAYOUT` holds."""
 
 PAD_MULTIPLE = 64
 """K and N of a stored operand are multiples of this."""
@@ -45,6 +50,7 @@ class MarlinOperand:
     """The weight operand of :func:`marlinq.kernels.w4a16_gemm`.
 
     Attributes:
+        format: weight format of the words.
         words: int32 [K'/16, 2N'], K' and N' being K and N after padding.
         scales: float [G', N'], in the stored order of :func:`marlinq.formats.layouts.marlin.permute_scales`.
         zeros: like ``scales``, zero points as floats; None when all are 8.
@@ -54,6 +60,7 @@ class MarlinOperand:
         out_features: N.
     """
 
+    format: WeightFormat
     words: Tensor
     scales: Tensor
     zeros: Tensor | None
@@ -65,8 +72,7 @@ class MarlinOperand:
     @property
     def padded_shape(self) -> tuple[int, int]:
         """(K', N')."""
-        rows, columns = self.words.shape
-        return rows * 16, columns // 2
+        return self.format.shape(self.words)
 
 
 def operand_refusal(weight: StoredWeight | QuantizedWeight | Grid) -> str | None:
@@ -123,6 +129,7 @@ def stored_operand(stored: StoredWeight, dtype: torch.dtype, device: torch.devic
         regrouped = _regrouped(stored.grid, stored.grid.zeros, group_size)
         zeros = permute_scales(regrouped).to(device=device, dtype=dtype)
     return MarlinOperand(
+        format=KERNEL_FORMAT,
         words=_kernel_words(stored, device),
         scales=_cast_scales(scales, dtype, stored.name).to(device),
         zeros=zeros,
@@ -167,6 +174,7 @@ def marlin_operand(q: QuantizedWeight, dtype: torch.dtype, *, name: str = "weigh
     if order is not None:
         order = torch.nn.functional.pad(order, (0, rows - k), value=-1).to(torch.int32)
     return MarlinOperand(
+        format=KERNEL_FORMAT,
         words=pack_tiles(codes),
         scales=permute_scales(scales),
         zeros=None if not q.scheme.stores_zeros else permute_scales(zeros.to(dtype)),

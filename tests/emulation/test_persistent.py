@@ -11,6 +11,7 @@ from torch import Tensor
 
 from emulation.build import Builder
 from emulation.launching import EmulatedKernel, KernelFault, Memory, apart, encode_tensor_map
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.launch import persistent
 from marlinq.kernels.launch.persistent import LayerOperands, Model, Operand, PersistentLayers
 from tests.emulation.gemm import SOURCES
@@ -84,14 +85,16 @@ def _apart(layer: LayerOperands) -> LayerOperands:
 
     def guarded(value: object) -> object:
         if isinstance(value, Operand):
-            return Operand(*(None if one is None else apart(one) for one in _tensors(value).values()))
+            return Operand(
+                value.format, *(None if one is None else apart(one) for one in _tensors(value).values())
+            )
         return apart(value) if isinstance(value, Tensor) else value
 
     return LayerOperands(*(guarded(getattr(layer, field.name)) for field in fields(layer)))  # type: ignore[arg-type]
 
 
 def _tensors(operand: Operand) -> dict[str, Tensor | None]:
-    return {field.name: getattr(operand, field.name) for field in fields(operand)}
+    return {name: getattr(operand, name) for name in ("words", "scales", "zeros", "bias")}
 
 
 def _memory(layers: list[LayerOperands]) -> list[Memory]:
@@ -217,6 +220,9 @@ def test_refusals_name_what_does_not_fit() -> None:
         return persistent.persistent_refusal([one, layer], model, architecture, 232_448)
 
     assert refusal() is None
+    eight_bits = replace(INT4, name="int8", bits=8)
+    planted = replace(layer, down=replace(layer.down, format=eight_bits))
+    assert refusal(planted) == "weights in int8, the kernel multiplies int4"
     assert "sm_86" in (refusal(architecture="sm_86") or "")
     other = random_layer(SIZES, Features(group=64), 1, DEVICE)
     assert "several group sizes" in (refusal(other) or "")

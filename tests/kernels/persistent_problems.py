@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.launch.persistent import LayerOperands, Model, Operand
 from marlinq.kernels.ops.reference import dequantize_operands
 
@@ -73,7 +74,7 @@ def random_operand(k: int, n: int, features: Features, device: torch.device, siz
     scales *= torch.randint(0, 2, (groups, n), device=device) * 2 - 1
     zeros = torch.randint(4, 12, (groups, n), device=device).to(features.dtype) if features.zeros else None
     bias = (torch.randn(n, device=device) / 8).to(features.dtype) if features.bias else None
-    return Operand(words, scales, zeros, bias)
+    return Operand(INT4, words, scales, zeros, bias)
 
 
 def random_layer(sizes: Sizes, features: Features, rows: int, device: torch.device) -> LayerOperands:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.runtime.grouped_experts import (
     GroupedExperts,
     activation_name,
@@ -24,7 +25,7 @@ from tests.kernels.problems import random_operands, relative_error
 def linear(k: int, n: int, group: int, zeros: bool, bias: bool = False, **more: object) -> QuantLinear:
     made = random_operands(k, n, group, torch.float16, zeros=zeros, bias=bias, device="cpu")
     given = {"order": None, "in_features": k, "out_features": n} | more
-    operand = MarlinOperand(made.words, made.scales, made.zeros, group_size=group, **given)  # type: ignore[arg-type]
+    operand = MarlinOperand(INT4, made.words, made.scales, made.zeros, group_size=group, **given)  # type: ignore[arg-type]
     return QuantLinear(operand, made.bias)
 
 

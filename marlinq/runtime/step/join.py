@@ -33,6 +33,8 @@ def join_refusal(operands: Sequence[MarlinOperand], *, interleave: bool) -> str 
             return f"inputs of {first.in_features} and {other.in_features} channels"
         if other.group_size != first.group_size or other.scales.shape[0] != first.scales.shape[0]:
             return f"group sizes {first.group_size} and {other.group_size}"
+        if other.format != first.format:
+            return f"weights in {first.format.name} and {other.format.name}"
         if (other.zeros is None) != (first.zeros is None):
             return "only some of the weights store zero points"
         if other.scales.dtype != first.scales.dtype or other.words.device != first.words.device:
@@ -67,6 +69,7 @@ def join_operands(operands: Sequence[MarlinOperand], *, interleave: bool) -> Mar
     columns = sum(operand.padded_shape[1] for operand in operands)
     zeros = [operand.zeros for operand in operands if operand.zeros is not None]
     return MarlinOperand(
+        format=first.format,
         words=_joined([operand.words for operand in operands], 2 * TILE_N, interleave),
         # The stored order of scales permutes columns within tiles only.
         scales=_joined([operand.scales for operand in operands], TILE_N, interleave),
@@ -230,6 +233,7 @@ def join_modules(model: nn.Module, names: Sequence[str], *, interleave: bool) ->
 def held_operand(linear: QuantLinear) -> MarlinOperand:
     """The operand that a linear multiplies with; its tensors, not copies."""
     return MarlinOperand(
+        format=linear.format,
         words=linear.words,
         scales=linear.scales,
         zeros=linear.zeros,

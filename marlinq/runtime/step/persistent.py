@@ -225,6 +225,7 @@ def _operand(product: Product) -> Operand:
         raise _UnknownPartError("padded products")
     bias = linear.bias
     return Operand(
+        linear.format,
         linear.words,
         _grouped(linear.scales, linear.in_features),
         None if linear.zeros is None else _grouped(linear.zeros, linear.in_features),

@@ -14,7 +14,6 @@ from marlinq.core.errors import UnsupportedError
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels import LayerShape, Problem, decide, device_numbers, precompile_model
 from marlinq.kernels.contract.operands import Operands
-from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.contract.whole_rows import RowVariant, RowWork
 from marlinq.kernels.launch.call import Call, dequantizes, prepare
 from marlinq.kernels.launch.dequantized import dequantized_gemm
@@ -238,9 +237,9 @@ def _bind_packed(
     operands = Operands(taken, linear.words, linear.scales, linear.zeros, bias, out)
     group_size = _group_size(linear)
     plain = activation is None and work is None
-    if plain and dequantizes((rows, n, k), group_size, linear.zeros, x.dtype, index, INT4):
+    if plain and dequantizes((rows, n, k), group_size, linear.zeros, x.dtype, index, linear.format):
         if order is None:
-            return lambda: dequantized_gemm(operands, INT4)
+            return lambda: dequantized_gemm(operands, linear.format)
         return _bind_module(linear, x, out)
     call = prepare(operands, group_size, behind_own=order is not None, activation=activation, work=work)
     if order is not None:

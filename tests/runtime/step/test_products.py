@@ -8,6 +8,7 @@ from torch import nn
 
 from marlinq.kernels import decide, dependent_launches
 from marlinq.kernels.contract.device import H200
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.models.anatomy import Slices
 from marlinq.runtime import MarlinOperand, QuantLinear
 from marlinq.runtime.step import products
@@ -25,7 +26,9 @@ def gate_up(inner: int, hidden: int, *, interleave: bool = True, group: int = 12
     for name in ("gate", "up"):
         words = torch.empty((hidden // 16, 2 * inner), dtype=torch.int32)
         scales = torch.empty((hidden // group, inner), dtype=torch.float16)
-        setattr(model, name, QuantLinear(MarlinOperand(words, scales, None, None, group, hidden, inner)))
+        setattr(
+            model, name, QuantLinear(MarlinOperand(INT4, words, scales, None, None, group, hidden, inner))
+        )
     slices = Slices(("gate", "up"), (inner, inner))
     product, reason = find_product(model, slices, interleave=interleave)
     assert reason is None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.launch.persistent.operands import LayerOperands, Model
 
 PARTS = 4
@@ -110,6 +111,10 @@ def persistent_refusal(
         return f"heads of {head_dim} channels, 64, 128 or 256 are known"
     if model.heads % model.kv_heads or model.heads // model.kv_heads > 8:
         return f"{model.heads} heads of queries for {model.kv_heads} of keys, at most eight share one"
+    formats = {operand.format for layer in layers for operand in layer.operands} - {INT4}
+    if formats:
+        names = ", ".join(sorted(one.name for one in formats))
+        return f"weights in {names}, the kernel multiplies {INT4.name}"
     kinds = {(operand.group_size, operand.zeros is None) for layer in layers for operand in layer.operands}
     if len(kinds) > 1:
         return "weights of several group sizes, or some with zero points and some without"

@@ -7,6 +7,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from marlinq.kernels.contract.weight_formats import WeightFormat
+
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -15,12 +17,14 @@ class Operand:
     """A quantised weight as :func:`marlinq.kernels.ops.w4a16.w4a16_gemm` takes it, group scales only.
 
     Attributes:
-        words: int32 [K/16, 2N], 4-bit codes in Marlin's order.
+        format: weight format of the words; the kernel refuses all but int4.
+        words: int32 [K / format.row_channels, N * format.row_words].
         scales: FP16 or BF16 [K/group, N] in stored order.
         zeros: zero points like ``scales``, or None.
         bias: [N] in the dtype of ``scales``, or None.
     """
 
+    format: WeightFormat
     words: Tensor
     scales: Tensor
     zeros: Tensor | None = None
@@ -29,12 +33,12 @@ class Operand:
     @property
     def channels(self) -> int:
         """K."""
-        return self.words.shape[0] * 16
+        return self.format.shape(self.words)[0]
 
     @property
     def columns(self) -> int:
         """N."""
-        return self.words.shape[1] // 2
+        return self.format.shape(self.words)[1]
 
     @property
     def group_size(self) -> int:
