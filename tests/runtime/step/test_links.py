@@ -10,7 +10,7 @@ from torch import Tensor
 
 from marlinq.kernels import Problem
 from marlinq.kernels.contract.instantiation import Instantiation
-from marlinq.kernels.contract.whole_rows import RowVariant, RowWork
+from marlinq.kernels.contract.whole_rows import PlainRowArguments, RowVariant, RowWork
 from marlinq.runtime.step import links, recorded_step, walk
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.products import Product, Start
@@ -35,7 +35,8 @@ class Products:
 
         def variant(_: Product, __: Problem, ___: int, *, normed: bool, adds: bool) -> RowVariant | None:
             assert normed != adds
-            return RowVariant(Instantiation("rows.cuh", "rows", ()), columns) if columns else None
+            kernel = Instantiation("rows.cuh", "rows", ())
+            return RowVariant(kernel, columns, PlainRowArguments) if columns else None
 
         def bind_rows(
             product: Product, x: Tensor, out: Tensor, work: RowWork, activation: str | None = None
