@@ -48,7 +48,7 @@ def render_chat(chat: Chat, tokenizer: Any, source: str) -> str:
 
     Raises:
         UnsupportedError: the tokenizer has no chat template.
-        CheckpointError: the template fails.
+        CheckpointError: the template fails, or takes too much time or memory.
     """
     if not chat.messages:
         return ""
@@ -57,10 +57,9 @@ def render_chat(chat: Chat, tokenizer: Any, source: str) -> str:
             f"text {source}: holds chat messages, but the model's tokenizer has no chat template; name a "
             "column of text as #COLUMN, or add the template to the model"
         )
-    with boundaries.foreign(
-        f"text {source}",
-        "the model's chat template fails on a conversation",
-        "mend the template, or name a column of text as #COLUMN",
-    ):
-        text: str = tokenizer.apply_chat_template(list(chat.messages), tokenize=False)
-    return text
+    return boundaries.rendered(
+        tokenizer,
+        chat.messages,
+        subject=f"text {source}",
+        advice="mend the template, or name a column of text as #COLUMN",
+    )

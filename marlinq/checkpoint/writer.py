@@ -76,6 +76,14 @@ def check_place(out: Path, *, resume: bool, source: Path | None = None) -> None:
         OutputError: ``out`` exists, lies inside ``source`` or can't be made there, or an unfinished run is in
             the way.
     """
+    try:
+        # The longer name of the two.
+        os.lstat(_partial(out))
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OutputError(f"{str(out)[:200]!r}: can't be created ({reason}); choose another folder") from None
     # A link that leads nowhere is in the way too.
     if os.path.lexists(out):
         raise OutputError(f"{out}: already exists; choose another output folder or remove it")

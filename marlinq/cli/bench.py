@@ -184,7 +184,7 @@ def experts(
 @command.command("decode", short_help="Time decoding with a model.", context_settings={"show_default": True})
 @click.argument("checkpoint", type=SOURCE, metavar="[CKPT]", required=False)
 @click.option("--synthetic", metavar="MODEL", help="Make up a model of this shape instead of loading one.")
-@click.option("--layers", type=click.IntRange(min=1), help="Decoder blocks of the synthetic model.")
+@click.option("--layers", type=click.IntRange(1, 1 << 31), help="Decoder blocks of the synthetic model.")
 @click.option(
     "--group-size",
     type=_group_size_choice,
@@ -213,7 +213,7 @@ def experts(
     default="512",
     help="Tokens of each prompt.",
 )
-@click.option("--new-tokens", type=click.IntRange(min=1), default=128, help="Steps of a timed run.")
+@click.option("--new-tokens", type=click.IntRange(1, 1 << 31), default=128, help="Steps of a timed run.")
 @click.option(
     "--against",
     metavar="PEER",

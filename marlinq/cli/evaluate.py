@@ -35,9 +35,9 @@ from marlinq.cli.types import SOURCE, TEXT
     help="Text to evaluate on; without it, text that the original generates from a fixed seed.",
 )
 @click.option(
-    "--windows", type=click.IntRange(min=1), default=32, help="Windows of text to evaluate, at most."
+    "--windows", type=click.IntRange(1, 1 << 31), default=32, help="Windows of text to evaluate, at most."
 )
-@click.option("--length", type=click.IntRange(min=2), default=1024, help="Tokens a window.")
+@click.option("--length", type=click.IntRange(2, 1 << 31), default=1024, help="Tokens a window.")
 @revision_option
 @device_option
 @dtype_option

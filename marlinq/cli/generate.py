@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     help="Text to continue; given several times, the texts are decoded together.",
 )
 @click.option(
-    "--max-new-tokens", type=click.IntRange(min=1), default=128, help="Tokens to generate for each, at most."
+    "--max-new-tokens",
+    type=click.IntRange(1, 1 << 31),
+    default=128,
+    help="Tokens to generate for each, at most.",
 )
 @click.option("--greedy", is_flag=True, help="Take the most likely token every time.")
 @click.option(

@@ -15,7 +15,7 @@ from marlinq.cli.types import SOURCE
 @click.option(
     "--tp",
     "tensor_parallel",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, 1 << 31),
     default=1,
     metavar="N",
     help="Judge the servers with every layer split over N GPUs (tensor parallelism).",

@@ -165,7 +165,7 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", str(value).strip().upper())
+        match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMG]I?B)?", str(value).strip().upper(), re.ASCII)
         size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
         if size < 1:
             self.fail(f"expected a size such as 5GB or 512MiB, found {value!r}", param, ctx)

@@ -8,17 +8,15 @@ of marlinq or tells a user which file to mend. Each boundary names the file. The
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
+from marlinq.core.confined import Confined, confined
 from marlinq.core.errors import CheckpointError, EnvironmentProblem, MarlinqError
 
 _LONGEST_REASON = 300
-# An honest template takes milliseconds.
-_TEMPLATE_SECONDS = 5.0
 # The panic of a Rust extension derives from BaseException; this is the only way to tell it.
 _RUST_PANIC = "pyo3_runtime"
 # A device that fails says nothing about a file.
@@ -100,35 +98,31 @@ def tokenizer(source: object) -> AbstractContextManager[None]:
     return foreign(str(getattr(source, "name_or_path", source)), "no usable tokenizer", "restore its files")
 
 
-@contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """Interrupt Python code inside after so much time of the processor. Only the main thread can do this; in
-    another one there is no limit."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def rendered(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, subject: str, advice: str, **options: bool
+) -> str:
+    """A conversation as the chat template of ``tokenizer`` writes it, special tokens included.
 
-    def over(number: int, frame: object) -> None:
-        raise TimeoutError(f"more than {seconds:.0f} s")
+    The template is a program of the checkpoint: :mod:`marlinq.core.confined` bounds its time and memory.
 
-    before = signal.signal(signal.SIGVTALRM, over)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    Args:
+        tokenizer: of the model.
+        messages: of ``role`` and ``content``, with whatever else the template may ask for.
+        subject: what error messages begin with: the folder, or the text that the conversation stands in.
+        advice: how they end.
+        options: of ``apply_chat_template``.
+
+    Raises:
+        CheckpointError: the template fails, or takes too much time or memory.
+    """
+    # Imported here and not in each process that renders.
+    import jinja2.sandbox  # noqa: F401
+
     try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-
-
-@contextmanager
-def chat_template(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Around rendering a chat template, which is a program and may never end."""
-    problem = "the chat template can't be rendered"
-    with (
-        foreign(os.fspath(folder), problem, "mend it, or continue plain text"),
-        _limited(_TEMPLATE_SECONDS),
-    ):
-        yield
+        return confined(lambda: tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+    except Confined as error:
+        why = " ".join(str(error).split())[:_LONGEST_REASON]
+        raise CheckpointError(f"{subject}: the chat template can't be rendered ({why}); {advice}") from error
 
 
 def forward(folder: str | os.PathLike[str]) -> AbstractContextManager[None]:

@@ -11,6 +11,7 @@ import unicodedata
 from typing import Any, TextIO
 
 _LONGEST_LINE = 4_000
+_LONGEST_VALUE = 200
 
 
 def escaped(text: str) -> str:
@@ -37,6 +38,16 @@ def one_line(text: str) -> str:
     line = escaped(" ".join(text.split()))
     half = _LONGEST_LINE // 2
     return line if len(line) <= _LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
+
+
+def shown(value: object) -> str:
+    """``repr`` of a value for a message: of a readable length, and of any value."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        # Python prints no integer of more than 4,300 digits, and no list that nests too deep.
+        return f"a value of type {type(value).__name__} that can't be printed"
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
 
 
 def json_text(value: Any, file: TextIO, *, indent: int | None = None) -> str:

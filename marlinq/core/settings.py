@@ -12,9 +12,11 @@ from dataclasses import field, fields
 from typing import Any, ClassVar
 
 from marlinq.core.errors import UsageError
+from marlinq.core.safe_text import shown
 
 AUTO = "auto"
 """Let something be decided by what there is."""
+_LARGEST = (1 << 63) - 1
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
 
@@ -45,12 +47,12 @@ class Flag(Kind):
 
     def check(self, where: str, value: Any) -> None:
         if not isinstance(value, bool):
-            raise UsageError(f"{where}: expected true or false, found {value!r}")
+            raise UsageError(f"{where}: expected true or false, found {shown(value)}")
 
     def parse(self, where: str, text: str) -> bool:
         lowered = text.lower()
         if lowered not in (*_TRUE, *_FALSE):
-            raise UsageError(f"{where}: expected true or false, found {text!r}")
+            raise UsageError(f"{where}: expected true or false, found {shown(text)}")
         return lowered in _TRUE
 
 
@@ -63,7 +65,8 @@ class Choice(Kind):
     def check(self, where: str, value: Any) -> None:
         # True == 1 and 64.0 == 64 in Python, but neither is what a recipe means.
         if not any(value == choice and type(value) is type(choice) for choice in self.values):
-            raise UsageError(f"{where}: expected one of {', '.join(map(str, self.values))}, found {value!r}")
+            choices = ", ".join(map(str, self.values))
+            raise UsageError(f"{where}: expected one of {choices}, found {shown(value)}")
 
     def parse(self, where: str, text: str) -> Any:
         value = next((choice for choice in self.values if str(choice) == text), text)
@@ -82,13 +85,13 @@ class _Real(Kind):
 
     def check(self, where: str, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not self.allows(value):
-            raise UsageError(f"{where}: expected {self.meaning}, found {value!r}")
+            raise UsageError(f"{where}: expected {self.meaning}, found {shown(value)}")
 
     def parse(self, where: str, text: str) -> float:
         try:
             value = float(text)
         except ValueError:
-            raise UsageError(f"{where}: expected a number, found {text!r}") from None
+            raise UsageError(f"{where}: expected a number, found {shown(text)}") from None
         self.check(where, value)
         return value
 
@@ -121,20 +124,24 @@ class ProperShare(_Real):
 
 
 class WholeNumber(Kind):
-    """An integer of at least ``lowest``."""
+    """An integer of at least ``lowest`` that 64 bits hold."""
 
     def __init__(self, lowest: int) -> None:
         self.lowest = lowest
 
     def check(self, where: str, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < self.lowest:
-            raise UsageError(f"{where}: expected a whole number of at least {self.lowest}, found {value!r}")
+            raise UsageError(
+                f"{where}: expected a whole number of at least {self.lowest}, found {shown(value)}"
+            )
+        if value > _LARGEST:
+            raise UsageError(f"{where}: expected a whole number of at most {_LARGEST}, found {shown(value)}")
 
     def parse(self, where: str, text: str) -> int:
         try:
             value = int(text)
         except ValueError:
-            raise UsageError(f"{where}: expected a whole number, found {text!r}") from None
+            raise UsageError(f"{where}: expected a whole number, found {shown(text)}") from None
         self.check(where, value)
         return value
 
@@ -168,7 +175,7 @@ class Text(Kind):
 
     def check(self, where: str, value: Any) -> None:
         if not isinstance(value, str) or not value:
-            raise UsageError(f"{where}: expected a name or path, found {value!r}")
+            raise UsageError(f"{where}: expected a name or path, found {shown(value)}")
 
 
 def setting(default: Any, kind: Kind, meaning: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -432,11 +432,17 @@ def _encode(loaded: LoadedModel, prompt: str, chat: bool) -> list[int]:
         raise UnsupportedError(
             f"{loaded.path}: the tokenizer has no chat template; continue plain text instead"
         )
-    with boundaries.chat_template(loaded.path):
-        encoded: Mapping[str, list[int]] = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
-        )
-        return encoded["input_ids"]
+    text = boundaries.rendered(
+        tokenizer,
+        [{"role": "user", "content": prompt}],
+        subject=str(loaded.path),
+        advice="mend it, or continue plain text",
+        add_generation_prompt=True,
+    )
+    with boundaries.tokenizer(loaded.path):
+        # The template has written the special tokens.
+        written: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return written
 
 
 def _room(model: PreTrainedModel, prompt_tokens: int) -> int:

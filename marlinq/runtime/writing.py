@@ -342,11 +342,13 @@ class _Template:
         return self._encode(self._render(message, answer=True))
 
     def _render(self, message: str, *, answer: bool) -> str:
-        with boundaries.chat_template(self._loaded.path):
-            text: str = self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=answer
-            )
-        return text
+        return boundaries.rendered(
+            self._tokenizer,
+            [{"role": "user", "content": message}],
+            subject=str(self._loaded.path),
+            advice="mend it, or take text from elsewhere with --calibration",
+            add_generation_prompt=answer,
+        )
 
     def _encode(self, text: str) -> tuple[int, ...]:
         with boundaries.tokenizer(self._loaded.path):

@@ -97,7 +97,9 @@ def test_a_tokenizer_without_a_template(tmp_path: Path, tokenizer: Any) -> None:
 )
 def test_templates_that_fail_are_one_line(tokenizer: Any, template: str, reason: str) -> None:
     tokenizer.chat_template = template
-    with pytest.raises(CheckpointError, match=r"text chats.jsonl: the model's chat template fails") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"text chats.jsonl: the chat template can't be rendered"
+    ) as caught:
         render_chat(Chat(tuple(ROLES)), tokenizer, "chats.jsonl")
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)

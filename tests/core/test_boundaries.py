@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import pytest
 import torch
 from jinja2 import TemplateError
 
-from marlinq.calibration import load_tokenizer
-from marlinq.core import boundaries
+from marlinq.calibration import Chat, load_tokenizer, render_chat
+from marlinq.core import boundaries, confined
 from marlinq.core.errors import CheckpointError, EnvironmentProblem, MarlinqError, UsageError
 from marlinq.models import build_blueprint
 from marlinq.runtime import generate, load
@@ -149,13 +148,28 @@ def test_nonsense_in_a_chat_template_names_the_folder(runnable: Path, template: 
 
 
 def test_a_chat_template_that_never_ends_is_stopped(runnable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boundaries, "_TEMPLATE_SECONDS", 0.3)
+    monkeypatch.setattr(confined, "SECONDS", 1.0)
     loaded = load(runnable, device="cpu")
     many = "{% for a in range(90000) %}" * 3 + "{% endfor %}" * 3
-    loaded.tokenizer.chat_template = many
-    with pytest.raises(CheckpointError, match=r"can't be rendered \(TimeoutError: more than"):
+    for template in (many, "{{ 9 ** (9 ** 9) }}"):
+        loaded.tokenizer.chat_template = template
+        with pytest.raises(CheckpointError, match=r"can't be rendered \(it took more than 1 s\)"):
+            generate(loaded, "hello", max_new_tokens=1, chat=True)
+        with pytest.raises(CheckpointError, match=r"text rows: .*it took more than 1 s"):
+            render_chat(Chat(({"role": "user", "content": "a"},)), loaded.tokenizer, "rows")
+
+
+DOUBLED = "{% set x = namespace(t='a') %}{% for i in range(99) %}{% set x.t = x.t + x.t %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 'a' * 10 ** 10 }}", DOUBLED, "{{ 'a' * 100000000 }}", "{{ '%09999999999d' % 1 }}"]
+)
+def test_a_chat_template_has_little_memory(runnable: Path, template: str) -> None:
+    loaded = load(runnable, device="cpu")
+    loaded.tokenizer.chat_template = template
+    with pytest.raises(CheckpointError, match=r"can't be rendered \((more memory|a text of more than)"):
         generate(loaded, "hello", max_new_tokens=1, chat=True)
-    assert signal.getsignal(signal.SIGVTALRM) is signal.SIG_DFL
 
 
 def test_nonsense_in_a_generation_config_names_the_file(runnable: Path) -> None:

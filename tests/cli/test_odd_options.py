@@ -1,0 +1,76 @@
+"""Options and recipes that no honest user types: one line and exit code 2, before anything is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from marlinq.cli import main
+from marlinq.core.errors import OutputError, UsageError
+from marlinq.operations.quantize.recipe import Recipe, read_recipe
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--max-shard-size", "9" * 400],
+        ["--max-shard-size", "9" * 400 + "GB"],
+        ["--max-shard-size", "\uff11GB"],
+        ["--seed", "9" * 400],
+        ["--seed", "9" * 5_000],
+        ["--samples", str(1 << 64)],
+        ["--max-length", "-" + "9" * 5_000],
+        ["--damp", "9" * 5_000],
+        ["--recipe", "x" * 5_000],
+        ["--method", "x" * 5_000],
+    ],
+    ids=lambda options: f"{options[0]} {options[1][:8]}",
+)
+def test_odd_options_are_usage_errors(
+    tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        main(["quantize", str(tmp_path), str(tmp_path / "out"), *options])
+    error = capsys.readouterr().err
+    assert ended.value.code == UsageError.exit_code, error
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("out", ["x" * 5_000, "/".join(["x" * 200] * 30)])
+def test_a_path_that_no_system_has(tmp_path: Path, out: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for command in (["quantize"], ["convert", "gptq-to-awq"], ["rotate"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, str(tmp_path), out])
+        error = capsys.readouterr().err
+        assert ended.value.code in (UsageError.exit_code, OutputError.exit_code), (command, error[-300:])
+        assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("seed: 0x" + "f" * 5_000, "5002 characters"),
+        ("seed: " + "9" * 30, "at most 9223372036854775807"),
+        ("seed: !!int 3", "tag"),
+        ("a: &a [x]\nb: *a", "aliases"),
+        ("bits: 4\nbits: 8", "stands twice"),
+        ("overrides: " + "[" * 300, "nested deeper"),
+        ("damp: [" + "1, " * 1_000 + "1]", r"found [\[(]1, 1"),
+    ],
+    ids=lambda value: value[:12],
+)
+def test_a_hostile_recipe_is_one_line(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=problem) as caught:
+        read_recipe(path)
+    assert len(str(caught.value)) < 1_000
+
+
+def test_a_number_that_python_does_not_print() -> None:
+    with pytest.raises(UsageError, match="seed: .*type int that can't be printed"):
+        Recipe(seed=1 << 100_000)
