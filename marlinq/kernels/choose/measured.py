@@ -87,4 +87,5 @@ def config_of(kernel: str, values: dict[str, Any]) -> Configuration:
     expected = set(inspect.signature(kind).parameters)
     if set(values) != expected:
         raise ValueError(f"{kernel}: expected the fields {sorted(expected)}, found {sorted(values)}")
-    return kind(**values)
+    made: Configuration = kind(**values)
+    return made
