@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from marlinq.core.errors import ConversionRefused
+from marlinq.core.granularity import Granularity
 from marlinq.formats import LAYOUTS
 from marlinq.operations.convert import convert
 from tests.testing.pairs import every_pair
@@ -112,7 +113,7 @@ def test_groups_that_differ_by_module_are_kept(tmp_path: Path, target: str) -> N
     assert_holds(tmp_path / "after", target, modules)
     after = opened(tmp_path / "after")
     assert after.unquantized_linears() == opened(before).unquantized_linears()
-    assert {after.config.rules.scheme(name).group_size for name in finer} == {32}  # type: ignore[union-attr]
+    assert {after.modules[name].granularity for name in finer} == {Granularity.group(32)}
     convert(tmp_path / "after", tmp_path / "back", target_format="gptq")
     assert_same_tensors(before, tmp_path / "back")
     with pytest.raises(ConversionRefused, match=r"group sizes \[32, 64\]"):

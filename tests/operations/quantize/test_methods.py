@@ -188,12 +188,12 @@ def test_one_automatic_group_size_serves_every_module(tmp_path: Path) -> None:
     assert said[0] == f"{told} (64, 128)"
     view = opened(tmp_path / "out")
     for name in ("down_proj", "up_proj"):
-        assert view.load(f"model.layers.0.mlp.{name}").group_size == 64
+        assert view.load(f"model.layers.0.mlp.{name}").channels_per_group == 64
     # Another size for some is a matter of an override, which the others' size then does not depend on.
     mixed = recipe.replace(overrides=(Override.parse("down_proj=group_size=32"),))
     quantize(source, tmp_path / "mixed", recipe=mixed, device="cpu", message=said.append)
     assert f"{told} (64)" in said
-    assert opened(tmp_path / "mixed").load("model.layers.0.mlp.down_proj").group_size == 32
+    assert opened(tmp_path / "mixed").load("model.layers.0.mlp.down_proj").channels_per_group == 32
 
 
 @dataclass(frozen=True)

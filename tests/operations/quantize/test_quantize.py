@@ -255,7 +255,7 @@ def test_overrides_change_single_modules(tmp_path: Path) -> None:
     reasons = {name: keep.reason for name, keep in report.kept.items()}
     assert "override 'layers.2.'" in reasons["model.layers.2.mlp.up_proj"]
     quantized = open_quantized(tmp_path / "out")
-    assert quantized.load("model.layers.1.mlp.down_proj").group_size == 64
+    assert quantized.load("model.layers.1.mlp.down_proj").channels_per_group == 64
     assert quantized.load("model.layers.0.mlp.up_proj").scheme.stores_zeros
     with pytest.warns(UserWarning, match="'nothing_like_it' matches no linear"):
         run(

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marlinq.core.errors import UsageError
+from marlinq.core.granularity import Granularity
 from marlinq.core.rules import Keep
 from marlinq.core.scheme import INT8
 from marlinq.formats import LAYOUTS
@@ -122,8 +123,8 @@ def test_the_common_group_size_is_the_largest_that_divides_all():
     assert "none of the group sizes 128, 64, 32 divides" in (settings.group_refusal(80) or "")
     fixed = Recipe(group_size=128).rules.outcome("x")
     assert isinstance(fixed, ModuleSettings)
-    assert fixed.scheme(4096, "float16").group_size == 128
-    assert fixed.scheme(128, "float16").group_size == -1
+    assert fixed.scheme(4096, "float16").granularity == Granularity.group(128)
+    assert fixed.scheme(128, "float16").granularity == Granularity.channel()
     assert "576 is not a multiple of group size 128, but of 64" in (fixed.group_refusal(576) or "")
 
 
