@@ -48,3 +48,10 @@ def torch_dtype(name: str) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of ``dtype``: ``float16`` for ``torch.float16``."""
     return str(dtype).removeprefix("torch.")
+
+
+def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether every value of the floating-point dtype ``narrow`` is one of ``wide``."""
+    outer, inner = torch.finfo(wide), torch.finfo(narrow)
+    smallest = (outer.tiny * outer.eps, inner.tiny * inner.eps)
+    return outer.eps <= inner.eps and outer.max >= inner.max and smallest[0] <= smallest[1]

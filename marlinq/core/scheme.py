@@ -13,6 +13,7 @@ Everything that depends on bits, groups or symmetry asks the scheme. A new eleme
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
@@ -55,6 +56,12 @@ class Element:
         return 1 << self.bits
 
     @property
+    def ends(self) -> tuple[float, float]:
+        """The least and the largest value."""
+        values = range(self.codes) if self.table is None else [v for v in self.table if not math.isnan(v)]
+        return min(values), max(values)
+
+    @property
     def midpoint(self) -> int:
         """The zero point of a symmetric weight in code units: 8 for int4; 0 for a table, whose values have
         signs."""
@@ -88,7 +95,7 @@ def _nearest_code(table: tuple[float, ...]) -> tuple[Tensor, Tensor]:
     nearest to each but the last."""
     lowest: dict[float, int] = {}
     for code, value in enumerate(table):
-        if value == value:  # no NaN
+        if not math.isnan(value):
             lowest.setdefault(value, code)
     values = sorted(lowest)
     codes = torch.tensor([lowest[value] for value in values], dtype=torch.uint8)
@@ -176,6 +183,11 @@ class Scheme:
     def stores_zeros(self) -> bool:
         """Whether groups have zero points of their own."""
         return self.zero_point == "stored"
+
+    @property
+    def per_output(self) -> bool:
+        """Whether output channels share nothing, so that they can be quantised one by one."""
+        return self.granularity.outputs == 1 and self.tensor_scale == "none"
 
     def channels_per_group(self, in_features: int) -> int:
         """Input channels that share a scale in a weight of K = ``in_features``, at most K."""

@@ -135,11 +135,15 @@ class Method(ABC, Generic[OptionsT, StatisticsT]):
     the original makes of it, and a block runs once."""
     enough_tokens: int | None = None
     """Tokens of text that tell it as much as more would; None where more are of use."""
+    per_output: bool = True
+    """Whether it makes only schemes whose output channels share nothing (:attr:`Scheme.per_output`)."""
 
     def scheme_refusal(self, scheme: Scheme) -> str | None:
         """Why the method can't make weights of this scheme, or None."""
         if scheme.element.table is not None and scheme.stores_zeros:
             return f"asymmetric {scheme.element.name} weights; values of a table have no zero points"
+        if self.per_output and not scheme.per_output:
+            return f"{scheme.describe()}; {self.name} solves each output channel alone"
         return None
 
     def statistics(
@@ -273,7 +277,7 @@ def check_weight(weight: Tensor, scheme: Scheme, name: str) -> None:
             f"{name}: {bad} of {weight.numel()} weights are NaN or infinite; check the source checkpoint"
         )
     largest = float(weight.abs().max())
-    if largest > torch.finfo(torch_dtype(scheme.scale_dtype)).max:
+    if scheme.tensor_scale == "none" and largest > torch.finfo(torch_dtype(scheme.scale_dtype)).max:
         raise NumericsError(
             f"{name}: a weight of magnitude {largest:.3g} is beyond what {scheme.scale_dtype} scales are "
             "meant for; check the source checkpoint"

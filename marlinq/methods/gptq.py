@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from marlinq.core.dtypes import FLOATS
 from marlinq.core.errors import NumericsError, UnsupportedError
 from marlinq.core.scheme import Scheme
 from marlinq.core.settings import Choice, Flag, Fraction, ProperShare, Share, setting
@@ -88,6 +89,8 @@ class GPTQ(Method[GPTQOptions, HessianAccumulator]):
     def scheme_refusal(self, scheme: Scheme) -> str | None:
         if scheme.element.table is not None:
             return f"{scheme.element.name} weights; {self.name} rounds to integers only"
+        if scheme.scale_dtype not in FLOATS:
+            return f"scales in {scheme.scale_dtype}; {self.name} searches scales of 16 or 32 bits"
         return super().scheme_refusal(scheme)
 
     def statistics(

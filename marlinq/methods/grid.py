@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from marlinq.core.dtypes import torch_dtype
+from marlinq.core.dtypes import FLOATS, torch_dtype
 from marlinq.core.scheme import Element, Scheme
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def minmax_grid(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     An element with a table has no zero point, and the least s that keeps the range inside the table's.
 
     Args:
-        weight: float32 [..., g, N], finite.
+        weight: float32 [..., g, N], finite; g weights of each column share a scale.
         scheme: its element, zero points and dtype of the scales; the group is what ``weight`` holds.
 
     Returns:
@@ -112,7 +112,8 @@ def _full_scales(weight: Tensor, element: Element) -> Tensor:
     if element.table is None:
         return weight.abs().amax(dim=-2) * (2 / (element.codes - 1))
     high, low = weight.amax(dim=-2).clamp(min=0), weight.amin(dim=-2).clamp(max=0)
-    needed = [part / end for part, end in ((high, max(element.table)), (low, min(element.table))) if end]
+    least, largest = element.ends
+    needed = [part / end for part, end in ((high, largest), (low, least)) if end]
     return torch.stack(needed).amax(dim=0)
 
 
@@ -125,12 +126,14 @@ def _search(weight: Tensor, importance: Tensor, scheme: Scheme) -> tuple[Tensor,
     high, low = weight.amax(dim=0).clamp(min=0), weight.amin(dim=0).clamp(max=0)
     if not scheme.stores_zeros:
         full = _full_scales(weight, element)
-        if element.table is None:
+        if element.table is None and scheme.scale_dtype in FLOATS:
             # The sign that is tried first puts the code without a counterpart on the longer side.
             full = torch.where(high > -low, -full, full)
     codes, errors = torch.empty_like(weight), torch.empty_like(weight)
+    # Scales of 8 bits are magnitudes.
+    signs = (1,) if scheme.stores_zeros or scheme.scale_dtype not in FLOATS else (1, -1)
     for factor in _SHRINK:
-        for sign in (1,) if scheme.stores_zeros else (1, -1):
+        for sign in signs:
             if scheme.stores_zeros:
                 scales, zeros = _asymmetric_grid(low * factor, high * factor, top, dtype)
             else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from marlinq.core.dtypes import torch_dtype
+from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import Scheme
 from marlinq.core.settings import Flag, setting
 from marlinq.core.weight import QuantizedWeight
@@ -47,6 +48,7 @@ class RTN(Method[RTNOptions, Statistics]):
     name = "rtn"
     options = RTNOptions
     calibrated = False
+    per_output = False
 
     def solve(
         self,
@@ -71,11 +73,11 @@ class RTN(Method[RTNOptions, Statistics]):
 def round_to_nearest(
     weight: Tensor, scheme: Scheme, *, clip_search: bool = False, name: str = "weight"
 ) -> QuantizedWeight:
-    """Quantise every weight to the nearest point of its group's grid.
+    """Quantise every weight to the nearest point of its tile's grid.
 
     Args:
         weight: float [N, K].
-        scheme: element, group size, zero points and dtype of the scales.
+        scheme: element, granularity, zero points and scales; ragged blocks are fine, ragged groups are not.
         clip_search: choose scales by the squared error, instead of spanning the range.
         name: what error messages call the weight.
 
@@ -87,19 +89,52 @@ def round_to_nearest(
         NumericsError: ``weight`` holds NaN, infinity or values beyond the range of the scales' dtype.
     """
     check_weight(weight, scheme, name)
-    n, k = weight.shape
-    g = whole_groups(scheme, k, name)
-    w = weight.t().to(torch.float32).reshape(k // g, g, n)
+    if scheme.granularity.kind == "group":
+        whole_groups(scheme, weight.shape[1], name)
+    wide = weight.to(torch.float32)
+    tensor_scale, first_level = None, wide
+    if scheme.tensor_scale != "none":
+        tensor_scale = _tensor_scale(wide, scheme)
+        divides = scheme.tensor_scale == "divides"
+        first_level = wide * tensor_scale if divides else wide / tensor_scale
+    tiles = _to_tiles(first_level, scheme.granularity)
     if clip_search:
-        ones = torch.ones(g, device=w.device)
-        grids = [search_grid(group, ones, scheme) for group in w]
+        ones = torch.ones(tiles.shape[1], device=tiles.device)
+        grids = [search_grid(tile, ones, scheme) for tile in tiles]
         scales, zeros = (torch.stack(part) for part in zip(*grids, strict=True))
     else:
-        scales, zeros = minmax_grid(w, scheme)
-    codes = scheme.element.nearest(w / scales.unsqueeze(1) + zeros.unsqueeze(1))
+        scales, zeros = minmax_grid(tiles, scheme)
+    codes = scheme.element.nearest(tiles / scales.unsqueeze(1) + zeros.unsqueeze(1))
     return QuantizedWeight.from_codes(
         scheme,
-        codes.reshape(k, n),
+        _from_tiles(codes, scheme.granularity, weight.shape),
         scales=scales.to(torch_dtype(scheme.scale_dtype)),
         zeros=zeros.to(torch.uint8),
+        tensor_scale=tensor_scale,
     )
+
+
+def _tensor_scale(weight: Tensor, scheme: Scheme) -> Tensor:
+    """The second-level scale, float32 [], that lets first-level scales reach their dtype's largest."""
+    largest = weight.abs().amax()
+    reach = torch.finfo(torch_dtype(scheme.scale_dtype)).max * scheme.element.ends[1]
+    multiplier = torch.where(largest == 0, torch.ones_like(largest), largest / reach)
+    return multiplier.reciprocal() if scheme.tensor_scale == "divides" else multiplier
+
+
+def _to_tiles(weight: Tensor, granularity: Granularity) -> Tensor:
+    """[N, K] to [G, T, P]: the T weights that share the scale (g, p); zeros fill up the last tiles."""
+    n, k = weight.shape
+    c, r = granularity.channels_per_group(k), granularity.outputs_per_group(n)
+    groups, columns = granularity.scales_shape(k, n)
+    padded = torch.nn.functional.pad(weight, (0, groups * c - k, 0, columns * r - n))
+    return padded.t().reshape(groups, c, columns, r).transpose(2, 3).reshape(groups, c * r, columns)
+
+
+def _from_tiles(tiles: Tensor, granularity: Granularity, shape: torch.Size) -> Tensor:
+    """[G, T, P] to [K, N] for a weight of ``shape`` [N, K]; undoes :func:`_to_tiles`, transposed."""
+    n, k = shape
+    c, r = granularity.channels_per_group(k), granularity.outputs_per_group(n)
+    groups, columns = granularity.scales_shape(k, n)
+    padded = tiles.reshape(groups, c, r, columns).transpose(2, 3).reshape(groups * c, columns * r)
+    return padded[:k, :n].contiguous()

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, ReadAhead, without_quantization_config
 from marlinq.core import boundaries
-from marlinq.core.dtypes import dtype_name
+from marlinq.core.dtypes import dtype_name, holds
 from marlinq.core.errors import CheckpointError
 from marlinq.core.progress import Progress, ReportProgress, no_progress, shows_progress
 from marlinq.models import Blueprint, ModelInstance, Projection, TensorNames, build_blueprint
@@ -444,7 +444,7 @@ def _check_tensors(
 def scale_notes(quantized: QuantizedCheckpoint, dtype: torch.dtype) -> list[str]:
     """What is said of a checkpoint whose scales are not exact in ``dtype``; nothing of another."""
     stored = {spec.scale_dtype for spec in quantized.modules.values()}
-    rounded = sorted(dtype_name(found) for found in stored if torch.promote_types(found, dtype) != dtype)
+    rounded = sorted(dtype_name(found) for found in stored if not holds(dtype, found))
     if not rounded:
         return []
     target = dtype_name(dtype)

@@ -80,6 +80,8 @@ def operand_refusal(weight: StoredWeight | QuantizedWeight | Grid) -> str | None
     scheme = weight.scheme
     if scheme.element != INT4:
         return f"{scheme.element.name} weights; the kernel multiplies {INT4.name}"
+    if scheme.tensor_scale != "none":
+        return "a second-level scale; the kernel has scales of one level"
     if _kernel_group_size(scheme) is None:
         return f"group size {scheme.granularity.size} is neither one group nor a multiple of 32"
     if scheme.act_order:

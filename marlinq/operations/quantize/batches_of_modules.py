@@ -42,7 +42,7 @@ def in_module_batches(
     waiting: dict[tuple[object, ...], list[tuple[ItemT, QuantizedWeight]]] = {}
     for item, weight in solved:
         shape = (weight.in_features, weight.out_features)
-        if not weight.has_trivial_g_idx:
+        if not weight.has_trivial_g_idx or not weight.scheme.per_output:
             yield ModuleBatch([item], weight)
             continue
         key = (*shape, weight.scheme)

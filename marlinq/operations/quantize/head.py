@@ -34,8 +34,8 @@ def solve_head(
 ) -> tuple[QuantizedWeight, SolveReport]:
     """Quantises the output head.
 
-    Output channels don't influence each other, so the result is that of one solve, up to the rounding of the
-    matrix products.
+    Output channels that share nothing are solved in slices; the result is that of one solve, up to the
+    rounding of the matrix products.
 
     Args:
         planned: the head.
@@ -50,6 +50,8 @@ def solve_head(
     """
     parts: list[QuantizedWeight] = []
     reports: list[SolveReport] = []
+    if not planned.spec.scheme.per_output:
+        rows = len(weight)
     for part in torch.split(weight, rows):
         ((quantized, report),) = method.solve(
             [part.to(device, torch.float32)],

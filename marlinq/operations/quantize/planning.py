@@ -11,7 +11,6 @@ from marlinq.core.dtypes import FLOATS
 from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.core.granularity import Granularity
 from marlinq.core.rules import Keep
-from marlinq.core.settings import AUTO
 from marlinq.formats import LAYOUTS, Layout, ModuleSpec
 from marlinq.formats.dialects import DIALECTS, write_quantization_config
 from marlinq.methods import METHODS, Method, MethodOptions
@@ -284,8 +283,8 @@ def _choose(
         name, k = projection.name, projection.in_features
         reason = settings.group_refusal(k)
         if reason is None:
-            if settings.group_size == AUTO and automatic is not None:
-                settings = replace(settings, group_size=automatic.size)
+            if settings.granularity is None and automatic is not None:
+                settings = replace(settings, granularity=Granularity.group(automatic.size))
             parts = names.in_parts(projection.parameter)
             stored = names.require(f"{name}.weight" if parts else projection.parameter)
             spec = _spec(layout, projection, settings, checkpoint.tensors[stored].dtype, stored)
@@ -300,7 +299,7 @@ def _choose(
             settings.options,
             spec,
             settings.reason,
-            settings.granularity,
+            settings.granularity or spec.granularity,
         )
     if refused:
         name, reason = refused[0]
@@ -319,7 +318,7 @@ def _choose(
 def _automatic(chosen: Iterable[tuple[Projection, ModuleSettings]]) -> Iterator[Projection]:
     """The projections that leave their group size open and that one of the automatic sizes fits."""
     for projection, settings in chosen:
-        if settings.group_size == AUTO and settings.group_refusal(projection.in_features) is None:
+        if settings.granularity is None and settings.group_refusal(projection.in_features) is None:
             yield projection
 
 

@@ -122,13 +122,15 @@ class Ranks:
         """
         if self.size == 1 and weight is not None:
             return weight
-        k, n, groups = spec.in_features, spec.out_features, spec.groups
-        parts: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = (
-            ("codes", (k, n), torch.uint8),
-            ("scales", (groups, n), torch_dtype(spec.scheme.scale_dtype)),
-            ("zeros", (groups, n), torch.uint8),
-            ("g_idx", (k,), torch.int32),
-        )
+        of_scales = spec.granularity.scales_shape(*spec.shape)
+        parts: list[tuple[str, tuple[int, ...], torch.dtype]] = [
+            ("codes", spec.shape, torch.uint8),
+            ("scales", of_scales, torch_dtype(spec.scheme.scale_dtype)),
+            ("zeros", of_scales, torch.uint8),
+            ("g_idx", (spec.in_features,), torch.int32),
+        ]
+        if spec.scheme.tensor_scale != "none":
+            parts.append(("tensor_scale", (), torch.float32))
         shared = {
             name: self.share(None if weight is None else getattr(weight, name), shape, dtype, source)
             for name, shape, dtype in parts

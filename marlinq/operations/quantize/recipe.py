@@ -22,7 +22,7 @@ from marlinq.core.granularity import Granularity
 from marlinq.core.patterns import MAX_CHARACTERS, Pattern, Patterns
 from marlinq.core.plain_values import MAX_YAML_BYTES, load_yaml
 from marlinq.core.rules import Keep, ModuleRules, Rule
-from marlinq.core.scheme import ELEMENTS, Element, Scheme, integer_element
+from marlinq.core.scheme import ELEMENTS, Element, Scheme, TensorScale, integer_element
 from marlinq.core.settings import (
     AUTO,
     Automatic,
@@ -58,15 +58,18 @@ class ModuleSettings:
 
     Attributes:
         element: the type of its codes.
-        group_size: input channels a scale, -1 for one scale an output channel, or :data:`AUTO`.
+        granularity: weights that share a scale; None for groups of a size that is decided for all modules
+            together, then stored.
         symmetric: zero points in the middle of the codes.
+        tensor_scale: kind of second-level scale.
         options: of the recipe's method.
         reason: where the settings come from.
     """
 
     element: Element
-    group_size: int | str
+    granularity: Granularity | None
     symmetric: bool
+    tensor_scale: TensorScale
     options: MethodOptions
     reason: str
 
@@ -74,36 +77,29 @@ class ModuleSettings:
         """The scheme of a module of K = ``in_features``.
 
         Raises:
-            ValueError: the group size is still :data:`AUTO`.
+            ValueError: the granularity is not decided yet.
         """
+        if self.granularity is None:
+            raise ValueError("an automatic group size is decided for all modules together, then stored")
         return Scheme(
             element=self.element,
             granularity=self.granularity.for_channels(in_features),
             zero_point=self.element.zero_point if self.symmetric else "stored",
             scale_dtype=scale_dtype,
+            tensor_scale=self.tensor_scale,
         )
-
-    @property
-    def granularity(self) -> Granularity:
-        """Weights that share a scale.
-
-        Raises:
-            ValueError: the group size is still :data:`AUTO`.
-        """
-        if not isinstance(self.group_size, int):
-            raise ValueError("an automatic group size is decided for all modules together, then stored")
-        return Granularity.from_group_size(self.group_size)
 
     def group_refusal(self, in_features: int) -> str | None:
         """Why a module of K = ``in_features`` can't have these groups, or None."""
         fitting = common_group_size([in_features])
-        if self.group_size == AUTO:
+        if self.granularity is None:
             if fitting is None:
                 sizes = ", ".join(map(str, AUTO_GROUP_SIZES))
                 return f"none of the group sizes {sizes} divides in_features {in_features}"
-        elif isinstance(self.group_size, int) and self.group_size > 0 and in_features % self.group_size:
+        elif self.granularity.kind == "group" and in_features % self.granularity.channels:
             hint = f", but of {fitting}" if fitting else ""
-            return f"in_features {in_features} is not a multiple of group size {self.group_size}{hint}"
+            size = self.granularity.channels
+            return f"in_features {in_features} is not a multiple of group size {size}{hint}"
         return None
 
 
@@ -341,8 +337,9 @@ class Recipe:
             return
         layout, method = LAYOUTS[self.format], METHODS[self.method]
         # Shapes play no part yet: any K that has groups.
-        size = AUTO_GROUP_SIZES[0] if outcome.group_size == AUTO else outcome.group_size
-        scheme = replace(outcome, group_size=size).scheme(AUTO_GROUP_SIZES[0], "float16")
+        granularity = outcome.granularity or Granularity.group(AUTO_GROUP_SIZES[0])
+        decided = replace(outcome, granularity=granularity)
+        scheme = decided.scheme(2 * AUTO_GROUP_SIZES[0], layout.scale_dtype or "float16")
         if (reason := layout.scheme_refusal(scheme)) is not None:
             raise UsageError(f"{outcome.reason}: {layout.name} can't hold {reason}; choose another --format")
         if (reason := method.scheme_refusal(scheme)) is not None:
@@ -377,10 +374,12 @@ class Recipe:
     def _settings(self, changes: Mapping[str, Any], element: Element, reason: str) -> ModuleSettings:
         shared = {key: changes.get(key, getattr(self, key)) for key in _SHARED}
         own = {key: value for key, value in changes.items() if key not in _SHARED}
+        layout, size = LAYOUTS[self.format], shared["group_size"]
         return ModuleSettings(
-            element=_element(LAYOUTS[self.format], changes["bits"]) if "bits" in changes else element,
-            group_size=shared["group_size"],
+            element=_element(layout, changes["bits"]) if "bits" in changes else element,
+            granularity=layout.granularity if size == AUTO else Granularity.from_group_size(size),
             symmetric=shared["symmetric"],
+            tensor_scale=layout.tensor_scales[0],
             options=replace(self.options, **own),
             reason=reason,
         )

@@ -78,6 +78,7 @@ def shared_solves(
     if ranks.size == 1:
         yield from _solved_here(solves, statistics, solve)
         return
+    cut = cut and all(each.spec.scheme.per_output for job in solves for each in job.members)
     shares = share_out([job.shape for job in solves], ranks.size, cut=cut)
     owners: dict[str, tuple[int, ...]] = {}
     for job, share in zip(solves, shares, strict=True):

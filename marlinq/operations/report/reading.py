@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from marlinq.checkpoint import MANIFEST, Checkpoint, QuantizedCheckpoint, TensorInfo
 from marlinq.checkpoint.reader import read_json
 from marlinq.core.errors import CheckpointError, UnsupportedError
+from marlinq.core.float_elements import E4M3
 from marlinq.core.progress import ReportProgress
 from marlinq.core.safe_text import one_line
 from marlinq.formats.dialects import is_head
@@ -137,7 +138,9 @@ def _module(
         codes=_code_counts(
             quantized.checkpoint, tensors[names[layout.key]], spec.scheme.element.bits, sample
         ),
-        scales=_scale_figures(quantized.checkpoint, tensors[names[layout.scale_key]], sample),
+        scales=_scale_figures(
+            quantized.checkpoint, tensors[names[layout.scale_key]], spec.scheme.scale_dtype, sample
+        ),
         error=_number(noted.get("relative_error")),
         quantity=_quantity(noted, method),
         tokens=_count(noted.get("tokens")),
@@ -189,8 +192,8 @@ def _code_counts(checkpoint: Checkpoint, info: TensorInfo, bits: int, sample: in
     return tuple(int(count) for count in counts)
 
 
-def _scale_figures(checkpoint: Checkpoint, info: TensorInfo, sample: int) -> ScaleFigures:
-    values = _floats(_pieces(checkpoint, info, sample), info.dtype)
+def _scale_figures(checkpoint: Checkpoint, info: TensorInfo, dtype: str, sample: int) -> ScaleFigures:
+    values = _floats(_pieces(checkpoint, info, sample), dtype)
     finite = values[np.isfinite(values)]
     sizes = np.sort(np.abs(finite))
     bins = np.zeros((OCTAVES[1] - OCTAVES[0]) * BINS_PER_OCTAVE, np.int64)
@@ -219,6 +222,12 @@ def _scale_figures(checkpoint: Checkpoint, info: TensorInfo, sample: int) -> Sca
 def _floats(data: bytearray, dtype: str) -> NDArray[np.float32]:
     if dtype == "bfloat16":
         return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if dtype == "float8_e4m3fn":
+        return np.array(E4M3.table, np.float32)[np.frombuffer(data, np.uint8)]
+    if dtype == "float8_e8m0fnu":
+        # The exponent of a float32; 0xFF is NaN, 0 a subnormal number.
+        exponents = np.frombuffer(data, np.uint8).astype(np.float32)
+        return np.where(exponents == 0xFF, np.float32(np.nan), np.exp2(exponents - 127)).astype(np.float32)
     return np.frombuffer(data, dtype).astype(np.float32)
 
 

@@ -149,7 +149,7 @@ class Comparison:
         except CheckpointError as error:
             self._weights.failures.append(str(error))
             return
-        if not bool(torch.isfinite(q.scales).all()) or not bool(torch.isfinite(weight).all()):
+        if not bool(torch.isfinite(q.scales.float()).all()) or not bool(torch.isfinite(weight).all()):
             self._weights.failures.append(f"{name}: NaN or infinity, so no error can be given")
             return
         weight, q = weight.to(self._device), q.to(self._device)

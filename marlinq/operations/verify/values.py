@@ -46,6 +46,10 @@ class Values:
         self._check_g_idx(name, q, declared)
 
     def _check_scales(self, name: str, q: QuantizedWeight) -> None:
+        second = None if q.tensor_scale is None else float(q.tensor_scale)
+        if second is not None and not (math.isfinite(second) and second > 0):
+            self._scales.failures.append(f"{name}: the second-level scale is {second}, expected above 0")
+            return
         scales = q.scales.float()
         finite = torch.isfinite(scales)
         if not bool(finite.all()):
@@ -68,9 +72,9 @@ class Values:
         self._check_outliers(name, q, scales.abs().log2())
 
     def _check_outliers(self, name: str, q: QuantizedWeight, logs: Tensor) -> None:
-        levels = (q.codes.short() - q.zeros[q.g_idx.long()].short()).abs()
-        used = torch.zeros(q.scales.shape, dtype=torch.int32)
-        used.index_add_(0, q.g_idx.long(), (levels > 0).to(torch.int32))
+        used = torch.zeros(q.groups, q.out_features, dtype=torch.int32)
+        used.index_add_(0, q.g_idx.long(), _is_used(q).to(torch.int32))
+        used = torch.zeros(q.scales.shape, dtype=torch.int32).index_add_(1, _columns(q), used)
         # A group of zeros alone is stored with whatever scale; it says nothing.
         logs = torch.where(used > 0, logs, torch.nan)
         apart = logs - logs.nanmedian(dim=0, keepdim=True).values
@@ -80,7 +84,8 @@ class Values:
         # Below that nothing is said: a row of weights 200 times as large as its neighbours is no damage.
         if worst <= math.log2(_OUTLIER):
             return
-        group, column = divmod(int(sizes.argmax()), q.out_features)
+        group, column = divmod(int(sizes.argmax()), q.scales.shape[1])
+        column *= q.granularity.outputs_per_group(q.out_features)
         text = (
             f"{name}: the scale of group {group} of output channel {column} is {2**worst:.3g} times off what "
             "its channel and group have elsewhere"
@@ -90,7 +95,8 @@ class Values:
         # right.
         channels = torch.zeros(q.groups, dtype=torch.int32)
         channels.index_add_(0, q.g_idx.long(), torch.ones_like(q.g_idx))
-        impossible = (apart > math.log2(_OUTLIER)) & (2 * used > channels.unsqueeze(1))
+        weights = channels.unsqueeze(1) * torch.bincount(_columns(q))
+        impossible = (apart > math.log2(_OUTLIER)) & (2 * used > weights)
         (self._scales.failures if bool(impossible.any()) else self._scales.warnings).append(text)
 
     def _check_zeros(self, name: str, q: QuantizedWeight, declared: Scheme) -> None:
@@ -104,9 +110,12 @@ class Values:
             )
 
     def _check_codes(self, name: str, q: QuantizedWeight) -> None:
-        grid = q.g_idx.long().unsqueeze(1).expand(q.codes.shape)
-        low = torch.full(q.scales.shape, 255, dtype=torch.uint8).scatter_reduce_(0, grid, q.codes, "amin")
-        high = torch.zeros(q.scales.shape, dtype=torch.uint8).scatter_reduce_(0, grid, q.codes, "amax")
+        empty = [code for code, value in enumerate(q.element.table or ()) if math.isnan(value)]
+        nans = int(torch.isin(q.codes, torch.tensor(empty, dtype=torch.uint8)).sum()) if empty else 0
+        if nans:
+            self._codes.failures.append(f"{name}: {nans} of {q.codes.numel()} codes stand for NaN")
+            return
+        low, high = _extreme(q, "amin"), _extreme(q, "amax")
         same = (low == high) & (low != q.zeros)
         if bool(same.any()):
             count = f"{int(same.sum())} of {same.numel()}"
@@ -159,3 +168,24 @@ class Values:
             self._codes.result(f"{self._modules} modules use their code range"),
             self._g_idx.result(f"in range and in step with the config; {order}"),
         ]
+
+
+def _columns(q: QuantizedWeight) -> Tensor:
+    """int64 [N], the column of scales that each output channel has."""
+    return torch.arange(q.out_features) // q.granularity.outputs_per_group(q.out_features)
+
+
+def _is_used(q: QuantizedWeight) -> Tensor:
+    """bool [K, N], whether a code stands for something else than zero."""
+    zeros = q.per_output(q.zeros)[q.g_idx.long()]
+    return q.codes != zeros if q.element.table is None else q.element.decode(q.codes) != 0
+
+
+def _extreme(q: QuantizedWeight, which: str) -> Tensor:
+    """uint8 [G, P], the lowest ("amin") or highest ("amax") code under each scale."""
+    start = 255 if which == "amin" else 0
+    rows = q.g_idx.long().unsqueeze(1).expand(q.codes.shape)
+    by_group = torch.full((q.groups, q.out_features), start, dtype=torch.uint8)
+    by_group.scatter_reduce_(0, rows, q.codes, which)
+    columns = _columns(q).expand(by_group.shape)
+    return torch.full(q.scales.shape, start, dtype=torch.uint8).scatter_reduce_(1, columns, by_group, which)

@@ -136,6 +136,8 @@ class Int4Pack(Operator):
         scheme, k, n = stored.scheme, stored.in_features, stored.out_features
         if scheme.element != INT4:
             return f"{scheme.element.name} weights; torch's packed product multiplies {INT4.name}"
+        if not scheme.per_output:
+            return f"{scheme.describe()}; torch's packed product has scales per output channel"
         if setting.dtype not in _DTYPES:
             return f"it multiplies in bfloat16, the model runs in {dtype_name(setting.dtype)}"
         if setting.exact and setting.dtype != torch.bfloat16:

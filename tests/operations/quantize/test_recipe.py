@@ -118,7 +118,7 @@ def test_the_common_group_size_is_the_largest_that_divides_all():
         assert common_group_size(channels) == size
     settings = Recipe().rules.outcome("x")
     assert isinstance(settings, ModuleSettings)
-    assert settings.group_size == "auto"
+    assert settings.granularity is None
     assert settings.group_refusal(576) is None
     assert "none of the group sizes 128, 64, 32 divides" in (settings.group_refusal(80) or "")
     fixed = Recipe(group_size=128).rules.outcome("x")
@@ -155,15 +155,15 @@ def test_first_matching_override_decides():
     assert isinstance(recipe.rules.outcome("model.layers.0.mlp.down_proj"), Keep)
     down = recipe.rules.outcome("model.layers.10.mlp.down_proj")
     assert isinstance(down, ModuleSettings)
-    assert (down.group_size, down.symmetric, down.element) == (32, False, INT8)
+    assert (down.granularity, down.symmetric, down.element) == (Granularity.group(32), False, INT8)
     assert down.options == GPTQOptions(damp=0.1)
     assert "down_proj" in down.reason
     up = recipe.rules.outcome("model.layers.10.mlp.up_proj")
     assert isinstance(up, ModuleSettings)
-    assert (up.group_size, up.symmetric) == (128, True)
+    assert (up.granularity, up.symmetric) == (Granularity.group(128), True)
     plain = recipe.rules.outcome("model.layers.10.mlp.fc")
     assert isinstance(plain, ModuleSettings)
-    assert (plain.group_size, plain.reason) == (64, "recipe")
+    assert (plain.granularity, plain.reason) == (Granularity.group(64), "recipe")
     assert recipe.unused_overrides(["model.layers.1.up_proj", "model.layers.0.fc"]) == (recipe.overrides[1],)
 
 
