@@ -77,7 +77,7 @@ def goes_through_all_commands(run: Run, original: Path, out: Path) -> None:
     problems = [each for module in checked["modules"] for each in module["problems"]]
     # Exchanged words and scales are looked for among integer codes.
     assert all("not judged" in problem for problem in problems), problems
-    code, made = run("report", out)
+    code, made = run("report", out, "--out", out.parent / f"{out.name}-report")
     assert code == 0, made
     code, measured = run("eval", out, "--against", original, "--windows", 1, "--length", 16, *CPU)
     assert code == 0, measured
