@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from marlinq.checkpoint import MANIFEST
+from marlinq.checkpoint import MANIFEST, Checkpoint
 
 INDEX = "model.safetensors.index.json"
 SCALES = {
@@ -84,6 +84,32 @@ def flip_bit(bit: int) -> Callable[[Tensor], Tensor]:
         return words.view(scales.dtype).reshape(scales.shape)
 
     return edit
+
+
+def multiply_one(by: float) -> Callable[[Tensor], Tensor]:
+    """One scale in the middle multiplied."""
+
+    def edit(scales: Tensor) -> Tensor:
+        scales.reshape(-1)[scales.numel() // 2] *= by
+        return scales
+
+    return edit
+
+
+def move_a_code(folder: Path, module: str, layout: str) -> None:
+    """The highest bit of one code flipped: eight steps."""
+
+    def edit(words: Tensor) -> Tensor:
+        words.reshape(-1)[words.numel() // 2] ^= 8
+        return words
+
+    change(folder, f"{module}.{WORDS[layout]}", edit)
+
+
+def put_other(folder: Path, name: str, other: str) -> None:
+    """The tensor ``other`` of the same shape in the place of ``name`` too."""
+    found = Checkpoint.open(folder).tensor(other)
+    change(folder, name, lambda _: found)
 
 
 def shift_zeros(by: int) -> Callable[[Tensor], Tensor]:

@@ -42,8 +42,15 @@ False alarms of a run, then: a warning about a word with a probability below WAR
 ten kinds of sums below FAILURE each. For single groups, whose tail is only roughly exponential, the level is
 lower instead, and the other conditions have to hold. ``lab/reliability/false_alarms.py`` measures them.
 
-What can't be told this way: the bits of a scale's mantissa (a quantiser is free to choose a scale that is a
-quarter larger), and exchanged codes that differ little. Only the manifest's hashes see those.
+Single codes. The tail is fitted to the logarithm of |r| / sigma over all codes of the module. A code whose
+expectation is below WARNING is a warning. Where GPTQ itself moves many codes by several steps, a single one
+as far off does not stand out.
+
+Scales of another weight. For every group, the likelihood of its scale is compared with a mixture: as it is,
+or 0.8 or 1.25 times that. The sum over the groups is judged like the other sums.
+
+What can't be told this way: the lower bits of a scale's mantissa, codes that GPTQ could have moved as far,
+and exchanged codes that differ little. Only the manifest's hashes see those.
 """
 
 from __future__ import annotations
@@ -60,12 +67,20 @@ from marlinq.formats import Layout, ModuleSpec
 from marlinq.operations.verify.finding import MOST_SAY, WARNING, Finding, RunSize, agreed
 from marlinq.operations.verify.groups import find_odd_groups
 from marlinq.operations.verify.noise import Noise, distance, log_density, measure_noise
-from marlinq.operations.verify.tails import at_least, log_expected
+from marlinq.operations.verify.tails import Tail, at_least, log_expected
 from marlinq.operations.verify.words import Exchanges, find_exchanges
 
 MANY = 6
 
 _MOST_SUSPECTS = 64
+_ROWS = 512
+_FACTORS = (0.8, 1.25)
+"""What scales are multiplied by to see whether they belong to another weight: no quantiser is so far off in
+many groups of a module, and another weight's scales are."""
+_CODE_FLOOR = math.log(2.0)
+"""Logarithm of the least distance, in units of the usual one, at which the tail of single codes begins."""
+_LEAST_CODE_SPREAD = 0.12
+"""Least spread of that tail: an error's size falls with its 8th power there, as in the noise model."""
 _SAMPLED_ELEMENTS = 1 << 20
 
 
@@ -121,8 +136,33 @@ def find_faults(
             largest = exchanges.suspects[0].evidence
     if not q.has_trivial_g_idx:
         findings += _channels(w, q, noise, run)
+    findings += _other_scales(w, q, noise, run)
+    if not findings:
+        # Anything found above moves codes far from their weights too.
+        findings += _codes(q, noise, run)
     findings.sort(key=lambda finding: (not finding.fails, -finding.evidence))
     return Evidence(tuple(findings), words, q.scales.numel(), largest, spread, odd_groups)
+
+
+def _codes(q: QuantizedWeight, noise: Noise, run: RunSize) -> Iterator[Finding]:
+    """Single codes whose distance, in units of the usual one, stands out from all others of their module."""
+    sizes = torch.empty(q.codes.shape, device=noise.r.device)
+    for start in range(0, q.in_features, _ROWS):
+        rows = slice(start, start + _ROWS)
+        sizes[rows] = (noise.r[rows].abs() / noise.sigma(rows)).log_()
+    large = sizes[sizes > _CODE_FLOOR]
+    if not len(large):
+        return
+    tail = Tail.fit(large, sizes.numel(), floor=_CODE_FLOOR, least_spread=_LEAST_CODE_SPREAD)
+    values, places = sizes.flatten().topk(min(_MOST_SUSPECTS, sizes.numel()))
+    for size, place in zip(values.double(), places.tolist(), strict=True):
+        expected = math.exp(min(float(log_expected(tail.log_chance(size), run.weights)), 50.0))
+        if expected >= WARNING:
+            return
+        k, n = divmod(place, q.out_features)
+        steps = abs(float(noise.r[k, n]))
+        what = f"the code of input channel {k} of output channel {n} is {steps:.1f} steps off"
+        yield Finding(what, -float(log_density(size.exp(), torch.ones(()))), expected, fails=False)
 
 
 def _words(exchanges: Exchanges, run: RunSize, weights: int) -> Iterator[Finding]:
@@ -172,6 +212,29 @@ def _whole_module(
         by_group = torch.zeros((q.groups, len(columns)), device=w.device).index_add_(0, groups, gain)
         evidence = float(by_group.nan_to_num_(-MOST_SAY).clamp_(max=MOST_SAY).sum())
         yield from agreed(what, evidence, run.weights)
+
+
+def _other_scales(w: Tensor, q: QuantizedWeight, noise: Noise, run: RunSize) -> Iterator[Finding]:
+    """Scales that belong to another weight: in many groups, one of some factors makes them fit better.
+
+    A group's evidence is the likelihood ratio of a mixture: as it is, or by one of the factors, all equally
+    probable. Its expectation is 1 like that of its parts.
+    """
+    step = max(1, q.in_features * q.out_features // _SAMPLED_ELEMENTS)
+    columns = torch.arange(0, q.out_features, step, device=w.device)
+    groups = q.g_idx.long()
+    part, codes = w[:, columns], q.codes[:, columns].float()
+    base = log_density(noise.r[:, columns], noise.channel)
+    zeros = q.zeros[:, columns].float()[groups]
+    gains = [torch.zeros((q.groups, len(columns)), device=w.device)]
+    for factor in _FACTORS:
+        scales = factor * q.scales[:, columns].float()[groups]
+        r = distance(part, codes, scales, zeros, q.element.codes - 1)
+        gain = log_density(r, noise.channel).sub_(base)
+        gains.append(torch.zeros_like(gains[0]).index_add_(0, groups, gain))
+    mixed = torch.stack(gains).logsumexp(dim=0).sub_(math.log(len(gains)))
+    evidence = float(mixed.nan_to_num_(-MOST_SAY).clamp_(max=MOST_SAY).sum())
+    yield from agreed("scales are those of other weights", evidence, run.weights)
 
 
 def _other_explanations(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ mean of r is only roughly exponential, and known from few outputs."""
 _TAIL_SHARE = 0.05
 _LEAST_SPREAD = 0.02
 _FARTHEST = 3.0
+_LN_OF_SCALES = math.log(100)
+"""A best scale is one of about a hundred that can be told apart."""
 _STEPS = ((1, "low"), (-1, "high"))
 
 
@@ -95,8 +98,8 @@ def find_odd_groups(w: Tensor, q: QuantizedWeight, noise: Noise, run: RunSize) -
 def _odd_groups(
     group: _Group, suspects: Tensor, odd: _GroupOddness, stores_zeros: bool, run: RunSize
 ) -> Iterator[Finding]:
-    """Those of the suspects that one bit of the scale, or one step of the zero point, puts right: that makes
-    them no odder than the oddest output of the group that is not suspected."""
+    """Those of the suspects that another scale, or one step of the zero point, puts right: that makes them no
+    odder than the oddest output of the group that is not suspected."""
     w, codes, base = group.w[:, suspects], group.codes[:, suspects], group.base[suspects]
     scales, zeros = group.scales[suspects], group.zeros[suspects]
     others = torch.ones_like(group.base, dtype=torch.bool)
@@ -107,17 +110,19 @@ def _odd_groups(
         True: odd.shift[group.number].where(others, 0.0).max(),
     }
     best: list[Finding | None] = [None] * len(suspects)
-    explanations = list(_scale_bits(scales))
+    explanations = [*_scale_bits(scales), _best_scales(w, codes - zeros, scales.float())]
     if stores_zeros:
-        explanations += [(f"its zero point is one too {word}", scales.float(), step) for step, word in _STEPS]
-    for name, s, step in explanations:
+        for step, word in _STEPS:
+            what = [f"its zero point is one too {word}"] * len(suspects)
+            explanations.append(_Explanation(what, scales.float(), step))
+    for what, s, step, penalty in explanations:
         of_zero = step != 0
         r = distance(w, codes, s, zeros + step, group.largest)
         fit = log_density(r, group.sigma).sum(dim=0)
         now = r.mean(dim=0).abs() if of_zero else _stretch(w, codes - zeros - step, s)
         chances = odd.shift_chance if of_zero else odd.stretch_chance
         cured = (fit >= lowest) & (now <= largest[of_zero]) & torch.isfinite(s) & (s != 0)
-        gain = fit - base
+        gain = fit - base - penalty
         chance = at_least(chances[group.number, suspects], gain, len(explanations))
         expected = log_expected(chance, run.groups).clamp(max=50).exp()
         for i in (cured & (expected < SUSPICION)).nonzero()[:, 0].tolist():
@@ -127,20 +132,43 @@ def _odd_groups(
                 continue
             n = int(suspects[i])
             certain = not of_zero and float(odd.stretch[group.number, n]) > FAR * float(largest[False])
-            what = f"group {group.number} of output channel {n}: {name}"
+            place = f"group {group.number} of output channel {n}"
             fails = certain and float(expected[i]) < FAILURE
-            best[i] = Finding(what, evidence, float(expected[i]), fails)
+            best[i] = Finding(f"{place}: {what[i]}", evidence, float(expected[i]), fails)
     yield from (finding for finding in best if finding is not None)
 
 
-def _scale_bits(scales: Tensor) -> Iterator[tuple[str, Tensor, int]]:
+class _Explanation(NamedTuple):
+    """Another scale or zero point for each of some groups.
+
+    Attributes:
+        what: description for each group.
+        scales: float32 [groups].
+        step: zero points minus the stored ones.
+        penalty: ln of how many values were chosen from; what the fit must gain before it counts.
+    """
+
+    what: list[str]
+    scales: Tensor
+    step: int
+    penalty: float = 0.0
+
+
+def _best_scales(w: Tensor, levels: Tensor, scales: Tensor) -> _Explanation:
+    """The scales by which ``levels``, [g, N], best fit the weights."""
+    slope = _slope(w, levels, scales)
+    what = [f"its scale is {1 / b:.2f} times what codes and weights say" for b in slope.tolist()]
+    return _Explanation(what, scales * slope, 0, _LN_OF_SCALES)
+
+
+def _scale_bits(scales: Tensor) -> Iterator[_Explanation]:
     words = scales.view(torch.int32 if scales.dtype == torch.float32 else torch.int16)
     width = 8 * scales.dtype.itemsize
     mantissa = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23}[scales.dtype]
     for bit in range(mantissa, width):
         mask = 1 << bit if bit < width - 1 else -(1 << bit)
         flipped = (words ^ mask).view(scales.dtype).float()
-        yield f"bit {bit} of its scale is flipped", flipped, 0
+        yield _Explanation([f"bit {bit} of its scale is flipped"] * len(scales), flipped, 0)
 
 
 def _oddness(w: Tensor, q: QuantizedWeight, noise: Noise) -> _GroupOddness:
@@ -153,11 +181,16 @@ def _oddness(w: Tensor, q: QuantizedWeight, noise: Noise) -> _GroupOddness:
     return _GroupOddness(stretch, shift, _chance(stretch), _chance(shift))
 
 
-def _stretch(w: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
-    """|ln b| of the factor b by which levels, [g, N], times scales, [N], best fit the weights."""
+def _slope(w: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
+    """The factor b by which levels, [g, N], times scales, [N], best fit the weights."""
     slope = (w * levels).sum(dim=0).div_(scales).div_(levels.square().sum(dim=0).clamp_(min=1))
     # A scale of the wrong sign is as far off as one can be.
-    stretch = slope.nan_to_num_(0).clamp_(math.exp(-_FARTHEST), math.exp(_FARTHEST)).log_().abs_()
+    return slope.nan_to_num_(0).clamp_(math.exp(-_FARTHEST), math.exp(_FARTHEST))
+
+
+def _stretch(w: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
+    """|ln b| of :func:`_slope`; 0 where all levels are."""
+    stretch = _slope(w, levels, scales).log_().abs_()
     return torch.where((levels == 0).all(dim=0), 0.0, stretch)
 
 

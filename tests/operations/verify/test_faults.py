@@ -126,6 +126,24 @@ FAULTS = {
     "module left unquantised": Fault(_unquantize, frozenset({"coverage"})),
     "truncated shard": Fault(lambda folder, layout: faults.truncate_shard(folder), frozenset({"files"})),
 }
+FAULTS |= {
+    "a code eight steps off": Fault(
+        lambda folder, layout: faults.move_a_code(folder, VICTIM, layout),
+        frozenset({"words and groups"}),
+        needs_original=True,
+        warns=True,
+    ),
+    "a scale 1.4 times too large": Fault(
+        _scales(faults.multiply_one(1.4)), frozenset({"words and groups"}), needs_original=True, warns=True
+    ),
+    "scales of another module": Fault(
+        lambda folder, layout: faults.put_other(
+            folder, f"{VICTIM}.{SCALES[layout]}", f"model.layers.1.mlp.gate_proj.{SCALES[layout]}"
+        ),
+        frozenset({"words and groups"}),
+        needs_original=True,
+    ),
+}
 NEEDS_ORIGINAL = {name for name, fault in FAULTS.items() if fault.needs_original}
 
 
