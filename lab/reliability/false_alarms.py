@@ -32,8 +32,8 @@ from marlinq.core.scheme import INT4, Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import LAYOUTS, Layout, spec_of
 from marlinq.methods.gptq import GPTQOptions, solve_gptq
-from marlinq.operations.verify.evidence import Evidence, find_faults
-from marlinq.operations.verify.finding import RunSize
+from marlinq.operations.verify.statistics.evidence import Evidence, find_faults
+from marlinq.operations.verify.statistics.finding import RunSize
 from tests.testing.realistic_layers import realistic_layer
 
 GROUPS = (32, 64, 128, -1)

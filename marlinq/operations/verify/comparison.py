@@ -6,7 +6,7 @@ Against an unquantised model every quantised weight is compared three ways:
   groups would have. GPTQ gives up some of this error for a smaller error of the outputs: 0.9 to 1.5 times
   round-to-nearest's on the layers of a small language model, up to 2.8 with inputs as uneven as tests can
   make them. Codes that have nothing to do with their weights give 10 and more;
-* every word, group and channel on its own, by :mod:`marlinq.operations.verify.evidence`;
+* every word, group and channel on its own, by :mod:`marlinq.operations.verify.statistics.evidence`;
 * unquantised tensors bit for bit, but those that a conversion dequantised: they are compared as a module is,
   and every group must hold no more values than there are codes.
 
@@ -31,10 +31,10 @@ from marlinq.methods.rtn import round_to_nearest
 from marlinq.models import Blueprint, Projection, TensorNames
 from marlinq.operations.verify.aside import Aside
 from marlinq.operations.verify.dequantized import dequantized_modules, off_grid
-from marlinq.operations.verify.evidence import Evidence, find_faults
-from marlinq.operations.verify.finding import Finding, RunSize
-from marlinq.operations.verify.noise import not_modelled
 from marlinq.operations.verify.report import Check, Findings
+from marlinq.operations.verify.statistics.evidence import Evidence, find_faults
+from marlinq.operations.verify.statistics.finding import Finding, RunSize
+from marlinq.operations.verify.statistics.noise import not_modelled
 from marlinq.operations.verify.tuned import too_far, tuned_vectors
 
 FAR_ABOVE_RTN = 5.0

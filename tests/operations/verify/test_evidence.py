@@ -12,11 +12,11 @@ from marlinq.core.scheme import INT4, Element, Scheme
 from marlinq.formats import LAYOUTS, spec_of
 from marlinq.methods.gptq import solve_gptq
 from marlinq.methods.rtn import round_to_nearest
-from marlinq.operations.verify.evidence import MANY, find_faults
-from marlinq.operations.verify.finding import FAILURE, WARNING, RunSize
-from marlinq.operations.verify.noise import measure_noise, not_modelled
-from marlinq.operations.verify.tails import Tail, tail_of_others
-from marlinq.operations.verify.words import find_exchanges, word_tile
+from marlinq.operations.verify.statistics.evidence import MANY, find_faults
+from marlinq.operations.verify.statistics.finding import FAILURE, WARNING, RunSize
+from marlinq.operations.verify.statistics.noise import measure_noise, not_modelled
+from marlinq.operations.verify.statistics.tails import Tail, tail_of_others
+from marlinq.operations.verify.statistics.words import find_exchanges, word_tile
 from tests.testing.faults import WORDS, flip_bit, swap_nibbles
 from tests.testing.pairs import every_pair
 from tests.testing.schemes import scheme

@@ -11,8 +11,8 @@ import torch
 
 from marlinq.formats import LAYOUTS, spec_of
 from marlinq.methods.gptq import GPTQOptions, solve_gptq
-from marlinq.operations.verify.evidence import find_faults
-from marlinq.operations.verify.finding import RunSize
+from marlinq.operations.verify.statistics.evidence import find_faults
+from marlinq.operations.verify.statistics.finding import RunSize
 from tests.testing.pairs import every_pair
 from tests.testing.realistic_layers import realistic_layer
 from tests.testing.schemes import scheme

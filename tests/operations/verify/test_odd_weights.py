@@ -12,8 +12,8 @@ from marlinq.formats import LAYOUTS, spec_of
 from marlinq.formats.stored import check_zero_points
 from marlinq.methods.gptq import solve_gptq
 from marlinq.methods.rtn import round_to_nearest
-from marlinq.operations.verify.evidence import find_faults
-from marlinq.operations.verify.finding import RunSize
+from marlinq.operations.verify.statistics.evidence import find_faults
+from marlinq.operations.verify.statistics.finding import RunSize
 from marlinq.operations.verify.values import Values
 from tests.testing.faults import flip_bit
 from tests.testing.schemes import scheme

@@ -21,9 +21,9 @@ from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import Element, Scheme
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import Layout, ModuleSpec
-from marlinq.operations.verify.finding import MOST_SAY
-from marlinq.operations.verify.noise import DEGREES, Noise, log_density
-from marlinq.operations.verify.tails import Tail
+from marlinq.operations.verify.statistics.finding import MOST_SAY
+from marlinq.operations.verify.statistics.noise import DEGREES, Noise, log_density
+from marlinq.operations.verify.statistics.tails import Tail
 
 LEAST_SPREAD = 1.0
 """Of the tail of a log-likelihood ratio, where the noise is as modelled: P(L > x) <= exp(-x)."""
@@ -355,7 +355,7 @@ def find_exchanges(q: QuantizedWeight, layout: Layout, noise: Noise, *, most: in
     Args:
         q: what is stored.
         layout: where it is stored; it says which codes share a word.
-        noise: see :func:`marlinq.operations.verify.noise.measure_noise`.
+        noise: see :func:`marlinq.operations.verify.statistics.noise.measure_noise`.
         most: how many suspects to return.
 
     Returns:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from marlinq.core.weight import QuantizedWeight
-from marlinq.operations.verify.finding import FAILURE, MOST_SAY, Finding, RunSize, agreed
-from marlinq.operations.verify.noise import Noise, distance, group_rows, log_density
-from marlinq.operations.verify.tails import at_least, log_expected, tail_of_others
+from marlinq.operations.verify.statistics.finding import FAILURE, MOST_SAY, Finding, RunSize, agreed
+from marlinq.operations.verify.statistics.noise import Noise, distance, group_rows, log_density
+from marlinq.operations.verify.statistics.tails import at_least, log_expected, tail_of_others
 
 FAR = 3.0
 """How many times as large as any unsuspected output's of its group |ln b| must be to fail."""

@@ -1,56 +1,6 @@
-"""Is this still the checkpoint that a quantiser wrote? Statistics of codes against the original weights.
+"""Faults of one module, each found by comparing what is stored with one specific other explanation.
 
-GPTQ moves weights on purpose, so a code may lie a few steps from its weight's place on the grid, and a scale
-may be shrunken or grown. What it never does is to make *another, specific* explanation fit much better. So
-each test compares two explanations: what is stored as it is, and with one fault undone (two codes of a word
-exchanged, a bit of a scale flipped back, a zero point one higher). Its statistic is the log-likelihood ratio
-L of the second over the first.
-
-Noise (``noise.py``). r[k, n] is the distance between a weight's place on its clipped grid and its code, in
-code units. Its spread differs between input channels (by how much GPTQ carried over to them) and between
-places (outputs with outliers have larger errors throughout). So sigma[k, n] is the spread of channel k times
-that of the block of n that k lies in, both measured robustly, and r / sigma is taken to follow a Student t
-distribution with 8 degrees of freedom.
-
-Chance and expectation. If the noise is as modelled, E[exp L] <= 1 while nothing is wrong, so P(L > x) <=
-exp(-x) (Markov). GPTQ's noise is not always as modelled. So the chance of a single L is the larger of the
-model's bound, times the number of alternatives, and of a tail fitted to the module's own values
-(``tails.py``). Times the number of such tests in the whole run it is the *expectation*: how many findings as
-strong as this one an undamaged checkpoint of this size has on average. It bounds the probability of having
-any.
-
-Words (``words.py``). The tail is fitted to control pairs: codes of neighbouring words, which no fault
-exchanges. L grows with the logarithm of an error, so errors with a power law give L an exponential tail,
-whose slope is Hill's estimator; lighter errors only make it cautious. A word is suspect below an expectation
-of WARNING = 0.01: in at most one of a hundred undamaged runs of any size. It is a warning. MANY suspects in
-different input and output channels of one module fail. Even if the tail were so wrong that each run had one
-suspect, MANY = 6 at once would be the upper tail of a Poisson variable of mean 1, 6e-4.
-
-Scales (``groups.py``). Where one channel outweighs the others of its group, GPTQ fits the scale to that one,
-and L prefers a scale twice off for the others. So a scale must also stand out: with b the factor that would
-best fit its codes to the weights, |ln b| must have an expectation below 1e-5 in the tail fitted to the
-other outputs of its group, and the corrected group must be no odder than the oddest of those. It fails at an
-expectation below FAILURE = 1e-6 with |ln b| three times as large as theirs; else it is a warning. Single zero
-points are judged likewise, by the mean of r, where the scheme stores any; they are warnings.
-
-Rows, columns, tensors. Faults of many words or groups are judged by sums of L in which none counts for more
-than 4. E[exp] of such a sum is at most 1 too, so P(sum > T) <= exp(-T), and T / 4 of them must agree, more
-than object. That fails at an expectation below FAILURE: no unlucky word, group or channel can do it. The
-bound takes outputs as independent given the inputs, as GPTQ solves them; equal rows of a weight are not.
-
-False alarms of a run, then: a warning about a word with a probability below WARNING, a failure by one of some
-ten kinds of sums below FAILURE each. For single groups, whose tail is only roughly exponential, the level is
-lower instead, and the other conditions have to hold. ``lab/reliability/false_alarms.py`` measures them.
-
-Single codes. The tail is fitted to the logarithm of |r| / sigma over all codes of the module. A code whose
-expectation is below WARNING is a warning. Where GPTQ itself moves many codes by several steps, a single one
-as far off does not stand out.
-
-Scales of another weight. For every group, the likelihood of its scale is compared with a mixture: as it is,
-or 0.8 or 1.25 times that. The sum over the groups is judged like the other sums.
-
-What can't be told this way: the lower bits of a scale's mantissa, codes that GPTQ could have moved as far,
-and exchanged codes that differ little. Only the manifest's hashes see those.
+docs/verify.md explains the statistic, a log-likelihood ratio, and how its chance is bounded.
 """
 
 from __future__ import annotations
@@ -64,11 +14,11 @@ from torch import Tensor
 
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import Layout, ModuleSpec
-from marlinq.operations.verify.finding import MOST_SAY, WARNING, Finding, RunSize, agreed
-from marlinq.operations.verify.groups import find_odd_groups
-from marlinq.operations.verify.noise import Noise, distance, log_density, measure_noise
-from marlinq.operations.verify.tails import Tail, at_least, log_expected
-from marlinq.operations.verify.words import Exchanges, find_exchanges
+from marlinq.operations.verify.statistics.finding import MOST_SAY, WARNING, Finding, RunSize, agreed
+from marlinq.operations.verify.statistics.groups import find_odd_groups
+from marlinq.operations.verify.statistics.noise import Noise, distance, log_density, measure_noise
+from marlinq.operations.verify.statistics.tails import Tail, at_least, log_expected
+from marlinq.operations.verify.statistics.words import Exchanges, find_exchanges
 
 MANY = 6
 

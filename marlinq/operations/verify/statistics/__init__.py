@@ -1,0 +1,9 @@
+"""Statistics of codes, scales and zero points against the original weights; docs/verify.md explains them."""
+
+from __future__ import annotations
+
+from marlinq.operations.verify.statistics.evidence import Evidence, find_faults
+from marlinq.operations.verify.statistics.finding import Finding, RunSize
+from marlinq.operations.verify.statistics.noise import not_modelled
+
+__all__ = ["Evidence", "Finding", "RunSize", "find_faults", "not_modelled"]
