@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from marlinq import formats
 from marlinq.core.errors import UnsupportedError
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import LAYOUTS, StoredWeight, layouts
@@ -157,9 +156,9 @@ def no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object) -> None:
         raise AssertionError("codes were unpacked or packed")
 
-    for place in (layouts.base, layouts.marlin, formats.stored):
+    for place in (layouts.words, layouts.marlin):
         monkeypatch.setattr(place, "unpack_rows", forbidden)
-    for place in (layouts.base, layouts.marlin):
+    for place in (layouts.words, layouts.marlin):
         monkeypatch.setattr(place, "pack_rows", forbidden)
     monkeypatch.setattr(operand, "pack_tiles", forbidden)
     monkeypatch.setattr(layouts.marlin, "unpack_tiles", forbidden)
