@@ -89,7 +89,7 @@ def launch(
     memory: list[Memory],
     planted: Planted | None = None,
 ) -> None:
-    found = work.variant(variant, problem)
+    found = variant.row_variant(problem, normed=work.normed is not None, adds=work.added is not None)
     assert found is not None
     library = builder.kernel(found.instantiation.text(), found.instantiation.function, SOURCES, 90, planted)
     with emulated_tensor_maps():
@@ -98,7 +98,7 @@ def launch(
         variant.grid(problem),
         variant.threads,
         variant.shared_bytes(problem),
-        work.arguments(plain),
+        work.arguments(found.arguments, plain),
         memory,
         registers=variant.launch_registers if isinstance(variant, WarpgroupConfig) else 255,
         dependent=True,
