@@ -35,7 +35,7 @@ def solved(
 ) -> Solution:
     """The GPU's solve in the channels' own order, with the emulated kernel."""
     k = hessian.shape[0]
-    g = k if wanted.group_size == -1 else wanted.group_size
+    g = wanted.granularity.channels_per_group(k)
     factor = factorise(hessian, channel_order(hessian, g, "none"), 0.01)
     launch = emulated_panel(builder, seed=seed)
     return solve_panels(weight.t().contiguous(), factor, g, wanted, clip_search=clip_search, launch=launch)
