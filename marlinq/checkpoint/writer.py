@@ -78,7 +78,7 @@ def check_place(out: Path, *, resume: bool, source: Path | None = None) -> None:
     """
     try:
         # The longer name of the two.
-        os.lstat(_partial(out))
+        os.lstat(_partial(Path(out).absolute()))
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError) as error:

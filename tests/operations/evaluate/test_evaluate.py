@@ -116,7 +116,7 @@ def test_reports(original: Path, quantized: Path, text: Path) -> None:
     assert json.loads(json.dumps(found.to_dict()))["kl"] == found.kl
     rendered = found.render()
     assert f"{found.perplexity:.4f}" in rendered
-    assert "dense: torch's product with the dequantised weight" in rendered
+    assert "dense: torch's product with the dequantised weight" in str(found.explain())
 
 
 def test_windows_follow_each_other_without_overlap(original: Path, text: Path) -> None:

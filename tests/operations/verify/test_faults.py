@@ -133,9 +133,6 @@ FAULTS |= {
         needs_original=True,
         warns=True,
     ),
-    "a scale 1.4 times too large": Fault(
-        _scales(faults.multiply_one(1.4)), frozenset({"words and groups"}), needs_original=True, warns=True
-    ),
     "scales of another module": Fault(
         lambda folder, layout: faults.put_other(
             folder, f"{VICTIM}.{SCALES[layout]}", f"model.layers.1.mlp.gate_proj.{SCALES[layout]}"

@@ -79,7 +79,7 @@ NOT_LOADABLE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a stray g_idx": (tensors(**{"model.layers.9.g_idx": torch.zeros(4)}), ""),
     "another format's shape": (
         tensors(**{"model.layers.0.mlp.up_proj.weight_shape": torch.tensor([128, 64])}),
-        "tensors",
+        "",
     ),
     "a bias of another length": (tensors(**{"model.layers.0.mlp.up_proj.bias": torch.zeros(3)}), "loads"),
     "no such architecture": (config(model_type="no-such-model"), "loads"),
