@@ -20,7 +20,7 @@ help:
 	@echo "make lint         ruff and mypy only"
 	@echo "make format       let ruff format and fix the sources"
 	@echo "make docs         regenerate generated pages, tables and plots (a minute or two)"
-	@echo "make fuzz         10,000 seeded mutations of checkpoints against every command (4 hours on 2 cores)"
+	@echo "make fuzz         10,000 damaged checkpoints and 5,000 other hostile files and servers (5 hours on 2 cores)"
 	@echo "make gpu          tests, sanitizers and measurements on a GPU, into build/gpu (20 minutes)"
 	@echo "make interop      exchange checkpoints with GPTQModel, compressed-tensors and llm-compressor (20 minutes)"
 	@echo "make release-check   build wheel and source archive, install them on Python 3.11, 3.12 and 3.13, lint the Dockerfile"
@@ -65,6 +65,7 @@ docs: $(INSTALLED)
 # MARLINQ_FUZZ_CASES, MARLINQ_FUZZ_SEED and MARLINQ_FUZZ_ONLY choose how many, which, and a single one.
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz.campaign
+	MARLINQ_FUZZ_CASES=5000 $(BIN)/python -m tests.fuzz.surfaces
 
 gpu: $(INSTALLED)
 	$(BIN)/python lab/kernels/gpu_checks.py build/gpu $(GPU_ARGS)

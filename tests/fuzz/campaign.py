@@ -295,9 +295,9 @@ class _Case:
 
     def execute(self, arguments: list[str], *, apart: bool = False) -> Result | None:
         self.campaign.tally.runs += 1
-        before = _peak_bytes()
-        result = _apart(arguments) if apart else _here(arguments)
-        grown = _peak_bytes() - before
+        before = peak_bytes()
+        result = _apart(arguments) if apart else run_here(arguments)
+        grown = peak_bytes() - before
         if grown > MEMORY_LIMIT:
             self.found("memory", f"{' '.join(arguments)}: {grown / 1e6:.0f} MB more than any run before")
         if isinstance(result, Result):
@@ -340,7 +340,7 @@ class _Case:
         if self.base.manifest and self.what.endswith("tensors changed"):
             self.found("wrong", "verify passes a changed byte under a manifest")
         try:
-            with _quiet(), _limit():
+            with quiet(), limited():
                 load(self.source, device="cpu")
             for shard in Checkpoint.open(self.source).shards:
                 with safe_open(self.source / shard, framework="pt"):
@@ -359,8 +359,8 @@ class _Case:
             return
         expected = folder_bytes(self.home / "whole")
         step = self.rng.randrange(60)
-        with _killing(step):
-            killed = _here(arguments) == "killed"
+        with killing(step):
+            killed = run_here(arguments) == "killed"
         self.what += f" killed at {step}" if killed else " not killed"
         tampered = self.tamper() if killed and self.rng.random() < 0.6 else ""
         self.what += f", {tampered}" if tampered else ""
@@ -484,7 +484,7 @@ def _at_read(step: int, act: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _killing(step: int) -> Iterator[None]:
+def killing(step: int) -> Iterator[None]:
     """The n-th call that changes the disk never happens, nor any after it."""
     names = ("pwrite", "fsync", "rename", "unlink", "ftruncate")
     originals = {name: getattr(os, name) for name in names}
@@ -509,7 +509,7 @@ def _killing(step: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[tuple[io.StringIO, io.StringIO]]:
+def quiet() -> Iterator[tuple[io.StringIO, io.StringIO]]:
     out, err = io.StringIO(), io.StringIO()
     with (
         contextlib.redirect_stdout(out),
@@ -521,7 +521,7 @@ def _quiet() -> Iterator[tuple[io.StringIO, io.StringIO]]:
 
 
 @contextlib.contextmanager
-def _limit() -> Iterator[None]:
+def limited() -> Iterator[None]:
     def over(number: int, frame: object) -> None:
         raise Hang
 
@@ -534,11 +534,11 @@ def _limit() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _here(arguments: list[str]) -> Result | str:
+def run_here(arguments: list[str]) -> Result | str:
     """The result, ``killed``, ``hang``, or a traceback."""
-    with _quiet() as (out, err):
+    with quiet() as (out, err):
         try:
-            with _limit():
+            with limited():
                 main(arguments)
         except SystemExit as end:
             return Result(end.code if isinstance(end.code, int) else 1, out.getvalue(), err.getvalue())
@@ -589,7 +589,7 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-def _peak_bytes() -> int:
+def peak_bytes() -> int:
     """The most memory this process has had; Linux counts kilobytes."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
