@@ -13,6 +13,9 @@ from marlinq.kernels.driver import cache
 from tests.fuzz.surfaces import Surfaces, _Case, on_a_local_hub
 from tests.testing.hub_server import Lie
 
+# A minute of 2 cores: left to `make test-all` and `make fuzz`.
+pytestmark = pytest.mark.slow
+
 SEED = 20_262
 
 

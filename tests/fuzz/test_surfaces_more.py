@@ -9,6 +9,9 @@ import pytest
 from tests.fuzz.surfaces import RANKS_EVERY, Surfaces, on_a_local_hub
 from tests.fuzz.test_surfaces import SEED
 
+# A minute of 2 cores: left to `make test-all` and `make fuzz`.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def surfaces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Surfaces]:
