@@ -56,7 +56,7 @@ STEPS = (
     Step(
         "Quantise the linear layers to 4 bits, one scale for 64 weights. The model writes the calibration\n"
         "text itself, so nothing else is downloaded. `fast` rounds to nearest with chosen scales; without\n"
-        "`--quality fast` it is GPTQ, which takes about three times as long here and loses half as much.",
+        "`--quality fast` it is GPTQ, which takes about three times as long here and loses less.",
         (
             *("quantize", str(MODEL), str(INT4), "--format", "compressed-tensors", "--group-size", "64"),
             *("--quality", "fast", "--calibration", "self", "--samples", "16", "--max-length", "64"),
