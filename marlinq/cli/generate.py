@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING
 
 import click
 
+from marlinq.cli.lean_imports import lean_imports
 from marlinq.cli.options import (
     device_option,
     dtype_option,
@@ -105,7 +106,11 @@ def command(
     from marlinq.checkpoint import lock_ring_early
 
     lock_ring_early(device)
-    from marlinq.runtime import Interrupted, Sampling, generate, generate_batch, load
+    # Code that a checkpoint brings may need any package.
+    with nullcontext() if trust_remote_code else lean_imports():
+        import transformers.generation.utils  # noqa: F401
+
+        from marlinq.runtime import Interrupted, Sampling, generate, generate_batch, load
 
     sampling = Sampling(
         temperature=None if greedy else temperature or 1.0,
