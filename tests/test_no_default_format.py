@@ -10,10 +10,10 @@ import pytest
 
 import marlinq
 
-ROOMS = ("core", "formats", "checkpoint", "methods")
+ROOMS = ("core", "formats", "checkpoint", "methods", "kernels", "runtime")
 """Rooms that are held to it."""
 
-FORMATS = {"INT4", "INT8", "E4M3", "E2M1", "Granularity", "Scheme"}
+FORMATS = {"INT4", "INT8", "E4M3", "E2M1", "Granularity", "Scheme", "KERNEL_FORMAT"}
 
 
 def defaults(tree: ast.AST) -> Iterator[ast.expr]:

@@ -13,9 +13,11 @@ import argparse
 import math
 from collections import defaultdict
 
+from marlinq.core.granularity import Granularity
 from marlinq.kernels import Problem, decide
 from marlinq.kernels.choose.decision import buckets
 from marlinq.kernels.contract.device import H200
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.variants import warpgroup
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 from marlinq.operations.bench.shapes import MODELS
@@ -52,13 +54,18 @@ def main() -> None:
     count = parser.parse_args().count
     layers = [layer for model in models for layer in MODELS[model].layers(model)]
     cells = [
-        excesses(Problem(m, layer.n, layer.k, 128, zeros=False, bfloat16=False))
+        excesses(
+            Problem(m, layer.n, layer.k, Granularity.group(128), zeros=False, bfloat16=False, format=INT4)
+        )
         for layer in layers
         for m in _BATCHES
         if m.bit_count() > 1
     ]
     powers = {
-        decide(Problem(m, layer.n, layer.k, 128, zeros=False, bfloat16=False), H200).config
+        decide(
+            Problem(m, layer.n, layer.k, Granularity.group(128), zeros=False, bfloat16=False, format=INT4),
+            H200,
+        ).config
         for layer in MODELS[models[0]].layers(models[0])
         for m in buckets(8192)
         if m.bit_count() == 1

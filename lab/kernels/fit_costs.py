@@ -28,11 +28,13 @@ from typing import Any
 
 import numpy as np
 
+from marlinq.core.granularity import Granularity
 from marlinq.kernels import Problem
 from marlinq.kernels.choose.decision import considered
 from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.demands import Demands
 from marlinq.kernels.contract.device import H200
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.variants import bulk, stream, warpgroup
 
 KERNELS: dict[str, tuple[type[Any], Callable[..., tuple[float, str]], Any, Any]] = {
@@ -94,7 +96,9 @@ def read(paths: Iterable[Path]) -> tuple[list[Measured], int]:
     for sweep, path in enumerate(paths):
         for row in json.loads(path.read_text())["rows"]:
             group, zeros = row.get("group_size", 128), row.get("asymmetric", False)
-            problem = Problem(row["m"], row["n"], row["k"], group, zeros, False)
+            problem = Problem(
+                row["m"], row["n"], row["k"], Granularity.from_group_size(group), zeros, False, INT4
+            )
             cell = row["layer"], row["m"], sweep
             for candidate in row["candidates"]:
                 kernel = candidate["kernel"]

@@ -98,7 +98,7 @@ def calls(device: torch.device) -> dict[str, dict[str, float]]:
     library.impl("nothing", lambda *operands: out, x.device.type.upper())
     nothing, below = torch.ops.marlinq_host_cost.nothing, w4a16.OPERATOR.cuda
     linear = quant_linear(k, n, device)
-    prepared = prepare(Operands(x, words, scales, None, None, out), 32)
+    prepared = prepare(Operands(x, linear.operand, None, out))
     launch = prepared.launches.take()
     addresses = x.data_ptr(), out.data_ptr()
 
@@ -161,7 +161,7 @@ def compiling(index: int) -> dict[str, dict[str, float]]:
     nvrtc_version()  # loads NVRTC
     found = {}
     for kernel in available(numbers):
-        problem = Problem(16, 4096, 4096, 128, zeros=False, bfloat16=False)
+        problem = Problem(16, 4096, 4096, Granularity.group(128), zeros=False, bfloat16=False, format=INT4)
         with forced_kernel(kernel):
             config = decide(problem, numbers).config
         if config is not None:
@@ -169,7 +169,7 @@ def compiling(index: int) -> dict[str, dict[str, float]]:
             compile_kernel(config.instantiation(problem), numbers.architecture)
             found[f"one variant of {kernel}"] = {"variants": 1, "seconds": time.perf_counter() - start}
     problems = [
-        Problem(m, layer.n, layer.k, 128, zeros=False, bfloat16=False)
+        Problem(m, layer.n, layer.k, Granularity.group(128), zeros=False, bfloat16=False, format=INT4)
         for layer in MODELS["llama-3-8b"].layers("llama-3-8b")
         for m in _ROWS
     ]

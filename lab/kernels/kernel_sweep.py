@@ -14,7 +14,7 @@ import argparse
 import json
 import random
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -22,9 +22,12 @@ from typing import Any
 
 import torch
 
+from marlinq.core.granularity import Granularity
 from marlinq.kernels import KERNELS, Problem
 from marlinq.kernels.choose.decision import estimates
 from marlinq.kernels.contract.configuration import Configuration
+from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.launch.call import launch_gemm
 from marlinq.kernels.launch.precompile import precompile_variants
@@ -60,15 +63,19 @@ def candidates(problem: Problem, kernels: list[str], most: int, sample: int, ind
 def measure(weight: Weight, m: int, listed: list[Candidate], device: torch.device) -> list[dict[str, Any]]:
     """Every candidate's time, fastest first; one whose result differs from the first one's is left out."""
     copies = [
-        (weight.words.clone(), weight.scales.clone(), None if weight.zeros is None else weight.zeros.clone())
+        replace(
+            weight.operand,
+            words=weight.words.clone(),
+            scales=weight.scales.clone(),
+            zeros=None if weight.zeros is None else weight.zeros.clone(),
+        )
         for _ in range(copies_for(weight.nbytes, device))
     ]
     x = torch.randn(m, weight.layer.k, dtype=torch.float16, device=device)
     out = torch.empty(m, weight.layer.n, dtype=torch.float16, device=device)
 
     def launch(config: Configuration, index: int) -> None:
-        words, scales, zeros = copies[index % len(copies)]
-        launch_gemm(x, words, scales, zeros, None, weight.group_size, out, config)
+        launch_gemm(Operands(x, copies[index % len(copies)], None, out), config)
 
     first: torch.Tensor | None = None
     graphs = {}
@@ -123,7 +130,10 @@ def main() -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     group, asymmetric = arguments.group_size, arguments.asymmetric
     cells = [
-        (layer, Problem(int(m), layer.n, layer.k, group, asymmetric, False))
+        (
+            layer,
+            Problem(int(m), layer.n, layer.k, Granularity.from_group_size(group), asymmetric, False, INT4),
+        )
         for layer in layers_of(arguments.model, arguments.shape, group)
         for m in arguments.batch.split(",")
     ]

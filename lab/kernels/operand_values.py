@@ -13,6 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from marlinq.core.granularity import Granularity
+from marlinq.kernels import Operand
+from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.launch.call import launch_gemm
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 from marlinq.operations.bench.hardware import hardware_line
@@ -41,7 +45,8 @@ def operands(n: int, m: int, device: torch.device) -> dict[str, tuple[Tensor, Te
 
 def _launch(_: int, given: tuple[Tensor, Tensor, Tensor], out: Tensor, config: WarpgroupConfig) -> None:
     words, scales, x = given
-    launch_gemm(x, words, scales, None, None, _GROUP, out, config)
+    weight = Operand.whole(INT4, Granularity.group(_GROUP), words, scales, None)
+    launch_gemm(Operands(x, weight, None, out), config)
 
 
 def main() -> int:

@@ -19,12 +19,14 @@ from pathlib import Path
 
 import click
 
+from marlinq.core.granularity import Granularity
 from marlinq.kernels.choose.decision import available, decide
 from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.demands import forced_kernel
 from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.contract.problem import GROUP_SIZES, Problem
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.driver.compiler import ARCHITECTURES, CompiledKernel, compile_kernel, nvrtc_version
 from marlinq.kernels.variants import KERNELS
 
@@ -100,7 +102,7 @@ def variants(architecture: str) -> list[Variant]:
         for m, group, zeros, bfloat16 in itertools.product(
             _BATCHES[kernel], groups, (False, True), (False, True)
         ):
-            problem = Problem(m, _SIZE, _SIZE, group, zeros, bfloat16)
+            problem = Problem(m, _SIZE, _SIZE, Granularity.from_group_size(group), zeros, bfloat16, INT4)
             with forced_kernel(kernel):
                 config = decide(problem, device).config
             if config is None:
@@ -162,7 +164,7 @@ def _table(measured: list[Measured]) -> str:
 def _cells(members: list[Measured]) -> tuple[str, ...]:
     """The columns that follow the parameters."""
     batches = sorted({m for variant, _ in members for m in variant.batches})
-    groups = sorted({variant.problem.group_size for variant, _ in members}, key=GROUP_SIZES.index)
+    groups = sorted({variant.problem.granularity.group_size for variant, _ in members}, key=GROUP_SIZES.index)
     shared = [variant.config.shared_bytes(variant.problem) / 1024 for variant, _ in members]
     registers = {
         element: [c.registers for variant, c in members if variant.problem.bfloat16 == element]

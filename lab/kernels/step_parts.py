@@ -20,13 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from marlinq.core.granularity import Granularity
 from marlinq.core.progress import no_progress
+from marlinq.kernels import Operand
 from marlinq.kernels import step as kernels
 from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.step import AttentionShape, Division, HeadWork, Workspace, divide
 from marlinq.models.anatomy import MLP, Anatomy, Attention, Layer, Norm, Rotary, Slices
 from marlinq.operations.bench.hardware import hardware_line
-from marlinq.runtime import MarlinOperand, QuantLinear
+from marlinq.runtime import QuantLinear
 from marlinq.runtime.step.chain import ChainForward
 from marlinq.runtime.step.recorded_step import RecordedStep
 from marlinq.runtime.step.reference import ReferenceForward
@@ -42,7 +44,7 @@ def random_linear(k: int, n: int) -> QuantLinear:
     """Random words with scales that keep activations of their size."""
     words = torch.randint(-(1 << 31), 1 << 31, (k // 16, 2 * n), dtype=torch.int32, device="cuda")
     scales = (torch.rand(k // GROUP, n, device="cuda") + 0.5) * (0.2 / k**0.5)
-    return QuantLinear(MarlinOperand(INT4, words, scales.to(DTYPE), None, None, GROUP, k, n))
+    return QuantLinear(Operand.whole(INT4, Granularity.group(GROUP), words, scales.to(DTYPE), None))
 
 
 def random_model(depth: int, inner: int = INNER) -> tuple[nn.Module, Anatomy]:

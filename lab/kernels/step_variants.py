@@ -186,7 +186,7 @@ class Layers:
             layer.keys.normal_()
             layer.values.normal_()
         with self.demanding():
-            self.problems = self._problems(dtype)
+            self.problems = self._problems()
         links = self._own.recorded._links._links.values()
         before, behind = ({id(getattr(link, side)) for link in links} for side in ("before", "behind"))
         # Neither the first layer nor the last, whose norms at the ends have kernels of their own.
@@ -206,13 +206,11 @@ class Layers:
             found |= {"gate_up": layer.mlp.inputs, "down": layer.mlp.down}
         return found
 
-    def _problems(self, dtype: torch.dtype) -> dict[str, Problem]:
+    def _problems(self) -> dict[str, Problem]:
         own, mlp, products = self._own, self._own.layers[0].mlp, self._products(0)
-        found = {name: product.problems(own.batch, dtype)[0] for name, product in products.items()}
+        found = {name: product.problems(own.batch)[0] for name, product in products.items()}
         if isinstance(mlp, BoundMLP):
-            activated = mlp.inputs.activated_problem(
-                own.batch, dtype, mlp.anatomy.activation, own.device_index
-            )
+            activated = mlp.inputs.activated_problem(own.batch, mlp.anatomy.activation, own.device_index)
             found["gate_up"] = activated or found["gate_up"]
         return found
 
@@ -383,7 +381,7 @@ def _row(problem: Problem, dependent: bool, times: dict[Configuration, list[floa
         }
         for config, taken in times.items()
     ]
-    key = {"m": problem.m, "n": problem.n, "k": problem.k, "group_size": problem.group_size}
+    key = {"m": problem.m, "n": problem.n, "k": problem.k, "group_size": problem.granularity.group_size}
     key["bfloat16"] = problem.bfloat16
     return {**key, "activation": problem.activation, "dependent": dependent, "candidates": candidates}
 

@@ -22,11 +22,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from marlinq.core.granularity import Granularity
 from marlinq.kernels import Problem
 from marlinq.kernels.choose import measured
 from marlinq.kernels.choose.decision import bucket, model_choice
 from marlinq.kernels.contract.demands import Demands
 from marlinq.kernels.contract.device import H200, Device, slug
+from marlinq.kernels.contract.weight_formats import INT4
 
 DEVICES: dict[str, Device] = {H200.name: H200}
 """GPUs whose decisions can be made here, without asking the driver."""
@@ -62,7 +64,7 @@ def choices(
         group, zeros = row.get("group_size", 128), row.get("asymmetric", False)
         dependent, activation = row.get("dependent", False), row.get("activation")
         shape, bfloat16 = (row["m"], row["n"], row["k"]), row.get("bfloat16", False)
-        problem = Problem(*shape, group, zeros, bfloat16, activation=activation)
+        problem = Problem(*shape, Granularity.from_group_size(group), zeros, bfloat16, INT4, activation)
         try:
             timed = {measured.config_of(one["kernel"], one["config"]): one for one in row["candidates"]}
         except ValueError:

@@ -8,19 +8,20 @@ from marlinq.core.kept import cache_folder
 from marlinq.kernels.choose.decision import KernelDecision, decide
 from marlinq.kernels.contract.demands import batch_invariant, dependent_launches, forced_kernel
 from marlinq.kernels.contract.device import Device
-from marlinq.kernels.contract.problem import GROUP_SIZES, Problem
+from marlinq.kernels.contract.operand import Operand
+from marlinq.kernels.contract.operands import Operands
+from marlinq.kernels.contract.problem import GRANULARITIES, GROUP_SIZES, Problem
+from marlinq.kernels.contract.weight_formats import WeightFormat
 from marlinq.kernels.driver.cache import DamagedCache, KernelSpills
 from marlinq.kernels.driver.compiler import ARCHITECTURES, compile_kernel
 from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.launch.precompile import LayerShape, precompile, precompile_model
-from marlinq.kernels.ops.reference import dequantize_operands, reference_gemm
+from marlinq.kernels.ops.reference import reference_gemm
 from marlinq.kernels.ops.w4a16 import w4a16_gemm
 from marlinq.kernels.variants import KERNELS
 
 
-def explain(
-    device: torch.device, dtype: torch.dtype, m: int, n: int, k: int, group_size: int, asymmetric: bool
-) -> KernelDecision:
+def explain(device: torch.device, problem: Problem) -> KernelDecision:
     """The decision for one problem on ``device``, with its reason."""
     if device.type != "cuda":
         return KernelDecision(
@@ -28,11 +29,12 @@ def explain(
         )
     # A plain "cuda" has no index, whatever the annotation says.
     index = torch.cuda.current_device() if device.index is None else device.index  # type: ignore[redundant-expr]
-    return decide(Problem(m, n, k, group_size, asymmetric, dtype == torch.bfloat16), device_numbers(index))
+    return decide(problem, device_numbers(index))
 
 
 __all__ = [
     "ARCHITECTURES",
+    "GRANULARITIES",
     "GROUP_SIZES",
     "KERNELS",
     "DamagedCache",
@@ -40,13 +42,15 @@ __all__ = [
     "KernelDecision",
     "KernelSpills",
     "LayerShape",
+    "Operand",
+    "Operands",
     "Problem",
+    "WeightFormat",
     "batch_invariant",
     "cache_folder",
     "compile_kernel",
     "decide",
     "dependent_launches",
-    "dequantize_operands",
     "device_numbers",
     "explain",
     "forced_kernel",

@@ -7,7 +7,7 @@ from marlinq.runtime.decoding import Decoder, StepDecision
 from marlinq.runtime.generation import Generation, Generations, Interrupted, generate, generate_batch
 from marlinq.runtime.linear import QuantLinear
 from marlinq.runtime.loading import LoadedModel, load
-from marlinq.runtime.operand import MarlinOperand, marlin_operand, operand_refusal, stored_operand
+from marlinq.runtime.operand import marlin_operand, operand_refusal, stored_operand
 from marlinq.runtime.operators import OPERATORS, Estimate, Operator, Setting, register_operator
 from marlinq.runtime.sampling import GREEDY, Sampling
 
@@ -22,7 +22,6 @@ __all__ = [
     "Generations",
     "Interrupted",
     "LoadedModel",
-    "MarlinOperand",
     "Operator",
     "QuantLinear",
     "Sampling",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.experts import (
     ACTIVATIONS,
     ExpertWeights,
@@ -33,7 +34,7 @@ class GroupedExperts(nn.Module):
 
     def __init__(self, weights: ExpertWeights, activation: str) -> None:
         super().__init__()
-        self.group_size, self.activation = weights.group_size, activation
+        self.granularity, self.format, self.activation = weights.granularity, weights.format, activation
         for product in ("gate_up", "down"):
             for key, value in getattr(weights, product)._asdict().items():
                 self.register_buffer(f"{product}_{key}", value, persistent=False)
@@ -45,7 +46,7 @@ class GroupedExperts(nn.Module):
             StoredExperts(*(getattr(self, f"{product}_{key}") for key in StoredExperts._fields))
             for product in ("gate_up", "down")
         )
-        return ExpertWeights(gate_up, down, self.group_size)
+        return ExpertWeights(gate_up, down, self.granularity, self.format)
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """hidden [T, H], experts' numbers and weights [T, top-k] to [T, H]; nobody's numbers add nothing."""
@@ -55,7 +56,8 @@ class GroupedExperts(nn.Module):
 
     def extra_repr(self) -> str:
         experts, inner, hidden = self.weights.down.shape
-        return f"experts={experts}, hidden={hidden}, intermediate={inner}, group_size={self.group_size}"
+        shared = self.granularity.describe()
+        return f"experts={experts}, hidden={hidden}, intermediate={inner}, granularity={shared!r}"
 
 
 def grouping_refusal(
@@ -75,7 +77,8 @@ def grouping_refusal(
                 found.padded_shape,
                 found.scales.shape,
                 found.zeros is None,
-                found.group_size,
+                found.granularity,
+                found.format,
                 found.scales.dtype,
             )
             for found in linears
@@ -87,16 +90,17 @@ def grouping_refusal(
     assert isinstance(first, QuantLinear)
     assert isinstance(second, QuantLinear)
     assert isinstance(last, QuantLinear)
-    if (first.padded_shape, first.group_size) != (second.padded_shape, second.group_size):
+    if first.format != INT4:
+        return f"{first.format.name} weights; the experts' kernels multiply {INT4.name}"
+    if (first.padded_shape, first.granularity) != (second.padded_shape, second.granularity):
         return f"gate is {first.padded_shape} and up {second.padded_shape}"
     if last.padded_shape != first.padded_shape[::-1]:
         return f"gate is {first.padded_shape} and down {last.padded_shape}"
     if first.in_features != first.padded_shape[0]:
         return f"a hidden size of {first.in_features} is no multiple of 64 and of the group"
-    if last.group_size != first.group_size or {found.zeros is None for found in (first, second, last)} != {
-        last.zeros is None
-    }:
-        return "gate, up and down differ in group size or zero points"
+    kinds = {(found.granularity, found.format, found.zeros is None) for found in (first, second, last)}
+    if len(kinds) > 1:
+        return "gate, up and down differ in format, groups or zero points"
     return None
 
 
@@ -110,7 +114,7 @@ def group_experts(
     """
     biased = any(linear.bias is not None for linear in (*gate, *up, *down))
     stored = [_stacked(linears, biased=biased) for linears in (gate, up, down)]
-    return ExpertWeights(interleave_gate_up(*stored[:2]), stored[2], gate[0].group_size)
+    return ExpertWeights(interleave_gate_up(*stored[:2]), stored[2], gate[0].granularity, gate[0].format)
 
 
 def _stacked(linears: Sequence[QuantLinear], *, biased: bool) -> StoredExperts:

@@ -7,8 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from marlinq.kernels import w4a16_gemm
-from marlinq.runtime.operand import MarlinOperand
+from marlinq.kernels import Operand, w4a16_gemm
 
 
 class QuantLinear(nn.Module):
@@ -29,17 +28,32 @@ class QuantLinear(nn.Module):
     order: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, operand: MarlinOperand, bias: Tensor | None = None) -> None:
+    def __init__(self, operand: Operand, bias: Tensor | None = None) -> None:
         super().__init__()
         self.in_features = operand.in_features
         self.out_features = operand.out_features
         self.format = operand.format
-        self.group_size = operand.group_size
+        self.granularity = operand.granularity
+        self._group_size = operand.granularity.group_size
         self.padded_shape = operand.padded_shape
         self._padding = operand.padded_shape[0] - operand.in_features
         for key in ("words", "scales", "zeros", "order"):
             self.register_buffer(key, getattr(operand, key), persistent=False)
         self.register_buffer("bias", None if bias is None else bias.to(operand.scales), persistent=False)
+
+    @property
+    def operand(self) -> Operand:
+        """What it multiplies with; its tensors, not copies."""
+        return Operand(
+            self.format,
+            self.granularity,
+            self.words,
+            self.scales,
+            self.zeros,
+            self.order,
+            self.in_features,
+            self.out_features,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] to [..., N], in the dtype of x."""
@@ -54,7 +68,7 @@ class QuantLinear(nn.Module):
             held["scales"],
             held["zeros"],
             held["bias"],
-            self.group_size,
+            self._group_size,
             self.out_features,
             order,
         )
@@ -62,6 +76,6 @@ class QuantLinear(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"group_size={self.group_size}, asymmetric={self.zeros is not None}, "
+            f"granularity={self.granularity.describe()!r}, asymmetric={self.zeros is not None}, "
             f"act_order={self.order is not None}, bias={self.bias is not None}"
         )

@@ -16,8 +16,6 @@ weight:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -26,9 +24,10 @@ from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import INT4, Scheme
 from marlinq.core.weight import Grid, QuantizedWeight, trivial_g_idx
 from marlinq.formats import StoredWeight, transcode
-from marlinq.formats.layouts.marlin import GROUP_SIZES, Marlin, pack_tiles, permute_scales
+from marlinq.formats.layouts.marlin import Marlin, pack_tiles, permute_scales
 from marlinq.kernels.contract import weight_formats
-from marlinq.kernels.contract.weight_formats import WeightFormat
+from marlinq.kernels.contract.operand import Operand
+from marlinq.kernels.contract.problem import GRANULARITIES
 from marlinq.kernels.launch.tile_words import SOURCES as TILED_FROM
 from marlinq.kernels.launch.tile_words import tile_words
 
@@ -41,38 +40,7 @@ KERNEL_FORMAT = weight_formats.INT4
 PAD_MULTIPLE = 64
 """K and N of a stored operand are multiples of this."""
 
-_ONE_GROUP = Granularity.channel().group_size
-_REFINED_SIZES = sorted((size for size in GROUP_SIZES if size > 0), reverse=True)
-
-
-@dataclass(frozen=True, eq=False)
-class MarlinOperand:
-    """The weight operand of :func:`marlinq.kernels.w4a16_gemm`.
-
-    Attributes:
-        format: weight format of the words.
-        words: int32 [K'/16, 2N'], K' and N' being K and N after padding.
-        scales: float [G', N'], in the stored order of :func:`marlinq.formats.layouts.marlin.permute_scales`.
-        zeros: like ``scales``, zero points as floats; None when all are 8.
-        order: int32 [K'], the input channel that each row belongs to, -1 for padding; None for 0, 1, 2, ...
-        group_size: 32, 64, 128 or -1.
-        in_features: K.
-        out_features: N.
-    """
-
-    format: WeightFormat
-    words: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    order: Tensor | None
-    group_size: int
-    in_features: int
-    out_features: int
-
-    @property
-    def padded_shape(self) -> tuple[int, int]:
-        """(K', N')."""
-        return self.format.shape(self.words)
+_REFINED = sorted((each for each in GRANULARITIES if each.kind == "group"), reverse=True)
 
 
 def operand_refusal(weight: StoredWeight | QuantizedWeight | Grid) -> str | None:
@@ -82,8 +50,10 @@ def operand_refusal(weight: StoredWeight | QuantizedWeight | Grid) -> str | None
         return f"{scheme.element.name} weights; the kernel multiplies {INT4.name}"
     if scheme.tensor_scale != "none":
         return "a second-level scale; the kernel has scales of one level"
-    if _kernel_group_size(scheme) is None:
-        return f"group size {scheme.granularity.size} is neither one group nor a multiple of 32"
+    if _kernel_granularity(scheme) is None:
+        return (
+            f"{scheme.granularity.describe()}: neither one scale per channel nor groups of a multiple of 32"
+        )
     if scheme.act_order:
         size = scheme.channels_per_group(weight.in_features)
         groups = weight.g_idx.sort().values
@@ -92,14 +62,14 @@ def operand_refusal(weight: StoredWeight | QuantizedWeight | Grid) -> str | None
     return None
 
 
-def operand_shape(weight: StoredWeight | QuantizedWeight) -> tuple[int, int, int]:
-    """K and N after padding and the kernel's group size, for a weight that is not refused."""
-    group_size = _kernel_group_size(weight.scheme) or _ONE_GROUP
-    step = max(PAD_MULTIPLE, group_size)
-    return _round_up(weight.in_features, step), _round_up(weight.out_features, PAD_MULTIPLE), group_size
+def operand_shape(weight: StoredWeight | QuantizedWeight) -> tuple[int, int, Granularity]:
+    """K and N after padding and the kernel's granularity, for a weight that is not refused."""
+    granularity = _kernel_granularity(weight.scheme) or Granularity.channel()
+    step = max(PAD_MULTIPLE, granularity.channels)
+    return _round_up(weight.in_features, step), _round_up(weight.out_features, PAD_MULTIPLE), granularity
 
 
-def stored_operand(stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> MarlinOperand:
+def stored_operand(stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> Operand:
     """The operand that holds exactly the weights of ``stored``; scales are rounded to ``dtype``.
 
     Words that are in the kernel's layout are taken as they are, and so are scales of the kernel's group size;
@@ -119,30 +89,30 @@ def stored_operand(stored: StoredWeight, dtype: torch.dtype, device: torch.devic
         raise UnsupportedError(f"{stored.name}: {reason}")
     scheme = stored.scheme
     k, n = stored.in_features, stored.out_features
-    rows, columns, group_size = operand_shape(stored)
+    rows, columns, granularity = operand_shape(stored)
     if scheme.act_order or (rows, columns) != (k, n):
         return marlin_operand(stored.weight(device), dtype, name=stored.name)
     zeros = None
-    if stored.layout.family == KERNEL_LAYOUT.family and group_size == scheme.granularity.group_size:
+    if stored.layout.family == KERNEL_LAYOUT.family and granularity == scheme.granularity:
         scales = stored.scales
     else:
-        scales = permute_scales(_regrouped(stored.grid, stored.grid.scales, group_size))
+        scales = permute_scales(_regrouped(stored.grid, stored.grid.scales, granularity))
     if scheme.stores_zeros:
-        regrouped = _regrouped(stored.grid, stored.grid.zeros, group_size)
+        regrouped = _regrouped(stored.grid, stored.grid.zeros, granularity)
         zeros = permute_scales(regrouped).to(device=device, dtype=dtype)
-    return MarlinOperand(
+    return Operand(
         format=KERNEL_FORMAT,
         words=_kernel_words(stored, device),
         scales=_cast_scales(scales, dtype, stored.name).to(device),
         zeros=zeros,
         order=None,
-        group_size=group_size,
+        granularity=granularity,
         in_features=k,
         out_features=n,
     )
 
 
-def marlin_operand(q: QuantizedWeight, dtype: torch.dtype, *, name: str = "weight") -> MarlinOperand:
+def marlin_operand(q: QuantizedWeight, dtype: torch.dtype, *, name: str = "weight") -> Operand:
     """The operand that holds exactly the weights of ``q``, on its device; scales are rounded to ``dtype``.
 
     Args:
@@ -160,11 +130,11 @@ def marlin_operand(q: QuantizedWeight, dtype: torch.dtype, *, name: str = "weigh
     if not q.has_trivial_g_idx:
         order = torch.argsort(q.g_idx, stable=True)
         codes = codes[order]
-    rows, columns, group_size = operand_shape(q)
-    scales, zeros = (_regrouped(q, values, group_size) for values in (q.scales, q.zeros))
+    rows, columns, granularity = operand_shape(q)
+    scales, zeros = (_regrouped(q, values, granularity) for values in (q.scales, q.zeros))
     scales = _cast_scales(scales, dtype, name)
     k, n = q.in_features, q.out_features
-    size = rows if group_size == _ONE_GROUP else group_size
+    size = granularity.channels_per_group(rows)
     groups = rows // size
     middle = q.element.midpoint
     scales = _grow(scales, groups, columns, 0)
@@ -175,13 +145,13 @@ def marlin_operand(q: QuantizedWeight, dtype: torch.dtype, *, name: str = "weigh
         codes[k:] = zeros[row_groups.to(zeros.device)]
     if order is not None:
         order = torch.nn.functional.pad(order, (0, rows - k), value=-1).to(torch.int32)
-    return MarlinOperand(
+    return Operand(
         format=KERNEL_FORMAT,
         words=pack_tiles(codes),
         scales=permute_scales(scales),
         zeros=None if not q.scheme.stores_zeros else permute_scales(zeros.to(dtype)),
         order=order,
-        group_size=group_size,
+        granularity=granularity,
         in_features=k,
         out_features=n,
     )
@@ -195,22 +165,20 @@ def _kernel_words(stored: StoredWeight, device: torch.device) -> Tensor:
     return transcode(words, stored.spec, stored.layout, KERNEL_LAYOUT)
 
 
-def _kernel_group_size(scheme: Scheme) -> int | None:
-    """The group size of a kernel's configuration, or None where no kernel takes such groups."""
+def _kernel_granularity(scheme: Scheme) -> Granularity | None:
+    """The granularity of a kernel's configuration, or None where no kernel takes such groups."""
     granularity = scheme.granularity
-    if granularity == Granularity.channel():
-        return _ONE_GROUP
     if granularity.kind != "group":
-        return None
-    return next((size for size in _REFINED_SIZES if granularity.channels % size == 0), None)
+        return granularity if granularity in GRANULARITIES else None
+    return next((finer for finer in _REFINED if granularity.channels % finer.channels == 0), None)
 
 
-def _regrouped(q: QuantizedWeight | Grid, values: Tensor, group_size: int) -> Tensor:
-    """``values``, the scales or zero points of ``q``, a row for each group of ``group_size`` channels."""
-    if group_size in (_ONE_GROUP, q.channels_per_group):
+def _regrouped(q: QuantizedWeight | Grid, values: Tensor, granularity: Granularity) -> Tensor:
+    """``values``, the scales or zero points of ``q``, a row for each group of ``granularity``."""
+    if granularity.channels in (0, q.channels_per_group):
         return values
     # A short last group of the weight has fewer parts than the others.
-    first_channels = torch.arange(0, q.in_features, group_size, device=values.device)
+    first_channels = torch.arange(0, q.in_features, granularity.channels, device=values.device)
     return values[first_channels // q.channels_per_group]
 
 

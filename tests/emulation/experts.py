@@ -64,7 +64,7 @@ def run_layer(
     """
     x, ids, weights = apart(x), apart(ids), apart(weights)
     expert_map = None if expert_map is None else apart(expert_map)
-    experts = ExpertWeights(_apart(experts.gate_up), _apart(experts.down), experts.group_size)
+    experts = ExpertWeights(_apart(experts.gate_up), _apart(experts.down), *experts[2:])
     out = apart(torch.full(x.shape, torch.nan, dtype=x.dtype))
     shape = shape_of(x, ids, experts)
     made = Workspace.of(shape, decision, x.dtype, torch.device("cpu"))

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from emulation.faults import Planted
-from marlinq.kernels import Problem
 from marlinq.kernels.variants.bulk import BulkConfig
 from marlinq.kernels.variants.stream import StreamConfig
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 from tests.emulation.gemm import Case
+from tests.kernels.problems import int4_problem
 
 WRONG = "the result is wrong"
 
 # M: three rows past a tile of eight. N: half a tile past whole tiles. K: enough that every ring goes round.
-_PROBLEM = Problem(11, 320, 1344, 64, zeros=True, bfloat16=False)
+_PROBLEM = int4_problem(11, 320, 1344, 64, zeros=True, bfloat16=False)
 STREAM = Case(_PROBLEM, StreamConfig(2, 2, 1, 8, True, 1, 3, 1), x_padding=8)
 CLUSTERED = replace(STREAM, config=replace(STREAM.config, cluster=2))
 ALONE = replace(STREAM, config=StreamConfig(1, 2, 1, 8, True, 1, 3, 1))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from emulation.build import Builder
 from emulation.faults import Planted
 from emulation.launching import EmulatedKernel, KernelFault, Memory, apart
-from marlinq.kernels import Device, Problem
+from marlinq.kernels import Device, Operand, Problem
 from marlinq.kernels.contract.arguments import WarpgroupArguments
 from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.instantiation import CUDA_SOURCES
@@ -85,7 +84,7 @@ def run(builder: Builder, case: Case, planted: Planted | None = None) -> float:
     made = random_operands(
         problem.k,
         problem.n,
-        problem.group_size,
+        problem.granularity.group_size,
         dtype,
         zeros=problem.zeros,
         bias=case.bias,
@@ -100,9 +99,7 @@ def run(builder: Builder, case: Case, planted: Planted | None = None) -> float:
     columns = problem.n if problem.activation is None else problem.n // 2
     given = Operands(
         apart(wide[:, : problem.k]),
-        apart(made.words),
-        apart(made.scales),
-        None if made.zeros is None else apart(made.zeros),
+        apart_operand(made.operand),
         None if made.bias is None else apart(made.bias),
         torch.full((problem.m, columns), torch.nan, dtype=dtype),
     )
@@ -111,7 +108,7 @@ def run(builder: Builder, case: Case, planted: Planted | None = None) -> float:
     results = []
     for number in range(case.launches):
         operands = given._replace(out=apart(given.out))
-        memory = _memory(operands)
+        memory = memory_of(operands)
         with emulated_tensor_maps():
             arguments = config.arguments(operands, case.dependent)
         if handover and isinstance(arguments, WarpgroupArguments):
@@ -142,6 +139,12 @@ def run(builder: Builder, case: Case, planted: Planted | None = None) -> float:
     return relative_error(results[0], expected)
 
 
+def apart_operand(weight: Operand) -> Operand:
+    """The weight with each tensor in memory of its own."""
+    zeros = None if weight.zeros is None else apart(weight.zeros)
+    return replace(weight, words=apart(weight.words), scales=apart(weight.scales), zeros=zeros)
+
+
 def bound(problem: Problem) -> float:
     """The relative error that rounding may cause."""
     # Both factors have a product's error; the activation's slope is at most 1.13, and 2 for a square.
@@ -153,10 +156,18 @@ def _dtype(problem: Problem) -> torch.dtype:
     return torch.bfloat16 if problem.bfloat16 else torch.float16
 
 
-def _memory(operands: Operands) -> list[Memory]:
+def memory_of(operands: Operands) -> list[Memory]:
     """What the kernel may touch; the previous kernel writes the activations and may still use the output."""
     previous = {"x", "out"}
-    named: dict[str, Tensor | None] = operands._asdict()
+    weight = operands.weight
+    named = {
+        "x": operands.x,
+        "words": weight.words,
+        "scales": weight.scales,
+        "zeros": weight.zeros,
+        "bias": operands.bias,
+        "out": operands.out,
+    }
     return [
         Memory(name, tensor, writable=name == "out", after_previous=name in previous)
         for name, tensor in named.items()

@@ -14,13 +14,13 @@ import pytest
 
 from emulation.build import Builder
 from emulation.launching import KernelFault
-from marlinq.kernels import GROUP_SIZES, Problem
+from marlinq.kernels import GROUP_SIZES
 from marlinq.kernels.choose.decision import estimates
 from marlinq.kernels.variants import KERNELS
 from marlinq.kernels.variants.stream import StreamConfig
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 from tests.emulation.gemm import AMPERE, H200, Case, bound, run
-from tests.kernels.problems import SPREADS
+from tests.kernels.problems import SPREADS, int4_problem
 
 # In units of 64. Every length of a last chunk and a last tile, and enough steps to go round every ring twice.
 _CHANNELS = (1, 2, 3, 5, 8, 9, 14, 17, 24, 33)
@@ -36,7 +36,7 @@ def draw(rng: random.Random) -> Case:
         # The operator takes a group as long as K for a single one.
         if group > 0 and (k % group or k == group):
             continue
-        problem = Problem(m, n, k, group, rng.random() < 0.5, rng.random() < 0.5)
+        problem = int4_problem(m, n, k, group, rng.random() < 0.5, rng.random() < 0.5)
         device = AMPERE if rng.random() < 0.1 else H200
         invariant = rng.random() < 0.2
         configs = [config for _, _, config in estimates(problem, device, rng.choice(KERNELS), invariant)]

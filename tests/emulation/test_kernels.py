@@ -24,7 +24,7 @@ from marlinq.kernels.variants.bulk import BulkConfig
 from marlinq.kernels.variants.stream import StreamConfig
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 from tests.emulation.gemm import AMPERE, H200, SOURCES, Case, bound, run
-from tests.kernels.problems import SPREADS
+from tests.kernels.problems import SPREADS, int4_problem
 from tests.testing.pairs import every_pair, in_turn
 
 # (M, N, K, group, zeros, bfloat16, dependent, elements between rows of x): every pair of features with the
@@ -62,7 +62,7 @@ def test_the_variant_that_the_host_chooses(
     builder: Builder, kernel: str, values: tuple[int, int, int, int, bool, bool, bool, int]
 ) -> None:
     m, n, k, group, zeros, bfloat16, dependent, padding = values
-    problem = Problem(m, n, k, group, zeros, bfloat16)
+    problem = int4_problem(m, n, k, group, zeros, bfloat16)
     case = Case(problem, chosen(kernel, problem), dependent, not dependent, padding, seed=k)
     right(builder, case)
 
@@ -81,7 +81,7 @@ SPLITS: dict[str, Callable[[Any], bool]] = {
 def test_ways_of_splitting(builder: Builder, kernel: str, split: str) -> None:
     number = list(SPLITS).index(split)
     m, group, zeros = ((7, 64, True), (16, -1, False), (50, 32, True))[number % 3]
-    problem = Problem(m, 448, 1088, group, zeros, bfloat16=False)
+    problem = int4_problem(m, 448, 1088, group, zeros, bfloat16=False)
     found = [config for _, _, config in estimates(problem, H200, kernel) if SPLITS[split](config)]
     if not found and split == "four rows a chunk":
         pytest.skip("the stream kernel has four rows for the largest tile only, which it never splits")
@@ -106,7 +106,7 @@ def test_an_activation_behind_the_product(
     builder: Builder, values: tuple[Any, ...], config: Configuration | None, activation: str
 ) -> None:
     *extents, dependent = values
-    problem = Problem(*extents, activation=activation)
+    problem = int4_problem(*extents, activation=activation)
     found = config or decide(problem, H200).config
     assert found is not None
     assert found.activates(problem)
@@ -115,7 +115,7 @@ def test_an_activation_behind_the_product(
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_shallowest_ring(builder: Builder, kernel: str) -> None:
-    problem = Problem(16, 448, 1088, 64, zeros=True, bfloat16=False)
+    problem = int4_problem(16, 448, 1088, 64, zeros=True, bfloat16=False)
     config = next(config for _, _, config in estimates(problem, H200, kernel) if config.parts == 1)
     right(builder, Case(problem, replace(config, stages=3 if kernel == "stream" else 2)))
 
@@ -134,7 +134,7 @@ def test_fewer_chunks_on_their_way_than_stages(
     builder: Builder, values: tuple[BulkConfig | WarpgroupConfig, int], dependent: bool
 ) -> None:
     config, window = values
-    problem = Problem(11, 1088, 1344, 64, zeros=False, bfloat16=False)
+    problem = int4_problem(11, 1088, 1344, 64, zeros=False, bfloat16=False)
     assert config.window(problem) == window < config.stages
     right(builder, Case(problem, config, dependent=dependent))
 
@@ -142,7 +142,7 @@ def test_fewer_chunks_on_their_way_than_stages(
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 def test_blocks_that_take_tile_after_tile(builder: Builder, blocks: int) -> None:
     for m, n, k, words, group in ((20, 1088, 640, 2, 128), (20, 832, 320, 4, -1), (40, 320, 576, 1, 64)):
-        problem = Problem(m, n, k, group, zeros=True, bfloat16=blocks == 2)
+        problem = int4_problem(m, n, k, group, zeros=True, bfloat16=blocks == 2)
         config = WarpgroupConfig(16 if words == 1 else 8, words, 1, 1, 8, 1, 2, 1, blocks)
         assert config.tiles(problem) > 2 * blocks
         right(builder, Case(problem, config, dependent=words == 4, seed=blocks))
@@ -151,7 +151,7 @@ def test_blocks_that_take_tile_after_tile(builder: Builder, blocks: int) -> None
 @pytest.mark.parametrize("blocks", [1, 5])
 def test_bands_of_tiles(builder: Builder, blocks: int) -> None:
     # Five tiles of the batch a band, three in the last one.
-    problem = Problem(7 * 176 + 9, 128, 64, 32, zeros=False, bfloat16=False)
+    problem = int4_problem(7 * 176 + 9, 128, 64, 32, zeros=False, bfloat16=False)
     config = WarpgroupConfig(176, 1, 1, 1, 4, 1, 2, 1, blocks)
     right(builder, Case(problem, config))
 
@@ -161,7 +161,7 @@ def test_bands_of_tiles(builder: Builder, blocks: int) -> None:
 )
 def test_warpgroups_of_64_columns(builder: Builder, split: tuple[int, int, int], group: int) -> None:
     warpgroups_n, parts_k, cluster = split
-    problem = Problem(45, 320, 768, group, zeros=group != 128, bfloat16=group == -1)
+    problem = int4_problem(45, 320, 768, group, zeros=group != 128, bfloat16=group == -1)
     config = WarpgroupConfig(32, 1, warpgroups_n, parts_k, 8, cluster, 4, 1, 3)
     right(builder, Case(problem, config, bias=group == 32, x_padding=8, seed=warpgroups_n))
 
@@ -183,7 +183,7 @@ EVEN = {
 @pytest.mark.parametrize(("name", "dependent"), in_turn(list(EVEN), (False, True)))
 def test_tiles_dealt_out_in_chunks(builder: Builder, name: str, dependent: bool) -> None:
     m, n, k, group, zeros, tile_m, words, warpgroups_n, rows, most = EVEN[name]
-    problem = Problem(m, n, k, group, zeros, bfloat16=dependent)
+    problem = int4_problem(m, n, k, group, zeros, bfloat16=dependent)
     config = WarpgroupConfig(tile_m, words, warpgroups_n, 1, rows, 1, 3, 1, most, stream_k=True)
     # One at a time in order, and as many as may run at once; twice on the same flags.
     for resident in (1, 4):
@@ -198,7 +198,7 @@ def test_scales_of_every_spread(builder: Builder, columns: tuple[int, int, int, 
     words, warpgroups_n, parts_k, even = columns
     # Three to six groups' scales a chunk and one, and every lane's columns normalised by themselves.
     group = {4: 32, 2: 64, 1: 128}[words]
-    problem = Problem(19, 320, 1152, group, zeros=False, bfloat16=False)
+    problem = int4_problem(19, 320, 1152, group, zeros=False, bfloat16=False)
     config = WarpgroupConfig(32, words, warpgroups_n, parts_k, 8, 1, 4, 1, 5, even)
     assert config.scaling(problem) == "FUSED"
     right(builder, Case(problem, config, seed=words, spread=spread))
@@ -217,7 +217,7 @@ def test_one_row_in_whole_numbers(
     # Columns past the last tile; a last chunk of 64 channels where groups allow it.
     for bfloat16 in (False, True):
         zeros = (group in (32, -1)) != bfloat16
-        problem = Problem(1, 320, 1408 if group == 128 else 1344, group, zeros, bfloat16)
+        problem = int4_problem(1, 320, 1408 if group == 128 else 1344, group, zeros, bfloat16)
         config = StreamConfig(warps_n, warps_k, 1, 8, True, cluster, 3, 1, digits=True)
         case = Case(
             problem, config, dependent=cluster == 2, bias=not loud, x_padding=3, seed=group, loud=loud
@@ -226,7 +226,7 @@ def test_one_row_in_whole_numbers(
 
 
 def test_registers_that_change_hands(builder: Builder) -> None:
-    problem = Problem(112, 512, 384, 64, zeros=False, bfloat16=False)
+    problem = int4_problem(112, 512, 384, 64, zeros=False, bfloat16=False)
     growing = [
         config
         for _, _, config in estimates(problem, H200, "warpgroup")
@@ -237,20 +237,20 @@ def test_registers_that_change_hands(builder: Builder) -> None:
 
 def test_batch_invariant_sums(builder: Builder) -> None:
     for m in (1, 33):
-        problem = Problem(m, 192, 1088, 64, zeros=True, bfloat16=False)
+        problem = int4_problem(m, 192, 1088, 64, zeros=True, bfloat16=False)
         with batch_invariant():
             right(builder, Case(problem, chosen("stream", problem)))
 
 
 @pytest.mark.parametrize("m", [1, 9, 33])
 def test_gpus_without_clusters(builder: Builder, m: int) -> None:
-    problem = Problem(m, 320, 832, 64, zeros=m == 9, bfloat16=m == 33)
+    problem = int4_problem(m, 320, 832, 64, zeros=m == 9, bfloat16=m == 33)
     right(builder, Case(problem, chosen("stream", problem, AMPERE), capability=AMPERE.capability))
 
 
 def test_no_bias_and_a_single_row_of_any_stride(builder: Builder) -> None:
     for kernel in KERNELS:
-        problem = Problem(1, 128, 256, 128, zeros=False, bfloat16=False)
+        problem = int4_problem(1, 128, 256, 128, zeros=False, bfloat16=False)
         right(builder, Case(problem, chosen(kernel, problem), bias=False, x_padding=3))
 
 

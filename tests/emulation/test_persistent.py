@@ -13,8 +13,8 @@ from emulation.build import Builder
 from emulation.launching import EmulatedKernel, KernelFault, Memory, apart, encode_tensor_map
 from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.launch import persistent
-from marlinq.kernels.launch.persistent import LayerOperands, Model, Operand, PersistentLayers
-from tests.emulation.gemm import SOURCES
+from marlinq.kernels.launch.persistent import BiasedOperand, LayerOperands, Model, PersistentLayers
+from tests.emulation.gemm import SOURCES, apart_operand
 from tests.kernels.persistent_problems import Features, Reference, Sizes, bound, random_layer
 
 SIZES = Sizes(512, 640, 8, 2, 64, 128)
@@ -84,17 +84,17 @@ def _apart(layer: LayerOperands) -> LayerOperands:
     """The layer with guarded memory around every tensor."""
 
     def guarded(value: object) -> object:
-        if isinstance(value, Operand):
-            return Operand(
-                value.format, *(None if one is None else apart(one) for one in _tensors(value).values())
-            )
+        if isinstance(value, BiasedOperand):
+            bias = None if value.bias is None else apart(value.bias)
+            return BiasedOperand(apart_operand(value.weight), bias)
         return apart(value) if isinstance(value, Tensor) else value
 
     return LayerOperands(*(guarded(getattr(layer, field.name)) for field in fields(layer)))  # type: ignore[arg-type]
 
 
-def _tensors(operand: Operand) -> dict[str, Tensor | None]:
-    return {name: getattr(operand, name) for name in ("words", "scales", "zeros", "bias")}
+def _tensors(operand: BiasedOperand) -> dict[str, Tensor | None]:
+    weight = operand.weight
+    return {"words": weight.words, "scales": weight.scales, "zeros": weight.zeros, "bias": operand.bias}
 
 
 def _memory(layers: list[LayerOperands]) -> list[Memory]:
@@ -104,7 +104,7 @@ def _memory(layers: list[LayerOperands]) -> list[Memory]:
         for field in fields(layer):
             value = getattr(layer, field.name)
             name = f"{field.name} {number}"
-            if isinstance(value, Operand):
+            if isinstance(value, BiasedOperand):
                 parts = _tensors(value).items()
                 found += [Memory(f"{name} {part}", one) for part, one in parts if one is not None]
             elif field.name in ("keys", "values"):
@@ -221,10 +221,10 @@ def test_refusals_name_what_does_not_fit() -> None:
 
     assert refusal() is None
     eight_bits = replace(INT4, name="int8", bits=8)
-    planted = replace(layer, down=replace(layer.down, format=eight_bits))
+    planted = replace(layer, down=layer.down._replace(weight=replace(layer.down.weight, format=eight_bits)))
     assert refusal(planted) == "weights in int8, the kernel multiplies int4"
     assert "sm_86" in (refusal(architecture="sm_86") or "")
     other = random_layer(SIZES, Features(group=64), 1, DEVICE)
-    assert "several group sizes" in (refusal(other) or "")
+    assert "several granularities" in (refusal(other) or "")
     wide = random_layer(replace(SIZES, intermediate=1024), Features(), 1, DEVICE)
     assert "several shapes" in (refusal(wide) or "")

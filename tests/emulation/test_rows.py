@@ -23,9 +23,9 @@ from marlinq.kernels.variants.bulk import BulkConfig
 from marlinq.kernels.variants.stream import StreamConfig
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 from tests.emulation.faults import WRONG
-from tests.emulation.gemm import ACTIVATIONS, H200, SOURCES, bound
+from tests.emulation.gemm import ACTIVATIONS, H200, SOURCES, apart_operand, bound
 from tests.emulation.tensor_maps import emulated_tensor_maps
-from tests.kernels.problems import random_operands, relative_error
+from tests.kernels.problems import int4_problem, random_operands, relative_error
 
 EPS, UNIT, FACTOR = 0.25, 4.0, 0.5
 Choice = Callable[[Problem], Configuration]
@@ -51,15 +51,19 @@ def given(problem: Problem) -> Given:
     torch.manual_seed(problem.n)
     dtype = torch.bfloat16 if problem.bfloat16 else torch.float16
     made = random_operands(
-        problem.k, problem.n, problem.group_size, dtype, zeros=problem.zeros, bias=True, device="cpu"
+        problem.k,
+        problem.n,
+        problem.granularity.group_size,
+        dtype,
+        zeros=problem.zeros,
+        bias=True,
+        device="cpu",
     )
     assert made.bias is not None
     columns = problem.n if problem.activation is None else problem.n // 2
     operands = Operands(
         apart(torch.randn(problem.m, problem.k).to(dtype)),
-        apart(made.words),
-        apart(made.scales),
-        None if made.zeros is None else apart(made.zeros),
+        apart_operand(made.operand),
         apart(made.bias),
         apart(torch.full((problem.m, columns), torch.nan, dtype=dtype)),
     )
@@ -143,7 +147,7 @@ SUMS = [
 def test_results_go_to_the_residual_stream(
     builder: Builder, m: int, n: int, k: int, bfloat16: bool, choose: Choice
 ) -> None:
-    problem = Problem(m, n, k, 128, False, bfloat16)
+    problem = int4_problem(m, n, k, 128, False, bfloat16)
     adds(builder, problem, choose(problem))
 
 
@@ -206,7 +210,7 @@ def test_activations_are_normalised_behind_the_product(
     squared: int,
     choose: Choice,
 ) -> None:
-    problem = Problem(m, n, k, 128, False, bfloat16, activation=activation)
+    problem = int4_problem(m, n, k, 128, False, bfloat16, activation=activation)
     normalises(builder, problem, choose(problem), squared)
 
 
@@ -292,7 +296,7 @@ FAULTS = {
 def test_a_planted_fault_is_reported(builder: Builder, name: str) -> None:
     choose, normed, planted, reported = FAULTS[name]
     check = normalises if normed else adds
-    problem = Problem(11, 256, 1024, 128, False, False)
+    problem = int4_problem(11, 256, 1024, 128, False, False)
     with pytest.raises((KernelFault, AssertionError)) as caught:
         check(builder, problem, choose(problem), 16, planted)
     found = str(caught.value) if isinstance(caught.value, KernelFault) else WRONG

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from marlinq.core.granularity import Granularity
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.experts import ExpertWeights, StoredExperts, interleave_gate_up
 from marlinq.kernels.experts.reference import gated_product, local_experts
 from tests.kernels.problems import random_operands
@@ -86,7 +88,9 @@ def random_layer(shape: Shape, device: str = "cpu") -> Layer:
     gate, dense_gate = _product(shape, shape.hidden, shape.inner, device)
     up, dense_up = _product(shape, shape.hidden, shape.inner, device)
     down, dense_down = _product(shape, shape.inner, shape.hidden, device)
-    weights = ExpertWeights(interleave_gate_up(gate, up), down, shape.group_size)
+    weights = ExpertWeights(
+        interleave_gate_up(gate, up), down, Granularity.from_group_size(shape.group_size), INT4
+    )
     biases = None
     if gate.bias is not None and up.bias is not None and down.bias is not None:
         biases = gate.bias, up.bias, down.bias

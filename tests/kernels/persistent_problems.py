@@ -8,9 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from marlinq.core.granularity import Granularity
+from marlinq.kernels import Operand
 from marlinq.kernels.contract.weight_formats import INT4
-from marlinq.kernels.launch.persistent import LayerOperands, Model, Operand
-from marlinq.kernels.ops.reference import dequantize_operands
+from marlinq.kernels.launch.persistent import BiasedOperand, LayerOperands, Model
 
 _ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
@@ -64,7 +65,9 @@ def bound(dtype: torch.dtype, layers: int) -> float:
     return torch.finfo(dtype).eps * layers**0.5
 
 
-def random_operand(k: int, n: int, features: Features, device: torch.device, size: float = 1.0) -> Operand:
+def random_operand(
+    k: int, n: int, features: Features, device: torch.device, size: float = 1.0
+) -> BiasedOperand:
     """Random codes, whose products of unit activations have about the given ``size``."""
     groups = k // features.group
     words = torch.randint(-(2**31), 2**31, (k // 16, 2 * n), dtype=torch.int32, device=device)
@@ -74,7 +77,8 @@ def random_operand(k: int, n: int, features: Features, device: torch.device, siz
     scales *= torch.randint(0, 2, (groups, n), device=device) * 2 - 1
     zeros = torch.randint(4, 12, (groups, n), device=device).to(features.dtype) if features.zeros else None
     bias = (torch.randn(n, device=device) / 8).to(features.dtype) if features.bias else None
-    return Operand(INT4, words, scales, zeros, bias)
+    granularity = Granularity.group(features.group)
+    return BiasedOperand(Operand.whole(INT4, granularity, words, scales, zeros), bias)
 
 
 def random_layer(sizes: Sizes, features: Features, rows: int, device: torch.device) -> LayerOperands:
@@ -144,8 +148,8 @@ class Reference:
     def _post(self, x: Tensor, gamma: Tensor | None) -> Tensor:
         return x if gamma is None else self._norm(x, gamma)
 
-    def _product(self, x: Tensor, operand: Operand) -> Tensor:
-        made = x @ dequantize_operands(operand.words, operand.scales, operand.zeros).double()
+    def _product(self, x: Tensor, operand: BiasedOperand) -> Tensor:
+        made = x @ operand.weight.dequantize(torch.float32).double()
         return self._round(made if operand.bias is None else made + operand.bias.double())
 
     def _rotate(self, x: Tensor, layer: LayerOperands) -> Tensor:

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from marlinq.core.granularity import Granularity
 from marlinq.formats.layouts.marlin import pack_tiles, permute_scales
-from marlinq.kernels import Device, Problem
+from marlinq.kernels import Device, Operand, Problem
+from marlinq.kernels.contract.weight_formats import INT4, WeightFormat
 from marlinq.kernels.variants import warpgroup
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 
@@ -30,6 +32,12 @@ class Operands:
     bias: Tensor | None
     group_size: int
     weight: Tensor
+
+    @property
+    def operand(self) -> Operand:
+        """The weight as kernels take it."""
+        granularity = Granularity.from_group_size(self.group_size)
+        return Operand.whole(INT4, granularity, self.words, self.scales, self.zeros)
 
     def reference(self, x: Tensor) -> Tensor:
         """The float64 result for ``x`` [M, K]."""
@@ -94,6 +102,21 @@ def random_operands(
         group_size=group_size,
         weight=weight.reshape(k, n),
     )
+
+
+def int4_problem(
+    m: int,
+    n: int,
+    k: int,
+    group_size: int,
+    zeros: bool,
+    bfloat16: bool,
+    weight_format: WeightFormat = INT4,
+    activation: str | None = None,
+) -> Problem:
+    """A product with groups of ``group_size`` channels, -1 for one scale per channel."""
+    granularity = Granularity.from_group_size(group_size)
+    return Problem(m, n, k, granularity, zeros, bfloat16, weight_format, activation)
 
 
 def even_splits(problem: Problem, device: Device) -> list[WarpgroupConfig]:

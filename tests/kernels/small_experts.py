@@ -43,9 +43,7 @@ def wrong_variants(m: int, layer: Layer) -> tuple[int, int]:
     # One expert more than there are.
     x, ids, weights = random_routing(replace(shape, experts=shape.experts + 1), m)
     expected = layer.reference(x, ids, weights)
-    experts = ExpertWeights(
-        _on_gpu(layer.weights.gate_up), _on_gpu(layer.weights.down), layer.weights.group_size
-    )
+    experts = ExpertWeights(_on_gpu(layer.weights.gate_up), _on_gpu(layer.weights.down), *layer.weights[2:])
     given = x.cuda(), ids.cuda(), weights.cuda()
     problem = shape_of(x, ids, layer.weights)
     device = device_numbers(0)

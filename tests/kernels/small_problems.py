@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 
@@ -24,6 +25,7 @@ from marlinq.kernels import (
 )
 from marlinq.kernels.choose.decision import available
 from marlinq.kernels.contract.configuration import Configuration
+from marlinq.kernels.contract.operands import Operands as Tensors
 from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.launch.call import launch_gemm
 from marlinq.kernels.launch.precompile import precompile_variants
@@ -32,6 +34,7 @@ from tests.kernels.problems import (
     BOUND,
     Operands,
     even_splits,
+    int4_problem,
     random_operands,
     relative_error,
     tile_after_tile,
@@ -74,7 +77,7 @@ def _several_tiles(problem: Problem, device: Device) -> list[WarpgroupConfig]:
 
 def _problem(weight: int, m: int) -> Problem:
     k, n, group, zeros, dtype = WEIGHTS[weight]
-    return Problem(m, n, k, group, zeros, dtype == torch.bfloat16)
+    return int4_problem(m, n, k, group, zeros, dtype == torch.bfloat16)
 
 
 def demanded(kernel: str, demand: str) -> ExitStack:
@@ -115,13 +118,17 @@ def error_of(operands: Operands, kernel: str, m: int, demand: str, config: Confi
         gathered = x[:, order].masked_fill(order < 0, 0)
         expected = operands.reference(gathered)[:, : n - 4]
     if demand.startswith(("even", "several")):
-        tensors = operands.words, operands.scales, operands.zeros, operands.bias
-        words, scales, zeros, bias = (None if value is None else value.cuda() for value in tensors)
-        assert words is not None
-        assert scales is not None
+        held = operands.operand
+        weight = replace(
+            held,
+            words=held.words.cuda(),
+            scales=held.scales.cuda(),
+            zeros=None if held.zeros is None else held.zeros.cuda(),
+        )
+        bias = None if operands.bias is None else operands.bias.cuda()
         out = torch.full((m, n), torch.nan, dtype=x.dtype, device="cuda")
         with demanded(kernel, demand):
-            launch_gemm(x.cuda()[:, :k], words, scales, zeros, bias, operands.group_size, out, config)
+            launch_gemm(Tensors(x.cuda()[:, :k], weight, bias, out), config)
         return relative_error(out[:, : n - 4].cpu(), expected)
     bias = None if operands.bias is None else operands.bias[: n - 4]
     given = [

@@ -13,7 +13,7 @@ from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.driver.compiler import compile_to_ptx, nvrtc_version
 from marlinq.kernels.driver.cuda_driver import Launches, load_function, on_device
-from tests.kernels.problems import BOUND, random_operands, relative_error
+from tests.kernels.problems import BOUND, int4_problem, random_operands, relative_error
 
 A100 = Device("sm_80", multiprocessors=108, shared_bytes=166_912)
 DTYPES = (torch.float16, torch.bfloat16)
@@ -36,7 +36,7 @@ def ptx_of(problem: Problem) -> bytes:
 
 
 def test_nothing_newer_than_ampere_is_used() -> None:
-    text = ptx_of(Problem(9, 4096, 4096, 64, zeros=True, bfloat16=True)).decode()
+    text = ptx_of(int4_problem(9, 4096, 4096, 64, zeros=True, bfloat16=True)).decode()
     assert ".target sm_80\n" in text
     assert "mma.sync" in text
     assert not re.search(r"cluster|griddepcontrol|mapa|mbarrier|wgmma", text)
@@ -56,7 +56,7 @@ def test_ampere_variants_on_this_gpu(tmp_path: Path, m: int, group: int, zeros: 
             f"the driver ({known // 1000}.{known % 1000 // 10}) takes no PTX of NVRTC {nvrtc_version()}"
         )
     k, n = 1152, 2112
-    problem = Problem(m, n, k, group, zeros, bfloat16=DTYPES[kind] == torch.bfloat16)
+    problem = int4_problem(m, n, k, group, zeros, bfloat16=DTYPES[kind] == torch.bfloat16)
     config, shared = decided(problem), decided(problem).shared_bytes(problem)
     path = tmp_path / "ampere.ptx"
     path.write_bytes(ptx_of(problem))
@@ -65,7 +65,7 @@ def test_ampere_variants_on_this_gpu(tmp_path: Path, m: int, group: int, zeros: 
     operands = random_operands(k, n, group, DTYPES[kind], zeros=zeros, bias=True)
     x = torch.randn(m, k, device="cuda").to(DTYPES[kind])
     out = torch.full((m, n), torch.nan, dtype=DTYPES[kind], device="cuda")
-    given = Operands(x, operands.words, operands.scales, operands.zeros, operands.bias, out)
+    given = Operands(x, operands.operand, operands.bias, out)
     arguments = config.arguments(given, dependent=False)
     with on_device(0):
         Launches(function, config.grid(problem), config.threads, shared, arguments).take().start()

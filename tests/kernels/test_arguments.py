@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from marlinq.kernels import Device, Problem, compile_kernel, decide, forced_kernel
+from marlinq.kernels import Device, compile_kernel, decide, forced_kernel
 from marlinq.kernels.contract.arguments import MappedArguments, PlainArguments, WarpgroupArguments
 from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.whole_rows import MappedRowArguments, PlainRowArguments
@@ -16,6 +16,7 @@ from marlinq.kernels.variants import KERNELS
 from marlinq.kernels.variants.bulk import BulkConfig
 from marlinq.kernels.variants.stream import StreamConfig
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
+from tests.kernels.problems import int4_problem
 
 H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
 LAYOUTS: dict[str, type[ctypes.Structure]] = {
@@ -56,7 +57,7 @@ def parameter_sizes(cubin: bytes, kernel: str) -> list[int]:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_parameters_are_those_of_the_compiled_kernel(kernel: str) -> None:
-    problem = Problem(8, 4096, 4096, 128, zeros=False, bfloat16=False)
+    problem = int4_problem(8, 4096, 4096, 128, zeros=False, bfloat16=False)
     with forced_kernel(kernel):
         config = decide(problem, H200).config
     assert config is not None
@@ -75,7 +76,7 @@ ROW_LAYOUTS: dict[str, type[ctypes.Structure]] = {
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_parameters_of_work_on_rows_are_those_of_the_compiled_kernel(kernel: str) -> None:
-    problem = Problem(8, 4096, 4096, 128, zeros=False, bfloat16=False)
+    problem = int4_problem(8, 4096, 4096, 128, zeros=False, bfloat16=False)
     with forced_kernel(kernel):
         config = decide(problem, H200).config
     assert config is not None
@@ -110,6 +111,6 @@ ROW_WORK: list[tuple[Configuration, str | None, int | None, int | None]] = [
 def test_which_variants_work_on_rows(
     config: Configuration, activation: str | None, adds: int | None, normed: int | None
 ) -> None:
-    problem = Problem(16, 4096, 4096, 128, False, False, activation=activation)
+    problem = int4_problem(16, 4096, 4096, 128, False, False, activation=activation)
     found = [config.row_variant(problem, normed=not adding, adds=adding) for adding in (True, False)]
     assert [one and one.squared_columns for one in found] == [adds, normed]

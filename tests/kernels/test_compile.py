@@ -28,7 +28,7 @@ from marlinq.kernels.contract.instantiation import Instantiation, unit
 from marlinq.kernels.driver.compiler import compile_text
 from marlinq.kernels.variants import KERNELS
 from marlinq.kernels.variants.stream import StreamConfig
-from tests.kernels.problems import even_splits
+from tests.kernels.problems import even_splits, int4_problem
 from tests.kernels.test_arguments import section
 
 H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
@@ -90,7 +90,7 @@ def test_no_variant_with_an_activation_spills(architecture: str) -> None:
     features = ((128, False, False), (32, True, True)) if device.has_warpgroups else ((128, False, False),)
     chosen = {}
     for m, (group, zeros, bfloat16) in itertools.product(batches, features):
-        problem = Problem(m, 28672, 4096, group, zeros, bfloat16, activation="gelu_tanh")
+        problem = int4_problem(m, 28672, 4096, group, zeros, bfloat16, activation="gelu_tanh")
         config = decide(problem, device).config
         if config is not None:
             variant = Variant(architecture, "stream", problem, config, (m,))
@@ -115,7 +115,7 @@ def test_no_variant_with_work_on_rows_spills(architecture: str) -> None:
     features = ((128, False, False), (32, True, True)) if device.has_warpgroups else ((32, True, False),)
     chosen: dict[Instantiation, None] = {}
     for m, (group, zeros, bfloat16) in itertools.product((1, 8), features):
-        problem = Problem(m, 4096, 4096, group, zeros, bfloat16)
+        problem = int4_problem(m, 4096, 4096, group, zeros, bfloat16)
         with forced_kernel("stream"):
             config = decide(problem, device).config
         assert isinstance(config, StreamConfig)
@@ -129,7 +129,7 @@ def test_no_variant_with_work_on_rows_spills(architecture: str) -> None:
     for (kernel, n, activation), (group, zeros, bfloat16) in itertools.product(wide, features):
         if not device.has_warpgroups:
             continue
-        problem = Problem(16, n, 4096, group, zeros, bfloat16, activation=activation)
+        problem = int4_problem(16, n, 4096, group, zeros, bfloat16, activation=activation)
         with forced_kernel(kernel), dependent_launches():
             config = decide(problem, known.H200).config
         assert config is not None
@@ -144,7 +144,7 @@ def test_no_variant_that_deals_tiles_out_spills() -> None:
     chosen = {}
     sizes = [(m, 4096) for m in (40, 64, 80, 128, 144, 176)] + [(176, 28672)]
     for (m, n), group, zeros, bfloat16 in itertools.product(sizes, GROUP_SIZES, (False, True), (False, True)):
-        problem = Problem(m, n, 4096, group, zeros, bfloat16)
+        problem = int4_problem(m, n, 4096, group, zeros, bfloat16)
         for config in even_splits(problem, H200)[:2]:
             variant = Variant(H200.architecture, "warpgroup", problem, config, (m,))
             chosen[config.instantiation(problem)] = variant
@@ -207,7 +207,7 @@ def test_a_broken_variant_is_reported_with_the_compilers_words() -> None:
 
 def test_kernels_and_configurations_share_a_translation_unit() -> None:
     def instantiation(kernel: str, group_size: int, zeros: bool, bfloat16: bool) -> Instantiation:
-        problem = Problem(16, 4096, 4096, group_size, zeros, bfloat16)
+        problem = int4_problem(16, 4096, 4096, group_size, zeros, bfloat16)
         with forced_kernel(kernel):
             config = decide(problem, H200).config
         assert config is not None

@@ -21,7 +21,6 @@ from marlinq.kernels import (
     KERNELS,
     Device,
     LayerShape,
-    Problem,
     batch_invariant,
     decide,
     dependent_launches,
@@ -46,6 +45,7 @@ from marlinq.kernels.variants.stream import StreamConfig
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 from marlinq.operations.bench.kernels import DEFAULT_BATCHES
 from marlinq.operations.bench.shapes import MODELS
+from tests.kernels.problems import int4_problem
 
 sizes = st.integers(4, 250).map(lambda i: 128 * i)
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,7 +78,7 @@ def test_any_problem_gets_a_variant_that_fits(
     device = Device(
         architecture, multiprocessors=48 if small else 132, shared_bytes=101_376 if small else 232_448
     )
-    problem = Problem(m, n, k, group, zeros, bfloat16)
+    problem = int4_problem(m, n, k, group, zeros, bfloat16)
     if kernel not in available(device):
         with forced_kernel(kernel), pytest.raises(UnsupportedError, match=architecture):
             decide(problem, device)
@@ -107,7 +107,7 @@ def test_any_problem_gets_a_variant_that_fits(
 @settings(max_examples=40, deadline=None)
 @given(m=st.integers(1, 64), n=sizes, k=sizes, kernel=st.sampled_from(["stream", "bulk"]))
 def test_clusters_of_small_batches_run_all_at_once(m: int, n: int, k: int, kernel: str) -> None:
-    problem = Problem(m, n, k, 128, False, False)
+    problem = int4_problem(m, n, k, 128, False, False)
     with forced_kernel(kernel):
         config = decide(problem, H200).config
     assert config is not None
@@ -118,7 +118,7 @@ def test_clusters_of_small_batches_run_all_at_once(m: int, n: int, k: int, kerne
 @pytest.mark.parametrize(("n", "k"), LLAMA_8B)
 @pytest.mark.parametrize("m", [1, 3, 16, 24, 48, 64])
 def test_small_batches_keep_most_multiprocessors_busy(m: int, n: int, k: int) -> None:
-    decision = decide(Problem(m, n, k, 128, False, False), H200)
+    decision = decide(int4_problem(m, n, k, 128, False, False), H200)
     assert decision.config is not None
     assert decision.grid >= 0.6 * H200.multiprocessors
 
@@ -128,7 +128,7 @@ def test_small_batches_keep_most_multiprocessors_busy(m: int, n: int, k: int) ->
 @given(m=st.integers(1, 32) | st.sampled_from([64, 128, 256, 512, 1024, 2048, 4096]), n=sizes, k=sizes)
 def test_expected_times_grow_with_the_problem_and_respect_the_hardware(m: int, n: int, k: int) -> None:
     def seconds(rows: int, columns: int, channels: int) -> float:
-        return decide(Problem(rows, columns, channels, 128, False, False), H200).seconds
+        return decide(int4_problem(rows, columns, channels, 128, False, False), H200).seconds
 
     own = seconds(m, n, k)
     # A plain read reaches 4.58 TB/s (docs/kernels.md, "Bandwidth and floor").
@@ -145,7 +145,7 @@ def test_the_model_chooses_the_fastest_of_all_kernels() -> None:
     # A GPU without a name has no measured choices.
     device = replace(H200, name="")
     for n, k in LLAMA_8B:
-        problem = Problem(16, n, k, 128, False, False)
+        problem = int4_problem(16, n, k, 128, False, False)
         free = decide(problem, device).seconds
         forced = []
         for kernel in KERNELS:
@@ -155,7 +155,7 @@ def test_the_model_chooses_the_fastest_of_all_kernels() -> None:
 
 
 def test_decisions_are_deterministic_and_shared_by_prompts_of_nearly_the_same_length() -> None:
-    problem = Problem(2000, 4096, 14336, 128, False, False)
+    problem = int4_problem(2000, 4096, 14336, 128, False, False)
     first = decide(problem, H200)
     _decide.cache_clear()
     _model_choice.cache_clear()
@@ -171,7 +171,7 @@ def test_the_variants_of_the_benchmark_layers() -> None:
         for layer in MODELS[model].layers(model):
             found[layer.name] = {}
             for m in DEFAULT_BATCHES:
-                decision = decide(Problem(m, layer.n, layer.k, 128, False, False), H200)
+                decision = decide(int4_problem(m, layer.n, layer.k, 128, False, False), H200)
                 assert decision.config is not None
                 values = [int(value) for value in asdict(decision.config).values()]
                 found[layer.name][str(m)] = [decision.kernel, *values]
@@ -180,7 +180,7 @@ def test_the_variants_of_the_benchmark_layers() -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_model_counts_the_same_launch(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Problem(16, 4096, 4096, 128, False, False)
+    problem = int4_problem(16, 4096, 4096, 128, False, False)
     before = [seconds for seconds, _, _ in estimates(problem, H200, kernel)]
     longer = replace(PHYSICS, launch=PHYSICS.launch + 1.0)
     for module in (bulk, stream, warpgroup):
@@ -205,6 +205,7 @@ import json, time
 from marlinq.kernels import Problem, decide
 from marlinq.kernels.choose.decision import _model_choice, _decide
 from marlinq.kernels.contract.device import H200
+from tests.kernels.problems import int4_problem
 def work():
     start, total = time.process_time(), 0.0
     for i in range(50_000):
@@ -219,7 +220,7 @@ for m in (1, 4, 16, 48, 64, 256, 1000, 2048, 8192):
             _decide.cache_clear()
             slower = max(1, work() / {IDLE_WORK})
             start = time.process_time()
-            decide(Problem(m, n, k, 128, False, False), H200)
+            decide(int4_problem(m, n, k, 128, False, False), H200)
             found[name] = min(found.get(name, 9), (time.process_time() - start) / slower)
 print(json.dumps(found))
 """
@@ -242,7 +243,7 @@ def test_a_model_needs_few_variants(group: int, zeros: bool, bfloat16: bool) -> 
     variants = set()
     for n, k in LLAMA_8B:
         for m in batches:
-            problem = Problem(m, n, k, group, zeros, bfloat16)
+            problem = int4_problem(m, n, k, group, zeros, bfloat16)
             config = decide(problem, H200).config
             assert config is not None
             variants.add(config.instantiation(problem))
@@ -276,7 +277,7 @@ def test_what_is_compiled_in_advance_is_all_that_a_model_needs(
     assert precompile_model(layers * 32, torch.float16, most_rows=2000) == len(compiled)
     for n, k in LLAMA_8B:
         for m in (*range(1, 200), *range(200, 2000, 11), 2000):
-            problem = Problem(m, n, k, 128, False, False)
+            problem = int4_problem(m, n, k, 128, False, False)
             config = decide(problem, H200).config
             assert config is not None
             assert config.instantiation(problem) in compiled
@@ -295,7 +296,7 @@ def test_batch_invariant_decisions_share_one_order(
     orders, tiles = set(), set()
     with forced_kernel(kernel) if kernel else nullcontext(), batch_invariant():
         for m in (1, 7, 16, 17, 64, 65, 300, 4096):
-            problem = Problem(m, 4096, 4096, group, zeros, False)
+            problem = int4_problem(m, 4096, 4096, group, zeros, False)
             decision = decide(problem, device)
             assert decision.config is not None
             assert "same order" in decision.reason
@@ -334,14 +335,14 @@ def test_batch_invariant_decisions_share_one_order(
 )
 def test_what_scales_multiply(tile_m: int, group: int, zeros: bool, bfloat16: bool, scaling: str) -> None:
     config = WarpgroupConfig(tile_m, 2, 1, 1, 8, 1, 4, 1, 132)
-    assert config.scaling(Problem(tile_m, 4096, 4096, group, zeros, bfloat16)) == scaling
+    assert config.scaling(int4_problem(tile_m, 4096, 4096, group, zeros, bfloat16)) == scaling
 
 
 @pytest.mark.parametrize(
     ("architecture", "m", "chosen"), [("sm_90a", 1, True), ("sm_90a", 2, False), ("sm_80", 1, False)]
 )
 def test_a_single_row_in_whole_numbers(architecture: str, m: int, chosen: bool) -> None:
-    problem = Problem(m, 6144, 4096, 128, zeros=False, bfloat16=True)
+    problem = int4_problem(m, 6144, 4096, 128, zeros=False, bfloat16=True)
     device = replace(H200, architecture=architecture, clusters=())
     with forced_kernel("stream"):
         decision = decide(problem, device)
@@ -357,7 +358,7 @@ def test_a_single_row_in_whole_numbers(architecture: str, m: int, chosen: bool) 
 
 def test_tiles_are_dealt_out_where_whole_ones_leave_multiprocessors_idle() -> None:
     def split_evenly(m: int) -> list[WarpgroupConfig]:
-        problem = Problem(m, 4096, 4096, 128, False, False)
+        problem = int4_problem(m, 4096, 4096, 128, False, False)
         found = [config for config in warpgroup.candidates(problem, H200) if config.stream_k]
         for config in found:
             assert config.parts == 1
@@ -375,13 +376,13 @@ def test_tiles_are_dealt_out_where_whole_ones_leave_multiprocessors_idle() -> No
     assert not whole
     assert not any(
         config.stream_k
-        for config in warpgroup.candidates(Problem(64, 4096, 4096, 128, False, False), H200, True)
+        for config in warpgroup.candidates(int4_problem(64, 4096, 4096, 128, False, False), H200, True)
     )
 
 
 def test_dealing_out_costs_what_l2_does_not_hold() -> None:
     def seconds(m: int, k: int, *, even: bool, device: Device = H200) -> float:
-        problem = Problem(m, 4096, k, 128, False, False)
+        problem = int4_problem(m, 4096, k, 128, False, False)
         config = WarpgroupConfig(min(m, 128), 2, 2, 1, 8, 1, 3, 1, 132, even)
         return warpgroup.estimate(problem, device, config)[0]
 
@@ -399,7 +400,7 @@ def test_clusters_that_a_gpu_does_not_run_are_not_chosen() -> None:
     device = Device("sm_120a", multiprocessors=84, shared_bytes=101_376, clusters=(lonely, lonely, lonely))
     for kernel in available(device):
         with forced_kernel(kernel):
-            decision = decide(Problem(1, 4096, 4096, 128, False, False), device)
+            decision = decide(int4_problem(1, 4096, 4096, 128, False, False), device)
         assert decision.config is not None
         assert decision.config.cluster == 1
 
@@ -407,7 +408,7 @@ def test_clusters_that_a_gpu_does_not_run_are_not_chosen() -> None:
 def test_the_blocks_of_a_dependent_decode_step_run_all_at_once() -> None:
     for n, k in LLAMA_8B:
         for m in (1, 16):
-            problem = Problem(m, n, k, 128, False, False)
+            problem = int4_problem(m, n, k, 128, False, False)
             with dependent_launches():
                 decision = decide(problem, H200)
             assert decision.config is not None
@@ -421,4 +422,4 @@ def test_the_blocks_of_a_dependent_decode_step_run_all_at_once() -> None:
 )  # fmt: skip
 def test_what_no_kernel_takes_is_named(n: int, k: int, group: int, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
-        decide(Problem(1, n, k, group, False, False), H200)
+        decide(int4_problem(1, n, k, group, False, False), H200)

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from marlinq.kernels import Problem, decide
+from marlinq.kernels import decide
 from marlinq.kernels.contract.device import H200, GpuProperties, device_of
 from marlinq.kernels.driver import cuda_driver
+from tests.kernels.problems import int4_problem
 
 # What the driver says of them.
 AN_H200 = GpuProperties("NVIDIA H200", (9, 0), 132, 232_448, 1_980_000, 3_201_000, 6144, 62_914_560)
@@ -22,7 +23,7 @@ A_4090 = GpuProperties(
 
 def test_an_h200_has_the_measured_numbers() -> None:
     assert device_of(AN_H200, H200.clusters) == H200
-    reason = decide(Problem(16, 4096, 4096, 128, False, False), H200).reason
+    reason = decide(int4_problem(16, 4096, 4096, 128, False, False), H200).reason
     assert "unmeasured" not in reason
 
 
@@ -45,12 +46,12 @@ def test_another_gpu_has_numbers_of_its_own(
     # Bytes a cycle and multiprocessor are what GPUs have in common.
     per_cycle = device.cache_bandwidth / (device.multiprocessors * device.clock)
     assert per_cycle == pytest.approx(H200.cache_bandwidth / (132 * H200.clock))
-    assert "unmeasured GPU" in decide(Problem(16, 4096, 4096, 128, False, False), device).reason
+    assert "unmeasured GPU" in decide(int4_problem(16, 4096, 4096, 128, False, False), device).reason
 
 
 def test_slower_memory_is_expected_to_take_longer() -> None:
     def seconds(gpu: GpuProperties) -> float:
-        return decide(Problem(1, 28672, 8192, 128, False, False), device_of(gpu, H200.clusters)).seconds
+        return decide(int4_problem(1, 28672, 8192, 128, False, False), device_of(gpu, H200.clusters)).seconds
 
     # A single row of a large layer is bound by the memory: 4.5 TB/s are 1.47 times 3.07.
     assert seconds(AN_H100) == pytest.approx(1.47 * seconds(AN_H200), rel=0.15)

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from marlinq.core.granularity import Granularity
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.experts import ACTIVATIONS, w4a16_experts
 from marlinq.kernels.experts.reference import expert_matrix
 from tests.kernels.experts_problems import Shape, random_layer, random_routing
@@ -18,10 +20,10 @@ from tests.kernels.problems import BOUND, relative_error
 def test_gate_and_up_take_turns_in_blocks_of_16_columns(group: int, zeros: bool) -> None:
     layer = random_layer(Shape(3, 2, 256, 192, group, zeros))
     for expert in range(3):
-        both = expert_matrix(layer.weights.gate_up, expert).unflatten(1, (-1, 2, 16))
+        both = expert_matrix(layer.weights.gate_up, expert, INT4).unflatten(1, (-1, 2, 16))
         assert torch.equal(both[:, :, 0].flatten(1), layer.gate[expert].float())
         assert torch.equal(both[:, :, 1].flatten(1), layer.up[expert].float())
-        assert torch.equal(expert_matrix(layer.weights.down, expert), layer.down[expert].float())
+        assert torch.equal(expert_matrix(layer.weights.down, expert, INT4), layer.down[expert].float())
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -58,7 +60,10 @@ def test_what_does_not_fit_is_named() -> None:
         ((x, ids, weights.half(), layer.weights), "weights: expected"),
         ((x.bfloat16(), ids, weights, layer.weights), "gate_up scales: expected"),
         ((x, ids, weights, layer.weights._replace(down=layer.weights.gate_up)), "down: expected"),
-        ((x, ids, weights, layer.weights._replace(group_size=48)), "group_size: expected"),
+        (
+            (x, ids, weights, layer.weights._replace(granularity=Granularity.group(48))),
+            "group_size: expected",
+        ),
         ((x, ids, weights, layer.weights._replace(down=biased)), "bias: expected biases of gate_up and down"),
         (
             (x, ids, weights, layer.weights._replace(down=biased._replace(bias=x))),

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from marlinq.core.errors import UnsupportedError
+from marlinq.core.granularity import Granularity
 from marlinq.kernels import ARCHITECTURES
 from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.instantiation import Instantiation, unit
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.driver.compiler import compile_text
 from marlinq.kernels.experts.choose import (
     Columns,
@@ -32,8 +34,9 @@ from marlinq.kernels.variants.stream import StreamConfig
 from tests.emulation.gemm import AMPERE, H200
 from tests.testing.pairs import in_turn
 
-QWEN = ExpertsShape(1, 8, 128, 2048, 768, 128, False, False)
-MIXTRAL = ExpertsShape(1, 2, 8, 4096, 14336, 128, False, False)
+of_size = Granularity.from_group_size
+QWEN = ExpertsShape(1, 8, 128, 2048, 768, Granularity.group(128), False, False, INT4)
+MIXTRAL = ExpertsShape(1, 2, 8, 4096, 14336, Granularity.group(128), False, False, INT4)
 GROUPS = ((128, False, False), (32, True, True), (-1, False, True), (64, True, False))
 
 
@@ -110,7 +113,7 @@ def test_kernels_for_few_rows_spill_nowhere(architecture: str, whole: bool) -> N
 def small_kernels(device: Device, groups: tuple[tuple[int, bool, bool], ...]) -> list[Instantiation]:
     found: list[Instantiation] = []
     for group, zeros, bfloat16 in groups:
-        shape = replace(QWEN, m=4, top=2, group_size=group, zeros=zeros, bfloat16=bfloat16)
+        shape = replace(QWEN, m=4, top=2, granularity=of_size(group), zeros=zeros, bfloat16=bfloat16)
         dtype = torch.bfloat16 if bfloat16 else torch.float16
         listed = [decision for _, decision in direct_variants(shape, device)]
         assert [decision.down.columns for decision in listed] == [0, 4]
@@ -128,7 +131,14 @@ def test_shared_experts_spill_nowhere(group: int) -> None:
     """With as few registers as a variant may have."""
     found: list[Instantiation] = []
     for more, gated in itertools.product((False, True), repeat=2):
-        shape = replace(MIXTRAL, m=4, group_size=group, zeros=more, bfloat16=more, biased=more)
+        shape = replace(
+            MIXTRAL,
+            m=4,
+            granularity=of_size(group),
+            zeros=more,
+            bfloat16=more,
+            biased=more,
+        )
         tile = StreamConfig(2, 2, 1, 8, True, 1, 3, 3)
         config = DirectConfig(tile, gated, shape.top, 8, biased=more)
         found.append(config.instantiation(shape.product(gated=gated), "gelu_tanh", wide=more))
@@ -163,7 +173,14 @@ def test_grouped_products_spill_nowhere(group: int, zeros: bool) -> None:
     groups of 128 in both types, of the others in one."""
     found: list[Instantiation] = []
     for bfloat16 in (False, True) if group == 128 else (zeros,):
-        shape = replace(QWEN, m=300, group_size=group, zeros=zeros, bfloat16=bfloat16, biased=True)
+        shape = replace(
+            QWEN,
+            m=300,
+            granularity=of_size(group),
+            zeros=zeros,
+            bfloat16=bfloat16,
+            biased=True,
+        )
         tallest: dict[tuple[int, ...], SortedDecision] = {}
         for _, decision in sorted_variants(shape, H200):
             tile = decision.down.tile
@@ -185,7 +202,15 @@ def test_blocks_that_sort_spill_nowhere(group: int) -> None:
     for more in (False, True):
         # Four words with zero points and scales of all of K would spill.
         zeros = more and group > 0
-        shape = replace(QWEN, m=16, experts=256, group_size=group, zeros=zeros, bfloat16=more, biased=more)
+        shape = replace(
+            QWEN,
+            m=16,
+            experts=256,
+            granularity=of_size(group),
+            zeros=zeros,
+            bfloat16=more,
+            biased=more,
+        )
         listed = [decision for _, decision in sorted_variants(shape, H200) if decision.here]
         assert listed
         for decision in listed:
@@ -232,7 +257,7 @@ def spills(found: list[Instantiation], architecture: str) -> None:
 def test_every_variant_fits_the_multiprocessor() -> None:
     for base, m in itertools.product((QWEN, MIXTRAL), (16, 64)):
         for group, zeros, bfloat16 in GROUPS:
-            shape = replace(base, m=m, group_size=group, zeros=zeros, bfloat16=bfloat16)
+            shape = replace(base, m=m, granularity=of_size(group), zeros=zeros, bfloat16=bfloat16)
             for decision in decisions(shape, H200):
                 for config in (decision.gate_up, decision.down):
                     problem = shape.product(gated=config.gated)

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from marlinq.core.granularity import Granularity
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.driver.cache import compile_missing
 from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.experts import ACTIVATIONS, ExpertWeights, reference_experts, w4a16_experts
@@ -43,8 +45,11 @@ class Call:
         shape = self.shape
         bfloat16 = shape.dtype == torch.bfloat16
         return ExpertsShape(
-            *(self.m, shape.top, shape.experts, shape.hidden, shape.inner, shape.group_size, shape.zeros),
+            *(self.m, shape.top, shape.experts, shape.hidden, shape.inner),
+            Granularity.from_group_size(shape.group_size),
+            shape.zeros,
             bfloat16,
+            INT4,
             shape.biased,
         )
 

@@ -40,6 +40,7 @@ from tests.kernels.problems import (
     SPREADS,
     Operands,
     even_splits,
+    int4_problem,
     random_operands,
     relative_error,
     tile_after_tile,
@@ -110,7 +111,7 @@ class Call:
         """What the decision is asked; the operator takes a group as long as K for a single one."""
         weight = self.weight
         group = -1 if weight.k == weight.group_size else weight.group_size
-        return Problem(self.m, weight.n, weight.k, group, weight.zeros, weight.dtype == "bfloat16")
+        return int4_problem(self.m, weight.n, weight.k, group, weight.zeros, weight.dtype == "bfloat16")
 
 
 def _rows(m: int, k: int, empty: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
@@ -282,14 +283,7 @@ def relative_error_of(call: Call) -> float:
             if call.even:
                 full = torch.empty(call.m, call.weight.n, dtype=dtype, device=DEVICE)
                 launch_gemm(
-                    x,
-                    operands.words,
-                    operands.scales,
-                    operands.zeros,
-                    operands.bias,
-                    call.problem.group_size,
-                    full,
-                    decided(call, device_numbers(0)),
+                    Operands(x, operands.operand, operands.bias, full), decided(call, device_numbers(0))
                 )
                 results.append(full[:, : call.out_features])
                 return

@@ -25,6 +25,7 @@ from marlinq.kernels import (
 )
 from marlinq.kernels.choose.decision import available, estimates
 from marlinq.kernels.contract.configuration import Configuration
+from marlinq.kernels.contract.operands import Operands as Tensors
 from marlinq.kernels.driver import handover_memory
 from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.launch.call import launch_gemm
@@ -34,6 +35,7 @@ from tests.kernels.problems import (
     BOUND,
     Operands,
     even_splits,
+    int4_problem,
     random_operands,
     relative_error,
     tile_after_tile,
@@ -73,7 +75,7 @@ def compiled(request: pytest.FixtureRequest) -> None:
     for chosen in available(device_numbers(0)):
         with forced_kernel(chosen):
             precompile(
-                Problem(m, shape[1], shape[0], group, zeros, dtype == torch.bfloat16)
+                int4_problem(m, shape[1], shape[0], group, zeros, dtype == torch.bfloat16)
                 for kernel, shape, group, dtype, zeros in cases
                 for m in BATCHES
                 if kernel == chosen
@@ -95,7 +97,7 @@ def test_every_batch_from_1_to_260(
     for m in BATCHES:
         out = torch.full((m, n), float("nan"), dtype=dtype, device="cuda")
         with forced_kernel(kernel):
-            launch_gemm(x[:m], operands.words, operands.scales, operands.zeros, operands.bias, group, out)
+            launch_gemm(Tensors(x[:m], operands.operand, operands.bias, out))
         errors[m] = relative_error(out, expected[:m])
     # NaN compares false with everything, so an element that was never written fails too.
     wrong = {m: error for m, error in errors.items() if not error < BOUND[dtype]}
@@ -114,9 +116,7 @@ def shares_tiles() -> Device:
 def _of_variant(x: Tensor, operands: Operands, config: Configuration) -> Tensor:
     """The result of one variant; NaN where it writes nothing."""
     out = torch.full((x.shape[0], operands.words.shape[1] // 2), float("nan"), dtype=x.dtype, device=x.device)
-    launch_gemm(
-        x, operands.words, operands.scales, operands.zeros, operands.bias, operands.group_size, out, config
-    )
+    launch_gemm(Tensors(x, operands.operand, operands.bias, out), config)
     return out
 
 
@@ -133,7 +133,7 @@ def test_tiles_dealt_out_in_chunks(shares_tiles: Device, number: int, dependent:
     x = torch.randn(777, k, device="cuda").to(dtype)
     expected = operands.reference(x)
     for m in (1, 33, 64, 100, 128, 192, 260, 777):
-        problem = Problem(m, n, k, group, zeros, dtype == torch.bfloat16)
+        problem = int4_problem(m, n, k, group, zeros, dtype == torch.bfloat16)
         found = even_splits(problem, shares_tiles)
         # The fastest, and one of every further few.
         listed = [*found[:2], *found[2 :: max(1, len(found) // 4)]]
@@ -157,7 +157,7 @@ def test_blocks_that_take_tile_after_tile(shares_tiles: Device, number: int, blo
     x = torch.randn(777, k, device="cuda").to(dtype)
     expected = operands.reference(x)
     for m in (9, 64, 260, 777):
-        problem = Problem(m, n, k, group, operands.zeros is not None, dtype == torch.bfloat16)
+        problem = int4_problem(m, n, k, group, operands.zeros is not None, dtype == torch.bfloat16)
         found = tile_after_tile(problem, shares_tiles, blocks)
         listed = found[:: max(1, len(found) // 8)]
         precompile_variants((problem, config) for config in listed)
@@ -173,8 +173,8 @@ def test_tiles_dealt_out_on_many_streams_and_in_many_graphs(
     operands = random_operands(4096, 1024, 128, torch.float16)
     x = torch.randn(64, 4096, device="cuda").half()
     expected = operands.reference(x)
-    config = even_splits(Problem(64, 1024, 4096, 128, False, False), shares_tiles)[0]
-    precompile_variants([(Problem(64, 1024, 4096, 128, False, False), config)])
+    config = even_splits(int4_problem(64, 1024, 4096, 128, False, False), shares_tiles)[0]
+    precompile_variants([(int4_problem(64, 1024, 4096, 128, False, False), config)])
     first = _of_variant(x, operands, config)
     assert relative_error(first, expected) < BOUND[torch.float16]
     torch.cuda.synchronize()
@@ -204,7 +204,7 @@ def test_the_flags_of_graphs_that_are_gone_come_back(
 ) -> None:
     operands = random_operands(4096, 1024, 128, torch.float16)
     x = torch.randn(64, 4096, device="cuda").half()
-    config = even_splits(Problem(64, 1024, 4096, 128, False, False), shares_tiles)[0]
+    config = even_splits(int4_problem(64, 1024, 4096, 128, False, False), shares_tiles)[0]
     expected = _of_variant(x, operands, config)
     torch.cuda.synchronize()
     monkeypatch.setattr(handover_memory, "_pools", {})
@@ -275,7 +275,7 @@ def _whole_numbers(problem: Problem) -> list[StreamConfig]:
 @pytest.mark.parametrize("group", GROUPS)
 def test_one_row_in_whole_numbers(group: int, dtype: torch.dtype, zeros: bool, loud: bool) -> None:
     k, n = (1408 if group == 128 else 2112), 448
-    problem = Problem(1, n, k, group, zeros, dtype == torch.bfloat16)
+    problem = int4_problem(1, n, k, group, zeros, dtype == torch.bfloat16)
     # Activations 2^24 times larger than the others, at channels without weights, must not matter.
     silent = (5, 100, 1001) if loud else ()
     operands = random_operands(k, n, group, dtype, zeros=zeros, bias=not loud, silent=silent)
@@ -341,12 +341,12 @@ def test_dependent_and_ordinary_launches_of_one_variant_take_turns() -> None:
     # A dependent launch asks for more shared memory, which the same kernel's ordinary one must not take away.
     operands = random_operands(1024, 1024, 128, torch.float16)
     x = torch.randn(3, 1024, device="cuda").half()
-    config = decide(Problem(3, 1024, 1024, 128, False, False), device_numbers(0)).config
+    config = decide(int4_problem(3, 1024, 1024, 128, False, False), device_numbers(0)).config
     assert config is not None
     for turn in range(4):
         out = torch.full((3, 1024), float("nan"), dtype=torch.float16, device="cuda")
         with dependent_launches() if turn % 2 else nullcontext():
-            launch_gemm(x, operands.words, operands.scales, None, None, 128, out, config)
+            launch_gemm(Tensors(x, operands.operand, None, out), config)
         assert relative_error(out, operands.reference(x)) < BOUND[torch.float16]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from marlinq.kernels import Device, Problem, batch_invariant, decide, dependent_launches, forced_kernel
+from marlinq.kernels import Device, batch_invariant, decide, dependent_launches, forced_kernel
 from marlinq.kernels.contract.configuration import register_variant
 from marlinq.kernels.contract.handover import Handover
 from marlinq.kernels.contract.operands import Operands
@@ -20,7 +20,7 @@ from marlinq.kernels.driver import cuda_driver, tensor_maps
 from marlinq.kernels.launch import call, gather
 from marlinq.kernels.variants import KERNELS
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
-from tests.kernels.problems import even_splits, random_operands
+from tests.kernels.problems import even_splits, int4_problem, random_operands
 from tests.kernels.toy_variant import Toy, ToyConfig, toy_variant
 
 H200 = Device("sm_90a", multiprocessors=132, shared_bytes=232_448)
@@ -71,13 +71,13 @@ def small_operands(m: int, k: int, n: int) -> Operands:
     """Random operands in float16 with groups of 64."""
     made = random_operands(k, n, 64, torch.float16, device="cpu")
     x, out = torch.zeros(m, k).half(), torch.zeros(m, n).half()
-    return Operands(x, made.words, made.scales, None, None, out)
+    return Operands(x, made.operand, None, out)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_threads_that_share_a_call_do_not_mix_addresses(library: _Driver, kernel: str) -> None:
     with forced_kernel(kernel):
-        prepared = call.prepare(small_operands(16, 512, 256), 64)
+        prepared = call.prepare(small_operands(16, 512, 256))
     # Neighbours repeat an address of activations, as calls with the same tensor do.
     pairs = [(4096 + 16 * (number // 2), 1 << 30 | number) for number in range(400)]
     with ThreadPoolExecutor(4) as pool:
@@ -86,9 +86,9 @@ def test_threads_that_share_a_call_do_not_mix_addresses(library: _Driver, kernel
 
 
 def test_sums_are_kept_until_the_launch_is_made(library: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = even_splits(Problem(64, 1024, 4096, 64, False, False), H200)[0]
-    prepared = call.prepare(small_operands(64, 4096, 1024), 64, config)
-    assert prepared.handover == config.handover(Problem(64, 1024, 4096, 64, False, False))
+    config = even_splits(int4_problem(64, 1024, 4096, 64, False, False), H200)[0]
+    prepared = call.prepare(small_operands(64, 4096, 1024), config)
+    assert prepared.handover == config.handover(int4_problem(64, 1024, 4096, 64, False, False))
     events: list[str] = []
 
     class Sums:
@@ -121,7 +121,7 @@ def test_a_gathered_product_reads_what_was_gathered(
     function = cuda_driver.Function(None, ctypes.c_void_p(1), 0, 1)
     launches = cuda_driver.Launches(function, 5, 128, 0, gather._Arguments(m=3, k=512, x_stride=700))
     with forced_kernel("stream"):
-        prepared = call.prepare(small_operands(3, 512, 256), 64)
+        prepared = call.prepare(small_operands(3, 512, 256))
     ordered = gather.Gathered(launches, 2048, 3, 512, torch.float16, prepared)
     library.places = [0, 1, 2, OUT]
     ordered.start(4096, 8192)
@@ -156,15 +156,15 @@ def test_large_clusters_do_not_start_before_their_predecessor_ends(
     config = WarpgroupConfig(16, 2, 1, 1, 8, cluster, 4, 1, 132)
     given = small_operands(16, 1024, 256)
     with dependent_launches():
-        inside = call.prepare(given, 64, config)
-    behind = call.prepare(given, 64, config, behind_own=True)
+        inside = call.prepare(given, config)
+    behind = call.prepare(given, config, behind_own=True)
     counts = [one.launches._config.attribute_count for one in (inside, behind)]
     assert counts == [attributes, 1]
     assert [one.launches.take().arguments.dependent for one in (inside, behind)] == [attributes, 1]
 
 
 def test_a_kernel_registered_in_one_file_is_chosen_and_launched(library: _Driver) -> None:
-    problem = Problem(3, 256, 512, 64, False, False)
+    problem = int4_problem(3, 256, 512, 64, False, False)
     before = decide(problem, H200)
     with toy_variant():
         decision = decide(problem, H200)
@@ -173,7 +173,7 @@ def test_a_kernel_registered_in_one_file_is_chosen_and_launched(library: _Driver
         assert decide(replace(problem, m=5), H200).kernel != "toy"
         with pytest.raises(ValueError, match="toy"):
             register_variant(Toy())
-        prepared = call.prepare(small_operands(3, 512, 256), 64)
+        prepared = call.prepare(small_operands(3, 512, 256))
         library.places = [0, 1]
         prepared.start(4096, 8192)
         assert library.launches == [[4096, 8192]]

@@ -22,8 +22,9 @@ from marlinq.kernels.contract.device import H200
 from marlinq.kernels.variants.bulk import BulkConfig
 from marlinq.kernels.variants.stream import StreamConfig
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
+from tests.kernels.problems import int4_problem
 
-CELL = Problem(64, 4096, 4096, 128, zeros=False, bfloat16=False)
+CELL = int4_problem(64, 4096, 4096, 128, zeros=False, bfloat16=False)
 
 
 @pytest.fixture
@@ -211,9 +212,9 @@ def test_recorded_choices_of_a_chain_keep_norms_in_products() -> None:
 @pytest.mark.parametrize(
     ("problem", "work"),
     [
-        (Problem(16, 28672, 4096, 128, False, False, activation="silu"), Rows(normed=True)),
-        (Problem(16, 4096, 14336, 128, False, False), Rows(adds=True)),
-        (Problem(1, 5120, 2048, 128, False, False), Rows()),
+        (int4_problem(16, 28672, 4096, 128, False, False, activation="silu"), Rows(normed=True)),
+        (int4_problem(16, 4096, 14336, 128, False, False), Rows(adds=True)),
+        (int4_problem(1, 5120, 2048, 128, False, False), Rows()),
     ],
 )
 def test_a_chains_sweep_tries_what_does_the_same_work(problem: Problem, work: Rows) -> None:

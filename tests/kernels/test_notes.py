@@ -9,14 +9,19 @@ import pytest
 import torch
 
 from marlinq.core.errors import EnvironmentProblem
+from marlinq.core.granularity import Granularity
 from marlinq.kernels import LayerShape, batch_invariant, precompile_model
 from marlinq.kernels.contract.device import H200
 from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.driver import notes
 from marlinq.kernels.driver.cache import entry_path
 from marlinq.kernels.launch import precompile
 
-LAYERS = [LayerShape(1024, 4096, 128, False), LayerShape(4096, 4096, 128, True)]
+LAYERS = [
+    LayerShape(1024, 4096, Granularity.group(128), False, INT4),
+    LayerShape(4096, 4096, Granularity.group(128), True, INT4),
+]
 MOST_ROWS = 48
 
 

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from marlinq.core.granularity import Granularity
 from marlinq.kernels import batch_invariant, dependent_launches, forced_kernel
 from marlinq.kernels.contract.demands import Demands, demands
 from marlinq.kernels.contract.operands import Operands
-from marlinq.kernels.contract.weight_formats import INT4, WeightFormat
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.launch import plans
 from marlinq.kernels.ops import gemm, w4a16
 from tests.kernels.problems import random_operands
@@ -69,8 +70,8 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> _Devices:
 def prepared(monkeypatch: pytest.MonkeyPatch, devices: _Devices) -> list[_Call]:
     calls: list[_Call] = []
 
-    def prepare(operands: Operands, group_size: int, weight_format: WeightFormat, behind_own: bool) -> _Call:
-        assert (group_size, weight_format) == (64, INT4)
+    def prepare(operands: Operands, behind_own: bool) -> _Call:
+        assert (operands.weight.granularity, operands.weight.format) == (Granularity.group(64), INT4)
         assert operands.x.shape[1] == K
         assert devices.current == -1
         calls.append(_Call(operands.x.shape[0], behind_own))
@@ -81,7 +82,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch, devices: _Devices) -> list[_Call]:
         return torch._C._dynamo.guards._empty_strided_cpu(shape, strides, dtype)  # type: ignore[attr-defined, no-any-return]
 
     monkeypatch.setattr(plans, "prepare", prepare)
-    monkeypatch.setattr(plans, "dequantizes", lambda shape, *_: shape[0] == DEQUANTIZED)
+    monkeypatch.setattr(plans, "dequantizes", lambda problem, _: problem.m == DEQUANTIZED)
     monkeypatch.setattr(plans, "empty_strided", empty_strided)
     return calls
 
@@ -94,7 +95,7 @@ def given() -> plans.Weight:
 
 @pytest.fixture
 def plan(given: plans.Weight) -> plans.Plan:
-    return plans.Plan(given, 64, N, INT4, lambda _: None)
+    return plans.Plan(given, Granularity.group(64), N, INT4, lambda _: None)
 
 
 def test_a_plan_serves_every_shape_that_fits(
@@ -122,7 +123,7 @@ def test_what_does_not_fit_goes_back_to_the_checks(
         assert plan.run(x, *given) is None
     moved = given[1].clone()
     assert plan.run(wide[:1, :K], given[0], moved, None, None, None) is None
-    elsewhere = plans.Plan(given, 64, N, INT4, lambda _: None)
+    elsewhere = plans.Plan(given, Granularity.group(64), N, INT4, lambda _: None)
     elsewhere._index = devices.current = 0
     assert elsewhere.run(wide[:1, :K], *given) is None
     assert not prepared
@@ -145,7 +146,7 @@ def test_changed_storage_is_noticed(
     operands = random_operands(K, N, 64, torch.float16, device="cpu", zeros=True, bias=True)
     order = torch.arange(K, dtype=torch.int32)
     given = operands.words, operands.scales, operands.zeros, operands.bias, order
-    plan = plans.Plan(given, 64, N, INT4, lambda _: None)
+    plan = plans.Plan(given, Granularity.group(64), N, INT4, lambda _: None)
     x = torch.zeros(1, K).half()
     assert plan.run(x, *given) is not None
     changed = given[place]
@@ -204,7 +205,7 @@ def test_a_plan_goes_with_its_tensors() -> None:
     operands = random_operands(K, N, 64, torch.float16, device="cpu", zeros=True, bias=True)
     given = operands.words, operands.scales, operands.zeros, operands.bias, None
     key = ("a key",)
-    plans.remember(key, given, 64, N, INT4)
+    plans.remember(key, given, Granularity.group(64), N, INT4)
     assert plans.find(key) is not None
     operands.zeros = None
     del given
@@ -214,12 +215,12 @@ def test_a_plan_goes_with_its_tensors() -> None:
 
 def test_a_plan_is_made_anew_only_when_its_weight_has_moved(given: plans.Weight) -> None:
     key = ("another key",)
-    plans.remember(key, given, 64, N, INT4)
+    plans.remember(key, given, Granularity.group(64), N, INT4)
     first = plans.find(key)
-    plans.remember(key, given, 64, N, INT4)
+    plans.remember(key, given, Granularity.group(64), N, INT4)
     assert plans.find(key) is first
     given[1].data = given[1].clone()
-    plans.remember(key, given, 64, N, INT4)
+    plans.remember(key, given, Granularity.group(64), N, INT4)
     assert plans.find(key) is not first
 
 
@@ -231,7 +232,7 @@ def test_ordered_activations_are_gathered_first(
     monkeypatch.setattr(plans, "Gathered", lambda *given: gathered.append(given[1:-1]) or given[-1])
     monkeypatch.setattr(plans, "gathering", lambda x, order: gathered.append((x.shape, x.stride(), order)))
     ordered = *given[:4], order
-    plan = plans.Plan(ordered, 64, N, INT4, lambda _: None)
+    plan = plans.Plan(ordered, Granularity.group(64), N, INT4, lambda _: None)
     x = torch.zeros(2, 3, 100).half()
     for _ in range(2):
         out = plan.run(x, *ordered)
@@ -249,7 +250,7 @@ def test_the_operator_finds_its_plans(
     prepared: list[_Call], given: plans.Weight, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     launched: list[int] = []
-    monkeypatch.setattr(gemm, "launch_gemm", lambda x, *_, **__: launched.append(x.shape[0]))
+    monkeypatch.setattr(gemm, "launch_gemm", lambda operands, **_: launched.append(operands.x.shape[0]))
     x = torch.zeros(3, 2 * K).half()
     contiguous = x[:, :K].contiguous()
     for value in (contiguous, contiguous, x[:, :K], contiguous):

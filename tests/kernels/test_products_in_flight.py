@@ -15,6 +15,7 @@ from lab.kernels.resources import variants
 from marlinq.kernels import Device, Problem
 from marlinq.kernels.driver.compiler import compile_to_ptx
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig, candidates
+from tests.kernels.problems import int4_problem
 
 _REGISTER = re.compile(r"%f\d+")
 
@@ -52,7 +53,7 @@ def _sending() -> list[tuple[Problem, WarpgroupConfig]]:
     found = {}
     for m in (8, 16, 32):
         for group in (32, 64, 128, -1):
-            problem = Problem(m, 4096, 4096, group, False, False)
+            problem = int4_problem(m, 4096, 4096, group, False, False)
             for config in candidates(problem, device):
                 if config.pushes and config.cluster == 2:
                     found.setdefault((m, group, config.words, config.scaling(problem)), (problem, config))

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from marlinq.core.granularity import Granularity
 from marlinq.formats.layouts.marlin import permute_scales, unpack_tiles
 from marlinq.kernels import (
     Device,
-    Problem,
+    Operand,
     batch_invariant,
     decide,
-    dequantize_operands,
     forced_kernel,
     reference_gemm,
 )
@@ -30,7 +30,7 @@ from marlinq.kernels.contract.weight_formats import INT4, WEIGHT_FORMATS, Weight
 from marlinq.kernels.launch.dequantized import dequantized_gemm
 from marlinq.kernels.ops.gemm import GemmOperator
 from marlinq.kernels.variants.stages import weight_bytes
-from tests.kernels.problems import random_operands
+from tests.kernels.problems import int4_problem, random_operands
 
 A100 = Device("sm_80", 108, 166_912, bandwidth=1.87e12, clock=1.25e9)
 B200 = Device("sm_100a", 148, 232_448, bandwidth=7.3e12, clock=1.7e9)
@@ -88,7 +88,7 @@ def test_four_bits_are_as_the_layout_says() -> None:
         for stored in (operands.scales, operands.zeros)
     )
     expected = (codes.float() - zeros) * scales
-    assert torch.equal(dequantize_operands(operands.words, operands.scales, operands.zeros), expected)
+    assert torch.equal(operands.operand.dequantize(torch.float32), expected)
     half = INT4.dequantize(operands.words, operands.scales, operands.zeros, torch.float16)
     # Codes minus zero points are exact, so a weight is rounded once.
     assert torch.equal(half, expected.half())
@@ -99,9 +99,10 @@ def test_another_format_has_an_operator_beside_it(toy_operator: GemmOperator) ->
     codes, words, scales = toy_weight(256, 128)
     x = torch.randn(3, 256)
     expected = x @ ((codes.float() - 128) * scales.repeat_interleave(64, 0))
+    operand = Operand.whole(TOY, Granularity.group(64), words, scales, None)
     found = torch.ops.marlinq.toy_w8a16_gemm(x, words, scales, None, None, 64, 128)
     assert torch.equal(found, expected)
-    assert torch.equal(reference_gemm(x, words, scales, None, None, 128, weight_format=TOY), expected)
+    assert torch.equal(reference_gemm(x, operand, None, 128), expected)
     on_meta = (tensor.to("meta") for tensor in (x, words, scales))
     assert toy_operator.overload(*on_meta, None, None, 64, 100).shape == (3, 100)
     with pytest.raises(ValueError, match=r"int32 \[K/4, 1N\]"):
@@ -118,14 +119,14 @@ def test_a_name_stands_for_one_format(toy_operator: GemmOperator) -> None:
 def test_a_format_without_a_codec_is_dequantised(toy_operator: GemmOperator) -> None:
     for device in (H200, A100):
         for m in (1, 64, 4096):
-            decision = decide(Problem(m, 4096, 4096, 128, False, False, TOY), device)
+            decision = decide(int4_problem(m, 4096, 4096, 128, False, False, TOY), device)
             assert (decision.kernel, decision.config) == (DEQUANTIZE, None)
             assert "no kernel has a codec for toy8" in decision.reason
 
 
 def test_decisions_count_the_bytes_of_the_format() -> None:
     wide = replace(INT4, name="wide", bits=8, midpoint=128.0)
-    narrow, twice = (Problem(1, 28672, 8192, -1, False, False, one) for one in (INT4, wide))
+    narrow, twice = (int4_problem(1, 28672, 8192, -1, False, False, one) for one in (INT4, wide))
     assert weight_bytes(twice, 128, 8) == 2 * weight_bytes(narrow, 128, 8) == 2 * 8 * 128 * 8
     with forced_kernel("bulk"):
         ratio = decide(twice, H200).seconds / decide(narrow, H200).seconds
@@ -137,7 +138,7 @@ def test_decisions_count_the_bytes_of_the_format() -> None:
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (28672, 4096), (4096, 14336)])
 def test_large_batches_are_dequantised_once_without_warpgroups(device: Device, n: int, k: int) -> None:
     def chosen(m: int) -> str:
-        return decide(Problem(m, n, k, 128, False, False), device).kernel
+        return decide(int4_problem(m, n, k, 128, False, False), device).kernel
 
     assert chosen(256) == "stream"
     assert chosen(65536) == DEQUANTIZE
@@ -145,7 +146,7 @@ def test_large_batches_are_dequantised_once_without_warpgroups(device: Device, n
     kernels = [chosen(m) for m in batches]
     # One crossover, where the model says that it is clearly faster.
     assert kernels == sorted(kernels, reverse=True)
-    problem = Problem(65536, n, k, 128, False, False)
+    problem = int4_problem(65536, n, k, 128, False, False)
     decision = decide(problem, device)
     kernel = model_choice(problem, device, demands())[0]
     assert decision.seconds == dequantized.estimate(problem, device) < dequantized.MARGIN * kernel
@@ -154,7 +155,7 @@ def test_large_batches_are_dequantised_once_without_warpgroups(device: Device, n
 
 
 def test_neither_warpgroups_nor_an_order_of_sums_are_given_up_for_it() -> None:
-    problem = Problem(65536, 4096, 4096, 128, False, False)
+    problem = int4_problem(65536, 4096, 4096, 128, False, False)
     assert decide(problem, H200).kernel == "warpgroup"
     with batch_invariant():
         assert decide(problem, B200).kernel == "stream"
@@ -180,10 +181,10 @@ def test_the_dense_product_in_any_workspace(
     operands = random_operands(k, n, group, torch.float16, device="cpu", zeros=zeros, bias=bias)
     x = torch.randn(m, k).half()
     out = torch.full((m, n), torch.nan).half()
-    given = Operands(x, operands.words, operands.scales, operands.zeros, operands.bias, out)
-    dequantized_gemm(given, INT4, workspace_bytes=2 * k * columns)
+    given = Operands(x, operands.operand, operands.bias, out)
+    dequantized_gemm(given, workspace_bytes=2 * k * columns)
     whole = torch.empty(m, n).half()
-    dequantized_gemm(given._replace(out=whole), INT4)
+    dequantized_gemm(given._replace(out=whole))
     expected = operands.reference(x)
     # Weights and sums are rounded to float16: 2^-11 each.
     assert (out - expected).norm() < 2**-10 * expected.norm()

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import geometric_mean, median
 
 from lab.kernels import fit_costs
-from marlinq.kernels import Problem
 from marlinq.kernels.variants import stream
+from tests.kernels.problems import int4_problem
 
 TRUTH = replace(stream.COSTS, wave=1.6 * stream.COSTS.wave, codes=1.4 * stream.COSTS.codes)
 
@@ -18,7 +18,7 @@ def sweep(path: Path) -> list[Path]:
     """A sweep whose times are the model's with other constants; one candidate has a parameter of the past."""
     rows = []
     for name, n, k in (("small", 4096, 4096), ("tall", 4096, 14336), ("wide", 28672, 4096)):
-        problem = Problem(2, n, k, 128, False, False)
+        problem = int4_problem(2, n, k, 128, False, False)
         listed = [
             {
                 "kernel": "stream",

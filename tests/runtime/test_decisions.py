@@ -101,7 +101,7 @@ def test_a_missing_package_is_named_with_its_fix(
     ("options", "reason"),
     [
         ({"bits": 8}, "not w4a16: int8 weights"),
-        ({"group_size": 16}, "not w4a16: group size 16 is neither"),
+        ({"group_size": 16}, "not w4a16: groups of 16: neither"),
         ({"setting": Setting(GPU, torch.float32)}, "not w4a16: .* not float32"),
         ({"setting": Setting(torch.device("mps"), torch.float16)}, "not w4a16: .* not on mps"),
         ({"setting": Setting(CPU, torch.float32)}, "not w4a16: a CPU runs its reference"),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.runtime.grouped_experts import (
     GroupedExperts,
     activation_name,
@@ -18,14 +18,13 @@ from marlinq.runtime.grouped_experts import (
     grouping_refusal,
 )
 from marlinq.runtime.linear import QuantLinear
-from marlinq.runtime.operand import MarlinOperand
 from tests.kernels.problems import random_operands, relative_error
 
 
 def linear(k: int, n: int, group: int, zeros: bool, bias: bool = False, **more: object) -> QuantLinear:
     made = random_operands(k, n, group, torch.float16, zeros=zeros, bias=bias, device="cpu")
     given = {"order": None, "in_features": k, "out_features": n} | more
-    operand = MarlinOperand(INT4, made.words, made.scales, made.zeros, group_size=group, **given)  # type: ignore[arg-type]
+    operand = replace(made.operand, **given)  # type: ignore[arg-type]
     return QuantLinear(operand, made.bias)
 
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import UnsupportedError
+from marlinq.core.granularity import Granularity
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import LAYOUTS, StoredWeight, layouts
 from marlinq.formats.layouts.marlin import Marlin, permute_scales, unpack_tiles
+from marlinq.kernels import GRANULARITIES, Operand
 from marlinq.runtime import (
-    MarlinOperand,
     QuantLinear,
     marlin_operand,
     operand,
@@ -36,13 +37,13 @@ def quant_linear(q: QuantizedWeight, bias: Tensor | None) -> QuantLinear:
     return QuantLinear(marlin_operand(q, torch.float32), bias)
 
 
-def held_weight(operand: MarlinOperand) -> Tensor:
+def held_weight(operand: Operand) -> Tensor:
     """The dense weight [N', K'] that the kernel sees, by the definition of the layout."""
     codes = unpack_tiles(operand.words).float()
     scales = permute_scales(operand.scales).float()
     zeros = torch.full_like(scales, 8) if operand.zeros is None else permute_scales(operand.zeros).float()
     rows = torch.arange(codes.shape[0])
-    groups = torch.zeros_like(rows) if operand.group_size == -1 else rows // operand.group_size
+    groups = rows // operand.granularity.channels_per_group(len(rows))
     return ((codes - zeros[groups]) * scales[groups]).t()
 
 
@@ -55,7 +56,7 @@ def test_every_weight_is_held_and_padding_is_zero(
     q = random_tuple(k, n, group_size=group_size, symmetric=symmetric, act_order=act_order)
     operand = marlin_operand(q, torch.float16)
     assert all(size % 64 == 0 for size in operand.padded_shape)
-    assert operand.group_size in (32, 64, 128, -1)
+    assert operand.granularity in GRANULARITIES
     assert (operand.zeros is None) == (not q.scheme.stores_zeros)
     expected = torch.zeros(operand.padded_shape[::-1])
     order = torch.arange(k) if operand.order is None else operand.order[:k]
@@ -68,7 +69,8 @@ def test_every_weight_is_held_and_padding_is_zero(
     ("group_size", "refined"), [(32, 32), (64, 64), (96, 32), (128, 128), (192, 64), (256, 128)]
 )
 def test_group_sizes_are_refined_to_the_largest_that_fits(group_size: int, refined: int) -> None:
-    assert marlin_operand(random_tuple(768, 64, group_size=group_size), torch.float16).group_size == refined
+    operand = marlin_operand(random_tuple(768, 64, group_size=group_size), torch.float16)
+    assert operand.granularity == Granularity.group(refined)
 
 
 def test_sorting_by_group_is_stable() -> None:
@@ -82,8 +84,8 @@ def test_sorting_by_group_is_stable() -> None:
 @pytest.mark.parametrize(
     ("q", "reason"),
     [
-        (random_tuple(64, 64, group_size=16), "group size 16"),
-        (random_tuple(160, 64, group_size=80), "group size 80"),
+        (random_tuple(64, 64, group_size=16), "groups of 16"),
+        (random_tuple(160, 64, group_size=80), "groups of 80"),
         (random_tuple(64, 64, group_size=32, bits=8), "int8 weights"),
         (
             replace(random_tuple(64, 64, group_size=32), g_idx=torch.arange(64, dtype=torch.int32) // 63),
@@ -137,7 +139,7 @@ def test_stored_words_give_the_operand_of_their_codes(layout: str, symmetric: bo
         assert operand_refusal(stored) is None
         found = stored_operand(stored, dtype, CPU)
         expected = marlin_operand(q, dtype)
-        for field in fields(MarlinOperand):
+        for field in fields(Operand):
             mine, theirs = getattr(found, field.name), getattr(expected, field.name)
             if isinstance(theirs, Tensor):
                 assert mine.dtype == theirs.dtype

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, ReadAhead
+from marlinq.core.granularity import Granularity
 from marlinq.core.progress import ReportProgress
 from marlinq.core.scheme import Element
 from marlinq.formats import LAYOUTS, StoredWeight
 from marlinq.formats.layouts.gptq import GPTQ
 from marlinq.kernels import LayerShape
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.operations.bench import bench_decode
 from marlinq.operations.verify import kernel_check
 from marlinq.runtime import (
@@ -215,8 +217,8 @@ def test_all_shapes_of_a_model_are_compiled_together_with_progress(monkeypatch: 
     # Columns and channels after padding, and the group that the kernel sees.
     assert asked == [
         (
-            LayerShape(n=128, k=128, group_size=32, zeros=True),
-            LayerShape(n=192, k=320, group_size=64, zeros=False),
+            LayerShape(n=128, k=128, granularity=Granularity.group(32), zeros=True, format=INT4),
+            LayerShape(n=192, k=320, granularity=Granularity.group(64), zeros=False, format=INT4),
             torch.bfloat16,
             1,
         ),

@@ -9,7 +9,7 @@ are a stored weight like any other, and become the kernel's operand once, after 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,9 @@ from marlinq.integrations.vllm.interface import (
     scalar_types,
 )
 
+if TYPE_CHECKING:
+    from marlinq.kernels import Operand
+
 logger = logging.getLogger("vllm.plugins.marlinq")
 
 _ONE_SCALE_PER_CHANNEL = Granularity.channel().group_size
@@ -39,7 +42,7 @@ SMALLEST_CAPABILITY = 80
 """Compute capability, times ten, from which on the kernels run."""
 
 _GROUP_STEP = 32
-# Layers of one shape say and compile the same: (N, K, group size, zero points, dtype, device).
+# Layers of one shape say and compile the same: (shape, dtype, device).
 _prepared: set[tuple[object, ...]] = set()
 
 
@@ -84,7 +87,7 @@ class Int4LinearKernel(MPLinearKernel):  # type: ignore[misc]
         from marlinq.runtime.operand import stored_operand
 
         operand = stored_operand(stored, self.config.act_type, stored.words.device)
-        self._group_size = operand.group_size
+        self._group_size = operand.granularity.group_size
         self._out_features = operand.out_features
         self._padding = operand.padded_shape[0] - operand.in_features
         self._trimmed = operand.padded_shape[1] != operand.out_features
@@ -158,27 +161,25 @@ class Int4LinearKernel(MPLinearKernel):  # type: ignore[misc]
             layer.register_parameter(name, parameter)
         return name
 
-    def _prepare(self, operand: Any) -> None:
+    def _prepare(self, operand: Operand) -> None:
         """Compile what products of this shape need for every batch, and say once which kernel runs."""
         device = operand.words.device
         if device.type != "cuda":
             return
         from marlinq.kernels import LayerShape, explain, precompile_model
 
-        k, n = operand.padded_shape
-        zeros, dtype = operand.zeros is not None, self.config.act_type
-        key = n, k, operand.group_size, zeros, dtype, device.index
+        shape, dtype = LayerShape.of(operand), self.config.act_type
+        key = shape, dtype, device.index
         if key in _prepared:
             return
         _prepared.add(key)
-        shape = LayerShape(n, k, operand.group_size, zeros)
         compiled = precompile_model([shape], dtype, device.index, most_rows=max_batched_tokens())
-        decision = explain(device, dtype, 1, n, k, operand.group_size, zeros)
+        decision = explain(device, operand.problem(1))
         logger.info(
-            "marlinq: layers of %d x %d, group size %d: %s%s",
-            k,
-            n,
-            operand.group_size,
+            "marlinq: layers of %d x %d, %s: %s%s",
+            shape.k,
+            shape.n,
+            shape.granularity.describe(),
             decision.reason,
             f"; {compiled} kernels compiled" if compiled else "",
         )

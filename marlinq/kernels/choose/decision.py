@@ -19,7 +19,7 @@ from marlinq.kernels.choose.measured import measured_choice
 from marlinq.kernels.contract.configuration import VARIANTS, Configuration, Variant
 from marlinq.kernels.contract.demands import Demands, demands
 from marlinq.kernels.contract.device import Device
-from marlinq.kernels.contract.problem import GROUP_SIZES, Problem
+from marlinq.kernels.contract.problem import GRANULARITIES, Problem
 
 Estimated = tuple[float, str, Configuration]
 """Expected seconds, what bounds them, and the configuration."""
@@ -59,7 +59,7 @@ def decide(problem: Problem, device: Device) -> KernelDecision:
     """The fastest variant by the model that meets the demands of the context.
 
     Raises:
-        UnsupportedError: K or N is not a multiple of 64, the group size is not 32, 64, 128 or -1, or
+        UnsupportedError: K or N is not a multiple of 64, the granularity is none of GRANULARITIES, or
         nothing fits.
     """
     return _decide(problem, device, demands(), tuple(VARIANTS.values()))
@@ -75,10 +75,10 @@ def _decide(
             f"{problem.format.operator}: K={problem.k} and N={problem.n} must be multiples of 64; "
             "pad the weight at load"
         )
-    if problem.group_size not in GROUP_SIZES or (problem.quant_group and problem.k % problem.quant_group):
+    if problem.granularity not in GRANULARITIES or not problem.granularity.divides(problem.k):
         raise UnsupportedError(
-            f"{problem.format.operator}: group size {problem.group_size} with K={problem.k}; "
-            "expected 32, 64, 128 or -1, dividing K"
+            f"{problem.format.operator}: {problem.granularity.describe()} with K={problem.k}; "
+            "expected one scale per channel, or groups of 32, 64 or 128 that divide K"
         )
     standing = replace(problem, m=bucket(problem.m))
     for_speed = demanded._replace(dependent=False) == Demands()

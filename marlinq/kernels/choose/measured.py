@@ -21,6 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.configuration import VARIANTS, Configuration
 from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.problem import Problem
@@ -67,7 +68,7 @@ def _choice(row: dict[str, Any]) -> tuple[tuple[Problem, bool], Choice]:
         row["m"],
         row["n"],
         row["k"],
-        row["group_size"],
+        Granularity.from_group_size(row["group_size"]),
         row["zeros"],
         row["bfloat16"],
         WEIGHT_FORMATS[row["format"]],

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.instantiation import Parameters
-from marlinq.kernels.contract.weight_formats import INT4, WeightFormat
+from marlinq.kernels.contract.weight_formats import WeightFormat
 
-GROUP_SIZES = (32, 64, 128, -1)
+GRANULARITIES = (*map(Granularity.group, (32, 64, 128)), Granularity.channel())
+"""Granularities that kernels have configurations for."""
+GROUP_SIZES = tuple(granularity.group_size for granularity in GRANULARITIES)
+"""The same as the operators' ``group_size`` and configs write them."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class Problem:
         m: rows of activations.
         n: columns of the weight, a multiple of 64.
         k: channels, a multiple of 64.
-        group_size: 32, 64, 128, or -1 for a single group.
+        granularity: one of :data:`GRANULARITIES`.
         zeros: whether there are zero points.
         bfloat16: the type of activations and scales; float16 otherwise.
         format: of the weight.
@@ -30,16 +34,16 @@ class Problem:
     m: int
     n: int
     k: int
-    group_size: int
+    granularity: Granularity
     zeros: bool
     bfloat16: bool
-    format: WeightFormat = INT4
+    format: WeightFormat
     activation: str | None = None
 
     @cached_property
     def quant_group(self) -> int:
-        """The kernels' QUANT_GROUP: channels of a group, 0 for a single one."""
-        return max(self.group_size, 0)
+        """QUANT_GROUP of a kernel's configuration: channels of a group; 0 for one scale per channel."""
+        return self.granularity.channels
 
     @property
     def parameters(self) -> Parameters:

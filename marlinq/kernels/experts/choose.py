@@ -10,9 +10,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from marlinq.core.errors import UnsupportedError
+from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.device import Device, registers_of_a_thread
 from marlinq.kernels.contract.instantiation import Instantiation, Parameters
 from marlinq.kernels.contract.problem import Problem
+from marlinq.kernels.contract.weight_formats import WeightFormat
 from marlinq.kernels.variants import stream
 from marlinq.kernels.variants.stages import stage_bytes
 from marlinq.kernels.variants.stream import StreamConfig
@@ -122,9 +124,10 @@ class ExpertsShape:
         experts: whose weights are here.
         hidden: H, a multiple of 64.
         inner: I, a multiple of 64.
-        group_size: 32, 64, 128 or -1.
+        granularity: one of :data:`marlinq.kernels.contract.problem.GRANULARITIES`, of all weights.
         zeros: whether zero points are stored.
         bfloat16: the type of activations and scales; float16 otherwise.
+        format: weight format of the words.
         biased: whether both products have biases.
     """
 
@@ -133,9 +136,10 @@ class ExpertsShape:
     experts: int
     hidden: int
     inner: int
-    group_size: int
+    granularity: Granularity
     zeros: bool
     bfloat16: bool
+    format: WeightFormat
     biased: bool = False
 
     @property
@@ -146,8 +150,8 @@ class ExpertsShape:
     def product(self, *, gated: bool) -> Problem:
         """Gate and up, or down, of one expert."""
         n, k = (2 * self.inner, self.hidden) if gated else (self.hidden, self.inner)
-        group_size = -1 if self.group_size == k else self.group_size
-        return Problem(self.m, n, k, group_size, self.zeros, self.bfloat16)
+        granularity = self.granularity.for_channels(k)
+        return Problem(self.m, n, k, granularity, self.zeros, self.bfloat16, self.format)
 
 
 @dataclass(frozen=True)
@@ -332,7 +336,8 @@ def decide_experts(shape: ExpertsShape, device: Device) -> ExpertsDecision:
     if device.has_warpgroups and shape.experts > MOST_EXPERTS:
         raise UnsupportedError(f"{shape.experts} experts on one GPU: at most {MOST_EXPERTS} are sorted")
     raise UnsupportedError(
-        f"{shape.top} experts a row with groups of {shape.group_size}: no variant fits {device.architecture}"
+        f"{shape.top} experts a row with {shape.granularity.describe()}: "
+        f"no variant fits {device.architecture}"
     )
 
 

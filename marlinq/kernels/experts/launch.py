@@ -392,9 +392,10 @@ def shape_of(x: Tensor, ids: Tensor, experts: ExpertWeights) -> ExpertsShape:
         count,
         hidden,
         inner,
-        experts.group_size,
+        experts.granularity,
         experts.down.zeros is not None,
         x.dtype == torch.bfloat16,
+        experts.format,
         experts.down.bias is not None,
     )
 

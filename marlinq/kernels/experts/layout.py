@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from marlinq.core.granularity import Granularity
 from marlinq.formats.layouts.marlin import TILE_N, permute_scales
+from marlinq.kernels.contract.weight_formats import WeightFormat
 
 _WORDS = 4  # of a lane's vector: 16 columns each
 
@@ -45,12 +47,14 @@ class ExpertWeights(NamedTuple):
     Attributes:
         gate_up: K = hidden size H, N = 2I, made by :func:`interleave_gate_up`.
         down: K = I, N = H.
-        group_size: 32, 64, 128 or -1 (one group), of both.
+        granularity: one of :data:`marlinq.kernels.contract.problem.GRANULARITIES`, of both.
+        format: weight format of both.
     """
 
     gate_up: StoredExperts
     down: StoredExperts
-    group_size: int
+    granularity: Granularity
+    format: WeightFormat
 
 
 def interleave_gate_up(gate: StoredExperts, up: StoredExperts) -> StoredExperts:

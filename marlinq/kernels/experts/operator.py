@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import UnsupportedError
-from marlinq.kernels.contract.problem import GROUP_SIZES
+from marlinq.core.granularity import Granularity
+from marlinq.kernels.contract.problem import GRANULARITIES, GROUP_SIZES
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.experts.layout import ExpertWeights, StoredExperts
 from marlinq.kernels.experts.reference import ACTIVATIONS, reference_experts
 
@@ -51,7 +53,7 @@ def w4a16_experts(
     """
     gate_up, down = experts.gate_up, experts.down
     found: Tensor = torch.ops.marlinq.w4a16_experts.default(
-        *(x, ids, weights, *gate_up[:3], *down[:3], experts.group_size, activation, expert_map),
+        *(x, ids, weights, *gate_up[:3], *down[:3], experts.granularity.group_size, activation, expert_map),
         *(gate_up.bias, down.bias),
     )
     return found
@@ -72,8 +74,11 @@ def check_experts(
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
-    if experts.group_size not in GROUP_SIZES:
-        raise ValueError(f"group_size: expected one of {GROUP_SIZES}, found {experts.group_size}")
+    if experts.format != INT4:
+        raise ValueError(f"experts: expected {INT4.name} weights, found {experts.format.name}")
+    size = experts.granularity.group_size
+    if experts.granularity not in GRANULARITIES:
+        raise ValueError(f"group_size: expected one of {GROUP_SIZES}, found {size}")
     for name, stored in (("gate_up", experts.gate_up), ("down", experts.down)):
         if stored.words.dtype != torch.int32 or stored.words.dim() != 3 or stored.words.shape[2] % 128:
             raise ValueError(
@@ -81,19 +86,19 @@ def check_experts(
                 f"found {stored.words.dtype} {list(stored.words.shape)}"
             )
         count, k, n = stored.shape
-        groups = 1 if experts.group_size < 1 else k // experts.group_size
+        groups = experts.granularity.groups(k)
         for kind, value in (("scales", stored.scales), ("zeros", stored.zeros)):
             if value is not None and (value.shape != (count, groups, n) or value.dtype != x.dtype):
                 raise ValueError(
                     f"{name} {kind}: expected {x.dtype} [{count}, {groups}, {n}] with group size "
-                    f"{experts.group_size}, found {value.dtype} {list(value.shape)}"
+                    f"{size}, found {value.dtype} {list(value.shape)}"
                 )
         if stored.bias is not None and (stored.bias.shape != (count, n) or stored.bias.dtype != x.dtype):
             raise ValueError(
                 f"{name} bias: expected {x.dtype} [{count}, {n}], found {stored.bias.dtype} "
                 f"{list(stored.bias.shape)}"
             )
-        if k % 64 or (experts.group_size > 0 and k % experts.group_size):
+        if k % 64 or not experts.granularity.divides(k):
             raise ValueError(f"{name}: {k} channels are no multiple of 64 and of groups")
     count, k, n = experts.gate_up.shape
     if experts.down.shape != (count, n // 2, k) or n % 128:
@@ -151,7 +156,7 @@ def _cpu(
 ) -> Tensor:
     gate_up = StoredExperts(gate_up_words, gate_up_scales, gate_up_zeros, gate_up_bias)
     down = StoredExperts(down_words, down_scales, down_zeros, down_bias)
-    experts = ExpertWeights(gate_up, down, group_size)
+    experts = ExpertWeights(gate_up, down, Granularity.from_group_size(group_size), INT4)
     check_experts(x, ids, weights, experts, activation, expert_map)
     return reference_experts(x, ids, weights, experts, activation, expert_map)
 
@@ -174,7 +179,7 @@ def _cuda(
 ) -> Tensor:
     gate_up = StoredExperts(gate_up_words, gate_up_scales, gate_up_zeros, gate_up_bias)
     down = StoredExperts(down_words, down_scales, down_zeros, down_bias)
-    experts = ExpertWeights(gate_up, down, group_size)
+    experts = ExpertWeights(gate_up, down, Granularity.from_group_size(group_size), INT4)
     check_experts(x, ids, weights, experts, activation, expert_map)
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise UnsupportedError(f"{_NAME}: x has dtype {x.dtype}; the kernels take float16 and bfloat16")

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from marlinq.kernels.contract.weight_formats import WeightFormat
 from marlinq.kernels.experts.layout import ExpertWeights, StoredExperts
-from marlinq.kernels.ops.reference import dequantize_operands
 
 
 def activated(gate: Tensor, activation: str) -> Tensor:
@@ -41,10 +41,10 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")
 """What may stand between the products."""
 
 
-def expert_matrix(stored: StoredExperts, expert: int) -> Tensor:
+def expert_matrix(stored: StoredExperts, expert: int, weight_format: WeightFormat) -> Tensor:
     """The dense weight [K, N] of one expert in float32."""
     zeros = None if stored.zeros is None else stored.zeros[expert]
-    return dequantize_operands(stored.words[expert], stored.scales[expert], zeros)
+    return weight_format.dequantize(stored.words[expert], stored.scales[expert], zeros, torch.float32)
 
 
 def _biased(product: Tensor, stored: StoredExperts, expert: int) -> Tensor:
@@ -73,9 +73,12 @@ def reference_experts(
     out = torch.zeros(x.shape[0], experts.down.shape[2], dtype=torch.float32, device=x.device)
     for expert in sorted(set(local.flatten().tolist()) - {-1}):
         rows, slots = (local == expert).nonzero(as_tuple=True)
-        both = _biased(x[rows].float() @ expert_matrix(experts.gate_up, expert), experts.gate_up, expert)
+        gate_up, down = (
+            expert_matrix(stored, expert, experts.format) for stored in (experts.gate_up, experts.down)
+        )
+        both = _biased(x[rows].float() @ gate_up, experts.gate_up, expert)
         both = both.view(len(rows), -1, 2, 16)
         inner = gated_product(both[:, :, 0], both[:, :, 1], activation).flatten(1)
-        product = _biased(inner @ expert_matrix(experts.down, expert), experts.down, expert)
+        product = _biased(inner @ down, experts.down, expert)
         out.index_add_(0, rows, product * weights[rows, slots, None].float())
     return out.to(x.dtype)

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
-from torch import Tensor
-
 from marlinq.core.errors import UnsupportedError
 from marlinq.kernels.choose.decision import (
     DEQUANTIZE,
@@ -21,7 +18,6 @@ from marlinq.kernels.contract.handover import Handover
 from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.contract.problem import Problem
-from marlinq.kernels.contract.weight_formats import INT4, WeightFormat
 from marlinq.kernels.contract.whole_rows import RowWork
 from marlinq.kernels.driver.cuda_driver import Function, Launches, on_device
 from marlinq.kernels.driver.gpu import device_numbers
@@ -80,16 +76,8 @@ def _decided(problem: Problem, device_index: int) -> Configuration:
     return decision.config
 
 
-def dequantizes(
-    shape: tuple[int, int, int],
-    group_size: int,
-    zeros: Tensor | None,
-    dtype: torch.dtype,
-    device_index: int,
-    weight_format: WeightFormat,
-) -> bool:
-    """Whether the decision is to dequantise the weight and let cuBLAS multiply; ``shape`` is M, N, K."""
-    problem = Problem(*shape, group_size, zeros is not None, dtype == torch.bfloat16, weight_format)
+def dequantizes(problem: Problem, device_index: int) -> bool:
+    """Whether the decision is to dequantise the weight and let cuBLAS multiply."""
     return decide(problem, device_numbers(device_index)).kernel == DEQUANTIZE
 
 
@@ -111,10 +99,8 @@ def overlaps(device_index: int, behind_own: bool = False) -> bool:
 
 def prepare(
     operands: Operands,
-    group_size: int,
     config: Configuration | None = None,
     *,
-    weight_format: WeightFormat = INT4,
     behind_own: bool = False,
     activation: str | None = None,
     work: RowWork | None = None,
@@ -124,9 +110,7 @@ def prepare(
     Args:
         operands: ``x`` [M, K] and ``out`` [M, N] have unit stride along their rows; rows of ``x`` are
             16-byte aligned.
-        group_size: 32, 64, 128 or -1.
         config: overrides the decision.
-        weight_format: of the words.
         behind_own: the stream's previous kernel is
             :func:`marlinq.kernels.launch.gather.gather_channels` and wrote ``x``: the launch then overlaps
             with it.
@@ -138,16 +122,7 @@ def prepare(
     """
     x = operands.x
     index = x.device.index
-    problem = Problem(
-        x.shape[0],
-        operands.scales.shape[1],
-        x.shape[1],
-        group_size,
-        operands.zeros is not None,
-        x.dtype == torch.bfloat16,
-        weight_format,
-        activation,
-    )
+    problem = operands.problem(activation)
     device = device_numbers(index)
     chosen = config or _decided(problem, index)
     shared = chosen.shared_bytes(problem)
@@ -181,30 +156,17 @@ def prepare(
     )
 
 
-def launch_gemm(
-    x: Tensor,
-    words: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    group_size: int,
-    out: Tensor,
-    config: Configuration | None = None,
-    *,
-    weight_format: WeightFormat = INT4,
-    behind_own: bool = False,
-) -> None:
-    """Run ``out = x @ W + bias`` on the device and current stream of ``x``; arguments as :func:`prepare`.
+def launch_gemm(operands: Operands, config: Configuration | None = None, *, behind_own: bool = False) -> None:
+    """Run ``out = x @ W + bias`` on the device and current stream of ``x``; arguments as
+    :func:`prepare`.
 
     Raises:
         RuntimeError: the driver refused the launch.
     """
-    operands = Operands(x, words, scales, zeros, bias, out)
-    shape = x.shape[0], out.shape[1], x.shape[1]
-    index = x.device.index
-    if config is None and dequantizes(shape, group_size, zeros, x.dtype, index, weight_format):
-        dequantized_gemm(operands, weight_format)
+    index = operands.x.device.index
+    if config is None and dequantizes(operands.problem(), index):
+        dequantized_gemm(operands)
         return
-    call = prepare(operands, group_size, config, weight_format=weight_format, behind_own=behind_own)
+    call = prepare(operands, config, behind_own=behind_own)
     with on_device(index):
-        call.start(x.data_ptr(), out.data_ptr())
+        call.start(operands.x.data_ptr(), operands.out.data_ptr())

@@ -5,14 +5,11 @@ from __future__ import annotations
 import torch
 
 from marlinq.kernels.contract.operands import Operands
-from marlinq.kernels.contract.weight_formats import WeightFormat
 
 WORKSPACE_BYTES = 256 << 20
 
 
-def dequantized_gemm(
-    operands: Operands, weight_format: WeightFormat, workspace_bytes: int = WORKSPACE_BYTES
-) -> None:
+def dequantized_gemm(operands: Operands, workspace_bytes: int = WORKSPACE_BYTES) -> None:
     """Run ``out = x @ W + bias`` on the device and current stream of ``x``.
 
     The dense weight comes from torch's allocator and goes back at once. A larger one than ``workspace_bytes``
@@ -20,21 +17,14 @@ def dequantized_gemm(
 
     Args:
         operands: as :func:`marlinq.kernels.launch.call.prepare` takes them.
-        weight_format: of the words.
         workspace_bytes: of the dense weight, about.
     """
-    x, words, scales, zeros, bias, out = operands
+    x, weight, bias, out = operands
     k, n = x.shape[1], out.shape[1]
     columns = min(n, max(64, workspace_bytes // (x.element_size() * k) // 64 * 64))
-    row_words = weight_format.row_words
     for start in range(0, n, columns):
         part = slice(start, min(start + columns, n))
-        dense = weight_format.dequantize(
-            words[:, part.start * row_words : part.stop * row_words],
-            scales[:, part],
-            None if zeros is None else zeros[:, part],
-            x.dtype,
-        )
+        dense = weight.columns(part).dequantize(x.dtype)
         if bias is None:
             torch.mm(x, dense, out=out[:, part])
         else:

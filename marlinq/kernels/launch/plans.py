@@ -15,7 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.demands import Demands, demands
+from marlinq.kernels.contract.operand import Operand
 from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.contract.weight_formats import WeightFormat
 from marlinq.kernels.driver.cuda_driver import empty_strided
@@ -51,7 +53,7 @@ class Plan:
     Args:
         weight: words int32, scales [G, N], zero points [G, N] or None, bias [N] or None, order
             int32 [K] or None.
-        group_size: 32, 64, 128 or -1, as the kernels take it.
+        granularity: as :class:`marlinq.kernels.contract.operand.Operand` has it.
         out_features: columns to return.
         weight_format: of the words.
         evict: called when one of the tensors goes.
@@ -62,7 +64,7 @@ class Plan:
         "_columns",
         "_dtype",
         "_format",
-        "_group_size",
+        "_granularity",
         "_index",
         "_k",
         "_n",
@@ -77,7 +79,7 @@ class Plan:
     def __init__(
         self,
         weight: Weight,
-        group_size: int,
+        granularity: Granularity,
         out_features: int,
         weight_format: WeightFormat,
         evict: Callable[[object], object],
@@ -88,7 +90,7 @@ class Plan:
         self._columns = None if out_features == self._n else out_features
         self._dtype = scales.dtype
         self._index = words.get_device()
-        self._group_size = group_size
+        self._granularity = granularity
         self._tensors = [None if tensor is None else weakref.ref(tensor, evict) for tensor in weight]
         self._words, self._scales = words.data_ptr(), scales.data_ptr()
         self._zeros, self._bias, self._order = _address(zeros), _address(bias), _address(order)
@@ -148,21 +150,19 @@ class Plan:
 
     def _prepare(self, x: Tensor, weight: Weight) -> _Prepared | None:
         """None where the weight is dequantised for this batch: nothing of that is worth preparing."""
-        order = weight[4]
+        words, scales, zeros, bias, order = weight
+        operand = Operand.whole(self._format, self._granularity, words, scales, zeros, order)
         *batch, columns = x.shape
         rows = math.prod(batch)
-        shape = rows, self._n, self._k
-        if rows and dequantizes(shape, self._group_size, weight[2], x.dtype, self._index, self._format):
+        if rows and dequantizes(operand.problem(rows), self._index):
             return None
         out = x.new_empty((*batch, self._n))
         call: Call | Gathered | None = None
         if rows:
             flat = x.view(rows, columns)
             taken = flat if order is None else x.new_empty((rows, self._k))
-            operands = Operands(taken, *weight[:4], out.view(rows, self._n))
-            call = prepare(
-                operands, self._group_size, weight_format=self._format, behind_own=order is not None
-            )
+            operands = Operands(taken, operand, bias, out.view(rows, self._n))
+            call = prepare(operands, behind_own=order is not None)
             if order is not None:
                 call = Gathered(gathering(flat, order), order.data_ptr(), rows, self._k, self._dtype, call)
         if len(self._prepared) >= _MAX_CALLS:
@@ -181,11 +181,11 @@ find = _plans.get
 
 
 def remember(
-    key: Key, weight: Weight, group_size: int, out_features: int, weight_format: WeightFormat
+    key: Key, weight: Weight, granularity: Granularity, out_features: int, weight_format: WeightFormat
 ) -> None:
     """Keep a plan for operands that have been checked, until one of them goes."""
     known = find(key)
     if known is None or not known.fits(*weight):
         # At the interpreter's end tensors may go after this module's names.
         evict = partial(_plans.pop, key)
-        _plans[key] = Plan(weight, group_size, out_features, weight_format, evict)
+        _plans[key] = Plan(weight, granularity, out_features, weight_format, evict)

@@ -7,13 +7,16 @@ from typing import NamedTuple
 
 import torch
 
+from marlinq.core.granularity import Granularity
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels.choose.decision import buckets, decide
 from marlinq.kernels.contract.configuration import Configuration
 from marlinq.kernels.contract.demands import demands
 from marlinq.kernels.contract.device import Device
 from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.contract.operand import Operand
 from marlinq.kernels.contract.problem import Problem
+from marlinq.kernels.contract.weight_formats import WeightFormat
 from marlinq.kernels.driver.cache import compile_missing
 from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.driver.notes import is_complete, note_complete
@@ -42,14 +45,22 @@ class LayerShape(NamedTuple):
     Attributes:
         n: columns of the stored weight, padding included: a multiple of 64.
         k: channels, a multiple of 64.
-        group_size: 32, 64, 128, or -1 for a single group.
+        granularity: one of :data:`marlinq.kernels.contract.problem.GRANULARITIES`.
         zeros: whether zero points are stored.
+        format: weight format of the words.
     """
 
     n: int
     k: int
-    group_size: int
+    granularity: Granularity
     zeros: bool
+    format: WeightFormat
+
+    @classmethod
+    def of(cls, operand: Operand) -> LayerShape:
+        """The shape of a weight that is there already."""
+        k, n = operand.padded_shape
+        return cls(n, k, operand.granularity, operand.zeros is not None, operand.format)
 
 
 def precompile_model(
@@ -81,13 +92,13 @@ def precompile_model(
         UnsupportedError: a layer that no kernel takes.
     """
     bfloat16 = dtype == torch.bfloat16
-    wanted = sorted(set(layers))
+    wanted = sorted(set(layers), key=repr)
     device = device_numbers(device_index)
     premises = wanted, bfloat16, most_rows, demands(), device
     if is_complete(premises):
         return 0
     problems = (
-        Problem(m, layer.n, layer.k, layer.group_size, layer.zeros, bfloat16)
+        Problem(m, layer.n, layer.k, layer.granularity, layer.zeros, bfloat16, layer.format)
         for layer in wanted
         for m in buckets(most_rows)
     )

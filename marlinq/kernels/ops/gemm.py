@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import UnsupportedError
+from marlinq.core.granularity import Granularity
+from marlinq.kernels.contract.operand import Operand
+from marlinq.kernels.contract.operands import Operands
 from marlinq.kernels.contract.weight_formats import WeightFormat
 from marlinq.kernels.launch import plans
 from marlinq.kernels.launch.call import launch_gemm
@@ -39,6 +42,12 @@ class GemmOperator:
         """Memory for all N columns, which the kernels write, and the view of it that the operator returns."""
         out = x.new_empty((*x.shape[:-1], words.shape[1] // self.format.row_words))
         return out, out[..., :out_features]
+
+    def _operand(
+        self, words: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int, order: Tensor | None
+    ) -> Operand:
+        granularity = Granularity.from_group_size(group_size)
+        return Operand.whole(self.format, granularity, words, scales, zeros, order)
 
     def planned(
         self,
@@ -84,10 +93,9 @@ class GemmOperator:
                 raise ValueError(
                     f"{name}: expected memory aligned to 16 bytes, found address {value.data_ptr()}"
                 )
-        if scales.shape[0] == 1:
-            group_size = -1
+        operand = self._operand(words, scales, zeros, group_size, order)
         if bias is None or out_features == n:
-            plans.remember(key, weight, group_size, out_features, self.format)
+            plans.remember(key, weight, operand.granularity, out_features, self.format)
         rows = x.reshape(-1, x.shape[-1])
         row = rows.stride(0)
         if order is not None:
@@ -104,17 +112,8 @@ class GemmOperator:
             bias = torch.nn.functional.pad(bias, (0, n - out_features))
         out, returned = self._result(x, words, out_features)
         if rows.shape[0]:
-            launch_gemm(
-                rows,
-                words,
-                scales,
-                zeros,
-                bias,
-                group_size,
-                out.view(-1, n),
-                weight_format=self.format,
-                behind_own=order is not None,
-            )
+            operands = Operands(rows, operand, bias, out.view(-1, n))
+            launch_gemm(operands, behind_own=order is not None)
         return returned
 
     def cpu(
@@ -130,7 +129,8 @@ class GemmOperator:
     ) -> Tensor:
         _check(self.format, x, (words, scales, zeros, bias, order), group_size, out_features)
         _, returned = self._result(x, words, out_features)
-        return returned.copy_(reference_gemm(x, words, scales, zeros, bias, out_features, order, self.format))
+        operand = self._operand(words, scales, zeros, group_size, order)
+        return returned.copy_(reference_gemm(x, operand, bias, out_features))
 
     def meta(
         self,

@@ -5,31 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from marlinq.kernels.contract.weight_formats import INT4, WeightFormat
+from marlinq.kernels.contract.operand import Operand
 
 
-def dequantize_operands(
-    words: Tensor, scales: Tensor, zeros: Tensor | None, weight_format: WeightFormat = INT4
-) -> Tensor:
-    """The dense weight [K, N], float32, of words, scales and zero points [G, N] in stored order."""
-    return weight_format.dequantize(words, scales, zeros, torch.float32)
+def reference_gemm(x: Tensor, weight: Operand, bias: Tensor | None, out_features: int) -> Tensor:
+    """The first ``out_features`` columns of ``x @ W + bias``, accumulated in float32, in ``x.dtype``.
 
-
-def reference_gemm(
-    x: Tensor,
-    words: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    out_features: int,
-    order: Tensor | None = None,
-    weight_format: WeightFormat = INT4,
-) -> Tensor:
-    """``x @ W + bias`` accumulated in float32 and returned in ``x.dtype``; shapes as :func:`w4a16_gemm`."""
-    weight = dequantize_operands(words, scales, zeros, weight_format)
+    Args:
+        x: [..., K]; with an order of the weight any number of columns.
+        weight: on the device of ``x``.
+        bias: [out_features], or None.
+        out_features: at most the weight's padded columns.
+    """
+    order = weight.order
     if order is not None:
         x = x.index_select(-1, order.clamp(min=0)).masked_fill(order < 0, 0)
-    out = (x.to(torch.float32) @ weight)[..., :out_features]
+    out = (x.to(torch.float32) @ weight.dequantize(torch.float32))[..., :out_features]
     if bias is not None:
         out = out + bias.to(torch.float32)
     return out.to(x.dtype)

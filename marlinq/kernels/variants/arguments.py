@@ -11,7 +11,7 @@ def plain_arguments(operands: Operands, dependent: bool) -> PlainArguments:
     """Parameters of a kernel that takes ``x`` by pointer and stride."""
     return PlainArguments(
         operands.x.data_ptr(),
-        operands.words.data_ptr(),
+        operands.weight.words.data_ptr(),
         *_addresses(operands),
         *_extents(operands),
         operands.x.stride(0),
@@ -48,7 +48,16 @@ def _mapped(operands: Operands, tile_m: int, tiles: int, rows: int, dependent: b
     scales, zeros, bias, out = _addresses(operands)
     return (
         activation_maps(x.data_ptr(), m, k, x.stride(0), tile_m),
-        weight_maps(operands.words.data_ptr(), scales, zeros, n, k, operands.scales.shape[0], tiles, rows),
+        weight_maps(
+            operands.weight.words.data_ptr(),
+            scales,
+            zeros,
+            n,
+            k,
+            operands.weight.scales.shape[0],
+            tiles,
+            rows,
+        ),
         scales,
         zeros,
         bias,
@@ -64,8 +73,8 @@ def _mapped(operands: Operands, tile_m: int, tiles: int, rows: int, dependent: b
 def _addresses(operands: Operands) -> tuple[int, int, int, int]:
     """Scales, zero points, bias and result; 0 for what is not there."""
     return (
-        operands.scales.data_ptr(),
-        0 if operands.zeros is None else operands.zeros.data_ptr(),
+        operands.weight.scales.data_ptr(),
+        0 if operands.weight.zeros is None else operands.weight.zeros.data_ptr(),
         0 if operands.bias is None else operands.bias.data_ptr(),
         operands.out.data_ptr(),
     )
@@ -73,4 +82,4 @@ def _addresses(operands: Operands) -> tuple[int, int, int, int]:
 
 def _extents(operands: Operands) -> tuple[int, int, int]:
     """M, N and K."""
-    return operands.x.shape[0], operands.scales.shape[1], operands.x.shape[1]
+    return operands.x.shape[0], operands.weight.padded_shape[1], operands.x.shape[1]

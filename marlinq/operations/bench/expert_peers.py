@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from marlinq.core.errors import UnsupportedError
 from marlinq.formats.layouts.marlin import permute_scales
-from marlinq.kernels import dequantize_operands
+from marlinq.kernels.contract.weight_formats import INT4, WeightFormat
 from marlinq.kernels.experts import ExpertWeights, StoredExperts, w4a16_experts
 from marlinq.kernels.experts.launch import Workspace, shape_of, start, sum_step
 from marlinq.kernels.experts.layout import permute_single
@@ -108,7 +108,7 @@ class HummingExperts:
             experts, k, n = stored.shape
             config = {
                 "dtype": "uint4",
-                "group_size": max(weights.group_size, 0),
+                "group_size": weights.granularity.channels,
                 "has_zero_point": stored.zeros is not None,
             }
             packed = HummingLayer(
@@ -204,8 +204,8 @@ class _DenseExperts(ABC):
 
     def load(self, layer: ExpertsLayer, weights: ExpertWeights) -> None:
         self._layer = layer
-        self._gate_up = _dense(weights.gate_up, _gate_then_up(layer, weights))
-        self._down = _dense(weights.down, None)
+        self._gate_up = _dense(weights.gate_up, weights.format, _gate_then_up(layer, weights))
+        self._down = _dense(weights.down, weights.format, None)
 
     def prepare(self, m: int, routings: Sequence[Routing]) -> RunLayer:
         layer = self._layer
@@ -270,12 +270,12 @@ def _gate_then_up(layer: ExpertsLayer, weights: ExpertWeights) -> Tensor:
     return blocks.transpose(0, 1).reshape(-1)
 
 
-def _dense(stored: StoredExperts, columns: Tensor | None) -> Tensor:
+def _dense(stored: StoredExperts, weight_format: WeightFormat, columns: Tensor | None) -> Tensor:
     """[E, N, K], as linears have them, of the scales' dtype; columns reordered."""
     experts, k, n = stored.shape
     dense = torch.empty(experts, n, k, dtype=stored.scales.dtype, device=stored.words.device)
     for expert in range(experts):
-        matrix = expert_matrix(stored, expert)
+        matrix = expert_matrix(stored, expert, weight_format)
         dense[expert] = (matrix if columns is None else matrix[:, columns]).t()
     return dense
 
@@ -285,7 +285,7 @@ def _natural(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes uint8 [K, N], scales and zero points [G, N] of one expert in channel order, columns reordered."""
     words, scales = stored.words[expert], stored.scales[expert]
-    codes = (dequantize_operands(words, torch.ones_like(scales[:1]), None) + 8).to(torch.uint8)
+    codes = (INT4.dequantize(words, torch.ones_like(scales[:1]), None, torch.float32) + 8).to(torch.uint8)
 
     def ordered(value: Tensor) -> Tensor:
         found = permute_single(value[None])[0] if value.shape[0] == 1 else permute_scales(value)

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from marlinq.core.devices import resolve_device
 from marlinq.core.errors import EnvironmentProblem, UsageError
+from marlinq.core.granularity import Granularity
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels import GROUP_SIZES
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.driver.gpu import device_numbers
 from marlinq.kernels.experts import ExpertWeights, reference_experts
 from marlinq.kernels.experts.choose import ExpertsShape, decide_experts
@@ -97,6 +99,7 @@ def bench_experts(
     # A plain "cuda" has no index, whatever the annotation says.
     index = torch.cuda.current_device() if found.index is None else found.index  # type: ignore[redundant-expr]
     found = torch.device("cuda", index)
+    granularity = Granularity.from_group_size(group_size)
     notes: list[str] = []
     contenders: list[ExpertsContender] = [MarlinqExperts()]
     for name in against:
@@ -113,8 +116,9 @@ def bench_experts(
         begun = time.perf_counter()
         shapes = [
             ExpertsShape(
-                *(m, layer.top, layer.experts, layer.hidden, layer.inner, group_size, asymmetric),
+                *(m, layer.top, layer.experts, layer.hidden, layer.inner, granularity, asymmetric),
                 dtype == "bfloat16",
+                INT4,
             )
             for layer in layers
             for m in batches
@@ -124,7 +128,7 @@ def bench_experts(
         for layer in layers:
             begun = time.perf_counter()
             weights = random_experts(
-                layer, group_size, asymmetric=asymmetric, dtype=_DTYPES[dtype], device=found
+                layer, granularity, asymmetric=asymmetric, dtype=_DTYPES[dtype], device=found
             )
             cold[layer.name] = cold_read_seconds(weights.gate_up.words, weights.gate_up.scales)
             ready = _load(contenders, layer, weights, notes)

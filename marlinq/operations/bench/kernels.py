@@ -13,8 +13,10 @@ from torch import Tensor
 
 from marlinq.core.devices import resolve_device
 from marlinq.core.errors import UsageError
+from marlinq.core.granularity import Granularity
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.kernels import GROUP_SIZES, Problem, explain, precompile, w4a16_gemm
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.peers import PEERS, Contender, Marlinq, Run, Weight, random_weight
 from marlinq.operations.bench.report import OURS, Cell, KernelBench
@@ -41,24 +43,24 @@ _CPU_BATCH, _CPU_REPEATS = 16, 3
 class _Setting:
     device: torch.device
     dtype: torch.dtype
-    group_size: int
+    granularity: Granularity
     asymmetric: bool
     explain: bool
     sustained: bool = False
 
     def problem(self, layer: Layer, m: int) -> Problem:
-        return Problem(m, layer.n, layer.k, self.group_size, self.asymmetric, self.dtype == torch.bfloat16)
+        bfloat16 = self.dtype == torch.bfloat16
+        return Problem(m, layer.n, layer.k, self.granularity, self.asymmetric, bfloat16, INT4)
 
     def weight(self, layer: Layer) -> Weight:
         return random_weight(
-            layer, self.group_size, asymmetric=self.asymmetric, dtype=self.dtype, device=self.device
+            layer, self.granularity, asymmetric=self.asymmetric, dtype=self.dtype, device=self.device
         )
 
     def reason(self, layer: Layer, m: int) -> str | None:
         if not self.explain:
             return None
-        size = self.group_size
-        return explain(self.device, self.dtype, m, layer.n, layer.k, size, self.asymmetric).reason
+        return explain(self.device, self.problem(layer, m)).reason
 
 
 def bench_kernels(
@@ -111,7 +113,8 @@ def bench_kernels(
         raise UsageError(f"batches {list(batches)}: expected one or more numbers of at least 1")
     layers = layers_of(models, shapes, group_size)
     chosen = resolve_device(device)
-    setting = _Setting(chosen, _DTYPES[dtype], group_size, asymmetric, explain, sustained)
+    granularity = Granularity.from_group_size(group_size)
+    setting = _Setting(chosen, _DTYPES[dtype], granularity, asymmetric, explain, sustained)
     ordered = tuple(sorted(set(batches)))
     if chosen.type == "cpu":
         return _on_cpu(setting, layers, ordered, dtype, progress)
@@ -130,7 +133,7 @@ def _on_gpu(
     notes: list[str] = []
     contenders: list[Contender] = [Marlinq()]
     for name in against:
-        reason = PEERS[name].unavailable(setting.dtype, setting.group_size, setting.asymmetric)
+        reason = PEERS[name].unavailable(setting.dtype, setting.granularity.group_size, setting.asymmetric)
         if reason is None:
             contenders.append(PEERS[name])
         else:
@@ -164,7 +167,7 @@ def _on_gpu(
     return KernelBench(
         hardware=hardware_line(setting.device),
         dtype=dtype,
-        group_size=setting.group_size,
+        group_size=setting.granularity.group_size,
         asymmetric=setting.asymmetric,
         contenders=timed,
         cold_read_seconds=cold,
@@ -288,7 +291,14 @@ def _on_cpu(
         dense = weight.dense()
         for m in few:
             x = torch.randn(m, layer.k, dtype=setting.dtype)
-            operands = weight.words, weight.scales, weight.zeros, None, setting.group_size, layer.n
+            operands = (
+                weight.words,
+                weight.scales,
+                weight.zeros,
+                None,
+                setting.granularity.group_size,
+                layer.n,
+            )
             seconds = []
             out = w4a16_gemm(x, *operands)
             for _ in range(_CPU_REPEATS):
@@ -313,7 +323,7 @@ def _on_cpu(
     return KernelBench(
         hardware=hardware_line(setting.device),
         dtype=dtype,
-        group_size=setting.group_size,
+        group_size=setting.granularity.group_size,
         asymmetric=setting.asymmetric,
         contenders=(OURS,),
         cold_read_seconds={},

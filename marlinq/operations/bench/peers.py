@@ -11,8 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from marlinq.core.granularity import Granularity
 from marlinq.formats.layouts.marlin import pack_tiles
-from marlinq.kernels import Problem, batch_invariant, dequantize_operands, precompile, w4a16_gemm
+from marlinq.kernels import Operand, batch_invariant, precompile, w4a16_gemm
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.operations.bench.shapes import Layer
 
 Run = Callable[[int, Tensor], Tensor]
@@ -23,13 +25,30 @@ _ZERO = 8
 
 @dataclass(frozen=True)
 class Weight:
-    """A random 4-bit weight as the kernel takes it: Marlin words, scales and zero points in stored order."""
+    """A random 4-bit weight as the kernel takes it."""
 
     layer: Layer
-    group_size: int
-    words: Tensor
-    scales: Tensor
-    zeros: Tensor | None
+    operand: Operand
+
+    @property
+    def words(self) -> Tensor:
+        """Marlin words, int32 [K/16, 2N]."""
+        return self.operand.words
+
+    @property
+    def scales(self) -> Tensor:
+        """[G, N] in stored order."""
+        return self.operand.scales
+
+    @property
+    def zeros(self) -> Tensor | None:
+        """Zero points like the scales, or None."""
+        return self.operand.zeros
+
+    @property
+    def group_size(self) -> int:
+        """What peers call the granularity: 32, 64, 128 or -1."""
+        return self.operand.granularity.group_size
 
     @property
     def nbytes(self) -> int:
@@ -38,12 +57,13 @@ class Weight:
 
     def dense(self) -> Tensor:
         """[K, N] float32."""
-        return dequantize_operands(self.words, self.scales, self.zeros)
+        return self.operand.dequantize(torch.float32)
 
     def codes(self) -> Tensor:
         """[K, N] uint8."""
         ones = torch.ones_like(self.scales[:1])
-        return (dequantize_operands(self.words, ones, None) + _ZERO).to(torch.uint8)
+        values = self.operand.format.dequantize(self.words, ones, None, torch.float32)
+        return (values + _ZERO).to(torch.uint8)
 
     def natural_scales(self) -> Tensor:
         """[G, N] in channel order."""
@@ -61,25 +81,25 @@ class Weight:
             dtype=torch.int32,
             device=stored.device,
         )
-        return dequantize_operands(nine, stored, None)[::16].to(stored.dtype)
+        return self.operand.format.dequantize(nine, stored, None, torch.float32)[::16].to(stored.dtype)
 
 
 def random_weight(
-    layer: Layer, group_size: int, *, asymmetric: bool, dtype: torch.dtype, device: torch.device
+    layer: Layer, granularity: Granularity, *, asymmetric: bool, dtype: torch.dtype, device: torch.device
 ) -> Weight:
     """Random codes 1..15 with mean 8, and scales that keep the products of unit activations near one.
 
     Code 0 is left out because a peer has a faster route for symmetric weights without it. Its place goes to
     8, so that weights have no mean: through a chain of layers that would grow without bound.
     """
-    groups = 1 if group_size == -1 else layer.k // group_size
+    groups = granularity.groups(layer.k)
     words = torch.randint(-(2**31), 2**31, (layer.k // 16, 2 * layer.n), dtype=torch.int32, device=device)
     words |= (~(words | words >> 1 | words >> 2 | words >> 3) & 0x11111111) << 3
     # The standard deviation of these codes is 4.2.
     unit = 1 / (4.2 * layer.k**0.5)
     scales = (unit * (0.5 + torch.rand(groups, layer.n, device=device))).to(dtype)
     zeros = torch.randint(4, 12, (groups, layer.n), device=device).to(dtype) if asymmetric else None
-    return Weight(layer, group_size, words, scales, zeros)
+    return Weight(layer, Operand.whole(INT4, granularity, words, scales, zeros))
 
 
 class Contender(Protocol):
@@ -130,18 +150,14 @@ class BatchInvariant(Marlinq):
     name = "batch-invariant"
 
     def prepare(self, weight: Weight, copies: int, batches: Sequence[int]) -> Run:
-        run, layer = super().prepare(weight, copies, batches), weight.layer
-        bfloat16 = weight.scales.dtype == torch.bfloat16
+        run = super().prepare(weight, copies, batches)
 
         def invariant(copy: int, x: Tensor) -> Tensor:
             with batch_invariant():
                 return run(copy, x)
 
         if weight.words.is_cuda:
-            problems = (
-                Problem(m, layer.n, layer.k, weight.group_size, weight.zeros is not None, bfloat16)
-                for m in batches
-            )
+            problems = map(weight.operand.problem, batches)
             with batch_invariant():
                 precompile(problems, weight.words.device.index)
         return invariant
@@ -158,7 +174,8 @@ class ActivationOrder(Marlinq):
         shuffled = torch.rand(k // group_size, group_size, device=starts.device).argsort(1) + starts
         order = shuffled.flatten()
         words = pack_tiles(weight.codes()[order])
-        return _operator(replace(weight, words=words), copies, order.to(torch.int32))
+        shuffled_weight = replace(weight, operand=replace(weight.operand, words=words))
+        return _operator(shuffled_weight, copies, order.to(torch.int32))
 
 
 class Cublas:

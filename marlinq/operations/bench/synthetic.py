@@ -224,7 +224,8 @@ def _random_grouped(
     if activation is None or not experts.gated or not experts.routed:
         raise UsageError(f"{experts.name}: no synthetic experts of this kind; choose another --synthetic")
     layer = ExpertsLayer(experts.name, experts.count, 1, experts.hidden, experts.intermediate)
-    weights = random_experts(layer, group_size, asymmetric=False, dtype=setting.dtype, device=setting.device)
+    granularity = Granularity.from_group_size(group_size)
+    weights = random_experts(layer, granularity, asymmetric=False, dtype=setting.dtype, device=setting.device)
     return GroupedExperts(weights, activation)
 
 
@@ -239,9 +240,10 @@ def _random_stored(projection: Projection, group_size: int, setting: Setting) ->
             f"{group_size}; choose another --group-size"
         )
     dtype = torch.float16 if setting.dtype == torch.float32 else setting.dtype
+    granularity = Granularity.from_group_size(sizes[0])
     weight = random_weight(
-        Layer(projection.name, n, k), sizes[0], asymmetric=False, dtype=dtype, device=setting.device
+        Layer(projection.name, n, k), granularity, asymmetric=False, dtype=dtype, device=setting.device
     )
     tensors: dict[str, Tensor] = {"B": weight.words, "s": weight.scales}
-    scheme = Scheme(INT4, Granularity.from_group_size(sizes[0]), "midpoint", dtype_name(dtype))
+    scheme = Scheme(INT4, granularity, "midpoint", dtype_name(dtype))
     return StoredWeight(projection.name, Marlin(), ModuleSpec(k, n, scheme), tensors)

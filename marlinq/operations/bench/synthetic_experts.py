@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from marlinq.core.granularity import Granularity
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.experts import ExpertWeights, StoredExperts
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.peers import random_weight
@@ -11,13 +13,19 @@ from marlinq.operations.bench.shapes import Layer
 
 
 def random_experts(
-    layer: ExpertsLayer, group_size: int, *, asymmetric: bool, dtype: torch.dtype, device: torch.device
+    layer: ExpertsLayer,
+    granularity: Granularity,
+    *,
+    asymmetric: bool,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> ExpertWeights:
     """Codes and scales as those of :func:`marlinq.operations.bench.peers.random_weight`."""
     return ExpertWeights(
-        _product(layer.experts, 2 * layer.inner, layer.hidden, group_size, asymmetric, dtype, device),
-        _product(layer.experts, layer.hidden, layer.inner, group_size, asymmetric, dtype, device),
-        group_size,
+        _product(layer.experts, 2 * layer.inner, layer.hidden, granularity, asymmetric, dtype, device),
+        _product(layer.experts, layer.hidden, layer.inner, granularity, asymmetric, dtype, device),
+        granularity,
+        INT4,
     )
 
 
@@ -25,16 +33,20 @@ def _product(
     experts: int,
     n: int,
     k: int,
-    group_size: int,
+    granularity: Granularity,
     asymmetric: bool,
     dtype: torch.dtype,
     device: torch.device,
 ) -> StoredExperts:
     # Experts one below the other are a single weight of E * K channels; only scales of whole channels aren't.
-    groups = group_size if group_size > 0 else k
+    channels = granularity.channels_per_group(k)
     made = random_weight(
-        Layer("experts", n, experts * k), groups, asymmetric=asymmetric, dtype=dtype, device=device
+        Layer("experts", n, experts * k),
+        Granularity.group(channels),
+        asymmetric=asymmetric,
+        dtype=dtype,
+        device=device,
     )
-    scales = (made.scales * experts**0.5).view(experts, k // groups, n)
-    zeros = None if made.zeros is None else made.zeros.view(experts, k // groups, n)
+    scales = (made.scales * experts**0.5).view(experts, k // channels, n)
+    zeros = None if made.zeros is None else made.zeros.view(experts, k // channels, n)
     return StoredExperts(made.words.view(experts, k // 16, 2 * n), scales, zeros)

@@ -17,8 +17,9 @@ from marlinq.core.devices import resolve_device
 from marlinq.core.display import Block, Facts, Shown, Table, lines
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import INT4
-from marlinq.kernels import GROUP_SIZES, Device, Problem, decide, device_numbers
+from marlinq.kernels import GRANULARITIES, Device, Problem, decide, device_numbers
 from marlinq.kernels.contract.device import H200
+from marlinq.kernels.contract.weight_formats import INT4 as KERNEL_FORMAT
 from marlinq.operations.inspect.eligibility import ServerVerdict
 from marlinq.operations.inspect.operation import planned_verdicts
 from marlinq.operations.quantize.budget import tuning_work, writing_dtype
@@ -281,14 +282,16 @@ def _kernels_of(planned: PlannedModule, gpu: Device, *, bfloat16: bool) -> dict[
     scheme, k, n = planned.spec.scheme, planned.spec.in_features, planned.spec.out_features
     if scheme.element != INT4:
         return {0: f"dense product: {scheme.element.name} weights; the kernel multiplies {INT4.name}"}
-    if planned.spec.granularity.size not in GROUP_SIZES:
+    if planned.spec.granularity not in GRANULARITIES:
         return {0: f"dense product: no kernel for {planned.spec.granularity.describe()}"}
-    size = planned.spec.granularity.group_size
-    unit = max(_PAD, size)
+    granularity = planned.spec.granularity
+    unit = max(_PAD, granularity.channels)
     padded = -(-k // unit) * unit, -(-n // _PAD) * _PAD
     found = {}
     for rows in KERNEL_ROWS:
-        problem = Problem(rows, padded[1], padded[0], size, scheme.stores_zeros, bfloat16)
+        problem = Problem(
+            rows, padded[1], padded[0], granularity, scheme.stores_zeros, bfloat16, KERNEL_FORMAT
+        )
         found[rows] = decide(problem, gpu).kernel
     return found
 

@@ -12,9 +12,9 @@ from marlinq.core.dtypes import dtype_name
 from marlinq.core.errors import EnvironmentProblem
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.formats import StoredWeight
-from marlinq.kernels import LayerShape, explain, precompile_model
+from marlinq.kernels import LayerShape, Problem, explain, precompile_model
 from marlinq.runtime.linear import QuantLinear
-from marlinq.runtime.operand import operand_refusal, operand_shape, stored_operand
+from marlinq.runtime.operand import KERNEL_FORMAT, operand_refusal, operand_shape, stored_operand
 from marlinq.runtime.operators.base import Estimate, Operator, Setting
 
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -49,9 +49,11 @@ class W4A16(Operator):
     def estimate(self, stored: StoredWeight, setting: Setting, rows: int) -> Estimate:
         if setting.device.type == "cpu":
             return Estimate(None, "a CPU runs its reference, which unpacks the weight for every product")
-        k, n, group_size = operand_shape(stored)
-        asymmetric = stored.scheme.stores_zeros
-        found = explain(setting.device, setting.dtype, rows, n, k, group_size, asymmetric)
+        k, n, granularity = operand_shape(stored)
+        bfloat16 = setting.dtype == torch.bfloat16
+        zeros = stored.scheme.stores_zeros
+        problem = Problem(rows, n, k, granularity, zeros, bfloat16, KERNEL_FORMAT)
+        found = explain(setting.device, problem)
         return Estimate(found.seconds, f"{found.kernel} kernel: {found.reason}")
 
     def build(self, stored: StoredWeight, bias: Tensor | None, setting: Setting) -> nn.Module:
@@ -62,18 +64,7 @@ class W4A16(Operator):
     ) -> int:
         if setting.device.type != "cuda":
             return 0
-        shapes = sorted(
-            {
-                LayerShape(
-                    n=module.padded_shape[1],
-                    k=module.padded_shape[0],
-                    group_size=module.group_size,
-                    zeros=module.zeros is not None,
-                )
-                for module in modules
-                if isinstance(module, QuantLinear)
-            }
-        )
+        shapes = {LayerShape.of(module.operand) for module in modules if isinstance(module, QuantLinear)}
         if not shapes:
             return 0
         return precompile_model(shapes, setting.dtype, setting.device.index or 0, progress=progress)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from marlinq.formats.layouts.marlin import TILE_N
+from marlinq.kernels import Operand
 from marlinq.runtime.linear import QuantLinear
-from marlinq.runtime.operand import MarlinOperand
 
 
-def join_refusal(operands: Sequence[MarlinOperand], *, interleave: bool) -> str | None:
+def join_refusal(operands: Sequence[Operand], *, interleave: bool) -> str | None:
     """Why ``operands`` can't be one, in one clause, or None.
 
     Args:
@@ -31,8 +31,8 @@ def join_refusal(operands: Sequence[MarlinOperand], *, interleave: bool) -> str 
             return "a weight has an activation order"
         if other.in_features != first.in_features or other.padded_shape[0] != first.padded_shape[0]:
             return f"inputs of {first.in_features} and {other.in_features} channels"
-        if other.group_size != first.group_size or other.scales.shape[0] != first.scales.shape[0]:
-            return f"group sizes {first.group_size} and {other.group_size}"
+        if other.granularity != first.granularity:
+            return f"{first.granularity.describe()} and {other.granularity.describe()}"
         if other.format != first.format:
             return f"weights in {first.format.name} and {other.format.name}"
         if (other.zeros is None) != (first.zeros is None):
@@ -48,7 +48,7 @@ def join_refusal(operands: Sequence[MarlinOperand], *, interleave: bool) -> str 
     return None
 
 
-def join_operands(operands: Sequence[MarlinOperand], *, interleave: bool) -> MarlinOperand:
+def join_operands(operands: Sequence[Operand], *, interleave: bool) -> Operand:
     """One operand whose product holds the products of ``operands``.
 
     Side by side, product column j of part p is column ``sum(N of the parts before) + j``. Interleaved, it is
@@ -68,21 +68,21 @@ def join_operands(operands: Sequence[MarlinOperand], *, interleave: bool) -> Mar
     first = operands[0]
     columns = sum(operand.padded_shape[1] for operand in operands)
     zeros = [operand.zeros for operand in operands if operand.zeros is not None]
-    return MarlinOperand(
+    return Operand(
         format=first.format,
-        words=_joined([operand.words for operand in operands], 2 * TILE_N, interleave),
+        words=_joined([operand.words for operand in operands], first.format.tile_words, interleave),
         # The stored order of scales permutes columns within tiles only.
         scales=_joined([operand.scales for operand in operands], TILE_N, interleave),
         zeros=_joined(zeros, TILE_N, interleave) if zeros else None,
         order=None,
-        group_size=first.group_size,
+        granularity=first.granularity,
         in_features=first.in_features,
         out_features=columns if interleave else sum(operand.out_features for operand in operands),
     )
 
 
 def join_biases(
-    biases: Sequence[Tensor | None], operands: Sequence[MarlinOperand], *, interleave: bool
+    biases: Sequence[Tensor | None], operands: Sequence[Operand], *, interleave: bool
 ) -> Tensor | None:
     """The bias of the joined product, zeros where a part or a padding column has none; None without any."""
     present = next((bias for bias in biases if bias is not None), None)
@@ -114,7 +114,7 @@ class JoinedLinear(QuantLinear):
     """
 
     def __init__(
-        self, operand: MarlinOperand, bias: Tensor | None, widths: Sequence[int], *, interleaved: bool
+        self, operand: Operand, bias: Tensor | None, widths: Sequence[int], *, interleaved: bool
     ) -> None:
         super().__init__(operand, bias)
         self.widths = tuple(widths)
@@ -214,7 +214,7 @@ def join_modules(model: nn.Module, names: Sequence[str], *, interleave: bool) ->
             name for name, module in zip(names, modules, strict=True) if not isinstance(module, QuantLinear)
         )
         return f"{name} is no packed linear"
-    operands = [held_operand(linear) for linear in linears]
+    operands = [linear.operand for linear in linears]
     reason = join_refusal(operands, interleave=interleave)
     if reason is not None:
         return reason
@@ -228,17 +228,3 @@ def join_modules(model: nn.Module, names: Sequence[str], *, interleave: bool) ->
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, JoinedSlice(joined, index))
     return joined
-
-
-def held_operand(linear: QuantLinear) -> MarlinOperand:
-    """The operand that a linear multiplies with; its tensors, not copies."""
-    return MarlinOperand(
-        format=linear.format,
-        words=linear.words,
-        scales=linear.scales,
-        zeros=linear.zeros,
-        order=linear.order,
-        group_size=linear.group_size,
-        in_features=linear.in_features,
-        out_features=linear.out_features,
-    )

@@ -123,7 +123,7 @@ class RowLinks:
 
     def _variant(self, product: Product, *, normed: bool, adds: bool) -> RowVariant | None:
         problem = self._activated.get(product)
-        problems = product.problems(self._rows, self._dtype) if problem is None else [problem]
+        problems = product.problems(self._rows) if problem is None else [problem]
         if len(problems) != 1:
             return None
         return product.row_variant(problems[0], self._index, normed=normed, adds=adds)

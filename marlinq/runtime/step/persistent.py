@@ -7,20 +7,22 @@ that the kernel knows and where a few steps give the logits that the chain gives
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from marlinq.core.errors import EnvironmentProblem
+from marlinq.core.granularity import Granularity
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.formats.layouts.marlin import permute_scales
-from marlinq.kernels import device_numbers
+from marlinq.kernels import Operand, device_numbers
 from marlinq.kernels.launch.persistent import (
     Activation,
+    BiasedOperand,
     LayerOperands,
     Model,
-    Operand,
     PersistentLayers,
     persistent_refusal,
 )
@@ -217,25 +219,25 @@ def _gamma(norm: RowNorm | HeadNorm | None, width: int, device: torch.device) ->
     return norm.weight.float() + norm.offset
 
 
-def _operand(product: Product) -> Operand:
+def _operand(product: Product) -> BiasedOperand:
     linear = product.modules[0]
     if len(product.modules) > 1 or not isinstance(linear, QuantLinear) or linear.order is not None:
         raise _UnknownPartError("products that are not packed, not joined, or in activation order")
     if linear.padded_shape != (linear.in_features, product.features):
         raise _UnknownPartError("padded products")
-    bias = linear.bias
-    return Operand(
-        linear.format,
-        linear.words,
-        _grouped(linear.scales, linear.in_features),
-        None if linear.zeros is None else _grouped(linear.zeros, linear.in_features),
-        None if bias is None else bias.contiguous(),
-    )
+    bias = None if linear.bias is None else linear.bias.contiguous()
+    return BiasedOperand(_grouped(linear.operand), bias)
 
 
-def _grouped(values: Tensor, channels: int) -> Tensor:
-    """Scales or zero points; those of whole channels repeated for groups, which is what the kernel reads."""
-    if values.shape[0] > 1:
-        return values
-    groups = channels // (128 if channels % 128 == 0 else 64)
-    return permute_scales(permute_scales(values).expand(groups, -1).contiguous())
+def _grouped(weight: Operand) -> Operand:
+    """The weight with its scales of whole channels repeated for groups, which is what the kernel reads."""
+    if weight.granularity.kind == "group":
+        return weight
+    group = Granularity.group(128 if weight.in_features % 128 == 0 else 64)
+    groups = group.groups(weight.in_features)
+
+    def repeated(values: Tensor) -> Tensor:
+        return permute_scales(permute_scales(values).expand(groups, -1).contiguous())
+
+    zeros = None if weight.zeros is None else repeated(weight.zeros)
+    return replace(weight, granularity=group, scales=repeated(weight.scales), zeros=zeros)

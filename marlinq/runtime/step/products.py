@@ -59,20 +59,9 @@ class Product:
         """Columns of the result that are no padding at its end."""
         return sum(self.widths)
 
-    def problems(self, rows: int, dtype: torch.dtype) -> list[Problem]:
+    def problems(self, rows: int) -> list[Problem]:
         """What has to be decided and compiled for activations of that many rows."""
-        return [
-            Problem(
-                rows,
-                module.padded_shape[1],
-                module.padded_shape[0],
-                _group_size(module),
-                module.zeros is not None,
-                dtype == torch.bfloat16,
-            )
-            for module in self.modules
-            if isinstance(module, QuantLinear)
-        ]
+        return [module.operand.problem(rows) for module in self.modules if isinstance(module, QuantLinear)]
 
     def bind(self, x: Tensor, out: Tensor) -> list[Start]:
         """Launches of ``out = x @ W + bias`` for tensors that stay where they are; kernels are loaded now.
@@ -93,15 +82,13 @@ class Product:
             begin += width
         return starts
 
-    def activated_problem(
-        self, rows: int, dtype: torch.dtype, activation: str, device_index: int
-    ) -> Problem | None:
+    def activated_problem(self, rows: int, activation: str, device_index: int) -> Problem | None:
         """The product with the activation in its epilogue, where gate and up take turns and that is faster
         than a kernel between this product and the next; else None."""
         module = self.modules[0]
         if not self.tiles or not isinstance(module, QuantLinear):
             return None
-        plain = self.problems(rows, dtype)[0]
+        plain = self.problems(rows)[0]
         device = device_numbers(device_index)
         apart = decide(plain, device)
         if apart.config is None:
@@ -209,14 +196,12 @@ def precompile_prompts(
 ) -> int:
     """Compile what :meth:`Product.run` needs for up to ``most_rows`` rows; returns how many kernels."""
     shapes = {
-        LayerShape(
-            module.padded_shape[1], module.padded_shape[0], _group_size(module), module.zeros is not None
-        )
+        LayerShape.of(module.operand)
         for product in products
         for module in product.modules
         if isinstance(module, QuantLinear)
     }
-    return precompile_model(sorted(shapes), dtype, device_index, most_rows=most_rows, progress=progress)
+    return precompile_model(shapes, dtype, device_index, most_rows=most_rows, progress=progress)
 
 
 def _bind_packed(
@@ -226,31 +211,25 @@ def _bind_packed(
     activation: str | None = None,
     work: RowWork | None = None,
 ) -> Start:
-    k, n = linear.padded_shape
+    weight = linear.operand
+    k, n = weight.padded_shape
     rows = x.shape[0]
-    index = x.get_device()
-    order = linear.order
+    order = weight.order
     bias = linear.bias
     if bias is not None and bias.shape[0] != n:
         bias = F.pad(bias, (0, n - bias.shape[0]))
     taken = x[:, :k] if order is None else x.new_empty((rows, k))
-    operands = Operands(taken, linear.words, linear.scales, linear.zeros, bias, out)
-    group_size = _group_size(linear)
+    operands = Operands(taken, weight, bias, out)
     plain = activation is None and work is None
-    if plain and dequantizes((rows, n, k), group_size, linear.zeros, x.dtype, index, linear.format):
+    if plain and dequantizes(operands.problem(), x.get_device()):
         if order is None:
-            return lambda: dequantized_gemm(operands, linear.format)
+            return lambda: dequantized_gemm(operands)
         return _bind_module(linear, x, out)
-    call = prepare(operands, group_size, behind_own=order is not None, activation=activation, work=work)
+    call = prepare(operands, behind_own=order is not None, activation=activation, work=work)
     if order is not None:
         gathered = Gathered(gathering(x, order), order.data_ptr(), rows, k, x.dtype, call)
         return partial(_start, gathered, operands, x.data_ptr())
     return partial(_start, call, operands, taken.data_ptr())
-
-
-def _group_size(linear: QuantLinear) -> int:
-    """As the operator has it: a group as long as K is stored like a single one."""
-    return -1 if linear.scales.shape[0] == 1 else linear.group_size
 
 
 def _start(call: Call | Gathered, operands: Operands, x: int) -> None:

@@ -44,7 +44,7 @@ class RecordedStep(Walk):
                 for problem in (
                     [self._activated[product]]
                     if product in self._activated
-                    else product.problems(forward.batch, forward.dtype)
+                    else product.problems(forward.batch)
                 )
             ]
             precompile(dict.fromkeys(problems), forward.device_index, progress)
@@ -93,7 +93,7 @@ class RecordedStep(Walk):
         forward = self.forward
         found = {
             mlp.inputs: mlp.inputs.activated_problem(
-                forward.batch, forward.dtype, mlp.anatomy.activation, forward.device_index
+                forward.batch, mlp.anatomy.activation, forward.device_index
             )
             for layer in forward.layers
             for mlp in (layer.mlp if isinstance(layer.mlp, BoundMLP) else layer.mlp.shared,)

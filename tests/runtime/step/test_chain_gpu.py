@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from marlinq.kernels import dequantize_operands, device_numbers
+from marlinq.kernels import device_numbers
 from marlinq.models.anatomy import Anatomy
 from marlinq.runtime import QuantLinear
 from marlinq.runtime.step.bound import chain_refusal
@@ -135,7 +135,7 @@ def dequantized(model: torch.nn.Module) -> torch.nn.Module:
         if not isinstance(module, QuantLinear):
             continue
         linear = torch.nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
-        weight = dequantize_operands(module.words, module.scales, module.zeros)
+        weight = module.operand.dequantize(torch.float32)
         linear.weight.data = weight.t()[: module.out_features, : module.in_features].contiguous()
         if module.bias is not None:
             linear.bias.data = module.bias.float()

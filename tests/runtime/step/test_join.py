@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from marlinq.runtime import MarlinOperand, QuantLinear, marlin_operand
+from marlinq.kernels import Operand
+from marlinq.runtime import QuantLinear, marlin_operand
 from marlinq.runtime.step.join import (
     JoinedLinear,
     JoinedSlice,
@@ -151,7 +152,7 @@ def test_the_words_exist_once_and_move_together() -> None:
     assert "part 2 of JoinedLinear" in repr(model)
 
 
-def operand(k: int = 128, n: int = 64, *, group_size: int = 32, **scheme: bool) -> MarlinOperand:
+def operand(k: int = 128, n: int = 64, *, group_size: int = 32, **scheme: bool) -> Operand:
     """A random operand of float16."""
     return marlin_operand(random_tuple(k, n, group_size=group_size, **scheme), torch.float16)
 
@@ -159,7 +160,7 @@ def operand(k: int = 128, n: int = 64, *, group_size: int = 32, **scheme: bool) 
 @pytest.mark.parametrize(
     ("other", "interleave", "reason"),
     [
-        ({"group_size": 64}, False, "group sizes 32 and 64"),
+        ({"group_size": 64}, False, "groups of 32 and groups of 64"),
         ({"symmetric": False}, False, "zero points"),
         ({"act_order": True}, True, "activation order"),
         ({"k": 64}, True, "inputs of 128 and 64 channels"),
@@ -182,7 +183,7 @@ def test_padding_inside_a_row_is_refused_side_by_side() -> None:
 def test_a_refused_model_is_unchanged() -> None:
     model = Attention(linear(128, 64), linear(128, 64, group_size=64))
     before = list(model.children())
-    assert join_modules(model, ("q", "k"), interleave=False) == "group sizes 32 and 64"
+    assert join_modules(model, ("q", "k"), interleave=False) == "groups of 32 and groups of 64"
     assert list(model.children()) == before
     model.k = nn.Linear(64, 64)
     assert join_modules(model, ("q", "k"), interleave=False) == "k is no packed linear"

@@ -10,13 +10,13 @@ from marlinq.kernels.launch.persistent.config import (
     prepare_instantiation,
 )
 from marlinq.kernels.launch.persistent.layers import PersistentLayers
-from marlinq.kernels.launch.persistent.operands import Activation, LayerOperands, Model, Operand
+from marlinq.kernels.launch.persistent.operands import Activation, BiasedOperand, LayerOperands, Model
 
 __all__ = [
     "Activation",
+    "BiasedOperand",
     "LayerOperands",
     "Model",
-    "Operand",
     "PersistentLayers",
     "StepConfig",
     "choose",

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from marlinq.core.granularity import Granularity
 from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.contract.problem import GRANULARITIES
 from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.launch.persistent.operands import LayerOperands, Model
 
@@ -29,7 +31,7 @@ class StepConfig:
         slots: sets of two tiles whose sums wait to be added; each has a warp that adds them.
         activation_bytes: bytes of shared memory for activations.
         head_dim: channels D of a head.
-        group_size: channels that share a scale, in all weights.
+        granularity: a group of 32, 64 or 128 channels, of all weights.
         zeros: True if weights have zero points.
         bfloat16: True for BF16 activations, False for FP16.
         stream_units: units of 128 channels that a block keeps of the residual stream, at most.
@@ -44,12 +46,17 @@ class StepConfig:
     slots: int
     activation_bytes: int
     head_dim: int
-    group_size: int
+    granularity: Granularity
     zeros: bool
     bfloat16: bool
     stream_units: int
     softcap: bool = False
     post_norms: bool = False
+
+    @property
+    def quant_group(self) -> int:
+        """QUANT_GROUP of the kernel: channels that share a scale."""
+        return self.granularity.channels
 
     @property
     def threads(self) -> int:
@@ -60,7 +67,7 @@ class StepConfig:
     def shared_bytes(self) -> int:
         """Bytes of dynamic shared memory of a block."""
         return (
-            self.stages * _stage_bytes(self.team, self.group_size, self.zeros)
+            self.stages * _stage_bytes(self.team, self.quant_group, self.zeros)
             + self.activation_bytes
             + _stream_bytes(self.stream_units, self.post_norms)
             + self.slots * _slot_bytes(self.team * self.teams)
@@ -81,7 +88,7 @@ class StepConfig:
                 ("WINDOW", self.window),
                 ("SLOTS", self.slots),
                 ("HEAD_DIM", self.head_dim),
-                ("QUANT_GROUP", self.group_size),
+                ("QUANT_GROUP", self.quant_group),
                 ("ZEROS", self.zeros),
                 ("SOFTCAP", self.softcap),
                 ("POST_NORMS", self.post_norms),
@@ -111,15 +118,17 @@ def persistent_refusal(
         return f"heads of {head_dim} channels, 64, 128 or 256 are known"
     if model.heads % model.kv_heads or model.heads // model.kv_heads > 8:
         return f"{model.heads} heads of queries for {model.kv_heads} of keys, at most eight share one"
-    formats = {operand.format for layer in layers for operand in layer.operands} - {INT4}
+    formats = {operand.weight.format for layer in layers for operand in layer.operands} - {INT4}
     if formats:
         names = ", ".join(sorted(one.name for one in formats))
         return f"weights in {names}, the kernel multiplies {INT4.name}"
-    kinds = {(operand.group_size, operand.zeros is None) for layer in layers for operand in layer.operands}
+    weights = [operand.weight for layer in layers for operand in layer.operands]
+    kinds = {(weight.granularity, weight.zeros is None) for weight in weights}
     if len(kinds) > 1:
-        return "weights of several group sizes, or some with zero points and some without"
-    if first.qkv.group_size not in (32, 64, 128):
-        return f"groups of {first.qkv.group_size} channels, 32, 64 or 128 are known"
+        return "weights of several granularities, or some with zero points and some without"
+    granularity = weights[0].granularity
+    if granularity.kind != "group" or granularity not in GRANULARITIES:
+        return f"{granularity.describe()}; groups of 32, 64 or 128 are known"
     shapes = {tuple((one.channels, one.columns) for one in layer.operands) for layer in layers}
     if len(shapes) > 1:
         return "layers of several shapes"
@@ -137,8 +146,8 @@ def choose_for(layer: LayerOperands, model: Model, *, bfloat16: bool, shared_byt
         [operand.channels for operand in layer.operands],
         model,
         layer.keys.shape[3],
-        layer.qkv.group_size,
-        zeros=layer.qkv.zeros is not None,
+        layer.qkv.weight.granularity,
+        zeros=layer.qkv.weight.zeros is not None,
         bfloat16=bfloat16,
         shared_bytes=shared_bytes,
     )
@@ -148,7 +157,7 @@ def choose(
     channels: Sequence[int],
     model: Model,
     head_dim: int,
-    group_size: int,
+    granularity: Granularity,
     *,
     zeros: bool,
     bfloat16: bool,
@@ -162,7 +171,7 @@ def choose(
         channels: K of qkv, output, gate_up and down.
         model: sizes and features that the layers share.
         head_dim: channels D of a head.
-        group_size: channels that share a scale.
+        granularity: a group of 32, 64 or 128 channels, of all weights.
         zeros: True if weights have zero points.
         bfloat16: True for BF16 activations, False for FP16.
         shared_bytes: bytes of shared memory that a block may have.
@@ -170,7 +179,8 @@ def choose(
         teams: teams that take turns with the stages, 1 or 2.
     """
     most = max(max(part_units(k)) for k in channels)
-    digit_stride = 512 + 16 * (UNIT // group_size) + 16
+    quant_group = granularity.channels
+    digit_stride = 512 + 16 * (UNIT // quant_group) + 16
     queries = model.heads // model.kv_heads
     attention = 8 * head_dim * 2 + 2 * head_dim * 4 + 32 + teams * queries * (head_dim + 2) * 4
     activation_bytes = -(-max(most * digit_stride, attention) // 128) * 128
@@ -184,7 +194,7 @@ def choose(
         - _stream_bytes(stream_units, model.post_norms)
     )
     left -= slots * _slot_bytes(team * teams)
-    room = left // _stage_bytes(team, group_size, zeros) // teams * teams
+    room = left // _stage_bytes(team, quant_group, zeros) // teams * teams
     if room < 1:
         return None
     ring = min(room, 16)
@@ -197,7 +207,7 @@ def choose(
         slots,
         activation_bytes,
         head_dim,
-        group_size,
+        granularity,
         zeros,
         bfloat16,
         stream_units,
@@ -212,8 +222,8 @@ def prepare_instantiation(bfloat16: bool) -> Instantiation:
     return Instantiation("persistent/prepare.cuh", "prepare_step", (("Element", element),))
 
 
-def _stage_bytes(team: int, group_size: int, zeros: bool) -> int:
-    return team * (UNIT * 32 + (2 if zeros else 1) * UNIT // group_size * 128)
+def _stage_bytes(team: int, quant_group: int, zeros: bool) -> int:
+    return team * (UNIT * 32 + (2 if zeros else 1) * UNIT // quant_group * 128)
 
 
 def _slot_bytes(warps: int) -> int:

@@ -226,7 +226,7 @@ def _layer(layer: LayerOperands, config: StepConfig) -> _Layer:
                 continue
             units = _box_units(k, config.team, width)
             found = encode_tensor_map(
-                operand.words.data_ptr(),
+                operand.weight.words.data_ptr(),
                 4,
                 (128, n // 64, k // 16),
                 (512, 8 * n),
@@ -234,14 +234,14 @@ def _layer(layer: LayerOperands, config: StepConfig) -> _Layer:
                 swizzled=False,
             )
             made.words[index][place] = _Map.from_buffer_copy(found)
-            for maps, tensor in ((made.scales, operand.scales), (made.zeros, operand.zeros)):
+            for maps, tensor in ((made.scales, operand.weight.scales), (made.zeros, operand.weight.zeros)):
                 if tensor is not None:
                     found = encode_tensor_map(
                         tensor.data_ptr(),
                         2,
                         (64, n // 64, tensor.shape[0]),
                         (128, 2 * n),
-                        (64, width, units * UNIT // config.group_size),
+                        (64, width, units * UNIT // config.quant_group),
                         swizzled=False,
                     )
                     maps[index][place] = _Map.from_buffer_copy(found)

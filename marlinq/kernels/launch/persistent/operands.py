@@ -3,47 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from marlinq.kernels.contract.weight_formats import WeightFormat
+from marlinq.kernels.contract.operand import Operand
 
 Activation = Literal["silu", "gelu_tanh"]
 
 
-@dataclass(frozen=True)
-class Operand:
-    """A quantised weight as :func:`marlinq.kernels.ops.w4a16.w4a16_gemm` takes it, group scales only.
+class BiasedOperand(NamedTuple):
+    """A weight and what is added to its product.
 
     Attributes:
-        format: weight format of the words; the kernel refuses all but int4.
-        words: int32 [K / format.row_channels, N * format.row_words].
-        scales: FP16 or BF16 [K/group, N] in stored order.
-        zeros: zero points like ``scales``, or None.
-        bias: [N] in the dtype of ``scales``, or None.
+        weight: quantised weight without padding or order, with scales of groups.
+        bias: [N] in the dtype of the scales, or None.
     """
 
-    format: WeightFormat
-    words: Tensor
-    scales: Tensor
-    zeros: Tensor | None = None
+    weight: Operand
     bias: Tensor | None = None
 
     @property
     def channels(self) -> int:
         """K."""
-        return self.format.shape(self.words)[0]
+        return self.weight.padded_shape[0]
 
     @property
     def columns(self) -> int:
         """N."""
-        return self.format.shape(self.words)[1]
-
-    @property
-    def group_size(self) -> int:
-        """Channels that share a scale."""
-        return self.channels // self.scales.shape[0]
+        return self.weight.padded_shape[1]
 
 
 @dataclass(frozen=True)
@@ -69,10 +57,10 @@ class LayerOperands:
         window: positions that a query sees at most, its own included; None for all.
     """
 
-    qkv: Operand
-    output: Operand
-    gate_up: Operand
-    down: Operand
+    qkv: BiasedOperand
+    output: BiasedOperand
+    gate_up: BiasedOperand
+    down: BiasedOperand
     attention_gamma: Tensor
     mlp_gamma: Tensor
     keys: Tensor
@@ -86,7 +74,7 @@ class LayerOperands:
     window: int | None = None
 
     @property
-    def operands(self) -> tuple[Operand, Operand, Operand, Operand]:
+    def operands(self) -> tuple[BiasedOperand, BiasedOperand, BiasedOperand, BiasedOperand]:
         """The four weights in the order of their use."""
         return self.qkv, self.output, self.gate_up, self.down
 
