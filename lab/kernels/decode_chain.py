@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from marlinq.core.errors import MarlinqError
+from marlinq.core.granularity import Granularity
 from marlinq.kernels import dependent_launches
 from marlinq.kernels.contract.instantiation import Instantiation
 from marlinq.kernels.driver.raw_kernel import INT32, POINTER, RawKernel
@@ -82,8 +83,9 @@ def main() -> int:
         return 1
     device = torch.device("cuda", torch.cuda.current_device())
     layers = MODELS[arguments.model].layers(arguments.model)
+    granularity = Granularity.from_group_size(arguments.group_size)
     weights = [
-        random_weight(layer, arguments.group_size, asymmetric=False, dtype=torch.float16, device=device)
+        random_weight(layer, granularity, asymmetric=False, dtype=torch.float16, device=device)
         for layer in layers
     ]
     layer_bytes = sum(weight.nbytes for weight in weights)

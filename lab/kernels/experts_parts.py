@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from marlinq.core.granularity import Granularity
 from marlinq.kernels.driver.cache import compile_missing
 from marlinq.kernels.driver.cuda_driver import on_device
 from marlinq.kernels.driver.gpu import device_numbers
@@ -160,7 +161,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name in arguments.model:
         layer, device = EXPERT_LAYERS[name], torch.device("cuda", 0)
-        weights = random_experts(layer, 128, asymmetric=False, dtype=torch.float16, device=device)
+        weights = random_experts(
+            layer, Granularity.group(128), asymmetric=False, dtype=torch.float16, device=device
+        )
         for m in (int(text) for text in arguments.batch.split(",")):
             batch = Batch.of(layer, weights, m)
             chosen = decide_experts(batch.shape, device_numbers(0))

@@ -150,7 +150,8 @@ def main() -> int:
     print(f"{precompile_variants(variants, device.index)} variants compiled", flush=True)
     rows = []
     for (layer, problem), found in zip(cells, listed, strict=True):
-        weight = random_weight(layer, group, asymmetric=asymmetric, dtype=torch.float16, device=device)
+        granularity = Granularity.from_group_size(group)
+        weight = random_weight(layer, granularity, asymmetric=asymmetric, dtype=torch.float16, device=device)
         timed = measure(weight, problem.m, found, device)
         show(layer.name, problem.m, timed, arguments.show)
         row = {"layer": layer.name, "n": layer.n, "k": layer.k, "m": problem.m}

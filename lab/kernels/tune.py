@@ -75,6 +75,7 @@ def choices(
             continue
         best = min(timed.values(), key=lambda one: one["seconds"])
         cell = {each.name: getattr(problem, each.name) for each in fields(problem)}
+        cell["group_size"] = cell.pop("granularity").group_size
         cell |= {"format": problem.format.name, "dependent": dependent}
         found[_key(cell)] = None
         recorded = before.get(_key(cell))

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marlinq.core.errors import UnsupportedError
+from marlinq.core.granularity import Granularity
 from marlinq.kernels import (
     ARCHITECTURES,
     KERNELS,
@@ -37,6 +38,7 @@ from marlinq.kernels.choose.decision import (
 )
 from marlinq.kernels.contract.device import H200
 from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.launch import precompile
 from marlinq.kernels.variants import bulk, stream, warpgroup
 from marlinq.kernels.variants.bulk import BulkConfig
@@ -273,7 +275,7 @@ def test_what_is_compiled_in_advance_is_all_that_a_model_needs(
 
     monkeypatch.setattr(precompile, "compile_missing", compile_missing)
     monkeypatch.setattr(precompile, "device_numbers", lambda index: H200)
-    layers = [LayerShape(n, k, 128, False) for n, k in LLAMA_8B]
+    layers = [LayerShape(n, k, Granularity.group(128), False, INT4) for n, k in LLAMA_8B]
     assert precompile_model(layers * 32, torch.float16, most_rows=2000) == len(compiled)
     for n, k in LLAMA_8B:
         for m in (*range(1, 200), *range(200, 2000, 11), 2000):
@@ -417,8 +419,8 @@ def test_the_blocks_of_a_dependent_decode_step_run_all_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("n", "k", "group", "message"),
-    [(100, 128, 128, "multiples of 64"), (128, 96, 32, "multiples of 64"), (128, 128, 48, "group size 48"),
-     (128, 192, 128, "group size 128 with K=192")],
+    [(100, 128, 128, "multiples of 64"), (128, 96, 32, "multiples of 64"), (128, 128, 48, "groups of 48"),
+     (128, 192, 128, "groups of 128 with K=192")],
 )  # fmt: skip
 def test_what_no_kernel_takes_is_named(n: int, k: int, group: int, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):

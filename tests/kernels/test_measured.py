@@ -47,7 +47,7 @@ def sweep(path: Path, problem: Problem, *, factor: float, hardware: str = "NVIDI
     ]
     candidates[1]["seconds"] = factor * listed[0][0]
     row = {"layer": "o", "n": problem.n, "k": problem.k, "m": problem.m, "candidates": candidates}
-    row |= {"group_size": problem.group_size, "asymmetric": problem.zeros}
+    row |= {"group_size": problem.granularity.group_size, "asymmetric": problem.zeros}
     path.write_text(json.dumps({"hardware": hardware, "rows": [row]}), encoding="utf-8")
     return path
 

@@ -12,6 +12,7 @@ from marlinq.kernels import Device, KernelDecision
 from marlinq.runtime import Decision, Setting, decide, load
 from marlinq.runtime.decision import summarize
 from marlinq.runtime.operators import dense, w4a16
+from tests.kernels.problems import int4_problem
 from tests.testing.runnable_folders import random_tuple, stored_weight
 
 GPU = torch.device("cuda:0")
@@ -61,8 +62,8 @@ def test_a_gpu_gets_the_kernel_for_the_padded_shape(hopper: list[tuple[object, .
     decided(320, 72, group_size=192)
     # One row of x, N, K, the group that the kernel sees, and whether there are zero points.
     assert set(hopper) == {
-        (GPU, torch.bfloat16, 1, 128, 256, -1, True),
-        (GPU, torch.float16, 1, 128, 320, 64, False),
+        (GPU, int4_problem(1, 128, 256, -1, zeros=True, bfloat16=True)),
+        (GPU, int4_problem(1, 128, 320, 64, zeros=False, bfloat16=False)),
     }
 
 
@@ -131,4 +132,4 @@ def test_the_summary_counts_equal_decisions() -> None:
     plain, wide = decided(setting=on_cpu), decided(group_size=16, setting=on_cpu)
     lines = summarize([wide, plain, plain])
     assert [line.partition(" ")[0] for line in lines] == ["2", "1"]
-    assert "group size 16" in lines[1]
+    assert "groups of 16" in lines[1]

@@ -70,7 +70,7 @@ def test_what_can_not_be_grouped_says_why() -> None:
         (([linear(128, 64, 64, True), gate[1]], up, down), "the experts' gate differ"),
         ((gate, experts(2, 128, 128, 64, False)[0], down), r"gate is \(128, 64\) and up \(128, 128\)"),
         ((gate, up, experts(2, 128, 128, 64, False)[2]), r"gate is \(128, 64\) and down \(128, 128\)"),
-        ((gate, up, experts(2, 128, 64, 32, False)[2]), "differ in group size or zero points"),
+        ((gate, up, experts(2, 128, 64, 32, False)[2]), "differ in format, groups or zero points"),
         (([linear(128, 64, 64, False, in_features=100)] * 2, up, down), "a hidden size of 100"),
         (
             ([linear(128, 64, 64, False, order=torch.arange(128, dtype=torch.int32))] * 2, up, down),

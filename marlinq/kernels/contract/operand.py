@@ -18,7 +18,7 @@ class Operand:
 
     Attributes:
         format: weight format of the words.
-        granularity: a channel, or a group of 32, 64 or 128; a single group becomes a channel.
+        granularity: a channel, or a group of 32, 64 or 128; a group of K' or more is stored like a channel.
         words: int32 [K' / format.row_channels, N' * format.row_words].
         scales: [G, N'] in the dtype of the activations, stored order
             (:func:`marlinq.formats.layouts.marlin.permute_scales`).
@@ -36,10 +36,6 @@ class Operand:
     order: Tensor | None
     in_features: int
     out_features: int
-
-    def __post_init__(self) -> None:
-        if self.scales.shape[0] == 1:
-            object.__setattr__(self, "granularity", Granularity.channel())
 
     @classmethod
     def whole(
@@ -62,8 +58,9 @@ class Operand:
     def problem(self, m: int, activation: str | None = None) -> Problem:
         """The product with ``m`` rows of activations of the scales' dtype."""
         k, n = self.padded_shape
+        granularity = self.granularity.for_channels(k)
         bfloat16 = self.scales.dtype == torch.bfloat16
-        return Problem(m, n, k, self.granularity, self.zeros is not None, bfloat16, self.format, activation)
+        return Problem(m, n, k, granularity, self.zeros is not None, bfloat16, self.format, activation)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The dense weight [K', N'] in ``dtype``, rows in stored order."""

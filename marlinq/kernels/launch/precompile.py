@@ -60,7 +60,7 @@ class LayerShape(NamedTuple):
     def of(cls, operand: Operand) -> LayerShape:
         """The shape of a weight that is there already."""
         k, n = operand.padded_shape
-        return cls(n, k, operand.granularity, operand.zeros is not None, operand.format)
+        return cls(n, k, operand.granularity.for_channels(k), operand.zeros is not None, operand.format)
 
 
 def precompile_model(

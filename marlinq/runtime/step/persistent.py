@@ -231,7 +231,7 @@ def _operand(product: Product) -> BiasedOperand:
 
 def _grouped(weight: Operand) -> Operand:
     """The weight with its scales of whole channels repeated for groups, which is what the kernel reads."""
-    if weight.granularity.kind == "group":
+    if weight.scales.shape[0] > 1:
         return weight
     group = Granularity.group(128 if weight.in_features % 128 == 0 else 64)
     groups = group.groups(weight.in_features)

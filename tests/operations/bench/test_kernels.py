@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from marlinq.core.errors import UsageError
+from marlinq.core.granularity import Granularity
 from marlinq.core.progress import no_progress
 from marlinq.kernels import ARCHITECTURES, GROUP_SIZES, compile_kernel
 from marlinq.kernels.contract.instantiation import cold_read
@@ -23,7 +24,10 @@ CPU = torch.device("cpu")
 
 def weight_of(group_size: int, *, asymmetric: bool = False, dtype: torch.dtype = torch.float16) -> Weight:
     torch.manual_seed(0)
-    return random_weight(Layer("small", 192, 256), group_size, asymmetric=asymmetric, dtype=dtype, device=CPU)
+    granularity = Granularity.from_group_size(group_size)
+    return random_weight(
+        Layer("small", 192, 256), granularity, asymmetric=asymmetric, dtype=dtype, device=CPU
+    )
 
 
 def test_shapes_follow_from_dimensions() -> None:
@@ -243,7 +247,7 @@ def test_faulty_peers_are_reported_and_not_timed(monkeypatch: pytest.MonkeyPatch
         "time_in_turn",
         lambda graphs, expected, sustained: dict.fromkeys(graphs, (4 if sustained else 2) * expected),
     )
-    setting = kernels._Setting(CPU, torch.float16, 64, True, explain=False)
+    setting = kernels._Setting(CPU, torch.float16, Granularity.group(64), True, explain=False)
     found = kernels._on_gpu(setting, (Layer("l", 64, 128),), (1, 20), faults, "float16", no_progress)
     assert found.contenders == ("marlinq", "none")
     assert [each.floor_seconds for each in found.cells] == [1e-6, 1e-6]

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from marlinq.core.granularity import Granularity
 from marlinq.models.anatomy import Anatomy, Groups, Mixture, Router, Unrecognised
 from marlinq.models.experts import find_experts
 from marlinq.models.recognise import recognise
@@ -330,7 +331,9 @@ def grouped(model: PreTrainedModel) -> None:
         if found is not None:
             layer = ExpertsLayer(name, found.count, 1, found.hidden, found.intermediate)
             device = torch.device("cpu")
-            weights = random_experts(layer, 32, asymmetric=False, dtype=torch.float32, device=device)
+            weights = random_experts(
+                layer, Granularity.group(32), asymmetric=False, dtype=torch.float32, device=device
+            )
             model.set_submodule(name, GroupedExperts(weights, "silu"))
 
 
