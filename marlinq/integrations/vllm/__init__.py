@@ -2,20 +2,22 @@
 
 vLLM calls :func:`register` in its front end, its engine and every worker, before a model is built. From then
 on its choice of a kernel for 4-bit linear layers asks
-:class:`~marlinq.integrations.vllm.linear.Int4LinearKernel` first, and its own kernels where that one refuses.
+:class:`~marlinq.integrations.vllm.linear.Int4LinearKernel` first, and 4-bit mixtures get
+:class:`~marlinq.integrations.vllm.experts.Int4Experts`; vLLM's own kernels run where those refuse.
 Nothing here initialises CUDA: workers may be forked later.
 
-``MARLINQ_VLLM`` says what is taken over: ``all`` (the default), ``linear``, or ``off``.
+``MARLINQ_VLLM`` says what is taken over: ``all`` (the default), ``linear``, ``experts``, or ``off``.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 
 from marlinq.core.errors import MarlinqError
 
-MODES = ("all", "linear", "off")
+MODES = ("all", "linear", "experts", "off")
 VARIABLE = "MARLINQ_VLLM"
 
 # Below "vllm", whose handler and level a server has set up.
@@ -23,7 +25,7 @@ logger = logging.getLogger("vllm.plugins.marlinq")
 
 
 def register() -> None:
-    """Put marlinq's kernel before vLLM's own; may be called any number of times.
+    """Put marlinq's kernels before vLLM's own; may be called any number of times.
 
     Never raises: with a version of vLLM that lacks what the plugin needs, or an unknown mode, one warning
     says so and vLLM's own kernels run.
@@ -37,10 +39,27 @@ def register() -> None:
     if mode == "off":
         logger.info("marlinq: off by %s; vLLM's kernels run", VARIABLE)
         return
-    try:
-        from marlinq.integrations.vllm.interface import put_first
-        from marlinq.integrations.vllm.linear import Int4LinearKernel
+    if mode in ("all", "linear"):
+        _try("linear layers", _register_linear)
+    if mode in ("all", "experts"):
+        _try("experts", _register_experts)
 
-        put_first(Int4LinearKernel)
-    except (ImportError, AttributeError, TypeError, MarlinqError) as error:
-        logger.warning("marlinq: %s; vLLM's kernels run", error)
+
+def _register_linear() -> None:
+    from marlinq.integrations.vllm.interface import put_first
+    from marlinq.integrations.vllm.linear import Int4LinearKernel
+
+    put_first(Int4LinearKernel)
+
+
+def _register_experts() -> None:
+    from marlinq.integrations.vllm.experts import register_experts
+
+    register_experts()
+
+
+def _try(what: str, registers: Callable[[], None]) -> None:
+    try:
+        registers()
+    except (ImportError, AttributeError, TypeError, ValueError, MarlinqError) as error:
+        logger.warning("marlinq: %s: %s; vLLM's kernels run", what, error)

@@ -1,8 +1,11 @@
 """Everything of vLLM that the plugin uses, in one file: what a new version can break.
 
-Read in the wheels of vLLM 0.26.0 and 0.33.0. One name is private, ``_POSSIBLE_KERNELS``: vLLM's
-``register_linear_kernel`` appends, and behind Machete a kernel is never asked on Hopper. A class whose name
-contains "marlin" or "humming" is moved by version 0.33's order of priority.
+Read in the wheels of vLLM 0.26.0 and 0.32.0, for linear layers 0.33.0 too. Private are:
+
+* ``_POSSIBLE_KERNELS``: vLLM's ``register_linear_kernel`` appends, and behind Machete a kernel is never asked
+  on Hopper. A class whose name contains "marlin" or "humming" is moved by version 0.33's order of priority.
+* The names of the classes in :data:`EXPERT_METHODS`, which vLLM's own loader compares too, and those of the
+  parameters that they make.
 """
 
 from __future__ import annotations
@@ -15,6 +18,11 @@ from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import (
     MPLinearKernel,
     MPLinearLayerConfig,
 )
+from vllm.model_executor.layers.quantization import (
+    get_quantization_config as quantization_config_class,
+)
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.utils import replace_parameter
 from vllm.model_executor.parameter import permute_param_layout_
 from vllm.platforms import current_platform
@@ -23,15 +31,28 @@ from vllm.scalar_type import scalar_types
 from marlinq.core.errors import UnsupportedError
 
 __all__ = [
+    "EXPERT_METHODS",
     "MPLinearKernel",
     "MPLinearLayerConfig",
+    "QuantizationConfig",
+    "capture_sizes",
     "current_platform",
     "max_batched_tokens",
     "permute_param_layout_",
     "put_first",
+    "quantization_config_class",
+    "register_quantization_config",
     "replace_parameter",
     "scalar_types",
 ]
+
+EXPERT_METHODS = (
+    "AutoGPTQMoEMethod",
+    "AutoAWQMoEMethod",
+    "CompressedTensorsWNA16MarlinMoEMethod",
+    "CompressedTensorsWNA16MoEMethod",
+)
+"""vLLM's methods for experts with packed integer weights, by the name of their class."""
 
 # What max_batched_tokens is without a configuration: vLLM's default on large GPUs.
 _MOST_TOKENS = 8192
@@ -59,10 +80,20 @@ def put_first(kernel: type) -> None:
 
 def max_batched_tokens() -> int:
     """Rows of the largest product that the engine now being built will ask for."""
+    config = _current_config()
+    return _MOST_TOKENS if config is None else int(config.scheduler_config.max_num_batched_tokens)
+
+
+def capture_sizes() -> list[int]:
+    """Rows of the batches for which that engine will capture CUDA graphs."""
+    compilation = getattr(_current_config(), "compilation_config", None)
+    return list(getattr(compilation, "cudagraph_capture_sizes", None) or ())
+
+
+def _current_config() -> Any:
     try:
         from vllm.config import get_current_vllm_config
 
-        config: Any = get_current_vllm_config()
-        return int(config.scheduler_config.max_num_batched_tokens)
-    except (ImportError, AttributeError, AssertionError, TypeError):
-        return _MOST_TOKENS
+        return get_current_vllm_config()
+    except (ImportError, AttributeError, AssertionError):
+        return None

@@ -78,7 +78,7 @@ class Int4LinearKernel(MPLinearKernel):  # type: ignore[misc]
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
         if not current_platform.is_cuda():
             return False, "marlinq's kernels run on NVIDIA GPUs alone"
-        reason = refusal(c) or _missing_package()
+        reason = refusal(c) or missing_package()
         return reason is None, reason
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -185,7 +185,7 @@ class Int4LinearKernel(MPLinearKernel):  # type: ignore[misc]
         )
 
 
-def _missing_package() -> str | None:
+def missing_package() -> str | None:
     """What keeps the kernels from being compiled here, or None; asks for no GPU."""
     try:
         import cupy  # noqa: F401

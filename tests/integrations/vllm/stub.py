@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import sys
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -76,6 +76,99 @@ def replace_parameter(module: nn.Module, name: str, new: nn.Parameter) -> None:
     module.register_parameter(name, new)
 
 
+class QuantizationConfig:
+    """vLLM's base of quantisation configs."""
+
+
+@dataclass
+class Parallel:
+    dp_size: int = 1
+    use_all2all_kernels: bool = False
+    enable_eplb: bool = False
+
+
+@dataclass
+class MoeConfig:
+    hidden_dim: int
+    intermediate_size_per_partition: int
+    num_local_experts: int
+    experts_per_token: int
+    in_dtype: torch.dtype = torch.float16
+    has_bias: bool = False
+    is_lora_enabled: bool = False
+    moe_parallel_config: Parallel = field(default_factory=Parallel)
+
+
+class RoutedExperts(nn.Module):
+    """The layer that vLLM asks a method for."""
+
+    def __init__(self, moe: MoeConfig, activation: str = "silu") -> None:
+        super().__init__()
+        self.moe_config, self.activation = moe, activation
+        self.layer_name = "model.layers.0.mlp.experts"
+        self.apply_router_weight_on_input = False
+        self.swiglu_limit = self.swiglu_alpha = self.swiglu_beta = None
+        self.expert_map: torch.Tensor | None = None
+
+
+class ExpertsMethod:
+    """What vLLM's methods for experts have in common; ``ran`` says that vLLM's own way was taken."""
+
+    ran = False
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        self.ran = True
+
+    def get_fused_moe_quant_config(self, layer: nn.Module) -> str:
+        return "vLLM's"
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+        return torch.full_like(x, 7)
+
+
+class AutoGPTQMoEMethod(ExpertsMethod):
+    def __init__(self, quant_config: Any) -> None:
+        self.quant_config = quant_config
+
+
+class AutoAWQMoEMethod(AutoGPTQMoEMethod):
+    pass
+
+
+class CompressedTensorsWNA16MarlinMoEMethod(ExpertsMethod):
+    """Version 0.26's; version 0.32's stores output channels first and has no "Marlin" in its name."""
+
+    def __init__(self, quant_config: Any) -> None:
+        self.weight_quant = self
+        self.num_bits, self.group_size = quant_config.weight_bits, quant_config.group_size
+        self.strategy = "channel" if self.group_size == -1 else "group"
+        self.actorder = "group" if quant_config.desc_act else None
+
+
+class CompressedTensorsWNA16MoEMethod(CompressedTensorsWNA16MarlinMoEMethod):
+    pass
+
+
+class UnquantizedMethod:
+    pass
+
+
+class BuiltConfig(QuantizationConfig):
+    """vLLM's config of a format; ``method`` is what it gives experts."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.weight_bits, self.group_size = config.get("bits", 4), config.get("group_size", 32)
+        self.desc_act = config.get("desc_act", False)
+        self.method = config["method"]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> BuiltConfig:
+        return cls(config)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+        return self.method(self) if isinstance(layer, RoutedExperts) else OtherKernel
+
+
 def install(monkeypatch: pytest.MonkeyPatch, *, cuda: bool = True) -> types.ModuleType:
     """Make the stub importable as ``vllm``; returns the module that holds the list of kernels."""
     names = (
@@ -88,6 +181,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, cuda: bool = True) -> types.Modu
         "vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel",
         "vllm.model_executor.layers",
         "vllm.model_executor.layers.quantization",
+        "vllm.model_executor.layers.quantization.base_config",
         "vllm.model_executor.layers.quantization.utils",
         "vllm.model_executor.parameter",
         "vllm.platforms",
@@ -107,6 +201,14 @@ def install(monkeypatch: pytest.MonkeyPatch, *, cuda: bool = True) -> types.Modu
     kernels._POSSIBLE_KERNELS = {PlatformEnum.CUDA: [OtherKernel], PlatformEnum.CPU: [OtherKernel]}
     interface = modules["vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel"]
     interface.MPLinearKernel, interface.MPLinearLayerConfig = MPLinearKernel, MPLinearLayerConfig
+    quantization = modules["vllm.model_executor.layers.quantization"]
+    registered: dict[str, type] = {}
+    quantization.registered = registered  # type: ignore[attr-defined]
+    quantization.register_quantization_config = (  # type: ignore[attr-defined]
+        lambda name: lambda config: registered.setdefault(name, config)
+    )
+    quantization.get_quantization_config = lambda name: BuiltConfig  # type: ignore[attr-defined]
+    modules["vllm.model_executor.layers.quantization.base_config"].QuantizationConfig = QuantizationConfig  # type: ignore[attr-defined]
     modules["vllm.model_executor.layers.quantization.utils"].replace_parameter = replace_parameter
     modules["vllm.model_executor.parameter"].permute_param_layout_ = permute_param_layout_
     modules["vllm.platforms"].current_platform = types.SimpleNamespace(is_cuda=lambda: cuda)

@@ -1,0 +1,401 @@
+"""A mixture's routed experts in vLLM, multiplied by marlinq's grouped W4A16 kernels.
+
+vLLM has no registry of expert kernels. It asks custom quantisation configs first, so the plugin registers one
+(:data:`NAME`) that takes 4-bit checkpoints of mixtures. What it makes is vLLM's config of the checkpoint's
+format, except that experts get vLLM's method for them with two functions replaced: what is done after
+loading, and the product. Parameters, their loading and their division over GPUs stay vLLM's, and so do linear
+layers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from marlinq.core.errors import MarlinqError, UnsupportedError
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import INT4, Scheme
+from marlinq.formats import LAYOUTS, StoredWeight
+from marlinq.formats.layouts import ModuleSpec
+from marlinq.formats.packing import pack_columns
+from marlinq.integrations.vllm.interface import (
+    EXPERT_METHODS,
+    QuantizationConfig,
+    capture_sizes,
+    current_platform,
+    max_batched_tokens,
+    quantization_config_class,
+    register_quantization_config,
+)
+from marlinq.integrations.vllm.linear import missing_package
+from marlinq.kernels.experts import ExpertWeights, StoredExperts, interleave_gate_up
+from marlinq.kernels.experts.layout import permute_single
+from marlinq.runtime.operand import stored_operand
+
+logger = logging.getLogger("vllm.plugins.marlinq")
+
+NAME = "marlinq"
+"""The quantisation method that vLLM's log and metrics name for mixtures that the plugin takes."""
+
+_FORMATS = ("gptq", "awq", "compressed-tensors")
+# How the configs of architectures call the number of routed experts.
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+_MOST_EXPERTS = 512
+_SLOTS = 8  # codes of an int32
+_PREFIX = "marlinq_"
+# Shapes whose kernels are compiled and whose line is in the log.
+_prepared: set[tuple[object, ...]] = set()
+
+
+class MixtureConfig(QuantizationConfig):  # type: ignore[misc]
+    """What vLLM finds under :data:`NAME`; never instantiated, since :meth:`from_config` gives vLLM's own."""
+
+    @classmethod
+    def get_name(cls) -> str:
+        return NAME
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """:data:`NAME` for a 4-bit mixture, unless the user has named a method."""
+        if user_quant is not None or not current_platform.is_cuda():
+            return None
+        return NAME if is_mixture(hf_config) and may_have_4_bits(hf_quant_cfg) else None
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """vLLM's config of the checkpoint's format, whose experts are ours where the kernels take them."""
+        built = quantization_config_class(config["quant_method"]).from_config(config)
+        built.__class__ = _config_with_experts(type(built))
+        return built
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> None:
+        """Needed by the base class alone."""
+
+
+def is_mixture(hf_config: Any) -> bool:
+    """Whether a model's config, or that of its text model, counts routed experts."""
+    parts = (hf_config, getattr(hf_config, "text_config", None))
+    counts = (getattr(part, name, None) for part in parts if part is not None for name in _COUNTS)
+    return any(isinstance(count, int) and count > 1 for count in counts)
+
+
+def may_have_4_bits(quantization: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's quantisation config is of a known format and names 4-bit weights."""
+    if quantization.get("quant_method") not in _FORMATS:
+        return False
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, Mapping):
+        return bool(quantization.get("bits", quantization.get("w_bit")) == 4)
+    return any((group.get("weights") or {}).get("num_bits") == 4 for group in groups.values())
+
+
+def _config_with_experts(config: Any) -> Any:
+    """``config``, a class of vLLM's, with experts of ours; of the same name, which vLLM compares."""
+
+    def get_quant_method(self: Any, layer: nn.Module, prefix: str) -> Any:
+        method = config.get_quant_method(self, layer, prefix)
+        if type(method).__name__ not in EXPERT_METHODS:
+            return method
+        reason = experts_refusal(method, layer)
+        if reason is not None:
+            logger.info("marlinq: %s: vLLM's kernels run: %s", prefix, reason)
+            return method
+        method.__class__ = _method_with_kernels(type(method))
+        return method
+
+    return type(config.__name__, (config,), {"get_quant_method": get_quant_method})
+
+
+def _method_with_kernels(method: Any) -> Any:
+    """A class of vLLM's with :class:`Int4Experts` before it; of the same name, which vLLM compares."""
+    return type(method.__name__, (Int4Experts, method), {})
+
+
+def experts_refusal(method: Any, layer: Any) -> str | None:
+    """Why the kernels can't run the experts that vLLM is about to make parameters for, or None."""
+    moe = layer.moe_config
+    parallel = moe.moe_parallel_config
+    activation = getattr(layer.activation, "value", layer.activation)
+    limits = [getattr(layer, f"swiglu_{name}", None) for name in ("limit", "alpha", "beta")]
+    hidden, inner, group = moe.hidden_dim, moe.intermediate_size_per_partition, _group_size(method)
+    reasons = {
+        "they are not 4-bit": _bits(method) != 4,
+        "activation order": _has_order(method),
+        f"activations in {moe.in_dtype}": moe.in_dtype not in (torch.float16, torch.bfloat16),
+        f"activation {activation}": activation not in _ACTIVATIONS
+        or any(each is not None for each in limits),
+        "biases": bool(getattr(moe, "has_bias", False)),
+        "LoRA": bool(getattr(moe, "is_lora_enabled", False)),
+        "router weights applied to inputs": bool(getattr(layer, "apply_router_weight_on_input", False)),
+        "data parallel experts": parallel.dp_size > 1 or parallel.use_all2all_kernels,
+        "expert load balancing": parallel.enable_eplb,
+        f"hidden size {hidden} or intermediate size {inner} is no multiple of 64": bool(
+            hidden % 64 or inner % 64
+        ),
+        f"group size {group}": group != -1
+        and (group not in (32, 64, 128) or bool(hidden % group or inner % group)),
+        f"{moe.num_local_experts} experts": moe.num_local_experts > _MOST_EXPERTS,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if reason is not None:
+        return reason
+    return None if current_platform.is_cuda() and (why := missing_package()) is None else why
+
+
+class Int4Experts:
+    """Goes before a class of :data:`EXPERT_METHODS`; replaces what is done after loading, and the product."""
+
+    _weights_on: tuple[str, ...] = ()
+    _group_size = -1
+    _activation = ""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Replace the parameters by the kernels' operands; where that fails, vLLM's own way."""
+        try:
+            weights = expert_weights(self, layer)
+        except (MarlinqError, AttributeError, KeyError) as error:
+            logger.warning(
+                "marlinq: %s: %s; vLLM's kernels run", getattr(layer, "layer_name", "experts"), error
+            )
+            super().process_weights_after_loading(layer)  # type: ignore[misc]
+            return
+        for name, _ in list(layer.named_parameters(recurse=False)):
+            if name.startswith(("w13_", "w2_")):
+                delattr(layer, name)
+        names = []
+        for product, stored in (("gate_up", weights.gate_up), ("down", weights.down)):
+            for kind in ("words", "scales", "zeros"):
+                value = getattr(stored, kind)
+                name = f"{_PREFIX}{product}_{kind}"
+                layer.register_parameter(
+                    name, None if value is None else nn.Parameter(value, requires_grad=False)
+                )
+                names.append(name)
+        self._weights_on = tuple(names)
+        self._group_size = weights.group_size
+        self._activation = _ACTIVATIONS[getattr(layer.activation, "value", layer.activation)]
+        prepare(weights, self._activation, layer.moe_config.experts_per_token)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> Any:
+        """None: there is nothing that a kernel of vLLM would read."""
+        if self._weights_on:
+            return None
+        return super().get_fused_moe_quant_config(layer)  # type: ignore[misc]
+
+    def apply(
+        self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *others: Any, **named: Any
+    ) -> Tensor:
+        """The routed experts' sum for rows ``x`` [M, H]; over ranks it is added by vLLM."""
+        if not self._weights_on:
+            found: Tensor = super().apply(layer, x, topk_weights, topk_ids, *others, **named)  # type: ignore[misc]
+            return found
+        out: Tensor = torch.ops.marlinq.w4a16_experts(
+            x,
+            topk_ids.contiguous(),
+            topk_weights.float().contiguous(),
+            *(getattr(layer, name) for name in self._weights_on),
+            self._group_size,
+            self._activation,
+            layer.expert_map,
+        )
+        return out
+
+
+def expert_weights(method: Any, layer: Any) -> ExpertWeights:
+    """The operands that hold what vLLM has loaded into ``layer``; its parameters stay.
+
+    Raises:
+        UnsupportedError: parameters of an unknown shape, or a scale overflows the activations' dtype.
+    """
+    moe = layer.moe_config
+    hidden, inner, dtype = moe.hidden_dim, moe.intermediate_size_per_partition, moe.in_dtype
+    group = _group_size(method)
+    gate_up = _parameters(layer, "w13", method)
+    products = [_stored(gate_up.half(number), hidden, inner, group, dtype) for number in (0, 1)]
+    products.append(_stored(_parameters(layer, "w2", method), inner, hidden, group, dtype))
+    if any(stored.zeros is not None for stored in products):
+        # A product whose stored zero points are all in the middle came without.
+        products = [
+            stored._replace(
+                zeros=torch.full_like(stored.scales, INT4.midpoint) if stored.zeros is None else stored.zeros
+            )
+            for stored in products
+        ]
+    gate, up, down = products
+    return ExpertWeights(interleave_gate_up(gate, up), down, group)
+
+
+class _Loaded(NamedTuple):
+    """A product's parameters: words, scales and packed zero points [E, K or groups, N], packed or not."""
+
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+
+    def half(self, number: int) -> _Loaded:
+        """Gate's columns (0) or up's (1)."""
+        zeros = None if self.zeros is None else self.zeros.chunk(2, dim=2)[number]
+        return _Loaded(self.words.chunk(2, dim=2)[number], self.scales.chunk(2, dim=2)[number], zeros)
+
+
+def _parameters(layer: Any, product: str, method: Any) -> _Loaded:
+    """What vLLM has loaded as ``w13`` (gate and up) or ``w2`` (down)."""
+    stored = dict(layer.named_parameters(recurse=False))
+    packed = f"{product}_weight_packed" in stored
+    words = stored[f"{product}_weight_packed" if packed else f"{product}_qweight"]
+    scales = stored[f"{product}_weight_scale" if packed else f"{product}_scales"]
+    zeros = None
+    if packed:
+        zeros = stored.get(f"{product}_weight_zero_point")
+    elif _interleaved(method):
+        zeros = stored[f"{product}_qzeros"]
+    if packed and not getattr(words, "is_transposed", True):
+        # Newer versions keep compressed-tensors' own order, output channels first.
+        return _Loaded(words.data.mT, scales.data.mT, None if zeros is None else zeros.data.mT)
+    return _Loaded(words.data, scales.data, None if zeros is None else zeros.data)
+
+
+def _stored(loaded: _Loaded, k: int, n: int, group_size: int, dtype: torch.dtype) -> StoredExperts:
+    """One product of all experts: converted as one weight whose input channels are the experts' in turn."""
+    words, scales, zeros = loaded
+    experts, rows, columns = words.shape
+    interleaved = rows == k and columns * _SLOTS == n
+    groups = 1 if group_size == -1 else k // group_size
+    if not interleaved and (rows * _SLOTS, columns) != (k, n):
+        raise UnsupportedError(f"experts' words of shape {list(words.shape)}, expected {k} x {n} codes")
+    if scales.shape != (experts, groups, n):
+        raise UnsupportedError(
+            f"experts' scales of shape {list(scales.shape)}, expected {[experts, groups, n]}"
+        )
+    layout = LAYOUTS["awq" if interleaved else "gptq-v2"]
+    scheme = Scheme(
+        element=INT4,
+        granularity=Granularity.from_group_size(k // groups),
+        zero_point="midpoint" if zeros is None else "stored",
+        scale_dtype=str(scales.dtype).removeprefix("torch."),
+    )
+    if zeros is None:
+        middle = torch.full((experts * groups, n), INT4.midpoint, dtype=torch.uint8, device=words.device)
+        zeros = pack_columns(middle, INT4.bits)
+    tensors = {
+        "qweight": words.reshape(-1, columns).contiguous(),
+        "scales": scales.reshape(-1, n).contiguous(),
+        "qzeros": zeros.reshape(experts * groups, -1).contiguous(),
+    }
+    if not interleaved:
+        tensors["g_idx"] = torch.arange(experts * k, dtype=torch.int32, device=words.device) // (k // groups)
+    stored = StoredWeight("experts", layout, ModuleSpec(experts * k, n, scheme), tensors)
+    operand = stored_operand(stored, dtype, words.device)
+    if groups == 1:
+        # A single group of K is stored in an order of its own, whatever its size is called.
+        own = [
+            stored.grid.scales.to(dtype),
+            stored.grid.zeros.to(dtype) if stored.scheme.stores_zeros else None,
+        ]
+        kept = [None if each is None else permute_single(each.view(experts, 1, n)) for each in own]
+    else:
+        kept = [
+            None if each is None else each.view(experts, groups, n)
+            for each in (operand.scales, operand.zeros)
+        ]
+    return StoredExperts(operand.words.view(experts, k // 16, 2 * n), kept[0], kept[1])  # type: ignore[arg-type]
+
+
+def prepare(weights: ExpertWeights, activation: str, top: int) -> None:
+    """Compile what layers like this need for every batch, and say once which kernels run."""
+    device = weights.down.words.device
+    if device.type != "cuda":
+        return
+    from marlinq.kernels import device_numbers
+    from marlinq.kernels.experts.choose import ExpertsShape, decide_experts
+    from marlinq.kernels.experts.launch import precompile_experts
+
+    experts, inner, hidden = weights.down.shape
+    zeros, dtype = weights.down.zeros is not None, weights.down.scales.dtype
+    key = experts, inner, hidden, top, weights.group_size, zeros, dtype, activation, device.index
+    if key in _prepared:
+        return
+    _prepared.add(key)
+    shapes = [
+        ExpertsShape(m, top, experts, hidden, inner, weights.group_size, zeros, dtype == torch.bfloat16)
+        for m in batches(max_batched_tokens(), capture_sizes())
+    ]
+    compiled = precompile_experts(shapes, activation, device.index)
+    logger.info(
+        "marlinq: %d experts of %d x %d, %d a token, group size %d: for one token %s%s",
+        experts,
+        hidden,
+        inner,
+        top,
+        weights.group_size,
+        decide_experts(shapes[0], device_numbers(device.index)).reason,
+        f"; {compiled} kernels compiled" if compiled else "",
+    )
+
+
+def batches(most: int, captured: list[int]) -> list[int]:
+    """Rows of the batches whose kernels are compiled while a model loads, up to ``most``.
+
+    Every one up to 64, those that CUDA graphs are captured for, and beyond 64 steps of a sixteenth. A batch
+    between two steps nearly always needs a kernel of one of them; else its first product compiles it.
+    """
+    found = {*range(1, 65), *captured}
+    rows = 64
+    while rows < most:
+        rows += max(1, rows // 16)
+        found.add(rows)
+    return sorted(m for m in found | {most} if 0 < m <= most)
+
+
+def register_experts() -> None:
+    """Register :class:`MixtureConfig`; may be called any number of times."""
+    register_quantization_config(NAME)(MixtureConfig)
+
+
+def _bits(method: Any) -> int | None:
+    config = getattr(method, "quant_config", None)
+    for holder, name in ((method, "num_bits"), (config, "weight_bits")):
+        if isinstance(bits := getattr(holder, name, None), int):
+            return bits
+    return None
+
+
+def _group_size(method: Any) -> int:
+    """Input channels that share a scale; -1 for all of them."""
+    holder = method if hasattr(method, "weight_quant") else method.quant_config
+    size = holder.group_size
+    return -1 if size is None or getattr(method, "strategy", "") == "channel" else int(size)
+
+
+def _has_order(method: Any) -> bool:
+    order = getattr(method, "actorder", None) or getattr(
+        getattr(method, "weight_quant", None), "actorder", None
+    )
+    if str(getattr(order, "value", order)) in ("group", "dynamic"):
+        return True
+    return (
+        bool(getattr(getattr(method, "quant_config", None), "desc_act", False)) and _group_size(method) != -1
+    )
+
+
+def _interleaved(method: Any) -> bool:
+    return "AWQ" in type(method).__name__
