@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 
 from marlinq.core.errors import MarlinqError
 
@@ -39,27 +38,15 @@ def register() -> None:
     if mode == "off":
         logger.info("marlinq: off by %s; vLLM's kernels run", VARIABLE)
         return
-    if mode in ("all", "linear"):
-        _try("linear layers", _register_linear)
-    if mode in ("all", "experts"):
-        _try("experts", _register_experts)
-
-
-def _register_linear() -> None:
-    from marlinq.integrations.vllm.interface import put_first
-    from marlinq.integrations.vllm.linear import Int4LinearKernel
-
-    put_first(Int4LinearKernel)
-
-
-def _register_experts() -> None:
-    from marlinq.integrations.vllm.experts import register_experts
-
-    register_experts()
-
-
-def _try(what: str, registers: Callable[[], None]) -> None:
     try:
-        registers()
-    except (ImportError, AttributeError, TypeError, ValueError, MarlinqError) as error:
-        logger.warning("marlinq: %s: %s; vLLM's kernels run", what, error)
+        from marlinq.integrations.vllm.experts import register_experts
+        from marlinq.integrations.vllm.interface import key_compiled_graphs, put_first
+        from marlinq.integrations.vllm.linear import Int4LinearKernel
+
+        key_compiled_graphs(mode)
+        if mode in ("all", "linear"):
+            put_first(Int4LinearKernel)
+        if mode in ("all", "experts"):
+            register_experts()
+    except (ImportError, AttributeError, TypeError, MarlinqError) as error:
+        logger.warning("marlinq: %s; vLLM's kernels run", error)

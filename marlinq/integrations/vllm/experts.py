@@ -28,10 +28,10 @@ from marlinq.integrations.vllm.interface import (
     capture_sizes,
     current_platform,
     max_batched_tokens,
+    missing_package,
     quantization_config_class,
     register_quantization_config,
 )
-from marlinq.integrations.vllm.linear import missing_package
 from marlinq.kernels.experts import ExpertWeights, StoredExperts, interleave_gate_up
 from marlinq.kernels.experts.layout import permute_single
 from marlinq.runtime.operand import stored_operand

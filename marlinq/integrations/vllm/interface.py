@@ -4,15 +4,19 @@ Read in the wheels of vLLM 0.26.0 and 0.32.0, for linear layers 0.33.0 too. Priv
 
 * ``_POSSIBLE_KERNELS``: vLLM's ``register_linear_kernel`` appends, and behind Machete a kernel is never asked
   on Hopper. A class whose name contains "marlin" or "humming" is moved by version 0.33's order of priority.
+* ``vllm.envs.environment_variables``, whose values are part of the key of compiled graphs.
 * The names of the classes in :data:`EXPERT_METHODS`, which vLLM's own loader compares too, and those of the
   parameters that they make.
 """
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import vllm
+import vllm.envs
 import vllm.model_executor.kernels.linear as linear_kernels
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import (
     MPLinearKernel,
@@ -28,7 +32,8 @@ from vllm.model_executor.parameter import permute_param_layout_
 from vllm.platforms import current_platform
 from vllm.scalar_type import scalar_types
 
-from marlinq.core.errors import UnsupportedError
+from marlinq.core.errors import MarlinqError, UnsupportedError
+from marlinq.core.version import __version__
 
 __all__ = [
     "EXPERT_METHODS",
@@ -37,7 +42,9 @@ __all__ = [
     "QuantizationConfig",
     "capture_sizes",
     "current_platform",
+    "key_compiled_graphs",
     "max_batched_tokens",
+    "missing_package",
     "permute_param_layout_",
     "put_first",
     "quantization_config_class",
@@ -76,6 +83,46 @@ def put_first(kernel: type) -> None:
         )
     if kernel not in kernels:
         kernels.insert(0, kernel)
+
+
+def key_compiled_graphs(mode: str) -> None:
+    """Make what is taken over part of the key under which vLLM keeps compiled graphs on disk.
+
+    A graph names the operators that multiply, and vLLM's key says nothing of plugins: without this, a graph
+    compiled without the plugin would be run with it, on parameters that are no longer there. The key hashes
+    every environment variable that vLLM knows, so it gets to know one more.
+
+    Args:
+        mode: value of ``MARLINQ_VLLM``.
+
+    Raises:
+        UnsupportedError: this version of vLLM keeps its variables elsewhere.
+    """
+    variables = getattr(vllm.envs, "environment_variables", None)
+    if not isinstance(variables, dict):
+        raise UnsupportedError(
+            f"vLLM {vllm.__version__}: expected environment_variables, a dict, in vllm.envs, found none"
+        )
+    variables["MARLINQ_VLLM"] = lambda: f"{mode}, {_sources()}, {missing_package() or 'kernels'}"
+
+
+def _sources() -> str:
+    """What tells versions of the plugin apart, those between releases too."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return f"{__version__} {digest.hexdigest()[:16]}"
+
+
+def missing_package() -> str | None:
+    """What keeps the kernels from being compiled here, or None; asks for no GPU."""
+    try:
+        import cupy  # noqa: F401
+
+        import marlinq.kernels  # noqa: F401
+    except (ImportError, MarlinqError) as error:
+        return f"{error}; install marlinq[cuda13], or marlinq[cuda12] for CUDA 12"
+    return None
 
 
 def max_batched_tokens() -> int:

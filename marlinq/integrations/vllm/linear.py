@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from marlinq.core.dtypes import dtype_name
-from marlinq.core.errors import MarlinqError
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import INT4, Scheme
 from marlinq.formats import LAYOUTS, StoredWeight
@@ -26,6 +25,7 @@ from marlinq.integrations.vllm.interface import (
     MPLinearLayerConfig,
     current_platform,
     max_batched_tokens,
+    missing_package,
     permute_param_layout_,
     replace_parameter,
     scalar_types,
@@ -183,14 +183,3 @@ class Int4LinearKernel(MPLinearKernel):  # type: ignore[misc]
             decision.reason,
             f"; {compiled} kernels compiled" if compiled else "",
         )
-
-
-def missing_package() -> str | None:
-    """What keeps the kernels from being compiled here, or None; asks for no GPU."""
-    try:
-        import cupy  # noqa: F401
-
-        import marlinq.kernels  # noqa: F401
-    except (ImportError, MarlinqError) as error:
-        return f"{error}; install marlinq[cuda13], or marlinq[cuda12] for CUDA 12"
-    return None

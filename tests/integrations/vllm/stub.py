@@ -174,6 +174,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, cuda: bool = True) -> types.Modu
     names = (
         "vllm",
         "vllm.config",
+        "vllm.envs",
         "vllm.model_executor",
         "vllm.model_executor.kernels",
         "vllm.model_executor.kernels.linear",
@@ -196,6 +197,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, cuda: bool = True) -> types.Modu
     for name in [name for name in sys.modules if name.startswith("marlinq.integrations.vllm.")]:
         monkeypatch.delitem(sys.modules, name)
     modules["vllm"].__version__ = VERSION
+    modules["vllm.envs"].environment_variables = {"VLLM_PORT": lambda: None}
     kernels = modules["vllm.model_executor.kernels.linear"]
     kernels.PlatformEnum = PlatformEnum
     kernels._POSSIBLE_KERNELS = {PlatformEnum.CUDA: [OtherKernel], PlatformEnum.CPU: [OtherKernel]}

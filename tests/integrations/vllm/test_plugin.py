@@ -103,6 +103,47 @@ def test_another_version_is_one_warning(
     assert "vLLM's kernels run" in record.getMessage()
 
 
+def compile_factors() -> dict[str, object]:
+    """What vLLM hashes into the key of its compiled graphs: the value of every variable that it knows."""
+    return {name: value() for name, value in sys.modules["vllm.envs"].environment_variables.items()}
+
+
+def test_graphs_compiled_without_the_plugin_are_not_run_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for mode in ("off", "linear", "experts", "all"):
+        stub.install(monkeypatch)
+        monkeypatch.setenv(VARIABLE, mode)
+        without = compile_factors()
+        register()
+        found.append(compile_factors())
+        assert (found[-1] == without) is (mode == "off")
+        register()
+        assert compile_factors() == found[-1]
+    assert len({repr(factors) for factors in found}) == len(found)
+
+
+def test_a_missing_package_is_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub.install(monkeypatch)
+    register()
+    present = compile_factors()
+    monkeypatch.setattr(
+        sys.modules["marlinq.integrations.vllm.interface"], "missing_package", lambda: "no CuPy"
+    )
+    assert compile_factors() != present
+
+
+def test_without_a_key_nothing_is_taken_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels = stub.install(monkeypatch)._POSSIBLE_KERNELS[stub.PlatformEnum.CUDA]
+    del sys.modules["vllm.envs"].environment_variables
+    register()
+    (record,) = caplog.records
+    assert "expected environment_variables" in record.getMessage()
+    assert kernels == [stub.OtherKernel]
+    assert not sys.modules["vllm.model_executor.layers.quantization"].registered
+
+
 def test_a_missing_name_is_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
