@@ -34,7 +34,7 @@ from marlinq.integrations.vllm.interface import (
 )
 from marlinq.kernels.experts import ExpertWeights, StoredExperts, interleave_gate_up
 from marlinq.kernels.experts.layout import permute_single
-from marlinq.runtime.operand import stored_operand
+from marlinq.runtime.operand import KERNEL_FORMAT, stored_operand
 
 logger = logging.getLogger("vllm.plugins.marlinq")
 
@@ -191,7 +191,7 @@ class Int4Experts:
                 )
                 names.append(name)
         self._weights_on = tuple(names)
-        self._group_size = weights.group_size
+        self._group_size = weights.granularity.group_size
         self._activation = _ACTIVATIONS[getattr(layer.activation, "value", layer.activation)]
         prepare(weights, self._activation, layer.moe_config.experts_per_token)
 
@@ -241,7 +241,9 @@ def expert_weights(method: Any, layer: Any) -> ExpertWeights:
             for stored in products
         ]
     gate, up, down = products
-    return ExpertWeights(interleave_gate_up(gate, up), down, group)
+    return ExpertWeights(
+        interleave_gate_up(gate, up), down, Granularity.from_group_size(group), KERNEL_FORMAT
+    )
 
 
 class _Loaded(NamedTuple):
@@ -331,22 +333,32 @@ def prepare(weights: ExpertWeights, activation: str, top: int) -> None:
 
     experts, inner, hidden = weights.down.shape
     zeros, dtype = weights.down.zeros is not None, weights.down.scales.dtype
-    key = experts, inner, hidden, top, weights.group_size, zeros, dtype, activation, device.index
+    key = experts, inner, hidden, top, weights.granularity, zeros, dtype, activation, device.index
     if key in _prepared:
         return
     _prepared.add(key)
     shapes = [
-        ExpertsShape(m, top, experts, hidden, inner, weights.group_size, zeros, dtype == torch.bfloat16)
+        ExpertsShape(
+            m,
+            top,
+            experts,
+            hidden,
+            inner,
+            weights.granularity,
+            zeros,
+            dtype == torch.bfloat16,
+            weights.format,
+        )
         for m in batches(max_batched_tokens(), capture_sizes())
     ]
     compiled = precompile_experts(shapes, activation, device.index)
     logger.info(
-        "marlinq: %d experts of %d x %d, %d a token, group size %d: for one token %s%s",
+        "marlinq: %d experts of %d x %d, %d a token, %s: for one token %s%s",
         experts,
         hidden,
         inner,
         top,
-        weights.group_size,
+        weights.granularity.describe(),
         decide_experts(shapes[0], device_numbers(device.index)).reason,
         f"; {compiled} kernels compiled" if compiled else "",
     )
