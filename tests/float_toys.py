@@ -15,19 +15,19 @@ from typing import Any
 
 from torch import Tensor
 
-from marlinq.core.float_elements import E2M1, E4M3
 from marlinq.core.granularity import Granularity
 from marlinq.core.rules import Keep, Rule, Rules
-from marlinq.core.scheme import ELEMENTS, Activations, Element, Scheme, TensorScale, register_element
+from marlinq.core.scheme import ELEMENTS, Activations, Element, Scheme, TensorScale
 from marlinq.core.weight import Grid
 from marlinq.formats import (
+    FORMATS,
     LAYOUTS,
     ByteLayout,
-    Layout,
+    Format,
     ModuleSpec,
     TensorSpec,
     WordLayout,
-    register_layout,
+    register_format,
 )
 from marlinq.formats.dialects import DIALECTS, Dialect, Keys, QuantizationConfig, register_dialect
 
@@ -38,7 +38,6 @@ class BlockLayout(ByteLayout):
     """``weight`` float8_e4m3fn [N, K] and ``block_scales`` float32 [ceil(N/128), ceil(K/128)]."""
 
     name = family = "toy-blocks"
-    dialect = "toy-floats"
     key, code_dtype = "weight", "float8_e4m3fn"
     scale_key = "block_scales"
     suffixes = (key, scale_key)
@@ -65,7 +64,6 @@ class BlockWords(WordLayout):
     """The same weights in int32 words [K/4, N], ``b_words``, and ``b_scales`` [G, P]."""
 
     name = family = "toy-block-words"
-    dialect = "toy-floats"
     key, scale_key = "b_words", "b_scales"
     suffixes = (key, scale_key)
     elements = ("fp8_e4m3",)
@@ -114,7 +112,6 @@ class NibbleLayout(ByteLayout):
         swapped: the even channel is in the high nibble.
     """
 
-    dialect = "toy-floats"
     key, scale_key = "n_codes", "n_scales"
     suffixes = (key, scale_key, "n_second")
     elements = ("fp4_e2m1",)
@@ -178,14 +175,14 @@ class FloatDialect(Dialect):
         return QuantizationConfig(keys.raw["layout"], Rules(Keep("not named"), tuple(rules)))
 
     def write(
-        self, layout: Layout, modules: Mapping[str, ModuleSpec], unquantized: Sequence[str]
+        self, form: Format, modules: Mapping[str, ModuleSpec], unquantized: Sequence[str]
     ) -> dict[str, Any]:
         schemes = {spec.scheme for spec in modules.values()}
         (element,) = {scheme.element.name for scheme in schemes}
         (inputs,) = {scheme.activations for scheme in schemes}
         return {
             "quant_method": "toy-floats",
-            "layout": layout.name,
+            "layout": form.name,
             "element": element,
             "dynamic_activations": None if inputs is None else inputs.dynamic,
             "tiles": {
@@ -198,15 +195,16 @@ class FloatDialect(Dialect):
 @contextmanager
 def registered() -> Iterator[None]:
     """All toys, in every registry, for a while."""
-    registries: tuple[dict[str, Any], ...] = (ELEMENTS, LAYOUTS, DIALECTS)
+    registries: tuple[dict[str, Any], ...] = (LAYOUTS, FORMATS, DIALECTS)
     before = [dict(registry) for registry in registries]
-    register_element(E4M3)
-    register_element(E2M1)
-    register_layout(BlockLayout())
-    register_layout(BlockWords())
-    register_layout(NibbleLayout("toy-nibbles", "multiplies"))
-    register_layout(NibbleLayout("toy-nibbles-swapped", "multiplies", swapped=True))
-    register_layout(NibbleLayout("toy-nibbles-divided", "divides"))
+    for layout in (
+        BlockLayout(),
+        BlockWords(),
+        NibbleLayout("toy-nibbles", "multiplies"),
+        NibbleLayout("toy-nibbles-swapped", "multiplies", swapped=True),
+        NibbleLayout("toy-nibbles-divided", "divides"),
+    ):
+        register_format(Format(layout.name, "toy-floats", (layout,)))
     register_dialect(FloatDialect())
     try:
         yield

@@ -63,8 +63,10 @@ def weights(folder: Path) -> dict[str, QuantizedWeight]:
 
 
 def quantize(run: Run, original: Path, out: Path, layout: str) -> None:
-    bits = 8 if "block" in layout else 4
-    code, report = run("quantize", original, out, "--format", layout, "--bits", bits, "--method", "rtn", *CPU)
+    scheme = "fp8-block" if "block" in layout else "nvfp4"
+    code, report = run(
+        "quantize", original, out, "--format", layout, "--scheme", scheme, "--method", "rtn", *CPU
+    )
     assert code == 0, report
 
 
@@ -247,7 +249,16 @@ def test_what_the_layout_or_the_method_can_not_do_is_refused_early(
 ) -> None:
     rest = () if "--method" in options else ("--method", "rtn")
     code, said = run(
-        "quantize", original, tmp_path / "x", "--format", "toy-blocks", "--bits", 8, *options, *rest, *CPU
+        "quantize",
+        original,
+        tmp_path / "x",
+        "--format",
+        "toy-blocks",
+        "--scheme",
+        "fp8-block",
+        *options,
+        *rest,
+        *CPU,
     )
     assert code != 0
     wanted = "integers only" if "gptq" in options else "holds scales per block only"

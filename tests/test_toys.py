@@ -90,7 +90,9 @@ def test_a_layout_and_a_dialect(run: Run, original: Path, tmp_path: Path) -> Non
 
 def test_a_scheme_a_method_and_an_operator(run: Run, original: Path, tmp_path: Path) -> None:
     out = tmp_path / "table"
-    report = quantize(run, original, out, "--format", "toy-table", "--method", "toy", "--keep", 0.95)
+    report = quantize(
+        run, original, out, "--format", "toy-table", "--scheme", "toy4", "--method", "toy", "--keep", 0.95
+    )
     assert report["format"] == "toy-table"
     stored = weights(out)
     assert {weight.element for weight in stored.values()} == {toys.TOY4}
@@ -125,9 +127,10 @@ def test_a_scheme_a_method_and_an_operator(run: Run, original: Path, tmp_path: P
 
 def test_the_registries_are_as_before() -> None:
     from marlinq.core.scheme import ELEMENTS
-    from marlinq.formats import LAYOUTS
+    from marlinq.formats import FORMATS, LAYOUTS
 
     with toys.registered():
         pass
+    assert "toy" in FORMATS
     assert "toy" in LAYOUTS  # this test's own fixture
     assert "toy4" in ELEMENTS

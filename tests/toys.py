@@ -19,9 +19,19 @@ from marlinq.core.dtypes import torch_dtype
 from marlinq.core.granularity import Granularity
 from marlinq.core.rules import Keep, Rule, Rules
 from marlinq.core.scheme import ELEMENTS, Element, Scheme, register_element
+from marlinq.core.schemes import SCHEMES, NamedScheme, register_scheme
 from marlinq.core.settings import Fraction, setting
 from marlinq.core.weight import Grid, QuantizedWeight
-from marlinq.formats import LAYOUTS, Layout, ModuleSpec, StoredWeight, TensorSpec, WordLayout, register_layout
+from marlinq.formats import (
+    FORMATS,
+    LAYOUTS,
+    Format,
+    ModuleSpec,
+    StoredWeight,
+    TensorSpec,
+    WordLayout,
+    register_format,
+)
 from marlinq.formats.dialects import DIALECTS, Dialect, Keys, QuantizationConfig, register_dialect
 from marlinq.formats.layouts.base import g_idx_refusal
 from marlinq.methods import METHODS, Method, MethodOptions, SolveReport, Statistics, register_method
@@ -36,7 +46,6 @@ _MASK = 0x5A5A5A5A
 class ToyLayout(WordLayout):
     """Natural words under a mask, ``t_words`` int32 [K/8, N], and ``t_steps`` [G, N]; no zeros, no g_idx."""
 
-    dialect = "toy"
     key = "t_words"
     scale_key = "t_steps"
     suffixes = ("t_words", "t_steps")
@@ -106,13 +115,13 @@ class ToyDialect(Dialect):
         return QuantizationConfig(keys.raw["layout"], Rules(default, tuple(rules)))
 
     def write(
-        self, layout: Layout, modules: Mapping[str, ModuleSpec], unquantized: Sequence[str]
+        self, form: Format, modules: Mapping[str, ModuleSpec], unquantized: Sequence[str]
     ) -> dict[str, Any]:
         (element,) = {spec.scheme.element.name for spec in modules.values()}
         sizes = {name: spec.granularity.group_size for name, spec in modules.items()}
         return {
             "quant_method": "toy",
-            "layout": layout.name,
+            "layout": form.name,
             "element": element,
             "sizes": sizes,
             "left_out": list(unquantized),
@@ -194,11 +203,20 @@ class ToyOperator(Operator):
 @contextmanager
 def registered() -> Iterator[None]:
     """All toys, in every registry, for a while."""
-    registries: tuple[dict[str, Any], ...] = (ELEMENTS, LAYOUTS, DIALECTS, METHODS, OPERATORS)
+    registries: tuple[dict[str, Any], ...] = (
+        ELEMENTS,
+        SCHEMES,
+        LAYOUTS,
+        FORMATS,
+        DIALECTS,
+        METHODS,
+        OPERATORS,
+    )
     before = [dict(registry) for registry in registries]
     register_element(TOY4)
-    register_layout(ToyLayout("toy", "int4"))
-    register_layout(ToyLayout("toy-table", "toy4"))
+    register_scheme(NamedScheme("toy4", "4-bit codes of a table", TOY4, None))
+    for name, element in (("toy", "int4"), ("toy-table", "toy4")):
+        register_format(Format(name, "toy", (ToyLayout(name, element),)))
     register_dialect(ToyDialect())
     register_method(ToyMethod())
     register_operator(ToyOperator())

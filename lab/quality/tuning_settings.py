@@ -352,7 +352,7 @@ def _try(bench: Bench, instance: Any, documents: Any, settings: Any, asked: Any,
     for planned in bench.plan.modules.values():
         names = bench.plan.tensor_names(planned)
         tensors = {suffix: bench.start[name] for suffix, name in names.items()}
-        before[planned.projection.name] = bench.plan.layout.unpack(tensors, planned.spec)
+        before[planned.projection.name] = planned.layout.unpack(tensors, planned.spec)
     student = Student(
         instance, replay, bench.plan, before, codes=settings.code_rate > 0, vectors=settings.vectors
     )

@@ -103,7 +103,7 @@ def main() -> int:
     """Measure, and print the table as it grows."""
     arguments = _arguments()
     source = arguments.checkpoint.resolve()
-    first = _quantized(source).layout.name
+    first = _quantized(source).format.name
     expected = tuples(source)
     megabytes = sum(path.stat().st_size for path in source.rglob("*") if path.is_file()) / 1e6
     print(f"{source.name}: {first}, {len(expected)} modules, {megabytes:.1f} MB\n")

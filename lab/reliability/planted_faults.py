@@ -121,7 +121,7 @@ def damaged(folder: Path, layout: str, name: str, module: str, original: Path) -
 
 def sharded(checkpoint: Path, layout: str, out: Path) -> Path:
     """``checkpoint`` in another layout, or in its own by way of another, in several shards."""
-    own = quantized(checkpoint).layout.name
+    own = quantized(checkpoint).format.name
     steps = [layout] if layout != own else [next(name for name in LAYOUTS if name != own), layout]
     source = checkpoint
     for number, target in enumerate(steps):

@@ -26,7 +26,7 @@ from marlinq.core.errors import MarlinqError
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import INT4, Scheme
 from marlinq.core.weight import Grid
-from marlinq.formats import LAYOUTS, Layout, ModuleSpec, spec_of
+from marlinq.formats import FORMATS, LAYOUTS, Layout, ModuleSpec, spec_of
 from marlinq.formats.dialects import write_quantization_config
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_SIZE = 4096, 14336, 32, 8, 128
@@ -83,7 +83,7 @@ def write_checkpoint(
             tensors |= {f"{module}.{suffix}": tensor for suffix, tensor in packed.items()}
     _add_outer(tensors, layers, dtype, vocabulary)
     _write_shards(folder, tensors)
-    quantization = write_quantization_config(LAYOUTS[layout], specs, ["lm_head"])
+    quantization = write_quantization_config(FORMATS[layout], specs, ["lm_head"])
     config = {**_config(layers, vocabulary, dtype), "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     if tokenizer:

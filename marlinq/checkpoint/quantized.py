@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from marlinq.checkpoint.quantization_config import read_quantization_config
 from marlinq.checkpoint.reader import Checkpoint
-from marlinq.core.errors import CheckpointError, MarlinqError, UnsupportedError
+from marlinq.core.errors import CheckpointError, ConversionRefused, MarlinqError, UnsupportedError
 from marlinq.core.rules import Keep
 from marlinq.core.weight import Grid, QuantizedWeight
-from marlinq.formats import LAYOUTS, Layout, ModuleSpec, StoredWeight, TensorSpec
+from marlinq.formats import FORMATS, LAYOUTS, Format, Layout, ModuleSpec, StoredWeight, TensorSpec
 from marlinq.formats.dialects import QuantizationConfig, is_head
 from marlinq.formats.layouts.base import UNQUANTIZED
 from marlinq.formats.stored import check_zero_points
@@ -19,7 +19,6 @@ from marlinq.formats.stored import check_zero_points
 if TYPE_CHECKING:
     from torch import Tensor
 
-"""Suffix of an unquantised weight."""
 _CODE_DTYPES = ("int32", "float8_e4m3fn", "float8_e5m2")
 """Dtypes in which nothing but codes is stored as a matrix."""
 
@@ -34,15 +33,17 @@ class QuantizedCheckpoint:
     Attributes:
         checkpoint: the folder.
         config: its quantization_config.
-        layout: of its quantised modules.
+        format: its format.
         modules: every quantised module and what is stored for it, in file order.
+        layouts: layout of every quantised module.
         passthrough: the tensors that are no quantised weight (norms, embeddings, biases), in file order.
     """
 
     checkpoint: Checkpoint
     config: QuantizationConfig
-    layout: Layout
+    format: Format
     modules: dict[str, ModuleSpec]
+    layouts: dict[str, Layout]
     passthrough: list[str]
 
     @classmethod
@@ -56,36 +57,37 @@ class QuantizedCheckpoint:
         config = read_quantization_config(checkpoint.path, checkpoint.config)
         if config is None:
             return None
-        layout = LAYOUTS[config.layout]
-        modules = {}
+        form = FORMATS[config.format]
+        modules: dict[str, ModuleSpec] = {}
+        layouts: dict[str, Layout] = {}
         for name, info in checkpoint.tensors.items():
             stem, _, suffix = name.rpartition(".")
-            if stem and layout.is_codes(suffix, info.dtype):
-                modules[stem] = _spec(checkpoint, config, layout, stem)
+            if stem and form.is_codes(suffix, info.dtype):
+                layouts[stem], modules[stem] = _module(checkpoint, config, form, stem)
         if not modules:
             raise CheckpointError(
-                f"{checkpoint.path}: quantization_config says {config.layout}, "
-                f"but no quantised tensor ends in .{layout.key}"
+                f"{checkpoint.path}: quantization_config says {form.name}, "
+                f"but no quantised tensor ends in {' or '.join(f'.{key}' for key in form.keys)}"
             )
-        owned = {f"{module}.{suffix}" for module in modules for suffix in layout.suffixes}
+        owned = {f"{module}.{suffix}" for module, layout in layouts.items() for suffix in layout.suffixes}
         passthrough = [name for name in checkpoint.tensors if name not in owned]
         for name in passthrough:
-            reason = misplaced(name, layout, modules)
+            reason = misplaced(name, form, layouts)
             if reason is not None:
                 raise CheckpointError(f"{checkpoint.path}: {reason}")
             info = checkpoint.tensors[name]
             if info.dtype in _CODE_DTYPES and len(info.shape) > 1:
                 raise UnsupportedError(
                     f"{checkpoint.path}: tensor {name} is {info.dtype} {list(info.shape)} and no part of a "
-                    f"{config.layout} linear; stacked experts and other packings are not supported"
+                    f"{form.name} linear; stacked experts and other packings are not supported"
                 )
-        return cls(checkpoint, config, layout, modules, passthrough)
+        return cls(checkpoint, config, form, modules, layouts, passthrough)
 
     def mismatch(self, module: str) -> str | None:
         """How the stored names, shapes and dtypes of ``module`` differ from the layout's, or None."""
         infos = {suffix: self.checkpoint.tensors[name] for suffix, name in self.tensor_names(module).items()}
         found = {suffix: TensorSpec(info.dtype, info.shape) for suffix, info in infos.items()}
-        return self.layout.mismatch(found, self.modules[module])
+        return self.layouts[module].mismatch(found, self.modules[module])
 
     def load_grid(self, module: str) -> Grid:
         """The weight of ``module`` without its codes: scales, zeros and g_idx, which are small.
@@ -94,10 +96,11 @@ class QuantizedCheckpoint:
             CheckpointError, ConversionRefused: as :meth:`load`.
         """
         names = self.tensor_names(module)
-        names.pop(self.layout.key)
+        layout = self.layouts[module]
+        names.pop(layout.key)
         declared = self.config.rules.scheme(module)
         try:
-            grid = self.layout.unpack_grid(
+            grid = layout.unpack_grid(
                 {suffix: self.checkpoint.tensor(name) for suffix, name in names.items()}, self.modules[module]
             )
             if declared is not None:
@@ -107,8 +110,15 @@ class QuantizedCheckpoint:
         return grid
 
     def _codes(self, module: str) -> Tensor:
-        words = self.checkpoint.tensor(f"{module}.{self.layout.key}")
-        return self.layout.unpack_codes(words, self.modules[module])
+        return self.layouts[module].unpack_codes(self.codes(module), self.modules[module])
+
+    def codes(self, module: str) -> Tensor:
+        """The codes of ``module`` as stored."""
+        return self.checkpoint.tensor(self.codes_name(module))
+
+    def codes_name(self, module: str) -> str:
+        """The stored tensor that holds the codes of ``module``."""
+        return f"{module}.{self.layouts[module].key}"
 
     def load(self, module: str) -> QuantizedWeight:
         """The weight of ``module``.
@@ -138,12 +148,12 @@ class QuantizedCheckpoint:
         read = read or self.checkpoint.tensor
         tensors = {suffix: read(stored) for suffix, stored in names.items()}
         return StoredWeight(
-            name, self.layout, self.modules[module], tensors, self.config.rules.scheme(module)
+            name, self.layouts[module], self.modules[module], tensors, self.config.rules.scheme(module)
         )
 
     def tensor_names(self, module: str) -> dict[str, str]:
         """The stored tensors of ``module`` by suffix."""
-        names = {suffix: f"{module}.{suffix}" for suffix in self.layout.suffixes}
+        names = {suffix: f"{module}.{suffix}" for suffix in self.layouts[module].suffixes}
         return {suffix: name for suffix, name in names.items() if name in self.checkpoint.tensors}
 
     def unquantized_linears(self) -> list[str]:
@@ -155,21 +165,31 @@ class QuantizedCheckpoint:
         return found
 
 
-def misplaced(name: str, layout: Layout, modules: Collection[str]) -> str | None:
-    """Why the tensor ``name`` can't be carried beside the quantised ``modules`` of ``layout``, or None.
+def misplaced(name: str, form: Format, layouts: Mapping[str, Layout]) -> str | None:
+    """Why the tensor ``name`` can't be carried beside quantised modules, or None.
 
-    A folder of that layout must read ``name`` as no part of any quantised module, and no other layout may
-    read it as a part of one of ``modules``: a conversion would give it that meaning.
+    A folder of that format must read ``name`` as no part of any quantised module, and no other layout may
+    read it as a part of one of them: a conversion would give it that meaning.
+
+    Args:
+        name: a tensor that is no part of a quantised module.
+        form: format of the folder.
+        layouts: layout of every quantised module by name.
     """
     module, _, suffix = name.rpartition(".")
+    layout = layouts.get(module)
     if suffix == UNQUANTIZED:
-        beside = f"tensor {name} stands beside the {layout.name} tensors of the same module"
-        return beside if module in modules else None
+        beside = f"tensor {name} stands beside the {form.name} tensors of the same module"
+        return beside if layout is not None else None
+    if layout is None and suffix in form.suffixes:
+        reader = f"tensor {name} would be read as part of a {form.name} module"
+        return f"{reader}, but there is no {' or '.join(f'{module}.{key}' for key in form.keys)}"
+    if layout is None:
+        return None
     if suffix in layout.suffixes:
-        reader = f"tensor {name} would be read as part of a {layout.name} module"
-        return reader if module in modules else f"{reader}, but there is no {module}.{layout.key}"
+        return f"tensor {name} would be read as part of a {layout.name} module"
     owners = [other.name for other in LAYOUTS.values() if suffix in other.suffixes]
-    if module in modules and owners:
+    if owners:
         return (
             f"tensor {name} is no part of a {layout.name} module, but of a {owners[0]} one, and {module} is "
             f"quantised as {layout.name}; remove one or the other"
@@ -193,16 +213,20 @@ def floating_linears(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
     return found
 
 
-def _spec(checkpoint: Checkpoint, config: QuantizationConfig, layout: Layout, module: str) -> ModuleSpec:
+def _module(
+    checkpoint: Checkpoint, config: QuantizationConfig, form: Format, module: str
+) -> tuple[Layout, ModuleSpec]:
     scheme = config.rules.outcome(module)
     where = f"{checkpoint.path}: {module}"
     if isinstance(scheme, Keep):
         raise CheckpointError(f"{where}: is quantised, but quantization_config excludes it ({scheme.reason})")
-    infos = {
-        suffix: checkpoint.tensors[f"{module}.{suffix}"]
-        for suffix in layout.suffixes
-        if f"{module}.{suffix}" in checkpoint.tensors
-    }
+    there = {suffix: checkpoint.tensors.get(f"{module}.{suffix}") for suffix in form.suffixes}
+    dtypes = {suffix: info.dtype for suffix, info in there.items() if info is not None}
+    try:
+        layout = form.stored_layout(dtypes, scheme)
+    except ConversionRefused as error:
+        raise CheckpointError(f"{where}: {error}") from None
+    infos = {suffix: info for suffix in layout.suffixes if (info := there[suffix]) is not None}
     if len(infos[layout.key].shape) != 2:
         raise UnsupportedError(
             f"{where}.{layout.key}: expected two dimensions, found shape {list(infos[layout.key].shape)}; "
@@ -215,10 +239,11 @@ def _spec(checkpoint: Checkpoint, config: QuantizationConfig, layout: Layout, mo
         raise CheckpointError(f"{where}: the scales tensor {module}.{layout.scale_key} is missing")
     scale_dtype = layout.read_scale_dtype(infos[layout.scale_key].dtype)
     stored = replace(layout.as_stored(scheme), scale_dtype=scale_dtype)
-    return ModuleSpec(
+    spec = ModuleSpec(
         in_features=k,
         out_features=n,
         scheme=stored.for_channels(k),
         zero_writer=config.zero_writer,
         extras=frozenset(infos) & frozenset(layout.read_only),
     )
+    return layout, spec

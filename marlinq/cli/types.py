@@ -14,7 +14,7 @@ import click
 from marlinq.core.errors import CheckpointError
 from marlinq.core.settings import Automatic, Choice, Kind
 from marlinq.core.sources import local_folder
-from marlinq.formats import LAYOUTS
+from marlinq.formats import FORMATS
 
 _FORMAT_SPELLINGS = {
     "gptq-v1": "gptq",
@@ -68,8 +68,8 @@ class OneOf(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.
         return f"[{'|'.join(self.choices)}]"
 
 
-FORMAT = OneOf(LAYOUTS, _FORMAT_SPELLINGS)
-"""The name of a layout, also of one that was registered later."""
+FORMAT = OneOf(FORMATS, _FORMAT_SPELLINGS)
+"""The name of a format, also of one that was registered later."""
 
 
 class SettingType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
@@ -152,7 +152,7 @@ class Pair(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5
     ) -> tuple[str, str]:
         match = _PAIR.fullmatch(str(value).strip().lower().replace("_", "-"))
         if match is None:
-            names = ", ".join(LAYOUTS)
+            names = ", ".join(FORMATS)
             self.fail(f"expected SOURCE-to-TARGET with two of {names}; found {value!r}", param, ctx)
         return FORMAT.convert(match["source"], param, ctx), FORMAT.convert(match["target"], param, ctx)
 

@@ -1,13 +1,13 @@
 """Element types of low-precision floats: E4M3 (FP8) and E2M1 (FP4).
 
-They are registered by the first layout that holds them (:func:`marlinq.core.scheme.register_element`).
+Importing this module registers them.
 """
 
 from __future__ import annotations
 
 import math
 
-from marlinq.core.scheme import Element
+from marlinq.core.scheme import Element, register_element
 
 
 def _values(exponent_bits: int, mantissa_bits: int, bias: int, nan: int | None) -> tuple[float, ...]:
@@ -24,8 +24,8 @@ def _values(exponent_bits: int, mantissa_bits: int, bias: int, nan: int | None) 
     return (*magnitudes, *(-value for value in magnitudes))
 
 
-E4M3 = Element("fp8_e4m3", 8, _values(4, 3, bias=7, nan=0x7F))
+E4M3 = register_element(Element("fp8_e4m3", 8, _values(4, 3, bias=7, nan=0x7F)))
 """FP8 without infinities: the largest value is 448; codes 0x7F and 0xFF are NaN."""
 
-E2M1 = Element("fp4_e2m1", 4, _values(2, 1, bias=1, nan=None))
+E2M1 = register_element(Element("fp4_e2m1", 4, _values(2, 1, bias=1, nan=None)))
 """FP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""

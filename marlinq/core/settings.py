@@ -57,10 +57,15 @@ class Flag(Kind):
 
 
 class Choice(Kind):
-    """One of ``values``; a registry may grow later, so they are looked at anew each time."""
+    """One of ``values`` or ``others``; a registry may grow later, so they are looked at anew each time."""
 
-    def __init__(self, values: Collection[Any]) -> None:
-        self.values = values
+    def __init__(self, values: Collection[Any], *others: Any) -> None:
+        self._registered, self._others = values, others
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """Every choice."""
+        return (*self._others, *self._registered)
 
     def check(self, where: str, value: Any) -> None:
         # True == 1 and 64.0 == 64 in Python, but neither is what a recipe means.

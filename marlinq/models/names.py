@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+from marlinq.checkpoint import QuantizedCheckpoint
 from marlinq.core.errors import CheckpointError
 from marlinq.models.blueprint import Blueprint
 from marlinq.models.projection import Projection
@@ -52,8 +53,16 @@ class TensorNames:
 
         An expert of a fused parameter is a module of its own in checkpoints that store it so.
         """
-        stored = self.own(f"{projection.name}.{suffix}")
+        return self._stem(projection.name, suffix)
+
+    def _stem(self, module: str, suffix: str) -> str | None:
+        stored = self.own(f"{module}.{suffix}")
         return None if stored is None else stored.removesuffix(f".{suffix}")
+
+    def quantized(self, module: str, view: QuantizedCheckpoint) -> str | None:
+        """What ``view`` calls the linear ``module`` of the model; None where it is not quantised there."""
+        stems = (self._stem(module, key) for key in view.format.keys)
+        return next((stem for stem in stems if stem in view.modules), None)
 
     def places(self, parameter: str, shape: tuple[int, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """The stored tensors of a parameter of ``shape``, with the shapes that they have to have.

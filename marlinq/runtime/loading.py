@@ -299,17 +299,19 @@ def _budget(quantized: QuantizedCheckpoint | None, setting: Setting) -> int:
     """Bytes of tensors that may be read before somebody takes them."""
     if setting.device.type == "cpu":
         return _HOST_AHEAD_BYTES
-    as_stored = quantized is None or quantized.layout.family == KERNEL_LAYOUT.family
+    as_stored = quantized is None or all(
+        layout.family == KERNEL_LAYOUT.family for layout in quantized.layouts.values()
+    )
     return _STORED_AHEAD_BYTES if as_stored else _TRANSCODED_AHEAD_BYTES
 
 
 def _reading_order(quantized: QuantizedCheckpoint) -> list[str]:
     """The quantised modules as their words lie in the files, but the first of each kind before all others."""
-    infos, key = quantized.checkpoint.tensors, quantized.layout.key
+    infos = quantized.checkpoint.tensors
     shards = {shard: index for index, shard in enumerate(quantized.checkpoint.shards)}
 
     def place_of(module: str) -> tuple[int, int]:
-        info = infos[f"{module}.{key}"]
+        info = infos[quantized.codes_name(module)]
         return shards[info.shard], info.offset
 
     order = sorted(quantized.modules, key=place_of)
@@ -358,12 +360,12 @@ def match_tensors(
 
 def _quantized_names(blueprint: Blueprint, quantized: QuantizedCheckpoint) -> dict[str, str]:
     """Projection name -> the checkpoint's name for it, for every projection that is quantised there."""
-    checkpoint, key = quantized.checkpoint, quantized.layout.key
+    checkpoint = quantized.checkpoint
     names = TensorNames(blueprint, checkpoint.tensors.keys(), source=str(checkpoint.path))
     found: dict[str, str] = {}
     for name, projection in blueprint.by_name.items():
-        stem = names.stem(projection, key)
-        if stem not in quantized.modules:
+        stem = names.quantized(name, quantized)
+        if stem is None:
             continue
         spec = quantized.modules[stem]
         expected = (projection.in_features, projection.out_features)

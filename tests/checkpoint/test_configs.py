@@ -19,8 +19,9 @@ from marlinq.checkpoint import (
 from marlinq.core.errors import ConversionRefused
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import INT8
-from marlinq.formats import LAYOUTS, ModuleSpec
+from marlinq.formats import FORMATS, ModuleSpec
 from marlinq.formats.dialects import DIALECTS, write_quantization_config
+from tests.testing.layouts import INTEGERS
 from tests.testing.schemes import scheme
 
 FOLDER = Path("checkpoint")
@@ -35,11 +36,11 @@ def module(group_size: int, **changes: Any) -> ModuleSpec:
 
 
 def write(name: str, modules: dict[str, ModuleSpec], unquantized: list[str]) -> dict[str, Any]:
-    return write_quantization_config(LAYOUTS[name], modules, unquantized)
+    return write_quantization_config(FORMATS[name], modules, unquantized)
 
 
 def extra_files(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    return dict(DIALECTS[LAYOUTS[name].dialect].extra_files(config))
+    return dict(DIALECTS[INTEGERS[name].dialect].extra_files(config))
 
 
 KINDS = {
@@ -78,12 +79,12 @@ def test_mixed_settings_and_skips_read_back(
             write(layout, modules, unquantized)
         return
     found = read(write(layout, modules, unquantized))
-    assert found.layout == layout
+    assert found.format == layout
     for name, spec in modules.items():
         said = found.rules.scheme(name)
         assert said is not None, name
         # One scale per channel may be written as -1 or as a group of K.
-        wanted = LAYOUTS[layout].as_stored(spec.scheme)
+        wanted = INTEGERS[layout].as_stored(spec.scheme)
         assert said.for_channels(spec.in_features) == wanted, name
     for name in unquantized:
         # GPTQ loaders leave what is outside the blocks alone unless lm_head is true.
@@ -109,7 +110,7 @@ def test_awq_refuses_what_its_config_cannot_say() -> None:
         write("awq", {"l.0.mlp.gate_proj": KINDS["usual"]}, ["l.0.mlp.gate"])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", INTEGERS)
 def test_a_single_group_of_the_usual_size_is_no_exception(layout: str) -> None:
     modules = {"l.0.a": KINDS["usual"], "l.0.b": KINDS["one group"]}
     config = write(layout, modules, [])
@@ -198,5 +199,5 @@ def test_a_config_is_found_where_peers_put_it(tmp_path: Path, place: str) -> Non
         (tmp_path / place).write_text(json.dumps(raw))
     found = read_quantization_config(tmp_path, config)
     assert found is not None
-    assert found.layout == "awq"
+    assert found.format == "awq"
     assert found.rules.scheme("x").granularity == Granularity.group(64)  # type: ignore[union-attr]

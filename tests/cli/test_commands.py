@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from marlinq.core.settings import kinds
-from marlinq.formats import LAYOUTS
 from marlinq.methods import GPTQOptions, RTNOptions
 from marlinq.operations.quantize.recipe import Override, Recipe, write_recipe
+from tests.testing.layouts import INTEGERS
 
 
 def test_quantize_defaults_are_the_recipes(marlinq: Callable, operation: Callable) -> None:
@@ -41,30 +41,30 @@ def test_quantize_options_become_the_recipe(marlinq: Callable, operation: Callab
 
 def test_methods_bits_and_automatic_groups(marlinq: Callable, operation: Callable) -> None:
     quantize = operation("marlinq.operations.quantize", "quantize")
-    options = "--method RTN --bits 8 --group-size auto --format GPTQ_V2 --override o_proj=bits=4"
+    options = "--method RTN --scheme int8 --group-size auto --format GPTQ_V2 --override o_proj=scheme=int4"
     outcome = marlinq("quantize", "model", "out", *options.split())
     assert (outcome.code, outcome.err) == (0, "")
     assert quantize.options["recipe"] == Recipe(
         format="gptq-v2",
         method="rtn",
-        bits=8,
+        scheme="int8",
         group_size="auto",
         options=RTNOptions(),
-        overrides=(Override("o_proj", settings={"bits": 4}),),
+        overrides=(Override("o_proj", settings={"scheme": "int4"}),),
     )
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ("--bits 5", "'--bits': expected one of 4, 8, found '5'"),
+        ("--scheme int5", "'--scheme': expected one of"),
         ("--group-size 48", "'--group-size': expected one of 32, 64, 128, -1, auto, found '48'"),
         ("--method gtpq", "did you mean gptq?"),
         ("--damp 2", "--damp: expected a number above 0 and below 1"),
         ("--samples 0", "--samples: expected a whole number of at least 1"),
         ("--samples many", "--samples: expected a whole number"),
         ("--method rtn --damp 0.5", "damp"),
-        ("--bits 8 --format awq", "awq"),
+        ("--scheme int8 --format awq", "awq"),
         ("--format marlin --asym", "marlin"),
     ],
 )
@@ -106,8 +106,8 @@ def test_shard_sizes(marlinq: Callable, operation: Callable, text: str, size: in
     assert quantize.options["max_shard_size"] == size
 
 
-@pytest.mark.parametrize("source", LAYOUTS)
-@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", INTEGERS)
+@pytest.mark.parametrize("target", INTEGERS)
 def test_convert_pairs(marlinq: Callable, operation: Callable, source: str, target: str) -> None:
     convert = operation("marlinq.operations.convert", "convert")
     outcome = marlinq("convert", f"{source}-to-{target}", "a", "b")

@@ -7,17 +7,18 @@ import torch
 
 from emulation.build import Builder
 from emulation.launching import EmulatedKernel, Memory, apart
-from marlinq.formats import LAYOUTS, ModuleSpec, transcode
+from marlinq.formats import ModuleSpec, transcode
 from marlinq.kernels.driver.compiler import ARCHITECTURES, compile_kernel
 from marlinq.kernels.launch import tile_words
 from tests.emulation.gemm import SOURCES
+from tests.testing.layouts import INTEGERS
 from tests.testing.schemes import scheme
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "marlin"])
+@pytest.mark.parametrize("layout", [layout for layout in INTEGERS if layout != "marlin"])
 @pytest.mark.parametrize(("k", "n"), [(16, 64), (64, 192), (208, 128)])
 def test_words_are_those_of_the_layouts(builder: Builder, layout: str, k: int, n: int) -> None:
-    source, target = LAYOUTS[layout], LAYOUTS["marlin"]
+    source, target = INTEGERS[layout], INTEGERS["marlin"]
     spec = ModuleSpec(k, n, scheme(-1))
     generator = torch.Generator().manual_seed(k)
     shape = source.expected(spec)[source.key].shape
@@ -33,7 +34,7 @@ def test_words_are_those_of_the_layouts(builder: Builder, layout: str, k: int, n
 
 
 def test_every_family_but_the_kernels_own_has_a_kernel() -> None:
-    families = {layout.family for layout in LAYOUTS.values()}
+    families = {layout.family for layout in INTEGERS.values()}
     assert families - {"marlin"} == set(tile_words.SOURCES)
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from marlinq.formats import LAYOUTS, ModuleSpec
+from marlinq.formats import FORMATS, ModuleSpec
 from marlinq.formats.dialects import Keys, dialect_of, write_quantization_config
 from marlinq.formats.dialects.patterns import expert_layer, names_pattern, with_whole_experts
 from tests.testing.schemes import scheme
@@ -53,7 +53,7 @@ def test_a_kept_layer_is_found_under_both_kinds_of_name(form: str) -> None:
     kept = [*layer(1), "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
     if form == "awq":
         quantised = {name: ModuleSpec(64, 64, scheme(32, symmetric=False)) for name in quantised}
-    raw = write_quantization_config(LAYOUTS[form], quantised, kept)
+    raw = write_quantization_config(FORMATS[form], quantised, kept)
     rules = dialect_of(raw, "config").read(Keys(raw, "config")).rules
     assert all(rules.scheme(name) is not None for name in quantised)
     assert all(rules.scheme(name) is None for name in kept)
@@ -61,7 +61,7 @@ def test_a_kept_layer_is_found_under_both_kinds_of_name(form: str) -> None:
         assert rules.scheme("model.layers.1.mlp.experts") is None
         assert rules.scheme("model.layers.0.mlp.experts") is not None
     # Experts in one tensor have no names of their own.
-    raw = write_quantization_config(LAYOUTS[form], quantised, ["model.layers.1.mlp.experts"])
+    raw = write_quantization_config(FORMATS[form], quantised, ["model.layers.1.mlp.experts"])
     rules = dialect_of(raw, "config").read(Keys(raw, "config")).rules
     assert all(rules.scheme(name) is None for name in layer(1))
     assert all(rules.scheme(name) is not None for name in quantised)

@@ -14,12 +14,13 @@ from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import CheckpointError, ConversionRefused
 from marlinq.core.scheme import integer_element
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
-from marlinq.formats import LAYOUTS, ModuleSpec, spec_of, transcode
+from marlinq.formats import ModuleSpec, spec_of, transcode
 from marlinq.formats.layouts.marlin import pack_tiles, permute_scales, unpack_tiles
 from tests.formats import oracles
+from tests.testing.layouts import INTEGERS
 from tests.testing.schemes import quantized, scheme
 
-NAMES = tuple(LAYOUTS)
+NAMES = tuple(INTEGERS)
 CHANNELWISE = scheme(-1)
 
 
@@ -56,7 +57,7 @@ def tuples(draw: st.DrawFn) -> QuantizedWeight:
 def test_pack_holds_the_formula_and_unpack_undoes_it_or_the_refusal_says_why(
     name: str, q: QuantizedWeight
 ) -> None:
-    layout, reasons = LAYOUTS[name], oracles.refusals(name, q)
+    layout, reasons = INTEGERS[name], oracles.refusals(name, q)
     if reasons:
         with pytest.raises(ConversionRefused) as caught:
             layout.pack(q)
@@ -84,11 +85,14 @@ def test_pack_holds_the_formula_and_unpack_undoes_it_or_the_refusal_says_why(
 @settings(max_examples=40, deadline=None)
 @given(q=tuples(), names=st.permutations(NAMES))
 def test_transcoded_words_are_the_packed_words(q: QuantizedWeight, names: list[str]) -> None:
-    able = [name for name in names if LAYOUTS[name].refusal(q) is None]
+    able = [name for name in names if INTEGERS[name].refusal(q) is None]
     for source, target in pairwise(able):
-        stored = LAYOUTS[source].pack(q)[LAYOUTS[source].key]
-        words = transcode(stored, spec_of(q), LAYOUTS[source], LAYOUTS[target])
-        assert torch.equal(words, LAYOUTS[target].pack(q)[LAYOUTS[target].key]), (source, target)
+        stored = INTEGERS[source].pack(q)[INTEGERS[source].key]
+        words = transcode(stored, spec_of(q), INTEGERS[source], INTEGERS[target])
+        assert torch.equal(words, INTEGERS[target].pack(q)[INTEGERS[target].key]), (
+            source,
+            target,
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "marlin"])
@@ -102,7 +106,7 @@ def test_large_tensors_are_transcoded_in_several_slabs(name: str) -> None:
         torch.zeros(784, dtype=torch.int32),
         784,
     )
-    source, target = LAYOUTS["marlin"], LAYOUTS[name]
+    source, target = INTEGERS["marlin"], INTEGERS[name]
     stored = source.pack(q)
     assert torch.equal(unpack_tiles(stored["B"]), codes)
     assert torch.equal(pack_tiles(codes), stored["B"])
@@ -131,13 +135,13 @@ def small(
 
 
 def test_symmetric_words_are_the_well_known_ones() -> None:
-    assert {word & 0xFFFFFFFF for word in LAYOUTS["gptq"].pack(small())["qzeros"].flatten().tolist()} == {
+    assert {word & 0xFFFFFFFF for word in INTEGERS["gptq"].pack(small())["qzeros"].flatten().tolist()} == {
         0x77777777
     }
-    assert {word & 0xFFFFFFFF for word in LAYOUTS["gptq-v2"].pack(small())["qzeros"].flatten().tolist()} == {
+    assert {word & 0xFFFFFFFF for word in INTEGERS["gptq-v2"].pack(small())["qzeros"].flatten().tolist()} == {
         0x88888888
     }
-    eight = LAYOUTS["gptq"].pack(small(bits=8, zero=128))["qzeros"]
+    eight = INTEGERS["gptq"].pack(small(bits=8, zero=128))["qzeros"]
     assert {word & 0xFFFFFFFF for word in eight.flatten().tolist()} == {0x7F7F7F7F}
 
 
@@ -145,10 +149,10 @@ def test_symmetric_words_are_the_well_known_ones() -> None:
 def test_scales_that_float16_rounds_are_refused(name: str) -> None:
     fine = torch.nextafter(torch.tensor(0.5), torch.tensor(1.0)).item()
     with pytest.raises(ConversionRefused, match="not exactly representable in float16"):
-        LAYOUTS[name].pack(small(scale=fine, dtype=torch.float32))
+        INTEGERS[name].pack(small(scale=fine, dtype=torch.float32))
     with pytest.raises(ConversionRefused, match="not exactly representable in float16"):
-        LAYOUTS[name].pack(small(scale=2.0**20, dtype=torch.bfloat16))
-    kept = LAYOUTS["compressed-tensors"].pack(small(scale=fine, dtype=torch.float32))["weight_scale"]
+        INTEGERS[name].pack(small(scale=2.0**20, dtype=torch.bfloat16))
+    kept = INTEGERS["compressed-tensors"].pack(small(scale=fine, dtype=torch.float32))["weight_scale"]
     assert kept.dtype == torch.float32
     assert torch.equal(kept, torch.full((64, 2), fine))
 
@@ -156,7 +160,7 @@ def test_scales_that_float16_rounds_are_refused(name: str) -> None:
 def test_negative_zero_and_nan_scales_survive() -> None:
     q = small()
     q.scales[0, 0], q.scales[0, 1], q.scales[1, 0] = -0.0, float("nan"), float("-inf")
-    for name, layout in LAYOUTS.items():
+    for name, layout in INTEGERS.items():
         back = layout.unpack(layout.pack(q), spec_of(q))
         assert torch.equal(back.scales.view(torch.int16), q.scales.view(torch.int16)), name
 
@@ -169,7 +173,7 @@ def word_subtracted(zeros: list[int]) -> int:
 @given(st.lists(st.integers(0, 15), min_size=8, max_size=8))
 @settings(max_examples=200, deadline=None)
 def test_v1_zeros_are_decoded_as_written_or_refused(zeros: list[int]) -> None:
-    layout = LAYOUTS["gptq"]
+    layout = INTEGERS["gptq"]
     tensors = {
         "qweight": torch.zeros(1, 8, dtype=torch.int32),
         "qzeros": oracles.words([[word_subtracted(zeros)]]),
@@ -186,7 +190,7 @@ def test_v1_zeros_are_decoded_as_written_or_refused(zeros: list[int]) -> None:
 
 
 def test_a_tuple_declared_asymmetric_stores_its_zeros() -> None:
-    layout, q = LAYOUTS["compressed-tensors"], small()
+    layout, q = INTEGERS["compressed-tensors"], small()
     declared = scheme(32, symmetric=False)
     tensors = layout.pack(q, declared)
     spec = ModuleSpec(64, 64, declared)
@@ -198,7 +202,7 @@ def test_a_tuple_declared_asymmetric_stores_its_zeros() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_missing_extra_and_misshapen_tensors_are_named(name: str) -> None:
-    layout, q = LAYOUTS[name], small()
+    layout, q = INTEGERS[name], small()
     tensors, spec = layout.pack(q), spec_of(q)
     for suffix, tensor in tensors.items():
         rest = {other: value for other, value in tensors.items() if other != suffix}
@@ -213,7 +217,7 @@ def test_missing_extra_and_misshapen_tensors_are_named(name: str) -> None:
 
 
 def test_g_idx_out_of_range_is_refused() -> None:
-    layout, q = LAYOUTS["gptq"], small()
+    layout, q = INTEGERS["gptq"], small()
     tensors = layout.pack(q)
     for wrong in (2, -1, 2**31 - 1):
         g_idx = tensors["g_idx"].clone()

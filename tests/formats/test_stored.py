@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from marlinq.core.errors import CheckpointError, ConversionRefused
-from marlinq.formats import LAYOUTS
+from tests.testing.layouts import INTEGERS
 from tests.testing.runnable_folders import random_tuple, stored_weight
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", INTEGERS)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("act_order", [False, True])
@@ -21,7 +21,7 @@ def test_scheme_and_values_are_those_of_the_weight(
     layout: str, bits: int, symmetric: bool, act_order: bool, group_size: int
 ) -> None:
     q = random_tuple(128, 64, group_size=group_size, bits=bits, symmetric=symmetric, act_order=act_order)
-    refusal = LAYOUTS[layout].refusal(q)
+    refusal = INTEGERS[layout].refusal(q)
     if refusal is not None:
         with pytest.raises(ConversionRefused, match="weights|asymmetric|activation order"):
             stored_weight(q, layout)

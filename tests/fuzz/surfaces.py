@@ -132,7 +132,8 @@ _TEMPLATES = (
     "{{ messages[0].content | center(10 ** 9) }}",
 )
 _RECIPE = (
-    "bits: 4\ngroup_size: 32\nmethod: rtn\nformat: gptq\nseed: 3\noverrides:\n- match: layers.0\n  bits: 8\n"
+    "scheme: int4\ngroup_size: 32\nmethod: rtn\nformat: gptq\nseed: 3\noverrides:\n"
+    "- match: layers.0\n  scheme: int8\n"
 )
 _CARD = (
     "---\nlicense: mit\nlanguage: [en, no]\ntags: [a, b]\ndatasets: [x/y]\n"
@@ -403,7 +404,7 @@ class _Case:
             "quantize": (
                 [str(self.campaign.plain), out, "--plan"],
                 (
-                    "--bits",
+                    "--scheme",
                     "--group-size",
                     "--damp",
                     "--samples",

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, pipeline
 from transformers.generation import CompileConfig
 
-from marlinq.formats import LAYOUTS
 from marlinq.runtime import QuantLinear, load
 from tests.integrations.folders import saved
+from tests.testing.layouts import INTEGERS
 from tests.testing.near_ties import is_near_tie
 from tests.testing.runnable_folders import save_tokenizer
 
@@ -52,7 +52,7 @@ def assert_same_up_to_near_ties(found: list[int], expected: list[int], on_cpu: P
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma", "gpt2"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", INTEGERS)
 def test_logits_and_text_are_those_of_load(name: str, layout: str, tmp_path: Path) -> None:
     folder = saved(tmp_path, name, layout)
     expected = load(folder, device="cuda", dtype="float16")

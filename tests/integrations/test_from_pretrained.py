@@ -22,11 +22,11 @@ from transformers import (
 from transformers.generation import CompileConfig
 
 from marlinq.core.errors import CheckpointError, UnsupportedError, UsageError
-from marlinq.formats import LAYOUTS
 from marlinq.integrations.transformers import register
 from marlinq.integrations.transformers.quantizer import MarlinqConfig, MarlinqQuantizer
 from marlinq.runtime import QuantLinear, load
 from tests.integrations.folders import model, saved
+from tests.testing.layouts import INTEGERS
 from tests.testing.runnable_folders import random_tuple, save_plain, save_tokenizer
 
 IDS = torch.tensor([[1, 9, 30, 77, 250, 3]])
@@ -50,7 +50,7 @@ def greedy(found: PreTrainedModel, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("layout", "dtype"), [*((layout, "float32") for layout in LAYOUTS), ("marlin", "bfloat16")]
+    ("layout", "dtype"), [*((layout, "float32") for layout in INTEGERS), ("marlin", "bfloat16")]
 )
 def test_logits_and_text_are_those_of_load(name: str, layout: str, dtype: str, tmp_path: Path) -> None:
     folder = saved(tmp_path, name, layout)
@@ -127,7 +127,7 @@ def test_quantised_head(name: str, tmp_path: Path) -> None:
     q = random_tuple(64, 320, group_size=32, seed=99)
     tensors = load_file(folder / "model.safetensors")
     tensors.pop("lm_head.weight", None)
-    tensors |= {f"lm_head.{suffix}": tensor for suffix, tensor in LAYOUTS["gptq"].pack(q).items()}
+    tensors |= {f"lm_head.{suffix}": tensor for suffix, tensor in INTEGERS["gptq"].pack(q).items()}
     save_file(tensors, folder / "model.safetensors")
     found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu")
     assert "lm_head" in found.hf_quantizer.decisions

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from marlinq.core.errors import ConversionRefused
-from marlinq.formats import LAYOUTS
 from marlinq.operations.convert import convert
 from tests.interop.make_peer_checkpoints import COMPRESSED_TENSORS, GPTQMODEL, LLMCOMPRESSOR
 from tests.interop.reference import open_quantized
 from tests.interop.test_reading import peer_folder
+from tests.testing.layouts import INTEGERS
 
 pytestmark = pytest.mark.interop
 
@@ -43,7 +43,7 @@ def lossless_obstacles(name: str, target: str) -> list[str]:
     return obstacles
 
 
-PAIRS = [(name, target) for name in CASES for target in LAYOUTS if target != source_format(name)]
+PAIRS = [(name, target) for name in CASES for target in INTEGERS if target != source_format(name)]
 
 
 def assert_same_model(first: Path, second: Path) -> None:

@@ -154,7 +154,7 @@ def assert_close(folder: Path, loader: str, ours: Tensor, peer: Tensor, tokens: 
     quantized = open_quantized(folder)
     (scale_dtype,) = {spec.scale_dtype for spec in quantized.modules.values()}
     assert relative_rms(ours - dense_logits(folder, tokens, rounded=False), ours) <= SUMMATION
-    roundings = roundings_of(loader, quantized.layout.name)
+    roundings = roundings_of(loader, quantized.format.name)
     if roundings == LINEARS:
         assert relative_rms(peer - dense_logits(folder, tokens, rounded=True), peer) <= SUMMATION
     bound = ROUNDOFF[scale_dtype] * math.sqrt(roundings) + SUMMATION
@@ -184,7 +184,7 @@ def test_peers_load_our_checkpoints(
         weight = theirs[f"{module}::weight"]
         assert torch.equal(q.dequantize(weight.dtype), weight), module
     bound = assert_close(folder, OURS[name].loader, ours, peer, tokens)
-    table.append(f"{name:28} {quantized.layout.name} by {OURS[name].loader}, {_compared(ours, peer, bound)}")
+    table.append(f"{name:28} {quantized.format.name} by {OURS[name].loader}, {_compared(ours, peer, bound)}")
 
 
 def test_gptqmodel_refuses_asymmetric_v1_of_others(our_answers: Answers) -> None:

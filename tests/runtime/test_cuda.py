@@ -14,7 +14,6 @@ from torch import Tensor
 from marlinq.checkpoint import Checkpoint, ReadAhead, ahead
 from marlinq.core.devices import read_clock
 from marlinq.core.weight import QuantizedWeight
-from marlinq.formats import LAYOUTS
 from marlinq.runtime import (
     GREEDY,
     OPERATORS,
@@ -31,6 +30,7 @@ from marlinq.runtime import (
 from marlinq.runtime.step.choose import choose_forward
 from marlinq.runtime.step.forward import Forward
 from marlinq.runtime.step.transformers_forward import TransformersForward
+from tests.testing.layouts import INTEGERS
 from tests.testing.near_ties import is_near_tie
 from tests.testing.runnable_folders import (
     random_quantizer,
@@ -76,12 +76,12 @@ def test_greedy_tokens_are_those_of_the_cpu_up_to_near_ties(name: str, tmp_path:
         assert is_near_tie(on_cpu.model, [*PROMPT, *expected.tokens[:place]]), place
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", INTEGERS)
 @pytest.mark.parametrize("shape", [(256, 128, 64), (512, 192, 256), (80, 72, -1), (256, 64, -1)])
 def test_operands_made_on_the_gpu_are_those_made_on_the_cpu(layout: str, shape: tuple[int, int, int]) -> None:
     k, n, group_size = shape
     q = random_tuple(k, n, group_size=group_size, symmetric=layout == "marlin")
-    if (reason := LAYOUTS[layout].refusal(q)) is not None:
+    if (reason := INTEGERS[layout].refusal(q)) is not None:
         pytest.skip(reason)
     stored = stored_weight(q, layout)
     gpu = torch.device("cuda:0")
@@ -132,7 +132,7 @@ def test_what_is_read_ahead_to_the_gpu_is_what_is_stored(
             assert torch.equal(found.cpu(), tensors[name] + (0 if index % 2 else 1)), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", INTEGERS)
 def test_a_model_loaded_to_the_gpu_has_the_cpus_operands(layout: str, tmp_path: Path) -> None:
     quantize = random_quantizer(symmetric=layout == "marlin")
 
@@ -151,7 +151,7 @@ def test_a_model_loaded_to_the_gpu_has_the_cpus_operands(layout: str, tmp_path: 
         assert torch.equal(on_gpu.model.get_parameter(name).cpu(), parameter), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", INTEGERS)
 def test_transcoding_needs_no_room_for_unpacked_codes(layout: str) -> None:
     k = n = 8192
     stored = stored_weight(random_tuple(k, n, group_size=128), layout)

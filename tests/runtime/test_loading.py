@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, TensorPlan, ahead
 from marlinq.checkpoint.header import encode_header
 from marlinq.core.errors import CheckpointError, UsageError
-from marlinq.formats import LAYOUTS
 from marlinq.models.anatomy import Anatomy
 from marlinq.models.recognise import anatomy_of
 from marlinq.runtime import OPERATORS, QuantLinear, generate, load, loading, remembered, stored_operand
 from marlinq.runtime.tokenizer import FileTokenizer
 from tests.checkpoint.test_source import At, removed, replaced, rewritten_with_its_time_kept, truncated
+from tests.testing.layouts import INTEGERS
 from tests.testing.runnable_folders import (
     Quantizer,
     random_quantizer,
@@ -93,13 +93,13 @@ def whole_tiles(quantize: Quantizer) -> Quantizer:
 
 def test_all_five_formats_give_identical_logits(tmp_path: Path) -> None:
     found = {}
-    for layout in LAYOUTS:
+    for layout in INTEGERS:
         folder = tmp_path / layout
         save_quantized(folder, tiny_model("llama"), layout, whole_tiles(random_quantizer()))
         for operator in ("dense", "w4a16"):
             found[layout, operator] = logits(load(folder, device="cpu", operator=operator).model)
     for operator in ("dense", "w4a16"):
-        for layout in LAYOUTS:
+        for layout in INTEGERS:
             assert torch.equal(found[layout, operator], found["gptq", operator])
 
 
@@ -143,7 +143,7 @@ def test_quantised_head(name: str, tmp_path: Path) -> None:
     q = random_tuple(64, 128, group_size=32, seed=99)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors.pop("lm_head.weight", None)
-    tensors.update({f"lm_head.{suffix}": tensor for suffix, tensor in LAYOUTS["gptq"].pack(q).items()})
+    tensors.update({f"lm_head.{suffix}": tensor for suffix, tensor in INTEGERS["gptq"].pack(q).items()})
     save_file(tensors, tmp_path / "model.safetensors")
     if name == "llama-tied":
         reference.lm_head.weight = nn.Parameter(torch.empty(128, 64), requires_grad=False)
@@ -219,7 +219,7 @@ def test_devices_and_dtypes(tmp_path: Path) -> None:
         load(tmp_path, device="abacus")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", INTEGERS)
 def test_loaded_operands_are_those_of_tensors_read_one_by_one(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from marlinq.core.errors import UnsupportedError
 from marlinq.core.granularity import Granularity
 from marlinq.core.weight import QuantizedWeight
-from marlinq.formats import LAYOUTS, StoredWeight, layouts
+from marlinq.formats import StoredWeight, layouts
 from marlinq.formats.layouts.marlin import Marlin, permute_scales, unpack_tiles
 from marlinq.kernels import GRANULARITIES, Operand
 from marlinq.runtime import (
@@ -22,6 +22,7 @@ from marlinq.runtime import (
     operand_refusal,
     stored_operand,
 )
+from tests.testing.layouts import INTEGERS
 from tests.testing.runnable_folders import random_tuple, stored_weight
 
 CPU = torch.device("cpu")
@@ -122,7 +123,8 @@ STORED_SHAPES = [
 
 
 @pytest.mark.parametrize(
-    ("layout", "symmetric"), [*product(LAYOUTS, [True]), *product(sorted(set(LAYOUTS) - {"marlin"}), [False])]
+    ("layout", "symmetric"),
+    [*product(INTEGERS, [True]), *product(sorted(set(INTEGERS) - {"marlin"}), [False])],
 )
 @pytest.mark.parametrize("act_order", [False, True])
 def test_stored_words_give_the_operand_of_their_codes(layout: str, symmetric: bool, act_order: bool) -> None:
@@ -132,8 +134,8 @@ def test_stored_words_give_the_operand_of_their_codes(layout: str, symmetric: bo
         q = random_tuple(
             k, n, group_size=size, seed=seed, symmetric=symmetric, act_order=act_order, scale_dtype=scales
         )
-        stored_as = LAYOUTS[layout].scale_dtype
-        if operand_refusal(q) or LAYOUTS[layout].refusal(q) or stored_as not in (None, q.scheme.scale_dtype):
+        stored_as = INTEGERS[layout].scale_dtype
+        if operand_refusal(q) or INTEGERS[layout].refusal(q) or stored_as not in (None, q.scheme.scale_dtype):
             continue
         stored = stored_weight(q, layout)
         assert operand_refusal(stored) is None
@@ -149,7 +151,7 @@ def test_stored_words_give_the_operand_of_their_codes(layout: str, symmetric: bo
                 assert mine == theirs
         compared += 1
     # Every layout holds both weights of a single group, in whatever order, for the three dtypes.
-    assert compared >= (6 if act_order and not LAYOUTS[layout].stores_order else 18)
+    assert compared >= (6 if act_order and not INTEGERS[layout].stores_order else 18)
 
 
 def no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +168,7 @@ def no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layouts.marlin, "unpack_tiles", forbidden)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", INTEGERS)
 def test_codes_of_fitting_shapes_are_never_unpacked(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q = random_tuple(256, 128, group_size=128, symmetric=layout == "marlin")
     stored = stored_weight(q, layout)

@@ -14,7 +14,7 @@ from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint, ReadAhead
 from marlinq.core.granularity import Granularity
 from marlinq.core.progress import ReportProgress
 from marlinq.core.scheme import Element
-from marlinq.formats import LAYOUTS, StoredWeight
+from marlinq.formats import StoredWeight
 from marlinq.formats.layouts.gptq import GPTQ
 from marlinq.kernels import LayerShape
 from marlinq.kernels.contract.weight_formats import INT4
@@ -33,6 +33,7 @@ from marlinq.runtime import (
 )
 from marlinq.runtime.operators import w4a16
 from tests.runtime.test_loading import FLOAT32, logits, relative
+from tests.testing.layouts import INTEGERS
 from tests.testing.runnable_folders import random_quantizer, random_tuple, save_quantized, stored_weight
 from tests.testing.tiny_models import tiny_model
 
@@ -168,7 +169,7 @@ def test_a_checkpoint_in_the_kernels_layout_is_taken_as_stored(
 
     quantize = random_quantizer(group_size=64)
     save_quantized(tmp_path, tiny_model("llama"), "marlin", whole)
-    layout, read, original = LAYOUTS["marlin"], {}, ReadAhead.tensor
+    layout, read, original = INTEGERS["marlin"], {}, ReadAhead.tensor
 
     def tensor(self: ReadAhead, name: str) -> Tensor:
         return read.setdefault(name, original(self, name))

@@ -16,8 +16,9 @@ from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.scheme import Scheme, integer_element
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
-from marlinq.formats import LAYOUTS, spec_of
+from marlinq.formats import FORMATS, spec_of
 from marlinq.formats.dialects import DIALECTS, write_quantization_config
+from tests.testing.layouts import INTEGERS
 from tests.testing.schemes import quantized
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 128, 256, 64
@@ -110,7 +111,7 @@ def write(
     """Write ``modules`` with the safetensors library. ``quantization`` overrides keys of its config."""
     folder.mkdir()
     plain = plain_tensors(modules) if plain is None else plain
-    target = LAYOUTS[layout]
+    target = INTEGERS[layout]
     stores_zeros = any(q.scheme.stores_zeros for q in modules.values())
 
     def declared(q: QuantizedWeight) -> Scheme:
@@ -134,10 +135,10 @@ def write(
         save_file({name: tensors[name] for name in names[index::shards]}, folder / file)
     specs = {name: replace(spec_of(q), scheme=declared(q)) for name, q in modules.items()}
     left = [name for name in unquantized if name not in modules]
-    raw = {**write_quantization_config(target, specs, left), **(quantization or {})}
+    raw = {**write_quantization_config(FORMATS[layout], specs, left), **(quantization or {})}
     whole = {**CONFIG, **(config or {}), "quantization_config": raw}
     (folder / "config.json").write_text(json.dumps(whole))
-    for name, value in DIALECTS[target.dialect].extra_files(raw).items():
+    for name, value in DIALECTS[FORMATS[layout].dialect].extra_files(raw).items():
         (folder / name).write_text(json.dumps(value))
     for name, text in SIDE_FILES.items():
         (folder / name).write_text(text)
@@ -154,7 +155,7 @@ def opened(folder: Path) -> QuantizedCheckpoint:
 def assert_holds(folder: Path, layout: str, modules: Mapping[str, QuantizedWeight]) -> None:
     """``folder`` is a ``layout`` checkpoint of exactly ``modules``."""
     found = opened(folder)
-    assert found.layout.name == layout
+    assert found.format.name == layout
     assert set(found.modules) == set(modules)
     for name, q in modules.items():
         difference = found.load(name).difference(q)

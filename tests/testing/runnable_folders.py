@@ -15,9 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.scheme import integer_element
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
-from marlinq.formats import LAYOUTS, StoredWeight, spec_of
+from marlinq.formats import FORMATS, StoredWeight, spec_of
 from marlinq.formats.dialects import write_quantization_config
 from marlinq.models import describe
+from tests.testing.layouts import INTEGERS
 from tests.testing.schemes import quantized
 
 Quantizer = Callable[[str, Tensor], QuantizedWeight | None]
@@ -53,7 +54,7 @@ def random_tuple(
 
 def stored_weight(q: QuantizedWeight, layout: str = "gptq-v2") -> StoredWeight:
     """``q`` as a module of ``layout`` has it."""
-    packer = LAYOUTS[layout]
+    packer = INTEGERS[layout]
     tensors = packer.pack(q)
     scale_dtype = dtype_name(tensors[packer.scale_key].dtype)
     scheme = replace(packer.as_stored(q.scheme), scale_dtype=scale_dtype)
@@ -102,11 +103,11 @@ def save_quantized(
             continue
         tuples[stored] = q
         del tensors[f"{stored}.weight"]
-        packed = LAYOUTS[layout].pack(q)
+        packed = INTEGERS[layout].pack(q)
         tensors.update({f"{stored}.{suffix}": tensor for suffix, tensor in packed.items()})
         replace_weight(module, q)
     config = write_quantization_config(
-        LAYOUTS[layout], {name: spec_of(q) for name, q in tuples.items()}, unquantized
+        FORMATS[layout], {name: spec_of(q) for name, q in tuples.items()}, unquantized
     )
     _save(folder, model, tensors, config)
     return tuples

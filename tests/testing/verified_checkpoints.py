@@ -17,9 +17,10 @@ from marlinq.checkpoint import (
 )
 from marlinq.core.dtypes import dtype_name
 from marlinq.core.weight import QuantizedWeight, trivial_g_idx
-from marlinq.formats import LAYOUTS, spec_of
+from marlinq.formats import FORMATS, spec_of
 from marlinq.formats.dialects import DIALECTS, write_quantization_config
 from marlinq.methods.gptq import GPTQOptions, solve_gptq
+from tests.testing.layouts import INTEGERS
 from tests.testing.schemes import quantized, scheme
 
 SHARD_BYTES = 100_000
@@ -90,7 +91,7 @@ def save_quantized(
 ) -> Path:
     """Quantise the linears of the blocks but ``skip``, which the config names if ``say_skipped``."""
     checkpoint = Checkpoint.open(source)
-    layout = LAYOUTS[layout_name]
+    layout = INTEGERS[layout_name]
     tensors: dict[str, Tensor] = {}
     modules, plain = {}, ["lm_head"]
     for index, name in enumerate(sorted(checkpoint.tensors)):
@@ -104,7 +105,7 @@ def save_quantized(
         packed = layout.pack(q)
         modules[module] = spec_of(q)
         tensors.update({f"{module}.{suffix}": tensor for suffix, tensor in packed.items()})
-    settings = write_quantization_config(layout, modules, plain)
+    settings = write_quantization_config(FORMATS[layout_name], modules, plain)
     if act_order == "scattered":
         settings["desc_act"] = True
     config = {**json.loads((source / "config.json").read_text()), "quantization_config": settings}
@@ -118,6 +119,6 @@ def save_quantized(
             config=config,
             manifest={"version": "test"},
             side_files_from=checkpoint,
-            extra_json=DIALECTS[layout.dialect].extra_files(settings),
+            extra_json=DIALECTS[FORMATS[layout_name].dialect].extra_files(settings),
         )
     return out

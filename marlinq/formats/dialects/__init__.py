@@ -12,7 +12,8 @@ from marlinq.formats.dialects.compressed_tensors import CompressedTensorsDialect
 from marlinq.formats.dialects.gptq import GPTQDialect
 from marlinq.formats.dialects.keys import Keys
 from marlinq.formats.dialects.patterns import is_head
-from marlinq.formats.layouts import Layout, ModuleSpec
+from marlinq.formats.format import Format
+from marlinq.formats.layouts import ModuleSpec
 
 DIALECTS: dict[str, Dialect] = {}
 """Every dialect by its name."""
@@ -48,16 +49,16 @@ def dialect_of(raw: Mapping[str, Any], where: str) -> Dialect:
 
 
 def write_quantization_config(
-    layout: Layout, modules: Mapping[str, ModuleSpec], unquantized: Sequence[str]
+    form: Format, modules: Mapping[str, ModuleSpec], unquantized: Sequence[str]
 ) -> dict[str, Any]:
-    """The ``quantization_config`` of a checkpoint, in the dialect of its layout; see :meth:`Dialect.write`.
+    """The ``quantization_config`` of a checkpoint, in the dialect of its format; see :meth:`Dialect.write`.
 
     Raises:
         ConversionRefused: there is no quantised module, or the dialect can't express these settings.
     """
     if not modules:
-        raise ConversionRefused(f"{layout.name}: no module is quantised; nothing to describe")
-    return DIALECTS[layout.dialect].write(layout, modules, unquantized)
+        raise ConversionRefused(f"{form.name}: no module is quantised; nothing to describe")
+    return DIALECTS[form.dialect].write(form, modules, unquantized)
 
 
 __all__ = [

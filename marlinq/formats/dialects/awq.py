@@ -15,7 +15,8 @@ from marlinq.core.scheme import INT4, Scheme
 from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes
 from marlinq.formats.dialects.keys import Keys
 from marlinq.formats.dialects.patterns import is_head, with_whole_experts
-from marlinq.formats.layouts import Layout, ModuleSpec
+from marlinq.formats.format import Format
+from marlinq.formats.layouts import ModuleSpec
 
 
 class AWQDialect(Dialect):
@@ -44,9 +45,9 @@ class AWQDialect(Dialect):
         return QuantizationConfig("awq", Rules(scheme, rules))
 
     def write(
-        self, layout: Layout, modules: Mapping[str, ModuleSpec], unquantized: Sequence[str]
+        self, form: Format, modules: Mapping[str, ModuleSpec], unquantized: Sequence[str]
     ) -> dict[str, Any]:
-        schemes = declared_schemes(layout, modules)
+        schemes = declared_schemes(form, modules)
         sizes = sorted({scheme.granularity.group_size for scheme in schemes.values()})
         if len(sizes) > 1:
             raise ConversionRefused(

@@ -12,7 +12,8 @@ from marlinq.core.granularity import Granularity
 from marlinq.core.rules import Rules
 from marlinq.core.scheme import Scheme
 from marlinq.formats.dialects.keys import Keys
-from marlinq.formats.layouts import Layout, ModuleSpec
+from marlinq.formats.format import Format
+from marlinq.formats.layouts import ModuleSpec
 
 
 @dataclass(frozen=True)
@@ -20,14 +21,14 @@ class QuantizationConfig:
     """A parsed ``quantization_config``.
 
     Attributes:
-        layout: the name of the tensors' layout in :data:`marlinq.formats.LAYOUTS`.
+        format: name of its format in :data:`marlinq.formats.FORMATS`.
         rules: what it says of every module. A scheme's ``scale_dtype`` means nothing here: configs don't say
             it, the stored scales do.
         zero_writer: who packed GPTQ v1 zeros, where the config tells (:mod:`marlinq.formats.layouts.gptq`).
         raw: the object as found.
     """
 
-    layout: str
+    format: str
     rules: Rules
     zero_writer: str | None = None
     raw: Mapping[str, Any] = field(default_factory=dict)
@@ -57,12 +58,12 @@ class Dialect(ABC):
 
     @abstractmethod
     def write(
-        self, layout: Layout, modules: Mapping[str, ModuleSpec], unquantized: Sequence[str]
+        self, form: Format, modules: Mapping[str, ModuleSpec], unquantized: Sequence[str]
     ) -> dict[str, Any]:
         """The ``quantization_config`` of a checkpoint.
 
         Args:
-            layout: of the tensors; its ``dialect`` is this one.
+            form: format of the checkpoint; its ``dialect`` is this one.
             modules: every quantised module and what is stored for it; at least one.
             unquantized: linear modules that stay unquantised, lm_head included.
 
@@ -79,7 +80,7 @@ class Dialect(ABC):
         return {}
 
 
-def declared_schemes(layout: Layout, modules: Mapping[str, ModuleSpec]) -> dict[str, Scheme]:
+def declared_schemes(form: Format, modules: Mapping[str, ModuleSpec]) -> dict[str, Scheme]:
     """What a config has to say of every module, modules of equal settings having equal values."""
     sizes = Counter(spec.granularity for spec in modules.values() if spec.granularity.kind == "group")
     usual = sizes.most_common(1)[0][0] if sizes else None
@@ -90,7 +91,7 @@ def declared_schemes(layout: Layout, modules: Mapping[str, ModuleSpec]) -> dict[
         if granularity == Granularity.channel() and usual == Granularity.group(spec.in_features):
             granularity = usual
         declared[name] = replace(
-            layout.as_stored(spec.scheme),
+            form.layout_of(spec.scheme).as_stored(spec.scheme),
             granularity=granularity,
             scale_dtype="float16",
             act_order=False,

@@ -16,7 +16,8 @@ from marlinq.core.scheme import Scheme
 from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes, majority
 from marlinq.formats.dialects.keys import Keys
 from marlinq.formats.dialects.patterns import EXPERTS, is_head, names_pattern
-from marlinq.formats.layouts import Layout, ModuleSpec
+from marlinq.formats.format import Format
+from marlinq.formats.layouts import ModuleSpec
 
 _CLASSES = ("Linear", "Conv1D")
 
@@ -60,9 +61,9 @@ class CompressedTensorsDialect(Dialect):
         return isinstance(outcome, Scheme)
 
     def write(
-        self, layout: Layout, modules: Mapping[str, ModuleSpec], unquantized: Sequence[str]
+        self, form: Format, modules: Mapping[str, ModuleSpec], unquantized: Sequence[str]
     ) -> dict[str, Any]:
-        schemes = declared_schemes(layout, modules)
+        schemes = declared_schemes(form, modules)
         default = majority(schemes)
         groups: dict[str, Any] = {}
         ordered = sorted(dict.fromkeys(schemes.values()), key=lambda scheme: scheme == default)

@@ -17,7 +17,8 @@ from marlinq.core.version import __version__
 from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes, majority
 from marlinq.formats.dialects.keys import Keys
 from marlinq.formats.dialects.patterns import expert_layer, in_block, inside_block, is_head, names_pattern
-from marlinq.formats.layouts import Layout, ModuleSpec
+from marlinq.formats.format import Format
+from marlinq.formats.layouts import ModuleSpec
 from marlinq.formats.layouts.gptq import WORD_ADD_WRITER
 
 _LAYOUTS = {"gptq": "gptq", "gptq_v2": "gptq-v2", "marlin": "marlin"}
@@ -56,9 +57,9 @@ class GPTQDialect(Dialect):
         return QuantizationConfig(_LAYOUTS[layout], Rules(default, tuple(rules)), _zero_writer(keys))
 
     def write(
-        self, layout: Layout, modules: Mapping[str, ModuleSpec], unquantized: Sequence[str]
+        self, form: Format, modules: Mapping[str, ModuleSpec], unquantized: Sequence[str]
     ) -> dict[str, Any]:
-        schemes = declared_schemes(layout, modules)
+        schemes = declared_schemes(form, modules)
         default = majority(schemes)
         # Loaders that read the flag for a module whose g_idx is trivial still get the right weights.
         act_order = any(spec.scheme.act_order for spec in modules.values())
@@ -74,7 +75,7 @@ class GPTQDialect(Dialect):
                 "sym": not other.stores_zeros,
                 "desc_act": act_order,
             }
-        layout_key = _CHECKPOINT_FORMATS[layout.name]
+        layout_key = _CHECKPOINT_FORMATS[form.name]
         config: dict[str, Any] = {
             "quant_method": "gptq",
             "bits": default.element.bits,

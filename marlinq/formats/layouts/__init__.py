@@ -12,22 +12,23 @@ from marlinq.formats.layouts.transcoding import transcode
 from marlinq.formats.layouts.words import WordLayout
 
 LAYOUTS: dict[str, Layout] = {}
-"""Every layout by its command-line name."""
+"""Every layout by its name."""
 
 
 def register_layout(layout: Layout) -> Layout:
-    """Make ``layout`` known to every command by its name; returns it."""
+    """Make ``layout`` known by its name; :func:`marlinq.formats.register_format` does it; returns it."""
     LAYOUTS[layout.name] = layout
     return layout
 
 
-for _layout in (GPTQ(1), GPTQ(2), AWQ(), Marlin(), CompressedTensors()):
-    register_layout(_layout)
-
 __all__ = [
+    "AWQ",
+    "GPTQ",
     "LAYOUTS",
     "ByteLayout",
+    "CompressedTensors",
     "Layout",
+    "Marlin",
     "ModuleSpec",
     "TensorSpec",
     "WordLayout",

@@ -38,7 +38,6 @@ class AWQ(WordLayout):
     """AWQ GEMM."""
 
     name = "awq"
-    dialect = "awq"
     family = "awq"
     key = "qweight"
     scale_key = "scales"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from marlinq.core.dtypes import FLOATS, dtype_name, torch_dtype
+from marlinq.core.dtypes import dtype_name, torch_dtype
 from marlinq.core.errors import CheckpointError, ConversionRefused
 from marlinq.core.granularity import Granularity, GranularityKind
 from marlinq.core.scheme import Element, Scheme, TensorScale
@@ -102,15 +102,15 @@ class Layout(ABC):
     """
 
     name: str
-    """The name used on the command line."""
-    dialect: str
-    """The name of the ``quantization_config`` dialect that describes it (:mod:`marlinq.formats.dialects`)."""
+    """What messages call it; a format of one layout has its name."""
     family: str
     """Layouts of one family store codes and scales in the same bits."""
     key: str
     """The suffix of the codes; its presence marks a quantised module."""
     scale_key: str
     """The suffix of the scales."""
+    code_dtype: str = "int32"
+    """The dtype of the codes' tensor."""
     suffixes: tuple[str, ...]
     """All suffixes the layout owns; ``bias`` is never among them, it is carried unchanged."""
     read_only: tuple[str, ...] = ()
@@ -149,7 +149,7 @@ class Layout(ABC):
 
         Where codes have the name of an unquantised weight, the dtype tells them apart.
         """
-        return suffix == self.key and (suffix != UNQUANTIZED or dtype not in FLOATS)
+        return suffix == self.key and (suffix != UNQUANTIZED or dtype == self.code_dtype)
 
     def read_scale_dtype(self, stored: str) -> str:
         """The dtype of the scales that are stored as tensors of dtype ``stored``, which may be raw bytes."""

@@ -23,8 +23,7 @@ class ByteLayout(Layout):
     :meth:`to_bytes` and :meth:`from_bytes`.
     """
 
-    code_dtype: str = "uint8"
-    """The dtype that the bytes are stored as: ``uint8``, ``int8``, ``float8_e4m3fn``."""
+    code_dtype = "uint8"
 
     def to_bytes(self, stored: Tensor) -> Tensor:
         """Natural bytes, uint8 [N, K*bits/8], from what is stored under ``key``."""

@@ -39,7 +39,6 @@ class CompressedTensors(WordLayout):
     """compressed-tensors pack-quantized, 4 and 8 bits, symmetric and asymmetric."""
 
     name = "compressed-tensors"
-    dialect = "compressed-tensors"
     family = "compressed-tensors"
     key = "weight_packed"
     suffixes = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")

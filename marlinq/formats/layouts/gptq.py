@@ -36,7 +36,6 @@ WORD_ADD_WRITER = "gptqmodel"
 class GPTQ(WordLayout):
     """GPTQ v1 or v2; they differ in the stored zeros only."""
 
-    dialect = "gptq"
     family = "gptq"
     key = "qweight"
     scale_key = "scales"

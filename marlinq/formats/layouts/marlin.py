@@ -44,7 +44,6 @@ class Marlin(WordLayout):
     """Marlin as serialised by its authors and by AutoGPTQ (``checkpoint_format: marlin``)."""
 
     name = "marlin"
-    dialect = "gptq"
     family = "marlin"
     key = "B"
     scale_key = "s"

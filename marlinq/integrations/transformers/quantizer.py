@@ -192,7 +192,7 @@ class MarlinqQuantizer(HfQuantizer):  # type: ignore[misc]
                 hollow(model.get_submodule(projection.module))
         _untie(model, {blueprint.by_name[name].parameter for name in replaced})
         # Every stored tensor has a place; these are the ones whose place is a gap.
-        packed = "|".join((*quantized.layout.suffixes, "bias"))
+        packed = "|".join((*quantized.format.suffixes, "bias"))
         known = set(model._keys_to_ignore_on_load_unexpected or ())
         biases = {re.escape(name) for name in _fused_biases(blueprint, replaced)}
         model._keys_to_ignore_on_load_unexpected = known | {rf"\.({packed})$"} | biases

@@ -27,7 +27,7 @@ from marlinq.core.dtypes import ITEM_BYTES, torch_dtype
 from marlinq.core.errors import UnsupportedError, UsageError
 from marlinq.core.progress import Progress, ReportProgress, shows_progress
 from marlinq.core.version import __version__
-from marlinq.formats import LAYOUTS, Layout, transcode
+from marlinq.formats import FORMATS, Format, transcode
 from marlinq.formats.dialects import DIALECTS
 from marlinq.operations.convert.plan import ConversionPlan, plan_conversion
 from marlinq.operations.convert.report import ConversionReport
@@ -63,7 +63,7 @@ def convert(
         source: a checkpoint folder or Hub id.
         revision: branch, tag or commit of a Hub id; the main branch when None.
         out: the folder to make; it must not exist.
-        target_format, source_format: names in :data:`marlinq.formats.LAYOUTS`; the source's is detected, and
+        target_format, source_format: names in :data:`marlinq.formats.FORMATS`; the source's is detected, and
             checked where it is given.
         strict_marlin: allow in marlin only what its original kernel takes (K%128, N%256, group 128 or -1).
         skip_unsupported: dequantise modules of shapes that the target excludes, instead of refusing.
@@ -85,7 +85,7 @@ def convert(
         return _convert(
             quantized,
             Path(out),
-            LAYOUTS[target_format],
+            FORMATS[target_format],
             strict_marlin=strict_marlin,
             skip_unsupported=skip_unsupported,
             max_shard_size=max_shard_size,
@@ -96,7 +96,7 @@ def convert(
 def _convert(
     quantized: QuantizedCheckpoint,
     out: Path,
-    target: Layout,
+    target: Format,
     *,
     strict_marlin: bool,
     skip_unsupported: bool,
@@ -131,7 +131,7 @@ def _convert(
     return ConversionReport(
         source=str(checkpoint.path),
         out=str(out),
-        source_format=quantized.layout.name,
+        source_format=quantized.format.name,
         target_format=target.name,
         converted=len(plan.modules),
         skipped=plan.skipped,
@@ -148,9 +148,9 @@ def _convert(
 
 def _check_formats(source_format: str | None, target_format: str, strict_marlin: bool) -> None:
     for name in (source_format, target_format):
-        if name is not None and name not in LAYOUTS:
-            raise UsageError(f"convert: unknown format {name!r}; expected one of {', '.join(LAYOUTS)}")
-    if strict_marlin and LAYOUTS[target_format].original_kernel is None:
+        if name is not None and name not in FORMATS:
+            raise UsageError(f"convert: unknown format {name!r}; expected one of {', '.join(FORMATS)}")
+    if strict_marlin and not FORMATS[target_format].original_kernel:
         raise UsageError(f"convert: --strict-marlin only goes with the target marlin, not {target_format}")
 
 
@@ -158,7 +158,7 @@ def _quantized(checkpoint: Checkpoint, source_format: str | None, target_format:
     quantized = QuantizedCheckpoint.of(checkpoint)
     if quantized is None:
         raise UnsupportedError(f"{checkpoint.path}: is not quantised; use marlinq quantize")
-    found = quantized.layout.name
+    found = quantized.format.name
     if source_format not in (None, found):
         raise UsageError(f"{checkpoint.path}: expected a {source_format} checkpoint, found {found}")
     if found == target_format:
@@ -176,7 +176,7 @@ def _manifest(plan: ConversionPlan, strict_marlin: bool, skip_unsupported: bool)
     return {
         "marlinq": __version__,
         "operation": "convert",
-        "source_format": plan.source.layout.name,
+        "source_format": plan.source.format.name,
         "format": plan.target.name,
         "strict_marlin": strict_marlin,
         "skip_unsupported": skip_unsupported,
@@ -211,11 +211,11 @@ def _jobs(plan: ConversionPlan, written: set[str]) -> Iterator[_Job]:
     """What is not written yet, in the order of the source, so that its shards are read in one pass."""
     source, carried = plan.source, set(plan.source.passthrough)
     for name, info in source.checkpoint.tensors.items():
-        module, _, suffix = name.rpartition(".")
+        module = name.rpartition(".")[0]
         if name in carried:
             if name not in written:
                 yield _Job(name, False, info.nbytes)
-        elif suffix == source.layout.key and not written.issuperset(_output_names(plan, module)):
+        elif name == source.codes_name(module) and not written.issuperset(_output_names(plan, module)):
             spec = source.modules[module]
             kept = module in plan.modules
             size = (
@@ -240,11 +240,15 @@ def _batches(jobs: Iterable[_Job], max_bytes: int) -> Iterator[list[_Job]]:
 
 def _output_names(plan: ConversionPlan, module: str) -> list[str]:
     spec = plan.modules.get(module)
-    return [f"{module}.{suffix}" for suffix in plan.target.expected(spec)] if spec else [f"{module}.weight"]
+    return (
+        [f"{module}.{suffix}" for suffix in plan.layout_of(module).expected(spec)]
+        if spec
+        else [f"{module}.weight"]
+    )
 
 
 def _run(plan: ConversionPlan, writer: CheckpointWriter, job: _Job) -> _Job:
-    source, target = plan.source, plan.target
+    source = plan.source
     if not job.module:
         writer.write(job.name, source.checkpoint.tensor(job.name))
         return job
@@ -253,11 +257,12 @@ def _run(plan: ConversionPlan, writer: CheckpointWriter, job: _Job) -> _Job:
         weight = source.load(job.name).dequantize(torch_dtype(plan.weight_dtype))
         writer.write(f"{job.name}.weight", weight.t() if plan.transposed else weight)
         return job
+    layout, target = source.layouts[job.name], plan.layout_of(job.name)
     grid = source.load_grid(job.name)
     for suffix, tensor in target.pack_grid(grid, spec.scheme).items():
         writer.write(f"{job.name}.{suffix}", tensor)
-    words = source.checkpoint.tensor(f"{job.name}.{source.layout.key}")
-    writer.write(f"{job.name}.{target.key}", transcode(words, spec, source.layout, target))
+    codes = transcode(source.codes(job.name), spec, layout, target)
+    writer.write(f"{job.name}.{target.key}", codes)
     return job
 
 

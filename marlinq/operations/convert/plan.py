@@ -17,7 +17,7 @@ from marlinq.core.progress import ReportProgress
 from marlinq.core.rules import Keep
 from marlinq.core.scheme import Scheme
 from marlinq.core.weight import Grid
-from marlinq.formats import Layout, ModuleSpec
+from marlinq.formats import Format, Layout, ModuleSpec
 from marlinq.formats.dialects import is_head, write_quantization_config
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class ConversionPlan:
 
     Attributes:
         source: the open source.
-        target: the layout of the output.
+        target: format of the output.
         modules: every module that stays quantised and what the output stores for it.
         skipped: the modules that are dequantised, with the reason.
         tensors: every output tensor, in the source's order.
@@ -54,7 +54,7 @@ class ConversionPlan:
     """
 
     source: QuantizedCheckpoint
-    target: Layout
+    target: Format
     modules: dict[str, ModuleSpec]
     skipped: Mapping[str, Keep]
     tensors: list[TensorPlan]
@@ -64,10 +64,14 @@ class ConversionPlan:
     quantization_config: dict[str, Any]
     notes: tuple[str, ...]
 
+    def layout_of(self, module: str) -> Layout:
+        """The layout of a module that stays quantised in the output."""
+        return self.target.layout_of(self.modules[module].scheme)
+
 
 def plan_conversion(
     source: QuantizedCheckpoint,
-    target: Layout,
+    target: Format,
     *,
     strict_marlin: bool,
     skip_unsupported: bool,
@@ -128,14 +132,14 @@ def model_dtype(config: Mapping[str, Any]) -> str | None:
 
 
 def _excluded_shapes(
-    source: QuantizedCheckpoint, target: Layout, strict_marlin: bool, skip_unsupported: bool
+    source: QuantizedCheckpoint, target: Format, strict_marlin: bool, skip_unsupported: bool
 ) -> dict[str, Keep]:
     found: dict[str, Keep] = {}
     for name, spec in source.modules.items():
         reason = source.mismatch(name)
         if reason is not None:
             raise CheckpointError(f"{source.checkpoint.path}: {name}.{reason}")
-        reason = target.strict_refusal(spec) if strict_marlin else target.shape_refusal(spec)
+        reason = _shape_refusal(target, spec, strict_marlin)
         if reason is not None:
             found[name] = Keep(reason)
     if found and not skip_unsupported:
@@ -147,6 +151,13 @@ def _excluded_shapes(
     return found
 
 
+def _shape_refusal(target: Format, spec: ModuleSpec, strict_marlin: bool) -> str | None:
+    if (reason := target.scheme_refusal(spec.scheme)) is not None:
+        return reason
+    layout = target.layout_of(spec.scheme)
+    return layout.strict_refusal(spec) if strict_marlin else layout.shape_refusal(spec)
+
+
 def _first(skipped: Mapping[str, Keep]) -> str:
     name, keep = next(iter(skipped.items()))
     return f"{name}: {keep.reason}"
@@ -155,7 +166,7 @@ def _first(skipped: Mapping[str, Keep]) -> str:
 class _Scan:
     """Reads zeros, g_idx and scales of every module once and keeps the facts that the output depends on."""
 
-    def __init__(self, source: QuantizedCheckpoint, target: Layout) -> None:
+    def __init__(self, source: QuantizedCheckpoint, target: Format) -> None:
         self._source = source
         self._target = target
         self._model_dtype = model_dtype(source.checkpoint.config)
@@ -171,7 +182,7 @@ class _Scan:
         declared = self._source.config.rules.scheme(name)
         if not stored:
             return
-        reason = self._target.refusal(grid, self._scale_dtype(self._source.modules[name].scheme.scale_dtype))
+        reason = self._target.layout_of(grid.scheme).refusal(grid, self._scale_dtype(name))
         if reason is not None:
             raise ConversionRefused(f"{path}: {name}: {self._target.name} can't hold it: {reason}")
         self._stores_zeros[declared] = self._stores_zeros.get(declared, False) or grid.scheme.stores_zeros
@@ -186,7 +197,7 @@ class _Scan:
         spec = self._source.modules[name]
         # Modules that the source's config describes alike stay alike, so that fused layers agree.
         stores_zeros = self._stores_zeros[self._source.config.rules.scheme(name)]
-        dtype = self._scale_dtype(spec.scheme.scale_dtype)
+        dtype = self._scale_dtype(name)
         if dtype is None:
             same = self._model_dtype if self._exact_in_model_dtype else None
             dtype = same or spec.scheme.scale_dtype
@@ -196,7 +207,8 @@ class _Scan:
             scale_dtype=dtype,
             act_order=self._act_order[name],
         )
-        return ModuleSpec(spec.in_features, spec.out_features, self._target.as_stored(scheme))
+        layout = self._target.layout_of(scheme)
+        return ModuleSpec(spec.in_features, spec.out_features, layout.as_stored(scheme))
 
     def notes(self, kept: Mapping[str, ModuleSpec]) -> list[str]:
         """Facts about the output that a user should know."""
@@ -207,8 +219,9 @@ class _Scan:
             notes.append(
                 "the source says desc_act: true, but its g_idx is in channel order; the output says false"
             )
-        stored, wanted = next(iter(kept.values())).scheme.scale_dtype, self._model_dtype
-        follows = self._target.scale_dtype is None and wanted in _SIXTEEN_BIT
+        name, spec = next(iter(kept.items()))
+        stored, wanted = spec.scheme.scale_dtype, self._model_dtype
+        follows = self._scale_dtype(name) is None and wanted in _SIXTEEN_BIT
         if follows and not self._exact_in_model_dtype and stored != wanted:
             notes.append(
                 f"scales stay in {stored}: the model's {wanted} can't hold all of them "
@@ -216,11 +229,13 @@ class _Scan:
             )
         return notes
 
-    def _scale_dtype(self, stored: str) -> str | None:
+    def _scale_dtype(self, name: str) -> str | None:
         """The type of the output's scales; None where the target follows the model."""
-        if self._source.layout.family == self._target.family:
-            return stored
-        return self._target.scale_dtype
+        scheme = self._source.modules[name].scheme
+        target = self._target.layout_of(scheme)
+        return (
+            scheme.scale_dtype if self._source.layouts[name].family == target.family else target.scale_dtype
+        )
 
 
 def _exact(grid: Grid, dtype: str | None) -> bool:
@@ -230,25 +245,26 @@ def _exact(grid: Grid, dtype: str | None) -> bool:
 
 def _tensors(
     source: QuantizedCheckpoint,
-    target: Layout,
+    target: Format,
     modules: Mapping[str, ModuleSpec],
     weight_dtype: str,
     transposed: bool,
 ) -> list[TensorPlan]:
     carried = set(source.passthrough)
+    layouts = {name: target.layout_of(spec.scheme) for name, spec in modules.items()}
     plans: list[TensorPlan] = []
     for name, info in source.checkpoint.tensors.items():
         if name in carried:
-            reason = misplaced(name, target, modules)
+            reason = misplaced(name, target, layouts)
             if reason is not None:
                 raise ConversionRefused(f"{source.checkpoint.path}: as {target.name}, {reason}")
             plans.append(TensorPlan(name, info.dtype, info.shape))
             continue
-        module, _, suffix = name.rpartition(".")
-        if suffix != source.layout.key:
+        module = name.rpartition(".")[0]
+        if name != source.codes_name(module):
             continue
         if module in modules:
-            expected = target.expected(modules[module])
+            expected = layouts[module].expected(modules[module])
             plans += [TensorPlan(f"{module}.{key}", want.dtype, want.shape) for key, want in expected.items()]
         else:
             spec = source.modules[module]

@@ -16,7 +16,7 @@ class ConversionReport(Shown):
 
     Attributes:
         source, out: the folders.
-        source_format, target_format: names in :data:`marlinq.formats.LAYOUTS`.
+        source_format, target_format: names in :data:`marlinq.formats.FORMATS`.
         converted: quantised modules in the output.
         skipped: modules that the target can't hold and that were dequantised instead, with reasons.
         carried: tensors that were copied unchanged (norms, embeddings, biases).

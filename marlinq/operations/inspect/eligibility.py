@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import INT4, Scheme
 from marlinq.core.version import __version__
-from marlinq.formats import LAYOUTS
+from marlinq.formats import FORMATS
 from marlinq.formats.dialects import is_head
 from marlinq.operations.inspect.parallel import Layer, Split, experts, fused, split, split_head
 from marlinq.operations.inspect.servers import Kernel, Limits, Loading, Server, servers
@@ -66,7 +66,7 @@ class Whole:
     """What servers look at besides single layers.
 
     Attributes:
-        layout: a name in :data:`marlinq.formats.LAYOUTS`.
+        layout: a name in :data:`marlinq.formats.FORMATS`.
         rules: the config has rules for single modules.
         unquantized: linears that are stored in floating point.
         heads, kv_heads: attention and key-value heads, or None where the config does not say.
@@ -392,7 +392,9 @@ def _stored_as(layout: str, layer: Layer) -> str:
     """What the weights of ``layer`` are in another layout, as ``servers.toml`` names them."""
     zero_point = "stored" if layer.symmetric is False else layer.element.zero_point
     scheme = Scheme(layer.element, layer.granularity, zero_point)
-    kind = "asymmetric" if LAYOUTS[layout].as_stored(scheme).stores_zeros else "symmetric"
+    if FORMATS[layout].scheme_refusal(scheme) is not None:
+        return f"{layer.element.name}, not held"
+    kind = "asymmetric" if FORMATS[layout].layout_of(scheme).as_stored(scheme).stores_zeros else "symmetric"
     return f"{layer.element.name} {kind}"
 
 

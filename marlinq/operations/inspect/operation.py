@@ -68,7 +68,7 @@ def inspect(
     others = sum(math.prod(opened.tensors[name].shape) for name in quantized.passthrough)
     return Inspection(
         checkpoint=str(opened.path),
-        format=quantized.layout.name,
+        format=quantized.format.name,
         architecture=_architecture(opened),
         dtype=_main_dtype(opened, quantized.passthrough),
         bits=_by_frequency(module.bits for module in facts),
@@ -140,12 +140,12 @@ def _unquantized(opened: Checkpoint) -> Inspection:
 def _layer(quantized: QuantizedCheckpoint, name: str, spec: ModuleSpec, stored: StoredFacts) -> Layer:
     declared = quantized.config.rules.scheme(name) or spec.scheme
     return Layer(
-        layout=quantized.layout.name,
+        layout=quantized.format.name,
         in_features=spec.in_features,
         out_features=spec.out_features,
         element=spec.scheme.element,
         granularity=spec.scheme.granularity,
-        declared_symmetric=not quantized.layout.as_stored(declared).stores_zeros,
+        declared_symmetric=not quantized.layouts[name].as_stored(declared).stores_zeros,
         symmetric=stored.symmetric,
         declared_act_order=declared.act_order,
         in_order=stored.in_order is not False,
@@ -165,9 +165,9 @@ def _whole(quantized: QuantizedCheckpoint, unquantized: tuple[str, ...]) -> Whol
         return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
     heads = count("num_attention_heads")
-    dialect = DIALECTS[quantized.layout.dialect]
+    dialect = DIALECTS[quantized.format.dialect]
     return Whole(
-        layout=quantized.layout.name,
+        layout=quantized.format.name,
         rules=_has_rules(quantized.config.raw),
         unquantized=unquantized,
         heads=heads,
@@ -201,7 +201,7 @@ def _said(quantized: QuantizedCheckpoint, name: str, spec: ModuleSpec) -> tuple[
     scheme = quantized.config.rules.scheme(name)
     if scheme is None:
         return None
-    symmetric = not quantized.layout.as_stored(scheme).stores_zeros
+    symmetric = not quantized.format.layout_of(scheme).as_stored(scheme).stores_zeros
     granularity = scheme.for_channels(spec.in_features).granularity
     return scheme.element, granularity, symmetric, scheme.act_order
 
@@ -243,7 +243,7 @@ def _symmetry(facts: list[ModuleFacts]) -> str:
 
 def _order(quantized: QuantizedCheckpoint, facts: list[ModuleFacts]) -> str:
     extras = any(spec.extras for spec in quantized.modules.values())
-    if not quantized.layout.stores_order and not extras:
+    if not extras and not any(layout.stores_order for layout in quantized.layouts.values()):
         return "none"
     found = {module.g_idx for module in facts}
     return found.pop() if len(found) == 1 else "mixed"

@@ -22,7 +22,7 @@ class Layer:
     """What the rules look at for one layer.
 
     Attributes:
-        layout: a name in :data:`marlinq.formats.LAYOUTS`.
+        layout: a name in :data:`marlinq.formats.FORMATS`.
         in_features, out_features: K and N.
         element: the type of a code.
         granularity: weights that share a scale; a group of K or more is a channel.

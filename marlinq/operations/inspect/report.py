@@ -47,7 +47,7 @@ class Inspection(Shown):
 
     Attributes:
         checkpoint: the folder.
-        format: a name in :data:`marlinq.formats.LAYOUTS`; None for an unquantised checkpoint.
+        format: a name in :data:`marlinq.formats.FORMATS`; None for an unquantised checkpoint.
         architecture: what ``config.json`` names.
         dtype: of the unquantised tensors, the one that most bytes have.
         bits, group_sizes: of the quantised linears, each value once, the most frequent first.

@@ -40,7 +40,7 @@ def stored_facts(quantized: QuantizedCheckpoint, module: str) -> StoredFacts:
     Raises:
         CheckpointError: a g_idx or a stored shape contradicts the others.
     """
-    plain, spec = quantized.layout.plain, quantized.modules[module]
+    plain, spec = quantized.layouts[module].plain, quantized.modules[module]
     if plain is None:
         return _decoded(quantized, module)
     found = quantized.tensor_names(module)

@@ -69,11 +69,11 @@ class BlockQuantizer:
         self._batches = batches
         self._progress = progress
         self._replay = BlockReplay(instance, products)
-        self._gathering = Gathering(instance, self._replay, plan.method, batches, ranks)
+        self._gathering = Gathering(instance, self._replay, batches, ranks)
         calibration = ExpertCalibration(
             instance, self._replay, recipe, len(batches), self._gathering.empty, ranks
         )
-        self._experts = ExpertQuantizer(instance, plan.method, calibration, ranks)
+        self._experts = ExpertQuantizer(instance, calibration, ranks)
         self._recipe = recipe
         self._gradients: LossGradients | None = None
 
@@ -153,16 +153,14 @@ class BlockQuantizer:
 
     def _is_paired(self) -> bool:
         """Whether any module is solved by comparison with the original's inputs."""
-        method = self._plan.method
-        return any(method.paired(planned.options) for planned in self._plan.modules.values())
+        return any(planned.method.paired(planned.options) for planned in self._plan.modules.values())
 
     def _using_output_gradients(self, members: Sequence[PlannedModule]) -> list[PlannedModule]:
         """Those that are solved by the loss's gradients at their outputs."""
-        method = self._plan.method
         return [
             planned
             for planned in members
-            if method.uses_output_gradients(planned.options)
+            if planned.method.uses_output_gradients(planned.options)
             and planned.projection.whole
             and not self._instance.blueprint.routed
         ]
@@ -217,19 +215,22 @@ class BlockQuantizer:
         members = [found for found in members if found.projection.name not in fused]
         by_name = {planned.projection.name: planned for planned in members}
         module = self._instance.model.get_submodule(self._blocks[index].name)
-        for options in dict.fromkeys(planned.options for planned in (*members, *fused.values())):
-            self._plan.method.transform(module, options)
-        if not members:
+        ways = dict.fromkeys((each.method, each.options) for each in (*members, *fused.values()))
+        for method, options in ways:
+            method.transform(module, options)
+        if not any(found.method.calibrated for found in members):
             self._advance_original(index)
-        if states is None or not members:
-            gathered = Gathered([(name,) for name in by_name], [], {})
+        calibrated = [found for found in members if found.method.calibrated]
+        alone = [(found.projection.name,) for found in members if not found.method.calibrated]
+        if states is None or not calibrated:
+            gathered = Gathered([(found.projection.name,) for found in calibrated], [], {})
         else:
             outputs = BlockOutputs(self._blocks[index].name, states) if once else None
             moments = {}
             if self._gradients is not None:
-                using = [planned.projection for planned in self._using_output_gradients(members)]
+                using = [planned.projection for planned in self._using_output_gradients(calibrated)]
                 moments = self._gradients.moments(index, using, states)
-            gathered = self._gathering.gather(index, members, states, outputs)
+            gathered = self._gathering.gather(index, calibrated, states, outputs)
             for group in (*gathered.groups, *gathered.late):
                 # Statistics of methods that use the gradients have a place for them.
                 found = {name: moments[name] for name in group if name in moments}
@@ -239,7 +240,7 @@ class BlockQuantizer:
                 outputs.check()
         quantized: dict[str, QuantizedWeight] = {}
         notes: dict[str, Any] = {}
-        for late, groups in enumerate((gathered.groups, gathered.late)):
+        for late, groups in enumerate(([*gathered.groups, *alone], gathered.late)):
             if not groups:
                 continue
             if late and states is not None:
@@ -247,7 +248,7 @@ class BlockQuantizer:
                 for name, solved in quantized.items():
                     install(self._instance, by_name[name], solved)
                 quantized.clear()
-                self._gathering.gather_late(index, members, states, gathered)
+                self._gathering.gather_late(index, calibrated, states, gathered)
             for planned, solved, report in self._solved(groups, by_name, gathered):
                 if keep or gathered.late:
                     quantized[planned.projection.name] = solved
@@ -276,11 +277,11 @@ class BlockQuantizer:
 
     def _quantize_head(self, head: PlannedModule, states: HiddenStates | None) -> None:
         statistics = None
-        if states is not None:
+        if states is not None and head.method.calibrated:
             statistics = head_statistics(self._gathering, head, self._batches, states, self._ranks)
         if not self._ranks.first:
             return
-        solved, report = quantize_head(self._instance, head, statistics, self._plan.method)
+        solved, report = quantize_head(self._instance, head, statistics)
         notes = self._written.add(head, solved, module_report(head, statistics, report))
         self._written.commit(notes)
 
@@ -291,7 +292,7 @@ class BlockQuantizer:
         rows: Sequence[slice],
     ) -> list[tuple[QuantizedWeight, SolveReport]]:
         """Solves some output channels of each module."""
-        solved: list[tuple[QuantizedWeight, SolveReport]] = self._plan.method.solve(
+        solved: list[tuple[QuantizedWeight, SolveReport]] = members[0].method.solve(
             [
                 self._instance.weight(planned.projection)[part].to(torch.float32)
                 for planned, part in zip(members, rows, strict=True)
@@ -301,7 +302,7 @@ class BlockQuantizer:
             members[0].options,
             names=[planned.projection.name for planned in members],
         )
-        if self._plan.method.calibrated:
+        if members[0].method.calibrated:
             stop_if_far_off(
                 (planned.projection.name, self._instance.weight(planned.projection)[part], quantized)
                 for planned, part, (quantized, _) in zip(members, rows, solved, strict=True)
@@ -312,7 +313,7 @@ class BlockQuantizer:
 def _of_equal_settings(members: Sequence[PlannedModule]) -> list[list[PlannedModule]]:
     batches: dict[tuple[object, ...], list[PlannedModule]] = {}
     for planned in members:
-        batches.setdefault((planned.spec.scheme, planned.options), []).append(planned)
+        batches.setdefault((planned.spec.scheme, planned.method, planned.options), []).append(planned)
     return list(batches.values())
 
 

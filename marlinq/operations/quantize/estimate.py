@@ -118,7 +118,7 @@ def estimate(
     # Once for the inputs of its linears, and once for what the next block sees of it, unless both are one.
     passes = 2.0 if plan.method.sequential else 1.0
     outer = 1.0
-    if any(plan.method.paired(each.options) for each in modules):
+    if any(each.method.paired(each.options) for each in modules):
         # The original's pass, and that of projections that see the others quantised. A drift is not
         # symmetric, so its product takes twice as long as the Hessian's.
         share = compared_share(tokens)
@@ -127,7 +127,7 @@ def estimate(
         passes * 2 * work.linear_weights / low_precision + outer * work.hessian_products / rate
     ) * tokens
     streams = 0
-    if any(plan.method.uses_output_gradients(each.options) for each in modules):
+    if any(each.method.uses_output_gradients(each.options) for each in modules):
         seconds += gradient_work(tokens, work, device) / rate
         streams = gradient_tokens(tokens, work, device) * hidden_size * dtype.itemsize * (len(blocks) + 1)
     output_bytes = sum(tensor.nbytes for tensor in plan.tensors)
@@ -209,7 +209,7 @@ def _product_rate(
 
 def _solve_seconds(plan: OutputPlan, modules: Sequence[PlannedModule], device: torch.device) -> float:
     """From one solve of a random weight of 512 x 512 or less, by K * N * (1024 + K)."""
-    first = modules[0]
+    first = next(each for each in modules if each.method is plan.method)
     size = first.spec.scheme.channels_per_group(first.spec.in_features)
     k = max(min(_PROBE_K, first.spec.in_features) // size, 1) * size
     n = min(_PROBE_N, first.spec.out_features)

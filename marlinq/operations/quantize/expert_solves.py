@@ -8,7 +8,7 @@ from typing import Any
 
 from marlinq.calibration import HiddenStates
 from marlinq.core.weight import QuantizedWeight
-from marlinq.methods import Inputs, Method, SolveReport
+from marlinq.methods import Inputs, SolveReport
 from marlinq.models import Experts, ModelInstance
 from marlinq.operations.quantize.batches_of_modules import BATCH_WEIGHTS
 from marlinq.operations.quantize.experts import ExpertCalibration, ExpertGroup
@@ -25,7 +25,6 @@ class ExpertQuantizer:
 
     Args:
         instance: the live model.
-        method: method of the recipe.
         calibration: statistics of the experts.
         ranks: processes that share the work.
     """
@@ -33,12 +32,10 @@ class ExpertQuantizer:
     def __init__(
         self,
         instance: ModelInstance,
-        method: Method[Any, Any],
         calibration: ExpertCalibration,
         ranks: Ranks,
     ) -> None:
         self._instance = instance
-        self._method = method
         self._calibration = calibration
         self._ranks = ranks
 
@@ -87,20 +84,20 @@ class ExpertQuantizer:
                 (each.projection.out_features, each.projection.in_features) for each in group.members
             )
             first = group.members[0]
-            alike.setdefault((shapes, first.spec.scheme, first.options), []).append(number)
+            alike.setdefault((shapes, first.spec.scheme, first.method, first.options), []).append(number)
         results: dict[int, list[tuple[QuantizedWeight, SolveReport]]] = {}
         for numbers in alike.values():
             first = groups[numbers[0]].members[0]
-            solved = self._method.solve_many(
+            solved = first.method.solve_many(
                 [self._inputs(groups[number]) for number in numbers], first.spec.scheme, first.options
             )
             results |= dict(zip(numbers, solved, strict=True))
-        if self._method.calibrated:
-            stop_if_far_off(
-                (each.projection.name, self._instance.weight(each.projection), quantized)
-                for number, group in enumerate(groups)
-                for each, (quantized, _) in zip(group.members, results[number], strict=True)
-            )
+        stop_if_far_off(
+            (each.projection.name, self._instance.weight(each.projection), quantized)
+            for number, group in enumerate(groups)
+            for each, (quantized, _) in zip(group.members, results[number], strict=True)
+            if each.method.calibrated
+        )
         return [results[number] for number in range(len(groups))]
 
     def _inputs(self, group: ExpertGroup) -> Inputs[Any]:

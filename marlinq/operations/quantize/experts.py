@@ -118,7 +118,7 @@ class ExpertCalibration:
             (tuple(planned[found.name] for found in first), planned[second.name])
             for first, second in map(experts.of, range(experts.count))
         ]
-        if states is None:
+        if states is None or not members[0][1].method.calibrated:
             for first, second in members:
                 yield [ExpertGroup((found,), None, 0, None) for found in (*first, second)]
             return

@@ -53,7 +53,7 @@ def run_report(
     plan, device = decisions.plan, decisions.device
     return QuantizeReport(
         out=folder,
-        format=plan.layout.name,
+        format=plan.format.name,
         method=plan.method.name,
         modules=solved.modules,
         kept=plan.kept,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from marlinq.calibration import Batch, HiddenStates
 from marlinq.core.errors import NumericsError, UnsupportedError
-from marlinq.methods import Method, Statistics
+from marlinq.methods import Statistics
 from marlinq.models import BlockReplay, ModelInstance, Projection, shared_inputs, streams_at
 from marlinq.operations.quantize.original import OriginalRun, OriginalStates
 from marlinq.operations.quantize.planning import PlannedModule
@@ -24,7 +24,6 @@ class Gathering:
     Args:
         instance: the live model.
         replay: the recorded calls of its blocks.
-        method: what the statistics are for.
         batches: the calibration text, this rank's.
         ranks: processes that share the work.
     """
@@ -33,11 +32,10 @@ class Gathering:
         self,
         instance: ModelInstance,
         replay: BlockReplay,
-        method: Method[Any, Any],
         batches: Sequence[Batch],
         ranks: Ranks,
     ) -> None:
-        self.instance, self.replay, self.method = instance, replay, method
+        self.instance, self.replay = instance, replay
         self.shapes = [tuple(batch.ids.shape) for batch in batches]
         self.masks = [batch.mask().to(instance.device) if batch.padded else None for batch in batches]
         self._ranks = ranks
@@ -47,7 +45,7 @@ class Gathering:
     def empty(self, planned: PlannedModule) -> Statistics:
         """Statistics of a projection's input, nothing counted yet."""
         projection = planned.projection
-        found: Statistics = self.method.statistics(
+        found: Statistics = planned.method.statistics(
             projection.in_features, planned.options, device=self.instance.device, name=projection.name
         )
         return found
@@ -70,7 +68,7 @@ class Gathering:
         by_name = {planned.projection.name: planned for planned in members}
         original, places = OriginalRun(), dict[str, str]()
         if self.original is not None:
-            paired = [each.projection for each in members if self.method.paired(each.options)]
+            paired = [each.projection for each in members if each.method.paired(each.options)]
             original, places = self.original.explore(index, 0, paired)
         places = self._ranks.share_json(places)
         block = _Block(self, index, by_name, places)
@@ -283,7 +281,8 @@ class _Block:
     def _is_pair(self, name: str, x: Tensor, original: Tensor) -> bool:
         """Whether two inputs of a projection are of the same tokens: all of the batch, where there are
         experts, since each model sends them tokens of its own choice."""
-        paired = self._all.method.paired(self._planned[name].options)
+        planned = self._planned[name]
+        paired = planned.method.paired(planned.options)
         routed = self._all.instance.blueprint.routed
         return (
             paired

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from marlinq.calibration import Batch, HiddenStates
 from marlinq.core.weight import QuantizedWeight
-from marlinq.methods import Method, SolveReport, Statistics
+from marlinq.methods import SolveReport, Statistics
 from marlinq.models import ModelInstance
 from marlinq.operations.quantize.batches_of_modules import joined
 from marlinq.operations.quantize.gathering import Gathering
@@ -27,7 +26,6 @@ def solve_head(
     planned: PlannedModule,
     weight: Tensor,
     statistics: Statistics | None,
-    method: Method[Any, Any],
     *,
     device: torch.device,
     rows: int = SLICE_ROWS,
@@ -41,7 +39,6 @@ def solve_head(
         planned: the head.
         weight: float [N, K], on the CPU in its stored dtype.
         statistics: of the head's input; None for a method that is not calibrated.
-        method: of the recipe.
         device: where slices are solved.
         rows: output channels of a slice.
 
@@ -53,7 +50,7 @@ def solve_head(
     if not planned.spec.scheme.per_output:
         rows = len(weight)
     for part in torch.split(weight, rows):
-        ((quantized, report),) = method.solve(
+        ((quantized, report),) = planned.method.solve(
             [part.to(device, torch.float32)],
             statistics,
             planned.spec.scheme,
@@ -90,10 +87,10 @@ def head_statistics(
 
 
 def quantize_head(
-    instance: ModelInstance, head: PlannedModule, statistics: Statistics | None, method: Method[Any, Any]
+    instance: ModelInstance, head: PlannedModule, statistics: Statistics | None
 ) -> tuple[QuantizedWeight, SolveReport]:
     """Reads the stored head and solves it as :func:`solve_head` does."""
     projection = head.projection
     shape = (projection.out_features, projection.in_features)
     stored = instance.read(projection.parameter, shape[::-1] if projection.transposed else shape)
-    return solve_head(head, projection.view(stored), statistics, method, device=instance.device)
+    return solve_head(head, projection.view(stored), statistics, device=instance.device)

@@ -58,7 +58,7 @@ class ModuleWriter:
         note = {module_note(planned): asdict(report)}
         if not self._ranks.first:
             return note
-        for suffix, tensor in self._plan.layout.pack(solved, planned.spec.scheme).items():
+        for suffix, tensor in planned.layout.pack(solved, planned.spec.scheme).items():
             self._waiting[f"{planned.stored}.{suffix}"] = tensor
         if sum(tensor.nbytes for tensor in self._waiting.values()) > _BYTES_AT_ONCE:
             self.commit({})
@@ -75,7 +75,7 @@ class ModuleWriter:
         if self._ranks.first:
             names = self._plan.tensor_names(planned)
             tensors = {suffix: self._writer.read_back(name) for suffix, name in names.items()}
-            stored = self._plan.layout.unpack(tensors, planned.spec)
+            stored = planned.layout.unpack(tensors, planned.spec)
         return self._ranks.share_weight(stored, planned.spec, 0)
 
 

@@ -214,7 +214,7 @@ def plan_quantize(
         model=str(checkpoint.path),
         out=str(out),
         architecture=blueprint.architecture,
-        format=plan.layout.name,
+        format=plan.format.name,
         method=plan.method.name,
         fates=_fates(plan),
         group_size=None if plan.automatic is None else plan.automatic.describe(),

@@ -11,7 +11,7 @@ from marlinq.core.dtypes import FLOATS
 from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.core.granularity import Granularity
 from marlinq.core.rules import Keep
-from marlinq.formats import LAYOUTS, Layout, ModuleSpec
+from marlinq.formats import FORMATS, Format, Layout, ModuleSpec
 from marlinq.formats.dialects import DIALECTS, write_quantization_config
 from marlinq.methods import METHODS, Method, MethodOptions
 from marlinq.models import Block, Blueprint, Projection, TensorNames
@@ -35,7 +35,9 @@ class PlannedModule:
         projection: where its weight is.
         stored: its name in the output, to which the layout's suffixes are added.
         source: the tensor of the checkpoint that holds its weight; a tied head's is the embedding's.
-        options: of the recipe's method.
+        method: what quantises it.
+        options: of the method.
+        layout: layout of its tensors.
         spec: what will be stored.
         reason: where scheme and options come from.
         granularity: weights that share a scale, as decided; a module no wider than a group has one scale per
@@ -45,7 +47,9 @@ class PlannedModule:
     projection: Projection
     stored: str
     source: str
+    method: Method[Any, Any]
     options: MethodOptions
+    layout: Layout
     spec: ModuleSpec
     reason: str
     granularity: Granularity
@@ -82,8 +86,8 @@ class OutputPlan:
     """The output folder's content.
 
     Attributes:
-        layout: the target format.
-        method: what quantises the modules.
+        format: format of the output.
+        method: what quantises the modules whose text is read: the method that needs it, where there are two.
         modules: quantised projections by name, in the order of the tree; the output head comes last.
         automatic: group size that was left open, and why it is what it is; None where the recipe names all.
         head: the output head where it is quantised.
@@ -95,7 +99,7 @@ class OutputPlan:
         extra_json: further JSON files that loaders of the layout read.
     """
 
-    layout: Layout
+    format: Format
     method: Method[Any, Any]
     modules: Mapping[str, PlannedModule]
     automatic: AutomaticGroups | None
@@ -113,7 +117,7 @@ class OutputPlan:
 
     def tensor_names(self, planned: PlannedModule) -> dict[str, str]:
         """The output tensors of a quantised module by suffix."""
-        return {suffix: f"{planned.stored}.{suffix}" for suffix in self.layout.expected(planned.spec)}
+        return {suffix: f"{planned.stored}.{suffix}" for suffix in planned.layout.expected(planned.spec)}
 
     def is_written(self, planned: PlannedModule, written: set[str], notes: Container[str]) -> bool:
         """True when a quantised module is there: all its tensors in ``written``, and its note in ``notes``.
@@ -147,14 +151,14 @@ def plan_output(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) ->
         )
     names = TensorNames(blueprint, checkpoint.tensors, source=str(checkpoint.path))
     _check_parameters(checkpoint, blueprint, names)
-    layout = LAYOUTS[recipe.format]
-    modules, skipped, automatic = _choose(checkpoint, blueprint, names, layout, recipe)
+    form = FORMATS[recipe.format]
+    modules, skipped, automatic = _choose(checkpoint, blueprint, names, form, recipe)
     kept = {name: keep for name, keep in {**blueprint.kept, **skipped}.items() if name not in modules}
     extra = extra_linears(checkpoint, blueprint, names)
     head = modules.get(blueprint.head) if blueprint.head is not None else None
     untied = head is not None and _tied_to(blueprint, head.projection) is not None
     quantization_config = write_quantization_config(
-        layout,
+        form,
         {planned.stored: planned.spec for planned in modules.values()},
         [*_unquantized(blueprint, names, kept), *extra],
     )
@@ -167,13 +171,13 @@ def plan_output(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) ->
         if name not in replaced:
             tensors.append(TensorPlan(name, info.dtype, info.shape))
         for planned in replaced.get(name, ()):
-            tensors.extend(_packed(layout, planned))
+            tensors.extend(_packed(planned))
     if head is not None and head.source not in replaced:
-        tensors.extend(_packed(layout, head))
+        tensors.extend(_packed(head))
     config = {**checkpoint.config, "quantization_config": quantization_config}
     return OutputPlan(
-        layout=layout,
-        method=METHODS[recipe.method],
+        format=form,
+        method=_method(modules.values()),
         modules=modules,
         automatic=automatic,
         head=head,
@@ -182,8 +186,14 @@ def plan_output(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) ->
         tensors=tuple(tensors),
         copied=tuple(name for name in checkpoint.tensors if name not in replaced),
         config=untied_config(config) if untied else config,
-        extra_json=DIALECTS[layout.dialect].extra_files(quantization_config),
+        extra_json=DIALECTS[form.dialect].extra_files(quantization_config),
     )
+
+
+def _method(modules: Iterable[PlannedModule]) -> Method[Any, Any]:
+    """The calibrated method of any module, else that of the first."""
+    methods = [planned.method for planned in modules]
+    return next((method for method in methods if method.calibrated), methods[0])
 
 
 def split_notes(blueprint: Blueprint, plan: OutputPlan) -> list[str]:
@@ -206,10 +216,10 @@ def split_notes(blueprint: Blueprint, plan: OutputPlan) -> list[str]:
     return list(found.values())
 
 
-def _packed(layout: Layout, planned: PlannedModule) -> list[TensorPlan]:
+def _packed(planned: PlannedModule) -> list[TensorPlan]:
     return [
         TensorPlan(f"{planned.stored}.{suffix}", tensor.dtype, tensor.shape)
-        for suffix, tensor in layout.expected(planned.spec).items()
+        for suffix, tensor in planned.layout.expected(planned.spec).items()
     ]
 
 
@@ -261,7 +271,7 @@ def _choose(
     checkpoint: Checkpoint,
     blueprint: Blueprint,
     names: TensorNames,
-    layout: Layout,
+    form: Format,
     recipe: Recipe,
 ) -> tuple[dict[str, PlannedModule], dict[str, Keep], AutomaticGroups | None]:
     shared = set(blueprint.tied) | set(blueprint.tied.values())
@@ -287,6 +297,7 @@ def _choose(
                 settings = replace(settings, granularity=Granularity.group(automatic.size))
             parts = names.in_parts(projection.parameter)
             stored = names.require(f"{name}.weight" if parts else projection.parameter)
+            layout = settings.layout(form)
             spec = _spec(layout, projection, settings, checkpoint.tensors[stored].dtype, stored)
             reason = layout.shape_refusal(spec)
         if reason is not None:
@@ -296,7 +307,9 @@ def _choose(
             projection,
             names.module(projection),
             stored,
+            METHODS[settings.method],
             settings.options,
+            layout,
             spec,
             settings.reason,
             settings.granularity or spec.granularity,
@@ -306,7 +319,7 @@ def _choose(
         pattern = name.rpartition(".")[2] + "$"
         others = f" (and {len(refused) - 1} more modules)" if len(refused) > 1 else ""
         raise UnsupportedError(
-            f"{name}{others}: {layout.name}: {reason}; choose another --group-size or --format, "
+            f"{name}{others}: {form.name}: {reason}; choose another --group-size or --format, "
             f"or keep it unquantised with --override '{pattern}=skip'"
         )
     if not modules:
@@ -384,4 +397,5 @@ def _spec(
     # Layouts that leave the dtype of scales open want the model's own, where that has 16 bits.
     own = stored if stored != "float32" else "float16"
     scheme = settings.scheme(projection.in_features, layout.scale_dtype or own)
+    scheme = replace(scheme, tensor_scale=layout.as_stored(scheme).tensor_scale)
     return ModuleSpec(projection.in_features, projection.out_features, scheme)

@@ -72,8 +72,7 @@ class Decisions:
     @property
     def uses_output_gradients(self) -> bool:
         """Whether any module is solved with the loss's gradients at its outputs."""
-        method = self.plan.method
-        return any(method.uses_output_gradients(each.options) for each in self.plan.modules.values())
+        return any(each.method.uses_output_gradients(each.options) for each in self.plan.modules.values())
 
 
 @dataclass(frozen=True)
@@ -213,7 +212,7 @@ def _warn(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe, plan: Ou
             "by that; use gptq, or the model before its rotation"
         )
     if blueprint.routed and any(
-        plan.method.uses_output_gradients(each.options) for each in plan.modules.values()
+        each.method.uses_output_gradients(each.options) for each in plan.modules.values()
     ):
         notes.append(
             "tokens choose experts, so the loss's gradients are left out (--no-output-hessian)",

@@ -22,7 +22,8 @@ from marlinq.core.granularity import Granularity
 from marlinq.core.patterns import MAX_CHARACTERS, Pattern, Patterns
 from marlinq.core.plain_values import MAX_YAML_BYTES, load_yaml
 from marlinq.core.rules import Keep, ModuleRules, Rule
-from marlinq.core.scheme import ELEMENTS, Element, Scheme, TensorScale, integer_element
+from marlinq.core.scheme import Activations, Element, Scheme
+from marlinq.core.schemes import SCHEMES
 from marlinq.core.settings import (
     AUTO,
     Automatic,
@@ -37,19 +38,18 @@ from marlinq.core.settings import (
     kinds,
     setting,
 )
-from marlinq.formats import LAYOUTS, Layout
+from marlinq.formats import FORMATS, Format, Layout
 from marlinq.methods import METHODS, MethodOptions
 from marlinq.operations.quantize.quality import DEFAULT, QUALITIES
 
-BITS = (4, 8)
 AUTO_GROUP_SIZES = (128, 64, 32)
 GROUP_SIZES = (32, 64, 128, -1, AUTO)
 UNQUANTIZED = "none"
+ROUNDING = "rtn"
+"""The method of modules whose element the recipe's method has no grid for."""
 EXPERTS = ("routed", "all")
 EXPERT_FALLBACKS = ("blend", "all", "shared")
 NO_TEMPLATE = "none"
-HEADS = (UNQUANTIZED, "int4", "int8")
-"""What the output head may become: the elements by name, or nothing else than it is."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +61,40 @@ class ModuleSettings:
         granularity: weights that share a scale; None for groups of a size that is decided for all modules
             together, then stored.
         symmetric: zero points in the middle of the codes.
-        tensor_scale: kind of second-level scale.
-        options: of the recipe's method.
+        scale_dtype: name of the scales' dtype; None where layout or model decide.
+        two_levels: scales are multiplied by one more scale per tensor.
+        activations: how servers quantise the inputs; None for 16-bit activations.
+        method: name of the method that makes it.
+        options: of that method.
         reason: where the settings come from.
     """
 
     element: Element
     granularity: Granularity | None
     symmetric: bool
-    tensor_scale: TensorScale
+    scale_dtype: str | None
+    two_levels: bool
+    activations: Activations | None
+    method: str
     options: MethodOptions
     reason: str
 
+    def layout(self, form: Format) -> Layout:
+        """The layout of ``form`` that holds it.
+
+        Raises:
+            ConversionRefused: none does.
+        """
+        return form.layout_of(self.typical)
+
+    @property
+    def typical(self) -> Scheme:
+        """The scheme of a module of any K that has groups: what formats and methods are asked about."""
+        granularity = self.granularity or Granularity.group(AUTO_GROUP_SIZES[0])
+        return replace(self, granularity=granularity).scheme(2 * AUTO_GROUP_SIZES[0], "float16")
+
     def scheme(self, in_features: int, scale_dtype: str) -> Scheme:
-        """The scheme of a module of K = ``in_features``.
+        """The scheme of a module of K = ``in_features``; ``scale_dtype`` is for settings that have none.
 
         Raises:
             ValueError: the granularity is not decided yet.
@@ -85,8 +105,9 @@ class ModuleSettings:
             element=self.element,
             granularity=self.granularity.for_channels(in_features),
             zero_point=self.element.zero_point if self.symmetric else "stored",
-            scale_dtype=scale_dtype,
-            tensor_scale=self.tensor_scale,
+            scale_dtype=self.scale_dtype or scale_dtype,
+            tensor_scale="multiplies" if self.two_levels else "none",
+            activations=self.activations,
         )
 
     def group_refusal(self, in_features: int) -> str | None:
@@ -109,8 +130,8 @@ class Override:
 
     The pattern is a regular expression, case-sensitive and found anywhere in the name (as ``re.search``
     does): ``down_proj`` matches every down projection, ``^model\\.layers\\.0\\.`` the first block.
-    ``settings`` is empty when ``skip`` is true; otherwise it holds at least one of the keys bits, group_size,
-    symmetric and the options of the recipe's method.
+    ``settings`` is empty when ``skip`` is true; otherwise it holds at least one of the keys scheme,
+    group_size, symmetric and the options of the recipe's method.
     """
 
     pattern: str
@@ -187,13 +208,14 @@ class Recipe:
     Attributes:
         quality: a name in :data:`marlinq.operations.quantize.quality.QUALITIES`, where some of the settings
             below come from. :meth:`from_dict` and :meth:`replace` apply it before the settings beside it.
-        format: the output layout, a name in :data:`marlinq.formats.LAYOUTS`.
+        format: output format, a name in :data:`marlinq.formats.FORMATS`.
         method: a name in :data:`marlinq.methods.METHODS`.
-        bits: per code; selects the layout's first element of that width.
-        group_size: input channels a scale, one of 32, 64, 128; -1 for one scale an output channel; or "auto"
-            for the largest of 128, 64 and 32 that divides every quantised module's K, one size for all.
+        scheme: a name in :data:`marlinq.core.schemes.SCHEMES`.
+        group_size: input channels a scale of int4 and int8, one of 32, 64, 128; -1 for one scale an output
+            channel; or "auto" for the largest of 128, 64 and 32 that divides every quantised module's K, one
+            size for all.
         symmetric: zero point fixed in the middle of the codes.
-        quantize_head: element of the output head, or "none" to leave it alone; group size, symmetry and the
+        quantize_head: scheme of the output head, or "none" to leave it alone; group size, symmetry and the
             options of the method are those of the other modules, or of an override that its name matches.
         calibration: "self", a file, or the name of a dataset; or several of them, each with ``=WEIGHT``
             behind it or not. Of no use to a method without calibration.
@@ -231,9 +253,15 @@ class Recipe:
         + "; ".join(f"{quality.name}: {quality.meaning}" for quality in QUALITIES.values())
         + ".",
     )
-    format: str = setting("gptq", Choice(LAYOUTS), "Output layout.")
+    format: str = setting("gptq", Choice(FORMATS), "Output format.")
     method: str = setting("gptq", Choice(METHODS), "How weights are quantised.")
-    bits: int = setting(4, Choice(BITS), "Bits of a weight.")
+    scheme: str = setting(
+        "int4",
+        Choice(SCHEMES),
+        "How weights are stored: "
+        + "; ".join(f"{each.name}: {each.meaning}" for each in SCHEMES.values())
+        + ".",
+    )
     group_size: int | str = setting(
         AUTO,
         Choice(GROUP_SIZES),
@@ -242,7 +270,9 @@ class Recipe:
     )
     symmetric: bool = setting(True, Flag(), "Zero point in the middle, or stored for each group.")
     quantize_head: str = setting(
-        UNQUANTIZED, Choice(HEADS), "Quantise the output head too, also one that is tied to the embedding."
+        UNQUANTIZED,
+        Choice(SCHEMES, UNQUANTIZED),
+        "Quantise the output head too, also one that is tied to the embedding: its scheme.",
     )
     calibration: str | tuple[str, ...] = setting("self", Texts(), "Text to calibrate on.")
     samples: int | str = setting(
@@ -315,6 +345,7 @@ class Recipe:
             raise UsageError(
                 f"method {self.method}: expected {wanted.__name__}, found {type(self.options).__name__}"
             )
+        self._check_scheme()
         for override in self.overrides:
             self._check_override(override)
         for rule in self.rules.ordered:
@@ -322,6 +353,13 @@ class Recipe:
         self._check_outcome(self.rules.default)
         # Which overrides are about the head is known with its name.
         self._check_outcome(self.head_rules.default)
+
+    def _check_scheme(self) -> None:
+        named = SCHEMES[self.scheme]
+        if named.granularity is not None and self.group_size != AUTO:
+            raise UsageError(f"group_size: {named.name} has {named.granularity.describe()}; leave it out")
+        if named.element.table is not None and not self.symmetric:
+            raise UsageError(f"symmetric: {named.name} has no zero points; leave it out")
 
     def _check_override(self, override: Override) -> None:
         own = (*_SHARED, *kinds(METHODS[self.method].options))
@@ -335,54 +373,69 @@ class Recipe:
     def _check_outcome(self, outcome: ModuleSettings | Keep) -> None:
         if isinstance(outcome, Keep):
             return
-        layout, method = LAYOUTS[self.format], METHODS[self.method]
-        # Shapes play no part yet: any K that has groups.
-        granularity = outcome.granularity or Granularity.group(AUTO_GROUP_SIZES[0])
-        decided = replace(outcome, granularity=granularity)
-        scheme = decided.scheme(2 * AUTO_GROUP_SIZES[0], layout.scale_dtype or "float16")
-        if (reason := layout.scheme_refusal(scheme)) is not None:
-            raise UsageError(f"{outcome.reason}: {layout.name} can't hold {reason}; choose another --format")
+        form, method = FORMATS[self.format], METHODS[outcome.method]
+        if form.read_only is not None:
+            raise UsageError(f"{outcome.reason}: {form.name} is read and never written: {form.read_only}")
+        scheme = outcome.typical
+        if (reason := form.scheme_refusal(scheme)) is not None:
+            raise UsageError(f"{outcome.reason}: {form.name} can't hold {reason}; choose another --format")
         if (reason := method.scheme_refusal(scheme)) is not None:
             raise UsageError(f"{outcome.reason}: {method.name} can't make {reason}; choose another --method")
 
     @cached_property
     def rules(self) -> ModuleRules[ModuleSettings]:
         """How each module is quantised, by its full dotted name, or why not."""
-        return self._rules(_element(LAYOUTS[self.format], self.bits), "recipe")
+        return self._rules(self.scheme, "recipe")
 
     @cached_property
     def head_rules(self) -> ModuleRules[ModuleSettings]:
         """How the output head is quantised, by its full dotted name, or why not."""
         if self.quantize_head == UNQUANTIZED:
             return ModuleRules(Keep("output head: its error reaches every logit directly"))
-        return self._rules(ELEMENTS[self.quantize_head], f"quantize_head {self.quantize_head}")
+        return self._rules(self.quantize_head, f"quantize_head {self.quantize_head}")
 
-    def _rules(self, element: Element, reason: str) -> ModuleRules[ModuleSettings]:
+    def _rules(self, scheme: str, reason: str) -> ModuleRules[ModuleSettings]:
         return ModuleRules(
-            self._settings({}, element, reason),
+            self._settings({}, scheme, reason),
             tuple(
                 Rule(
                     override,
                     Keep(f"override {override.pattern!r} skips it")
                     if override.skip
-                    else self._settings(override.settings, element, f"override {override.pattern!r}"),
+                    else self._settings(override.settings, scheme, f"override {override.pattern!r}"),
                 )
                 for override in self.overrides
             ),
         )
 
-    def _settings(self, changes: Mapping[str, Any], element: Element, reason: str) -> ModuleSettings:
-        shared = {key: changes.get(key, getattr(self, key)) for key in _SHARED}
+    def _settings(self, changes: Mapping[str, Any], scheme: str, reason: str) -> ModuleSettings:
         own = {key: value for key, value in changes.items() if key not in _SHARED}
-        layout, size = LAYOUTS[self.format], shared["group_size"]
-        return ModuleSettings(
-            element=_element(layout, changes["bits"]) if "bits" in changes else element,
-            granularity=layout.granularity if size == AUTO else Granularity.from_group_size(size),
-            symmetric=shared["symmetric"],
-            tensor_scale=layout.tensor_scales[0],
+        named = SCHEMES[changes.get("scheme", scheme)]
+        size, symmetric = (changes.get(key, getattr(self, key)) for key in ("group_size", "symmetric"))
+        if named.granularity is not None and "group_size" in changes:
+            raise UsageError(f"{reason}: group_size: {named.name} has {named.granularity.describe()}")
+        granularity = named.granularity
+        if granularity is None and size != AUTO:
+            granularity = Granularity.from_group_size(size)
+        settings = ModuleSettings(
+            element=named.element,
+            granularity=granularity,
+            # Zero points are a matter of integers; a rule for others need not say so.
+            symmetric=symmetric or (named.element.table is not None and "symmetric" not in changes),
+            scale_dtype=named.scale_dtype,
+            two_levels=named.two_levels,
+            activations=named.activations,
+            method=self.method,
             options=replace(self.options, **own),
             reason=reason,
         )
+        if (
+            named.element.table is None
+            or own
+            or METHODS[self.method].scheme_refusal(settings.typical) is None
+        ):
+            return settings
+        return replace(settings, method=ROUNDING, options=METHODS[ROUNDING].options())
 
     def unused_overrides(self, modules: Iterable[str]) -> tuple[Override, ...]:
         """The rules that decide for none of ``modules``: usually a mistyped pattern."""
@@ -500,13 +553,7 @@ def common_group_size(in_features: Iterable[int]) -> int | None:
     return next((size for size in AUTO_GROUP_SIZES if common % size == 0), None)
 
 
-def _element(layout: Layout, bits: int) -> Element:
-    """The first element of ``bits`` that ``layout`` holds; if none, the integer one, which it refuses."""
-    held = (ELEMENTS[name] for name in layout.elements if name in ELEMENTS)
-    return next((element for element in held if element.bits == bits), integer_element(bits))
-
-
-_SHARED = ("bits", "group_size", "symmetric")
+_SHARED = ("scheme", "group_size", "symmetric")
 """The keys that every method has and an override may change."""
 
 

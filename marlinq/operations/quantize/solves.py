@@ -109,7 +109,7 @@ def shared_solves(
 def try_solver(plan: OutputPlan, device: torch.device) -> None:
     """Solves a layer of ones: the first solve of a process loads kernels and libraries, which takes half a
     second that can pass beside the work before the first block."""
-    planned = next(iter(plan.modules.values()), None)
+    planned = next((each for each in plan.modules.values() if each.method is plan.method), None)
     if planned is None:
         return
     scheme, options = planned.spec.scheme, planned.options

@@ -21,6 +21,7 @@ from marlinq.checkpoint import Checkpoint
 from marlinq.core.files import read_regular
 from marlinq.core.plain_values import load_yaml
 from marlinq.core.safe_text import escaped, one_line
+from marlinq.core.schemes import SCHEMES
 from marlinq.core.sources import is_hub_id
 
 CARD = "README.md"
@@ -62,7 +63,7 @@ def model_card(
     yaml_text = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
     original = f"[{base_model}](https://huggingface.co/{base_model})" if base_model else "the original model"
     lines = [
-        f"# {_inline(name)} in {recipe.get('bits', 4)} bits",
+        f"# {_inline(name)} in {_bits(recipe)} bits",
         "",
         f"Made from {original} by {_inline(tool)}: {_bytes(source.nbytes)} became {_bytes(nbytes)}.",
         "",
@@ -121,7 +122,7 @@ def _front_matter(
     front["library_name"] = "transformers"
     own = [
         *_TAGS,
-        f"{recipe.get('bits', 4)}-bit",
+        f"{_bits(recipe)}-bit",
         str(recipe.get("format", "")),
         str(recipe.get("method", "")),
     ]
@@ -219,6 +220,11 @@ def _fenced(text: str, language: str) -> list[str]:
 def _inline(text: str) -> str:
     """Text inside a line of Markdown or a cell of its tables."""
     return re.sub(r"([\\`*_{}\[\]<>#|!])", r"\\\1", one_line(text))
+
+
+def _bits(recipe: Mapping[str, Any]) -> int:
+    """Bits of a weight."""
+    return SCHEMES[str(recipe["scheme"])].element.bits
 
 
 def _bytes(count: int) -> str:

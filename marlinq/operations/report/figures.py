@@ -101,7 +101,7 @@ class CheckpointFigures:
 
     Attributes:
         name: the last part of its path, or its Hub id.
-        format: a name in :data:`marlinq.formats.LAYOUTS`.
+        format: a name in :data:`marlinq.formats.FORMATS`.
         architecture: what ``config.json`` names.
         fingerprint: of the run that made it; empty where no manifest tells.
         modules: its quantised linears, in file order.

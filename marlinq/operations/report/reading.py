@@ -86,7 +86,7 @@ def read_figures(checkpoint: Checkpoint, name: str, progress: ReportProgress) ->
     others = [checkpoint.tensors[tensor] for tensor in quantized.passthrough]
     return CheckpointFigures(
         name=name,
-        format=quantized.layout.name,
+        format=quantized.format.name,
         architecture=_architecture(checkpoint.config),
         fingerprint=fingerprint,
         modules=tuple(modules),
@@ -118,7 +118,7 @@ def _manifest(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], list[str]]:
 def _module(
     quantized: QuantizedCheckpoint, name: str, noted: Mapping[str, Any], method: Any, sample: int
 ) -> ModuleFigures:
-    spec, layout = quantized.modules[name], quantized.layout
+    spec, layout = quantized.modules[name], quantized.layouts[name]
     mismatch = quantized.mismatch(name)
     if mismatch is not None:
         raise CheckpointError(f"{quantized.checkpoint.path}: {name}.{mismatch}")
@@ -232,11 +232,11 @@ def _floats(data: bytearray, dtype: str) -> NDArray[np.float32]:
 
 
 def _sizes(quantized: QuantizedCheckpoint) -> dict[str, int]:
-    tensors, layout = quantized.checkpoint.tensors, quantized.layout
+    tensors = quantized.checkpoint.tensors
     sizes = dict.fromkeys(
         ("codes", "scales", "zero points and order", "embeddings", "output head", "others"), 0
     )
-    for module in quantized.modules:
+    for module, layout in quantized.layouts.items():
         for suffix, name in quantized.tensor_names(module).items():
             kind = {layout.key: "codes", layout.scale_key: "scales"}.get(suffix, "zero points and order")
             sizes[kind] += tensors[name].nbytes

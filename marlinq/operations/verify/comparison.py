@@ -172,7 +172,7 @@ class Comparison:
             others = [finding for finding in evidence.findings if not finding.fails]
             self._report(name, others, self._places.warnings)
 
-        layout = self._view.layout
+        layout = self._view.layouts[name]
         self.aside.do(lambda: find_faults(weight, q, layout, spec, stored, self._run), take)
 
     @staticmethod
@@ -347,8 +347,7 @@ def _by_stored_name(blueprint: Blueprint, view: QuantizedCheckpoint) -> dict[str
     names = TensorNames(blueprint, tensors.keys(), source=str(view.checkpoint.path))
     found = {}
     for projection in blueprint.by_name.values():
-        for suffix in (view.layout.key, "weight"):
-            stem = names.stem(projection, suffix)
+        for stem in (names.quantized(projection.name, view), names.stem(projection, "weight")):
             if stem is not None:
                 found[stem] = projection
     return found

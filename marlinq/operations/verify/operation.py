@@ -83,7 +83,7 @@ def verify(
     return VerificationReport(
         checkpoint=str(folder),
         against=None if original is None else str(original.path),
-        format=None if run.view is None else run.view.layout.name,
+        format=None if run.view is None else run.view.format.name,
         checks=tuple(checks),
         modules=tuple(run.modules(checks)),
     )

@@ -31,7 +31,7 @@ class RoundTrip:
         self._modules += 1
         self._back_to_itself(name, spec, stored, q)
         for layout in LAYOUTS.values():
-            if layout is self._view.layout:
+            if layout is self._view.layouts[name]:
                 continue
             reason = layout.refusal(q)
             if reason is not None:
@@ -51,7 +51,7 @@ class RoundTrip:
     def _back_to_itself(
         self, name: str, spec: ModuleSpec, stored: Mapping[str, Tensor], q: QuantizedWeight
     ) -> None:
-        layout = self._view.layout
+        layout = self._view.layouts[name]
         reason = layout.refusal(q, spec.scheme.scale_dtype)
         if reason is not None:
             self._own.warnings.append(f"{name}: can be read but not written as {layout.name}: {reason}")

@@ -66,10 +66,10 @@ def check_config(view: QuantizedCheckpoint) -> Check:
             continue
         for module in view.modules:
             said, here = other.rules.scheme(module), view.config.rules.scheme(module)
-            if other.layout != view.config.layout or said != here:
+            if other.format != view.config.format or said != here:
                 findings.failures.append(f"{name}: describes {module} otherwise than config.json does")
     beside = f", {' and '.join(seen)} in step" if seen else ""
-    return findings.result(f"{view.layout.name}, {len(view.modules)} quantised modules{beside}")
+    return findings.result(f"{view.format.name}, {len(view.modules)} quantised modules{beside}")
 
 
 def _short(value: Any) -> str:
@@ -82,12 +82,13 @@ def check_tensors(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> Chec
     findings = Findings("tensors")
     tensors = view.checkpoint.tensors
     for module, spec in view.modules.items():
-        reason = view.layout.shape_refusal(spec)
+        layout = view.layouts[module]
+        reason = layout.shape_refusal(spec)
         if reason is not None:
             findings.failures.append(f"{module}: {reason}")
             continue
         names = view.tensor_names(module)
-        for suffix, want in view.layout.expected(spec).items():
+        for suffix, want in layout.expected(spec).items():
             if suffix not in names:
                 findings.failures.append(f"{module}.{suffix}: missing")
             elif (tensors[names[suffix]].dtype, tensors[names[suffix]].shape) != (want.dtype, want.shape):
@@ -96,14 +97,14 @@ def check_tensors(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> Chec
                     f"{names[suffix]}: expected {_kind(want.dtype, want.shape)}, "
                     f"found {_kind(found.dtype, found.shape)}"
                 )
-        for suffix in sorted(set(names) - set(view.layout.expected(spec))):
+        for suffix in sorted(set(names) - set(layout.expected(spec))):
             findings.failures.append(
-                f"{names[suffix]}: a {view.layout.name} module of this kind has no such tensor"
+                f"{names[suffix]}: a {layout.name} module of this kind has no such tensor"
             )
-        wanted = view.layout.scale_dtype
+        wanted = layout.scale_dtype
         if wanted is not None and spec.scheme.scale_dtype != wanted:
             findings.warnings.append(
-                f"{module}: scales are {spec.scheme.scale_dtype}; loaders of {view.layout.name} cast them "
+                f"{module}: scales are {spec.scheme.scale_dtype}; loaders of {layout.name} cast them "
                 f"to {wanted}"
             )
     if isinstance(blueprint, str):
@@ -115,7 +116,7 @@ def check_tensors(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> Chec
 
 
 def _check_parameters(view: QuantizedCheckpoint, blueprint: Blueprint, findings: Findings) -> None:
-    tensors, key = view.checkpoint.tensors, view.layout.key
+    tensors = view.checkpoint.tensors
     names = TensorNames(blueprint, tensors.keys(), source=str(view.checkpoint.path))
     claimed: set[str] = set()
     for parameter, shape in blueprint.parameters.items():
@@ -123,9 +124,8 @@ def _check_parameters(view: QuantizedCheckpoint, blueprint: Blueprint, findings:
             claimed |= _check_experts(view, blueprint, names, parameter, findings)
             continue
         stem, _, last = parameter.rpartition(".")
-        quantized = names.own(f"{stem}.{key}") if last == "weight" else None
-        module = "" if quantized is None else quantized.removesuffix(f".{key}")
-        if module in view.modules:
+        module = names.quantized(stem, view) if last == "weight" else None
+        if module is not None:
             claimed.update(view.tensor_names(module).values())
             _check_shape(view, blueprint, stem, module, findings)
             continue
@@ -144,8 +144,8 @@ def _check_parameters(view: QuantizedCheckpoint, blueprint: Blueprint, findings:
         stem, _, last = name.rpartition(".")
         if (stored := names.own(name)) is not None:
             claimed.add(stored)
-        elif last == "weight" and (stored := names.own(f"{stem}.{key}")) is not None:
-            claimed.update(view.tensor_names(stored.removesuffix(f".{key}")).values())
+        if last == "weight" and (module := names.quantized(stem, view)) is not None:
+            claimed.update(view.tensor_names(module).values())
     owned = {name for module in view.modules for name in view.tensor_names(module).values()}
     for name in tensors:
         if name in claimed:
@@ -160,8 +160,8 @@ def _check_one_scheme(view: QuantizedCheckpoint, blueprint: Blueprint, findings:
     """Loaders take the scheme of a layer's first expert for all of its matrices."""
     names = TensorNames(blueprint, view.checkpoint.tensors.keys(), source=str(view.checkpoint.path))
     for experts in (each for block in blueprint.blocks for each in block.experts):
-        stems = [names.stem(found, view.layout.key) for found in experts.projections]
-        specs = {stem: view.modules[stem] for stem in stems if stem in view.modules}
+        stems = [names.quantized(found.name, view) for found in experts.projections]
+        specs = {stem: view.modules[stem] for stem in stems if stem is not None}
         first = next(iter(specs), "")
         shared: set[Granularity] = set()
         for stem, spec in specs.items():
@@ -188,13 +188,13 @@ def _check_experts(
     view: QuantizedCheckpoint, blueprint: Blueprint, names: TensorNames, parameter: str, findings: Findings
 ) -> set[str]:
     """The matrices of fused experts, each a module of its own; returns the tensors that are theirs."""
-    tensors, key = view.checkpoint.tensors, view.layout.key
+    tensors = view.checkpoint.tensors
     claimed: set[str] = set()
     for projection in blueprint.fused[parameter]:
         for suffix in ("weight", "bias"):
             claimed.update({names.own(f"{projection.name}.{suffix}") or ""} - {""})
-        quantized = names.stem(projection, key)
-        if quantized in view.modules:
+        quantized = names.quantized(projection.name, view)
+        if quantized is not None:
             claimed.update(view.tensor_names(quantized).values())
             _check_shape(view, blueprint, projection.name, quantized, findings)
             continue

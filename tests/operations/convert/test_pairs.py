@@ -12,8 +12,8 @@ import torch
 
 from marlinq.core.errors import ConversionRefused
 from marlinq.core.granularity import Granularity
-from marlinq.formats import LAYOUTS
 from marlinq.operations.convert import convert
+from tests.testing.layouts import INTEGERS
 from tests.testing.pairs import every_pair
 from tests.testing.quantized_folders import (
     CONFIG,
@@ -27,7 +27,7 @@ from tests.testing.quantized_folders import (
     write,
 )
 
-PAIRS = list(permutations(LAYOUTS, 2))
+PAIRS = list(permutations(INTEGERS, 2))
 KINDS: dict[str, dict[str, Any]] = {
     "symmetric 32": {"group_size": 32},
     "symmetric 64": {"group_size": 64},

@@ -23,9 +23,9 @@ from marlinq.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from marlinq.formats import LAYOUTS
 from marlinq.operations.convert import convert
 from marlinq.operations.convert import operation as operation_module
+from tests.testing.layouts import INTEGERS
 from tests.testing.quantized_folders import (
     CONFIG,
     all_tensors,
@@ -294,17 +294,17 @@ def test_an_interrupted_conversion_continues(tmp_path: Path, monkeypatch: pytest
     assert not after.exists()
 
 
-SUFFIXES = sorted({suffix for layout in LAYOUTS.values() for suffix in layout.suffixes} | {"weight"})
+SUFFIXES = sorted({suffix for layout in INTEGERS.values() for suffix in layout.suffixes} | {"weight"})
 
 
-@pytest.mark.parametrize(("source", "target"), list(permutations(LAYOUTS, 2)))
+@pytest.mark.parametrize(("source", "target"), list(permutations(INTEGERS, 2)))
 def test_a_tensor_that_means_something_in_another_layout_is_refused(
     tmp_path: Path, source: str, target: str
 ) -> None:
     before = write(tmp_path / "before", source, model_tuples())
     stored = all_tensors(before)
     for suffix in SUFFIXES:
-        if suffix in LAYOUTS[source].suffixes:
+        if suffix in INTEGERS[source].suffixes:
             continue
         name = f"{FIRST}.{suffix}"
         save_file({**stored, name: torch.arange(128).half()}, before / "model.safetensors")
@@ -312,7 +312,7 @@ def test_a_tensor_that_means_something_in_another_layout_is_refused(
         # Beside no quantised module it means nothing until the target's reader sees it.
         name = f"model.layers.0.mlp.router.{suffix}"
         save_file({**stored, name: torch.arange(128).half()}, before / "model.safetensors")
-        if suffix in LAYOUTS[target].suffixes:
+        if suffix in INTEGERS[target].suffixes:
             assert_refused(before, ConversionRefused, f"tensor {name}", target=target)
 
 

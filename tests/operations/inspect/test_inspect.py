@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from marlinq.core.errors import CheckpointError, UsageError
-from marlinq.formats import LAYOUTS
 from marlinq.operations.convert import convert
 from marlinq.operations.inspect import Inspection, ServerVerdict, inspect
 from marlinq.operations.inspect.stored import _decoded, stored_facts
+from tests.testing.layouts import INTEGERS
 from tests.testing.quantized_folders import CONFIG, model_tuples, opened, plain_tensors, random_tuple, write
 
 UP = "model.layers.0.mlp.up_proj"
@@ -30,7 +30,7 @@ def one(k: int, n: int, **settings: Any) -> dict[str, Any]:
     return {UP: random_tuple(k, n, 1, **settings)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", INTEGERS)
 def test_the_facts_of_a_symmetric_checkpoint(tmp_path: Path, layout: str) -> None:
     modules = model_tuples(group_size=64)
     folder = write(tmp_path / "x", layout, modules, shards=2)
@@ -173,11 +173,11 @@ def test_heads_come_from_the_config(tmp_path: Path) -> None:
 
 def _held() -> list[tuple[str, str, bool, int]]:
     """Layout, zero points, activation order and bits, as far as the layout can hold them."""
-    everything = itertools.product(LAYOUTS, ("middle", "one-up", "any"), (False, True), (4, 8))
+    everything = itertools.product(INTEGERS, ("middle", "one-up", "any"), (False, True), (4, 8))
     return [
         (layout, zeros, scattered, bits)
         for layout, zeros, scattered, bits in everything
-        if LAYOUTS[layout].refusal(random_tuple(128, 64, 1, zeros=zeros, scattered=scattered, bits=bits))
+        if INTEGERS[layout].refusal(random_tuple(128, 64, 1, zeros=zeros, scattered=scattered, bits=bits))
         is None
     ]
 
@@ -188,7 +188,7 @@ def test_facts_read_without_torch_are_those_of_the_decoded_grids(
 ) -> None:
     modules = model_tuples(zeros=zeros, scattered=scattered, bits=bits)
     quantized = opened(write(tmp_path / "x", layout, modules))
-    assert quantized.layout.plain is not None
+    assert next(iter(quantized.layouts.values())).plain is not None
     for name, q in modules.items():
         found = stored_facts(quantized, name)
         assert (found.symmetric, found.in_order) == (not q.scheme.stores_zeros, q.has_trivial_g_idx)
@@ -199,11 +199,11 @@ def test_facts_read_without_torch_are_those_of_the_decoded_grids(
 def test_a_layout_that_says_nothing_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path / "x", "gptq-v2", model_tuples(zeros="any"))
     before = inspect(folder)
-    monkeypatch.setattr(LAYOUTS["gptq-v2"], "plain", None)
+    monkeypatch.setattr(INTEGERS["gptq-v2"], "plain", None)
     assert inspect(folder) == before
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", INTEGERS)
 def test_torch_is_not_imported(tmp_path: Path, layout: str) -> None:
     folder = write(tmp_path / "x", layout, one(256, 256, group_size=128))
     code = (
@@ -229,7 +229,7 @@ def test_a_g_idx_out_of_range_is_damage(tmp_path: Path, suffix: str, value: int,
         inspect(folder)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", INTEGERS)
 def test_a_quantised_head_is_told_of(tmp_path: Path, layout: str) -> None:
     modules = model_tuples(group_size=64, lm_head=True)
     found = inspect(write(tmp_path / "x", layout, modules, unquantized=()))

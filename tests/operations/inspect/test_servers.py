@@ -10,11 +10,11 @@ import pytest
 
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import INT4, INT8
-from marlinq.formats import LAYOUTS
 from marlinq.operations.inspect.eligibility import ServerVerdict, Whole, verdicts
 from marlinq.operations.inspect.parallel import Layer, Split, fused, split, split_head, unknown_axes
 from marlinq.operations.inspect.servers import Server, Vocabulary, servers
 from marlinq.runtime.operand import operand_refusal
+from tests.testing.layouts import INTEGERS
 from tests.testing.quantized_folders import random_tuple
 from tests.testing.schemes import quantized, scheme
 
@@ -415,7 +415,7 @@ def test_the_file_is_coherent() -> None:
         assert sorted(names) == sorted(server.hopper)
         layouts = [name for loading in server.formats for name in loading.names]
         assert len(layouts) == len(set(layouts))
-        assert set(layouts) <= set(LAYOUTS)
+        assert set(layouts) <= set(INTEGERS)
         for limits in (*server.formats, *server.kernels):
             for weights in limits.weights:
                 element, kind = weights.split()
@@ -424,7 +424,7 @@ def test_the_file_is_coherent() -> None:
         for loading in server.formats:
             assert loading.act_order in ("refused", "declared")
             for name in loading.names:
-                holds_zeros = LAYOUTS[name].as_stored(scheme()).stores_zeros
+                holds_zeros = INTEGERS[name].as_stored(scheme()).stores_zeros
                 assert not holds_zeros or all("asymmetric" in weights for weights in loading.weights)
 
 

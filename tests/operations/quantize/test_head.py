@@ -230,7 +230,7 @@ def _steps(source: Path, out: Path) -> int:
 def test_overrides_are_about_the_head_too(tmp_path: Path) -> None:
     source = save_tiny("llama", tmp_path / "model")
     # A head of a few bits more: groups of its own, and 8 bits.
-    report = run(source, tmp_path / "a", overrides=(Override.parse("lm_head=bits=8,group_size=-1"),))
+    report = run(source, tmp_path / "a", overrides=(Override.parse("lm_head=scheme=int8,group_size=-1"),))
     assert (report.modules["lm_head"].bits, report.modules["lm_head"].group_size) == (8, -1)
     assert report.modules["lm_head"].reason == "override 'lm_head'"
     assert report.modules["model.layers.0.mlp.up_proj"].bits == 4

@@ -39,7 +39,7 @@ from tests.testing.runnable_folders import save_plain, save_tokenizer
 from tests.testing.schemes import scheme
 
 TEXT = "It is a truth universally acknowledged, that a byte is a token.\n" * 10
-MIXED = (Override.parse("down_proj=bits=8"), Override.parse(r"layers\.1\.=bits=8,symmetric=false"))
+MIXED = (Override.parse("down_proj=scheme=int8"), Override.parse(r"layers\.1\.=scheme=int8,symmetric=false"))
 
 
 def run(source: Path, out: Path, **changes: Any) -> QuantizeReport:
@@ -89,7 +89,7 @@ def expected_bits(module: str, mixed: bool) -> int:
 @pytest.mark.parametrize("mixed", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("layout", ["gptq", "compressed-tensors"])
 def test_eight_bits_through_every_command(original: Path, tmp_path: Path, layout: str, mixed: bool) -> None:
-    changes = {"overrides": MIXED} if mixed else {"bits": 8}
+    changes = {"overrides": MIXED} if mixed else {"scheme": "int8"}
     report = run(original, tmp_path / "out", format=layout, **changes)
     view = opened(tmp_path / "out")
     for name, spec in view.modules.items():
@@ -121,9 +121,9 @@ def test_eight_bits_through_every_command(original: Path, tmp_path: Path, layout
 def test_layouts_without_eight_bits_say_so_in_one_line(tmp_path: Path) -> None:
     for layout in ("awq", "marlin"):
         with pytest.raises(UsageError, match=f"{layout} can't hold int8 weights; {layout} holds int4 only"):
-            Recipe(format=layout, bits=8)
+            Recipe(format=layout, scheme="int8")
         with pytest.raises(UsageError, match=f"override 'x': {layout} can't hold int8"):
-            Recipe(format=layout, overrides=(Override.parse("x=bits=8"),))
+            Recipe(format=layout, overrides=(Override.parse("x=scheme=int8"),))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -261,7 +261,7 @@ def test_a_method_needs_no_more_than_its_registration(
 ) -> None:
     source = save_tiny("llama", tmp_path / "model")
     recipe = RECIPE.replace(
-        method="halving", share=0.75, overrides=(Override.parse("up_proj=share=0.99,bits=8"),)
+        method="halving", share=0.75, overrides=(Override.parse("up_proj=share=0.99,scheme=int8"),)
     )
     write_recipe(recipe, tmp_path / "recipe.yaml")
     asked = ["--recipe", str(tmp_path / "recipe.yaml"), "--device", "cpu", "--json"]

@@ -13,7 +13,6 @@ from marlinq.core.errors import UsageError
 from marlinq.core.granularity import Granularity
 from marlinq.core.rules import Keep
 from marlinq.core.scheme import INT8
-from marlinq.formats import LAYOUTS
 from marlinq.methods import GPTQOptions, RTNOptions
 from marlinq.operations.quantize import recipe as recipe_module
 from marlinq.operations.quantize.recipe import (
@@ -24,11 +23,12 @@ from marlinq.operations.quantize.recipe import (
     read_recipe,
     write_recipe,
 )
+from tests.testing.layouts import INTEGERS
 
 _SETTINGS = st.fixed_dictionaries(
     {},
     optional={
-        "bits": st.sampled_from([4, 8]),
+        "scheme": st.sampled_from(["int4", "int8"]),
         "group_size": st.sampled_from([32, 64, 128, -1, "auto"]),
         "symmetric": st.booleans(),
         "clip_search": st.booleans(),
@@ -49,7 +49,7 @@ _OVERRIDES = st.builds(
 _RECIPES = st.builds(
     Recipe,
     format=st.sampled_from(["gptq", "gptq-v2", "compressed-tensors"]),
-    bits=st.sampled_from([4, 8]),
+    scheme=st.sampled_from(["int4", "int8"]),
     group_size=st.sampled_from([32, 64, 128, -1, "auto"]),
     symmetric=st.booleans(),
     options=_OPTIONS,
@@ -100,7 +100,7 @@ def test_a_recipe_from_before_methods_means_the_same(tmp_path):
         encoding="utf-8",
     )
     recipe = read_recipe(path)
-    assert (recipe.method, recipe.bits) == ("gptq", 4)
+    assert (recipe.method, recipe.scheme) == ("gptq", "int4")
     assert recipe.options == GPTQOptions(clip_search=False, damp=0.05, act_order="none")
     down = recipe.rules.outcome("model.layers.0.mlp.down_proj")
     assert isinstance(down, ModuleSettings)
@@ -135,7 +135,7 @@ def test_command_line_override_round_trip(pattern, settings):
 
 
 def test_formats_are_the_registered_ones():
-    assert set(LAYOUTS) >= {"gptq", "gptq-v2", "awq", "marlin", "compressed-tensors"}
+    assert set(INTEGERS) >= {"gptq", "gptq-v2", "awq", "marlin", "compressed-tensors"}
 
 
 def test_reading_a_recipe_does_not_import_torch():
@@ -148,7 +148,7 @@ def test_first_matching_override_decides():
         group_size=64,
         overrides=(
             Override.parse(r"layers\.0\.=skip"),
-            Override.parse("down_proj=group_size=32,sym=false,bits=8,damp=0.1"),
+            Override.parse("down_proj=group_size=32,sym=false,scheme=int8,damp=0.1"),
             Override.parse("proj=group_size=128"),
         ),
     )
@@ -186,14 +186,14 @@ def test_first_matching_override_decides():
         ({"seed": -1}, "seed"),
         ({"calibration": ""}, "calibration"),
         ({"groupsize": 64}, "unknown key 'groupsize'"),
-        ({"bits": 3}, "bits: expected one of 4, 8, found 3"),
+        ({"scheme": "int3"}, "scheme: expected one of int4, int8"),
         ({"method": "awq"}, "method: expected one of gptq, imatrix, rtn, found 'awq'"),
         ({"method": ["rtn"]}, "method: expected one of"),
         ({"method": "rtn", "damp": 0.1}, "unknown key 'damp'"),
         ({"options": {"damp": 0.1}}, "unknown key 'options'"),
-        ({"format": "awq", "bits": 8}, "recipe: awq can't hold int8 weights; awq holds int4 only"),
+        ({"format": "awq", "scheme": "int8"}, "recipe: awq can't hold int8 weights; awq holds int4 only"),
         (
-            {"format": "marlin", "overrides": [{"match": "x", "bits": 8}]},
+            {"format": "marlin", "overrides": [{"match": "x", "scheme": "int8"}]},
             "override 'x': marlin can't hold int8",
         ),
         ({"format": "marlin", "symmetric": False}, "recipe: marlin can't hold asymmetric"),
@@ -207,7 +207,7 @@ def test_first_matching_override_decides():
         ({"overrides": [{"match": "x", "skip": True, "group_size": 32}]}, "expected either skip or settings"),
         ({"overrides": [{"match": "x", "skip": "yes"}]}, "skip: expected true or false"),
         ({"overrides": [{"match": "(", "skip": True}]}, "not a regular expression"),
-        ({"overrides": [{"match": "x", "bits": 3}]}, "override 'x': bits: expected one of 4, 8"),
+        ({"overrides": [{"match": "x", "scheme": 3}]}, "override 'x': scheme: expected one of int4, int8"),
         ({"overrides": [{"match": "x", "element": "int8"}]}, "element: unknown key"),
         ({"overrides": [{"match": "x", "group_size": 1}]}, "override 'x': group_size: expected one of"),
     ],

@@ -15,7 +15,6 @@ import torch
 
 from marlinq.cli import main
 from marlinq.core.errors import OutputError, UnsupportedError, UsageError
-from marlinq.formats import LAYOUTS
 from marlinq.operations.quantize import quantize
 from marlinq.operations.report import report, tables
 from marlinq.operations.report.charts import STEPS, Ramp
@@ -25,6 +24,7 @@ from marlinq.operations.report.operation import CSV, HTML
 from marlinq.operations.report.reading import REPORT_JSON
 from marlinq.operations.verify import verify
 from tests.testing.browser import rendered, screenshot
+from tests.testing.layouts import INTEGERS
 from tests.testing.original_folders import RECIPE, save_tiny
 from tests.testing.quantized_folders import model_tuples, write
 
@@ -119,9 +119,9 @@ def test_a_report_is_no_part_of_the_checkpoint(quantized: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", INTEGERS)
 def test_codes_and_scales_of_every_layout(tmp_path: Path, layout: str, bits: int) -> None:
-    if f"int{bits}" not in LAYOUTS[layout].elements:
+    if f"int{bits}" not in INTEGERS[layout].elements:
         pytest.skip(f"{layout} holds no int{bits}")
     modules = model_tuples(bits=bits)
     folder = write(tmp_path / "model", layout, modules)

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from marlinq.checkpoint import MANIFEST
-from marlinq.formats import LAYOUTS
 from marlinq.operations.verify import verify
 from tests.testing.faults import copy
+from tests.testing.layouts import INTEGERS
 from tests.testing.pairs import every_pair
 from tests.testing.verified_checkpoints import save_original, save_quantized
 
 CASES = [
     (layout, group_size, symmetric, act_order)
-    for layout in LAYOUTS
+    for layout in INTEGERS
     for group_size in (32, 64, 128, -1)
     for symmetric in (True, False)
     for act_order in ("none", "static", "scattered")
@@ -58,7 +58,7 @@ def test_manifest_is_optional_and_its_absence_is_said(quantized, tmp_path):
 
 def test_skipped_modules_are_fine_when_the_config_says_so(original, tmp_path):
     skip = ("model.layers.1.mlp.up_proj", "model.layers.2.self_attn.q_proj")
-    for layout in LAYOUTS:
+    for layout in INTEGERS:
         folder = save_quantized(original, tmp_path / layout, layout, skip=skip)
         report = verify(folder, against=original)
         assert report.ok, report.render()

@@ -9,7 +9,7 @@ import torch
 
 from marlinq.core.granularity import Granularity
 from marlinq.core.scheme import INT4, Element, Scheme
-from marlinq.formats import LAYOUTS, spec_of
+from marlinq.formats import spec_of
 from marlinq.methods.gptq import solve_gptq
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.verify.statistics.evidence import MANY, find_faults
@@ -18,6 +18,7 @@ from marlinq.operations.verify.statistics.noise import measure_noise, not_modell
 from marlinq.operations.verify.statistics.tails import Tail, tail_of_others
 from marlinq.operations.verify.statistics.words import find_exchanges, word_tile
 from tests.testing.faults import WORDS, flip_bit, swap_nibbles
+from tests.testing.layouts import INTEGERS
 from tests.testing.pairs import every_pair
 from tests.testing.schemes import scheme
 from tests.testing.verified_checkpoints import hessian_of, quantize
@@ -75,28 +76,28 @@ def test_a_value_is_judged_by_the_others():
     assert float(tail_of_others(values, share=0.05, least_spread=0.01)[0, 7]) > -50
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", INTEGERS)
 def test_tiles_are_what_the_layout_packs(layout):
-    tile = word_tile(LAYOUTS[layout], INT4, 64, 128)
+    tile = word_tile(INTEGERS[layout], INT4, 64, 128)
     assert tile is not None
     assert tile.slots == 8
     numbers = torch.arange(64 * 128).reshape(64, 128)
     split = tile.split(numbers)
     q = round_to_nearest(heavy_tailed(0, 128, 64), scheme())
-    before = LAYOUTS[layout].pack(q)[WORDS[layout]].reshape(-1)
+    before = INTEGERS[layout].pack(q)[WORDS[layout]].reshape(-1)
     for row, column, word in ((0, 0, 0), (split.shape[0] - 1, split.shape[1] - 1, tile.words - 1)):
         members = split[row, column, word]
         assert tile.place(row, column, word) == divmod(int(members[0]), 128)
         codes = q.codes.clone()
         codes = codes.contiguous()
         codes.view(-1)[members] ^= 1
-        after = LAYOUTS[layout].pack(replace(q, codes=codes))[WORDS[layout]].reshape(-1)
+        after = INTEGERS[layout].pack(replace(q, codes=codes))[WORDS[layout]].reshape(-1)
         (changed,) = (before != after).nonzero()[:, 0].tolist()
         assert bin((int(before[changed]) ^ int(after[changed])) & 0xFFFFFFFF).count("1") == 8
 
 
 def test_no_tile_where_words_do_not_divide_the_module():
-    assert word_tile(LAYOUTS["gptq"], INT4, 64, 12) is None
+    assert word_tile(INTEGERS["gptq"], INT4, 64, 12) is None
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_no_false_alarm(group_size, symmetric, act_order):
     for seed in range(4):
         weight = heavy_tailed(seed)
         q = quantize(weight, group_size=group_size, symmetric=symmetric, act_order=act_order, seed=seed)
-        assert not findings_of(weight, q, LAYOUTS["gptq-v2"])
+        assert not findings_of(weight, q, INTEGERS["gptq-v2"])
 
 
 def test_no_false_alarm_where_one_channel_rules_its_group():
@@ -122,7 +123,7 @@ def test_no_false_alarm_where_one_channel_rules_its_group():
     levels = (q.codes[64:128].float() - 8) * q.scales[1].float()
     slopes = (levels * weight.t()[64:128]).sum(dim=0) / levels.square().sum(dim=0)
     assert float(slopes.max()) > 1.3
-    assert not findings_of(weight, q, LAYOUTS["gptq"])
+    assert not findings_of(weight, q, INTEGERS["gptq"])
 
 
 def test_no_false_alarm_on_a_grid_and_on_zeros():
@@ -132,7 +133,7 @@ def test_no_false_alarm_on_a_grid_and_on_zeros():
     exact[:8] = 0  # output channels that are pruned
     exact[:, :8] = 0  # and input channels
     again = round_to_nearest(exact, scheme(64))
-    assert not findings_of(exact, again, LAYOUTS["gptq"])
+    assert not findings_of(exact, again, INTEGERS["gptq"])
 
 
 def test_outputs_with_larger_errors_do_not_look_exchanged():
@@ -148,11 +149,11 @@ def test_outputs_with_larger_errors_do_not_look_exchanged():
     noise = measure_noise(weight.t(), wild)
     by_channel = replace(noise, local=torch.ones_like(noise.local))
     run = {"most": 4}
-    plain = find_exchanges(wild, LAYOUTS["gptq"], by_channel, **run)
-    local = find_exchanges(wild, LAYOUTS["gptq"], noise, **run)
+    plain = find_exchanges(wild, INTEGERS["gptq"], by_channel, **run)
+    local = find_exchanges(wild, INTEGERS["gptq"], noise, **run)
     assert plain.suspects[0].n == 100
     assert plain.suspects[0].evidence > local.suspects[0].evidence + 5
-    assert not findings_of(weight, wild, LAYOUTS["gptq"])
+    assert not findings_of(weight, wild, INTEGERS["gptq"])
 
 
 def test_control_pairs_are_like_the_pairs_of_a_word():
@@ -161,7 +162,7 @@ def test_control_pairs_are_like_the_pairs_of_a_word():
     for seed in range(8):
         weight = heavy_tailed(seed, n=512, k=512)
         q = quantize(weight, group_size=128, symmetric=True, act_order="static", seed=seed)
-        found = find_exchanges(q, LAYOUTS["gptq"], measure_noise(weight.t(), q), most=500)
+        found = find_exchanges(q, INTEGERS["gptq"], measure_noise(weight.t(), q), most=500)
         level = found.tail.start + 0.5
         seen += sum(suspect.evidence > level for suspect in found.suspects)
         expected += found.words * math.exp(float(found.tail.log_chance(torch.tensor([level]))))
@@ -175,14 +176,14 @@ def test_control_pairs_are_like_the_pairs_of_a_word():
     ("layout", "group_size"),
     [
         pytest.param(layout, size, marks=[] if index % 3 == number else pytest.mark.slow)
-        for index, layout in enumerate(LAYOUTS)
+        for index, layout in enumerate(INTEGERS)
         for number, size in enumerate((32, 128, -1))
     ],
 )
 def test_one_exchanged_word_is_a_warning_that_names_it(layout, group_size):
     weight = heavy_tailed(1)
     q = quantize(weight, group_size=group_size, symmetric=True, act_order="none", seed=1)
-    words = LAYOUTS[layout].pack(q)[WORDS[layout]]
+    words = INTEGERS[layout].pack(q)[WORDS[layout]]
     octets = words.reshape(-1).view(torch.uint8).reshape(-1, 4).int()
     apart = ((octets >> 4) - (octets & 15)).square().sum(dim=1)
     picks = torch.randperm(len(apart), generator=torch.Generator().manual_seed(0))[:20].tolist()
@@ -190,12 +191,12 @@ def test_one_exchanged_word_is_a_warning_that_names_it(layout, group_size):
     for pick in picks:
         flat = words.reshape(-1).clone()
         flat[pick] = swap_nibbles(flat[pick : pick + 1])[0]
-        stored = {**LAYOUTS[layout].pack(q), WORDS[layout]: flat.reshape(words.shape)}
-        findings = findings_of(weight, q, LAYOUTS[layout], SMALL, stored)
+        stored = {**INTEGERS[layout].pack(q), WORDS[layout]: flat.reshape(words.shape)}
+        findings = findings_of(weight, q, INTEGERS[layout], SMALL, stored)
         assert not any(finding.fails for finding in findings)
         found += bool(findings)
         if findings:
-            changed = (LAYOUTS[layout].unpack(stored, spec_of(q)).codes != q.codes).nonzero().tolist()
+            changed = (INTEGERS[layout].unpack(stored, spec_of(q)).codes != q.codes).nonzero().tolist()
             # The report names the first code of the word, changed or not; the words of its tile are near.
             assert "the word that holds input channel" in findings[0].what
             assert findings[0].expected < WARNING
@@ -207,27 +208,27 @@ def test_one_exchanged_word_is_a_warning_that_names_it(layout, group_size):
     assert found >= 10
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", INTEGERS)
 def test_many_exchanged_words_fail(layout):
     weight = heavy_tailed(1)
     q = quantize(weight, group_size=64, symmetric=True, act_order="none", seed=1)
-    words = LAYOUTS[layout].pack(q)[WORDS[layout]]
+    words = INTEGERS[layout].pack(q)[WORDS[layout]]
     flat = words.reshape(-1).clone()
     picks = torch.randperm(len(flat), generator=torch.Generator().manual_seed(1))[: 6 * MANY]
     flat[picks] = swap_nibbles(flat[picks])
-    stored = {**LAYOUTS[layout].pack(q), WORDS[layout]: flat.reshape(words.shape)}
-    first = findings_of(weight, q, LAYOUTS[layout], LARGE, stored)[0]
+    stored = {**INTEGERS[layout].pack(q), WORDS[layout]: flat.reshape(words.shape)}
+    first = findings_of(weight, q, INTEGERS[layout], LARGE, stored)[0]
     assert first.fails
     assert "words in different input and output channels look exchanged" in first.what
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", INTEGERS)
 def test_names_what_is_exchanged_in_every_word(layout):
     weight = heavy_tailed(1)
     q = quantize(weight, group_size=64, symmetric=True, act_order="none", seed=1)
-    stored = LAYOUTS[layout].pack(q)
+    stored = INTEGERS[layout].pack(q)
     stored[WORDS[layout]] = swap_nibbles(stored[WORDS[layout]])
-    findings = findings_of(weight, q, LAYOUTS[layout], LARGE, stored)
+    findings = findings_of(weight, q, INTEGERS[layout], LARGE, stored)
     what = "the whole module: the two codes of every byte are exchanged"
     assert any(finding.what == what and finding.expected < FAILURE for finding in findings if finding.fails)
 
@@ -237,11 +238,11 @@ def test_names_exchanged_input_channels_and_a_damaged_output():
     q = quantize(weight, group_size=64, symmetric=True, act_order="none", seed=1)
     codes = q.codes.clone()
     codes[[18, 21]] = codes[[21, 18]]
-    findings = findings_of(weight, replace(q, codes=codes), LAYOUTS["gptq"], LARGE)
+    findings = findings_of(weight, replace(q, codes=codes), INTEGERS["gptq"], LARGE)
     assert any("input channel 16 to 23: slots 2 and 5 are exchanged" in f.what for f in findings if f.fails)
     codes = q.codes.clone()
     codes[:, 77] = codes[:, 77].reshape(-1, 2).flip(1).reshape(-1)
-    findings = findings_of(weight, replace(q, codes=codes), LAYOUTS["gptq"], LARGE)
+    findings = findings_of(weight, replace(q, codes=codes), INTEGERS["gptq"], LARGE)
     what = "the words that begin with output channel 77: the two codes of every byte are exchanged"
     assert any(finding.what == what for finding in findings if finding.fails)
 
@@ -254,7 +255,7 @@ def test_finds_the_bit(group_size, bit):
     damaged = replace(q, scales=flip_bit(bit)(q.scales))
     if not bool(torch.isfinite(damaged.scales).all()):
         pytest.skip("the flip makes an infinity, which needs no statistics")
-    (finding, *_) = findings_of(weight, damaged, LAYOUTS["awq"])
+    (finding, *_) = findings_of(weight, damaged, INTEGERS["awq"])
     group, column = divmod(q.scales.numel() // 2, N)
     assert finding.what == f"group {group} of output channel {column}: bit {bit} of its scale is flipped"
     assert finding.fails
@@ -266,7 +267,7 @@ def test_one_zero_point_is_a_warning(by):
     q = quantize(weight, group_size=64, symmetric=False, act_order="none", seed=3)
     zeros = q.zeros.clone()
     zeros[2, 5] += by
-    (finding, *others) = findings_of(weight, replace(q, zeros=zeros), LAYOUTS["gptq-v2"])
+    (finding, *others) = findings_of(weight, replace(q, zeros=zeros), INTEGERS["gptq-v2"])
     word = "high" if by > 0 else "low"
     assert finding.what == f"group 2 of output channel 5: its zero point is one too {word}"
     assert not finding.fails
@@ -286,7 +287,7 @@ def test_many_zero_points_fail(place, what):
     q = quantize(weight, group_size=32, symmetric=False, act_order="none", seed=3)
     zeros = q.zeros.clone()
     zeros[place] = (zeros[place] + 1).clamp(max=15)
-    findings = findings_of(weight, replace(q, zeros=zeros), LAYOUTS["gptq-v2"])
+    findings = findings_of(weight, replace(q, zeros=zeros), INTEGERS["gptq-v2"])
     assert what in {finding.what for finding in findings if finding.fails}
 
 
@@ -298,7 +299,7 @@ def test_zero_points_that_are_not_stored_are_not_suspected():
     codes = q.codes.clone()
     codes[128:192, 5] = (codes[128:192, 5].int() - 1).clamp(0, 15).to(torch.uint8)
     for layout in ("marlin", "gptq"):
-        assert not findings_of(weight, replace(q, codes=codes), LAYOUTS[layout])
+        assert not findings_of(weight, replace(q, codes=codes), INTEGERS[layout])
 
 
 def test_finds_one_entry_of_g_idx():
@@ -307,7 +308,7 @@ def test_finds_one_entry_of_g_idx():
     g_idx = q.g_idx.clone()
     g_idx[[7, 200]] = g_idx[[200, 7]]
     assert int(g_idx[7]) != int(q.g_idx[7])
-    findings = findings_of(weight, replace(q, g_idx=g_idx), LAYOUTS["gptq"], LARGE)
+    findings = findings_of(weight, replace(q, g_idx=g_idx), INTEGERS["gptq"], LARGE)
     expected = {
         f"input channel {k} fits group {int(q.g_idx[k])}, g_idx says {int(g_idx[k])}" for k in (7, 200)
     }
@@ -320,11 +321,11 @@ def test_names_a_transposition_and_a_shift():
     weight = weight / weight.norm(dim=1, keepdim=True)
     q = round_to_nearest(weight, scheme())
     scales = q.scales.t().contiguous().reshape(q.scales.shape)
-    first = findings_of(weight, replace(q, scales=scales), LAYOUTS["gptq"], LARGE)[0]
+    first = findings_of(weight, replace(q, scales=scales), INTEGERS["gptq"], LARGE)[0]
     assert (first.what, first.fails) == ("scales are stored transposed", True)
     for axis, name in ((0, "group"), (1, "output channel")):
         shifted = replace(q, scales=q.scales.roll(1, axis))
-        first = findings_of(weight, shifted, LAYOUTS["gptq"], LARGE)[0]
+        first = findings_of(weight, shifted, INTEGERS["gptq"], LARGE)[0]
         assert (first.what, first.fails) == (f"scales are stored one {name} too late", True)
 
 
@@ -332,10 +333,10 @@ def test_eight_bits():
     weight = heavy_tailed(6)
     q = round_to_nearest(weight, scheme(64, bits=8))
     for layout in ("gptq", "compressed-tensors"):
-        assert not findings_of(weight, q, LAYOUTS[layout])
+        assert not findings_of(weight, q, INTEGERS[layout])
     codes = q.codes.clone()
     codes[[8, 9], 3] = codes[[9, 8], 3]
-    (finding, *_) = findings_of(weight, replace(q, codes=codes), LAYOUTS["gptq"])
+    (finding, *_) = findings_of(weight, replace(q, codes=codes), INTEGERS["gptq"])
     assert finding.what.startswith("the word that holds input channel 8 of output channel 3")
 
 

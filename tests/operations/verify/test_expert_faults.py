@@ -12,15 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from marlinq.formats import LAYOUTS, ModuleSpec, spec_of
+from marlinq.formats import ModuleSpec, spec_of
 from marlinq.methods.rtn import round_to_nearest
 from marlinq.operations.quantize import Recipe, quantize
 from marlinq.operations.verify import verify
 from tests.testing import faults
+from tests.testing.layouts import INTEGERS
 from tests.testing.mixtures import save_mixture
 from tests.testing.schemes import scheme
 
-LAYOUT = LAYOUTS["compressed-tensors"]
+LAYOUT = INTEGERS["compressed-tensors"]
 EXPERTS = "model.layers.1.mlp.experts"
 GATE = "model.layers.1.mlp.gate"
 SPEC = ModuleSpec(64, 64, scheme(32, scale_dtype="bfloat16"))

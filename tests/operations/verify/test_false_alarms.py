@@ -9,10 +9,11 @@ from itertools import product
 import pytest
 import torch
 
-from marlinq.formats import LAYOUTS, spec_of
+from marlinq.formats import spec_of
 from marlinq.methods.gptq import GPTQOptions, solve_gptq
 from marlinq.operations.verify.statistics.evidence import find_faults
 from marlinq.operations.verify.statistics.finding import RunSize
+from tests.testing.layouts import INTEGERS
 from tests.testing.pairs import every_pair
 from tests.testing.realistic_layers import realistic_layer
 from tests.testing.schemes import scheme
@@ -35,7 +36,7 @@ def test_in_every_layout(group_size, symmetric, act_order):
     q, _ = solve_gptq(
         weight, hessian, scheme(group_size, symmetric=symmetric), GPTQOptions(act_order=act_order)
     )
-    for name, layout in LAYOUTS.items():
+    for name, layout in INTEGERS.items():
         if layout.refusal(q) is None:
             assert not findings(weight, q, layout), name
 
@@ -50,9 +51,9 @@ def test_in_shapes_that_were_refused(k, n, group_size, dtype):
         weight, hessian = layer(k, n, seed, dominant=dominant, dtype=dtype)
         q, _ = solve_gptq(weight, hessian, scheme(group_size))
         for name in ("compressed-tensors", "awq", "marlin"):
-            if LAYOUTS[name].refusal(q) is not None:
+            if INTEGERS[name].refusal(q) is not None:
                 continue
-            found = findings(weight, q, LAYOUTS[name])
+            found = findings(weight, q, INTEGERS[name])
             assert not any(finding.fails for finding in found), name
             # Input channels that dominate the others leave heavier tails than the model has: one word of the
             # 896-wide layer is suspected, with an expectation of 2e-5. A warning, no failure.

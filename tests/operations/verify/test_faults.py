@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from marlinq.checkpoint import Checkpoint
-from marlinq.formats import LAYOUTS
 from marlinq.operations.verify import verify
 from tests.testing import faults
 from tests.testing.faults import SCALES, WORDS, ZEROS
+from tests.testing.layouts import INTEGERS
 
 VICTIM = "model.layers.1.mlp.up_proj"
 
@@ -32,7 +32,7 @@ class Fault:
     found_by: frozenset[str]
     needs_original: bool = False
     warns: bool = False
-    layouts: tuple[str, ...] = tuple(LAYOUTS)
+    layouts: tuple[str, ...] = tuple(INTEGERS)
     options: tuple[tuple[str, object], ...] = ()
 
 

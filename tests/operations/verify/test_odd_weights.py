@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from marlinq.core.errors import CheckpointError
-from marlinq.formats import LAYOUTS, spec_of
+from marlinq.formats import spec_of
 from marlinq.formats.stored import check_zero_points
 from marlinq.methods.gptq import solve_gptq
 from marlinq.methods.rtn import round_to_nearest
@@ -16,6 +16,7 @@ from marlinq.operations.verify.statistics.evidence import find_faults
 from marlinq.operations.verify.statistics.finding import RunSize
 from marlinq.operations.verify.values import Values
 from tests.testing.faults import flip_bit
+from tests.testing.layouts import INTEGERS
 from tests.testing.schemes import scheme
 from tests.testing.verified_checkpoints import hessian_of
 
@@ -71,7 +72,7 @@ def refusals(q):
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("name", ODD)
 def test_is_not_refused(name, symmetric):
-    weight, layout = ODD[name](), LAYOUTS["gptq-v2"]
+    weight, layout = ODD[name](), INTEGERS["gptq-v2"]
     for q in (
         solve_gptq(weight, hessian_of(K, 0), scheme(GROUP, symmetric=symmetric))[0],
         round_to_nearest(weight, scheme(GROUP, symmetric=symmetric)),

@@ -8,10 +8,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.core.errors import CheckpointError, UsageError
-from marlinq.formats import LAYOUTS
 from marlinq.operations.verify import kernel_check, verify
 from marlinq.runtime.operators.w4a16 import W4A16
 from tests.testing import faults
+from tests.testing.layouts import INTEGERS
 
 
 def silent(stage, done, total):
@@ -52,7 +52,7 @@ def test_without_a_gpu_the_row_says_so(quantized):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", INTEGERS)
 def test_kernels_on_a_gpu(quantized, layout):
     report = verify(quantized(layout), device="cuda")
     assert rows(report)["kernels"].status == "passed", report.render()

@@ -270,7 +270,7 @@ class _Run:
                 after = student.weights[name].quantized()
                 changed += int((after.codes != before[name].codes.to(after.codes.device)).sum())
                 count += after.codes.numel()
-                packed = self._plan.layout.pack(after, planned.spec.scheme)
+                packed = planned.layout.pack(after, planned.spec.scheme)
                 tensors |= {f"{planned.stored}.{suffix}": tensor for suffix, tensor in packed.items()}
         vectors = {}
         for name, vector in student.vectors.items():
@@ -309,7 +309,7 @@ class _Run:
 
     def _unpacked(self, planned: PlannedModule, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         there = {suffix: tensor.to(self._instance.device) for suffix, tensor in tensors.items()}
-        return self._plan.layout.unpack(there, planned.spec)
+        return planned.layout.unpack(there, planned.spec)
 
     def _own_head(self, original: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The head that will be stored: the original's, or what it was quantised to."""

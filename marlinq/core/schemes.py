@@ -1,0 +1,96 @@
+"""Schemes by name: what ``--scheme`` and ``--override 'REGEX=scheme=...'`` choose from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from marlinq.core.float_elements import E2M1, E4M3
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import INT4, INT8, Activations, Element
+
+
+@dataclass(frozen=True)
+class NamedScheme:
+    """A scheme under its name, as far as the name decides it.
+
+    Attributes:
+        name: name in recipes and on the command line.
+        meaning: the same in words, for help texts.
+        element: type of a code.
+        granularity: weights that share a scale; None where the group size is a setting of its own.
+        scale_dtype: name of the scales' dtype; None for what the layout wants.
+        two_levels: scales are multiplied by one more scale per tensor.
+        activations: how servers quantise the inputs; None for 16-bit activations.
+    """
+
+    name: str
+    meaning: str
+    element: Element
+    granularity: Granularity | None
+    scale_dtype: str | None = None
+    two_levels: bool = False
+    activations: Activations | None = None
+
+
+SCHEMES: dict[str, NamedScheme] = {}
+"""Every named scheme."""
+
+
+def register_scheme(scheme: NamedScheme) -> NamedScheme:
+    """Make ``scheme`` known to recipes and the command line; returns it."""
+    SCHEMES[scheme.name] = scheme
+    return scheme
+
+
+_TENSOR, _CHANNEL = Granularity.tensor(), Granularity.channel()
+_BLOCK, _MX_GROUP = Granularity.block(128, 128), Granularity.group(32)
+
+for _scheme in (
+    NamedScheme("int4", "4-bit integers in groups", INT4, None),
+    NamedScheme("int8", "8-bit integers in groups", INT8, None),
+    NamedScheme("fp8", "E4M3, a scale per output channel, 16-bit activations", E4M3, _CHANNEL),
+    NamedScheme(
+        "fp8-dynamic",
+        "E4M3, a scale per output channel; servers quantise activations, a scale per token",
+        E4M3,
+        _CHANNEL,
+        activations=Activations(E4M3, Granularity.channel(), dynamic=True),
+    ),
+    NamedScheme(
+        "fp8-static",
+        "E4M3, a scale per tensor; a scale for all activations from the calibration",
+        E4M3,
+        _TENSOR,
+        activations=Activations(E4M3, Granularity.tensor(), dynamic=False),
+    ),
+    NamedScheme(
+        "fp8-block",
+        "E4M3, a scale per 128 x 128 block; servers quantise activations, a scale per token and 128 channels",
+        E4M3,
+        _BLOCK,
+        activations=Activations(E4M3, Granularity.group(128), dynamic=True),
+    ),
+    NamedScheme(
+        "mxfp8",
+        "E4M3 in groups of 32, scales are powers of two",
+        E4M3,
+        _MX_GROUP,
+        "float8_e8m0fnu",
+    ),
+    NamedScheme(
+        "mxfp4",
+        "E2M1 in groups of 32, scales are powers of two",
+        E2M1,
+        _MX_GROUP,
+        "float8_e8m0fnu",
+    ),
+    NamedScheme(
+        "nvfp4",
+        "E2M1 in groups of 16, E4M3 scales and a scale per tensor",
+        E2M1,
+        Granularity.group(16),
+        "float8_e4m3fn",
+        two_levels=True,
+    ),
+):
+    register_scheme(_scheme)
