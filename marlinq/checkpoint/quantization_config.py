@@ -33,13 +33,24 @@ def read_quantization_config(folder: Path, config: Mapping[str, Any]) -> Quantiz
     if raw is None:
         for name in QUANTIZE_CONFIGS:
             if (folder / name).exists():
-                raw, where = read_json(folder, name), str(folder / name)
+                raw, where = read_separate_config(folder, name), str(folder / name)
                 break
     if raw is None:
         return None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{where}: expected an object, found {type(raw).__name__}")
     return replace(dialect_of(raw, where).read(Keys(raw, where)), raw=raw)
+
+
+def read_separate_config(folder: Path, name: str) -> dict[str, Any]:
+    """The config object of a file beside config.json; ModelOpt's stands below a key of its own.
+
+    Raises:
+        CheckpointError: as :func:`marlinq.checkpoint.reader.read_json`.
+    """
+    raw = read_json(folder, name)
+    inner = raw.get("quantization")
+    return {"quant_method": "modelopt", **inner} if isinstance(inner, dict) else raw
 
 
 def without_quantization_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MANIFEST = "marlinq.json"
-QUANTIZE_CONFIGS = ("quantize_config.json", "quant_config.json")
+QUANTIZE_CONFIGS = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 REPORTS = ("report.html", "report.csv", "report.json")
 """What describes one folder and no copy of it; `marlinq report` makes them anew."""
 

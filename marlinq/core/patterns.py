@@ -133,6 +133,42 @@ class Exact:
 
 
 @dataclass(frozen=True)
+class Named:
+    """Matches a module by its full name, the end of that, or the name of a module around it; no regular
+    expression is involved."""
+
+    name: str
+
+    def matches(self, name: str) -> bool:
+        """Whether ``name`` is meant."""
+        return f".{name}".endswith(f".{self.name}") or name.startswith(f"{self.name}.")
+
+
+@dataclass(frozen=True)
+class Glob:
+    """Matches the names that a pattern with ``*`` for any text describes, or modules inside of one; no
+    regular expression is involved."""
+
+    pattern: str
+
+    def matches(self, name: str) -> bool:
+        """Whether ``name`` is meant."""
+        parts = self.pattern.split("*")
+        if len(parts) == 1:
+            return name == self.pattern or name.startswith(f"{self.pattern}.")
+        first, *inner, last = parts
+        if not name.startswith(first) or not name.endswith(last):
+            return False
+        at = len(first)
+        for part in inner:
+            at = name.find(part, at)
+            if at < 0:
+                return False
+            at += len(part)
+        return at + len(last) <= len(name)
+
+
+@dataclass(frozen=True)
 class Containing:
     """Matches the names that contain ``part``; no regular expression is involved."""
 

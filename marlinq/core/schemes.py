@@ -43,7 +43,9 @@ def register_scheme(scheme: NamedScheme) -> NamedScheme:
 
 
 _TENSOR, _CHANNEL = Granularity.tensor(), Granularity.channel()
-_BLOCK, _MX_GROUP = Granularity.block(128, 128), Granularity.group(32)
+_BLOCK = Granularity.block(128, 128)
+MX_GROUP = Granularity.group(32)
+"""Weights of the MX formats that share a scale."""
 
 for _scheme in (
     NamedScheme("int4", "4-bit integers in groups", INT4, None),
@@ -74,14 +76,14 @@ for _scheme in (
         "mxfp8",
         "E4M3 in groups of 32, scales are powers of two",
         E4M3,
-        _MX_GROUP,
+        MX_GROUP,
         "float8_e8m0fnu",
     ),
     NamedScheme(
         "mxfp4",
         "E2M1 in groups of 32, scales are powers of two",
         E2M1,
-        _MX_GROUP,
+        MX_GROUP,
         "float8_e8m0fnu",
     ),
     NamedScheme(

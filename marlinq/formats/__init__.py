@@ -5,8 +5,13 @@ from __future__ import annotations
 from marlinq.formats.format import FORMATS, Format, register_format
 from marlinq.formats.layouts import (
     AWQ,
+    COMPRESSED_FLOATS,
+    DEEPSEEK_FP4,
     GPTQ,
+    GPTQMODEL_FP8,
+    HUGGING_FACE_FP8,
     LAYOUTS,
+    MODELOPT,
     ByteLayout,
     CompressedTensors,
     Layout,
@@ -24,7 +29,15 @@ for _form in (
     Format("gptq-v2", "gptq", (GPTQ(2),)),
     Format("awq", "awq", (AWQ(),)),
     Format("marlin", "gptq", (Marlin(),)),
-    Format("compressed-tensors", "compressed-tensors", (CompressedTensors(),)),
+    Format("compressed-tensors", "compressed-tensors", (CompressedTensors(), *COMPRESSED_FLOATS)),
+    Format("fp8", "fp8", (*HUGGING_FACE_FP8, DEEPSEEK_FP4)),
+    Format("modelopt", "modelopt", MODELOPT),
+    Format(
+        "gptqmodel-fp8",
+        "fp8",
+        (GPTQMODEL_FP8,),
+        read_only="its scales divide, which other loaders of the same tensor names don't know; use fp8",
+    ),
 ):
     register_format(_form)
 

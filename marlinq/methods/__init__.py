@@ -11,6 +11,7 @@ from typing import Any
 from marlinq.methods.base import Inputs, Method, MethodOptions, SolveReport, Statistics
 from marlinq.methods.gptq import GPTQ, GPTQOptions
 from marlinq.methods.imatrix import Imatrix, ImatrixOptions
+from marlinq.methods.input_range import StaticRTN
 from marlinq.methods.rtn import RTN, RTNOptions
 
 METHODS: dict[str, Method[Any, Any]] = {}
@@ -23,7 +24,7 @@ def register_method(method: Method[Any, Any]) -> Method[Any, Any]:
     return method
 
 
-for _method in (GPTQ(), Imatrix(), RTN()):
+for _method in (GPTQ(), Imatrix(), RTN(), StaticRTN()):
     register_method(_method)
 
 __all__ = [

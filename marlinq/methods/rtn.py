@@ -50,6 +50,11 @@ class RTN(Method[RTNOptions, Statistics]):
     calibrated = False
     per_output = False
 
+    def scheme_refusal(self, scheme: Scheme) -> str | None:
+        if scheme.activations is not None and not scheme.activations.dynamic:
+            return f"{scheme.activations.describe()}: {self.name} sees no activations; use rtn-static"
+        return super().scheme_refusal(scheme)
+
     def solve(
         self,
         weights: Sequence[Tensor],

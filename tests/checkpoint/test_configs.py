@@ -40,7 +40,7 @@ def write(name: str, modules: dict[str, ModuleSpec], unquantized: list[str]) -> 
 
 
 def extra_files(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    return dict(DIALECTS[INTEGERS[name].dialect].extra_files(config))
+    return dict(DIALECTS[FORMATS[name].dialect].extra_files(config))
 
 
 KINDS = {

@@ -9,8 +9,10 @@ from marlinq.core.errors import ConversionRefused, UnsupportedError
 from marlinq.formats.dialects.awq import AWQDialect
 from marlinq.formats.dialects.base import Dialect, QuantizationConfig
 from marlinq.formats.dialects.compressed_tensors import CompressedTensorsDialect
+from marlinq.formats.dialects.fp8 import FP8Dialect
 from marlinq.formats.dialects.gptq import GPTQDialect
 from marlinq.formats.dialects.keys import Keys
+from marlinq.formats.dialects.modelopt import ModelOptDialect
 from marlinq.formats.dialects.patterns import is_head
 from marlinq.formats.format import Format
 from marlinq.formats.layouts import ModuleSpec
@@ -25,7 +27,7 @@ def register_dialect(dialect: Dialect) -> Dialect:
     return dialect
 
 
-for _dialect in (GPTQDialect(), AWQDialect(), CompressedTensorsDialect()):
+for _dialect in (GPTQDialect(), AWQDialect(), CompressedTensorsDialect(), FP8Dialect(), ModelOptDialect()):
     register_dialect(_dialect)
 
 

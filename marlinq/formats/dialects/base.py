@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from marlinq.core.dtypes import FLOATS
 from marlinq.core.granularity import Granularity
 from marlinq.core.rules import Rules
 from marlinq.core.scheme import Scheme
@@ -93,7 +94,7 @@ def declared_schemes(form: Format, modules: Mapping[str, ModuleSpec]) -> dict[st
         declared[name] = replace(
             form.layout_of(spec.scheme).as_stored(spec.scheme),
             granularity=granularity,
-            scale_dtype="float16",
+            scale_dtype="float16" if spec.scheme.scale_dtype in FLOATS else spec.scheme.scale_dtype,
             act_order=False,
         )
     return declared

@@ -1,4 +1,4 @@
-"""The config of compressed-tensors ``pack-quantized`` checkpoints (docs/formats.md).
+"""The config of compressed-tensors checkpoints (docs/formats.md).
 
 Groups of targets, each with a scheme of its own; targets are exact names, class names, or ``re:`` patterns
 matched with ``re.match``. Names bind before classes, as the loaders match.
@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from marlinq.core.errors import CheckpointError, UnsupportedError
+from marlinq.core.float_elements import E2M1, E4M3
 from marlinq.core.granularity import Granularity
 from marlinq.core.rules import Keep, Matcher, Rule, Rules
-from marlinq.core.scheme import Scheme
+from marlinq.core.scheme import Activations, Element, Scheme
+from marlinq.core.schemes import MX_GROUP
 from marlinq.formats.dialects.base import Dialect, QuantizationConfig, declared_schemes, majority
 from marlinq.formats.dialects.keys import Keys
 from marlinq.formats.dialects.patterns import EXPERTS, is_head, names_pattern
@@ -20,6 +22,13 @@ from marlinq.formats.format import Format
 from marlinq.formats.layouts import ModuleSpec
 
 _CLASSES = ("Linear", "Conv1D")
+_FLOATS = {8: E4M3, 4: E2M1}
+_TWO_LEVELS = "tensor_group"
+"""The strategy of scales with a second level."""
+_SCALE_DTYPES = {"torch.uint8": "float8_e8m0fnu", "torch.float8_e4m3fn": "float8_e4m3fn"}
+_LARGEST_BLOCK = 1 << 20
+_MIXED = "mixed-precision"
+"""The format of a checkpoint whose groups differ in theirs."""
 
 
 class CompressedTensorsDialect(Dialect):
@@ -74,22 +83,15 @@ class CompressedTensorsDialect(Dialect):
             targets = ["re:" + names_pattern(named, schemes)] if named else []
             groups[f"group_{index}"] = {
                 "targets": [*targets, "Linear"] if scheme == default else targets,
-                "format": "pack-quantized",
-                "input_activations": None,
+                "format": _format(scheme),
+                "input_activations": _input_settings(scheme),
                 "output_activations": None,
-                "weights": {
-                    "num_bits": scheme.element.bits,
-                    "type": "int",
-                    "symmetric": not scheme.stores_zeros,
-                    "strategy": scheme.granularity.kind,
-                    "group_size": scheme.granularity.channels or None,
-                    "dynamic": False,
-                    "actorder": None,
-                },
+                "weights": _weight_settings(scheme),
             }
+        formats = {group["format"] for group in groups.values()}
         return {
             "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
+            "format": formats.pop() if len(formats) == 1 else _MIXED,
             "quantization_status": "compressed",
             "ignore": [_ignored(name) for name in unquantized],
             "config_groups": groups,
@@ -103,27 +105,130 @@ def _ignored(name: str) -> str:
 
 
 def _scheme(keys: Keys, outer_format: object) -> Scheme:
-    layout = keys.raw.get("format") or outer_format
-    if layout != "pack-quantized":
-        raise UnsupportedError(
-            f"{keys.where}: format {layout!r} is not supported; marlinq reads pack-quantized"
-        )
-    if keys.raw.get("input_activations") or keys.raw.get("output_activations"):
-        raise UnsupportedError(f"{keys.where}: quantised activations are not supported; weights only")
+    if keys.raw.get("output_activations"):
+        raise UnsupportedError(f"{keys.where}: quantised outputs (output_activations) are not supported")
     weights = Keys(keys.mapping("weights"), f"{keys.where}.weights")
-    kind, strategy = weights.raw.get("type", "int"), weights.raw.get("strategy")
-    if kind != "int" or strategy not in (None, "group", "channel"):
-        raise UnsupportedError(
-            f"{weights.where}: type {kind!r} with strategy {strategy!r} is not supported; "
-            "marlinq reads int with group or channel"
-        )
-    channelwise = strategy == "channel" or weights.first("group_size") is None
-    return Scheme(
-        element=weights.element("num_bits"),
-        granularity=Granularity.channel() if channelwise else weights.granularity("group_size"),
-        zero_point="midpoint" if weights.boolean("symmetric", True) else "stored",
+    element = _element(weights)
+    scheme = Scheme(
+        element=element,
+        granularity=_granularity(weights),
+        zero_point=element.zero_point if weights.boolean("symmetric", True) else "stored",
+        scale_dtype=_SCALE_DTYPES.get(str(weights.raw.get("scale_dtype")), "float16"),
+        tensor_scale="divides" if weights.raw.get("strategy") == _TWO_LEVELS else "none",
         act_order=weights.raw.get("actorder") in ("group", "dynamic"),
+        activations=_activations(keys, element),
     )
+    said = keys.raw.get("format") or outer_format
+    if said not in (wanted := _formats(scheme)):
+        raise UnsupportedError(
+            f"{keys.where}: format {said!r} is not supported for {scheme.describe()}; "
+            f"marlinq reads {' and '.join(wanted)}"
+        )
+    return scheme
+
+
+def _element(weights: Keys) -> Element:
+    kind = weights.raw.get("type", "int")
+    if kind == "int":
+        return weights.element("num_bits")
+    found = _FLOATS.get(weights.integer("num_bits")) if kind == "float" else None
+    if found is None:
+        bits = weights.raw.get("num_bits")
+        raise UnsupportedError(f"{weights.where}: type {kind!r} of {bits!r} bits is not supported")
+    return found
+
+
+def _granularity(settings: Keys) -> Granularity:
+    """What the weights of a group share a scale among."""
+    strategy = settings.raw.get("strategy")
+    if strategy is None:
+        strategy = "channel" if settings.first("group_size") in (None, -1) else "group"
+    if strategy == "tensor":
+        return Granularity.tensor()
+    if strategy == "channel":
+        return Granularity.channel()
+    if strategy in ("group", _TWO_LEVELS):
+        return settings.granularity("group_size")
+    block = settings.raw.get("block_structure")
+    if isinstance(block, str):
+        block = [int(side) if side.isdecimal() else side for side in block.split("x")]
+    if strategy == "block" and isinstance(block, list) and len(block) == 2:
+        if all(type(side) is int and 0 < side < _LARGEST_BLOCK for side in block):
+            return Granularity.block(block[0], block[1])
+        raise CheckpointError(
+            f"{settings.where}: block_structure: expected two positive integers, found {block!r}"
+        )
+    raise UnsupportedError(f"{settings.where}: strategy {strategy!r} is not supported")
+
+
+def _activations(keys: Keys, weights: Element) -> Activations | None:
+    if not keys.raw.get("input_activations"):
+        return None
+    settings = Keys(keys.mapping("input_activations"), f"{keys.where}.input_activations")
+    element = _element(settings)
+    if weights.table is None or element.table is None:
+        raise UnsupportedError(f"{settings.where}: quantised activations of integers are not supported")
+    strategy = settings.raw.get("strategy")
+    granularity = Granularity.channel() if strategy == "token" else _granularity(settings)
+    # "local" is dynamic below a stored scale for the whole tensor.
+    dynamic = settings.raw.get("dynamic") is True
+    return Activations(element, granularity, dynamic)
+
+
+def _formats(scheme: Scheme) -> tuple[str, ...]:
+    """The formats that may be said of a scheme; the first is the one that is written."""
+    element = scheme.element
+    if element.table is None:
+        return ("pack-quantized",)
+    if scheme.tensor_scale != "none":
+        return ("nvfp4-pack-quantized",)
+    if element == E2M1:
+        return ("mxfp4-pack-quantized",)
+    if scheme.granularity == MX_GROUP:
+        return ("mxfp8-quantized",)
+    names = ("float-quantized", "naive-quantized")
+    return names if scheme.activations is not None else names[::-1]
+
+
+def _format(scheme: Scheme) -> str:
+    return _formats(scheme)[0]
+
+
+def _weight_settings(scheme: Scheme) -> dict[str, Any]:
+    granularity = scheme.granularity
+    settings: dict[str, Any] = {
+        "num_bits": scheme.element.bits,
+        "type": "int" if scheme.element.table is None else "float",
+        "symmetric": not scheme.stores_zeros,
+        "strategy": _TWO_LEVELS if scheme.tensor_scale != "none" else granularity.kind,
+        "group_size": granularity.channels if granularity.kind == "group" else None,
+        "dynamic": False,
+        "actorder": None,
+    }
+    if granularity.kind == "block":
+        settings["block_structure"] = [granularity.outputs, granularity.channels]
+    if scheme.element.table is not None and granularity.kind == "group":
+        settings["scale_dtype"] = "torch.float8_e4m3fn" if scheme.tensor_scale != "none" else "torch.uint8"
+    return settings
+
+
+def _input_settings(scheme: Scheme) -> dict[str, Any] | None:
+    inputs = scheme.activations
+    if inputs is None:
+        return None
+    two_levels = scheme.tensor_scale != "none"
+    strategy: str = "token" if inputs.granularity.kind == "channel" else inputs.granularity.kind
+    settings: dict[str, Any] = {
+        "num_bits": inputs.element.bits,
+        "type": "float",
+        "symmetric": True,
+        "strategy": _TWO_LEVELS if two_levels else strategy,
+        "group_size": inputs.granularity.channels or None,
+        "dynamic": inputs.dynamic or ("local" if two_levels else False),
+    }
+    if two_levels:
+        settings["scale_dtype"] = "torch.float8_e4m3fn"
+    return settings
 
 
 def _target(keys: Keys, text: str) -> Matcher:

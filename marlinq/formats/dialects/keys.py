@@ -7,7 +7,7 @@ from typing import Any
 
 from marlinq.core.errors import CheckpointError, UnsupportedError
 from marlinq.core.granularity import Granularity
-from marlinq.core.patterns import Containing, Exact, Pattern, Patterns
+from marlinq.core.patterns import Containing, Exact, Glob, Named, Pattern, Patterns
 from marlinq.core.scheme import Element, integer_element
 
 _LARGEST_GROUP = 1 << 24
@@ -79,6 +79,14 @@ class Keys:
     def exact(self, name: str) -> Exact:
         """A pattern that matches one name only."""
         return Exact(name)
+
+    def named(self, name: str) -> Named:
+        """A pattern that matches a full name, the end of one, or the modules inside of one."""
+        return Named(name)
+
+    def glob(self, pattern: str) -> Glob:
+        """A pattern with ``*`` for any text."""
+        return Glob(pattern)
 
     def containing(self, part: str) -> Containing:
         """A pattern that matches the names that contain ``part``."""

@@ -6,6 +6,13 @@ from marlinq.formats.layouts.awq import AWQ
 from marlinq.formats.layouts.base import Layout, ModuleSpec, TensorSpec, spec_of
 from marlinq.formats.layouts.byte_codes import ByteLayout
 from marlinq.formats.layouts.compressed_tensors import CompressedTensors
+from marlinq.formats.layouts.floats import (
+    COMPRESSED_FLOATS,
+    DEEPSEEK_FP4,
+    GPTQMODEL_FP8,
+    HUGGING_FACE_FP8,
+    MODELOPT,
+)
 from marlinq.formats.layouts.gptq import GPTQ
 from marlinq.formats.layouts.marlin import Marlin
 from marlinq.formats.layouts.transcoding import transcode
@@ -23,8 +30,13 @@ def register_layout(layout: Layout) -> Layout:
 
 __all__ = [
     "AWQ",
+    "COMPRESSED_FLOATS",
+    "DEEPSEEK_FP4",
     "GPTQ",
+    "GPTQMODEL_FP8",
+    "HUGGING_FACE_FP8",
     "LAYOUTS",
+    "MODELOPT",
     "ByteLayout",
     "CompressedTensors",
     "Layout",

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 else:
     from marlinq.core.lazy import torch
 
+_AS_BYTES = {"float8_e8m0fnu": "uint8"}
+
 UNQUANTIZED = "weight"
 """The suffix of an unquantised linear's weight."""
 
@@ -29,6 +31,12 @@ class TensorSpec:
 
     dtype: str
     shape: tuple[int, ...]
+
+    def holds(self, wanted: TensorSpec) -> bool:
+        """Whether a stored tensor of this kind is one of kind ``wanted``: E8M0 scales are bytes to some."""
+        return self.shape == wanted.shape and _AS_BYTES.get(self.dtype, self.dtype) == _AS_BYTES.get(
+            wanted.dtype, wanted.dtype
+        )
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,8 @@ class Layout(ABC):
     that fits."""
     scale_dtype: str | None = "float16"
     """The dtype that loaders of this layout expect of scales; None keeps what the weight has."""
+    rounds: str | None = None
+    """Why values are rounded when they are read; None where they are read as they are."""
     stores_order: bool = False
     """Whether a g_idx is stored, so that a weight in activation order can be held."""
     plain: PlainTensors | None = None
@@ -281,7 +291,7 @@ class Layout(ABC):
             have = found.get(suffix)
             if have is None:
                 return f"{suffix}: expected {want.dtype} {list(want.shape)}, found no tensor"
-            if have != want:
+            if not have.holds(want):
                 wanted = f"expected {want.dtype} {list(want.shape)}"
                 return f"{suffix}: {wanted}, found {have.dtype} {list(have.shape)}"
         extra = sorted(set(found) - set(expected) - {without})

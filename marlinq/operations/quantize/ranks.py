@@ -131,6 +131,8 @@ class Ranks:
         ]
         if spec.scheme.tensor_scale != "none":
             parts.append(("tensor_scale", (), torch.float32))
+        if spec.scheme.activations is not None and not spec.scheme.activations.dynamic:
+            parts.append(("input_scale", (), torch.float32))
         shared = {
             name: self.share(None if weight is None else getattr(weight, name), shape, dtype, source)
             for name, shape, dtype in parts

@@ -45,8 +45,8 @@ from marlinq.operations.quantize.quality import DEFAULT, QUALITIES
 AUTO_GROUP_SIZES = (128, 64, 32)
 GROUP_SIZES = (32, 64, 128, -1, AUTO)
 UNQUANTIZED = "none"
-ROUNDING = "rtn"
-"""The method of modules whose element the recipe's method has no grid for."""
+ROUNDING, STATIC_ROUNDING = "rtn", "rtn-static"
+"""The methods of modules whose scheme the recipe's method can't make: without and with static activations."""
 EXPERTS = ("routed", "all")
 EXPERT_FALLBACKS = ("blend", "all", "shared")
 NO_TEMPLATE = "none"
@@ -435,7 +435,9 @@ class Recipe:
             or METHODS[self.method].scheme_refusal(settings.typical) is None
         ):
             return settings
-        return replace(settings, method=ROUNDING, options=METHODS[ROUNDING].options())
+        static = named.activations is not None and not named.activations.dynamic
+        rounding = STATIC_ROUNDING if static else ROUNDING
+        return replace(settings, method=rounding, options=METHODS[rounding].options())
 
     def unused_overrides(self, modules: Iterable[str]) -> tuple[Override, ...]:
         """The rules that decide for none of ``modules``: usually a mistyped pattern."""

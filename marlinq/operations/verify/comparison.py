@@ -88,6 +88,7 @@ class Comparison:
         except CheckpointError as error:
             self._unquantized.failures.append(str(error))
         self._judged: list[Evidence] = []
+        self._not_modelled: dict[str, int] = {}
         sizes = [spec.in_features * spec.out_features for spec in view.modules.values()]
         at_once = min(torch.get_num_threads(), _ELEMENTS_AT_ONCE // max(sizes, default=1))
         self.aside = Aside(at_once if device.type == "cpu" else 1)
@@ -162,7 +163,7 @@ class Comparison:
         self._judge_error(name, mine, rtn, q.element, self._weights)
         reason = not_modelled(q.scheme)
         if reason is not None:
-            self._places.warnings.append(f"{name}: words and groups were not judged: {reason}")
+            self._not_modelled[reason] = self._not_modelled.get(reason, 0) + 1
             return
 
         def take(evidence: Evidence) -> None:
@@ -330,7 +331,14 @@ class Comparison:
         words = sum(evidence.words for evidence in self._judged)
         groups = sum(evidence.groups for evidence in self._judged)
         rows.append(
-            self._places.result(f"{words} words and {groups} groups, no outliers beyond the false-alarm rate")
+            self._places.result(
+                "; ".join(
+                    (
+                        f"{words} words and {groups} groups, no outliers beyond the false-alarm rate",
+                        *(f"{count} modules not judged: {why}" for why, count in self._not_modelled.items()),
+                    )
+                )
+            )
         )
         return rows
 

@@ -15,12 +15,13 @@ from marlinq.checkpoint import (
     read_quantization_config,
     without_quantization_config,
 )
-from marlinq.checkpoint.reader import QUANTIZE_CONFIGS, read_json
+from marlinq.checkpoint.quantization_config import read_separate_config
+from marlinq.checkpoint.reader import QUANTIZE_CONFIGS
 from marlinq.core import boundaries
 from marlinq.core.errors import MarlinqError
 from marlinq.core.granularity import Granularity
 from marlinq.core.progress import ReportProgress
-from marlinq.formats import ModuleSpec
+from marlinq.formats import ModuleSpec, TensorSpec
 from marlinq.formats.dialects import is_head
 from marlinq.models import Blueprint, TensorNames, build_blueprint
 from marlinq.operations.verify.report import Check, Findings
@@ -52,7 +53,7 @@ def check_config(view: QuantizedCheckpoint) -> Check:
             continue
         seen.append(name)
         try:
-            raw = read_json(path, name)
+            raw = read_separate_config(path, name)
             other = read_quantization_config(path, {"quantization_config": raw})
         except MarlinqError as error:
             findings.failures.append(str(error))
@@ -91,8 +92,7 @@ def check_tensors(view: QuantizedCheckpoint, blueprint: Blueprint | str) -> Chec
         for suffix, want in layout.expected(spec).items():
             if suffix not in names:
                 findings.failures.append(f"{module}.{suffix}: missing")
-            elif (tensors[names[suffix]].dtype, tensors[names[suffix]].shape) != (want.dtype, want.shape):
-                found = tensors[names[suffix]]
+            elif not TensorSpec((found := tensors[names[suffix]]).dtype, found.shape).holds(want):
                 findings.failures.append(
                     f"{names[suffix]}: expected {_kind(want.dtype, want.shape)}, "
                     f"found {_kind(found.dtype, found.shape)}"

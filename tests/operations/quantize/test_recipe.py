@@ -187,7 +187,7 @@ def test_first_matching_override_decides():
         ({"calibration": ""}, "calibration"),
         ({"groupsize": 64}, "unknown key 'groupsize'"),
         ({"scheme": "int3"}, "scheme: expected one of int4, int8"),
-        ({"method": "awq"}, "method: expected one of gptq, imatrix, rtn, found 'awq'"),
+        ({"method": "awq"}, "method: expected one of gptq, imatrix, rtn, rtn-static, found 'awq'"),
         ({"method": ["rtn"]}, "method: expected one of"),
         ({"method": "rtn", "damp": 0.1}, "unknown key 'damp'"),
         ({"options": {"damp": 0.1}}, "unknown key 'options'"),

@@ -1,0 +1,125 @@
+"""Every scheme and every format that holds it goes through every command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
+from marlinq.cli import main
+from marlinq.core.weight import QuantizedWeight
+from marlinq.runtime import load
+from tests.testing.runnable_folders import save_plain, save_tokenizer
+from tests.testing.tiny_models import tiny_model
+
+CPU = ("--device", "cpu")
+DOWN = "model.layers.0.mlp.down_proj"
+Run = Callable[..., tuple[int, Any]]
+
+MADE = {
+    "int8": ("gptq", "gptq-v2", "compressed-tensors"),
+    "fp8": ("compressed-tensors",),
+    "fp8-dynamic": ("compressed-tensors",),
+    "fp8-static": ("compressed-tensors", "fp8"),
+    "fp8-block": ("compressed-tensors", "fp8"),
+}
+"""Formats that hold a scheme."""
+
+BITS_OF_ERROR = {"int8": 2**-7, "fp8": 2**-4, "fp8-dynamic": 2**-4, "fp8-static": 2**-4, "fp8-block": 2**-4}
+"""Largest error of a weight, relative to the largest weight: half the largest step. E4M3 has three bits
+behind the leading one, int8 127 steps."""
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """``marlinq ARGUMENTS --json`` in this process: the exit code and the object that it prints."""
+
+    def call(*arguments: object) -> tuple[int, Any]:
+        with pytest.raises(SystemExit) as exit_info:
+            main([*map(str, arguments), "--json"])
+        printed = capsys.readouterr().out
+        return int(exit_info.value.code or 0), json.loads(printed[printed.index("{") :])
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One block, whose widths of 192 and 288 leave the last blocks of 128 ragged."""
+    model = tiny_model(
+        "llama", seed=3, vocab_size=320, hidden_size=192, intermediate_size=288, num_hidden_layers=1
+    )
+    folder = save_plain(tmp_path_factory.mktemp("schemes") / "original", model)
+    save_tokenizer(folder)
+    return folder
+
+
+def weights(folder: Path) -> dict[str, QuantizedWeight]:
+    view = QuantizedCheckpoint.of(Checkpoint.open(folder))
+    assert view is not None
+    return {name: view.load(name) for name in view.modules}
+
+
+def text_file(folder: Path) -> Path:
+    text = folder / "text.txt"
+    text.write_text("It is a truth universally acknowledged, that numbers are rounded.\n" * 20)
+    return text
+
+
+def quantize(run: Run, original: Path, out: Path, scheme: str, form: str, *options: object) -> Any:
+    calibration = ("--calibration", text_file(out.parent), "--samples", 1, "--max-length", 32)
+    fixed = ("--method", "rtn", "--scheme", scheme, "--format", form)
+    code, report = run("quantize", original, out, *fixed, *calibration, *CPU, *options)
+    assert code == 0, report
+    return report
+
+
+@pytest.mark.parametrize(
+    ("scheme", "form"), [(scheme, form) for scheme, forms in MADE.items() for form in forms]
+)
+def test_a_scheme_goes_through_every_command(
+    run: Run, original: Path, tmp_path: Path, scheme: str, form: str
+) -> None:
+    out = tmp_path / "out"
+    quantize(run, original, out, scheme, form)
+    made = weights(out)
+    assert len(made) == 7
+    wide = Checkpoint.open(original).tensor(f"{DOWN}.weight").float()
+    error = (made[DOWN].dequantize() - wide).abs()
+    assert float(error.max()) <= BITS_OF_ERROR[scheme] * float(wide.abs().max())
+    code, seen = run("inspect", out)
+    assert (code, seen["format"]) == (0, form), seen
+    code, checked = run("verify", out, "--against", original, *CPU)
+    assert code == 0, checked
+    problems = [each for module in checked["modules"] for each in module["problems"]]
+    assert not problems
+    code, made_page = run("report", out, "--out", tmp_path / "report")
+    assert code == 0, made_page
+    code, measured = run("eval", out, "--against", original, "--windows", 1, "--length", 16, *CPU)
+    assert code == 0, measured
+    assert 0 <= measured["kl"] < 0.1
+    code, said = run("generate", out, "--prompt", "It is", "--max-new-tokens", 2, "--greedy", *CPU)
+    assert code == 0, said
+    loaded = load(out, device="cpu")
+    weight = dict(loaded.model.named_modules())[DOWN].weight
+    assert torch.equal(weight.float(), made[DOWN].dequantize(weight.dtype).float())
+    for other in MADE[scheme]:
+        if other == form:
+            continue
+        there, back = tmp_path / f"to-{other}", tmp_path / f"back-from-{other}"
+        for source, target, name in ((out, there, other), (there, back, form)):
+            code, said = run("convert", source, target, "--to", name)
+            assert code == 0, said
+        assert weights(there).keys() == made.keys()
+        for name, found in weights(there).items():
+            assert made[name].difference(found) is None, name
+        stored = [load_file(folder / "model.safetensors") for folder in (out, back)]
+        assert stored[0].keys() == stored[1].keys()
+        for name, tensor in stored[0].items():
+            assert torch.equal(tensor.float(), stored[1][name].float()), name
