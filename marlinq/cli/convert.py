@@ -9,8 +9,10 @@ import click
 from marlinq.checkpoint import check_place
 from marlinq.cli.options import output_options, revision_option, shard_size_option
 from marlinq.cli.output import print_report, showing_progress
-from marlinq.cli.types import FORMAT, PAIR, SOURCE
+from marlinq.cli.types import FORMAT, PAIR, SOURCE, SettingType
 from marlinq.core.errors import UsageError
+from marlinq.core.schemes import SCHEMES
+from marlinq.core.settings import Choice
 from marlinq.core.sources import local_folder
 
 _USAGE = "marlinq convert SRC DST --to FORMAT, or marlinq convert SOURCE-to-TARGET SRC DST"
@@ -20,6 +22,16 @@ _USAGE = "marlinq convert SRC DST --to FORMAT, or marlinq convert SOURCE-to-TARG
 @click.argument("places", nargs=-1, metavar="[SOURCE-to-TARGET] SRC DST")
 @click.option("--to", "to", type=FORMAT, help="The layout to make.")
 @click.option("--from", "from_", type=FORMAT, help="The layout of SRC; without it, what SRC says of itself.")
+@click.option(
+    "--scheme",
+    type=SettingType(Choice(SCHEMES)),
+    help="Give every module this scheme: exactly where that can be, such as mxfp4 to nvfp4.",
+)
+@click.option(
+    "--allow-loss",
+    is_flag=True,
+    help="Round what can't be held exactly, such as FP8 blocks as channels, and say how much is lost.",
+)
 @click.option(
     "--strict-marlin",
     is_flag=True,
@@ -40,6 +52,8 @@ def command(
     places: tuple[str, ...],
     to: str | None,
     from_: str | None,
+    scheme: str | None,
+    allow_loss: bool,
     strict_marlin: bool,
     skip_unsupported: bool,
     revision: str | None,
@@ -50,10 +64,10 @@ def command(
 
     The target is named by --to, as in: marlinq convert SRC DST --to awq. The two layouts may also come first,
     as in: marlinq convert gptq-to-awq SRC DST; then SRC must be of the first. A conversion that would lose a
-    bit is refused, with the module and the reason.
+    bit is refused, with the module and the reason, unless --allow-loss is given.
     """
     source_format, target_format, source, target = _request(context, places, from_, to)
-    if source_format == target_format:
+    if source_format == target_format and scheme is None:
         raise UsageError(f"{source_format} to {target_format}: nothing to convert; name another target")
     if strict_marlin and target_format != "marlin":
         raise UsageError(f"--strict-marlin: only goes with the target marlin, not {target_format}")
@@ -69,6 +83,8 @@ def command(
             revision=revision,
             source_format=source_format,
             target_format=target_format,
+            scheme=scheme,
+            allow_loss=allow_loss,
             strict_marlin=strict_marlin,
             skip_unsupported=skip_unsupported,
             max_shard_size=max_shard_size,

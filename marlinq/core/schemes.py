@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from marlinq.core.float_elements import E2M1, E4M3
 from marlinq.core.granularity import Granularity
-from marlinq.core.scheme import INT4, INT8, Activations, Element
+from marlinq.core.scheme import INT4, INT8, Activations, Element, Scheme
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,17 @@ class NamedScheme:
     scale_dtype: str | None = None
     two_levels: bool = False
     activations: Activations | None = None
+
+    def example(self, other: Scheme) -> Scheme:
+        """The scheme, with what the name leaves open as ``other`` has it."""
+        return Scheme(
+            element=self.element,
+            granularity=self.granularity or other.granularity,
+            zero_point=self.element.zero_point,
+            scale_dtype=self.scale_dtype or "float16",
+            tensor_scale="multiplies" if self.two_levels else "none",
+            activations=self.activations,
+        )
 
 
 SCHEMES: dict[str, NamedScheme] = {}

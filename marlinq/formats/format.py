@@ -58,7 +58,7 @@ class Format:
         if scheme.element.name not in self.elements:
             return f"{scheme.element.name} weights; {self.name} holds {_listed(self.elements)} only"
         near = [layout for layout in self.layouts if scheme.element.name in layout.elements]
-        reasons = [layout.scheme_refusal(scheme) for layout in near]
+        reasons = [layout.scheme_refusal(layout.as_stored(scheme)) for layout in near]
         return None if None in reasons else reasons[0]
 
     def layout_of(self, scheme: Scheme) -> Layout:

@@ -26,6 +26,7 @@ from marlinq.checkpoint.reader import read_json
 from marlinq.core.dtypes import ITEM_BYTES, torch_dtype
 from marlinq.core.errors import UnsupportedError, UsageError
 from marlinq.core.progress import Progress, ReportProgress, shows_progress
+from marlinq.core.schemes import SCHEMES, NamedScheme
 from marlinq.core.version import __version__
 from marlinq.formats import FORMATS, Format, transcode
 from marlinq.formats.dialects import DIALECTS
@@ -48,13 +49,15 @@ def convert(
     *,
     target_format: str,
     source_format: str | None = None,
+    scheme: str | None = None,
+    allow_loss: bool = False,
     revision: str | None = None,
     strict_marlin: bool = False,
     skip_unsupported: bool = False,
     max_shard_size: int = DEFAULT_MAX_SHARD_BYTES,
     progress: Progress = True,
 ) -> ConversionReport:
-    """Convert a quantised checkpoint to another layout, lossless bit for bit.
+    """Convert a quantised checkpoint to another format or scheme, without loss unless that is allowed.
 
     Everything that could make a conversion lossy is looked for before the output folder is touched. Then
     tensors stream one by one. A run that was interrupted continues when it is repeated.
@@ -65,6 +68,8 @@ def convert(
         out: the folder to make; it must not exist.
         target_format, source_format: names in :data:`marlinq.formats.FORMATS`; the source's is detected, and
             checked where it is given.
+        scheme: a name in :data:`marlinq.core.schemes.SCHEMES` that every module gets; None for its own.
+        allow_loss: round what the target can't hold exactly, and say how much is lost.
         strict_marlin: allow in marlin only what its original kernel takes (K%128, N%256, group 128 or -1).
         skip_unsupported: dequantise modules of shapes that the target excludes, instead of refusing.
         max_shard_size: largest shard in bytes.
@@ -80,12 +85,14 @@ def convert(
     assert not isinstance(progress, bool)  # the decorator made it a function
     _check_formats(source_format, target_format, strict_marlin)
     opened = Checkpoint.open(source, revision=revision, progress=progress)
-    quantized = _quantized(opened, source_format, target_format)
+    quantized = _quantized(opened, source_format, target_format, scheme)
     with _one_torch_thread():
         return _convert(
             quantized,
             Path(out),
             FORMATS[target_format],
+            scheme=None if scheme is None else SCHEMES[scheme],
+            allow_loss=allow_loss,
             strict_marlin=strict_marlin,
             skip_unsupported=skip_unsupported,
             max_shard_size=max_shard_size,
@@ -98,6 +105,8 @@ def _convert(
     out: Path,
     target: Format,
     *,
+    scheme: NamedScheme | None,
+    allow_loss: bool,
     strict_marlin: bool,
     skip_unsupported: bool,
     max_shard_size: int,
@@ -109,6 +118,8 @@ def _convert(
     plan = plan_conversion(
         quantized,
         target,
+        scheme=scheme,
+        allow_loss=allow_loss,
         strict_marlin=strict_marlin,
         skip_unsupported=skip_unsupported,
         progress=progress,
@@ -138,6 +149,7 @@ def _convert(
         carried=len(quantized.passthrough),
         side_files=tuple(checkpoint.side_files),
         left_out=tuple(checkpoint.left_out),
+        lossy=plan.lossy,
         notes=plan.notes,
         resumed=resumed,
         source_bytes=checkpoint.nbytes,
@@ -150,18 +162,22 @@ def _check_formats(source_format: str | None, target_format: str, strict_marlin:
     for name in (source_format, target_format):
         if name is not None and name not in FORMATS:
             raise UsageError(f"convert: unknown format {name!r}; expected one of {', '.join(FORMATS)}")
+    if (reason := FORMATS[target_format].read_only) is not None:
+        raise UsageError(f"convert: {target_format} is read and never written: {reason}")
     if strict_marlin and not FORMATS[target_format].original_kernel:
         raise UsageError(f"convert: --strict-marlin only goes with the target marlin, not {target_format}")
 
 
-def _quantized(checkpoint: Checkpoint, source_format: str | None, target_format: str) -> QuantizedCheckpoint:
+def _quantized(
+    checkpoint: Checkpoint, source_format: str | None, target_format: str, scheme: str | None
+) -> QuantizedCheckpoint:
     quantized = QuantizedCheckpoint.of(checkpoint)
     if quantized is None:
         raise UnsupportedError(f"{checkpoint.path}: is not quantised; use marlinq quantize")
     found = quantized.format.name
     if source_format not in (None, found):
         raise UsageError(f"{checkpoint.path}: expected a {source_format} checkpoint, found {found}")
-    if found == target_format:
+    if found == target_format and scheme is None:
         raise UsageError(f"{checkpoint.path}: is in the {found} layout already; copy the folder instead")
     return quantized
 
@@ -180,6 +196,7 @@ def _manifest(plan: ConversionPlan, strict_marlin: bool, skip_unsupported: bool)
         "format": plan.target.name,
         "strict_marlin": strict_marlin,
         "skip_unsupported": skip_unsupported,
+        "allow_loss": plan.allow_loss,
         "skipped": {name: keep.reason for name, keep in plan.skipped.items()},
         "scale_dtypes": sorted({spec.scheme.scale_dtype for spec in plan.modules.values()}),
         "source_quantization_config": dict(plan.source.config.raw),
@@ -258,6 +275,12 @@ def _run(plan: ConversionPlan, writer: CheckpointWriter, job: _Job) -> _Job:
         writer.write(f"{job.name}.weight", weight.t() if plan.transposed else weight)
         return job
     layout, target = source.layouts[job.name], plan.layout_of(job.name)
+    if (way := plan.recasts.get(job.name)) is not None:
+        changed = way.apply(source.load(job.name), allow_loss=plan.allow_loss)
+        assert changed is not None, "what is refused was found before"
+        for suffix, tensor in target.pack(changed, spec.scheme).items():
+            writer.write(f"{job.name}.{suffix}", tensor)
+        return job
     grid = source.load_grid(job.name)
     for suffix, tensor in target.pack_grid(grid, spec.scheme).items():
         writer.write(f"{job.name}.{suffix}", tensor)

@@ -16,9 +16,11 @@ from marlinq.core.errors import CheckpointError, ConversionRefused
 from marlinq.core.progress import ReportProgress
 from marlinq.core.rules import Keep
 from marlinq.core.scheme import Scheme
+from marlinq.core.schemes import NamedScheme
 from marlinq.core.weight import Grid
 from marlinq.formats import Format, Layout, ModuleSpec
 from marlinq.formats.dialects import is_head, write_quantization_config
+from marlinq.operations.convert.recast import Recast, recast
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +52,9 @@ class ConversionPlan:
         transposed: dequantised weights are stored [K, N].
         config: ``config.json`` of the source, but that a quantised head is never called tied.
         quantization_config: of the output.
+        recasts: how modules get another scheme, of those that do.
+        allow_loss: whether what can't be held exactly is rounded.
+        lossy: whether any module loses precision.
         notes: what a user of the output should know.
     """
 
@@ -62,6 +67,9 @@ class ConversionPlan:
     transposed: bool
     config: dict[str, Any]
     quantization_config: dict[str, Any]
+    recasts: Mapping[str, Recast]
+    allow_loss: bool
+    lossy: bool
     notes: tuple[str, ...]
 
     def layout_of(self, module: str) -> Layout:
@@ -73,18 +81,34 @@ def plan_conversion(
     source: QuantizedCheckpoint,
     target: Format,
     *,
+    scheme: NamedScheme | None = None,
+    allow_loss: bool = False,
     strict_marlin: bool,
     skip_unsupported: bool,
     progress: ReportProgress,
 ) -> ConversionPlan:
     """Decide a conversion.
 
+    Args:
+        source: what is converted.
+        target: format of the output.
+        scheme: scheme of every module of the output; None for those that they have.
+        allow_loss: round what can't be held exactly, and say so.
+        strict_marlin, skip_unsupported, progress: as for :func:`~marlinq.operations.convert.convert`.
+
     Raises:
         ConversionRefused: the target can't hold a module without loss; nothing has been written.
         CheckpointError: the source contradicts itself.
     """
-    skipped = _excluded_shapes(source, target, strict_marlin, skip_unsupported)
-    kept = {name: spec for name, spec in source.modules.items() if name not in skipped}
+    recasts = _recasts(source, target, scheme)
+    specs = {
+        name: replace(spec, scheme=recasts[name].target.for_channels(spec.in_features))
+        if name in recasts
+        else spec
+        for name, spec in source.modules.items()
+    }
+    skipped = _excluded_shapes(source, specs, target, strict_marlin, skip_unsupported)
+    kept = {name: spec for name, spec in specs.items() if name not in skipped}
     if not kept:
         raise ConversionRefused(
             f"{source.checkpoint.path}: no module has a shape that {target.name} can hold; "
@@ -94,7 +118,7 @@ def plan_conversion(
     # What the config dialect can't say is known before any tensor is read.
     write_quantization_config(target, kept, unquantized)
 
-    grids = _Scan(source, target)
+    grids = _Scan(source, target, specs, recasts, allow_loss)
     for done, name in enumerate(source.modules):
         progress("checking", done, len(source.modules))
         grids.check(name, stored=name in kept)
@@ -116,6 +140,9 @@ def plan_conversion(
         transposed=transposed,
         config=untied_config(config) if mistied else dict(config),
         quantization_config=write_quantization_config(target, modules, unquantized),
+        recasts=recasts,
+        allow_loss=allow_loss,
+        lossy=grids.lossy,
         notes=(*grids.notes(kept), *_fused_notes(set(skipped), kept), *([_MISTIED] if mistied else [])),
     )
 
@@ -131,11 +158,34 @@ def model_dtype(config: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _recasts(source: QuantizedCheckpoint, target: Format, scheme: NamedScheme | None) -> dict[str, Recast]:
+    """How modules get another scheme.
+
+    Raises:
+        ConversionRefused: there is no way for a module.
+    """
+    found: dict[str, Recast] = {}
+    for name, spec in source.modules.items():
+        wanted = spec.scheme if scheme is None else scheme.example(spec.scheme)
+        if target.scheme_refusal(wanted) is not None:
+            continue  # what is refused is said with its shape
+        way = recast(spec.scheme, target.layout_of(wanted), scheme)
+        if isinstance(way, str):
+            raise ConversionRefused(f"{source.checkpoint.path}: {name}: {way}")
+        if way is not None:
+            found[name] = way
+    return found
+
+
 def _excluded_shapes(
-    source: QuantizedCheckpoint, target: Format, strict_marlin: bool, skip_unsupported: bool
+    source: QuantizedCheckpoint,
+    specs: Mapping[str, ModuleSpec],
+    target: Format,
+    strict_marlin: bool,
+    skip_unsupported: bool,
 ) -> dict[str, Keep]:
     found: dict[str, Keep] = {}
-    for name, spec in source.modules.items():
+    for name, spec in specs.items():
         reason = source.mismatch(name)
         if reason is not None:
             raise CheckpointError(f"{source.checkpoint.path}: {name}.{reason}")
@@ -166,9 +216,17 @@ def _first(skipped: Mapping[str, Keep]) -> str:
 class _Scan:
     """Reads zeros, g_idx and scales of every module once and keeps the facts that the output depends on."""
 
-    def __init__(self, source: QuantizedCheckpoint, target: Format) -> None:
-        self._source = source
-        self._target = target
+    def __init__(
+        self,
+        source: QuantizedCheckpoint,
+        target: Format,
+        specs: Mapping[str, ModuleSpec],
+        recasts: Mapping[str, Recast],
+        allow_loss: bool,
+    ) -> None:
+        self._source, self._target = source, target
+        self._specs, self._recasts, self._allow_loss = specs, recasts, allow_loss
+        self._losses: dict[str, tuple[float, str]] = {}
         self._model_dtype = model_dtype(source.checkpoint.config)
         self._stores_zeros: dict[Scheme | None, bool] = {}
         self._act_order: dict[str, bool] = {}
@@ -182,6 +240,11 @@ class _Scan:
         declared = self._source.config.rules.scheme(name)
         if not stored:
             return
+        rounds = self._source.layouts[name].rounds
+        if rounds is not None:
+            self._lose(name, rounds, 2.0**-24)
+        if name in self._recasts:
+            grid = self._recast(name)
         reason = self._target.layout_of(grid.scheme).refusal(grid, self._scale_dtype(name))
         if reason is not None:
             raise ConversionRefused(f"{path}: {name}: {self._target.name} can't hold it: {reason}")
@@ -192,9 +255,32 @@ class _Scan:
         if self._exact_in_model_dtype:
             self._exact_in_model_dtype = _exact(grid, self._model_dtype)
 
+    def _recast(self, name: str) -> Grid:
+        """The module in its new scheme."""
+        way, weight = self._recasts[name], self._source.load(name)
+        exact = way.exact(weight)
+        if exact is not None:
+            return exact
+        if way.lossy is None or not self._allow_loss:
+            self._lose(name, way.refusal, None)
+        rounded = way.apply(weight, allow_loss=True)
+        assert rounded is not None, "a lossy way holds every weight"
+        before = weight.dequantize()
+        error = float((rounded.dequantize() - before).norm()) / (float(before.norm()) or 1.0)
+        self._lose(name, way.refusal, error)
+        return rounded
+
+    def _lose(self, name: str, why: str, error: float | None) -> None:
+        """Notes the relative error of a module, or refuses it."""
+        if error is None or not self._allow_loss:
+            raise ConversionRefused(
+                f"{self._source.checkpoint.path}: {name}: {why}; --allow-loss converts it nevertheless"
+            )
+        self._losses[name] = error, why
+
     def target_spec(self, name: str) -> ModuleSpec:
         """What the output stores for ``name``, after all modules were checked."""
-        spec = self._source.modules[name]
+        spec = self._specs[name]
         # Modules that the source's config describes alike stay alike, so that fused layers agree.
         stores_zeros = self._stores_zeros[self._source.config.rules.scheme(name)]
         dtype = self._scale_dtype(name)
@@ -210,9 +296,21 @@ class _Scan:
         layout = self._target.layout_of(scheme)
         return ModuleSpec(spec.in_features, spec.out_features, layout.as_stored(scheme))
 
+    @property
+    def lossy(self) -> bool:
+        """Whether any module loses precision."""
+        return bool(self._losses)
+
     def notes(self, kept: Mapping[str, ModuleSpec]) -> list[str]:
         """Facts about the output that a user should know."""
         notes = []
+        if self._losses:
+            worst = max(self._losses, key=lambda name: self._losses[name][0])
+            error, why = self._losses[worst]
+            notes.append(
+                f"{len(self._losses)} modules lost precision; {worst} most, by {error:.2g} of its norm: "
+                f"{why}"
+            )
         if any(self._act_order.values()):
             notes.append("the g_idx is in activation order; vLLM refuses such checkpoints since 0.30")
         if self._flag_without_order:
@@ -231,11 +329,10 @@ class _Scan:
 
     def _scale_dtype(self, name: str) -> str | None:
         """The type of the output's scales; None where the target follows the model."""
-        scheme = self._source.modules[name].scheme
+        scheme = self._specs[name].scheme
         target = self._target.layout_of(scheme)
-        return (
-            scheme.scale_dtype if self._source.layouts[name].family == target.family else target.scale_dtype
-        )
+        same = self._source.layouts[name].family == target.family and name not in self._recasts
+        return scheme.scale_dtype if same else target.scale_dtype
 
 
 def _exact(grid: Grid, dtype: str | None) -> bool:

@@ -22,6 +22,7 @@ class ConversionReport(Shown):
         carried: tensors that were copied unchanged (norms, embeddings, biases).
         side_files: other files that were copied (tokenizer, templates, code).
         left_out: files of the source that are not in the output: weights in other formats.
+        lossy: whether any module lost precision.
         notes: what a user of the output should know.
         resumed: tensors that an interrupted run had already written.
         source_bytes, out_bytes: sizes of all tensors.
@@ -37,6 +38,7 @@ class ConversionReport(Shown):
     carried: int
     side_files: tuple[str, ...]
     left_out: tuple[str, ...]
+    lossy: bool
     notes: tuple[str, ...]
     resumed: int
     source_bytes: int
@@ -54,7 +56,7 @@ class ConversionReport(Shown):
         rows = [
             ("from", f"{self.source} ({self.source_format})"),
             ("to", f"{self.out} ({self.target_format})"),
-            ("converted", f"{self.converted} modules, bit for bit"),
+            ("converted", f"{self.converted} modules, {'rounded' if self.lossy else 'bit for bit'}"),
             ("carried", f"{self.carried} tensors and {len(self.side_files)} other files, unchanged"),
             ("tensors", f"{sizes} in {self.seconds:.1f} s"),
         ]

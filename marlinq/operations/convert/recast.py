@@ -1,0 +1,218 @@
+"""The same weight in another scheme: exactly, or with a loss that is stated.
+
+Exact:
+
+* MXFP4 as MXFP8: every E2M1 value is an E4M3 value, and the scales stay.
+* MXFP4 as NVFP4: an E4M3 scale holds the powers of two from 2**-9 to 2**8, the second level the rest.
+* MXFP4 as block FP8: a block's scale is a power of two, and E4M3 holds what its groups' exponents differ by.
+* A second-level scale that multiplies as one that divides, where it is a power of two.
+
+Anything else between floats is rounding: a weight is dequantised and rounded to the nearest again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from marlinq.core.dtypes import torch_dtype
+from marlinq.core.float_elements import E2M1, E4M3
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import Scheme
+from marlinq.core.schemes import MX_GROUP, NamedScheme
+from marlinq.core.weight import QuantizedWeight
+from marlinq.formats import Layout
+from marlinq.methods.rtn import round_to_nearest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from marlinq.core.lazy import torch
+
+_NV_EXPONENTS = (-9, 8)
+"""Least and largest exponent of a power of two that E4M3 holds."""
+_OCTAVES = _NV_EXPONENTS[1] - _NV_EXPONENTS[0] + 1
+
+
+Change = Callable[[QuantizedWeight], "QuantizedWeight | None"]
+
+
+@dataclass(frozen=True)
+class Recast:
+    """How a module gets another scheme.
+
+    Attributes:
+        target: scheme of the result.
+        exact: makes the same weight in that scheme; None where its values can't be held.
+        refusal: why they can't.
+        lossy: makes the nearest weight that can be held; None where there is no such way.
+    """
+
+    target: Scheme
+    exact: Change
+    refusal: str
+    lossy: Change | None = None
+
+    def apply(self, weight: QuantizedWeight, *, allow_loss: bool) -> QuantizedWeight | None:
+        """``weight`` in the target scheme, or None where that is refused."""
+        found = self.exact(weight)
+        if found is None and allow_loss and self.lossy is not None:
+            found = self.lossy(weight)
+        return found
+
+
+def recast(source: Scheme, layout: Layout, named: NamedScheme | None) -> Recast | str | None:
+    """How a weight becomes what a conversion asks for, why it can't, or None where it stays as it is.
+
+    Args:
+        source: scheme of the weight.
+        layout: layout that the result is stored in.
+        named: wanted scheme; None for the weight's own.
+    """
+    use = layout.as_stored(source).tensor_scale
+    if named is None or _is(source, named):
+        if "none" in (use, source.tensor_scale) or use == source.tensor_scale:
+            return None
+        return Recast(
+            replace(source, tensor_scale=use),
+            lambda weight: _reciprocal(weight) if _is_power_of_two(weight) else None,
+            "reciprocals of its second-level scales are rounded, by a part in 2**24",
+            _reciprocal,
+        )
+    if source.element.table is None or named.element.table is None:
+        return (
+            f"{source.element.name} weights as {named.name}: no grid of integers holds float codes, nor the "
+            "reverse"
+        )
+    if named.activations is not None and not named.activations.dynamic:
+        return f"{named.name} needs activation scales, which calibration text gives; use quantize"
+    assert named.granularity is not None, "schemes of floats have one"
+    target = Scheme(
+        element=named.element,
+        granularity=named.granularity,
+        zero_point=named.element.zero_point,
+        scale_dtype=named.scale_dtype or layout.scale_dtype or "float32",
+        tensor_scale=layout.as_stored(replace(source, tensor_scale="multiplies")).tensor_scale
+        if named.two_levels
+        else "none",
+        activations=named.activations,
+    )
+    if _is(replace(source, activations=named.activations), named):
+        inputs = replace(source, activations=named.activations)
+        return Recast(inputs, lambda weight: _with_inputs(weight, named), "")
+    refusal, exact = f"{source.describe()}, would be rounded again to {target.describe()}", _never
+    mxfp4 = source.element == E2M1 and source.scale_dtype == "float8_e8m0fnu"
+    if mxfp4 and named.element == E4M3 and named.granularity == MX_GROUP:
+        exact = partial(_as_mxfp8, target=target)
+    elif mxfp4 and named.two_levels:
+        exact = partial(_as_nvfp4, target=target)
+        refusal = f"the exponents of its scales span more than {_OCTAVES} octaves"
+    elif mxfp4 and named.granularity.kind == "block":
+        exact = partial(_as_blocks, target=target)
+        refusal = "the exponents in a block span more octaves than E4M3 holds"
+    return Recast(target, exact, refusal, lambda weight: round_to_nearest(weight.dequantize(), target))
+
+
+def _is(scheme: Scheme, named: NamedScheme) -> bool:
+    """Whether a stored scheme is ``named``, as far as that decides it."""
+    return (
+        scheme.element == named.element
+        and named.granularity in (None, scheme.granularity)
+        and (scheme.tensor_scale != "none") == named.two_levels
+        and named.scale_dtype in (None, scheme.scale_dtype)
+        and scheme.activations == named.activations
+    )
+
+
+def _never(weight: QuantizedWeight) -> QuantizedWeight | None:
+    return None
+
+
+def _with_inputs(weight: QuantizedWeight, named: NamedScheme) -> QuantizedWeight:
+    return replace(weight, activations=named.activations, input_scale=None)
+
+
+def _is_power_of_two(weight: QuantizedWeight) -> bool:
+    scales = [scale for scale in (weight.tensor_scale, weight.input_scale) if scale is not None]
+    return all(float(torch.frexp(scale.float()).mantissa) == 0.5 for scale in scales)
+
+
+def _reciprocal(weight: QuantizedWeight) -> QuantizedWeight:
+    """``weight`` with a second level that divides where it multiplied, or the reverse; the scale of the
+    activations goes with it."""
+    assert weight.tensor_scale is not None, "its scheme says so"
+    return replace(
+        weight,
+        tensor_scale=weight.tensor_scale.reciprocal(),
+        tensor_scale_divides=not weight.tensor_scale_divides,
+        input_scale=None if weight.input_scale is None else weight.input_scale.float().reciprocal(),
+    )
+
+
+def _as_mxfp8(weight: QuantizedWeight, target: Scheme) -> QuantizedWeight:
+    codes = E4M3.nearest(torch.tensor(E2M1.table))
+    # The table's second half is negative; -0.0 keeps its sign.
+    codes[8] = 0x80
+    return QuantizedWeight.from_codes(target, codes[weight.codes.long()], scales=weight.scales)
+
+
+def _exponents(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
+    """int32 [G, N], the exponents of E8M0 scales, and whether any code of a group is not zero."""
+    exponents = weight.scales.view(torch.uint8).to(torch.int32) - 127
+    size = weight.channels_per_group
+    used = (weight.codes & 7).reshape(-1, size, weight.out_features).amax(dim=1) > 0
+    return exponents, used
+
+
+def _as_nvfp4(weight: QuantizedWeight, target: Scheme) -> QuantizedWeight | None:
+    exponents, used = _exponents(weight)
+    low, high = _NV_EXPONENTS
+    if bool(used.any()):
+        span = exponents[used]
+        top, bottom = int(span.max()), int(span.min())
+        if top - bottom >= _OCTAVES:
+            return None
+    else:
+        top = 0
+    # Groups of zeros alone may have any scale.
+    shifted = torch.where(used, exponents - top + high, torch.full_like(exponents, low))
+    scales = torch.exp2(shifted.float()).to(torch.float8_e4m3fn)
+    groups = Granularity.group(weight.channels_per_group // 2)
+    assert groups == target.granularity, "an MX group is two NVFP4 groups"
+    power = top - high
+    second = torch.tensor(2.0 ** (-power if target.tensor_scale == "divides" else power))
+    return QuantizedWeight.from_codes(
+        target, weight.codes, scales=scales.repeat_interleave(2, dim=0), tensor_scale=second
+    )
+
+
+def _as_blocks(weight: QuantizedWeight, target: Scheme) -> QuantizedWeight | None:
+    """Weights are multiples of powers of two; a block's scale is the least that its largest fits under."""
+    k, n = weight.in_features, weight.out_features
+    exponents, used = _exponents(weight)
+    shape = target.granularity.scales_shape(k, n)
+    rows = torch.arange(exponents.shape[0]) * weight.channels_per_group // target.channels_per_group(k)
+    columns = torch.arange(n) // target.granularity.outputs_per_group(n)
+    place = (rows.unsqueeze(1) * shape[1] + columns).flatten()
+    lowest = torch.full((shape[0] * shape[1],), -(1 << 20), dtype=torch.int32)
+    known = torch.where(used, exponents, torch.full_like(exponents, -(1 << 20))).flatten()
+    tops = lowest.scatter_reduce(0, place, known, "amax").reshape(shape)
+    # 6 * 2**6 is the largest multiple of an E2M1 value that E4M3 holds.
+    powers = torch.where(tops > -(1 << 19), tops - 6, torch.zeros_like(tops))
+    if int(powers.min()) < -126 or int(powers.max()) > 127:
+        return None
+    scales = torch.exp2(powers.float())
+    per_row = scales.repeat_interleave(target.channels_per_group(k), dim=0)[:k]
+    wide = per_row.repeat_interleave(target.granularity.outputs_per_group(n), dim=1)[:, :n]
+    values = E2M1.decode(weight.codes) * weight.scales.float().repeat_interleave(
+        weight.channels_per_group, dim=0
+    )
+    scaled = values / wide
+    codes = E4M3.nearest(scaled)
+    codes = torch.where((codes == 0) & (weight.codes == 8), torch.full_like(codes, 0x80), codes)
+    if not torch.equal(E4M3.decode(codes), scaled):
+        return None
+    return QuantizedWeight.from_codes(target, codes, scales=scales.to(torch_dtype(target.scale_dtype)))
