@@ -308,8 +308,7 @@ class _Scan:
             worst = max(self._losses, key=lambda name: self._losses[name][0])
             error, why = self._losses[worst]
             notes.append(
-                f"{len(self._losses)} modules lost precision; {worst} most, by {error:.2g} of its norm: "
-                f"{why}"
+                f"{len(self._losses)} modules lost precision; {worst} most, by {error:.2g} of its norm: {why}"
             )
         if any(self._act_order.values()):
             notes.append("the g_idx is in activation order; vLLM refuses such checkpoints since 0.30")
