@@ -106,6 +106,17 @@ def move_a_code(folder: Path, module: str, layout: str) -> None:
     change(folder, f"{module}.{WORDS[layout]}", edit)
 
 
+def enlarge_a_scale(factor: float) -> Callable[[Tensor], Tensor]:
+    """The scale of the third group of output channel 0 ``factor`` times what it was, as any layout stores it
+    that has fewer groups than output channels."""
+
+    def edit(scales: Tensor) -> Tensor:
+        scales[(2, 0) if scales.shape[0] < scales.shape[1] else (0, 2)] *= factor
+        return scales
+
+    return edit
+
+
 def put_other(folder: Path, name: str, other: str) -> None:
     """The tensor ``other`` of the same shape in the place of ``name`` too."""
     found = Checkpoint.open(folder).tensor(other)

@@ -302,6 +302,40 @@ def test_zero_points_that_are_not_stored_are_not_suspected():
         assert not findings_of(weight, replace(q, codes=codes), INTEGERS[layout])
 
 
+@pytest.mark.parametrize("layout", ["gptq-v2", "compressed-tensors"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_rounded_weights_hide_no_scale_and_no_code(layout, symmetric):
+    """Rows with outliers have large scales, which are no alarm; one scale or one code that is wrong is a
+    failure wherever it stands."""
+    weight = heavy_tailed(8)
+    weight[::9, ::40] *= 200
+    q = round_to_nearest(weight, scheme(64, symmetric=symmetric))
+    assert not findings_of(weight, q, LAYOUTS[layout])
+    for group, k, n in ((0, 5, 1), (3, 130, 64), (1, 255, 127)):
+        scales = q.scales.clone()
+        scales[group, n] *= 1.4
+        found = findings_of(weight, replace(q, scales=scales), LAYOUTS[layout])
+        assert found[0].what.startswith(f"group {group} of output channel {n}: its scale is 1.4")
+        codes = q.codes.clone()
+        codes[k, n] ^= 8
+        found = findings_of(weight, replace(q, codes=codes), LAYOUTS[layout])
+        assert found[0].what.startswith(f"the code of input channel {k} of output channel {n} is ")
+        assert found[0].fails
+
+
+def test_several_wrong_codes_do_not_excuse_each_other():
+    weight = heavy_tailed(9)
+    q = round_to_nearest(weight, scheme(64))
+    codes = q.codes.clone()
+    wrong = [(3, 7), (90, 60), (200, 100)]
+    for place in wrong:
+        codes[place] ^= 8
+    found = findings_of(weight, replace(q, codes=codes), LAYOUTS["gptq"])
+    assert {finding.what.partition(" is ")[0] for finding in found if finding.fails} == {
+        f"the code of input channel {k} of output channel {n}" for k, n in wrong
+    }
+
+
 def test_finds_one_entry_of_g_idx():
     weight = heavy_tailed(4)
     q = quantize(weight, group_size=32, symmetric=True, act_order="scattered", seed=4)

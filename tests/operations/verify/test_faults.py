@@ -1,14 +1,14 @@
 """Planted damage, in every layout where it can stand, with the manifest and without it.
 
 Without the manifest most faults show in structure, names or values alone; :data:`NEEDS_ORIGINAL` lists the
-others, which only a comparison with the original finds. A single exchanged word is a warning there, and a
-failure with a manifest, like any other.
+others, which only a comparison with the original finds. A single exchanged word, or a single code of weights
+that GPTQ moved about, is a warning there, and a failure with a manifest, like any other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,17 @@ FAULTS |= {
         needs_original=True,
     ),
 }
+for _kind, _options in (("", ()), (", asymmetric", ASYMMETRIC)):
+    FAULTS[f"a scale 1.4 times as large{_kind}"] = Fault(
+        _scales(faults.enlarge_a_scale(1.4)),
+        frozenset({"words and groups"}),
+        needs_original=True,
+        layouts=("gptq", "compressed-tensors"),
+        options=_options,
+    )
+FAULTS["a code eight steps off, asymmetric"] = replace(
+    FAULTS["a code eight steps off"], layouts=("gptq", "compressed-tensors"), options=ASYMMETRIC
+)
 NEEDS_ORIGINAL = {name for name, fault in FAULTS.items() if fault.needs_original}
 
 

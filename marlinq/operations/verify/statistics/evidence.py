@@ -14,10 +14,15 @@ from torch import Tensor
 
 from marlinq.core.weight import QuantizedWeight
 from marlinq.formats import Layout, ModuleSpec
-from marlinq.operations.verify.statistics.finding import MOST_SAY, WARNING, Finding, RunSize, agreed
-from marlinq.operations.verify.statistics.groups import find_odd_groups
+from marlinq.operations.verify.statistics.finding import FAILURE, MOST_SAY, WARNING, Finding, RunSize, agreed
+from marlinq.operations.verify.statistics.groups import FAR, find_odd_groups
 from marlinq.operations.verify.statistics.noise import Noise, distance, log_density, measure_noise
-from marlinq.operations.verify.statistics.tails import Tail, at_least, log_expected
+from marlinq.operations.verify.statistics.tails import (
+    LARGEST_OF_TAIL,
+    Tail,
+    at_least,
+    log_expected,
+)
 from marlinq.operations.verify.statistics.words import Exchanges, find_exchanges
 
 MANY = 6
@@ -95,24 +100,38 @@ def find_faults(
 
 
 def _codes(q: QuantizedWeight, noise: Noise, run: RunSize) -> Iterator[Finding]:
-    """Single codes whose distance, in units of the usual one, stands out from all others of their module."""
+    """Single codes whose distance, in units of the usual one, stands out from all others of their module.
+
+    A code is judged by those that are nearer to their weights, so that several wrong ones don't excuse each
+    other; all codes beyond the first that stands out do so too. It fails where it is also FAR times as far
+    off as the farthest code that does not stand out.
+    """
     sizes = torch.empty(q.codes.shape, device=noise.r.device)
     for start in range(0, q.in_features, _ROWS):
         rows = slice(start, start + _ROWS)
         sizes[rows] = (noise.r[rows].abs() / noise.sigma(rows)).log_()
-    large = sizes[sizes > _CODE_FLOOR]
-    if not len(large):
+    count = min(_MOST_SUSPECTS + LARGEST_OF_TAIL + 1, sizes.numel())
+    values, places = sizes.flatten().topk(count)
+    large = int((values > _CODE_FLOOR).sum())
+    for odd in range(min(_MOST_SUSPECTS, large), 0, -1):
+        tail = Tail.fit(
+            values[odd:large], sizes.numel() - odd, floor=_CODE_FLOOR, least_spread=_LEAST_CODE_SPREAD
+        )
+        expected = [
+            math.exp(min(float(log_expected(tail.log_chance(size), run.weights)), 50.0))
+            for size in values[:odd].double()
+        ]
+        if expected[-1] < WARNING:
+            break
+    else:
         return
-    tail = Tail.fit(large, sizes.numel(), floor=_CODE_FLOOR, least_spread=_LEAST_CODE_SPREAD)
-    values, places = sizes.flatten().topk(min(_MOST_SUSPECTS, sizes.numel()))
-    for size, place in zip(values.double(), places.tolist(), strict=True):
-        expected = math.exp(min(float(log_expected(tail.log_chance(size), run.weights)), 50.0))
-        if expected >= WARNING:
-            return
+    usual = float(values[odd]) if odd < count else -math.inf
+    for size, place, chance in zip(values.double(), places.tolist(), expected, strict=False):
         k, n = divmod(place, q.out_features)
         steps = abs(float(noise.r[k, n]))
         what = f"the code of input channel {k} of output channel {n} is {steps:.1f} steps off"
-        yield Finding(what, -float(log_density(size.exp(), torch.ones(()))), expected, fails=False)
+        fails = chance < FAILURE and float(size) > usual + math.log(FAR)
+        yield Finding(what, -float(log_density(size.exp(), torch.ones(()))), chance, fails)
 
 
 def _words(exchanges: Exchanges, run: RunSize, weights: int) -> Iterator[Finding]:

@@ -1,7 +1,10 @@
 """Scales and zero points that do not go with the codes and weights of their group.
 
-Two statistics tell how odd a group is: |ln b|, where b is the factor by which its scale would best fit codes
-to weights, and the size of the mean of r, which a wrong zero point moves by one.
+Three statistics tell how odd a group is. One is |ln b|, where b is the factor by which its scale would best
+fit codes to weights. The second is ln b in standard errors, fitted with each input channel weighted by its
+noise: noise of spread sigma moves ln b by 1 / sqrt(sum of (level / sigma) ** 2), and ln b less the group's
+median is divided by that. It sees factors of 1.4. The third is the size of the mean of r, which a wrong zero
+point moves by one.
 """
 
 from __future__ import annotations
@@ -28,6 +31,10 @@ mean of r is only roughly exponential, and known from few outputs."""
 
 _TAIL_SHARE = 0.05
 _LEAST_SPREAD = 0.02
+_LEAST_LEVELS = 1e-6
+"""Sum of squared levels, which is 0 in a group of zeros alone."""
+_LEAST_ERRORS = 0.37
+"""Least spread of the tail in standard errors: that of a normal distribution's tail beyond two of them."""
 _FARTHEST = 3.0
 _LN_OF_SCALES = math.log(100)
 """A best scale is one of about a hundred that can be told apart."""
@@ -38,7 +45,8 @@ _STEPS = ((1, "low"), (-1, "high"))
 class _GroupOddness:
     """How far the scales and zero points of groups lie from what codes and weights say, [G, N] each.
 
-    ``stretch`` is |ln b|, ``shift`` the mean of r's size; the others are ln of the chance of each.
+    ``stretch`` is |ln b|, ``shift`` the mean of r's size; ``shift_chance`` is ln of the chance of that, and
+    ``stretch_chance`` of the less probable one of |ln b| and the same in standard errors.
     """
 
     stretch: Tensor
@@ -119,7 +127,7 @@ def _odd_groups(
         of_zero = step != 0
         r = distance(w, codes, s, zeros + step, group.largest)
         fit = log_density(r, group.sigma).sum(dim=0)
-        now = r.mean(dim=0).abs() if of_zero else _stretch(w, codes - zeros - step, s)
+        now = r.mean(dim=0).abs() if of_zero else _log_slope(w, codes - zeros - step, s).abs()
         chances = odd.shift_chance if of_zero else odd.stretch_chance
         cured = (fit >= lowest) & (now <= largest[of_zero]) & torch.isfinite(s) & (s != 0)
         gain = fit - base - penalty
@@ -173,25 +181,32 @@ def _scale_bits(scales: Tensor) -> Iterator[_Explanation]:
 
 def _oddness(w: Tensor, q: QuantizedWeight, noise: Noise) -> _GroupOddness:
     stretch = torch.zeros(q.scales.shape, device=w.device)
-    shift = torch.zeros_like(stretch)
+    errors, shift = torch.zeros_like(stretch), torch.zeros_like(stretch)
     for group, rows in group_rows(q):
         levels = q.codes[rows].float().sub_(q.zeros[group].float())
-        stretch[group] = _stretch(w[rows], levels, q.scales[group].float())
+        scales = q.scales[group].float()
+        stretch[group] = _log_slope(w[rows], levels, scales).abs_()
+        # Weighted by the noise of each input channel.
+        known, levels = w[rows] / noise.channel[rows], levels / noise.channel[rows]
+        factors = _log_slope(known, levels, scales)
+        # Less the median: one input channel that outweighs the others stretches all outputs alike.
+        errors[group] = (factors - factors.median()).mul_(levels.square().sum(dim=0).sqrt_()).abs_()
         shift[group] = noise.r[rows].mean(dim=0).abs_()
-    return _GroupOddness(stretch, shift, _chance(stretch), _chance(shift))
+    # The chance of the less probable of two is at most twice its own.
+    by_errors = tail_of_others(errors, share=_TAIL_SHARE, least_spread=_LEAST_ERRORS).add_(math.log(2))
+    return _GroupOddness(stretch, shift, torch.minimum(_chance(stretch), by_errors), _chance(shift))
 
 
 def _slope(w: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
     """The factor b by which levels, [g, N], times scales, [N], best fit the weights."""
-    slope = (w * levels).sum(dim=0).div_(scales).div_(levels.square().sum(dim=0).clamp_(min=1))
+    slope = (w * levels).sum(dim=0).div_(scales).div_(levels.square().sum(dim=0).clamp_(min=_LEAST_LEVELS))
     # A scale of the wrong sign is as far off as one can be.
     return slope.nan_to_num_(0).clamp_(math.exp(-_FARTHEST), math.exp(_FARTHEST))
 
 
-def _stretch(w: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
-    """|ln b| of :func:`_slope`; 0 where all levels are."""
-    stretch = _slope(w, levels, scales).log_().abs_()
-    return torch.where((levels == 0).all(dim=0), 0.0, stretch)
+def _log_slope(w: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
+    """ln b of :func:`_slope`; 0 where all levels are."""
+    return torch.where((levels == 0).all(dim=0), 0.0, _slope(w, levels, scales).log_())
 
 
 def _chance(values: Tensor) -> Tensor:

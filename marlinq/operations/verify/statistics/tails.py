@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_LARGEST = 200
+LARGEST_OF_TAIL = 200
+"""Largest values of a sample that its tail is fitted to."""
 _BOUND = 2.0
 """Standard errors that are added to every estimate, so that a small sample makes a cautious tail."""
 
@@ -35,11 +36,11 @@ class Tail:
             floor: see above; the tail starts here or, where there are many values, higher.
             least_spread: a lower bound of the spread.
         """
-        count = min(len(values), _LARGEST)
+        count = min(len(values), LARGEST_OF_TAIL)
         start, spread = floor, least_spread
         if count:
-            largest = values.topk(min(len(values), _LARGEST + 1)).values.double()
-            if len(values) > _LARGEST:
+            largest = values.topk(min(len(values), LARGEST_OF_TAIL + 1)).values.double()
+            if len(values) > LARGEST_OF_TAIL:
                 start = float(largest[-1])
             excess = float((largest[:count] - start).mean())
             spread = max(least_spread, excess * (1 + _BOUND / math.sqrt(count)))
@@ -65,7 +66,7 @@ def tail_of_others(values: Tensor, *, share: float, least_spread: float) -> Tens
         float [R, N].
     """
     columns = values.shape[1]
-    count = min(max(2, round(share * columns)), _LARGEST)
+    count = min(max(2, round(share * columns)), LARGEST_OF_TAIL)
     start = values.topk(min(count + 1, columns), dim=1).values[:, -1:]
     excess = (values - start).clamp_(min=0)
     # Each value is judged by the others: it must not widen its own tail.
