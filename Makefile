@@ -10,12 +10,13 @@ WORKERS ?= auto
 GPU_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all coverage lint format docs fuzz gpu interop release-check clean
+.PHONY: help install quickstart test test-all test-processors coverage lint format docs fuzz gpu interop release-check clean
 
 help:
 	@echo "make quickstart   quantise, convert, verify, evaluate and run a small model, with commentary"
 	@echo "make test         ruff, mypy and the CPU test suite (14 minutes on 2 cores of 2.5 GHz)"
-	@echo "make test-all     the same with the slow tests"
+	@echo "make test-all     the same with the slow tests, and make test-processors"
+	@echo "make test-processors  tests that compare roundings, as processors with fewer instructions run them (3 minutes)"
 	@echo "make coverage     the CPU test suite with branch coverage"
 	@echo "make lint         ruff and mypy only"
 	@echo "make format       let ruff format and fix the sources"
@@ -53,6 +54,11 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python scripts/other_processors.py
+
+# It says which environments it runs: those of ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA that this processor has.
+test-processors: $(INSTALLED)
+	$(BIN)/python scripts/other_processors.py
 
 coverage: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" --cov --cov-report=term $(PYTEST_ARGS)

@@ -7,6 +7,9 @@ progress becomes ours. What it is told is checked first (:mod:`marlinq.core.hub_
 
 from __future__ import annotations
 
+import hashlib
+import re
+import time
 import warnings
 from pathlib import Path
 from typing import Any, cast
@@ -54,6 +57,7 @@ def download(name: str, *, revision: str | None = None, progress: ReportProgress
     if revision is not None and not is_plain_path(revision):
         raise CheckpointError(f"{name}: {revision!r} is no revision; pass a branch, a tag or a commit hash")
     unreachable = why_unreachable()
+    begun = time.time()
     shown = name if revision is None else f"{name} at {revision}"
     try:
         with checked_answers():
@@ -67,6 +71,7 @@ def download(name: str, *, revision: str | None = None, progress: ReportProgress
                     tqdm_class=None if progress is None else cast(Any, _bars(name, progress)),
                 )
             )
+        _check_hashes(found, since=begun)
     except EnvironmentProblem as problem:
         raise EnvironmentProblem(f"{shown}: {problem}") from None
     except GatedRepoError:
@@ -101,6 +106,48 @@ def download(name: str, *, revision: str | None = None, progress: ReportProgress
     if unreachable:
         warnings.warn(f"{shown}: read from the Hub's cache, for {unreachable}", stacklevel=4)
     return found
+
+
+def _check_hashes(folder: Path, *, since: float) -> None:
+    """Compare the files that came ``since`` with the hashes that they are named by in the cache.
+
+    The cache names a file by its ETag, which is a SHA-256 of large files and git's SHA-1 of others. The
+    library compares lengths alone, and a proxy that cuts an answer short may say a length to match.
+
+    Raises:
+        EnvironmentProblem: a file is not what its hash says; all such are removed from the cache.
+    """
+    wrong = []
+    for path in sorted(folder.rglob("*")):
+        if not path.is_symlink() or not path.is_file():
+            continue
+        blob = path.resolve()
+        # Half a second for file systems that round times.
+        if blob.stat().st_mtime < since - 0.5 or _digest(blob) in (None, blob.name):
+            continue
+        wrong.append((path, blob.name))
+        path.unlink()
+        blob.unlink()
+    if wrong:
+        path, digest = wrong[0]
+        raise EnvironmentProblem(
+            f"{path.relative_to(folder)} came with other bytes than its hash {digest[:12]}... says; check "
+            "HF_ENDPOINT and proxies, and run the command again"
+        )
+
+
+def _digest(blob: Path) -> str | None:
+    """The hash of a file's content of the kind that its name is, or None where it is no such name."""
+    if re.fullmatch("[0-9a-f]{64}", blob.name):
+        digest = hashlib.sha256()
+    elif re.fullmatch("[0-9a-f]{40}", blob.name):
+        digest = hashlib.sha1(b"blob %d\0" % blob.stat().st_size, usedforsecurity=False)
+    else:
+        return None
+    with blob.open("rb") as file:
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _bars(name: str, progress: ReportProgress) -> type[tqdm[Any]]:

@@ -107,7 +107,8 @@ class Journal:
     def _check_fingerprint(self, found: object) -> None:
         if found != self._fingerprint:
             raise OutputError(
-                f"{self._folder.path}: belongs to a run with another recipe, source or version; "
+                f"{self._folder.path}: belongs to a run with another recipe, source or version, "
+                "or on a CPU with another number of threads; "
                 "repeat that command to resume it, or remove the folder"
             )
 

@@ -59,6 +59,18 @@ def test_the_truth_is_believed(hub: Hub) -> None:
     assert (folder / "a" / "b.json").read_bytes() == b"[1, 2]"
 
 
+@pytest.mark.parametrize("length", ["0", "1"])
+def test_a_file_cut_short_with_a_length_to_match_is_noticed(hub: Hub, length: str) -> None:
+    hub.lie = telling("/resolve/", Lie(headers={"Content-Length": length}))
+    with pytest.raises(EnvironmentProblem, match="came with other bytes than its hash"):
+        download("org/tiny", progress=lambda *stage: None)
+    # Nothing of it is believed by the next command.
+    hub.lie = None
+    folder = download("org/tiny", progress=lambda *stage: None)
+    assert (folder / "a" / "b.json").read_bytes() == b"[1, 2]"
+    assert (folder / "config.json").read_bytes() == b"{}"
+
+
 LIES: dict[str, tuple[Callable[[str, str], Lie | None], str]] = {
     **{
         f"listing {path!r}": (telling("/tree/", listed(path)), "lists a file")

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import faulthandler
 import hashlib
 import json
 import os
@@ -56,6 +57,7 @@ from marlinq.operations.quantize.recipe import read_recipe, write_recipe
 from tests.fuzz.campaign import (
     EXIT_CODES,
     MEMORY_LIMIT,
+    TIME_LIMIT,
     Base,
     Finding,
     Hang,
@@ -76,6 +78,8 @@ from tests.testing.original_folders import folder_bytes
 _PACKAGE = Path(marlinq.__file__).parent
 RANKS_EVERY = 100
 """Cases of which one starts two ranks, which takes seconds."""
+RANKS_TIME_LIMIT = 300
+"""Seconds for the imports of two ranks, the time-out of the one that is left, and the run that continues."""
 
 _NUMBERS = ("9" * 400, "9" * 5_000, "-1", "0", "1e999", "nan", "inf", "0x" + "f" * 5_000, "\uff11", "1_0", "")
 _TEXTS = (
@@ -176,14 +180,19 @@ class Surfaces:
         self.tally.areas[area] += 1
         case = _Case(self, number, rng, area, home)
         before = peak_bytes()
+        seconds = RANKS_TIME_LIMIT if ranks else 2 * TIME_LIMIT
         try:
-            with warnings.catch_warnings(), limited():
+            # A signal ends no loop in C: then the campaign itself ends, and says where it was.
+            faulthandler.dump_traceback_later(5 * seconds, exit=True)
+            with warnings.catch_warnings(), limited(seconds):
                 warnings.simplefilter("ignore")
                 getattr(case, area)()
         except Hang:
             case.found("hang", "the case itself")
         except Exception:  # noqa: BLE001 - whatever it is, it is a finding
             case.found("traceback", traceback.format_exc()[-3000:])
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         if peak_bytes() - before > MEMORY_LIMIT:
             case.found("memory", f"{(peak_bytes() - before) / 1e6:.0f} MB more than any case before")
         self.hub.lie = None
@@ -558,10 +567,13 @@ class _Case:
         tokens = torch.tensor([[3, 4, 5]])
         self.campaign.tally.runs += 1
         with quiet(), torch.inference_mode():
+            ours: torch.Tensor | None = None
+            refused: Exception | None = None
             try:
-                ours = marlinq.load(source, device="cpu").model(tokens).logits.float()
+                loaded = marlinq.load(source, device="cpu")
+                ours = self.computed(loaded.model, tokens)
             except MarlinqError as error:
-                ours, refused = None, error
+                refused = error
             marlinq.register()
             try:
                 model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
@@ -585,6 +597,19 @@ class _Case:
             ours, theirs, rtol=0.05, atol=0.05, equal_nan=True
         ):
             self.found("wrong", "from_pretrained computes other logits than load")
+
+    @staticmethod
+    def computed(model: Any, tokens: torch.Tensor) -> torch.Tensor | None:
+        """Logits, or None where transformers' own forward makes nothing of its config."""
+        try:
+            logits: torch.Tensor = model(tokens).logits.float()
+        except MarlinqError:
+            raise
+        except Exception as error:
+            if traceback.extract_tb(error.__traceback__)[-1].filename.startswith(str(_PACKAGE)):
+                raise
+            return None
+        return logits
 
     def partial(self) -> None:
         rng = self.rng
@@ -709,7 +734,7 @@ class _Case:
             if processes[victim].poll() is None:
                 os.kill(processes[victim].pid, signal.SIGKILL)
             other = processes[1 - victim]
-            _, errors = other.communicate(timeout=50)
+            _, errors = other.communicate(timeout=RANKS_TIME_LIMIT / 2)
             if "Traceback" in errors:
                 self.found("traceback", errors[-3000:])
             if self.out.exists() and other.poll() != 0 and processes[victim].poll() != 0:
@@ -807,6 +832,8 @@ def on_a_local_hub() -> Iterator[Hub]:
 
 def run(numbers: range | list[int], seed: int, report: Callable[[str], None] = lambda line: None) -> Tally:
     """Run the cases of these numbers and return what came of them."""
+    # As many threads as a forked rank has, since those are part of what a run is resumed by.
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="marlinq-surfaces-") as scratch, on_a_local_hub() as hub:
         campaign = Surfaces(Path(scratch), hub, seed=seed)
         start = time.monotonic()

@@ -206,7 +206,8 @@ def hub_server() -> Iterator[Hub]:
                     hub.ranges.append((path, start))
             part = data[start : stop + 1]
             self.send_response(206 if wanted is not None else 200)
-            self.send_header("ETag", f'"{hashlib.sha1(data).hexdigest()}"')
+            blob = hashlib.sha1(b"blob %d\0" % len(data) + data)
+            self.send_header("ETag", f'"{blob.hexdigest()}"')
             self.send_header("X-Repo-Commit", commit)
             self.send_header("Accept-Ranges", "bytes")
             self.send_header("Content-Length", str(len(part)))
