@@ -310,15 +310,15 @@ def test_rounded_weights_hide_no_scale_and_no_code(layout, symmetric):
     weight = heavy_tailed(8)
     weight[::9, ::40] *= 200
     q = round_to_nearest(weight, scheme(64, symmetric=symmetric))
-    assert not findings_of(weight, q, LAYOUTS[layout])
+    assert not findings_of(weight, q, INTEGERS[layout])
     for group, k, n in ((0, 5, 1), (3, 130, 64), (1, 255, 127)):
         scales = q.scales.clone()
         scales[group, n] *= 1.4
-        found = findings_of(weight, replace(q, scales=scales), LAYOUTS[layout])
+        found = findings_of(weight, replace(q, scales=scales), INTEGERS[layout])
         assert found[0].what.startswith(f"group {group} of output channel {n}: its scale is 1.4")
         codes = q.codes.clone()
         codes[k, n] ^= 8
-        found = findings_of(weight, replace(q, codes=codes), LAYOUTS[layout])
+        found = findings_of(weight, replace(q, codes=codes), INTEGERS[layout])
         assert found[0].what.startswith(f"the code of input channel {k} of output channel {n} is ")
         assert found[0].fails
 
@@ -330,7 +330,7 @@ def test_several_wrong_codes_do_not_excuse_each_other():
     wrong = [(3, 7), (90, 60), (200, 100)]
     for place in wrong:
         codes[place] ^= 8
-    found = findings_of(weight, replace(q, codes=codes), LAYOUTS["gptq"])
+    found = findings_of(weight, replace(q, codes=codes), INTEGERS["gptq"])
     assert {finding.what.partition(" is ")[0] for finding in found if finding.fails} == {
         f"the code of input channel {k} of output channel {n}" for k, n in wrong
     }
