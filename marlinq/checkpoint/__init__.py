@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from marlinq.checkpoint.ahead import ReadAhead, lock_ring_early
 from marlinq.checkpoint.behind import CopyBehind, WriteBehind
+from marlinq.checkpoint.derived import TRANSPOSED_WEIGHTS, DerivedCheckpoint, dequantized, model_dtype
 from marlinq.checkpoint.header import TensorInfo, TensorPlan
 from marlinq.checkpoint.quantization_config import (
     read_quantization_config,
@@ -18,18 +19,22 @@ from marlinq.checkpoint.writer import DEFAULT_MAX_SHARD_BYTES, CheckpointWriter,
 __all__ = [
     "DEFAULT_MAX_SHARD_BYTES",
     "MANIFEST",
+    "TRANSPOSED_WEIGHTS",
     "Checkpoint",
     "CheckpointWriter",
     "CopyBehind",
+    "DerivedCheckpoint",
     "QuantizedCheckpoint",
     "ReadAhead",
     "TensorInfo",
     "TensorPlan",
     "WriteBehind",
     "check_place",
+    "dequantized",
     "floating_linears",
     "lock_ring_early",
     "misplaced",
+    "model_dtype",
     "read_quantization_config",
     "replace_quantization_config",
     "says_tied",

@@ -174,6 +174,9 @@ class ReadAhead:
         info = self.tensors.get(name)
         if info is None:
             raise CheckpointError(f"{self.path}: no tensor named {name}")
+        if self._checkpoint.computes(name):
+            self._waiting.pop(name, None)
+            return self._checkpoint.tensor(name).to(self._device)
         if name not in self._flying:
             self._start(info)
         # The next ones are started first, so that no thread idles while this one lands.
@@ -193,8 +196,8 @@ class ReadAhead:
         while self._waiting:
             name = next(iter(self._waiting))
             info = self.tensors.get(name)
-            if info is None:
-                # Whoever takes it is told.
+            if info is None or self._checkpoint.computes(name):
+                # Whoever takes it is told, or computes it.
                 del self._waiting[name]
                 continue
             if self._flying_bytes + info.nbytes > self._budget:

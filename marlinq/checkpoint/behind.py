@@ -163,6 +163,9 @@ class CopyBehind:
 
     def _copy(self, name: str) -> None:
         info = self._checkpoint.tensors[name]
-        self._writer.copy(name, self._checkpoint.files[info.shard], info.offset)
+        if self._checkpoint.computes(name):
+            self._writer.write(name, self._checkpoint.tensor(name))
+        else:
+            self._writer.copy(name, self._checkpoint.files[info.shard], info.offset)
         if info.nbytes >= _COMMIT_BYTES:
             self._writer.commit()

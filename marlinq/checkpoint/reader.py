@@ -105,6 +105,10 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: no tensor named {name}")
         return read_tensor(self.files[info.shard], info)
 
+    def computes(self, name: str) -> bool:
+        """Whether the tensor ``name`` is computed, not read from a place in a file."""
+        return False
+
     def part(self, name: str, index: int) -> torch.Tensor:
         """Element ``index`` along the first axis of the tensor ``name``, as :meth:`tensor` would give it.
 

@@ -10,8 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from marlinq.checkpoint import QuantizedCheckpoint, TensorPlan, misplaced, says_tied, untied_config
-from marlinq.core.dtypes import FLOATS, torch_dtype
+from marlinq.checkpoint import (
+    TRANSPOSED_WEIGHTS,
+    QuantizedCheckpoint,
+    TensorPlan,
+    misplaced,
+    model_dtype,
+    says_tied,
+    untied_config,
+)
+from marlinq.core.dtypes import torch_dtype
 from marlinq.core.errors import CheckpointError, ConversionRefused
 from marlinq.core.progress import ReportProgress
 from marlinq.core.rules import Keep
@@ -28,8 +36,6 @@ else:
     from marlinq.core.lazy import torch
 
 _SIXTEEN_BIT = ("float16", "bfloat16")
-_TRANSPOSED_WEIGHTS = ("gpt2", "imagegpt", "openai-gpt")
-"""``model_type`` of the transformers models whose linears (``Conv1D``) store their weight as [K, N]."""
 
 _MISTIED = (
     "the source says tie_word_embeddings: true, but its output head is quantised; the output says false"
@@ -129,7 +135,7 @@ def plan_conversion(
     weight_dtype = model_dtype(config) or next(iter(source.modules.values())).scheme.scale_dtype
     # Whether it stays quantised or not, it has a weight of its own.
     mistied = says_tied(config) and any(is_head(name) for name in source.modules)
-    transposed = config.get("model_type") in _TRANSPOSED_WEIGHTS
+    transposed = config.get("model_type") in TRANSPOSED_WEIGHTS
     return ConversionPlan(
         source=source,
         target=target,
@@ -145,17 +151,6 @@ def plan_conversion(
         lossy=grids.lossy,
         notes=(*grids.notes(kept), *_fused_notes(set(skipped), kept), *([_MISTIED] if mistied else [])),
     )
-
-
-def model_dtype(config: Mapping[str, Any]) -> str | None:
-    """The name of the floating-point type that ``config.json`` gives the model, or None."""
-    inner = config.get("text_config")
-    for level in (config, inner if isinstance(inner, dict) else {}):
-        for key in ("dtype", "torch_dtype"):
-            value = level.get(key)
-            if isinstance(value, str) and value in FLOATS:
-                return value
-    return None
 
 
 def _recasts(source: QuantizedCheckpoint, target: Format, scheme: NamedScheme | None) -> dict[str, Recast]:
@@ -202,9 +197,10 @@ def _excluded_shapes(
 
 
 def _shape_refusal(target: Format, spec: ModuleSpec, strict_marlin: bool) -> str | None:
-    if (reason := target.scheme_refusal(spec.scheme)) is not None:
-        return reason
-    layout = target.layout_of(spec.scheme)
+    try:
+        layout = target.layout_of(spec.scheme)
+    except ConversionRefused:
+        return target.scheme_refusal(spec.scheme)
     return layout.strict_refusal(spec) if strict_marlin else layout.shape_refusal(spec)
 
 

@@ -24,13 +24,8 @@ def refuse_by_config(folder: Path, config: Mapping[str, Any], recipe: Recipe) ->
         recipe: what was asked for.
 
     Raises:
-        UnsupportedError: the checkpoint is quantised already, or its hidden size is no multiple of the group
-            size.
+        UnsupportedError: its hidden size is no multiple of the group size.
     """
-    if config.get("quantization_config"):
-        raise UnsupportedError(
-            f"{folder}: is quantised already; pass the original model, or use marlinq convert"
-        )
     width = _hidden_size(config)
     size = recipe.group_size
     # An override may keep or change every module that reads the hidden states.

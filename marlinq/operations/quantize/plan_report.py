@@ -26,7 +26,7 @@ from marlinq.operations.quantize.budget import tuning_work, writing_dtype
 from marlinq.operations.quantize.estimate import Estimate, estimate
 from marlinq.operations.quantize.numerics import described_dtype
 from marlinq.operations.quantize.planning import OutputPlan, PlannedModule
-from marlinq.operations.quantize.prepare import plan_run
+from marlinq.operations.quantize.prepare import open_source, plan_run
 from marlinq.operations.quantize.recipe import Recipe
 from marlinq.operations.quantize.solve import TOKEN_BUDGET
 from marlinq.operations.quantize.text import PlannedText, planned_tuning_text, stored_dtype
@@ -179,7 +179,7 @@ def plan_quantize(
     """
     recipe = recipe or Recipe()
     chosen = resolve_device(device)
-    checkpoint = Checkpoint.open(model, revision=revision)
+    checkpoint = open_source(model, revision=revision)
     check_place(Path(out), resume=True, source=checkpoint.path)
     decisions = plan_run(checkpoint, recipe, chosen, trust_remote_code=trust_remote_code)
     blueprint, plan, texts = decisions.blueprint, decisions.plan, decisions.texts

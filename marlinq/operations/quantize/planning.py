@@ -140,15 +140,11 @@ def plan_output(checkpoint: Checkpoint, blueprint: Blueprint, recipe: Recipe) ->
     """Decides what becomes of every tensor of ``checkpoint``.
 
     Raises:
-        UnsupportedError: the checkpoint is quantised already, or a linear does not fit the layout; the
-            message names it and the override that keeps it unquantised.
+        UnsupportedError: a linear does not fit the layout; the message names it and the override that keeps
+            it unquantised.
         CheckpointError: a parameter of the model is not stored, or in another shape.
         ConversionRefused: the layout's config can't express the settings.
     """
-    if checkpoint.config.get("quantization_config"):
-        raise UnsupportedError(
-            f"{checkpoint.path}: is quantised already; pass the original model, or use marlinq convert"
-        )
     names = TensorNames(blueprint, checkpoint.tensors, source=str(checkpoint.path))
     _check_parameters(checkpoint, blueprint, names)
     form = FORMATS[recipe.format]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from marlinq.checkpoint import MANIFEST, Checkpoint, check_place
+from marlinq.checkpoint import MANIFEST, Checkpoint, check_place, dequantized
 from marlinq.checkpoint.reader import read_json
 from marlinq.core.devices import beside, start_beside
 from marlinq.core.errors import UsageError
@@ -96,6 +96,25 @@ class Prepared:
     environment: Mapping[str, Any]
 
 
+def open_source(
+    model: str | os.PathLike[str], *, revision: str | None, progress: ReportProgress | None = None
+) -> Checkpoint:
+    """The source of a run; what is quantised already is read as dense weights, with a warning.
+
+    Raises:
+        CheckpointError, UnsupportedError: as :meth:`Checkpoint.open`, or its quantisation is not read.
+    """
+    opened = Checkpoint.open(model, revision=revision, progress=progress)
+    dense = dequantized(opened)
+    if dense is not opened:
+        warnings.warn(
+            f"{opened.path}: is quantised already; its weights are dequantised, block by block, and "
+            "quantised anew; what the first quantisation lost stays lost",
+            stacklevel=4,
+        )
+    return dense
+
+
 def plan_run(
     checkpoint: Checkpoint, recipe: Recipe, device: torch.device, *, trust_remote_code: bool
 ) -> Decisions:
@@ -160,7 +179,7 @@ def prepare(
         MarlinqError: model, recipe, text and machine don't go together.
     """
     starting = [start_beside(device)]
-    checkpoint = Checkpoint.open(model, revision=revision, progress=progress)
+    checkpoint = open_source(model, revision=revision, progress=progress)
     if ranks.first:
         check_place(out, resume=resume, source=checkpoint.path)
     decisions = plan_run(checkpoint, recipe, device, trust_remote_code=trust_remote_code)

@@ -28,7 +28,6 @@ FOLDER = Path("model")
             Recipe(group_size=32),
             "hidden_size 80 .* no group size divides it",
         ),
-        ({"quantization_config": {"bits": 4}}, Recipe(), "is quantised already"),
     ],
 )
 def test_config_alone_decides(config: dict[str, Any], recipe: Recipe, message: str) -> None:

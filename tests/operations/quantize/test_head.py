@@ -147,7 +147,7 @@ def test_slices_give_what_one_solve_gives(tmp_path: Path, method: str) -> None:
     gathered = statistics if METHODS[method].calibrated else None
 
     def solve(rows: int) -> Any:
-        return solve_head(planned, weight, gathered, METHODS[method], device=torch.device("cpu"), rows=rows)
+        return solve_head(planned, weight, gathered, device=torch.device("cpu"), rows=rows)
 
     (whole, one), (joined, report) = solve(128), solve(48)
     assert joined.codes.shape == whole.codes.shape

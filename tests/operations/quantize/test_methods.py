@@ -60,7 +60,10 @@ def test_every_method_solves_the_layer_it_is_tried_with(
 ) -> None:
     checkpoint = Checkpoint.open(original)
     blueprint = build_blueprint(checkpoint.config, source="original", tensors=checkpoint.tensors)
-    plan = plan_output(checkpoint, blueprint, RECIPE.replace(method=method, group_size=group_size))
+    settings: dict[str, Any] = {"group_size": group_size}
+    if method == "rtn-static":
+        settings = {"scheme": "fp8-static", "format": "compressed-tensors", "group_size": "auto"}
+    plan = plan_output(checkpoint, blueprint, RECIPE.replace(method=method, **settings))
     found = []
     solve = type(plan.method).solve
 
