@@ -26,6 +26,7 @@ from marlinq.core.errors import MarlinqError
 from marlinq.core.granularity import Granularity
 from marlinq.kernels import dependent_launches
 from marlinq.kernels.contract.instantiation import Instantiation
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.kernels.driver.raw_kernel import INT32, POINTER, RawKernel
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.peers import PEERS, Contender, Marlinq, Run, random_weight
@@ -85,7 +86,9 @@ def main() -> int:
     layers = MODELS[arguments.model].layers(arguments.model)
     granularity = Granularity.from_group_size(arguments.group_size)
     weights = [
-        random_weight(layer, granularity, asymmetric=False, dtype=torch.float16, device=device)
+        random_weight(
+            layer, granularity, asymmetric=False, dtype=torch.float16, device=device, weight_format=INT4
+        )
         for layer in layers
     ]
     layer_bytes = sum(weight.nbytes for weight in weights)

@@ -151,7 +151,9 @@ def main() -> int:
     rows = []
     for (layer, problem), found in zip(cells, listed, strict=True):
         granularity = Granularity.from_group_size(group)
-        weight = random_weight(layer, granularity, asymmetric=asymmetric, dtype=torch.float16, device=device)
+        weight = random_weight(
+            layer, granularity, asymmetric=asymmetric, dtype=torch.float16, device=device, weight_format=INT4
+        )
         timed = measure(weight, problem.m, found, device)
         show(layer.name, problem.m, timed, arguments.show)
         row = {"layer": layer.name, "n": layer.n, "k": layer.k, "m": problem.m}

@@ -84,6 +84,12 @@ def command() -> None:
     default="auto",
     help="Channels that share a scale; -1 is all of them, auto the largest that divides every layer.",
 )
+@click.option(
+    "--scheme",
+    type=click.Choice(("int4", "int8", "fp8")),
+    default="int4",
+    help="Element of the weights; fp8 is E4M3, by default with one scale per channel.",
+)
 @_weight_options
 @click.option(
     "--sustained",
@@ -98,6 +104,7 @@ def kernels(
     batches: tuple[int, ...],
     against: list[str],
     dtype: str,
+    scheme: str,
     group_size: str,
     asymmetric: bool,
     explain: bool,
@@ -105,7 +112,9 @@ def kernels(
     device: str,
     as_json: bool,
 ) -> None:
-    """Time the W4A16 kernel, cuBLAS FP16 and every installed peer on a model's layers, in one process.
+    """Time products with packed weights, cuBLAS FP16 and every installed peer on a model's layers.
+
+    All in one process.
 
     Models: gemma-2-9b, llama-3-70b, llama-3-8b, mistral-7b, mixtral-8x7b, qwen3-32b, qwen3-8b, smollm2-135m;
     without --model and --shape, llama-3-8b.
@@ -119,6 +128,7 @@ def kernels(
             device=device,
             against=against,
             dtype=dtype,
+            scheme=scheme,
             group_size=None if group_size == "auto" else int(group_size),
             asymmetric=asymmetric,
             explain=explain,

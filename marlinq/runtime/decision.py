@@ -79,7 +79,11 @@ def decide(stored: StoredWeight, setting: Setting, *, operator: str = AUTO) -> D
         asked = _candidate(operator, stored, setting)
         if asked.takes:
             return Decision(asked, (), asked=True)
-    names = [name for name, found in OPERATORS.items() if name == operator or found.serves(setting.device)]
+    names = [
+        name
+        for name, each in OPERATORS.items()
+        if name == operator or (each.serves(setting.device) and each.knows(stored))
+    ]
     candidates = [_candidate(name, stored, setting) for name in names]
     able = [candidate for candidate in candidates if candidate.takes]
     # min keeps the first of equals.

@@ -1,4 +1,4 @@
-"""A linear layer that multiplies packed 4-bit words."""
+"""A linear layer that multiplies packed words."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from marlinq.kernels import Operand, w4a16_gemm
+from marlinq.kernels import GEMMS, Operand
 
 
 class QuantLinear(nn.Module):
-    """``y = x @ W.T + b`` with W in the Marlin layout; drop-in for ``nn.Linear`` and GPT-2's ``Conv1D``.
+    """``y = x @ W.T + b`` with W as kernels read it; drop-in for ``nn.Linear`` and GPT-2's ``Conv1D``.
 
     ``forward`` takes x [..., K] in ``dtype`` and returns [..., N]. Buffers are not part of a state dict:
     a checkpoint keeps its own layout.
@@ -62,7 +62,7 @@ class QuantLinear(nn.Module):
         order = held["order"]
         if order is None and self._padding:
             x = F.pad(x, (0, self._padding))
-        return w4a16_gemm(
+        return GEMMS[self.format.name](
             x,
             held["words"],
             held["scales"],

@@ -1,33 +1,36 @@
 """From a stored weight to what the kernel multiplies with: the kernel's layout in memory, any shape.
 
-The kernel takes K and N that are multiples of 64, groups of 32, 64, 128 or one group for all of K, and no
-g_idx. A weight of such a shape keeps its words: as stored where they are in the kernel's layout already, else
-transcoded on the device, without ever being unpacked. What does not fit is made to, without changing a single
-weight:
+The kernel takes K and N that are multiples of 64, groups of 32, 64, 128 or one scale per channel, and no
+g_idx. 4-bit integers of such a shape keep their words: as stored where they are in the kernel's layout, else
+transcoded on the device, without ever being unpacked. Other elements are packed from their codes. What
+does not fit is made to, without changing a single weight:
 
 * **Shape.** K grows to a multiple of 64 and of the group, N to a multiple of 64. Added rows of an existing
-  group hold the group's zero point as code; added groups and columns have scale 0 and zero point and codes 8.
-  Either way the added weights are exactly 0. A layer with one group keeps one group.
-* **Group size.** A multiple of 32 is refined to the largest of 128, 64, 32 that divides it by repeating rows
-  of scales and zeros.
+  group hold the group's zero point as code; added groups and columns have scale 0 and zero point and codes of
+  the element's midpoint. Either way the added weights are exactly 0. A layer with one group keeps one group.
+* **Granularity.** A group of a multiple of 32 is refined to the largest of 128, 64, 32 that divides it by
+  repeating rows of scales and zeros. Scales of a tensor or of blocks are repeated for every column.
 * **Activation order.** When sorting the channels by g_idx (stably) gives contiguous groups of the stated
   size, the rows are stored sorted and the activations are gathered in the same order.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from marlinq.core.errors import UnsupportedError
 from marlinq.core.granularity import Granularity
-from marlinq.core.scheme import INT4, Scheme
+from marlinq.core.scheme import Scheme
 from marlinq.core.weight import Grid, QuantizedWeight, trivial_g_idx
 from marlinq.formats import StoredWeight, transcode
-from marlinq.formats.layouts.marlin import Marlin, pack_tiles, permute_scales
+from marlinq.formats.layouts.marlin import Marlin, permute_scales
 from marlinq.kernels.contract import weight_formats
 from marlinq.kernels.contract.operand import Operand
 from marlinq.kernels.contract.problem import GRANULARITIES
+from marlinq.kernels.contract.weight_formats import WEIGHT_FORMATS, WeightFormat
 from marlinq.kernels.launch.tile_words import SOURCES as TILED_FROM
 from marlinq.kernels.launch.tile_words import tile_words
 
@@ -46,8 +49,11 @@ _REFINED = sorted((each for each in GRANULARITIES if each.kind == "group"), reve
 def operand_refusal(weight: StoredWeight | QuantizedWeight | Grid) -> str | None:
     """Why there is no operand that holds ``weight``, or None."""
     scheme = weight.scheme
-    if scheme.element != INT4:
-        return f"{scheme.element.name} weights; the kernel multiplies {INT4.name}"
+    weight_format = WEIGHT_FORMATS.get(scheme.element.name)
+    if weight_format is None or weight_format.codec is None:
+        return f"{scheme.element.name} weights; kernels multiply {', '.join(_multiplied())}"
+    if scheme.stores_zeros and not weight_format.stores_zeros:
+        return f"zero points; {weight_format.name} weights have none in kernels"
     if scheme.tensor_scale != "none":
         return "a second-level scale; the kernel has scales of one level"
     if _kernel_granularity(scheme) is None:
@@ -60,6 +66,16 @@ def operand_refusal(weight: StoredWeight | QuantizedWeight | Grid) -> str | None
         if not torch.equal(groups, trivial_g_idx(weight.in_features, size, groups.device)):
             return f"activation order: sorting g_idx does not give groups of {size} channels each"
     return None
+
+
+def _multiplied() -> list[str]:
+    """Names of the weight formats that have kernels."""
+    return [name for name, each in WEIGHT_FORMATS.items() if each.codec is not None]
+
+
+def format_of(scheme: Scheme) -> WeightFormat:
+    """The weight format that holds a scheme's element, for a weight that is not refused."""
+    return WEIGHT_FORMATS[scheme.element.name]
 
 
 def operand_shape(weight: StoredWeight | QuantizedWeight) -> tuple[int, int, Granularity]:
@@ -77,7 +93,7 @@ def stored_operand(stored: StoredWeight, dtype: torch.dtype, device: torch.devic
     the codes one by one.
 
     Args:
-        stored: 4-bit codes, any K and N, any layout.
+        stored: any K and N, any layout.
         dtype: of the activations, and so of scales and zeros.
         device: where the operand lives.
 
@@ -90,7 +106,7 @@ def stored_operand(stored: StoredWeight, dtype: torch.dtype, device: torch.devic
     scheme = stored.scheme
     k, n = stored.in_features, stored.out_features
     rows, columns, granularity = operand_shape(stored)
-    if scheme.act_order or (rows, columns) != (k, n):
+    if format_of(scheme) != KERNEL_FORMAT or scheme.act_order or (rows, columns) != (k, n):
         return marlin_operand(stored.weight(device), dtype, name=stored.name)
     zeros = None
     if stored.layout.family == KERNEL_LAYOUT.family and granularity == scheme.granularity:
@@ -116,7 +132,7 @@ def marlin_operand(q: QuantizedWeight, dtype: torch.dtype, *, name: str = "weigh
     """The operand that holds exactly the weights of ``q``, on its device; scales are rounded to ``dtype``.
 
     Args:
-        q: 4-bit codes, any K and N.
+        q: any K and N.
         dtype: of the activations, and so of scales and zeros.
         name: what error messages call the module.
 
@@ -131,7 +147,13 @@ def marlin_operand(q: QuantizedWeight, dtype: torch.dtype, *, name: str = "weigh
         order = torch.argsort(q.g_idx, stable=True)
         codes = codes[order]
     rows, columns, granularity = operand_shape(q)
-    scales, zeros = (_regrouped(q, values, granularity) for values in (q.scales, q.zeros))
+    weight_format = format_of(q.scheme)
+    _check_codes(q, name)
+    # Few operations take scales of eight bits.
+    wide = q.scales if q.scales.itemsize > 1 else q.scales.to(torch.float32)
+    scales, zeros = (q.per_output(_regrouped(q, values, granularity)) for values in (wide, q.zeros))
+    if weight_format.scale_factor(dtype) != 1:
+        scales = scales.to(torch.float32) * weight_format.scale_factor(dtype)
     scales = _cast_scales(scales, dtype, name)
     k, n = q.in_features, q.out_features
     size = granularity.channels_per_group(rows)
@@ -146,8 +168,8 @@ def marlin_operand(q: QuantizedWeight, dtype: torch.dtype, *, name: str = "weigh
     if order is not None:
         order = torch.nn.functional.pad(order, (0, rows - k), value=-1).to(torch.int32)
     return Operand(
-        format=KERNEL_FORMAT,
-        words=pack_tiles(codes),
+        format=weight_format,
+        words=weight_format.pack(codes),
         scales=permute_scales(scales),
         zeros=None if not q.scheme.stores_zeros else permute_scales(zeros.to(dtype)),
         order=order,
@@ -168,8 +190,8 @@ def _kernel_words(stored: StoredWeight, device: torch.device) -> Tensor:
 def _kernel_granularity(scheme: Scheme) -> Granularity | None:
     """The granularity of a kernel's configuration, or None where no kernel takes such groups."""
     granularity = scheme.granularity
-    if granularity.kind != "group":
-        return granularity if granularity in GRANULARITIES else None
+    if granularity.channels == 0:
+        return Granularity.channel()
     return next((finer for finer in _REFINED if granularity.channels % finer.channels == 0), None)
 
 
@@ -194,6 +216,16 @@ def _cast_scales(scales: Tensor, dtype: torch.dtype, name: str) -> Tensor:
             f"{name}: a scale of {largest:.6g} overflows {str(dtype).removeprefix('torch.')}; run in bfloat16"
         )
     return cast
+
+
+def _check_codes(q: QuantizedWeight, name: str) -> None:
+    """Refuse codes that stand for no value, which kernels would multiply as numbers."""
+    if q.element.table is None:
+        return
+    missing = [code for code, value in enumerate(q.element.table) if math.isnan(value)]
+    for code in missing:
+        if bool((q.codes == code).any()):
+            raise UnsupportedError(f"{name}: a weight is NaN (code {code:#04x} of {q.element.name})")
 
 
 def _grow(matrix: Tensor, rows: int, columns: int, value: float) -> Tensor:

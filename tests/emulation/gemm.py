@@ -91,6 +91,7 @@ def run(builder: Builder, case: Case, planted: Planted | None = None) -> float:
         spread=case.spread,
         silent=LOUD if case.loud else (),
         device="cpu",
+        weight_format=problem.format,
     )
     wide = torch.randn(problem.m, problem.k + case.x_padding, dtype=dtype)
     if case.loud:

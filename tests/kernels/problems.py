@@ -9,8 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from marlinq.core.float_elements import E2M1, E4M3
 from marlinq.core.granularity import Granularity
-from marlinq.formats.layouts.marlin import pack_tiles, permute_scales
+from marlinq.core.scheme import INT4 as INT4_ELEMENT
+from marlinq.core.scheme import INT8 as INT8_ELEMENT
+from marlinq.formats.layouts.marlin import permute_scales
 from marlinq.kernels import Device, Operand, Problem
 from marlinq.kernels.contract.weight_formats import INT4, WeightFormat
 from marlinq.kernels.variants import warpgroup
@@ -20,6 +23,9 @@ from marlinq.kernels.variants.warpgroup import WarpgroupConfig
 # bits, which alone gives 2^-11 / sqrt(3) = 2.8e-4 for float16 and 2^-8 / sqrt(3) = 2.3e-3 for bfloat16;
 # weights scaled in 16 bits add as much again, independently.
 BOUND = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
+
+
+_ELEMENTS = {each.name: each for each in (INT4_ELEMENT, INT8_ELEMENT, E4M3, E2M1)}
 
 
 @dataclass
@@ -32,12 +38,13 @@ class Operands:
     bias: Tensor | None
     group_size: int
     weight: Tensor
+    format: WeightFormat = INT4
 
     @property
     def operand(self) -> Operand:
         """The weight as kernels take it."""
         granularity = Granularity.from_group_size(self.group_size)
-        return Operand.whole(INT4, granularity, self.words, self.scales, self.zeros)
+        return Operand.whole(self.format, granularity, self.words, self.scales, self.zeros)
 
     def reference(self, x: Tensor) -> Tensor:
         """The float64 result for ``x`` [M, K]."""
@@ -78,6 +85,7 @@ def random_operands(
     spread: str = "even",
     silent: Sequence[int] = (),
     device: str = "cuda",
+    weight_format: WeightFormat = INT4,
 ) -> Operands:
     """Random codes, scales of both signs, zero points over the whole range.
 
@@ -85,22 +93,31 @@ def random_operands(
     The weights of ``silent`` channels are zero.
     """
     groups = 1 if group_size == -1 else k // group_size
-    codes = torch.randint(0, 16, (k, n), dtype=torch.uint8, device=device)
+    element = _ELEMENTS[weight_format.name]
+    codes = torch.randint(0, element.codes, (k, n), dtype=torch.uint8, device=device)
+    if element.table is not None:
+        codes[element.decode(codes).isnan()] = 0
     signs = torch.randint(0, 2, (groups, n), device=device) * 2 - 1
     scales = (torch.rand(groups, n, device=device) + 0.5) * 0.02 * signs
     scales = (scales * _factors(spread, groups, n, device)).to(dtype)
-    points = torch.randint(0, 16, (groups, n), device=device).to(dtype) if zeros else None
+    # Values of eight bits are sixteen times as large.
+    scales /= 2 ** (weight_format.bits - 4)
+    points = torch.randint(0, element.codes, (groups, n), device=device).to(dtype) if zeros else None
     for channel in silent:
-        codes[channel] = 8 if points is None else points[channel // (k // groups)].to(torch.uint8)
-    offset = 8.0 if points is None else points.double()[:, None]
-    weight = (codes.double().reshape(groups, k // groups, n) - offset) * scales.double()[:, None]
+        codes[channel] = (
+            element.midpoint if points is None else points[channel // (k // groups)].to(torch.uint8)
+        )
+    offset = weight_format.midpoint if points is None else points.double()[:, None]
+    values = element.decode(codes).double().reshape(groups, k // groups, n)
+    weight = (values - offset) * scales.double()[:, None]
     return Operands(
-        words=pack_tiles(codes),
-        scales=permute_scales(scales),
+        words=weight_format.pack(codes),
+        scales=permute_scales(scales * weight_format.scale_factor(dtype)),
         zeros=None if points is None else permute_scales(points),
         bias=torch.randn(n, device=device).to(dtype) if bias else None,
         group_size=group_size,
         weight=weight.reshape(k, n),
+        format=weight_format,
     )
 
 

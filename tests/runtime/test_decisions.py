@@ -11,7 +11,7 @@ from marlinq.core.errors import EnvironmentProblem, UsageError
 from marlinq.kernels import Device, KernelDecision
 from marlinq.runtime import Decision, Setting, decide, load
 from marlinq.runtime.decision import summarize
-from marlinq.runtime.operators import dense, w4a16
+from marlinq.runtime.operators import dense, packed
 from tests.kernels.problems import int4_problem
 from tests.testing.runnable_folders import random_tuple, stored_weight
 
@@ -29,8 +29,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
         asked.append(problem)
         return KernelDecision("stream", "tile 8x128", seconds=2e-6)
 
-    monkeypatch.setattr(w4a16, "find_spec", lambda name: object())
-    monkeypatch.setattr(w4a16, "explain", explain)
+    monkeypatch.setattr(packed, "find_spec", lambda name: object())
+    monkeypatch.setattr(packed, "explain", explain)
     monkeypatch.setattr(dense, "device_numbers", lambda index: NUMBERS)
     return asked
 
@@ -71,7 +71,7 @@ def test_the_faster_of_two_is_taken(
     hopper: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert decided().operator == "w4a16"
-    monkeypatch.setattr(w4a16, "explain", lambda *problem: KernelDecision("stream", "slow", seconds=1e-3))
+    monkeypatch.setattr(packed, "explain", lambda *problem: KernelDecision("stream", "slow", seconds=1e-3))
     assert decided().operator == "dense"
     assert decided(operator="w4a16").operator == "w4a16"
     assert "as asked" in decided(operator="w4a16").reason
@@ -81,8 +81,8 @@ def test_an_old_gpu_multiplies_dense_weights(monkeypatch: pytest.MonkeyPatch) ->
     def too_old(*_: object) -> None:
         raise EnvironmentProblem("compute capability 7.0; the kernels need 8.0 or later")
 
-    monkeypatch.setattr(w4a16, "find_spec", lambda name: object())
-    monkeypatch.setattr(w4a16, "explain", too_old)
+    monkeypatch.setattr(packed, "find_spec", lambda name: object())
+    monkeypatch.setattr(packed, "explain", too_old)
     monkeypatch.setattr(dense, "device_numbers", too_old)
     found = decided()
     assert (found.operator, found.chosen.seconds) == ("dense", None)
@@ -92,7 +92,7 @@ def test_an_old_gpu_multiplies_dense_weights(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_missing_package_is_named_with_its_fix(
     hopper: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(w4a16, "find_spec", lambda name: None)
+    monkeypatch.setattr(packed, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblem, match=r"CuPy is not installed.*marlinq\[cuda13\].*--device cpu"):
         decided()
     assert decided(operator="dense").operator == "dense"
@@ -101,7 +101,6 @@ def test_a_missing_package_is_named_with_its_fix(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"bits": 8}, "not w4a16: int8 weights"),
         ({"group_size": 16}, "not w4a16: groups of 16: neither"),
         ({"setting": Setting(GPU, torch.float32)}, "not w4a16: .* not float32"),
         ({"setting": Setting(torch.device("mps"), torch.float16)}, "not w4a16: .* not on mps"),
@@ -121,7 +120,7 @@ def test_what_the_kernel_does_not_take_runs_dense(
 
 
 def test_an_unknown_operator_is_a_usage_error() -> None:
-    with pytest.raises(UsageError, match="expected auto, dense, w4a16, int4pack, found 'w4'"):
+    with pytest.raises(UsageError, match="expected auto, dense, w4a16, w8a16, int4pack, found 'w4'"):
         decided(operator="w4")
     with pytest.raises(UsageError, match="found 'w4'"):
         load("nowhere", operator="w4")

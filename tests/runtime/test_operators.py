@@ -31,7 +31,7 @@ from marlinq.runtime import (
     load,
     register_operator,
 )
-from marlinq.runtime.operators import w4a16
+from marlinq.runtime.operators import packed
 from tests.runtime.test_loading import FLOAT32, logits, relative
 from tests.testing.layouts import INTEGERS
 from tests.testing.runnable_folders import random_quantizer, random_tuple, save_quantized, stored_weight
@@ -203,7 +203,7 @@ def test_all_shapes_of_a_model_are_compiled_together_with_progress(monkeypatch: 
         progress("compiling kernels", 6, 6)
         return 6
 
-    monkeypatch.setattr(w4a16, "precompile_model", precompile_model)
+    monkeypatch.setattr(packed, "precompile_model", precompile_model)
     narrow, wide = (
         OPERATORS["w4a16"].build(stored_weight(q), None, Setting(CPU.device, torch.bfloat16))
         for q in (

@@ -51,11 +51,16 @@ def sorted_rows_map(
 
 @lru_cache(maxsize=16384)
 def weight_maps(
-    words: int, scales: int, zeros: int, n: int, k: int, groups: int, tiles: int, rows: int
+    words: int, scales: int, zeros: int, n: int, k: int, groups: int, tiles: int, rows: int, tile_words: int
 ) -> ctypes.Array[ctypes.c_ubyte]:
-    """Words [K/16, N/64, 128], then scales and zero points [G, N/64, 64] where they travel in groups."""
+    """Words [K/16, N/64, words of a tile], then scales and zero points [G, N/64, 64] of groups."""
     maps = encode_tensor_map(
-        words, 4, (128, n // 64, k // 16), (512, 8 * n), (128, tiles, rows), swizzled=False
+        words,
+        4,
+        (tile_words, n // 64, k // 16),
+        (4 * tile_words, tile_words * n // 16),
+        (tile_words, tiles, rows),
+        swizzled=False,
     )
     in_box = max(1, 16 * rows * groups // k)
     for address in (scales, zeros):

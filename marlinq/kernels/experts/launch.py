@@ -263,6 +263,7 @@ def grouped_step(
             experts * stored.scales.shape[1],
             tile.tile_n // 64,
             tile.rows,
+            problem.format.tile_words,
         ),
         stored.scales.data_ptr(),
         address(stored.zeros),

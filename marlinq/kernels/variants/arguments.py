@@ -46,18 +46,20 @@ def _mapped(operands: Operands, tile_m: int, tiles: int, rows: int, dependent: b
     m, n, k = _extents(operands)
     x = operands.x
     scales, zeros, bias, out = _addresses(operands)
+    maps = weight_maps(
+        operands.weight.words.data_ptr(),
+        scales,
+        zeros,
+        n,
+        k,
+        operands.weight.scales.shape[0],
+        tiles,
+        rows,
+        operands.weight.format.tile_words,
+    )
     return (
         activation_maps(x.data_ptr(), m, k, x.stride(0), tile_m),
-        weight_maps(
-            operands.weight.words.data_ptr(),
-            scales,
-            zeros,
-            n,
-            k,
-            operands.weight.scales.shape[0],
-            tiles,
-            rows,
-        ),
+        maps,
         scales,
         zeros,
         bias,

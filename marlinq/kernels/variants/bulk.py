@@ -17,7 +17,13 @@ from marlinq.kernels.contract.whole_rows import PUSHED_COLUMNS, MappedRowArgumen
 from marlinq.kernels.variants.arguments import mapped_arguments
 from marlinq.kernels.variants.costs import PHYSICS, SCHEDULERS, overlapped, streaming_seconds
 from marlinq.kernels.variants.stages import chunks_on_their_way, stage_bytes, weight_bytes
-from marlinq.kernels.variants.tiles import CODE_CLOSING, CODE_PRODUCTS, CODE_SHIFTS_BFLOAT16, WarpTiles
+from marlinq.kernels.variants.tiles import (
+    CODE_CLOSING,
+    CODE_PRODUCTS,
+    CODE_SHIFTS_BFLOAT16,
+    WarpTiles,
+    unpacking,
+)
 
 _REGISTERS = 65536
 # Largest batch that it is considered for: it has no larger tile.
@@ -180,7 +186,8 @@ class BulkConfig(WarpTiles):
 
     def order_of_sums(self, problem: Problem) -> tuple[object, ...]:
         """Cluster, parts, rows of a chunk, and whether codes are multiplied as they are."""
-        return self.variant, self.cluster, self.parts, self.rows, self.blocks_m == 1
+        codes = self.blocks_m == 1 and problem.format.sums_codes
+        return self.variant, self.cluster, self.parts, self.rows, codes
 
 
 def candidates(problem: Problem, device: Device, batch_invariant: bool = False) -> Iterator[BulkConfig]:
@@ -238,11 +245,12 @@ def estimate(problem: Problem, device: Device, config: BulkConfig, costs: Costs 
     read = weights + channels * config.tile_m * 2
     own = weights / -(-problem.m // config.tile_m)
     closings = config.chunk / min(problem.quant_group or config.chunk, config.chunk)
-    if config.blocks_m == 1:
+    if config.blocks_m == 1 and problem.format.sums_codes:
         row = costs.codes + costs.product * CODE_PRODUCTS + CODE_SHIFTS_BFLOAT16 * problem.bfloat16
         chunk = config.rows * row + closings * costs.closing * CODE_CLOSING
     else:
-        chunk = config.rows * (costs.row + costs.product * 4 * config.blocks_m)
+        row = costs.row + unpacking(problem) + costs.product * 4 * config.blocks_m
+        chunk = config.rows * row
         chunk += closings * costs.closing * config.blocks_m
     handed = costs.chunk + costs.sharing * (config.warps_n - 1)
     sums = config.tile_m * config.tile_n * 4 * config.warps_k

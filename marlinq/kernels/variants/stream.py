@@ -23,6 +23,7 @@ from marlinq.kernels.variants.tiles import (
     DIGIT_CLOSING,
     WarpTiles,
     holds_pairs,
+    unpacking,
 )
 
 _REGISTERS = 65536
@@ -244,7 +245,7 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
     largest = 4 if spills else 8
     blocks_m = next((b for b in (1, 2, 4) if 8 * b >= problem.m), largest)
     # Other GPUs have what it takes, but nobody has measured them.
-    if problem.m == 1 and device.has_warpgroups:
+    if problem.m == 1 and device.has_warpgroups and problem.format.sums_codes:
         registers = _REGISTERS_DIGITS[problem.quant_group in (0, 128)]
         yield from _splits(problem, device, 1, scale_sums=True, registers=registers, digits=True)
         return
@@ -330,11 +331,11 @@ def estimate(
     closings = config.chunk / min(problem.quant_group or config.chunk, config.chunk)  # of a chunk
     if config.digits:
         row = costs.digits + costs.closing * closings * DIGIT_CLOSING
-    elif config.scale_sums and config.blocks_m == 1:
+    elif config.scale_sums and config.blocks_m == 1 and problem.format.sums_codes:
         row = costs.codes + costs.product * CODE_PRODUCTS + costs.closing * closings * CODE_CLOSING
         row += CODE_SHIFTS_BFLOAT16 * problem.bfloat16
     else:
-        row = costs.row + costs.product * 4 * config.blocks_m
+        row = costs.row + unpacking(problem) + costs.product * 4 * config.blocks_m
         row += costs.closing * closings * config.blocks_m if config.scale_sums else costs.scaling
     warps = config.warps_n * config.warps_k
     sums = batch * config.tile_n * 4 * config.warps_k

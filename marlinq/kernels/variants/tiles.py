@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from marlinq.kernels.contract.problem import Problem
+from marlinq.kernels.contract.weight_formats import INT4
 
 # Where codes are multiplied as they are (``cuda/mma/quant_group_sums.cuh``): products of a row, one of
 # them of the activations alone, and how many times the instructions of scaling plain sums a group's end
@@ -12,6 +13,12 @@ CODE_PRODUCTS, CODE_CLOSING = 5, 3
 DIGIT_CLOSING = 2
 # Issue cycles of the further shifts that a row's bfloat16 codes take, at half rate.
 CODE_SHIFTS_BFLOAT16 = 16
+
+
+def unpacking(problem: Problem) -> float:
+    """Issue cycles that a row of weights takes beyond those of 4-bit integers, whose times were measured."""
+    kind = int(problem.bfloat16)
+    return 4.0 * (problem.format.unpack[kind] - INT4.unpack[kind])
 
 
 def holds_pairs(problem: Problem, tile_n: int) -> bool:

@@ -50,10 +50,8 @@ _FUSED_LEAST, _FUSED_MOST = 32, 96
 # Largest tile, and rows of all blocks of a cluster, whose sums are sent to their owners
 # (docs/kernels.md, "Hand-over of sums in a cluster").
 _PUSHED_MOST, _PUSHED_ROWS_MOST = 32, 128
-# Instructions that turn a word into an operand's fragment: for float16, more for bfloat16, for the scale.
-_UNPACK, _UNPACK_BFLOAT16, _SCALE = 9, 2, 4
-# And those that do both.
-_FUSED = 10
+# Instructions that scale an operand's fragment, and those that turn a word into one and scale it at once.
+_SCALE, _FUSED = 4, 10
 # By the number of multiplying warpgroups and whether the last one does more than copy, for parts of K or for
 # tiles stored apart: registers of a multiplying and of a copying thread when the even share of a launch is
 # not enough (setmaxnreg).
@@ -244,7 +242,7 @@ class WarpgroupConfig:
             and self.tile_m <= _SCALED_SUMS_MOST
             and self._registers(problem, "SUMS") <= max(grown, self.launch_registers)
         )
-        if problem.zeros:
+        if problem.zeros or not problem.format.fuses:
             return "SUMS" if sums else "WEIGHTS"
         if problem.bfloat16 or (self.tile_m <= _FUSED_MOST and (self.tile_m >= _FUSED_LEAST or not sums)):
             return "FUSED"
@@ -258,6 +256,8 @@ class WarpgroupConfig:
         """When scales are taken in that way."""
         sets = 2 if scaling == "SUMS" and problem.quant_group else 1
         needed = self.words * (sets * self.tile_m // 2 + 8) + _OTHER_REGISTERS[self.words]
+        # Words of two rows are held at a time.
+        needed += 2 * self.words * (problem.format.block_words - 1)
         if scaling == "FUSED":
             needed += _FUSED_REGISTERS[self.words]
         if self.stream_k:
@@ -424,6 +424,9 @@ def candidates(problem: Problem, device: Device, batch_invariant: bool = False) 
             # all of K spill.
             if (words == 1 and tile_m % 16) or (words == 4 and problem.zeros and problem.quant_group == 0):
                 continue
+            # NVRTC 13.0 keeps fragments of this shape in local memory.
+            if words == 1 and problem.bfloat16 and problem.quant_group == 32 and not problem.format.fuses:
+                continue
             tiles = count * -(-problem.n // (warpgroups_n * words * 64))
             if tile_m == _FULL_TILE and warpgroups_n > 1 and tiles > device.multiprocessors:
                 continue
@@ -543,7 +546,7 @@ def estimate(
     multiplied, _ = overlapped(shares, costs.sharpness)
     scaling = config.scaling(problem)
     scaled_quant_groups = problem.quant_group != 0 and scaling == "SUMS"
-    instructions: float = _UNPACK + _UNPACK_BFLOAT16 * problem.bfloat16
+    instructions: float = problem.format.unpack[problem.bfloat16]
     if scaled_quant_groups:
         instructions += config.tile_m / 2 / config.rows
     elif scaling == "WEIGHTS":

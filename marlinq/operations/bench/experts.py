@@ -147,6 +147,7 @@ def bench_experts(
     return KernelBench(
         hardware=hardware_line(found),
         dtype=dtype,
+        weights=INT4.name,
         group_size=group_size,
         asymmetric=asymmetric,
         contenders=timed,

@@ -1,4 +1,4 @@
-"""Times of the W4A16 product on models' layers against its peers and the hardware's limits."""
+"""Times of products with packed weights on models' layers against its peers and the hardware's limits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from marlinq.core.devices import resolve_device
 from marlinq.core.errors import UsageError
 from marlinq.core.granularity import Granularity
 from marlinq.core.progress import ReportProgress, no_progress
-from marlinq.kernels import GROUP_SIZES, Problem, explain, precompile, w4a16_gemm
-from marlinq.kernels.contract.weight_formats import INT4
+from marlinq.kernels import GROUP_SIZES, Problem, explain, precompile
+from marlinq.kernels.contract.weight_formats import E4M3, INT4, INT8, WeightFormat
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.peers import PEERS, Contender, Marlinq, Run, Weight, random_weight
 from marlinq.operations.bench.report import OURS, Cell, KernelBench
@@ -30,6 +30,8 @@ from marlinq.operations.bench.timing import (
     time_in_turn,
 )
 
+SCHEMES = {"int4": INT4, "int8": INT8, "fp8": E4M3}
+"""What weights may be made of."""
 DEFAULT_BATCHES = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -43,6 +45,7 @@ _CPU_BATCH, _CPU_REPEATS = 16, 3
 class _Setting:
     device: torch.device
     dtype: torch.dtype
+    weight_format: WeightFormat
     granularity: Granularity
     asymmetric: bool
     explain: bool
@@ -50,11 +53,16 @@ class _Setting:
 
     def problem(self, layer: Layer, m: int) -> Problem:
         bfloat16 = self.dtype == torch.bfloat16
-        return Problem(m, layer.n, layer.k, self.granularity, self.asymmetric, bfloat16, INT4)
+        return Problem(m, layer.n, layer.k, self.granularity, self.asymmetric, bfloat16, self.weight_format)
 
     def weight(self, layer: Layer) -> Weight:
         return random_weight(
-            layer, self.granularity, asymmetric=self.asymmetric, dtype=self.dtype, device=self.device
+            layer,
+            self.granularity,
+            asymmetric=self.asymmetric,
+            dtype=self.dtype,
+            device=self.device,
+            weight_format=self.weight_format,
         )
 
     def reason(self, layer: Layer, m: int) -> str | None:
@@ -70,6 +78,7 @@ def bench_kernels(
     device: str | torch.device = "auto",
     against: Sequence[str] = ("cublas", "humming"),
     dtype: str = "float16",
+    scheme: str = "int4",
     group_size: int | None = None,
     asymmetric: bool = False,
     explain: bool = False,
@@ -88,7 +97,9 @@ def bench_kernels(
         device: as in :func:`marlinq.core.devices.resolve_device`.
         against: names of :data:`marlinq.operations.bench.peers.PEERS`; one that can't run is noted.
         dtype: float16 or bfloat16.
-        group_size: 32, 64, 128 or -1; None is the largest of 128, 64 and 32 that divides every layer.
+        scheme: element of the weights, a key of :data:`SCHEMES`.
+        group_size: 32, 64, 128 or -1; None is the largest of 128, 64 and 32 that divides every layer, -1 for
+            FP8 weights.
         asymmetric: measure weights with zero points.
         explain: keep the reason of every decision.
         sustained: replay without rests, so that large products run at the GPU's power limit. The limits that
@@ -102,6 +113,13 @@ def bench_kernels(
     """
     if dtype not in _DTYPES:
         raise UsageError(f"dtype {dtype!r}: expected float16 or bfloat16")
+    if scheme not in SCHEMES:
+        raise UsageError(f"scheme {scheme!r}: expected one of {', '.join(SCHEMES)}")
+    weight_format = SCHEMES[scheme]
+    if asymmetric and not weight_format.stores_zeros:
+        raise UsageError(f"scheme {scheme}: its weights have no zero points; leave out --asymmetric")
+    if group_size is None and not weight_format.stores_zeros:
+        group_size = Granularity.channel().group_size
     if group_size is None:
         group_size = dividing_group_size(models, shapes)
     if group_size not in GROUP_SIZES:
@@ -114,7 +132,7 @@ def bench_kernels(
     layers = layers_of(models, shapes, group_size)
     chosen = resolve_device(device)
     granularity = Granularity.from_group_size(group_size)
-    setting = _Setting(chosen, _DTYPES[dtype], granularity, asymmetric, explain, sustained)
+    setting = _Setting(chosen, _DTYPES[dtype], weight_format, granularity, asymmetric, explain, sustained)
     ordered = tuple(sorted(set(batches)))
     if chosen.type == "cpu":
         return _on_cpu(setting, layers, ordered, dtype, progress)
@@ -133,7 +151,13 @@ def _on_gpu(
     notes: list[str] = []
     contenders: list[Contender] = [Marlinq()]
     for name in against:
-        reason = PEERS[name].unavailable(setting.dtype, setting.granularity.group_size, setting.asymmetric)
+        reason: str | None
+        if setting.weight_format != INT4 and not PEERS[name].any_format:
+            reason = f"it is measured with {INT4.name} weights alone"
+        else:
+            reason = PEERS[name].unavailable(
+                setting.dtype, setting.granularity.group_size, setting.asymmetric
+            )
         if reason is None:
             contenders.append(PEERS[name])
         else:
@@ -167,6 +191,7 @@ def _on_gpu(
     return KernelBench(
         hardware=hardware_line(setting.device),
         dtype=dtype,
+        weights=setting.weight_format.name,
         group_size=setting.granularity.group_size,
         asymmetric=setting.asymmetric,
         contenders=timed,
@@ -291,6 +316,7 @@ def _on_cpu(
         dense = weight.dense()
         for m in few:
             x = torch.randn(m, layer.k, dtype=setting.dtype)
+            gemm = GEMMS[setting.weight_format.name]
             operands = (
                 weight.words,
                 weight.scales,
@@ -300,10 +326,10 @@ def _on_cpu(
                 layer.n,
             )
             seconds = []
-            out = w4a16_gemm(x, *operands)
+            out = gemm(x, *operands)
             for _ in range(_CPU_REPEATS):
                 start = time.perf_counter()
-                out = w4a16_gemm(x, *operands)
+                out = gemm(x, *operands)
                 seconds.append(time.perf_counter() - start)
             expected = x.float() @ dense
             cells.append(
@@ -323,6 +349,7 @@ def _on_cpu(
     return KernelBench(
         hardware=hardware_line(setting.device),
         dtype=dtype,
+        weights=setting.weight_format.name,
         group_size=setting.granularity.group_size,
         asymmetric=setting.asymmetric,
         contenders=(OURS,),

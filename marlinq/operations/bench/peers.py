@@ -13,26 +13,27 @@ from torch import Tensor
 
 from marlinq.core.granularity import Granularity
 from marlinq.formats.layouts.marlin import pack_tiles
-from marlinq.kernels import Operand, batch_invariant, precompile, w4a16_gemm
-from marlinq.kernels.contract.weight_formats import INT4
+from marlinq.kernels import GEMMS, Operand, batch_invariant, precompile
+from marlinq.kernels.contract.weight_formats import E4M3, INT4, WeightFormat
 from marlinq.operations.bench.shapes import Layer
 
 Run = Callable[[int, Tensor], Tensor]
 """``run(copy, x)``: x [M, K] times one of the prepared copies of the weight, [M, N]."""
 
 _ZERO = 8
+_EVEN_EXPONENTS = 0xF7F7F7F7 - 2**32
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A random 4-bit weight as the kernel takes it."""
+    """A random weight as the kernel takes it. Codes and scales in channel order are those of 4 bits."""
 
     layer: Layer
     operand: Operand
 
     @property
     def words(self) -> Tensor:
-        """Marlin words, int32 [K/16, 2N]."""
+        """Words of the weight format."""
         return self.operand.words
 
     @property
@@ -85,27 +86,49 @@ class Weight:
 
 
 def random_weight(
-    layer: Layer, granularity: Granularity, *, asymmetric: bool, dtype: torch.dtype, device: torch.device
+    layer: Layer,
+    granularity: Granularity,
+    *,
+    asymmetric: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    weight_format: WeightFormat,
 ) -> Weight:
-    """Random codes 1..15 with mean 8, and scales that keep the products of unit activations near one.
+    """Random codes, and scales that keep the products of unit activations near one.
 
-    Code 0 is left out because a peer has a faster route for symmetric weights without it. Its place goes to
-    8, so that weights have no mean: through a chain of layers that would grow without bound.
+    4-bit codes are 1..15 with mean 8. Code 0 is left out because a peer has a faster route for symmetric
+    weights without it. Its place goes to 8, so that weights have no mean: through a chain of layers that would
+    grow without bound.
     """
     groups = granularity.groups(layer.k)
-    words = torch.randint(-(2**31), 2**31, (layer.k // 16, 2 * layer.n), dtype=torch.int32, device=device)
-    words |= (~(words | words >> 1 | words >> 2 | words >> 3) & 0x11111111) << 3
-    # The standard deviation of these codes is 4.2.
-    unit = 1 / (4.2 * layer.k**0.5)
+    rows, columns = layer.k // weight_format.row_channels, layer.n * weight_format.row_words
+    words = torch.randint(-(2**31), 2**31, (rows, columns), dtype=torch.int32, device=device)
+    if weight_format == INT4:
+        words |= (~(words | words >> 1 | words >> 2 | words >> 3) & 0x11111111) << 3
+    elif weight_format == E4M3:
+        # Even exponents only, since the last one has the codes of NaN.
+        words &= _EVEN_EXPONENTS
+    deviation = float(weight_format.values(words[:, : weight_format.tile_words], torch.float32).std())
+    unit = weight_format.scale_factor(dtype) / (deviation * layer.k**0.5)
     scales = (unit * (0.5 + torch.rand(groups, layer.n, device=device))).to(dtype)
-    zeros = torch.randint(4, 12, (groups, layer.n), device=device).to(dtype) if asymmetric else None
-    return Weight(layer, Operand.whole(INT4, granularity, words, scales, zeros))
+    middle = int(weight_format.midpoint)
+    points = (
+        torch.randint(middle // 2, middle * 3 // 2, (groups, layer.n), device=device) if asymmetric else None
+    )
+    zeros = None if points is None else points.to(dtype)
+    return Weight(layer, Operand.whole(weight_format, granularity, words, scales, zeros))
 
 
 class Contender(Protocol):
-    """One implementation of the product."""
+    """One implementation of the product.
+
+    Attributes:
+        name: what options and reports call it.
+        any_format: whether it multiplies with every weight format, not with 4-bit integers alone.
+    """
 
     name: str
+    any_format: bool
 
     def unavailable(self, dtype: torch.dtype, group_size: int, asymmetric: bool) -> str | None:
         """Why it can't run such weights here, or None."""
@@ -126,13 +149,15 @@ def _operator(weight: Weight, copies: int, order: Tensor | None) -> Run:
         for _ in range(copies)
     ]
     n, group_size = weight.layer.n, weight.group_size
-    return lambda copy, x: w4a16_gemm(x, *operands[copy], None, group_size, n, order)
+    gemm = GEMMS[weight.operand.format.name]
+    return lambda copy, x: gemm(x, *operands[copy], None, group_size, n, order)
 
 
 class Marlinq:
     """The kernel of this package, through its torch operator."""
 
     name = "marlinq"
+    any_format = True
 
     def unavailable(self, dtype: torch.dtype, group_size: int, asymmetric: bool) -> str | None:
         return None
@@ -167,6 +192,7 @@ class ActivationOrder(Marlinq):
     """The same operator with channels to be gathered first: here shuffled inside their groups."""
 
     name = "act-order"
+    any_format = False
 
     def prepare(self, weight: Weight, copies: int, batches: Sequence[int]) -> Run:
         k, group_size = weight.layer.k, weight.group_size if weight.group_size > 0 else weight.layer.k
@@ -182,6 +208,7 @@ class Cublas:
     """A dense product of 16-bit weights stored [N, K], as ``nn.Linear`` runs it."""
 
     name = "cublas"
+    any_format = True
 
     def unavailable(self, dtype: torch.dtype, group_size: int, asymmetric: bool) -> str | None:
         return None
@@ -199,6 +226,7 @@ class Humming:
     """The package ``humming-kernels`` with its own tuning."""
 
     name = "humming"
+    any_format = False
 
     def unavailable(self, dtype: torch.dtype, group_size: int, asymmetric: bool) -> str | None:
         if importlib.util.find_spec("humming") is None:
@@ -256,6 +284,7 @@ class Tinygemm:
     """The int4 product that comes with torch."""
 
     name = "tinygemm"
+    any_format = False
 
     def unavailable(self, dtype: torch.dtype, group_size: int, asymmetric: bool) -> str | None:
         if dtype != torch.bfloat16:

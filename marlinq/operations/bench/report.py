@@ -73,11 +73,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class KernelBench(Shown):
-    """Times of the W4A16 product and its peers, taken in one process.
+    """Times of a product with packed weights and its peers, taken in one process.
 
     Attributes:
         hardware: processor and versions.
         dtype: of activations and scales.
+        weights: element of the weights.
         group_size: channels that share a scale, or -1.
         asymmetric: whether weights had zero points.
         contenders: who was timed anywhere, ours first.
@@ -89,6 +90,7 @@ class KernelBench(Shown):
 
     hardware: str
     dtype: str
+    weights: str
     group_size: int
     asymmetric: bool
     contenders: tuple[str, ...]
@@ -156,7 +158,8 @@ class KernelBench(Shown):
 
     def _heading(self) -> Block:
         kind = "asymmetric" if self.asymmetric else "symmetric"
-        line = f"W4A16 products, {self.dtype} activations, {kind}, group {self.group_size}; times in us"
+        weights = f"{self.weights} weights, {kind}, group {self.group_size}"
+        line = f"products with {weights}, {self.dtype} activations; times in us"
         if self.peak_rate is None:
             return lines(line)
         reads = ", ".join(f"{name} {1e6 * value:.2f}" for name, value in self.cold_read_seconds.items())

@@ -242,7 +242,12 @@ def _random_stored(projection: Projection, group_size: int, setting: Setting) ->
     dtype = torch.float16 if setting.dtype == torch.float32 else setting.dtype
     granularity = Granularity.from_group_size(sizes[0])
     weight = random_weight(
-        Layer(projection.name, n, k), granularity, asymmetric=False, dtype=dtype, device=setting.device
+        Layer(projection.name, n, k),
+        granularity,
+        asymmetric=False,
+        dtype=dtype,
+        device=setting.device,
+        weight_format=KERNEL_INT4,
     )
     tensors: dict[str, Tensor] = {"B": weight.words, "s": weight.scales}
     scheme = Scheme(INT4, granularity, "midpoint", dtype_name(dtype))

@@ -46,6 +46,7 @@ def _product(
         asymmetric=asymmetric,
         dtype=dtype,
         device=device,
+        weight_format=INT4,
     )
     scales = (made.scales * experts**0.5).view(experts, k // channels, n)
     zeros = None if made.zeros is None else made.zeros.view(experts, k // channels, n)

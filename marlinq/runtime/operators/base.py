@@ -59,6 +59,10 @@ class Operator(ABC):
         """Whether it is for devices of this type at all."""
         return self.device_types is None or device.type in self.device_types
 
+    def knows(self, stored: StoredWeight) -> bool:
+        """Whether it is for weights of this element at all; elsewhere nobody hears why it is not taken."""
+        return True
+
     @abstractmethod
     def refusal(self, stored: StoredWeight, setting: Setting) -> str | None:
         """Why it can't multiply with ``stored`` there, or None.

@@ -15,6 +15,7 @@ from marlinq.core.granularity import Granularity
 from marlinq.core.progress import no_progress
 from marlinq.kernels import ARCHITECTURES, GROUP_SIZES, compile_kernel
 from marlinq.kernels.contract.instantiation import cold_read
+from marlinq.kernels.contract.weight_formats import INT4
 from marlinq.operations.bench import Cell, KernelBench, bench_kernels, kernels
 from marlinq.operations.bench.peers import PEERS, Marlinq, Run, Weight, _pack_rows, random_weight
 from marlinq.operations.bench.shapes import MODELS, Layer, dividing_group_size, layers_of
@@ -136,7 +137,9 @@ def report() -> KernelBench:
         cell("b", 8, 2e-6, marlinq=4.1e-6, cublas=4e-6),
     )
     names = ("marlinq", "cublas", "humming")
-    return KernelBench("a GPU", "float16", 64, False, names, {"a": 1e-6, "b": 2e-6}, 1e15, cells, ("a note",))
+    return KernelBench(
+        "a GPU", "float16", "int4", 64, False, names, {"a": 1e-6, "b": 2e-6}, 1e15, cells, ("a note",)
+    )
 
 
 def test_means_and_cells_behind(report: KernelBench) -> None:
@@ -247,7 +250,7 @@ def test_faulty_peers_are_reported_and_not_timed(monkeypatch: pytest.MonkeyPatch
         "time_in_turn",
         lambda graphs, expected, sustained: dict.fromkeys(graphs, (4 if sustained else 2) * expected),
     )
-    setting = kernels._Setting(CPU, torch.float16, Granularity.group(64), True, explain=False)
+    setting = kernels._Setting(CPU, torch.float16, INT4, Granularity.group(64), True, explain=False)
     found = kernels._on_gpu(setting, (Layer("l", 64, 128),), (1, 20), faults, "float16", no_progress)
     assert found.contenders == ("marlinq", "none")
     assert [each.floor_seconds for each in found.cells] == [1e-6, 1e-6]

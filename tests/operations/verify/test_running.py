@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from marlinq.checkpoint import Checkpoint, QuantizedCheckpoint
 from marlinq.core.errors import CheckpointError, UsageError
 from marlinq.operations.verify import kernel_check, verify
-from marlinq.runtime.operators.w4a16 import W4A16
+from marlinq.runtime.operators.packed import Packed
 from tests.testing import faults
 from tests.testing.layouts import INTEGERS
 
@@ -38,7 +38,7 @@ def test_a_wrong_product_is_reported(quantized, monkeypatch):
         linear.weight.data = stored.weight().dequantize(setting.dtype) * 1.01
         return linear
 
-    monkeypatch.setattr(W4A16, "build", wrong)
+    monkeypatch.setattr(Packed, "build", wrong)
     view = QuantizedCheckpoint.of(Checkpoint.open(quantized("gptq")))
     check = kernel_check.compare_kernels(view, torch.device("cpu"), silent)
     assert check.status == "failed"

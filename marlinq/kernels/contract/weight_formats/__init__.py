@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from marlinq.kernels.contract.weight_formats.e4m3 import E4M3
 from marlinq.kernels.contract.weight_formats.int4 import INT4
+from marlinq.kernels.contract.weight_formats.int8 import INT8
 from marlinq.kernels.contract.weight_formats.weight_format import (
     WEIGHT_FORMATS,
     ScaleKind,
@@ -10,4 +12,4 @@ from marlinq.kernels.contract.weight_formats.weight_format import (
     register_weight_format,
 )
 
-__all__ = ["INT4", "WEIGHT_FORMATS", "ScaleKind", "WeightFormat", "register_weight_format"]
+__all__ = ["E4M3", "INT4", "INT8", "WEIGHT_FORMATS", "ScaleKind", "WeightFormat", "register_weight_format"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from marlinq.formats.layouts.marlin import TILE_K, TILE_N, permute_scales
+from marlinq.formats.layouts.marlin import TILE_K, TILE_N, pack_tiles, permute_scales
 from marlinq.kernels.contract.weight_formats.weight_format import WeightFormat, register_weight_format
 
 
@@ -32,10 +32,17 @@ INT4 = register_weight_format(
         row_channels=TILE_K,
         scale="quant_group",
         midpoint=8.0,
+        stores_zeros=True,
         values=values,
+        pack=pack_tiles,
         in_order=permute_scales,
         codec="Int4",
+        half_scale_power=0,
+        # A shift, four masks and four subtractions a word; bfloat16 shifts every nibble down.
+        unpack=(9, 11),
         # Two passes part the nibbles (1 + 1), one orders them (1 + 2); zero points and scales take 4 each.
         dequantizing_bytes=13.0,
+        sums_codes=True,
+        fuses=True,
     )
 )

@@ -27,11 +27,18 @@ class WeightFormat:
         row_channels: channels that a stored row holds: words are int32 [K / row_channels, ...].
         scale: what shares a scale.
         midpoint: the zero point of weights that store none, in units of a code.
-        values: takes words and a dtype, and gives the codes [K, N] in it.
+        stores_zeros: whether weights may have zero points of their own.
+        values: takes words and a dtype, and gives the values of codes [K, N] in it, which are exact.
+        pack: takes codes uint8 [K, N], K a multiple of 16 and N of 64, and gives their words.
         in_order: takes stored scales or zero points [G, N], and gives them in the order of the columns.
         codec: CUDA type that turns words into fragments (``cuda/codec``), a template over their element; None
             where there is none, and weights are dequantised.
+        half_scale_power: power p of the factor 2^p that float16 scales are stored with; those of other types
+            are stored as they are.
+        unpack: instructions that turn eight codes into fragments, for float16 and for bfloat16.
         dequantizing_bytes: bytes of device memory that :meth:`dequantize` moves a weight, in 16 bits.
+        sums_codes: whether kernels can multiply codes and apply zero points to sums, in digits, too.
+        fuses: whether one instruction subtracts the midpoint and scales.
     """
 
     name: str
@@ -40,15 +47,30 @@ class WeightFormat:
     row_channels: int
     scale: ScaleKind
     midpoint: float
+    stores_zeros: bool
     values: Callable[[Tensor, torch.dtype], Tensor] = field(repr=False)
+    pack: Callable[[Tensor], Tensor] = field(repr=False)
     in_order: Callable[[Tensor], Tensor] = field(repr=False)
     codec: str | None
+    half_scale_power: int
+    unpack: tuple[int, int]
     dequantizing_bytes: float
+    sums_codes: bool = False
+    fuses: bool = False
 
     @property
     def bytes_per_weight(self) -> float:
         """Of words alone."""
         return self.bits / 8
+
+    @property
+    def block_words(self) -> int:
+        """Words of 32 bits of a lane in a block of 16 channels x 16 columns."""
+        return self.bits // 4
+
+    def scale_factor(self, dtype: torch.dtype) -> float:
+        """Power of two that scales of ``dtype`` are stored multiplied by."""
+        return 2.0**self.half_scale_power if dtype == torch.float16 else 1.0
 
     @property
     def row_bytes(self) -> int:
@@ -75,7 +97,7 @@ class WeightFormat:
         return words.shape[0] * self.row_channels, words.shape[-1] // self.row_words
 
     def dequantize(self, words: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The dense weight [K, N] in ``dtype``; codes minus zero points are exact, products round once.
+        """The dense weight [K, N] in ``dtype``; values minus zero points are exact, products round once.
 
         Args:
             words: int32 [K / row_channels, N * row_words], or columns of such, 64 or a multiple of them.
@@ -86,7 +108,11 @@ class WeightFormat:
         values = self.values(words, dtype)
         k, n = values.shape
         groups = values.view(scales.shape[0], k // scales.shape[0], n)
-        groups -= self.midpoint if zeros is None else self.in_order(zeros).to(dtype)[:, None]
+        offset = self.midpoint if zeros is None else self.in_order(zeros).to(dtype)[:, None]
+        if zeros is not None or self.midpoint:
+            groups -= offset
+        if self.scale_factor(scales.dtype) != 1:
+            groups *= 1 / self.scale_factor(scales.dtype)
         groups *= self.in_order(scales).to(dtype)[:, None]
         return values
 

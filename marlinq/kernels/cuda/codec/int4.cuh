@@ -18,6 +18,7 @@
 //
 // A codec is a type with an Element, so that kernels that are templates over the codec need not know the element.
 #pragma once
+#include "codec/lane_words.cuh"
 #include "codec/int4_bytes.cuh"
 #include "codec/int4_codes.cuh"
 #include "codec/int4_differences.cuh"
@@ -26,6 +27,17 @@
 template <typename E>
 struct Int4 : Int4Differences<E>, Int4Codes<E>, Int4Scaled<E>, Int4Bytes {
     typedef E Element;
+    static constexpr int BITS = 4, PLANES = 1, BLOCK_WORDS = 1, TILE_BYTES = PLANES * PLANE_BYTES, STORED_POWER = 0;
+    static constexpr bool SUMS_CODES = true, FUSES = true;
+
+    // The words of a block are one.
+    static __device__ __forceinline__ void dequantize(const u32* words, u32 (&a)[4], const Offsets& offsets) {
+        Int4Differences<E>::dequantize(words[0], a, offsets);
+    }
+    static __device__ __forceinline__ void weights(const u32* words, u32 (&a)[4], const Offsets& offsets, u32 scales) {
+        dequantize(words, a, offsets);
+        scale_fragment<E>(a, scales);
+    }
 
     // The zero points of symmetric weights, a pair of elements.
     static __device__ __forceinline__ u32 midpoints() { return E::narrow(8.f, 8.f); }

@@ -8,6 +8,7 @@
 // The subtraction of that base and of the zero point, an integer up to 127 (float16: 1023), is exact in 16 bits.
 #pragma once
 #include "fault_site.cuh"
+#include "codec/scale_fragment.cuh"
 #include "element/bfloat16.cuh"
 #include "element/half.cuh"
 #include "ptx/bits.cuh"
@@ -58,11 +59,3 @@ struct Int4Differences<Bfloat16> {
         a[3] = Bfloat16::subtract(and_or<0x000f000fu, 0x43004300u>(word >> 12), offsets.high[1]);
     }
 };
-
-// A fragment times the scales of rows n and n + 8.
-template <typename E>
-__device__ __forceinline__ void scale_fragment(u32 (&a)[4], u32 scales) {
-    const u32 low = broadcast<0>(scales), high = broadcast<1>(scales);
-    a[0] = E::multiply(a[0], low), a[2] = E::multiply(a[2], low);
-    a[1] = E::multiply(a[1], high), a[3] = E::multiply(a[3], high);
-}

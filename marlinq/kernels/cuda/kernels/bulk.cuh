@@ -19,7 +19,7 @@
 // CLUSTER, STAGES, WINDOW, MIN_BLOCKS, and SHARED_BYTES, the host's count of dynamic shared memory.
 #pragma once
 #include "fault_site.cuh"
-#include "codec/int4.cuh"
+#include "codec/codecs.cuh"
 #include "mma/quant_group_sums.cuh"
 #include "reduce/dsmem_push.cuh"
 #include "scale/stored_order.cuh"
@@ -126,7 +126,7 @@ struct BulkGemm {
             FAULT_SITE(bulk_waits_for_stage, ring.wait_full();)
             const u32 activations = ring.address();
             const unsigned char* stage = shared + (activations - shared_address(shared));
-            const uint4* my_words = reinterpret_cast<const uint4*>(stage + Layout::WEIGHTS_AT + wn * 512) + lane;
+            const uint4* my_words = reinterpret_cast<const uint4*>(stage + Layout::WEIGHTS_AT + wn * Codec::TILE_BYTES) + lane;
 #pragma unroll
             for (int i = 0; i < ROWS; i += 2) {
                 const u16* group_scales = reinterpret_cast<const u16*>(
@@ -140,7 +140,10 @@ struct BulkGemm {
                 }
                 u32 fragments[BLOCKS_M][2][2];
                 load_activations(fragments, activations, i, lane);
-                group_sums.add(total, my_words[i * (Layout::ROW_BYTES / 16)], my_words[(i + 1) * (Layout::ROW_BYTES / 16)], fragments);
+                LaneWords<Codec, 4> two[2];
+                two[0].load(my_words + i * (Layout::ROW_BYTES / 16));
+                two[1].load(my_words + (i + 1) * (Layout::ROW_BYTES / 16));
+                group_sums.add(total, two, fragments);
                 if (QUANT_GROUP != 0 && i % QUANT_GROUP_ROWS == QUANT_GROUP_ROWS - 2) group_sums.close(total, scale(), zero());
             }
             FAULT_SITE(bulk_stage_read, __syncwarp();)

@@ -26,6 +26,7 @@
 template <typename C>
 struct ExpertsShared {
     typedef StreamGemm<C> Gemm;
+    typedef typename Gemm::Codec Codec;
     typedef typename Gemm::E E;
     typedef ExpertsStream<C> Alone;  // whose operands and ends these are, too
     typedef typename Alone::Router Router;
@@ -155,12 +156,14 @@ struct ExpertsShared {
 
         // Pointers to the operands of the next chunk, recomputed when a segment begins.
         const int last_group = QUANT_GROUP == 0 ? 0 : K / (QUANT_GROUP == 0 ? 1 : QUANT_GROUP) - 1;
+        const int row_vectors = N / 2 * Codec::PLANES;
         const uint4* row = nullptr;
         const u16 *scales = nullptr, *zeros = nullptr;
         int weights_segment = first / of_segment, weights_chunk = first % of_segment;
         const auto enter_weights = [&]() {
             const i64 expert = segments.expert[weights_segment];
-            row = weights.words + expert * weights.vectors() + (i64)(weights_chunk * ROWS) * (N / 2) + n_tile * 32 + lane;
+            row = weights.words + expert * weights.vectors() + (i64)(weights_chunk * ROWS) * row_vectors +
+                  n_tile * (32 * Codec::PLANES) + lane;
             scales = weights.scales + expert * weights.numbers() + n_tile * 64 + lane % 8 * 8;
             zeros = weights.zeros + expert * weights.numbers() + n_tile * 64 + lane % 8 * 8;
         };
@@ -170,8 +173,11 @@ struct ExpertsShared {
             const int rows = K / 16 - weights_chunk * ROWS;
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
-                copy_async_16(mine + i * 512, row, rows > i ? 16u : 0u);
-                if (rows > i + 1) row += N / 2;
+#pragma unroll
+                for (int plane = 0; plane < Codec::PLANES; ++plane)
+                    copy_async_16(mine + i * Codec::TILE_BYTES + plane * PLANE_BYTES, row + plane * 32,
+                                  rows > i ? 16u : 0u);
+                if (rows > i + 1) row += row_vectors;
             }
             const int first_group = QUANT_GROUP == 0 ? 0 : weights_chunk * CHUNK / (QUANT_GROUP == 0 ? 1 : QUANT_GROUP);
 #pragma unroll
@@ -258,7 +264,10 @@ struct ExpertsShared {
                     group_sums.clear();
                     group_sums.begin(Gemm::load_scales(of_group, lane), Gemm::load_zeros(of_group, lane));
                 }
-                group_sums.add(total, my_weights[i * 32], my_weights[(i + 1) * 32], fragments);
+                LaneWords<Codec, 4> two[2];
+                two[0].load(my_weights + i * (Codec::TILE_BYTES / 16));
+                two[1].load(my_weights + (i + 1) * (Codec::TILE_BYTES / 16));
+                group_sums.add(total, two, fragments);
                 if (i % Gemm::QUANT_GROUP_ROWS == Gemm::QUANT_GROUP_ROWS - 2)
                     group_sums.close(total, Gemm::load_scales(of_group, lane), Gemm::load_zeros(of_group, lane));
             }

@@ -40,7 +40,7 @@ struct ExpertsStream {
         const u16 *scales, *zeros, *bias;  // bias [E, N]
         int N, K;
 
-        __device__ __forceinline__ i64 vectors() const { return (i64)(K / 16) * (N / 2); }
+        __device__ __forceinline__ i64 vectors() const { return (i64)(K / 16) * (N / 2 * Gemm::Codec::PLANES); }
         __device__ __forceinline__ i64 numbers() const {
             return (i64)(Gemm::QUANT_GROUP == 0 ? 1 : K / (Gemm::QUANT_GROUP == 0 ? 1 : Gemm::QUANT_GROUP)) * N;
         }

@@ -16,7 +16,7 @@
 //   K  | block 0: wk 0 | wk 1 | block 1: wk 0 | wk 1 | ...   each part is a run of chunks of 16*ROWS channels
 //
 // Everything travels by cp.async through a ring of STAGES stages in shared memory, one chunk of every warp a stage:
-//   weights      [warp][row][lane] 16 bytes; a lane reads back only what it copied itself
+//   weights      [warp][row][plane][lane] 16 bytes (codec/lane_words.cuh); a lane reads back only what it copied itself
 //   activations  [wk][m][channel], shared by the warps of a part; 16-byte pieces are swizzled by m so that ldmatrix
 //                reads without bank conflicts
 //   scales       [warp][quantisation group][scale or zero point][64], shared by the lanes of a warp
@@ -35,7 +35,7 @@
 // SCALE_SUMS, DIGITS, CLUSTER, STAGES, MIN_BLOCKS, and SHARED_BYTES, the host's count of dynamic shared memory.
 #pragma once
 #include "fault_site.cuh"
-#include "codec/int4.cuh"
+#include "codec/codecs.cuh"
 #include "mma/integer_digits.cuh"
 #include "mma/quant_group_sums.cuh"
 #include "ptx/barrier.cuh"
@@ -83,10 +83,11 @@ struct StreamGemm {
     static constexpr int QUANT_GROUP_ROWS = ROWS / QUANT_GROUPS;
     static_assert(!SCALE_SUMS || QUANT_GROUP <= CHUNK, "sums are scaled at ends of quantisation groups, which end chunks");
     static_assert(PIECES >= 8, "the swizzle permutes eight pieces");
+    static_assert(!DIGITS || Codec::PLANES == 1, "digits are multiplied with 4-bit codes");
     static_assert(!DIGITS || (BLOCKS_M == 1 && ROWS == 8 && SCALE_SUMS), "digits are made of eight rows");
 
     // Bytes of a stage, by warp or part.
-    static constexpr int WEIGHT_BYTES = ROWS * 512;
+    static constexpr int WEIGHT_BYTES = ROWS * Codec::TILE_BYTES;
     static constexpr int ACTIVATION_BYTES = TILE_M * CHUNK * 2;
     static constexpr int KINDS = ZEROS ? 2 : 1;
     static constexpr int SCALE_BYTES = QUANT_GROUPS * KINDS * 128;
@@ -163,7 +164,8 @@ struct StreamGemm {
         const int last_group = QUANT_GROUP == 0 ? 0 : K / QUANT_GROUP - 1;
 
         const u32 ring = shared_address(shared);
-        const uint4* next_row = words + (i64)(first * ROWS) * (N / 2) + n_tile * 32 + lane;
+        const int row_vectors = N / 2 * Codec::PLANES;
+        const uint4* next_row = words + (i64)(first * ROWS) * row_vectors + n_tile * (32 * Codec::PLANES) + lane;
         int rows_left = K / 16 - first * ROWS;
         const auto fetch_weights = [&](int step) {
             if (step >= my_steps) return;
@@ -171,8 +173,11 @@ struct StreamGemm {
             const u32 mine = stage + warp * WEIGHT_BYTES + lane * 16;
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
-                copy_async_16(mine + i * 512, next_row, rows_left > i ? 16u : 0u);
-                if (rows_left > i + 1) next_row += N / 2;
+#pragma unroll
+                for (int plane = 0; plane < Codec::PLANES; ++plane)
+                    copy_async_16(mine + i * Codec::TILE_BYTES + plane * PLANE_BYTES, next_row + plane * 32,
+                                  rows_left > i ? 16u : 0u);
+                if (rows_left > i + 1) next_row += row_vectors;
             }
             rows_left -= ROWS;
             if (FAULT_SITE(stream_scales_once, QUANT_GROUP == 0 && step > 0)) return;
@@ -257,7 +262,10 @@ struct StreamGemm {
                     if (QUANT_GROUP != 0) group_sums.clear();
                     group_sums.begin(load_scales(group_scales, lane), load_zeros(group_scales, lane));
                 }
-                group_sums.add(total, my_weights[i * 32], my_weights[(i + 1) * 32], fragments);
+                LaneWords<Codec, 4> two[2];
+                two[0].load(my_weights + i * (Codec::TILE_BYTES / 16));
+                two[1].load(my_weights + (i + 1) * (Codec::TILE_BYTES / 16));
+                group_sums.add(total, two, fragments);
                 if (QUANT_GROUP != 0 && i % QUANT_GROUP_ROWS == QUANT_GROUP_ROWS - 2)
                     group_sums.close(total, load_scales(group_scales, lane), load_zeros(group_scales, lane));
             }

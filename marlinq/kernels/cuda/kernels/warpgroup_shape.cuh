@@ -1,6 +1,6 @@
 // What follows from a configuration of the warpgroup kernel: tiles, roles, memory.
 #pragma once
-#include "codec/int4.cuh"
+#include "codec/codecs.cuh"
 #include "epilogue/activation.cuh"
 #include "epilogue/store_warps.cuh"
 #include "epilogue/transposed_store.cuh"
@@ -35,6 +35,7 @@ struct WarpgroupShape {
     static_assert(STAGES % PARTS_K == 0, "a stage belongs to one part, which then sees all of its phases");
     static_assert(STAGES >= 2 * PARTS_K, "a part begins its next chunk before it gives the last one back");
     static_assert(SCALING != Scaling::SUMS || QUANT_GROUP == 0 || QUANT_GROUP == CHUNK, "sums are scaled at chunk ends");
+    static_assert(SCALING != Scaling::FUSED || Codec::FUSES, "the codec has no fused instruction");
     static_assert(SCALING != Scaling::FUSED || (QUANT_GROUP != 0 && !ZEROS),
                   "the fused instruction takes scales of quantisation groups, and zero points of 8");
     static_assert(!PUSH_SUMS || CLUSTER > 1, "sums are pushed to other blocks");

@@ -2,6 +2,7 @@
 // which of the codec's ways a word takes.
 #pragma once
 #include "fault_site.cuh"
+#include "codec/lane_words.cuh"
 #include "scale/stored_order.cuh"
 
 template <int BlocksM>
@@ -30,8 +31,23 @@ struct Accumulators {
 template <typename Codec, int BlocksM, bool Zeros, bool ScaleSums>
 struct QuantGroupSums {
     typedef typename Codec::Element E;
-    static constexpr bool CODES = ScaleSums && BlocksM == 1;
-    static constexpr int KINDS = CODES ? Codec::KINDS : 1;
+    static constexpr bool CODES = Codec::SUMS_CODES && ScaleSums && BlocksM == 1;
+
+    // Kinds of codes, whose sums are kept apart.
+    static __device__ constexpr int kinds() {
+        if constexpr (CODES)
+            return Codec::KINDS;
+        else
+            return 1;
+    }
+    static constexpr int KINDS = kinds();
+    // What the sums of codes lack as a factor.
+    static __device__ constexpr float unit() {
+        if constexpr (CODES)
+            return Codec::UNIT;
+        else
+            return 1.f;
+    }
 
     Accumulators<BlocksM> sums[KINDS];
     float plain[BlocksM][4];  // of the activations alone, times eight where no zero points are stored
@@ -54,9 +70,8 @@ struct QuantGroupSums {
     }
 
     // Words of two rows, and two B fragments of each block of eight batch rows.
-    __device__ __forceinline__ void add(Accumulators<BlocksM>& total, const uint4& first, const uint4& second,
+    __device__ __forceinline__ void add(Accumulators<BlocksM>& total, const LaneWords<Codec, 4> (&words)[2],
                                         const u32 (&x)[BlocksM][2][2]) {
-        const u32 words[2][4] = {{first.x, first.y, first.z, first.w}, {second.x, second.y, second.z, second.w}};
         if constexpr (CODES) {
             constexpr u32 ALONE = Zeros ? Codec::ONES_AS_CODES : Codec::EIGHTS_AS_CODES;
             const u32 alone[4] = {ALONE, ALONE, ALONE, ALONE};
@@ -66,7 +81,7 @@ struct QuantGroupSums {
             for (int q = 0; q < 4; ++q) {
                 u32 pairs[2][2][2];
 #pragma unroll
-                for (int row = 0; row < 2; ++row) Codec::codes(FAULT_SITE(words_of_pair, words[row][q]), pairs[row]);
+                for (int row = 0; row < 2; ++row) Codec::codes(FAULT_SITE(words_of_pair, words[row].of[q]), pairs[row]);
 #pragma unroll
                 for (int kind = 0; kind < 2; ++kind) {
                     const u32 a[4] = {pairs[0][kind][0], pairs[0][kind][1], pairs[1][kind][0], pairs[1][kind][1]};
@@ -80,8 +95,11 @@ struct QuantGroupSums {
 #pragma unroll
                 for (int q = 0; q < 4; ++q) {
                     u32 a[4];
-                    Codec::dequantize(words[row][q], a, Zeros ? Codec::offsets(zero.pair[q]) : Codec::offsets());
-                    if (!ScaleSums) scale_fragment<E>(a, scale.pair[q]);
+                    const auto offsets = Zeros ? Codec::offsets(zero.pair[q]) : Codec::offsets();
+                    if (ScaleSums)
+                        Codec::dequantize(words[row].block(q), a, offsets);
+                    else
+                        Codec::weights(words[row].block(q), a, offsets, scale.pair[q]);
 #pragma unroll
                     for (int b = 0; b < BlocksM; ++b)
                         E::multiply_accumulate(target.value[q][b], a, x[b][row][0], x[b][row][1]);
@@ -94,10 +112,10 @@ struct QuantGroupSums {
         if (!ScaleSums) return;
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
-            const float by[2] = {widen_half<E, 0>(scales.pair[q]) * (CODES ? Codec::UNIT : 1.f),
-                                 widen_half<E, 1>(scales.pair[q]) * (CODES ? Codec::UNIT : 1.f)};
+            const float by[2] = {widen_half<E, 0>(scales.pair[q]) * unit(),
+                                 widen_half<E, 1>(scales.pair[q]) * unit()};
             float offset[2];
-            if (CODES && Zeros) {
+            if constexpr (CODES && Zeros) {
                 offset[0] = FAULT_SITE(zero_of_row, widen_half<E, 0>(zeros.pair[q])) + Codec::BASE;
                 offset[1] = widen_half<E, 1>(zeros.pair[q]) + Codec::BASE;
             }

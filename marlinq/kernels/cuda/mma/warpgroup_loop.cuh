@@ -8,6 +8,7 @@
 // too. A stage is released when the first products of the next chunk have been issued and all of its own are done.
 #pragma once
 #include "fault_site.cuh"
+#include "codec/lane_words.cuh"
 #include "mma/warpgroup_sums.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/wgmma.cuh"
@@ -24,17 +25,17 @@ __device__ __forceinline__ void multiply_warpgroup(float (&d)[COLUMNS / 2], cons
     matrix_multiply_bfloat16<COLUMNS, ADD>(d, a, b);
 }
 
-// N words, side by side in shared memory.
+// N scales or zero points of a lane, a pair each, side by side in shared memory.
 template <int N>
-__device__ __forceinline__ void load_words(u32 (&words)[N], const unsigned char* at) {
+__device__ __forceinline__ void load_pairs(u32 (&pairs)[N], const unsigned char* at) {
     if constexpr (N == 4) {
         const uint4 v = *reinterpret_cast<const uint4*>(at);
-        words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+        pairs[0] = v.x, pairs[1] = v.y, pairs[2] = v.z, pairs[3] = v.w;
     } else if constexpr (N == 2) {
         const uint2 v = *reinterpret_cast<const uint2*>(at);
-        words[0] = v.x, words[1] = v.y;
+        pairs[0] = v.x, pairs[1] = v.y;
     } else {
-        words[0] = *reinterpret_cast<const u32*>(at);
+        pairs[0] = *reinterpret_cast<const u32*>(at);
     }
 }
 
@@ -52,6 +53,7 @@ struct WarpgroupLoop {
     static constexpr int SCALES_AHEAD = FAULT_SITE(scales_ahead, SCALING == Scaling::FUSED ? 2 : 1);
 
     typedef float Sums[PRODUCTS][TILE_M / 2];
+    typedef LaneWords<Codec, PRODUCTS> Words;
 
     Ring<Layout> ring;
     const unsigned char* shared;
@@ -64,7 +66,7 @@ struct WarpgroupLoop {
         : ring(block_ring), shared(memory), part(block_part), word(first_word), lane(warp_lane) {
         const int ring_at = ring.stages - shared_address(memory);
         // Opaque: otherwise the compiler computes the addresses anew for every chunk.
-        words_at = opaque(ring_at + Layout::WEIGHTS_AT + tile * 512 + lane * 16 + word * 4);
+        words_at = opaque(ring_at + Layout::WEIGHTS_AT + tile * Codec::TILE_BYTES + lane * 16 + Words::offset(word));
         scales_at = opaque(ring_at + Layout::SCALES_AT + tile * 128 + lane / 4 * 16 + word * 4);
         ring.advance(part);
     }
@@ -80,18 +82,19 @@ struct WarpgroupLoop {
     __device__ __forceinline__ PerColumn<PRODUCTS> multiply(Sums& sums, int count, const u16* scales, const u16* zeros) {
         Scales<PRODUCTS> scale, zero, normalizers;
         Factors factors[PRODUCTS];
-        u32 w[2][PRODUCTS], a[2][PRODUCTS][4];  // words and fragments of even and of odd rows
+        Words w[2];  // of even and of odd rows, as are the fragments
+        u32 a[2][PRODUCTS][4];
         // Row i of a stage.
         const auto load_row = [&](int stage, int i) {
-            load_words(w[i % 2], shared + (words_at + stage * Layout::BYTES) + i * Layout::ROW_BYTES);
+            w[i % 2].load(shared + (words_at + stage * Layout::BYTES) + i * Layout::ROW_BYTES);
         };
         // What row i's fragments need of the quantisation group that begins with it, if one does.
         const auto load_quant_group = [&](int stage, int i) {
             if (QUANT_GROUP == 0 || i % QUANT_GROUP_ROWS) return;
             const unsigned char* at =
                 shared + (scales_at + stage * Layout::BYTES) + i / QUANT_GROUP_ROWS * Layout::SCALE_BYTES;
-            if (SCALING != Scaling::SUMS) load_words(scale.pair, at);
-            if (ZEROS) load_words(zero.pair, at + (Layout::ZEROS_AT - Layout::SCALES_AT));
+            if (SCALING != Scaling::SUMS) load_pairs(scale.pair, at);
+            if (ZEROS) load_pairs(zero.pair, at + (Layout::ZEROS_AT - Layout::SCALES_AT));
         };
         const auto dequantize_row = [&](int i) {
 #pragma unroll
@@ -100,10 +103,13 @@ struct WarpgroupLoop {
                 if constexpr (SCALING == Scaling::FUSED) {
                     if (i % QUANT_GROUP_ROWS == 0)
                         factors[q] = Codec::factors(Codec::normalize(scale.pair[q], normalizers.pair[q]));
-                    Codec::scaled(w[i % 2][q], fragment, factors[q]);
+                    Codec::scaled(w[i % 2].of[q], fragment, factors[q]);
                 } else {
-                    Codec::dequantize(w[i % 2][q], fragment, ZEROS ? Codec::offsets(zero.pair[q]) : Codec::offsets());
-                    if (SCALING == Scaling::WEIGHTS) scale_fragment<E>(fragment, scale.pair[q]);
+                    const auto offsets = ZEROS ? Codec::offsets(zero.pair[q]) : Codec::offsets();
+                    if (SCALING == Scaling::WEIGHTS)
+                        Codec::weights(w[i % 2].block(q), fragment, offsets, scale.pair[q]);
+                    else
+                        Codec::dequantize(w[i % 2].block(q), fragment, offsets);
                 }
             }
         };
@@ -112,7 +118,7 @@ struct WarpgroupLoop {
 #pragma unroll
             for (int g = 0; g < Layout::QUANT_GROUPS; ++g) {
                 Scales<PRODUCTS> s = scale;
-                if (g > 0) load_words(s.pair, shared + (scales_at + stage * Layout::BYTES) + g * Layout::SCALE_BYTES);
+                if (g > 0) load_pairs(s.pair, shared + (scales_at + stage * Layout::BYTES) + g * Layout::SCALE_BYTES);
 #pragma unroll
                 for (int q = 0; q < PRODUCTS; ++q) use(s.pair[q], q);
             }
@@ -125,7 +131,9 @@ struct WarpgroupLoop {
 #pragma unroll
             for (int i = 0; i < TILE_M / 2; ++i) sums[q][i] = 0.f;
 #pragma unroll
-        for (int q = 0; q < PRODUCTS; ++q) normalizers.pair[q] = Codec::LARGEST_NORMALIZERS;
+        for (int q = 0; q < PRODUCTS; ++q) {
+            if constexpr (Codec::FUSES) normalizers.pair[q] = Codec::LARGEST_NORMALIZERS;
+        }
         if (QUANT_GROUP == 0) {
             // In registers of their own: otherwise the compiler copies one zero behind the fence of the first products.
             settle(sums);
@@ -141,7 +149,7 @@ struct WarpgroupLoop {
             load_row(ring.stage, 0);
             load_row(ring.stage, 1);
             load_quant_group(ring.stage, 0);
-            if (NORMALIZED) {
+            if constexpr (NORMALIZED) {
                 // The first chunk, or one whose scales outgrew their columns' normalizers.
                 const Scales<PRODUCTS> before = normalizers;
                 each_scale(ring.stage,
@@ -165,7 +173,7 @@ struct WarpgroupLoop {
                 const u64 activations = matrix_descriptor(now.address());
                 ring.advance(PARTS_K);
                 const bool more = chunk + PARTS_K < count;
-                if (SCALED_GROUPS) load_words(scale.pair, shared + (scales_at + now.stage * Layout::BYTES));
+                if (SCALED_GROUPS) load_pairs(scale.pair, shared + (scales_at + now.stage * Layout::BYTES));
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) {
                     if (i + 2 < ROWS) {
@@ -191,7 +199,7 @@ struct WarpgroupLoop {
                     matrix_commit();
                     // The products of the row before are done, so its registers may be written again.
                     FAULT_SITE(row_done, matrix_wait<1>(); if (!SCALED_GROUPS && i == 0 && chunk != entered) release(last);)
-                    if (NORMALIZED && i + 1 == ROWS && more) {
+                    if constexpr (NORMALIZED) if (i + 1 == ROWS && more) {
                         u32 outgrown = 0;
                         each_scale(ring.stage, [&](u32 pair, int q) {
                             outgrown |= Codec::outgrown(Codec::normalize(pair, normalizers.pair[q]));
@@ -215,7 +223,7 @@ struct WarpgroupLoop {
         if (SCALING == Scaling::SUMS && QUANT_GROUP == 0) multiply_by<E>(sums, scale);
         PerColumn<PRODUCTS> units;
         units.set(1.f);
-        if (SCALING == Scaling::FUSED) {
+        if constexpr (SCALING == Scaling::FUSED) {
 #pragma unroll
             for (int q = 0; q < PRODUCTS; ++q) {
                 units.of[q][0] = Codec::template unit<0>(normalizers.pair[q]);

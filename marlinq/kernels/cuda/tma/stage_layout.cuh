@@ -3,7 +3,7 @@
 // A stage is one chunk of CHUNK channels: TILE_M rows of activations, ROWS rows of weights (a row is the TILES * 64 columns of
 // 16 channels), and the chunk's quantisation groups of scales and zero points.
 //
-//   | activations: [slab of 64 channels][row] 128 bytes | weights: [row] 512 * TILES bytes | scales | zero points |
+//   | activations: [slab of 64 channels][row] 128 bytes | weights: [row] TILES tiles of the codec | scales | zero points |
 //
 // Scales of whole channels (QUANT_GROUP 0) are not part of a stage.
 #pragma once
@@ -22,7 +22,7 @@ struct StageLayout {
 
     // Bytes. Activations come first: their swizzle wants 1024-byte alignment.
     static constexpr int SLAB_BYTES = TILE_M * 128;
-    static constexpr int ROW_BYTES = TILES * 512;
+    static constexpr int ROW_BYTES = TILES * C::Codec::TILE_BYTES;
     static constexpr int SCALE_BYTES = TILES * 128;  // of one quantisation group
     static constexpr int WEIGHTS_AT = SLABS * SLAB_BYTES;
     static constexpr int SCALES_AT = WEIGHTS_AT + ROWS * ROW_BYTES;

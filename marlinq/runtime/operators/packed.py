@@ -1,8 +1,8 @@
-"""The CUDA kernel for 4-bit weights in the Marlin layout; on a CPU its reference."""
+"""Our CUDA kernels for packed weights; on a CPU their reference."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 
 import torch
@@ -13,19 +13,33 @@ from marlinq.core.errors import EnvironmentProblem
 from marlinq.core.progress import ReportProgress, no_progress
 from marlinq.formats import StoredWeight
 from marlinq.kernels import LayerShape, Problem, explain, precompile_model
+from marlinq.kernels.contract.weight_formats import WeightFormat
 from marlinq.runtime.linear import QuantLinear
-from marlinq.runtime.operand import KERNEL_FORMAT, operand_refusal, operand_shape, stored_operand
+from marlinq.runtime.operand import format_of, operand_refusal, operand_shape, stored_operand
 from marlinq.runtime.operators.base import Estimate, Operator, Setting
 
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
-class W4A16(Operator):
-    """:class:`~marlinq.runtime.linear.QuantLinear` over packed words, as stored where they fit."""
+class Packed(Operator):
+    """:class:`~marlinq.runtime.linear.QuantLinear` over packed words, as stored where they fit.
 
-    name = "w4a16"
+    Args:
+        name: of the operator.
+        formats: weight formats that it multiplies with.
+    """
+
+    def __init__(self, name: str, formats: Sequence[WeightFormat]) -> None:
+        self.name = name
+        self.formats = tuple(formats)
+
+    def knows(self, stored: StoredWeight) -> bool:
+        return stored.scheme.element.name in [each.name for each in self.formats]
 
     def refusal(self, stored: StoredWeight, setting: Setting) -> str | None:
+        if not self.knows(stored):
+            names = " and ".join(each.name for each in self.formats)
+            return f"{stored.scheme.element.name} weights; the kernel multiplies {names}"
         reason = operand_refusal(stored)
         if reason is not None or setting.device.type == "cpu":
             return reason
@@ -52,7 +66,7 @@ class W4A16(Operator):
         k, n, granularity = operand_shape(stored)
         bfloat16 = setting.dtype == torch.bfloat16
         zeros = stored.scheme.stores_zeros
-        problem = Problem(rows, n, k, granularity, zeros, bfloat16, KERNEL_FORMAT)
+        problem = Problem(rows, n, k, granularity, zeros, bfloat16, format_of(stored.scheme))
         found = explain(setting.device, problem)
         return Estimate(found.seconds, f"{found.kernel} kernel: {found.reason}")
 

@@ -1,0 +1,41 @@
+// How a lane finds its words of a 16 (K) x 64 (N) tile, whatever the codec.
+//
+// A tile is Codec::PLANES planes of 512 bytes, in which lane l has the 16 bytes at 16 l. So a plane is read by a warp without bank
+// conflicts, and is a vector a lane of any copy. Side by side, a lane's words are those of 16 x 16 blocks 0..3 of the tile,
+// Codec::BLOCK_WORDS each: 4 bits a code are one plane and a word a block, 8 bits two planes and two words a block.
+#pragma once
+#include "ptx/types.cuh"
+
+constexpr int PLANE_BYTES = 512;
+
+// Of `Blocks` (1, 2 or 4) neighbouring blocks.
+template <typename Codec, int Blocks>
+struct LaneWords {
+    static constexpr int COUNT = Blocks * Codec::BLOCK_WORDS;
+    u32 of[COUNT];
+
+    // Bytes from a lane's vector in the first plane to the words of block `first`, a multiple of Blocks.
+    static __device__ __forceinline__ int offset(int first) {
+        if constexpr (Codec::PLANES == 1)
+            return first * 4;
+        else
+            return first / 2 * PLANE_BYTES + first % 2 * 8;
+    }
+    // `at`: the words' place in shared memory.
+    __device__ __forceinline__ void load(const void* at) {
+        if constexpr (COUNT == 1) {
+            of[0] = *reinterpret_cast<const u32*>(at);
+        } else if constexpr (COUNT == 2) {
+            const uint2 v = *reinterpret_cast<const uint2*>(at);
+            of[0] = v.x, of[1] = v.y;
+        } else {
+#pragma unroll
+            for (int plane = 0; plane < COUNT / 4; ++plane) {
+                const uint4 v = reinterpret_cast<const uint4*>(at)[plane * (PLANE_BYTES / 16)];
+                of[4 * plane] = v.x, of[4 * plane + 1] = v.y, of[4 * plane + 2] = v.z, of[4 * plane + 3] = v.w;
+            }
+        }
+    }
+    // The words of block q.
+    __device__ __forceinline__ const u32* block(int q) const { return of + q * Codec::BLOCK_WORDS; }
+};

@@ -1,0 +1,77 @@
+"""Weights of 8-bit codes through every kernel on the emulation."""
+
+from __future__ import annotations
+
+import pytest
+
+from emulation.build import Builder
+from emulation.faults import Planted
+from marlinq.core.granularity import Granularity
+from marlinq.kernels import Problem
+from marlinq.kernels.contract.configuration import Configuration
+from marlinq.kernels.contract.weight_formats import WEIGHT_FORMATS
+from marlinq.kernels.variants.bulk import BulkConfig
+from marlinq.kernels.variants.stream import StreamConfig
+from marlinq.kernels.variants.warpgroup import WarpgroupConfig
+from tests.emulation.gemm import Case, bound, run
+
+CONFIGS: dict[str, Configuration] = {
+    "stream, a row": StreamConfig(2, 2, 1, 8, True, 2, 3, 1),
+    "stream, scaled weights": StreamConfig(1, 4, 2, 8, False, 1, 3, 1),
+    "bulk": BulkConfig(2, 2, 2, 4, 2, 6, 1),
+    "warpgroup, a word": WarpgroupConfig(16, 1, 1, 2, 8, 1, 4, 1, 132),
+    "warpgroup, two words": WarpgroupConfig(32, 2, 1, 1, 8, 2, 4, 1, 132),
+    "warpgroup, four words": WarpgroupConfig(32, 4, 1, 1, 8, 1, 4, 1, 132),
+}
+ROWS = {"stream, a row": 3, "stream, scaled weights": 11, "bulk": 13}
+# Group size, zero points, bfloat16: every way of scaling with every element.
+FEATURES = {
+    "int8": ((128, False, False), (64, True, True), (-1, True, False), (32, False, True)),
+    "fp8_e4m3": ((128, False, False), (64, False, True), (-1, False, True)),
+}
+
+
+def right(builder: Builder, case: Case) -> None:
+    error = run(builder, case)
+    assert error < bound(case.problem), f"{case.problem} {case.config}: {error}"
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("element", FEATURES)
+def test_every_kernel_multiplies(builder: Builder, element: str, config: str) -> None:
+    for seed, (group, zeros, bfloat16) in enumerate(FEATURES[element]):
+        problem = Problem(
+            ROWS.get(config, 29),
+            320,
+            512,
+            Granularity.from_group_size(group),
+            zeros,
+            bfloat16,
+            WEIGHT_FORMATS[element],
+        )
+        right(builder, Case(problem, CONFIGS[config], bias=seed % 2 == 0, x_padding=8, seed=seed))
+
+
+FAULTS = {
+    "another base of zero points": (Planted("int8_zero_base", "0x40004000u"), "int8", 128, True, False),
+    "even bytes twice": (Planted("int8_odd_bytes", "words[h]"), "int8", 128, False, False),
+    "the highest bit not inverted": (
+        Planted("int8_highest_bit", "(bytes & 0x00800080u)"),
+        "int8",
+        128,
+        False,
+        True,
+    ),
+    "no sign": (Planted("e4m3_sign", "0"), "fp8_e4m3", 128, False, False),
+    "a bit of mantissa lost": (Planted("e4m3_mantissa", "0x3f003f00u"), "fp8_e4m3", 128, False, False),
+    "another bias": (Planted("e4m3_bias", "0x7b007b00u"), "fp8_e4m3", 128, False, True),
+}
+"""The fault, and the element, group size, zero points and bfloat16 that show it."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_decoder_is_noticed(builder: Builder, fault: str) -> None:
+    planted, element, group, zeros, bfloat16 = FAULTS[fault]
+    problem = Problem(3, 128, 256, Granularity.group(group), zeros, bfloat16, WEIGHT_FORMATS[element])
+    case = Case(problem, StreamConfig(2, 2, 1, 8, True, 1, 3, 1))
+    assert not run(builder, case, planted) < bound(problem)

@@ -1,0 +1,98 @@
+"""Weights of 8-bit codes as kernels read them: words, scales of every granularity, the reference product."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from marlinq.core.errors import UnsupportedError
+from marlinq.core.float_elements import E4M3
+from marlinq.core.granularity import Granularity
+from marlinq.core.scheme import INT8, Element, Scheme
+from marlinq.core.weight import QuantizedWeight
+from marlinq.kernels import GEMMS
+from marlinq.kernels.contract.weight_formats import WEIGHT_FORMATS
+from marlinq.kernels.contract.weight_formats.byte_order import pack_bytes, unpack_bytes
+from marlinq.runtime.operand import marlin_operand
+
+GRANULARITIES = {
+    "tensor": Granularity.tensor(),
+    "channel": Granularity.channel(),
+    "groups of 32": Granularity.group(32),
+    "groups of 192": Granularity.group(192),
+    "blocks": Granularity.block(128, 128),
+}
+
+
+def random_weight(
+    element: Element, granularity: Granularity, k: int, n: int, *, zeros: bool = False, size: float = 0.01
+) -> QuantizedWeight:
+    """Random codes with scales of about ``size`` in float32, as FP8 checkpoints store them."""
+    codes = torch.randint(0, 256, (k, n), dtype=torch.uint8)
+    if element == E4M3:
+        codes[(codes & 0x7F) == 0x7F] = 1
+    shape = granularity.scales_shape(k, n)
+    scheme = Scheme(element, granularity, "stored" if zeros else element.zero_point, "float32")
+    points = torch.randint(0, 256, shape, dtype=torch.uint8) if zeros else None
+    return QuantizedWeight.from_codes(scheme, codes, scales=size * (0.5 + torch.rand(shape)), zeros=points)
+
+
+def test_a_lane_finds_its_codes_where_the_header_says() -> None:
+    codes = torch.randint(0, 256, (32, 128), dtype=torch.uint8)
+    words = pack_bytes(codes)
+    assert (words.shape, words.dtype) == ((2, 512), torch.int32)
+    assert torch.equal(unpack_bytes(words), codes)
+    bytes_ = words.view(torch.uint8).view(2, 2, 2, 32, 2, 2, 4)  # kt, nt, plane, lane, block, row, byte
+    for kt, nt, plane, lane, block, row, byte in (
+        (0, 0, 0, 0, 0, 0, 1),
+        (1, 1, 1, 23, 1, 1, 2),
+        (0, 1, 0, 6, 1, 0, 3),
+    ):
+        k = 16 * kt + 2 * (lane % 4) + byte // 2 + 8 * (byte % 2)
+        n = 64 * nt + 16 * (2 * plane + block) + lane // 4 + 8 * row
+        assert bytes_[kt, nt, plane, lane, block, row, byte] == codes[k, n]
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES.values(), ids=GRANULARITIES.keys())
+@pytest.mark.parametrize(("element", "zeros"), [(INT8, False), (INT8, True), (E4M3, False)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_an_operand_holds_the_weight(
+    element: Element, zeros: bool, granularity: Granularity, dtype: torch.dtype
+) -> None:
+    q = random_weight(element, granularity, 320, 200, zeros=zeros)
+    operand = marlin_operand(q, dtype)
+    assert operand.format is WEIGHT_FORMATS[element.name]
+    assert operand.padded_shape == (384 if granularity.channels == 128 else 320, 256)
+    found = operand.dequantize(torch.float32)
+    assert not found[320:].any()
+    assert not found[:, 200:].any()
+    # Scales are rounded to the dtype, and nothing else.
+    torch.testing.assert_close(found[:320, :200], q.dequantize().t(), rtol=torch.finfo(dtype).eps / 2, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("element", [INT8, E4M3], ids=lambda element: element.name)
+def test_the_operators_reference_multiplies_with_it(element: Element, dtype: torch.dtype) -> None:
+    q = random_weight(element, Granularity.group(64), 256, 128)
+    operand = marlin_operand(q, dtype)
+    x = torch.randn(5, 256).to(dtype)
+    found = GEMMS[element.name](x, operand.words, operand.scales, None, None, 64, 100)
+    expected = (x.float() @ operand.dequantize(torch.float32))[:, :100].to(dtype)
+    assert torch.equal(found, expected)
+
+
+def test_small_scales_keep_their_bits_in_float16() -> None:
+    # A tensor's scale of 2^-15 would be subnormal, with few bits left.
+    q = random_weight(E4M3, Granularity.channel(), 64, 64, size=2.0**-16)
+    found = marlin_operand(q, torch.float16).dequantize(torch.float32)
+    torch.testing.assert_close(found, q.dequantize().t(), rtol=2.0**-11, atol=0)
+
+
+def test_what_has_no_value_is_refused() -> None:
+    q = random_weight(E4M3, Granularity.channel(), 64, 64)
+    q.codes[3, 5] = 0xFF
+    with pytest.raises(UnsupportedError, match=r"NaN \(code 0xff of fp8_e4m3\)"):
+        marlin_operand(q, torch.float16)
+    large = random_weight(E4M3, Granularity.channel(), 64, 64, size=1000.0)
+    with pytest.raises(UnsupportedError, match="overflows float16; run in bfloat16"):
+        marlin_operand(large, torch.float16)
