@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from emulation.faults import Planted
+from marlinq.core.granularity import Granularity
 from marlinq.kernels.variants.bulk import BulkConfig
 from marlinq.kernels.variants.stream import StreamConfig
 from marlinq.kernels.variants.warpgroup import WarpgroupConfig
@@ -36,7 +37,7 @@ APART = replace(STREAM, config=WarpgroupConfig(16, 2, 2, 1, 8, 1, 3, 1, 1))
 PERSISTENT = replace(STREAM, config=WarpgroupConfig(16, 4, 1, 1, 8, 1, 2, 1, 1))
 SCALED_SUMS = replace(
     STREAM,
-    problem=replace(_PROBLEM, group_size=64),
+    problem=replace(_PROBLEM, granularity=Granularity.group(64)),
     config=WarpgroupConfig(16, 2, 1, 1, 4, 1, 2, 1, 132),
 )
 FUSED = replace(

@@ -56,9 +56,13 @@ TOY = WeightFormat(
     row_channels=4,
     scale="quant_group",
     midpoint=128.0,
+    stores_zeros=True,
     values=toy_values,
+    pack=lambda codes: codes,
     in_order=lambda scales: scales,
     codec=None,
+    half_scale_power=0,
+    unpack=(9, 11),
     dequantizing_bytes=12.0,
 )
 

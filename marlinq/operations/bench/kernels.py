@@ -15,7 +15,7 @@ from marlinq.core.devices import resolve_device
 from marlinq.core.errors import UsageError
 from marlinq.core.granularity import Granularity
 from marlinq.core.progress import ReportProgress, no_progress
-from marlinq.kernels import GROUP_SIZES, Problem, explain, precompile
+from marlinq.kernels import GEMMS, GROUP_SIZES, Problem, explain, precompile
 from marlinq.kernels.contract.weight_formats import E4M3, INT4, INT8, WeightFormat
 from marlinq.operations.bench.hardware import hardware_line
 from marlinq.operations.bench.peers import PEERS, Contender, Marlinq, Run, Weight, random_weight

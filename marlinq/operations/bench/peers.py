@@ -97,8 +97,8 @@ def random_weight(
     """Random codes, and scales that keep the products of unit activations near one.
 
     4-bit codes are 1..15 with mean 8. Code 0 is left out because a peer has a faster route for symmetric
-    weights without it. Its place goes to 8, so that weights have no mean: through a chain of layers that would
-    grow without bound.
+    weights without it. Its place goes to 8, so that weights have no mean: through a chain of layers that
+    would grow without bound.
     """
     groups = granularity.groups(layer.k)
     rows, columns = layer.k // weight_format.row_channels, layer.n * weight_format.row_words

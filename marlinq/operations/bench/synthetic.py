@@ -20,6 +20,7 @@ from marlinq.core.scheme import INT4, Scheme
 from marlinq.formats import StoredWeight
 from marlinq.formats.layouts import ModuleSpec
 from marlinq.formats.layouts.marlin import GROUP_SIZES, Marlin
+from marlinq.kernels.contract import weight_formats
 from marlinq.models import Blueprint, Experts, Projection, build_blueprint
 from marlinq.operations.bench.expert_shapes import ExpertsLayer
 from marlinq.operations.bench.peers import random_weight
@@ -247,7 +248,7 @@ def _random_stored(projection: Projection, group_size: int, setting: Setting) ->
         asymmetric=False,
         dtype=dtype,
         device=setting.device,
-        weight_format=KERNEL_INT4,
+        weight_format=weight_formats.INT4,
     )
     tensors: dict[str, Tensor] = {"B": weight.words, "s": weight.scales}
     scheme = Scheme(INT4, granularity, "midpoint", dtype_name(dtype))

@@ -1,0 +1,82 @@
+"""Weights of other elements than 4-bit integers on a GPU: every kernel, every way of scaling, captured and not."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from marlinq.core.granularity import Granularity
+from marlinq.kernels import (
+    GEMMS,
+    KERNELS,
+    Problem,
+    dependent_launches,
+    device_numbers,
+    forced_kernel,
+    precompile,
+)
+from marlinq.kernels.choose.decision import available
+from marlinq.kernels.contract.operands import Operands as Tensors
+from marlinq.kernels.contract.weight_formats import WEIGHT_FORMATS, WeightFormat
+from marlinq.kernels.launch.call import launch_gemm
+from tests.kernels.problems import BOUND, random_operands, relative_error
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = [each for name, each in WEIGHT_FORMATS.items() if each.codec is not None and name != "int4"]
+BATCHES = (1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 128, 200, 260, 777, 2048)
+SHAPES = ((1536, 576), (2112, 448), (4096, 1024))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("group", [32, 64, 128, -1])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("weight_format", FORMATS, ids=lambda each: each.name)
+def test_every_batch(weight_format: WeightFormat, kernel: str, group: int, dtype: torch.dtype) -> None:
+    if kernel not in available(device_numbers(0)):
+        pytest.skip(f"the {kernel} kernel needs another GPU than {device_numbers(0).architecture}")
+    shapes = [shape for shape in SHAPES if group == -1 or shape[0] % group == 0]
+    granularity = Granularity.from_group_size(group)
+    kinds = (False, True) if weight_format.stores_zeros else (False,)
+    with forced_kernel(kernel):
+        precompile(
+            Problem(m, n, k, granularity, zeros, dtype == torch.bfloat16, weight_format)
+            for (k, n), zeros, m in itertools.product(shapes, kinds, BATCHES)
+        )
+    wrong = {}
+    for (k, n), zeros in itertools.product(shapes, kinds):
+        made = random_operands(k, n, group, dtype, zeros=zeros, bias=True, weight_format=weight_format)
+        x = torch.randn(max(BATCHES), k, device="cuda").to(dtype)
+        expected = made.reference(x)
+        for m in BATCHES:
+            out = torch.full((m, n), float("nan"), dtype=dtype, device="cuda")
+            with forced_kernel(kernel):
+                launch_gemm(Tensors(x[:m], made.operand, made.bias, out))
+            error = relative_error(out, expected[:m])
+            if not error < BOUND[dtype]:
+                wrong[k, n, zeros, m] = error
+    assert not wrong
+
+
+@pytest.mark.parametrize("weight_format", FORMATS, ids=lambda each: each.name)
+def test_the_operator_in_a_captured_chain(weight_format: WeightFormat) -> None:
+    made = random_operands(1024, 1024, 128, torch.float16, weight_format=weight_format)
+    gemm = GEMMS[weight_format.name]
+    given = made.words, made.scales, None, None, made.group_size, 1024
+    for m in (1, 16, 64):
+        x = torch.randn(m, 1024, device="cuda").half()
+        with dependent_launches():
+            gemm(gemm(x, *given), *given)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                first = gemm(x, *given)
+                second = gemm(first, *given)
+        for _ in range(2):
+            first.fill_(float("nan"))
+            second.fill_(float("nan"))
+            graph.replay()
+        assert relative_error(first, made.reference(x)) < BOUND[torch.float16]
+        assert relative_error(second, made.reference(first)) < BOUND[torch.float16]
